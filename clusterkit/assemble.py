@@ -1,0 +1,321 @@
+"""From a job to what a node runs, the same for every backend: environment, files, command.
+
+A backend decides where things lie, how many nodes and ranks there are and how a node
+learns its rank; everything a rank sees follows from that here. Pure.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from clusterkit import batch as batches
+from clusterkit import shell
+from clusterkit.batch import Batch
+from clusterkit.cluster import HostFacts
+from clusterkit.errors import BadInput, Unavailable
+from clusterkit.plan import Note, PlanFile
+from clusterkit.rendezvous import (
+    RESET,
+    Endpoint,
+    Topology,
+    hostfile,
+    launcher_argv,
+    node_environment,
+    rank_script,
+)
+from clusterkit.shell import Word
+from clusterkit.spec import JobSpec
+
+OWNED = frozenset({
+    "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+})  # fmt: skip
+"""Variables that only the rendezvous may set."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Absolute paths on the nodes."""
+
+    run_dir: str
+    workdir: str
+    python: str
+
+    def file(self, name: str) -> str:
+        return posixpath.join(self.run_dir, "files", name)
+
+    def checkpoints(self, job: JobSpec) -> str | None:
+        """A relative folder lies in the run's, so that two runs never share one by accident."""
+        if job.checkpoint is None:
+            return None
+        return posixpath.join(self.run_dir, job.checkpoint.dir)
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What every node gets."""
+
+    files: tuple[PlanFile, ...]
+    notes: tuple[Note, ...]
+    command: tuple[str, ...]
+    """Starts one node, with NODE_RANK in the environment."""
+
+
+def assemble(
+    job: JobSpec,
+    *,
+    topology: Topology,
+    endpoint: Endpoint,
+    places: Places,
+    device: str,
+    threads: int,
+    hosts: Sequence[str],
+    cluster_env: Mapping[str, str],
+    network_env: Mapping[str, str],
+    stop_grace: float,
+) -> Assembly:
+    """Files, notes and the command of one node.
+
+    Args:
+        hosts: one name per node, for the hostfile.
+        cluster_env: environment of the cluster entry; the job's own goes first.
+        network_env: which interface to use; both go before it.
+
+    Raises:
+        BadInput: batch sizes that do not divide, a variable that is clusterkit's to set, an
+            unknown ``${clusterkit.NAME}``.
+    """
+    sizes, notes = solve_batch(job, topology)
+    files: list[PlanFile] = []
+    run_env = _run_environment(job, topology, endpoint, places, device, sizes)
+    if job.deepspeed is not None:
+        path = places.file("deepspeed.json")
+        config, deepspeed_notes = deepspeed_config(job.deepspeed, sizes, elastic=topology.elastic)
+        notes += deepspeed_notes
+        files.append(PlanFile(path, text=_pretty(config)))
+        run_env["CLUSTERKIT_DEEPSPEED_CONFIG"] = path
+        if device == "cpu":
+            run_env["DS_ACCELERATOR"] = "cpu"
+    env = {
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(threads),
+        **network_env,
+        **cluster_env,
+        **job.env,
+        **node_environment(job.launcher, topology, endpoint),
+        **run_env,
+    }
+    if clash := sorted(OWNED & {*cluster_env, *job.env}):
+        raise BadInput(f"env.{clash[0]}: clusterkit sets it", hint=f"take {clash[0]} out of env")
+    program = program_argv(job, places.python, run_env, topology)
+    files += [
+        PlanFile(places.file("rank.sh"), text=rank_script(job.launcher, topology), mode=0o755),
+        PlanFile(places.file("agent.py"), resource="agent.py"),
+    ]
+    if job.launcher in ("deepspeed", "mpirun"):
+        files.append(
+            PlanFile(places.file("hostfile"), text=hostfile(hosts, topology.nproc_per_node))
+        )
+    rank_command = ["sh", places.file("rank.sh"), *program]
+    argv = launcher_argv(
+        job.launcher,
+        topology,
+        endpoint,
+        python=places.python,
+        rank_command=rank_command,
+        hostfile=places.file("hostfile"),
+        exports=[*env, *job.secrets],
+    )
+    launcher = argv[: len(argv) - len(rank_command)]
+    script = _node_script(job, topology, places, env, [launcher, rank_command], stop_grace)
+    node_sh = PlanFile(places.file("node.sh"), text=script, mode=0o755)
+    return Assembly((node_sh, *files), tuple(notes), ("sh", node_sh.path))
+
+
+def solve_batch(job: JobSpec, topology: Topology) -> tuple[Batch | None, list[Note]]:
+    """The job's batch sizes for the full world; an elastic job must divide for every size of it."""
+    if job.batch is None:
+        return None, []
+    asked = job.batch
+    solved = None
+    for nodes in range(topology.min_nodes, topology.nodes + 1):
+        solved = batches.solve(
+            data_parallel=nodes * topology.nproc_per_node,
+            global_size=asked.global_size,
+            micro=asked.micro,
+            accumulation=asked.accumulation,
+        )
+    assert solved is not None
+    if topology.elastic:
+        note = Note("batch", f"global {solved.global_size}", "accumulation follows the world size")
+    else:
+        factors = (solved.micro, solved.accumulation, solved.data_parallel)
+        note = Note(
+            "batch",
+            f"{solved.global_size} = {' x '.join(map(str, factors))}",
+            "global = micro x accumulation x ranks",
+        )
+    return solved, [note]
+
+
+def deepspeed_config(
+    config: Mapping[str, Any], sizes: Batch | None, *, elastic: bool = False
+) -> tuple[dict[str, Any], list[Note]]:
+    """The job's DeepSpeed config with its batch numbers and an explicit gradient clipping.
+
+    Raises:
+        BadInput: the config has batch numbers of its own that differ.
+    """
+    whole = dict(config)
+    notes = []
+    numbers = {} if sizes is None else sizes.deepspeed()
+    for key, value in numbers.items():
+        if whole.get(key, value) not in (value, "auto"):
+            raise BadInput(
+                f"deepspeed.{key}: {whole[key]}, but batch gives {value}",
+                hint=f"leave {key} to `batch`",
+            )
+        whole[key] = value
+    if elastic and numbers:
+        # They change with the world size; each rank's runtime works them out.
+        del whole["train_batch_size"], whole["gradient_accumulation_steps"]
+    if "gradient_clipping" not in whole:
+        whole["gradient_clipping"] = 0.0
+        notes.append(
+            Note("gradient_clipping", "0.0", "not in the job; DeepSpeed's own default would be 1.0")
+        )
+    return whole, notes
+
+
+def program_argv(
+    job: JobSpec, python: str, run_env: Mapping[str, str], topology: Topology
+) -> list[Word]:
+    """What one rank executes, with every ``${clusterkit.NAME}`` of its arguments replaced."""
+    if job.command is not None:
+        words = list(job.command)
+    elif job.module is not None:
+        words = [python, "-u", "-m", job.module]
+    else:
+        words = [python, "-u", job.program or ""]
+    values = {
+        "global_batch": run_env.get("CLUSTERKIT_GLOBAL_BATCH"),
+        "micro_batch": run_env.get("CLUSTERKIT_MICRO_BATCH"),
+        "accumulation": run_env.get("CLUSTERKIT_ACCUMULATION"),
+        "deepspeed_config": run_env.get("CLUSTERKIT_DEEPSPEED_CONFIG"),
+        "run_id": run_env["CLUSTERKIT_RUN_ID"],
+        "run_dir": run_env["CLUSTERKIT_RUN_DIR"],
+        "checkpoint_dir": run_env.get("CLUSTERKIT_CHECKPOINT_DIR"),
+        "world_size": None if topology.elastic else str(topology.world_size),
+    }
+    return [*words, *(_replaced(arg, values) for arg in job.args)]
+
+
+def _replaced(arg: str, values: Mapping[str, str | None]) -> str:
+    out, rest = "", arg
+    while (start := rest.find("${clusterkit.")) >= 0 and (end := rest.find("}", start)) >= 0:
+        name = rest[start + len("${clusterkit.") : end]
+        if name not in values:
+            raise BadInput(f"args: ${{clusterkit.{name}}} is unknown", hint=", ".join(values))
+        if (value := values[name]) is None:
+            raise BadInput(f"args: ${{clusterkit.{name}}} has no value in this job")
+        out, rest = out + rest[:start] + value, rest[end + 1 :]
+    return out + rest
+
+
+def _run_environment(
+    job: JobSpec,
+    topology: Topology,
+    endpoint: Endpoint,
+    places: Places,
+    device: str,
+    sizes: Batch | None,
+) -> dict[str, str]:
+    env = {
+        "CLUSTERKIT_RUN_ID": endpoint.run_id,
+        "CLUSTERKIT_RUN_DIR": places.run_dir,
+        "CLUSTERKIT_JOB": job.name,
+        "CLUSTERKIT_DEVICE": device,
+    }
+    if sizes is not None:
+        if not topology.elastic or (job.batch and job.batch.global_size):
+            env["CLUSTERKIT_GLOBAL_BATCH"] = str(sizes.global_size)
+        if not topology.elastic or (job.batch and job.batch.micro):
+            env["CLUSTERKIT_MICRO_BATCH"] = str(sizes.micro)
+        if not topology.elastic:
+            env["CLUSTERKIT_ACCUMULATION"] = str(sizes.accumulation)
+    if job.checkpoint is not None:
+        env |= {
+            "CLUSTERKIT_CHECKPOINT_DIR": places.checkpoints(job) or "",
+            "CLUSTERKIT_CHECKPOINT_EVERY": str(job.checkpoint.every),
+            "CLUSTERKIT_CHECKPOINT_KEEP": str(job.checkpoint.keep),
+            "CLUSTERKIT_CHECKPOINT_RESUME": job.checkpoint.resume,
+        }
+    return env
+
+
+def _node_script(
+    job: JobSpec,
+    topology: Topology,
+    places: Places,
+    env: Mapping[str, str],
+    command: Sequence[Sequence[Word]],
+    stop_grace: float,
+) -> str:
+    # mpirun starts the ranks of all nodes from the first.
+    nproc = topology.world_size if job.launcher == "mpirun" else topology.nproc_per_node
+    agent: list[Word] = [
+        places.python, "-I", places.file("agent.py"), "run", "--nproc", str(nproc),
+        "--workdir", places.workdir, "--grace", f"{stop_grace:g}",
+        *(["--spawn"] if job.launcher == "python" else []), "--",
+    ]  # fmt: skip
+    lines = " \\\n    ".join(shell.join(words) for words in (agent, *command) if words)
+    is_host = 'if [ "$NODE_RANK" = 0 ]; then IS_HOST=1; else IS_HOST=0; fi\n'
+    return (
+        "#!/bin/sh\n"
+        f"# one node of {topology}, started on each as: NODE_RANK=n sh node.sh\n"
+        "set -u\n"
+        f"run_dir={shell.quote(places.run_dir)}\n"
+        'CLUSTERKIT_ATTEMPT="${CLUSTERKIT_ATTEMPT:-1}"\n'
+        'node_dir="$run_dir/attempts/$CLUSTERKIT_ATTEMPT/node-$NODE_RANK"\n'
+        'mkdir -p "$node_dir" && echo "$$" >"$node_dir/pid" || exit 73\n'
+        'exec </dev/null >>"$node_dir/agent.log" 2>&1\n'
+        f"unset {' '.join(RESET)}\n"
+        f"export NODE_RANK CLUSTERKIT_ATTEMPT\n{shell.exports(env)}"
+        f"{is_host if topology.elastic else ''}"
+        f"exec {lines}\n"
+    )
+
+
+def require_packages(job: JobSpec, host: HostFacts) -> None:
+    """Refuse a job whose launcher or config needs what the host's Python lacks.
+
+    Raises:
+        Unavailable: names the package or tool, the interpreter and the remedy.
+    """
+    needed = []
+    if job.launcher == "torchrun":
+        needed.append(("torch", "launcher: torchrun"))
+    if job.launcher == "deepspeed":
+        needed.append(("deepspeed", "launcher: deepspeed"))
+    if job.deepspeed is not None:
+        needed.append(("deepspeed", "the job's deepspeed section"))
+    for package, why in needed:
+        if package not in host.versions:
+            raise Unavailable(
+                f"{why} needs {package}, which {host.python} on {host.host} does not have",
+                hint=f"{host.python} -m pip install 'clusterkit[train]'",
+            )
+    if job.launcher == "mpirun" and "mpirun" not in host.tools:
+        raise Unavailable(
+            f"launcher: mpirun needs Open MPI, which {host.host} does not have",
+            hint="apt-get install openmpi-bin",
+        )
+
+
+def _pretty(document: Any) -> str:
+    return msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"

@@ -1,0 +1,30 @@
+"""The registry of backends; a module is imported when its backend is asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from clusterkit.backends.base import Backend
+from clusterkit.errors import BadInput
+
+_MODULES = {"local": "clusterkit.backends.local:LocalBackend"}
+
+NAMES = tuple(_MODULES)
+
+
+def backend_type(name: str) -> type[Backend]:
+    """The class registered under ``name``.
+
+    Raises:
+        BadInput: there is none.
+    """
+    if name not in _MODULES:
+        raise BadInput(f"backend {name!r} is unknown", hint=f"one of {', '.join(NAMES)}")
+    module, _, attribute = _MODULES[name].partition(":")
+    found: type[Backend] = getattr(import_module(module), attribute)
+    return found
+
+
+def backend(name: str) -> Backend:
+    """A backend by its name; see `backend_type`."""
+    return backend_type(name)()

@@ -1,0 +1,420 @@
+"""This machine as a cluster: each node is a launcher process with its share of the devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import posixpath
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from clusterkit import execute
+from clusterkit.assemble import Places, assemble, require_packages
+from clusterkit.backends.base import Backend, Handle, Observation
+from clusterkit.cluster import ClusterSpec, Facts, Gpu, HostFacts
+from clusterkit.errors import BadInput, PortTaken, Unavailable
+from clusterkit.execute import Record
+from clusterkit.logs import LogLine, NodeLog, merged, selected
+from clusterkit.plan import Note, Plan, Step
+from clusterkit.rendezvous import Endpoint, Topology
+from clusterkit.runs import home
+from clusterkit.shell import Secret
+from clusterkit.spec import JobSpec
+from clusterkit.status import NodeStatus, RankExit, State
+from clusterkit.transport import Transport
+
+HOST = "localhost"
+ADDRESS = "127.0.0.1"
+PACKAGES = ("torch", "deepspeed", "transformers", "clusterkit")
+
+STOPPED = "stopped on request"
+"""The node agent's reason for an end that it was asked for."""
+
+
+class LocalBackend(Backend):
+    """Nodes are processes on this machine; see `clusterkit.agent` for what each one is."""
+
+    name = "local"
+    summary = "this machine; several nodes are simulated on it"
+
+    def probe(self, cluster: ClusterSpec, transport: Transport) -> Facts:
+        python = cluster.python or sys.executable
+        port = transport.free_port(HOST, None if cluster.port == "auto" else cluster.port)
+        if cluster.port not in ("auto", port):
+            raise PortTaken(int(cluster.port), ADDRESS)
+        gpus = _probe_gpus(transport)
+        if cluster.gpus != "auto":
+            if cluster.gpus > len(gpus):
+                raise BadInput(
+                    f"gpus: {cluster.gpus} of this machine's {len(gpus)} GPUs cannot be had"
+                )
+            gpus = gpus[: cluster.gpus]
+        host = HostFacts(
+            host=HOST,
+            address=ADDRESS,
+            cpus=len(os.sched_getaffinity(0)),
+            memory_mib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20,
+            gpus=gpus,
+            python=python,
+            versions=_probe_versions(python, transport),
+            tools=_probe_tools(transport),
+        )
+        return Facts(
+            home=str(home()),
+            hosts=(host,),
+            port=port,
+            port_origin="free when probed" if cluster.port == "auto" else "cluster: port",
+            interface="lo",
+        )
+
+    def plan(self, job: JobSpec, cluster: ClusterSpec, facts: Facts, run_id: str) -> Plan:
+        host = facts.hosts[0]
+        min_nodes, nodes = job.node_range
+        device, device_origin = _device(job, host)
+        nproc, nproc_origin = _ranks_per_node(job, host, nodes, device)
+        topology = Topology(min_nodes, nodes, nproc)
+        threads, threads_origin = _threads(job, host, topology)
+        require_packages(job, host)
+        endpoint = Endpoint(host.address, facts.port, run_id)
+        run_dir = posixpath.join(facts.home, "runs", run_id)
+        assembly = assemble(
+            job,
+            topology=topology,
+            endpoint=endpoint,
+            places=Places(run_dir, job.workdir or run_dir, host.python),
+            device=device,
+            threads=threads,
+            hosts=[f"node-{node}" for node in range(nodes)]
+            if job.launcher == "deepspeed"
+            else [host.host] * nodes,
+            cluster_env=cluster.env,
+            network_env={
+                "GLOO_SOCKET_IFNAME": facts.interface,
+                "NCCL_SOCKET_IFNAME": facts.interface,
+            },
+            stop_grace=cluster.stop_grace,
+        )
+        notes = [
+            Note("device", device, device_origin),
+            Note("nproc_per_node", str(nproc), nproc_origin),
+            Note("master_addr", host.address, "this machine, loopback"),
+            Note("master_port", str(facts.port), facts.port_origin),
+            Note("threads_per_rank", str(threads), threads_origin),
+            *assembly.notes,
+        ]
+        if device == "cpu" and topology.world_size > host.cpus:
+            notes.append(
+                Note(
+                    "", f"{topology.world_size} ranks share {host.cpus} cores: expect them slow", ""
+                )
+            )
+        started = 1 if job.launcher == "mpirun" else nodes
+        return Plan(
+            run_id=run_id,
+            run_dir=run_dir,
+            backend=self.name,
+            summary=f"{topology} on this machine, started by {job.launcher}; "
+            f"world size {topology.world_size}",
+            notes=tuple(notes),
+            files=assembly.files,
+            steps=tuple(
+                Step(
+                    kind="start",
+                    host=host.host,
+                    node=node,
+                    argv=assembly.command,
+                    env={"NODE_RANK": str(node), **_gpu_share(host.gpus, device, node, nproc)},
+                    secrets=job.secrets,
+                )
+                for node in range(started)
+            ),
+            nodes=started,
+            world_size=topology.world_size,
+            topology={"min_nodes": min_nodes, "nodes": nodes, "nproc_per_node": nproc},
+            address=host.address,
+            port=facts.port,
+            stop_grace=cluster.stop_grace,
+        )
+
+    def submit(
+        self,
+        plan: Plan,
+        transport: Transport,
+        *,
+        attempt: int = 1,
+        secrets: Mapping[str, Secret] | None = None,
+        record: Record | None = None,
+    ) -> Handle:
+        execute.write_files(plan, transport)
+        execute.run_steps(
+            plan, transport, attempt=attempt, secrets=secrets, record=record or (lambda *_: None)
+        )
+        return Handle(plan, attempt)
+
+    def status(self, handle: Handle, transport: Transport) -> Observation | None:
+        if transport.get(HOST, posixpath.join(handle.plan.run_dir, "run.json"), 0, 1) is None:
+            return None
+        nodes = tuple(_node_status(handle, node, transport) for node in range(handle.plan.nodes))
+        state = overall({node.state for node in nodes})
+        failed = [node.node for node in nodes if node.state is State.FAILED]
+        endings = [_ending(handle, node, transport) for node in failed]
+        return Observation(
+            state=state,
+            nodes=nodes,
+            rank_exits=tuple(end for ends, _ in endings for end in ends),
+            oom_kills=max((kills for _, kills in endings), default=0),
+        )
+
+    def logs(
+        self,
+        handle: Handle,
+        transport: Transport,
+        *,
+        rank: int | None = None,
+        node: int | None = None,
+        follow: Callable[[], bool] | None = None,
+    ) -> Iterator[LogLine]:
+        def reader(number: int) -> NodeLog:
+            path = _node_file(handle, number, "log")
+            return NodeLog(
+                number,
+                handle.attempt,
+                lambda offset, limit: transport.get(HOST, path, offset, limit),
+            )
+
+        wanted = range(handle.plan.nodes) if node is None else (node,)
+        lines = merged([reader(number) for number in wanted], follow)
+        return selected(lines, rank=rank, node=node)
+
+    def cancel(self, handle: Handle, transport: Transport) -> None:
+        agent = posixpath.join(handle.plan.run_dir, "files", "agent.py")
+        if transport.get(HOST, agent, 0, 1) is None:
+            return  # nothing was started: the agent is written first
+        grace = handle.plan.stop_grace
+        done = transport.run(
+            HOST,
+            [sys.executable, "-I", agent, "stop", handle.plan.run_dir, "--grace", f"{grace:g}"],
+            timeout=grace + 60,
+        )
+        if done.exit_code:
+            raise Unavailable(f"could not end run {handle.plan.run_id}: {done.stderr.strip()}")
+
+
+# ---------------------------------------------------------------- probing
+
+
+def _probe_gpus(transport: Transport) -> tuple[Gpu, ...]:
+    """What nvidia-smi lists, limited to CUDA_VISIBLE_DEVICES; none where there is no such tool."""
+    if not _which("nvidia-smi"):
+        return ()
+    done = transport.run(
+        HOST,
+        ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"],
+        timeout=30,
+    )
+    if done.exit_code:
+        return ()
+    return parse_gpus(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def parse_gpus(csv: str, visible: str | None = None) -> tuple[Gpu, ...]:
+    """GPUs from nvidia-smi's ``index, uuid, name, memory`` lines.
+
+    Args:
+        csv: the output; lines of another form (a driver's complaint) are passed over.
+        visible: CUDA_VISIBLE_DEVICES, by index or UUID: which GPUs and in which order.
+    """
+    listed: dict[str, Gpu] = {}
+    for line in csv.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == 4 and fields[0].isdigit() and fields[3].isdigit():
+            gpu = Gpu(fields[0], fields[2], int(fields[3]))
+            listed[fields[0]] = listed[fields[1]] = gpu
+    if visible is None:
+        return tuple(dict.fromkeys(listed.values()))
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    return tuple(listed[name] for name in names if name in listed)
+
+
+def _probe_versions(python: str, transport: Transport) -> dict[str, str]:
+    if python == sys.executable:
+        return installed_versions()
+    code = (
+        "import json, importlib.metadata as m\nfound = {}\n"
+        f"for name in {PACKAGES!r}:\n"
+        "    try: found[name] = m.version(name)\n"
+        "    except m.PackageNotFoundError: pass\n"
+        "print(json.dumps(found))"
+    )
+    done = transport.run(HOST, [python, "-c", code], timeout=30)
+    if done.exit_code:
+        raise Unavailable(f"python: {python} does not work: {done.stderr.strip()[-200:]}")
+    versions: dict[str, str] = json.loads(done.stdout)
+    return versions
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of the packages a job may need, in this very interpreter."""
+    from importlib import metadata
+
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _probe_tools(transport: Transport) -> dict[str, str]:
+    return {tool: path for tool in ("mpirun", "ninja", "c++") if (path := _which(tool))}
+
+
+def _which(tool: str) -> str | None:
+    import shutil
+
+    return shutil.which(tool)
+
+
+# ---------------------------------------------------------------- planning
+
+
+def _device(job: JobSpec, host: HostFacts) -> tuple[str, str]:
+    if job.device == "cuda" and not host.gpus:
+        raise BadInput(f"device: cuda, but {host.host} has no GPU", hint="device: auto, or cpu")
+    if job.device != "auto":
+        return job.device, "job: device"
+    if host.gpus:
+        return "cuda", f"{len(host.gpus)} x {host.gpus[0].name}"
+    return "cpu", "no GPU found"
+
+
+def _ranks_per_node(job: JobSpec, host: HostFacts, nodes: int, device: str) -> tuple[int, str]:
+    there = len(host.gpus)
+    if job.gpus_per_node != "auto":
+        wanted = job.gpus_per_node * nodes
+        if device == "cuda" and wanted > there:
+            raise BadInput(
+                f"gpus_per_node: {nodes} nodes x {job.gpus_per_node} = {wanted} GPUs, "
+                f"but {host.host} has {there}",
+                hint=f"--gpus {there // nodes}" if there >= nodes else "device: cpu simulates them",
+            )
+        return job.gpus_per_node, "job: gpus_per_node"
+    if device == "cpu":
+        return 1, "without GPUs one rank per node"
+    if there < nodes:
+        raise BadInput(
+            f"nodes: {nodes} nodes cannot share {there} GPU{'s' * (there != 1)} of {host.host}",
+            hint=f"--nodes {there}, or device: cpu to simulate them",
+        )
+    return there // nodes, f"{there} GPUs / {nodes} nodes"
+
+
+def _threads(job: JobSpec, host: HostFacts, topology: Topology) -> tuple[int, str]:
+    if job.threads_per_rank != "auto":
+        return job.threads_per_rank, "job: threads_per_rank"
+    share = max(1, host.cpus // topology.world_size)
+    return share, f"{host.cpus} cores / {topology.world_size} ranks"
+
+
+def _gpu_share(gpus: tuple[Gpu, ...], device: str, node: int, nproc: int) -> dict[str, str]:
+    if device != "cuda":
+        return {}
+    share = ",".join(gpu.index for gpu in gpus[node * nproc : (node + 1) * nproc])
+    return {"CUDA_VISIBLE_DEVICES": share, "CLUSTERKIT_GPUS": share}
+
+
+# ---------------------------------------------------------------- watching
+
+
+def overall(states: set[State]) -> State:
+    """A run's state from its nodes' states."""
+    for state in (State.UNKNOWN, State.RUNNING, State.FAILED, State.CANCELLED):
+        if state in states:
+            return state
+    if states == {State.SUCCEEDED}:
+        return State.SUCCEEDED
+    return State.RUNNING if State.SUCCEEDED in states else State.PENDING
+
+
+def _node_file(handle: Handle, node: int, name: str) -> str:
+    folder = posixpath.join(handle.plan.run_dir, "attempts", str(handle.attempt), f"node-{node}")
+    return posixpath.join(folder, name)
+
+
+def _node_status(handle: Handle, node: int, transport: Transport) -> NodeStatus:
+    def read(name: str) -> Any:
+        data = transport.get(HOST, _node_file(handle, node, name))
+        if data is None:
+            return None
+        try:
+            return json.loads(data)
+        except ValueError:
+            return data
+
+    ended = read("exit.json")
+    if ended is not None:
+        return judge_exit(node, ended)
+    started = read("started.json")
+    if isinstance(started, dict):
+        state = transport.get(HOST, f"/proc/{started.get('pid')}/stat")
+        alive = process_start(state) == started.get("start_ticks")
+    else:
+        pid = read("pid")
+        if pid is None:
+            return NodeStatus(node=node, host=HOST, state=State.PENDING)
+        alive = process_start(transport.get(HOST, f"/proc/{pid}/stat")) is not None
+    if alive:
+        return NodeStatus(node=node, host=HOST, state=State.RUNNING)
+    ended = read("exit.json")  # it may have been written since
+    if ended is not None:
+        return judge_exit(node, ended)
+    complaint = transport.get(HOST, _node_file(handle, node, "agent.log")) or b""
+    last = complaint.decode(errors="replace").strip().rpartition("\n")[2]
+    return NodeStatus(
+        node=node,
+        host=HOST,
+        state=State.FAILED,
+        reason=f"its launcher's agent ended without a word{f': {last}' if last else ''}",
+    )
+
+
+def _ending(handle: Handle, node: int, transport: Transport) -> tuple[list[RankExit], int]:
+    """How the ranks that the node agent itself started ended, and the kernel's memory kills."""
+    try:
+        ended = json.loads(transport.get(HOST, _node_file(handle, node, "exit.json")) or b"{}")
+        lines = (transport.get(HOST, _node_file(handle, node, "ranks.jsonl")) or b"").splitlines()
+        ranks = {record["pid"]: record["rank"] for record in map(json.loads, lines)}
+        exits = [
+            RankExit(node, ranks[end["pid"]], end["exit_code"], end["at"])
+            for end in ended.get("processes", [])
+            if end["pid"] in ranks
+        ]
+        return exits, int(ended.get("oom_kills", 0))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return [], 0
+
+
+def judge_exit(node: int, ended: Any) -> NodeStatus:
+    """A node's state from its ``exit.json``; what cannot be read is UNKNOWN."""
+    if not isinstance(ended, dict) or not isinstance(ended.get("exit_code"), int):
+        return NodeStatus(node=node, host=HOST, state=State.UNKNOWN, reason="exit.json is damaged")
+    code, reason, at = ended["exit_code"], ended.get("reason"), ended.get("at")
+    failed = State.CANCELLED if reason == STOPPED else State.FAILED
+    return NodeStatus(
+        node=node,
+        host=HOST,
+        state=State.SUCCEEDED if code == 0 else failed,
+        exit_code=code,
+        reason=reason,
+        ended_at=at if isinstance(at, float) else None,
+    )
+
+
+def process_start(stat: bytes | None) -> int | None:
+    """Start time in clock ticks from ``/proc/PID/stat``; None for no process or a zombie."""
+    if stat is None:
+        return None
+    fields = stat.rpartition(b")")[2].split()
+    return None if len(fields) < 20 or fields[0] in (b"Z", b"X") else int(fields[19])

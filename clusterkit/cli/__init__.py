@@ -1,0 +1,98 @@
+"""The command line: one module per verb, imported when the verb is used.
+
+Results for machines go to stdout, words for people to stderr. Exit codes: 0 done,
+1 failed, 2 bad input, 3 a tool or service is missing, 130 interrupted or cancelled;
+`submit` exits with the run's own exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from typing import Any
+
+import click
+
+import clusterkit
+from clusterkit.errors import EXIT_INTERRUPTED, ClusterkitError
+
+VERBS = {
+    "submit": "Start a job and follow it.",
+    "plan": "Print exactly what submit would do.",
+    "ls": "List runs, newest first.",
+    "status": "How a run stands.",
+    "logs": "Lines of all nodes and ranks, in order of time.",
+    "metrics": "Loss, tokens/s and more, step by step.",
+    "cancel": "End a run and everything it started.",
+    "plot": "Draw loss and tokens/s of one or several runs.",
+    "rm": "Remove the folders of runs that have ended.",
+    "schema": "JSON schema of job files, for editors.",
+    "completion": "Shell completion script for bash, zsh or fish.",
+}
+"""Verb to one line of help; each lives in the module of its name."""
+
+
+class _Verbs(click.Group):
+    """A group that imports a verb's module only to run it or to show its own help."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in VERBS:
+            return None
+        command: click.Command = import_module(f"clusterkit.cli.{name}").command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in VERBS and not args[0].startswith("-"):
+            import difflib
+
+            near = difflib.get_close_matches(args[0], VERBS, 1)
+            meant = f" Did you mean {near[0]}?" if near else ""
+            ctx.fail(f"No such command {args[0]!r}.{meant}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(VERBS.items()))
+
+
+@click.group(
+    cls=_Verbs,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Example: clusterkit submit jobs/zero3.yaml --nodes 2",
+)
+@click.version_option(clusterkit.__version__, prog_name="clusterkit")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def cli(debug: bool) -> None:
+    """One job file runs the same training job on one machine or on many."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of the ``clusterkit`` command; ends the process."""
+    arguments = sys.argv[1:] if argv is None else argv
+    extra: dict[str, Any] = {"color": False} if os.environ.get("NO_COLOR") else {}
+    try:
+        code = cli.main(arguments, prog_name="clusterkit", standalone_mode=False, **extra)
+    except ClusterkitError as error:
+        if "--debug" in arguments[:1]:
+            raise
+        click.secho("error: ", fg="red", bold=True, nl=False, err=True)
+        click.echo(error.message, err=True)
+        if error.hint:
+            click.echo(f" hint: {error.hint}", err=True)
+        code = error.exit_code
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        code = EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of a pipe has had enough; nothing more can be said to it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,24 @@
+"""clusterkit cancel"""
+
+from __future__ import annotations
+
+import click
+
+from clusterkit import api
+from clusterkit.cli.common import json_option, print_json, run_argument
+
+
+@click.command("cancel", epilog="Example: clusterkit cancel last")
+@run_argument
+@json_option
+def command(run: str, as_json: bool) -> None:
+    """End a run and everything it started: SIGTERM, then SIGKILL.
+
+    RUN is a run's id, the beginning of one, or `last`. Fine to repeat; a run that has ended
+    stays as it is. The grace between the two signals is the cluster's stop_grace.
+    """
+    status = api.cancel(run)
+    if as_json:
+        print_json(status)
+    else:
+        click.echo(f"{status.run} {status.state}")

@@ -1,0 +1,125 @@
+"""What several verbs share: the options that shape a plan, run names, JSON on stdout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import click
+import msgspec
+
+from clusterkit.errors import BadInput
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+COMMAND = "clusterkit.command"
+"""Key in ``ctx.meta`` for the words after ``--``."""
+
+
+class PlanCommand(click.Command):
+    """A command that takes a job file, or a program's own command line after ``--``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--" in args:
+            split = args.index("--")
+            ctx.meta[COMMAND] = args[split + 1 :]
+            args = args[:split]
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[-- COMMAND...]"]
+
+
+def plan_options(function: Function) -> Function:
+    """Options that `submit` and `plan` have in common."""
+    for option in reversed([
+        click.argument("job", required=False, type=click.Path()),
+        click.option("-c", "--cluster", default="local", show_default=True, metavar="NAME",
+                     help="Entry of the cluster file.", shell_complete=_complete_cluster),
+        click.option("--clusters", "clusters_file", metavar="FILE", type=click.Path(),
+                     help="Cluster file; by default clusters.yaml here or above."),
+        click.option("-n", "--nodes", metavar="N|MIN:MAX", help="How many nodes."),
+        click.option("-g", "--gpus", type=int, metavar="N", help="Ranks per node."),
+        click.option("--set", "settings", multiple=True, metavar="KEY=VALUE",
+                     help="Change a key of the job file, e.g. batch.micro=4."),
+        click.option("--facts", "facts_file", metavar="FILE", type=click.Path(),
+                     help="Facts of an earlier run (facts.json) instead of probing."),
+        click.option("--run-id", metavar="ID", help="Instead of a new id."),
+    ]):  # fmt: skip
+        function = option(function)
+    return function
+
+
+def job_of(ctx: click.Context, job: str | None) -> str | Sequence[str]:
+    """The job file, or the command after ``--``.
+
+    Raises:
+        click.UsageError: neither, or both.
+    """
+    command = ctx.meta.get(COMMAND)
+    if (job is None) == (command is None):
+        raise click.UsageError(
+            "Give a job file, or a command after --."
+            if job is None
+            else "Give a job file or a command after --, not both.",
+            ctx,
+        )
+    return job if job is not None else list(command or [])
+
+
+def prepare_options(facts_file: str | None, **options: Any) -> dict[str, Any]:
+    """Options for `clusterkit.api.prepare` from those of `plan_options`."""
+    if facts_file is not None:
+        from clusterkit.cluster import Facts
+
+        try:
+            with open(facts_file, "rb") as file:
+                options["facts"] = msgspec.json.decode(file.read(), type=Facts)
+        except OSError as error:
+            raise BadInput(
+                f"--facts {facts_file}: {(error.strerror or 'unreadable').lower()}"
+            ) from None
+        except msgspec.MsgspecError as error:
+            raise BadInput(f"--facts {facts_file}: not a facts.json: {error}") from None
+    return options
+
+
+def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Run ids that begin so."""
+    from clusterkit import runs
+
+    names = [folder.run_id for folder in runs.all_runs()]
+    return [name for name in [*names, "last"] if name.startswith(incomplete)]
+
+
+def _complete_cluster(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    from clusterkit import loader
+
+    return [name for name in loader.cluster_names() if name.startswith(incomplete)]
+
+
+run_argument = click.argument("run", metavar="RUN", shell_complete=complete_run)
+"""A run's id, the beginning of one, or ``last``."""
+
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+
+
+def print_json(document: Any) -> None:
+    """A struct, or a list of them, as indented JSON on stdout."""
+    click.echo(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
+
+
+STATE_COLOURS = {
+    "SUCCEEDED": "green", "FAILED": "red", "RUNNING": "cyan", "RESTARTING": "yellow",
+    "PENDING": "yellow", "CANCELLED": "magenta", "UNKNOWN": "red",
+}  # fmt: skip
+
+
+def table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
+    """Left-aligned columns, two spaces apart."""
+    everything = [tuple(header), *map(tuple, rows)]
+    widths = [max(len(row[column]) for row in everything) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in everything
+    )

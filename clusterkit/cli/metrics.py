@@ -1,0 +1,37 @@
+"""clusterkit metrics"""
+
+from __future__ import annotations
+
+import click
+
+from clusterkit import api
+from clusterkit.cli.common import json_option, print_json, run_argument, table
+
+_COLUMNS = ("step", "loss", "eval_loss", "tokens_per_second", "step_seconds", "learning_rate")
+
+
+@click.command("metrics", epilog="Example: clusterkit metrics last --json | jq '.[-1].loss'")
+@run_argument
+@json_option
+def command(run: str, as_json: bool) -> None:
+    """Loss, tokens/s and more, step by step.
+
+    RUN is a run's id, the beginning of one, or `last`. A program reports through
+    clusterkit.runtime.metrics, or by printing the same marked lines itself.
+    """
+    found = api.metrics(run)
+    if as_json:
+        print_json(found)
+        return
+    if not found:
+        click.echo("this run reported no metrics (docs/job-file.md says how to)", err=True)
+        return
+    columns = [name for name in _COLUMNS if any(name in row for row in found)]
+    rows = [[_cell(row.get(name)) for name in columns] for row in found]
+    click.echo(table(rows, columns))
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

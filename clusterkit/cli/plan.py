@@ -1,0 +1,42 @@
+"""clusterkit plan"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from clusterkit import api
+from clusterkit.cli.common import PlanCommand, job_of, json_option, plan_options, prepare_options
+from clusterkit.plan import relative
+from clusterkit.transport import write_atomic
+
+
+@click.command("plan", cls=PlanCommand, epilog="Example: clusterkit plan jobs/zero3.yaml --nodes 2")
+@plan_options
+@click.option("-o", "--out", metavar="DIR", type=click.Path(), help="Write the files there.")
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context, /, job: str | None, out: str | None, as_json: bool, **options: Any
+) -> None:
+    """Print exactly what submit would do, without doing it.
+
+    The cluster is probed (for GPUs, a free port), nothing is written or started. With
+    --run-id and --facts of a run that exists, this prints that run's plan again.
+    """
+    plan = api.plan(
+        job_of(ctx, job),
+        **{key: value for key, value in prepare_options(**options).items() if value is not None},
+    )
+    if out is not None:
+        for file in plan.files:
+            write_atomic(Path(out, relative(plan, file)), file.content(), file.mode)
+        write_atomic(Path(out, "plan.json"), plan.to_json())
+        write_atomic(Path(out, "plan.txt"), plan.to_text().encode())
+        click.echo(f"{len(plan.files) + 2} files written to {out}", err=True)
+    elif as_json:
+        click.echo(plan.to_json().decode())
+    else:
+        click.echo(plan.to_text(), nl=False)

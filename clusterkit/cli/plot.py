@@ -1,0 +1,20 @@
+"""clusterkit plot"""
+
+from __future__ import annotations
+
+import click
+
+from clusterkit import api
+from clusterkit.cli.common import complete_run
+
+
+@click.command("plot", epilog="Example: clusterkit plot ddp-1121 zero3-1121 -o loss.png")
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, shell_complete=complete_run)
+@click.option("-o", "--output", default="loss.png", show_default=True, type=click.Path(),
+              help="The picture; its suffix (.png .svg .pdf) says which kind.")  # fmt: skip
+def command(runs: tuple[str, ...], output: str) -> None:
+    """Draw loss and tokens/s of one or several runs.
+
+    RUN is a run's id, the beginning of one, or `last`.
+    """
+    click.echo(api.plot(runs, output))

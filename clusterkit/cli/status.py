@@ -1,0 +1,53 @@
+"""clusterkit status"""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from clusterkit import api
+from clusterkit.cli.common import STATE_COLOURS, json_option, print_json, run_argument, table
+from clusterkit.ui.words import failure_text
+
+
+@click.command("status", epilog="Example: clusterkit status last")
+@run_argument
+@json_option
+def command(run: str, as_json: bool) -> None:
+    """How a run stands: its state, its nodes, and why it failed.
+
+    RUN is a run's id, the beginning of one, or `last`.
+    """
+    found = api.get(run)
+    status = found.status()
+    if as_json:
+        print_json(status)
+        return
+    click.echo(f"{status.run}  ", nl=False)
+    click.secho(status.state, fg=STATE_COLOURS[status.state], bold=True)
+    if status.started_at is not None:
+        seconds = (status.finished_at or time.time()) - status.started_at
+        click.echo(
+            f"  job {status.job} on {status.cluster} ({status.backend}), "
+            f"attempt {status.attempt}, {seconds:.1f} s"
+        )
+    if status.nodes:
+        rows = [
+            (
+                str(node.node),
+                node.host,
+                node.state,
+                "-" if node.exit_code is None else str(node.exit_code),
+                node.reason or "",
+            )
+            for node in status.nodes
+        ]
+        text = table(rows, ("NODE", "HOST", "STATE", "EXIT", "WHY"))
+        click.echo("  " + text.replace("\n", "\n  "))
+    for event in found.events():
+        click.echo(f"  {time.strftime('%H:%M:%S', time.localtime(event.at))} {event.text}")
+    if status.remark:
+        click.echo(f"  {status.remark}")
+    if status.failure is not None:
+        click.echo(failure_text(status))

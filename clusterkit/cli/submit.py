@@ -1,0 +1,83 @@
+"""clusterkit submit"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from clusterkit import api
+from clusterkit.cli.common import (
+    PlanCommand,
+    job_of,
+    json_option,
+    plan_options,
+    prepare_options,
+    print_json,
+)
+from clusterkit.errors import EXIT_INTERRUPTED
+from clusterkit.status import RunStatus
+
+
+@click.command(
+    "submit",
+    cls=PlanCommand,
+    epilog="Examples: clusterkit submit jobs/zero3.yaml --nodes 2;  "
+    "clusterkit submit --gpus 2 -- python train.py --steps 100",
+)
+@plan_options
+@click.option("-d", "--detach", is_flag=True, help="Return when the run has started.")
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context, /, job: str | None, detach: bool, as_json: bool, **options: Any
+) -> int:
+    """Start a job and follow it to its end.
+
+    JOB is a job file. The run's id is printed on stdout at once; everything else goes to
+    stderr. Exits with the run's own exit code. With --json, prints the run's status as JSON
+    instead of the id: when it has started (--detach), or when it has ended.
+    """
+    ready = api.prepare(job_of(ctx, job), **prepare_options(**options))
+    for note in ready.plan.notes:
+        if not note.name:
+            click.echo(f"note: {note}", err=True)
+    run = api.launch(ready)
+    if not as_json:
+        click.echo(run.id)
+        sys.stdout.flush()
+    try:
+        status = run.wait_started() if detach else _follow(run)
+    except KeyboardInterrupt:
+        status = _interrupted(run)
+    if as_json:
+        print_json(status)
+    if detach and not status.state.final:
+        click.echo(f"{run.id} runs; clusterkit logs -f {run.id} follows it", err=True)
+    return status.exit_code or 0
+
+
+def _follow(run: api.Run) -> RunStatus:
+    from clusterkit.ui import follow
+
+    return follow.follow(run)
+
+
+def _interrupted(run: api.Run) -> RunStatus:
+    """Ctrl-C: ask, where somebody can answer; otherwise, or when it comes again, cancel."""
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        try:
+            answer = click.prompt(
+                f"\n{run.id} still runs: detach from it, or cancel it?",
+                type=click.Choice(["detach", "cancel", "d", "c"]),
+                show_choices=False, default="detach", err=True,
+            )  # fmt: skip
+        except (click.Abort, KeyboardInterrupt):
+            answer = "cancel"
+        if answer.startswith("d"):
+            click.echo(f"clusterkit logs -f {run.id} follows it again", err=True)
+            return run.status()
+    click.echo(f"cancelling {run.id}", err=True)
+    run.cancel()
+    sys.exit(EXIT_INTERRUPTED)

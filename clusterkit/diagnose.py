@@ -1,0 +1,224 @@
+"""Who failed first, on which node, why, and what to do: told from exit codes and log lines.
+
+When one rank dies, its peers die of it a moment later with errors of their own. The first
+failure is therefore the earliest among those that are not an echo (see `_ECHOES`); only
+when all are echoes is the earliest of them blamed.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from clusterkit.logs import LogLine, without_rank
+from clusterkit.status import Failure, NodeStatus, RankExit, State
+
+_TRACEBACK = "Traceback (most recent call last):"
+_CHAINS = (
+    "During handling of the above exception",
+    "The above exception was the direct cause",
+)
+# "failed (exitcode: -9) local_rank: 0 (pid: 123) of binary: sh", torch 2.13, multiprocessing/api.py
+_TORCHRUN = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
+# "[...] exits with return code = 7", deepspeed 0.19, launcher/launch.py
+_DEEPSPEED = re.compile(r"exits with return code = (-?\d+)")
+_ECHOES = re.compile(
+    r"Connection (closed|reset|refused) by peer|Connection closed by peer|Broken pipe"
+    r"|Connection refused|Socket closed|recvValue failed|sendBytes failed|failed to recv"
+    r"|Timed out waiting \d+ms|connectFullMesh|remote process exited|NCCL communicator was aborted"
+    r"|DistNetworkError|DistStoreError|SignalException|Watchdog caught collective operation timeout"
+)
+_NEVER_PRIMARY = frozenset({-signal.SIGTERM, 128 + signal.SIGTERM})
+
+_HINTS = (
+    (re.compile(r"CUDA out of memory|OutOfMemoryError"),
+     "smaller batch.micro (accumulation grows with it), a higher ZeRO stage, or offload"),
+    (re.compile(r"DefaultCPUAllocator: can't allocate|MemoryError"),
+     "smaller batch.micro, fewer ranks on this machine, or a smaller model"),
+    (re.compile(r"No module named '([\w.]+)'"),
+     "install it for the interpreter of the ranks (facts.json names it)"),
+    (re.compile(r"EADDRINUSE|[Aa]ddress already in use"),
+     "another program took the rendezvous port; submit again, a free one is chosen"),
+    (re.compile(r"No space left on device"), "make room on that disk"),
+    (re.compile(r"Timed out waiting \d+ms|Watchdog caught collective"),
+     "a rank waited for peers that did not come: look for the one that is behind (logs --rank)"),
+    (re.compile(r"Error building extension|Ninja is required"),
+     "DeepSpeed compiles here: install a C++ compiler and ninja"),
+)  # fmt: skip
+
+PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
+
+
+@dataclass
+class _Suspect:
+    """What is known of one rank (rank None: a launcher) that may have failed first."""
+
+    node: int
+    rank: int | None
+    time: float
+    exit_code: int | None = None
+    traceback: list[str] = field(default_factory=list)
+    words: str = ""
+
+    @property
+    def echo(self) -> bool:
+        return bool(_ECHOES.search(self.words)) or self.exit_code in _NEVER_PRIMARY
+
+
+def diagnose(
+    nodes: Sequence[NodeStatus],
+    lines: Iterable[LogLine],
+    *,
+    rank_exits: Iterable[RankExit] = (),
+    nproc_per_node: int = 1,
+    oom_kills: int = 0,
+) -> Failure:
+    """The first failure of an attempt that did not succeed.
+
+    Args:
+        nodes: how each node ended.
+        lines: log lines of all nodes, in order of time; the last few thousand are enough.
+        rank_exits: how ranks ended, where that is known.
+        nproc_per_node: ranks per node, to number the local ranks that torchrun reports.
+        oom_kills: processes that the kernel killed for want of memory meanwhile.
+    """
+    suspects = _suspects(lines, nproc_per_node)
+    for end in rank_exits:
+        if end.exit_code:
+            suspect = suspects.setdefault(
+                (end.node, end.rank), _Suspect(end.node, end.rank, end.at)
+            )
+            suspect.exit_code = end.exit_code
+    blamed = _blame([s for s in suspects.values() if s.exit_code or s.traceback])
+    failed = [node for node in nodes if node.state is State.FAILED]
+    if blamed is None:
+        return _from_nodes(failed or list(nodes))
+    exit_code = blamed.exit_code
+    if exit_code is None and blamed.node < len(nodes):
+        exit_code = nodes[blamed.node].exit_code
+    cause, hint = _words(blamed, exit_code, oom_kills)
+    return Failure(
+        node=blamed.node,
+        rank=blamed.rank,
+        exit_code=None if exit_code is None else shell_code(exit_code),
+        cause=cause,
+        hint=hint,
+        traceback="\n".join(blamed.traceback) or None,
+    )
+
+
+def shell_code(code: int) -> int:
+    """An exit code as a shell gives it: 128 + N for a process that signal N ended."""
+    return 128 - code if code < 0 else code
+
+
+def _suspects(lines: Iterable[LogLine], nproc: int) -> dict[tuple[int, int | None], _Suspect]:
+    suspects: dict[tuple[int, int | None], _Suspect] = {}
+    last: dict[tuple[int, int | None], str] = {}
+    open_blocks: set[tuple[int, int | None]] = set()
+    for line in lines:
+        key = (line.node, line.rank)
+        text = without_rank(line.text)
+        if line.rank is None:
+            _read_launcher(line, nproc, suspects)
+            continue
+        if text.lstrip().startswith(_TRACEBACK):
+            suspect = suspects.setdefault(key, _Suspect(line.node, line.rank, line.time))
+            if suspect.words and not last.get(key, "").startswith(_CHAINS):
+                # An earlier traceback that the program survived.
+                suspect.traceback, suspect.time = [], line.time
+            suspect.traceback.append(text)
+            open_blocks.add(key)
+        elif key in open_blocks:
+            suspect = suspects[key]
+            suspect.traceback.append(text)
+            if text and not text[0].isspace() and not text.startswith(_CHAINS):
+                suspect.words = text
+                open_blocks.discard(key)
+        elif key in suspects and suspects[key].traceback and (text.startswith(_CHAINS) or not text):
+            suspects[key].traceback.append(text)
+        if text:
+            last[key] = "" if line.event is not None else text
+    for key, suspect in suspects.items():
+        while suspect.traceback and not suspect.traceback[-1]:
+            suspect.traceback.pop()
+        # Without an exception: a word of the program's own before it went.
+        suspect.words = suspect.words or last.get(key, "")
+    return suspects
+
+
+def _read_launcher(
+    line: LogLine, nproc: int, suspects: dict[tuple[int, int | None], _Suspect]
+) -> None:
+    if match := _TORCHRUN.search(line.text):
+        rank = line.node * nproc + int(match[2])
+        key: tuple[int, int | None] = (line.node, rank)
+        suspect = suspects.setdefault(key, _Suspect(line.node, rank, line.time))
+        suspect.exit_code = int(match[1])
+    elif match := _DEEPSPEED.search(line.text):
+        # It does not say which rank: the one whose traceback came first, if any.
+        here = [s for s in suspects.values() if s.node == line.node and s.rank is not None]
+        first = min(here, key=lambda s: s.time, default=None)
+        if first is None:
+            first = suspects.setdefault((line.node, None), _Suspect(line.node, None, line.time))
+        first.exit_code = int(match[1])
+
+
+def _blame(suspects: Sequence[_Suspect]) -> _Suspect | None:
+    real = [suspect for suspect in suspects if not suspect.echo]
+    return min(real or suspects, key=lambda suspect: suspect.time, default=None)
+
+
+def _words(suspect: _Suspect, exit_code: int | None, oom_kills: int) -> tuple[str, str | None]:
+    if suspect.traceback and suspect.words:
+        return suspect.words, _hint(suspect.words)
+    code = exit_code or 0
+    number = -code if code < 0 else code - 128 if 128 < code < 160 else 0
+    if number:
+        return _signal_words(number, oom_kills)
+    said = f": {suspect.words}" if suspect.words else ""
+    return f"exited with {code}{said}", _hint(suspect.words)
+
+
+def _signal_words(number: int, oom_kills: int) -> tuple[str, str | None]:
+    name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
+    if number == signal.SIGKILL and oom_kills:
+        return (
+            "killed by the kernel for want of memory (SIGKILL; its count of such kills rose)",
+            "smaller batch.micro, fewer ranks per node, or a machine with more memory",
+        )
+    if number == signal.SIGKILL:
+        return (
+            "killed by SIGKILL: somebody's kill -9; the kernel counted no out-of-memory kill",
+            "in a container or a batch system, look for its memory limit",
+        )
+    if number == signal.SIGSEGV:
+        return "crashed (SIGSEGV) in native code", "env: {PYTHONFAULTHANDLER: '1'} shows where"
+    if number == signal.SIGABRT:
+        return (
+            "aborted (SIGABRT) in native code",
+            "if training had ended: end ranks with clusterkit.runtime, or a barrier and os._exit",
+        )
+    return f"ended by {name}", None
+
+
+def _hint(words: str) -> str | None:
+    return next((hint for pattern, hint in _HINTS if pattern.search(words)), None)
+
+
+def _from_nodes(nodes: Sequence[NodeStatus]) -> Failure:
+    """A failure of which no rank says anything."""
+    ended = [node for node in nodes if node.exit_code or node.reason]
+    first = min(ended, key=lambda node: node.ended_at or 0.0, default=None)
+    if first is None:
+        return Failure(node=None, rank=None, exit_code=1, cause="the run ended without a word")
+    cause = first.reason or f"its launcher exited with {first.exit_code}"
+    return Failure(
+        node=first.node,
+        rank=None,
+        exit_code=first.exit_code if first.exit_code is not None else 1,
+        cause=cause,
+        hint="clusterkit logs RUN shows what it said last",
+    )

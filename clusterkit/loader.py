@@ -1,0 +1,542 @@
+"""YAML to specs. Every error names the file, the line, the key, the value and what would do.
+
+YAML is read as people mean it, close to YAML 1.2's core schema: ``2:4`` is text and not
+124, ``1e-3`` is a number, ``on`` and ``no`` are text; in ``env``, ``args`` and ``command``
+every plain scalar is its own text (``FLAG: 010`` arrives as ``010``).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+import yaml
+
+from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, LocalCluster
+from clusterkit.errors import BadInput
+from clusterkit.spec import JobSpec, check_job
+
+Spec = TypeVar("Spec", bound=msgspec.Struct)
+Place = tuple[str | int, ...]
+CLUSTERS_FILE = "clusters.yaml"
+BIGGEST_FILE = 4 << 20
+_TEXT = frozenset({"env", "args", "command"})
+
+
+class Document:
+    """A parsed YAML file: its data, and the line of every key."""
+
+    def __init__(self, name: str, data: Any, lines: Mapping[Place, int]) -> None:
+        self.name = name
+        self.data = data
+        self._lines = lines
+
+    def error(self, place: Place, message: str, hint: str | None = None) -> BadInput:
+        """An error at one place of the file."""
+        key = dotted(place)
+        return BadInput(f"{self.where(place)}: {key + ': ' if key else ''}{message}", hint)
+
+    def where(self, place: Place) -> str:
+        """``file:line`` of a place, or of the nearest one above it that has a line."""
+        while place and place not in self._lines:
+            place = place[:-1]
+        line = self._lines.get(place)
+        return f"{self.name}:{line}" if line else self.name
+
+
+def dotted(place: Place) -> str:
+    """``("args", 1)`` as ``args[1]``."""
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in place]
+    return "".join(parts).lstrip(".")
+
+
+# ---------------------------------------------------------------- YAML
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with YAML 1.2's idea of what a plain scalar is."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012 (pyyaml's own form)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"(true|True|TRUE|false|False|FALSE)\Z"), list("tTfF")
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"([-+]?(0|[1-9][0-9_]*)|0x[0-9a-fA-F]+)\Z"),
+    list("-+0123456789"),
+)  # fmt: skip
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN))\Z"
+    ),
+    list("-+0123456789."),
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:null", re.compile(r"(~|null|Null|NULL|)\Z"), ["~", "n", "N", ""]
+)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"<<\Z"), ["<"])
+
+
+def _float(loader: _Loader, node: yaml.Node) -> float:
+    text = str(loader.construct_scalar(typing.cast(yaml.ScalarNode, node))).lower()
+    return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:float", _float)
+
+
+def read_yaml(path: Path) -> Document:
+    """Read one YAML file.
+
+    Raises:
+        BadInput: no such file, a folder, not text, too large, not YAML, empty, a key twice.
+    """
+    name = str(path)
+    try:
+        if path.stat().st_size > BIGGEST_FILE:
+            raise BadInput(
+                f"{name}: larger than {BIGGEST_FILE >> 20} MiB: not a job or cluster file"
+            )
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{name}: not a text file (byte {error.start} is not UTF-8)") from None
+    except OSError as error:
+        hint = _nearest_file(path) if isinstance(error, FileNotFoundError) else None
+        raise BadInput(f"{name}: {(error.strerror or 'unreadable').lower()}", hint) from None
+    return parse_yaml(text, name)
+
+
+def parse_yaml(text: str, name: str) -> Document:
+    """Parse YAML text; ``name`` stands for the file in errors. Raises as `read_yaml`."""
+    loader = None
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if root is None:
+            raise BadInput(f"{name}: the file is empty")
+        lines: dict[Place, int] = {}
+        data = _build(loader, root, (), lines, name)
+    except yaml.YAMLError as error:
+        raise _syntax_error(error, text, name) from None
+    except RecursionError:
+        raise BadInput(f"{name}: nested too deeply, or an alias that holds itself") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+    return Document(name, data, lines)
+
+
+def _build(
+    loader: _Loader, node: yaml.Node, place: Place, lines: dict[Place, int], name: str
+) -> Any:
+    lines.setdefault(place, node.start_mark.line + 1)
+    if isinstance(node, yaml.MappingNode):
+        own: dict[str, int] = {}
+        for key_node, _ in node.value:
+            key, line = key_node.value, key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise BadInput(f"{name}:{line}: a key must be a word")
+            if key in own and key != "<<":
+                raise BadInput(
+                    f"{name}:{line}: {dotted((*place, key))}: stands in line {own[key]} already",
+                    hint="keep one of the two",
+                )
+            own[key] = line
+        loader.flatten_mapping(node)
+        found = {}
+        for key_node, value_node in node.value:
+            below = (*place, str(key_node.value))
+            lines[below] = key_node.start_mark.line + 1
+            found[str(key_node.value)] = _build(loader, value_node, below, lines, name)
+        return found
+    if isinstance(node, yaml.SequenceNode):
+        return [
+            _build(loader, item, (*place, number), lines, name)
+            for number, item in enumerate(node.value)
+        ]
+    if _is_text(place):
+        return node.value
+    return loader.construct_object(node)
+
+
+def _is_text(place: Place) -> bool:
+    """Whether a scalar here is text however it looks: ``env.X``, ``args[0]``, also in an entry."""
+    return bool(_TEXT & set(place[:2])) and "deepspeed" not in place[:1]
+
+
+def _syntax_error(error: yaml.YAMLError, text: str, name: str) -> BadInput:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    if mark is None:
+        return BadInput(f"{name}: not YAML: {problem}")
+    line = text.splitlines()[mark.line] if mark.line < len(text.splitlines()) else ""
+    if "\t" in line[: mark.column + 1] or "'\\t'" in problem:
+        return BadInput(
+            f"{name}:{mark.line + 1}: a tab where YAML wants spaces", hint="indent with two spaces"
+        )
+    return BadInput(
+        f"{name}:{mark.line + 1}: not YAML: {problem}", hint=f"near {line.strip()[:60]!r}"
+    )
+
+
+def _nearest_file(path: Path) -> str | None:
+    try:
+        there = [str(path.with_name(entry)) for entry in os.listdir(path.parent or ".")]
+    except OSError:
+        return None
+    near = difflib.get_close_matches(str(path), there, 1)
+    return f"did you mean {near[0]}?" if near else None
+
+
+# ---------------------------------------------------------------- specs
+
+
+def convert(document: Document, place: Place, data: Any, kind: type[Spec]) -> Spec:
+    """``data``, which stands at ``place``, as a spec.
+
+    Raises:
+        BadInput: an unknown key, a wrong type, a value out of range.
+    """
+    _refuse_unknown_keys(document, place, data, kind)
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        raise _type_error(document, place, data, kind, error) from None
+
+
+def _refuse_unknown_keys(document: Document, place: Place, data: Any, kind: Any) -> None:
+    if not isinstance(data, dict):
+        return
+    fields = _fields(kind)
+    for key, value in data.items():
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, 1, 0.5)
+            message = "unknown key" + (f" (did you mean {near[0]}?)" if near else "")
+            raise document.error((*place, key), message, f"allowed: {', '.join(fields)}")
+        if (inner := _struct_of(fields[key])) is not None:
+            _refuse_unknown_keys(document, (*place, key), value, inner)
+
+
+_AT = re.compile(r"(?s)(.*?)(?: - at `\$(.*)`)?\Z")
+_SEGMENT = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
+_NAMES = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false",
+          "array": "a list", "object": "a mapping", "null": "nothing"}  # fmt: skip
+
+
+def _type_error(
+    document: Document, base: Place, data: Any, kind: Any, error: msgspec.ValidationError
+) -> BadInput:
+    match = _AT.match(str(error))
+    assert match is not None
+    message = match[1]
+    place: Place = ()
+    value = data
+    for segment in _SEGMENT.finditer(match[2] or ""):
+        part: str | int = segment[1] or (0 if segment[2] == "..." else int(segment[2]))
+        if segment[2] == "...":
+            # msgspec does not say which key of a mapping; the first of a wrong type it is.
+            wrong = [key for key, item in value.items() if not isinstance(item, str)]
+            part = wrong[0] if wrong else next(iter(value), "")
+        place = (*place, part)
+        value = value[part] if part != "" else value
+    if missing := re.match(r"Object missing required field `(.+)`", message):
+        return document.error((*base, *place), f"{missing[1]} is missing")
+    shown = "nothing" if value is None else repr(value)[:80]
+    allowed = _choices(kind, place)
+    if "Expected" in message and "got" in message:
+        wanted, got = re.findall(r"`([^`]+)`", message)[:2]
+        names = [_NAMES.get(name.strip(), name.strip()) for name in wanted.split("|")]
+        wanted = " or ".join(name for name in names if name != "nothing") or "nothing"
+        message = f"{shown} is {_NAMES.get(got, got)}, not {wanted}"
+        if got.startswith(("int", "float")) and value == got:
+            message = f"{shown}: {wanted}"
+    else:
+        message = f"{shown}: {message[0].lower()}{message[1:]}"
+    hint = None
+    if allowed:
+        near = difflib.get_close_matches(str(value), allowed, 1)
+        hint = f"allowed: {', '.join(allowed)}" + (f"; did you mean {near[0]}?" if near else "")
+    return document.error((*base, *place), message, hint)
+
+
+def _fields(kind: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {field.encode_name: hints[field.name] for field in msgspec.structs.fields(kind)}
+
+
+def _members(annotation: Any) -> Iterator[Any]:
+    """The alternatives of an annotation, with ``Annotated`` and unions unfolded."""
+    origin = typing.get_origin(annotation)
+    if origin is Annotated:
+        yield from _members(typing.get_args(annotation)[0])
+    elif origin in (typing.Union, types.UnionType):
+        for member in typing.get_args(annotation):
+            yield from _members(member)
+    else:
+        yield annotation
+
+
+def _struct_of(annotation: Any) -> Any:
+    return next(
+        (m for m in _members(annotation) if isinstance(m, type) and issubclass(m, msgspec.Struct)),
+        None,
+    )
+
+
+def _choices(kind: Any, place: Place) -> list[str]:
+    annotation = kind
+    for part in place:
+        struct = _struct_of(annotation)
+        if struct is None:
+            return []
+        annotation = _fields(struct).get(str(part))
+    return [
+        str(choice)
+        for member in _members(annotation)
+        if typing.get_origin(member) is Literal
+        for choice in typing.get_args(member)
+    ]
+
+
+# ---------------------------------------------------------------- jobs
+
+
+def load_job(path: str | Path, settings: Sequence[str] = ()) -> JobSpec:
+    """A job file as a `JobSpec`, with ``key=value`` settings applied and its program found.
+
+    Args:
+        path: the job file.
+        settings: ``key=value``, with dots for keys below (``batch.micro=4``); the value is YAML.
+
+    Raises:
+        BadInput: anything wrong with the file, a setting or the program.
+    """
+    path = Path(path)
+    document = read_yaml(path)
+    if not isinstance(document.data, dict):
+        raise BadInput(f"{path}: a job file is a mapping of keys like `name:` and `program:`")
+    document.data.setdefault("name", path.stem)
+    for setting in settings:
+        apply_setting(document, setting)
+    job = convert(document, (), document.data, JobSpec)
+    try:
+        check_job(job)
+        return locate_program(job, [Path.cwd(), *path.absolute().parents])
+    except BadInput as error:
+        key = re.split(r"[.:\[]", error.message, maxsplit=1)[0]
+        raise BadInput(f"{document.where((key,))}: {error.message}", error.hint) from None
+
+
+def apply_setting(document: Document, setting: str) -> None:
+    """Put one ``--set key=value`` into a job's data."""
+    key, equals, text = setting.partition("=")
+    if not equals or not key.strip():
+        raise BadInput(f"--set {setting!r}: not of the form key=value", hint="--set batch.micro=4")
+    parts = key.strip().split(".")
+    value = None
+    if text:
+        nested = "{" + ": {".join(map(_yaml_key, parts)) + ": " + text + "}" * len(parts)
+        try:
+            value = parse_yaml(nested, "--set").data
+        except BadInput as error:
+            raise BadInput(f"--set {setting!r}: the value is not YAML", error.message) from None
+        for part in parts:
+            value = value[part]
+    target = document.data
+    for depth, part in enumerate(parts[:-1]):
+        target = target.setdefault(part, {})
+        if not isinstance(target, dict):
+            raise BadInput(f"--set {setting!r}: {'.'.join(parts[: depth + 1])} holds no keys")
+    target[parts[-1]] = value
+
+
+def _yaml_key(part: str) -> str:
+    return "'" + part.replace("'", "''") + "'"
+
+
+def job_from_command(argv: Sequence[str], **fields: Any) -> JobSpec:
+    """A job from a command line such as ``python my_script.py --flag``.
+
+    ``python FILE.py ...`` and ``python -m MODULE ...`` become a program or a module; anything
+    else is a command that every rank runs.
+
+    Raises:
+        BadInput: the command is empty, or its program missing.
+    """
+    if not argv:
+        raise BadInput(
+            "no command after --", hint="clusterkit submit -- python train.py --steps 10"
+        )
+    first = Path(argv[0]).name
+    rest = list(argv[1:])
+    while re.match(r"python[\d.]*\Z", first) and rest[:1] == ["-u"]:
+        rest = rest[1:]
+    if re.match(r"python[\d.]*\Z", first) and rest and rest[0] == "-m" and len(rest) > 1:
+        what: dict[str, Any] = {"module": rest[1], "args": tuple(rest[2:])}
+        name = rest[1].rpartition(".")[2]
+    elif re.match(r"python[\d.]*\Z", first) and rest and not rest[0].startswith("-"):
+        what = {"program": rest[0], "args": tuple(rest[1:])}
+        name = Path(rest[0]).stem
+    else:
+        what = {"command": tuple(argv)}
+        name = Path(argv[0]).stem
+    name = re.sub(r"[^\w. -]+", "-", name).lstrip("-. ")[:40] or "command"
+    job = JobSpec(name=name, **what, **fields)
+    check_job(job)
+    return locate_program(job, [Path.cwd()])
+
+
+def locate_program(job: JobSpec, bases: Sequence[Path]) -> JobSpec:
+    """The job with its working folder filled in: the first of ``bases`` that holds the program.
+
+    Raises:
+        BadInput: the program is nowhere, or is not Python.
+    """
+    replace = msgspec.structs.replace
+    if job.workdir is not None:
+        bases = [Path(job.workdir).expanduser().absolute()]
+        if not bases[0].is_dir():
+            raise BadInput(f"workdir: {job.workdir} is not a folder")
+    if job.program is None:
+        return replace(job, workdir=str(bases[0]))
+    for base in bases:
+        path = base / job.program
+        if path.exists():
+            check_program(path)
+            return replace(job, workdir=str(base))
+    near = difflib.get_close_matches(
+        Path(job.program).name, _python_files((bases[0] / job.program).parent), 1
+    )
+    raise BadInput(
+        f"program: {job.program} is neither in {bases[0]} nor in the job file's folder or above it",
+        hint=f"did you mean {Path(job.program).with_name(near[0])}?" if near else None,
+    )
+
+
+def check_program(path: Path) -> None:
+    """Refuse what Python cannot run as a program.
+
+    Raises:
+        BadInput: a folder, unreadable, or not Python by its name and first bytes.
+    """
+    if path.is_dir():
+        raise BadInput(f"program: {path} is a folder", hint="name the file, or use `module:`")
+    try:
+        with path.open("rb") as file:
+            head = file.read(4096)
+    except OSError as error:
+        raise BadInput(f"program: {path}: {(error.strerror or 'unreadable').lower()}") from None
+    shebang = head.split(b"\n", 1)[0] if head.startswith(b"#!") else b""
+    if b"\0" in head or (path.suffix not in (".py", ".pyw") and b"python" not in shebang):
+        raise BadInput(
+            f"program: {path} is not a Python file",
+            hint=f"command: [{path}] runs any other kind of program",
+        )
+
+
+def _python_files(folder: Path) -> list[str]:
+    try:
+        return [entry for entry in os.listdir(folder) if entry.endswith(".py")]
+    except OSError:
+        return []
+
+
+# ---------------------------------------------------------------- clusters
+
+
+def load_cluster(name: str, path: str | os.PathLike[str] | None = None) -> ClusterSpec:
+    """One entry of the cluster file; ``local`` is there without one.
+
+    Args:
+        name: the entry.
+        path: the file; by default ``$CLUSTERKIT_CLUSTERS``, or ``clusters.yaml`` here or in a
+            folder above.
+
+    Raises:
+        BadInput: no such entry, no such file, anything wrong with the entry.
+    """
+    found = Path(path) if path is not None else find_clusters_file()
+    clusters: dict[str, Any] = {}
+    document = None
+    if found is not None:
+        document = read_yaml(found)
+        if not isinstance(document.data, dict):
+            raise BadInput(f"{found}: a cluster file is a mapping of names to entries")
+        clusters = document.data
+    if name not in clusters:
+        if name == "local":
+            return LocalCluster()
+        known = sorted({"local", *clusters})
+        near = difflib.get_close_matches(name, known, 1)
+        where = (
+            f" in {found}" if found is not None else f"; there is no {CLUSTERS_FILE} here or above"
+        )
+        raise BadInput(
+            f"cluster {name!r} is unknown{where}",
+            hint=f"known: {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else ""),
+        )
+    assert document is not None
+    entry = {} if clusters[name] is None else clusters[name]
+    if not isinstance(entry, dict):
+        raise document.error((name,), "an entry is a mapping like {backend: local}")
+    backend = entry.get("backend", "local" if name == "local" else None)
+    if not isinstance(backend, str) or backend not in CLUSTER_TYPES:
+        known = sorted(CLUSTER_TYPES)
+        message = "backend is missing" if backend is None else f"{backend!r} is no backend"
+        near = difflib.get_close_matches(str(backend), known, 1)
+        raise document.error(
+            (name, "backend"),
+            message,
+            f"allowed: {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else ""),
+        )
+    return convert(document, (name,), entry, CLUSTER_TYPES[backend])
+
+
+def find_clusters_file() -> Path | None:
+    """``$CLUSTERKIT_CLUSTERS``, or the nearest ``clusters.yaml`` from here upwards, or None."""
+    named = os.environ.get("CLUSTERKIT_CLUSTERS")
+    if named:
+        return Path(named)
+    here = Path.cwd()
+    candidates = (folder / CLUSTERS_FILE for folder in (here, *here.parents))
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def cluster_names(path: str | Path | None = None) -> list[str]:
+    """Names that ``--cluster`` takes here."""
+    found = Path(path) if path is not None else find_clusters_file()
+    data = read_yaml(found).data if found is not None else {}
+    return sorted({"local", *(data if isinstance(data, dict) else {})})
+
+
+# ---------------------------------------------------------------- schema
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of job files, for editors; cluster files under ``$defs/clusters``."""
+    job = msgspec.json.schema(JobSpec)
+    clusters = msgspec.json.schema(LocalCluster)
+    definitions = {**job["$defs"], **clusters["$defs"]}
+    # `name` is taken from the file's own name when it is left out.
+    required = definitions["JobSpec"].pop("required", [])
+    assert required == ["name"]
+    definitions["clusters"] = {
+        "type": "object",
+        "description": f"{CLUSTERS_FILE}: names and entries",
+        "additionalProperties": {"anyOf": [{"$ref": "#/$defs/LocalCluster"}]},
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "clusterkit job file",
+        "$ref": "#/$defs/JobSpec",
+        "$defs": definitions,
+    }

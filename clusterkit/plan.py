@@ -1,0 +1,126 @@
+"""A plan: the files to write and the commands to run, as data.
+
+`clusterkit plan` prints one, `clusterkit submit` carries one out; there is nothing
+that only one of them knows.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct, field
+
+from clusterkit import shell
+
+PLAN_FORMAT = 1
+
+
+class PlanFile(Struct, frozen=True, omit_defaults=True):
+    """One file on the nodes: its absolute path, and its text or the resource that it copies."""
+
+    path: str
+    text: str | None = None
+    resource: str | None = None
+    mode: int = 0o644
+
+    def content(self) -> bytes:
+        """The bytes that are written."""
+        if self.resource is not None:
+            return (resources.files("clusterkit") / self.resource).read_bytes()
+        return (self.text or "").encode()
+
+
+class Step(Struct, frozen=True, omit_defaults=True):
+    """One command on one host.
+
+    ``start`` leaves a process running in a session of its own; ``run`` waits for the end
+    and must exit with 0. ``secrets`` names variables that the transport adds to ``env``.
+    """
+
+    kind: Literal["start", "run"]
+    host: str
+    argv: tuple[str, ...]
+    node: int | None = None
+    env: dict[str, str] = {}
+    secrets: tuple[str, ...] = ()
+
+
+class Note(Struct, frozen=True):
+    """A value that was worked out and where it came from; or, with no name, a remark."""
+
+    name: str
+    value: str
+    origin: str
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.value} ({self.origin})" if self.name else self.value
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """Everything that submitting a job does."""
+
+    run_id: str
+    run_dir: str
+    backend: str
+    summary: str
+    notes: tuple[Note, ...] = ()
+    files: tuple[PlanFile, ...] = ()
+    steps: tuple[Step, ...] = ()
+    nodes: int
+    """Nodes that are started."""
+    world_size: int
+    topology: Mapping[str, int] = field(default_factory=dict)
+    """``min_nodes``, ``nodes``, ``nproc_per_node``."""
+    address: str = ""
+    port: int = 0
+    stop_grace: float = 10.0
+    """Seconds between SIGTERM and SIGKILL."""
+
+    def note(self, name: str) -> str | None:
+        """The value noted under ``name``."""
+        return next((note.value for note in self.notes if note.name == name), None)
+
+    def to_json(self) -> bytes:
+        """The plan as one indented JSON document, in a stable order."""
+        return msgspec.json.format(msgspec.json.encode(self, order="deterministic"), indent=2)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Plan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            msgspec.ValidationError: the document is not a plan.
+        """
+        return msgspec.json.decode(data, type=cls)
+
+    def to_text(self) -> str:
+        """The plan for people: notes, every file with its text, every command."""
+        parts = [f"plan {self.run_id}: {self.summary}\n\n"]
+        parts += [f"  {note}\n" for note in self.notes]
+        for file in self.files:
+            parts.append(f"\nfile {file.path} (mode {file.mode:04o})\n")
+            if file.resource is not None:
+                parts.append(f"  | clusterkit's own {file.resource}, copied as installed\n")
+            else:
+                parts += [f"  | {line}\n" for line in (file.text or "").splitlines()]
+        parts.append("\nsteps\n")
+        for number, step in enumerate(self.steps, 1):
+            where = step.host if step.node is None else f"{step.host} node {step.node}"
+            hidden = "".join(f"{name}=<secret> " for name in step.secrets)
+            command = shell.assignments(step.env, step.argv)
+            parts.append(f"  {number} {step.kind} on {where}: {hidden}{command}\n")
+        return "".join(parts)
+
+
+def relative(plan: Plan, file: PlanFile) -> str:
+    """A file's path below the run folder, for writing a plan out to another folder."""
+    return posixpath.relpath(file.path, plan.run_dir)
+
+
+def as_jsonable(value: Any) -> Any:
+    """Plain lists and dicts of a struct, for ``--json``."""
+    return msgspec.to_builtins(value)

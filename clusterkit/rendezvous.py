@@ -1,0 +1,223 @@
+"""How the ranks of a run find each other.
+
+The only module that knows which environment a rank sees and what a launcher's command
+line looks like. A backend says how a node learns its rank and the head's address; the
+rest is here: `rank_environment` (the contract), `launcher_argv` (one command per
+launcher, the same text on every node: the node rank is the shell variable
+``NODE_RANK``) and `rank_script` (the few lines of ``sh`` that every launcher starts
+for each rank; they complete the contract where a launcher leaves gaps).
+
+Sources: PyTorch's "torchrun (Elastic Launch)" for RANK, LOCAL_RANK, WORLD_SIZE,
+LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT; Open MPI's mpirun(1) for
+OMPI_COMM_WORLD_*; ``deepspeed/launcher/launch.py`` 0.19 for LOCAL_SIZE and CROSS_RANK.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from clusterkit.shell import Joined, Var, Word
+from clusterkit.spec import Launcher
+
+NODE_RANK = Var("NODE_RANK")
+IS_HOST = Var("IS_HOST")
+"""``1`` on node 0, which holds the c10d store, ``0`` elsewhere; set by the node script."""
+RANK_HEADER = "@clusterkit-rank"
+"""First line of a rank's log: this word, its rank, its process id."""
+
+RESET = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",
+    "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "TORCHELASTIC_RUN_ID",
+)  # fmt: skip
+"""Variables that a launcher sets; a stale one of the submitter's would mislead the ranks."""
+
+# keep_alive: an agent that is gone is known as gone after 3 s instead of 15; last_call: a
+# round starts 3 s after MIN nodes are there instead of 30; close: the last agent waits 5 s.
+_ELASTIC_CONF = (
+    "keep_alive_interval=1,keep_alive_max_attempt=3,"
+    "last_call_timeout=3,join_timeout=600,close_timeout=5"
+)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Shape of a run.
+
+    Attributes:
+        min_nodes: nodes without which training does not start; below ``nodes``: elastic.
+        nodes: nodes that are started.
+        nproc_per_node: ranks of one node.
+    """
+
+    min_nodes: int
+    nodes: int
+    nproc_per_node: int
+
+    @property
+    def elastic(self) -> bool:
+        return self.min_nodes != self.nodes
+
+    @property
+    def world_size(self) -> int:
+        """Ranks when all nodes are there."""
+        return self.nodes * self.nproc_per_node
+
+    def __str__(self) -> str:
+        nodes = f"{self.min_nodes}:{self.nodes}" if self.elastic else str(self.nodes)
+        plural = "" if nodes == "1" else "s"
+        ranks = "" if self.nproc_per_node == 1 else "s"
+        return f"{nodes} node{plural} x {self.nproc_per_node} rank{ranks}"
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where rank 0 listens: its address, its TCP port, and the id that tells runs apart."""
+
+    address: str
+    port: int
+    run_id: str
+
+
+def rank_environment(
+    topology: Topology, endpoint: Endpoint, node_rank: int, local_rank: int
+) -> dict[str, str]:
+    """The variables that every rank sees, whatever the launcher and the backend.
+
+    Ranks are numbered node by node: ``RANK = NODE_RANK * LOCAL_WORLD_SIZE + LOCAL_RANK``.
+    (An elastic run numbers them anew in each round; there the launcher decides.)
+    """
+    return {
+        "MASTER_ADDR": endpoint.address,
+        "MASTER_PORT": str(endpoint.port),
+        "RANK": str(node_rank * topology.nproc_per_node + local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "NODE_RANK": str(node_rank),
+        "WORLD_SIZE": str(topology.world_size),
+        "LOCAL_WORLD_SIZE": str(topology.nproc_per_node),
+    }
+
+
+def node_environment(launcher: Launcher, topology: Topology, endpoint: Endpoint) -> dict[str, str]:
+    """The part of the contract that is the same on all nodes, and a launcher's own switches."""
+    env = {"MASTER_ADDR": endpoint.address, "MASTER_PORT": str(endpoint.port)}
+    if launcher == "torchrun" and topology.elastic:
+        # Without it, restarted ranks read the last round's addresses and a fresh agent waits
+        # for a key that nobody writes (torch 2.13, dynamic_rendezvous.py).
+        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if launcher == "mpirun":
+        env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return env
+
+
+def launcher_argv(
+    launcher: Launcher,
+    topology: Topology,
+    endpoint: Endpoint,
+    *,
+    python: str,
+    rank_command: Sequence[Word],
+    hostfile: str,
+    exports: Sequence[str] = (),
+) -> list[Word]:
+    """The command that starts the ranks of one node (with mpirun: of all nodes, on node 0).
+
+    Args:
+        launcher: which one.
+        topology: shape of the run.
+        endpoint: where rank 0 listens.
+        python: interpreter on the nodes.
+        rank_command: what each rank runs: the rank script and the program.
+        hostfile: path of the file that `hostfile` fills; read by deepspeed and mpirun.
+        exports: variables that mpirun must hand to ranks on other hosts.
+
+    Returns:
+        Words, ``rank_command`` last; the variables among them are ``NODE_RANK`` and, elastic,
+        ``IS_HOST``. For ``python`` it is the rank command alone: the node agent starts it once
+        per local rank.
+    """
+    match launcher:
+        case "torchrun":
+            return _torchrun(topology, endpoint, python, rank_command)
+        case "deepspeed":
+            return [
+                # The runner's own module: the `deepspeed` script may not be on the node's PATH.
+                python, "-m", "deepspeed.launcher.runner", "--hostfile", hostfile, "--no_ssh",
+                "--node_rank", NODE_RANK, "--master_addr", endpoint.address,
+                "--master_port", str(endpoint.port), "--log_level", "warning",
+                "--no_local_rank", "--no_python", *rank_command,
+            ]  # fmt: skip
+        case "mpirun":
+            forwarded: list[Word] = []
+            for name in ("MASTER_ADDR", "MASTER_PORT", *exports):
+                forwarded += ["-x", name]
+            return [
+                "mpirun", "-np", str(topology.world_size), "--hostfile", hostfile,
+                "--map-by", f"ppr:{topology.nproc_per_node}:node", "--bind-to", "none",
+                *forwarded, *rank_command,
+            ]  # fmt: skip
+        case "python":
+            return list(rank_command)
+
+
+def _torchrun(
+    topology: Topology, endpoint: Endpoint, python: str, rank_command: Sequence[Word]
+) -> list[Word]:
+    argv: list[Word] = [python, "-m", "torch.distributed.run"]
+    if topology.elastic:
+        argv += [
+            "--nnodes", f"{topology.min_nodes}:{topology.nodes}",
+            "--nproc-per-node", str(topology.nproc_per_node),
+            "--rdzv-backend", "c10d", "--rdzv-id", endpoint.run_id,
+            "--rdzv-endpoint", f"{endpoint.address}:{endpoint.port}",
+            "--rdzv-conf", Joined((f"{_ELASTIC_CONF},is_host=", IS_HOST)),
+            "--max-restarts", "100",
+        ]  # fmt: skip
+    else:
+        argv += [
+            "--nnodes", str(topology.nodes),
+            "--nproc-per-node", str(topology.nproc_per_node),
+            "--node-rank", NODE_RANK,
+            "--master-addr", endpoint.address, "--master-port", str(endpoint.port),
+            # Restarts concern all nodes at once; the run's supervisor makes them.
+            "--max-restarts", "0",
+        ]  # fmt: skip
+    return [*argv, "--shutdown-timeout", "5", "--no-python", *rank_command]
+
+
+def rank_script(launcher: Launcher, topology: Topology) -> str:
+    """What every launcher starts for each rank: a POSIX ``sh`` script.
+
+    It completes the environment of `rank_environment`, gives the rank a log of its own
+    (``$CLUSTERKIT_PIPE-$LOCAL_RANK``, a named pipe that the node agent reads) and then
+    *becomes* the program, so that signals and exit codes are the program's own.
+    """
+    nproc = topology.nproc_per_node
+    completion = {
+        "torchrun": 'export NODE_RANK="$GROUP_RANK"',
+        # The launcher numbers GPUs from 0; a node that was given others keeps those.
+        "deepspeed": 'export LOCAL_WORLD_SIZE="$LOCAL_SIZE" NODE_RANK="$CROSS_RANK"\n'
+        'if [ -n "${CLUSTERKIT_GPUS:-}" ]; then export CUDA_VISIBLE_DEVICES="$CLUSTERKIT_GPUS"; fi',
+        "mpirun": 'export RANK="$OMPI_COMM_WORLD_RANK" LOCAL_RANK="$OMPI_COMM_WORLD_LOCAL_RANK"\n'
+        'export WORLD_SIZE="$OMPI_COMM_WORLD_SIZE" '
+        'LOCAL_WORLD_SIZE="$OMPI_COMM_WORLD_LOCAL_SIZE"\n'
+        "export NODE_RANK=$((RANK / LOCAL_WORLD_SIZE))",
+        "python": f"export WORLD_SIZE={topology.world_size} LOCAL_WORLD_SIZE={nproc}\n"
+        f"export RANK=$((NODE_RANK * {nproc} + LOCAL_RANK))",
+    }[launcher]
+    return (
+        "#!/bin/sh\n"
+        f"# started by {launcher} once per rank: completes the rank's environment, gives it its "
+        "own log, becomes the program\n"
+        f"{completion}\n"
+        'if [ -p "${CLUSTERKIT_PIPE:-}-$LOCAL_RANK" ]; then\n'
+        '    exec >"$CLUSTERKIT_PIPE-$LOCAL_RANK" 2>&1\n'
+        f'    echo "{RANK_HEADER} $RANK $$"\n'
+        "fi\n"
+        'exec "$@"\n'
+    )
+
+
+def hostfile(hosts: Sequence[str], slots: int) -> str:
+    """``host slots=N`` lines, as DeepSpeed and Open MPI read them."""
+    return "".join(f"{host} slots={slots}\n" for host in hosts)

@@ -1,0 +1,265 @@
+"""The run folder: the truth about one run, in files that outlive every process.
+
+$CLUSTERKIT_HOME/runs/RUN/
+    run.json        who, when, which job, cluster and backend
+    job.json        the job as it was submitted, with flags applied; a job file itself
+    cluster.json facts.json plan.json plan.txt
+    files/          what the plan wrote: scripts, configs
+    steps.jsonl     every step carried out, and how it went
+    events.jsonl    what the supervisor saw and did, in sentences
+    supervisor.json process that watches the run
+    state.json      state, attempt, failure; final once the run has ended
+    cancelled       there once someone has asked to cancel
+    attempts/K/node-N/   log, exit code and process ids of one node in attempt K
+    checkpoints/    unless the job says elsewhere
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from clusterkit.errors import BadInput, RunFolderError, RunNotFound
+from clusterkit.transport import write_atomic
+
+Document = TypeVar("Document")
+RUN_ID = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?\Z")
+RUN_ID_MAX = 63
+_ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"
+
+
+class Submission(Struct, frozen=True, kw_only=True):
+    """Contents of ``run.json``."""
+
+    run: str
+    job: str
+    cluster: str
+    backend: str
+    created_at: float
+    clusterkit: str
+    submitter: dict[str, str | int | None] = {}
+    """Identity of the process that submitted."""
+
+
+class Event(Struct, frozen=True, kw_only=True):
+    """One line of ``events.jsonl``."""
+
+    at: float
+    attempt: int
+    text: str
+
+
+class StepRecord(Struct, frozen=True, kw_only=True):
+    """One line of ``steps.jsonl``; secrets are not part of a step."""
+
+    at: float
+    attempt: int
+    kind: str
+    host: str
+    node: int | None
+    argv: tuple[str, ...]
+    outcome: str
+
+
+def home() -> Path:
+    """``$CLUSTERKIT_HOME``, or ``~/.clusterkit``."""
+    return Path(os.environ.get("CLUSTERKIT_HOME") or "~/.clusterkit").expanduser().absolute()
+
+
+def new_run_id(job_name: str) -> str:
+    """``name-MMDDhhmmss-xxxx``: legal as a DNS label, 40 characters at most."""
+    return f"{slug(job_name)}-{time.strftime('%m%d%H%M%S')}-" + "".join(
+        secrets.choice(_ALPHABET) for _ in range(4)
+    )
+
+
+def slug(name: str) -> str:
+    """The first 24 characters of a name that a DNS label takes; ``job`` when there are none."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower())[:24].strip("-") or "job"
+
+
+def check_run_id(run_id: str) -> str:
+    """``run_id`` itself.
+
+    Raises:
+        BadInput: not a DNS label.
+    """
+    if not RUN_ID.match(run_id) or len(run_id) > RUN_ID_MAX:
+        raise BadInput(
+            f"run id {run_id!r}: cannot be one",
+            hint=f"lower-case letters, digits and '-', {RUN_ID_MAX} characters at most",
+        )
+    return run_id
+
+
+class RunFolder:
+    """One run's folder; the only place that knows its file names."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.run_id = path.name
+
+    @classmethod
+    def create(cls, run_id: str, base: Path | None = None) -> RunFolder:
+        """A new, empty folder.
+
+        Raises:
+            BadInput: the run exists already.
+            RunFolderError: it cannot be made.
+        """
+        path = (base or home()) / "runs" / check_run_id(run_id)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o755)
+        except FileExistsError:
+            if path.is_dir():
+                raise BadInput(
+                    f"run {run_id} exists already", hint=f"clusterkit status {run_id}"
+                ) from None
+            raise RunFolderError(f"{path.parent} is not a folder", hint=_HOME_HINT) from None
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot make {path}: {error.strerror}", hint=_HOME_HINT
+            ) from error
+        return cls(path)
+
+    # -- files -------------------------------------------------------------
+
+    def file(self, name: str) -> Path:
+        return self.path / name
+
+    def write(self, name: str, data: bytes | str) -> None:
+        """Write one file, whole or not at all.
+
+        Raises:
+            RunFolderError: no space, no permission.
+        """
+        write_atomic(self.path / name, data.encode() if isinstance(data, str) else data)
+
+    def write_json(self, name: str, document: object) -> None:
+        self.write(name, msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+
+    def read(self, name: str) -> bytes:
+        """One file's contents.
+
+        Raises:
+            RunFolderError: the file is not there or not readable.
+        """
+        try:
+            return (self.path / name).read_bytes()
+        except OSError as error:
+            raise RunFolderError(
+                f"run {self.run_id}: {name} is missing or unreadable ({error.strerror})",
+                hint=f"the folder {self.path} is damaged; what is left of it can be read by hand",
+            ) from error
+
+    def read_json(self, name: str, kind: type[Document]) -> Document:
+        """One JSON file as ``kind``.
+
+        Raises:
+            RunFolderError: it is missing, not JSON, or of another shape.
+        """
+        try:
+            return msgspec.json.decode(self.read(name), type=kind)
+        except msgspec.MsgspecError as error:
+            raise RunFolderError(
+                f"run {self.run_id}: {name} is damaged ({error})",
+                hint=f"look into {self.path} by hand",
+            ) from error
+
+    def maybe_json(self, name: str, kind: type[Document]) -> Document | None:
+        """`read_json`, or None when the file is missing or damaged."""
+        try:
+            return self.read_json(name, kind)
+        except RunFolderError:
+            return None
+
+    def append(self, name: str, record: object) -> None:
+        """One more line of a ``.jsonl`` file; lost, not fatal, when the disk is full."""
+        try:
+            with (self.path / name).open("ab") as file:
+                file.write(msgspec.json.encode(record) + b"\n")
+        except OSError:
+            pass
+
+    def records(self, name: str, kind: type[Document]) -> list[Document]:
+        """The lines of a ``.jsonl`` file; torn ones are left out."""
+        found = []
+        try:
+            lines = (self.path / name).read_bytes().splitlines()
+        except OSError:
+            return []
+        for line in lines:
+            try:
+                found.append(msgspec.json.decode(line, type=kind))
+            except msgspec.MsgspecError:
+                continue
+        return found
+
+    # -- cancel ------------------------------------------------------------
+
+    def mark_cancelled(self) -> None:
+        """Record, for every process that may look, that this run is to end."""
+        self.write("cancelled", f"{time.time()}\n")
+
+    def is_cancelled(self) -> bool:
+        return (self.path / "cancelled").exists()
+
+
+_HOME_HINT = "set CLUSTERKIT_HOME to a folder that you may write to"
+
+
+def all_runs() -> Iterator[RunFolder]:
+    """Every run folder, newest first."""
+    base = home() / "runs"
+    try:
+        folders = [entry for entry in os.scandir(base) if entry.is_dir()]
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RunFolderError(f"cannot read {base}: {error.strerror}", hint=_HOME_HINT) from error
+    folders.sort(key=lambda entry: _created(Path(entry.path)), reverse=True)
+    for entry in folders:
+        yield RunFolder(Path(entry.path))
+
+
+def _created(path: Path) -> float:
+    # run.json is written once, when the run is made.
+    try:
+        return (path / "run.json").stat().st_mtime
+    except OSError:
+        return path.stat().st_mtime if path.exists() else 0.0
+
+
+def find(name: str) -> RunFolder:
+    """The run with this id, the only one that begins so, or the newest for ``last``.
+
+    Raises:
+        RunNotFound: none, or several; the message lists candidates.
+    """
+    exact = home() / "runs" / name
+    if RUN_ID.match(name) and exact.is_dir():
+        return RunFolder(exact)
+    runs = list(all_runs())
+    if name == "last" and runs:
+        return runs[0]
+    matching = [run for run in runs if run.run_id.startswith(name)] if name else []
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        shown = ", ".join(run.run_id for run in matching[:5])
+        more = f" and {len(matching) - 5} more" if len(matching) > 5 else ""
+        raise RunNotFound(f"run {name!r} is ambiguous: {shown}{more}", hint="give more of its id")
+    newest = ", ".join(run.run_id for run in runs[:3])
+    raise RunNotFound(
+        f"run {name!r} is unknown under {home() / 'runs'}",
+        hint=f"the newest are {newest}" if newest else "there are no runs yet",
+    )

@@ -1,0 +1,245 @@
+"""Checkpoints that are whole or not there at all, and resuming from them.
+
+A checkpoint is a folder ``step-00000100`` with the strategy's files, the random number states and
+``checkpoint.json``, which says what it holds. It is written under another name, made durable and
+renamed, so that a crash leaves the previous checkpoint as the newest. All nodes must see the
+folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clusterkit.errors import BadInput
+from clusterkit.runtime.distributed import Ranks, World
+from clusterkit.runtime.metrics import report
+from clusterkit.runtime.strategy import Strategy
+
+_MANIFEST = "checkpoint.json"
+_RANDOM = "random.pt"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk: ``path`` and what its ``checkpoint.json`` says."""
+
+    path: Path
+    step: int
+    strategy: str
+    world_size: int
+    any_world_size: bool
+    model: Mapping[str, Any]
+    notes: Mapping[str, Any]
+    saved_at: float
+    files: Mapping[str, int] = field(repr=False)
+
+    @classmethod
+    def read(cls, path: Path) -> Checkpoint | None:
+        """The checkpoint at ``path``; None if it is not one, or torn: a file missing or cut."""
+        try:
+            manifest = json.loads((path / _MANIFEST).read_text())
+            checkpoint = cls(path=path, **manifest)
+            whole = all((path / f).stat().st_size == n for f, n in checkpoint.files.items())
+        except (OSError, ValueError, TypeError, AttributeError):
+            return None
+        return checkpoint if whole else None
+
+
+class Checkpoints:
+    """The checkpoints of a run, in one folder.
+
+    Args:
+        folder: where they lie; None switches checkpoints off.
+        every: steps between two; 0 for one at the end only.
+        keep: how many of the newest to keep; 0 for all.
+        resume: ``auto`` (the newest, if there is one), ``never``, or the path of one.
+        model: what the program builds. A checkpoint of anything else is refused.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str | None,
+        *,
+        every: int = 0,
+        keep: int = 2,
+        resume: str = "auto",
+        model: Mapping[str, Any],
+    ) -> None:
+        self._folder = Path(folder).absolute() if folder else None
+        self._every = every
+        self._keep = keep
+        self._resume = resume
+        # As it will come back from JSON, for comparing.
+        self._model: dict[str, Any] = json.loads(json.dumps(dict(model)))
+
+    def due(self, step: int, *, last: bool) -> bool:
+        """Whether to save after ``step``."""
+        if self._folder is None:
+            return False
+        return last or (self._every > 0 and step % self._every == 0)
+
+    def find(self, ranks: Ranks, *, strategy: str | None = None) -> Checkpoint | None:
+        """The checkpoint to resume from, or None to start from the beginning.
+
+        Raises:
+            BadInput: the path to resume from is no complete checkpoint, or the checkpoint holds
+                another model, was saved by another strategy, or by a number of ranks that this
+                run has not, and the strategy cannot do without.
+        """
+        checkpoint = self._choose()
+        if checkpoint is None:
+            return None
+        where = f"checkpoint {checkpoint.path}"
+        elsewhere = "or train into another checkpoint folder, or set checkpoint.resume to never"
+        if dict(checkpoint.model) != self._model:
+            raise BadInput(
+                f"{where} holds the model {_describe(checkpoint.model)}, "
+                f"this run trains {_describe(self._model)}",
+                hint=f"use the same model, {elsewhere}",
+            )
+        if strategy is not None and checkpoint.strategy != strategy:
+            raise BadInput(
+                f"{where} was saved by {checkpoint.strategy}, this run uses {strategy}",
+                hint=f"use the same strategy, {elsewhere}",
+            )
+        if checkpoint.world_size != ranks.size and not checkpoint.any_world_size:
+            raise BadInput(
+                f"{where} was saved by {checkpoint.world_size} ranks, now there are {ranks.size}; "
+                f"{checkpoint.strategy} divides its state by the number of ranks",
+                hint=f"run on {checkpoint.world_size} ranks, {elsewhere}",
+            )
+        return checkpoint
+
+    def load(self, checkpoint: Checkpoint, strategy: Strategy, world: World) -> None:
+        """Restore model, optimizer and random number states on every rank. Collective.
+
+        Raises:
+            BadInput: the ranks do not all see this checkpoint.
+        """
+        seen = world.gather(str(checkpoint.path))
+        if len(set(seen)) > 1:
+            other = next(rank for rank, path in enumerate(seen) if path != seen[0])
+            raise BadInput(
+                f"rank 0 resumes from {seen[0]}, rank {other} from {seen[other]}",
+                hint="put checkpoint.dir on a disk that all nodes share",
+            )
+        strategy.load(checkpoint.path)
+        states = torch.load(checkpoint.path / _RANDOM, weights_only=False)
+        if world.rank < len(states):
+            _set_random_state(states[world.rank])
+        if world.is_first:
+            report("resumed", step=checkpoint.step, path=str(checkpoint.path))
+
+    def save(
+        self, step: int, strategy: Strategy, world: World, notes: Mapping[str, Any] | None = None
+    ) -> Path:
+        """Write the checkpoint of ``step`` and remove those beyond ``keep``. Collective.
+
+        Args:
+            notes: anything JSON can hold; comes back in ``Checkpoint.notes``.
+        """
+        if self._folder is None:
+            raise ValueError("checkpoints are switched off: no folder was given")
+        started = time.perf_counter()
+        final = self._folder / f"step-{step:08d}"
+        draft = self._folder / f".{final.name}.draft"
+        if world.is_first:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+        world.barrier()
+        strategy.save(draft)
+        states = world.gather(_random_state())
+        if world.is_first:
+            torch.save(states, draft / _RANDOM)
+            checkpoint = Checkpoint(
+                path=draft,
+                step=step,
+                strategy=strategy.name,
+                world_size=world.size,
+                any_world_size=strategy.any_world_size,
+                model=self._model,
+                notes=dict(notes or {}),
+                saved_at=time.time(),
+                files=_sizes(draft),
+            )
+            _seal(checkpoint, final)
+            self._prune()
+            report("checkpoint", step=step, path=str(final), seconds=time.perf_counter() - started)
+        world.barrier()
+        return final
+
+    def _choose(self) -> Checkpoint | None:
+        if self._resume == "never":
+            return None
+        if self._resume != "auto":
+            checkpoint = Checkpoint.read(Path(self._resume).absolute())
+            if checkpoint is None:
+                raise BadInput(
+                    f"checkpoint to resume from: {self._resume} is not a complete checkpoint",
+                    hint="give a folder such as checkpoints/step-00000100, or auto, or never",
+                )
+            return checkpoint
+        return max(self._complete(), key=lambda c: c.saved_at, default=None)
+
+    def _complete(self) -> list[Checkpoint]:
+        found = self._folder.glob("step-*") if self._folder else []
+        return [checkpoint for path in found if (checkpoint := Checkpoint.read(path))]
+
+    def _prune(self) -> None:
+        newest_first = sorted(self._complete(), key=lambda c: c.saved_at, reverse=True)
+        for checkpoint in newest_first[self._keep :] if self._keep else []:
+            # Torn from the first file on, so never taken for a checkpoint again.
+            (checkpoint.path / _MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(checkpoint.path, ignore_errors=True)
+
+
+def _seal(checkpoint: Checkpoint, final: Path) -> None:
+    """Make the draft durable, then give it its name: from here on it counts."""
+    draft = checkpoint.path
+    manifest = {key: value for key, value in asdict(checkpoint).items() if key != "path"}
+    (draft / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+    for path in [*draft.rglob("*"), draft]:
+        _sync(path)
+    if final.exists():  # from an earlier run that began anew
+        shutil.rmtree(final)
+    draft.rename(final)
+    _sync(final.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
+
+
+def _describe(model: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in model.items())
+
+
+def _random_state() -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return {"python": random.getstate(), "cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(state["cpu"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

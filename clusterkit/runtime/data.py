@@ -1,0 +1,149 @@
+"""Text as tokens, and which samples a rank sees at a step.
+
+Sampling is a pure function of seed, step and the sample's number in the global batch, so the same
+seed and global batch give the same samples on any number of ranks, and after a resume.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from clusterkit.batch import Batch
+from clusterkit.errors import BadInput
+from clusterkit.runtime.distributed import World
+from clusterkit.runtime.strategy import MicroBatch
+
+STANDARD_LIBRARY_BYTES = 4_000_000
+
+# Parts that Linux distributions leave out or change: without them the text is the same wherever
+# the Python version is.
+_NOT_EVERYWHERE = {
+    *("site-packages", "dist-packages", "test", "tests", "idlelib", "tkinter", "turtledemo"),
+    *("lib2to3", "ensurepip", "distutils", "__pycache__"),
+}
+
+
+def read_text(path: str | None = None) -> bytes:
+    """The bytes to train on.
+
+    Args:
+        path: a file, or a folder whose files are joined in the order of their sorted paths; None
+            for the source of Python's own standard library, its first 4 MB.
+
+    Raises:
+        BadInput: there is nothing to read at ``path``.
+    """
+    if path is None:
+        return _standard_library()
+    try:
+        if os.path.isdir(path):
+            # Names that begin with a dot are leftovers of editors and version control.
+            files = sorted(f for f in Path(path).rglob("[!.]*") if f.is_file())
+            return b"".join(file.read_bytes() for file in files)
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise BadInput(
+            f"--data {path}: {error.strerror}", hint="give a file or a folder that every node has"
+        ) from None
+
+
+def _standard_library() -> bytes:
+    root = sysconfig.get_path("stdlib")
+    paths = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [s for s in subfolders if s not in _NOT_EVERYWHERE and "-" not in s]
+        paths += [os.path.join(folder, f) for f in files if f.endswith(".py") and f[0] != "_"]
+    text = bytearray()
+    for path in sorted(paths):
+        text += Path(path).read_bytes()
+        if len(text) >= STANDARD_LIBRARY_BYTES:
+            break
+    return bytes(text[:STANDARD_LIBRARY_BYTES])
+
+
+def as_tokens(text: bytes) -> Tensor:
+    """One token per byte: (number of bytes,), uint8."""
+    return torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8)
+
+
+def check_same(tokens: Tensor, world: World) -> None:
+    """Make sure that all ranks read the same text (of a long one, a sample). Collective.
+
+    Raises:
+        BadInput: they did not; the message names the first rank that differs.
+    """
+    sample = tokens[:: max(1, len(tokens) // 1_000_000)].contiguous()
+    seen = world.gather((len(tokens), zlib.crc32(sample.numpy())))
+    for rank, (length, _) in enumerate(seen):
+        if seen[rank] != seen[0]:
+            raise BadInput(
+                f"rank {rank} trains on other text ({length} tokens) than rank 0 ({seen[0][0]})",
+                hint="give --data a path that holds the same on every node",
+            )
+
+
+def split(tokens: Tensor, context: int, source: str) -> tuple[Tensor, Tensor]:
+    """Training tokens and the held-out tail, the last tenth.
+
+    Raises:
+        BadInput: one of them is shorter than one sample.
+    """
+    held_out = len(tokens) // 10
+    if held_out < context + 1:
+        raise BadInput(
+            f"{source} holds {len(tokens)} tokens; with a context of {context} it must hold at "
+            f"least {10 * (context + 1)}",
+            hint="give more text with --data, or a smaller --context",
+        )
+    return tokens[:-held_out], tokens[-held_out:]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches of a run: windows of ``context`` tokens, and the same windows one token on.
+
+    Attributes:
+        tokens: (number of tokens,), any integer type.
+        context: tokens in one sample.
+        seed: another seed, other samples.
+        batch: how many samples a step has and how the ranks share them.
+        world: who this rank is, and the device the micro batches go to.
+    """
+
+    tokens: Tensor
+    context: int
+    seed: int
+    batch: Batch
+    world: World
+
+    def of_step(self, step: int) -> list[MicroBatch]:
+        """This rank's micro batches of ``step``: the ``rank``-th equal run of the global batch.
+
+        A micro batch holds the same samples whether one rank accumulates all of them or many
+        ranks take some each, which is what makes their losses comparable to the last bits.
+        """
+        micro = self.batch.micro
+        share = micro * self.batch.accumulation
+        first = self.world.rank * share
+        return [
+            self._micro_batch(step, range(number, number + micro))
+            for number in range(first, first + share, micro)
+        ]
+
+    def _micro_batch(self, step: int, numbers: range) -> MicroBatch:
+        starts = [self._start(step, number) for number in numbers]
+        windows = torch.stack([self.tokens[s : s + self.context + 1] for s in starts])
+        windows = windows.to(self.world.device, torch.int64)
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+    def _start(self, step: int, number: int) -> int:
+        digest = hashlib.blake2b(f"{self.seed} {step} {number}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") % (len(self.tokens) - self.context)

@@ -1,0 +1,91 @@
+"""The only place where an argument list becomes a line of POSIX shell.
+
+Everything else handles words: a ``str`` stands for itself, a `Var` for the value
+that a shell variable has on the node. Secrets are never words; a plan holds their
+names and the transport hands their values over in the environment.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+
+
+@dataclass(frozen=True)
+class Var:
+    """A shell variable, read on the node: ``Var("NODE_RANK")`` is rendered ``"$NODE_RANK"``."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if not is_name(self.name):
+            raise ValueError(f"not a shell variable: {self.name!r}")
+
+
+@dataclass(frozen=True)
+class Joined:
+    """One word made of several: ``Joined(("n=", Var("N")))`` is rendered ``n="$N"``."""
+
+    parts: tuple[str | Var, ...]
+
+
+Word = str | Var | Joined
+
+
+@dataclass(frozen=True)
+class Secret:
+    """A value that every printed form masks; only `reveal` gives it."""
+
+    name: str
+    _value: str = field(repr=False)
+
+    def __str__(self) -> str:
+        return f"<secret {self.name}>"
+
+    def reveal(self) -> str:
+        return self._value
+
+
+def is_name(text: str) -> bool:
+    """Whether ``text`` can name an environment variable in every POSIX shell."""
+    return _NAME.match(text) is not None
+
+
+def quote(word: Word) -> str:
+    """One word, quoted so that ``sh`` reads back exactly its characters."""
+    match word:
+        case Var():
+            return f'"${word.name}"'
+        case Joined():
+            return "".join(map(quote, word.parts))
+        case _:
+            return shlex.quote(word)
+
+
+def join(argv: Iterable[Word]) -> str:
+    """An argument list as one line (or more, where a word holds a newline)."""
+    return " ".join(map(quote, argv))
+
+
+def exports(env: Mapping[str, str]) -> str:
+    """``export`` lines, in the order given.
+
+    Raises:
+        ValueError: a name that no shell takes or a value with a NUL character.
+    """
+    lines = []
+    for name, value in env.items():
+        if not is_name(name) or "\0" in value:
+            raise ValueError(f"cannot be an environment variable: {name}={value!r}")
+        lines.append(f"export {name}={shlex.quote(value)}\n")
+    return "".join(lines)
+
+
+def assignments(env: Mapping[str, str], argv: Iterable[Word]) -> str:
+    """``NAME=value ... command``, as a person would type it."""
+    words = [f"{name}={shlex.quote(value)}" for name, value in env.items()]
+    return " ".join([*words, join(argv)])

@@ -1,0 +1,209 @@
+"""What to run: `JobSpec`, the contents of one job file. Frozen and validated; no I/O.
+
+The docstring under each field is its documentation: docs/job-file.md and the JSON
+schema are generated from them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from clusterkit.errors import BadInput
+from clusterkit.shell import is_name
+
+Launcher = Literal["torchrun", "deepspeed", "mpirun", "python"]
+Device = Literal["auto", "cpu", "cuda"]
+Count = Annotated[int, Meta(ge=1)]
+Auto = Literal["auto"]
+
+JOB_NAME_MAX = 100
+_JOB_NAME = re.compile(r"[\w][\w. -]*\Z")
+_NODES = re.compile(r"(\d+)(?::(\d+))?\Z")
+
+
+class BatchSpec(
+    Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    rename={"global_size": "global"},
+):
+    """Sizes in samples; global = micro x accumulation x ranks. What is left out is worked out."""
+
+    global_size: Annotated[
+        Count | None, Meta(description="Samples per optimizer step, over all ranks.")
+    ] = None
+    micro: Annotated[Count | None, Meta(description="Samples per forward pass of one rank.")] = None
+    accumulation: Annotated[
+        Count | None, Meta(description="Forward passes per optimizer step.")
+    ] = None
+
+
+class CheckpointSpec(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Where, how often and how many; given to the program as CLUSTERKIT_CHECKPOINT_*."""
+
+    dir: Annotated[
+        str, Meta(description="Folder; a relative one lies in the run's folder.", min_length=1)
+    ] = "checkpoints"
+    every: Annotated[Count, Meta(description="Steps between checkpoints.")] = 100
+    keep: Annotated[Count, Meta(description="How many of the newest are kept.")] = 2
+    resume: Annotated[
+        str,
+        Meta(
+            description="`auto` (the newest whole one in `dir`), `never`, or the path of one.",
+            min_length=1,
+        ),
+    ] = "auto"
+
+
+class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One job: a program, its arguments, how many nodes and ranks, and what they need."""
+
+    name: Annotated[
+        str,
+        Meta(
+            description=f"Letters, digits, `.`, `_`, `-` and spaces, {JOB_NAME_MAX} at most; "
+            "begins the run id."
+        ),
+    ]
+    description: Annotated[str, Meta(description="One line for people.")] = ""
+    program: Annotated[
+        str | None,
+        Meta(
+            description="Python file that every rank runs; sought from the current folder, "
+            "then from the job file's folder upwards."
+        ),
+    ] = None
+    module: Annotated[
+        str | None, Meta(description="Python module to run instead of a file (`python -m`).")
+    ] = None
+    command: Annotated[
+        tuple[str, ...] | None, Meta(description="Any command to run instead, as a list of words.")
+    ] = None
+    args: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Arguments of the program. `${clusterkit.NAME}` is replaced; NAME is one "
+            "of global_batch, micro_batch, accumulation, deepspeed_config, run_id, run_dir, "
+            "checkpoint_dir, world_size."
+        ),
+    ] = ()
+    launcher: Annotated[Launcher, Meta(description="What starts the ranks of one node.")] = (
+        "torchrun"
+    )
+    nodes: Annotated[
+        int | str, Meta(description='How many nodes: `2`, or `"2:4"` for an elastic number.')
+    ] = 1
+    gpus_per_node: Annotated[
+        Count | Auto,
+        Meta(
+            description="Ranks per node. `auto`: every GPU of the node, or one rank where there "
+            "is none."
+        ),
+    ] = "auto"
+    device: Annotated[
+        Device, Meta(description="`auto`: GPUs when there are some, otherwise CPU threads.")
+    ] = "auto"
+    threads_per_rank: Annotated[
+        Count | Auto,
+        Meta(description="OMP_NUM_THREADS of a rank. `auto`: the cores, shared between the ranks."),
+    ] = "auto"
+    batch: Annotated[BatchSpec | None, Meta(description="Batch sizes, in samples.")] = None
+    deepspeed: Annotated[
+        dict[str, Any] | None,
+        Meta(
+            description="A DeepSpeed config. Batch sizes come from `batch`; gradient_clipping is "
+            "0 unless given."
+        ),
+    ] = None
+    checkpoint: Annotated[
+        CheckpointSpec | None, Meta(description="Checkpoints and where to resume.")
+    ] = None
+    restarts: Annotated[int, Meta(ge=0, description="How often a failed run is started again.")] = 0
+    env: Annotated[
+        dict[str, str],
+        Meta(description="Environment of every rank; values arrive exactly as written."),
+    ] = {}
+    secrets: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Variables taken from the submitter's environment; never written to a "
+            "file, an argument list or a log."
+        ),
+    ] = ()
+    workdir: Annotated[
+        str | None,
+        Meta(description="Folder the ranks start in; by default where the program was found."),
+    ] = None
+
+    @property
+    def node_range(self) -> tuple[int, int]:
+        """Smallest and largest number of nodes; equal unless the job is elastic."""
+        return parse_nodes(self.nodes)
+
+    @property
+    def elastic(self) -> bool:
+        low, high = self.node_range
+        return low != high
+
+
+def parse_nodes(nodes: int | str) -> tuple[int, int]:
+    """``2`` as (2, 2) and ``"2:4"`` as (2, 4).
+
+    Raises:
+        BadInput: not of that form, below 1, or the smaller number second.
+    """
+    match = _NODES.match(str(nodes).strip())
+    if match is None:
+        raise BadInput(f"nodes: {nodes!r} is neither a number nor MIN:MAX", hint='2, or "2:4"')
+    low = int(match[1])
+    high = int(match[2] or low)
+    if low < 1:
+        raise BadInput(f"nodes: {nodes}: a run needs at least 1 node")
+    if high < low:
+        raise BadInput(
+            f"nodes: {nodes}: the smaller number comes first", hint=f'did you mean "{high}:{low}"?'
+        )
+    return low, high
+
+
+def check_job(job: JobSpec) -> None:
+    """What types alone cannot say of a job.
+
+    Raises:
+        BadInput: the message begins with the key.
+    """
+    if not _JOB_NAME.match(job.name) or len(job.name) > JOB_NAME_MAX:
+        shown = (
+            job.name if len(job.name) <= 40 else f"{job.name[:40]}... ({len(job.name)} characters)"
+        )
+        raise BadInput(
+            f"name: {shown!r} cannot name a job",
+            hint=f"letters, digits, '.', '_', '-' and spaces, {JOB_NAME_MAX} characters at most",
+        )
+    given = [key for key in ("program", "module", "command") if getattr(job, key) is not None]
+    if len(given) != 1:
+        raise BadInput(
+            f"{' and '.join(given)}: give only one of them" if given else "program: missing",
+            hint="one of `program: train.py`, `module: package.train`, `command: [./train.sh]`",
+        )
+    if job.command is not None and not job.command:
+        raise BadInput("command: it is empty", hint="command: [./train.sh, --fast]")
+    parse_nodes(job.nodes)
+    if job.elastic and job.launcher != "torchrun":
+        raise BadInput(
+            f"nodes: {job.nodes}: launcher {job.launcher} cannot run an elastic number of nodes",
+            hint="launcher: torchrun",
+        )
+    for name in (*job.env, *job.secrets):
+        if not is_name(name):
+            raise BadInput(f"env: {name!r} cannot name an environment variable")
+    for name, value in job.env.items():
+        if "\0" in value:
+            raise BadInput(f"env.{name}: the value holds a NUL character")
+    twice = sorted(set(job.env) & set(job.secrets))
+    if twice:
+        raise BadInput(f"secrets: {twice[0]} is set in env as well")

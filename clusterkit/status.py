@@ -1,0 +1,76 @@
+"""What is said of a run: states, nodes, the failure; one form for every backend."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from msgspec import Struct
+
+
+class State(StrEnum):
+    """States of a run and of a node; what a backend reports beyond them is UNKNOWN."""
+
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    RESTARTING = "RESTARTING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+    UNKNOWN = "UNKNOWN"
+
+    @property
+    def final(self) -> bool:
+        return self in FINAL
+
+
+FINAL = frozenset({State.SUCCEEDED, State.FAILED, State.CANCELLED})
+
+
+class NodeStatus(Struct, frozen=True, kw_only=True):
+    """One node of the newest attempt."""
+
+    node: int
+    host: str
+    state: State
+    exit_code: int | None = None
+    reason: str | None = None
+    """Why it ended, where an exit code does not say."""
+    ended_at: float | None = None
+
+
+class RankExit(Struct, frozen=True):
+    """How one rank ended, where the backend knows: -N for signal N; Unix time."""
+
+    node: int
+    rank: int
+    exit_code: int
+    at: float
+
+
+class Failure(Struct, frozen=True, kw_only=True):
+    """Who failed first and why; times are elsewhere, words are here."""
+
+    node: int | None
+    rank: int | None
+    exit_code: int | None
+    cause: str
+    hint: str | None = None
+    traceback: str | None = None
+
+
+class RunStatus(Struct, frozen=True, kw_only=True):
+    """The document that ``status --json`` prints. Times are Unix seconds."""
+
+    run: str
+    job: str
+    cluster: str
+    backend: str
+    state: State
+    exit_code: int | None = None
+    attempt: int = 1
+    nodes: tuple[NodeStatus, ...] = ()
+    failure: Failure | None = None
+    started_at: float | None = None
+    finished_at: float | None = None
+    remark: str | None = None
+    """What a person should know of this state, in one sentence."""

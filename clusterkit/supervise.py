@@ -1,0 +1,409 @@
+"""What happens while a run runs: starting it, watching it, restarts, and its end.
+
+``python -m clusterkit.supervise RUN_DIR`` is the process that does this, detached from the
+terminal and from `clusterkit submit`; whoever follows the run only reads its folder.
+`current` tells the truth about a run whether its supervisor lives or not.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+import msgspec
+
+from clusterkit import agent, backends
+from clusterkit.backends.base import Backend, Handle, Observation
+from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, Facts
+from clusterkit.diagnose import PORT_TAKEN, diagnose
+from clusterkit.errors import EXIT_INTERRUPTED, ClusterkitError, RunFolderError
+from clusterkit.plan import Plan, Step
+from clusterkit.runs import Event, RunFolder, StepRecord, Submission
+from clusterkit.shell import Secret
+from clusterkit.spec import JobSpec
+from clusterkit.status import Failure, NodeStatus, RunStatus, State
+from clusterkit.transport import LocalTransport, Transport
+
+POLL_SECONDS = 0.1
+PEERS_SECONDS = 2.0
+"""How long the other nodes have to fail by themselves, so that the first failure is seen."""
+START_SECONDS = 60.0
+"""How long a node may take to show a sign of life."""
+PORT_TRIES = 3
+TAIL_LINES = 5000
+"""Log lines per attempt that a diagnosis reads."""
+
+
+def transport_for(cluster: ClusterSpec) -> Transport:
+    """The transport that reaches the cluster's hosts."""
+    return LocalTransport()
+
+
+class Supervisor:
+    """Carries one run from its first attempt to its last."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.submission = folder.read_json("run.json", Submission)
+        self.job = folder.read_json("job.json", JobSpec)
+        self.cluster = read_cluster(folder)
+        self.facts = folder.read_json("facts.json", Facts)
+        self.plan = read_plan(folder)
+        self.backend: Backend = backends.backend(self.submission.backend)
+        self.transport = transport_for(self.cluster)
+        self.secrets = {name: Secret(name, os.environ[name]) for name in self.job.secrets}
+        self.attempt = 1
+        self.nodes: tuple[NodeStatus, ...] = ()
+
+    def main(self) -> None:
+        """Run to the end; whatever happens, ``state.json`` says how it ended."""
+        self.folder.write_json("supervisor.json", agent.identity(os.getpid()))
+        for signum in (signal.SIGHUP, signal.SIGINT):
+            signal.signal(signum, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: self.folder.mark_cancelled())
+        try:
+            self._attempts()
+        except ClusterkitError as error:
+            self._cancel()
+            failure = Failure(
+                node=None, rank=None, exit_code=error.exit_code, cause=error.message,
+                hint=error.hint,
+            )  # fmt: skip
+            self._finish(State.FAILED, failure)
+        except Exception as error:
+            self._cancel()
+            cause = f"clusterkit's supervisor failed: {type(error).__name__}: {error}"
+            hint = f"a bug of clusterkit's; {self.folder.file('supervisor.log')} holds the details"
+            self._finish(
+                State.FAILED, Failure(node=None, rank=None, exit_code=1, cause=cause, hint=hint)
+            )
+            raise
+
+    def _attempts(self) -> None:
+        restarts_left = self.job.restarts
+        port_tries = PORT_TRIES
+        while True:
+            if self.folder.is_cancelled():
+                return self._finish(State.CANCELLED)
+            self._settle_port()
+            self._save(State.PENDING)
+            handle = self.backend.submit(
+                self.plan,
+                self.transport,
+                attempt=self.attempt,
+                secrets=self.secrets,
+                record=self._record,
+            )
+            seen = self._watch(handle)
+            if self.folder.is_cancelled():
+                return self._finish(State.CANCELLED)
+            if seen.state is State.SUCCEEDED:
+                return self._finish(State.SUCCEEDED)
+            failure = diagnosis(self.backend, handle, seen, self.transport)
+            if self._port_was_taken(failure) and port_tries:
+                port_tries -= 1
+                why = f"port {self.plan.port} was taken before the run could listen there"
+                self._new_port(None, why)
+            elif restarts_left:
+                restarts_left -= 1
+                self._event(
+                    f"attempt {self.attempt} failed: {failure.cause}; starting again, "
+                    f"{restarts_left} restarts left"
+                )
+            else:
+                return self._finish(State.FAILED, failure)
+            self._save(State.RESTARTING, failure=failure)
+            self.attempt += 1
+
+    # -- one attempt --------------------------------------------------------
+
+    def _watch(self, handle: Handle) -> Observation:
+        """Until every node has ended; a failed node takes the others down, unless elastic."""
+        needed = self.plan.topology.get("min_nodes", self.plan.nodes)
+        if self.plan.nodes < self.plan.topology.get("nodes", self.plan.nodes):
+            needed = self.plan.nodes  # one launcher for all nodes (mpirun)
+        started = time.monotonic()
+        give_up: float | None = None
+        while True:
+            seen = self.backend.status(handle, self.transport)
+            if seen is None:
+                raise RunFolderError(f"the folder of run {self.folder.run_id} is gone")
+            self._note_progress(seen)
+            now = time.monotonic()
+            states = [node.state for node in seen.nodes]
+            if State.PENDING in states and now > started + START_SECONDS:
+                silent = states.index(State.PENDING)
+                raise ClusterkitError(
+                    f"node {silent} showed no sign of life within {START_SECONDS:g} s",
+                    hint=f"look into {self.folder.path}/attempts/{self.attempt}",
+                )
+            if not {State.RUNNING, State.PENDING} & set(states):
+                return self._ended(seen, needed)
+            if self.folder.is_cancelled():
+                self._cancel()
+                continue
+            lost = sum(s in (State.FAILED, State.CANCELLED, State.UNKNOWN) for s in states)
+            if give_up is None and len(states) - lost < needed:
+                give_up = now + PEERS_SECONDS
+            if give_up is not None and now >= give_up:
+                self._cancel()
+            else:
+                time.sleep(POLL_SECONDS)
+
+    def _ended(self, seen: Observation, needed: int) -> Observation:
+        succeeded = sum(node.state is State.SUCCEEDED for node in seen.nodes)
+        if succeeded >= needed and seen.state is not State.SUCCEEDED:
+            self._event(f"{len(seen.nodes) - succeeded} of {len(seen.nodes)} elastic nodes failed")
+            return msgspec.structs.replace(seen, state=State.SUCCEEDED)
+        return seen
+
+    def _note_progress(self, seen: Observation) -> None:
+        if seen.nodes != self.nodes:
+            self.nodes = seen.nodes
+            state = State.PENDING if seen.state is State.PENDING else State.RUNNING
+            self._save(state)
+
+    def _cancel(self) -> None:
+        self.backend.cancel(Handle(self.plan, self.attempt), self.transport)
+
+    # -- the port -----------------------------------------------------------
+
+    def _settle_port(self) -> None:
+        """Ours may have been taken since it was probed, or since the last attempt."""
+        host = self.facts.hosts[0].host
+        found = self.transport.free_port(host, self.plan.port)
+        if found != self.plan.port:
+            self._new_port(found, f"port {self.plan.port} was taken meanwhile")
+
+    def _new_port(self, port: int | None, why: str) -> None:
+        if self.cluster.port != "auto":
+            raise ClusterkitError(
+                f"{why}, and the cluster entry asks for that one",
+                hint="port: auto, or end the program that listens there",
+            )
+        chosen = port or self.transport.free_port(self.facts.hosts[0].host)
+        self._event(f"{why}; {chosen} chosen instead")
+        origin = f"{why}; free when probed again"
+        self.facts = msgspec.structs.replace(self.facts, port=chosen, port_origin=origin)
+        self.plan = self.backend.plan(self.job, self.cluster, self.facts, self.folder.run_id)
+        save_plan(self.folder, self.facts, self.plan)
+
+    def _port_was_taken(self, failure: Failure) -> bool:
+        said = f"{failure.cause}\n{failure.traceback or ''}"
+        return self.cluster.port == "auto" and PORT_TAKEN.search(said) is not None
+
+    # -- the record ---------------------------------------------------------
+
+    def _save(self, state: State, *, failure: Failure | None = None) -> None:
+        self.folder.write_json("state.json", self._status(state, failure))
+
+    def _finish(self, state: State, failure: Failure | None = None) -> None:
+        codes = {State.SUCCEEDED: 0, State.CANCELLED: EXIT_INTERRUPTED}
+        code = codes.get(state, (failure.exit_code if failure else None) or 1)
+        status = msgspec.structs.replace(
+            self._status(state, failure), exit_code=code, finished_at=time.time()
+        )
+        self.folder.write_json("state.json", status)
+
+    def _status(self, state: State, failure: Failure | None) -> RunStatus:
+        return RunStatus(
+            run=self.folder.run_id,
+            job=self.submission.job,
+            cluster=self.submission.cluster,
+            backend=self.submission.backend,
+            state=state,
+            attempt=self.attempt,
+            nodes=self.nodes,
+            failure=failure,
+            started_at=self.submission.created_at,
+        )
+
+    def _event(self, text: str) -> None:
+        self.folder.append("events.jsonl", Event(at=time.time(), attempt=self.attempt, text=text))
+
+    def _record(self, step: Step, outcome: str) -> None:
+        self.folder.append(
+            "steps.jsonl",
+            StepRecord(
+                at=time.time(), attempt=self.attempt, kind=step.kind, host=step.host,
+                node=step.node, argv=step.argv, outcome=outcome,
+            ),
+        )  # fmt: skip
+
+
+def diagnosis(backend: Backend, handle: Handle, seen: Observation, transport: Transport) -> Failure:
+    """Why an attempt that has ended did not succeed."""
+    tail = deque(backend.logs(handle, transport), maxlen=TAIL_LINES)
+    return diagnose(
+        seen.nodes,
+        tail,
+        rank_exits=seen.rank_exits,
+        nproc_per_node=handle.plan.topology.get("nproc_per_node", 1),
+        oom_kills=seen.oom_kills,
+    )
+
+
+# ---------------------------------------------------------------- the folder's documents
+
+
+def read_plan(folder: RunFolder) -> Plan:
+    """The run's plan.
+
+    Raises:
+        RunFolderError: missing or damaged.
+    """
+    return folder.read_json("plan.json", Plan)
+
+
+def read_cluster(folder: RunFolder) -> ClusterSpec:
+    """The run's cluster entry.
+
+    Raises:
+        RunFolderError: missing or damaged.
+    """
+    entry = folder.read_json("cluster.json", dict)
+    kind = CLUSTER_TYPES.get(str(entry.get("backend", "local")))
+    if kind is None:
+        raise RunFolderError(f"run {folder.run_id}: cluster.json names an unknown backend")
+    return folder.read_json("cluster.json", kind)
+
+
+def save_plan(folder: RunFolder, facts: Facts, plan: Plan) -> None:
+    """Facts and plan, as JSON and for people."""
+    folder.write_json("facts.json", facts)
+    folder.write("plan.json", plan.to_json())
+    folder.write("plan.txt", plan.to_text())
+
+
+# ---------------------------------------------------------------- telling the truth later
+
+
+def supervisor_alive(folder: RunFolder) -> bool:
+    recorded = folder.maybe_json("supervisor.json", dict)
+    return recorded is not None and agent.is_alive(recorded)
+
+
+def current(folder: RunFolder) -> RunStatus:
+    """How a run stands now, from its folder and from the processes it recorded.
+
+    Never raises for a damaged folder: what cannot be told is UNKNOWN, with a remark.
+    """
+    saved = folder.maybe_json("state.json", RunStatus)
+    if saved is not None and saved.state.final:
+        return saved
+    try:
+        submission = folder.read_json("run.json", Submission)
+        plan = read_plan(folder)
+        transport = transport_for(read_cluster(folder))
+        backend = backends.backend(submission.backend)
+    except ClusterkitError as error:
+        if saved is not None:
+            return msgspec.structs.replace(saved, state=State.UNKNOWN, remark=error.message)
+        return RunStatus(
+            run=folder.run_id, job="?", cluster="?", backend="?", state=State.UNKNOWN,
+            remark=error.message,
+        )  # fmt: skip
+    watched = supervisor_alive(folder)
+    attempt = saved.attempt if saved else 1
+    handle = Handle(plan, attempt)
+    seen = backend.status(handle, transport)
+    base = saved or RunStatus(
+        run=folder.run_id, job=submission.job, cluster=submission.cluster,
+        backend=submission.backend, state=State.PENDING, started_at=submission.created_at,
+    )  # fmt: skip
+    if seen is None:
+        return msgspec.structs.replace(base, state=State.UNKNOWN, remark="nothing is left of it")
+    base = msgspec.structs.replace(base, nodes=seen.nodes)
+    if watched or (agent.is_alive(dict(submission.submitter)) and not seen_life(seen)):
+        again = folder.maybe_json("state.json", RunStatus)
+        if again is not None and again.state.final:
+            return again  # it ended while we looked
+        if base.state is State.RESTARTING:
+            return base
+        running = seen_life(seen)
+        return msgspec.structs.replace(base, state=State.RUNNING if running else State.PENDING)
+    return _unwatched(folder, base, backend, handle, seen, transport)
+
+
+def seen_life(seen: Observation) -> bool:
+    """Whether any node of it has started."""
+    return any(node.state is not State.PENDING for node in seen.nodes)
+
+
+def _unwatched(
+    folder: RunFolder,
+    base: RunStatus,
+    backend: Backend,
+    handle: Handle,
+    seen: Observation,
+    transport: Transport,
+) -> RunStatus:
+    """The supervisor was killed: only the nodes can tell."""
+    replace = msgspec.structs.replace
+    if seen.state is State.RUNNING:
+        return replace(
+            base,
+            state=State.RUNNING,
+            remark="its supervisor is gone: nobody restarts it or ends the other nodes when one "
+            f"fails; `clusterkit cancel {folder.run_id}` ends it",
+        )
+    if folder.is_cancelled():
+        return replace(base, state=State.CANCELLED, exit_code=EXIT_INTERRUPTED)
+    finished = max((node.ended_at or 0.0 for node in seen.nodes), default=0.0) or None
+    if seen.state is State.SUCCEEDED:
+        return replace(base, state=State.SUCCEEDED, exit_code=0, finished_at=finished)
+    if not seen_life(seen):
+        failure = Failure(
+            node=None, rank=None, exit_code=1, cause="clusterkit was killed before it started it",
+            hint="submit it again",
+        )  # fmt: skip
+    else:
+        failure = diagnosis(backend, handle, seen, transport)
+    return replace(
+        base,
+        state=State.UNKNOWN if seen.state is State.UNKNOWN else State.FAILED,
+        exit_code=failure.exit_code or 1,
+        failure=failure,
+        finished_at=finished,
+    )
+
+
+def cancel(folder: RunFolder) -> RunStatus:
+    """End a run, whoever watches it; fine to repeat, and on a run that has ended.
+
+    Raises:
+        RunFolderError: the plan is gone, so that it is not known what to end.
+    """
+    before = current(folder)
+    if before.state.final:
+        return before
+    folder.mark_cancelled()
+    plan = read_plan(folder)
+    backend = backends.backend(folder.read_json("run.json", Submission).backend)
+    transport = transport_for(read_cluster(folder))
+    deadline = time.monotonic() + plan.stop_grace + 10
+    while supervisor_alive(folder) and time.monotonic() < deadline:
+        if current(folder).state.final:
+            break
+        time.sleep(POLL_SECONDS / 2)
+    backend.cancel(Handle(plan, before.attempt), transport)
+    after = current(folder)
+    if after.state.final and folder.maybe_json("state.json", RunStatus) != after:
+        # Nobody else is there to record it.
+        folder.write_json("state.json", after)
+    return after
+
+
+def spawn(folder: RunFolder) -> None:
+    """Start the supervisor, detached from this process and from the terminal."""
+    log = str(folder.file("supervisor.log"))
+    argv = [sys.executable, "-P", "-m", "clusterkit.supervise", str(folder.path)]
+    LocalTransport().start("localhost", ["/bin/sh", "-c", 'exec "$@" >>"$0" 2>&1', log, *argv])
+
+
+if __name__ == "__main__":
+    Supervisor(RunFolder(Path(sys.argv[1]))).main()

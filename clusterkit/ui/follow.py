@@ -1,0 +1,205 @@
+"""The live view of a run: a progress bar over its log, and a summary at its end."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from clusterkit import api
+from clusterkit.logs import LogLine, without_rank
+from clusterkit.status import RunStatus, State
+from clusterkit.ui.words import duration, failure_text, source
+
+PLAIN_LINES = 20
+"""How many progress lines a run gets where there is no terminal to redraw."""
+PHASES = ("imports", "rendezvous", "build", "first_step", "training", "ending")
+_WINDOW = 20
+
+
+class View:
+    """What has been told of a run so far; `feed` takes its log line by line."""
+
+    def __init__(self) -> None:
+        self.steps: int | None = None
+        self.first_step = 0
+        self.step = 0
+        self.losses: list[tuple[int, float]] = []
+        self.speeds: list[float] = []
+        self.phases: dict[str, float] = {}
+        self.program_started_at: float | None = None
+        self.optimizers: dict[int, tuple[int, int]] = {}
+        self.attempt = 1
+        self._held: list[LogLine] = []
+        self._in_traceback = False
+
+    def feed(self, line: LogLine) -> list[LogLine]:
+        """Take one line; gives back the lines that are worth showing at once.
+
+        Shown is what rank 0 prints. Tracebacks are held back: most are echoes of another
+        rank's failure, and the summary shows the one that matters.
+        """
+        if line.attempt != self.attempt:
+            self.attempt, self._held, self._in_traceback = line.attempt, [], False
+        event = line.event
+        if event is not None:
+            self._take(event)
+            return []
+        if line.rank != 0:
+            return []
+        if without_rank(line.text).startswith("Traceback (most recent call last)"):
+            self._in_traceback = True
+        if self._in_traceback:
+            self._held.append(line)
+            return []
+        return [line]
+
+    @property
+    def held(self) -> list[LogLine]:
+        """Lines held back since a traceback began; a run that succeeded shows them after all."""
+        return self._held
+
+    def _take(self, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "start":
+            self.steps = event.get("steps")
+            self.first_step = self.step = event.get("first_step", 0)
+        elif kind == "metrics" and isinstance(event.get("step"), int):
+            self.step = event["step"]
+            if isinstance(event.get("loss"), (int, float)):
+                self.losses.append((self.step, event["loss"]))
+            if isinstance(event.get("tokens_per_second"), (int, float)):
+                self.speeds.append(event["tokens_per_second"])
+        elif kind == "phase" and isinstance(event.get("seconds"), (int, float)):
+            if event.get("name") == "imports":
+                self.program_started_at = event.get("started_at")
+            self.phases[str(event.get("name"))] = event["seconds"]
+        elif kind == "optimizer":
+            self.optimizers[event["rank"]] = (event["parameters"], event["total"])
+
+    def describe(self) -> str:
+        """Loss and tokens/s of now, in a few words."""
+        parts = []
+        if self.losses:
+            parts.append(f"loss {self.losses[-1][1]:.4f}")
+        if self.speeds:
+            parts.append(f"{statistics.median(self.speeds[-_WINDOW:]):,.0f} tokens/s")
+        return "  ".join(parts)
+
+    def summary(self, status: RunStatus) -> list[str]:
+        """The run in a few lines: result, loss, speed, where time went, how to look again."""
+        spent = (status.finished_at or time.time()) - (status.started_at or time.time())
+        restarts = f" after {status.attempt - 1} restarts" if status.attempt > 1 else ""
+        lines = [f"{status.run} {status.state} in {duration(spent)}{restarts}"]
+        if self.losses:
+            (first, begun), (last, ended) = self.losses[0], self.losses[-1]
+            lines.append(f"  loss      {begun:.4f} at step {first}, {ended:.4f} at step {last}")
+        if self.speeds:
+            lines.append(f"  tokens/s  {statistics.median(self.speeds):,.0f} (median of the steps)")
+        if self.optimizers:
+            lines.append(f"  optimizer {self._optimizer_words()}")
+        if times := self._time_words(status):
+            lines.append(f"  time      {times}")
+        lines.append(
+            f"  again     clusterkit status {status.run}; clusterkit logs {status.run}"
+            + (f"; clusterkit plot {status.run} -o loss.png" if self.losses else "")
+        )
+        return lines
+
+    def _optimizer_words(self) -> str:
+        total = next(iter(self.optimizers.values()))[1]
+        held = sorted({parameters for parameters, _ in self.optimizers.values()})
+        shown = " to ".join(f"{number:,}" for number in dict.fromkeys((held[0], held[-1])))
+        return f"each rank holds the state of {shown} of {total:,} parameters"
+
+    def _time_words(self, status: RunStatus) -> str:
+        parts = []
+        if self.program_started_at is not None and status.started_at is not None:
+            parts.append(("set-up", self.program_started_at - status.started_at))
+        parts += [
+            (name.replace("_", " "), self.phases[name]) for name in PHASES if name in self.phases
+        ]
+        return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts)
+
+
+def follow(run: api.Run, console: Console | None = None) -> RunStatus:
+    """Show a run's progress on stderr until it ends, then its summary."""
+    console = console or Console(stderr=True, highlight=False)
+    view = View()
+    lines = run.logs(follow=True)
+    if console.is_terminal:
+        _live(view, lines, console)
+    else:
+        _plain(view, lines, console)
+    status = run.status()
+    for event in run.events():
+        _say(console, f"note: {event.text}")
+    if status.state is State.SUCCEEDED:
+        for late in view.held:
+            _show(console, late)
+    if status.failure is not None:
+        _say(console, failure_text(status), "red")
+    for text in view.summary(status):
+        _say(console, text)
+    return status
+
+
+def _live(view: View, lines: Iterable[LogLine], console: Console) -> None:
+    columns = (
+        SpinnerColumn(),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.fields[steps]}"),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None, steps="?")
+        for line in lines:
+            for shown in view.feed(line):
+                _show(console, shown)
+            bar.update(
+                task,
+                completed=view.step,
+                total=view.steps,
+                steps=view.steps or "?",
+                description=view.describe() or "starting",
+            )
+
+
+def _plain(view: View, lines: Iterable[LogLine], console: Console) -> None:
+    due = 0
+    since = time.monotonic()
+    for line in lines:
+        for shown in view.feed(line):
+            _show(console, shown)
+        if view.losses and view.step != due and view.steps:
+            every = max(1, view.steps // PLAIN_LINES)
+            if view.step // every > due // every or view.step == view.steps:
+                done = max(1, view.step - view.first_step)
+                left = (time.monotonic() - since) / done * (view.steps - view.step)
+                _say(
+                    console,
+                    f"step {view.step}/{view.steps}  {view.describe()}  {duration(left)} left",
+                )
+                due = view.step
+        elif not view.losses:
+            since = time.monotonic()
+
+
+def _show(console: Console, line: LogLine) -> None:
+    _say(console, f"{source(line)} {line.text}")
+
+
+def _say(console: Console, text: str, style: str | None = None) -> None:
+    console.print(escape(text), style=style, soft_wrap=True, highlight=False)

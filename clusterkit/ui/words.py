@@ -1,0 +1,52 @@
+"""Sentences about a run, for terminals."""
+
+from __future__ import annotations
+
+import time
+
+from clusterkit.logs import LogLine, readable
+from clusterkit.status import RunStatus
+
+
+def log_text(line: LogLine) -> str:
+    """One log line with its time, node and rank; marked lines in words."""
+    event = line.event
+    text = line.text if event is None else readable(event)
+    return f"{clock(line.time)} {source(line)} {text}"
+
+
+def source(line: LogLine) -> str:
+    """``n0 r3``: node 0, rank 3; ``n0 -``: what the launcher of node 0 says."""
+    return f"n{line.node} {'-' if line.rank is None else f'r{line.rank}'}"
+
+
+def clock(moment: float) -> str:
+    """Local time with milliseconds."""
+    return f"{time.strftime('%H:%M:%S', time.localtime(moment))}.{int(moment % 1 * 1000):03d}"
+
+
+def failure_text(status: RunStatus) -> str:
+    """Who failed first, why, its traceback and the remedy."""
+    failure = status.failure
+    if failure is None:
+        return ""
+    who = "the run" if failure.node is None else f"node {failure.node}"
+    if failure.rank is not None:
+        who = f"rank {failure.rank} on {who}"
+    code = "" if failure.exit_code is None else f" (exit code {failure.exit_code})"
+    lines = [f"{who} failed first: {failure.cause}{code}"]
+    if failure.traceback:
+        lines += [f"  {line}" for line in failure.traceback.splitlines()]
+    if failure.hint:
+        lines.append(f"hint: {failure.hint}")
+    return "\n".join(lines)
+
+
+def duration(seconds: float) -> str:
+    """``45 s``, ``2 min 05 s``, ``1 h 02 min``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
