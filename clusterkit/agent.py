@@ -34,6 +34,8 @@ from typing import Any
 
 RANK_HEADER = b"@clusterkit-rank "
 LONGEST_LINE = 1 << 16
+RESERVE_BYTES = 8192
+"""Kept free for ``exit.json``, so that a disk full of logs does not hide how it ended."""
 PEERS_GRACE = 2.0
 """Seconds that other ranks have to fail by themselves once one has failed."""
 LEFTOVER_GRACE = 3.0
@@ -286,6 +288,8 @@ class Node:
             self.folder / "started.json",
             {**identity(os.getpid()), "at": time.time(), "host": socket.gethostname()},
         )
+        with contextlib.suppress(OSError):
+            (self.folder / ".reserve").write_bytes(bytes(RESERVE_BYTES))
         self.log = NodeLog(self.folder)
         self.selector = selectors.DefaultSelector()
         self.selector.register(wake_read, selectors.EVENT_READ, "signal")
@@ -399,6 +403,8 @@ class Node:
         for slot in range(self.options.nproc):
             with contextlib.suppress(OSError):
                 os.unlink(self.folder / f"pipe-{slot}")
+        with contextlib.suppress(OSError):
+            (self.folder / ".reserve").unlink()
         with contextlib.suppress(OSError):
             write_json(
                 self.folder / "exit.json",

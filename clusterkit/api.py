@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 import clusterkit
-from clusterkit import agent, backends, loader, logs, supervise
+from clusterkit import backends, loader, logs, supervise
 from clusterkit import runs as store
 from clusterkit.backends.base import Backend, Handle, check_capabilities
 from clusterkit.cluster import ClusterSpec, Facts
@@ -253,7 +253,6 @@ def launch(ready: Prepared) -> Run:
                 backend=ready.backend.name,
                 created_at=time.time(),
                 clusterkit=clusterkit.__version__,
-                submitter=agent.identity(os.getpid()),
             ),
         )
         supervise.spawn(folder)

@@ -48,6 +48,9 @@ _HINTS = (
      "DeepSpeed compiles here: install a C++ compiler and ninja"),
 )  # fmt: skip
 
+_Source = tuple[int, int | None]
+"""Node and rank."""
+
 PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
 
 
@@ -84,13 +87,16 @@ def diagnose(
         nproc_per_node: ranks per node, to number the local ranks that torchrun reports.
         oom_kills: processes that the kernel killed for want of memory meanwhile.
     """
-    suspects = _suspects(lines, nproc_per_node)
+    suspects, last_words = _suspects(lines, nproc_per_node)
     for end in rank_exits:
         if end.exit_code:
             suspect = suspects.setdefault(
                 (end.node, end.rank), _Suspect(end.node, end.rank, end.at)
             )
             suspect.exit_code = end.exit_code
+    for key, suspect in suspects.items():
+        # Without an exception: a word of the program's own before it went.
+        suspect.words = suspect.words or last_words.get(key, "")
     blamed = _blame([s for s in suspects.values() if s.exit_code or s.traceback])
     failed = [node for node in nodes if node.state is State.FAILED]
     if blamed is None:
@@ -114,10 +120,13 @@ def shell_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def _suspects(lines: Iterable[LogLine], nproc: int) -> dict[tuple[int, int | None], _Suspect]:
-    suspects: dict[tuple[int, int | None], _Suspect] = {}
-    last: dict[tuple[int, int | None], str] = {}
-    open_blocks: set[tuple[int, int | None]] = set()
+def _suspects(
+    lines: Iterable[LogLine], nproc: int
+) -> tuple[dict[_Source, _Suspect], dict[_Source, str]]:
+    """Whoever has a traceback or is named by a launcher; and everyone's last words."""
+    suspects: dict[_Source, _Suspect] = {}
+    last: dict[_Source, str] = {}
+    open_blocks: set[_Source] = set()
     for line in lines:
         key = (line.node, line.rank)
         text = without_rank(line.text)
@@ -141,20 +150,16 @@ def _suspects(lines: Iterable[LogLine], nproc: int) -> dict[tuple[int, int | Non
             suspects[key].traceback.append(text)
         if text:
             last[key] = "" if line.event is not None else text
-    for key, suspect in suspects.items():
+    for suspect in suspects.values():
         while suspect.traceback and not suspect.traceback[-1]:
             suspect.traceback.pop()
-        # Without an exception: a word of the program's own before it went.
-        suspect.words = suspect.words or last.get(key, "")
-    return suspects
+    return suspects, last
 
 
-def _read_launcher(
-    line: LogLine, nproc: int, suspects: dict[tuple[int, int | None], _Suspect]
-) -> None:
+def _read_launcher(line: LogLine, nproc: int, suspects: dict[_Source, _Suspect]) -> None:
     if match := _TORCHRUN.search(line.text):
         rank = line.node * nproc + int(match[2])
-        key: tuple[int, int | None] = (line.node, rank)
+        key: _Source = (line.node, rank)
         suspect = suspects.setdefault(key, _Suspect(line.node, rank, line.time))
         suspect.exit_code = int(match[1])
     elif match := _DEEPSPEED.search(line.text):

@@ -45,8 +45,6 @@ class Submission(Struct, frozen=True, kw_only=True):
     backend: str
     created_at: float
     clusterkit: str
-    submitter: dict[str, str | int | None] = {}
-    """Identity of the process that submitted."""
 
 
 class Event(Struct, frozen=True, kw_only=True):

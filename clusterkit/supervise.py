@@ -7,6 +7,7 @@ terminal and from `clusterkit submit`; whoever follows the run only reads its fo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -20,7 +21,7 @@ from clusterkit import agent, backends
 from clusterkit.backends.base import Backend, Handle, Observation
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, Facts
 from clusterkit.diagnose import PORT_TAKEN, diagnose
-from clusterkit.errors import EXIT_INTERRUPTED, ClusterkitError, RunFolderError
+from clusterkit.errors import EXIT_INTERRUPTED, ClusterkitError, RunFolderError, SubmitFailed
 from clusterkit.plan import Plan, Step
 from clusterkit.runs import Event, RunFolder, StepRecord, Submission
 from clusterkit.shell import Secret
@@ -36,6 +37,10 @@ START_SECONDS = 60.0
 PORT_TRIES = 3
 TAIL_LINES = 5000
 """Log lines per attempt that a diagnosis reads."""
+BIRTH_SECONDS = 10.0
+"""How long after a submit its supervisor may still be about to start."""
+RESERVE_BYTES = 1 << 16
+"""Kept free for the last ``state.json``, so that a full disk does not hide how a run ended."""
 
 
 def transport_for(cluster: ClusterSpec) -> Transport:
@@ -62,6 +67,7 @@ class Supervisor:
     def main(self) -> None:
         """Run to the end; whatever happens, ``state.json`` says how it ended."""
         self.folder.write_json("supervisor.json", agent.identity(os.getpid()))
+        self.folder.write(".reserve", bytes(RESERVE_BYTES))
         for signum in (signal.SIGHUP, signal.SIGINT):
             signal.signal(signum, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: self.folder.mark_cancelled())
@@ -199,7 +205,9 @@ class Supervisor:
     # -- the record ---------------------------------------------------------
 
     def _save(self, state: State, *, failure: Failure | None = None) -> None:
-        self.folder.write_json("state.json", self._status(state, failure))
+        # A disk that is full by now is no reason to end the training.
+        with contextlib.suppress(RunFolderError):
+            self.folder.write_json("state.json", self._status(state, failure))
 
     def _finish(self, state: State, failure: Failure | None = None) -> None:
         codes = {State.SUCCEEDED: 0, State.CANCELLED: EXIT_INTERRUPTED}
@@ -207,6 +215,7 @@ class Supervisor:
         status = msgspec.structs.replace(
             self._status(state, failure), exit_code=code, finished_at=time.time()
         )
+        self.folder.file(".reserve").unlink(missing_ok=True)
         self.folder.write_json("state.json", status)
 
     def _status(self, state: State, failure: Failure | None) -> RunStatus:
@@ -318,7 +327,8 @@ def current(folder: RunFolder) -> RunStatus:
     if seen is None:
         return msgspec.structs.replace(base, state=State.UNKNOWN, remark="nothing is left of it")
     base = msgspec.structs.replace(base, nodes=seen.nodes)
-    if watched or (agent.is_alive(dict(submission.submitter)) and not seen_life(seen)):
+    newborn = not seen_life(seen) and time.time() - submission.created_at < BIRTH_SECONDS
+    if watched or (newborn and folder.maybe_json("supervisor.json", dict) is None):
         again = folder.maybe_json("state.json", RunStatus)
         if again is not None and again.state.final:
             return again  # it ended while we looked
@@ -399,10 +409,20 @@ def cancel(folder: RunFolder) -> RunStatus:
 
 
 def spawn(folder: RunFolder) -> None:
-    """Start the supervisor, detached from this process and from the terminal."""
+    """Start the supervisor, detached from this process and from the terminal.
+
+    Raises:
+        SubmitFailed: it does not come up; the message holds what it said.
+    """
     log = str(folder.file("supervisor.log"))
     argv = [sys.executable, "-P", "-m", "clusterkit.supervise", str(folder.path)]
     LocalTransport().start("localhost", ["/bin/sh", "-c", 'exec "$@" >>"$0" 2>&1', log, *argv])
+    deadline = time.monotonic() + BIRTH_SECONDS
+    while not folder.file("supervisor.json").exists():
+        if time.monotonic() > deadline:
+            said = folder.read("supervisor.log").decode(errors="replace").strip()
+            raise SubmitFailed(f"the run's supervisor did not start: {said or 'no output'}")
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,98 @@
+# Everything runs in .venv; the first target that needs it makes it.
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+JOB ?= jobs/ddp.yaml
+NODES ?= 1
+GPUS ?= 2
+OUT ?= build
+
+.PHONY: help
+help: ## This list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+##  ---- the environment
+
+.venv/bin/python:
+	@test -n "$(PYTHON)" || { echo "clusterkit needs Python 3.11 or newer: apt-get install python3 python3-venv" >&2; exit 3; }
+	@$(PYTHON) -m venv .venv || { rm -rf .venv; echo "$(PYTHON) cannot make environments: apt-get install python3-venv" >&2; exit 3; }
+
+# torch first: whatever else asks for torch then finds this one.
+.venv/.train: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "making .venv (torch, deepspeed, transformers): a few minutes the first time" >&2
+	@$(PIP) torch
+	@$(PIP) --editable '.[train]'
+	@touch $@
+
+.venv/.dev: .venv/.train
+	@echo "adding what the tests need to .venv" >&2
+	@$(PIP) --editable '.[train,dev]'
+	@touch $@
+
+.PHONY: venv
+venv: .venv/.train ## The environment that runs jobs
+
+.PHONY: lock
+lock: .venv/.dev ## Write constraints.txt anew from what pip finds now
+	@$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[train,dev,kubernetes,ansible,ssh]'
+	@{ sed '/^[^#]/,$$d' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//; s/+cu[0-9]*$$//' | grep -v '^nvidia\|^triton\|^cuda'; } >constraints.new
+	@mv constraints.new constraints.txt
+
+##  ---- use
+
+.PHONY: run-local
+run-local: .venv/.train ## Train on this machine: GPUS=2 NODES=1 JOB=jobs/ddp.yaml
+	@$(BIN)/clusterkit submit $(JOB) --nodes $(NODES) --gpus $(GPUS)
+
+.PHONY: parity
+parity: .venv/.train ## The same losses from ddp and zero0..zero3, step by step
+	@$(BIN)/python -m tests.live.parity
+
+.PHONY: bench
+bench: .venv/.train ## Ratios against torchrun and deepspeed, start-up, planning at scale
+	@$(BIN)/python -m tests.bench
+
+##  ---- checks
+
+.PHONY: test
+test: lint types unit live ## All of it: lint, types, unit, contract, golden, live
+
+.PHONY: lint
+lint: .venv/.dev ## ruff, and that the generated docs are up to date
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --check .; exit 1; }
+
+.PHONY: types
+types: .venv/.dev ## mypy, strict
+	@$(BIN)/mypy
+
+.PHONY: unit
+unit: .venv/.dev ## Tests that start no training
+	@$(BIN)/pytest tests/unit tests/contract tests/golden
+
+.PHONY: live
+live: .venv/.dev ## Tests that start real runs on this machine
+	@$(BIN)/pytest tests/live
+
+.PHONY: format
+format: .venv/.dev ## Lay the code out
+	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format --quiet .
+
+.PHONY: docs
+docs: .venv/.dev ## Write the generated parts of docs/ anew
+	@$(BIN)/python -m tests.generated_docs
+
+.PHONY: wheel
+wheel: .venv/.dev ## Build the wheel into build/ and try it in an environment of its own
+	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir $(OUT) .
+	@rm -rf $(OUT)/venv && $(PYTHON) -m venv $(OUT)/venv
+	@$(OUT)/venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(OUT)/clusterkit-*.whl
+	@$(OUT)/venv/bin/clusterkit --version
+
+.PHONY: clean
+clean: ## Remove .venv and what was built
+	@rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache

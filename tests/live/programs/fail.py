@@ -1,0 +1,26 @@
+"""Rank RANK of the first ATTEMPTS attempts fails as told: by an exception, an exit code, a signal."""
+
+import os
+import signal
+import sys
+
+how, rank, attempts = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+mine = int(os.environ["RANK"]) == rank and int(os.environ["CLUSTERKIT_ATTEMPT"]) <= attempts
+if not mine and how == "peers":
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.barrier()
+if mine and how == "peers":
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    raise ValueError("boom é")
+if mine and how == "exception":
+    raise ValueError("boom é")
+if mine and how == "exit":
+    print("about to leave", flush=True)
+    sys.exit(7)
+if mine and how == "signal":
+    os.kill(os.getpid(), signal.SIGKILL)
+print("fine", flush=True)

@@ -1,0 +1,561 @@
+"""The local backend for real: processes, signals, ports, terminals."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from clusterkit import agent, api, backends, loader
+from clusterkit.cluster import LocalCluster
+from clusterkit.errors import PortTaken
+from clusterkit.status import State
+from clusterkit.transport import LocalTransport
+
+PROGRAMS = Path(__file__).parent / "programs"
+Submit = Callable[..., api.Run]
+SOON = 60.0
+"""Seconds after which a test says that something hangs."""
+
+pytestmark = pytest.mark.live
+
+
+def all_ready(run: api.Run, ranks: int) -> None:
+    """Return once every rank has joined the process group."""
+    ready = set()
+    for line in run.logs(follow=True):
+        if line.text.startswith("ready"):
+            ready.add(line.rank)
+        if len(ready) == ranks:
+            return
+    pytest.fail(f"only ranks {ready} got ready: {run.status()}")
+
+
+def rank_pid(run: api.Run, rank: int) -> int:
+    records = [
+        json.loads(line)
+        for path in run.path.glob("attempts/*/node-*/ranks.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    return next(int(record["pid"]) for record in records if record["rank"] == rank)
+
+
+def agent_pid(run: api.Run, node: int) -> int:
+    started = json.loads((run.path / f"attempts/1/node-{node}/started.json").read_text())
+    return int(started["pid"])
+
+
+def supervisor_pid(run: api.Run) -> int:
+    return int(json.loads((run.path / "supervisor.json").read_text())["pid"])
+
+
+def kill(pid: int) -> None:
+    """SIGKILL, and wait until it is gone."""
+    os.kill(pid, signal.SIGKILL)
+    agent.wait_gone([pid], SOON)
+
+
+# ---------------------------------------------------------------- what ranks see
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "python"])
+def test_every_rank_sees_the_whole_environment_contract(submit: Submit, launcher: str) -> None:
+    ugly = "a b\n'\"$HOME;`x`,=é"
+    run = submit("environment.py", ugly, nodes=2, gpus=2, launcher=launcher, env={"UGLY": ugly})
+    assert run.wait(SOON).state is State.SUCCEEDED, run.status()
+    seen = {line.rank: json.loads(line.text) for line in run.logs() if line.rank is not None}
+    assert sorted(seen) == [0, 1, 2, 3]
+    for rank, told in seen.items():
+        assert rank is not None
+        env = told["env"]
+        assert told["argv"] == [ugly]
+        assert env["UGLY"] == ugly
+        expected = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank % 2),
+            "NODE_RANK": str(rank // 2),
+            "WORLD_SIZE": "4",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(run.plan.port),
+        }
+        assert {name: env.get(name) for name in expected} == expected
+
+
+def test_lines_carry_the_node_and_rank_that_wrote_them(submit: Submit) -> None:
+    run = submit("environment.py", nodes=2, gpus=2)
+    run.wait(SOON)
+    assert Counter((line.node, line.rank) for line in run.logs()) == {
+        (0, 0): 1, (0, 1): 1, (1, 2): 1, (1, 3): 1,
+    }  # fmt: skip
+    assert [line.rank for line in run.logs(node=1)] != []
+    assert {line.rank for line in run.logs(rank=3)} == {3}
+
+
+def test_an_ordinary_command_line_runs_unchanged(
+    tmp_path: Path, clusterkit: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(PROGRAMS / "beat.py", tmp_path / "my script.py")
+    monkeypatch.chdir(tmp_path)
+    done = subprocess.run(
+        [*clusterkit, "submit", "--nodes", "2", "--", "python", "my script.py", "3"],
+        capture_output=True, text=True, timeout=SOON,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    run = api.get(done.stdout.strip())
+    assert [line.text for line in run.logs(rank=0)][-1] == "beat 2 2"
+
+
+# ---------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "cause"),
+    [
+        ("exception", 1, "ValueError: boom é"),
+        ("exit", 7, "exited with 7: about to leave"),
+        ("signal", 137, "killed by SIGKILL"),
+    ],
+)
+@pytest.mark.parametrize("launcher", ["torchrun", "python"])
+def test_the_rank_that_failed_is_named_and_its_code_passed_on(
+    submit: Submit, launcher: str, how: str, code: int, cause: str
+) -> None:
+    run = submit("fail.py", how, 3, 99, nodes=2, gpus=2, launcher=launcher)
+    status = run.wait(SOON)
+    assert status.state is State.FAILED
+    assert status.failure is not None
+    assert (status.failure.node, status.failure.rank) == (1, 3)
+    assert status.failure.cause.startswith(cause)
+    assert status.exit_code == status.failure.exit_code == code
+
+
+def test_peers_that_fail_of_it_are_not_blamed_and_one_traceback_is_shown(
+    clusterkit: list[str],
+) -> None:
+    done = subprocess.run(
+        [*clusterkit, "submit", "--nodes", "2", "--set", "launcher=python", "--",
+         "python", str(PROGRAMS / "fail.py"), "peers", "1", "99"],
+        capture_output=True, text=True, timeout=SOON,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "rank 1 on node 1 failed first: ValueError: boom é (exit code 1)" in done.stderr
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "python"])
+def test_a_killed_rank_takes_the_run_down(submit: Submit, launcher: str) -> None:
+    run = submit("beat.py", 6000, nodes=2, launcher=launcher)
+    all_ready(run, 2)
+    kill(rank_pid(run, 1))
+    status = run.wait(SOON)
+    assert status.state is State.FAILED
+    assert status.failure is not None
+    assert status.failure.node == 1
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "python"])
+def test_a_killed_agent_takes_the_run_down(submit: Submit, launcher: str) -> None:
+    run = submit("beat.py", 6000, nodes=2, launcher=launcher)
+    all_ready(run, 2)
+    kill(agent_pid(run, 1))
+    status = run.wait(SOON)
+    assert status.state is State.FAILED
+    assert status.nodes[1].reason == "its launcher's agent ended without a word"
+
+
+def test_a_killed_launcher_takes_the_run_down(submit: Submit) -> None:
+    run = submit("beat.py", 6000, nodes=2, launcher="torchrun")
+    all_ready(run, 2)
+    (launcher,) = (pid for pid in agent.descendants(agent_pid(run, 1)) if pid != rank_pid(run, 1))
+    kill(launcher)
+    status = run.wait(SOON)
+    assert status.state is State.FAILED
+    assert status.nodes[1].exit_code == 137
+
+
+def test_a_program_that_cannot_start_says_why(submit: Submit, tmp_path: Path) -> None:
+    run = api.submit(["/no/such/program"], settings=["launcher=python"])
+    status = run.wait(SOON)
+    assert status.failure is not None
+    assert status.exit_code == 127
+    assert "/no/such/program" in status.failure.cause
+
+
+# ---------------------------------------------------------------- restarts
+
+
+def test_a_failed_run_is_started_again_and_says_so(submit: Submit) -> None:
+    run = submit("fail.py", "exception", 1, 1, nodes=2, restarts=2)
+    status = run.wait(SOON)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
+    (event,) = run.events()
+    assert event.text == ("attempt 1 failed: ValueError: boom é; starting again, 1 restarts left")
+    assert {line.attempt for line in run.logs()} == {1, 2}
+
+
+def test_restarts_come_to_an_end(submit: Submit) -> None:
+    run = submit("fail.py", "exit", 0, 99, restarts=2)
+    status = run.wait(SOON)
+    assert (status.state, status.attempt, status.exit_code) == (State.FAILED, 3, 7)
+
+
+# ---------------------------------------------------------------- cancel, and killed submitters
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "python"])
+def test_cancel_ends_everything_and_may_be_repeated(submit: Submit, launcher: str) -> None:
+    run = submit("beat.py", 6000, nodes=2, launcher=launcher)
+    all_ready(run, 2)
+    assert run.cancel().state is State.CANCELLED
+    assert agent.processes_of(str(run.path)) == []
+    again = run.cancel()
+    assert (again.state, again.exit_code) == (State.CANCELLED, 130)
+
+
+def test_cancel_right_after_submit(submit: Submit) -> None:
+    run = submit("beat.py", 6000, nodes=2)
+    assert run.cancel().state is State.CANCELLED
+
+
+def test_cancel_kills_a_rank_that_ignores_sigterm(submit: Submit, tmp_path: Path) -> None:
+    program = tmp_path / "stubborn.py"
+    program.write_text(
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "print('ready', flush=True)\ntime.sleep(600)\n"
+    )
+    clusters = tmp_path / "clusters.yaml"
+    clusters.write_text("here: {backend: local, stop_grace: 0.5}\n")
+    run = submit(str(program), cluster="here", clusters_file=clusters)
+    all_ready(run, 1)
+    assert run.cancel().state is State.CANCELLED
+
+
+def test_a_killed_supervisor_leaves_a_run_that_tells_the_truth_and_can_be_cancelled(
+    submit: Submit,
+) -> None:
+    run = submit("beat.py", 6000, nodes=2)
+    all_ready(run, 2)
+    kill(supervisor_pid(run))
+    status = run.status()
+    assert status.state is State.RUNNING
+    assert status.remark is not None
+    assert "its supervisor is gone" in status.remark
+    assert run.cancel().state is State.CANCELLED
+
+
+def test_a_run_without_supervisor_tells_how_it_ended(submit: Submit) -> None:
+    run = submit("beat.py", 6000, nodes=2)
+    all_ready(run, 2)
+    kill(supervisor_pid(run))
+    kill(rank_pid(run, 1))
+    status = run.wait(SOON)
+    assert status.state is State.FAILED
+    assert status.failure is not None
+    assert status.failure.rank == 1
+
+
+def test_submit_killed_with_9_leaves_the_run_going(clusterkit: list[str]) -> None:
+    submitter = subprocess.Popen(
+        [*clusterkit, "submit", "--nodes", "2", "--set", "launcher=python", "--",
+         "python", str(PROGRAMS / "beat.py"), "6000"],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert submitter.stdout is not None
+    with submitter.stdout:
+        run = api.get(submitter.stdout.readline().strip())
+        submitter.kill()
+        submitter.wait()
+    all_ready(run, 2)
+    assert run.status().state is State.RUNNING
+    done = subprocess.run(
+        [*clusterkit, "cancel", run.id, "--json"], capture_output=True, text=True, timeout=SOON
+    )
+    assert json.loads(done.stdout)["state"] == "CANCELLED"
+    assert agent.processes_of(str(run.path)) == []
+
+
+def test_cancel_from_elsewhere_ends_the_submit_that_follows(clusterkit: list[str]) -> None:
+    submitter = subprocess.Popen(
+        [*clusterkit, "submit", "--set", "launcher=python", "--",
+         "python", str(PROGRAMS / "beat.py"), "6000"],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert submitter.stdout is not None
+    with submitter.stdout:
+        run = api.get(submitter.stdout.readline().strip())
+        all_ready(run, 1)
+        run.cancel()
+        assert submitter.wait(SOON) == 130
+
+
+# ---------------------------------------------------------------- terminals and Ctrl-C
+
+
+class Terminal:
+    """A command in a pseudo-terminal."""
+
+    def __init__(self, argv: list[str]) -> None:
+        self.pid, self.handle = pty.fork()
+        if self.pid == 0:
+            os.execv(argv[0], argv)
+        self.text = ""
+
+    def read_until(self, words: str) -> None:
+        deadline = time.monotonic() + SOON
+        while words not in self.text:
+            assert time.monotonic() < deadline, self.text
+            try:
+                self.text += os.read(self.handle, 4096).decode(errors="replace")
+            except OSError:
+                pytest.fail(f"ended without {words!r}: {self.text}")
+
+    def type(self, text: str) -> None:
+        os.write(self.handle, text.encode())
+
+    def exit_code(self) -> int:
+        while True:
+            try:
+                if not os.read(self.handle, 4096):
+                    break
+            except OSError:
+                break
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        os.close(self.handle)
+        return code
+
+
+def beating(clusterkit: list[str], *options: str) -> list[str]:
+    return [
+        *clusterkit, "submit", "--set", "launcher=python", *options, "--",
+        "python", str(PROGRAMS / "beat.py"), "6000",
+    ]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("answer", "code", "state"), [("d\r", 0, State.RUNNING), ("c\r", 130, State.CANCELLED)]
+)
+def test_ctrl_c_asks_whether_to_detach_or_to_cancel(
+    clusterkit: list[str], answer: str, code: int, state: State
+) -> None:
+    terminal = Terminal(beating(clusterkit))
+    terminal.read_until("beat 3")
+    terminal.type("\x03")
+    terminal.read_until("detach from it, or cancel it?")
+    terminal.type(answer)
+    assert terminal.exit_code() == code
+    run = api.get("last")
+    assert run.status().state is state
+    run.cancel()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_run_goes_on_when_the_terminal_closes(clusterkit: list[str]) -> None:
+    terminal = Terminal(beating(clusterkit, "--detach"))
+    terminal.read_until("follows it")
+    assert terminal.exit_code() == 0
+    run = api.get("last")
+    all_ready(run, 1)
+    assert run.status().state is State.RUNNING
+    run.cancel()
+
+
+def test_ctrl_c_without_a_terminal_cancels(clusterkit: list[str]) -> None:
+    submitter = subprocess.Popen(
+        beating(clusterkit), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert submitter.stdout is not None
+    run = api.get(submitter.stdout.readline().strip())
+    all_ready(run, 1)
+    submitter.send_signal(signal.SIGINT)
+    submitter.communicate(timeout=SOON)
+    assert submitter.returncode == 130
+    assert run.status().state is State.CANCELLED
+
+
+@pytest.mark.parametrize(
+    "phase",
+    ["clusterkit.loader.job_from_command", "clusterkit.loader.load_cluster",
+     "clusterkit.backends.local.LocalBackend.probe", "clusterkit.backends.local.LocalBackend.plan",
+     "clusterkit.supervise.save_plan", "clusterkit.supervise.spawn"],
+)  # fmt: skip
+def test_ctrl_c_before_the_start_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, own_home: Path, phase: str
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(phase, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        api.submit(["python", str(PROGRAMS / "environment.py")], settings=["launcher=python"])
+    assert list((own_home / "runs").glob("*") if own_home.exists() else []) == []
+
+
+def test_ctrl_c_while_the_supervisor_starts_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, own_home: Path
+) -> None:
+    from clusterkit import supervise
+
+    spawn = supervise.spawn
+    folders = []
+
+    def spawn_then_interrupted(folder: object) -> None:
+        spawn(folder)  # type: ignore[arg-type]
+        folders.append(folder)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(supervise, "spawn", spawn_then_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        api.submit(["python", str(PROGRAMS / "beat.py"), "6000"], settings=["launcher=python"])
+    assert list((own_home / "runs").iterdir()) == []
+    assert agent.processes_of(str(folders[0].path)) == []
+
+
+# ---------------------------------------------------------------- ports, and several at once
+
+
+def test_a_port_taken_meanwhile_is_said_and_another_chosen(submit: Submit) -> None:
+    facts = backends.backend("local").probe(LocalCluster(), LocalTransport())
+    with socket.socket() as squatter:
+        squatter.bind(("127.0.0.1", 0))
+        squatter.listen()
+        taken = squatter.getsockname()[1]
+        run = submit("beat.py", 2, nodes=2, facts=msgspec.structs.replace(facts, port=taken))
+        assert run.wait(SOON).state is State.SUCCEEDED
+    (event,) = run.events()
+    assert event.text == f"port {taken} was taken meanwhile; {run.plan.port} chosen instead"
+    assert run.plan.port != taken
+    assert run.plan.note("master_port") == str(run.plan.port)
+
+
+def test_a_port_that_the_cluster_entry_fixes_is_refused_when_taken(
+    tmp_path: Path, own_home: Path
+) -> None:
+    with socket.socket() as squatter:
+        squatter.bind(("127.0.0.1", 0))
+        squatter.listen()
+        taken = squatter.getsockname()[1]
+        clusters = tmp_path / "clusters.yaml"
+        clusters.write_text(f"here: {{backend: local, port: {taken}}}\n")
+        with pytest.raises(PortTaken, match=f"port {taken} on 127.0.0.1 is in use"):
+            api.submit(
+                ["python", str(PROGRAMS / "environment.py")], cluster="here",
+                clusters_file=clusters,
+            )  # fmt: skip
+    assert not own_home.exists()
+
+
+def test_submits_at_the_same_moment_do_not_meet(submit: Submit) -> None:
+    with ThreadPoolExecutor() as pool:
+        runs = list(pool.map(lambda _: submit("beat.py", 2, nodes=2), range(4)))
+    assert len({run.id for run in runs}) == 4
+    assert [run.wait(SOON).state for run in runs] == [State.SUCCEEDED] * 4
+    assert len({run.plan.port for run in runs}) == 4
+
+
+# ---------------------------------------------------------------- elastic
+
+
+def test_an_elastic_run_goes_on_without_a_node(submit: Submit) -> None:
+    run = submit("beat.py", 40, nodes="1:2", launcher="torchrun")
+    all_ready(run, 2)
+    for pid in (agent_pid(run, 1), rank_pid(run, 1)):
+        kill(pid)
+    alone = next(line for line in run.logs(follow=True, node=0) if line.text == "beat 39 1")
+    assert alone.rank == 0
+    status = run.wait(SOON)
+    assert status.state is State.SUCCEEDED
+    assert [node.state for node in status.nodes] == [State.SUCCEEDED, State.FAILED]
+
+
+# ---------------------------------------------------------------- secrets, full disks, jobs
+
+
+def test_a_secret_reaches_the_ranks_and_no_file_or_argument_list(
+    submit: Submit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "s3cret-value")
+    program = tmp_path / "check.py"
+    program.write_text(
+        "import os, pathlib\n"
+        "assert os.environ['WANDB_API_KEY'] == 's3cret-value'\n"
+        "seen = [p for p in pathlib.Path('/proc').glob('[0-9]*/cmdline')\n"
+        "        if b's3cret-value' in p.read_bytes()]\n"
+        "print('argument lists', len(seen))\n"
+    )
+    program.write_text(program.read_text().replace("'s3cret-value'", "'s3cret' + '-value'", 1)
+                       .replace("b's3cret-value'", "b's3cret' + b'-value'"))  # fmt: skip
+    run = submit(str(program), secrets=("WANDB_API_KEY",))
+    assert run.wait(SOON).state is State.SUCCEEDED, run.status()
+    assert [line.text for line in run.logs()] == ["argument lists 0"]
+    holding = [
+        path
+        for path in run.path.rglob("*")
+        if path.is_file() and b"s3cret-value" in path.read_bytes()
+    ]
+    assert holding == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A CLUSTERKIT_HOME of 512 KiB."""
+    if os.geteuid() != 0:
+        pytest.skip("small_disk: mounting a tmpfs needs root")
+    home = tmp_path / "small"
+    home.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(home)], check=True)
+    monkeypatch.setenv("CLUSTERKIT_HOME", str(home))
+    yield home
+    subprocess.run(["umount", "-l", str(home)], check=True)
+
+
+def test_a_disk_that_fills_up_during_training_does_not_end_it(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    done = tmp_path / "done"
+    program = tmp_path / "chatty.py"
+    program.write_text(
+        "import pathlib, sys\nfor n in range(20000): print(n, 'x' * 90)\n"
+        f"pathlib.Path({str(done)!r}).touch()\n"
+    )
+    run = api.submit(["python", str(program)], settings=["launcher=python"])
+    assert run.wait(SOON).state is State.SUCCEEDED
+    assert done.exists()
+    assert agent.processes_of(str(run.path)) == []
+
+
+def test_a_full_disk_is_one_error_and_leaves_nothing(
+    small_disk: Path, clusterkit: list[str]
+) -> None:
+    (small_disk / "filler").write_bytes(b"x" * (500 << 10))
+    done = subprocess.run(
+        [*clusterkit, "submit", "--set", "launcher=python", "--", "python",
+         str(PROGRAMS / "environment.py")],
+        capture_output=True, text=True, timeout=SOON,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: cannot write ")
+    assert "No space left on device" in done.stderr
+    assert done.stderr.count("\n") == 2
+    assert list((small_disk / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize("job", sorted(Path("jobs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_job_file_here_plans_on_two_nodes(job: Path) -> None:
+    plan = api.plan(job, nodes=2)
+    assert plan.topology["nodes"] == 2
+    assert loader.load_job(job).description
