@@ -14,6 +14,7 @@ OMPI_COMM_WORLD_*; ``deepspeed/launcher/launch.py`` 0.19 for LOCAL_SIZE and CROS
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -153,7 +154,8 @@ def launcher_argv(
                 forwarded += ["-x", name]
             return [
                 "mpirun", "-np", str(topology.world_size), "--hostfile", hostfile,
-                "--map-by", f"ppr:{topology.nproc_per_node}:node", "--bind-to", "none",
+                # By slot: ranks are numbered host by host, in the hostfile's order.
+                "--map-by", "slot", "--bind-to", "none",
                 *forwarded, *rank_command,
             ]  # fmt: skip
         case "python":
@@ -189,7 +191,7 @@ def rank_script(launcher: Launcher, topology: Topology) -> str:
     """What every launcher starts for each rank: a POSIX ``sh`` script.
 
     It completes the environment of `rank_environment`, gives the rank a log of its own
-    (``$CLUSTERKIT_PIPE-$LOCAL_RANK``, a named pipe that the node agent reads) and then
+    (``$CLUSTERKIT_PIPE-N``, a named pipe that the node agent reads) and then
     *becomes* the program, so that signals and exit codes are the program's own.
     """
     nproc = topology.nproc_per_node
@@ -198,10 +200,11 @@ def rank_script(launcher: Launcher, topology: Topology) -> str:
         # The launcher numbers GPUs from 0; a node that was given others keeps those.
         "deepspeed": 'export LOCAL_WORLD_SIZE="$LOCAL_SIZE" NODE_RANK="$CROSS_RANK"\n'
         'if [ -n "${CLUSTERKIT_GPUS:-}" ]; then export CUDA_VISIBLE_DEVICES="$CLUSTERKIT_GPUS"; fi',
-        "mpirun": 'export RANK="$OMPI_COMM_WORLD_RANK" LOCAL_RANK="$OMPI_COMM_WORLD_LOCAL_RANK"\n'
-        'export WORLD_SIZE="$OMPI_COMM_WORLD_SIZE" '
-        'LOCAL_WORLD_SIZE="$OMPI_COMM_WORLD_LOCAL_SIZE"\n'
-        "export NODE_RANK=$((RANK / LOCAL_WORLD_SIZE))",
+        "mpirun": 'export RANK="$OMPI_COMM_WORLD_RANK" WORLD_SIZE="$OMPI_COMM_WORLD_SIZE"\n'
+        f"export LOCAL_WORLD_SIZE={nproc} "
+        f"LOCAL_RANK=$((RANK % {nproc})) NODE_RANK=$((RANK / {nproc}))\n"
+        # One host may stand for several nodes; its agent has one pipe per rank on it.
+        'slot="$OMPI_COMM_WORLD_LOCAL_RANK"',
         "python": f"export WORLD_SIZE={topology.world_size} LOCAL_WORLD_SIZE={nproc}\n"
         f"export RANK=$((NODE_RANK * {nproc} + LOCAL_RANK))",
     }[launcher]
@@ -210,8 +213,9 @@ def rank_script(launcher: Launcher, topology: Topology) -> str:
         f"# started by {launcher} once per rank: completes the rank's environment, gives it its "
         "own log, becomes the program\n"
         f"{completion}\n"
-        'if [ -p "${CLUSTERKIT_PIPE:-}-$LOCAL_RANK" ]; then\n'
-        '    exec >"$CLUSTERKIT_PIPE-$LOCAL_RANK" 2>&1\n'
+        'pipe="${CLUSTERKIT_PIPE:-}-${slot:-$LOCAL_RANK}"\n'
+        'if [ -p "$pipe" ]; then\n'
+        '    exec >"$pipe" 2>&1\n'
         f'    echo "{RANK_HEADER} $RANK $$"\n'
         "fi\n"
         'exec "$@"\n'
@@ -219,5 +223,10 @@ def rank_script(launcher: Launcher, topology: Topology) -> str:
 
 
 def hostfile(hosts: Sequence[str], slots: int) -> str:
-    """``host slots=N`` lines, as DeepSpeed and Open MPI read them."""
-    return "".join(f"{host} slots={slots}\n" for host in hosts)
+    """``host slots=N`` lines, as DeepSpeed and Open MPI read them.
+
+    A host that stands for several nodes gets one line with the slots of all: Open MPI refuses
+    two.
+    """
+    nodes = Counter(hosts)
+    return "".join(f"{host} slots={slots * times}\n" for host, times in nodes.items())

@@ -74,6 +74,11 @@ class LocalBackend(Backend):
         device, device_origin = _device(job, host)
         nproc, nproc_origin = _ranks_per_node(job, host, nodes, device)
         topology = Topology(min_nodes, nodes, nproc)
+        if job.launcher == "mpirun" and device == "cuda" and nodes > 1:
+            raise BadInput(
+                "launcher: mpirun cannot divide this machine's GPUs between simulated nodes",
+                hint=f"--nodes 1 --gpus {topology.world_size}, or launcher: torchrun",
+            )
         threads, threads_origin = _threads(job, host, topology)
         require_packages(job, host)
         endpoint = Endpoint(host.address, facts.port, run_id)

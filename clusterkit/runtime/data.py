@@ -71,30 +71,31 @@ def _standard_library() -> bytes:
 
 def as_tokens(text: bytes) -> Tensor:
     """One token per byte: (number of bytes,), uint8."""
-    return torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8)
+    if not text:  # which frombuffer refuses
+        return torch.zeros(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def check_same(tokens: Tensor, world: World) -> None:
-    """Make sure that all ranks read the same text (of a long one, a sample). Collective.
+@dataclass(frozen=True)
+class Text:
+    """Tokens to train on and a held-out tail to evaluate on, both at least one sample long.
 
-    Raises:
-        BadInput: they did not; the message names the first rank that differs.
+    Attributes:
+        training: (number of tokens,), any integer type.
+        held_out: the same.
+        context: tokens in one sample.
     """
-    sample = tokens[:: max(1, len(tokens) // 1_000_000)].contiguous()
-    seen = world.gather((len(tokens), zlib.crc32(sample.numpy())))
-    for rank, (length, _) in enumerate(seen):
-        if seen[rank] != seen[0]:
-            raise BadInput(
-                f"rank {rank} trains on other text ({length} tokens) than rank 0 ({seen[0][0]})",
-                hint="give --data a path that holds the same on every node",
-            )
+
+    training: Tensor
+    held_out: Tensor
+    context: int
 
 
-def split(tokens: Tensor, context: int, source: str) -> tuple[Tensor, Tensor]:
-    """Training tokens and the held-out tail, the last tenth.
+def split(tokens: Tensor, context: int, source: str) -> Text:
+    """Hold out the last tenth of the tokens.
 
     Raises:
-        BadInput: one of them is shorter than one sample.
+        BadInput: too few tokens for one sample in each part.
     """
     held_out = len(tokens) // 10
     if held_out < context + 1:
@@ -103,26 +104,46 @@ def split(tokens: Tensor, context: int, source: str) -> tuple[Tensor, Tensor]:
             f"least {10 * (context + 1)}",
             hint="give more text with --data, or a smaller --context",
         )
-    return tokens[:-held_out], tokens[-held_out:]
+    return Text(tokens[:-held_out], tokens[-held_out:], context)
+
+
+def check_same(text: Text, world: World) -> None:
+    """Make sure that all ranks read the same text (of a long one, a sample). Collective.
+
+    Raises:
+        BadInput: they did not; the message names the first rank that differs.
+    """
+    tokens = text.training
+    sample = tokens[:: max(1, len(tokens) // 1_000_000)].contiguous()
+    seen = world.gather((len(tokens), zlib.crc32(sample.numpy().tobytes())))
+    for rank, (length, _) in enumerate(seen):
+        if seen[rank] != seen[0]:
+            raise BadInput(
+                f"rank {rank} trains on other text ({length} tokens) than rank 0 ({seen[0][0]})",
+                hint="give --data a path that holds the same on every node",
+            )
 
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of a run: windows of ``context`` tokens, and the same windows one token on.
+    """Samples of a text: windows of ``context`` tokens, and the same windows one token on.
 
     Attributes:
-        tokens: (number of tokens,), any integer type.
-        context: tokens in one sample.
+        text: where they come from.
         seed: another seed, other samples.
         batch: how many samples a step has and how the ranks share them.
         world: who this rank is, and the device the micro batches go to.
     """
 
-    tokens: Tensor
-    context: int
+    text: Text
     seed: int
     batch: Batch
     world: World
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that all ranks together train on in one step."""
+        return self.batch.global_size * self.text.context
 
     def of_step(self, step: int) -> list[MicroBatch]:
         """This rank's micro batches of ``step``: the ``rank``-th equal run of the global batch.
@@ -130,20 +151,29 @@ class Batches:
         A micro batch holds the same samples whether one rank accumulates all of them or many
         ranks take some each, which is what makes their losses comparable to the last bits.
         """
+        return self._draw(self.text.training, step)
+
+    def held_out(self) -> list[MicroBatch]:
+        """This rank's share of one global batch from the held-out tail, always the same."""
+        return self._draw(self.text.held_out, 0)
+
+    def _draw(self, tokens: Tensor, step: int) -> list[MicroBatch]:
         micro = self.batch.micro
         share = micro * self.batch.accumulation
         first = self.world.rank * share
         return [
-            self._micro_batch(step, range(number, number + micro))
+            self._micro_batch(tokens, step, range(number, number + micro))
             for number in range(first, first + share, micro)
         ]
 
-    def _micro_batch(self, step: int, numbers: range) -> MicroBatch:
-        starts = [self._start(step, number) for number in numbers]
-        windows = torch.stack([self.tokens[s : s + self.context + 1] for s in starts])
+    def _micro_batch(self, tokens: Tensor, step: int, numbers: range) -> MicroBatch:
+        length = self.text.context + 1
+        starts = [_start(self.seed, step, n) % (len(tokens) - length + 1) for n in numbers]
+        windows = torch.stack([tokens[start : start + length] for start in starts])
         windows = windows.to(self.world.device, torch.int64)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
-    def _start(self, step: int, number: int) -> int:
-        digest = hashlib.blake2b(f"{self.seed} {step} {number}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") % (len(self.tokens) - self.context)
+
+def _start(seed: int, step: int, number: int) -> int:
+    digest = hashlib.blake2b(f"{seed} {step} {number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")

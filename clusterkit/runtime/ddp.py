@@ -17,6 +17,7 @@ from clusterkit.runtime.strategy import (
     MicroBatch,
     Recipe,
     Strategy,
+    count_parameters,
     mean_loss,
     set_learning_rate,
 )
@@ -51,6 +52,7 @@ class DDP(Strategy):
         dtype: str = "fp32",
         clip: float = 0.0,
     ) -> None:
+        self.parameters = count_parameters(model)
         self._model = model.to(world.device)
         self._optimizer = optimizer
         self._world = world
@@ -71,7 +73,7 @@ class DDP(Strategy):
             # The gradients travel once per step, with the last micro batch.
             with nullcontext() if index == last else self._ddp.no_sync():
                 loss = self._forward(self._ddp, tokens, targets)
-                self._scaler.scale(loss / len(micro_batches)).backward()
+                self._scaler.scale(loss / len(micro_batches)).backward()  # type: ignore[no-untyped-call]
             losses.append(loss)
         self._scaler.unscale_(self._optimizer)
         norm = self._clip_gradients()

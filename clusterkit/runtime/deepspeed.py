@@ -24,6 +24,7 @@ from clusterkit.runtime.strategy import (
     MicroBatch,
     Recipe,
     Strategy,
+    count_parameters,
     mean_loss,
     set_learning_rate,
 )
@@ -108,11 +109,13 @@ class DeepSpeed(Strategy):
     ) -> None:
         zero = config["zero_optimization"]
         self.name = name
+        self.parameters = count_parameters(model)
         self.any_world_size = name == "deepspeed zero-0"
         if zero.get("offload_optimizer", {}).get("device", "none") != "none":
             optimizer = _offloaded(optimizer, world)
             config = {**config, "zero_force_ds_cpu_optimizer": False}
         deepspeed = _import_deepspeed(world)
+        _check_dtype(deepspeed, config_dtype(config), world)
         self._engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
@@ -176,15 +179,18 @@ def _settle(config: Config, path: Path | str, key: str, value: float, source: st
 
 def _import_deepspeed(world: World) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # spares a search and a warning
+    if world.device.index is not None:
+        # DeepSpeed takes this for the number of the GPU; where a rank sees only one, it is not.
+        os.environ["LOCAL_RANK"] = str(world.device.index)
     try:
-        import deepspeed  # type: ignore[import-untyped]
-        import deepspeed.ops  # type: ignore[import-untyped]
+        import deepspeed
+        import deepspeed.ops
     except ImportError as error:
         raise BadInput(
             f"--strategy deepspeed needs DeepSpeed: {error}", hint="pip install deepspeed"
         ) from None
     with suppress(ImportError), deferred_compile():
-        import deepspeed.runtime.zero.muon.muon_optimizer  # type: ignore[import-untyped]
+        import deepspeed.runtime.zero.muon.muon_optimizer
     # DeepSpeed calls collectives by names that torch 2.13 has renamed.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     logging.getLogger("DeepSpeed").setLevel(os.environ.get("LOGLEVEL", "WARNING").upper())
@@ -195,11 +201,20 @@ def _import_deepspeed(world: World) -> Any:
     return deepspeed
 
 
+def _check_dtype(deepspeed: Any, dtype: str, world: World) -> None:
+    accelerator = deepspeed.accelerator.get_accelerator()
+    if dtype != "fp32" and not getattr(accelerator, f"is_{dtype}_supported")():
+        raise BadInput(
+            f"DeepSpeed has no {dtype} on this {world.device.type}",
+            hint="use fp32, or --strategy ddp",
+        )
+
+
 def _offloaded(optimizer: torch.optim.Optimizer, world: World) -> torch.optim.Optimizer:
     if world.device.type == "cpu" or not (shutil.which("c++") and shutil.which("ninja")):
         return optimizer
     _import_deepspeed(world)
-    from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-untyped]
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     defaults = {name: optimizer.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
     replacement: torch.optim.Optimizer = DeepSpeedCPUAdam(optimizer.param_groups, **defaults)

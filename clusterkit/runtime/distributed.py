@@ -1,15 +1,17 @@
 """Set a rank up, and let it go: environment, device, process group, stop signal, clean ending.
 
-def main() -> int:
-    ranks = read_ranks()
-    device = choose_device(ranks)
-    ...                                      # read and check all input here, alone
-    with distributed(ranks, device) as world:
-        ...                                  # train
-    return 0
+A program reads like this; what can be wrong with its input is found before the ranks meet.
 
-if __name__ == "__main__":
-    run(main)
+    def main() -> int:
+        ranks = read_ranks()
+        device = choose_device(ranks)
+        ...  # read and check the input
+        with distributed(ranks, device) as world:
+            ...  # train
+        return 0
+
+    if __name__ == "__main__":
+        run(main)
 """
 
 from __future__ import annotations
@@ -190,9 +192,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         code = leaving.code
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        code = 1
+    except Exception as error:
+        code = _show(error)
     if isinstance(code, str):
         print(code, file=sys.stderr)
         code = 1
@@ -218,11 +219,33 @@ def _request_stop(signum: int, frame: object) -> None:
 def _explain(error: ClusterkitError) -> None:
     """Print the error once per node: ranks that share a node mostly share their mistakes."""
     if int(os.environ.get("LOCAL_RANK") or 0) > 0:
-        # The launcher ends this rank as soon as the node's first rank has spoken and left. If it
-        # has not, the mistake is this rank's alone.
-        time.sleep(1.0)
+        _let_others_speak()
     hint = f" ({error.hint})" if error.hint else ""
     print(f"error: {error.message}{hint}", file=sys.stderr)
+
+
+def _show(error: Exception) -> int:
+    """Print the traceback and return the exit code.
+
+    A rank that only lost contact to a failing one would bury the cause under its own traceback.
+    """
+    lost_peer = isinstance(error, dist.DistNetworkError | dist.DistBackendError) or (
+        isinstance(error, RuntimeError) and "gloo/transport" in str(error)
+    )
+    if lost_peer and _stop_requested:
+        return EXIT_STOPPED
+    if lost_peer:
+        _let_others_speak()
+    if error.__traceback__ is not None:
+        error = error.with_traceback(error.__traceback__.tb_next)  # without the call in run()
+    sys.excepthook(type(error), error, error.__traceback__)
+    return 1
+
+
+def _let_others_speak() -> None:
+    """Give the launcher time to end this rank because of another one, whose message counts."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(1.0)
 
 
 def _join(ranks: Ranks, device: torch.device, backend: str) -> None:
@@ -247,7 +270,8 @@ def _join(ranks: Ranks, device: torch.device, backend: str) -> None:
         options["device_id"] = device
     if ranks.size == 1:
         # Needs neither address nor port, so runs on one machine cannot collide.
-        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        options |= {"store": store, "rank": 0, "world_size": 1}
     try:
         dist.init_process_group(backend, timeout=timeout, **options)
     except dist.DistError as error:

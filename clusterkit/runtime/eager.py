@@ -1,11 +1,11 @@
 """Start without ``torch._dynamo``, the compiler that an eager program never calls.
 
-torch 2.13 imports it (1.0 s of processor time and 800 modules in every rank, measured) as soon as
-a process group, an optimizer or a DistributedDataParallel is made, only to empty a cache, to mark
-functions as "not for the compiler" and to read one default. ``defer_dynamo`` puts a stand-in in
-its place that has just these. Whatever asks for anything else (torch.compile, ``import
-torch._dynamo.config``) gets the real one, imported then, so this can make a program faster but
-not different.
+torch 2.13 imports it (1.0 s of processor time and 800 modules in every rank, measured) when the
+first optimizer or DistributedDataParallel is made, only to mark functions as "not for the
+compiler" and to read one default. ``defer_dynamo`` puts a stand-in in its place that has just
+these, and the cache that ``init_process_group`` empties. Whatever asks for anything else
+(torch.compile, ``import torch._dynamo.config``) gets the real one, imported then, so this can
+make a program faster but not different.
 """
 
 from __future__ import annotations
@@ -88,20 +88,23 @@ class _Dynamo(_StandIn):
         """Keep ``fn`` from the compiler: nothing to do, until the real one has been loaded."""
         if fn is None:
             return partial(self.disable, recursive=recursive, **options)
-
-        @cache
-        def disabled() -> Any:
+        if not isinstance(fn, FunctionType | MethodType):
             _load()
             return importlib.import_module(_NAME).disable(fn, recursive, **options)
-
-        if not isinstance(fn, FunctionType | MethodType):
-            return disabled()
+        compiler = self
+        disabled: list[Any] = []
 
         @wraps(fn)
         def call(*args: Any, **kwargs: Any) -> Any:
-            now = fn if sys.modules[_NAME] is self else disabled()
-            return now(*args, **kwargs)
+            if sys.modules[_NAME] is compiler:
+                return fn(*args, **kwargs)
+            if not disabled:
+                real = importlib.import_module(_NAME)
+                disabled.append(real.disable(fn, recursive, **options))
+            return disabled[0](*args, **kwargs)
 
+        # Should the real one come to trace a caller, it must not look inside.
+        vars(call).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=None)
         return call
 
     def graph_break(self, msg: str = "") -> None:

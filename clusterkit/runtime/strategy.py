@@ -30,6 +30,9 @@ class Strategy(ABC):
     name: str
     """What is written into checkpoints and the start line, such as ``ddp``."""
 
+    parameters: int
+    """How many the whole model has."""
+
     any_world_size: bool
     """Whether a checkpoint saved by N ranks can be loaded by M."""
 
@@ -82,6 +85,11 @@ class Recipe:
     name: str
     dtype: str
     build: Callable[[nn.Module, torch.optim.Optimizer, World], Strategy]
+
+
+def count_parameters(model: nn.Module) -> int:
+    """All parameters of a model that is not divided yet; shared ones once."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def decayed_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

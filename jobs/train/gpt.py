@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clusterkit.batch import Batch, solve
 from clusterkit.errors import BadInput
-from clusterkit.runtime import data, ddp, deepspeed, huggingface
+from clusterkit.runtime import arguments, data, huggingface
+from clusterkit.runtime.arguments import count, positive
 from clusterkit.runtime.checkpoint import Checkpoint, Checkpoints
 from clusterkit.runtime.distributed import (
     EXIT_STOPPED,
@@ -36,7 +35,7 @@ from clusterkit.runtime.distributed import (
     stop_requested,
 )
 from clusterkit.runtime.metrics import Reporter, report
-from clusterkit.runtime.strategy import MicroBatch, Recipe, Strategy, decayed_groups
+from clusterkit.runtime.strategy import Strategy, decayed_groups
 
 # --------------------------------------------------------------------------- the model
 
@@ -75,9 +74,11 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         split = self.query_key_value(x).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = split.permute(2, 0, 3, 1, 4)  # each (batch, heads, length, width / heads)
+        # Each of the three: (batch, heads, length, width of a head).
+        query, key, value = split.permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.output(y.transpose(1, 2).reshape(batch, length, width))
+        mixed: Tensor = self.output(y.transpose(1, 2).reshape(batch, length, width))
+        return mixed
 
 
 class Block(nn.Module):
@@ -93,7 +94,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
-        return x + self.output(F.gelu(self.expand(self.perceptron_norm(x)), approximate="tanh"))
+        inner = F.gelu(self.expand(self.perceptron_norm(x)), approximate="tanh")
+        added: Tensor = x + self.output(inner)
+        return added
 
 
 class GPT(nn.Module):
@@ -133,47 +136,36 @@ def main() -> int:
     reporter = Reporter(speaks=ranks.is_first)
     # Whatever can be wrong with the input, each rank finds alone, before they meet.
     device = choose_device(ranks)
-    batch = solve(data_parallel=ranks.size, global_size=args.global_batch, micro=args.micro_batch)
-    model_facts, make_model, tokens, context = choose_model(args, data.read_text(args.data))
-    training, held_out = data.split(tokens, context, args.data or "the standard library")
-    recipe = choose_strategy(args, batch, device)
-    checkpoints = Checkpoints(
-        args.checkpoint_dir,
-        every=args.checkpoint_every,
-        keep=args.checkpoint_keep,
-        resume=args.checkpoint_resume,
-        model=model_facts,
-    )
+    batch = arguments.choose_batch(args, ranks)
+    facts, make_model, text = choose_model(args)
+    recipe = arguments.choose_strategy(args, batch, device)
+    checkpoints = arguments.choose_checkpoints(args, facts)
     checkpoint = checkpoints.find(ranks, strategy=recipe.name)
 
     reporter.phase("rendezvous")
     with distributed(ranks, device) as world:
         reporter.phase("build")
-        data.check_same(tokens, world)
+        data.check_same(text, world)
         torch.manual_seed(args.seed)  # every rank builds the same weights
         model = make_model()
-        parameters = sum(p.numel() for p in model.parameters())
         groups = decayed_groups(model, args.weight_decay)
         optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.95))
         strategy = recipe.build(model, optimizer, world)
+        batches = data.Batches(text, args.seed, batch, world)
         if checkpoint is not None:
             checkpoints.load(checkpoint, strategy, world)
         reporter.event(
             "start",
             steps=args.steps,
             first_step=checkpoint.step if checkpoint else 0,
-            tokens_per_step=batch.global_size * context,
-            parameters=parameters,
+            tokens_per_step=batches.tokens_per_step,
+            parameters=strategy.parameters,
             device=device.type,
             dtype=recipe.dtype,
             world_size=world.size,
             strategy=recipe.name,
         )
-        batches = data.Batches(training, context, args.seed, batch, world)
-        evaluation = data.Batches(held_out, context, args.seed, batch, world).of_step(0)
-        return train(
-            args, world, reporter, strategy, batches, evaluation, checkpoints, checkpoint, parameters
-        )
+        return train(args, world, reporter, strategy, batches, checkpoints, checkpoint)
 
 
 def train(
@@ -182,37 +174,36 @@ def train(
     reporter: Reporter,
     strategy: Strategy,
     batches: data.Batches,
-    evaluation: list[MicroBatch],
     checkpoints: Checkpoints,
     resumed: Checkpoint | None,
-    parameters: int,
 ) -> int:
     """The loop, the same for every strategy. Returns the exit code."""
     first = resumed.step + 1 if resumed else 1
     notes: dict[str, Any] = dict(resumed.notes) if resumed else {}
+    stop = 0.0
     reporter.phase("first_step")
     for step in range(first, args.steps + 1):
         started = time.perf_counter()
         learning_rate = scheduled(step, args)
         rank_loss, gradient_norm = strategy.step(batches.of_step(step), learning_rate)
-        loss, asked_to_stop = world.mean(rank_loss, stop_requested())
+        loss, stop = world.mean(rank_loss, stop_requested())
         seconds = time.perf_counter() - started
         if step == first:
             held = strategy.optimizer_parameters()
-            report("optimizer", rank=world.rank, parameters=held, total=parameters)
+            report("optimizer", rank=world.rank, parameters=held, total=strategy.parameters)
             reporter.phase("training")
-        notes = {"loss": loss, "first_loss": notes.get("first_loss", loss)}
-        last = step == args.steps or asked_to_stop > 0
 
+        notes = {"loss": loss, "first_loss": notes.get("first_loss", loss)}
+        last = step == args.steps or stop > 0
         evaluated = {}
         if args.eval_every and (last or step % args.eval_every == 0):
-            (evaluated["eval_loss"],) = world.mean(strategy.evaluate(evaluation))
+            (evaluated["eval_loss"],) = world.mean(strategy.evaluate(batches.held_out()))
         if last or evaluated or step == first or step % args.log_every == 0:
             reporter.event(
                 "metrics",
                 step=step,
                 loss=loss,
-                tokens_per_second=batches.batch.global_size * batches.context / seconds,
+                tokens_per_second=batches.tokens_per_step / seconds,
                 step_seconds=seconds,
                 learning_rate=learning_rate,
                 gradient_norm=gradient_norm,
@@ -220,10 +211,13 @@ def train(
             )
         if checkpoints.due(step, last=last):
             checkpoints.save(step, strategy, world, notes)
-        if asked_to_stop:
-            return EXIT_STOPPED
+        if stop > 0:
+            break
+
     reporter.phase("ending")
     world.barrier()
+    if stop > 0:
+        return EXIT_STOPPED
     reporter.event("end", steps=args.steps, **notes)
     reporter.phase(None)
     return 0
@@ -231,88 +225,53 @@ def train(
 
 def scheduled(step: int, args: argparse.Namespace) -> float:
     """The learning rate of a step: linear warm-up, then half a cosine down to a tenth."""
-    if step <= args.warmup:
-        return args.learning_rate * step / args.warmup
-    done = (step - args.warmup) / max(args.steps - args.warmup, 1)
-    return args.learning_rate * (0.55 + 0.45 * math.cos(math.pi * min(done, 1.0)))
+    peak, warmup, steps = float(args.learning_rate), int(args.warmup), int(args.steps)
+    if step <= warmup:
+        return peak * step / warmup
+    done = (step - warmup) / (steps - warmup)
+    return peak * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
 # --------------------------------------------------------------------------- choices
 
 
 def choose_model(
-    args: argparse.Namespace, text: bytes
-) -> tuple[dict[str, Any], Callable[[], nn.Module], Tensor, int]:
-    """What describes the model, what builds it, the text in its tokens, and the context."""
+    args: argparse.Namespace,
+) -> tuple[dict[str, Any], Callable[[], nn.Module], data.Text]:
+    """What describes the model, what builds it, and the text in its tokens."""
+    text = data.read_text(args.data)
     if args.model in PRESETS:
         shape = PRESETS[args.model]
         shape = replace(shape, context=args.context or shape.context)
         facts = {"name": args.model, **asdict(shape)}
-        return facts, partial(GPT, shape), data.as_tokens(text), shape.context
-    if not huggingface.looks_like_a_name(args.model):
+        make_model: Callable[[], nn.Module] = partial(GPT, shape)
+        tokens, context = data.as_tokens(text), shape.context
+    elif huggingface.looks_like_a_name(args.model):
+        facts, make_model, tokens = huggingface.choose(args.model, text, pretrained=args.pretrained)
+        context = args.context or 256
+    else:
         raise BadInput(
             f"--model {args.model}: no such model",
             hint=f"one of {', '.join(PRESETS)}, or the name or folder of a Hugging Face model",
         )
-    facts, make_model, tokens = huggingface.choose(args.model, text, pretrained=args.pretrained)
-    return facts, make_model, tokens, args.context or 256
-
-
-def choose_strategy(args: argparse.Namespace, batch: Batch, device: torch.device) -> Recipe:
-    """The strategy with its settings checked."""
-    if args.strategy == "ddp":
-        dtype = args.dtype or ("bf16" if device.type == "cuda" else "fp32")
-        return ddp.recipe(dtype=dtype, clip=1.0 if args.clip is None else args.clip)
-    if not args.deepspeed_config:
-        raise BadInput("--strategy deepspeed needs a config", hint="--deepspeed-config FILE")
-    config = deepspeed.load_config(
-        args.deepspeed_config, batch=batch, dtype=args.dtype, clip=args.clip
-    )
-    return deepspeed.recipe(config)
-
-
-class Arguments(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise BadInput(message, hint=f"python {self.prog} --help")
+    return facts, make_model, data.split(tokens, context, args.data or "the standard library")
 
 
 def parse_args() -> argparse.Namespace:
-    """Command line first, then what clusterkit says in the environment, then defaults."""
-    env = os.environ.get
-    parser = Arguments(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments.Parser(__doc__)
     add = parser.add_argument
-    add("--strategy", choices=["ddp", "deepspeed"], default="ddp")
     add("--model", default="tiny", help=f"{', '.join(PRESETS)}, or a Hugging Face name or folder")
     add("--pretrained", action="store_true", help="start from the Hugging Face model's weights")
     add("--data", metavar="PATH", help="file or folder (default: Python's standard library)")
     add("--context", type=positive, help="tokens in a sample (default: the model's own)")
     add("--steps", type=positive, default=200)
-    add("--global-batch", type=positive, default=env("CLUSTERKIT_GLOBAL_BATCH") or None)
-    add("--micro-batch", type=positive, default=env("CLUSTERKIT_MICRO_BATCH") or None)
     add("--learning-rate", type=float, default=1e-3, metavar="RATE")
-    add("--warmup", type=int, default=20, metavar="STEPS")
+    add("--warmup", type=count, default=20, metavar="STEPS")
     add("--weight-decay", type=float, default=0.1)
-    add("--clip", type=float, help="largest gradient norm; 0: no clipping (default: 1.0)")
-    add("--dtype", choices=["fp32", "bf16", "fp16"], help="default: bf16 on GPUs, fp32 on CPUs")
     add("--seed", type=int, default=0)
     add("--log-every", type=positive, default=1, metavar="STEPS")
-    add("--eval-every", type=int, default=0, metavar="STEPS", help="0: never")
-    add("--deepspeed-config", default=env("CLUSTERKIT_DEEPSPEED_CONFIG"), metavar="FILE")
-    add("--checkpoint-dir", default=env("CLUSTERKIT_CHECKPOINT_DIR"), metavar="FOLDER")
-    add("--checkpoint-every", type=int, default=env("CLUSTERKIT_CHECKPOINT_EVERY") or "0")
-    add("--checkpoint-keep", type=int, default=env("CLUSTERKIT_CHECKPOINT_KEEP") or "2")
-    add("--checkpoint-resume", default=env("CLUSTERKIT_CHECKPOINT_RESUME") or "auto")
-    args = parser.parse_args()
-    if args.global_batch is None and args.micro_batch is None:
-        args.global_batch = 32
-    return args
-
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not above 0")
-    return number
+    add("--eval-every", type=count, default=0, metavar="STEPS", help="0: never")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -156,8 +156,8 @@ def command_seconds(argv: list[str]) -> float:
 def plan_seconds(nodes: int) -> float:
     """A plan for so many nodes, and its text, in this process."""
     host = HostFacts(
-        host="localhost", address="127.0.0.1", cpus=8, memory_mib=1 << 16, python="/usr/bin/python3",
-        versions={"torch": "2.13.0", "deepspeed": "0.19.8"},
+        host="localhost", address="127.0.0.1", cpus=8, memory_mib=1 << 16,
+        python="/usr/bin/python3", versions={"torch": "2.13.0", "deepspeed": "0.19.8"},
     )  # fmt: skip
     facts = Facts(home="/tmp/h", hosts=(host,), port=29500, port_origin="bench", interface="lo")
     job = loader.load_job("jobs/zero3.yaml", ["batch={micro: 4}", f"nodes={nodes}"])

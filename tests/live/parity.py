@@ -115,9 +115,8 @@ def main() -> int:
     print(table(rows, ["run", "parameters in each rank's optimizer", "of"]))
     difference = largest_difference(results)
     agreed = difference <= TOLERANCE
-    print(
-        f"\nlargest difference {difference:.2e}, {'within' if agreed else 'NOT within'} {TOLERANCE:.0e}"
-    )
+    verdict = "within" if agreed else "NOT within"
+    print(f"\nlargest difference {difference:.2e}, {verdict} {TOLERANCE:.0e}")
     return 0 if agreed else 1
 
 

@@ -70,8 +70,10 @@ def kill(pid: int) -> None:
 # ---------------------------------------------------------------- what ranks see
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "python"])
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "mpirun", "python"])
 def test_every_rank_sees_the_whole_environment_contract(submit: Submit, launcher: str) -> None:
+    if launcher == "mpirun" and shutil.which("mpirun") is None:
+        pytest.skip("mpirun: not installed (apt-get install openmpi-bin)")
     ugly = "a b\n'\"$HOME;`x`,=é"
     run = submit("environment.py", ugly, nodes=2, gpus=2, launcher=launcher, env={"UGLY": ugly})
     assert run.wait(SOON).state is State.SUCCEEDED, run.status()

@@ -1,4 +1,4 @@
-"""Rank RANK of the first ATTEMPTS attempts fails as told: by an exception, an exit code, a signal."""
+"""Rank RANK of the first ATTEMPTS attempts fails: by an exception, an exit code, a signal."""
 
 import os
 import signal

@@ -1,0 +1,143 @@
+"""Ranks started by hand, as a launcher would: quicker than torchrun, and without its patience."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from clusterkit.runtime.metrics import parse
+
+ROOT = Path(__file__).parents[3]
+GPT = ROOT / "jobs" / "train" / "gpt.py"
+
+
+@dataclass
+class Result:
+    """What the ranks left: exit codes, marked lines and standard error, in rank order."""
+
+    codes: list[int]
+    events: list[dict[str, Any]]
+    stdout: list[str]
+    stderr: list[str]
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        return [record for record in self.events if record["event"] == event]
+
+    def losses(self) -> dict[int, float]:
+        return {record["step"]: record["loss"] for record in self.of("metrics")}
+
+
+@dataclass
+class Launcher:
+    folder: Path
+    count: int = 0
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def __call__(
+        self,
+        *args: str | Path,
+        ranks: int = 1,
+        program: Path = GPT,
+        env: dict[str, str] | None = None,
+        on_event: Callable[[dict[str, Any], list[subprocess.Popen[bytes]]], None] | None = None,
+    ) -> Result:
+        """Run ``program`` on ``ranks`` ranks; ``on_event`` sees rank 0's events as they come."""
+        self.count += 1
+        outputs = [self.folder / f"{self.count}-{rank}.out" for rank in range(ranks)]
+        errors = [self.folder / f"{self.count}-{rank}.err" for rank in range(ranks)]
+        port = _free_port()
+        started = []
+        for rank in range(ranks):
+            here = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            piped = on_event is not None and rank == 0
+            with outputs[rank].open("wb") as out, errors[rank].open("wb") as err:
+                process = subprocess.Popen(
+                    [sys.executable, program, *map(str, args)],
+                    env=_environment() | (here if ranks > 1 else {}) | (env or {}),
+                    stdout=subprocess.PIPE if piped else out,
+                    stderr=err,
+                    start_new_session=True,
+                )
+            started.append(process)
+            self.processes.append(process)
+        if on_event is not None and started[0].stdout is not None:
+            with started[0].stdout as lines, outputs[0].open("wb") as out:
+                for line in lines:
+                    out.write(line)
+                    event = parse(line.decode())
+                    if event is not None:
+                        on_event(event, started)
+        codes = [process.wait(timeout=90) for process in started]
+        texts = [output.read_text() for output in outputs]
+        events = [e for text in texts for line in text.splitlines() if (e := parse(line))]
+        return Result(codes, events, texts, [error.read_text() for error in errors])
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launcher]:
+    folder = tmp_path / "launches"
+    folder.mkdir()
+    launcher = Launcher(folder)
+    yield launcher
+    for process in launcher.processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture
+def zero(tmp_path: Path) -> Callable[..., list[str]]:
+    """Arguments that choose a ZeRO stage, with the config file they name."""
+
+    def arguments(stage: int, **section: object) -> list[str]:
+        path = tmp_path / f"zero{stage}.json"
+        config = {"zero_optimization": {"stage": stage, **section}, "gradient_clipping": 1.0}
+        path.write_text(json.dumps(config))
+        return ["--strategy", "deepspeed", "--deepspeed-config", str(path)]
+
+    return arguments
+
+
+@pytest.fixture(scope="session")
+def gpt() -> ModuleType:
+    """The training program as a module."""
+    spec = importlib.util.spec_from_file_location("gpt_program", GPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _environment() -> dict[str, str]:
+    dropped = ("CLUSTERKIT_", "OMPI_", "SLURM_", "PYTHONWARNINGS")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
+    path = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")]))
+    return kept | {"OMP_NUM_THREADS": "1", "CLUSTERKIT_DEVICE": "cpu", "PYTHONPATH": path}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

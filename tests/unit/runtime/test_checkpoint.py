@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clusterkit.errors import BadInput
+from clusterkit.runtime import checkpoint as module
+from clusterkit.runtime.checkpoint import Checkpoint, Checkpoints
+from clusterkit.runtime.distributed import Ranks, World
+from clusterkit.runtime.strategy import Strategy
+
+MODEL = {"name": "tiny", "layers": 2}
+ALONE = Ranks(rank=0, local_rank=0, node_rank=0, size=1, local_size=1)
+WORLD = World(**vars(ALONE), device=torch.device("cpu"), backend="gloo")
+
+
+class Fake(Strategy):
+    """Holds one word instead of a model."""
+
+    name = "fake"
+    any_world_size = False
+
+    def __init__(self, word: str = "") -> None:
+        self.word = word
+
+    def save(self, folder: Path) -> None:
+        (folder / "part").mkdir()
+        (folder / "part" / "word").write_text(self.word)
+
+    def load(self, folder: Path) -> None:
+        self.word = (folder / "part" / "word").read_text()
+
+    def step(self, *_: Any) -> Any: ...
+    def evaluate(self, *_: Any) -> Any: ...
+    def optimizer(self) -> Any: ...
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later is later, however fast the machine."""
+    times = iter(range(1000))
+    monkeypatch.setattr(module.time, "time", lambda: float(next(times)))
+
+
+def checkpoints(folder: Path | None, **settings: Any) -> Checkpoints:
+    return Checkpoints(folder, **{"model": MODEL, **settings})
+
+
+def steps(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_was_saved_comes_back(folder: Path) -> None:
+    checkpoints(folder).save(5, Fake("hello"), WORLD, {"loss": 0.1})
+    found = checkpoints(folder).find(ALONE, strategy="fake")
+    assert found is not None
+    assert (found.step, found.world_size, found.notes) == (5, 1, {"loss": 0.1})
+    strategy = Fake()
+    checkpoints(folder).load(found, strategy, WORLD)
+    assert strategy.word == "hello"
+
+
+def test_random_numbers_go_on_where_they_were(folder: Path) -> None:
+    path = checkpoints(folder).save(1, Fake(), WORLD)
+    expected = (random.random(), float(torch.rand(1)))
+    found = Checkpoint.read(path)
+    assert found is not None
+    checkpoints(folder).load(found, Fake(), WORLD)
+    assert (random.random(), float(torch.rand(1))) == expected
+
+
+def test_saving_and_resuming_are_reported(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = checkpoints(folder).save(5, Fake(), WORLD)
+    found = Checkpoint.read(path)
+    assert found is not None
+    checkpoints(folder).load(found, Fake(), WORLD)
+    saved, resumed = (
+        json.loads(line.split(" ", 1)[1]) for line in capfd.readouterr().out.split("\n")[:2]
+    )
+    assert saved.pop("seconds") >= 0
+    assert saved == {"event": "checkpoint", "step": 5, "path": str(path)}
+    assert resumed == {"event": "resumed", "step": 5, "path": str(path)}
+
+
+def test_nothing_there_is_a_start_from_the_beginning(folder: Path) -> None:
+    assert checkpoints(folder).find(ALONE) is None
+    assert checkpoints(None).find(ALONE) is None
+    assert not checkpoints(None).due(1, last=True)
+
+
+@pytest.mark.parametrize(("every", "due"), [(0, [6]), (2, [2, 4, 6]), (4, [4, 6])])
+def test_when_to_save(folder: Path, every: int, due: list[int]) -> None:
+    here = checkpoints(folder, every=every)
+    assert [step for step in range(1, 7) if here.due(step, last=step == 6)] == due
+
+
+@pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 3]), (1, [3]), (2, [2, 3])])
+def test_only_the_newest_are_kept(folder: Path, keep: int, left: list[int]) -> None:
+    for step in (1, 2, 3):
+        checkpoints(folder, keep=keep).save(step, Fake(), WORLD)
+    assert steps(folder) == [f"step-{step:08d}" for step in left]
+
+
+def tear_manifest(path: Path) -> None:
+    text = (path / "checkpoint.json").read_text()
+    (path / "checkpoint.json").write_text(text[: len(text) // 2])
+
+
+def lose_manifest(path: Path) -> None:
+    (path / "checkpoint.json").unlink()
+
+
+def cut_file(path: Path) -> None:
+    (path / "part" / "word").write_text("h")
+
+
+def lose_file(path: Path) -> None:
+    (path / "part" / "word").unlink()
+
+
+@pytest.mark.parametrize("damage", [tear_manifest, lose_manifest, cut_file, lose_file])
+def test_a_torn_checkpoint_is_passed_over(folder: Path, damage: Any) -> None:
+    here = checkpoints(folder)
+    here.save(1, Fake("older"), WORLD)
+    torn = here.save(2, Fake("newer"), WORLD)
+    damage(torn)
+    found = here.find(ALONE)
+    assert found is not None
+    assert found.step == 1
+    with pytest.raises(BadInput, match="step-00000002 is not a complete checkpoint"):
+        checkpoints(folder, resume=str(torn)).find(ALONE)
+
+
+def test_a_crash_while_saving_leaves_the_one_before(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = checkpoints(folder)
+    here.save(1, Fake("older"), WORLD)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError("power cut")))
+        with pytest.raises(OSError, match="power cut"):
+            here.save(2, Fake("newer"), WORLD)
+    found = here.find(ALONE)
+    assert found is not None
+    assert found.step == 1
+    here.save(2, Fake("newer"), WORLD)  # and the draft is not in the way
+    assert steps(folder) == ["step-00000001", "step-00000002"]
+
+
+def test_the_draft_is_durable_before_it_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    sync, rename = module._sync, Path.rename
+    monkeypatch.setattr(module, "_sync", lambda p: (done.append(f"sync {p.name}"), sync(p)))
+    monkeypatch.setattr(
+        Path, "rename", lambda p, to: (done.append(f"rename {to.name}"), rename(p, to))
+    )
+    checkpoints(folder).save(1, Fake(), WORLD)
+    named = done.index("rename step-00000001")
+    assert {"sync word", "sync part", "sync random.pt", "sync checkpoint.json"} < set(done[:named])
+    assert done[named + 1 :] == ["sync checkpoints"]
+
+
+def test_never_begins_anew_and_then_counts_as_the_newest(folder: Path) -> None:
+    checkpoints(folder).save(200, Fake("old run"), WORLD)
+    anew = checkpoints(folder, resume="never")
+    assert anew.find(ALONE) is None
+    anew.save(100, Fake("new run"), WORLD)
+    found = checkpoints(folder).find(ALONE)
+    assert found is not None
+    assert found.step == 100
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(folder: Path) -> None:
+    for word in ("one", "two"):
+        path = checkpoints(folder).save(1, Fake(word), WORLD)
+    assert (path / "part" / "word").read_text() == "two"
+
+
+def test_a_path_resumes_from_that_one(folder: Path) -> None:
+    first = checkpoints(folder).save(1, Fake(), WORLD)
+    checkpoints(folder).save(2, Fake(), WORLD)
+    found = checkpoints(None, resume=str(first)).find(ALONE)
+    assert found is not None
+    assert found.step == 1
+
+
+def test_another_model_is_refused_by_name(folder: Path) -> None:
+    checkpoints(folder).save(1, Fake(), WORLD)
+    other = checkpoints(folder, model={"name": "small", "layers": 6})
+    with pytest.raises(BadInput, match=r"holds the model name=tiny, layers=2, .* name=small"):
+        other.find(ALONE)
+
+
+def test_another_strategy_is_refused_by_name(folder: Path) -> None:
+    checkpoints(folder).save(1, Fake(), WORLD)
+    with pytest.raises(BadInput, match="was saved by fake, this run uses ddp"):
+        checkpoints(folder).find(ALONE, strategy="ddp")
+
+
+def test_another_number_of_ranks_is_refused_only_where_it_must_be(folder: Path) -> None:
+    two = Ranks(rank=1, local_rank=1, node_rank=0, size=2, local_size=2)
+    strategy = Fake()
+    checkpoints(folder).save(1, strategy, WORLD)
+    with pytest.raises(BadInput, match=r"saved by 1 ranks, now there are 2; fake divides") as error:
+        checkpoints(folder).find(two)
+    assert "run on 1 ranks" in str(error.value.hint)
+    strategy.any_world_size = True
+    checkpoints(folder).save(1, strategy, WORLD)
+    assert checkpoints(folder).find(two) is not None
+
+
+def test_nodes_that_see_different_checkpoints_are_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoints(folder).save(1, Fake(), WORLD)
+    found = Checkpoint.read(path)
+    assert found is not None
+    monkeypatch.setattr(World, "gather", lambda self, value: [value, "/other"])
+    with pytest.raises(BadInput, match="rank 1 from /other") as error:
+        checkpoints(folder).load(found, Fake(), WORLD)
+    assert "a disk that all nodes share" in str(error.value.hint)

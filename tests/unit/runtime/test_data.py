@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from clusterkit.batch import solve
+from clusterkit.errors import BadInput
+from clusterkit.runtime.data import (
+    STANDARD_LIBRARY_BYTES,
+    Batches,
+    as_tokens,
+    check_same,
+    read_text,
+    split,
+)
+from clusterkit.runtime.distributed import World
+
+TEXT = split(as_tokens(bytes(range(256)) * 20), 16, "the test")
+
+
+def world(rank: int = 0, size: int = 1) -> World:
+    return World(rank, rank, 0, size, size, device=torch.device("cpu"), backend="gloo")
+
+
+def batches(rank: int = 0, size: int = 1, *, seed: int = 0, micro: int = 2) -> Batches:
+    sizes = solve(data_parallel=size, global_size=8, micro=micro)
+    return Batches(TEXT, seed, sizes, world(rank, size))
+
+
+def test_the_standard_library_is_the_same_text_every_time() -> None:
+    text = read_text()
+    assert len(text) == STANDARD_LIBRARY_BYTES
+    assert text == read_text()
+    assert b"def __init__(self" in text
+
+
+def test_a_folder_is_its_files_in_sorted_order(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "1").write_bytes(b"second ")
+    (tmp_path / "a").write_bytes(b"first ")
+    (tmp_path / "c").write_bytes(b"third")
+    (tmp_path / ".hidden").write_bytes(b"never")
+    assert read_text(str(tmp_path)) == b"first second third"
+    assert read_text(str(tmp_path / "c")) == b"third"
+
+
+def test_text_that_is_not_there_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"--data .*/missing: No such file"):
+        read_text(str(tmp_path / "missing"))
+    empty = read_text(str(tmp_path))
+    with pytest.raises(BadInput, match="it holds 0 tokens; with a context of 8 it must hold at"):
+        split(as_tokens(empty), 8, "it")
+
+
+def test_the_shortest_text_that_will_do() -> None:
+    with pytest.raises(BadInput, match="at least 90"):
+        split(as_tokens(bytes(89)), 8, "it")
+    text = split(as_tokens(bytes(90)), 8, "it")
+    assert len(text.held_out) == 9
+    sizes = solve(data_parallel=1, global_size=1)
+    ((tokens, targets),) = Batches(text, 0, sizes, world()).held_out()
+    assert tokens.shape == targets.shape == (1, 8)
+
+
+def test_targets_are_the_tokens_one_later() -> None:
+    for tokens, targets in batches().of_step(1):
+        assert tokens.shape == targets.shape == (2, 16)
+        assert tokens.dtype == torch.int64
+        assert torch.equal((tokens + 1) % 256, targets)  # the text counts up
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_micro_batches_do_not_depend_on_the_number_of_ranks(size: int) -> None:
+    alone = batches().of_step(7)
+    together = [pair for rank in range(size) for pair in batches(rank, size).of_step(7)]
+    assert len(together) == len(alone) == 4
+    for (tokens, _), (expected, _) in zip(together, alone, strict=True):
+        assert torch.equal(tokens, expected)
+
+
+def test_samples_do_not_depend_on_the_micro_batch() -> None:
+    small = torch.cat([tokens for tokens, _ in batches(micro=1).of_step(3)])
+    large = torch.cat([tokens for tokens, _ in batches(micro=8).of_step(3)])
+    assert torch.equal(small, large)
+
+
+def test_another_step_or_seed_is_other_samples() -> None:
+    first = batches().of_step(1)[0][0]
+    assert torch.equal(first, batches().of_step(1)[0][0])
+    assert not torch.equal(first, batches().of_step(2)[0][0])
+    assert not torch.equal(first, batches(seed=1).of_step(1)[0][0])
+
+
+def test_evaluation_never_sees_the_training_text() -> None:
+    tokens = torch.cat([torch.zeros(900, dtype=torch.uint8), torch.ones(100, dtype=torch.uint8)])
+    text = split(tokens, 16, "it")
+    here = Batches(text, 0, solve(data_parallel=1, global_size=64), world())
+    assert all(int(pair[1].sum()) == 0 for step in range(5) for pair in here.of_step(step))
+    assert all(int(pair[0].min()) == 1 for pair in here.held_out())
+
+
+def test_ranks_with_other_text_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_same(TEXT, world())
+    monkeypatch.setattr(World, "gather", lambda self, value: [value, value, (7, 0)])
+    with pytest.raises(BadInput, match=r"rank 2 trains on other text \(7 tokens\) than rank 0"):
+        check_same(TEXT, world(0, 3))

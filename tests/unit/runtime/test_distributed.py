@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from clusterkit.errors import BadInput, Unavailable
+from clusterkit.runtime import distributed as module
+from clusterkit.runtime.distributed import Ranks, World, choose_device, distributed, read_ranks, run
+
+ADDRESS = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+
+TORCHRUN = {
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "GROUP_RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+    **ADDRESS,
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    **ADDRESS,
+}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "8",
+    "SLURM_TASKS_PER_NODE": "4(x2)",
+    **ADDRESS,
+}
+
+
+@pytest.mark.parametrize("environ", [TORCHRUN, OPEN_MPI, SLURM], ids=["torchrun", "mpi", "slurm"])
+def test_every_launcher_gives_the_same_ranks(environ: dict[str, str]) -> None:
+    assert read_ranks(environ) == Ranks(rank=5, local_rank=1, node_rank=1, size=8, local_size=4)
+
+
+def test_clusterkit_s_node_rank_wins_over_torchrun_s_group() -> None:
+    assert read_ranks(TORCHRUN | {"NODE_RANK": "1", "GROUP_RANK": "0"}).node_rank == 1
+
+
+def test_a_lone_process_is_a_world_of_one() -> None:
+    assert read_ranks({}) == Ranks(rank=0, local_rank=0, node_rank=0, size=1, local_size=1)
+
+
+def test_a_pod_without_local_ranks_holds_one_rank() -> None:
+    ranks = read_ranks({"RANK": "2", "WORLD_SIZE": "3", **ADDRESS})
+    assert ranks == Ranks(rank=2, local_rank=0, node_rank=2, size=3, local_size=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"WORLD_SIZE": None}, "WORLD_SIZE is not set"),
+        ({"RANK": "five"}, "RANK is 'five'; it must be a whole number"),
+        ({"RANK": "8"}, "rank 8 of 8"),
+        ({"LOCAL_RANK": "4"}, "local rank 4 of 4"),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR is not set"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT is not set"),
+    ],
+)
+def test_a_broken_environment_is_named(change: dict[str, str | None], message: str) -> None:
+    environ = {key: value for key, value in (TORCHRUN | change).items() if value is not None}
+    with pytest.raises(BadInput, match=message):
+        read_ranks(environ)
+
+
+@pytest.mark.parametrize("environ", [OPEN_MPI, SLURM], ids=["mpi", "slurm"])
+def test_mpi_and_slurm_must_be_told_where_to_meet(environ: dict[str, str]) -> None:
+    without = {key: value for key, value in environ.items() if key != "MASTER_PORT"}
+    with pytest.raises(BadInput, match="MASTER_PORT is not set, and 8 ranks need it"):
+        read_ranks(without)
+
+
+LONE = Ranks(rank=0, local_rank=0, node_rank=0, size=1, local_size=1)
+
+
+def test_the_device_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLUSTERKIT_DEVICE", "cpu")
+    assert choose_device(LONE) == torch.device("cpu")
+    monkeypatch.setenv("CLUSTERKIT_DEVICE", "tpu")
+    with pytest.raises(BadInput, match="CLUSTERKIT_DEVICE is 'tpu'; it must be cpu or cuda"):
+        choose_device(LONE)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "local_rank", "index"),
+    [(4, None, 3, 3), (1, None, 0, 0), (1, "3", 3, 0), (2, None, 3, None), (0, None, 0, None)],
+)
+def test_each_rank_takes_its_own_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    visible: str | None,
+    local_rank: int,
+    index: int | None,
+) -> None:
+    monkeypatch.setenv("CLUSTERKIT_DEVICE", "cuda")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    ranks = Ranks(local_rank, local_rank, 0, size=local_rank + 1, local_size=local_rank + 1)
+    if index is None:
+        with pytest.raises(BadInput, match=f"torch sees {gpus} GPUs"):
+            choose_device(ranks)
+    else:
+        assert choose_device(ranks) == torch.device("cuda", index)
+
+
+def test_the_timeout_must_be_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLUSTERKIT_TIMEOUT", "soon")
+    with (
+        pytest.raises(BadInput, match="CLUSTERKIT_TIMEOUT is 'soon'"),
+        distributed(LONE, torch.device("cpu")),
+    ):
+        pass
+
+
+def test_ranks_that_do_not_come_are_missed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # distributed() writes into it
+    for name, value in {
+        "CLUSTERKIT_TIMEOUT": "0.2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }.items():
+        os.environ[name] = value
+    two = Ranks(rank=0, local_rank=0, node_rank=0, size=2, local_size=2)
+    with (
+        pytest.raises(Unavailable, match=r"rank 0 could not meet .* at 127\.0\.0\.1:0"),
+        distributed(two, torch.device("cpu")),
+    ):
+        pass
+
+
+def test_a_world_of_one_needs_no_collective() -> None:
+    world = World(**vars(LONE), device=torch.device("cpu"), backend="gloo")
+    assert world.mean(torch.tensor(2.5), True, 0) == [2.5, 1.0, 0.0]
+    assert world.gather("here") == ["here"]
+    world.barrier()
+
+
+@pytest.fixture
+def keep_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run in this process without changing what it may import afterwards."""
+    monkeypatch.setattr(module, "defer_dynamo", lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("result", "code"),
+    [(None, None), (0, 0), (143, 143), (BadInput("no"), 2), (Unavailable("no"), 3)],
+)
+@pytest.mark.usefixtures("keep_dynamo")
+def test_run_ends_with_the_exit_code(result: object, code: int | None) -> None:
+    def main() -> object:
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    with pytest.raises(SystemExit) as leaving:
+        run(main)  # type: ignore[arg-type]
+    assert leaving.value.code == code
+
+
+@pytest.mark.usefixtures("keep_dynamo")
+def test_an_explained_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> int:
+        raise BadInput("--steps x: not a number", hint="--help")
+
+    with pytest.raises(SystemExit):
+        run(main)
+    assert capsys.readouterr().err == "error: --steps x: not a number (--help)\n"
+
+
+@pytest.mark.usefixtures("keep_dynamo")
+def test_exit_codes_of_the_program_are_respected(capsys: pytest.CaptureFixture[str]) -> None:
+    for given, code in ((7, 7), (None, None), ("it is over", 1)):
+        with pytest.raises(SystemExit) as leaving:
+            run(lambda given=given: sys.exit(given))
+        assert leaving.value.code == code
+    assert capsys.readouterr().err == "it is over\n"
+
+
+@pytest.mark.usefixtures("keep_dynamo")
+def test_an_interrupt_is_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> int:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as leaving:
+        run(main)
+    assert leaving.value.code == 130
+    assert capsys.readouterr().err == ""
+
+
+PROGRAM = """
+import os, sys
+from clusterkit.runtime.distributed import *
+
+def main():
+    ranks = read_ranks()
+    with distributed(ranks, choose_device(ranks)) as world:
+        print(world.mean(float(world.rank)), world.gather(world.rank * 10), flush=True)
+        if world.rank == int(sys.argv[1]):
+            raise LookupError("the user's own mistake")
+        world.mean(0.0)
+    return 0
+
+run(main)
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def test_two_ranks_meet_and_leave_cleanly(launch, program: Path) -> None:
+    result = launch(-1, ranks=2, program=program)
+    assert result.codes == [0, 0]
+    assert result.stdout == ["[0.5] [0, 10]\n"] * 2
+    assert result.stderr == ["", ""]
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_failing_rank_shows_its_traceback_first(launch, program: Path, bad: int) -> None:
+    result = launch(bad, ranks=2, program=program)
+    assert result.codes == [1, 1]
+    assert result.stderr[bad].count("Traceback") == 1
+    assert "LookupError: the user's own mistake" in result.stderr[bad]
+    assert "in run" not in result.stderr[bad]
+    assert "gloo/transport" in result.stderr[1 - bad]
+
+
+@pytest.mark.usefixtures("keep_dynamo")
+def test_a_peer_s_death_after_a_stop_signal_is_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_stop_requested", True)
+
+    def main() -> int:
+        raise RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+
+    with pytest.raises(SystemExit) as leaving:
+        run(main)
+    assert leaving.value.code == 128 + signal.SIGTERM

@@ -1,0 +1,237 @@
+"""The training program: its parts here, and itself as ranks would run it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from clusterkit.runtime.strategy import count_parameters, decayed_groups
+
+TOLERANCE = 2e-6
+SHORT = ["--steps", "4", "--global-batch", "8", "--micro-batch", "2", "--context", "16"]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("tiny", 437_760), ("124m", 124_439_808), ("355m", 354_823_168), ("774m", 774_030_080)],
+)
+def test_presets_have_the_sizes_of_their_names(gpt: ModuleType, name: str, parameters: int) -> None:
+    with torch.device("meta"):
+        assert count_parameters(gpt.GPT(gpt.PRESETS[name])) == parameters
+
+
+def test_the_loss_starts_at_that_of_guessing(gpt: ModuleType) -> None:
+    torch.manual_seed(0)
+    model = gpt.GPT(gpt.PRESETS["tiny"])
+    tokens, targets = torch.randint(0, 256, (2, 4, 64))
+    loss = model(tokens, targets)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(5.545, abs=0.15)  # ln 256
+
+
+def test_a_token_does_not_see_later_ones(gpt: ModuleType) -> None:
+    torch.manual_seed(0)
+    attention = gpt.Attention(gpt.PRESETS["tiny"])
+    x = torch.randn(1, 8, 128)
+    changed = x.clone()
+    changed[:, 5:] = 0
+    assert torch.equal(attention(x)[:, :5], attention(changed)[:, :5])
+    assert not torch.equal(attention(x)[:, 5:], attention(changed)[:, 5:])
+
+
+def test_biases_and_norms_are_not_decayed(gpt: ModuleType) -> None:
+    matrices, vectors = decayed_groups(gpt.GPT(gpt.PRESETS["tiny"]), 0.1)
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
+    assert {p.dim() for p in matrices["params"]} == {2}
+    assert {p.dim() for p in vectors["params"]} == {1}
+
+
+def test_the_learning_rate_warms_up_and_falls_to_a_tenth(gpt: ModuleType) -> None:
+    args = argparse.Namespace(learning_rate=1.0, warmup=10, steps=110)
+    rates = [gpt.scheduled(step, args) for step in range(1, 111)]
+    assert rates[:10] == pytest.approx([step / 10 for step in range(1, 11)])
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    assert rates[59] == pytest.approx(0.55)
+    assert rates[-1] == pytest.approx(0.1)
+
+
+def test_no_warm_up_and_one_step(gpt: ModuleType) -> None:
+    args = argparse.Namespace(learning_rate=1.0, warmup=0, steps=1)
+    assert gpt.scheduled(1, args) == pytest.approx(0.1)
+
+
+def test_one_rank_says_all_a_launcher_reads(launch) -> None:
+    result = launch(*SHORT, "--eval-every", "3")
+    assert (result.codes, result.stderr) == ([0], [""])
+    (start,) = result.of("start")
+    assert start == {
+        "event": "start",
+        "steps": 4,
+        "first_step": 0,
+        "tokens_per_step": 128,
+        "parameters": 431_616,
+        "device": "cpu",
+        "dtype": "fp32",
+        "world_size": 1,
+        "strategy": "ddp",
+    }
+    metrics = result.of("metrics")
+    assert [record["step"] for record in metrics] == [1, 2, 3, 4]
+    assert ["eval_loss" in record for record in metrics] == [False, False, True, True]
+    for record in metrics:
+        assert record["tokens_per_second"] == pytest.approx(128 / record["step_seconds"])
+        assert record["gradient_norm"] > 0
+        assert record["learning_rate"] > 0
+    assert result.of("optimizer") == [
+        {"event": "optimizer", "rank": 0, "parameters": 431_616, "total": 431_616}
+    ]
+    (end,) = result.of("end")
+    assert end["steps"] == 4
+    assert (end["first_loss"], end["loss"]) == (metrics[0]["loss"], metrics[-1]["loss"])
+    phases = result.of("phase")
+    names = ["imports", "rendezvous", "build", "first_step", "training", "ending"]
+    assert [phase["name"] for phase in phases] == names
+    for phase, following in pairwise(phases):
+        ended_at = phase["started_at"] + phase["seconds"]
+        assert ended_at == pytest.approx(following["started_at"], abs=1e-3)
+
+
+def test_the_numbers_agree_however_the_ranks_share_the_work(launch, zero) -> None:
+    alone = launch(*SHORT).losses()
+    runs = {
+        "ddp on 2": launch(*SHORT, ranks=2),
+        "zero-3 on 2": launch(*SHORT, *zero(3), ranks=2),
+    }
+    for name, run in runs.items():
+        assert run.codes == [0, 0], run.stderr
+        assert run.stderr == ["", ""], name
+        assert run.losses() == pytest.approx(alone, abs=TOLERANCE), name
+    for name, held in (("ddp on 2", 431_616), ("zero-3 on 2", 215_808)):
+        assert runs[name].of("optimizer") == [
+            {"event": "optimizer", "rank": rank, "parameters": held, "total": 431_616}
+            for rank in (0, 1)
+        ]
+
+
+@pytest.mark.parametrize("stage", [None, 2, 3], ids=["ddp", "zero-2", "zero-3"])
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
+    launch, zero: Callable[..., list[str]], tmp_path: Path, stage: int | None
+) -> None:
+    how = [*SHORT, *(zero(stage) if stage is not None else []), "--checkpoint-dir", tmp_path / "c"]
+    whole = launch(*how, "--checkpoint-every", "2", ranks=2)
+    assert whole.codes == [0, 0], whole.stderr
+    assert [event["step"] for event in whole.of("checkpoint")] == [2, 4]
+    half = whole.of("checkpoint")[0]["path"]
+    rest = launch(*how, "--checkpoint-resume", half, ranks=2)
+    assert rest.codes == [0, 0], rest.stderr
+    assert rest.of("resumed") == [{"event": "resumed", "step": 2, "path": half}]
+    assert rest.of("start")[0]["first_step"] == 2
+    assert rest.losses() == {step: whole.losses()[step] for step in (3, 4)}
+    assert rest.of("end") == whole.of("end")
+    if stage is not None:
+        alone = launch(*how)
+        assert alone.codes == [2]
+        assert "was saved by 2 ranks, now there are 1" in alone.stderr[0]
+
+
+def test_a_finished_run_has_nothing_left_to_do(launch, tmp_path: Path) -> None:
+    how = [*SHORT, "--checkpoint-dir", tmp_path / "c"]
+    first, again = launch(*how), launch(*how)
+    assert (again.codes, again.losses()) == ([0], {})
+    assert again.of("end") == first.of("end")
+
+
+def test_a_stop_signal_saves_and_leaves(launch, tmp_path: Path) -> None:
+    def stop(event: dict[str, object], ranks: list[subprocess.Popen[bytes]]) -> None:
+        if event["event"] == "metrics" and event["step"] == 2:
+            ranks[1].send_signal(signal.SIGTERM)
+
+    how = ["--global-batch", "8", "--context", "16", "--checkpoint-dir", tmp_path / "c"]
+    result = launch(*how, "--steps", "100000", ranks=2, on_event=stop)
+    assert result.codes == [143, 143]
+    assert result.stderr == ["", ""]
+    (saved,) = result.of("checkpoint")
+    assert saved["step"] == max(result.losses())
+    assert result.of("end") == []
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--model", "tinny"], "--model tinny: no such model (one of tiny, small, 124m"),
+        (["--steps", "ten"], "argument --steps: 'ten' is not a whole number"),
+        (["--data", "/nowhere"], "--data /nowhere: No such file or directory"),
+        (["--data", "/dev/null"], "/dev/null holds 0 tokens"),
+        (["--strategy", "deepspeed"], "--strategy deepspeed needs a config"),
+        (["--checkpoint-resume", "/nowhere"], "checkpoint to resume from: /nowhere is not"),
+    ],
+)
+def test_bad_input_is_one_line(
+    gpt: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    args: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr("clusterkit.runtime.distributed.defer_dynamo", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["gpt.py", *args])
+    with pytest.raises(SystemExit) as leaving:
+        gpt.run(gpt.main)
+    assert leaving.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {message}")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_two_ranks_complain_in_one_voice(launch) -> None:
+    result = launch("--global-batch", "7", ranks=2)
+    assert result.codes == [2, 2]
+    assert result.stderr[0].startswith("error: batch: global 7 is not a multiple of ranks = 2")
+    assert result.events == []
+
+
+def test_training_with_ddp_imports_nothing_heavy(launch, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    gpt = Path(__file__).parents[3] / "jobs" / "train" / "gpt.py"
+    program.write_text(
+        "import runpy, sys\n"
+        "try:\n"
+        f"    runpy.run_path({str(gpt)!r}, run_name='__main__')\n"
+        "except SystemExit as leaving:\n"
+        "    assert leaving.code == 0\n"
+        "heavy = ['deepspeed', 'transformers', 'sympy', 'torch._inductor']\n"
+        "assert [name for name in heavy if name in sys.modules] == []\n"
+    )
+    result = launch(*SHORT, "--checkpoint-dir", tmp_path / "c", program=program)
+    assert (result.codes, result.stderr) == ([0], [""])
+
+
+def test_a_hugging_face_model_trains_on_bytes(launch, zero, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {
+        "model_type": "llama",
+        "vocab_size": 256,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    result = launch("--model", folder, *SHORT, *zero(3))
+    assert result.codes == [0], result.stderr
+    assert result.losses()[1] == pytest.approx(5.545, abs=0.15)
+    assert result.losses()[4] < result.losses()[1]

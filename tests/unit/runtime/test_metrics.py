@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+
+import pytest
+
+from clusterkit.runtime import metrics
+from clusterkit.runtime.metrics import MARK, Reporter, parse, process_started_at, report
+
+
+def records(capfd: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
+    return [json.loads(line.removeprefix(MARK)) for line in capfd.readouterr().out.splitlines()]
+
+
+def test_a_line_is_the_mark_and_one_json_object(capfd: pytest.CaptureFixture[str]) -> None:
+    report("metrics", step=3, loss=0.1 + 0.2)
+    line = capfd.readouterr().out
+    assert line == '@clusterkit {"event": "metrics", "step": 3, "loss": 0.30000000000000004}\n'
+    assert parse(line) == {"event": "metrics", "step": 3, "loss": 0.1 + 0.2}
+
+
+def test_a_line_is_one_write_after_what_was_printed(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes = []
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda fd, text: writes.append(text) or real(fd, text))
+    print("before", end=" ")
+    report("note", text="two\nlines")
+    assert len(writes) == 1
+    assert capfd.readouterr().out == f'before {MARK}{{"event": "note", "text": "two\\nlines"}}\n'
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_json_has_no_nan(value: float, capfd: pytest.CaptureFixture[str]) -> None:
+    report("metrics", loss=value)
+    assert records(capfd) == [{"event": "metrics", "loss": None}]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "loss 3.2",
+        MARK,
+        f"{MARK}[1, 2]",
+        f'{MARK}{{"step": 1}}',
+        f'{MARK}{{"event": "metrics", "st',
+        f'say {MARK}{{"event": "end"}}',
+    ],
+)
+def test_other_and_torn_lines_are_no_records(line: str) -> None:
+    assert parse(line) is None
+
+
+def test_the_process_started_a_moment_ago() -> None:
+    assert 0 <= time.time() - process_started_at() < 3600
+    assert process_started_at() == pytest.approx(process_started_at(), abs=0.05)
+
+
+def test_one_phase_ends_where_the_next_begins(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([103.0, 104.5, 110.0])
+    monkeypatch.setattr(metrics, "process_started_at", lambda: 100.0)
+    monkeypatch.setattr(metrics.time, "time", lambda: next(clock))
+    reporter = Reporter(speaks=True)
+    reporter.phase("rendezvous")
+    reporter.phase(None)
+    reporter.phase("late")
+    assert records(capfd) == [
+        {"event": "phase", "name": "imports", "started_at": 100.0, "seconds": 3.0},
+        {"event": "phase", "name": "rendezvous", "started_at": 103.0, "seconds": 1.5},
+    ]
+
+
+def test_only_rank_0_speaks(capfd: pytest.CaptureFixture[str]) -> None:
+    reporter = Reporter(speaks=False)
+    reporter.phase("rendezvous")
+    reporter.event("start")
+    assert records(capfd) == []
