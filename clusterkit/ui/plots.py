@@ -57,6 +57,8 @@ def draw(runs: Mapping[str, Sequence[Mapping[str, Any]]], output: Path) -> Path:
     speed.set_ylabel("tokens/s")
     speed.set_xlabel("step")
     speed.set_ylim(bottom=0)
+    speed.yaxis.set_major_formatter("{x:,.0f}")
+    speed.xaxis.get_major_locator().set_params(integer=True)
     for axes in (loss, speed):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
