@@ -1,9 +1,7 @@
 """The merged log of a run, and the marked lines in it by which rank 0 reports.
 
-A node's log holds one line per line of output, ``TIME RANK TEXT`` (RANK is ``-`` for
-what the launcher says). A *marked* line is ``@clusterkit`` and a JSON object with a
-key ``event``: ``start``, ``phase``, ``metrics``, ``checkpoint``, ``resumed``,
-``optimizer`` or ``end``; `clusterkit.runtime.metrics` writes them.
+A node's log holds one line per line of output, ``TIME RANK TEXT``; RANK is ``-`` for what
+the launcher says. Rank 0 reports in it by marked lines (`clusterkit.marks`).
 """
 
 from __future__ import annotations
@@ -15,10 +13,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 
-MARK = "@clusterkit "
+from clusterkit.marks import parse_mark
+
 POLL_SECONDS = 0.1
 _CHUNK = 1 << 20
 _TORCH_PREFIX = re.compile(r"\[rank\d+\]:(?: |\Z)")
@@ -37,17 +35,6 @@ class LogLine(Struct, frozen=True):
     def event(self) -> dict[str, Any] | None:
         """The JSON object of a marked line; None for any other line."""
         return parse_mark(self.text)
-
-
-def parse_mark(text: str) -> dict[str, Any] | None:
-    """The object behind ``@clusterkit``; None for other lines and for broken ones."""
-    if not text.startswith(MARK):
-        return None
-    try:
-        event = msgspec.json.decode(text[len(MARK) :])
-    except msgspec.DecodeError:
-        return None
-    return event if isinstance(event, dict) and "event" in event else None
 
 
 def parse_line(raw: bytes, node: int, attempt: int = 1) -> LogLine:

@@ -1,7 +1,6 @@
-"""Marked lines on standard output: how a rank tells the outside what it is doing.
+"""Telling the outside what a rank is doing, by marked lines on its standard output.
 
-A line is ``@clusterkit`` and one JSON object with the key ``event``. Logs are the one channel
-that every backend has, so progress, plots and metrics need no shared disk. Imports no torch.
+`clusterkit.marks` says what they are. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import os
 import sys
 import time
 
-MARK = "@clusterkit "
+from clusterkit.marks import MARK
 
 
 def report(event: str, **fields: object) -> None:
@@ -23,18 +22,6 @@ def report(event: str, **fields: object) -> None:
     record = {"event": event} | {key: _finite(value) for key, value in fields.items()}
     sys.stdout.flush()
     os.write(1, f"{MARK}{json.dumps(record, allow_nan=False)}\n".encode())
-
-
-def parse(line: str) -> dict[str, object] | None:
-    """The record of a marked line, or None for any other line, a torn one included."""
-    mark, _, text = line.partition(MARK)
-    if mark or not text:
-        return None
-    try:
-        record = json.loads(text)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and "event" in record else None
 
 
 def process_started_at() -> float:

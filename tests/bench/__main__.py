@@ -24,7 +24,7 @@ from typing import Any
 from clusterkit import api, backends, loader
 from clusterkit.cli.common import table
 from clusterkit.cluster import Facts, HostFacts, LocalCluster
-from clusterkit.logs import parse_mark
+from clusterkit.marks import parse_mark
 from clusterkit.status import State
 
 BIN = Path(sys.executable).parent
@@ -111,7 +111,6 @@ def bare(program: Program, launcher: list[str]) -> tuple[float, float]:
     env |= {
         "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CLUSTERKIT_DEVICE": "cpu",
         "CLUSTERKIT_GLOBAL_BATCH": str(program.spec.batch.global_size),
-        "CLUSTERKIT_MICRO_BATCH": str(program.spec.batch.micro),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         if program.spec.deepspeed is not None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from clusterkit.runtime.metrics import parse
+from clusterkit.marks import parse_mark
 
 ROOT = Path(__file__).parents[3]
 GPT = ROOT / "jobs" / "train" / "gpt.py"
@@ -84,12 +84,12 @@ class Launcher:
             with started[0].stdout as lines, outputs[0].open("wb") as out:
                 for line in lines:
                     out.write(line)
-                    event = parse(line.decode())
+                    event = parse_mark(line.decode())
                     if event is not None:
                         on_event(event, started)
         codes = [process.wait(timeout=90) for process in started]
         texts = [output.read_text() for output in outputs]
-        events = [e for text in texts for line in text.splitlines() if (e := parse(line))]
+        events = [e for text in texts for line in text.splitlines() if (e := parse_mark(line))]
         return Result(codes, events, texts, [error.read_text() for error in errors])
 
 

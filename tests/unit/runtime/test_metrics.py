@@ -7,8 +7,9 @@ import time
 
 import pytest
 
+from clusterkit.marks import MARK, parse_mark
 from clusterkit.runtime import metrics
-from clusterkit.runtime.metrics import MARK, Reporter, parse, process_started_at, report
+from clusterkit.runtime.metrics import Reporter, process_started_at, report
 
 
 def records(capfd: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
@@ -19,7 +20,7 @@ def test_a_line_is_the_mark_and_one_json_object(capfd: pytest.CaptureFixture[str
     report("metrics", step=3, loss=0.1 + 0.2)
     line = capfd.readouterr().out
     assert line == '@clusterkit {"event": "metrics", "step": 3, "loss": 0.30000000000000004}\n'
-    assert parse(line) == {"event": "metrics", "step": 3, "loss": 0.1 + 0.2}
+    assert parse_mark(line) == {"event": "metrics", "step": 3, "loss": 0.1 + 0.2}
 
 
 def test_a_line_is_one_write_after_what_was_printed(
@@ -53,7 +54,7 @@ def test_json_has_no_nan(value: float, capfd: pytest.CaptureFixture[str]) -> Non
     ],
 )
 def test_other_and_torn_lines_are_no_records(line: str) -> None:
-    assert parse(line) is None
+    assert parse_mark(line) is None
 
 
 def test_the_process_started_a_moment_ago() -> None:

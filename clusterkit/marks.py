@@ -1,0 +1,24 @@
+"""Marked lines: how a rank reports through its log, the one channel that every backend has.
+
+A marked line is ``@clusterkit`` and a JSON object with a key ``event``: ``start``, ``phase``,
+``metrics``, ``checkpoint``, ``resumed``, ``optimizer`` or ``end``. Ranks write them
+(`clusterkit.runtime.metrics`, or any program by itself); whoever reads the log parses them.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+MARK = "@clusterkit "
+
+
+def parse_mark(text: str) -> dict[str, Any] | None:
+    """The object of a marked line; None for any other line, a torn one included."""
+    if not text.startswith(MARK):
+        return None
+    try:
+        event = json.loads(text[len(MARK) :])
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "event" in event else None
