@@ -22,6 +22,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import selectors
 import signal
 import socket
@@ -32,7 +33,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-RANK_HEADER = b"@clusterkit-rank "
+RANK_HEADER = b"@clusterkit-rank"
+_RANK_HEADER = re.compile(re.escape(RANK_HEADER) + rb" ([0-9]{1,9}) ([0-9]{1,9})\Z")
 LONGEST_LINE = 1 << 16
 RESERVE_BYTES = 8192
 """Kept free for ``exit.json``, so that a disk full of logs does not hide how it ended."""
@@ -168,6 +170,7 @@ class NodeLog:
     def __init__(self, folder: Path) -> None:
         self._handle = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._ranks = folder / "ranks.jsonl"
+        self._size = os.fstat(self._handle).st_size
         self._lost = 0
 
     def lines(self, rank: str, texts: list[bytes]) -> None:
@@ -178,15 +181,25 @@ class NodeLog:
         data = b"".join(head + text + b"\n" for text in texts)
         if self._lost:
             data = f"{stamp} - {self._lost} lines lost: disk full\n".encode() + data
-        try:
-            os.write(self._handle, data)
-        except OSError:
-            self._lost += len(texts)
-        else:
+        if self._append(data):
             self._lost = 0
+        else:
+            self._lost += len(texts)
 
-    def rank_started(self, rank: str, pid: str) -> None:
-        record = {"rank": int(rank), "at": time.time(), **identity(int(pid))}
+    def _append(self, data: bytes) -> bool:
+        """All of it, or, where the disk fills up half way, nothing."""
+        try:
+            if os.write(self._handle, data) == len(data):
+                self._size += len(data)
+                return True
+        except OSError:
+            return False
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._handle, self._size)
+        return False
+
+    def rank_started(self, rank: int, pid: int) -> None:
+        record = {"rank": rank, "at": time.time(), **identity(pid)}
         with contextlib.suppress(OSError), self._ranks.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
@@ -208,8 +221,11 @@ class Stream:
             return True
         if not data:
             return False
-        pieces = (self._rest + data).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-        self._rest = pieces.pop()
+        data = self._rest + data
+        # A carriage return at the end may be the first half of a line's end.
+        whole = data[:-1] if data.endswith(b"\r") else data
+        pieces = whole.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        self._rest = pieces.pop() + data[len(whole) :]
         if len(self._rest) > LONGEST_LINE:
             pieces.append(self._rest)
             self._rest = b""
@@ -225,7 +241,7 @@ class Stream:
             if not self.pump():
                 break
         if self._rest:
-            self._emit([self._rest])
+            self._emit([self._rest.removesuffix(b"\r")])
             self._rest = b""
 
     def _readable(self) -> bool:
@@ -236,13 +252,12 @@ class Stream:
     def _emit(self, lines: list[bytes]) -> None:
         run: list[bytes] = []
         for line in lines:
-            if line.startswith(RANK_HEADER):
+            if header := _RANK_HEADER.match(line):
                 if run:
                     self._log.lines(self.rank, run)
                     run = []
-                rank, pid = line[len(RANK_HEADER) :].decode().split()
-                self.rank = rank
-                self._log.rank_started(rank, pid)
+                self.rank = header[1].decode()
+                self._log.rank_started(int(header[1]), int(header[2]))
             else:
                 run.append(line)
         if run:

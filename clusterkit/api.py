@@ -10,6 +10,7 @@ print(run.wait().state, run.metrics()[-1]["loss"])
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -193,21 +194,17 @@ def prepare(
     Raises:
         ClusterkitError: anything that would keep the job from starting.
     """
-    spec = _job(job, settings)
-    changes: dict[str, Any] = {}
-    if nodes is not None:
-        changes["nodes"] = nodes
-    if gpus is not None:
-        if gpus < 1:
-            raise BadInput(f"gpus: {gpus}: a node needs at least 1 rank")
-        changes["gpus_per_node"] = gpus
-    spec = msgspec.structs.replace(spec, **changes)
-    check_job(spec)
-    missing = [name for name in spec.secrets if name not in os.environ]
-    if missing:
-        raise BadInput(
-            f"secrets: {missing[0]} is not set in your environment", hint=f"export {missing[0]}=..."
-        )
+    spec, document = _job(job, settings)
+    flags = {"nodes": "--nodes"} if nodes is not None else {}
+    flags |= {"gpus_per_node": "--gpus"} if gpus is not None else {}
+    with document.locating(flags) if document else contextlib.nullcontext():
+        spec = _with_flags(spec, nodes, gpus)
+        missing = [name for name in spec.secrets if name not in os.environ]
+        if missing:
+            raise BadInput(
+                f"secrets: {missing[0]} is not set in your environment",
+                hint=f"export {missing[0]}=...",
+            )
     entry = loader.load_cluster(cluster, clusters_file)
     kind = backends.backend_type(entry.backend)
     if kind.unsupported:
@@ -216,13 +213,31 @@ def prepare(
     backend = kind()
     if facts is None:
         facts = backend.probe(entry, supervise.transport_for(entry))
+    if not facts.hosts:
+        raise BadInput("facts: they name no host", hint="take the facts.json of a run")
     run_id = store.check_run_id(run_id) if run_id else store.new_run_id(spec.name)
-    return Prepared(spec, cluster, entry, facts, backend, backend.plan(spec, entry, facts, run_id))
+    with document.locating(flags) if document else contextlib.nullcontext():
+        plan = backend.plan(spec, entry, facts, run_id)
+    return Prepared(spec, cluster, entry, facts, backend, plan)
+
+
+def _with_flags(spec: JobSpec, nodes: int | str | None, gpus: int | None) -> JobSpec:
+    if gpus is not None and gpus < 1:
+        raise BadInput(f"gpus_per_node: {gpus}: a node needs at least 1 rank")
+    spec = msgspec.structs.replace(
+        spec,
+        nodes=spec.nodes if nodes is None else nodes,
+        gpus_per_node=spec.gpus_per_node if gpus is None else gpus,
+    )
+    check_job(spec)
+    return spec
 
 
 def plan(job: Job, **options: Any) -> Plan:
     """Exactly what `submit` would do, as data; options as for `prepare`."""
-    options.setdefault("run_id", f"{store.slug(_job(job, options.get('settings', ())).name)}-plan")
+    if options.get("run_id") is None:
+        spec, _ = _job(job, options.get("settings", ()))
+        options["run_id"] = f"{store.slug(spec.name)}-plan"
     return prepare(job, **options).plan
 
 
@@ -264,22 +279,24 @@ def launch(ready: Prepared) -> Run:
     return Run(folder)
 
 
-def _job(job: Job, settings: Sequence[str]) -> JobSpec:
+def _job(job: Job, settings: Sequence[str]) -> tuple[JobSpec, loader.Document | None]:
+    """The job, and the file it stands in, if any."""
     if isinstance(job, (str, os.PathLike)):
-        return loader.load_job(Path(job), settings)
+        loaded = loader.read_job(Path(job), settings)
+        return loaded.job, loaded.document
     if not isinstance(job, JobSpec):
         job = loader.job_from_command(list(job))
     elif job.workdir is None:
         check_job(job)
         job = loader.locate_program(job, [Path.cwd()])
     if not settings:
-        return job
+        return job, None
     document = loader.Document("--set", _plain(job), {})
     for setting in settings:
         loader.apply_setting(document, setting)
     changed = loader.convert(document, (), document.data, JobSpec)
     check_job(changed)
-    return changed
+    return changed, None
 
 
 def _plain(struct: Any) -> dict[str, Any]:

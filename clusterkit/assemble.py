@@ -20,6 +20,7 @@ from clusterkit.cluster import HostFacts
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.plan import Note, PlanFile
 from clusterkit.rendezvous import (
+    IS_HOST,
     RESET,
     Endpoint,
     Topology,
@@ -33,9 +34,9 @@ from clusterkit.spec import JobSpec
 
 OWNED = frozenset({
     "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
+    "LOCAL_WORLD_SIZE", "CLUSTERKIT_ATTEMPT", "CLUSTERKIT_GPUS", "CLUSTERKIT_PIPE", IS_HOST.name,
 })  # fmt: skip
-"""Variables that only the rendezvous may set."""
+"""Variables that only clusterkit may set, besides those of the run itself."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def assemble(
         **node_environment(job.launcher, topology, endpoint),
         **run_env,
     }
-    if clash := sorted(OWNED & {*cluster_env, *job.env}):
+    if clash := sorted((OWNED | run_env.keys()) & {*cluster_env, *job.env}):
         raise BadInput(f"env.{clash[0]}: clusterkit sets it", hint=f"take {clash[0]} out of env")
     program = program_argv(job, places.python, run_env, topology)
     files += [
@@ -274,16 +275,16 @@ def _node_script(
         *(["--spawn"] if job.launcher == "python" else []), "--",
     ]  # fmt: skip
     lines = " \\\n    ".join(shell.join(words) for words in (agent, *command) if words)
-    is_host = 'if [ "$NODE_RANK" = 0 ]; then IS_HOST=1; else IS_HOST=0; fi\n'
+    is_host = f'{IS_HOST.name}=0; if [ "$NODE_RANK" = 0 ]; then {IS_HOST.name}=1; fi\n'
+    # The node's folder is "$1": a variable of the script's own could be one of the user's.
     return (
         "#!/bin/sh\n"
         f"# one node of {topology}, started on each as: NODE_RANK=n sh node.sh\n"
         "set -u\n"
-        f"run_dir={shell.quote(places.run_dir)}\n"
         'CLUSTERKIT_ATTEMPT="${CLUSTERKIT_ATTEMPT:-1}"\n'
-        'node_dir="$run_dir/attempts/$CLUSTERKIT_ATTEMPT/node-$NODE_RANK"\n'
-        'mkdir -p "$node_dir" && echo "$$" >"$node_dir/pid" || exit 73\n'
-        'exec </dev/null >>"$node_dir/agent.log" 2>&1\n'
+        f'set -- {shell.quote(places.run_dir)}"/attempts/$CLUSTERKIT_ATTEMPT/node-$NODE_RANK"\n'
+        'mkdir -p "$1" && echo "$$" >"$1/pid" || exit 73\n'
+        'exec </dev/null >>"$1/agent.log" 2>&1\n'
         f"unset {' '.join(RESET)}\n"
         f"export NODE_RANK CLUSTERKIT_ATTEMPT\n{shell.exports(env)}"
         f"{is_host if topology.elastic else ''}"

@@ -18,7 +18,7 @@ class LocalCluster(
 
     backend: Annotated[Literal["local"], Meta(description="This machine.")] = "local"
     gpus: Annotated[
-        int | Auto,
+        Annotated[int, Meta(ge=0)] | Auto,
         Meta(description="How many of the machine's GPUs to use; `auto`: all that are visible."),
     ] = "auto"
     port: Annotated[
@@ -32,7 +32,10 @@ class LocalCluster(
         dict[str, str], Meta(description="Environment of every job here; a job's `env` goes first.")
     ] = {}
     stop_grace: Annotated[
-        float, Meta(ge=0, description="Seconds between SIGTERM and SIGKILL when a run is ended.")
+        float,
+        Meta(
+            ge=0, le=86400, description="Seconds between SIGTERM and SIGKILL when a run is ended."
+        ),
     ] = 10.0
 
 

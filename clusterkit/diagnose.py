@@ -173,7 +173,9 @@ def _read_launcher(line: LogLine, nproc: int, suspects: dict[_Source, _Suspect])
 
 def _blame(suspects: Sequence[_Suspect]) -> _Suspect | None:
     real = [suspect for suspect in suspects if not suspect.echo]
-    return min(real or suspects, key=lambda suspect: suspect.time, default=None)
+    # A traceback without an exit code may be one that its rank survived.
+    ended = [suspect for suspect in real if suspect.exit_code]
+    return min(ended or real or suspects, key=lambda suspect: suspect.time, default=None)
 
 
 def _words(suspect: _Suspect, exit_code: int | None, oom_kills: int) -> tuple[str, str | None]:

@@ -13,6 +13,8 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -21,7 +23,7 @@ import yaml
 
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, LocalCluster
 from clusterkit.errors import BadInput
-from clusterkit.spec import JobSpec, check_job
+from clusterkit.spec import JobSpec, check_environment, check_job
 
 Spec = TypeVar("Spec", bound=msgspec.Struct)
 Place = tuple[str | int, ...]
@@ -42,6 +44,23 @@ class Document:
         """An error at one place of the file."""
         key = dotted(place)
         return BadInput(f"{self.where(place)}: {key + ': ' if key else ''}{message}", hint)
+
+    @contextmanager
+    def locating(self, given: Mapping[str, str] | None = None) -> Iterator[None]:
+        """Within, an error that begins with one of the file's keys gets its place in front.
+
+        Args:
+            given: keys that a flag has overridden, and the flag.
+        """
+        try:
+            yield
+        except BadInput as error:
+            key = re.split(r"[.:\[ ]", error.message, maxsplit=1)[0]
+            if given and key in given:
+                message = given[key] + error.message.removeprefix(key)
+            else:
+                message = f"{self.where((key,))}: {error.message}"
+            raise type(error)(message, error.hint) from None
 
     def where(self, place: Place) -> str:
         """``file:line`` of a place, or of the nearest one above it that has a line."""
@@ -70,7 +89,7 @@ _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:bool", re.compile(r"(true|True|TRUE|false|False|FALSE)\Z"), list("tTfF")
 )
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:int", re.compile(r"([-+]?(0|[1-9][0-9_]*)|0x[0-9a-fA-F]+)\Z"),
+    "tag:yaml.org,2002:int", re.compile(r"([-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+)\Z"),
     list("-+0123456789"),
 )  # fmt: skip
 _Loader.add_implicit_resolver(
@@ -91,11 +110,18 @@ def _float(loader: _Loader, node: yaml.Node) -> float:
     return float(text.replace(".inf", "inf").replace(".nan", "nan"))
 
 
+def _int(loader: _Loader, node: yaml.Node) -> int:
+    text = str(loader.construct_scalar(typing.cast(yaml.ScalarNode, node)))
+    # PyYAML's own would read 010 as 8.
+    return int(text, 16) if text.startswith("0x") else int(text, 10)
+
+
 _Loader.add_constructor("tag:yaml.org,2002:float", _float)
+_Loader.add_constructor("tag:yaml.org,2002:int", _int)
 
 
-def read_yaml(path: Path) -> Document:
-    """Read one YAML file.
+def read_yaml(path: Path, *, depth: int = 0) -> Document:
+    """Read one YAML file; ``depth`` as for `parse_yaml`.
 
     Raises:
         BadInput: no such file, a folder, not text, too large, not YAML, empty, a key twice.
@@ -112,11 +138,18 @@ def read_yaml(path: Path) -> Document:
     except OSError as error:
         hint = _nearest_file(path) if isinstance(error, FileNotFoundError) else None
         raise BadInput(f"{name}: {(error.strerror or 'unreadable').lower()}", hint) from None
-    return parse_yaml(text, name)
+    return parse_yaml(text, name, depth=depth)
 
 
-def parse_yaml(text: str, name: str) -> Document:
-    """Parse YAML text; ``name`` stands for the file in errors. Raises as `read_yaml`."""
+def parse_yaml(text: str, name: str, *, depth: int = 0, base: Place = ()) -> Document:
+    """Parse YAML text. Raises as `read_yaml`.
+
+    Args:
+        text: a whole document.
+        name: stands for the file in errors.
+        depth: where ``env`` and ``args`` are: at the top (0), or in the entries below it (1).
+        base: where in a job the document will stand.
+    """
     loader = None
     try:
         loader = _Loader(text)
@@ -124,7 +157,7 @@ def parse_yaml(text: str, name: str) -> Document:
         if root is None:
             raise BadInput(f"{name}: the file is empty")
         lines: dict[Place, int] = {}
-        data = _build(loader, root, (), lines, name)
+        data = _build(loader, root, base, lines, name, depth)
     except yaml.YAMLError as error:
         raise _syntax_error(error, text, name) from None
     except RecursionError:
@@ -136,7 +169,7 @@ def parse_yaml(text: str, name: str) -> Document:
 
 
 def _build(
-    loader: _Loader, node: yaml.Node, place: Place, lines: dict[Place, int], name: str
+    loader: _Loader, node: yaml.Node, place: Place, lines: dict[Place, int], name: str, depth: int
 ) -> Any:
     lines.setdefault(place, node.start_mark.line + 1)
     if isinstance(node, yaml.MappingNode):
@@ -156,21 +189,28 @@ def _build(
         for key_node, value_node in node.value:
             below = (*place, str(key_node.value))
             lines[below] = key_node.start_mark.line + 1
-            found[str(key_node.value)] = _build(loader, value_node, below, lines, name)
+            found[str(key_node.value)] = _build(loader, value_node, below, lines, name, depth)
         return found
     if isinstance(node, yaml.SequenceNode):
         return [
-            _build(loader, item, (*place, number), lines, name)
+            _build(loader, item, (*place, number), lines, name, depth)
             for number, item in enumerate(node.value)
         ]
-    if _is_text(place):
+    if _is_text(place, depth):
         return node.value
-    return loader.construct_object(node)
+    try:
+        return loader.construct_object(node)
+    except (ValueError, KeyError, AttributeError, TypeError):
+        kind = node.tag.rpartition(":")[2]
+        raise BadInput(
+            f"{name}:{node.start_mark.line + 1}: {dotted(place)}: "
+            f"{str(node.value)[:40]!r} is no {kind}"
+        ) from None
 
 
-def _is_text(place: Place) -> bool:
-    """Whether a scalar here is text however it looks: ``env.X``, ``args[0]``, also in an entry."""
-    return bool(_TEXT & set(place[:2])) and "deepspeed" not in place[:1]
+def _is_text(place: Place, depth: int) -> bool:
+    """Whether a scalar here is text however it looks: ``env.X``, ``args[0]``."""
+    return len(place) > depth + 1 and place[depth] in _TEXT
 
 
 def _syntax_error(error: yaml.YAMLError, text: str, name: str) -> BadInput:
@@ -207,6 +247,9 @@ def convert(document: Document, place: Place, data: Any, kind: type[Spec]) -> Sp
         BadInput: an unknown key, a wrong type, a value out of range.
     """
     _refuse_unknown_keys(document, place, data, kind)
+    if isinstance(data, dict):
+        # `env:` with nothing after it is as good as no `env`.
+        data = {key: value for key, value in data.items() if value is not None}
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
@@ -310,7 +353,20 @@ def _choices(kind: Any, place: Place) -> list[str]:
 # ---------------------------------------------------------------- jobs
 
 
+@dataclass(frozen=True)
+class LoadedJob:
+    """A job and the file it came from, for errors that are found later."""
+
+    job: JobSpec
+    document: Document
+
+
 def load_job(path: str | Path, settings: Sequence[str] = ()) -> JobSpec:
+    """The job of `read_job`."""
+    return read_job(path, settings).job
+
+
+def read_job(path: str | Path, settings: Sequence[str] = ()) -> LoadedJob:
     """A job file as a `JobSpec`, with ``key=value`` settings applied and its program found.
 
     Args:
@@ -328,12 +384,10 @@ def load_job(path: str | Path, settings: Sequence[str] = ()) -> JobSpec:
     for setting in settings:
         apply_setting(document, setting)
     job = convert(document, (), document.data, JobSpec)
-    try:
+    with document.locating():
         check_job(job)
-        return locate_program(job, [Path.cwd(), *path.absolute().parents])
-    except BadInput as error:
-        key = re.split(r"[.:\[]", error.message, maxsplit=1)[0]
-        raise BadInput(f"{document.where((key,))}: {error.message}", error.hint) from None
+        job = locate_program(job, [Path.cwd(), *path.absolute().parents])
+    return LoadedJob(job, document)
 
 
 def apply_setting(document: Document, setting: str) -> None:
@@ -342,25 +396,21 @@ def apply_setting(document: Document, setting: str) -> None:
     if not equals or not key.strip():
         raise BadInput(f"--set {setting!r}: not of the form key=value", hint="--set batch.micro=4")
     parts = key.strip().split(".")
-    value = None
-    if text:
-        nested = "{" + ": {".join(map(_yaml_key, parts)) + ": " + text + "}" * len(parts)
+    if _is_text(tuple(parts), 0):
+        value: Any = text
+    elif not text:
+        value = None
+    else:
         try:
-            value = parse_yaml(nested, "--set").data
+            value = parse_yaml(text, "--set", base=tuple(parts)).data
         except BadInput as error:
             raise BadInput(f"--set {setting!r}: the value is not YAML", error.message) from None
-        for part in parts:
-            value = value[part]
     target = document.data
     for depth, part in enumerate(parts[:-1]):
         target = target.setdefault(part, {})
         if not isinstance(target, dict):
             raise BadInput(f"--set {setting!r}: {'.'.join(parts[: depth + 1])} holds no keys")
     target[parts[-1]] = value
-
-
-def _yaml_key(part: str) -> str:
-    return "'" + part.replace("'", "''") + "'"
 
 
 def job_from_command(argv: Sequence[str], **fields: Any) -> JobSpec:
@@ -468,7 +518,7 @@ def load_cluster(name: str, path: str | os.PathLike[str] | None = None) -> Clust
     clusters: dict[str, Any] = {}
     document = None
     if found is not None:
-        document = read_yaml(found)
+        document = read_yaml(found, depth=1)
         if not isinstance(document.data, dict):
             raise BadInput(f"{found}: a cluster file is a mapping of names to entries")
         clusters = document.data
@@ -498,7 +548,14 @@ def load_cluster(name: str, path: str | os.PathLike[str] | None = None) -> Clust
             message,
             f"allowed: {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else ""),
         )
-    return convert(document, (name,), entry, CLUSTER_TYPES[backend])
+    cluster = convert(document, (name,), entry, CLUSTER_TYPES[backend])
+    try:
+        check_environment(cluster.env)
+    except BadInput as error:
+        raise document.error(
+            (name, "env"), error.message.removeprefix("env: "), error.hint
+        ) from None
+    return cluster
 
 
 def find_clusters_file() -> Path | None:
@@ -514,7 +571,7 @@ def find_clusters_file() -> Path | None:
 def cluster_names(path: str | Path | None = None) -> list[str]:
     """Names that ``--cluster`` takes here."""
     found = Path(path) if path is not None else find_clusters_file()
-    data = read_yaml(found).data if found is not None else {}
+    data = read_yaml(found, depth=1).data if found is not None else {}
     return sorted({"local", *(data if isinstance(data, dict) else {})})
 
 

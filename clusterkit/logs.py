@@ -11,6 +11,7 @@ import heapq
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 from msgspec import Struct
@@ -19,7 +20,9 @@ from clusterkit.marks import parse_mark
 
 POLL_SECONDS = 0.1
 _CHUNK = 1 << 20
-_TORCH_PREFIX = re.compile(r"\[rank\d+\]:(?: |\Z)")
+# 2026-11-21T20:11:58.123456Z 3 text
+_LINE = re.compile(r"(?s)([0-9T:-]{19})\.([0-9]{6})Z (-|[0-9]{1,9}) (.*)\Z")
+_TORCH_PREFIX = re.compile(r"\A\[rank\d+\]:(?: |\Z)")
 
 
 class LogLine(Struct, frozen=True):
@@ -40,21 +43,19 @@ class LogLine(Struct, frozen=True):
 def parse_line(raw: bytes, node: int, attempt: int = 1) -> LogLine:
     """One line of a node's log; one of another form becomes the text of a line without a time."""
     text = raw.decode(errors="replace")
-    stamp, _, rest = text.partition(" ")
-    rank, separator, body = rest.partition(" ")
-    moment = _seconds(stamp)
-    if moment is None or not separator or not (rank == "-" or rank.isdigit()):
+    match = _LINE.match(text)
+    second = _unix_second(match[1]) if match else None
+    if match is None or second is None:
         return LogLine(0.0, node, None, text, attempt)
-    return LogLine(moment, node, None if rank == "-" else int(rank), body, attempt)
+    rank = None if match[3] == "-" else int(match[3])
+    return LogLine(second + int(match[2]) / 1e6, node, rank, match[4], attempt)
 
 
-def _seconds(stamp: str) -> float | None:
-    """Unix time of ``2026-11-21T20:11:58.123456Z``."""
-    if len(stamp) != 27 or stamp[-1] != "Z" or stamp[19] != ".":
-        return None
+@lru_cache(maxsize=1024)
+def _unix_second(stamp: str) -> int | None:
+    # Cached: many lines are written within one second.
     try:
-        whole = calendar.timegm(time.strptime(stamp[:19], "%Y-%m-%dT%H:%M:%S"))
-        return whole + int(stamp[20:26]) / 1e6
+        return calendar.timegm(time.strptime(stamp, "%Y-%m-%dT%H:%M:%S"))
     except ValueError:
         return None
 

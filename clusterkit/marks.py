@@ -8,6 +8,7 @@ A marked line is ``@clusterkit`` and a JSON object with a key ``event``: ``start
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 MARK = "@clusterkit "
@@ -22,3 +23,8 @@ def parse_mark(text: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return event if isinstance(event, dict) and "event" in event else None
+
+
+def is_number(value: object) -> bool:
+    """Whether a program told a number: neither text nor true, neither NaN nor infinite."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -106,7 +106,9 @@ class Plan(Struct, frozen=True, kw_only=True):
             if file.resource is not None:
                 parts.append(f"  | clusterkit's own {file.resource}, copied as installed\n")
             else:
-                parts += [f"  | {line}\n" for line in (file.text or "").splitlines()]
+                parts += [
+                    f"  | {line}\n" for line in (file.text or "").removesuffix("\n").split("\n")
+                ]
         parts.append("\nsteps\n")
         for number, step in enumerate(self.steps, 1):
             where = step.host if step.node is None else f"{step.host} node {step.node}"

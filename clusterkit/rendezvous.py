@@ -22,7 +22,7 @@ from clusterkit.shell import Joined, Var, Word
 from clusterkit.spec import Launcher
 
 NODE_RANK = Var("NODE_RANK")
-IS_HOST = Var("IS_HOST")
+IS_HOST = Var("CLUSTERKIT_IS_HOST")
 """``1`` on node 0, which holds the c10d store, ``0`` elsewhere; set by the node script."""
 RANK_HEADER = "@clusterkit-rank"
 """First line of a rank's log: this word, its rank, its process id."""
@@ -202,22 +202,23 @@ def rank_script(launcher: Launcher, topology: Topology) -> str:
         'if [ -n "${CLUSTERKIT_GPUS:-}" ]; then export CUDA_VISIBLE_DEVICES="$CLUSTERKIT_GPUS"; fi',
         "mpirun": 'export RANK="$OMPI_COMM_WORLD_RANK" WORLD_SIZE="$OMPI_COMM_WORLD_SIZE"\n'
         f"export LOCAL_WORLD_SIZE={nproc} "
-        f"LOCAL_RANK=$((RANK % {nproc})) NODE_RANK=$((RANK / {nproc}))\n"
-        # One host may stand for several nodes; its agent has one pipe per rank on it.
-        'slot="$OMPI_COMM_WORLD_LOCAL_RANK"',
+        f"LOCAL_RANK=$((RANK % {nproc})) NODE_RANK=$((RANK / {nproc}))",
         "python": f"export WORLD_SIZE={topology.world_size} LOCAL_WORLD_SIZE={nproc}\n"
         f"export RANK=$((NODE_RANK * {nproc} + LOCAL_RANK))",
     }[launcher]
+    # With mpirun one host may stand for several nodes; its agent has one pipe per rank on it.
+    pipe = "OMPI_COMM_WORLD_LOCAL_RANK" if launcher == "mpirun" else "LOCAL_RANK"
     return (
         "#!/bin/sh\n"
         f"# started by {launcher} once per rank: completes the rank's environment, gives it its "
         "own log, becomes the program\n"
         f"{completion}\n"
-        'pipe="${CLUSTERKIT_PIPE:-}-${slot:-$LOCAL_RANK}"\n'
-        'if [ -p "$pipe" ]; then\n'
-        '    exec >"$pipe" 2>&1\n'
+        f'CLUSTERKIT_PIPE="${{CLUSTERKIT_PIPE:-}}-${pipe}"\n'
+        'if [ -p "$CLUSTERKIT_PIPE" ]; then\n'
+        '    exec >"$CLUSTERKIT_PIPE" 2>&1\n'
         f'    echo "{RANK_HEADER} $RANK $$"\n'
         "fi\n"
+        "unset CLUSTERKIT_PIPE\n"
         'exec "$@"\n'
     )
 

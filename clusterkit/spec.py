@@ -7,6 +7,7 @@ schema are generated from them.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -21,7 +22,7 @@ Auto = Literal["auto"]
 
 JOB_NAME_MAX = 100
 _JOB_NAME = re.compile(r"[\w][\w. -]*\Z")
-_NODES = re.compile(r"(\d+)(?::(\d+))?\Z")
+_NODES = re.compile(r"([0-9]{1,7})(?::([0-9]{1,7}))?\Z")
 
 
 class BatchSpec(
@@ -158,7 +159,8 @@ def parse_nodes(nodes: int | str) -> tuple[int, int]:
     """
     match = _NODES.match(str(nodes).strip())
     if match is None:
-        raise BadInput(f"nodes: {nodes!r} is neither a number nor MIN:MAX", hint='2, or "2:4"')
+        shown = repr(nodes)[:40]
+        raise BadInput(f"nodes: {shown} is neither a number nor MIN:MAX", hint='2, or "2:4"')
     low = int(match[1])
     high = int(match[2] or low)
     if low < 1:
@@ -198,12 +200,44 @@ def check_job(job: JobSpec) -> None:
             f"nodes: {job.nodes}: launcher {job.launcher} cannot run an elastic number of nodes",
             hint="launcher: torchrun",
         )
-    for name in (*job.env, *job.secrets):
+    check_environment(job.env)
+    for name in job.secrets:
         if not is_name(name):
-            raise BadInput(f"env: {name!r} cannot name an environment variable")
-    for name, value in job.env.items():
-        if "\0" in value:
-            raise BadInput(f"env.{name}: the value holds a NUL character")
+            raise BadInput(f"secrets: {name!r} cannot name an environment variable")
+    for key in ("program", "module", "workdir"):
+        check_text(key, getattr(job, key) or "")
+    if job.checkpoint is not None:
+        check_text("checkpoint.dir", job.checkpoint.dir)
+        check_text("checkpoint.resume", job.checkpoint.resume)
+    for key in ("args", "command"):
+        for position, word in enumerate(getattr(job, key) or ()):
+            check_text(f"{key}[{position}]", word)
     twice = sorted(set(job.env) & set(job.secrets))
     if twice:
         raise BadInput(f"secrets: {twice[0]} is set in env as well")
+
+
+def check_environment(env: Mapping[str, str]) -> None:
+    """Refuse what cannot be an environment variable.
+
+    Raises:
+        BadInput: the message begins with ``env``.
+    """
+    for name, value in env.items():
+        if not is_name(name):
+            raise BadInput(f"env: {name!r} cannot name an environment variable")
+        check_text(f"env.{name}", value)
+
+
+def check_text(key: str, text: str) -> None:
+    """Refuse what no program can be given: NUL characters, halves of characters.
+
+    Raises:
+        BadInput: the message begins with ``key``.
+    """
+    if "\0" in text:
+        raise BadInput(f"{key}: the value holds a NUL character")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadInput(f"{key}: character {error.start} is not valid UTF-8") from None

@@ -119,7 +119,7 @@ class LocalTransport:
             with open(path, "rb") as file:
                 file.seek(offset)
                 return file.read(-1 if limit is None else limit)
-        except (FileNotFoundError, ProcessLookupError, NotADirectoryError):
+        except (FileNotFoundError, ProcessLookupError, NotADirectoryError, IsADirectoryError):
             return None
 
     def free_port(self, host: str, wanted: int | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import posixpath
@@ -13,7 +14,7 @@ from clusterkit import execute
 from clusterkit.assemble import Places, assemble, require_packages
 from clusterkit.backends.base import Backend, Handle, Observation
 from clusterkit.cluster import ClusterSpec, Facts, Gpu, HostFacts
-from clusterkit.errors import BadInput, PortTaken, Unavailable
+from clusterkit.errors import BadInput, PortTaken, SubmitFailed, Unavailable
 from clusterkit.execute import Record
 from clusterkit.logs import LogLine, NodeLog, merged, selected
 from clusterkit.plan import Note, Plan, Step
@@ -238,8 +239,16 @@ def parse_gpus(csv: str, visible: str | None = None) -> tuple[Gpu, ...]:
             listed[fields[0]] = listed[fields[1]] = gpu
     if visible is None:
         return tuple(dict.fromkeys(listed.values()))
-    names = [name.strip() for name in visible.split(",") if name.strip()]
-    return tuple(listed[name] for name in names if name in listed)
+    found = []
+    for name in (name.strip() for name in visible.split(",")):
+        # As CUDA does: a UUID may be cut short, and what follows an unknown name is not seen.
+        matching = [
+            key for key in listed if key == name or (name[:4] == "GPU-" and key.startswith(name))
+        ]
+        if not matching:
+            break
+        found.append(listed[matching[0]])
+    return tuple(found)
 
 
 def _probe_versions(python: str, transport: Transport) -> dict[str, str]:
@@ -252,10 +261,14 @@ def _probe_versions(python: str, transport: Transport) -> dict[str, str]:
         "    except m.PackageNotFoundError: pass\n"
         "print(json.dumps(found))"
     )
-    done = transport.run(HOST, [python, "-c", code], timeout=30)
-    if done.exit_code:
-        raise Unavailable(f"python: {python} does not work: {done.stderr.strip()[-200:]}")
-    versions: dict[str, str] = json.loads(done.stdout)
+    try:
+        done = transport.run(HOST, [python, "-c", code], timeout=30)
+        versions: dict[str, str] = json.loads(done.stdout)
+    except (SubmitFailed, ValueError):
+        raise Unavailable(
+            f"python: {python} does not work as an interpreter",
+            hint="the cluster entry's `python` names the interpreter of the ranks",
+        ) from None
     return versions
 
 
@@ -354,17 +367,17 @@ def _node_status(handle: Handle, node: int, transport: Transport) -> NodeStatus:
         if data is None:
             return None
         try:
-            return json.loads(data)
+            document = json.loads(data)
         except ValueError:
             return data
+        return {} if document is None else document
 
     ended = read("exit.json")
     if ended is not None:
         return judge_exit(node, ended)
     started = read("started.json")
     if isinstance(started, dict):
-        state = transport.get(HOST, f"/proc/{started.get('pid')}/stat")
-        alive = process_start(state) == started.get("start_ticks")
+        alive = _is_alive(started, transport)
     else:
         pid = read("pid")
         if pid is None:
@@ -385,12 +398,27 @@ def _node_status(handle: Handle, node: int, transport: Transport) -> NodeStatus:
     )
 
 
+def _is_alive(started: dict[str, Any], transport: Transport) -> bool:
+    """`clusterkit.agent.is_alive`, through the transport."""
+    ticks = started.get("start_ticks")
+    boot = transport.get(HOST, "/proc/sys/kernel/random/boot_id") or b"unknown"
+    return (
+        isinstance(ticks, int)
+        and boot.decode().strip() == started.get("boot_id")
+        and process_start(transport.get(HOST, f"/proc/{started.get('pid')}/stat")) == ticks
+    )
+
+
 def _ending(handle: Handle, node: int, transport: Transport) -> tuple[list[RankExit], int]:
     """How the ranks that the node agent itself started ended, and the kernel's memory kills."""
     try:
         ended = json.loads(transport.get(HOST, _node_file(handle, node, "exit.json")) or b"{}")
         lines = (transport.get(HOST, _node_file(handle, node, "ranks.jsonl")) or b"").splitlines()
-        ranks = {record["pid"]: record["rank"] for record in map(json.loads, lines)}
+        ranks = {}
+        for line in lines:
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a torn line
+                record = json.loads(line)
+                ranks[record["pid"]] = record["rank"]
         exits = [
             RankExit(node, ranks[end["pid"]], end["exit_code"], end["at"])
             for end in ended.get("processes", [])

@@ -28,7 +28,7 @@ VERBS = {
     "plot": "Draw loss and tokens/s of one or several runs.",
     "rm": "Remove the folders of runs that have ended.",
     "schema": "JSON schema of job files, for editors.",
-    "completion": "Shell completion script for bash, zsh or fish.",
+    "completion": "Print the completion script for a shell.",
 }
 """Verb to one line of help; each lives in the module of its name."""
 

@@ -10,7 +10,10 @@ from click.shell_completion import get_completion_class
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def command(ctx: click.Context, shell: str) -> None:
-    """Print the completion script for a shell; verbs, options, run ids and clusters complete."""
+    """Print the completion script for a shell.
+
+    Verbs, options, run ids and cluster names complete.
+    """
     kind = get_completion_class(shell)
     assert kind is not None
     # BashComplete.source() would start bash to ask its version; the text alone is wanted.

@@ -19,6 +19,7 @@ from rich.progress import (
 
 from clusterkit import api
 from clusterkit.logs import LogLine, without_rank
+from clusterkit.marks import is_number
 from clusterkit.status import RunStatus, State
 from clusterkit.ui.words import duration, failure_text, source
 
@@ -71,22 +72,25 @@ class View:
         return self._held
 
     def _take(self, event: dict[str, Any]) -> None:
+        # Any program may print marked lines: what is not a number is as good as not told.
+        number = {key: value for key, value in event.items() if is_number(value)}
         kind = event["event"]
         if kind == "start":
-            self.steps = event.get("steps")
-            self.first_step = self.step = event.get("first_step", 0)
-        elif kind == "metrics" and isinstance(event.get("step"), int):
-            self.step = event["step"]
-            if isinstance(event.get("loss"), (int, float)):
-                self.losses.append((self.step, event["loss"]))
-            if isinstance(event.get("tokens_per_second"), (int, float)):
-                self.speeds.append(event["tokens_per_second"])
-        elif kind == "phase" and isinstance(event.get("seconds"), (int, float)):
+            steps = number.get("steps")
+            self.steps = None if steps is None else int(steps)
+            self.first_step = self.step = int(number.get("first_step", 0))
+        elif kind == "metrics" and "step" in number:
+            self.step = int(number["step"])
+            if "loss" in number:
+                self.losses.append((self.step, number["loss"]))
+            if "tokens_per_second" in number:
+                self.speeds.append(number["tokens_per_second"])
+        elif kind == "phase" and "seconds" in number:
             if event.get("name") == "imports":
-                self.program_started_at = event.get("started_at")
-            self.phases[str(event.get("name"))] = event["seconds"]
-        elif kind == "optimizer":
-            self.optimizers[event["rank"]] = (event["parameters"], event["total"])
+                self.program_started_at = number.get("started_at")
+            self.phases[str(event.get("name"))] = number["seconds"]
+        elif kind == "optimizer" and {"rank", "parameters", "total"} <= number.keys():
+            self.optimizers[number["rank"]] = (number["parameters"], number["total"])
 
     def describe(self) -> str:
         """Loss and tokens/s of now, in a few words."""

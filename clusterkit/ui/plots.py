@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterkit.errors import BadInput, RunFolderError, Unavailable
+from clusterkit.marks import is_number
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -76,5 +77,9 @@ def draw(runs: Mapping[str, Sequence[Mapping[str, Any]]], output: Path) -> Path:
 
 def _series(metrics: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
     """Steps and values; a step told twice (after a restart) counts as told last."""
-    found = {row["step"]: row[key] for row in metrics if "step" in row and row.get(key) is not None}
+    found = {
+        row["step"]: row[key]
+        for row in metrics
+        if is_number(row.get("step")) and is_number(row.get(key))
+    }
     return sorted(found), [found[step] for step in sorted(found)]
