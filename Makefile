@@ -63,7 +63,8 @@ test: lint types unit live ## All of it: lint, types, unit, contract, golden, li
 
 .PHONY: lint
 lint: .venv/.dev ## ruff, and that the generated docs are up to date
-	@$(BIN)/ruff check .
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/python -m tests.generated_docs --check
 	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --check .; exit 1; }
 
 .PHONY: types

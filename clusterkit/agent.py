@@ -40,6 +40,9 @@ RESERVE_BYTES = 8192
 """Kept free for ``exit.json``, so that a disk full of logs does not hide how it ended."""
 PEERS_GRACE = 2.0
 """Seconds that other ranks have to fail by themselves once one has failed."""
+LAUNCHER_GRACE = 1.0
+"""Seconds that a launcher has which is asked to stop and has no ranks left: torchrun may sit in
+its exit barrier, where it does not hear."""
 LEFTOVER_GRACE = 3.0
 """Seconds that processes have which outlive their launcher."""
 _PR_SET_PDEATHSIG = 1
@@ -170,6 +173,8 @@ class NodeLog:
     def __init__(self, folder: Path) -> None:
         self._handle = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._ranks = folder / "ranks.jsonl"
+        self.ranks: list[dict[str, Any]] = []
+        """Identities of the ranks that have started."""
         self._size = os.fstat(self._handle).st_size
         self._lost = 0
 
@@ -200,6 +205,7 @@ class NodeLog:
 
     def rank_started(self, rank: int, pid: int) -> None:
         record = {"rank": rank, "at": time.time(), **identity(pid)}
+        self.ranks.append(record)
         with contextlib.suppress(OSError), self._ranks.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
@@ -357,6 +363,10 @@ class Node:
     def _turn(self, wake: int) -> None:
         due = [moment for moment in (self.deadline, self.stop_at) if moment is not None]
         timeout = max(0.0, min(due) - time.monotonic()) if due else None
+        if self.deadline is not None and timeout is not None:
+            timeout = min(timeout, LAUNCHER_GRACE / 4)
+            if not any(map(is_alive, self.log.ranks)):
+                self.deadline = min(self.deadline, time.monotonic() + LAUNCHER_GRACE)
         for key, _ in self.selector.select(timeout):
             if isinstance(key.data, Stream):
                 if not key.data.pump():

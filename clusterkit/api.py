@@ -176,6 +176,7 @@ def prepare(
     nodes: int | str | None = None,
     gpus: int | None = None,
     settings: Sequence[str] = (),
+    more_args: Sequence[str] = (),
     facts: Facts | None = None,
     run_id: str | None = None,
 ) -> Prepared:
@@ -188,6 +189,7 @@ def prepare(
         nodes: instead of the job's ``nodes``: ``2`` or ``"2:4"``.
         gpus: instead of the job's ``gpus_per_node``.
         settings: further ``key=value`` changes to the job file.
+        more_args: further arguments of the program, after the job's own.
         facts: instead of probing.
         run_id: instead of a new one.
 
@@ -198,6 +200,7 @@ def prepare(
     flags = {"nodes": "--nodes"} if nodes is not None else {}
     flags |= {"gpus_per_node": "--gpus"} if gpus is not None else {}
     with document.locating(flags) if document else contextlib.nullcontext():
+        spec = msgspec.structs.replace(spec, args=(*spec.args, *more_args))
         spec = _with_flags(spec, nodes, gpus)
         missing = [name for name in spec.secrets if name not in os.environ]
         if missing:

@@ -6,8 +6,9 @@ learns its rank; everything a rank sees follows from that here. Pure.
 
 from __future__ import annotations
 
+import math
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,7 +154,13 @@ def solve_batch(job: JobSpec, topology: Topology) -> tuple[Batch | None, list[No
         )
     assert solved is not None
     if topology.elastic:
-        note = Note("batch", f"global {solved.global_size}", "accumulation follows the world size")
+        follows = "accumulation" if asked.micro else "micro"
+        if asked.global_size is None:
+            note = Note("batch", f"micro {solved.micro}", "global follows the world size")
+        else:
+            note = Note(
+                "batch", f"global {solved.global_size}", f"{follows} follows the world size"
+            )
     else:
         factors = (solved.micro, solved.accumulation, solved.data_parallel)
         note = Note(
@@ -185,12 +192,26 @@ def deepspeed_config(
     if elastic and numbers:
         # They change with the world size; each rank's runtime works them out.
         del whole["train_batch_size"], whole["gradient_accumulation_steps"]
+    if (place := _not_json(whole, "deepspeed")) is not None:
+        raise BadInput(f"{place}: neither NaN nor infinity can stand in a DeepSpeed config")
     if "gradient_clipping" not in whole:
         whole["gradient_clipping"] = 0.0
         notes.append(
             Note("gradient_clipping", "0.0", "not in the job; DeepSpeed's own default would be 1.0")
         )
     return whole, notes
+
+
+def _not_json(value: Any, place: str) -> str | None:
+    """Where in ``value`` a number stands that JSON has no word for."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return place
+    items: Iterable[tuple[object, Any]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    return next((at for key, inner in items if (at := _not_json(inner, f"{place}.{key}"))), None)
 
 
 def program_argv(

@@ -86,9 +86,8 @@ def _does_not_divide(
 ) -> tuple[str, str]:
     below, above = global_size // product * product, (global_size // product + 1) * product
     near = f"{below} or {above}" if below else str(above)
-    message = (
-        f"batch: global {global_size} is not a multiple of {unit} = {product} on {ranks} ranks"
-    )
+    what = f"{unit} = {product} on {ranks} ranks" if unit != "ranks" else f"{ranks} ranks"
+    message = f"batch: global {global_size} is not a multiple of {what}"
     hints = [f"nearest global sizes that are: {near}"]
     if micro is not None:
         if global_size % ranks == 0:
@@ -98,6 +97,9 @@ def _does_not_divide(
         if global_size % micro == 0:
             fits = _nearest_divisors(global_size // micro, ranks)
             hints.append(f"or {' or '.join(map(str, fits))} ranks")
+    if unit == "ranks":
+        fits = _nearest_divisors(global_size, ranks)
+        hints.append(f"or {' or '.join(map(str, fits))} ranks")
     return message, "; ".join(hints)
 
 

@@ -97,10 +97,13 @@ def diagnose(
     for key, suspect in suspects.items():
         # Without an exception: a word of the program's own before it went.
         suspect.words = suspect.words or last_words.get(key, "")
-    blamed = _blame([s for s in suspects.values() if s.exit_code or s.traceback])
+    accused = [s for s in suspects.values() if s.exit_code or s.traceback]
+    blamed = _blame(accused)
     failed = [node for node in nodes if node.state is State.FAILED]
-    if blamed is None:
-        return _from_nodes(failed or list(nodes))
+    # A node whose launcher or agent was killed says nothing; its peers' echoes do.
+    silent = [node for node in failed if node.node not in {s.node for s in accused}]
+    if blamed is None or (blamed.echo and silent):
+        return _from_nodes(silent or failed or list(nodes), oom_kills)
     exit_code = blamed.exit_code
     if exit_code is None and blamed.node < len(nodes):
         exit_code = nodes[blamed.node].exit_code
@@ -182,11 +185,15 @@ def _words(suspect: _Suspect, exit_code: int | None, oom_kills: int) -> tuple[st
     if suspect.traceback and suspect.words:
         return suspect.words, _hint(suspect.words)
     code = exit_code or 0
-    number = -code if code < 0 else code - 128 if 128 < code < 160 else 0
-    if number:
+    if number := _signal_number(code):
         return _signal_words(number, oom_kills)
     said = f": {suspect.words}" if suspect.words else ""
     return f"exited with {code}{said}", _hint(suspect.words)
+
+
+def _signal_number(code: int) -> int:
+    """The signal that an exit code stands for, -N or 128 + N; 0 for none."""
+    return -code if code < 0 else code - 128 if 128 < code < 160 else 0
 
 
 def _signal_words(number: int, oom_kills: int) -> tuple[str, str | None]:
@@ -215,17 +222,23 @@ def _hint(words: str) -> str | None:
     return next((hint for pattern, hint in _HINTS if pattern.search(words)), None)
 
 
-def _from_nodes(nodes: Sequence[NodeStatus]) -> Failure:
+def _from_nodes(nodes: Sequence[NodeStatus], oom_kills: int) -> Failure:
     """A failure of which no rank says anything."""
     ended = [node for node in nodes if node.exit_code or node.reason]
     first = min(ended, key=lambda node: node.ended_at or 0.0, default=None)
     if first is None:
         return Failure(node=None, rank=None, exit_code=1, cause="the run ended without a word")
-    cause = first.reason or f"its launcher exited with {first.exit_code}"
+    code = first.exit_code if first.exit_code is not None else 1
+    cause, hint = first.reason, None
+    if cause is None and (number := _signal_number(code)):
+        words, hint = _signal_words(number, oom_kills)
+        cause = (
+            f"its launcher was {words}" if words.startswith("killed") else f"its launcher {words}"
+        )
     return Failure(
         node=first.node,
         rank=None,
-        exit_code=first.exit_code if first.exit_code is not None else 1,
-        cause=cause,
-        hint="clusterkit logs RUN shows what it said last",
+        exit_code=code,
+        cause=cause or f"its launcher exited with {code}",
+        hint=hint or "`clusterkit logs` with the run's id shows what it said last",
     )

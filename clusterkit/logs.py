@@ -137,6 +137,9 @@ def readable(event: dict[str, Any]) -> str:
     fields = {key: value for key, value in event.items() if key != "event"}
     if kind == "metrics" and "step" in fields:
         kind = f"step {fields.pop('step')}"
+    if kind == "phase" and "name" in fields:
+        kind = f"phase {fields.pop('name')}"
+        fields.pop("started_at", None)
     return kind + "".join(f"  {key} {_short(value)}" for key, value in fields.items())
 
 

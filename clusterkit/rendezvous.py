@@ -150,7 +150,7 @@ def launcher_argv(
             ]  # fmt: skip
         case "mpirun":
             forwarded: list[Word] = []
-            for name in ("MASTER_ADDR", "MASTER_PORT", *exports):
+            for name in dict.fromkeys(("MASTER_ADDR", "MASTER_PORT", *exports)):
                 forwarded += ["-x", name]
             return [
                 "mpirun", "-np", str(topology.world_size), "--hostfile", hostfile,

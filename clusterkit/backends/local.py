@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from clusterkit import execute
+from clusterkit import agent, execute
 from clusterkit.assemble import Places, assemble, require_packages
 from clusterkit.backends.base import Backend, Handle, Observation
 from clusterkit.cluster import ClusterSpec, Facts, Gpu, HostFacts
@@ -194,13 +194,12 @@ class LocalBackend(Backend):
         return selected(lines, rank=rank, node=node)
 
     def cancel(self, handle: Handle, transport: Transport) -> None:
-        agent = posixpath.join(handle.plan.run_dir, "files", "agent.py")
-        if transport.get(HOST, agent, 0, 1) is None:
-            return  # nothing was started: the agent is written first
         grace = handle.plan.stop_grace
+        # Our own agent, not the run folder's copy: that may be gone, its processes not.
+        stop = [sys.executable, "-I", agent.__file__, "stop", handle.plan.run_dir]
         done = transport.run(
             HOST,
-            [sys.executable, "-I", agent, "stop", handle.plan.run_dir, "--grace", f"{grace:g}"],
+            [*stop, "--grace", f"{grace:g}"],
             timeout=grace + 60,
         )
         if done.exit_code:
@@ -372,20 +371,17 @@ def _node_status(handle: Handle, node: int, transport: Transport) -> NodeStatus:
             return data
         return {} if document is None else document
 
-    ended = read("exit.json")
-    if ended is not None:
-        return judge_exit(node, ended)
     started = read("started.json")
     if isinstance(started, dict):
         alive = _is_alive(started, transport)
     else:
         pid = read("pid")
-        if pid is None:
+        if pid is None and read("exit.json") is None:
             return NodeStatus(node=node, host=HOST, state=State.PENDING)
         alive = process_start(transport.get(HOST, f"/proc/{pid}/stat")) is not None
     if alive:
         return NodeStatus(node=node, host=HOST, state=State.RUNNING)
-    ended = read("exit.json")  # it may have been written since
+    ended = read("exit.json")
     if ended is not None:
         return judge_exit(node, ended)
     complaint = transport.get(HOST, _node_file(handle, node, "agent.log")) or b""

@@ -72,6 +72,13 @@ def cli(debug: bool) -> None:
     """One job file runs the same training job on one machine or on many."""
 
 
+def _say_error(message: str, hint: str | None) -> None:
+    click.secho("error: ", fg="red", bold=True, nl=False, err=True)
+    click.echo(message, err=True)
+    if hint:
+        click.echo(f" hint: {hint}", err=True)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Entry point of the ``clusterkit`` command; ends the process."""
     arguments = sys.argv[1:] if argv is None else argv
@@ -81,13 +88,14 @@ def main(argv: list[str] | None = None) -> None:
     except ClusterkitError as error:
         if "--debug" in arguments[:1]:
             raise
-        click.secho("error: ", fg="red", bold=True, nl=False, err=True)
-        click.echo(error.message, err=True)
-        if error.hint:
-            click.echo(f" hint: {error.hint}", err=True)
+        _say_error(error.message, error.hint)
+        code = error.exit_code
+    except click.UsageError as error:
+        path = error.ctx.command_path if error.ctx else "clusterkit"
+        _say_error(error.format_message(), f"{path} --help")
         code = error.exit_code
     except click.ClickException as error:
-        error.show()
+        _say_error(error.format_message(), None)
         code = error.exit_code
     except (click.Abort, KeyboardInterrupt):
         code = EXIT_INTERRUPTED

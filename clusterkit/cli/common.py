@@ -17,7 +17,7 @@ COMMAND = "clusterkit.command"
 
 
 class PlanCommand(click.Command):
-    """A command that takes a job file, or a program's own command line after ``--``."""
+    """A command that takes a job file, and words after ``--``: see `job_of`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if "--" in args:
@@ -27,7 +27,7 @@ class PlanCommand(click.Command):
         return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        return [*super().collect_usage_pieces(ctx), "[-- COMMAND...]"]
+        return [*super().collect_usage_pieces(ctx), "[-- ARGS...|COMMAND...]"]
 
 
 def plan_options(function: Function) -> Function:
@@ -50,21 +50,21 @@ def plan_options(function: Function) -> Function:
     return function
 
 
-def job_of(ctx: click.Context, job: str | None) -> str | Sequence[str]:
-    """The job file, or the command after ``--``.
+def job_of(ctx: click.Context, job: str | None) -> dict[str, Any]:
+    """``job`` and ``more_args`` for `clusterkit.api.prepare`.
+
+    What stands after ``--`` is more arguments for a job file's program, or without a job file
+    the command itself.
 
     Raises:
-        click.UsageError: neither, or both.
+        click.UsageError: neither is there.
     """
-    command = ctx.meta.get(COMMAND)
-    if (job is None) == (command is None):
-        raise click.UsageError(
-            "Give a job file, or a command after --."
-            if job is None
-            else "Give a job file or a command after --, not both.",
-            ctx,
-        )
-    return job if job is not None else list(command or [])
+    words: list[str] | None = ctx.meta.get(COMMAND)
+    if job is not None:
+        return {"job": job, "more_args": words or ()}
+    if words is None:
+        raise click.UsageError("Give a job file, or a command after --.", ctx)
+    return {"job": words}
 
 
 def prepare_options(facts_file: str | None, **options: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def command(run: str, as_json: bool) -> None:
         print_json(found)
         return
     if not found:
-        click.echo("this run reported no metrics (docs/job-file.md says how to)", err=True)
+        click.echo("this run reported no metrics (docs/programs.md says how to)", err=True)
         return
     columns = [name for name in _COLUMNS if any(name in row for row in found)]
     rows = [[_cell(row.get(name)) for name in columns] for row in found]

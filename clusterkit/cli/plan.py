@@ -23,11 +23,12 @@ def command(
 ) -> None:
     """Print exactly what submit would do, without doing it.
 
+    Takes what submit takes: a job file, and after -- further arguments or a command.
     The cluster is probed (for GPUs, a free port), nothing is written or started. With
     --run-id and --facts of a run that exists, this prints that run's plan again.
     """
     plan = api.plan(
-        job_of(ctx, job),
+        **job_of(ctx, job),
         **{key: value for key, value in prepare_options(**options).items() if value is not None},
     )
     if out is not None:

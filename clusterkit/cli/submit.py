@@ -24,6 +24,7 @@ from clusterkit.status import RunStatus
     "submit",
     cls=PlanCommand,
     epilog="Examples: clusterkit submit jobs/zero3.yaml --nodes 2;  "
+    "clusterkit submit jobs/ddp.yaml -- --steps 20;  "
     "clusterkit submit --gpus 2 -- python train.py --steps 100",
 )
 @plan_options
@@ -35,11 +36,12 @@ def command(
 ) -> int:
     """Start a job and follow it to its end.
 
-    JOB is a job file. The run's id is printed on stdout at once; everything else goes to
-    stderr. Exits with the run's own exit code. With --json, prints the run's status as JSON
-    instead of the id: when it has started (--detach), or when it has ended.
+    JOB is a job file; what follows -- are further arguments of its program. Without JOB it is
+    a command of its own, which every rank runs. The run's id is printed on stdout at once;
+    everything else goes to stderr. Exits with the run's own exit code. With --json, prints the
+    run's status as JSON instead of the id: when it has started (--detach), or when it has ended.
     """
-    ready = api.prepare(job_of(ctx, job), **prepare_options(**options))
+    ready = api.prepare(**job_of(ctx, job), **prepare_options(**options))
     for note in ready.plan.notes:
         if not note.name:
             click.echo(f"note: {note}", err=True)
@@ -54,7 +56,7 @@ def command(
     if as_json:
         print_json(status)
     if detach and not status.state.final:
-        click.echo(f"{run.id} runs; clusterkit logs -f {run.id} follows it", err=True)
+        click.echo(f"{run.id} has started; clusterkit logs -f {run.id} follows it", err=True)
     return status.exit_code or 0
 
 

@@ -35,8 +35,18 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
         env, add = os.environ.get, self.add_argument
-        add("--strategy", choices=["ddp", "deepspeed"], default="ddp")
-        add("--deepspeed-config", default=env("CLUSTERKIT_DEEPSPEED_CONFIG"), metavar="FILE")
+        add(
+            "--strategy",
+            choices=["ddp", "deepspeed"],
+            default="ddp",
+            help="how the work is divided (default: ddp)",
+        )
+        add(
+            "--deepspeed-config",
+            default=env("CLUSTERKIT_DEEPSPEED_CONFIG"),
+            metavar="FILE",
+            help="JSON, for --strategy deepspeed (default: the job's deepspeed section)",
+        )
         add(
             "--dtype",
             choices=["fp32", "bf16", "fp16"],
@@ -62,7 +72,12 @@ class Parser(argparse.ArgumentParser):
             metavar="SAMPLES",
             help="of one forward pass of one rank (default: no accumulation)",
         )
-        add("--checkpoint-dir", default=env("CLUSTERKIT_CHECKPOINT_DIR"), metavar="FOLDER")
+        add(
+            "--checkpoint-dir",
+            default=env("CLUSTERKIT_CHECKPOINT_DIR"),
+            metavar="FOLDER",
+            help="where checkpoints lie (default: none are written)",
+        )
         add(
             "--checkpoint-every",
             type=count,
@@ -81,6 +96,7 @@ class Parser(argparse.ArgumentParser):
             "--checkpoint-resume",
             default=env("CLUSTERKIT_CHECKPOINT_RESUME") or "auto",
             metavar="auto|never|FOLDER",
+            help="the newest, none, or this one (default: auto)",
         )
 
     def error(self, message: str) -> NoReturn:

@@ -21,7 +21,7 @@ from clusterkit import api
 from clusterkit.logs import LogLine, without_rank
 from clusterkit.marks import is_number
 from clusterkit.status import RunStatus, State
-from clusterkit.ui.words import duration, failure_text, source
+from clusterkit.ui.words import duration, failure_text, loss_text, source
 
 PLAIN_LINES = 20
 """How many progress lines a run gets where there is no terminal to redraw."""
@@ -96,7 +96,7 @@ class View:
         """Loss and tokens/s of now, in a few words."""
         parts = []
         if self.losses:
-            parts.append(f"loss {self.losses[-1][1]:.4f}")
+            parts.append(f"loss {loss_text(self.losses[-1][1])}")
         if self.speeds:
             parts.append(f"{statistics.median(self.speeds[-_WINDOW:]):,.0f} tokens/s")
         return "  ".join(parts)
@@ -108,7 +108,9 @@ class View:
         lines = [f"{status.run} {status.state} in {duration(spent)}{restarts}"]
         if self.losses:
             (first, begun), (last, ended) = self.losses[0], self.losses[-1]
-            lines.append(f"  loss      {begun:.4f} at step {first}, {ended:.4f} at step {last}")
+            lines.append(
+                f"  loss      {loss_text(begun)} at step {first}, {loss_text(ended)} at step {last}"
+            )
         if self.speeds:
             lines.append(f"  tokens/s  {statistics.median(self.speeds):,.0f} (median of the steps)")
         if self.optimizers:

@@ -33,13 +33,19 @@ def failure_text(status: RunStatus) -> str:
     who = "the run" if failure.node is None else f"node {failure.node}"
     if failure.rank is not None:
         who = f"rank {failure.rank} on {who}"
-    code = "" if failure.exit_code is None else f" (exit code {failure.exit_code})"
+    told = failure.exit_code is None or failure.cause.startswith("exited with")
+    code = "" if told else f" (exit code {failure.exit_code})"
     lines = [f"{who} failed first: {failure.cause}{code}"]
     if failure.traceback:
         lines += [f"  {line}" for line in failure.traceback.splitlines()]
     if failure.hint:
         lines.append(f"hint: {failure.hint}")
     return "\n".join(lines)
+
+
+def loss_text(loss: float) -> str:
+    """Four decimals, or four digits of a small one."""
+    return f"{loss:.4f}" if abs(loss) >= 0.001 else f"{loss:.4g}"
 
 
 def duration(seconds: float) -> str:

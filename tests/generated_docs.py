@@ -1,0 +1,281 @@
+"""The generated parts of README.md and docs/: written anew from the code, or checked against it.
+
+    python -m tests.generated_docs              rewrite them
+    python -m tests.generated_docs --check      exit 1 and name the files that are stale
+
+A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- /generated -->``; NAME is
+a key of `PARTS`. What is outside the markers is written by hand and left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+from msgspec import inspect as types
+
+from clusterkit import backends, loader
+from clusterkit.cli import VERBS, cli
+from clusterkit.cluster import LocalCluster
+from clusterkit.spec import BatchSpec, CheckpointSpec, JobSpec
+
+ROOT = Path(__file__).parents[1]
+WIDTH = 96
+"""Columns of every help text, whatever the terminal's width is."""
+_PART = re.compile(
+    r"(?P<open><!-- generated: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(?P<close><!-- /generated -->)",
+    re.DOTALL,
+)
+_MARKER = re.compile(r"<!-- /?generated")
+
+
+def documents(root: Path = ROOT) -> list[Path]:
+    """The pages that people read, README first."""
+    return [root / "README.md", root / "CHANGELOG.md", *sorted((root / "docs").glob("*.md"))]
+
+
+def renewed(text: str, name: str) -> str:
+    """A page with every generated part as the code has it now.
+
+    Raises:
+        ValueError: a part that nothing generates, or a marker without its other half.
+    """
+
+    def part(match: re.Match[str]) -> str:
+        if match["name"] not in PARTS:
+            raise ValueError(f"{name}: nothing generates {match['name']!r}: {', '.join(PARTS)}")
+        return f"{match['open']}\n{PARTS[match['name']]().strip()}\n\n{match['close']}"
+
+    whole, pairs = _PART.subn(part, text)
+    if len(_MARKER.findall(text)) != 2 * pairs:
+        raise ValueError(f"{name}: a <!-- generated --> marker without its other half")
+    return whole
+
+
+def stale(root: Path = ROOT) -> list[Path]:
+    """The pages whose generated parts are not what the code says."""
+    return [
+        page for page in documents(root) if page.read_text() != renewed(page.read_text(), page.name)
+    ]
+
+
+# ---------------------------------------------------------------- tables
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table; a ``|`` inside a cell is escaped."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines
+    )
+
+
+def keys(struct: type[msgspec.Struct]) -> str:
+    """Every key of a struct: what it takes, what it is when left out, what it means."""
+    info = types.type_info(struct)
+    assert isinstance(info, types.StructType)
+    rows = []
+    for field in info.fields:
+        kind, extra = field.type, {}
+        if isinstance(kind, types.Metadata):
+            kind, extra = kind.type, kind.extra_json_schema or {}
+        rows.append([
+            f"`{field.encode_name}`", " or ".join(dict.fromkeys(words(kind))),
+            default(field), extra["description"],
+        ])  # fmt: skip
+    return table(["Key", "Takes", "Default", "Meaning"], rows)
+
+
+def words(kind: types.Type) -> Iterator[str]:
+    """The alternatives that a type stands for, in words."""
+    match kind:
+        case types.UnionType():
+            for member in kind.types:
+                yield from words(member)
+        case types.Metadata():
+            yield from words(kind.type)
+        case types.NoneType():
+            return
+        case types.LiteralType():
+            yield from (f"`{value}`" for value in kind.values)
+        case types.IntType() | types.FloatType():
+            number = "a whole number" if isinstance(kind, types.IntType) else "a number"
+            yield number + _limits(kind)
+        case types.StrType():
+            yield "text"
+        case types.VarTupleType():
+            yield "a list of text"
+        case types.DictType(value_type=types.StrType()):
+            yield "a mapping of names to text"
+        case types.DictType():
+            yield "a mapping"
+        case types.StructType():
+            yield f"a mapping, [below](#{_SECTIONS[kind.cls]})"
+        case _:
+            raise TypeError(f"no words for {kind}")
+
+
+def _limits(kind: types.IntType | types.FloatType) -> str:
+    if kind.le is not None:
+        return f" ({kind.ge} to {kind.le})"
+    return "" if kind.ge is None else f" ({kind.ge} or more)"
+
+
+_SECTIONS = {BatchSpec: "batch", CheckpointSpec: "checkpoint"}
+"""Struct to its heading in docs/job-file.md."""
+
+
+def default(field: types.Field) -> str:
+    """What a key is when it is left out, as YAML."""
+    if field.required:
+        return "the file's name" if field.name == "name" else "required"
+    value = field.default
+    if value is msgspec.NODEFAULT:
+        value = field.default_factory()
+    if value is None or value == "":
+        return "none"
+    return f"`{msgspec.json.encode(value).decode()}`".replace('"', "")
+
+
+def jobs() -> str:
+    """The job files of jobs/, and what each needs."""
+    rows = []
+    for path in sorted((ROOT / "jobs").glob("*.yaml"), key=lambda path: (len(path.stem), path)):
+        job = loader.load_job(path)
+        needs = ["torch", *(["DeepSpeed"] if job.deepspeed is not None else [])]
+        rows.append([
+            f"[`{job.name}`](jobs/{path.name})", job.description, ", ".join(needs), _ranks(job),
+        ])  # fmt: skip
+    return table(["Job", "What it does", "Needs", "Ranks"], rows)
+
+
+def _ranks(job: JobSpec) -> str:
+    batch = job.batch
+    if batch is None or batch.global_size is None:
+        return "any number"
+    return f"any divisor of {batch.global_size // (batch.micro or 1)}"
+
+
+def backend_table() -> str:
+    """The backends that there are."""
+    rows = []
+    for name in backends.NAMES:
+        kind = backends.backend_type(name)
+        cannot = "; ".join(f"`{field}`: {why}" for field, why in kind.unsupported.items())
+        rows.append([f"`{name}`", kind.summary, cannot or "nothing"])
+    return table(["Backend", "Where nodes run", "Job keys it refuses"], rows)
+
+
+# ---------------------------------------------------------------- help texts
+
+
+def verbs() -> str:
+    """``--help`` of every verb, under a heading of its own."""
+    parts = [_block("clusterkit --help", _help(cli, "clusterkit"))]
+    for verb in VERBS:
+        command = cli.get_command(click.Context(cli), verb)
+        assert command is not None
+        full = f"clusterkit {verb}"
+        parts.append(f"## {full}\n\n" + _block(f"{full} --help", _help(command, full)))
+    return "\n\n".join(parts)
+
+
+def _help(command: click.Command, name: str) -> str:
+    context = click.Context(command, info_name=name, terminal_width=WIDTH, **cli.context_settings)
+    return click.unstyle(command.get_help(context))
+
+
+def _block(command: str, text: str) -> str:
+    lines = "\n".join(line.rstrip() for line in text.strip().splitlines())
+    return f"```console\n$ {command}\n{lines}\n```"
+
+
+def gpt_flags() -> str:
+    """The flags of jobs/train/gpt.py, from its own parser."""
+    rows = []
+    for action in _gpt_parser()._actions:
+        if action.dest == "help":
+            continue
+        value = action.metavar
+        if value is None and action.choices is not None:
+            value = "|".join(map(str, action.choices))
+        if value is None and action.nargs != 0:
+            value = "N" if action.type is not None else "TEXT"
+        flag = f"`{action.option_strings[-1]}{f' {value}' if value else ''}`"
+        given = action.default
+        rows.append([
+            flag, "" if given is None or given is False else f"`{given}`", action.help or "",
+        ])  # fmt: skip
+    return table(["Flag", "Default", "Meaning"], rows)
+
+
+def _gpt_parser() -> argparse.ArgumentParser:
+    """The parser that gpt.py makes, caught when it is about to parse."""
+    from clusterkit.runtime import arguments
+
+    class Caught(Exception):
+        pass
+
+    def parse_args(self: argparse.ArgumentParser, *_: object) -> None:
+        raise Caught(self)
+
+    spec = importlib.util.spec_from_file_location("gpt", ROOT / "jobs/train/gpt.py")
+    assert spec is not None
+    assert spec.loader is not None
+    gpt: Any = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up by name.
+    sys.modules["gpt"] = gpt
+    # A run's own environment would show as defaults.
+    inherited = {key: os.environ.pop(key) for key in [*os.environ] if key.startswith("CLUSTERKIT_")}
+    usual = arguments.Parser.parse_args
+    arguments.Parser.parse_args = parse_args  # type: ignore[assignment, method-assign]
+    try:
+        spec.loader.exec_module(gpt)
+        gpt.parse_args()
+    except Caught as caught:
+        parser: argparse.ArgumentParser = caught.args[0]
+        return parser
+    finally:
+        arguments.Parser.parse_args = usual  # type: ignore[method-assign]
+        os.environ.update(inherited)
+        del sys.modules["gpt"]
+    raise AssertionError("gpt.py did not parse its arguments")
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "jobs": jobs,
+    "backends": backend_table,
+    "job-keys": lambda: keys(JobSpec),
+    "batch-keys": lambda: keys(BatchSpec),
+    "checkpoint-keys": lambda: keys(CheckpointSpec),
+    "local-cluster-keys": lambda: keys(LocalCluster),
+    "verbs": verbs,
+    "gpt-flags": gpt_flags,
+}
+"""Name in the marker to what belongs there."""
+
+
+def main(arguments: list[str], root: Path = ROOT) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.generated_docs", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if stale")
+    options = parser.parse_args(arguments)
+    old = stale(root)
+    for page in old:
+        if options.check:
+            print(f"{page.relative_to(root)} is stale: make docs writes it anew", file=sys.stderr)
+        else:
+            page.write_text(renewed(page.read_text(), page.name))
+            print(page.relative_to(root))
+    return 1 if old and options.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

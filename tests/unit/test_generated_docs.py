@@ -1,0 +1,191 @@
+"""The pages say what the code says: generated parts, verbs, functions, variables, tests, links."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from clusterkit import api, backends, errors
+from clusterkit.cli import VERBS
+from tests import generated_docs
+
+ROOT = generated_docs.ROOT
+PAGES = generated_docs.documents()
+_FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+_VARIABLE = re.compile(r"\bCLUSTERKIT_[A-Z_]*[A-Z]\b")
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the pages that a test may spoil."""
+    for page in PAGES:
+        target = tmp_path / page.relative_to(ROOT)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copy(page, target)
+    return tmp_path
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+# ---------------------------------------------------------------- generated parts
+
+
+def test_generated_parts_are_what_the_code_says() -> None:
+    assert generated_docs.stale() == []
+
+
+def test_every_part_stands_in_a_page() -> None:
+    named = re.findall(r"<!-- generated: ([\w-]+) -->", "".join(map(Path.read_text, PAGES)))
+    assert sorted(named) == sorted(generated_docs.PARTS)
+
+
+def test_a_stale_page_is_named_and_the_check_changes_nothing(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generated_docs.main(["--check"], copy) == 0
+    spoilt = copy / "docs" / "job-file.md"
+    text = spoilt.read_text().replace("Samples per optimizer step", "Samples per fortnight")
+    spoilt.write_text(text)
+    assert generated_docs.main(["--check"], copy) == 1
+    assert capsys.readouterr().err == "docs/job-file.md is stale: make docs writes it anew\n"
+    assert spoilt.read_text() == text
+
+
+def test_a_stale_page_is_written_anew(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spoilt = copy / "README.md"
+    spoilt.write_text(spoilt.read_text().replace("[`zero1`]", "[`zeroth`]"))
+    assert generated_docs.main([], copy) == 0
+    assert capsys.readouterr().out == "README.md\n"
+    assert spoilt.read_text() == page("README.md")
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("<!-- generated: nonsense -->\n<!-- /generated -->", "nothing generates 'nonsense'"),
+        ("<!-- generated: jobs -->\n| a table |", "without its other half"),
+        ("| a table |\n<!-- /generated -->", "without its other half"),
+    ],
+)
+def test_a_marker_that_cannot_be_is_refused(text: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        generated_docs.renewed(text, "page.md")
+
+
+@pytest.mark.parametrize("columns", ["20", "400"])
+def test_help_does_not_depend_on_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    expected = generated_docs.verbs()
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert generated_docs.verbs() == expected
+    assert max(map(len, expected.splitlines())) <= generated_docs.WIDTH
+
+
+def test_flags_do_not_depend_on_a_run_s_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = generated_docs.gpt_flags()
+    monkeypatch.setenv("CLUSTERKIT_GLOBAL_BATCH", "12345")
+    assert generated_docs.gpt_flags() == expected
+    assert "12345" not in expected
+
+
+# ---------------------------------------------------------------- nothing is left out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_a_section(verb: str) -> None:
+    assert f"\n## clusterkit {verb}\n" in page("docs/cli.md")
+
+
+@pytest.mark.parametrize("name", backends.NAMES)
+def test_every_backend_stands_in_the_table(name: str) -> None:
+    assert f"\n| `{name}` | " in page("docs/architecture.md")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, member in inspect.getmembers(api, inspect.isfunction)
+        if member.__module__ == api.__name__ and not name.startswith("_")
+    ],
+)
+def test_every_function_is_documented(name: str) -> None:
+    assert f"`api.{name}(" in page("docs/python-api.md")
+
+
+@pytest.mark.parametrize("name", [name for name in vars(api.Run) if not name.startswith("_")])
+def test_every_member_of_a_run_is_documented(name: str) -> None:
+    assert re.search(rf"`run\.{name}\b", page("docs/python-api.md"))
+
+
+def test_every_environment_variable_is_documented() -> None:
+    sources = [*ROOT.glob("clusterkit/**/*.py"), *ROOT.glob("jobs/**/*")]
+    used = {name for path in sources if path.is_file() for name in _names(path)}
+    documented = set(_VARIABLE.findall(page("docs/cli.md") + page("docs/programs.md")))
+    assert used == documented
+
+
+def _names(path: Path) -> list[str]:
+    return _VARIABLE.findall(path.read_text()) if path.suffix in (".py", ".yaml") else []
+
+
+def test_every_exit_code_is_documented() -> None:
+    codes = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+    documented = re.findall(r"^\| (\d+) \|", page("docs/cli.md"), re.MULTILINE)
+    assert codes | {0} == set(map(int, documented))
+
+
+def test_every_cited_test_exists() -> None:
+    cited = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", "".join(map(Path.read_text, PAGES)))
+    assert len(cited) > 10
+    missing = [
+        f"{file}::{name}"
+        for file, name in cited
+        if not (ROOT / file).exists() or (name and f"def {name}(" not in page(file))
+    ]
+    assert missing == []
+
+
+# ---------------------------------------------------------------- links
+
+
+def broken_links(path: Path) -> list[str]:
+    """Links of a page to files, or to headings of pages, that are not there."""
+    broken = []
+    for target in _LINK.findall(_FENCED.sub("", path.read_text())):
+        if re.match(r"https?:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = path.parent / name if name else path
+        if not file.exists() or (anchor and anchor not in headings(file)):
+            broken.append(target)
+    return broken
+
+
+def headings(path: Path) -> set[str]:
+    """The headings of a page, as GitHub makes anchors of them."""
+    found = re.findall(r"^#+ (.+)$", _FENCED.sub("", path.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_link_resolves(path: Path) -> None:
+    assert broken_links(path) == []
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    path.write_text(
+        "# Two words\n[here](#two-words) [a](gone.md) [b](page.md#gone) [c](https://example.org)\n"
+        "```\n[d](in-a-listing.md)\n```\n"
+    )
+    assert broken_links(path) == ["gone.md", "page.md#gone"]
