@@ -13,14 +13,15 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from clusterkit.errors import BadInput
+from clusterkit.errors import BadInput, ClusterkitError
 from clusterkit.runtime.distributed import Ranks, World
 from clusterkit.runtime.metrics import report
 from clusterkit.runtime.strategy import Strategy
@@ -147,32 +148,37 @@ class Checkpoints:
 
         Args:
             notes: anything JSON can hold; comes back in ``Checkpoint.notes``.
+
+        Raises:
+            ClusterkitError: it cannot be written; earlier ones are as they were.
         """
         if self._folder is None:
             raise ValueError("checkpoints are switched off: no folder was given")
         started = time.perf_counter()
         final = self._folder / f"step-{step:08d}"
         draft = self._folder / f".{final.name}.draft"
+        with _explained(final, draft):
+            if world.is_first:
+                shutil.rmtree(draft, ignore_errors=True)
+                draft.mkdir(parents=True)
+            world.barrier()
+            strategy.save(draft)
+            states = world.gather(_random_state())
+            if world.is_first:
+                torch.save(states, draft / _RANDOM)
+                checkpoint = Checkpoint(
+                    path=draft,
+                    step=step,
+                    strategy=strategy.name,
+                    world_size=world.size,
+                    any_world_size=strategy.any_world_size,
+                    model=self._model,
+                    notes=dict(notes or {}),
+                    saved_at=time.time(),
+                    files=_sizes(draft),
+                )
+                _seal(checkpoint, final)
         if world.is_first:
-            shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir(parents=True)
-        world.barrier()
-        strategy.save(draft)
-        states = world.gather(_random_state())
-        if world.is_first:
-            torch.save(states, draft / _RANDOM)
-            checkpoint = Checkpoint(
-                path=draft,
-                step=step,
-                strategy=strategy.name,
-                world_size=world.size,
-                any_world_size=strategy.any_world_size,
-                model=self._model,
-                notes=dict(notes or {}),
-                saved_at=time.time(),
-                files=_sizes(draft),
-            )
-            _seal(checkpoint, final)
             self._prune()
             report("checkpoint", step=step, path=str(final), seconds=time.perf_counter() - started)
         world.barrier()
@@ -201,6 +207,23 @@ class Checkpoints:
             # Torn from the first file on, so never taken for a checkpoint again.
             (checkpoint.path / _MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(checkpoint.path, ignore_errors=True)
+
+
+@contextmanager
+def _explained(final: Path, draft: Path) -> Iterator[None]:
+    """Within, a disk that does not take the files is one clear error, and leaves no draft."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        # torch.save tells of a short write by a RuntimeError of its zip writer.
+        if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else "not all of it was taken"
+        shutil.rmtree(draft, ignore_errors=True)
+        raise ClusterkitError(
+            f"cannot write checkpoint {final}: {reason}",
+            hint="make room on that disk, set checkpoint.dir to another, or lower checkpoint.keep",
+        ) from error
 
 
 def _seal(checkpoint: Checkpoint, final: Path) -> None:

@@ -512,6 +512,27 @@ def test_a_secret_reaches_the_ranks_and_no_file_or_argument_list(
     assert holding == []
 
 
+def test_a_restarted_run_resumes_from_its_checkpoint_as_if_nothing_had_happened() -> None:
+    def gpt(restarts: int) -> api.Run:
+        settings = [f"restarts={restarts}", "checkpoint={every: 5}", "batch={global: 8}"]
+        settings += ["device=cpu", "threads_per_rank=1"]
+        return api.submit("jobs/ddp.yaml", gpus=2, settings=settings, more_args=["--steps", "60"])
+
+    broken = gpt(restarts=1)
+    for line in broken.logs(follow=True):
+        if (line.event or {}).get("step") == 12:
+            kill(rank_pid(broken, 1))
+            break
+    status = broken.wait(SOON)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
+    (resumed,) = (mark for mark in broken.marks() if mark["event"] == "resumed")
+    assert resumed["step"] >= 10
+    whole = gpt(restarts=0)
+    whole.wait(SOON)
+    told = {row["step"]: row["loss"] for row in broken.metrics()}
+    assert told == {row["step"]: row["loss"] for row in whole.metrics()}
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A CLUSTERKIT_HOME of 512 KiB."""
@@ -538,6 +559,18 @@ def test_a_disk_that_fills_up_during_training_does_not_end_it(
     assert run.wait(SOON).state is State.SUCCEEDED
     assert done.exists()
     assert agent.processes_of(str(run.path)) == []
+
+
+def test_a_checkpoint_that_the_disk_does_not_take_is_one_error(
+    small_disk: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLUSTERKIT_HOME", str(own_home))
+    settings = [f"checkpoint={{dir: {small_disk}, every: 2}}", "device=cpu"]
+    run = api.submit("jobs/ddp.yaml", gpus=2, settings=settings, more_args=["--steps", "3"])
+    status = run.wait(SOON)
+    assert status.failure is not None
+    assert f"error: cannot write checkpoint {small_disk}/step-00000002" in status.failure.cause
+    assert list(small_disk.iterdir()) == []
 
 
 def test_a_full_disk_is_one_error_and_leaves_nothing(
