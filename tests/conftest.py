@@ -1,0 +1,252 @@
+"""Fixtures that every suite shares. No test sees the user's own CLUSTERKIT_HOME."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+from hypothesis.configuration import set_hypothesis_home_dir
+
+from clusterkit import agent, api, supervise
+from clusterkit.cluster import Facts, Gpu, HostFacts
+from clusterkit.runs import RunFolder
+
+# No timing assertions, and nothing left behind in the checkout.
+set_hypothesis_home_dir(Path(__file__).parents[1] / ".make" / "hypothesis")
+hypothesis.settings.register_profile("clusterkit", deadline=None, database=None)
+hypothesis.settings.load_profile("clusterkit")
+
+UGLY = {
+    "SPACES": "  two  spaces at both ends  ",
+    "COMMA": "a,b,,c",
+    "SINGLE_QUOTE": "it's 'quoted'",
+    "DOUBLE_QUOTE": 'say "hi"',
+    "DOLLAR": "$HOME ${PATH} $(id) `id` $$",
+    "NEWLINE": "first\nsecond\n\nlast\n",
+    "EQUALS": "a=b==c",
+    "SEMICOLON": "a; rm -rf nothing; b & c | d > e",
+    "BACKSLASH": "\\ \\n \\",
+    "NON_ASCII": "naïve 日本語 🚀",
+    "TAB_AND_RETURN": "a\tb\rc",
+    "GLOB": "* ? [a-z] ~ !! #",
+    "EMPTY": "",
+    "DASHES": "-- -n --help",
+    "PERCENT": "%s %d %%",
+    "LINE_SEPARATOR": "a\u2028b\x85c\x0bd",
+}
+"""Environment values that careless quoting breaks."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="write tests/golden/expected anew"
+    )
+
+
+@pytest.fixture(autouse=True)
+def clusterkit_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """CLUSTERKIT_HOME of this test; not there yet."""
+    home = tmp_path / "clusterkit-home"
+    monkeypatch.setenv("CLUSTERKIT_HOME", str(home))
+    monkeypatch.delenv("CLUSTERKIT_CLUSTERS", raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return home
+
+
+@pytest.fixture
+def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def weird_tmp_path(tmp_path: Path) -> Path:
+    """A folder whose name holds spaces, quotes, $, ; and more that a shell would read."""
+    folder = tmp_path / """we  ird 'q' "d" $HOME; `id` & #*é"""
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def ugly_values() -> dict[str, str]:
+    return dict(UGLY)
+
+
+@pytest.fixture
+def make_facts(clusterkit_home: Path) -> Callable[..., Facts]:
+    """Facts of a made-up machine: ``make_facts(gpus=8, cpus=64)``."""
+
+    def make(gpus: int = 0, cpus: int = 8, home: str | None = None, **host: Any) -> Facts:
+        fields: dict[str, Any] = {
+            "host": "localhost",
+            "address": "127.0.0.1",
+            "cpus": cpus,
+            "memory_mib": 65536,
+            "gpus": tuple(Gpu(str(i), "NVIDIA H100 80GB HBM3", 81559) for i in range(gpus)),
+            "python": sys.executable,
+            "versions": {"torch": "2.13.0", "deepspeed": "0.19.8", "transformers": "5.0.0"},
+            "tools": {"mpirun": "/usr/bin/mpirun"},
+        }
+        return Facts(
+            home=home or str(clusterkit_home),
+            hosts=(HostFacts(**(fields | host)),),
+            port=29501,
+            port_origin="free when probed",
+            interface="lo",
+        )
+
+    return make
+
+
+@pytest.fixture
+def facts(make_facts: Callable[..., Facts]) -> Facts:
+    """A machine without GPUs that has every package and tool."""
+    return make_facts()
+
+
+@pytest.fixture
+def no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probing finds no GPU, whatever this machine has."""
+    tools = tmp_path / "broken-tools"
+    tools.mkdir()
+    (tools / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    (tools / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
+
+
+@pytest.fixture
+def write_job(cwd: Path) -> Callable[..., str]:
+    """Write a job file beside a program ``train.py``; gives its name."""
+
+    def write(text: str | bytes = "", name: str = "job.yaml", *, base: bool = True) -> str:
+        (cwd / "train.py").write_text("print('trained')\n")
+        data = text if isinstance(text, bytes) else text.encode("utf-8")
+        head = b"name: demo\nprogram: train.py\n" if base else b""
+        (cwd / name).write_bytes(head + data)
+        return name
+
+    return write
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command line did."""
+
+    code: object
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """The command line, in this process: ``cli("status", "last")``."""
+    from clusterkit.cli import main
+
+    def call(*argv: str) -> Outcome:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(list(argv))
+        said = capsys.readouterr()
+        return Outcome(ended.value.code, said.out, said.err)
+
+    return call
+
+
+@pytest.fixture
+def refused(cli: Callable[..., Outcome], clusterkit_home: Path) -> Callable[..., str]:
+    """Run a command line that must be refused as bad input; gives what stood on stderr."""
+
+    def call(*argv: str, code: int = 2) -> str:
+        done = cli(*argv)
+        assert done.out == ""
+        assert "Traceback" not in done.err
+        assert [line for line in done.err.splitlines() if line.startswith("error: ")] == [
+            done.err.splitlines()[0]
+        ]
+        assert done.code == code
+        assert not (clusterkit_home / "runs").exists() or not list(
+            (clusterkit_home / "runs").iterdir()
+        )
+        return done.err
+
+    return call
+
+
+@pytest.fixture
+def unstarted_run(
+    monkeypatch: pytest.MonkeyPatch, write_job: Callable[..., str], facts: Facts
+) -> Callable[..., api.Run]:
+    """A submitted run whose supervisor never starts: its folder, and no process."""
+
+    def submit(text: str = "launcher: python\n", **options: Any) -> api.Run:
+        monkeypatch.setattr(supervise, "spawn", lambda folder: None)
+        return api.submit(write_job(text), facts=options.pop("facts", facts), **options)
+
+    return submit
+
+
+@dataclass(frozen=True)
+class HandMade:
+    """Writes, by hand, what a supervisor and node agents would have left in a run's folder."""
+
+    folder: RunFolder
+
+    def node(
+        self,
+        node: int = 0,
+        attempt: int = 1,
+        *,
+        exit_code: int | None = None,
+        reason: str | None = None,
+        started: dict[str, Any] | None = None,
+        log: str | bytes | None = None,
+        at: float = 1000.0,
+        **more: Any,
+    ) -> Path:
+        path = agent.node_folder(str(self.folder.path), attempt, node)
+        path.mkdir(parents=True, exist_ok=True)
+        if started is not None:
+            (path / "started.json").write_text(json.dumps(started))
+        if log is not None:
+            (path / "log").write_bytes(log if isinstance(log, bytes) else log.encode())
+        if exit_code is not None:
+            ended = {"exit_code": exit_code, "at": at, "reason": reason, **more}
+            (path / "exit.json").write_text(json.dumps(ended))
+        return path
+
+    def supervisor(self, *, alive: bool) -> None:
+        self.folder.write_json("supervisor.json", self.alive() if alive else self.dead())
+
+    def long_ago(self) -> None:
+        """Submitted so long ago that no supervisor is about to start any more."""
+        document = json.loads(self.folder.read("run.json"))
+        self.folder.write_json("run.json", document | {"created_at": 1.0})
+
+    @staticmethod
+    def alive() -> dict[str, Any]:
+        """A process that lives: this one."""
+        return agent.identity(os.getpid())
+
+    @staticmethod
+    def dead() -> dict[str, Any]:
+        """A process that is gone, though its number is in use again."""
+        return agent.identity(os.getpid()) | {"start_ticks": 1}
+
+
+@pytest.fixture
+def by_hand() -> Callable[[api.Run], HandMade]:
+    return lambda run: HandMade(RunFolder(run.path))

@@ -1,0 +1,232 @@
+"""What the suite must know of each backend beyond its six methods: how to stage a run by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterkit import agent, backends
+from clusterkit.backends.base import Backend, Handle
+from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, Facts
+from clusterkit.plan import Plan, Step
+from clusterkit.spec import JobSpec
+from clusterkit.transport import Completed, LocalTransport, Transport
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+class RecordingTransport(LocalTransport):
+    """Keeps what a backend asks for; starts nothing, writes nothing, reads real files."""
+
+    def __init__(self, exit_code: int = 0) -> None:
+        self.exit_code = exit_code
+        self.puts: list[tuple[str, str, bytes, int]] = []
+        self.commands: list[tuple[str, str, tuple[str, ...], dict[str, str]]] = []
+
+    def run(
+        self,
+        host: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> Completed:
+        self.commands.append(("run", host, tuple(argv), dict(env or {})))
+        return Completed(tuple(argv), self.exit_code, "", "it complained" if self.exit_code else "")
+
+    def start(
+        self, host: str, argv: Sequence[str], *, env: Mapping[str, str] | None = None
+    ) -> None:
+        self.commands.append(("start", host, tuple(argv), dict(env or {})))
+
+    def put(self, host: str, path: str, data: bytes, mode: int = 0o644) -> None:
+        self.puts.append((host, path, data, mode))
+
+
+class Stage:
+    """One backend on one machine, and the traces that its runs would leave."""
+
+    name: str
+
+    def __init__(self, facts: Callable[..., Facts]) -> None:
+        self.facts_of = facts
+        self.backend: Backend = backends.backend(self.name)
+        self.transport: Transport = LocalTransport()
+
+    def cluster(self, **fields: Any) -> ClusterSpec:
+        return CLUSTER_TYPES[self.name](**fields)
+
+    def plan(
+        self,
+        job: JobSpec,
+        facts: Facts | None = None,
+        run_id: str = "demo-1",
+        cluster: ClusterSpec | None = None,
+    ) -> Plan:
+        return self.backend.plan(job, cluster or self.cluster(), facts or self.facts_of(), run_id)
+
+    # -- what a backend without processes of its own would have to override --------
+
+    def write_files(self, plan: Plan) -> None:
+        """The plan's files, where a node would find them."""
+        for file in plan.files:
+            self.transport.put("localhost", file.path, file.content(), file.mode)
+
+    def node_steps(self, plan: Plan) -> list[Step]:
+        """The steps that start a node."""
+        return [step for step in plan.steps if step.kind == "start"]
+
+    def begin(self, plan: Plan) -> None:
+        """The run is known, and nothing of it has started."""
+        raise NotImplementedError
+
+    def node_ended(self, handle: Handle, node: int, native: object) -> None:
+        """A node has left its native word on how it ended."""
+        raise NotImplementedError
+
+    def node_log(self, handle: Handle, node: int, data: bytes) -> None:
+        raise NotImplementedError
+
+    NATIVE: Mapping[str, object]
+    """State to a native word that means it."""
+    GARBAGE: Sequence[object]
+    """Native words that mean nothing."""
+
+
+class LocalStage(Stage):
+    name = "local"
+    NATIVE = {  # noqa: RUF012
+        "SUCCEEDED": {"exit_code": 0, "at": 1.0, "reason": None},
+        "FAILED": {"exit_code": 7, "at": 1.0, "reason": None},
+        "CANCELLED": {"exit_code": 143, "at": 1.0, "reason": "stopped on request"},
+    }
+    GARBAGE = ([], {}, None, "text", {"exit_code": "x"}, {"exit_code": []}, b"\xff\x00{", b"")
+
+    def begin(self, plan: Plan) -> None:
+        self.transport.put("localhost", f"{plan.run_dir}/run.json", b"{}")
+
+    def _folder(self, handle: Handle, node: int) -> Path:
+        path = agent.node_folder(handle.plan.run_dir, handle.attempt, node)
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def node_ended(self, handle: Handle, node: int, native: object) -> None:
+        data = native if isinstance(native, bytes) else json.dumps(native).encode()
+        (self._folder(handle, node) / "exit.json").write_bytes(data)
+
+    def node_log(self, handle: Handle, node: int, data: bytes) -> None:
+        (self._folder(handle, node) / "log").write_bytes(data)
+
+
+STAGES = {kind.name: kind for kind in (LocalStage,)}
+
+
+@pytest.fixture(params=backends.NAMES)
+def stage(request: pytest.FixtureRequest, make_facts: Callable[..., Facts]) -> Stage:
+    """Every backend of the registry, one after the other."""
+    return STAGES[request.param](make_facts)
+
+
+@pytest.fixture
+def staged_names() -> set[str]:
+    return set(STAGES)
+
+
+@pytest.fixture
+def recording() -> Callable[..., RecordingTransport]:
+    return RecordingTransport
+
+
+@pytest.fixture
+def demo() -> Callable[..., JobSpec]:
+    """A job of plain python: ``demo(nodes=2, env={...})``."""
+
+    def make(**fields: Any) -> JobSpec:
+        given = {
+            "name": "demo",
+            "program": str(PROGRAMS / "dump.py"),
+            "launcher": "python",
+            "workdir": str(PROGRAMS),
+        }
+        return JobSpec(**(given | fields))
+
+    return make
+
+
+@pytest.fixture
+def run_nodes(tmp_path: Path) -> Callable[..., list[int]]:
+    """Run the node commands of a plan for real, in an empty environment; gives exit codes."""
+
+    def run(stage: Stage, plan: Plan, **env: str) -> list[int]:
+        stage.write_files(plan)
+        nodes = [
+            subprocess.Popen(
+                ["env", "-i", f"PATH={os.environ['PATH']}",
+                 *(f"{name}={value}" for name, value in {**step.env, **env}.items()), *step.argv],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )
+            for step in stage.node_steps(plan)
+        ]  # fmt: skip
+        return [node.wait(60) for node in nodes]
+
+    return run
+
+
+@pytest.fixture
+def forbidden(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """A context in which the outside world cannot be touched."""
+    import builtins
+    import contextlib
+    import io
+    import pathlib
+    import random
+    import secrets
+    import socket
+    import uuid
+
+    targets = [
+        (builtins, "open"), (io, "open"), (os, "open"), (os, "stat"), (os, "lstat"),
+        (os, "listdir"), (os, "scandir"), (os, "getcwd"), (os, "getpid"), (os, "getenv"),
+        (os, "environ"), (os, "environb"), (os, "urandom"), (os, "system"), (os, "popen"),
+        (os, "mkdir"), (os, "access"), (os, "cpu_count"), (os, "sched_getaffinity"),
+        (os, "sysconf"), (os, "uname"), (os, "fork"), (os, "posix_spawn"), (os, "readlink"),
+        (socket, "socket"), (socket, "gethostname"), (socket, "getaddrinfo"),
+        (subprocess, "Popen"), (subprocess, "run"),
+        (time, "time"), (time, "time_ns"), (time, "monotonic"), (time, "perf_counter"),
+        (time, "strftime"), (time, "localtime"), (time, "gmtime"), (time, "sleep"),
+        (random, "random"), (random, "randrange"), (random, "sample"), (random, "choice"),
+        (secrets, "choice"), (secrets, "token_hex"),
+        (uuid, "uuid1"), (uuid, "uuid4"),
+        (pathlib.Path, "cwd"), (pathlib.Path, "home"), (pathlib.Path, "exists"),
+        (pathlib.Path, "expanduser"), (pathlib.Path, "resolve"),
+    ]  # fmt: skip
+
+    class Forbidden:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def _refuse(self, *_: object, **__: object) -> Any:
+            raise AssertionError(f"a plan must not touch {self._name}")
+
+        __call__ = __getitem__ = __contains__ = __iter__ = __setitem__ = _refuse
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            raise AssertionError(f"a plan must not touch {self._name}")
+
+    @contextlib.contextmanager
+    def context() -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            for owner, name in targets:
+                patch.setattr(owner, name, Forbidden(f"{owner.__name__}.{name}"))
+            yield
+
+    return context

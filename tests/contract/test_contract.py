@@ -1,0 +1,579 @@
+"""The promises that every backend keeps, one suite for all of them.
+
+A backend joins by standing in the registry and having a `Stage` in conftest.py.
+"""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from clusterkit import backends, loader, runs
+from clusterkit.backends.base import Backend, Handle, Observation, check_capabilities
+from clusterkit.cluster import CLUSTER_TYPES
+from clusterkit.errors import BadInput, CapabilityError, SubmitFailed, Unavailable
+from clusterkit.plan import Plan
+from clusterkit.shell import Secret
+from clusterkit.spec import BatchSpec, CheckpointSpec, JobSpec
+from clusterkit.status import State
+from clusterkit.transport import Transport
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB_FILES = sorted((ROOT / "jobs").glob("*.yaml"))
+PROGRAMS = Path(__file__).parent / "programs"
+STAMP = b"2026-11-21T20:11:58.%06dZ"
+
+KINDS_OF_JOB = {
+    "torchrun": {"launcher": "torchrun"},
+    "torchrun on two nodes": {"launcher": "torchrun", "nodes": 2, "gpus_per_node": 2},
+    "elastic torchrun": {"launcher": "torchrun", "nodes": "1:4"},
+    "deepspeed": {
+        "launcher": "deepspeed",
+        "nodes": 2,
+        "deepspeed": {"zero_optimization": {"stage": 3}},
+        "batch": BatchSpec(global_size=64, micro=8),
+    },
+    "mpirun": {"launcher": "mpirun", "nodes": 2},
+    "python": {"launcher": "python", "checkpoint": CheckpointSpec()},
+    "module": {"program": None, "module": "json.tool"},
+    "command": {"program": None, "command": ("./train.sh", "--a b")},
+}
+
+
+@pytest.fixture(params=KINDS_OF_JOB)
+def any_job(request, demo):
+    return demo(**KINDS_OF_JOB[request.param])
+
+
+# ---------------------------------------------------------------- registration
+
+
+def test_every_backend_of_the_registry_is_staged_here(staged_names):
+    assert staged_names == set(backends.NAMES)
+
+
+def test_every_backend_has_a_kind_of_cluster_entry():
+    assert set(CLUSTER_TYPES) == set(backends.NAMES)
+
+
+def test_a_backend_is_what_its_name_says(stage):
+    kind = backends.backend_type(stage.name)
+    assert issubclass(kind, Backend)
+    assert kind.name == stage.name
+    assert kind.summary
+    assert not kind.__abstractmethods__
+
+
+def test_what_a_backend_cannot_do_is_named_by_field_and_reason(stage):
+    fields = {field.name for field in msgspec.structs.fields(JobSpec)}
+    for field, reason in type(stage.backend).unsupported.items():
+        assert field.partition("=")[0] in fields
+        assert reason
+
+
+# ---------------------------------------------------------------- 1, 2: purity
+
+
+def test_a_plan_is_the_same_for_ever(stage, any_job):
+    first, second = stage.plan(any_job), stage.plan(any_job)
+    assert first == second
+    assert first.to_json() == second.to_json()
+    assert first.to_text() == second.to_text()
+
+
+def test_planning_touches_nothing_of_the_outside_world(stage, any_job, forbidden):
+    expected, facts = stage.plan(any_job), stage.facts_of()
+    with forbidden():
+        plan = stage.plan(any_job, facts)
+        text, document = plan.to_text(), plan.to_json()
+    assert plan == expected
+    assert (text, document) == (expected.to_text(), expected.to_json())
+
+
+def test_the_ban_on_the_outside_world_works(forbidden):
+    for touch in (
+        lambda: open("/dev/null"),  # noqa: SIM115 (it is never opened)
+        lambda: Path("/").exists(),
+        lambda: os.environ["PATH"],
+        lambda: os.environ.get("PATH"),
+        lambda: subprocess.run(["true"]),
+        lambda: __import__("time").time(),
+        lambda: __import__("random").random(),
+        lambda: __import__("uuid").uuid4(),
+        lambda: __import__("socket").socket(),
+    ):
+        with forbidden(), pytest.raises(AssertionError, match="a plan must not touch"):
+            touch()
+
+
+def test_planning_changes_neither_job_nor_cluster_nor_facts(stage, any_job):
+    facts, cluster = stage.facts_of(), stage.cluster()
+    before = copy.deepcopy((any_job, cluster, facts))
+    stage.plan(any_job, facts, cluster=cluster)
+    assert (any_job, cluster, facts) == before
+
+
+def test_a_plan_does_not_share_what_it_is_made_of_with_the_job(stage, demo):
+    job = demo(deepspeed={"zero_optimization": {"stage": 1}}, env={"A": "1"})
+    plan = stage.plan(job)
+    before = plan.to_json()
+    job.deepspeed["zero_optimization"]["stage"] = 3
+    job.env["A"] = "2"
+    assert plan.to_json() == before
+
+
+@pytest.mark.parametrize("path", JOB_FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_every_job_file_of_the_repository_has_a_plan(stage, path, nodes, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    job = msgspec.structs.replace(loader.load_job(path), nodes=nodes)
+    plan = stage.plan(job)
+    assert plan.world_size >= nodes
+    assert plan == stage.plan(job)
+
+
+def test_a_plan_survives_the_run_folder(stage, any_job):
+    plan = stage.plan(any_job)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+# ---------------------------------------------------------------- 3, 4: what a rank sees
+
+
+def dumped(folder):
+    ranks = {}
+    for path in sorted(folder.iterdir()):
+        seen = json.loads(path.read_text())
+        ranks[int(seen["env"]["RANK"])] = seen
+    return ranks
+
+
+@pytest.fixture
+def dump_dir(tmp_path):
+    folder = tmp_path / "dump"
+    folder.mkdir()
+    return folder
+
+
+def test_every_rank_sees_the_whole_contract(stage, demo, run_nodes, dump_dir):
+    job = demo(nodes=2, gpus_per_node=2, env={"DUMP_DIR": str(dump_dir)})
+    plan = stage.plan(job)
+    assert run_nodes(stage, plan) == [0, 0]
+    seen = dumped(dump_dir)
+    assert sorted(seen) == [0, 1, 2, 3]
+    for rank, one in seen.items():
+        env = one["env"]
+        expected = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank % 2),
+            "NODE_RANK": str(rank // 2),
+            "WORLD_SIZE": "4",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": plan.address,
+            "MASTER_PORT": str(plan.port),
+            "CLUSTERKIT_RUN_ID": plan.run_id,
+            "CLUSTERKIT_RUN_DIR": plan.run_dir,
+            "CLUSTERKIT_JOB": "demo",
+        }
+        assert {name: env.get(name) for name in expected} == expected
+        assert one["cwd"] == str(PROGRAMS)
+
+
+def test_values_arrive_at_the_ranks_exactly_as_written(
+    stage, demo, run_nodes, dump_dir, ugly_values
+):
+    words = [*ugly_values.values(), "--", "-x", "--nproc", "7"]
+    job = demo(args=tuple(words), env={"DUMP_DIR": str(dump_dir), **ugly_values})
+    assert run_nodes(stage, stage.plan(job)) == [0]
+    (seen,) = dumped(dump_dir).values()
+    assert {name: seen["env"].get(name) for name in ugly_values} == ugly_values
+    assert seen["argv"] == words
+
+
+def test_values_of_the_cluster_entry_arrive_exactly_as_well(
+    stage, demo, run_nodes, dump_dir, ugly_values
+):
+    cluster = stage.cluster(env={"DUMP_DIR": str(dump_dir), **ugly_values})
+    assert run_nodes(stage, stage.plan(demo(), cluster=cluster)) == [0]
+    (seen,) = dumped(dump_dir).values()
+    assert {name: seen["env"].get(name) for name in ugly_values} == ugly_values
+
+
+def test_variables_that_the_scripts_use_themselves_are_still_the_user_s(
+    stage, demo, run_nodes, dump_dir
+):
+    theirs = dict.fromkeys(["run_dir", "node_dir", "slot", "pipe", "IS_HOST", "name"], "theirs")
+    job = demo(env={"DUMP_DIR": str(dump_dir), **theirs})
+    assert run_nodes(stage, stage.plan(job)) == [0]
+    (seen,) = dumped(dump_dir).values()
+    assert {name: seen["env"].get(name) for name in theirs} == theirs
+
+
+def test_folders_with_weird_names_work(
+    stage, demo, run_nodes, dump_dir, weird_tmp_path, make_facts
+):
+    program = weird_tmp_path / "my $program's.py"
+    program.write_bytes((PROGRAMS / "dump.py").read_bytes())
+    job = demo(program=program.name, workdir=str(weird_tmp_path), env={"DUMP_DIR": str(dump_dir)})
+    plan = stage.plan(job, make_facts(home=str(weird_tmp_path / "home")))
+    assert run_nodes(stage, plan) == [0]
+    (seen,) = dumped(dump_dir).values()
+    assert seen["cwd"] == str(weird_tmp_path)
+    assert seen["env"]["CLUSTERKIT_RUN_DIR"] == plan.run_dir
+
+
+def test_stale_variables_of_the_submitter_do_not_reach_the_ranks(stage, demo, run_nodes, dump_dir):
+    job = demo(gpus_per_node=2, env={"DUMP_DIR": str(dump_dir)})
+    stale = {
+        "RANK": "9", "LOCAL_RANK": "9", "WORLD_SIZE": "99", "LOCAL_WORLD_SIZE": "99",
+        "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1", "GROUP_RANK": "9",
+        "TORCHELASTIC_RUN_ID": "old",
+    }  # fmt: skip
+    plan = stage.plan(job)
+    assert run_nodes(stage, plan, **stale) == [0]
+    seen = dumped(dump_dir)
+    assert sorted(seen) == [0, 1]
+    for one in seen.values():
+        assert one["env"]["WORLD_SIZE"] == "2"
+        assert one["env"]["MASTER_ADDR"] == plan.address
+        assert "GROUP_RANK" not in one["env"]
+        assert "TORCHELASTIC_RUN_ID" not in one["env"]
+
+
+# ---------------------------------------------------------------- 5: secrets
+
+TOKEN = "hunter2-Zq81-correct-horse"
+
+
+def test_a_secret_is_in_no_form_of_the_plan(stage, demo, monkeypatch):
+    monkeypatch.setenv("API_TOKEN", TOKEN)
+    plan = stage.plan(demo(secrets=("API_TOKEN",)))
+    assert "API_TOKEN" in plan.to_text()
+    assert TOKEN not in plan.to_text()
+    assert TOKEN not in plan.to_json().decode()
+    assert TOKEN not in repr(plan)
+
+
+def test_a_secret_reaches_the_ranks_and_no_file_of_the_run(
+    stage, demo, run_nodes, dump_dir, clusterkit_home
+):
+    job = demo(secrets=("API_TOKEN",), env={"DUMP_DIR": str(dump_dir)})
+    plan = stage.plan(job)
+    assert run_nodes(stage, plan, API_TOKEN=TOKEN) == [0]
+    (seen,) = dumped(dump_dir).values()
+    assert seen["env"]["API_TOKEN"] == TOKEN
+    written = [path for path in Path(plan.run_dir).rglob("*") if path.is_file()]
+    assert len(written) >= 5
+    for path in written:
+        assert TOKEN.encode() not in path.read_bytes(), path
+
+
+def test_a_secret_is_in_no_argument_list_of_a_running_process(stage, demo, tmp_path):
+    ready, go = tmp_path / "ready", tmp_path / "go"
+    os.mkfifo(ready)
+    os.mkfifo(go)
+    job = demo(
+        program=str(PROGRAMS / "wait.py"),
+        secrets=("API_TOKEN",),
+        env={"READY": str(ready), "GO": str(go)},
+    )
+    plan = stage.plan(job)
+    stage.write_files(plan)
+    (step,) = stage.node_steps(plan)
+    node = subprocess.Popen(
+        step.argv, env={"PATH": os.environ["PATH"], **step.env, "API_TOKEN": TOKEN}
+    )
+    assert ready.read_text() == "here\n"  # waits for the rank
+    shown, theirs = [], 0
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            theirs += os.fsencode(plan.run_dir) in command
+            shown.append(command)
+    go.write_text("")  # lets the rank end
+    assert node.wait(60) == 0
+    assert theirs >= 1
+    assert not [command for command in shown if TOKEN.encode() in command]
+
+
+def test_the_steps_that_are_recorded_hold_no_secret(stage, demo, recording):
+    records = []
+    stage.backend.submit(
+        stage.plan(demo(secrets=("API_TOKEN",))),
+        recording(),
+        secrets={"API_TOKEN": Secret("API_TOKEN", TOKEN)},
+        record=lambda step, outcome: records.append((step, outcome)),
+    )
+    assert records
+    assert TOKEN not in repr(records)
+
+
+# ---------------------------------------------------------------- 6: capabilities
+
+
+def test_a_field_that_cannot_be_honoured_is_refused_by_name(stage, demo):
+    kind = type(stage.backend)
+    everyone = {name: backends.backend_type(name) for name in backends.NAMES}
+    check_capabilities(kind, demo(), everyone)
+    for field in kind.unsupported:
+        key, _, value = field.partition("=")
+        job = msgspec.structs.replace(demo(), **{key: value or ("x",)})
+        with pytest.raises(CapabilityError, match=f"{kind.name} does not support {field}: "):
+            check_capabilities(kind, job, everyone)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"env": {"RANK": "0"}},
+        {"args": ("${clusterkit.nothing}",)},
+        {"batch": BatchSpec(global_size=7, micro=2)},
+        {"device": "cuda"},
+        {"deepspeed": {"train_batch_size": 3}, "batch": BatchSpec(global_size=4)},
+    ],
+    ids=str,
+)
+def test_a_job_that_does_not_fit_is_refused_in_planning(stage, demo, fields):
+    with pytest.raises(BadInput, match=r"env\.RANK|args|batch|device|deepspeed"):
+        stage.plan(demo(**fields))
+
+
+# ---------------------------------------------------------------- 7: names
+
+
+@pytest.mark.parametrize("name", ["x" * 200, "Weird Name_ü.v2", "--", "日本"])
+def test_any_job_name_gives_legal_names(stage, demo, name):
+    run_id = runs.new_run_id(name)
+    plan = stage.plan(demo(name=name), run_id=run_id)
+    assert runs.RUN_ID.match(plan.run_id)
+    assert len(plan.run_id) <= runs.RUN_ID_MAX
+    assert all(len(part.encode()) <= 255 for file in plan.files for part in file.path.split("/"))
+
+
+def test_a_run_of_a_very_long_name_runs(stage, demo, run_nodes, dump_dir):
+    name = "n" * 200
+    job = demo(name=name, env={"DUMP_DIR": str(dump_dir)})
+    assert run_nodes(stage, stage.plan(job, run_id=runs.new_run_id(name))) == [0]
+    assert dumped(dump_dir)[0]["env"]["CLUSTERKIT_JOB"] == name
+
+
+# ---------------------------------------------------------------- 8, 14: submitting
+
+
+def test_submitting_does_exactly_what_the_plan_says_in_order(stage, any_job, recording):
+    plan, transport = stage.plan(any_job), recording()
+    handle = stage.backend.submit(plan, transport)
+    assert handle == Handle(plan, 1)
+    hosts = dict.fromkeys(step.host for step in plan.steps)
+    assert transport.puts == [
+        (host, file.path, file.content(), file.mode) for host in hosts for file in plan.files
+    ]
+    assert transport.commands == [
+        (step.kind, step.host, step.argv, {**step.env, "CLUSTERKIT_ATTEMPT": "1"})
+        for step in plan.steps
+    ]
+
+
+def test_another_attempt_adds_nothing_but_its_number(stage, demo, recording):
+    plan, first, third = stage.plan(demo()), recording(), recording()
+    stage.backend.submit(plan, first, attempt=1)
+    assert stage.backend.submit(plan, third, attempt=3) == Handle(plan, 3)
+    assert third.puts == first.puts
+    assert [(*command[:3], command[3] | {"CLUSTERKIT_ATTEMPT": "1"}) for command in third.commands]
+    for one, other in zip(first.commands, third.commands, strict=True):
+        assert other[3] == one[3] | {"CLUSTERKIT_ATTEMPT": "3"}
+
+
+def test_every_step_is_recorded(stage, demo, recording):
+    plan, records = stage.plan(demo(nodes=2)), []
+    stage.backend.submit(plan, recording(), record=lambda step, outcome: records.append(step))
+    assert records == list(plan.steps)
+
+
+def test_a_command_that_cannot_be_started_fails_the_submit_and_is_recorded(stage, demo, recording):
+    class Broken(recording):
+        def start(self, host, argv, *, env=None):
+            raise SubmitFailed(f"cannot start {argv[0]} on {host}: Permission denied")
+
+        def run(self, host, argv, *, env=None, timeout=None):
+            raise SubmitFailed(f"cannot start {argv[0]} on {host}: Permission denied")
+
+    records = []
+    with pytest.raises(SubmitFailed, match=r"cannot start .*: Permission denied"):
+        stage.backend.submit(
+            stage.plan(demo()), Broken(), record=lambda step, outcome: records.append(outcome)
+        )
+    assert len(records) == 1
+    assert "Permission denied" in records[0]
+
+
+def test_the_recording_transport_is_a_whole_transport(recording):
+    wanted = {name for name in vars(Transport) if not name.startswith("_")}
+    assert wanted <= set(dir(recording))
+
+
+# ---------------------------------------------------------------- 10, 11: status
+
+
+@pytest.fixture
+def handle(stage, demo):
+    return Handle(stage.plan(demo(nodes=2)), 1)
+
+
+def test_a_run_that_nobody_knows_has_no_status(stage, handle):
+    assert stage.backend.status(handle, stage.transport) is None
+
+
+def test_a_run_that_has_not_begun_is_pending(stage, handle):
+    stage.begin(handle.plan)
+    seen = stage.backend.status(handle, stage.transport)
+    assert isinstance(seen, Observation)
+    assert seen.state is State.PENDING
+    assert [node.state for node in seen.nodes] == [State.PENDING, State.PENDING]
+
+
+def test_every_known_native_word_is_a_state(stage, handle):
+    for state, native in stage.NATIVE.items():
+        stage.begin(handle.plan)
+        for node in (0, 1):
+            stage.node_ended(handle, node, native)
+        seen = stage.backend.status(handle, stage.transport)
+        assert seen.state is State[state]
+        assert {node.state for node in seen.nodes} == {State[state]}
+
+
+def test_a_native_word_that_means_nothing_is_unknown_and_no_exception(stage, handle):
+    for native in stage.GARBAGE:
+        stage.begin(handle.plan)
+        stage.node_ended(handle, 0, stage.NATIVE["SUCCEEDED"])
+        stage.node_ended(handle, 1, native)
+        seen = stage.backend.status(handle, stage.transport)
+        assert seen.nodes[1].state is State.UNKNOWN, native
+        assert seen.state is State.UNKNOWN, native
+
+
+def test_states_are_told_per_attempt(stage, handle):
+    stage.begin(handle.plan)
+    second = Handle(handle.plan, 2)
+    for node in (0, 1):
+        stage.node_ended(handle, node, stage.NATIVE["FAILED"])
+        stage.node_ended(second, node, stage.NATIVE["SUCCEEDED"])
+    assert stage.backend.status(handle, stage.transport).state is State.FAILED
+    assert stage.backend.status(second, stage.transport).state is State.SUCCEEDED
+
+
+def test_a_real_run_is_seen_to_have_succeeded(stage, demo, run_nodes, dump_dir):
+    job = demo(nodes=2, env={"DUMP_DIR": str(dump_dir)})
+    plan = stage.plan(job)
+    stage.begin(plan)
+    run_nodes(stage, plan)
+    seen = stage.backend.status(Handle(plan), stage.transport)
+    assert seen.state is State.SUCCEEDED
+    assert [node.exit_code for node in seen.nodes] == [0, 0]
+    texts = sorted((x.rank, x.text) for x in stage.backend.logs(Handle(plan), stage.transport))
+    assert texts == [(0, "dumped 0"), (1, "dumped 1")]
+
+
+def test_a_real_run_that_fails_is_seen_with_its_exit_code(stage, demo, run_nodes):
+    plan = stage.plan(demo(program=None, command=("sh", "-c", "exit 7")))
+    stage.begin(plan)
+    assert run_nodes(stage, plan) == [7]
+    seen = stage.backend.status(Handle(plan), stage.transport)
+    assert seen.state is State.FAILED
+    assert [end.exit_code for end in seen.rank_exits] == [7]
+
+
+# ---------------------------------------------------------------- 12: cancelling
+
+
+def test_cancelling_is_fine_to_repeat_and_on_a_run_that_never_was(stage, handle):
+    stage.backend.cancel(handle, stage.transport)
+    stage.backend.cancel(handle, stage.transport)
+
+
+def test_cancelling_a_run_that_has_ended_changes_nothing(stage, demo, run_nodes, dump_dir):
+    plan = stage.plan(demo(env={"DUMP_DIR": str(dump_dir)}), cluster=stage.cluster(stop_grace=0.1))
+    stage.begin(plan)
+    run_nodes(stage, plan)
+    before = stage.backend.status(Handle(plan), stage.transport)
+    for _ in range(2):
+        stage.backend.cancel(Handle(plan), stage.transport)
+    assert stage.backend.status(Handle(plan), stage.transport) == before
+    assert before.state is State.SUCCEEDED
+
+
+def test_a_cancel_that_fails_says_so(stage, demo, recording):
+    plan = stage.plan(demo())
+    stage.begin(plan)
+    stage.write_files(plan)
+    with pytest.raises(Unavailable, match=f"could not end run {plan.run_id}: it complained"):
+        stage.backend.cancel(Handle(plan), recording(exit_code=1))
+
+
+# ---------------------------------------------------------------- 13: what is missing
+
+
+@pytest.mark.parametrize(
+    ("fields", "host", "missing"),
+    [
+        ({"launcher": "torchrun"}, {"versions": {}}, "torch"),
+        ({"launcher": "deepspeed"}, {"versions": {}}, "deepspeed"),
+        ({"launcher": "mpirun"}, {"tools": {}}, "Open MPI"),
+    ],
+)
+def test_a_missing_tool_is_unavailable_with_the_remedy(stage, demo, fields, host, missing):
+    with pytest.raises(Unavailable, match=f"needs {missing}") as error:
+        stage.plan(demo(**fields), stage.facts_of(**host))
+    assert error.value.exit_code == 3
+    assert "install" in (error.value.hint or "")
+
+
+# ---------------------------------------------------------------- 15: logs
+
+
+def test_logs_keep_rank_and_order_and_survive_a_torn_last_line(stage, handle):
+    stage.begin(handle.plan)
+    stage.node_log(
+        handle, 0, STAMP % 1 + b" 0 a\n" + STAMP % 4 + b" - b\n" + STAMP % 5 + b" 0 torn \xe2\x82"
+    )
+    stage.node_log(handle, 1, STAMP % 2 + b" 1 c\n" + STAMP % 3 + b" 1 d\n2026-11-21T20")
+    lines = list(stage.backend.logs(handle, stage.transport))
+    assert [(x.node, x.rank, x.text) for x in lines if x.time] == [
+        (0, 0, "a"),
+        (1, 1, "c"),
+        (1, 1, "d"),
+        (0, None, "b"),
+        (0, 0, "torn \ufffd"),
+    ]
+    assert [(x.node, x.rank, x.text) for x in lines if not x.time] == [(1, None, "2026-11-21T20")]
+
+
+def test_logs_of_one_rank_or_one_node(stage, handle):
+    stage.begin(handle.plan)
+    stage.node_log(handle, 0, STAMP % 1 + b" 0 a\n" + STAMP % 2 + b" - b\n")
+    stage.node_log(handle, 1, STAMP % 3 + b" 1 c\n")
+    texts = lambda **only: [x.text for x in stage.backend.logs(handle, stage.transport, **only)]  # noqa: E731
+    assert texts() == ["a", "b", "c"]
+    assert texts(rank=0) == ["a"]
+    assert texts(node=1) == ["c"]
+    assert texts(node=0, rank=1) == []
+    assert texts(follow=lambda: False) == ["a", "b", "c"]
+
+
+def test_a_run_without_logs_has_none(stage, handle):
+    assert list(stage.backend.logs(handle, stage.transport)) == []
+
+
+def test_python_is_the_one_that_the_facts_name(stage, demo):
+    plan = stage.plan(demo(), stage.facts_of(python="/opt/venv/bin/python"))
+    text = "".join(file.text or "" for file in plan.files)
+    assert "/opt/venv/bin/python" in text
+    assert sys.executable not in text

@@ -1,0 +1,115 @@
+"""Whole plans, letter by letter: what `clusterkit plan` prints must not change by accident.
+
+``pytest --update-golden`` writes them anew; read the difference before you commit it.
+"""
+
+import difflib
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from clusterkit import backends, loader
+from clusterkit.cluster import CLUSTER_TYPES
+
+HERE = Path(__file__).resolve().parent
+EXPECTED = HERE / "expected"
+
+# Job file, GPUs of the machine, changes to the job.
+CASES = {
+    "torchrun-1-node": ("plain.yaml", 0, {}),
+    "torchrun-2x2": ("plain.yaml", 0, {"nodes": 2, "gpus_per_node": 2}),
+    "torchrun-elastic": ("elastic.yaml", 0, {}),
+    "torchrun-8-gpus": ("plain.yaml", 8, {}),
+    "torchrun-2-nodes-of-4-gpus": ("plain.yaml", 8, {"nodes": 2}),
+    "deepspeed-zero3": ("zero3.yaml", 0, {"gpus_per_node": 2}),
+    "deepspeed-zero3-2-nodes-of-4-gpus": ("zero3.yaml", 8, {"nodes": 2}),
+    "deepspeed-launcher": ("zero3.yaml", 8, {"nodes": 2, "launcher": "deepspeed"}),
+    "deepspeed-elastic": ("zero3.yaml", 0, {"nodes": "1:2", "launcher": "torchrun"}),
+    "mpirun-2x2": ("plain.yaml", 0, {"launcher": "mpirun", "nodes": 2, "gpus_per_node": 2}),
+    "python-1-node": ("plain.yaml", 0, {"launcher": "python"}),
+    "python-ugly": ("ugly.yaml", 0, {}),
+    "torchrun-ugly-2x2": ("ugly.yaml", 0, {"launcher": "torchrun", "nodes": 2}),
+    "mpirun-ugly": ("ugly.yaml", 0, {"launcher": "mpirun"}),
+    "command": ("command.yaml", 0, {}),
+    "module": ("module.yaml", 0, {}),
+}
+
+
+@pytest.fixture(params=backends.NAMES)
+def planned(request, make_facts):
+    """Plan a case on one backend; the same on every machine."""
+
+    def plan(case):
+        name, gpus, changes = CASES[case]
+        job = msgspec.structs.replace(
+            loader.load_job(HERE / "jobs" / name), workdir="/srv/my project", **changes
+        )
+        facts = make_facts(gpus=gpus, home="/home/u/.clusterkit", python="/opt/venv/bin/python")
+        made = backends.backend(request.param).plan(
+            job, CLUSTER_TYPES[request.param](), facts, "demo-1121201158-abcd"
+        )
+        return request.param, made
+
+    return plan
+
+
+def compare(path: Path, text: str, update: bool) -> None:
+    if update:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode())
+    assert path.exists(), f"{path} is not there: pytest --update-golden writes it"
+    expected = path.read_bytes().decode()
+    if text != expected:
+        changes = difflib.unified_diff(
+            expected.split("\n"), text.split("\n"), "expected", "now", lineterm=""
+        )
+        pytest.fail(
+            "\n".join(changes)
+            + f"\n\nif {path.name} is right as it is now: pytest --update-golden",
+            pytrace=False,
+        )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_plan_for_people_is_letter_by_letter_the_same(case, planned, pytestconfig):
+    backend, plan = planned(case)
+    compare(EXPECTED / backend / f"{case}.txt", plan.to_text(), pytestconfig.option.update_golden)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_plan_as_json_is_letter_by_letter_the_same(case, planned, pytestconfig):
+    backend, plan = planned(case)
+    text = plan.to_json().decode() + "\n"
+    compare(EXPECTED / backend / f"{case}.json", text, pytestconfig.option.update_golden)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_script_of_a_plan_is_posix_shell(case, planned):
+    _, plan = planned(case)
+    scripts = [file for file in plan.files if file.path.endswith(".sh")]
+    assert len(scripts) >= 2
+    for script in scripts:
+        for shell in ("sh", "bash"):
+            done = subprocess.run([shell, "-n"], input=script.content(), capture_output=True)
+            assert (done.returncode, done.stderr) == (0, b""), script.path
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_json_file_of_a_plan_is_json(case, planned):
+    _, plan = planned(case)
+    for file in plan.files:
+        if file.path.endswith(".json"):
+            assert isinstance(msgspec.json.decode(file.content()), dict)
+
+
+def test_no_expectation_is_left_over_from_a_case_that_is_gone():
+    wanted = {
+        f"{backend}/{case}.{kind}"
+        for backend in backends.NAMES
+        for case in CASES
+        for kind in ("txt", "json")
+    }
+    there = {str(path.relative_to(EXPECTED)) for path in EXPECTED.rglob("*") if path.is_file()}
+    assert there == wanted

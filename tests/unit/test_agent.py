@@ -1,0 +1,360 @@
+"""The node agent: one node's launcher, its log, and the end of all of it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clusterkit import agent
+from clusterkit.logs import parse_line
+
+RUN = (
+    "import sys; from clusterkit import agent; agent.PEERS_GRACE = 0.0; "
+    "sys.exit(agent.main(sys.argv[1:]))"
+)
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def start(run_dir):
+    """Start an agent for node 0; every one is ended with the test."""
+    started = []
+
+    def begin(*argv, nproc=1, spawn=False, workdir=None, grace="5", **env):
+        options = ["--spawn"] if spawn else []
+        process = subprocess.Popen(
+            [sys.executable, "-c", RUN, "run", "--nproc", str(nproc),
+             "--workdir", str(workdir or run_dir), "--grace", grace, *options, "--", *argv],
+            env={"PATH": os.environ["PATH"], "CLUSTERKIT_RUN_DIR": str(run_dir),
+                 "CLUSTERKIT_ATTEMPT": "1", "NODE_RANK": "0", **env},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.terminate()
+        process.communicate()
+
+
+@pytest.fixture
+def node_dir(run_dir):
+    return agent.node_folder(str(run_dir), 1, 0)
+
+
+def lines_of(node_dir):
+    return [parse_line(raw, 0) for raw in (node_dir / "log").read_bytes().splitlines()]
+
+
+def exit_of(node_dir):
+    return json.loads((node_dir / "exit.json").read_bytes())
+
+
+# ---------------------------------------------------------------- whole agents
+
+
+def test_output_becomes_a_log_with_time_and_rank_and_the_exit_code_is_passed_on(start, node_dir):
+    process = start("sh", "-c", "echo out; echo err >&2; printf 'no newline'; exit 7")
+    assert process.wait() == 7
+    lines = lines_of(node_dir)
+    assert [(line.rank, line.text) for line in lines] == [
+        (None, "out"),
+        (None, "err"),
+        (None, "no newline"),
+    ]
+    assert all(line.time > 0 for line in lines)
+    assert exit_of(node_dir)["exit_code"] == 7
+    assert exit_of(node_dir)["reason"] is None
+
+
+def test_the_agent_leaves_no_pipes_behind(start, node_dir):
+    assert start("true", nproc=3).wait() == 0
+    assert sorted(os.listdir(node_dir)) == ["exit.json", "log", "started.json"]
+
+
+def test_each_rank_has_a_log_of_its_own_through_its_pipe(start, node_dir):
+    script = (
+        'for r in 0 1; do (exec >"$CLUSTERKIT_PIPE-$r" 2>&1; echo "@clusterkit-rank $((r+4)) $$"; '
+        'echo "I am $r") & done; wait'
+    )
+    assert start("sh", "-c", script, nproc=2).wait() == 0
+    assert sorted((line.rank, line.text) for line in lines_of(node_dir)) == [
+        (4, "I am 0"),
+        (5, "I am 1"),
+    ]
+    recorded = [json.loads(x) for x in (node_dir / "ranks.jsonl").read_text().splitlines()]
+    assert sorted(record["rank"] for record in recorded) == [4, 5]
+
+
+def test_spawn_starts_the_command_once_per_rank(start, node_dir):
+    assert start("sh", "-c", 'echo "rank $LOCAL_RANK"', nproc=3, spawn=True).wait() == 0
+    assert sorted(line.text for line in lines_of(node_dir)) == ["rank 0", "rank 1", "rank 2"]
+
+
+def test_one_failed_rank_ends_the_others_and_its_code_is_the_node_s(start, node_dir):
+    script = 'if [ "$LOCAL_RANK" = 1 ]; then exit 9; fi; exec sleep 600'
+    assert start("sh", "-c", script, nproc=2, spawn=True).wait() == 9
+    codes = [end["exit_code"] for end in exit_of(node_dir)["processes"]]
+    assert codes == [9, -signal.SIGTERM]
+
+
+def test_a_command_that_is_not_there_is_127_with_a_reason(start, node_dir):
+    assert start("/nope/launcher").wait() == 127
+    assert exit_of(node_dir)["reason"] == "No such file or directory: /nope/launcher"
+
+
+def test_a_workdir_that_is_not_there_is_127_with_a_reason(start, node_dir):
+    assert start("true", workdir="/nope").wait() == 127
+    assert exit_of(node_dir)["reason"] == "No such file or directory: /nope"
+
+
+def test_a_command_that_cannot_be_executed_is_126(start, node_dir, run_dir):
+    (run_dir / "plain").write_text("")
+    assert start(str(run_dir / "plain")).wait() == 126
+    assert exit_of(node_dir)["reason"].startswith("Permission denied")
+
+
+def test_a_signal_is_told_as_128_and_its_number(start, node_dir):
+    assert start("sh", "-c", "kill -KILL $$").wait() == 137
+    assert exit_of(node_dir)["exit_code"] == 137
+
+
+def wait_for_line(fifo: Path) -> str:
+    with fifo.open() as reader:  # waits for the writer
+        return reader.readline().strip()
+
+
+def test_term_ends_everything_and_says_that_it_was_asked_for(start, node_dir, run_dir):
+    os.mkfifo(run_dir / "ready")
+    process = start("sh", "-c", 'sleep 600 & echo $! >"$0"; wait', str(run_dir / "ready"))
+    sleeper = int(wait_for_line(run_dir / "ready"))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 143
+    assert exit_of(node_dir)["reason"] == "stopped on request"
+    assert agent.start_ticks(sleeper) is None
+
+
+def test_what_ignores_term_is_killed_after_the_grace(start, node_dir, run_dir):
+    os.mkfifo(run_dir / "ready")
+    script = 'trap "" TERM; echo $$ >"$0"; while :; do sleep 600; done'
+    process = start("sh", "-c", script, str(run_dir / "ready"), grace="0.1")
+    stubborn = int(wait_for_line(run_dir / "ready"))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 137
+    assert agent.start_ticks(stubborn) is None
+
+
+def test_what_a_launcher_leaves_behind_is_ended_with_it(start, run_dir):
+    script = 'setsid sleep 600 >/dev/null 2>&1 & echo $! >"$0"'
+    os.mkfifo(run_dir / "ready")
+    process = start("sh", "-c", script, str(run_dir / "ready"))
+    orphan = int(wait_for_line(run_dir / "ready"))
+    assert process.wait() == 0
+    assert agent.start_ticks(orphan) is None
+
+
+def test_a_second_agent_for_the_same_node_is_refused_while_the_first_lives(start, run_dir):
+    os.mkfifo(run_dir / "ready")
+    start("sh", "-c", 'echo up >"$0"; exec sleep 600', str(run_dir / "ready"))
+    assert wait_for_line(run_dir / "ready") == "up"
+    second = start("true")
+    _, complaint = second.communicate()
+    assert second.returncode == 75
+    assert b"already runs as process" in complaint
+
+
+def test_stop_ends_the_agents_of_a_run_and_is_fine_to_repeat(start, run_dir, node_dir):
+    os.mkfifo(run_dir / "ready")
+    process = start("sh", "-c", 'echo up >"$0"; exec sleep 600', str(run_dir / "ready"))
+    assert wait_for_line(run_dir / "ready") == "up"
+    assert agent.stop(str(run_dir), 5.0)["asked"] == [process.pid]
+    assert process.wait() == 143
+    assert agent.stop(str(run_dir), 5.0) == {"asked": [], "killed": []}
+
+
+def test_stop_finds_processes_that_lost_everybody_who_knew_them(run_dir, tmp_path):
+    lost = subprocess.Popen(["sleep", "600"], env={"CLUSTERKIT_RUN_DIR": str(run_dir)})
+    other = subprocess.Popen(["sleep", "600"], env={"CLUSTERKIT_RUN_DIR": f"{run_dir}-other"})
+    try:
+        assert agent.processes_of(str(run_dir)) == [lost.pid]
+        assert agent.stop(str(run_dir), 1.0)["asked"] == [lost.pid]
+        assert lost.wait() == -signal.SIGTERM
+        assert other.poll() is None
+    finally:
+        for process in (lost, other):
+            process.kill()
+            process.wait()
+
+
+def test_stop_of_a_folder_that_is_not_there_ends_nothing(tmp_path):
+    assert agent.stop(str(tmp_path / "gone"), 0.0) == {"asked": [], "killed": []}
+
+
+# ---------------------------------------------------------------- identities
+
+
+def test_this_process_is_alive_and_one_of_another_start_or_boot_is_not():
+    me = agent.identity(os.getpid())
+    assert agent.is_alive(me)
+    assert not agent.is_alive(me | {"start_ticks": me["start_ticks"] - 1})
+    assert not agent.is_alive(me | {"boot_id": "another"})
+    assert not agent.is_alive({})
+    assert not agent.is_alive(me | {"start_ticks": None})
+
+
+def test_a_zombie_is_not_alive():
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert agent.start_ticks(child.pid) is None
+    child.wait()
+
+
+def test_descendants_are_found_at_any_depth(run_dir):
+    fifo = run_dir / "ready"
+    os.mkfifo(fifo)
+    inner = 'sleep 600 & echo $! >"$0"; wait'
+    parent = subprocess.Popen(["sh", "-c", 'sh -c "$1" "$0" & wait', str(fifo), inner])
+    deepest = int(wait_for_line(fifo))
+    found = agent.descendants(parent.pid)
+    agent.send([parent.pid, *found], signal.SIGKILL)
+    parent.wait()
+    agent.wait_gone(found, 5.0)
+    assert found[-1] == deepest
+    assert len(found) == 2
+    assert [agent.start_ticks(pid) for pid in found] == [None, None]
+
+
+# ---------------------------------------------------------------- the log
+
+
+@pytest.fixture
+def log(tmp_path):
+    made = agent.NodeLog(tmp_path)
+    yield made
+    os.close(made._handle)
+
+
+@pytest.fixture
+def stream(log):
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    made = agent.Stream(read, log)
+    made.write = lambda data: os.write(write, data)
+    yield made
+    os.close(read)
+    os.close(write)
+
+
+def texts(tmp_path):
+    return [parse_line(raw, 0).text for raw in (tmp_path / "log").read_bytes().split(b"\n")[:-1]]
+
+
+def test_lines_are_logged_once_they_are_whole(stream, tmp_path):
+    stream.write(b"one\ntw")
+    assert stream.pump()
+    assert texts(tmp_path) == ["one"]
+    stream.write(b"o\n")
+    stream.pump()
+    assert texts(tmp_path) == ["one", "two"]
+
+
+def test_a_progress_bar_s_returns_are_ends_of_lines(stream, tmp_path):
+    stream.write(b"10%\r20%\r\n30%\n")
+    stream.pump()
+    assert texts(tmp_path) == ["10%", "20%", "30%"]
+
+
+def test_a_line_end_of_two_characters_counts_once_even_when_it_arrives_in_two_pieces(
+    stream, tmp_path
+):
+    stream.write(b"one\r")
+    stream.pump()
+    stream.write(b"\ntwo\n")
+    stream.pump()
+    assert texts(tmp_path) == ["one", "two"]
+
+
+def test_a_line_without_end_is_broken_up(stream, tmp_path):
+    total = 0
+    while total <= agent.LONGEST_LINE:
+        total += stream.write(b"x" * 4096)
+        stream.pump()
+    assert "".join(texts(tmp_path)) == "x" * total
+
+
+def test_draining_gives_the_last_line_that_has_no_end(stream, tmp_path):
+    stream.write(b"a\nlast words")
+    stream.drain()
+    assert texts(tmp_path) == ["a", "last words"]
+
+
+def test_a_header_names_the_rank_of_the_lines_after_it(stream, tmp_path):
+    stream.write(f"before\n@clusterkit-rank 5 {os.getpid()}\nafter\n".encode())
+    stream.pump()
+    raws = (tmp_path / "log").read_bytes().splitlines()
+    assert [(parse_line(raw, 0).rank, parse_line(raw, 0).text) for raw in raws] == [
+        (None, "before"),
+        (5, "after"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"@clusterkit-rank ",
+        b"@clusterkit-rank x y",
+        b"@clusterkit-rank 1",
+        b"@clusterkit-rank \xff 1 2",
+    ],
+)
+def test_a_program_that_prints_half_a_header_does_not_bring_the_agent_down(stream, tmp_path, line):
+    stream.write(line + b"\nafter\n")
+    stream.pump()
+    assert texts(tmp_path)[-1] == "after"
+
+
+def test_a_full_disk_loses_lines_and_says_how_many(log, tmp_path, monkeypatch):
+    real = os.write
+
+    def full(handle, data):
+        raise OSError(28, "No space left on device")
+
+    log.lines("0", [b"before"])
+    monkeypatch.setattr(agent.os, "write", full)
+    log.lines("0", [b"lost", b"lost too"])
+    monkeypatch.setattr(agent.os, "write", real)
+    log.lines("0", [b"after"])
+    assert texts(tmp_path) == ["before", "2 lines lost: disk full", "after"]
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_line_spoils_no_other(log, tmp_path, monkeypatch):
+    real = os.write
+    monkeypatch.setattr(agent.os, "write", lambda handle, data: real(handle, data[:40]))
+    log.lines("0", [b"a line that the disk has only half the room for"])
+    monkeypatch.setattr(agent.os, "write", real)
+    log.lines("0", [b"after"])
+    assert texts(tmp_path)[-1] == "after"
+
+
+def test_a_document_that_finds_no_space_leaves_the_old_one(tmp_path, monkeypatch):
+    agent.write_json(tmp_path / "d.json", {"a": 1})
+
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(agent.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        agent.write_json(tmp_path / "d.json", {"a": 2})
+    assert json.loads((tmp_path / "d.json").read_bytes()) == {"a": 1}
+    assert os.listdir(tmp_path) == ["d.json"]

@@ -1,0 +1,343 @@
+"""From a job to what a node runs."""
+
+import json
+from itertools import pairwise
+
+import msgspec
+import pytest
+
+from clusterkit.assemble import (
+    OWNED,
+    Places,
+    assemble,
+    deepspeed_config,
+    program_argv,
+    require_packages,
+    solve_batch,
+)
+from clusterkit.batch import Batch
+from clusterkit.errors import BadInput, Unavailable
+from clusterkit.rendezvous import Endpoint, Topology
+from clusterkit.spec import BatchSpec, CheckpointSpec, JobSpec
+
+ONE = Topology(1, 1, 1)
+PLACES = Places("/runs/r1", "/work", "/venv/bin/python")
+
+
+def job(**fields):
+    return JobSpec(**({"name": "demo", "program": "train.py"} | fields))
+
+
+def assembled(spec, topology=ONE, **options):
+    return assemble(
+        spec,
+        **(
+            {
+                "topology": topology,
+                "endpoint": Endpoint("10.0.0.1", 29501, "r1"),
+                "places": PLACES,
+                "device": "cpu",
+                "threads": 2,
+                "hosts": ["h"] * topology.nodes,
+                "cluster_env": {},
+                "network_env": {"GLOO_SOCKET_IFNAME": "lo"},
+                "stop_grace": 10.0,
+            }
+            | options
+        ),
+    )
+
+
+def file_of(assembly, name):
+    return next(f for f in assembly.files if f.path.endswith(f"/{name}"))
+
+
+# ---------------------------------------------------------------- environment
+
+
+def exported(assembly):
+    lines = file_of(assembly, "node.sh").text.splitlines()
+    pairs = [line.removeprefix("export ").partition("=") for line in lines if "export " in line]
+    return {name: value for name, equals, value in pairs if equals}
+
+
+def test_the_job_goes_before_the_cluster_and_the_cluster_before_the_defaults():
+    env = exported(
+        assembled(
+            job(env={"A": "job", "OMP_NUM_THREADS": "7"}),
+            cluster_env={"A": "cluster", "B": "cluster", "GLOO_SOCKET_IFNAME": "eth0"},
+        )
+    )
+    assert (env["A"], env["B"]) == ("job", "cluster")
+    assert env["OMP_NUM_THREADS"] == "7"
+    assert env["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert env["PYTHONUNBUFFERED"] == "1"
+
+
+@pytest.mark.parametrize("name", sorted(OWNED))
+@pytest.mark.parametrize("where", ["job", "cluster"])
+def test_nobody_else_may_set_a_variable_of_the_rendezvous(name, where):
+    spec = job(env={name: "1"} if where == "job" else {})
+    with pytest.raises(BadInput, match=rf"env\.{name}: clusterkit sets it"):
+        assembled(spec, cluster_env={name: "1"} if where == "cluster" else {})
+
+
+@pytest.mark.parametrize("name", ["CLUSTERKIT_RUN_DIR", "CLUSTERKIT_ATTEMPT", "CLUSTERKIT_PIPE"])
+def test_nobody_else_may_set_what_clusterkit_finds_its_processes_by(name):
+    with pytest.raises(BadInput, match=rf"env\.{name}: clusterkit sets it"):
+        assembled(job(env={name: "/elsewhere"}))
+
+
+def test_a_rank_knows_its_run_its_batch_and_its_checkpoints():
+    env = exported(
+        assembled(
+            job(
+                batch=BatchSpec(global_size=64, micro=8),
+                checkpoint=CheckpointSpec(every=7, keep=3, resume="never"),
+            ),
+            Topology(2, 2, 2),
+        )
+    )
+    ours = {
+        name.removeprefix("CLUSTERKIT_"): v for name, v in env.items() if name.startswith("CLUST")
+    }
+    assert ours == {
+        "RUN_ID": "r1",
+        "RUN_DIR": "/runs/r1",
+        "JOB": "demo",
+        "DEVICE": "cpu",
+        "GLOBAL_BATCH": "64",
+        "MICRO_BATCH": "8",
+        "ACCUMULATION": "2",
+        "CHECKPOINT_DIR": "/runs/r1/checkpoints",
+        "CHECKPOINT_EVERY": "7",
+        "CHECKPOINT_KEEP": "3",
+        "CHECKPOINT_RESUME": "never",
+    }
+
+
+def test_an_absolute_checkpoint_folder_is_kept():
+    env = exported(assembled(job(checkpoint=CheckpointSpec(dir="/big/disk"))))
+    assert env["CLUSTERKIT_CHECKPOINT_DIR"] == "/big/disk"
+
+
+def test_an_elastic_run_leaves_the_accumulation_to_each_round():
+    env = exported(assembled(job(batch=BatchSpec(global_size=64, micro=8)), Topology(1, 2, 2)))
+    assert (env["CLUSTERKIT_GLOBAL_BATCH"], env["CLUSTERKIT_MICRO_BATCH"]) == ("64", "8")
+    assert "CLUSTERKIT_ACCUMULATION" not in env
+
+
+# ---------------------------------------------------------------- batch and deepspeed
+
+
+def test_the_deepspeed_config_of_144_is_24_x_6_x_1():
+    spec = job(batch=BatchSpec(global_size=144, micro=24), deepspeed={"fp16": {"enabled": True}})
+    config = json.loads(file_of(assembled(spec), "deepspeed.json").text)
+    assert config == {
+        "fp16": {"enabled": True},
+        "train_batch_size": 144,
+        "train_micro_batch_size_per_gpu": 24,
+        "gradient_accumulation_steps": 6,
+        "gradient_clipping": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("topology", "accumulation"),
+    [(Topology(1, 1, 1), 8), (Topology(1, 1, 4), 2), (Topology(2, 2, 4), 1)],
+    ids=["1 GPU", "4 GPUs", "2 nodes of 4"],
+)
+def test_the_deepspeed_config_follows_the_number_of_ranks(topology, accumulation):
+    spec = job(batch=BatchSpec(global_size=64, micro=8), deepspeed={})
+    config = json.loads(file_of(assembled(spec, topology), "deepspeed.json").text)
+    assert config["gradient_accumulation_steps"] == accumulation
+    assert config["train_batch_size"] == 64
+    assert config["train_micro_batch_size_per_gpu"] == 8
+
+
+def test_a_clipping_that_was_asked_for_stays():
+    config, notes = deepspeed_config({"gradient_clipping": 0.5}, None)
+    assert config == {"gradient_clipping": 0.5}
+    assert notes == []
+
+
+def test_a_clipping_that_was_not_asked_for_is_off_and_says_so():
+    config, notes = deepspeed_config({}, None)
+    assert config == {"gradient_clipping": 0.0}
+    assert [str(note) for note in notes] == [
+        "gradient_clipping=0.0 (not in the job; DeepSpeed's own default would be 1.0)"
+    ]
+
+
+def test_batch_numbers_in_the_deepspeed_section_must_agree_with_the_batch():
+    sizes = Batch(64, 8, 2, 4)
+    with pytest.raises(BadInput, match=r"deepspeed\.train_batch_size: 32, but batch gives 64"):
+        deepspeed_config({"train_batch_size": 32}, sizes)
+    config, _ = deepspeed_config({"train_batch_size": "auto"}, sizes)
+    assert config["train_batch_size"] == 64
+
+
+def test_the_job_s_own_config_is_not_changed():
+    original = {"zero_optimization": {"stage": 3}}
+    deepspeed_config(original, Batch(64, 8, 2, 4))
+    assert original == {"zero_optimization": {"stage": 3}}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
+def test_a_number_that_json_cannot_hold_is_refused_and_not_changed(value):
+    with pytest.raises(BadInput, match=r"deepspeed\.optimizer.*lr"):
+        deepspeed_config({"optimizer": {"params": {"lr": value}}}, None)
+
+
+def test_an_elastic_config_names_only_the_micro_batch():
+    config, _ = deepspeed_config({}, Batch(64, 8, 2, 4), elastic=True)
+    assert config == {"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0.0}
+
+
+def test_an_elastic_job_must_divide_for_every_number_of_nodes():
+    spec = job(batch=BatchSpec(global_size=64, micro=8), nodes="1:3")
+    with pytest.raises(BadInput, match="micro x ranks = 24 on 3 ranks"):
+        solve_batch(spec, Topology(1, 3, 1))
+
+
+def test_the_batch_says_how_it_came_about():
+    spec = job(batch=BatchSpec(global_size=64, micro=8))
+    _, notes = solve_batch(spec, Topology(2, 2, 2))
+    assert [str(note) for note in notes] == [
+        "batch=64 = 8 x 2 x 4 (global = micro x accumulation x ranks)"
+    ]
+
+
+def test_on_the_cpu_deepspeed_is_told_so():
+    assert exported(assembled(job(deepspeed={})))["DS_ACCELERATOR"] == "cpu"
+    assert "DS_ACCELERATOR" not in exported(assembled(job(deepspeed={}), device="cuda"))
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def run_env(**more):
+    return {"CLUSTERKIT_RUN_ID": "r1", "CLUSTERKIT_RUN_DIR": "/runs/r1"} | more
+
+
+def test_names_in_arguments_are_replaced():
+    spec = job(args=("--id=${clusterkit.run_id}", "${clusterkit.run_dir}/${clusterkit.world_size}"))
+    argv = program_argv(spec, "python", run_env(), Topology(2, 2, 4))
+    assert argv == ["python", "-u", "train.py", "--id=r1", "/runs/r1/8"]
+
+
+def test_other_dollars_in_arguments_are_left_alone():
+    words = ("${HOME}", "$x", "${clusterkit", "${clusterkit.run_id", "{}")
+    assert program_argv(job(args=words), "python", run_env(), ONE)[3:] == list(words)
+
+
+def test_a_replaced_value_is_not_looked_into_again():
+    env = run_env(CLUSTERKIT_CHECKPOINT_DIR="/${clusterkit.run_id}")
+    spec = job(args=("${clusterkit.checkpoint_dir}",))
+    assert program_argv(spec, "python", env, ONE)[3:] == ["/${clusterkit.run_id}"]
+
+
+def test_an_unknown_name_in_arguments_is_refused_with_the_known_ones():
+    with pytest.raises(BadInput, match=r"args: \$\{clusterkit\.nope\} is unknown") as error:
+        program_argv(job(args=("${clusterkit.nope}",)), "python", run_env(), ONE)
+    assert "micro_batch" in (error.value.hint or "")
+
+
+def test_a_name_without_a_value_in_this_job_is_refused():
+    with pytest.raises(BadInput, match=r"\$\{clusterkit\.micro_batch\} has no value in this job"):
+        program_argv(job(args=("${clusterkit.micro_batch}",)), "python", run_env(), ONE)
+
+
+@pytest.mark.parametrize(
+    ("fields", "argv"),
+    [
+        ({"program": "a b.py"}, ["/py", "-u", "a b.py", "x"]),
+        ({"program": None, "module": "m.n"}, ["/py", "-u", "-m", "m.n", "x"]),
+        ({"program": None, "command": ("./go", "--a")}, ["./go", "--a", "x"]),
+    ],
+)
+def test_programs_modules_and_commands_become_argument_lists(fields, argv):
+    assert program_argv(job(args=("x",), **fields), "/py", run_env(), ONE) == argv
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_mpirun_is_told_each_variable_once():
+    text = file_of(assembled(job(launcher="mpirun", env={"A": "1"})), "node.sh").text
+    words = text.split()
+    forwarded = [name for flag, name in pairwise(words) if flag == "-x"]
+    assert "A" in forwarded
+    assert len(forwarded) == len(set(forwarded))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "names"),
+    [
+        ("torchrun", {"node.sh", "rank.sh", "agent.py"}),
+        ("python", {"node.sh", "rank.sh", "agent.py"}),
+        ("deepspeed", {"node.sh", "rank.sh", "agent.py", "hostfile"}),
+        ("mpirun", {"node.sh", "rank.sh", "agent.py", "hostfile"}),
+    ],
+)
+def test_each_launcher_gets_the_files_that_it_needs(launcher, names):
+    paths = [file.path for file in assembled(job(launcher=launcher)).files]
+    assert {path.removeprefix("/runs/r1/files/") for path in paths} == names
+
+
+def test_scripts_can_be_executed():
+    modes = {f.path: f.mode for f in assembled(job()).files}
+    assert modes["/runs/r1/files/node.sh"] == modes["/runs/r1/files/rank.sh"] == 0o755
+
+
+def test_the_agent_needs_only_the_standard_library():
+    import ast
+    import sys
+
+    tree = ast.parse(file_of(assembled(job()), "agent.py").content())
+    imported = {
+        name.split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in (
+            [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module]
+        )
+    }
+    assert imported <= set(sys.stdlib_module_names)
+
+
+# ---------------------------------------------------------------- what a host lacks
+
+
+@pytest.mark.parametrize(
+    ("fields", "host", "message", "hint"),
+    [
+        ({}, {"versions": {}}, "launcher: torchrun needs torch", "pip install"),
+        ({"launcher": "deepspeed"}, {"versions": {}}, "deepspeed needs deepspeed", "pip install"),
+        (
+            {"deepspeed": {}},
+            {"versions": {"torch": "2"}},
+            "deepspeed section needs deepspeed",
+            "pip install",
+        ),
+        ({"launcher": "mpirun"}, {"tools": {}}, "mpirun needs Open MPI", "apt-get install openm"),
+    ],
+)
+def test_a_missing_package_or_tool_is_named_with_the_interpreter_and_the_remedy(
+    fields, host, message, hint, make_facts
+):
+    with pytest.raises(Unavailable, match=message) as error:
+        require_packages(job(**fields), make_facts(**host).hosts[0])
+    assert hint in (error.value.hint or "")
+    assert error.value.exit_code == 3
+
+
+def test_plain_python_needs_nothing(make_facts):
+    require_packages(job(launcher="python"), make_facts(versions={}, tools={}).hosts[0])
+
+
+def test_assembling_does_not_change_the_job():
+    spec = job(batch=BatchSpec(global_size=64, micro=8), deepspeed={"a": {"b": 1}}, env={"A": "1"})
+    before = msgspec.json.encode(spec)
+    assembled(spec)
+    assert msgspec.json.encode(spec) == before

@@ -1,0 +1,129 @@
+"""global = micro x accumulation x ranks, always; what does not divide is refused with advice."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clusterkit.batch import Batch, solve
+from clusterkit.errors import BadInput
+
+SIZE = st.integers(1, 4096)
+SMALL = st.integers(1, 256)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "accumulation"), [(1, 8), (4, 2), (2 * 4, 1)], ids=["1 GPU", "4 GPUs", "2 nodes of 4"]
+)
+def test_global_64_with_micro_8(ranks, accumulation):
+    assert solve(data_parallel=ranks, global_size=64, micro=8) == Batch(64, 8, accumulation, ranks)
+
+
+def test_the_deepspeed_numbers_of_144_samples():
+    assert solve(data_parallel=1, global_size=144, micro=24).deepspeed() == {
+        "train_batch_size": 144,
+        "train_micro_batch_size_per_gpu": 24,
+        "gradient_accumulation_steps": 6,
+    }
+
+
+def test_144_is_24_x_6_x_1_however_it_is_asked_for():
+    expected = Batch(144, 24, 6, 1)
+    assert solve(data_parallel=1, micro=24, accumulation=6) == expected
+    assert solve(data_parallel=1, global_size=144, accumulation=6) == expected
+    assert solve(data_parallel=1, global_size=144, micro=24, accumulation=6) == expected
+
+
+def test_global_alone_means_no_accumulation():
+    assert solve(data_parallel=4, global_size=64) == Batch(64, 16, 1, 4)
+
+
+def test_micro_alone_gives_the_global_size():
+    assert solve(data_parallel=4, micro=8) == Batch(32, 8, 1, 4)
+
+
+@given(SMALL, SMALL, SMALL)
+def test_any_two_sizes_of_a_batch_give_the_third_back(micro, accumulation, ranks):
+    total = micro * accumulation * ranks
+    whole = Batch(total, micro, accumulation, ranks)
+    assert solve(data_parallel=ranks, global_size=total, micro=micro) == whole
+    assert solve(data_parallel=ranks, global_size=total, accumulation=accumulation) == whole
+    assert solve(data_parallel=ranks, micro=micro, accumulation=accumulation) == whole
+
+
+@given(SIZE, SIZE | st.none(), st.integers(1, 64), st.integers(1, 64) | st.none())
+def test_what_divides_is_solved_as_given_and_everything_else_is_refused(
+    total, micro, ranks, accumulation
+):
+    sizes = {"global_size": total, "micro": micro, "accumulation": accumulation}
+    if total % ((micro or 1) * ranks * (accumulation or 1)) or (
+        micro and accumulation and micro * ranks * accumulation != total
+    ):
+        with pytest.raises(BadInput, match=f"global {total} "):
+            solve(data_parallel=ranks, **sizes)
+        return
+    found = solve(data_parallel=ranks, **sizes)
+    assert found.micro * found.accumulation * found.data_parallel == found.global_size == total
+    assert micro in (None, found.micro)
+    assert accumulation in (None, found.accumulation)
+    assert min(found.micro, found.accumulation) >= 1
+
+
+@given(SIZE, st.integers(1, 64), st.integers(1, 64))
+def test_every_size_that_a_refusal_suggests_really_divides(total, micro, ranks):
+    if total % (micro * ranks) == 0:
+        total += 1
+        if total % (micro * ranks) == 0:  # micro x ranks is 1: everything divides
+            return
+    with pytest.raises(BadInput, match=f"global {total} is not a multiple") as refusal:
+        solve(data_parallel=ranks, global_size=total, micro=micro)
+    suggested = 0
+    for advice in (refusal.value.hint or "").split("; "):
+        numbers = [int(number) for number in re.findall(r"\d+", advice.split(" with ")[0])]
+        assert numbers
+        suggested += len(numbers)
+        for number in numbers:
+            if "global sizes" in advice:
+                solve(data_parallel=ranks, global_size=number, micro=micro)
+            elif "micro" in advice:
+                solve(data_parallel=ranks, global_size=total, micro=number)
+            else:
+                assert advice.endswith("ranks")
+                solve(data_parallel=number, global_size=total, micro=micro)
+    assert suggested >= 1
+
+
+def test_a_refusal_names_the_nearest_sizes_that_divide():
+    with pytest.raises(
+        BadInput, match="global 60 is not a multiple of micro x ranks = 16"
+    ) as error:
+        solve(data_parallel=2, global_size=60, micro=8)
+    assert (
+        error.value.hint
+        == "nearest global sizes that are: 48 or 64; or micro 6 or 10 with global 60"
+    )
+
+
+def test_a_global_size_below_one_micro_batch_per_rank_is_told_the_smallest_that_works():
+    with pytest.raises(BadInput, match="not a multiple") as error:
+        solve(data_parallel=8, global_size=4, micro=2)
+    assert error.value.hint.startswith("nearest global sizes that are: 16")
+
+
+def test_three_sizes_that_contradict_one_another_are_refused():
+    with pytest.raises(BadInput, match="global 64 = micro 8 x accumulation 4 x 4 ranks does not"):
+        solve(data_parallel=4, global_size=64, micro=8, accumulation=4)
+
+
+def test_accumulation_alone_is_too_little():
+    with pytest.raises(BadInput, match="give `global` or `micro`"):
+        solve(data_parallel=4, accumulation=2)
+
+
+@pytest.mark.parametrize("key", ["global_size", "micro", "accumulation", "data_parallel"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_sizes_below_one_are_refused(key, value):
+    sizes = {"data_parallel": 1, "global_size": 8, "micro": 1, "accumulation": 8} | {key: value}
+    with pytest.raises(BadInput, match=rf"is {value}; it must be at least 1"):
+        solve(**sizes)

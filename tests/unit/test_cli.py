@@ -1,0 +1,579 @@
+"""The command line: every verb, its output for machines and for people, its exit codes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import click
+import pytest
+
+from clusterkit import supervise
+from clusterkit.cli import VERBS
+from clusterkit.cli import cli as group
+from clusterkit.cli.common import table
+from clusterkit.runs import RunFolder
+from clusterkit.status import Failure, NodeStatus, RunStatus, State
+
+STAMP = "2026-11-21T20:11:58.12345"
+LOG = (
+    f"{STAMP}0Z - launcher talk\n"
+    f"{STAMP}1Z 0 hello\n"
+    f'{STAMP}2Z 0 @clusterkit {{"event": "metrics", "step": 1, "loss": 2.5, '
+    '"tokens_per_second": 1000.0, "step_seconds": 0.5}\n'
+    f"{STAMP}3Z 1 from rank one\n"
+    f'{STAMP}4Z 0 @clusterkit {{"event": "metrics", "step": 2, "loss": 1.25, '
+    '"tokens_per_second": 2000.0, "step_seconds": 0.25}\n'
+    f"{STAMP}5Z 0 cut o"
+)
+pytestmark = pytest.mark.usefixtures("no_gpus")
+
+ANSWERS = ("ls", "status", "logs", "metrics", "cancel")
+"""Verbs that answer a question."""
+
+
+def final(run_id, state=State.SUCCEEDED, code=0, **fields):
+    return RunStatus(
+        run=run_id, job="demo", cluster="local", backend="local", state=state, exit_code=code,
+        nodes=(NodeStatus(node=0, host="localhost", state=state, exit_code=code),),
+        started_at=100.0, finished_at=160.0, **fields,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def ended(unstarted_run, by_hand):
+    """A run of two ranks that has succeeded."""
+    run = unstarted_run("launcher: python\ngpus_per_node: 2\n")
+    by_hand(run).node(exit_code=0, log=LOG)
+    RunFolder(run.path).write_json("state.json", final(run.id))
+    return run
+
+
+@pytest.fixture
+def failed(unstarted_run, by_hand):
+    run = unstarted_run()
+    failure = Failure(
+        node=0, rank=0, exit_code=7, cause="ValueError: bad", hint="mend it", traceback="T"
+    )
+    RunFolder(run.path).write_json("state.json", final(run.id, State.FAILED, 7, failure=failure))
+    return run
+
+
+# ---------------------------------------------------------------- help
+
+
+def test_help_lists_every_verb_with_one_line(cli):
+    done = cli("--help")
+    assert done.code == 0
+    for verb, line in VERBS.items():
+        assert f"  {verb} " in done.out
+        assert line in done.out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_an_example_and_described_options(verb):
+    command = cli_command(verb)
+    assert command.name == verb
+    assert command.help
+    assert f"clusterkit {verb}" in (command.epilog or "")
+    assert (command.epilog or "").startswith("Example")
+    for option in command.params:
+        if isinstance(option, click.Option):
+            assert option.help, option.name
+
+
+def cli_command(verb):
+    found = group.get_command(click.Context(group), verb)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_every_verb_answers_to_both_help_flags(cli, verb, flag):
+    done = cli(verb, flag)
+    assert done.code == 0
+    assert done.out.startswith(f"Usage: clusterkit {verb}")
+
+
+@pytest.mark.parametrize("verb", ANSWERS)
+def test_every_verb_that_answers_a_question_has_json(verb):
+    assert "--json" in [flag for option in cli_command(verb).params for flag in option.opts]
+
+
+def test_a_mistyped_verb_is_told_the_nearest(cli):
+    done = cli("sumbit")
+    assert done.code == 2
+    assert "No such command 'sumbit'. Did you mean submit?" in done.err
+
+
+def test_an_unknown_option_is_told(cli):
+    done = cli("plan", "--nodez", "2")
+    assert done.code == 2
+    assert "No such option" in done.err
+
+
+def test_the_version_is_told(cli):
+    import clusterkit
+
+    assert cli("--version").out.strip() == f"clusterkit, version {clusterkit.__version__}"
+
+
+def test_help_starts_without_heavy_imports():
+    code = (
+        "import sys\nfrom clusterkit.cli import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'rich', 'yaml', 'matplotlib', 'hypothesis', 'clusterkit.api'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == "[]\n"
+
+
+def test_all_of_the_orchestrator_imports_without_torch():
+    code = (
+        "import sys, pkgutil, importlib, clusterkit\n"
+        "for m in pkgutil.walk_packages(clusterkit.__path__, 'clusterkit.'):\n"
+        "    if not m.name.startswith(('clusterkit.runtime', 'clusterkit.__main__')):\n"
+        "        importlib.import_module(m.name)\n"
+        "print(sorted({'torch', 'deepspeed', 'matplotlib', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+# ---------------------------------------------------------------- plan
+
+
+def test_plan_prints_the_plan_and_writes_nothing(cli, write_job, clusterkit_home):
+    done = cli("plan", write_job("launcher: python\n"), "--nodes", "2", "--gpus", "2")
+    assert done.code == 0
+    assert done.out.startswith("plan demo-plan: 2 nodes x 2 ranks on this machine")
+    assert "  2 start on localhost node 1: NODE_RANK=1 sh " in done.out
+    assert done.err == ""
+    assert not clusterkit_home.exists()
+
+
+def test_plan_prints_json(cli, write_job):
+    done = cli("plan", write_job("launcher: python\n"), "--json")
+    assert done.json["world_size"] == 1
+    assert done.json["run_id"] == "demo-plan"
+
+
+def test_plan_writes_its_files_to_a_folder(cli, write_job, cwd):
+    done = cli("plan", write_job("launcher: python\n"), "--out", "out dir")
+    assert done.out == ""
+    assert done.err == "5 files written to out dir\n"
+    there = sorted(str(p.relative_to(cwd / "out dir")) for p in (cwd / "out dir").rglob("*.*"))
+    assert there == ["files/agent.py", "files/node.sh", "files/rank.sh", "plan.json", "plan.txt"]
+    assert os.access(cwd / "out dir" / "files" / "node.sh", os.X_OK)
+
+
+def test_plan_of_a_run_that_exists_is_that_run_s_plan_again(cli, ended, write_job):
+    folder = RunFolder(ended.path)
+    done = cli(
+        "plan",
+        "job.yaml",
+        "--run-id",
+        ended.id,
+        "--facts",
+        str(folder.file("facts.json")),
+        "--json",
+    )
+    assert done.out.encode().strip() == folder.read("plan.json").strip()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no such file"),
+        (b"{", "not a facts.json"),
+        (b"{}", "not a facts.json"),
+        (b"\xff", "not a facts.json"),
+    ],
+)
+def test_facts_that_cannot_be_used_are_named(refused, write_job, cwd, content, message):
+    if content is not None:
+        (cwd / "facts.json").write_bytes(content)
+    said = refused("plan", write_job(), "--facts", "facts.json")
+    assert said.startswith(f"error: --facts facts.json: {message}")
+
+
+def test_facts_without_a_host_are_refused(refused, write_job, cwd, facts):
+    import msgspec
+
+    empty = msgspec.structs.replace(facts, hosts=())
+    (cwd / "facts.json").write_bytes(msgspec.json.encode(empty))
+    assert "host" in refused("plan", write_job(), "--facts", "facts.json")
+
+
+def test_a_command_after_two_dashes_is_a_job(cli, write_job):
+    write_job()
+    done = cli("plan", "--gpus", "2", "--set", "launcher=python", "--", "python", "train.py", "-x")
+    assert done.code == 0
+    assert "train.py -x" in done.out
+
+
+def test_words_after_two_dashes_are_further_arguments_of_a_job_file(cli, write_job):
+    job = write_job("launcher: python\nargs: [--a, '1']\n")
+    done = cli("plan", job, "--", "--steps", "2 0", "--")
+    assert done.code == 0
+    assert "train.py --a 1 --steps '2 0' --\n" in done.out
+
+
+def test_a_job_or_a_command_is_needed(cli):
+    done = cli("plan")
+    assert (done.code, done.out) == (2, "")
+    assert "Give a job file, or a command after --." in done.err
+
+
+# ---------------------------------------------------------------- bad input, end to end
+
+BAD = {
+    "unknown key": ("nodez: 2\n", (), "job.yaml:3: nodez: unknown key (did you mean nodes?)"),
+    "wrong type": ("restarts: many\n", (), "job.yaml:3: restarts: 'many' is text"),
+    "nodes 0": ("nodes: 0\n", (), "job.yaml:3: nodes: 0: a run needs at least 1 node"),
+    "nodes 4:2": ('nodes: "4:2"\n', (), "job.yaml:3: nodes: 4:2: the smaller number"),
+    "--nodes 0": ("", ("--nodes", "0"), "nodes: 0: a run needs at least 1 node"),
+    "--nodes x": ("", ("--nodes", "x"), "nodes: 'x' is neither a number nor MIN:MAX"),
+    "--gpus 0": ("", ("--gpus", "0"), "0: a node needs at least 1 rank"),
+    "batch": ("batch: {global: 10, micro: 4}\n", (), "job.yaml:3: batch: global 10 is not a mult"),
+    "env of ours": ("env: {RANK: 3}\n", (), "job.yaml:3: env.RANK: clusterkit sets it"),
+    "unknown name in args": (
+        "args: ['${clusterkit.nope}']\n",
+        (),
+        "job.yaml:3: args: ${clusterkit.nope} is unknown",
+    ),
+    "deepspeed batch": (
+        "batch: {global: 8}\ndeepspeed: {train_batch_size: 4}\n",
+        (),
+        "job.yaml:4: deepspeed.train_batch_size: 4, but batch gives 8",
+    ),
+    "no GPU": ("device: cuda\n", (), "job.yaml:3: device: cuda, but localhost has no GPU"),
+    "secret": ("secrets: [NO_SUCH_X]\n", (), "job.yaml:3: secrets: NO_SUCH_X is not set in your"),
+    "unknown cluster": ("", ("--cluster", "lba"), "cluster 'lba' is unknown"),
+    "unknown file": ("", ("--clusters", "no.yaml"), "no.yaml: no such file"),
+    "bad run id": ("", ("--run-id", "A b"), "run id 'A b': cannot be one"),
+    "bad setting": ("", ("--set", "nodes"), "--set 'nodes': not of the form key=value"),
+    "long name": ("", ("--set", "name=" + "x" * 300), "name: 'xxxxxxxxxx"),
+    "name with slashes": ("", ("--set", "name=a/b"), "name: 'a/b' cannot name a job"),
+}
+
+
+@pytest.mark.parametrize("verb", ["plan", "submit"])
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_error_line_and_nothing_is_left(verb, case, refused, write_job):
+    text, options, message = BAD[case]
+    first = refused(verb, write_job(text), *options, "--set", "launcher=python").splitlines()[0]
+    assert first.startswith(f"error: {message}") or not message.startswith("job.yaml")
+    assert message in first
+
+
+def test_debug_shows_the_traceback(write_job):
+    from clusterkit.cli import main
+    from clusterkit.errors import BadInput
+
+    with pytest.raises(BadInput, match="nodez"):
+        main(["--debug", "plan", write_job("nodez: 2\n")])
+
+
+def test_words_that_are_no_utf_8_are_refused_and_no_traceback(refused, write_job):
+    write_job()
+    said = refused("plan", "--set", "launcher=python", "--", "python", "train.py", "\udcff")
+    assert said.startswith("error: args[0]: ")
+    assert "not valid U" in said
+
+
+def test_a_port_that_is_taken_is_named_with_the_cluster_s_remedy(cli, write_job, cwd):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        (cwd / "clusters.yaml").write_text(f"lab: {{backend: local, port: {port}}}\n")
+        done = cli("plan", write_job("launcher: python\n"), "--cluster", "lab")
+    assert done.code == 1
+    assert done.err.startswith(
+        f"error: port {port} on 127.0.0.1 is in use\n hint: leave `port` out"
+    )
+
+
+def test_a_full_disk_refuses_the_submit_and_leaves_nothing(cli, write_job, tmp_path, monkeypatch):
+    disk = tmp_path / "tiny"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=12k", "none", str(disk)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.decode().strip()}")
+    try:
+        monkeypatch.setenv("CLUSTERKIT_HOME", str(disk))
+        monkeypatch.setattr(supervise, "spawn", lambda folder: pytest.fail("it was started"))
+        done = cli("submit", write_job("launcher: python\n"))
+        assert done.code == 1
+        assert "No space left on device" in done.err.splitlines()[0]
+        assert "Traceback" not in done.err
+        assert os.listdir(disk / "runs") == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+# ---------------------------------------------------------------- submit
+
+
+@pytest.fixture
+def scripted_submit(monkeypatch, by_hand):
+    """Submits whose supervisor is replaced by its last word."""
+
+    def end(state, code, **fields):
+        def spawn(folder):
+            node = folder.path / "attempts" / "1" / "node-0"
+            node.mkdir(parents=True)
+            (node / "log").write_text(LOG)
+            folder.write_json("state.json", final(folder.run_id, state, code, **fields))
+
+        monkeypatch.setattr(supervise, "spawn", spawn)
+
+    return end
+
+
+def test_submit_prints_the_run_id_alone_on_stdout_and_exits_with_the_run_s_code(
+    cli, write_job, scripted_submit
+):
+    scripted_submit(State.SUCCEEDED, 0)
+    done = cli("submit", write_job("launcher: python\n"), "--run-id", "demo-7")
+    assert (done.code, done.out) == (0, "demo-7\n")
+    assert "n0 r0 hello" in done.err
+    assert "demo-7 SUCCEEDED in 1 min 00 s" in done.err
+    assert "loss      2.5000 at step 1, 1.2500 at step 2" in done.err
+
+
+def test_submit_of_a_run_that_fails_exits_with_its_code_and_shows_the_failure(
+    cli, write_job, scripted_submit
+):
+    failure = Failure(node=0, rank=1, exit_code=7, cause="ValueError: bad", hint="mend it")
+    scripted_submit(State.FAILED, 7, failure=failure)
+    done = cli("submit", write_job("launcher: python\n"))
+    assert done.code == 7
+    assert "rank 1 on node 0 failed first: ValueError: bad (exit code 7)" in done.err
+
+
+def test_submit_with_json_prints_the_final_status_instead_of_the_id(
+    cli, write_job, scripted_submit
+):
+    scripted_submit(State.SUCCEEDED, 0)
+    done = cli("submit", write_job("launcher: python\n"), "--json", "--run-id", "demo-8")
+    assert (done.json["run"], done.json["state"]) == ("demo-8", "SUCCEEDED")
+
+
+def test_a_detached_submit_returns_the_id(cli, write_job, scripted_submit):
+    scripted_submit(State.SUCCEEDED, 0)
+    done = cli("submit", write_job("launcher: python\n"), "--detach", "--run-id", "demo-9")
+    assert (done.code, done.out) == (0, "demo-9\n")
+
+
+def test_a_submit_under_an_id_that_exists_is_refused_and_the_run_stays(cli, ended, write_job):
+    done = cli("submit", "job.yaml", "--run-id", ended.id)
+    assert done.code == 2
+    assert f"run {ended.id} exists already" in done.err
+    assert ended.status().state is State.SUCCEEDED
+
+
+def test_more_ranks_than_cores_are_remarked_upon(cli, write_job, scripted_submit):
+    scripted_submit(State.SUCCEEDED, 0)
+    done = cli("submit", write_job("launcher: python\ndevice: cpu\n"), "--gpus", "5000")
+    assert "note: 5000 ranks share" in done.err
+
+
+# ---------------------------------------------------------------- looking again
+
+
+def test_ls_without_runs_says_how_to_begin(cli):
+    done = cli("ls")
+    assert (done.code, done.out) == (0, "")
+    assert "no runs yet" in done.err
+    assert cli("ls", "--json").json == []
+
+
+def test_ls_lists_runs_as_a_table_and_as_the_statuses_in_json(cli, ended):
+    lines = cli("ls").out.splitlines()
+    assert lines[0].split() == ["RUN", "STATE", "NODES", "CLUSTER", "STARTED"]
+    assert lines[1].split()[:4] == [ended.id, "SUCCEEDED", "1", "local"]
+    assert cli("ls", "--json").json == [cli("status", ended.id, "--json").json]
+
+
+def test_status_has_the_documented_form(cli, failed):
+    document = cli("status", "last", "--json").json
+    assert set(document) >= {
+        "run", "job", "cluster", "backend", "state", "exit_code", "attempt", "nodes", "failure",
+        "started_at", "finished_at",
+    }  # fmt: skip
+    assert set(document["nodes"][0]) >= {"node", "host", "state", "exit_code"}
+    assert set(document["failure"]) == {"node", "rank", "exit_code", "cause", "hint", "traceback"}
+
+
+def test_status_for_people_tells_state_nodes_failure_and_remedy(cli, failed):
+    done = cli("status", failed.id)
+    assert done.code == 0
+    for words in ("FAILED", "job demo on local (local), attempt 1, 60.0 s", "NODE  HOST",
+                  "ValueError: bad", "hint: mend it"):  # fmt: skip
+        assert words in done.out
+
+
+def test_logs_show_all_lines_with_source_and_events_as_words(cli, ended):
+    texts = [line.split(" ", 1)[1] for line in cli("logs", ended.id).out.splitlines()]
+    assert texts == [
+        "n0 - launcher talk",
+        "n0 r0 hello",
+        "n0 r0 step 1  loss 2.5  tokens_per_second 1000  step_seconds 0.5",
+        "n0 r1 from rank one",
+        "n0 r0 step 2  loss 1.25  tokens_per_second 2000  step_seconds 0.25",
+        "n0 r0 cut o",
+    ]
+
+
+def test_logs_of_one_rank_raw(cli, ended):
+    assert cli("logs", ended.id, "--rank", "1", "--raw").out == "from rank one\n"
+    assert cli("logs", ended.id, "--node", "0", "--rank", "1", "--raw").out == "from rank one\n"
+
+
+def test_logs_as_json_are_a_list_and_followed_one_object_per_line(cli, ended):
+    listed = cli("logs", ended.id, "--json").json
+    followed = [json.loads(x) for x in cli("logs", ended.id, "--json", "-f").out.splitlines()]
+    assert listed == followed
+    assert listed[1] | {"time": 0} == {
+        "time": 0, "node": 0, "rank": 0, "text": "hello", "attempt": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--rank", "2"), "rank 2: run {} has ranks 0 to 1"),
+        (("--rank", "-1"), "rank -1: run {} has ranks 0 to 1"),
+        (("--node", "1"), "node 1: run {} has nodes 0 to 0"),
+    ],
+)
+def test_logs_of_a_rank_that_is_not_there_are_refused(cli, ended, option, message):
+    done = cli("logs", ended.id, *option)
+    assert done.code == 2
+    assert message.format(ended.id) in done.err
+
+
+def test_metrics_are_a_table_and_a_list_in_json(cli, ended):
+    assert cli("metrics", ended.id).out.splitlines() == [
+        "step  loss  tokens_per_second  step_seconds",
+        "1     2.5   1000               0.5",
+        "2     1.25  2000               0.25",
+    ]
+    assert cli("metrics", "last", "--json").json[1] == {
+        "step": 2, "loss": 1.25, "tokens_per_second": 2000.0, "step_seconds": 0.25,
+    }  # fmt: skip
+
+
+def test_metrics_of_a_run_that_reports_none(cli, failed):
+    done = cli("metrics", failed.id)
+    assert (done.code, done.out) == (0, "")
+    assert "reported no metrics" in done.err
+    assert cli("metrics", failed.id, "--json").json == []
+
+
+def test_cancel_of_a_run_that_has_ended_leaves_it_as_it_is(cli, ended):
+    assert cli("cancel", ended.id).out == f"{ended.id} SUCCEEDED\n"
+    assert cli("cancel", ended.id, "--json").json["state"] == "SUCCEEDED"
+
+
+def test_plot_writes_a_picture_and_prints_its_name(cli, ended, cwd):
+    pytest.importorskip("matplotlib")
+    done = cli("plot", ended.id, "-o", "loss.svg")
+    assert (done.code, done.out) == (0, "loss.svg\n")
+    assert (cwd / "loss.svg").read_text().startswith("<?xml")
+
+
+def test_rm_removes_a_run_that_has_ended(cli, ended):
+    assert cli("rm", "last").out == f"{ended.id}\n"
+    assert not ended.path.exists()
+
+
+def test_rm_refuses_a_run_that_has_not_ended(cli, unstarted_run):
+    run = unstarted_run()
+    done = cli("rm", run.id)
+    assert done.code == 2
+    assert f"run {run.id} is PENDING" in done.err
+    assert run.path.exists()
+
+
+def test_schema_prints_json_schema(cli):
+    assert cli("schema").json["title"] == "clusterkit job file"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script(cli, shell):
+    done = cli("completion", shell)
+    assert done.code == 0
+    assert "_CLUSTERKIT_COMPLETE" in done.out
+
+
+def test_runs_and_clusters_complete(ended, cwd):
+    from clusterkit.cli.common import _complete_cluster, complete_run
+
+    (cwd / "clusters.yaml").write_text("lab: {backend: local}\n")
+    assert complete_run(None, None, "demo") == [ended.id]
+    assert complete_run(None, None, "l") == ["last"]
+    assert _complete_cluster(None, None, "l") == ["lab", "local"]
+
+
+@pytest.mark.parametrize("verb", ["status", "logs", "metrics", "cancel", "rm", "plot"])
+def test_an_unknown_run_is_told_the_newest(cli, ended, verb):
+    done = cli(verb, "nope")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: run 'nope' is unknown under ")
+    assert f" hint: the newest are {ended.id}" in done.err
+
+
+@pytest.mark.parametrize("verb", ["status", "logs", "metrics", "cancel", "rm", "plot"])
+def test_an_ambiguous_run_is_told_the_candidates(cli, unstarted_run, verb):
+    first, second = unstarted_run(run_id="demo-1"), unstarted_run(run_id="demo-2")
+    done = cli(verb, "demo")
+    assert (done.code, done.out) == (2, "")
+    assert "run 'demo' is ambiguous: " in done.err
+    assert first.id in done.err
+    assert second.id in done.err
+
+
+DAMAGED = ["run.json", "job.json", "cluster.json", "facts.json", "plan.json", "state.json",
+           "attempts/1/node-0/log", "attempts/1/node-0/exit.json", "attempts"]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", ["missing", "torn", "of another shape"])
+@pytest.mark.parametrize("name", DAMAGED)
+def test_no_verb_ends_in_a_traceback_over_a_half_deleted_folder(cli, ended, name, damage):
+    path = ended.path / name
+    if path.is_dir():
+        import shutil
+
+        shutil.rmtree(path)
+    elif damage == "missing":
+        path.unlink()
+    else:
+        data = path.read_bytes()
+        path.write_bytes(data[: len(data) // 2] if damage == "torn" else b'{"a": [1]}')
+    for verb in ANSWERS:
+        for option in ((), ("--json",)):
+            argv = [verb, *option] if verb == "ls" else [verb, ended.id, *option]
+            done = cli(*argv)
+            assert done.code in (0, 1, 2), (argv, done)
+            if done.code:
+                assert done.err.startswith("error: run "), (argv, done)
+                assert ended.id in done.err
+
+
+def test_no_color_is_honoured(cli, ended, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[" not in cli("status", ended.id).out
+
+
+def test_columns_are_aligned():
+    assert table([("a", "long cell"), ("longer", "b")], ("X", "Y")) == (
+        "X       Y\na       long cell\nlonger  b"
+    )

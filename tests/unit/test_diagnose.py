@@ -1,0 +1,244 @@
+"""Who failed first, and why: told from exit codes and log lines alone."""
+
+import signal
+
+import pytest
+
+from clusterkit.diagnose import PORT_TAKEN, diagnose, shell_code
+from clusterkit.logs import LogLine
+from clusterkit.status import NodeStatus, RankExit, State
+
+VALUE_ERROR = """\
+Traceback (most recent call last):
+  File "train.py", line 3, in <module>
+    main()
+ValueError: the loss is not finite"""
+PEER_GONE = """\
+Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+    dist.all_reduce(x)
+RuntimeError: [/pytorch/third_party/gloo/pair.cc:547] Connection closed by peer [127.0.0.1]:4321"""
+
+
+def node(number, code=1, state=State.FAILED, **more):
+    return NodeStatus(
+        node=number, host="h", state=state, exit_code=code, **({"ended_at": 10.0} | more)
+    )
+
+
+def said(node, rank, at, text, prefix=""):
+    return [LogLine(at, node, rank, prefix + line) for line in text.splitlines()]
+
+
+def torchrun_says(node, code, local, at):
+    text = f"E1121 failed (exitcode: {code}) local_rank: {local} (pid: 77) of binary: sh"
+    return [LogLine(at, node, None, text)]
+
+
+def in_order(*blocks):
+    return sorted((line for block in blocks for line in block), key=lambda line: line.time)
+
+
+def test_the_rank_with_the_exception_is_blamed_with_its_traceback():
+    found = diagnose([node(0)], in_order(said(0, 1, 1.0, VALUE_ERROR)), nproc_per_node=2)
+    assert (found.node, found.rank, found.exit_code) == (0, 1, 1)
+    assert found.cause == "ValueError: the loss is not finite"
+    assert found.traceback == VALUE_ERROR
+
+
+def test_torch_s_prefix_is_not_part_of_a_traceback():
+    lines = said(0, 1, 1.0, VALUE_ERROR, prefix="[rank1]: ")
+    assert diagnose([node(0)], lines).traceback == VALUE_ERROR
+
+
+def test_peers_that_die_of_it_are_not_blamed_even_when_they_speak_first():
+    lines = in_order(
+        said(0, 0, 1.0, PEER_GONE),
+        said(1, 2, 1.1, VALUE_ERROR),
+        said(0, 1, 1.2, PEER_GONE),
+        torchrun_says(0, 1, 0, 2.0),
+        torchrun_says(1, 1, 0, 2.0),
+    )
+    found = diagnose([node(0), node(1)], lines, nproc_per_node=2)
+    assert (found.node, found.rank) == (1, 2)
+    assert found.cause.startswith("ValueError")
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        "RuntimeError: Connection reset by peer",
+        "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 3",
+        "torch.distributed.DistNetworkError: failed to recv, got 0 bytes",
+        "torch.distributed.DistStoreError: wait timeout",
+        "BrokenPipeError: [Errno 32] Broken pipe",
+        "torch.distributed.elastic.multiprocessing.api.SignalException: Process 3 got signal: 15",
+    ],
+)
+def test_what_a_peer_says_of_the_end_of_another_is_an_echo(echo):
+    block = f"Traceback (most recent call last):\n  File x\n{echo}"
+    lines = in_order(said(0, 0, 1.0, block), said(0, 1, 2.0, VALUE_ERROR))
+    assert diagnose([node(0)], lines, nproc_per_node=2).rank == 1
+
+
+def test_when_all_are_echoes_the_earliest_is_blamed():
+    lines = in_order(said(0, 1, 2.0, PEER_GONE), said(0, 0, 1.0, PEER_GONE))
+    assert diagnose([node(0)], lines, nproc_per_node=2).rank == 0
+
+
+def test_a_chain_of_exceptions_is_kept_whole_and_named_by_its_last():
+    block = (
+        "Traceback (most recent call last):\n  File a\nKeyError: 'x'\n\n"
+        "During handling of the above exception, another exception occurred:\n\n"
+        "Traceback (most recent call last):\n  File b\nRuntimeError: no such key"
+    )
+    found = diagnose([node(0)], said(0, 0, 1.0, block))
+    assert found.cause == "RuntimeError: no such key"
+    assert found.traceback == block
+
+
+def test_an_exception_that_the_program_survived_is_forgotten_for_the_one_that_ended_it():
+    lines = in_order(
+        said(0, 0, 1.0, "Traceback (most recent call last):\n  File a\nKeyError: 'survived'"),
+        said(0, 0, 2.0, "going on"),
+        said(0, 0, 3.0, VALUE_ERROR),
+    )
+    assert diagnose([node(0)], lines).traceback == VALUE_ERROR
+
+
+def test_an_exception_that_a_rank_survived_is_not_blamed_when_another_was_killed():
+    lines = in_order(
+        said(0, 0, 1.0, "Traceback (most recent call last):\n  File a\nKeyError: 'survived'"),
+        said(0, 0, 2.0, "going on for an hour"),
+        torchrun_says(0, -9, 1, 3600.0),
+    )
+    found = diagnose([node(0)], lines, nproc_per_node=2)
+    assert found.rank == 1
+    assert "SIGKILL" in found.cause
+
+
+def test_torchrun_s_report_names_the_rank_of_a_later_node():
+    found = diagnose([node(0), node(1)], torchrun_says(1, -9, 1, 2.0), nproc_per_node=4)
+    assert (found.node, found.rank, found.exit_code) == (1, 5, 137)
+
+
+def test_deepspeed_s_report_belongs_to_the_first_traceback_of_its_node():
+    lines = in_order(
+        said(0, 0, 1.0, VALUE_ERROR),
+        [LogLine(2.0, 0, None, "[2026] [ERROR] [launch.py:341] exits with return code = 7")],
+    )
+    assert (found := diagnose([node(0)], lines)).rank == 0
+    assert found.exit_code == 7
+
+
+def test_deepspeed_s_report_without_a_traceback_blames_the_node():
+    lines = [LogLine(2.0, 0, None, "exits with return code = -9")]
+    found = diagnose([node(0)], lines)
+    assert (found.node, found.rank, found.exit_code) == (0, None, 137)
+
+
+def test_a_rank_that_just_exits_is_told_with_its_last_words():
+    lines = said(0, 0, 1.0, "disk check failed")
+    found = diagnose([node(0, 3)], lines, rank_exits=[RankExit(0, 0, 3, 2.0)])
+    assert (found.rank, found.exit_code) == (0, 3)
+    assert found.cause == "exited with 3: disk check failed"
+
+
+def test_a_rank_that_was_asked_to_end_is_not_the_first_failure():
+    ends = [RankExit(0, 0, -15, 1.0), RankExit(0, 1, 5, 2.0)]
+    found = diagnose([node(0)], [], rank_exits=ends, nproc_per_node=2)
+    assert (found.rank, found.exit_code) == (1, 5)
+
+
+def test_ranks_that_ended_well_are_no_suspects():
+    ends = [RankExit(0, 0, 0, 1.0), RankExit(0, 1, 5, 2.0)]
+    assert diagnose([node(0)], [], rank_exits=ends, nproc_per_node=2).rank == 1
+
+
+def test_a_kill_for_want_of_memory_is_told_from_somebody_s_kill():
+    ends = [RankExit(0, 0, -9, 1.0)]
+    by_kernel = diagnose([node(0, 137)], [], rank_exits=ends, oom_kills=1)
+    by_hand = diagnose([node(0, 137)], [], rank_exits=ends, oom_kills=0)
+    assert "want of memory" in by_kernel.cause
+    assert "batch.micro" in (by_kernel.hint or "")
+    assert "kill -9" in by_hand.cause
+    assert by_kernel.exit_code == by_hand.exit_code == 137
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (-signal.SIGSEGV, "SIGSEGV"),
+        (-signal.SIGABRT, "SIGABRT"),
+        (-signal.SIGBUS, "ended by SIGBUS"),
+        (-100, "signal 100"),
+        (139, "SIGSEGV"),
+    ],
+)
+def test_a_signal_is_named(code, words):
+    found = diagnose([node(0)], [], rank_exits=[RankExit(0, 0, code, 1.0)])
+    assert words in found.cause
+
+
+@pytest.mark.parametrize(
+    ("last", "hint"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "ZeRO stage"),
+        ("RuntimeError: DefaultCPUAllocator: can't allocate memory", "smaller model"),
+        ("ModuleNotFoundError: No module named 'flash_attn'", "install it"),
+        ("OSError: [Errno 98] Address already in use", "submit again"),
+        ("OSError: [Errno 28] No space left on device", "make room"),
+        ("RuntimeError: Error building extension 'cpu_adam'", "ninja"),
+    ],
+)
+def test_a_known_cause_has_a_remedy(last, hint):
+    block = f"Traceback (most recent call last):\n  File x\n{last}"
+    found = diagnose([node(0)], said(0, 0, 1.0, block))
+    assert found.cause == last
+    assert hint in (found.hint or "")
+
+
+def test_without_a_word_from_any_rank_the_first_failed_node_is_blamed():
+    nodes = [
+        node(0, 0, State.SUCCEEDED),
+        node(1, 1, ended_at=20.0),
+        node(2, 126, ended_at=15.0, reason="Permission denied: /x"),
+    ]
+    found = diagnose(nodes, [])
+    assert (found.node, found.rank, found.exit_code) == (2, None, 126)
+    assert found.cause == "Permission denied: /x"
+
+
+def test_a_run_that_ended_without_a_trace_says_so():
+    found = diagnose([NodeStatus(node=0, host="h", state=State.UNKNOWN)], [])
+    assert found.cause == "the run ended without a word"
+    assert found.exit_code == 1
+
+
+def test_marked_lines_are_not_last_words():
+    lines = said(0, 0, 1.0, 'giving up\n@clusterkit {"event": "end"}')
+    found = diagnose([node(0, 3)], lines, rank_exits=[RankExit(0, 0, 3, 2.0)])
+    assert "@clusterkit" not in found.cause
+
+
+def test_exit_codes_are_told_as_a_shell_tells_them():
+    assert (shell_code(-9), shell_code(7), shell_code(0)) == (137, 7, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "taken"),
+    [
+        ("DistNetworkError: ... port: 29501 (errno: 98 - Address already in use).", True),
+        ("EADDRINUSE", True),
+        ("address in use by nobody", False),
+    ],
+)
+def test_a_taken_port_is_recognised(text, taken):
+    assert bool(PORT_TAKEN.search(text)) is taken
+
+
+def test_lines_of_a_rank_are_not_mixed_with_those_of_another():
+    a, b = said(0, 0, 1.0, VALUE_ERROR), said(0, 1, 1.0, PEER_GONE)
+    mixed = [line for pair in zip(a, b, strict=True) for line in pair]
+    found = diagnose([node(0)], mixed, nproc_per_node=2)
+    assert (found.rank, found.traceback) == (0, VALUE_ERROR)

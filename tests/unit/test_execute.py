@@ -1,0 +1,78 @@
+"""A plan is carried out step by step, and every step is recorded."""
+
+import pytest
+
+from clusterkit import execute
+from clusterkit.errors import SubmitFailed
+from clusterkit.plan import Plan, PlanFile, Step
+from clusterkit.shell import Secret
+from clusterkit.transport import Completed
+
+
+class Recording:
+    """Remembers what it was asked for; ``codes`` are the exit codes of `run`."""
+
+    def __init__(self, codes=()):
+        self.calls = []
+        self.codes = list(codes)
+
+    def run(self, host, argv, *, env=None, timeout=None):
+        self.calls.append(("run", host, tuple(argv), dict(env or {})))
+        code = self.codes.pop(0) if self.codes else 0
+        return Completed(tuple(argv), code, "said\n", "complained\n" if code else "")
+
+    def start(self, host, argv, *, env=None):
+        self.calls.append(("start", host, tuple(argv), dict(env or {})))
+
+    def put(self, host, path, data, mode=0o644):
+        self.calls.append(("put", host, path, data, mode))
+
+
+def plan(*steps, files=()):
+    return Plan(
+        run_id="r", run_dir="/r", backend="local", summary="", nodes=1, world_size=1,
+        steps=tuple(steps), files=tuple(files),
+    )  # fmt: skip
+
+
+RUN = Step(kind="run", host="a", argv=("mkdir", "x y"), env={"A": "1"})
+START = Step(kind="start", host="b", node=0, argv=("sh", "n"), env={"B": "2"}, secrets=("TOKEN",))
+
+
+def test_steps_are_carried_out_in_order_and_recorded():
+    transport, records = Recording(), []
+    execute.run_steps(
+        plan(RUN, START), transport, attempt=3, secrets={"TOKEN": Secret("TOKEN", "hunter2")},
+        record=lambda step, outcome: records.append((step, outcome)),
+    )  # fmt: skip
+    assert transport.calls == [
+        ("run", "a", ("mkdir", "x y"), {"A": "1", "CLUSTERKIT_ATTEMPT": "3"}),
+        (
+            "start",
+            "b",
+            ("sh", "n"),
+            {"B": "2", "CLUSTERKIT_ATTEMPT": "3", "TOKEN": "hunter2"},
+        ),
+    ]
+    assert records == [(RUN, "exit 0"), (START, "started")]
+    assert "hunter2" not in repr(records)
+
+
+def test_a_step_that_fails_stops_the_plan_and_says_command_status_and_stderr():
+    transport, records = Recording(codes=[7]), []
+    with pytest.raises(SubmitFailed, match=r"mkdir 'x y' on a exited with 7: complained\Z"):
+        execute.run_steps(
+            plan(RUN, START), transport, record=lambda step, outcome: records.append(outcome)
+        )
+    assert len(transport.calls) == 1
+    assert records == ["mkdir 'x y' on a exited with 7: complained"]
+
+
+def test_files_reach_every_host_once():
+    transport = Recording()
+    file = PlanFile("/r/files/f", text="é", mode=0o755)
+    execute.write_files(plan(RUN, START, RUN, files=[file]), transport)
+    assert transport.calls == [
+        ("put", "a", "/r/files/f", "é".encode(), 0o755),
+        ("put", "b", "/r/files/f", "é".encode(), 0o755),
+    ]

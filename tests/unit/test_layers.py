@@ -1,0 +1,192 @@
+"""The shape of the house: who imports whom, and what only some may do."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from clusterkit import backends
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "clusterkit"
+
+LAYERS = [
+    {"clusterkit"},
+    {"clusterkit.errors", "clusterkit.status", "clusterkit.agent", "clusterkit.marks"},
+    {"clusterkit.shell", "clusterkit.transport", "clusterkit.logs"},
+    {"clusterkit.spec", "clusterkit.runs", "clusterkit.diagnose"},
+    {"clusterkit.cluster"},
+    {"clusterkit.batch", "clusterkit.rendezvous", "clusterkit.loader"},
+    {"clusterkit.plan"},
+    {"clusterkit.assemble", "clusterkit.execute"},
+    {"clusterkit.backends.base"},
+    {"clusterkit.backends"},
+    {f"clusterkit.backends.{name}" for name in backends.NAMES},
+    {"clusterkit.supervise"},
+    {"clusterkit.ui", "clusterkit.ui.words"},
+    {"clusterkit.ui.plots"},
+    {"clusterkit.api"},
+    {"clusterkit.ui.follow"},
+    {"clusterkit.cli", "clusterkit.cli.common"},
+    {"clusterkit.cli.*"},
+    {"clusterkit.__main__"},
+]
+"""From the ground up; a module imports only from layers below its own."""
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+ORCHESTRATOR = [name for name in MODULES if not name.startswith("clusterkit.runtime")]
+
+
+def layer(name: str) -> int | None:
+    for number, members in enumerate(LAYERS):
+        if name in members:
+            return number
+    if name.startswith("clusterkit.cli."):
+        return next(n for n, members in enumerate(LAYERS) if "clusterkit.cli.*" in members)
+    return None
+
+
+def imports(name: str) -> set[str]:
+    """Every module that a module imports, anywhere in its text, lazily or not."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: relative import"
+            for alias in node.names:
+                below = f"{node.module}.{alias.name}"
+                found.add(below if below in MODULES else str(node.module))
+    return found
+
+
+@pytest.mark.parametrize("name", ORCHESTRATOR)
+def test_every_module_has_a_layer_and_imports_only_from_below_it(name):
+    own = layer(name)
+    assert own is not None, f"give {name} a place in LAYERS"
+    for other in imports(name):
+        if other.split(".")[0] == "clusterkit":
+            below = layer(other)
+            assert below is not None, f"{name} imports {other}, which has no layer"
+            assert below < own, f"{name} imports {other}, which is not below it"
+
+
+def test_every_layer_is_of_modules_that_exist():
+    named = {name for members in LAYERS for name in members if not name.endswith("*")}
+    assert named <= set(MODULES)
+
+
+@pytest.mark.parametrize("name", ORCHESTRATOR)
+def test_only_the_runtime_imports_torch(name):
+    heavy = {"torch", "deepspeed", "transformers", "numpy"}
+    assert not {other.split(".")[0] for other in imports(name)} & heavy
+
+
+@pytest.mark.parametrize("name", [n for n in MODULES if n not in ORCHESTRATOR])
+def test_the_runtime_needs_little_of_the_orchestrator(name):
+    """It runs inside the ranks, where neither a cluster nor a command line is."""
+    ours = {other for other in imports(name) if other.startswith("clusterkit.")}
+    outside = {other for other in ours if not other.startswith("clusterkit.runtime")}
+    assert outside <= {"clusterkit.errors", "clusterkit.batch", "clusterkit.marks"}
+
+
+def test_the_agent_imports_the_standard_library_alone():
+    import sys
+
+    assert {name.split(".")[0] for name in imports("clusterkit.agent")} <= sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("name", [n for n in ORCHESTRATOR if not n.startswith("clusterkit.back")])
+def test_no_backend_is_asked_for_by_name_outside_backends(name):
+    """No ``if backend == "slurm"``: what differs between backends lives in their modules."""
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.Compare):
+            compared = [node.left, *node.comparators]
+            words = {
+                part.value
+                for side in compared
+                for part in ast.walk(side)
+                if isinstance(part, ast.Constant)
+            }
+            about = {
+                part.attr if isinstance(part, ast.Attribute) else part.id
+                for side in compared
+                for part in ast.walk(side)
+                if isinstance(part, ast.Attribute | ast.Name)
+            }
+            named = words & set(backends.NAMES)
+            assert not (named and "backend" in about), f"{MODULES[name]}:{node.lineno}"
+        if isinstance(node, ast.Match):
+            patterns = {
+                part.value for case in node.cases for part in ast.walk(case.pattern)
+                if isinstance(part, ast.Constant)
+            }  # fmt: skip
+            assert not patterns & set(backends.NAMES), f"{MODULES[name]}:{node.lineno}"
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+            classes = ast.unparse(node.args[1])
+            assert not re.search(r"\w+Backend\b", classes), f"{MODULES[name]}:{node.lineno}"
+
+
+@pytest.mark.parametrize("name", [n for n in ORCHESTRATOR if n != "clusterkit.shell"])
+def test_only_shell_py_quotes_for_a_shell(name):
+    assert "shlex" not in imports(name)
+    text = MODULES[name].read_text()
+    assert "shell=True" not in text
+    assert "os.system(" not in text
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_says_what_it_is_for(name):
+    assert ast.get_docstring(ast.parse(MODULES[name].read_text()))
+
+
+def test_nothing_is_killed_by_name():
+    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "jobs").rglob("*.py")]:
+        assert not re.search(r"\b(pkill|killall)\b", path.read_text()), path
+
+
+# ---------------------------------------------------------------- documents
+
+DOCUMENTS = sorted(
+    path
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("jobs/**/*.md")]
+    if ".venv" not in path.parts
+)
+LINK = re.compile(r"(?<!!)\[[^\]\n]*\]\(([^)\s]+)[^)\n]*\)|!\[[^\]\n]*\]\(([^)\s]+)[^)\n]*\)")
+
+
+def anchors(path: Path) -> set[str]:
+    """Anchors as GitHub makes them from headings."""
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE):
+        words = re.sub(r"[^\w\- ]", "", heading.lower())
+        found.add(words.strip().replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_of_a_document_leads_somewhere(path):
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    for match in LINK.finditer(text):
+        target = match[1] or match[2]
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        there = (path.parent / file).resolve() if file else path
+        assert there.exists(), f"{path}: {target}"
+        if anchor and there.suffix == ".md":
+            assert anchor in anchors(there), f"{path}: {target}"
+
+
+def test_there_is_a_document_to_check():
+    assert ROOT / "README.md" in DOCUMENTS

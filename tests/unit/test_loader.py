@@ -1,0 +1,479 @@
+"""YAML to specs: what people mean is what arrives, and every mistake is named with its line."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from clusterkit import loader
+from clusterkit.cluster import LocalCluster
+from clusterkit.errors import BadInput
+from clusterkit.loader import job_from_command, load_cluster, load_job, parse_yaml
+
+HERE = Path(__file__).resolve()
+
+
+def data(text: str):
+    return parse_yaml(text, "x.yaml").data
+
+
+# ---------------------------------------------------------------- scalars
+
+
+@pytest.mark.parametrize(
+    ("scalar", "value"),
+    [
+        ("2:4", "2:4"),
+        ("1e-3", 1e-3),
+        ("1E5", 1e5),
+        ("3", 3),
+        ("-3", -3),
+        ("0x10", 16),
+        ("010", 10),
+        ("0o17", "0o17"),
+        ("1.5", 1.5),
+        (".5", 0.5),
+        ("5.", 5.0),
+        (".inf", float("inf")),
+        ("on", "on"),
+        ("no", "no"),
+        ("yes", "yes"),
+        ("true", True),
+        ("False", False),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("2026-01-01", "2026-01-01"),
+        ("12:30:45", "12:30:45"),
+        ("'3'", "3"),
+    ],
+)
+def test_a_scalar_is_read_as_people_mean_it(scalar, value):
+    found = data(f"key: {scalar}\n")["key"]
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize("scalar", ["010", "1e-3", "true", "null", "2:4", "0x1F", "1_000", "~"])
+def test_in_env_and_args_every_scalar_is_its_own_text(scalar):
+    assert data(f"env: {{A: {scalar}}}")["env"] == {"A": scalar}
+    assert data(f"args: [{scalar}]")["args"] == [scalar]
+    clusters = parse_yaml(f"lab: {{env: {{A: {scalar}}}}}", "x.yaml", depth=1).data
+    assert clusters["lab"]["env"] == {"A": scalar}
+
+
+def test_a_deepspeed_section_keeps_its_types_even_under_a_key_called_env():
+    found = data("deepspeed: {env: {a: 3}, fp16: {enabled: true}, lr: 1e-4}")["deepspeed"]
+    assert found == {"env": {"a": 3}, "fp16": {"enabled": True}, "lr": 1e-4}
+
+
+def test_a_cluster_may_be_called_env(cwd):
+    (cwd / "clusters.yaml").write_text("env: {backend: local, gpus: 0, stop_grace: 2.5}\n")
+    assert load_cluster("env") == LocalCluster(gpus=0, stop_grace=2.5)
+
+
+def test_an_empty_env_or_args_is_as_good_as_none(write_job):
+    job = load_job(write_job("env:\n  # A: 1\nargs:\n"))
+    assert (job.env, job.args) == ({}, ())
+
+
+def test_anchors_and_merges_work():
+    text = "base: &b {a: 1, c: 2}\nother:\n  <<: *b\n  c: 3\n"
+    assert data(text)["other"] == {"a": 1, "c": 3}
+
+
+# ---------------------------------------------------------------- bad job files
+
+BAD_JOBS = {
+    "unknown key": ("nodez: 2\n", r"job\.yaml:3: nodez: unknown key \(did you mean nodes\?\)"),
+    "unknown key below": ("batch:\n  globl: 1\n", r"job\.yaml:4: batch\.globl: unknown key"),
+    "unknown checkpoint key": ("checkpoint: {evry: 3}\n", r"job\.yaml:3: checkpoint\.evry: unkn"),
+    "text for a number": ("nodes: 1\nrestarts: many\n", r"job\.yaml:4: restarts: 'many' is text"),
+    "number for text": (
+        "description: 3\n",
+        r"job\.yaml:3: description: 3 is a whole number, not t",
+    ),
+    "list for text": ("env: {A: [1]}\n", r"job\.yaml:3: env\.A: \['1'\] is a list, not text"),
+    "list for a mapping": ("env: [a]\n", r"job\.yaml:3: env: \['a'\] is a list, not a mapping"),
+    "text for a list": ("args: --fast\n", r"job\.yaml:3: args: '--fast' is text, not a list"),
+    "list in args": ("args:\n  - a\n  - [b]\n", r"job\.yaml:5: args\[1\]: \['b'\] is a list"),
+    "number for a mapping": ("batch: 3\n", r"job\.yaml:3: batch: 3 is a whole number, not a map"),
+    "bool for a number": ("nodes: true\n", r"job\.yaml:3: nodes: True is true or false, not"),
+    "a nested value out of range": (
+        "batch:\n  global: 64\n  micro: 0\n",
+        r"job\.yaml:5: batch\.mic",
+    ),
+    "negative restarts": ("restarts: -1\n", r"job\.yaml:3: restarts: -1: expected"),
+    "no nodes": ("nodes: 0\n", r"job\.yaml:3: nodes: 0: a run needs at least 1 node"),
+    "nodes the wrong way round": ('nodes: "4:2"\n', r"job\.yaml:3: nodes: 4:2: the smaller number"),
+    "half a node": ("nodes: 1.5\n", r"job\.yaml:3: nodes: 1\.5 is a number, not a whole number"),
+    "no ranks": ("gpus_per_node: 0\n", r"job\.yaml:3: gpus_per_node: 0: expected"),
+    "unknown launcher": ("launcher: torchrn\n", r"job\.yaml:3: launcher: 'torchrn'"),
+    "unknown device": ("device: gpu\n", r"job\.yaml:3: device: 'gpu'"),
+    "empty folder name": ("checkpoint: {dir: ''}\n", r"job\.yaml:3: checkpoint\.dir: ''"),
+    "duplicate key": ("nodes: 1\nnodes: 2\n", r"job\.yaml:4: nodes: stands in line 3 already"),
+    "duplicate name": ("name: again\n", r"job\.yaml:3: name: stands in line 1 already"),
+    "duplicate key below": ("env:\n  A: 1\n  A: 2\n", r"job\.yaml:5: env\.A: stands in line 4"),
+    "duplicate key in braces": ("env: {A: 1, A: 2}\n", r"job\.yaml:3: env\.A: stands in line 3"),
+    "tab": ("env:\n\tA: 1\n", r"job\.yaml:4: a tab where YAML wants spaces"),
+    "not YAML": ("env: {A: 1\nnodes: 2\n", r"job\.yaml:\d+: not YAML: "),
+    "a key that is a list": ("? [a, b]\n: 1\n", r"job\.yaml:3: a key must be a word"),
+    "a Python object": ("restarts: !!python/object:os.system x\n", r"job\.yaml:3: not YAML: "),
+    "an alias to nothing": ("env: *nobody\n", r"job\.yaml:3: not YAML: found undefined alias"),
+    "a number that is none": ("restarts: !!int abc\n", r"job\.yaml:3: .*abc"),
+    "a truth that is none": ("restarts: !!bool maybe\n", r"job\.yaml:3: .*maybe"),
+    "a date that is none": ("restarts: !!timestamp 2020-13-45\n", r"job\.yaml:3: .*2020-13-45"),
+    "thousands of digits": ("restarts: " + "9" * 5000 + "\n", r"job\.yaml:3: "),
+    "thousands of digits as text": (f'nodes: "{"9" * 5000}"\n', r"job\.yaml:3: nodes: "),
+    "NUL in args": ('args: ["a\\0b"]\n', r"job\.yaml:3: args.*NUL"),
+    "NUL in a folder": ('checkpoint: {dir: "a\\0b"}\n', r"job\.yaml:3: checkpoint.*NUL"),
+    "half a character in env": ('env: {A: "\\ud800"}\n', r"job\.yaml:3: env\.A: "),
+    "half a character in args": ('args: ["\\ud800"]\n', r"job\.yaml:3: args"),
+    "bad variable name": ("env: {1A: x}\n", r"job\.yaml:3: env: '1A' cannot name an environment"),
+    "set twice": ("env: {A: 1}\nsecrets: [A]\n", r"job\.yaml:4: secrets: A is set in env as well"),
+    "two programs": ("module: pkg.train\n", r"job\.yaml:\d+: program and module: give only one"),
+    "unknown folder": ("workdir: nowhere\n", r"job\.yaml:3: workdir: nowhere is not a folder"),
+    "elastic with mpirun": (
+        'nodes: "1:2"\nlauncher: mpirun\n',
+        r"job\.yaml:3: nodes: 1:2: launcher",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_JOBS)
+def test_a_mistake_in_a_job_file_is_named_with_file_line_and_key(case, write_job):
+    text, message = BAD_JOBS[case]
+    with pytest.raises(BadInput, match=rf"\A{message}") as error:
+        load_job(write_job(text))
+    assert "\n" not in error.value.message
+    assert len(error.value.message) < 400
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("nodez: 2\n", "allowed: name, description, program"),
+        ("batch: {globl: 1}\n", "allowed: global, micro, accumulation"),
+        (
+            "launcher: torchrn\n",
+            "allowed: torchrun, deepspeed, mpirun, python; did you mean torchru",
+        ),
+        ("device: gpu\n", "allowed: auto, cpu, cuda; did you mean c"),
+        ('nodes: "4:2"\n', 'did you mean "2:4"?'),
+        ("env:\n\tA: 1\n", "indent with two spaces"),
+        ("name: again\n", "keep one of the two"),
+        ("module: x\n", "one of `program: train.py`"),
+    ],
+)
+def test_the_remedy_lists_what_is_allowed_and_the_nearest_spelling(text, hint, write_job):
+    with pytest.raises(BadInput, match=r"job\.yaml") as error:
+        load_job(write_job(text))
+    assert (error.value.hint or "").startswith(hint)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a/b", "../../etc/passwd", "/abs", "", "-rf", "a\nb"])
+def test_a_name_that_cannot_name_a_job_is_refused(name, write_job):
+    job = write_job(f"name: {json.dumps(name)}\nprogram: train.py\n", base=False)
+    with pytest.raises(BadInput, match=r"job\.yaml:1: name: .* cannot name a job"):
+        load_job(job)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "the file is empty"),
+        (b"# only a comment\n", "the file is empty"),
+        (b"---\n...\n", "empty|mapping"),
+        (b"- a\n- b\n", "a job file is a mapping"),
+        (b"just words\n", "a job file is a mapping"),
+        (b"\xff\xfe\x00", r"not a text file \(byte 0 is not UTF-8\)"),
+        (b"name: x\nprogram: train.py\n---\nname: y\n", "not YAML: but found another document"),
+        (b"a: &a [*a]\n", "alias that holds itself"),
+        (b"[" * 1500, "nested too deeply|not YAML"),
+        (b"a: \x00\n", "not YAML"),
+    ],
+    ids=lambda v: repr(v)[:25],
+)
+def test_a_file_that_is_no_job_at_all_is_refused(content, message, write_job):
+    with pytest.raises(BadInput, match=rf"\Ajob\.yaml.*({message})"):
+        load_job(write_job(content, base=False))
+
+
+def test_a_file_of_many_megabytes_is_not_even_read(write_job):
+    with pytest.raises(BadInput, match="larger than 4 MiB"):
+        load_job(write_job("# " + "x" * (5 << 20)))
+
+
+def test_a_missing_job_file_is_told_the_nearest_name(write_job):
+    write_job(name="zero3.yaml")
+    with pytest.raises(BadInput, match=r"zero33\.yaml: no such file") as error:
+        load_job("zero33.yaml")
+    assert error.value.hint == "did you mean zero3.yaml?"
+
+
+def test_a_folder_is_no_job_file(cwd):
+    with pytest.raises(BadInput, match=r"\.: is a directory"):
+        load_job(".")
+
+
+# ---------------------------------------------------------------- programs
+
+
+def test_a_missing_program_is_told_the_nearest_file(write_job):
+    job = write_job("program: trian.py\n", base=False)
+    with pytest.raises(BadInput, match=r"job\.yaml:1: program: trian\.py is neither in") as error:
+        load_job(job)
+    assert error.value.hint == "did you mean train.py?"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("run.sh", b"#!/bin/sh\n"), ("notes.txt", b"import this\n"), ("prog.py", b"\x7fELF\0\0")],
+)
+def test_a_program_that_is_not_python_is_refused_and_told_of_command(name, content, cwd, write_job):
+    (cwd / name).write_bytes(content)
+    with pytest.raises(BadInput, match=rf"job\.yaml:1: program: .*{name} is not a Py") as error:
+        load_job(write_job(f"program: {name}\n", base=False))
+    assert "command: [" in (error.value.hint or "")
+
+
+def test_a_folder_as_program_is_refused(cwd, write_job):
+    (cwd / "pkg.py").mkdir()
+    with pytest.raises(BadInput, match=r"program: .*pkg\.py is a folder"):
+        load_job(write_job("program: pkg.py\n", base=False))
+
+
+def test_a_python_program_without_the_suffix_is_known_by_its_first_line(cwd, write_job):
+    (cwd / "trainer").write_text("#!/usr/bin/env python3\n")
+    assert load_job(write_job("program: trainer\n", base=False)).program == "trainer"
+
+
+def test_a_program_is_sought_here_and_then_from_the_job_file_upwards(cwd, monkeypatch, write_job):
+    write_job()
+    below = cwd / "jobs" / "deep"
+    below.mkdir(parents=True)
+    (below / "job.yaml").write_text("name: x\nprogram: train.py\n")
+    monkeypatch.chdir("/")
+    assert load_job(below / "job.yaml").workdir == str(cwd)
+
+
+def test_an_explicit_workdir_is_the_only_place_that_is_searched(cwd, write_job):
+    (cwd / "elsewhere").mkdir()
+    with pytest.raises(BadInput, match=r"train\.py is neither in"):
+        load_job(write_job("workdir: elsewhere\n"))
+
+
+def test_a_job_without_a_name_is_called_after_its_file(write_job):
+    assert load_job(write_job("program: train.py\n", "zero3.yaml", base=False)).name == "zero3"
+
+
+# ---------------------------------------------------------------- --set
+
+
+@pytest.mark.parametrize(
+    ("setting", "field", "value"),
+    [
+        ("nodes=2:4", "nodes", "2:4"),
+        ("restarts=3", "restarts", 3),
+        ("args=[--a, 'b c', 010]", "args", ("--a", "b c", "010")),
+        ("env.A=x=y", "env", {"A": "x=y"}),
+        ("env.A=1,2", "env", {"A": "1,2"}),
+        ("env.A=010", "env", {"A": "010"}),
+        ("env.A=a: b", "env", {"A": "a: b"}),
+        ("env.A='quoted'", "env", {"A": "'quoted'"}),
+        ("env.A=a}b", "env", {"A": "a}b"}),
+        ("env.A=", "env", {"A": ""}),
+        ("description=hello, world", "description", "hello, world"),
+        ("deepspeed.zero_optimization.stage=2", "deepspeed", {"zero_optimization": {"stage": 2}}),
+    ],
+)
+def test_a_setting_changes_the_job_to_exactly_that_value(setting, field, value, write_job):
+    assert getattr(load_job(write_job(), [setting]), field) == value
+
+
+def test_a_setting_changes_one_key_and_leaves_its_neighbours(write_job):
+    job = load_job(write_job("batch: {global: 64, micro: 8}\n"), ["batch.micro=4"])
+    assert (job.batch.global_size, job.batch.micro) == (64, 4)
+
+
+def test_later_settings_win(write_job):
+    assert load_job(write_job(), ["nodes=2", "nodes=3"]).nodes == 3
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("nodes", "not of the form key=value"),
+        ("=3", "not of the form key=value"),
+        ("nodes=[", "the value is not YAML"),
+        ("name.x=1", "name holds no keys"),
+        ("args.0=x", r"args"),
+        ("nodez=2", r"nodez: unknown key \(did you mean nodes\?\)"),
+        ("batch.globl=3", r"batch\.globl: unknown key"),
+        ("nodes=0", r"nodes: 0: a run needs at least 1 node"),
+        ("launcher=torchrn", "launcher: 'torchrn'"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_refused(setting, message, write_job):
+    with pytest.raises(BadInput, match=message):
+        load_job(write_job(), [setting])
+
+
+# ---------------------------------------------------------------- commands
+
+
+@pytest.mark.parametrize(
+    ("argv", "fields"),
+    [
+        (["python", "train.py", "--a"], {"program": "train.py", "args": ("--a",), "name": "train"}),
+        (["python3.11", "-u", "train.py"], {"program": "train.py", "args": ()}),
+        (["/usr/bin/python3", "train.py", "--", "-x"], {"args": ("--", "-x")}),
+        (["python", "-m", "a.b", "c"], {"module": "a.b", "args": ("c",), "name": "b"}),
+        (["./go.sh", "x y"], {"command": ("./go.sh", "x y"), "name": "go"}),
+        (["python", "-c", "1"], {"command": ("python", "-c", "1"), "name": "python"}),
+        (["./***"], {"command": ("./***",), "name": "command"}),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_a_command_line_becomes_a_job(argv, fields, cwd, write_job):
+    write_job()
+    job = job_from_command(argv)
+    assert {key: getattr(job, key) for key in fields} == fields
+    assert job.workdir == str(cwd)
+
+
+def test_an_empty_command_is_refused():
+    with pytest.raises(BadInput, match="no command after --"):
+        job_from_command([])
+
+
+def test_a_command_whose_program_is_missing_is_refused(cwd):
+    with pytest.raises(BadInput, match=r"program: nope\.py is neither in"):
+        job_from_command(["python", "nope.py"])
+
+
+# ---------------------------------------------------------------- clusters
+
+BAD_CLUSTERS = {
+    "not YAML": ("lab: {", r"clusters\.yaml:1: not YAML"),
+    "empty": ("", r"clusters\.yaml: the file is empty"),
+    "tab": ("lab:\n\tbackend: local\n", r"clusters\.yaml:2: a tab where YAML wants spaces"),
+    "duplicate names": (
+        "lab: {backend: local}\nlab: {backend: local}\n",
+        r"clusters\.yaml:2: lab: stands in line 1 already",
+    ),
+    "a list": ("- lab\n", r"clusters\.yaml: a cluster file is a mapping"),
+    "an entry that is a list": ("lab: [a]\n", r"clusters\.yaml:1: lab: an entry is a mapping"),
+    "no backend": ("lab: {}\n", r"clusters\.yaml:1: lab\.backend: backend is missing"),
+    "unknown backend": ("lab: {backend: locl}\n", r"clusters\.yaml:1: lab\.backend: 'locl' is no"),
+    "unknown key": ("lab:\n  backend: local\n  gpuz: 1\n", r"clusters\.yaml:3: lab\.gpuz: unknown"),
+    "wrong type": ("lab: {backend: local, port: x}\n", r"clusters\.yaml:1: lab\.port: 'x'"),
+    "port out of range": ("lab: {backend: local, port: 70000}\n", r"yaml:1: lab\.port: 70000"),
+    "negative gpus": ("lab: {backend: local, gpus: -1}\n", r"yaml:1: lab\.gpus: -1"),
+    "grace without end": ("lab: {backend: local, stop_grace: .inf}\n", r"yaml:1: lab\.stop_grace"),
+    "bad variable": ("lab: {backend: local, env: {1A: x}}\n", r"yaml:1: lab\.env.*'?1A'?"),
+    "NUL in env": ('lab: {backend: local, env: {A: "\\0"}}\n', r"yaml:1: lab\.env.*NUL"),
+    "unknown name": ("lab: {backend: local}\n", r"cluster 'lba' is unknown in .*clusters\.yaml"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CLUSTERS)
+def test_a_mistake_in_a_cluster_file_is_named(case, cwd):
+    text, message = BAD_CLUSTERS[case]
+    (cwd / "clusters.yaml").write_text(text)
+    with pytest.raises(BadInput, match=message) as error:
+        load_cluster("lba" if case == "unknown name" else "lab")
+    assert str(cwd / "clusters.yaml") in error.value.message
+    assert "\n" not in error.value.message
+
+
+def test_an_unknown_cluster_is_told_the_known_ones_and_the_nearest(cwd):
+    (cwd / "clusters.yaml").write_text("lab: {backend: local}\nbig: {backend: local}\n")
+    with pytest.raises(BadInput, match="'lba' is unknown") as error:
+        load_cluster("lba")
+    assert error.value.hint == "known: big, lab, local; did you mean lab?"
+
+
+def test_without_a_file_only_local_is_known(cwd):
+    assert load_cluster("local") == LocalCluster()
+    with pytest.raises(BadInput, match=r"there is no clusters\.yaml here or above") as error:
+        load_cluster("lab")
+    assert error.value.hint == "known: local"
+
+
+def test_the_built_in_local_can_be_overridden_and_needs_no_backend_key(cwd):
+    (cwd / "clusters.yaml").write_text("local: {port: 29600}\n")
+    assert load_cluster("local") == LocalCluster(port=29600)
+
+
+def test_a_file_is_found_in_a_folder_above(cwd, monkeypatch):
+    (cwd / "clusters.yaml").write_text("lab: {backend: local}\n")
+    (cwd / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(cwd / "a" / "b")
+    assert load_cluster("lab") == LocalCluster()
+    assert loader.cluster_names() == ["lab", "local"]
+
+
+def test_the_environment_names_a_file_and_an_argument_goes_before_it(cwd, monkeypatch):
+    (cwd / "one.yaml").write_text("a: {backend: local, port: 1}\n")
+    (cwd / "two.yaml").write_text("a: {backend: local, port: 2}\n")
+    monkeypatch.setenv("CLUSTERKIT_CLUSTERS", str(cwd / "one.yaml"))
+    assert load_cluster("a").port == 1
+    assert load_cluster("a", cwd / "two.yaml").port == 2
+
+
+def test_a_file_that_was_named_must_be_there(cwd, monkeypatch):
+    monkeypatch.setenv("CLUSTERKIT_CLUSTERS", "/nowhere/clusters.yaml")
+    with pytest.raises(BadInput, match=r"/nowhere/clusters\.yaml: no such file"):
+        load_cluster("local")
+
+
+# ---------------------------------------------------------------- schema
+
+
+def test_the_schema_describes_every_key_of_a_job_and_of_a_cluster():
+    definitions = loader.json_schema()["$defs"]
+    for name in ("JobSpec", "BatchSpec", "CheckpointSpec", "LocalCluster"):
+        assert definitions[name]["additionalProperties"] is False
+        for key, described in definitions[name]["properties"].items():
+            assert described.get("description") or "$ref" in json.dumps(described), f"{name}.{key}"
+
+
+def test_every_field_of_a_struct_that_people_write_has_a_description():
+    import msgspec
+
+    from clusterkit.spec import BatchSpec, CheckpointSpec, JobSpec
+
+    for kind in (JobSpec, BatchSpec, CheckpointSpec, LocalCluster):
+        schema = msgspec.json.schema(kind)["$defs"][kind.__name__]
+        without = [
+            key for key, described in schema["properties"].items() if "description" not in described
+        ]
+        assert without == [], kind.__name__
+
+
+def test_the_schema_names_the_keys_that_the_loader_takes():
+    properties = loader.json_schema()["$defs"]["JobSpec"]["properties"]
+    assert set(properties) >= {"name", "program", "batch", "env", "nodes", "deepspeed", "secrets"}
+    assert set(loader.json_schema()["$defs"]["BatchSpec"]["properties"]) == {
+        "global",
+        "micro",
+        "accumulation",
+    }
+
+
+def test_a_job_file_may_leave_the_name_out_in_the_schema_as_well():
+    assert "required" not in loader.json_schema()["$defs"]["JobSpec"]
+
+
+def test_two_schemas_are_the_same():
+    assert loader.json_schema() == loader.json_schema()
+
+
+@pytest.mark.parametrize(
+    "path", sorted((HERE.parents[2] / "jobs").glob("*.yaml")), ids=lambda path: path.name
+)
+def test_every_job_file_of_the_repository_loads(path, monkeypatch):
+    monkeypatch.chdir(HERE.parents[2])
+    assert re.match(r"[a-z0-9-]+\Z", load_job(path).name)

@@ -1,0 +1,384 @@
+"""The local backend: what it finds on this machine, and how it divides it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from clusterkit import backends
+from clusterkit.backends.base import Backend, Handle, check_capabilities
+from clusterkit.backends.local import LocalBackend, judge_exit, overall, parse_gpus, process_start
+from clusterkit.cluster import Gpu, LocalCluster
+from clusterkit.errors import BadInput, CapabilityError, PortTaken, Unavailable
+from clusterkit.spec import JobSpec
+from clusterkit.status import State
+from clusterkit.transport import LocalTransport
+
+CSV = """\
+0, GPU-aaaa-1, NVIDIA H100 80GB HBM3, 81559
+1, GPU-bbbb-2, NVIDIA H100 80GB HBM3, 81559
+10, GPU-cccc-3, NVIDIA A100, 40960
+"""
+LOCAL = LocalBackend()
+
+
+def job(**fields):
+    return JobSpec(**({"name": "demo", "program": "train.py", "workdir": "/w"} | fields))
+
+
+def plan(facts, cluster=None, **fields):
+    return LOCAL.plan(job(**fields), cluster or LocalCluster(), facts, "demo-1")
+
+
+# ---------------------------------------------------------------- probing
+
+
+def test_gpus_are_read_from_nvidia_smi():
+    assert parse_gpus(CSV) == (
+        Gpu("0", "NVIDIA H100 80GB HBM3", 81559),
+        Gpu("1", "NVIDIA H100 80GB HBM3", 81559),
+        Gpu("10", "NVIDIA A100", 40960),
+    )
+
+
+@pytest.mark.parametrize(
+    ("visible", "indexes"),
+    [
+        ("", []),
+        ("1", ["1"]),
+        ("10,0", ["10", "0"]),
+        (" 1 , 0 ", ["1", "0"]),
+        ("GPU-bbbb-2", ["1"]),
+        ("GPU-bbbb", ["1"]),
+        ("7", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+        # CUDA sees only what stands before the first one that is not there.
+        ("0,-1,1", ["0"]),
+        ("0,7,1", ["0"]),
+    ],
+)
+def test_only_visible_gpus_count_in_their_order(visible, indexes):
+    assert [gpu.index for gpu in parse_gpus(CSV, visible)] == indexes
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "",
+        "No devices were found\n",
+        "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n",
+        "0, GPU-a, name, [N/A]\n",
+        "a, b, c, d\n",
+    ],
+)
+def test_what_is_no_list_of_gpus_is_no_gpus(said):
+    assert parse_gpus(said) == ()
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """Put a program called nvidia-smi on PATH that says what the test wants."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def says(text: str, code: int = 0) -> None:
+        (tools / "said").write_text(text)
+        script = f'#!/bin/sh\necho "$*" >"{tools}/asked"\ncat "{tools}/said"\nexit {code}\n'
+        (tools / "nvidia-smi").write_text(script)
+        (tools / "nvidia-smi").chmod(0o755)
+
+    return says
+
+
+def probe(**entry):
+    return LOCAL.probe(LocalCluster(**entry), LocalTransport())
+
+
+def test_probing_finds_the_gpus_that_nvidia_smi_lists(nvidia_smi, tmp_path):
+    nvidia_smi(CSV)
+    (host,) = probe().hosts
+    assert [gpu.index for gpu in host.gpus] == ["0", "1", "10"]
+    assert (tmp_path / "tools/asked").read_text() == (
+        "--query-gpu=index,uuid,name,memory.total --format=csv,noheader,nounits\n"
+    )
+
+
+def test_probing_respects_cuda_visible_devices(nvidia_smi, monkeypatch):
+    nvidia_smi(CSV)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "10,1")
+    assert [gpu.index for gpu in probe().hosts[0].gpus] == ["10", "1"]
+
+
+def test_a_driver_that_is_broken_means_no_gpus(nvidia_smi):
+    nvidia_smi("NVIDIA-SMI has failed\n", code=9)
+    assert probe().hosts[0].gpus == ()
+
+
+def test_a_cluster_entry_may_use_fewer_gpus(nvidia_smi):
+    nvidia_smi(CSV)
+    assert len(probe(gpus=2).hosts[0].gpus) == 2
+    assert probe(gpus=0).hosts[0].gpus == ()
+
+
+def test_a_cluster_entry_that_wants_more_gpus_than_there_are_is_refused(nvidia_smi):
+    nvidia_smi(CSV)
+    with pytest.raises(BadInput, match="gpus: 4 of this machine's 3 GPUs cannot be had"):
+        probe(gpus=4)
+
+
+def test_probing_this_machine_finds_what_it_is():
+    facts = probe()
+    (host,) = facts.hosts
+    assert (host.python, host.address, facts.interface) == (sys.executable, "127.0.0.1", "lo")
+    assert host.cpus >= 1
+    assert host.memory_mib > 100
+    assert "clusterkit" in host.versions
+    assert facts.port_origin == "free when probed"
+
+
+def test_a_port_of_the_cluster_s_own_is_kept():
+    port = LocalTransport().free_port("localhost")
+    facts = probe(port=port)
+    assert (facts.port, facts.port_origin) == (port, "cluster: port")
+
+
+def test_a_port_of_the_cluster_s_own_that_is_taken_is_refused():
+    import socket
+
+    with socket.socket() as server:
+        server.bind(("0.0.0.0", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        with pytest.raises(PortTaken, match=f"port {port} on 127.0.0.1 is in use"):
+            probe(port=port)
+
+
+def test_another_interpreter_is_asked_for_its_packages(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    host = probe(python=str(python)).hosts[0]
+    assert host.python == str(python)
+    assert "clusterkit" in host.versions
+
+
+@pytest.mark.parametrize("content", [None, "#!/bin/sh\nexit 3\n", "#!/bin/sh\necho hello\n"])
+def test_an_interpreter_that_does_not_work_is_unavailable_and_named(tmp_path, content):
+    python = tmp_path / "python"
+    if content is not None:
+        python.write_text(content)
+        python.chmod(0o755)
+    with pytest.raises(Unavailable, match=str(python)) as error:
+        probe(python=str(python))
+    assert error.value.exit_code == 3
+
+
+# ---------------------------------------------------------------- planning
+
+
+@pytest.mark.parametrize(
+    ("gpus", "fields", "ranks", "shares"),
+    [
+        (8, {}, 8, ["0,1,2,3,4,5,6,7"]),
+        (8, {"nodes": 2}, 4, ["0,1,2,3", "4,5,6,7"]),
+        (8, {"nodes": 3}, 2, ["0,1", "2,3", "4,5"]),
+        (8, {"nodes": 2, "gpus_per_node": 1}, 1, ["0", "1"]),
+        (8, {"nodes": "1:4"}, 2, ["0,1", "2,3", "4,5", "6,7"]),
+        (0, {}, 1, [None]),
+        (0, {"nodes": 2}, 1, [None, None]),
+        (0, {"gpus_per_node": 4}, 4, [None]),
+        (8, {"device": "cpu"}, 1, [None]),
+        (8, {"device": "cpu", "gpus_per_node": 16}, 16, [None]),
+    ],
+)
+def test_nodes_share_the_gpus_of_the_machine(make_facts, gpus, fields, ranks, shares):
+    found = plan(make_facts(gpus=gpus), **fields)
+    assert found.topology["nproc_per_node"] == ranks
+    assert [step.env.get("CUDA_VISIBLE_DEVICES") for step in found.steps] == shares
+
+
+@pytest.mark.parametrize(
+    ("gpus", "fields", "message", "hint"),
+    [
+        (4, {"gpus_per_node": 8}, "1 nodes x 8 = 8 GPUs, but localhost has 4", "--gpus 4"),
+        (4, {"gpus_per_node": 4, "nodes": 2}, "2 nodes x 4 = 8 GPUs", "--gpus 2"),
+        (2, {"nodes": 4}, "4 nodes cannot share 2 GPUs", "--nodes 2, or device: cpu"),
+        (1, {"nodes": 2}, "2 nodes cannot share 1 GPU of", "--nodes 1, or device: cpu"),
+        (0, {"device": "cuda"}, "cuda, but localhost has no GPU", "device: auto, or cpu"),
+    ],
+)
+def test_more_gpus_than_there_are_are_refused_with_what_would_fit(
+    make_facts, gpus, fields, message, hint
+):
+    with pytest.raises(BadInput, match=message) as error:
+        plan(make_facts(gpus=gpus), **fields)
+    assert (error.value.hint or "").startswith(hint)
+
+
+def test_worked_out_values_say_where_they_come_from(make_facts):
+    notes = {note.name: str(note) for note in plan(make_facts(gpus=8), nodes=2).notes}
+    assert notes["device"] == "device=cuda (8 x NVIDIA H100 80GB HBM3)"
+    assert notes["nproc_per_node"] == "nproc_per_node=4 (8 GPUs / 2 nodes)"
+    assert notes["master_port"] == "master_port=29501 (free when probed)"
+    assert notes["threads_per_rank"] == "threads_per_rank=1 (8 cores / 8 ranks)"
+
+
+@pytest.mark.parametrize(
+    ("cpus", "fields", "threads"),
+    [
+        (64, {}, "64"),
+        (64, {"nodes": 2, "gpus_per_node": 4}, "8"),
+        (2, {"gpus_per_node": 8}, "1"),
+        (64, {"threads_per_rank": 3}, "3"),
+    ],
+)
+def test_ranks_share_the_cores(make_facts, cpus, fields, threads):
+    found = plan(make_facts(cpus=cpus), **fields)
+    assert found.note("threads_per_rank") == threads
+    assert f"export OMP_NUM_THREADS={threads}\n" in (found.files[0].text or "")
+
+
+def test_more_ranks_than_cores_get_a_remark(make_facts):
+    assert plan(make_facts(cpus=2), gpus_per_node=8).note("") == (
+        "8 ranks share 2 cores: expect them slow"
+    )
+
+
+def test_deepspeed_s_hostfile_has_a_line_per_simulated_node(facts):
+    found = plan(facts, launcher="deepspeed", nodes=2, gpus_per_node=4)
+    (hostfile,) = [f.text for f in found.files if f.path.endswith("hostfile")]
+    assert hostfile == "node-0 slots=4\nnode-1 slots=4\n"
+
+
+def test_mpirun_is_started_once_for_all_nodes(facts):
+    found = plan(facts, launcher="mpirun", nodes=2, gpus_per_node=2)
+    assert len(found.steps) == found.nodes == 1
+    assert found.world_size == 4
+    (hostfile,) = [f.text for f in found.files if f.path.endswith("hostfile")]
+    assert hostfile == "localhost slots=4\n"
+
+
+def test_mpirun_cannot_divide_gpus_between_simulated_nodes(make_facts):
+    with pytest.raises(BadInput, match="cannot divide this machine's GPUs"):
+        plan(make_facts(gpus=4), launcher="mpirun", nodes=2)
+
+
+def test_the_cluster_s_environment_and_grace_reach_the_plan(facts):
+    found = plan(facts, LocalCluster(env={"A": "1"}, stop_grace=3.5))
+    assert "export A=1\n" in (found.files[0].text or "")
+    assert "--grace 3.5 " in (found.files[0].text or "")
+    assert found.stop_grace == 3.5
+
+
+def test_a_plan_for_a_thousand_nodes_is_as_long_as_it_must_be(facts):
+    found = plan(facts, nodes=1000)
+    assert [step.env["NODE_RANK"] for step in found.steps] == [str(n) for n in range(1000)]
+
+
+# ---------------------------------------------------------------- judging
+
+
+@pytest.mark.parametrize(
+    ("states", "state"),
+    [
+        ({State.SUCCEEDED}, State.SUCCEEDED),
+        ({State.SUCCEEDED, State.PENDING}, State.RUNNING),
+        ({State.PENDING}, State.PENDING),
+        ({State.RUNNING, State.FAILED}, State.RUNNING),
+        ({State.FAILED, State.SUCCEEDED}, State.FAILED),
+        ({State.CANCELLED, State.SUCCEEDED}, State.CANCELLED),
+        ({State.CANCELLED, State.FAILED}, State.FAILED),
+        ({State.UNKNOWN, State.RUNNING}, State.UNKNOWN),
+    ],
+    ids=str,
+)
+def test_a_run_s_state_follows_from_its_nodes(states, state):
+    assert overall(states) is state
+
+
+@pytest.mark.parametrize(
+    ("ended", "state"),
+    [
+        ({"exit_code": 0, "reason": None}, State.SUCCEEDED),
+        ({"exit_code": 1}, State.FAILED),
+        ({"exit_code": 143, "reason": "stopped on request"}, State.CANCELLED),
+        ({"exit_code": 127, "reason": "No such file"}, State.FAILED),
+        ({}, State.UNKNOWN),
+        ([], State.UNKNOWN),
+        (b"torn", State.UNKNOWN),
+        ({"exit_code": "0"}, State.UNKNOWN),
+        ({"exit_code": None}, State.UNKNOWN),
+        ({"exit_code": 0, "at": "noon", "reason": 3}, State.SUCCEEDED),
+    ],
+    ids=str,
+)
+def test_a_node_s_state_follows_from_its_exit(ended, state):
+    assert judge_exit(0, ended).state is state
+
+
+@pytest.mark.parametrize(
+    ("stat", "ticks"),
+    [
+        (None, None),
+        (b"", None),
+        (b"1 (a b) R) S " + b" ".join(b"%d" % n for n in range(1, 40)), 19),
+        (b"1 (x) Z " + b" ".join(b"%d" % n for n in range(1, 40)), None),
+        (b"garbage", None),
+    ],
+)
+def test_the_start_of_a_process_is_read_whatever_its_name(stat, ticks):
+    assert process_start(stat) == ticks
+
+
+# ---------------------------------------------------------------- cancelling
+
+
+def test_a_run_folder_that_lost_its_files_does_not_keep_a_run_from_being_ended(facts):
+    found = plan(facts)
+    LocalTransport().put("localhost", f"{found.run_dir}/run.json", b"{}")
+    left = subprocess.Popen(["sleep", "600"], env={"CLUSTERKIT_RUN_DIR": found.run_dir})
+    try:
+        LOCAL.cancel(Handle(found), LocalTransport())
+        assert left.poll() is not None
+    finally:
+        left.kill()
+        left.wait()
+
+
+# ---------------------------------------------------------------- registry and capabilities
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones():
+    with pytest.raises(BadInput, match="backend 'slrum' is unknown") as error:
+        backends.backend("slrum")
+    assert "local" in (error.value.hint or "")
+
+
+class Limited(LocalBackend):
+    name = "limited"
+    unsupported = {"restarts": "it has no supervisor", "launcher=mpirun": "there is no MPI"}  # noqa: RUF012
+
+
+OTHERS: dict[str, type[Backend]] = {"limited": Limited, "local": LocalBackend}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"restarts": 1}, "backend limited does not support restarts: it has no supervisor"),
+        ({"launcher": "mpirun"}, "does not support launcher=mpirun: there is no MPI"),
+    ],
+)
+def test_a_field_that_a_backend_cannot_honour_is_refused_and_never_dropped(fields, message):
+    with pytest.raises(CapabilityError, match=message) as error:
+        check_capabilities(Limited, job(**fields), OTHERS)
+    assert error.value.hint == "backends that do: local"
+    assert error.value.exit_code == 2
+
+
+def test_a_field_left_at_its_default_is_no_request():
+    check_capabilities(Limited, job(restarts=0, launcher="torchrun"), OTHERS)

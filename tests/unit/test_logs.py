@@ -1,0 +1,230 @@
+"""Log lines keep their time, node, rank and order, and survive being cut off anywhere."""
+
+import calendar
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clusterkit import logs
+from clusterkit.logs import LogLine, NodeLog, merged, parse_line, selected
+from clusterkit.marks import parse_mark
+
+# A line of output: no line breaks, as the node agent leaves it.
+BODY = st.text(st.characters(exclude_characters="\r\n", exclude_categories=("Cs",)), max_size=60)
+
+
+def stamp(moment: float) -> str:
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(moment))
+    return f"{whole}.{int(moment % 1 * 1e6):06d}Z"
+
+
+def raw(moment: float, rank: int | None, text: str) -> bytes:
+    return f"{stamp(moment)} {'-' if rank is None else rank} {text}".encode()
+
+
+def reader(data: bytes):
+    return lambda offset, limit: data[offset : offset + limit]
+
+
+# ---------------------------------------------------------------- one line
+
+
+@given(st.integers(0, 4 * 10**9), st.integers(0, 999_999), st.integers(0, 99_999) | st.none(), BODY)
+def test_a_line_reads_back_as_it_was_written(second, micro, rank, text):
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
+    data = f"{whole}.{micro:06d}Z {'-' if rank is None else rank} {text}".encode()
+    line = parse_line(data, node=3, attempt=2)
+    assert (line.node, line.rank, line.text, line.attempt) == (3, rank, text, 2)
+    assert round(line.time * 1e6) == second * 10**6 + micro
+
+
+@given(st.binary(max_size=80))
+def test_no_bytes_are_a_traceback(data):
+    line = parse_line(data, node=0)
+    assert line.time > 0 or (line.rank is None and line.text == data.decode(errors="replace"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "words",
+        "2026-11-21T20:11:58.123456Z",
+        "2026-11-21T20:11:58.123456Z 0",
+        "2026-11-21T20:11:58.123456Z x words",
+        "2026-11-21T20:11:58.123456Z ² words",
+        "2026-11-21T20:11:58.123456Z " + "9" * 5000 + " words",
+        "2026-13-21T20:11:58.123456Z 0 words",
+        "2026-11-21T20:11:58,123456Z 0 words",
+        "2026-11-21 20:11:58.123456Z 0 words",
+    ],
+    ids=lambda text: text[:40],
+)
+def test_a_line_of_another_form_becomes_text_without_a_time(text):
+    assert parse_line(text.encode(), node=1) == LogLine(0.0, 1, None, text)
+
+
+def test_the_time_is_utc():
+    line = parse_line(b"2026-11-21T20:11:58.500000Z - x", 0)
+    assert line.time == calendar.timegm((2026, 11, 21, 20, 11, 58)) + 0.5
+
+
+def test_spaces_of_the_text_are_kept():
+    assert parse_line(raw(0.0, 0, "   indented  "), 0).text == "   indented  "
+
+
+# ---------------------------------------------------------------- marked lines
+
+
+def test_a_marked_line_gives_its_event():
+    line = LogLine(0.0, 0, 0, '@clusterkit {"event": "metrics", "step": 1, "loss": 0.5}')
+    assert line.event == {"event": "metrics", "step": 1, "loss": 0.5}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hello",
+        "@clusterkit",
+        "@clusterkit ",
+        "@clusterkit {",
+        '@clusterkit {"event": "metr',
+        "@clusterkit []",
+        "@clusterkit 3",
+        '@clusterkit {"step": 1}',
+        ' @clusterkit {"event": "x"}',
+        "@clusterkit-rank 0 1",
+    ],
+)
+def test_other_lines_and_broken_ones_are_no_event(text):
+    assert parse_mark(text) is None
+
+
+def test_metrics_are_told_from_the_other_events_and_kept_in_order():
+    texts = [
+        '@clusterkit {"event": "start", "steps": 2}',
+        '@clusterkit {"event": "metrics", "step": 1, "loss": 2.0}',
+        "words",
+        '@clusterkit {"event": "metrics", "step": 2, "loss": 1.0}',
+    ]
+    lines = [LogLine(float(n), 0, 0, text) for n, text in enumerate(texts)]
+    assert list(logs.metrics(lines)) == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]
+
+
+def test_an_event_reads_as_words():
+    assert logs.readable({"event": "metrics", "step": 3, "loss": 0.123456789, "n": 4}) == (
+        "step 3  loss 0.123457  n 4"
+    )
+    assert logs.readable({"event": "checkpoint", "path": "c"}) == "checkpoint  path c"
+
+
+# ---------------------------------------------------------------- a node's log
+
+
+def test_a_last_line_without_its_newline_waits_until_it_is_whole():
+    data = raw(1.0, 0, "one") + b"\n" + raw(2.0, 0, "two")
+    grown = {"data": data}
+    log = NodeLog(0, 1, lambda offset, limit: grown["data"][offset : offset + limit])
+    assert [line.text for line in log.available()] == ["one"]
+    assert [line.text for line in log.available()] == []
+    grown["data"] += b" and more\n"
+    assert [line.text for line in log.available()] == ["two and more"]
+    assert list(log.remainder()) == []
+
+
+def test_a_last_line_that_was_cut_off_is_given_in_the_end():
+    log = NodeLog(0, 1, reader(raw(1.0, 0, "one") + b"\n" + raw(2.0, 0, "tw")))
+    assert [line.text for line in log.available()] == ["one"]
+    assert [line.text for line in log.remainder()] == ["tw"]
+    assert list(log.remainder()) == []
+
+
+@given(st.lists(BODY, max_size=6), st.integers(0, 400))
+def test_a_log_cut_off_anywhere_gives_all_whole_lines(texts, cut):
+    data = b"".join(raw(float(n + 1), 0, text) + b"\n" for n, text in enumerate(texts))[:cut]
+    log = NodeLog(0, 1, reader(data))
+    whole = data.count(b"\n")
+    assert [line.text for line in log.available()] == texts[:whole]
+    assert len(list(log.remainder())) == (1 if data and not data.endswith(b"\n") else 0)
+
+
+@given(st.lists(st.binary(max_size=20).filter(lambda b: b"\n" not in b), max_size=8))
+def test_how_a_log_arrives_does_not_matter(pieces):
+    data = b"".join(piece + b"\n" for piece in pieces)
+    by_the_byte = NodeLog(0, 1, lambda offset, limit: data[offset : offset + 1])
+    assert list(by_the_byte.available()) == list(NodeLog(0, 1, reader(data)).available())
+
+
+def test_a_log_that_is_not_there_yet_is_empty():
+    log = NodeLog(0, 1, lambda offset, limit: None)
+    assert list(log.available()) == []
+    assert list(log.remainder()) == []
+
+
+# ---------------------------------------------------------------- several nodes
+
+
+@given(st.lists(st.lists(st.integers(1, 1000), max_size=10).map(sorted), min_size=1, max_size=4))
+def test_nodes_are_merged_by_time_and_keep_their_own_order(moments):
+    sources = [
+        NodeLog(
+            node,
+            1,
+            reader(b"".join(raw(t, node, f"{node}:{n}") + b"\n" for n, t in enumerate(times))),
+        )
+        for node, times in enumerate(moments)
+    ]
+    lines = list(merged(sources))
+    assert [line.time for line in lines] == sorted(t for times in moments for t in times)
+    for node, times in enumerate(moments):
+        texts = [line.text for line in lines if line.node == node]
+        assert texts == [f"{node}:{n}" for n in range(len(times))]
+        assert {line.rank for line in lines if line.node == node} <= {node}
+
+
+def test_following_goes_on_until_it_is_told_to_stop_and_then_gives_the_rest(monkeypatch):
+    data = {"log": raw(1.0, 0, "one") + b"\n"}
+    answers = iter([True, True, False])
+
+    def grow(seconds):
+        data["log"] += raw(2.0, 0, "more") + b"\n"
+
+    monkeypatch.setattr(logs.time, "sleep", grow)
+
+    def follow():
+        goes_on = next(answers)
+        if not goes_on:
+            data["log"] += raw(3.0, 0, "written just before the end")
+        return goes_on
+
+    log = NodeLog(0, 1, lambda offset, limit: data["log"][offset : offset + limit])
+    assert [line.text for line in merged([log], follow)] == [
+        "one",
+        "more",
+        "more",
+        "written just before the end",
+    ]
+
+
+def test_lines_are_selected_by_rank_by_node_and_by_both():
+    lines = [LogLine(0.0, node, rank, "") for node in (0, 1) for rank in (None, node * 2)]
+    assert [(x.node, x.rank) for x in selected(lines, node=1)] == [(1, None), (1, 2)]
+    assert [(x.node, x.rank) for x in selected(lines, rank=0)] == [(0, 0)]
+    assert [(x.node, x.rank) for x in selected(lines, rank=2, node=0)] == []
+    assert len(list(selected(lines))) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "without"),
+    [
+        ("[rank3]: Traceback", "Traceback"),
+        ("[rank3]:", ""),
+        ("[rank3]:   File", "  File"),
+        ("no prefix", "no prefix"),
+        ("the loss of [rank3]: 5", "the loss of [rank3]: 5"),
+    ],
+)
+def test_torch_s_prefix_is_taken_off(text, without):
+    assert logs.without_rank(text) == without

@@ -1,0 +1,91 @@
+"""A plan is data: it prints as text and as JSON, and comes back from JSON the same."""
+
+import msgspec
+import pytest
+
+from clusterkit.plan import Note, Plan, PlanFile, Step, as_jsonable, relative
+
+
+def plan(**fields):
+    return Plan(
+        **(
+            {
+                "run_id": "demo-1",
+                "run_dir": "/home/u/runs/demo-1",
+                "backend": "local",
+                "summary": "one node",
+                "nodes": 1,
+                "world_size": 1,
+            }
+            | fields
+        )
+    )
+
+
+WHOLE = plan(
+    notes=(Note("port", "29501", "free when probed"), Note("", "be patient", "")),
+    files=(
+        PlanFile("/home/u/runs/demo-1/files/a b.sh", text="#!/bin/sh\necho 'ü'\n", mode=0o755),
+        PlanFile("/home/u/runs/demo-1/files/agent.py", resource="agent.py"),
+    ),
+    steps=(
+        Step(kind="run", host="h1", argv=("mkdir", "a b")),
+        Step(kind="start", host="h1", node=0, argv=("sh", "x"), env={"A": "b c"}, secrets=("T",)),
+    ),
+    topology={"nodes": 1, "min_nodes": 1},
+)
+
+
+def test_a_plan_survives_its_json_form():
+    assert Plan.from_json(WHOLE.to_json()) == WHOLE
+    assert Plan.from_json(WHOLE.to_json()).to_json() == WHOLE.to_json()
+
+
+def test_json_does_not_depend_on_the_order_in_which_things_were_put_in():
+    other = msgspec.structs.replace(WHOLE, topology={"min_nodes": 1, "nodes": 1})
+    assert other.to_json() == WHOLE.to_json()
+
+
+def test_what_is_no_plan_is_refused():
+    with pytest.raises(msgspec.ValidationError, match="missing required field"):
+        Plan.from_json(b"{}")
+
+
+def test_text_shows_notes_files_and_steps():
+    assert WHOLE.to_text() == (
+        "plan demo-1: one node\n\n"
+        "  port=29501 (free when probed)\n"
+        "  be patient\n"
+        "\nfile /home/u/runs/demo-1/files/a b.sh (mode 0755)\n"
+        "  | #!/bin/sh\n"
+        "  | echo 'ü'\n"
+        "\nfile /home/u/runs/demo-1/files/agent.py (mode 0644)\n"
+        "  | clusterkit's own agent.py, copied as installed\n"
+        "\nsteps\n"
+        "  1 run on h1: mkdir 'a b'\n"
+        "  2 start on h1 node 0: T=<secret> A='b c' sh x\n"
+    )
+
+
+@pytest.mark.parametrize("between", ["\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\r"])
+def test_text_shows_a_file_character_by_character(between):
+    shown = plan(files=(PlanFile("/f", text=f"a{between}b\n"),)).to_text()
+    assert f"  | a{between}b\n" in shown
+
+
+def test_a_file_holds_its_text_as_utf_8_or_the_resource_it_copies():
+    assert WHOLE.files[0].content() == "#!/bin/sh\necho 'ü'\n".encode()
+    assert b"def stop(" in WHOLE.files[1].content()
+
+
+def test_a_note_is_found_by_its_name():
+    assert WHOLE.note("port") == "29501"
+    assert WHOLE.note("nothing") is None
+
+
+def test_files_are_written_out_below_any_folder():
+    assert relative(WHOLE, WHOLE.files[1]) == "files/agent.py"
+
+
+def test_structs_become_plain_data():
+    assert as_jsonable(Note("a", "b", "c")) == {"name": "a", "value": "b", "origin": "c"}

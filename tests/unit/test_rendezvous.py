@@ -1,0 +1,270 @@
+"""The environment of every rank and the command line of every launcher."""
+
+import json
+import os
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clusterkit import agent, rendezvous
+from clusterkit.rendezvous import (
+    Endpoint,
+    Topology,
+    launcher_argv,
+    node_environment,
+    rank_environment,
+    rank_script,
+)
+from clusterkit.shell import Joined, Var, join
+from clusterkit.spec import Launcher
+
+LAUNCHERS = typing.get_args(Launcher)
+ENDPOINT = Endpoint("10.0.0.1", 29501, "demo-1")
+CONTRACT = {
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "RANK",
+    "LOCAL_RANK",
+    "NODE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+}
+
+
+def argv_of(launcher, topology, **more):
+    return launcher_argv(
+        launcher,
+        topology,
+        ENDPOINT,
+        python="/venv/bin/python",
+        rank_command=["sh", "rank.sh", "train.py"],
+        hostfile="/run/hostfile",
+        **more,
+    )
+
+
+@given(st.integers(1, 20), st.integers(1, 16))
+def test_ranks_are_numbered_node_by_node_without_gaps(nodes, nproc):
+    topology = Topology(nodes, nodes, nproc)
+    everyone = [
+        rank_environment(topology, ENDPOINT, node, local)
+        for node in range(nodes)
+        for local in range(nproc)
+    ]
+    assert [int(env["RANK"]) for env in everyone] == list(range(nodes * nproc))
+    assert {env["WORLD_SIZE"] for env in everyone} == {str(nodes * nproc)}
+    assert {env["LOCAL_WORLD_SIZE"] for env in everyone} == {str(nproc)}
+
+
+def test_the_contract_is_the_seven_variables_of_pytorch():
+    assert rank_environment(Topology(2, 2, 4), ENDPOINT, 1, 3) == {
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29501",
+        "RANK": "7",
+        "LOCAL_RANK": "3",
+        "NODE_RANK": "1",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "4",
+    }
+
+
+def test_torchrun_with_a_fixed_number_of_nodes_uses_static_rendezvous():
+    argv = argv_of("torchrun", Topology(2, 2, 4))
+    assert argv[:3] == ["/venv/bin/python", "-m", "torch.distributed.run"]
+    line = join(argv)
+    assert "--nnodes 2 --nproc-per-node 4" in line
+    assert '--node-rank "$NODE_RANK" --master-addr 10.0.0.1 --master-port 29501' in line
+    assert "--max-restarts 0" in line
+    assert "rdzv" not in line
+    assert argv[-4:] == ["--no-python", "sh", "rank.sh", "train.py"]
+
+
+def test_torchrun_with_a_range_of_nodes_uses_c10d_and_names_its_host():
+    argv = argv_of("torchrun", Topology(1, 4, 2))
+    line = join(argv)
+    assert "--nnodes 1:4 --nproc-per-node 2" in line
+    assert "--rdzv-backend c10d --rdzv-id demo-1 --rdzv-endpoint 10.0.0.1:29501" in line
+    assert "--node-rank" not in line
+    assert "--master-addr" not in line
+    (conf,) = [word for word in argv if isinstance(word, Joined)]
+    assert conf.parts[-1] == rendezvous.IS_HOST
+
+
+def test_deepspeed_starts_one_node_without_ssh():
+    argv = argv_of("deepspeed", Topology(2, 2, 4))
+    assert argv[:3] == ["/venv/bin/python", "-m", "deepspeed.launcher.runner"]
+    line = join(argv)
+    assert '--hostfile /run/hostfile --no_ssh --node_rank "$NODE_RANK"' in line
+    assert "--master_addr 10.0.0.1 --master_port 29501" in line
+    assert argv[-4:] == ["--no_python", "sh", "rank.sh", "train.py"]
+
+
+def test_mpirun_starts_all_nodes_and_forwards_the_environment_by_name():
+    argv = argv_of("mpirun", Topology(2, 2, 4), exports=["NCCL_DEBUG", "TOKEN"])
+    line = join(argv)
+    assert line.startswith("mpirun -np 8 --hostfile /run/hostfile --map-by slot --bind-to none")
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NCCL_DEBUG", "TOKEN"):
+        assert f"-x {name} " in line
+    assert argv[-3:] == ["sh", "rank.sh", "train.py"]
+
+
+def test_python_is_the_rank_command_alone():
+    assert argv_of("python", Topology(2, 2, 4)) == ["sh", "rank.sh", "train.py"]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_launcher_ends_with_the_rank_command_and_says_the_same_on_every_node(launcher):
+    argv = argv_of(launcher, Topology(2, 2, 1))
+    assert argv[-3:] == ["sh", "rank.sh", "train.py"]
+    variables = {word.name for word in argv if isinstance(word, Var)}
+    assert variables <= {"NODE_RANK"}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_node_knows_the_head(launcher):
+    env = node_environment(launcher, Topology(2, 2, 1), ENDPOINT)
+    assert env["MASTER_ADDR"] == "10.0.0.1"
+    assert env["MASTER_PORT"] == "29501"
+
+
+def test_only_elastic_torchrun_stops_sharing_its_store():
+    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    assert name in node_environment("torchrun", Topology(1, 2, 1), ENDPOINT)
+    assert name not in node_environment("torchrun", Topology(2, 2, 1), ENDPOINT)
+
+
+# What each launcher itself sets for rank 5: node 1 of 2, four ranks each.
+SET_BY = {
+    "torchrun": {
+        "RANK": "5",
+        "LOCAL_RANK": "1",
+        "GROUP_RANK": "1",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "4",
+    },
+    "deepspeed": {
+        "RANK": "5",
+        "LOCAL_RANK": "1",
+        "CROSS_RANK": "1",
+        "WORLD_SIZE": "8",
+        "LOCAL_SIZE": "4",
+    },
+    # Both nodes are one host here: to Open MPI it is the sixth of eight ranks on it.
+    "mpirun": {
+        "OMPI_COMM_WORLD_RANK": "5",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "5",
+        "OMPI_COMM_WORLD_SIZE": "8",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "8",
+    },
+    "python": {"NODE_RANK": "1", "LOCAL_RANK": "1"},
+}
+DUMP = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:]]))"
+
+
+def become(script: str, argv: list[str], env: dict[str, str], cwd: Path):
+    (cwd / "rank.sh").write_text(script)
+    done = subprocess.run(
+        ["sh", "rank.sh", sys.executable, "-S", "-c", DUMP, *argv],
+        cwd=cwd, env={"PYTHONUTF8": "1", **env}, capture_output=True, check=True,
+    )  # fmt: skip
+    assert done.stderr == b""
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_rank_script_completes_what_the_launcher_leaves_out(launcher, tmp_path):
+    topology = Topology(2, 2, 4)
+    given_env = SET_BY[launcher] | node_environment(launcher, topology, ENDPOINT)
+    seen, _ = become(rank_script(launcher, topology), [], given_env, tmp_path)
+    expected = rank_environment(topology, ENDPOINT, node_rank=1, local_rank=1)
+    assert set(expected) == CONTRACT
+    assert {name: seen.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_rank_script_hands_arguments_on_unchanged(launcher, tmp_path, ugly_values):
+    words = [*ugly_values.values(), "--", "-c"]
+    _, argv = become(rank_script(launcher, Topology(2, 2, 4)), words, SET_BY[launcher], tmp_path)
+    assert argv == words
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_variables_of_the_user_s_are_not_mistaken_for_the_script_s_own(launcher, tmp_path):
+    theirs = {"slot": "7", "pipe": "dream", "node": "x", "rank": "y", "PIPE": "z"}
+    seen, _ = become(
+        rank_script(launcher, Topology(2, 2, 4)), [], SET_BY[launcher] | theirs, tmp_path
+    )
+    assert {name: seen.get(name) for name in theirs} == theirs
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_writes_into_its_own_pipe_whatever_the_user_s_environment(launcher, tmp_path):
+    number = SET_BY[launcher].get("OMPI_COMM_WORLD_LOCAL_RANK", "1")
+    os.mkfifo(tmp_path / f"p-{number}")
+    (tmp_path / "rank.sh").write_text(rank_script(launcher, Topology(2, 2, 4)))
+    rank = subprocess.Popen(
+        ["sh", "rank.sh", "echo", "hello"],
+        cwd=tmp_path, stdout=subprocess.PIPE,
+        env=SET_BY[launcher] | {"CLUSTERKIT_PIPE": str(tmp_path / "p"), "slot": "3"},
+    )  # fmt: skip
+    # Read and write: opening does not wait for a rank that chose another way.
+    pipe = os.open(tmp_path / f"p-{number}", os.O_RDWR | os.O_NONBLOCK)
+    try:
+        out, _ = rank.communicate()
+        assert out == b""
+        assert os.read(pipe, 1000).decode() == f"@clusterkit-rank 5 {rank.pid}\nhello\n"
+    finally:
+        os.close(pipe)
+
+
+def test_the_rank_script_becomes_the_program_so_that_exit_codes_are_its_own(tmp_path):
+    (tmp_path / "rank.sh").write_text(rank_script("python", Topology(1, 1, 1)))
+    done = subprocess.run(
+        ["sh", "rank.sh", "sh", "-c", "exit 42"],
+        cwd=tmp_path, env={"NODE_RANK": "0", "LOCAL_RANK": "0"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 42
+
+
+def test_deepspeed_ranks_keep_the_gpus_that_their_node_was_given(tmp_path):
+    env = SET_BY["deepspeed"] | {"CLUSTERKIT_GPUS": "4,5,6,7", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    seen, _ = become(rank_script("deepspeed", Topology(2, 2, 4)), [], env, tmp_path)
+    assert seen["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+
+
+def test_the_node_agent_knows_the_header_that_the_rank_script_writes():
+    header = agent._RANK_HEADER.match(f"{rendezvous.RANK_HEADER} 5 77".encode())
+    assert header is not None
+    assert header.groups() == (b"5", b"77")
+    assert f'echo "{rendezvous.RANK_HEADER} $RANK $$"' in rank_script("python", Topology(1, 1, 1))
+
+
+def test_stale_variables_of_every_rank_of_the_submitter_are_reset():
+    for launcher in LAUNCHERS:
+        completed = set(SET_BY[launcher]) - {"NODE_RANK"}
+        assert {name for name in completed if not name.startswith("OMPI_")} <= set(rendezvous.RESET)
+
+
+def test_a_hostfile_has_a_line_per_node():
+    assert rendezvous.hostfile(["a", "b"], 4) == "a slots=4\nb slots=4\n"
+
+
+def test_a_host_that_stands_for_several_nodes_has_one_line_with_all_their_slots():
+    assert rendezvous.hostfile(["a", "b", "a"], 4) == "a slots=8\nb slots=4\n"
+
+
+@pytest.mark.parametrize(
+    ("topology", "words"),
+    [
+        (Topology(1, 1, 1), "1 node x 1 rank"),
+        (Topology(2, 2, 4), "2 nodes x 4 ranks"),
+        (Topology(1, 4, 2), "1:4 nodes x 2 ranks"),
+    ],
+)
+def test_a_topology_reads_as_words(topology, words):
+    assert str(topology) == words

@@ -1,0 +1,280 @@
+"""The run folder: names, atomic writes, finding a run again."""
+
+import errno
+import os
+import subprocess
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clusterkit import runs
+from clusterkit.errors import BadInput, RunFolderError, RunNotFound
+from clusterkit.runs import Event, RunFolder
+
+
+def event(text, at=1.0):
+    return Event(at=at, attempt=1, text=text)
+
+
+@pytest.fixture
+def folder():
+    return RunFolder.create("demo-1")
+
+
+# ---------------------------------------------------------------- names
+
+
+@given(st.text(max_size=300))
+def test_a_run_id_is_a_dns_label_whatever_the_job_is_called(name):
+    run_id = runs.new_run_id(name)
+    assert runs.check_run_id(run_id) == run_id
+    assert len(run_id) <= 40
+    assert run_id == run_id.lower()
+    assert not run_id.startswith("-")
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [
+        ("Zero 3!", "zero-3"),
+        ("日本", "job"),
+        ("---", "job"),
+        ("x" * 300, "x" * 24),
+        ("a" * 23 + "/b", "a" * 23),
+    ],
+)
+def test_a_name_becomes_the_beginning_of_an_id(name, slug):
+    assert runs.slug(name) == slug
+
+
+def test_two_ids_made_in_the_same_second_differ(monkeypatch):
+    monkeypatch.setattr(runs.time, "strftime", lambda *_: "1121201158")
+    first, second = runs.new_run_id("demo"), runs.new_run_id("demo")
+    assert first != second
+    assert first[:-4] == second[:-4] == "demo-1121201158-"
+
+
+@pytest.mark.parametrize("bad", ["", "A", "a b", "-a", "a-", "a/b", "..", "a\n", "é", "x" * 64])
+def test_an_id_that_is_no_dns_label_is_refused(bad):
+    with pytest.raises(BadInput, match="cannot be one"):
+        runs.check_run_id(bad)
+
+
+# ---------------------------------------------------------------- creating
+
+
+def test_the_home_is_the_environment_s_or_the_user_s(monkeypatch, clusterkit_home):
+    assert runs.home() == clusterkit_home
+    monkeypatch.delenv("CLUSTERKIT_HOME")
+    monkeypatch.setenv("HOME", "/home/u")
+    assert str(runs.home()) == "/home/u/.clusterkit"
+    monkeypatch.setenv("CLUSTERKIT_HOME", "~/else")
+    assert str(runs.home()) == "/home/u/else"
+
+
+def test_the_same_id_twice_is_refused(folder):
+    with pytest.raises(BadInput, match="run demo-1 exists already") as error:
+        RunFolder.create("demo-1")
+    assert error.value.hint == "clusterkit status demo-1"
+
+
+def test_of_two_submits_of_one_id_at_the_same_moment_exactly_one_wins():
+    barrier = threading.Barrier(8)
+    won, refused = [], []
+
+    def submit():
+        barrier.wait()
+        try:
+            won.append(RunFolder.create("demo-1"))
+        except BadInput as error:
+            refused.append(error.message)
+
+    threads = [threading.Thread(target=submit) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert refused == ["run demo-1 exists already"] * 7
+
+
+def test_a_home_that_is_a_file_is_refused_with_the_remedy(clusterkit_home):
+    clusterkit_home.write_text("")
+    with pytest.raises(RunFolderError, match=r"is not a folder|cannot make") as error:
+        RunFolder.create("demo-1")
+    assert "CLUSTERKIT_HOME" in (error.value.hint or "")
+
+
+def test_a_full_disk_cannot_hold_a_run(monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("pathlib.Path.mkdir", full)
+    with pytest.raises(RunFolderError, match=r"cannot make .*demo-1: No space left on device"):
+        RunFolder.create("demo-1")
+
+
+# ---------------------------------------------------------------- documents
+
+
+def test_a_document_comes_back_as_it_was_written(folder):
+    folder.write_json("e.json", event("ü"))
+    assert folder.read_json("e.json", Event) == event("ü")
+    assert folder.read("e.json").endswith(b"}\n")
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"{", b"[]", b"null", b"{}", b"\xff", b'{"at": "x"}'], ids=repr
+)
+def test_a_damaged_document_is_named_and_never_a_traceback(folder, damage):
+    folder.file("e.json").write_bytes(damage)
+    with pytest.raises(RunFolderError, match=r"run demo-1: e\.json is damaged"):
+        folder.read_json("e.json", Event)
+    assert folder.maybe_json("e.json", Event) is None
+
+
+def test_a_missing_document_is_named(folder):
+    with pytest.raises(RunFolderError, match=r"run demo-1: e\.json is missing or unreadable \(No"):
+        folder.read_json("e.json", Event)
+    assert folder.maybe_json("e.json", Event) is None
+
+
+def test_a_folder_in_a_document_s_place_is_named(folder):
+    folder.file("e.json").mkdir()
+    with pytest.raises(RunFolderError, match=r"e\.json is missing or unreadable \(Is a dir"):
+        folder.read_json("e.json", Event)
+
+
+def test_a_reader_never_sees_half_a_document(folder):
+    big = [event("x" * 1000) for _ in range(200)]
+    folder.write_json("e.json", big)
+    stop = threading.Event()
+
+    def write():
+        while not stop.is_set():
+            folder.write_json("e.json", big)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(30):
+            assert folder.read_json("e.json", list[Event]) == big
+    finally:
+        stop.set()
+        writer.join()
+
+
+def test_records_are_appended_and_torn_ones_left_out(folder):
+    folder.append("events.jsonl", event("one"))
+    folder.append("events.jsonl", event("two"))
+    with folder.file("events.jsonl").open("ab") as file:
+        file.write(b'garbage\n{"at": 3.0, "attem')
+    assert [e.text for e in folder.records("events.jsonl", Event)] == ["one", "two"]
+
+
+def test_records_of_a_file_that_is_not_there_are_none(folder):
+    assert folder.records("events.jsonl", Event) == []
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_record_that_finds_no_space_is_lost_and_nothing_else(folder):
+    folder.file("events.jsonl").symlink_to("/dev/full")
+    folder.append("events.jsonl", event("lost"))
+    folder.append("others.jsonl", event("kept"))
+    assert [e.text for e in folder.records("others.jsonl", Event)] == ["kept"]
+
+
+def test_a_cancel_is_there_for_everybody_to_see(folder):
+    assert not folder.is_cancelled()
+    folder.mark_cancelled()
+    assert RunFolder(folder.path).is_cancelled()
+    folder.mark_cancelled()
+
+
+def test_a_really_full_disk_is_named_with_the_remedy(tmp_path, monkeypatch):
+    disk = tmp_path / "tiny"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(disk)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.decode().strip()}")
+    try:
+        monkeypatch.setenv("CLUSTERKIT_HOME", str(disk))
+        folder = RunFolder.create("demo-1")
+        with pytest.raises(RunFolderError, match=r"cannot write .*big: No space left on") as error:
+            folder.write("big", b"x" * (64 << 10))
+        assert "set CLUSTERKIT_HOME" in (error.value.hint or "")
+        assert os.listdir(folder.path) == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+# ---------------------------------------------------------------- finding
+
+
+@pytest.fixture
+def three():
+    now = time.time()
+    for number, name in enumerate(["ddp-1", "ddp-2", "zero3-1"]):
+        folder = RunFolder.create(name)
+        folder.write("run.json", b"{}")
+        os.utime(folder.file("run.json"), (now + number, now + number))
+
+
+def test_runs_are_listed_newest_first(three):
+    assert [run.run_id for run in runs.all_runs()] == ["zero3-1", "ddp-2", "ddp-1"]
+
+
+def test_without_a_home_there_are_no_runs():
+    assert list(runs.all_runs()) == []
+
+
+def test_files_among_the_runs_are_passed_over(three, clusterkit_home):
+    (clusterkit_home / "runs" / "notes.txt").write_text("")
+    assert len(list(runs.all_runs())) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "run_id"), [("ddp-2", "ddp-2"), ("z", "zero3-1"), ("last", "zero3-1")]
+)
+def test_a_run_is_found_by_its_id_its_beginning_or_as_the_last(three, name, run_id):
+    assert runs.find(name).run_id == run_id
+
+
+def test_an_exact_id_goes_before_the_longer_ones_that_begin_so(three):
+    RunFolder.create("ddp")
+    assert runs.find("ddp").run_id == "ddp"
+
+
+def test_an_ambiguous_id_is_refused_with_the_candidates(three):
+    with pytest.raises(RunNotFound, match="run 'dd' is ambiguous: ddp-2, ddp-1") as error:
+        runs.find("dd")
+    assert error.value.hint == "give more of its id"
+    assert error.value.exit_code == 2
+
+
+def test_many_candidates_are_counted():
+    for number in range(9):
+        RunFolder.create(f"a-{number}")
+    with pytest.raises(RunNotFound, match=r"ambiguous: (a-\d, ){4}a-\d and 4 more"):
+        runs.find("a")
+
+
+def test_an_unknown_id_is_refused_with_the_newest_runs(three, clusterkit_home):
+    with pytest.raises(
+        RunNotFound, match=f"run 'nope' is unknown under {clusterkit_home}"
+    ) as error:
+        runs.find("nope")
+    assert error.value.hint == "the newest are zero3-1, ddp-2, ddp-1"
+
+
+@pytest.mark.parametrize("name", ["", "last", "..", "../..", "/etc", "a/../..", "\0", "."])
+def test_no_name_leads_out_of_the_home(name, clusterkit_home):
+    (clusterkit_home / "runs").mkdir(parents=True)
+    with pytest.raises(RunNotFound, match="is unknown") as error:
+        runs.find(name)
+    assert error.value.hint == "there are no runs yet"

@@ -1,0 +1,131 @@
+"""JobSpec: what types alone cannot say of a job."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clusterkit.errors import BadInput
+from clusterkit.spec import JobSpec, check_job, parse_nodes
+
+
+def job(**fields):
+    return JobSpec(**({"name": "demo", "program": "train.py"} | fields))
+
+
+@pytest.mark.parametrize(
+    ("given_as", "range_"),
+    [(1, (1, 1)), ("2", (2, 2)), ("2:4", (2, 4)), (" 3 ", (3, 3)), ("2:2", (2, 2))],
+)
+def test_nodes_are_a_number_or_a_range(given_as, range_):
+    assert parse_nodes(given_as) == range_
+
+
+@given(st.integers(1, 10**5), st.integers(0, 10**5))
+def test_every_range_in_ascending_order_is_taken(low, more):
+    assert parse_nodes(f"{low}:{low + more}") == (low, low + more)
+
+
+@pytest.mark.parametrize(
+    "nodes", ["", "two", "1:", ":2", "1:2:3", "-1", -1, "1.5", "2-4", "1e3", "0x2"]
+)
+def test_what_is_no_number_of_nodes_is_refused_with_both_forms(nodes):
+    with pytest.raises(BadInput, match="neither a number nor MIN:MAX") as error:
+        parse_nodes(nodes)
+    assert error.value.hint == '2, or "2:4"'
+
+
+@pytest.mark.parametrize("nodes", [0, "0", "0:2"])
+def test_no_nodes_at_all_are_refused(nodes):
+    with pytest.raises(BadInput, match=r"nodes: 0.*at least 1 node"):
+        parse_nodes(nodes)
+
+
+def test_a_range_the_wrong_way_round_is_told_the_right_one():
+    with pytest.raises(BadInput, match="smaller number comes first") as error:
+        parse_nodes("4:2")
+    assert error.value.hint == 'did you mean "2:4"?'
+
+
+def test_a_number_of_nodes_with_thousands_of_digits_is_refused_and_no_accident():
+    with pytest.raises(BadInput, match="nodes"):
+        parse_nodes("9" * 5000)
+
+
+def test_only_a_true_range_is_elastic():
+    assert job(nodes="1:2").elastic
+    assert not job(nodes="2:2").elastic
+    assert not job(nodes=2).elastic
+
+
+@pytest.mark.parametrize(
+    "name", ["a", "Zero 3", "gpt-1.5b_v2", "0", "é", "x" * 100, "日本"], ids=lambda n: n[:10]
+)
+def test_ordinary_names_are_taken(name):
+    check_job(job(name=name))
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../up", "a/b", "/abs", "-x", ".hidden", " lead", "a\nb", "a\0b", "a:b"]
+)
+def test_names_that_could_leave_a_folder_or_break_a_line_are_refused(name):
+    with pytest.raises(BadInput, match="cannot name a job"):
+        check_job(job(name=name))
+
+
+def test_a_name_of_300_characters_is_shown_shortened():
+    with pytest.raises(BadInput, match=r"x{40}\.\.\. \(300 characters\)") as error:
+        check_job(job(name="x" * 300))
+    assert len(error.value.message) < 120
+    assert "100 characters at most" in (error.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"program": None}, "program: missing"),
+        ({"module": "m"}, "program and module: give only one"),
+        ({"command": ("x",)}, "program and command: give only one"),
+        ({"program": None, "command": ()}, "command: it is empty"),
+        ({"nodes": "1:2", "launcher": "mpirun"}, "mpirun cannot run an elastic number"),
+        ({"nodes": "1:2", "launcher": "deepspeed"}, "deepspeed cannot run an elastic number"),
+        ({"nodes": "1:2", "launcher": "python"}, "python cannot run an elastic number"),
+        ({"env": {"1A": "x"}}, "'1A' cannot name an environment variable"),
+        ({"secrets": ("A-B",)}, "'A-B' cannot name an environment variable"),
+        ({"env": {"A": "a\0b"}}, r"env\.A: .* holds a NUL"),
+        ({"env": {"A": "x"}, "secrets": ("A",)}, "secrets: A is set in env as well"),
+    ],
+)
+def test_jobs_that_contradict_themselves_are_refused(fields, message):
+    with pytest.raises(BadInput, match=message):
+        check_job(job(**fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"args": ("a\0b",)},
+        {"program": None, "command": ("a\0b",)},
+        {"program": None, "module": "a\0b"},
+    ],
+    ids=["args", "command", "module"],
+)
+def test_words_with_nul_are_refused_because_no_process_can_be_given_them(fields):
+    with pytest.raises(BadInput, match="NUL"):
+        check_job(job(**fields))
+
+
+def test_a_job_is_frozen():
+    with pytest.raises(AttributeError, match="immutable"):
+        job().name = "other"
+
+
+def test_a_job_survives_its_json_form():
+    whole = job(
+        args=("--a", "b c"), env={"A": "x\ny"}, nodes="2:4", deepspeed={"a": [1, {"b": None}]}
+    )
+    assert msgspec.json.decode(msgspec.json.encode(whole), type=JobSpec) == whole
+
+
+def test_defaults_are_left_out_of_the_json_form():
+    assert msgspec.to_builtins(job()) == {"name": "demo", "program": "train.py"}

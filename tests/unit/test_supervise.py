@@ -1,0 +1,440 @@
+"""What is told of a run from its folder, and how a supervisor judges what it sees.
+
+The folders are made by hand: no process is started here.
+"""
+
+import json
+import os
+import shutil
+
+import msgspec
+import pytest
+
+from clusterkit import agent, backends, supervise
+from clusterkit.backends.base import Handle, Observation
+from clusterkit.backends.local import LocalBackend, overall
+from clusterkit.errors import RunFolderError
+from clusterkit.runs import Event, RunFolder
+from clusterkit.status import Failure, NodeStatus, RunStatus, State
+from clusterkit.supervise import Supervisor, cancel, current, supervisor_alive
+
+STAMP = "2026-11-21T20:11:58.123456Z"
+TRACEBACK = (
+    f"{STAMP} 0 Traceback (most recent call last):\n{STAMP} 0   File x\n{STAMP} 0 ValueError: bad\n"
+)
+
+
+@pytest.fixture
+def run(unstarted_run):
+    return unstarted_run()
+
+
+@pytest.fixture
+def hand(run, by_hand):
+    return by_hand(run)
+
+
+@pytest.fixture
+def folder(run):
+    return RunFolder(run.path)
+
+
+# ---------------------------------------------------------------- how a run stands
+
+
+def test_a_run_that_was_submitted_a_moment_ago_is_pending(folder):
+    assert current(folder).state is State.PENDING
+
+
+def test_a_run_that_was_never_started_by_anybody_has_failed(folder, hand):
+    hand.long_ago()
+    status = current(folder)
+    assert status.state is State.FAILED
+    assert status.exit_code == 1
+    assert "killed before it started it" in status.failure.cause
+    assert status.failure.hint == "submit it again"
+
+
+def test_a_watched_run_is_running_once_a_node_lives(folder, hand):
+    hand.supervisor(alive=True)
+    assert current(folder).state is State.PENDING
+    hand.node(started=hand.alive())
+    status = current(folder)
+    assert (status.state, status.remark) == (State.RUNNING, None)
+    assert [node.state for node in status.nodes] == [State.RUNNING]
+
+
+def test_a_run_that_lost_its_supervisor_still_runs_and_says_so(folder, hand, run):
+    hand.supervisor(alive=False)
+    hand.node(started=hand.alive())
+    status = current(folder)
+    assert status.state is State.RUNNING
+    assert f"clusterkit cancel {run.id}" in status.remark
+
+
+def test_a_run_that_lost_its_supervisor_and_ended_well_has_succeeded(folder, hand):
+    hand.long_ago()
+    hand.node(started=hand.dead(), exit_code=0, at=1234.5)
+    status = current(folder)
+    assert (status.state, status.exit_code, status.finished_at) == (State.SUCCEEDED, 0, 1234.5)
+
+
+def test_a_run_that_lost_its_supervisor_and_failed_tells_why(folder, hand):
+    hand.long_ago()
+    hand.node(started=hand.dead(), exit_code=7, log=TRACEBACK)
+    status = current(folder)
+    assert (status.state, status.exit_code) == (State.FAILED, 7)
+    assert status.failure.cause == "ValueError: bad"
+    assert status.failure.rank == 0
+
+
+def test_a_run_that_lost_its_supervisor_and_was_cancelled_is_cancelled(folder, hand):
+    hand.long_ago()
+    folder.mark_cancelled()
+    hand.node(started=hand.dead(), exit_code=143, reason="stopped on request")
+    status = current(folder)
+    assert (status.state, status.exit_code) == (State.CANCELLED, 130)
+
+
+def test_an_agent_that_was_killed_without_a_word_is_a_failure(folder, hand):
+    hand.long_ago()
+    node = hand.node(started=hand.dead())
+    (node / "agent.log").write_text("something\nsh: out of pipes\n")
+    status = current(folder)
+    assert status.state is State.FAILED
+    assert "ended without a word: sh: out of pipes" in status.failure.cause
+
+
+def test_a_node_script_that_has_not_become_an_agent_yet_is_running(folder, hand):
+    hand.supervisor(alive=True)
+    (hand.node() / "pid").write_text(f"{os.getpid()}\n")
+    assert current(folder).state is State.RUNNING
+
+
+def test_the_final_word_of_the_supervisor_is_final(folder, hand):
+    said = RunStatus(
+        run=folder.run_id, job="demo", cluster="local", backend="local", state=State.FAILED,
+        exit_code=3, failure=Failure(node=0, rank=1, exit_code=3, cause="because"),
+    )  # fmt: skip
+    folder.write_json("state.json", said)
+    hand.node(started=hand.alive())
+    assert current(folder) == said
+
+
+def test_a_run_between_two_attempts_is_restarting(folder, hand):
+    hand.supervisor(alive=True)
+    hand.node(started=hand.dead(), exit_code=1)
+    said = RunStatus(
+        run=folder.run_id, job="demo", cluster="local", backend="local",
+        state=State.RESTARTING, attempt=1,
+    )  # fmt: skip
+    folder.write_json("state.json", said)
+    assert current(folder).state is State.RESTARTING
+
+
+def test_the_newest_attempt_is_the_one_that_counts(folder, hand):
+    hand.long_ago()
+    hand.node(attempt=1, started=hand.dead(), exit_code=1)
+    hand.node(attempt=2, started=hand.dead(), exit_code=0)
+    said = RunStatus(
+        run=folder.run_id, job="demo", cluster="local", backend="local",
+        state=State.RUNNING, attempt=2,
+    )  # fmt: skip
+    folder.write_json("state.json", said)
+    status = current(folder)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
+
+
+@pytest.mark.parametrize(
+    "started",
+    [{}, {"pid": os.getpid()}, {"pid": os.getpid(), "start_ticks": None}, {"start_ticks": None}],
+    ids=str,
+)
+def test_half_a_record_of_a_process_is_no_sign_of_life(folder, hand, started):
+    hand.long_ago()
+    hand.node(started=started)
+    assert current(folder).state is not State.RUNNING
+
+
+def test_a_process_of_before_the_reboot_is_no_sign_of_life(folder, hand):
+    hand.long_ago()
+    hand.node(started=hand.alive() | {"boot_id": "before"})
+    assert current(folder).state is State.FAILED
+
+
+def test_a_supervisor_is_recognised_by_more_than_its_number(folder, hand):
+    assert not supervisor_alive(folder)
+    hand.supervisor(alive=False)
+    assert not supervisor_alive(folder)
+    hand.supervisor(alive=True)
+    assert supervisor_alive(folder)
+
+
+# ---------------------------------------------------------------- damaged folders
+
+FILES = [
+    "run.json",
+    "job.json",
+    "cluster.json",
+    "facts.json",
+    "plan.json",
+    "plan.txt",
+    "state.json",
+    "supervisor.json",
+    "events.jsonl",
+    "steps.jsonl",
+    "files/node.sh",
+    "files/agent.py",
+    "attempts/1/node-0/log",
+    "attempts/1/node-0/started.json",
+    "attempts/1/node-0/exit.json",
+    "attempts/1/node-0/ranks.jsonl",
+    "attempts/1/node-0/pid",
+    "attempts/1/node-0",
+    "attempts",
+    "files",
+]
+DAMAGE = {
+    "missing": None,
+    "empty": b"",
+    "torn": "half",
+    "garbage": b"\x00\xff\xfe{[",
+    "an empty object": b"{}",
+    "a list": b"[]",
+    "null": b"null",
+    "a number": b"3",
+    "a folder": "folder",
+}
+
+
+def spoil(path, damage):
+    content = path.read_bytes() if path.is_file() else b""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    if damage == "folder":
+        path.mkdir(parents=True)
+    elif damage == "half":
+        path.write_bytes(content[: len(content) // 2])
+    elif damage is not None:
+        path.write_bytes(damage)
+
+
+@pytest.fixture
+def complete(folder, hand, run):
+    """A folder with every file that a run in its middle has."""
+    hand.long_ago()
+    hand.supervisor(alive=False)
+    folder.append("events.jsonl", Event(at=1.0, attempt=1, text="something"))
+    folder.append("steps.jsonl", Event(at=1.0, attempt=1, text="something"))
+    (folder.path / "files").mkdir()
+    # Not the true agent: whatever `cancel` starts here must not look for processes.
+    (folder.path / "files" / "agent.py").write_text("print('{}')\n")
+    (folder.path / "files" / "node.sh").write_text("exit 0\n")
+    node = hand.node(started=hand.dead(), exit_code=7, log=TRACEBACK)
+    (node / "ranks.jsonl").write_text('{"rank": 0, "pid": 5}\n')
+    (node / "pid").write_text("999999999\n")
+    said = RunStatus(
+        run=folder.run_id, job="demo", cluster="local", backend="local", state=State.RUNNING
+    )
+    folder.write_json("state.json", said)
+    return folder
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_folder_always_has_a_status(complete, name, damage):
+    spoil(complete.path / name, DAMAGE[damage])
+    status = current(complete)
+    assert status.run == complete.run_id
+    assert isinstance(status.state, State)
+
+
+@pytest.mark.parametrize("damage", ["missing", "torn", "a list"])
+@pytest.mark.parametrize("name", ["run.json", "plan.json", "cluster.json"])
+def test_what_cannot_be_told_is_unknown_and_names_the_file(complete, name, damage):
+    spoil(complete.path / name, DAMAGE[damage])
+    status = current(complete)
+    assert status.state is State.UNKNOWN
+    assert name in status.remark
+
+
+def test_a_torn_record_of_ranks_keeps_the_whole_ones(complete):
+    node = complete.path / "attempts/1/node-0"
+    with (node / "ranks.jsonl").open("a") as file:
+        file.write('{"rank": 1, "p')
+    ended = {"exit_code": 9, "at": 5.0, "processes": [{"pid": 5, "exit_code": 9, "at": 4.0}]}
+    (node / "exit.json").write_text(json.dumps(ended))
+    (node / "log").write_text("")
+    assert current(complete).failure.rank == 0
+
+
+def test_a_run_without_its_plan_cannot_be_cancelled_and_says_so(complete):
+    complete.file("plan.json").unlink()
+    with pytest.raises(RunFolderError, match=r"plan\.json is missing"):
+        cancel(complete)
+
+
+# ---------------------------------------------------------------- cancelling by hand-made folders
+
+
+def test_cancelling_a_run_that_has_ended_changes_nothing(folder, hand):
+    hand.long_ago()
+    hand.node(started=hand.dead(), exit_code=0)
+    assert cancel(folder).state is State.SUCCEEDED
+    assert not folder.is_cancelled()
+
+
+def test_a_cancel_of_a_run_that_is_about_to_start_is_on_record(folder, hand):
+    assert cancel(folder).state is State.PENDING
+    hand.long_ago()
+    assert current(folder).state is State.CANCELLED
+    assert cancel(folder).state is State.CANCELLED
+
+
+# ---------------------------------------------------------------- the supervisor's judgement
+
+
+class Scripted(LocalBackend):
+    """A backend whose attempts end as the test says; nothing is started."""
+
+    def __init__(self, attempts):
+        self.attempts = [seen if isinstance(seen, list) else [seen] for seen in attempts]
+        self.submitted = []
+        self.cancelled = 0
+
+    def submit(self, plan, transport, *, attempt=1, secrets=None, record=None):
+        self.submitted.append((attempt, plan.port))
+        return Handle(plan, attempt)
+
+    def status(self, handle, transport):
+        seen = self.attempts[handle.attempt - 1]
+        return seen.pop(0) if len(seen) > 1 else seen[0]
+
+    def cancel(self, handle, transport):
+        self.cancelled += 1
+
+
+def observed(*states, code=None, reason=None):
+    codes = {State.SUCCEEDED: 0, State.FAILED: 1, State.CANCELLED: 143}
+    nodes = tuple(
+        NodeStatus(
+            node=number, host="h", state=state, reason=reason,
+            exit_code=codes.get(state) if code is None else code,
+        )
+        for number, state in enumerate(states)
+    )  # fmt: skip
+    return Observation(state=overall(set(states)), nodes=nodes)
+
+
+OK, BAD, UP = State.SUCCEEDED, State.FAILED, State.RUNNING
+
+
+@pytest.fixture
+def supervise_with(unstarted_run, monkeypatch):
+    """Run a supervisor in this process over scripted attempts; gives what it left."""
+
+    def go(attempts, text="launcher: python\n", **options):
+        run = unstarted_run(text, **options)
+        backend = Scripted(attempts)
+        monkeypatch.setattr(backends, "backend", lambda name: backend)
+        monkeypatch.setattr(supervise, "POLL_SECONDS", 0.0)
+        monkeypatch.setattr(supervise, "PEERS_SECONDS", 0.0)
+        supervisor = Supervisor(RunFolder(run.path))
+        supervisor._attempts()
+        return backend, supervisor.folder.read_json("state.json", RunStatus), run.events()
+
+    return go
+
+
+def test_a_run_that_succeeds_is_not_repeated(supervise_with):
+    backend, status, events = supervise_with([observed(OK)], "launcher: python\nrestarts: 3\n")
+    assert (status.state, status.exit_code, status.attempt) == (State.SUCCEEDED, 0, 1)
+    assert [attempt for attempt, _ in backend.submitted] == [1]
+    assert events == []
+
+
+def test_a_failed_run_is_restarted_as_often_as_the_job_says(supervise_with):
+    attempts = [observed(BAD), observed(BAD), observed(OK)]
+    backend, status, events = supervise_with(attempts, "launcher: python\nrestarts: 2\n")
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 3)
+    assert [attempt for attempt, _ in backend.submitted] == [1, 2, 3]
+    assert [event.text.split("; ")[-1] for event in events] == [
+        "starting again, 1 restarts left",
+        "starting again, 0 restarts left",
+    ]
+
+
+def test_without_restarts_the_first_failure_is_the_end(supervise_with):
+    backend, status, _ = supervise_with([observed(BAD, code=7)])
+    assert (status.state, status.exit_code, status.attempt) == (State.FAILED, 7, 1)
+    assert len(backend.submitted) == 1
+    assert status.finished_at is not None
+
+
+def test_a_node_that_fails_takes_the_others_down(supervise_with):
+    script = [[observed(UP, UP), observed(BAD, UP), observed(BAD, UP), observed(BAD, BAD)]]
+    backend, status, _ = supervise_with(script, "launcher: python\nnodes: 2\n")
+    assert backend.cancelled >= 1
+    assert status.state is State.FAILED
+
+
+def test_an_elastic_run_goes_on_without_the_nodes_it_can_do_without(supervise_with):
+    script = [[observed(UP, UP), observed(BAD, UP), observed(BAD, UP), observed(BAD, OK)]]
+    backend, status, events = supervise_with(script, 'nodes: "1:2"\n')
+    assert backend.cancelled == 0
+    assert status.state is State.SUCCEEDED
+    assert [event.text for event in events] == ["1 of 2 elastic nodes failed"]
+
+
+def test_an_elastic_run_with_too_few_nodes_left_ends(supervise_with):
+    script = [[observed(BAD, BAD, UP), observed(BAD, BAD, BAD)]]
+    backend, status, _ = supervise_with(script, 'nodes: "2:3"\n')
+    assert backend.cancelled >= 1
+    assert status.state is State.FAILED
+
+
+def test_a_port_that_was_taken_at_start_is_another_attempt_and_costs_no_restart(supervise_with):
+    taken = observed(BAD, reason="bind: Address already in use")
+    backend, status, events = supervise_with([taken, observed(OK)])
+    assert status.state is State.SUCCEEDED
+    (_, first), (_, second) = backend.submitted
+    assert first != second
+    assert f"{second} chosen instead" in events[-1].text
+
+
+def test_a_port_that_is_always_taken_is_given_up_at_last(supervise_with):
+    taken = observed(BAD, reason="bind: Address already in use")
+    backend, status, _ = supervise_with([taken] * 9)
+    assert status.state is State.FAILED
+    assert len(backend.submitted) == 1 + supervise.PORT_TRIES
+
+
+def test_a_cancelled_run_is_not_started(unstarted_run, monkeypatch):
+    run = unstarted_run()
+    backend = Scripted([])
+    monkeypatch.setattr(backends, "backend", lambda name: backend)
+    folder = RunFolder(run.path)
+    folder.mark_cancelled()
+    Supervisor(folder)._attempts()
+    assert backend.submitted == []
+    status = folder.read_json("state.json", RunStatus)
+    assert (status.state, status.exit_code) == (State.CANCELLED, 130)
+
+
+def test_a_restart_changes_the_plan_on_record_when_it_changes_the_port(unstarted_run, monkeypatch):
+    run = unstarted_run()
+    folder = RunFolder(run.path)
+    before = supervise.read_plan(folder)
+    supervisor = Supervisor(folder)
+    supervisor._new_port(30123, "port was taken")
+    after = supervise.read_plan(folder)
+    assert (before.port, after.port) == (29501, 30123)
+    assert "30123" in folder.read("plan.txt").decode()
+    assert json.loads(folder.read("facts.json"))["port"] == 30123
+
+
+def test_the_identity_of_a_process_survives_json(folder):
+    folder.write_json("supervisor.json", agent.identity(os.getpid()))
+    assert msgspec.json.decode(folder.read("supervisor.json")) == agent.identity(os.getpid())

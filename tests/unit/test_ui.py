@@ -1,0 +1,299 @@
+"""What people see: words, the view of a run over its log, plots."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from clusterkit.errors import BadInput, RunFolderError, Unavailable
+from clusterkit.logs import LogLine
+from clusterkit.status import Failure, RunStatus, State
+from clusterkit.ui import follow, plots, words
+from clusterkit.ui.follow import View
+
+
+def line(text, rank=0, node=0, attempt=1):
+    return LogLine(0.0, node, rank, text, attempt)
+
+
+def mark(**event):
+    import json
+
+    return line("@clusterkit " + json.dumps(event))
+
+
+def status(state=State.SUCCEEDED, **fields):
+    given = {"exit_code": 0, "started_at": 100.0, "finished_at": 160.0} | fields
+    return RunStatus(run="r1", job="demo", cluster="local", backend="local", state=state, **given)
+
+
+# ---------------------------------------------------------------- words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min 00 s"),
+        (125, "2 min 05 s"),
+        (3599.6, "1 h 00 min"),
+        (3720, "1 h 02 min"),
+        (100 * 3600, "100 h 00 min"),
+    ],
+)
+def test_a_duration_reads_as_people_say_it(seconds, text):
+    assert words.duration(seconds) == text
+
+
+def test_a_source_is_a_node_and_a_rank():
+    assert words.source(LogLine(0, 1, 3, "")) == "n1 r3"
+    assert words.source(LogLine(0, 1, None, "")) == "n1 -"
+
+
+def test_a_log_line_shows_time_source_and_text(monkeypatch):
+    monkeypatch.setenv("TZ", "UTC")
+    import time
+
+    time.tzset()
+    assert words.log_text(LogLine(3661.5, 0, 2, "hello")) == "01:01:01.500 n0 r2 hello"
+    marked = LogLine(0.0, 0, 0, '@clusterkit {"event": "metrics", "step": 1, "loss": 0.5}')
+    assert words.log_text(marked) == "00:00:00.000 n0 r0 step 1  loss 0.5"
+
+
+def test_a_failure_names_who_why_and_the_remedy():
+    failure = Failure(
+        node=1, rank=3, exit_code=7, cause="ValueError: bad", hint="mend it", traceback="T\n  F"
+    )
+    assert words.failure_text(status(State.FAILED, failure=failure)) == (
+        "rank 3 on node 1 failed first: ValueError: bad (exit code 7)\n  T\n    F\nhint: mend it"
+    )
+
+
+def test_a_failure_of_nobody_in_particular():
+    failure = Failure(node=None, rank=None, exit_code=None, cause="no room")
+    assert words.failure_text(status(State.FAILED, failure=failure)) == (
+        "the run failed first: no room"
+    )
+    assert words.failure_text(status()) == ""
+
+
+# ---------------------------------------------------------------- the view
+
+
+def test_the_view_shows_what_rank_0_prints_and_keeps_the_others_to_the_log():
+    view = View()
+    assert view.feed(line("hello")) == [line("hello")]
+    assert view.feed(line("hello", rank=1)) == []
+    assert view.feed(line("launcher talk", rank=None)) == []
+
+
+def test_marked_lines_are_taken_in_and_not_shown():
+    view = View()
+    assert view.feed(mark(event="start", steps=10, first_step=4)) == []
+    assert (view.steps, view.step, view.first_step) == (10, 4, 4)
+    view.feed(mark(event="metrics", step=5, loss=2.5, tokens_per_second=1000))
+    view.feed(mark(event="metrics", step=6, loss=2.25, tokens_per_second=3000))
+    assert view.losses == [(5, 2.5), (6, 2.25)]
+    assert view.describe() == "loss 2.2500  2,000 tokens/s"
+
+
+def test_tracebacks_are_held_back():
+    view = View()
+    first = line("[rank0]: Traceback (most recent call last):")
+    assert view.feed(first) == []
+    assert view.feed(line("  File x")) == []
+    assert [held.text for held in view.held] == [first.text, "  File x"]
+
+
+def test_a_new_attempt_begins_anew():
+    view = View()
+    view.feed(line("Traceback (most recent call last):"))
+    assert view.feed(line("hello", attempt=2)) == [line("hello", attempt=2)]
+    assert view.held == []
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"event": "optimizer"},
+        {"event": "optimizer", "rank": "x", "parameters": None, "total": []},
+        {"event": "start", "steps": "many", "first_step": None},
+        {"event": "start", "steps": -1},
+        {"event": "metrics", "step": "one", "loss": "low"},
+        {"event": "metrics", "step": 1, "loss": None, "tokens_per_second": None},
+        {"event": "metrics"},
+        {"event": "metrics", "step": 10**400, "loss": 1.0},
+        {"event": "metrics", "step": True, "loss": 1.0},
+        {"event": "phase", "name": "imports", "seconds": 1.0, "started_at": "noon"},
+        {"event": "phase", "name": None, "seconds": None},
+        {"event": []},
+        {"event": None},
+    ],
+    ids=lambda event: str(event)[:60],
+)
+def test_marks_of_another_shape_that_a_program_prints_do_no_harm(event):
+    console, _ = recording_console()
+    view = View()
+    marked = mark(**event)
+    follow._plain(view, [marked, mark(event="metrics", step=2, loss=1.0), marked], console)
+    assert view.summary(status())[0] == "r1 SUCCEEDED in 1 min 00 s"
+
+
+def test_the_summary_tells_result_loss_speed_time_and_how_to_look_again():
+    view = View()
+    for event in (
+        {"event": "start", "steps": 2},
+        {"event": "phase", "name": "imports", "seconds": 2.0, "started_at": 101.5},
+        {"event": "phase", "name": "rendezvous", "seconds": 0.5},
+        {"event": "phase", "name": "first_step", "seconds": 0.25},
+        {"event": "optimizer", "rank": 0, "parameters": 500, "total": 1000},
+        {"event": "optimizer", "rank": 1, "parameters": 500, "total": 1000},
+        {"event": "metrics", "step": 1, "loss": 5.5, "tokens_per_second": 1000},
+        {"event": "metrics", "step": 2, "loss": 4.25, "tokens_per_second": 3000},
+    ):
+        view.feed(mark(**event))
+    assert view.summary(status(attempt=2)) == [
+        "r1 SUCCEEDED in 1 min 00 s after 1 restarts",
+        "  loss      5.5000 at step 1, 4.2500 at step 2",
+        "  tokens/s  2,000 (median of the steps)",
+        "  optimizer each rank holds the state of 500 of 1,000 parameters",
+        "  time      set-up 1.5 s, imports 2.0 s, rendezvous 0.5 s, first step 0.2 s",
+        "  again     clusterkit status r1; clusterkit logs r1; clusterkit plot r1 -o loss.png",
+    ]
+
+
+def test_a_program_that_reports_nothing_has_a_short_summary():
+    assert View().summary(status(State.FAILED)) == [
+        "r1 FAILED in 1 min 00 s",
+        "  again     clusterkit status r1; clusterkit logs r1",
+    ]
+
+
+def recording_console(terminal=False):
+    out = io.StringIO()
+    return Console(file=out, force_terminal=terminal, width=100, highlight=False), out
+
+
+def test_without_a_terminal_progress_is_some_twenty_lines():
+    console, out = recording_console()
+    lines = [mark(event="start", steps=200)]
+    lines += [mark(event="metrics", step=n, loss=1.0 / n) for n in range(1, 201)]
+    follow._plain(View(), lines, console)
+    shown = out.getvalue().splitlines()
+    assert 19 <= len(shown) <= 21
+    assert shown[-1].startswith("step 200/200  loss 0.0050")
+
+
+def test_a_program_s_brackets_are_not_taken_for_markup():
+    console, out = recording_console()
+    follow._plain(View(), [line("[bold]tensor[0] [/red]")], console)
+    assert out.getvalue() == "n0 r0 [bold]tensor[0] [/red]\n"
+
+
+def test_a_terminal_gets_a_progress_bar():
+    console, out = recording_console(terminal=True)
+    lines = [
+        mark(event="start", steps=4),
+        mark(event="metrics", step=1, loss=2.0),
+        line("hello"),
+        mark(event="metrics", step=4, loss=1.0),
+    ]
+    follow._live(View(), lines, console)
+    assert "n0 r0 hello" in out.getvalue()
+    assert "4/4" in out.getvalue()
+
+
+class Ended:
+    """A run that has ended, as `follow` sees one."""
+
+    def __init__(self, lines, state):
+        self._lines, self._state = lines, state
+
+    def logs(self, follow):
+        return iter(self._lines)
+
+    def status(self):
+        return self._state
+
+    def events(self):
+        return []
+
+
+def test_a_traceback_is_shown_once_and_from_the_failure():
+    block = ["Traceback (most recent call last):", "  File x", "ValueError: bad"]
+    failure = Failure(
+        node=0, rank=0, exit_code=1, cause="ValueError: bad", traceback="\n".join(block)
+    )
+    console, out = recording_console()
+    run = Ended([line(text) for text in block], status(State.FAILED, failure=failure))
+    assert follow.follow(run, console).state is State.FAILED
+    assert out.getvalue().count("Traceback") == 1
+    assert "rank 0 on node 0 failed first: ValueError: bad" in out.getvalue()
+
+
+def test_a_run_that_succeeded_shows_the_tracebacks_that_it_survived():
+    console, out = recording_console()
+    follow.follow(Ended([line("Traceback (most recent call last):")], status()), console)
+    assert out.getvalue().count("Traceback") == 1
+
+
+# ---------------------------------------------------------------- plots
+
+METRICS = [
+    {"step": n, "loss": 5.0 / n, "tokens_per_second": 1000.0, "eval_loss": 3.0 if n == 4 else None}
+    for n in range(1, 5)
+]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "begins"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")]
+)
+def test_a_picture_is_drawn_in_the_format_its_name_says(tmp_path, suffix, begins):
+    pytest.importorskip("matplotlib")
+    path = plots.draw({"a": METRICS, "b": METRICS[:2]}, tmp_path / f"loss{suffix}")
+    assert path.read_bytes().startswith(begins)
+    assert [entry.name for entry in tmp_path.glob("*loss*")] == [f"loss{suffix}"]
+
+
+def test_every_run_is_named_in_the_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = plots.draw({"first-run": METRICS, "second-run": METRICS}, tmp_path / "l.svg")
+    assert path.read_text().count("<!-- first-run -->") == 1
+    assert path.read_text().count("<!-- second-run -->") == 1
+
+
+def test_a_suffix_that_is_no_picture_s_is_refused(tmp_path):
+    with pytest.raises(BadInput, match=r"loss\.txt: not a picture's name") as error:
+        plots.draw({"a": METRICS}, tmp_path / "loss.txt")
+    assert error.value.hint == "one of .png, .svg, .pdf"
+
+
+def test_a_run_without_losses_is_named(tmp_path):
+    with pytest.raises(BadInput, match="run b reported no losses"):
+        plots.draw({"a": METRICS, "b": []}, tmp_path / "loss.png")
+
+
+def test_without_matplotlib_the_remedy_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(Unavailable, match="needs matplotlib") as error:
+        plots.draw({"a": METRICS}, tmp_path / "loss.png")
+    assert error.value.hint == "pip install 'clusterkit[plot]'"
+
+
+def test_a_picture_that_cannot_be_written_leaves_nothing(tmp_path):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(RunFolderError, match="cannot write"):
+        plots.draw({"a": METRICS}, tmp_path / "nowhere" / "loss.png")
+
+
+def test_steps_told_twice_count_as_told_last():
+    repeated = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 1, "loss": 1.0}]
+    assert plots._series(repeated, "loss") == ([1, 2], [1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    "row", [{"step": "one", "loss": 1.0}, {"loss": 1.0}, {"step": 2, "loss": "low"}, {"step": None}]
+)
+def test_rows_of_another_shape_are_left_out(row):
+    assert plots._series([{"step": 1, "loss": 3.0}, row], "loss") == ([1], [3.0])
