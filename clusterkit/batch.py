@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from clusterkit.errors import BadInput
+from clusterkit.errors import BadInput, counted
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def solve(
     if accumulation is not None and accumulation != worked_out:
         raise BadInput(
             f"batch: global {global_size} = micro {micro} x accumulation {accumulation} x "
-            f"{data_parallel} ranks does not hold",
-            hint=f"leave accumulation out: it is {worked_out} on {data_parallel} ranks",
+            f"{counted(data_parallel, 'rank')} does not hold",
+            hint=f"leave accumulation out: it is {worked_out} on {counted(data_parallel, 'rank')}",
         )
     return Batch(global_size, micro, worked_out, data_parallel)
 
@@ -86,7 +86,9 @@ def _does_not_divide(
 ) -> tuple[str, str]:
     below, above = global_size // product * product, (global_size // product + 1) * product
     near = f"{below} or {above}" if below else str(above)
-    what = f"{unit} = {product} on {ranks} ranks" if unit != "ranks" else f"{ranks} ranks"
+    what = (
+        f"{unit} = {product} on {counted(ranks, 'rank')}" if unit != "ranks" else f"{ranks} ranks"
+    )
     message = f"batch: global {global_size} is not a multiple of {what}"
     hints = [f"nearest global sizes that are: {near}"]
     if micro is not None:

@@ -11,6 +11,11 @@ EXIT_UNAVAILABLE = 3
 EXIT_INTERRUPTED = 130
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 class ClusterkitError(Exception):
     """Anything clusterkit can explain.
 
@@ -54,7 +59,7 @@ class RunFolderError(ClusterkitError):
     """The run folder could not be written or read: no space, no permission, pieces missing."""
 
 
-class PortTaken(ClusterkitError):
+class PortTaken(BadInput):
     """The rendezvous port that was probed as free is in use by now."""
 
     def __init__(self, port: int, address: str) -> None:

@@ -29,6 +29,8 @@ Spec = TypeVar("Spec", bound=msgspec.Struct)
 Place = tuple[str | int, ...]
 CLUSTERS_FILE = "clusters.yaml"
 BIGGEST_FILE = 4 << 20
+MOST_VALUES = 100_000
+"""Values in one document, each use of an alias counted: a few aliases of aliases make millions."""
 _TEXT = frozenset({"env", "args", "command"})
 
 
@@ -172,6 +174,8 @@ def _build(
     loader: _Loader, node: yaml.Node, place: Place, lines: dict[Place, int], name: str, depth: int
 ) -> Any:
     lines.setdefault(place, node.start_mark.line + 1)
+    if len(lines) > MOST_VALUES:
+        raise BadInput(f"{name}: more than {MOST_VALUES:,} values, aliases unfolded")
     if isinstance(node, yaml.MappingNode):
         own: dict[str, int] = {}
         for key_node, _ in node.value:
@@ -336,18 +340,21 @@ def _struct_of(annotation: Any) -> Any:
 
 
 def _choices(kind: Any, place: Place) -> list[str]:
+    """What may stand at a place whose values are listed; a number among them in words."""
     annotation = kind
     for part in place:
         struct = _struct_of(annotation)
         if struct is None:
             return []
         annotation = _fields(struct).get(str(part))
-    return [
+    members = list(_members(annotation))
+    listed = [
         str(choice)
-        for member in _members(annotation)
+        for member in members
         if typing.get_origin(member) is Literal
         for choice in typing.get_args(member)
     ]
+    return ["a whole number", *listed] if listed and int in members else listed
 
 
 # ---------------------------------------------------------------- jobs

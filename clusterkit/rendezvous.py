@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from clusterkit.errors import counted
 from clusterkit.shell import Joined, Var, Word
 from clusterkit.spec import Launcher
 
@@ -65,10 +66,10 @@ class Topology:
         return self.nodes * self.nproc_per_node
 
     def __str__(self) -> str:
-        nodes = f"{self.min_nodes}:{self.nodes}" if self.elastic else str(self.nodes)
-        plural = "" if nodes == "1" else "s"
-        ranks = "" if self.nproc_per_node == 1 else "s"
-        return f"{nodes} node{plural} x {self.nproc_per_node} rank{ranks}"
+        nodes = (
+            f"{self.min_nodes}:{self.nodes} nodes" if self.elastic else counted(self.nodes, "node")
+        )
+        return f"{nodes} x {counted(self.nproc_per_node, 'rank')}"
 
 
 @dataclass(frozen=True)

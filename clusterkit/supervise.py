@@ -19,7 +19,7 @@ import msgspec
 
 from clusterkit import agent, backends
 from clusterkit.backends.base import Backend, Handle, Observation
-from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, Facts
+from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, Facts, LocalCluster
 from clusterkit.diagnose import PORT_TAKEN, diagnose
 from clusterkit.errors import EXIT_INTERRUPTED, ClusterkitError, RunFolderError, SubmitFailed
 from clusterkit.plan import Plan, Step
@@ -383,18 +383,23 @@ def _unwatched(
 
 
 def cancel(folder: RunFolder) -> RunStatus:
-    """End a run, whoever watches it; fine to repeat, and on a run that has ended.
-
-    Raises:
-        RunFolderError: the plan is gone, so that it is not known what to end.
-    """
+    """End a run, whoever watches it; fine to repeat, on a run that has ended, on a damaged one."""
     before = current(folder)
     if before.state.final:
         return before
     folder.mark_cancelled()
-    plan = read_plan(folder)
-    backend = backends.backend(folder.read_json("run.json", Submission).backend)
-    transport = transport_for(read_cluster(folder))
+    try:
+        plan = read_plan(folder)
+        cluster = read_cluster(folder)
+    except RunFolderError:
+        # What runs is known by the folder's name; that is enough to end it.
+        cluster = LocalCluster()
+        plan = Plan(
+            run_id=folder.run_id, run_dir=str(folder.path), backend=cluster.backend, summary="",
+            nodes=0, world_size=0,
+        )  # fmt: skip
+    backend = backends.backend(plan.backend)
+    transport = transport_for(cluster)
     deadline = time.monotonic() + plan.stop_grace + 10
     while supervisor_alive(folder) and time.monotonic() < deadline:
         if current(folder).state.final:

@@ -14,7 +14,7 @@ from clusterkit import agent, execute
 from clusterkit.assemble import Places, assemble, require_packages
 from clusterkit.backends.base import Backend, Handle, Observation
 from clusterkit.cluster import ClusterSpec, Facts, Gpu, HostFacts
-from clusterkit.errors import BadInput, PortTaken, SubmitFailed, Unavailable
+from clusterkit.errors import BadInput, PortTaken, SubmitFailed, Unavailable, counted
 from clusterkit.execute import Record
 from clusterkit.logs import LogLine, NodeLog, merged, selected
 from clusterkit.plan import Note, Plan, Step
@@ -112,7 +112,10 @@ class LocalBackend(Backend):
         if device == "cpu" and topology.world_size > host.cpus:
             notes.append(
                 Note(
-                    "", f"{topology.world_size} ranks share {host.cpus} cores: expect them slow", ""
+                    "",
+                    f"{topology.world_size} ranks share {counted(host.cpus, 'core')}: "
+                    "expect them slow",
+                    "",
                 )
             )
         started = 1 if job.launcher == "mpirun" else nodes
@@ -313,8 +316,8 @@ def _ranks_per_node(job: JobSpec, host: HostFacts, nodes: int, device: str) -> t
         wanted = job.gpus_per_node * nodes
         if device == "cuda" and wanted > there:
             raise BadInput(
-                f"gpus_per_node: {nodes} nodes x {job.gpus_per_node} = {wanted} GPUs, "
-                f"but {host.host} has {there}",
+                f"gpus_per_node: {counted(nodes, 'node')} x {job.gpus_per_node} = "
+                f"{counted(wanted, 'GPU')}, but {host.host} has {there}",
                 hint=f"--gpus {there // nodes}" if there >= nodes else "device: cpu simulates them",
             )
         return job.gpus_per_node, "job: gpus_per_node"
@@ -322,17 +325,17 @@ def _ranks_per_node(job: JobSpec, host: HostFacts, nodes: int, device: str) -> t
         return 1, "without GPUs one rank per node"
     if there < nodes:
         raise BadInput(
-            f"nodes: {nodes} nodes cannot share {there} GPU{'s' * (there != 1)} of {host.host}",
+            f"nodes: {nodes} nodes cannot share {counted(there, 'GPU')} of {host.host}",
             hint=f"--nodes {there}, or device: cpu to simulate them",
         )
-    return there // nodes, f"{there} GPUs / {nodes} nodes"
+    return there // nodes, f"{counted(there, 'GPU')} / {counted(nodes, 'node')}"
 
 
 def _threads(job: JobSpec, host: HostFacts, topology: Topology) -> tuple[int, str]:
     if job.threads_per_rank != "auto":
         return job.threads_per_rank, "job: threads_per_rank"
     share = max(1, host.cpus // topology.world_size)
-    return share, f"{host.cpus} cores / {topology.world_size} ranks"
+    return share, f"{counted(host.cpus, 'core')} / {counted(topology.world_size, 'rank')}"
 
 
 def _gpu_share(gpus: tuple[Gpu, ...], device: str, node: int, nproc: int) -> dict[str, str]:

@@ -83,7 +83,7 @@ class World(Ranks):
 
 
 def read_ranks(environ: Mapping[str, str] = os.environ) -> Ranks:
-    """Learn the ranks from torchrun, Open MPI or Slurm; a lone process is a world of one.
+    """Learn the ranks from a launcher, Open MPI or Slurm; a lone process is a world of one.
 
     Raises:
         BadInput: a variable is missing or no number; the message names it.
@@ -92,8 +92,10 @@ def read_ranks(environ: Mapping[str, str] = os.environ) -> Ranks:
     if "RANK" in environ:
         rank, size = get("RANK"), get("WORLD_SIZE")
         local_rank = get("LOCAL_RANK", default=0)
-        local_size = get("LOCAL_WORLD_SIZE", default=1)
-        node_rank = get("NODE_RANK", "GROUP_RANK", default=rank // max(local_size, 1))
+        # The second and third names are torchrun's and the deepspeed launcher's own.
+        local_size = get("LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=1)
+        names = ("NODE_RANK", "GROUP_RANK", "CROSS_RANK")
+        node_rank = get(*names, default=rank // max(local_size, 1))
     elif "OMPI_COMM_WORLD_RANK" in environ:
         rank, size = get("OMPI_COMM_WORLD_RANK"), get("OMPI_COMM_WORLD_SIZE")
         local_rank = get("OMPI_COMM_WORLD_LOCAL_RANK")

@@ -292,7 +292,7 @@ def test_a_port_that_is_taken_is_named_with_the_cluster_s_remedy(cli, write_job,
         port = server.getsockname()[1]
         (cwd / "clusters.yaml").write_text(f"lab: {{backend: local, port: {port}}}\n")
         done = cli("plan", write_job("launcher: python\n"), "--cluster", "lab")
-    assert done.code == 1
+    assert done.code == 2
     assert done.err.startswith(
         f"error: port {port} on 127.0.0.1 is in use\n hint: leave `port` out"
     )

@@ -6,6 +6,8 @@ The folders are made by hand: no process is started here.
 import json
 import os
 import shutil
+import signal
+import subprocess
 
 import msgspec
 import pytest
@@ -13,7 +15,6 @@ import pytest
 from clusterkit import agent, backends, supervise
 from clusterkit.backends.base import Handle, Observation
 from clusterkit.backends.local import LocalBackend, overall
-from clusterkit.errors import RunFolderError
 from clusterkit.runs import Event, RunFolder
 from clusterkit.status import Failure, NodeStatus, RunStatus, State
 from clusterkit.supervise import Supervisor, cancel, current, supervisor_alive
@@ -270,10 +271,13 @@ def test_a_torn_record_of_ranks_keeps_the_whole_ones(complete):
     assert current(complete).failure.rank == 0
 
 
-def test_a_run_without_its_plan_cannot_be_cancelled_and_says_so(complete):
+def test_a_run_without_its_plan_can_still_be_ended(complete):
     complete.file("plan.json").unlink()
-    with pytest.raises(RunFolderError, match=r"plan\.json is missing"):
-        cancel(complete)
+    env = {"CLUSTERKIT_RUN_DIR": str(complete.path)}
+    with subprocess.Popen(["sleep", "600"], env=env) as process:
+        assert cancel(complete).state is State.UNKNOWN
+        assert process.wait(60) == -signal.SIGTERM
+    assert complete.is_cancelled()
 
 
 # ---------------------------------------------------------------- cancelling by hand-made folders
