@@ -218,10 +218,10 @@ def _explained(final: Path, draft: Path) -> Iterator[None]:
         # torch.save tells of a short write by a RuntimeError of its zip writer.
         if isinstance(error, RuntimeError) and "inline_container" not in str(error):
             raise
-        reason = error.strerror if isinstance(error, OSError) else "not all of it was taken"
+        reason = "not all of it was taken" if isinstance(error, RuntimeError) else error.strerror
         shutil.rmtree(draft, ignore_errors=True)
         raise ClusterkitError(
-            f"cannot write checkpoint {final}: {reason}",
+            f"cannot write checkpoint {final}: {reason or error}",
             hint="make room on that disk, set checkpoint.dir to another, or lower checkpoint.keep",
         ) from error
 

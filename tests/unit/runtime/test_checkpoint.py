@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from clusterkit.errors import BadInput
+from clusterkit.errors import BadInput, ClusterkitError
 from clusterkit.runtime import checkpoint as module
 from clusterkit.runtime.checkpoint import Checkpoint, Checkpoints
 from clusterkit.runtime.distributed import Ranks, World
@@ -148,7 +148,7 @@ def test_a_crash_while_saving_leaves_the_one_before(
     here.save(1, Fake("older"), WORLD)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError("power cut")))
-        with pytest.raises(OSError, match="power cut"):
+        with pytest.raises(ClusterkitError, match="cannot write checkpoint .*: power cut"):
             here.save(2, Fake("newer"), WORLD)
     found = here.find(ALONE)
     assert found is not None

@@ -197,7 +197,7 @@ def test_bad_input_is_one_line(
 def test_two_ranks_complain_in_one_voice(launch) -> None:
     result = launch("--global-batch", "7", ranks=2)
     assert result.codes == [2, 2]
-    assert result.stderr[0].startswith("error: batch: global 7 is not a multiple of ranks = 2")
+    assert result.stderr[0].startswith("error: batch: global 7 is not a multiple of 2 ranks (")
     assert result.events == []
 
 
