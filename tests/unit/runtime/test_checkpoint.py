@@ -148,7 +148,7 @@ def test_a_crash_while_saving_leaves_the_one_before(
     here.save(1, Fake("older"), WORLD)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError("power cut")))
-        with pytest.raises(ClusterkitError, match="cannot write checkpoint .*: power cut"):
+        with pytest.raises(ClusterkitError, match=r"cannot write checkpoint .*: power cut"):
             here.save(2, Fake("newer"), WORLD)
     found = here.find(ALONE)
     assert found is not None
