@@ -6,8 +6,8 @@ own Python, so that a node needs nothing installed.
     python agent.py run --nproc 2 --workdir DIR -- torchrun ...
     python agent.py stop RUN_DIR
 
-`run` expects CLUSTERKIT_RUN_DIR, CLUSTERKIT_ATTEMPT and NODE_RANK in the environment and
-keeps, under ``RUN_DIR/attempts/ATTEMPT/node-RANK``:
+`run` keeps, in the folder that CLUSTERKIT_NODE_DIR names
+(``RUN_DIR/attempts/ATTEMPT/node-RANK``):
 
     started.json   process id, start time in clock ticks, boot id: who may be ended later
     ranks.jsonl    rank and process id of every rank, as they start
@@ -278,11 +278,7 @@ class Node:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.folder = node_folder(
-            os.environ["CLUSTERKIT_RUN_DIR"],
-            int(os.environ.get("CLUSTERKIT_ATTEMPT", "1")),
-            int(os.environ["NODE_RANK"]),
-        )
+        self.folder = Path(os.environ["CLUSTERKIT_NODE_DIR"])
         self.children: dict[int, subprocess.Popen[bytes]] = {}
         self.ended: list[dict[str, Any]] = []
         self.reason: str | None = None
@@ -490,10 +486,6 @@ def stop(run_dir: str, grace: float) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- files
-
-
-def node_folder(run_dir: str, attempt: int, node: int) -> Path:
-    return Path(run_dir, "attempts", str(attempt), f"node-{node}")
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:

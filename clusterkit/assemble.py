@@ -22,6 +22,7 @@ from clusterkit.errors import BadInput, Unavailable
 from clusterkit.plan import Note, PlanFile
 from clusterkit.rendezvous import (
     IS_HOST,
+    NODE_DIR,
     RESET,
     Endpoint,
     Topology,
@@ -35,7 +36,8 @@ from clusterkit.spec import JobSpec
 
 OWNED = frozenset({
     "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE", "CLUSTERKIT_ATTEMPT", "CLUSTERKIT_GPUS", "CLUSTERKIT_PIPE", IS_HOST.name,
+    "LOCAL_WORLD_SIZE", "CLUSTERKIT_ATTEMPT", "CLUSTERKIT_GPUS", "CLUSTERKIT_PIPE",
+    IS_HOST.name, NODE_DIR.name,
 })  # fmt: skip
 """Variables that only clusterkit may set, besides those of the run itself."""
 
@@ -297,17 +299,17 @@ def _node_script(
     ]  # fmt: skip
     lines = " \\\n    ".join(shell.join(words) for words in (agent, *command) if words)
     is_host = f'{IS_HOST.name}=0; if [ "$NODE_RANK" = 0 ]; then {IS_HOST.name}=1; fi\n'
-    # The node's folder is "$1": a variable of the script's own could be one of the user's.
     return (
         "#!/bin/sh\n"
         f"# one node of {topology}, started on each as: NODE_RANK=n sh node.sh\n"
         "set -u\n"
         'CLUSTERKIT_ATTEMPT="${CLUSTERKIT_ATTEMPT:-1}"\n'
-        f'set -- {shell.quote(places.run_dir)}"/attempts/$CLUSTERKIT_ATTEMPT/node-$NODE_RANK"\n'
-        'mkdir -p "$1" && echo "$$" >"$1/pid" || exit 73\n'
-        'exec </dev/null >>"$1/agent.log" 2>&1\n'
+        f"{NODE_DIR.name}={shell.quote(places.run_dir)}"
+        '"/attempts/$CLUSTERKIT_ATTEMPT/node-$NODE_RANK"\n'
+        f'mkdir -p "${NODE_DIR.name}" && echo "$$" >"${NODE_DIR.name}/pid" || exit 73\n'
+        f'exec </dev/null >>"${NODE_DIR.name}/agent.log" 2>&1\n'
         f"unset {' '.join(RESET)}\n"
-        f"export NODE_RANK CLUSTERKIT_ATTEMPT\n{shell.exports(env)}"
+        f"export NODE_RANK {NODE_DIR.name} CLUSTERKIT_ATTEMPT\n{shell.exports(env)}"
         f"{is_host if topology.elastic else ''}"
         f"exec {lines}\n"
     )

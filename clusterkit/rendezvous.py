@@ -23,6 +23,8 @@ from clusterkit.shell import Joined, Var, Word
 from clusterkit.spec import Launcher
 
 NODE_RANK = Var("NODE_RANK")
+NODE_DIR = Var("CLUSTERKIT_NODE_DIR")
+"""The node's own folder in the run folder; set by the node script."""
 IS_HOST = Var("CLUSTERKIT_IS_HOST")
 """``1`` on node 0, which holds the c10d store, ``0`` elsewhere; set by the node script."""
 RANK_HEADER = "@clusterkit-rank"
@@ -134,9 +136,8 @@ def launcher_argv(
         exports: variables that mpirun must hand to ranks on other hosts.
 
     Returns:
-        Words, ``rank_command`` last; the variables among them are ``NODE_RANK`` and, elastic,
-        ``IS_HOST``. For ``python`` it is the rank command alone: the node agent starts it once
-        per local rank.
+        Words, ``rank_command`` last; the variables among them are set by the node script. For
+        ``python`` it is the rank command alone: the node agent starts it once per local rank.
     """
     match launcher:
         case "torchrun":
@@ -185,7 +186,9 @@ def _torchrun(
             # Restarts concern all nodes at once; the run's supervisor makes them.
             "--max-restarts", "0",
         ]  # fmt: skip
-    return [*argv, "--shutdown-timeout", "5", "--no-python", *rank_command]
+    # Without --log-dir it leaves a folder in /tmp behind for every run.
+    argv += ["--log-dir", Joined((NODE_DIR, "/torchrun")), "--shutdown-timeout", "5"]
+    return [*argv, "--no-python", *rank_command]
 
 
 def rank_script(launcher: Launcher, topology: Topology) -> str:

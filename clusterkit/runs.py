@@ -17,6 +17,7 @@ $CLUSTERKIT_HOME/runs/RUN/
 from __future__ import annotations
 
 import os
+import posixpath
 import re
 import secrets
 import time
@@ -65,6 +66,11 @@ class StepRecord(Struct, frozen=True, kw_only=True):
     node: int | None
     argv: tuple[str, ...]
     outcome: str
+
+
+def node_dir(run_dir: str, attempt: int, node: int) -> str:
+    """Folder of one node in one attempt; ``node.sh`` makes it."""
+    return posixpath.join(run_dir, "attempts", str(attempt), f"node-{node}")
 
 
 def home() -> Path:

@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 from hypothesis.configuration import set_hypothesis_home_dir
 
-from clusterkit import agent, api, supervise
+from clusterkit import agent, api, runs, supervise
 from clusterkit.cluster import Facts, Gpu, HostFacts
 from clusterkit.runs import RunFolder
 
@@ -217,7 +217,7 @@ class HandMade:
         at: float = 1000.0,
         **more: Any,
     ) -> Path:
-        path = agent.node_folder(str(self.folder.path), attempt, node)
+        path = Path(runs.node_dir(str(self.folder.path), attempt, node))
         path.mkdir(parents=True, exist_ok=True)
         if started is not None:
             (path / "started.json").write_text(json.dumps(started))

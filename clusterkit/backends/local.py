@@ -19,7 +19,7 @@ from clusterkit.execute import Record
 from clusterkit.logs import LogLine, NodeLog, merged, selected
 from clusterkit.plan import Note, Plan, Step
 from clusterkit.rendezvous import Endpoint, Topology
-from clusterkit.runs import home
+from clusterkit.runs import home, node_dir
 from clusterkit.shell import Secret
 from clusterkit.spec import JobSpec
 from clusterkit.status import NodeStatus, RankExit, State
@@ -359,8 +359,7 @@ def overall(states: set[State]) -> State:
 
 
 def _node_file(handle: Handle, node: int, name: str) -> str:
-    folder = posixpath.join(handle.plan.run_dir, "attempts", str(handle.attempt), f"node-{node}")
-    return posixpath.join(folder, name)
+    return posixpath.join(node_dir(handle.plan.run_dir, handle.attempt, node), name)
 
 
 def _node_status(handle: Handle, node: int, transport: Transport) -> NodeStatus:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from clusterkit import agent, backends
+from clusterkit import backends, runs
 from clusterkit.backends.base import Backend, Handle
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, Facts
 from clusterkit.plan import Plan, Step
@@ -113,7 +113,7 @@ class LocalStage(Stage):
         self.transport.put("localhost", f"{plan.run_dir}/run.json", b"{}")
 
     def _folder(self, handle: Handle, node: int) -> Path:
-        path = agent.node_folder(handle.plan.run_dir, handle.attempt, node)
+        path = Path(runs.node_dir(handle.plan.run_dir, handle.attempt, node))
         path.mkdir(parents=True, exist_ok=True)
         return path
 

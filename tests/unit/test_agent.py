@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterkit import agent
+from clusterkit import agent, runs
 from clusterkit.logs import parse_line
 
 RUN = (
@@ -36,7 +36,7 @@ def start(run_dir):
             [sys.executable, "-c", RUN, "run", "--nproc", str(nproc),
              "--workdir", str(workdir or run_dir), "--grace", grace, *options, "--", *argv],
             env={"PATH": os.environ["PATH"], "CLUSTERKIT_RUN_DIR": str(run_dir),
-                 "CLUSTERKIT_ATTEMPT": "1", "NODE_RANK": "0", **env},
+                 "CLUSTERKIT_NODE_DIR": runs.node_dir(str(run_dir), 1, 0), **env},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         started.append(process)
@@ -50,7 +50,7 @@ def start(run_dir):
 
 @pytest.fixture
 def node_dir(run_dir):
-    return agent.node_folder(str(run_dir), 1, 0)
+    return Path(runs.node_dir(str(run_dir), 1, 0))
 
 
 def lines_of(node_dir):

@@ -91,7 +91,9 @@ def test_torchrun_with_a_range_of_nodes_uses_c10d_and_names_its_host():
     assert "--rdzv-backend c10d --rdzv-id demo-1 --rdzv-endpoint 10.0.0.1:29501" in line
     assert "--node-rank" not in line
     assert "--master-addr" not in line
-    (conf,) = [word for word in argv if isinstance(word, Joined)]
+    (conf,) = [
+        word for word in argv if isinstance(word, Joined) and rendezvous.IS_HOST in word.parts
+    ]
     assert conf.parts[-1] == rendezvous.IS_HOST
 
 
