@@ -202,7 +202,13 @@ def main() -> int:
                 "median step, ddp, under clusterkit / bare torchrun",
                 lambda: under_clusterkit(long, "torchrun")[1],
                 lambda: bare(long, torchrun())[1],
-                rounds,
+                rounds + 3,
+            ),
+            compare(
+                "the same of bare torchrun / bare torchrun: the noise",
+                lambda: bare(long, torchrun())[1],
+                lambda: bare(long, torchrun())[1],
+                rounds + 3,
             ),
         ]
         run = api.submit([sys.executable, "-c", "pass"], settings=["launcher=python"])
