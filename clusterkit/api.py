@@ -113,7 +113,7 @@ class Run:
         self, plan: Plan, rank: int | None, node: int | None, follow: bool
     ) -> Iterator[LogLine]:
         backend = backends.backend(plan.backend)
-        transport = supervise.transport_for(supervise.read_cluster(self._folder))
+        transport = backends.transport_for(supervise.read_cluster(self._folder))
         attempt = 1
         while True:
 
@@ -215,7 +215,7 @@ def prepare(
         check_capabilities(kind, spec, everyone)
     backend = kind()
     if facts is None:
-        facts = backend.probe(entry, supervise.transport_for(entry))
+        facts = backend.probe(entry, backends.transport_for(entry))
     if not facts.hosts:
         raise BadInput("facts: they name no host", hint="take the facts.json of a run")
     run_id = store.check_run_id(run_id) if run_id else store.new_run_id(spec.name)

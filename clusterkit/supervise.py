@@ -43,11 +43,6 @@ RESERVE_BYTES = 1 << 16
 """Kept free for the last ``state.json``, so that a full disk does not hide how a run ended."""
 
 
-def transport_for(cluster: ClusterSpec) -> Transport:
-    """The transport that reaches the cluster's hosts."""
-    return LocalTransport()
-
-
 class Supervisor:
     """Carries one run from its first attempt to its last."""
 
@@ -59,10 +54,11 @@ class Supervisor:
         self.facts = folder.read_json("facts.json", Facts)
         self.plan = read_plan(folder)
         self.backend: Backend = backends.backend(self.submission.backend)
-        self.transport = transport_for(self.cluster)
+        self.transport = backends.transport_for(self.cluster)
         self.secrets = {name: Secret(name, os.environ[name]) for name in self.job.secrets}
         self.attempt = 1
         self.nodes: tuple[NodeStatus, ...] = ()
+        self.terminated = False
 
     def main(self) -> None:
         """Run to the end; whatever happens, ``state.json`` says how it ended."""
@@ -70,7 +66,7 @@ class Supervisor:
         self.folder.write(".reserve", bytes(RESERVE_BYTES))
         for signum in (signal.SIGHUP, signal.SIGINT):
             signal.signal(signum, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda *_: self.folder.mark_cancelled())
+        signal.signal(signal.SIGTERM, self._terminated)
         try:
             self._attempts()
         except ClusterkitError as error:
@@ -89,11 +85,18 @@ class Supervisor:
             )
             raise
 
+    def _terminated(self, signum: int, frame: object) -> None:
+        """SIGTERM (the machine shuts down): as good as a cancel."""
+        self.terminated = True
+
+    def _to_be_ended(self) -> bool:
+        return self.terminated or self.folder.is_cancelled()
+
     def _attempts(self) -> None:
         restarts_left = self.job.restarts
         port_tries = PORT_TRIES
         while True:
-            if self.folder.is_cancelled():
+            if self._to_be_ended():
                 return self._finish(State.CANCELLED)
             self._settle_port()
             self._save(State.PENDING)
@@ -105,10 +108,10 @@ class Supervisor:
                 record=self._record,
             )
             seen = self._watch(handle)
-            if self.folder.is_cancelled():
-                return self._finish(State.CANCELLED)
             if seen.state is State.SUCCEEDED:
                 return self._finish(State.SUCCEEDED)
+            if self._to_be_ended():
+                return self._finish(State.CANCELLED)
             failure = diagnosis(self.backend, handle, seen, self.transport)
             if self._port_was_taken(failure) and port_tries:
                 port_tries -= 1
@@ -149,7 +152,7 @@ class Supervisor:
                 )
             if not {State.RUNNING, State.PENDING} & set(states):
                 return self._ended(seen, needed)
-            if self.folder.is_cancelled():
+            if self._to_be_ended():
                 self._cancel()
                 continue
             lost = sum(s in (State.FAILED, State.CANCELLED, State.UNKNOWN) for s in states)
@@ -307,7 +310,7 @@ def current(folder: RunFolder) -> RunStatus:
     try:
         submission = folder.read_json("run.json", Submission)
         plan = read_plan(folder)
-        transport = transport_for(read_cluster(folder))
+        transport = backends.transport_for(read_cluster(folder))
         backend = backends.backend(submission.backend)
     except ClusterkitError as error:
         if saved is not None:
@@ -399,7 +402,7 @@ def cancel(folder: RunFolder) -> RunStatus:
             nodes=0, world_size=0,
         )  # fmt: skip
     backend = backends.backend(plan.backend)
-    transport = transport_for(cluster)
+    transport = backends.transport_for(cluster)
     deadline = time.monotonic() + plan.stop_grace + 10
     while supervisor_alive(folder) and time.monotonic() < deadline:
         if current(folder).state.final:

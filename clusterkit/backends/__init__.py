@@ -5,7 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 
 from clusterkit.backends.base import Backend
+from clusterkit.cluster import ClusterSpec
 from clusterkit.errors import BadInput
+from clusterkit.transport import LocalTransport, Transport
 
 _MODULES = {"local": "clusterkit.backends.local:LocalBackend"}
 
@@ -23,6 +25,11 @@ def backend_type(name: str) -> type[Backend]:
     module, _, attribute = _MODULES[name].partition(":")
     found: type[Backend] = getattr(import_module(module), attribute)
     return found
+
+
+def transport_for(cluster: ClusterSpec) -> Transport:
+    """What reaches the cluster's hosts; every backend so far works through this machine."""
+    return LocalTransport()
 
 
 def backend(name: str) -> Backend:

@@ -442,3 +442,19 @@ def test_a_restart_changes_the_plan_on_record_when_it_changes_the_port(unstarted
 def test_the_identity_of_a_process_survives_json(folder):
     folder.write_json("supervisor.json", agent.identity(os.getpid()))
     assert msgspec.json.decode(folder.read("supervisor.json")) == agent.identity(os.getpid())
+
+
+def test_a_cancel_that_comes_after_the_end_does_not_rewrite_it(unstarted_run, monkeypatch):
+    run = unstarted_run()
+    folder = RunFolder(run.path)
+    supervisor = supervise.Supervisor(folder)
+    ended = NodeStatus(node=0, host="localhost", state=State.SUCCEEDED, exit_code=0)
+
+    def status(handle, transport):
+        folder.mark_cancelled()
+        return Observation(state=State.SUCCEEDED, nodes=(ended,))
+
+    monkeypatch.setattr(supervisor.backend, "submit", lambda plan, *_, **__: Handle(plan))
+    monkeypatch.setattr(supervisor.backend, "status", status)
+    supervisor._attempts()
+    assert run.status().state is State.SUCCEEDED
