@@ -318,7 +318,10 @@ def _ranks_per_node(job: JobSpec, host: HostFacts, nodes: int, device: str) -> t
             raise BadInput(
                 f"gpus_per_node: {counted(nodes, 'node')} x {job.gpus_per_node} = "
                 f"{counted(wanted, 'GPU')}, but {host.host} has {there}",
-                hint=f"--gpus {there // nodes}" if there >= nodes else "device: cpu simulates them",
+                hint=(
+                    f"--gpus {there // nodes} (make: GPUS={there // nodes}), or " * (there >= nodes)
+                )
+                + "--set device=cpu to run on CPU threads",
             )
         return job.gpus_per_node, "job: gpus_per_node"
     if device == "cpu":
@@ -326,7 +329,7 @@ def _ranks_per_node(job: JobSpec, host: HostFacts, nodes: int, device: str) -> t
     if there < nodes:
         raise BadInput(
             f"nodes: {nodes} nodes cannot share {counted(there, 'GPU')} of {host.host}",
-            hint=f"--nodes {there}, or device: cpu to simulate them",
+            hint=f"--nodes {there}, or --set device=cpu to run on CPU threads",
         )
     return there // nodes, f"{counted(there, 'GPU')} / {counted(nodes, 'node')}"
 

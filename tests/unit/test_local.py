@@ -206,8 +206,8 @@ def test_nodes_share_the_gpus_of_the_machine(make_facts, gpus, fields, ranks, sh
     [
         (4, {"gpus_per_node": 8}, "1 node x 8 = 8 GPUs, but localhost has 4", "--gpus 4"),
         (4, {"gpus_per_node": 4, "nodes": 2}, "2 nodes x 4 = 8 GPUs", "--gpus 2"),
-        (2, {"nodes": 4}, "4 nodes cannot share 2 GPUs", "--nodes 2, or device: cpu"),
-        (1, {"nodes": 2}, "2 nodes cannot share 1 GPU of", "--nodes 1, or device: cpu"),
+        (2, {"nodes": 4}, "4 nodes cannot share 2 GPUs", "--nodes 2, or --set device=cpu"),
+        (1, {"nodes": 2}, "2 nodes cannot share 1 GPU of", "--nodes 1, or --set device=cpu"),
         (0, {"device": "cuda"}, "cuda, but localhost has no GPU", "device: auto, or cpu"),
     ],
 )
