@@ -145,6 +145,13 @@ def send(pids: Iterable[int], signum: int) -> None:
             os.kill(pid, signum)
 
 
+def kill_all_below() -> None:
+    """SIGKILL for every descendant of this process, until none is left."""
+    while left := descendants(os.getpid()):
+        send(left, signal.SIGKILL)
+        wait_gone(left, 1.0)
+
+
 def wait_gone(pids: Iterable[int], seconds: float) -> None:
     """Return when all of them have ended, or after ``seconds``."""
     deadline = time.monotonic() + seconds
@@ -310,31 +317,30 @@ class Node:
         self.log = NodeLog(self.folder)
         self.selector = selectors.DefaultSelector()
         self.selector.register(wake_read, selectors.EVENT_READ, "signal")
-        self.streams = self._open_pipes()
+        self.streams: list[Stream] = []
         try:
+            self._open_pipes()
             os.chdir(self.options.workdir)
             self._start()
         except OSError as error:
-            self.reason = f"{error.strerror}: {error.filename}"
-            code = 127 if isinstance(error, FileNotFoundError) else 126
-            send(self.children, signal.SIGKILL)
-            return self._finish(code)
+            what = f": {error.filename}" if error.filename else ""
+            self.reason = f"{error.strerror}{what}"
+            kill_all_below()
+            return self._finish(127 if isinstance(error, FileNotFoundError) else 126)
         while self.children:
             self._turn(wake_read)
         self._end_leftovers()
         return self._finish(self._exit_code())
 
-    def _open_pipes(self) -> list[Stream]:
-        streams = []
+    def _open_pipes(self) -> None:
         for slot in range(self.options.nproc):
             path = self.folder / f"pipe-{slot}"
             with contextlib.suppress(FileExistsError):
                 os.mkfifo(path, 0o600)
             # Read and write: no waiting for a writer, and no end of file between writers.
-            streams.append(Stream(os.open(path, os.O_RDWR | os.O_NONBLOCK), self.log))
-        for stream in streams:
+            stream = Stream(os.open(path, os.O_RDWR | os.O_NONBLOCK), self.log)
+            self.streams.append(stream)
             self.selector.register(stream.handle, selectors.EVENT_READ, stream)
-        return streams
 
     def _start(self) -> None:
         env = {**os.environ, "CLUSTERKIT_PIPE": str(self.folder / "pipe")}
@@ -413,10 +419,12 @@ class Node:
             self.reason = "the launcher ended with 0 but left ranks running"
             self.ended.append({"pid": 0, "exit_code": 1, "at": time.time()})
         send(left, signal.SIGTERM)
-        wait_gone(left, min(LEFTOVER_GRACE, self.options.grace))
-        while left := descendants(os.getpid()):
-            send(left, signal.SIGKILL)
-            wait_gone(left, 1.0)
+        seconds = min(LEFTOVER_GRACE, self.options.grace)
+        if self.deadline is not None:
+            # Ranks whose launcher left them when it was asked to stop keep the whole grace.
+            seconds = max(seconds, self.deadline - time.monotonic())
+        wait_gone(left, seconds)
+        kill_all_below()
 
     def _finish(self, code: int) -> int:
         for stream in self.streams:
@@ -473,7 +481,7 @@ def stop(run_dir: str, grace: float) -> dict[str, Any]:
     wait_gone(agents, grace + LEFTOVER_GRACE + 2.0)
     orphans = [pid for pid in processes_of(run_dir) if pid not in agents]
     send(orphans, signal.SIGTERM)
-    wait_gone(orphans, min(grace, LEFTOVER_GRACE))
+    wait_gone(orphans, grace)
     killed: set[int] = set()
     for _ in range(20):
         left = processes_of(run_dir)

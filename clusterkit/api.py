@@ -22,11 +22,11 @@ from typing import Any
 import msgspec
 
 import clusterkit
-from clusterkit import backends, loader, logs, supervise
+from clusterkit import agent, backends, loader, logs, supervise
 from clusterkit import runs as store
 from clusterkit.backends.base import Backend, Handle, check_capabilities
 from clusterkit.cluster import ClusterSpec, Facts
-from clusterkit.errors import BadInput
+from clusterkit.errors import BadInput, RunFolderError
 from clusterkit.logs import LogLine
 from clusterkit.plan import Plan
 from clusterkit.runs import Event, RunFolder, Submission
@@ -81,9 +81,16 @@ class Run:
             status = self.status()
             if status.state.final or (until is not None and until(status)):
                 return status
+            if status.state is State.UNKNOWN and not self._lives():
+                return status  # it will not get any better
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"run {self.id} is {status.state} after {timeout:g} s")
             time.sleep(supervise.POLL_SECONDS / 2)
+
+    def _lives(self) -> bool:
+        """Whether any process of it runs on this machine, whatever its folder says."""
+        watched = supervise.supervisor_alive(self._folder)
+        return watched or bool(agent.processes_of(str(self.path)))
 
     def wait_started(self, timeout: float = 60.0) -> RunStatus:
         """The status once every node runs (or the run has ended)."""
@@ -119,7 +126,8 @@ class Run:
 
             def goes_on(attempt: int = attempt) -> bool:
                 status = self.status()
-                return not status.state.final and status.attempt == attempt
+                lost = status.state is State.UNKNOWN and not self._lives()
+                return not status.state.final and not lost and status.attempt == attempt
 
             yield from backend.logs(
                 Handle(plan, attempt),
@@ -151,9 +159,12 @@ class Run:
             BadInput: the run has not ended.
         """
         status = self.status()
-        if not status.state.final and status.state is not State.UNKNOWN:
+        if not status.state.final and (status.state is not State.UNKNOWN or self._lives()):
             raise BadInput(f"run {self.id} is {status.state}", hint=f"clusterkit cancel {self.id}")
-        shutil.rmtree(self._folder.path)
+        try:
+            shutil.rmtree(self._folder.path)
+        except OSError as error:
+            raise RunFolderError(f"cannot remove {error.filename}: {error.strerror}") from error
 
 
 @dataclass(frozen=True)
@@ -275,8 +286,7 @@ def launch(ready: Prepared) -> Run:
         )
         supervise.spawn(folder)
     except BaseException:
-        if folder.file("supervisor.json").exists():
-            supervise.cancel(folder)
+        supervise.abandon(folder)
         shutil.rmtree(folder.path, ignore_errors=True)
         raise
     return Run(folder)
@@ -291,7 +301,7 @@ def _job(job: Job, settings: Sequence[str]) -> tuple[JobSpec, loader.Document | 
         job = loader.job_from_command(list(job))
     elif job.workdir is None:
         check_job(job)
-        job = loader.locate_program(job, [Path.cwd()])
+        job = loader.locate_program(job, [loader.current_folder()])
     if not settings:
         return job, None
     document = loader.Document("--set", _plain(job), {})

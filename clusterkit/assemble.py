@@ -125,7 +125,7 @@ def assemble(
         files.append(
             PlanFile(places.file("hostfile"), text=hostfile(hosts, topology.nproc_per_node))
         )
-    rank_command = ["sh", places.file("rank.sh"), *program]
+    rank_command = ["/bin/sh", places.file("rank.sh"), *program]
     argv = launcher_argv(
         job.launcher,
         topology,
@@ -134,11 +134,12 @@ def assemble(
         rank_command=rank_command,
         hostfile=places.file("hostfile"),
         exports=[*env, *job.secrets],
+        stop_grace=stop_grace,
     )
     launcher = argv[: len(argv) - len(rank_command)]
     script = _node_script(job, topology, places, env, [launcher, rank_command], stop_grace)
     node_sh = PlanFile(places.file("node.sh"), text=script, mode=0o755)
-    return Assembly((node_sh, *files), tuple(notes), ("sh", node_sh.path))
+    return Assembly((node_sh, *files), tuple(notes), ("/bin/sh", node_sh.path))
 
 
 def solve_batch(job: JobSpec, topology: Topology) -> tuple[Batch | None, list[Note]]:
@@ -298,6 +299,8 @@ def _node_script(
         *(["--spawn"] if job.launcher == "python" else []), "--",
     ]  # fmt: skip
     lines = " \\\n    ".join(shell.join(words) for words in (agent, *command) if words)
+    # A plan for GPUs hands CLUSTERKIT_GPUS to each node by its step.
+    stale = RESET if env["CLUSTERKIT_DEVICE"] == "cuda" else (*RESET, "CLUSTERKIT_GPUS")
     is_host = f'{IS_HOST.name}=0; if [ "$NODE_RANK" = 0 ]; then {IS_HOST.name}=1; fi\n'
     return (
         "#!/bin/sh\n"
@@ -308,7 +311,7 @@ def _node_script(
         '"/attempts/$CLUSTERKIT_ATTEMPT/node-$NODE_RANK"\n'
         f'mkdir -p "${NODE_DIR.name}" && echo "$$" >"${NODE_DIR.name}/pid" || exit 73\n'
         f'exec </dev/null >>"${NODE_DIR.name}/agent.log" 2>&1\n'
-        f"unset {' '.join(RESET)}\n"
+        f"unset {' '.join(stale)}\n"
         f"export NODE_RANK {NODE_DIR.name} CLUSTERKIT_ATTEMPT\n{shell.exports(env)}"
         f"{is_host if topology.elastic else ''}"
         f"exec {lines}\n"

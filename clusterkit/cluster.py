@@ -34,7 +34,10 @@ class LocalCluster(
     stop_grace: Annotated[
         float,
         Meta(
-            ge=0, le=86400, description="Seconds between SIGTERM and SIGKILL when a run is ended."
+            ge=0,
+            le=86400,
+            description="Seconds between SIGTERM and SIGKILL when a run is ended; "
+            "mpirun ends its ranks after 1 s of its own.",
         ),
     ] = 10.0
 

@@ -22,6 +22,8 @@ _CHAINS = (
 )
 # "failed (exitcode: -9) local_rank: 0 (pid: 123) of binary: sh", torch 2.13, multiprocessing/api.py
 _TORCHRUN = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
+# "mpirun noticed that process rank 1 with PID 12 on node x exited on signal 9", Open MPI 4.1
+_MPIRUN = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)")
 # "[...] exits with return code = 7", deepspeed 0.19, launcher/launch.py
 _DEEPSPEED = re.compile(r"exits with return code = (-?\d+)")
 _ECHOES = re.compile(
@@ -40,7 +42,7 @@ _HINTS = (
     (re.compile(r"No module named '([\w.]+)'"),
      "install it for the interpreter of the ranks (facts.json names it)"),
     (re.compile(r"EADDRINUSE|[Aa]ddress already in use"),
-     "another program took the rendezvous port; submit again, a free one is chosen"),
+     "another program, or an earlier one of yours, listens on that port"),
     (re.compile(r"No space left on device"), "make room on that disk"),
     (re.compile(r"Timed out waiting \d+ms|Watchdog caught collective"),
      "a rank waited for peers that did not come: look for the one that is behind (logs --rank)"),
@@ -165,6 +167,10 @@ def _read_launcher(line: LogLine, nproc: int, suspects: dict[_Source, _Suspect])
         key: _Source = (line.node, rank)
         suspect = suspects.setdefault(key, _Suspect(line.node, rank, line.time))
         suspect.exit_code = int(match[1])
+    elif match := _MPIRUN.search(line.text):
+        rank = int(match[1])
+        suspect = suspects.setdefault((line.node, rank), _Suspect(line.node, rank, line.time))
+        suspect.exit_code = -int(match[2])
     elif match := _DEEPSPEED.search(line.text):
         # It does not say which rank: the one whose traceback came first, if any.
         here = [s for s in suspects.values() if s.node == line.node and s.rank is not None]

@@ -393,7 +393,7 @@ def read_job(path: str | Path, settings: Sequence[str] = ()) -> LoadedJob:
     job = convert(document, (), document.data, JobSpec)
     with document.locating():
         check_job(job)
-        job = locate_program(job, [Path.cwd(), *path.absolute().parents])
+        job = locate_program(job, [current_folder(), *path.absolute().parents])
     return LoadedJob(job, document)
 
 
@@ -449,7 +449,19 @@ def job_from_command(argv: Sequence[str], **fields: Any) -> JobSpec:
     name = re.sub(r"[^\w. -]+", "-", name).lstrip("-. ")[:40] or "command"
     job = JobSpec(name=name, **what, **fields)
     check_job(job)
-    return locate_program(job, [Path.cwd()])
+    return locate_program(job, [current_folder()])
+
+
+def current_folder() -> Path:
+    """The current folder.
+
+    Raises:
+        BadInput: it has been removed.
+    """
+    try:
+        return Path.cwd()
+    except OSError:
+        raise BadInput("the current folder is gone", hint="cd to one that is there") from None
 
 
 def locate_program(job: JobSpec, bases: Sequence[Path]) -> JobSpec:
@@ -570,7 +582,7 @@ def find_clusters_file() -> Path | None:
     named = os.environ.get("CLUSTERKIT_CLUSTERS")
     if named:
         return Path(named)
-    here = Path.cwd()
+    here = current_folder()
     candidates = (folder / CLUSTERS_FILE for folder in (here, *here.parents))
     return next((path for path in candidates if path.is_file()), None)
 

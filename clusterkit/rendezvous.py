@@ -14,6 +14,7 @@ OMPI_COMM_WORLD_*; ``deepspeed/launcher/launch.py`` 0.19 for LOCAL_SIZE and CROS
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,10 +32,13 @@ RANK_HEADER = "@clusterkit-rank"
 """First line of a rank's log: this word, its rank, its process id."""
 
 RESET = (
+    "CLUSTERKIT_GLOBAL_BATCH", "CLUSTERKIT_MICRO_BATCH", "CLUSTERKIT_ACCUMULATION",
+    "CLUSTERKIT_DEEPSPEED_CONFIG", "CLUSTERKIT_CHECKPOINT_DIR", "CLUSTERKIT_CHECKPOINT_EVERY",
+    "CLUSTERKIT_CHECKPOINT_KEEP", "CLUSTERKIT_CHECKPOINT_RESUME", "CLUSTERKIT_PIPE",
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",
     "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "TORCHELASTIC_RUN_ID",
 )  # fmt: skip
-"""Variables that a launcher sets; a stale one of the submitter's would mislead the ranks."""
+"""Variables that the job or a launcher sets; one of the submitter's would mislead the ranks."""
 
 # keep_alive: an agent that is gone is known as gone after 3 s instead of 15; last_call: a
 # round starts 3 s after MIN nodes are there instead of 30; close: the last agent waits 5 s.
@@ -123,6 +127,7 @@ def launcher_argv(
     rank_command: Sequence[Word],
     hostfile: str,
     exports: Sequence[str] = (),
+    stop_grace: float = 10.0,
 ) -> list[Word]:
     """The command that starts the ranks of one node (with mpirun: of all nodes, on node 0).
 
@@ -134,14 +139,16 @@ def launcher_argv(
         rank_command: what each rank runs: the rank script and the program.
         hostfile: path of the file that `hostfile` fills; read by deepspeed and mpirun.
         exports: variables that mpirun must hand to ranks on other hosts.
+        stop_grace: seconds that ranks have between SIGTERM and SIGKILL.
 
     Returns:
         Words, ``rank_command`` last; the variables among them are set by the node script. For
         ``python`` it is the rank command alone: the node agent starts it once per local rank.
     """
+    grace = str(math.ceil(stop_grace))
     match launcher:
         case "torchrun":
-            return _torchrun(topology, endpoint, python, rank_command)
+            return _torchrun(topology, endpoint, python, rank_command, grace)
         case "deepspeed":
             return [
                 # The runner's own module: the `deepspeed` script may not be on the node's PATH.
@@ -165,7 +172,7 @@ def launcher_argv(
 
 
 def _torchrun(
-    topology: Topology, endpoint: Endpoint, python: str, rank_command: Sequence[Word]
+    topology: Topology, endpoint: Endpoint, python: str, rank_command: Sequence[Word], grace: str
 ) -> list[Word]:
     argv: list[Word] = [python, "-m", "torch.distributed.run"]
     if topology.elastic:
@@ -187,7 +194,7 @@ def _torchrun(
             "--max-restarts", "0",
         ]  # fmt: skip
     # Without --log-dir it leaves a folder in /tmp behind for every run.
-    argv += ["--log-dir", Joined((NODE_DIR, "/torchrun")), "--shutdown-timeout", "5"]
+    argv += ["--log-dir", Joined((NODE_DIR, "/torchrun")), "--shutdown-timeout", grace]
     return [*argv, "--no-python", *rank_command]
 
 

@@ -29,6 +29,7 @@ import msgspec
 from msgspec import Struct
 
 from clusterkit.errors import BadInput, RunFolderError, RunNotFound
+from clusterkit.shell import check_text
 from clusterkit.transport import write_atomic
 
 Document = TypeVar("Document")
@@ -75,7 +76,13 @@ def node_dir(run_dir: str, attempt: int, node: int) -> str:
 
 def home() -> Path:
     """``$CLUSTERKIT_HOME``, or ``~/.clusterkit``."""
-    return Path(os.environ.get("CLUSTERKIT_HOME") or "~/.clusterkit").expanduser().absolute()
+    named = os.environ.get("CLUSTERKIT_HOME") or "~/.clusterkit"
+    try:
+        path = Path(named).expanduser().absolute()
+    except (RuntimeError, OSError) as error:
+        raise BadInput(f"CLUSTERKIT_HOME: {named}: {error}", hint=_HOME_HINT) from None
+    check_text("CLUSTERKIT_HOME", str(path))
+    return path
 
 
 def new_run_id(job_name: str) -> str:
@@ -146,6 +153,8 @@ class RunFolder:
         Raises:
             RunFolderError: no space, no permission.
         """
+        if not self.path.is_dir():
+            raise RunFolderError(f"the folder of run {self.run_id} is gone")
         write_atomic(self.path / name, data.encode() if isinstance(data, str) else data)
 
     def write_json(self, name: str, document: object) -> None:
@@ -250,9 +259,9 @@ def find(name: str) -> RunFolder:
         RunNotFound: none, or several; the message lists candidates.
     """
     exact = home() / "runs" / name
+    runs = list(all_runs())
     if RUN_ID.match(name) and exact.is_dir():
         return RunFolder(exact)
-    runs = list(all_runs())
     if name == "last" and runs:
         return runs[0]
     matching = [run for run in runs if run.run_id.startswith(name)] if name else []

@@ -12,6 +12,8 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from clusterkit.errors import BadInput
+
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
@@ -89,3 +91,17 @@ def assignments(env: Mapping[str, str], argv: Iterable[Word]) -> str:
     """``NAME=value ... command``, as a person would type it."""
     words = [f"{name}={shlex.quote(value)}" for name, value in env.items()]
     return " ".join([*words, join(argv)])
+
+
+def check_text(key: str, text: str) -> None:
+    """Refuse what no program can be given: NUL characters, halves of characters.
+
+    Raises:
+        BadInput: the message begins with ``key``.
+    """
+    if "\0" in text:
+        raise BadInput(f"{key}: the value holds a NUL character")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadInput(f"{key}: character {error.start} is not valid UTF-8") from None

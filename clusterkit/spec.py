@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from clusterkit.errors import BadInput
-from clusterkit.shell import is_name
+from clusterkit.shell import check_text, is_name
 
 Launcher = Literal["torchrun", "deepspeed", "mpirun", "python"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -227,17 +227,3 @@ def check_environment(env: Mapping[str, str]) -> None:
         if not is_name(name):
             raise BadInput(f"env: {name!r} cannot name an environment variable")
         check_text(f"env.{name}", value)
-
-
-def check_text(key: str, text: str) -> None:
-    """Refuse what no program can be given: NUL characters, halves of characters.
-
-    Raises:
-        BadInput: the message begins with ``key``.
-    """
-    if "\0" in text:
-        raise BadInput(f"{key}: the value holds a NUL character")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadInput(f"{key}: character {error.start} is not valid UTF-8") from None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -39,6 +40,8 @@ TAIL_LINES = 5000
 """Log lines per attempt that a diagnosis reads."""
 BIRTH_SECONDS = 10.0
 """How long after a submit its supervisor may still be about to start."""
+ABANDON_SECONDS = 2.0
+"""How long an interrupted submit waits for a supervisor that it may have started."""
 RESERVE_BYTES = 1 << 16
 """Kept free for the last ``state.json``, so that a full disk does not hide how a run ended."""
 
@@ -202,8 +205,10 @@ class Supervisor:
         save_plan(self.folder, self.facts, self.plan)
 
     def _port_was_taken(self, failure: Failure) -> bool:
+        # With our own number in it: a program may have ports of its own.
         said = f"{failure.cause}\n{failure.traceback or ''}"
-        return self.cluster.port == "auto" and PORT_TAKEN.search(said) is not None
+        ours = re.search(rf"\b{self.plan.port}\b", said)
+        return self.cluster.port == "auto" and bool(ours and PORT_TAKEN.search(said))
 
     # -- the record ---------------------------------------------------------
 
@@ -390,7 +395,8 @@ def cancel(folder: RunFolder) -> RunStatus:
     before = current(folder)
     if before.state.final:
         return before
-    folder.mark_cancelled()
+    with contextlib.suppress(RunFolderError):  # a folder that is full or gone: end what runs
+        folder.mark_cancelled()
     try:
         plan = read_plan(folder)
         cluster = read_cluster(folder)
@@ -414,6 +420,18 @@ def cancel(folder: RunFolder) -> RunStatus:
         # Nobody else is there to record it.
         folder.write_json("state.json", after)
     return after
+
+
+def abandon(folder: RunFolder) -> None:
+    """End a submit that was interrupted: its supervisor may be about to come up."""
+    if not folder.file("supervisor.log").exists():
+        return  # it was not started
+    deadline = time.monotonic() + ABANDON_SECONDS
+    with contextlib.suppress(ClusterkitError):
+        folder.mark_cancelled()
+        while not folder.file("supervisor.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        cancel(folder)
 
 
 def spawn(folder: RunFolder) -> None:

@@ -19,6 +19,10 @@ from clusterkit.errors import RunFolderError, SubmitFailed
 PORTS = range(20000, 32000)
 
 
+_START = """command -v "$1" >/dev/null || { echo "$1: not found" >&2; exit 127; }
+"$@" </dev/null >/dev/null 2>&1 &"""
+
+
 @dataclass(frozen=True)
 class Completed:
     """A command that has ended."""
@@ -102,7 +106,7 @@ class LocalTransport:
         # The shell starts it and ends at once, so that it is nobody's child and leaves no zombie.
         try:
             done = subprocess.run(
-                ["/bin/sh", "-c", '"$@" </dev/null >/dev/null 2>&1 &', "sh", *argv],
+                ["/bin/sh", "-c", _START, "sh", *argv],
                 env={**os.environ, **(env or {})}, start_new_session=True,
                 stdin=subprocess.DEVNULL, capture_output=True, text=True,
             )  # fmt: skip
@@ -167,5 +171,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
             temporary.unlink()
         raise RunFolderError(
             f"cannot write {path}: {error.strerror}",
-            hint=f"make room on the disk that holds {path.parent}, or set CLUSTERKIT_HOME",
+            hint=f"{path.parent} belongs to another user"
+            if isinstance(error, PermissionError)
+            else f"make room on the disk that holds {path.parent}, or set CLUSTERKIT_HOME",
         ) from error

@@ -435,11 +435,12 @@ def judge_exit(node: int, ended: Any) -> NodeStatus:
     if not isinstance(ended, dict) or not isinstance(ended.get("exit_code"), int):
         return NodeStatus(node=node, host=HOST, state=State.UNKNOWN, reason="exit.json is damaged")
     code, reason, at = ended["exit_code"], ended.get("reason"), ended.get("at")
-    failed = State.CANCELLED if reason == STOPPED else State.FAILED
+    # One that was asked to stop and left with 0 has not done its work either.
+    ended_as = State.SUCCEEDED if code == 0 else State.FAILED
     return NodeStatus(
         node=node,
         host=HOST,
-        state=State.SUCCEEDED if code == 0 else failed,
+        state=State.CANCELLED if reason == STOPPED else ended_as,
         exit_code=code,
         reason=reason,
         ended_at=at if isinstance(at, float) else None,

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 import clusterkit
-from clusterkit.errors import EXIT_INTERRUPTED, ClusterkitError
+from clusterkit.errors import EXIT_FAILURE, EXIT_INTERRUPTED, ClusterkitError
 
 VERBS = {
     "submit": "Start a job and follow it.",
@@ -103,4 +103,7 @@ def main(argv: list[str] | None = None) -> None:
         # The reader of a pipe has had enough; nothing more can be said to it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
+    except OSError as error:
+        _say_error(f"{error.strerror or error}: {error.filename or 'the output'}", None)
+        code = EXIT_FAILURE
     sys.exit(code if isinstance(code, int) else 0)

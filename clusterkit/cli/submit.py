@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -16,8 +17,8 @@ from clusterkit.cli.common import (
     prepare_options,
     print_json,
 )
-from clusterkit.errors import EXIT_INTERRUPTED
-from clusterkit.status import RunStatus
+from clusterkit.errors import EXIT_FAILURE, EXIT_INTERRUPTED
+from clusterkit.status import RunStatus, State
 
 
 @click.command(
@@ -45,10 +46,11 @@ def command(
     for note in ready.plan.notes:
         if not note.name:
             click.echo(f"note: {note}", err=True)
+    if outer := os.environ.get("CLUSTERKIT_RUN_ID"):
+        click.echo(f"note: inside run {outer}: this one ends with it", err=True)
     run = api.launch(ready)
     if not as_json:
         click.echo(run.id)
-        sys.stdout.flush()
     try:
         status = run.wait_started() if detach else _follow(run)
     except KeyboardInterrupt:
@@ -57,6 +59,9 @@ def command(
         print_json(status)
     if detach and not status.state.final:
         click.echo(f"{run.id} has started; clusterkit logs -f {run.id} follows it", err=True)
+    if status.state is State.UNKNOWN:
+        click.echo(status.remark, err=True)
+        return EXIT_FAILURE
     return status.exit_code or 0
 
 
@@ -68,7 +73,7 @@ def _follow(run: api.Run) -> RunStatus:
 
 def _interrupted(run: api.Run) -> RunStatus:
     """Ctrl-C: ask, where somebody can answer; otherwise, or when it comes again, cancel."""
-    if sys.stdin.isatty() and sys.stderr.isatty():
+    if sys.stdin and sys.stdin.isatty() and sys.stderr.isatty():
         try:
             answer = click.prompt(
                 f"\n{run.id} still runs: detach from it, or cancel it?",

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     Progress,
@@ -16,6 +15,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 from clusterkit import api
 from clusterkit.logs import LogLine, without_rank
@@ -174,13 +174,14 @@ def _live(view: View, lines: Iterable[LogLine], console: Console) -> None:
         for line in lines:
             for shown in view.feed(line):
                 _show(console, shown)
-            bar.update(
-                task,
-                completed=view.step,
-                total=view.steps,
-                steps=view.steps or "?",
-                description=view.describe() or "starting",
-            )
+            if line.event is not None:
+                bar.update(
+                    task,
+                    completed=view.step,
+                    total=view.steps,
+                    steps=view.steps or "?",
+                    description=view.describe() or "starting",
+                )
 
 
 def _plain(view: View, lines: Iterable[LogLine], console: Console) -> None:
@@ -208,4 +209,8 @@ def _show(console: Console, line: LogLine) -> None:
 
 
 def _say(console: Console, text: str, style: str | None = None) -> None:
-    console.print(escape(text), style=style, soft_wrap=True, highlight=False)
+    if console.is_terminal:
+        # As it was printed: no markup, no emoji codes, but the program's own colours.
+        console.print(Text.from_ansi(text, style=style or ""), soft_wrap=True)
+    else:
+        console.file.write(f"{text}\n")

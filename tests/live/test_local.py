@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import msgspec
 import pytest
 
 from clusterkit import agent, api, backends, loader
+from clusterkit.backends.base import Handle
 from clusterkit.cluster import LocalCluster
 from clusterkit.errors import PortTaken
 from clusterkit.status import State
@@ -28,6 +30,11 @@ PROGRAMS = Path(__file__).parent / "programs"
 Submit = Callable[..., api.Run]
 SOON = 60.0
 """Seconds after which a test says that something hangs."""
+
+START_FEW = (
+    "from clusterkit import api; print(api.submit(['sleep', '600'], gpus=40, "
+    "settings=['launcher=python']).id)"
+)
 
 pytestmark = pytest.mark.live
 
@@ -225,6 +232,66 @@ def test_cancel_ends_everything_and_may_be_repeated(submit: Submit, launcher: st
     assert agent.processes_of(str(run.path)) == []
     again = run.cancel()
     assert (again.state, again.exit_code) == (State.CANCELLED, 130)
+
+
+def test_a_cancelled_program_that_leaves_with_0_has_not_succeeded(
+    submit: Submit, tmp_path: Path
+) -> None:
+    program = tmp_path / "polite.py"
+    program.write_text(
+        "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+        "print('ready', flush=True)\ntime.sleep(600)\n"
+    )
+    run = submit(str(program))
+    all_ready(run, 1)
+    status = run.cancel()
+    assert (status.state, status.exit_code) == (State.CANCELLED, 130)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "python"])
+def test_ranks_have_the_whole_grace_to_save_their_work(
+    submit: Submit, tmp_path: Path, launcher: str
+) -> None:
+    program = tmp_path / "saver.py"
+    program.write_text(
+        "import os, pathlib, signal, time\n"
+        "def save(*_):\n"
+        "    time.sleep(6)\n"
+        "    pathlib.Path('saved-' + os.environ['RANK']).touch()\n"
+        "    os._exit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "print('ready', flush=True)\n"
+        "while True: time.sleep(1)\n"
+    )
+    run = submit(str(program), gpus=2, launcher=launcher)
+    all_ready(run, 2)
+    assert run.cancel().state is State.CANCELLED
+    workdir = Path(json.loads((run.path / "job.json").read_text())["workdir"])
+    assert sorted(path.name for path in workdir.glob("saved-*")) == ["saved-0", "saved-1"]
+    for path in workdir.glob("saved-*"):
+        path.unlink()
+
+
+def test_a_node_that_cannot_start_all_its_ranks_leaves_none(submit: Submit) -> None:
+    begin = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); {START_FEW}"
+    done = subprocess.run([sys.executable, "-c", begin], capture_output=True, text=True)
+    run = api.get(done.stdout.strip())
+    status = run.wait(SOON)
+    assert status.failure is not None
+    assert status.failure.cause == "Too many open files"
+    assert agent.processes_of(str(run.path)) == []
+
+
+def test_followers_end_when_the_folder_of_a_run_goes_away(submit: Submit) -> None:
+    run = submit("beat.py", 6000)
+    all_ready(run, 1)
+    kill(supervisor_pid(run))
+    backends.backend("local").cancel(Handle(run.plan), LocalTransport())
+    lines = run.logs(follow=True)
+    next(lines)
+    shutil.rmtree(run.path)
+    assert {line.text.split()[0] for line in lines} <= {"ready", "beat"}
+    assert run.wait(SOON).state is State.UNKNOWN
 
 
 def test_cancel_right_after_submit(submit: Submit) -> None:

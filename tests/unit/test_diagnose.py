@@ -186,7 +186,7 @@ def test_a_signal_is_named(code, words):
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "ZeRO stage"),
         ("RuntimeError: DefaultCPUAllocator: can't allocate memory", "smaller model"),
         ("ModuleNotFoundError: No module named 'flash_attn'", "install it"),
-        ("OSError: [Errno 98] Address already in use", "submit again"),
+        ("OSError: [Errno 98] Address already in use", "listens on that port"),
         ("OSError: [Errno 28] No space left on device", "make room"),
         ("RuntimeError: Error building extension 'cpu_adam'", "ninja"),
     ],

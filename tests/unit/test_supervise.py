@@ -314,7 +314,13 @@ class Scripted(LocalBackend):
 
     def status(self, handle, transport):
         seen = self.attempts[handle.attempt - 1]
-        return seen.pop(0) if len(seen) > 1 else seen[0]
+        found = seen.pop(0) if len(seen) > 1 else seen[0]
+        port = str(handle.plan.port)
+        nodes = tuple(
+            msgspec.structs.replace(node, reason=node.reason and node.reason.replace("PORT", port))
+            for node in found.nodes
+        )
+        return msgspec.structs.replace(found, nodes=nodes)
 
     def cancel(self, handle, transport):
         self.cancelled += 1
@@ -400,7 +406,7 @@ def test_an_elastic_run_with_too_few_nodes_left_ends(supervise_with):
 
 
 def test_a_port_that_was_taken_at_start_is_another_attempt_and_costs_no_restart(supervise_with):
-    taken = observed(BAD, reason="bind: Address already in use")
+    taken = observed(BAD, reason="port: PORT (errno: 98 - Address already in use).")
     backend, status, events = supervise_with([taken, observed(OK)])
     assert status.state is State.SUCCEEDED
     (_, first), (_, second) = backend.submitted
@@ -409,10 +415,18 @@ def test_a_port_that_was_taken_at_start_is_another_attempt_and_costs_no_restart(
 
 
 def test_a_port_that_is_always_taken_is_given_up_at_last(supervise_with):
-    taken = observed(BAD, reason="bind: Address already in use")
+    taken = observed(BAD, reason="port: PORT (errno: 98 - Address already in use).")
     backend, status, _ = supervise_with([taken] * 9)
     assert status.state is State.FAILED
     assert len(backend.submitted) == 1 + supervise.PORT_TRIES
+
+
+def test_a_port_of_the_program_s_own_that_is_taken_is_its_own_failure(supervise_with):
+    taken = observed(BAD, reason="OSError: [Errno 98] Address already in use: 6006")
+    backend, status, events = supervise_with([taken] * 9)
+    assert status.state is State.FAILED
+    assert len(backend.submitted) == 1
+    assert events == []
 
 
 def test_a_cancelled_run_is_not_started(unstarted_run, monkeypatch):
