@@ -9,14 +9,12 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Mapping
 from importlib import resources
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import Struct, field
 
 from clusterkit import shell
-
-PLAN_FORMAT = 1
 
 
 class PlanFile(Struct, frozen=True, omit_defaults=True):
@@ -121,8 +119,3 @@ class Plan(Struct, frozen=True, kw_only=True):
 def relative(plan: Plan, file: PlanFile) -> str:
     """A file's path below the run folder, for writing a plan out to another folder."""
     return posixpath.relpath(file.path, plan.run_dir)
-
-
-def as_jsonable(value: Any) -> Any:
-    """Plain lists and dicts of a struct, for ``--json``."""
-    return msgspec.to_builtins(value)

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from clusterkit.plan import Note, Plan, PlanFile, Step, as_jsonable, relative
+from clusterkit.plan import Note, Plan, PlanFile, Step, relative
 
 
 def plan(**fields):
@@ -85,7 +85,3 @@ def test_a_note_is_found_by_its_name():
 
 def test_files_are_written_out_below_any_folder():
     assert relative(WHOLE, WHOLE.files[1]) == "files/agent.py"
-
-
-def test_structs_become_plain_data():
-    assert as_jsonable(Note("a", "b", "c")) == {"name": "a", "value": "b", "origin": "c"}
