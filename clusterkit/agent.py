@@ -60,10 +60,17 @@ def start_ticks(pid: int) -> int | None:
     /proc/pid/stat fields 3 and 22).
     """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return process_start(Path(f"/proc/{pid}/stat").read_bytes())
     except OSError:
         return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def process_start(stat: bytes | None) -> int | None:
+    """The start time in the contents of ``/proc/PID/stat``; None for no process or a zombie."""
+    if stat is None:
+        return None
+    fields = stat.rpartition(b")")[2].split()
+    return None if len(fields) < 20 or fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 def boot_id() -> str:

@@ -145,7 +145,7 @@ class Run:
         return list(logs.metrics(self.logs()))
 
     def marks(self) -> list[dict[str, Any]]:
-        """Every marked line's object (`clusterkit.logs`), metrics among them."""
+        """Every marked line's object (`clusterkit.marks`), metrics among them."""
         return [event for line in self.logs() if (event := line.event) is not None]
 
     def cancel(self) -> RunStatus:
@@ -189,7 +189,7 @@ def prepare(
     settings: Sequence[str] = (),
     more_args: Sequence[str] = (),
     facts: Facts | None = None,
-    run_id: str | None = None,
+    run_id: str | Callable[[str], str] | None = None,
 ) -> Prepared:
     """Read the job and the cluster, probe the cluster, make the plan; nothing is written.
 
@@ -202,7 +202,7 @@ def prepare(
         settings: further ``key=value`` changes to the job file.
         more_args: further arguments of the program, after the job's own.
         facts: instead of probing.
-        run_id: instead of a new one.
+        run_id: instead of a new one; or what makes one of the job's name.
 
     Raises:
         ClusterkitError: anything that would keep the job from starting.
@@ -229,6 +229,8 @@ def prepare(
         facts = backend.probe(entry, backends.transport_for(entry))
     if not facts.hosts:
         raise BadInput("facts: they name no host", hint="take the facts.json of a run")
+    if callable(run_id):
+        run_id = run_id(spec.name)
     run_id = store.check_run_id(run_id) if run_id else store.new_run_id(spec.name)
     with document.locating(flags) if document else contextlib.nullcontext():
         plan = backend.plan(spec, entry, facts, run_id)
@@ -250,8 +252,7 @@ def _with_flags(spec: JobSpec, nodes: int | str | None, gpus: int | None) -> Job
 def plan(job: Job, **options: Any) -> Plan:
     """Exactly what `submit` would do, as data; options as for `prepare`."""
     if options.get("run_id") is None:
-        spec, _ = _job(job, options.get("settings", ()))
-        options["run_id"] = f"{store.slug(spec.name)}-plan"
+        options["run_id"] = lambda name: f"{store.slug(name)}-plan"
     return prepare(job, **options).plan
 
 

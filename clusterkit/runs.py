@@ -259,9 +259,10 @@ def find(name: str) -> RunFolder:
         RunNotFound: none, or several; the message lists candidates.
     """
     exact = home() / "runs" / name
-    runs = list(all_runs())
-    if RUN_ID.match(name) and exact.is_dir():
+    # os.path: False, not an error, for a folder of somebody else's; all_runs() says it then.
+    if RUN_ID.match(name) and os.path.isdir(exact):
         return RunFolder(exact)
+    runs = list(all_runs())
     if name == "last" and runs:
         return runs[0]
     matching = [run for run in runs if run.run_id.startswith(name)] if name else []

@@ -286,7 +286,10 @@ def read_cluster(folder: RunFolder) -> ClusterSpec:
     kind = CLUSTER_TYPES.get(str(entry.get("backend", "local")))
     if kind is None:
         raise RunFolderError(f"run {folder.run_id}: cluster.json names an unknown backend")
-    return folder.read_json("cluster.json", kind)
+    try:
+        return msgspec.convert(entry, kind)
+    except msgspec.ValidationError as error:
+        raise RunFolderError(f"run {folder.run_id}: cluster.json is damaged ({error})") from error
 
 
 def save_plan(folder: RunFolder, facts: Facts, plan: Plan) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from clusterkit import agent, execute
+from clusterkit.agent import process_start
 from clusterkit.assemble import Places, assemble, require_packages
 from clusterkit.backends.base import Backend, Handle, Observation
 from clusterkit.cluster import ClusterSpec, Facts, Gpu, HostFacts
@@ -315,13 +316,12 @@ def _ranks_per_node(job: JobSpec, host: HostFacts, nodes: int, device: str) -> t
     if job.gpus_per_node != "auto":
         wanted = job.gpus_per_node * nodes
         if device == "cuda" and wanted > there:
+            fit = there // nodes
+            fewer = f"--gpus {fit} (make: GPUS={fit}), or " if fit else ""
             raise BadInput(
                 f"gpus_per_node: {counted(nodes, 'node')} x {job.gpus_per_node} = "
                 f"{counted(wanted, 'GPU')}, but {host.host} has {there}",
-                hint=(
-                    f"--gpus {there // nodes} (make: GPUS={there // nodes}), or " * (there >= nodes)
-                )
-                + "--set device=cpu to run on CPU threads",
+                hint=f"{fewer}--set device=cpu to run on CPU threads",
             )
         return job.gpus_per_node, "job: gpus_per_node"
     if device == "cpu":
@@ -445,11 +445,3 @@ def judge_exit(node: int, ended: Any) -> NodeStatus:
         reason=reason,
         ended_at=at if isinstance(at, float) else None,
     )
-
-
-def process_start(stat: bytes | None) -> int | None:
-    """Start time in clock ticks from ``/proc/PID/stat``; None for no process or a zombie."""
-    if stat is None:
-        return None
-    fields = stat.rpartition(b")")[2].split()
-    return None if len(fields) < 20 or fields[0] in (b"Z", b"X") else int(fields[19])
