@@ -113,6 +113,7 @@ def bare(program: Program, launcher: list[str]) -> tuple[float, float]:
         "CLUSTERKIT_GLOBAL_BATCH": str(program.spec.batch.global_size),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
+        env["TMPDIR"] = folder  # bare torchrun leaves a folder behind for every run
         if program.spec.deepspeed is not None:
             config = Path(folder, "deepspeed.json")
             config.write_text(json.dumps(program.spec.deepspeed))
