@@ -10,6 +10,7 @@ JOB ?= jobs/ddp.yaml
 NODES ?= 1
 GPUS ?= 2
 OUT ?= build
+HOSTS ?= 2
 
 .PHONY: help
 help: ## This list
@@ -25,7 +26,7 @@ help: ## This list
 .venv/.train: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "making .venv (torch, deepspeed, transformers): a few minutes the first time" >&2
 	@$(PIP) torch
-	@$(PIP) --editable '.[train]'
+	@$(PIP) --editable '.[train,ssh]'
 	@touch $@
 
 .venv/.dev: .venv/.train
@@ -38,7 +39,7 @@ venv: .venv/.train ## The environment that runs jobs
 
 .PHONY: lock
 lock: .venv/.dev ## Write constraints.txt anew from what pip finds now
-	@$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[train,dev,kubernetes,ansible,ssh]'
+	@$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[train,dev,kubernetes]'
 	@{ sed '/^[^#]/,$$d' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//; s/+cu[0-9]*$$//' | grep -v '^nvidia\|^triton\|^cuda'; } >constraints.new
 	@mv constraints.new constraints.txt
 
@@ -49,8 +50,20 @@ run-local: .venv/.train ## Train on this machine: GPUS=2 NODES=1 JOB=jobs/ddp.ya
 	@$(BIN)/clusterkit submit $(JOB) --nodes $(NODES) --gpus $(GPUS)
 
 .PHONY: parity
-parity: .venv/.train ## The same losses from ddp and zero0..zero3, step by step
+parity: .venv/.train ## The same losses from every strategy, also resumed; writes docs/parity.md
 	@$(BIN)/python -m tests.live.parity
+
+.PHONY: lab
+lab: .venv/.train ## Real SSH hosts on this machine, in .lab; root: HOSTS=2
+	@$(BIN)/python -m tests.lab up $(HOSTS)
+
+.PHONY: lab-down
+lab-down: ## Remove them
+	@$(PYTHON) -m tests.lab down
+
+.PHONY: estimate-check
+estimate-check: .venv/.train ## Predicted memory against measured; writes the table of docs/estimate.md
+	@$(BIN)/python -m tests.live.estimate --write
 
 .PHONY: bench
 bench: .venv/.train ## Ratios against torchrun and deepspeed, start-up, planning at scale
