@@ -1,0 +1,123 @@
+"""clusterkit doctor"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import click
+
+from clusterkit import api
+from clusterkit.cli.common import complete_cluster, json_option, print_json, table
+from clusterkit.doctor import CHECKS, Progress
+from clusterkit.doctor.base import Level
+from clusterkit.doctor.report import ranges
+from clusterkit.errors import EXIT_FAILURE
+
+PATIENCE = 1.0
+"""Seconds without an end after which it is told what is waited for."""
+_COLOURS: dict[Level, dict[str, Any]] = {
+    "ok": {"fg": "green"},
+    "warn": {"fg": "yellow"},
+    "fail": {"fg": "red", "bold": True},
+    "skip": {"dim": True},
+}
+
+
+def _complete_check(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    done, comma, last = incomplete.rpartition(",")
+    return [f"{done}{comma}{c.name}" for c in CHECKS if c.name.startswith(last)]
+
+
+@click.command(
+    "doctor",
+    epilog="Examples: clusterkit doctor --cluster lab;  "
+    "clusterkit doctor jobs/zero3.yaml --cluster lab --only names,head-port",
+)
+@click.argument("job", required=False, type=click.Path())
+@click.option("-c", "--cluster", default="local", show_default=True, metavar="NAME",
+              help="Entry of the cluster file.", shell_complete=complete_cluster)  # fmt: skip
+@click.option("--clusters", "clusters_file", metavar="FILE", type=click.Path(),
+              help="Cluster file; by default clusters.yaml here or above.")  # fmt: skip
+@click.option("-n", "--nodes", metavar="N|MIN:MAX", help="Only as many hosts as this many nodes.")
+@click.option("-g", "--gpus", type=int, metavar="N", help="Ranks per node.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE",
+              help="Change a key of the job file, e.g. device=cuda.")  # fmt: skip
+@click.option("--include", metavar="HOSTS", help="Only these hosts (and GPUs): h1@h2:0,1.")
+@click.option("--exclude", metavar="HOSTS", help="All hosts (and GPUs) but these.")
+@click.option("--quick", is_flag=True, help="Only the checks that submit makes as well.")
+@click.option("--only", metavar="CHECK,...", shell_complete=_complete_check,
+              help="Only these checks.")  # fmt: skip
+@click.option(
+    "--list", "list_checks", is_flag=True, help="Print what is checked, and check nothing."
+)
+@json_option
+def command(
+    job: str | None, only: str | None, list_checks: bool, as_json: bool, **options: Any
+) -> int:
+    """Check every host before it costs you a night.
+
+    All hosts are looked at at once; nothing is changed there. Prints a table of checks and hosts,
+    and for every fault its cause and the command that mends it. With JOB, a job file, the hosts
+    are held against what that job needs. Exits with 1 if a check fails; a warning is no failure.
+    """
+    if list_checks:
+        _list(as_json)
+        return 0
+    names = None if only is None else [name for word in only.split(",") if (name := word.strip())]
+    with _progress() as progress:
+        report = api.doctor(job, only=names, progress=progress, **options)
+    if as_json:
+        print_json(report.document())
+    else:
+        width = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100
+        click.echo(report.table(width=width, style=_style))
+    return 0 if report.ok else EXIT_FAILURE
+
+
+def _style(text: str, level: Level) -> str:
+    return click.style(text, **_COLOURS[level])
+
+
+def _list(as_json: bool) -> None:
+    if as_json:
+        print_json([{"name": c.name, "quick": c.quick, "purpose": c.purpose} for c in CHECKS])
+    else:
+        rows = [(c.name, "quick" if c.quick else "", c.purpose) for c in CHECKS]
+        click.echo(table(rows, ("CHECK", "", "WHAT IT LOOKS AT")))
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Progress]:
+    """Tell on stderr whom is waited for, when it takes longer than a second."""
+    words = ["looking"]
+    done = threading.Event()
+
+    def progress(phase: int, waiting: Sequence[str]) -> None:
+        verb = {1: "looking at", 2: "letting meet"}.get(phase, "tidying up on")
+        words[0] = f"{verb} {ranges(waiting)}" if waiting else "judging"
+
+    def tell() -> None:
+        if done.wait(PATIENCE):
+            return
+        from rich.console import Console
+
+        console = Console(stderr=True, highlight=False)
+        if not console.is_terminal:
+            click.echo(words[0], err=True)
+            return
+        with console.status(words[0]) as status:
+            while not done.wait(0.1):
+                status.update(words[0][: max(20, console.width - 4)])
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield progress
+    finally:
+        done.set()
+        teller.join()

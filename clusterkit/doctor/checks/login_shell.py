@@ -1,0 +1,65 @@
+"""Does the login shell keep silent where nobody logs in by hand?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from clusterkit.doctor.base import Answers, Check, Finding, Script, Subject, read, shortened
+
+NAME = "login-shell"
+_RETURN_EARLY = "sed -i '1i case $- in *i*) ;; *) return ;; esac' ~/.bashrc"
+
+
+class Seen(Struct):
+    """What the user's shell prints when it runs nothing."""
+
+    shell: str
+    said: str
+
+
+def collect(given: dict[str, Any]) -> Any:
+    import os
+    import pwd
+    import subprocess
+
+    try:
+        shell = pwd.getpwuid(os.geteuid()).pw_shell or "/bin/sh"
+    except KeyError:
+        shell = "/bin/sh"
+    # bash reads ~/.bashrc for a command of sshd's, which it knows by these two.
+    env = {**os.environ, "SSH_CLIENT": os.environ.get("SSH_CLIENT", "127.0.0.1 1 22")}
+    env.pop("SHLVL", None)
+    done = subprocess.run(
+        [shell, "-c", "exit 0"], env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    return {"shell": shell, "said": done.stdout[:4096].decode("utf-8", "replace")}
+
+
+SHELL = Script("login-shell", collect)
+
+
+def judge(answers: Answers, subject: Subject) -> list[Finding]:
+    seen, findings = read(NAME, SHELL, answers, subject, Seen)
+    for host, shell in seen.items():
+        if shell.said.strip():
+            cause = (
+                f"{shell.shell} prints {shortened(shell.said, 60)!r} for every command over SSH, "
+                "which breaks rsync, scp and mpirun"
+            )
+            findings.append(Finding(NAME, host, "warn", cause, _RETURN_EARLY))
+        else:
+            findings.append(Finding(NAME, host, "ok", f"{shell.shell} is silent"))
+    return findings
+
+
+CHECK = Check(
+    NAME,
+    "The login shell prints nothing when a command runs over SSH.",
+    judge,
+    (SHELL,),
+    quick=False,
+    pointless=lambda subject: None if subject.over_ssh else "not reached over SSH",
+)

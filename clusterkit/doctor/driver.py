@@ -1,0 +1,173 @@
+"""Runs on a host: every script, those that may hang in processes of their own.
+
+It is sent as text and needs nothing but the standard library of Python 3.8. One line of JSON
+behind a mark tells what one script gave, so that whatever else stands in the output (a login
+shell's greeting) does no harm, and a script that hangs does not keep back the others.
+"""
+
+from __future__ import annotations
+import __future__ as future
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket  # noqa: F401  (most scripts need it: once here is cheaper than once in each)
+import sys
+import threading  # noqa: F401
+import time
+from typing import Any
+
+MARK = "@clusterkit-doctor "
+MOST = 1 << 18
+"""Bytes that one script may give."""
+
+
+def main(tasks: list[dict[str, Any]], given: dict[str, Any], interpreter: str) -> None:
+    """Run the tasks, print one line for each as it ends, and end this process.
+
+    Args:
+        tasks: ``name``, ``function``, ``source``, ``limit`` (seconds) and ``safe`` of each.
+        given: what every function is called with.
+        interpreter: the name under which this Python was started.
+    """
+    code = 1
+    try:
+        # "client client-port server server-port": under which of its addresses it was reached.
+        reached = (os.environ.get("SSH_CONNECTION", "").split() + [""] * 3)[2]
+        _say({"began": time.time(), "interpreter": interpreter, "reached_at": reached})
+        code = 0
+        running = _start_all([task for task in tasks if not task["safe"]], given)
+        for task in tasks:
+            if task["safe"]:
+                _say({"name": task["name"], **json.loads(_carry_out(task, given).decode())})
+        _await_all(running)
+        _say({"ended": time.time()})
+    except BrokenPipeError:
+        pass  # nobody reads any more
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    finally:
+        # Without waiting for anything: a thread or a child may hang for ever.
+        os._exit(code)
+
+
+def _start_all(tasks: list[dict[str, Any]], given: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """What runs, by the pipe that its answer comes through."""
+    running: dict[int, dict[str, Any]] = {}
+    for task in tasks:
+        try:
+            reader, pid = _start(task, given, list(running))
+        except OSError as error:
+            _say({"name": task["name"], "error": f"cannot start a process: {error}"})
+            continue
+        until = time.monotonic() + task["limit"]
+        running[reader] = {"pid": pid, "name": task["name"], "data": b"", "until": until}
+    return running
+
+
+def _start(task: dict[str, Any], given: dict[str, Any], others: list[int]) -> tuple[int, int]:
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writer)
+        return reader, pid
+    try:
+        os.setpgid(0, 0)
+        # Should the parent be killed, this ends all the same.
+        signal.alarm(int(task["limit"]) + 10)
+        for handle in [reader, *others]:
+            os.close(handle)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(nothing, stream)
+        with os.fdopen(writer, "wb") as file:
+            file.write(_carry_out(task, given) + b"\n")
+    finally:
+        os._exit(0)
+
+
+def _carry_out(task: dict[str, Any], given: dict[str, Any]) -> bytes:
+    try:
+        # Annotations stay unread: they may be newer than this Python.
+        code = compile(task["source"], "<doctor>", "exec", flags=future.annotations.compiler_flag)
+        space: dict[str, Any] = {}
+        exec(code, space)
+        answer = {"value": space[task["function"]](given)}
+        # Names of files need not be text: what is no character becomes a question mark.
+        text = json.dumps(answer, ensure_ascii=False).encode("utf-8", "replace")
+        return json.dumps(json.loads(text.decode())).encode()
+    except BaseException as error:
+        return json.dumps({"error": f"{type(error).__name__}: {error}"[:500]}).encode()
+
+
+def _await_all(running: dict[int, dict[str, Any]]) -> None:
+    poll = select.poll()
+    for reader in running:
+        poll.register(reader, select.POLLIN)
+    while running:
+        wait = min(work["until"] for work in running.values()) - time.monotonic()
+        for reader, _ in poll.poll(max(0, wait) * 1000 + 1):
+            work = running[reader]
+            chunk = os.read(reader, 65536)
+            work["data"] += chunk
+            whole = not chunk or work["data"].endswith(b"\n")
+            if not whole and len(work["data"]) <= MOST:
+                continue
+            _report(work)
+            poll.unregister(reader)
+            os.close(reader)
+            del running[reader]
+        for reader, work in list(running.items()):
+            if time.monotonic() >= work["until"]:
+                _say({"name": work["name"], "timed_out": _state(work["pid"])})
+                _kill(work["pid"])
+                poll.unregister(reader)
+                os.close(reader)
+                del running[reader]
+
+
+def _report(work: dict[str, Any]) -> None:
+    told = {"name": work["name"]}
+    if len(work["data"]) > MOST:
+        told["error"] = f"it gave more than {MOST} bytes"
+        _kill(work["pid"])
+    else:
+        try:
+            told.update(json.loads(work["data"].decode()))
+        except ValueError:
+            told["error"] = "it was killed"
+    # Who ignores SIGCHLD hands that down to us: then the kernel has buried it already.
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(work["pid"], os.WNOHANG)
+    _say(told)
+
+
+def _state(pid: int) -> str:
+    """The kernel's letter for what a process does; D, if it stays so: a mount does not answer."""
+    state = "?"
+    for _ in range(4):
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                state = file.read().rpartition(b")")[2].split()[0].decode()
+        except (OSError, IndexError):
+            break
+        if state != "D":
+            break
+        time.sleep(0.1)
+    return state
+
+
+def _kill(pid: int) -> None:
+    # Never waited for: a process that hangs in a dead NFS mount ends when that answers again.
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(OSError):
+            kill(pid, signal.SIGKILL)
+
+
+def _say(document: dict[str, Any]) -> None:
+    # The newline in front: a greeting need not end with one.
+    line = memoryview(f"\n{MARK}{json.dumps(document)}\n".encode())
+    while line:
+        line = line[os.write(sys.stdout.fileno(), line) :]

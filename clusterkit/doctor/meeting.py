@@ -1,0 +1,277 @@
+"""Runs on all hosts at once: they meet at the head's port, then each connects to every other.
+
+It is sent as text and needs nothing but the standard library of Python 3.8. The head listens on
+the rendezvous port, as rank 0 will. Every other host says its name there and gets the token
+back. With ``mesh`` each host listens on a port of the kernel's choice as well, as the ranks of
+gloo and NCCL do; the head tells everyone these ports, and everyone tries them all.
+
+Whoever closes a connection resets it, so that no port stays in TIME_WAIT afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+MEET = 6.0
+"""Seconds that hosts have to find the head; they do not all start at the same moment."""
+DIAL = 2.0
+END = 13.0
+"""Seconds after which every host goes home. All of them are longer where hosts are slow."""
+
+
+def meet(given: dict[str, Any]) -> dict[str, Any]:
+    """What one host saw.
+
+    Returns:
+        ``head``: why the head could not be reached, or None; ``listening``: (head) why the port
+        could not be had, or None; ``came``: (head) hosts that came; ``peers``: host to why it
+        could not be reached, or None; null where the hosts did not get that far.
+    """
+    meeting = Meeting(given)
+    try:
+        return meeting.held()
+    finally:
+        meeting.close()
+
+
+class Meeting:
+    """One host's part."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self.began = time.monotonic()
+        self.patience: float = given["patience"]
+        self.me = given["me"]
+        self.head = given["head"]
+        self.present = given["present"]
+        self.addresses = dict(given["hosts"])
+        self.port = given["port"]
+        self.token = given["token"]
+        self.mesh = "mesh" in given["wanted"] and len(self.present) > 1
+        self.doors: list[socket.socket] = []
+        self.came: dict[str, int] = {}
+        self.done: dict[str, bool] = {}
+        self.turn = threading.Condition()
+
+    def held(self) -> dict[str, Any]:
+        told: dict[str, Any] = {"head": None, "listening": None, "came": [], "peers": None}
+        number = 0
+        if self.mesh:
+            number = self.open(0, self.greet)
+        if self.me == self.head:
+            try:
+                self.open(self.port, self.serve)
+            except OSError as error:
+                told["listening"] = said(error)
+                return told
+        told["head"] = self.visit(number, told)
+        if self.me == self.head:
+            self.wait(lambda: len(self.came) >= len(self.present), MEET + 1)
+            told["came"] = sorted(self.came)
+        return told
+
+    def open(self, port: int, answer: Callable[[socket.socket], None]) -> int:
+        """Listen, and answer whoever comes; gives the port.
+
+        Raises:
+            OSError: it cannot be had.
+        """
+        door = listening(port)
+        self.doors.append(door)
+        served(door, answer, self.left(END))
+        return int(door.getsockname()[1])
+
+    def close(self) -> None:
+        """Listen no more: the next one may have the port at once."""
+        for door in self.doors:
+            # Closing alone would wait for the thread that accepts.
+            with contextlib.suppress(OSError):
+                door.shutdown(socket.SHUT_RDWR)
+            door.close()
+
+    def left(self, moment: float) -> float:
+        """Seconds from now to a moment of the meeting."""
+        return max(0.05, self.began + moment * self.patience - time.monotonic())
+
+    # ---------------------------------------------------------- everyone
+
+    def visit(self, number: int, told: dict[str, Any]) -> str | None:
+        """Say hello at the head; with a mesh, get the ports of all and try them."""
+        why = ""
+        while self.left(MEET) > 0.1:
+            try:
+                line = dialled(self.addresses[self.head], self.port, self.left(MEET))
+            except OSError as error:
+                # The last try has no time left: what the others said tells more.
+                why = why or said(error)
+                threading.Event().wait(0.05)
+                continue
+            with line:
+                try:
+                    self.talk(line, number, told)
+                    return None
+                except (ConnectionError, ValueError):
+                    return "another program answers there"
+                except OSError as error:
+                    why = why or said(error)
+        return why or "timed out"
+
+    def talk(self, line: socket.socket, number: int, told: dict[str, Any]) -> None:
+        file = line.makefile("rwb")
+        send(file, {"me": self.me, "port": number, "token": self.token})
+        if receive(file).get("token") != self.token:
+            raise ValueError("not our head")
+        if not self.mesh:
+            return
+        line.settimeout(self.left(MEET + 4))
+        from concurrent.futures import ThreadPoolExecutor
+
+        try:
+            ports = receive(file)["ports"]
+            others = [name for name in ports if name != self.me]
+            with ThreadPoolExecutor(64) as pool:
+                dials = {name: pool.submit(self.dial, name, ports[name]) for name in others}
+                told["peers"] = {name: dial.result() for name, dial in dials.items()}
+            send(file, {"done": True})
+            # The others may still be about to connect to us.
+            line.settimeout(self.left(END))
+            file.readline()
+        except (OSError, ValueError, KeyError):
+            pass
+
+    def dial(self, name: str, port: int) -> str | None:
+        """Why another host cannot be reached, or None."""
+        try:
+            with dialled(self.addresses[name], port, DIAL * self.patience) as line:
+                file = line.makefile("rwb")
+                send(file, {"token": self.token})
+                if receive(file) != {"token": self.token, "me": name}:
+                    return "another host answers at its address"
+        except OSError as error:
+            return said(error)
+        except ValueError:
+            return "another program answers at its address"
+        return None
+
+    def greet(self, line: socket.socket) -> None:
+        """Answer one peer."""
+        file = line.makefile("rwb")
+        if receive(file).get("token") == self.token:
+            send(file, {"token": self.token, "me": self.me})
+            file.readline()
+
+    # ---------------------------------------------------------- the head
+
+    def serve(self, line: socket.socket) -> None:
+        """Serve one host from its hello to its end."""
+        file = line.makefile("rwb")
+        hello = receive(file)
+        if hello.get("token") != self.token:
+            return
+        send(file, {"token": self.token})
+        if not self.mesh:
+            # Only when it has gone has it read our answer; then we may go, too.
+            with contextlib.suppress(OSError):
+                file.readline()
+            self.note(self.came, hello["me"], hello["port"])
+            return
+        self.note(self.came, hello["me"], hello["port"])
+        self.wait(lambda: len(self.came) >= len(self.present), MEET)
+        try:
+            send(file, {"ports": self.came})
+            line.settimeout(self.left(END))
+            file.readline()
+        finally:
+            self.note(self.done, hello["me"], True)
+        self.wait(lambda: set(self.done) >= set(self.came), END)
+
+    def note(self, register: dict[str, Any], name: str, value: Any) -> None:
+        with self.turn:
+            register[name] = value
+            self.turn.notify_all()
+
+    def wait(self, condition: Callable[[], bool], moment: float) -> None:
+        with self.turn:
+            self.turn.wait_for(condition, self.left(moment))
+
+
+# -------------------------------------------------------------- sockets
+
+
+def listening(port: int) -> socket.socket:
+    """A listening socket on all addresses, of both families where there are two."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, backlog=512, dualstack_ipv6=True
+        )
+    return socket.create_server(("", port), backlog=512)
+
+
+def served(server: socket.socket, answer: Any, timeout: float) -> None:
+    """Accept connections for ever, each in a thread of its own."""
+
+    def one(line: socket.socket) -> None:
+        line.settimeout(timeout)
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        with line, contextlib.suppress(OSError, ValueError, KeyError):
+            answer(line)
+
+    def loop() -> None:
+        while True:
+            try:
+                line, _ = server.accept()
+            except OSError:
+                if server.fileno() < 0:
+                    return
+                continue
+            threading.Thread(target=one, args=(line,), daemon=True).start()
+
+    threading.Thread(target=loop, daemon=True).start()
+
+
+def dialled(address: str, port: int, timeout: float) -> socket.socket:
+    """A connection that is reset when it is closed."""
+    line = socket.create_connection((address, port), timeout)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    return line
+
+
+def send(file: Any, document: dict[str, Any]) -> None:
+    file.write(json.dumps(document).encode() + b"\n")
+    file.flush()
+
+
+def receive(file: Any) -> dict[str, Any]:
+    """One line's object.
+
+    Raises:
+        ValueError: it is none.
+    """
+    line = file.readline(1 << 20)
+    document = json.loads(line.decode()) if line else None
+    if not isinstance(document, dict):
+        raise ValueError("not an object")
+    return document
+
+
+def said(error: OSError) -> str:
+    """An error in a word or two, the same on every host."""
+    if isinstance(error, socket.timeout):
+        return "timed out"
+    if isinstance(error, socket.gaierror):
+        return "its address does not resolve"
+    return {
+        errno.ECONNREFUSED: "connection refused",
+        errno.ETIMEDOUT: "timed out",
+        errno.EHOSTUNREACH: "no route to host",
+        errno.ENETUNREACH: "network is unreachable",
+        errno.EADDRINUSE: "address already in use",
+        errno.EACCES: "permission denied",
+    }.get(error.errno or 0, str(error))

@@ -1,0 +1,233 @@
+"""What the doctor found: as a table for people, as a document for programs, as a refusal."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from msgspec import Struct
+
+from clusterkit.doctor.base import LEVELS, Finding, Level, shortened, worst
+from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
+
+WIDTH = 100
+Style = Callable[[str, Level], str]
+"""Gives a text the colour of a level."""
+_TOLD = 5
+"""Faults that a refusal names; the table has them all."""
+_WORD: dict[Level, str] = {"ok": "ok", "warn": "warn", "fail": "FAIL", "skip": "-"}
+_NUMBERED = re.compile(r"(.*?)(\d+)(\D*)\Z", re.DOTALL)
+
+
+class Report(Struct, frozen=True, kw_only=True):
+    """Every finding of one examination."""
+
+    cluster: str
+    hosts: tuple[str, ...]
+    checks: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether no check failed."""
+        return self.worst != "fail"
+
+    @property
+    def worst(self) -> Level:
+        return worst(finding.level for finding in self.findings)
+
+    def document(self) -> dict[str, object]:
+        """For ``--json``."""
+        return {
+            "cluster": self.cluster,
+            "ok": self.ok,
+            "worst": self.worst,
+            "hosts": self.hosts,
+            "checks": self.checks,
+            "findings": self.findings,
+        }
+
+    def table(self, *, width: int = WIDTH, style: Style = lambda text, level: text) -> str:
+        """Checks x hosts, hosts that agree in one column; then every fault once."""
+        parts = [self._matrix(width, style), *self._faults(style), self.summary()]
+        return "\n\n".join(parts)
+
+    def summary(self) -> str:
+        """One line."""
+        where = f"{counted(len(self.hosts), 'host')}, {counted(len(self.checks), 'check')}"
+        bad = [
+            f"{counted(number, 'check')} {word}"
+            for level, one, several in (("fail", "fails", "fail"), ("warn", "warns", "warn"))
+            if (number := len({f.check for f in self.findings if f.level == level}))
+            for word in (one if number == 1 else several,)
+        ]
+        return f"{self.cluster}: {where}: {', '.join(bad) if bad else 'all is well'}"
+
+    # ------------------------------------------------------------ the matrix
+
+    def _matrix(self, width: int, style: Style) -> str:
+        levels: dict[tuple[str, str], Level] = {}
+        for finding in self.findings:
+            key = (finding.check, finding.host)
+            levels[key] = worst((levels.get(key, "skip"), finding.level))
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for host in self.hosts:
+            # Hosts without a fault in common cells stand together, whatever else differs.
+            faults = tuple(
+                f"{check} {level}"
+                for check in self.checks
+                if (level := levels.get((check, host), "skip")) in ("warn", "fail")
+            )
+            groups.setdefault(faults, []).append(host)
+        names = max(map(len, self.checks), default=0)
+        columns = self._columns(list(groups.items()), width - names)
+        room = width - names - sum(2 + max(len(title), 4) for title, _ in columns) - 2
+        remarks = self._remarks() if room >= 20 else {}
+        lines = ["  ".join([" " * names, *(f"{title:<4}" for title, _ in columns)]).rstrip()]
+        for check in self.checks:
+            cells: list[tuple[str, Level | None]] = [(f"{check:<{names}}", None)]
+            for title, hosts in columns:
+                level = worst(levels.get((check, host), "skip") for host in hosts)
+                cells.append((f"{_WORD[level]:<{max(len(title), 4)}}", level))
+            if check in remarks:
+                cells.append((shortened(remarks[check], room), "skip"))
+            else:
+                cells[-1] = (cells[-1][0].rstrip(), cells[-1][1])
+            lines.append(
+                "  ".join(text if level is None else style(text, level) for text, level in cells)
+            )
+        return "\n".join(lines)
+
+    def _columns(
+        self, groups: list[tuple[tuple[str, ...], list[str]]], room: int
+    ) -> list[tuple[str, list[str]]]:
+        """Titles and hosts: the healthy first, then the many; who finds no room is `N others`."""
+        columns: list[tuple[str, list[str]]] = []
+        others: list[str] = []
+        room -= 2 + len("100000 others")
+        for _, hosts in sorted(groups, key=lambda group: (bool(group[0]), -len(group[1]))):
+            title = ranges(hosts, self.hosts)
+            if len(title) > 30 and len(hosts) > 3:
+                title = counted(len(hosts), "host")
+            room -= 2 + max(len(title), 4)
+            if room >= 0 or not columns:
+                columns.append((title, hosts))
+            else:
+                others += hosts
+        if others:
+            columns.append((counted(len(others), "other"), others))
+        return columns
+
+    def _remarks(self) -> dict[str, str]:
+        """What was seen, for checks that saw the same on every host."""
+        seen: dict[str, set[tuple[str, str]]] = {}
+        for finding in self.findings:
+            seen.setdefault(finding.check, set()).add((finding.level, finding.cause))
+        return {
+            check: cause
+            for check, found in seen.items()
+            if len(found) == 1
+            for level, cause in found
+            if level in ("ok", "skip") and cause
+        }
+
+    # ------------------------------------------------------------ the faults
+
+    def faults(self) -> list[tuple[Finding, list[str]]]:
+        """Every fault once, the worst first, and the hosts that have it."""
+        found: dict[tuple[str, ...], tuple[Finding, list[str]]] = {}
+        order = {check: number for number, check in enumerate(self.checks)}
+        bad = [finding for finding in self.findings if finding.level in ("warn", "fail")]
+        known = Counter(map(_key, bad))
+        for finding in sorted(bad, key=lambda f: (-LEVELS.index(f.level), order[f.check])):
+            key = _key(finding)
+            if known[key] == 1:
+                # The same words about another host are the same fault.
+                key = tuple(text.replace(finding.host, "\0") for text in key)
+            _, hosts = found.setdefault(key, (finding, []))
+            if finding.host not in hosts:
+                hosts.append(finding.host)
+        return list(found.values())
+
+    def _faults(self, style: Style) -> list[str]:
+        return [
+            f"{style(_WORD[finding.level], finding.level)}  "
+            f"{words(finding, hosts, self.hosts)}{_mend(finding, '  ')}"
+            for finding, hosts in self.faults()
+        ]
+
+
+def _key(finding: Finding) -> tuple[str, ...]:
+    return finding.check, finding.level, finding.cause, finding.remedy or ""
+
+
+def words(finding: Finding, hosts: Sequence[str], everyone: Sequence[str]) -> str:
+    """``clock on h1, h4-h6: ...``: one fault, in the same words everywhere."""
+    return f"{finding.check} on {ranges(hosts, everyone)}: {finding.cause}"
+
+
+def _mend(finding: Finding, indent: str) -> str:
+    if not finding.remedy:
+        return ""
+    lines = finding.remedy.splitlines()
+    return "".join(
+        f"\n{indent}{'mend: ' if not number else '      '}{line}"
+        for number, line in enumerate(lines)
+    )
+
+
+def refusal(report: Report) -> ClusterkitError | None:
+    """The error for a submit to hosts that are not fit; None where no check fails.
+
+    It is `Unavailable` where a host does not answer, otherwise `BadInput`.
+    """
+    bad = [(finding, hosts) for finding, hosts in report.faults() if finding.level == "fail"]
+    if not bad:
+        return None
+    lines = [words(finding, hosts, report.hosts) for finding, hosts in bad[:_TOLD]]
+    if len(bad) > _TOLD:
+        lines.append(f"and {len(bad) - _TOLD} more")
+    remedies = [
+        f"{ranges(hosts, report.hosts)}: {finding.remedy}"
+        for finding, hosts in bad[:_TOLD]
+        if finding.remedy
+    ]
+    command = f"clusterkit doctor --cluster {report.cluster} says more; --no-doctor skips this"
+    kind = Unavailable if bad[0][0].check in ("reachable", "host-key") else BadInput
+    return kind(
+        f"cluster {report.cluster} is not fit: " + "\n  ".join(lines),
+        hint="\n       ".join([*remedies, command]),
+    )
+
+
+def ranges(hosts: Iterable[str], everyone: Sequence[str] = ()) -> str:
+    """``h1-h3, h7, gpu``: names that count up written as ranges.
+
+    Args:
+        hosts: in order.
+        everyone: all hosts of the cluster: all of several are ``all 64 hosts``.
+    """
+    names = list(dict.fromkeys(hosts))
+    if len(names) > 2 and len(names) == len(everyone):
+        return f"all {len(names)} hosts"
+    parts: list[list[str]] = []
+    for name in names:
+        if parts and _follows(parts[-1][-1], name):
+            parts[-1].append(name)
+        else:
+            parts.append([name])
+    return ", ".join(
+        f"{part[0]}-{part[-1]}" if len(part) > 2 else ", ".join(part) for part in parts
+    )
+
+
+def _follows(before: str, name: str) -> bool:
+    first, second = _NUMBERED.match(before), _NUMBERED.match(name)
+    return (
+        first is not None
+        and second is not None
+        and (first[1], first[3]) == (second[1], second[3])
+        and (len(first[2]) == len(second[2]) or first[2][0] != "0")
+        and int(second[2]) == int(first[2]) + 1
+    )

@@ -1,0 +1,1312 @@
+"""Every judgement, from recorded outputs: what is well, what is wrong, what is ugly."""
+
+import ipaddress
+import re
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clusterkit import errors
+from clusterkit.doctor.base import LEVELS, Machine, Output, common, parsed_address
+from clusterkit.doctor.checks import CHECKS
+from clusterkit.doctor.checks.clock import agreed, offset
+from clusterkit.doctor.preflight import judge
+from clusterkit.doctor.scripts import MEET, PACKAGES, Packages
+from tests.unit.doctor.conftest import PYTHON, make_answer, make_subject, named, needs, raw
+
+GIB = 1 << 30
+LOOKING = [check for check in CHECKS if check.scripts]
+"""The others judge the connection alone."""
+SCRIPTS = {script.name: script for check in CHECKS for script in check.scripts}
+
+
+# ---------------------------------------------------------------- all of them
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+def test_every_check_says_what_it_is_for(check):
+    assert re.fullmatch(r"[a-z][a-z-]*", check.name)
+    assert check.purpose.endswith(".")
+    assert "\n" not in check.purpose
+
+
+def test_names_of_checks_differ():
+    assert len({check.name for check in CHECKS}) == len(CHECKS)
+
+
+@pytest.mark.parametrize("check", LOOKING, ids=lambda check: check.name)
+@pytest.mark.parametrize(
+    ("output", "level", "words"),
+    [
+        (Output(timed_out="D"), "fail", "a disk or a mount does not answer"),
+        (Output(timed_out="S"), "warn", "the host is slow"),
+        (Output(error="OSError: [Errno 24] Too many open files"), "warn", "Too many open files"),
+        (Output(value=msgspec.Raw(b'"gar')), "warn", "unreadable"),
+        (Output(value=msgspec.Raw(b'"text"')), "warn", "unreadable"),
+        (None, "warn", "cut short"),
+    ],
+    ids=["hangs", "slow", "error", "torn", "of another shape", "nothing"],
+)
+def test_no_check_is_silent_about_what_it_could_not_see(check, output, level, words):
+    subject = make_subject(2, shared="/shared", needs=needs(deepspeed=True, device="cuda"))
+    outputs = {} if output is None else dict.fromkeys(SCRIPTS, output)
+    findings = judge(check, {"h0": make_answer(outputs), "h1": make_answer(outputs)}, subject)
+    told = [finding for finding in findings if words in finding.cause]
+    assert told
+    assert {finding.level for finding in told} == {level}
+    assert not [finding for finding in findings if finding.level == "ok"]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+def test_no_check_says_anything_of_a_host_that_is_silent(check):
+    subject = make_subject(2, shared="/shared", needs=needs(deepspeed=True))
+    dead = make_answer(error=errors.Unavailable("no"), began=None, ended=None, interpreter="")
+    findings = judge(check, {"h0": dead, "h1": dead}, subject)
+    levels = {finding.level for finding in findings}
+    assert levels == ({"fail"} if check.name == "reachable" else {"skip"})
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**12), 10**12) | st.text(max_size=20)
+    | st.sampled_from(["10.0.0.1", "::1", "0x40", "²", "1,2,3,4", "index, uuid, name"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@given(value=JSON, data=st.data())
+def test_whatever_hosts_answer_is_judged(value, data):
+    check = data.draw(st.sampled_from(CHECKS))
+    subject = make_subject(
+        data.draw(st.integers(1, 3)),
+        shared="/shared",
+        slots=data.draw(st.sampled_from([None, 1, 8])),
+        needs=needs(deepspeed=True, device=data.draw(st.sampled_from(["auto", "cuda"]))),
+    )
+    hosts = [machine.name for machine in subject.hosts]
+    answers = {host: make_answer({name: Output(raw(value)) for name in SCRIPTS}) for host in hosts}
+    for finding in judge(check, answers, subject):
+        assert finding.level in LEVELS
+        assert finding.host in hosts
+        assert finding.level in ("ok", "skip") or finding.cause
+
+
+def test_the_commonest_wins_and_among_equals_the_first():
+    assert common({"a": 1, "b": 2, "c": 2}, 0) == 2
+    assert common({"a": 1, "b": 2}, 0) == 1
+    assert common({}, 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [("10.0.0.1", "10.0.0.1"), ("::ffff:10.0.0.1", "10.0.0.1"), ("fe80::1%eth0", "fe80::1"),
+     ("h1", None), ("", None), ("10.0.0", None), ("10.0.0.256", None)],
+)  # fmt: skip
+def test_an_address_is_one_in_whatever_clothes(text, address):
+    assert parsed_address(text) == (None if address is None else ipaddress.ip_address(address))
+
+
+# ---------------------------------------------------------------- the connection
+
+
+def silent(message, hint=None):
+    error = errors.Unavailable(message, hint)
+    return make_answer(error=error, began=None, ended=None, interpreter="", received=1010.0)
+
+
+def test_a_dead_host_is_named_with_the_transport_s_own_words(judged):
+    found = judged("reachable", make_subject(2), h1=silent("host h1 refuses", "is sshd running?"))
+    assert found["h0"].level == "ok"
+    assert (found["h1"].level, found["h1"].cause) == ("fail", "host h1 refuses")
+    assert found["h1"].remedy == "is sshd running?"
+
+
+def test_a_host_that_takes_long_to_begin_is_told(judged):
+    slow = make_answer(sent=0.0, received=12.0, began=11.0, ended=11.5)
+    busy = make_answer(sent=0.0, received=12.0, began=0.5, ended=11.5)
+    found = judged("reachable", make_subject(2), h0=slow, h1=busy)
+    assert found["h0"].level == "warn"
+    assert found["h1"].level == "ok"
+
+
+def test_a_host_key_is_a_matter_of_its_own(judged):
+    subject = make_subject(3)
+    changed = silent("host h1: its host key has changed: known is A, now it offers B", "remove it")
+    answers = {"h1": changed, "h2": silent("host h2 does not answer")}
+    keys = judged("host-key", subject, **answers)
+    assert keys["h0"].level == "ok"
+    assert (keys["h1"].level, keys["h1"].remedy) == ("fail", "remove it")
+    assert keys["h2"].level == "skip"
+    assert judged("reachable", subject, **answers)["h1"].level == "skip"
+
+
+def test_without_ssh_there_is_no_host_key(judged):
+    found = judged("host-key", make_subject(1, over_ssh=False))
+    assert (found["h0"].level, found["h0"].cause) == ("skip", "not reached over SSH")
+
+
+@pytest.mark.parametrize(
+    ("said", "level"),
+    [("", "ok"), ("\n \r\n", "ok"), ("Welcome to h1!\n", "warn"), ("\x1b[1mhi\x1b[0m", "warn"),
+     ("\0", "warn")],
+)  # fmt: skip
+def test_a_shell_that_greets_is_told(judged, said, level):
+    found = judged("login-shell", make_subject(1), h0={"shell": "/bin/bash", "said": said})
+    assert found["h0"].level == level
+    assert "\x1b" not in found["h0"].cause
+
+
+USER = {
+    "user": "ann", "uid": 1000, "home": "/home/ann", "home_there": True, "home_writable": True,
+    "sudo": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "words"),
+    [
+        ({}, "ok", "ann, no sudo"),
+        ({"sudo": "bob"}, "warn", "through sudo of bob"),
+        ({"user": ""}, "fail", "has no name"),
+        ({"home_there": False}, "fail", "is not there"),
+        ({"home_writable": False}, "fail", "cannot be written to"),
+        ({"uid": 1001}, "fail", "is number 1001, but 1000"),
+    ],
+)
+def test_an_ordinary_user_with_a_home_and_the_same_number(judged, changed, level, words):
+    found = judged("user", make_subject(3, shared="/shared"), USER, h2=USER | changed)
+    assert found["h0"].level == "ok"
+    assert found["h2"].level == level
+    assert words in found["h2"].cause
+
+
+def test_numbers_of_users_matter_only_to_a_shared_folder(judged):
+    found = judged("user", make_subject(2), USER, h1=USER | {"uid": 1001})
+    assert found["h1"].level == "ok"
+
+
+def test_one_s_own_sudo_is_one_s_own_affair(judged):
+    local = make_subject(1, over_ssh=False)
+    assert judged("user", local, USER | {"sudo": "bob"})["h0"].level == "ok"
+
+
+def identity(name, boot="b", network="net:[1]"):
+    return {"hostname": name, "boot": boot, "network": network}
+
+
+def test_every_host_is_a_machine_of_its_own(judged):
+    found = judged(
+        "duplicates", make_subject(5),
+        h0=identity("h0", "b0"), h1=identity("h1", "b0"), h2=identity("h0", "b2"),
+        # Containers of one machine share its boot, but not its network.
+        h3=identity("h3", "b0", "net:[2]"), h4=identity("h4", "", ""),
+    )  # fmt: skip
+    assert found.levels() == {
+        "h0": ["ok"], "h1": ["fail"], "h2": ["warn"], "h3": ["ok"], "h4": ["ok"],
+    }  # fmt: skip
+    assert found["h1"].cause == "is the same machine as h0"
+    assert found["h2"].remedy == "sudo hostnamectl set-hostname h2"
+
+
+def test_the_same_name_twice_breaks_mpirun(judged):
+    found = judged(
+        "duplicates", make_subject(2, needs=needs(launcher="mpirun")),
+        h0=identity("x", "b0"), h1=identity("x", "b1"),
+    )  # fmt: skip
+    assert found["h1"].level == "fail"
+
+
+def test_the_same_address_twice_is_told(judged):
+    hosts = tuple(Machine(name=name, address="10.0.0.1", python=PYTHON) for name in ("a", "b"))
+    found = judged(
+        "duplicates", make_subject(2, hosts=hosts), a=identity("a", "b0"), b=identity("b", "b1")
+    )
+    assert found["b"].cause == "has the address 10.0.0.1, as a has"
+
+
+SYSTEM = {"machine": "x86_64", "kernel": "6.1", "system": "debian 12", "libc": "glibc 2.36"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "levels"),
+    [
+        ({}, ["ok"]),
+        ({"machine": "aarch64"}, ["fail"]),
+        ({"kernel": "5.15"}, ["warn"]),
+        ({"system": "ubuntu 24.04", "libc": "glibc 2.39"}, ["warn", "warn"]),
+        ({"system": "linux", "libc": "not glibc"}, ["warn", "warn"]),
+    ],
+)
+def test_the_system_is_the_same_everywhere(judged, changed, levels):
+    found = judged("system", make_subject(3), SYSTEM, h1=SYSTEM | changed)
+    assert found.levels() == {"h0": ["ok"], "h1": levels, "h2": ["ok"]}
+
+
+# ---------------------------------------------------------------- clocks
+
+
+def clocked(ahead, took=0.2, worked=0.0):
+    """A host whose clock is ahead of ours, whose answer took so long, of which it worked."""
+    way = (took - worked) / 2
+    return make_answer(
+        sent=1000.0, received=1000.0 + took,
+        began=1000.0 + ahead + way, ended=1000.0 + ahead + way + worked,
+    )  # fmt: skip
+
+
+def test_clocks_that_agree(judged):
+    found = judged("clock", make_subject(3), h0=clocked(0), h1=clocked(0.3), h2=clocked(-0.4))
+    assert {finding.level for finding in found.findings} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("ahead", "level", "words"),
+    [(600, "fail", "10 min ahead"), (-600, "fail", "10 min behind"), (3, "warn", "2.9 s ahead"),
+     (86400 * 365, "fail", "8760 h ahead"), (-45, "fail", "45 s behind")],
+)  # fmt: skip
+def test_a_clock_that_is_off_is_told_which_and_how_far(judged, ahead, level, words):
+    found = judged("clock", make_subject(3), h0=clocked(0), h1=clocked(ahead), h2=clocked(0))
+    assert found["h0"].level == found["h2"].level == "ok"
+    assert found["h1"].level == level
+    assert f"at least {words}" in found["h1"].cause
+
+
+def test_between_two_hosts_our_own_clock_decides(judged):
+    found = judged("clock", make_subject(2), h0=clocked(600), h1=clocked(0))
+    assert found.levels() == {"h0": ["fail"], "h1": ["ok"]}
+
+
+def test_when_only_our_clock_is_off_the_hosts_are_well(judged):
+    found = judged("clock", make_subject(2), h0=clocked(600), h1=clocked(600.1))
+    assert found.levels() == {"h0": ["ok"], "h1": ["ok"]}
+
+
+def test_a_slow_answer_is_no_wrong_clock(judged):
+    late = make_answer(sent=1000.0, received=1030.0, began=1029.0, ended=1029.5)
+    early = make_answer(sent=1000.0, received=1030.0, began=1000.5, ended=1001.0)
+    found = judged("clock", make_subject(3), h0=clocked(0), h1=late, h2=early)
+    assert {finding.level for finding in found.findings} == {"ok"}
+
+
+def test_the_time_that_the_answer_itself_takes_gives_no_doubt(judged):
+    found = judged("clock", make_subject(3), clocked(0), h1=clocked(3, took=30.2, worked=30))
+    assert found["h1"].level == "warn"
+
+
+def test_an_elastic_job_bears_less(judged):
+    subject = make_subject(3, needs=needs(elastic=True))
+    assert judged("clock", subject, clocked(0), h1=clocked(3))["h1"].level == "fail"
+
+
+def test_one_host_alone_is_at_most_warned(judged):
+    assert judged("clock", make_subject(1), clocked(600))["h0"].level == "warn"
+
+
+@pytest.mark.parametrize("ended", [None, 1000.1])
+def test_the_offset_has_a_least_and_a_most(ended):
+    answer = make_answer(sent=1000.0, received=1000.2, began=1000.1, ended=ended)
+    assert offset(answer) == pytest.approx((-0.1, 0.1))
+
+
+def test_a_host_that_never_began_has_no_clock():
+    assert offset(make_answer(began=None)) is None
+
+
+@given(st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(0, 100)), max_size=8))
+def test_the_offset_agreed_on_is_one_that_some_clock_can_have(spans):
+    spans = [(low, low + width) for low, width in spans]
+    value = agreed(spans)
+    assert value == 0.0 or any(low <= value <= high for low, high in spans)
+
+
+# ---------------------------------------------------------------- Python and packages
+
+
+def python(version=(3, 11, 7), bits=64):
+    return {"executable": PYTHON, "version": list(version), "bits": bits}
+
+
+@pytest.mark.parametrize(
+    ("version", "level"),
+    [((3, 11, 7), "ok"), ((3, 11, 2), "warn"), ((3, 12, 1), "fail"), ((3, 10, 13), "fail"),
+     ((4, 0, 0), "fail")],
+)  # fmt: skip
+def test_python_is_new_enough_and_the_same(judged, version, level):
+    found = judged("python", make_subject(3), python(), h1=python(version))
+    assert found["h0"].level == "ok"
+    assert found["h1"].level == level
+
+
+def test_a_python_of_32_bits_is_of_no_use(judged):
+    assert judged("python", make_subject(2), python(), h1=python(bits=32))["h1"].level == "fail"
+
+
+def test_everything_old_is_too_old(judged):
+    found = judged("python", make_subject(2), python((3, 9, 2)))
+    assert found.levels() == {"h0": ["fail"], "h1": ["fail"]}
+    assert "python3.11" in found["h0"].remedy
+
+
+def test_an_interpreter_that_does_not_run_is_told_with_what_it_said(judged):
+    another = make_answer(
+        {"python": python()}, interpreter="python3", stderr="sh: 2: /opt/venv/bin/python: not found"
+    )
+    none = make_answer(interpreter="", began=None, ended=None, stderr="")
+    found = judged("python", make_subject(3), python(), h1=another, h2=none)
+    assert "does not work: sh: 2: /opt/venv/bin/python: not found" in found["h1"].cause
+    assert found["h1"].remedy == "python3 -m venv /opt/venv"
+    assert "it says nothing" in found["h2"].cause
+
+
+def packages(**versions):
+    there = {"torch": "2.13.0+cu130", "deepspeed": "0.19.8", "transformers": "5.23.0"}
+    there |= {name.replace("_", "-"): version for name, version in versions.items()}
+    return {
+        "interpreter": PYTHON,
+        "versions": {name: version for name, version in there.items() if version},
+    }
+
+
+def test_packages_agree(judged):
+    found = judged("packages", make_subject(3), packages())
+    assert found["h0"].cause == "torch 2.13.0+cu130, deepspeed 0.19.8, transformers 5.23.0"
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "level", "remedy"),
+    [
+        ("torch", "2.12.0+cu130", "fail", "torch==2.13.0"),
+        ("torch", "2.13.0+cu126", "fail", "torch==2.13.0"),
+        ("torch", None, "fail", "torch==2.13.0"),
+        ("deepspeed", "0.18.0", "fail", "deepspeed==0.19.8"),
+        ("deepspeed", None, "fail", "deepspeed==0.19.8"),
+        ("transformers", "4.0", "warn", "transformers==5.23.0"),
+        ("transformers", None, "warn", "transformers==5.23.0"),
+    ],
+)
+def test_a_package_that_differs_is_told_with_both_versions(judged, name, version, level, remedy):
+    found = judged("packages", make_subject(3), packages(), h1=packages(**{name: version}))
+    assert found["h1"].level == level
+    assert name in found["h1"].cause
+    assert found["h1"].remedy == f"{PYTHON} -m pip install {remedy}"
+
+
+def test_nccl_differs(judged):
+    usual = packages(nvidia_nccl_cu12="2.27.3")
+    found = judged("packages", make_subject(3), usual, h2=packages(nvidia_nccl_cu12="2.21.5"))
+    assert found["h2"].level == "fail"
+    assert found["h2"].cause == "nvidia-nccl-cu12 2.21.5, but 2.27.3 on the other hosts"
+
+
+def test_what_only_one_host_has_is_no_fault(judged):
+    found = judged("packages", make_subject(3), packages(), h1=packages(numpy="2.0"))
+    assert found["h1"].level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("fields", "missing"),
+    [
+        ({}, {"torch"}),
+        ({"launcher": "python"}, set()),
+        ({"launcher": "python", "deepspeed": True}, {"deepspeed"}),
+        ({"launcher": "deepspeed"}, {"torch", "deepspeed"}),
+        ({"deepspeed": True}, {"torch", "deepspeed"}),
+    ],
+)
+def test_what_the_job_needs_must_be_there(judged, fields, missing):
+    nothing = packages(torch=None, deepspeed=None, transformers=None)
+    found = judged("packages", make_subject(2, needs=needs(**fields)), nothing)
+    told = found.all("h0")
+    assert {finding.level for finding in told} == ({"fail"} if missing else {"ok"})
+    assert set(re.findall(r" needs (\w+),", " ".join(finding.cause for finding in told))) == missing
+
+
+def test_packages_of_another_interpreter_say_nothing(judged):
+    other = make_answer({"packages": packages(torch="1.0")}, interpreter="python3")
+    found = judged("packages", make_subject(3), packages(), h1=other)
+    assert found["h1"].level == "skip"
+
+
+@pytest.mark.parametrize(
+    ("versions", "cuda"),
+    [
+        ({"torch": "2.13.0+cu130"}, 13),
+        ({"torch": "2.6.0+cu118"}, 11),
+        ({"torch": "2.13.0+cpu"}, None),
+        ({"torch": "2.13.0", "nvidia-cuda-runtime-cu12": "12.8.90"}, 12),
+        ({"torch": "2.13.0", "nvidia-cuda-runtime": "13.0.48"}, 13),
+        ({"torch": "2.9.0a0+git1234"}, None),
+        ({"torch": "", "nvidia-cuda-runtime": "²"}, None),
+        ({}, None),
+    ],
+)
+def test_the_cuda_that_torch_is_built_for(versions, cuda):
+    assert Packages("p", versions).cuda() == cuda
+
+
+def test_versions_are_read_from_what_pip_has_written(tmp_path, monkeypatch):
+    def metadata(name, text, file="METADATA"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text(text)
+
+    metadata("torch-2.13.0.dist-info", "Metadata-Version: 2.1\nName: torch\nVersion: 9.9+cu1\n\nx")
+    metadata("nvidia_nccl_cu12-2.27.dist-info", "Version: 2.27.3\n")
+    metadata("DeepSpeed-0.1.egg-info", "Name: deepspeed\nVersion: 0.1\n", "PKG-INFO")
+    metadata("transformers-5.dist-info", "no version here")
+    metadata("torchvision-1.0.dist-info", "Version: 1.0\n")
+    (tmp_path / "numpy-1.0.egg-info").write_text("Version: 1.0\n")
+    monkeypatch.setattr("sys.path", ["/nope", str(tmp_path / "torch-2.13.0.dist-info" / "METADATA"),
+                                     str(tmp_path)])  # fmt: skip
+    assert PACKAGES.collect({})["versions"] == {
+        "torch": "9.9+cu1", "nvidia-nccl-cu12": "2.27.3", "deepspeed": "0.1", "numpy": "1.0",
+    }  # fmt: skip
+
+
+def tools(**changed):
+    there = {"compiler": "/usr/bin/c++", "ninja": "/usr/bin/ninja", "nvcc": None, "headers": True,
+             "locks": [], "building": False}  # fmt: skip
+    return there | changed
+
+
+LOCK = {"path": "/home/ann/.cache/torch_extensions/py311_cpu/cpu_adam/lock", "age": 3600.0}
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "words"),
+    [
+        ({}, "ok", "/usr/bin/c++"),
+        ({"compiler": None}, "warn", "no C++ compiler"),
+        ({"compiler": None, "ninja": None, "headers": False}, "warn", "no ninja and no Python.h"),
+        ({"locks": [LOCK]}, "fail", "cpu_adam/lock"),
+        ({"locks": [LOCK], "building": True}, "ok", ""),
+        ({"locks": [LOCK | {"age": 60.0}]}, "ok", ""),
+        ({"locks": [LOCK | {"age": -5.0}]}, "ok", ""),
+    ],
+)
+def test_deepspeed_can_compile(judged, changed, level, words):
+    found = judged("compiler", make_subject(1, needs=needs(deepspeed=True)), tools(**changed))
+    assert found["h0"].level == level
+    assert words in found["h0"].cause
+
+
+def test_the_remedy_for_a_stale_lock_is_quoted(judged):
+    lock = {"path": "/home/a b/$x/lock", "age": 3600.0}
+    found = judged("compiler", make_subject(1, needs=needs(deepspeed=True)), tools(locks=[lock]))
+    assert found["h0"].remedy == "rm '/home/a b/$x/lock'"
+
+
+def test_operators_for_gpus_need_nvcc(judged):
+    subject = make_subject(1, needs=needs(deepspeed=True, device="cuda"))
+    assert "nvcc" in judged("compiler", subject, tools())["h0"].cause
+    assert judged("compiler", subject, tools(nvcc="/usr/local/cuda/bin/nvcc"))["h0"].level == "ok"
+
+
+def test_without_deepspeed_nothing_is_compiled(judged):
+    assert judged("compiler", make_subject(1))["h0"].level == "skip"
+
+
+# ---------------------------------------------------------------- the network
+
+
+def interfaces(address, mtu=1500, up=True, speed=10000, name="eth0"):
+    return {
+        "lo": {"mtu": 65536, "up": True, "speed": None, "addresses": ["127.0.0.1", "::1"]},
+        name: {"mtu": mtu, "up": up, "speed": speed, "addresses": [address]},
+    }
+
+
+def network(host, there=None, routes=None, **changed):
+    address = f"10.0.0.{10 + host}"
+    return make_answer({
+        "interfaces": there or interfaces(address, **changed),
+        "routes": routes or {f"h{i}": address for i in range(3)},
+    })  # fmt: skip
+
+
+def judge_network(judged, subject=None, **h1):
+    return judged(
+        "interface", subject or make_subject(3),
+        h0=network(0), h1=network(1, **h1), h2=network(2),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "words"),
+    [
+        ({}, "ok", "eth0, MTU 1500"),
+        ({"mtu": 9000}, "warn", "MTU 9000, the others 1500"),
+        ({"speed": 1000}, "warn", "1000 Mbit/s, the others at 10000"),
+        ({"speed": None}, "ok", ""),
+        ({"up": False}, "fail", "eth0 is down"),
+        ({"name": "ens5"}, "warn", "talks over ens5, the others over eth0"),
+        ({"routes": {"h0": "10.0.0.11", "h1": "127.0.0.1", "h2": None}}, "fail", "no route to h2"),
+        ({"there": interfaces("192.168.0.1")}, "fail", "none of its interfaces leads"),
+    ],
+)
+def test_the_hosts_talk_over_the_same_kind_of_interface(judged, changed, level, words):
+    found = judge_network(judged, **changed)
+    assert found["h0"].level == "ok"
+    assert found["h1"].level == level
+    assert words in found["h1"].cause
+
+
+def test_an_interface_that_is_named_must_be_there(judged):
+    found = judge_network(judged, make_subject(3, interface="ib0"))
+    assert found["h1"].cause == "has no interface ib0; it has eth0, lo"
+    assert found["h1"].remedy == "interface: auto"
+
+
+def test_names_of_interfaces_may_differ_where_one_is_named(judged):
+    both = interfaces("10.0.0.11") | {"eth1": interfaces("x")["eth0"]}
+    found = judged(
+        "interface", make_subject(3, interface="eth0"),
+        h0=network(0), h1=network(1, there=both), h2=network(2),
+    )  # fmt: skip
+    assert found["h1"].level == "ok"
+
+
+def test_an_address_that_the_host_does_not_have_is_told(judged):
+    hosts = tuple(Machine(name=f"h{i}", address=f"52.0.0.{i}", python=PYTHON) for i in range(3))
+    found = judge_network(judged, make_subject(3, hosts=hosts))
+    assert "reach it at 52.0.0.1, which none of eth0, lo has" in found["h1"].cause
+
+
+def test_a_loopback_address_reaches_nobody_else(judged):
+    hosts = tuple(Machine(name=f"h{i}", address="127.0.0.1", python=PYTHON) for i in range(3))
+    found = judge_network(judged, make_subject(3, hosts=hosts))
+    assert "where the other hosts cannot reach it" in found["h1"].cause
+
+
+def test_an_address_that_is_a_name_is_left_alone(judged):
+    hosts = tuple(Machine(name=f"h{i}", python=PYTHON) for i in range(3))
+    assert judge_network(judged, make_subject(3, hosts=hosts))["h1"].level == "ok"
+
+
+def look(*found, seconds=0.001, error=None, begun=True):
+    return {"begun": begun, "found": list(found), "error": error, "seconds": seconds}
+
+
+STALLED = look(seconds=None)
+
+
+def names(host=0, hosts=3, **changed):
+    there = {
+        "hostname": f"h{host}",
+        "own": look(f"10.0.0.{10 + host}"),
+        "names": {f"h{i}": look(f"10.0.0.{10 + i}") for i in range(hosts)},
+        "addresses": {f"10.0.0.{10 + i}": look(f"h{i}") for i in range(hosts)},
+        "yardsticks": [look("127.0.0.1")],
+    }
+    for key, value in changed.items():
+        there[key] = {**there[key], **value} if isinstance(value, dict) else value
+    return there
+
+
+def judge_names(judged, subject=None, **h1):
+    return judged("names", subject or make_subject(3), h0=names(0), h1=names(1, **h1), h2=names(2))
+
+
+def test_every_host_knows_every_other(judged):
+    found = judge_names(judged)
+    assert {finding.level for finding in found.findings} == {"ok"}
+
+
+def test_a_name_that_nobody_knows_matters_to_those_who_go_by_names(judged):
+    unknown = {"names": {"h2": look(error="[Errno -2] Name or service not known")}}
+    found = judge_names(judged, **unknown)
+    assert (found["h1"].level, found["h1"].cause) == ("warn", "does not know the name of h2")
+    assert found["h1"].remedy == r"printf '%s\n' '10.0.0.12 h2' | sudo tee -a /etc/hosts"
+    for fields in ({"launcher": "mpirun"}, {"launcher": "deepspeed"}, {"elastic": True}):
+        subject = make_subject(3, needs=needs(**fields))
+        assert judge_names(judged, subject, **unknown)["h1"].level == "fail"
+
+
+def test_a_name_that_means_something_else_is_told_with_what_is_right(judged):
+    found = judge_names(judged, names={"h2": look("10.9.9.9")})
+    assert found["h1"].cause == "thinks that h2 is 10.9.9.9; right is h2 10.0.0.12"
+
+
+@pytest.mark.parametrize("address", ["10.0.0.12", "::ffff:10.0.0.12"])
+def test_one_right_address_among_several_is_enough(judged, address):
+    found = judge_names(judged, names={"h2": look("fe80::1", address)})
+    assert found["h1"].level == "ok"
+
+
+@pytest.mark.parametrize("own", ["127.0.1.1", "127.0.0.1", "::1"])
+def test_a_host_that_thinks_itself_loopback_is_told(judged, own):
+    found = judge_names(judged, own=look(own))
+    assert found["h1"].level == "warn"
+    assert f"its own name, h1, means {own} there" in found["h1"].cause
+    assert "10.0.0.11 h1" in found["h1"].remedy
+
+
+def test_a_host_that_does_not_know_itself_is_told(judged):
+    found = judge_names(judged, own=look(error="[Errno -3] Temporary failure"))
+    assert found["h1"].cause == "does not know its own name, h1"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "level"),
+    [(None, "fail"), (10.0, "fail"), (2.5, "fail"), (1.5, "warn"), (0.9, "ok")],
+)
+def test_a_look_up_that_stalls_is_told_with_lines_that_end_it(judged, seconds, level):
+    """10 s for each connection of torch's store, where no name server answers (torch 2.13)."""
+    found = judge_names(judged, addresses={"10.0.0.12": look(seconds=seconds)})
+    assert found["h1"].level == level
+    if level != "ok":
+        assert "looking up 10.0.0.12 takes" in found["h1"].cause
+        assert "'10.0.0.12 h2' '::ffff:10.0.0.12 h2'" in found["h1"].remedy
+
+
+def test_a_busy_host_says_nothing_of_its_look_ups(judged):
+    stalled = {"addresses": {"10.0.0.12": STALLED}, "names": {"h2": look("10.0.0.12", seconds=9.0)}}
+    assert judge_names(judged, yardsticks=[STALLED], **stalled)["h1"].level == "ok"
+    slow = {"names": {"h2": look("10.0.0.12", seconds=3.2)}}
+    assert judge_names(judged, yardsticks=[look(seconds=3.0)], **slow)["h1"].level == "ok"
+
+
+def test_a_look_up_that_had_no_turn_is_no_slow_one(judged):
+    found = judge_names(judged, addresses={"10.0.0.12": look(seconds=None, begun=False)})
+    assert found["h1"].level == "ok"
+
+
+def test_many_names_do_not_fill_the_screen(judged):
+    subject = make_subject(200)
+    nobody = {f"h{i}": look(error="no") for i in range(200)}
+    found = judged("names", subject, names(0, 200, names=nobody))
+    assert found["h7"].cause.endswith("h5 and 193 more")
+    assert len(found["h7"].remedy) < 300
+
+
+def test_look_ups_for_real():
+    given = {"hosts": [["localhost", "127.0.0.1"], ["h'; x", "h'; x"]], "patience": 1.0}
+    seen = named("names").scripts[0].collect(given)
+    assert seen["names"]["localhost"]["begun"]
+    assert seen["yardsticks"][0]["found"] == ["127.0.0.1"]
+    assert set(seen["addresses"]) == {"127.0.0.1"}
+    assert seen["names"]["h'; x"]["found"] == []
+
+
+def holder(pid=4711, user="ann", command="python train.py"):
+    return {"pid": pid, "user": user, "command": command}
+
+
+@pytest.mark.parametrize(
+    ("port", "level", "words", "remedy"),
+    [
+        ({"error": None, "taken": False, "holders": []}, "ok", "29500 is free", None),
+        ({"error": "Address already in use", "taken": True, "holders": [holder()]}, "fail",
+         "in use by python train.py (process 4711 of ann)", "kill 4711"),
+        ({"error": "Address already in use", "taken": True, "holders": []}, "fail",
+         "only root can see", "sudo ss -ltnp"),
+        ({"error": "Permission denied", "taken": False, "holders": []}, "fail",
+         "cannot be had: Permission denied", "port: auto"),
+    ],
+)  # fmt: skip
+def test_the_port_is_free_or_its_holder_is_named(judged, port, level, words, remedy):
+    found = judged("port", make_subject(2), {"port": 29500} | port)
+    assert found["h0"].level == level
+    assert words in found["h0"].cause
+    assert remedy is None or remedy in found["h0"].remedy
+    assert found.all("h1") == []
+
+
+def met(head=None, listening=None, came=(), peers=None):
+    return {"head": head, "listening": listening, "came": list(came), "peers": peers}
+
+
+@pytest.mark.parametrize(
+    ("why", "remedy"),
+    [
+        ("timed out", "on h0: sudo ufw allow from 10.0.0.11"),
+        ("connection refused", "on h0: sudo ufw allow from 10.0.0.11"),
+        ("no route to host", "ip route get 10.0.0.10"),
+        ("network is unreachable", "ip route get 10.0.0.10"),
+        ("its address does not resolve", "getent hosts 10.0.0.10"),
+        ("another program answers there", "on h0: sudo ss -ltnp 'sport = :29500'"),
+    ],
+)
+def test_who_cannot_reach_the_head_is_told_why(judged, why, remedy):
+    found = judged("head-port", make_subject(3), met(), h1=met(head=why))
+    assert found["h0"].level == found["h2"].level == "ok"
+    assert found["h1"].cause == f"cannot connect to h0 (10.0.0.10:29500): {why}"
+    assert found["h1"].remedy == remedy
+
+
+def test_all_who_cannot_reach_the_head_are_let_in_by_one_command(judged):
+    found = judged("head-port", make_subject(3), met(head="timed out"), h0=met())
+    assert found["h1"].remedy == found["h2"].remedy
+    assert "for a in 10.0.0.11 10.0.0.12;" in found["h1"].remedy
+
+
+def test_a_head_that_cannot_listen_is_the_only_one_to_blame(judged):
+    busy = met(listening="address already in use")
+    found = judged("head-port", make_subject(3), met(head="another program answers there"), h0=busy)
+    assert found.levels() == {"h0": ["fail"], "h1": ["skip"], "h2": ["skip"]}
+
+
+@pytest.mark.parametrize("check", ["head-port", "mesh"])
+def test_without_its_head_nobody_meets(judged, check):
+    found = judged(check, make_subject(3), met(), h0=silent("dead"))
+    assert found.levels() == {"h0": ["skip"], "h1": ["skip"], "h2": ["skip"]}
+
+
+def test_the_mesh_tells_who_cannot_reach_whom(judged):
+    well = {"h1": None, "h2": None, "h3": None, "h0": None}
+    found = judged(
+        "mesh", make_subject(4),
+        h0=met(peers=well | {"h2": "timed out"}), h1=met(peers=well | {"h2": "timed out"}),
+        h2=met(peers=well), h3=met(head="timed out"),
+    )  # fmt: skip
+    assert found.levels() == {"h0": ["fail"], "h1": ["fail"], "h2": ["ok"], "h3": ["skip"]}
+    assert found["h0"].cause == "cannot connect to h2 on ports above 32767: timed out"
+    assert found["h0"].remedy == found["h1"].remedy
+    assert "on h2: for a in 10.0.0.10 10.0.0.11;" in found["h0"].remedy
+
+
+def test_a_network_in_which_nearly_nobody_is_reached_is_one_fault(judged):
+    """As 64 hosts on one kernel were found, whose table of neighbours holds 1024."""
+    by_host = {
+        f"h{i}": met(peers={
+            f"h{j}": None if (i + j) % 4 == 0 else "timed out" for j in range(64) if j != i
+        })
+        for i in range(64)
+    }  # fmt: skip
+    found = judged("mesh", make_subject(64), **by_host)
+    assert len({(finding.cause, finding.remedy) for finding in found.findings}) == 1
+    assert "most other hosts" in found["h7"].cause
+    assert "gc_thresh3" in found["h7"].remedy
+
+
+def test_different_reasons_are_told_apart(judged):
+    peers = {"h1": "timed out", "h2": "connection refused"}
+    found = judged("mesh", make_subject(3), met(peers={"h0": None}), h0=met(peers=peers))
+    assert {finding.cause.rpartition(": ")[2] for finding in found.all("h0")} == set(peers.values())
+
+
+def test_a_host_that_met_nobody_has_nothing_to_tell(judged):
+    assert judged("mesh", make_subject(2), met(peers={}))["h0"].level == "skip"
+
+
+def test_the_meeting_has_time_to_end_before_it_is_ended():
+    from clusterkit.doctor import meeting
+
+    assert meeting.MEET + meeting.DIAL < meeting.END < MEET.limit
+
+
+# ---------------------------------------------------------------- GPUs
+
+COLUMNS = (
+    "index, uuid, name, memory.total [MiB], memory.used [MiB], driver_version, "
+    "ecc.errors.uncorrected.volatile.total, retired_pages.pending, mig.mode.current, "
+    "compute_mode, clocks_event_reasons.active"
+)
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def gpu(index, *, name=H100, total="81559", used="4", driver="550.54.15", ecc="0",
+        retired="[N/A]", mig="Disabled", mode="Default", reasons="0x0000000000000001"):  # fmt: skip
+    uuid = f"GPU-{index:08d}-aaaa-bbbb-cccc-0123456789ab"
+    cells = (index, uuid, name, total, used, driver, ecc, retired, mig, mode, reasons)
+    return ", ".join(map(str, cells))
+
+
+def smi(*rows, columns=COLUMNS, exit_code=0, stderr="", complaint=""):
+    lines = [*([columns] if columns else []), *rows, *([complaint] if complaint else [])]
+    return {"exit_code": exit_code, "stdout": "\n".join(lines) + "\n", "stderr": stderr}
+
+
+def nvidia(*rows, apps=None, owners=None, xids=(), devices=None, **changed):
+    return {
+        "devices": len(rows) if devices is None else devices,
+        "query": smi(*rows, **changed),
+        "apps": apps, "owners": owners or {}, "xids": list(xids),
+    }  # fmt: skip
+
+
+NO_GPU = {"devices": 0, "query": None}
+EIGHT = [gpu(i) for i in range(8)]
+SMI_FAILS = {
+    "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that "
+    "the latest NVIDIA driver is installed and running.": "sudo modprobe nvidia",
+    "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 550.90":
+        "sudo reboot",
+    "Failed to initialize NVML: Unknown Error": "restart the container",
+    "Failed to initialize NVML: Insufficient Permissions": "ls -l /dev/nvidia*",
+    "No devices were found": "lspci",
+    "nvidia-smi did not end within 20 s": "reboot",
+    "Something never seen before": "nvidia-smi",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("check", ["gpu-driver", "gpus", "gpu-processes"])
+def test_where_nobody_has_a_gpu_nothing_is_said_of_them(judged, check):
+    found = judged(check, make_subject(2), NO_GPU)
+    assert found["h0"].level == "skip"
+    cpu = make_subject(2, needs=needs(device="cpu"))
+    assert judged(check, cpu, nvidia(*EIGHT))["h0"].cause == "the job runs on CPU threads"
+
+
+def gpu_answer(value, versions=None):
+    return make_answer({
+        "nvidia": value, "packages": {"interpreter": PYTHON, "versions": versions or {}},
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize(("complaint", "remedy"), list(SMI_FAILS.items()))
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_driver_that_complains_is_told_with_its_words(judged, complaint, remedy, stream):
+    query = {"exit_code": 9, "stdout": "", "stderr": ""} | {stream: complaint + "\n"}
+    broken = {"devices": 8, "query": query}
+    found = judged("gpu-driver", make_subject(2), gpu_answer(nvidia(*EIGHT)), h1=gpu_answer(broken))
+    assert found["h0"].level == "ok"
+    assert found["h1"].level == "fail"
+    assert complaint.split("\n")[0][:40] in found["h1"].cause
+    assert remedy in found["h1"].remedy
+
+
+@pytest.mark.parametrize(
+    ("versions", "driver", "level"),
+    [
+        ({"torch": "2.13.0+cu130"}, "550.54.15", "fail"),
+        ({"torch": "2.13.0+cu130"}, "580.82.07", "ok"),
+        ({"torch": "2.13.0+cu128"}, "550.54.15", "ok"),
+        ({"torch": "2.13.0+cu128"}, "470.1", "fail"),
+        ({"torch": "2.13.0+cpu"}, "470.1", "ok"),
+        ({"torch": "2.13.0+cu130"}, "[N/A]", "ok"),
+    ],
+)
+def test_the_driver_is_new_enough_for_torch(judged, versions, driver, level):
+    value = gpu_answer(nvidia(gpu(0, driver=driver)), versions)
+    found = judged("gpu-driver", make_subject(2), value)
+    assert found["h0"].level == level
+
+
+def test_drivers_differ(judged):
+    found = judged(
+        "gpu-driver", make_subject(3), gpu_answer(nvidia(gpu(0))),
+        h2=gpu_answer(nvidia(gpu(0, driver="535.1"))),
+    )  # fmt: skip
+    assert found["h2"].cause == "driver 535.1, but 550.54.15 on the other hosts"
+
+
+def test_gpus_without_their_tool_are_told(judged):
+    found = judged(
+        "gpu-driver", make_subject(2), gpu_answer(nvidia(*EIGHT)),
+        h1=gpu_answer({"devices": 8, "query": None}),
+    )  # fmt: skip
+    assert "though /dev has 8 GPUs" in found["h1"].cause
+
+
+def test_an_empty_list_is_told(judged):
+    found = judged(
+        "gpu-driver", make_subject(2), gpu_answer(nvidia(*EIGHT)), h1=gpu_answer(nvidia())
+    )
+    assert found["h1"].cause == "nvidia-smi lists no GPU"
+
+
+def test_healthy_gpus(judged):
+    found = judged("gpus", make_subject(2, slots=8), nvidia(*EIGHT))
+    assert (found["h0"].level, found["h0"].cause) == ("ok", f"8 x {H100}")
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "words", "remedy"),
+    [
+        ({"ecc": "3"}, "fail", "GPU 0: 3 memory errors that could", "--gpu-reset -i 0"),
+        ({"ecc": "1"}, "fail", "GPU 0: 1 memory error that could", "--gpu-reset -i 0"),
+        ({"retired": "Yes"}, "fail", "pages wait to be retired", "--gpu-reset -i 0"),
+        ({"mode": "Prohibited"}, "fail", "computing is prohibited", "-c DEFAULT"),
+        ({"mig": "Enabled"}, "warn", "divided (MIG)", "-mig 0"),
+        ({"reasons": "0x0000000000000040"}, "warn", "slowed down by heat", "PERFORMANCE"),
+        ({"reasons": "0x00000000000000C8"}, "warn",
+         "by hardware slowdown and heat and its power supply", "PERFORMANCE"),
+        ({"total": "[GPU requires reset]"}, "fail", "GPU 0: [GPU requires reset]", "reset"),
+        ({"used": "[Unknown Error]"}, "fail", "GPU 0: [Unknown Error]", "reset"),
+        ({"total": "[N/A]"}, "fail", "GPU 0: memory [N/A]", "reset"),
+        ({"used": "ERR!"}, "fail", "GPU 0: ERR!", "reset"),
+    ],
+)  # fmt: skip
+def test_a_sick_gpu_is_named(judged, changed, level, words, remedy):
+    found = judged("gpus", make_subject(1, slots=1), nvidia(gpu(0, **changed), *EIGHT[1:]))
+    told = found.all("h0")
+    assert told[0].level == level
+    assert words in told[0].cause
+    assert remedy in told[0].remedy
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"reasons": "0x0000000000000004"}, {"reasons": "[N/A]"}, {"reasons": "Not Active"},
+     {"ecc": "[N/A]"}, {"ecc": "[Not Supported]"}, {"mig": "[N/A]"}, {"mode": "Exclusive_Process"},
+     {"retired": "No"}],
+)  # fmt: skip
+def test_what_a_driver_cannot_tell_or_does_for_itself_is_no_fault(judged, changed):
+    found = judged("gpus", make_subject(1, slots=1), nvidia(gpu(0, **changed)))
+    assert found["h0"].level == "ok"
+
+
+def test_an_older_driver_s_columns_are_read(judged):
+    columns = COLUMNS.replace("clocks_event_reasons", "clocks_throttle_reasons")
+    value = nvidia(gpu(0, reasons="0x40"), columns=columns)
+    assert "heat" in judged("gpus", make_subject(1, slots=1), value)["h0"].cause
+
+
+def test_an_ancient_driver_tells_only_the_basics(judged):
+    columns = ", ".join(COLUMNS.split(", ")[:6])
+    value = nvidia(", ".join(gpu(0).split(", ")[:6]), columns=columns)
+    assert judged("gpus", make_subject(1, slots=1), value)["h0"].level == "ok"
+
+
+def test_too_few_gpus_for_the_job(judged):
+    found = judged(
+        "gpus", make_subject(2, slots=8), nvidia(*EIGHT), h1=nvidia(*EIGHT[:7], devices=8)
+    )
+    assert found["h1"].level == "fail"
+    assert found["h1"].cause == "7 healthy GPUs, 8 needed; /dev has 8, nvidia-smi lists 7"
+
+
+def test_a_gpu_that_fell_off_the_bus(judged):
+    lost = "Unable to determine the device handle for GPU 0000:3B:00.0: GPU is lost.  Reboot the system to recover this GPU"  # noqa: E501
+    value = nvidia(*EIGHT[:7], complaint=lost, devices=8, exit_code=15)
+    found = judged("gpus", make_subject(2, slots=8), nvidia(*EIGHT), h1=value)
+    assert "7 healthy GPUs, 8 needed" in found["h1"].cause
+    driver = judged("gpu-driver", make_subject(2), gpu_answer(nvidia(*EIGHT)), h1=gpu_answer(value))
+    assert "GPU is lost. Reboot the system" in driver["h1"].cause
+
+
+def test_a_host_without_gpus_among_hosts_with_them(judged):
+    found = judged("gpus", make_subject(2), nvidia(*EIGHT), h1=NO_GPU)
+    assert found["h1"].cause == "0 healthy GPUs, at least 1 needed"
+
+
+def test_a_job_that_wants_cuda_is_told_that_there_is_none(judged):
+    found = judged("gpus", make_subject(2, needs=needs(device="cuda")), NO_GPU)
+    assert found.levels() == {"h0": ["fail"], "h1": ["fail"]}
+
+
+def test_hosts_with_different_numbers_or_kinds_of_gpus(judged):
+    found = judged("gpus", make_subject(3), nvidia(*EIGHT), h1=nvidia(*EIGHT[:4]))
+    assert found["h1"].cause == "4 healthy GPUs, but 8 on other hosts"
+    a100 = nvidia(*(gpu(i, name="NVIDIA A100-SXM4-80GB") for i in range(8)))
+    found = judged("gpus", make_subject(3, slots=8), nvidia(*EIGHT), h1=a100)
+    assert "the slowest sets the pace" in found["h1"].cause
+
+
+XID = "[Thu Nov 21 10:00:00 2026] NVRM: Xid (PCI:0000:3b:00): {}, pid='<unknown>', GPU gone"
+
+
+@pytest.mark.parametrize(
+    ("number", "level"), [(79, "warn"), (48, "warn"), (119, "warn"), (13, "ok"), (43, "ok")]
+)
+def test_xids_that_speak_of_the_hardware(judged, number, level):
+    value = nvidia(gpu(0), xids=[XID.format(number), "NVRM: Xid", "\0", XID.format("x")])
+    found = judged("gpus", make_subject(1, slots=1), value)
+    assert found["h0"].level == level
+    assert level == "ok" or f"Xid {number}" in found["h0"].cause
+
+
+APPS = "pid, process_name, gpu_uuid, used_gpu_memory [MiB]"
+
+
+def apps(*rows):
+    return smi(*rows, columns=APPS)
+
+
+def app(pid, index, name="python", used="70000"):
+    return f"{pid}, {name}, GPU-{index:08d}-aaaa-bbbb-cccc-0123456789ab, {used}"
+
+
+def test_free_gpus(judged):
+    found = judged("gpu-processes", make_subject(1, slots=8), nvidia(*EIGHT, apps=apps()))
+    assert (found["h0"].level, found["h0"].cause) == ("ok", "none")
+
+
+@pytest.mark.parametrize(
+    ("slots", "level"), [(8, "fail"), (None, "fail"), (7, "warn"), (1, "warn")]
+)
+def test_a_process_on_a_gpu_that_the_job_needs(judged, slots, level):
+    value = nvidia(
+        *EIGHT, apps=apps(app(4711, 3, "/opt/a, b/python")), owners={"4711": {"user": "bob"}}
+    )
+    found = judged("gpu-processes", make_subject(1, slots=slots), value)
+    assert found["h0"].level == level
+    assert "GPU 3 by /opt/a,b/python (process 4711 of bob)" in found["h0"].cause
+    assert found["h0"].remedy == "kill 4711"
+
+
+def test_a_run_of_ours_is_cancelled_and_not_killed(judged):
+    value = nvidia(*EIGHT, apps=apps(app(1, 0), app(2, 1)),
+                   owners={"1": {"user": "ann", "run": "ddp-1"}, "2": {}})  # fmt: skip
+    found = judged("gpu-processes", make_subject(1, slots=8), value)
+    assert found["h0"].remedy == "clusterkit cancel ddp-1"
+
+
+def test_memory_held_by_nobody_that_can_be_seen(judged):
+    value = nvidia(gpu(0, used="40000"), *EIGHT[1:], apps=apps())
+    found = judged("gpu-processes", make_subject(1, slots=8), value)
+    assert "a process that cannot be seen from here" in found["h0"].cause
+
+
+def test_many_busy_gpus_are_not_all_listed(judged):
+    value = nvidia(*(gpu(i, used="70000") for i in range(8)), apps=apps())
+    found = judged("gpu-processes", make_subject(1, slots=8), value)
+    assert found["h0"].cause.endswith("and 4 more")
+
+
+SMI = """#!/bin/sh
+case "$1" in
+  *clocks_event_reasons*) echo 'Field "clocks_event_reasons.active" is not a valid field to query.'; exit 2;;
+  *query-gpu*clocks_throttle*) cat <<'END'
+{gpus}
+END
+  ;;
+  *query-compute-apps*) printf '%s\\n' '{apps}' '{app}';;
+  *) exit 2;;
+esac
+"""  # noqa: E501
+
+
+def test_nvidia_smi_of_an_older_driver_is_asked_again(tmp_path, monkeypatch):
+    import os
+
+    columns = COLUMNS.replace("clocks_event_reasons", "clocks_throttle_reasons")
+    script = SMI.format(gpus=f"{columns}\n{gpu(0)}", apps=APPS, app=app(os.getpid(), 0))
+    (tmp_path / "nvidia-smi").write_text(script)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CLUSTERKIT_RUN_ID", "of-this-process")
+    seen = named("gpus").scripts[0].collect({})
+    assert seen["query"]["exit_code"] == 0
+    assert "NVIDIA H100" in seen["query"]["stdout"]
+    assert set(seen["owners"]) == {str(os.getpid())}
+    assert seen["owners"][str(os.getpid())]["user"]
+
+
+@pytest.mark.parametrize(
+    "script", ["#!/bin/sh\nexit 9\n", "#!/nope\n", "#!/bin/sh\nprintf '\\377\\000'\n", ""]
+)
+def test_a_broken_nvidia_smi_is_an_answer(tmp_path, monkeypatch, script, judged):
+    import os
+
+    (tmp_path / "nvidia-smi").write_text(script)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    seen = named("gpus").scripts[0].collect({})
+    found = judged("gpus", make_subject(1, needs=needs(device="cuda")), msgspec.to_builtins(seen))
+    assert found["h0"].level == "fail"
+
+
+# ---------------------------------------------------------------- resources
+
+
+@pytest.mark.parametrize(
+    ("available", "level"),
+    [(20 * GIB, "ok"), (3 * GIB, "warn"), (GIB // 2, "fail"), (0, "fail")],
+)
+def test_memory_for_every_rank(judged, available, level):
+    value = {"total": 24 * GIB, "available": available, "limit": None}
+    found = judged("memory", make_subject(1, slots=4), value)
+    assert found["h0"].level == level
+
+
+def test_a_container_s_limit_counts(judged):
+    value = {"total": 512 * GIB, "available": 500 * GIB, "limit": 2 * GIB}
+    assert judged("memory", make_subject(1, slots=4), value)["h0"].level == "warn"
+
+
+def test_hosts_with_different_memory(judged):
+    usual = {"total": 64 * GIB, "available": 60 * GIB, "limit": None}
+    small = {"total": 32 * GIB, "available": 30 * GIB, "limit": None}
+    found = judged("memory", make_subject(3), usual, h1=small)
+    assert found["h1"].cause == "32 GiB of memory, but 64 GiB on other hosts"
+
+
+@pytest.mark.parametrize(
+    ("cpus", "load", "level", "words"),
+    [(16, 0.5, "ok", "16 cores"), (16, 20.0, "warn", "load 20 on 16 cores"),
+     (4, 0.0, "warn", "8 ranks share 4 cores"), (32, 0.0, "warn", "32 cores, but 16")],
+)  # fmt: skip
+def test_cores_and_what_keeps_them_busy(judged, cpus, load, level, words):
+    usual = {"cpus": 16, "load": 0.1}
+    found = judged("load", make_subject(3, slots=8), usual, h1={"cpus": cpus, "load": load})
+    assert found["h1"].level == level
+    assert words in found["h1"].cause
+
+
+def shm(free, total=16 * GIB, there=True, writable=True):
+    return {"there": there, "writable": writable, "free": free, "total": total}
+
+
+@pytest.mark.parametrize(
+    ("value", "level", "remedy"),
+    [
+        (shm(16 * GIB), "ok", None),
+        (shm(64 << 20, 64 << 20), "warn", "remount"),
+        (shm(63 << 20, 64 << 20), "fail", "remount"),
+        (shm(1 << 20), "fail", "ls -la /dev/shm"),
+        (shm(0, 0, there=False), "fail", "mount -t tmpfs"),
+        (shm(16 * GIB, writable=False), "fail", "mode=1777"),
+    ],
+)
+def test_shared_memory(judged, value, level, remedy):
+    found = judged("shm", make_subject(1), value)
+    assert found["h0"].level == level
+    assert remedy is None or remedy in found["h0"].remedy
+
+
+def limits(**changed):
+    return {"nofile": 1 << 20, "nproc": None, "memlock": 8 << 20, "core": 0, "root": False,
+            "infiniband": False, "core_pattern": "core", "cpus": 64} | changed  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "words"),
+    [
+        ({}, "ok", "memlock 8192 KiB"),
+        ({"nofile": None, "memlock": None}, "ok", "nofile unlimited"),
+        ({"nofile": 300}, "fail", "nofile 300"),
+        ({"nofile": 1024}, "warn", "nofile 1024"),
+        ({"nproc": 100}, "fail", "nproc 100"),
+        ({"nproc": 100, "root": True}, "ok", ""),
+        ({"infiniband": True}, "fail", "memlock 8192 KiB"),
+        ({"infiniband": True, "memlock": None}, "ok", ""),
+        ({"core": None}, "warn", "core: a rank that aborts"),
+        ({"core": None, "core_pattern": "|/usr/lib/systemd/systemd-coredump %P"}, "ok", ""),
+    ],
+)
+def test_limits_of_a_session(judged, changed, level, words):
+    found = judged("limits", make_subject(2, slots=8), limits(**changed))
+    assert found["h0"].level == level
+    assert words in found["h0"].cause
+    if level != "ok":
+        assert "/etc/security/limits.d/" in found["h0"].remedy
+
+
+def test_more_ranks_need_more_files(judged):
+    value = limits(nofile=2000)
+    assert judged("limits", make_subject(2, slots=8), value)["h0"].level == "warn"
+    assert judged("limits", make_subject(64, slots=8), value)["h0"].level == "fail"
+
+
+def disk(path="/srv", free=100 * GIB, total=200 * GIB, inodes_free=10**7, inodes=10**8, ro=False):
+    return {"path": path, "free": free, "total": total, "inodes_free": inodes_free,
+            "inodes": inodes, "read_only": ro}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "words"),
+    [
+        ({}, "ok", "/srv 100 GiB"),
+        ({"free": 2 * GIB}, "warn", "/srv has 2.0 GiB left of 200 GiB"),
+        ({"free": 0}, "fail", "/srv has 0 B left"),
+        ({"inodes_free": 10}, "fail", "room for 10 more files (inodes)"),
+        ({"inodes_free": 20_000}, "warn", "20000 more files"),
+        ({"inodes_free": 0, "inodes": 0}, "ok", ""),
+        ({"ro": True}, "fail", "mounted read-only"),
+        ({"free": 0, "total": 0}, "ok", ""),
+        ({"free": 2 * GIB, "inodes_free": 5}, "fail", "5 more files"),
+    ],
+)
+def test_room_on_the_disks(judged, changed, level, words):
+    found = judged("disk", make_subject(1), [disk("/tmp"), disk(**changed)])
+    assert found["h0"].level == level
+    assert words in found["h0"].cause
+
+
+def test_every_full_disk_is_told(judged):
+    found = judged("disk", make_subject(1), [disk("/a b", free=0), disk("/c", free=0)])
+    assert [finding.cause.split()[0] for finding in found.all("h0")] == ["/a", "/c"]
+    assert found.all("h0")[0].remedy.startswith("df -h '/a b'")
+
+
+def folder(**changed):
+    return {"path": "/srv/work", "there": True, "parent": "/srv/work", "error": None, "kind": None,
+            "pipes": None, "user": "ann"} | changed  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "words", "remedy"),
+    [
+        ({}, "ok", "/srv/work", None),
+        ({"there": False, "parent": "/srv"}, "ok", "can be made", None),
+        ({"error": "Permission denied", "kind": "EACCES"}, "fail",
+         "/srv/work cannot be written to by ann: Permission denied",
+         "sudo install -d -o ann /srv/work"),
+        ({"there": False, "parent": "/", "error": "Permission denied", "kind": "EACCES"}, "fail",
+         "/srv/work cannot be made by ann", "sudo install -d -o ann /srv/work"),
+        ({"error": "No space left on device", "kind": "ENOSPC"}, "fail", "No space left", "df -h"),
+        ({"error": "Disk quota exceeded", "kind": "EDQUOT"}, "fail", "quota", "df -h"),
+        ({"error": "Read-only file system", "kind": "EROFS"}, "fail", "Read-only", "findmnt"),
+        ({"there": False, "parent": "/srv/f", "error": "/srv/f is no folder"}, "fail",
+         "/srv/f is no folder", "ls -ld /srv/f"),
+        ({"pipes": "Operation not permitted"}, "fail", "takes no named pipes", "workdir"),
+    ],
+)  # fmt: skip
+def test_the_working_folder(judged, changed, level, words, remedy):
+    found = judged("workdir", make_subject(1), folder(**changed))
+    assert found["h0"].level == level
+    assert words in found["h0"].cause
+    assert remedy is None or remedy in found["h0"].remedy
+
+
+def test_strays_are_told_with_the_command_that_ends_them(judged):
+    found = judged("strays", make_subject(2), {}, h1={"ddp-1": [1, 2], "x y": [3]})
+    assert found["h0"].level == "ok"
+    assert [finding.remedy for finding in found.all("h1")] == [
+        "clusterkit cancel ddp-1", "clusterkit cancel 'x y'",
+    ]  # fmt: skip
+    assert found.all("h1")[0].cause == "run ddp-1 has 2 processes there"
+    assert found.all("h1")[1].cause == "run x y has 1 process there"
+
+
+# ---------------------------------------------------------------- the shared folder
+
+
+def shared(subject, written, **read):
+    return {
+        machine.name: make_answer(
+            ({"shared-write": written} if machine.name == "h0" else {})
+            | ({"shared-read": read[machine.name]} if machine.name in read else {})
+        )
+        for machine in subject.hosts
+    }
+
+
+FOUND = {"text": "token", "error": None, "kind": "nfs4"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "words"),
+    [
+        ({}, "ok", "/shared"),
+        (
+            {"text": None, "kind": "ext4"},
+            "fail",
+            "what h0 writes is not there (it is ext4)",
+        ),
+        ({"text": None, "kind": ""}, "fail", "is not shared"),
+        ({"text": None, "error": "No such directory"}, "fail", "cannot be read: No such directory"),
+        ({"text": None, "error": "Stale file handle"}, "fail", "Stale file handle"),
+        ({"text": ""}, "warn", "empty for a while"),
+    ],
+)
+def test_what_one_writes_the_others_read(judged, changed, level, words):
+    subject = make_subject(3, shared="/shared")
+    answers = shared(subject, {"error": None}, h1=FOUND | changed, h2=FOUND)
+    found = judged("shared", subject, **answers)
+    assert found["h0"].level == found["h2"].level == "ok"
+    assert found["h1"].level == level
+    assert words in found["h1"].cause
+
+
+def test_a_head_that_cannot_write_is_the_only_one_to_blame(judged):
+    subject = make_subject(3, shared="/shared")
+    found = judged("shared", subject, **shared(subject, {"error": "Read-only file system"}))
+    assert found.levels() == {"h0": ["fail"], "h1": ["skip"], "h2": ["skip"]}
+
+
+def test_no_shared_folder_no_check(judged):
+    assert judged("shared", make_subject(2))["h0"].level == "skip"

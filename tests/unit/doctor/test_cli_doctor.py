@@ -1,0 +1,174 @@
+"""clusterkit doctor: its table, its JSON, its exit codes."""
+
+import pytest
+
+from clusterkit import api, doctor
+from clusterkit.doctor.base import Finding
+from clusterkit.doctor.report import Report
+from clusterkit.errors import Unavailable
+
+FAULTS = Report(
+    cluster="lab",
+    hosts=("h0", "h1"),
+    checks=("clock",),
+    findings=(
+        Finding("clock", "h0", "ok", "agrees"),
+        Finding("clock", "h1", "fail", "10 min ahead", "sudo chronyc makestep"),
+    ),
+)
+QUIET = "user,python,shm"
+
+
+@pytest.fixture
+def examined(monkeypatch):
+    """What `api.doctor` is asked, and a report that it gives instead of looking."""
+    asked = []
+
+    def give(report):
+        def doctor(job=None, *, progress, **options):
+            asked.append({"job": job} | options)
+            progress(1, [])
+            return report
+
+        monkeypatch.setattr(api, "doctor", doctor)
+        return asked
+
+    return give
+
+
+def test_this_machine_for_real(cli):
+    done = cli("doctor", "--only", "python,shm,port,head-port,interface")
+    assert done.err in ("", "looking at localhost\n", "looking\n")
+    lines = done.out.splitlines()
+    assert lines[0].split() == ["localhost"]
+    assert lines[-1].startswith("local: 1 host, 5 checks: ")
+    assert "127.0.0.1:" in done.out
+    assert done.code == 0
+
+
+def test_json_for_real(cli):
+    document = cli("doctor", "--json", "--only", QUIET).json
+    assert document["hosts"] == ["localhost"]
+    assert document["checks"] == ["user", "python", "shm"]
+    assert {finding["check"] for finding in document["findings"]} == set(document["checks"])
+    assert set(document["findings"][0]) == {"check", "host", "level", "cause", "remedy"}
+
+
+def test_a_failure_is_exit_code_1_and_goes_to_stdout(cli, examined):
+    examined(FAULTS)
+    done = cli("doctor")
+    assert done.code == 1
+    assert "FAIL  clock on h1: 10 min ahead\n  mend: sudo chronyc makestep\n" in done.out
+    assert done.err == ""
+
+
+def test_a_failure_in_json_is_exit_code_1(cli, examined):
+    examined(FAULTS)
+    done = cli("doctor", "--json")
+    assert (done.code, done.json["ok"], done.json["worst"]) == (1, False, "fail")
+
+
+def test_a_warning_is_none(cli, examined):
+    warning = Finding("clock", "h1", "warn", "2 s ahead")
+    examined(Report(cluster="x", hosts=("h1",), checks=("clock",), findings=(warning,)))
+    assert cli("doctor").code == 0
+
+
+def test_options_reach_the_examination(cli, examined):
+    asked = examined(FAULTS)
+    cli("doctor", "job.yaml", "-c", "lab", "--clusters", "f.yaml", "-n", "2", "-g", "4", "--set",
+        "device=cuda", "--include", "h1", "--quick", "--only", "user, clock,")  # fmt: skip
+    assert asked == [{
+        "job": "job.yaml", "cluster": "lab", "clusters_file": "f.yaml", "nodes": "2", "gpus": 4,
+        "settings": ("device=cuda",), "include": "h1", "exclude": None, "quick": True,
+        "only": ["user", "clock"],
+    }]  # fmt: skip
+
+
+def test_a_job_is_what_the_hosts_are_held_against(write_job, cli, no_gpus):
+    job = write_job("device: cuda\ngpus_per_node: 2\n")
+    done = cli("doctor", job, "--only", "gpus", "--json")
+    (finding,) = done.json["findings"]
+    assert finding["level"] == "fail"
+    assert "2 needed" in finding["cause"]
+    assert done.code == 1
+
+
+def test_a_job_is_not_asked_for_its_secrets(write_job, cli, monkeypatch):
+    monkeypatch.delenv("NOT_THERE", raising=False)
+    assert cli("doctor", write_job("secrets: [NOT_THERE]\n"), "--only", "shm").code == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--only", "clok"], "check 'clok' is unknown"),
+        (["--cluster", "nope"], "cluster 'nope' is unknown"),
+        (["nope.yaml"], "nope.yaml"),
+        (["--gpus", "0"], "at least 1 rank"),
+        (["--nodes", "x"], "neither a number nor MIN:MAX"),
+        (["--include", "h1"], "has no hosts to choose from"),
+    ],
+)
+def test_bad_input_is_one_error(refused, argv, words):
+    assert words in refused("doctor", *argv)
+
+
+def test_an_error_is_no_traceback(cli, monkeypatch):
+    def fail(*_, **__):
+        raise Unavailable("nothing works", hint="mend it")
+
+    monkeypatch.setattr(api, "doctor", fail)
+    done = cli("doctor")
+    assert (done.code, done.out) == (3, "")
+    assert done.err == "error: nothing works\n hint: mend it\n"
+
+
+def test_the_list_names_every_check_and_looks_at_nothing(cli, monkeypatch):
+    monkeypatch.setattr(api, "doctor", None)
+    done = cli("doctor", "--list")
+    for check in doctor.CHECKS:
+        line = next(line for line in done.out.splitlines() if line.startswith(f"{check.name} "))
+        assert check.purpose in line
+        assert (" quick " in line) == check.quick
+    listed = cli("doctor", "--list", "--json").json
+    assert [check["name"] for check in listed] == [check.name for check in doctor.CHECKS]
+
+
+def test_what_is_waited_for_is_told_after_a_second(cli, monkeypatch):
+    import threading
+
+    from clusterkit.cli import doctor as verb
+
+    told = threading.Event()
+    monkeypatch.setattr(verb, "PATIENCE", 0.0)
+    real = verb.click.echo
+
+    def echo(message=None, **options):
+        real(message, **options)
+        if options.get("err"):
+            told.set()
+
+    def slow(job=None, *, progress, **options):
+        progress(1, ["h3", "h4", "h5"])
+        assert told.wait(30)
+        return FAULTS
+
+    monkeypatch.setattr(verb.click, "echo", echo)
+    monkeypatch.setattr(api, "doctor", slow)
+    # Either before or after the first word of progress.
+    assert cli("doctor").err in ("looking at h3-h5\n", "looking\n")
+
+
+def test_no_color_is_honoured(cli, examined, monkeypatch):
+    examined(FAULTS)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b[" not in cli("doctor").out
+
+
+def test_checks_complete():
+    from clusterkit.cli.doctor import _complete_check
+
+    assert _complete_check(None, None, "gpu") == ["gpu-driver", "gpus", "gpu-processes"]
+    assert _complete_check(None, None, "user,cl") == ["user,clock"]

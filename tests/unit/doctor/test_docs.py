@@ -1,0 +1,40 @@
+"""docs/doctor.md tells of every check."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from clusterkit.doctor.checks import CHECKS, clock, disk, memory, names, reachable, shm
+
+PAGE = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+def test_every_check_stands_in_the_table(check):
+    quick = "yes" if check.quick else ""
+    assert f"| `{check.name}` | {quick} | {check.purpose} |" in PAGE
+
+
+def test_the_page_names_no_check_that_is_not_there():
+    rows = re.findall(r"^\| `([a-z-]+)` \|", PAGE.partition("## JSON")[0], re.MULTILINE)
+    assert {check.name for check in CHECKS} == set(rows)
+
+
+def row(name):
+    cells = [line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |")]
+    return cells[-1]
+
+
+def test_the_numbers_of_the_page_are_those_of_the_checks():
+    assert f"more than {reachable.SLOW:g} s" in row("reachable")
+    assert f"more than {clock.WARN:g} s" in row("clock")
+    assert f"more than {clock.FAIL:g} s; {clock.ELASTIC:g} s for an elastic job" in row("clock")
+    assert f"takes more than {names.WARN:g} s" in row("names")
+    assert f"| more than {names.FAIL:g} s" in row("names")
+    assert f"less than {memory.WARN_BYTES >> 30} GiB" in row("memory")
+    assert f"less than {memory.FAIL_BYTES >> 20} MiB" in row("memory")
+    assert f"less than {shm.WARN_BYTES >> 30} GiB" in row("shm")
+    assert f"less than {shm.FAIL_BYTES >> 20} MiB" in row("shm")
+    assert f"{disk.WARN_BYTES >> 30} GiB or room for {disk.WARN_INODES:,} files" in row("disk")
+    assert f"{disk.FAIL_BYTES >> 20} MiB or {disk.FAIL_INODES:,} files" in row("disk")

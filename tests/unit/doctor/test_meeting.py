@@ -1,0 +1,171 @@
+"""Hosts that meet, for real: each a process with a loopback address of its own."""
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+
+from clusterkit.doctor import bundle
+from clusterkit.doctor.scripts import MEET, Met
+from clusterkit.transport import LocalTransport
+
+NOWHERE = "255.255.255.255"
+"""No TCP connection goes there; it fails at once."""
+
+
+@pytest.fixture
+def port():
+    return LocalTransport().free_port("localhost")
+
+
+def started(me, port, hosts=3, addresses=None, **changed):
+    given = {
+        "me": me,
+        "head": "h0",
+        "hosts": addresses or [[f"h{i}", f"127.0.0.{i + 1}"] for i in range(hosts)],
+        "present": [f"h{i}" for i in range(hosts)],
+        "port": port,
+        "token": "0123",
+        "wanted": ["head-port", "mesh"],
+        "patience": 1.0,
+    } | changed
+    argv = bundle.command([MEET], given, sys.executable, given["patience"])
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+
+
+def told(process):
+    output = bundle.parse(process.communicate(timeout=60)[0]).outputs["meet"]
+    assert output.error is None
+    return msgspec.json.decode(output.value, type=Met)
+
+
+def together(port, hosts=3, **changed):
+    processes = [started(f"h{i}", port, hosts, **changed) for i in range(hosts)]
+    return [told(process) for process in processes]
+
+
+def left_on(port):
+    """Sockets of this port that the kernel still knows, whatever their state."""
+    with open("/proc/net/tcp") as four, open("/proc/net/tcp6") as six:
+        lines = [line.split() for line in (*list(four)[1:], *list(six)[1:])]
+    return [words[3] for words in lines if any(end.endswith(f":{port:04X}") for end in words[1:3])]
+
+
+def test_all_reach_the_head_and_each_other(port):
+    head, *others = together(port)
+    assert head == Met(
+        head=None, listening=None, came=["h0", "h1", "h2"], peers={"h1": None, "h2": None}
+    )
+    assert others[0].peers == {"h0": None, "h2": None}
+    assert others[1].peers == {"h0": None, "h1": None}
+
+
+def test_the_port_can_be_had_again_at_once(port):
+    together(port)
+    assert left_on(port) == []
+    assert LocalTransport().free_port("localhost", port) == port
+
+
+def test_without_the_mesh_nobody_waits_for_the_others(port):
+    found = together(port, wanted=["head-port"])
+    assert [met.head for met in found] == [None, None, None]
+    assert [met.peers for met in found] == [None, None, None]
+    assert found[0].came == ["h0", "h1", "h2"]
+    assert left_on(port) == []
+
+
+def test_a_host_alone_meets_itself(port):
+    (found,) = together(port, hosts=1)
+    assert found == Met(head=None, listening=None, came=["h0"], peers=None)
+
+
+def test_a_head_that_waits_in_vain_goes_home(port):
+    found = told(started("h0", port, patience=0.1))
+    assert found.came == ["h0"]
+    assert found.peers == {}
+
+
+def test_a_host_that_finds_no_head_says_why(port):
+    assert told(started("h1", port, patience=0.1)).head == "connection refused"
+    nowhere = [["h0", NOWHERE], ["h1", "127.0.0.2"]]
+    said = told(started("h1", port, addresses=nowhere, patience=0.1)).head
+    assert said == "network is unreachable" or "denied" in said
+    unknown = [["h0", "no such host.invalid"], ["h1", "127.0.0.2"]]
+    said = told(started("h1", port, addresses=unknown, patience=0.1)).head
+    assert said == "its address does not resolve"
+
+
+def test_a_peer_that_cannot_be_reached_is_named(port):
+    hosts = [["h0", "127.0.0.1"], ["h1", "127.0.0.2"], ["h2", NOWHERE]]
+    processes = [started(f"h{i}", port, addresses=hosts) for i in range(3)]
+    found = [told(process) for process in processes]
+    assert found[0].peers["h1"] is None
+    assert found[0].peers["h2"] is not None
+    assert found[1].peers["h2"] is not None
+    assert found[2].peers == {"h0": None, "h1": None}
+
+
+@contextmanager
+def program(port, answer):
+    """Something else that listens there."""
+    with socket.create_server(("", port)) as server:
+
+        def serve():
+            while True:
+                try:
+                    line, _ = server.accept()
+                except OSError:
+                    return
+                with line:
+                    line.recv(1000)
+                    line.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"HTTP/1.0 400 Bad Request\r\n\r\n", b"", b"\xff\xfe\n", b"[]\n", b'{"token": "other"}\n',
+     json.dumps({"x": "y" * 100}).encode()],
+)  # fmt: skip
+def test_another_program_at_the_port_is_not_taken_for_the_head(port, answer):
+    with program(port, answer):
+        assert told(started("h0", port)).listening == "address already in use"
+        assert told(started("h1", port)).head == "another program answers there"
+
+
+def test_the_head_of_another_examination_is_not_ours(port):
+    head = started("h0", port, token="theirs")
+    try:
+        assert told(started("h1", port, token="ours")).head == "another program answers there"
+    finally:
+        head.kill()
+        head.communicate()
+
+
+def test_who_says_nothing_does_not_hold_the_head(port):
+    head = started("h0", port, hosts=2)
+    silent = []
+    for _ in range(200):
+        try:
+            silent.append(socket.create_connection(("127.0.0.1", port), timeout=5))
+            break
+        except ConnectionRefusedError:
+            threading.Event().wait(0.05)
+    assert silent
+    try:
+        assert told(started("h1", port, hosts=2)).head is None
+        assert told(head).came == ["h0", "h1"]
+    finally:
+        silent[0].close()
