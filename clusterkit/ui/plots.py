@@ -1,4 +1,4 @@
-"""Loss and tokens per second as a picture."""
+"""Loss and tokens per second as a picture; bandwidth over size, or between pairs of nodes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from clusterkit.bandwidth import Pairs, Report, figure, size_text
 from clusterkit.errors import BadInput, RunFolderError, Unavailable
 from clusterkit.marks import is_number
 
@@ -26,22 +27,12 @@ def draw(runs: Mapping[str, Sequence[Mapping[str, Any]]], output: Path) -> Path:
         BadInput: no metrics, or a suffix that is no picture's.
         Unavailable: matplotlib is not installed.
     """
-    if output.suffix not in SUFFIXES:
-        raise BadInput(f"{output}: not a picture's name", hint=f"one of {', '.join(SUFFIXES)}")
+    _check_name(output)
     without = [name for name, metrics in runs.items() if not _series(metrics, "loss")[0]]
     if without:
         raise BadInput(f"run {without[0]} reported no losses", hint=f"clusterkit logs {without[0]}")
-    try:
-        import matplotlib
-    except ImportError:
-        raise Unavailable(
-            "drawing needs matplotlib", hint="pip install 'clusterkit[plot]'"
-        ) from None
-    matplotlib.use("Agg")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    loss, speed = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    picture = _picture()
+    loss, speed = picture.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     for number, (name, metrics) in enumerate(runs.items()):
         # Runs that agree lie on one another: the later ones are dashed, so that both show.
         style: dict[str, Any] = {
@@ -64,9 +55,95 @@ def draw(runs: Mapping[str, Sequence[Mapping[str, Any]]], output: Path) -> Path:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     loss.legend(frameon=False)
+    return _save(picture, output)
+
+
+def check_output(output: Path) -> None:
+    """Refuse what could not be drawn, before work is done for it.
+
+    Raises:
+        BadInput: a suffix that is no picture's.
+        Unavailable: matplotlib is not installed.
+    """
+    _check_name(output)
+    _picture()
+
+
+def draw_bandwidth(report: Report, output: Path) -> Path:
+    """Draw bus bandwidth over message size, a line per collective; or the matrix of the pairs.
+
+    Raises:
+        BadInput: a suffix that is no picture's.
+        Unavailable: matplotlib is not installed.
+    """
+    _check_name(output)
+    picture = _picture()
+    axes = picture.subplots()
+    where = f"{report.world_size} ranks on {len(report.nodes)} nodes, {report.backend}"
+    if report.pairs is not None:
+        _draw_pairs(picture, axes, report.pairs)
+        axes.set_title(f"GB/s from row to column, {size_text(report.pairs.size)}; {where}")
+        return _save(picture, output)
+    for number, name in enumerate(report.latency_us):
+        rows = sorted((row.size, row.bus_gb_per_s) for row in report.rows if row.collective == name)
+        axes.plot(
+            *zip(*rows, strict=True),
+            marker="o",
+            markersize=4,
+            linewidth=1.6,
+            color=_COLOURS[number % len(_COLOURS)],
+            label=f"{name}, latency {figure(report.latency_us[name])} us",
+        )
+    axes.set_title(f"{where}, {report.device}, {report.dtype}")
+    axes.set_xlabel("size")
+    axes.set_ylabel("bus bandwidth (GB/s)")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda size, place: size_text(round(size)))
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return _save(picture, output)
+
+
+def _draw_pairs(picture: Any, axes: Any, pairs: Pairs) -> None:
+    numbers = [[float("nan") if one is None else one for one in line] for line in pairs.gb_per_s]
+    image = axes.imshow(numbers, cmap="viridis", vmin=0)
+    picture.colorbar(image, ax=axes, label="GB/s")
+    places = range(len(pairs.hosts))
+    axes.set_xticks(places, pairs.hosts, rotation=45, ha="right")
+    axes.set_yticks(places, pairs.hosts)
+    middle = image.norm.vmax / 2
+    for row, line in enumerate(pairs.gb_per_s):
+        for column, one in enumerate(line):
+            if one is not None:
+                colour = "white" if one < middle else "black"
+                axes.text(column, row, figure(one), ha="center", va="center", color=colour)
+
+
+def _check_name(output: Path) -> None:
+    if output.suffix not in SUFFIXES:
+        raise BadInput(f"{output}: not a picture's name", hint=f"one of {', '.join(SUFFIXES)}")
+
+
+def _picture() -> Any:
+    """An empty picture."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise Unavailable(
+            "drawing needs matplotlib", hint="pip install 'clusterkit[plot]'"
+        ) from None
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(8, 6), layout="constrained")
+
+
+def _save(picture: Any, output: Path) -> Path:
     temporary = output.with_name(f".{output.name}{output.suffix}")
     try:
-        figure.savefig(temporary, dpi=150)
+        picture.savefig(temporary, dpi=150)
         temporary.replace(output)
     except OSError as error:
         with contextlib.suppress(OSError):

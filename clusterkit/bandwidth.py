@@ -1,0 +1,680 @@
+"""What `clusterkit bench` asks for, and what it makes of the answer. Pure.
+
+A job from options (`job_of`), a report from the marked lines of its run (`report`): algorithm
+and bus bandwidth as nccl-tests define them, and, between pairs of nodes, which link or host is
+slow (`judge`). The measuring itself is `clusterkit.runtime.bandwidth`, in the ranks.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct, field
+
+from clusterkit.cluster import Facts
+from clusterkit.errors import BadInput, ClusterkitError, counted
+from clusterkit.plan import Plan
+from clusterkit.spec import JobSpec
+
+FACTORS: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
+    "all_gather": lambda ranks: (ranks - 1) / ranks,
+    "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
+    "broadcast": lambda ranks: 1.0,
+    "sendrecv": lambda ranks: 1.0,
+}
+"""Bus bandwidth / algorithm bandwidth for a number of ranks n, as in nccl-tests
+(doc/PERFORMANCE.md).
+
+It is what a rank's link must carry, in one direction and at best, in units of the array's size.
+all_reduce: every element is added n-1 times and its sum copied n-1 times, each time over a link;
+that is 2(n-1) arrays, divided between n links. reduce_scatter only adds, all_gather only copies.
+broadcast and sendrecv: the whole array leaves one rank.
+"""
+
+ITEMSIZES = {
+    "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1,
+    "int32": 4, "int64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1,
+}  # fmt: skip
+"""Type to its bytes, by torch's names."""
+ONLY_NCCL = ("float8_e4m3fn", "float8_e5m2")
+"""Types that gloo does not take (torch 2.13: "Invalid scalar type")."""
+
+SIZES = "1K:64M:x4"
+PAIR_SIZES = "1K,16M"
+"""Between pairs the smallest size gives the latency and the largest the bandwidth."""
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_SIZE = re.compile(r"([0-9]{1,12})([KMG]?)(?:iB)?\Z", re.IGNORECASE)
+_FACTOR = re.compile(r"x([0-9]{1,4})\Z")
+_SIZE_HINT = "a size (4096, 64K, 1M; 1K is 1024), several (1K,1M) or a range (1K:64M, 1K:64M:x2)"
+
+SLOW_BANDWIDTH = 1 / 0.6
+SLOW_LATENCY = 3.0
+"""A link is slow when a byte, or an answer, takes this many times as long as usual ..."""
+SLOW_SPREADS = 4.0
+"""... and this many standard deviations of the usual links longer, so that noise blames nobody."""
+_MAD_TO_SIGMA = 1.4826
+"""Standard deviation / median absolute deviation of normally distributed numbers."""
+
+Matrix = Sequence[Sequence[float | None]]
+"""By node of origin, then by node of destination; None where they are the same."""
+
+
+class Options(Struct, frozen=True, kw_only=True):
+    """What to measure, checked; see `choose`."""
+
+    collectives: tuple[str, ...]
+    sizes: tuple[int, ...]
+    dtype: str
+    iterations: int | None
+    warmup: int | None
+    pairwise: bool
+    sequential: bool
+
+
+class Node(Struct, frozen=True):
+    """One node: its number, its name, the ranks on it."""
+
+    node: int
+    host: str
+    ranks: tuple[int, ...]
+
+
+class Setup(Struct, frozen=True, kw_only=True):
+    """The mark ``bench_setup``."""
+
+    world_size: int
+    nodes: tuple[Node, ...]
+    backend: str
+    device: str
+    dtype: str
+    torch: str
+    measurements: int
+
+
+class Measured(Struct, frozen=True, kw_only=True):
+    """The mark ``bench_row``."""
+
+    collective: str
+    size: int
+    elements: int
+    iterations: int
+    median_us: float
+    min_us: float
+    max_us: float
+    wrong: int
+
+
+class MeasuredPair(Struct, frozen=True, kw_only=True):
+    """The mark ``bench_pair``: messages of ``size`` from one node to another."""
+
+    source: int = field(name="from")
+    target: int = field(name="to")
+    size: int
+    iterations: int
+    median_us: float
+    """There, with one element back."""
+    min_us: float
+    max_us: float
+    latency_us: float
+    """Half of the quickest round trip of ``latency_size``."""
+    latency_size: int
+    wrong: int
+
+
+class Row(Measured, frozen=True, kw_only=True):
+    """One collective at one size. Bandwidths are in 1e9 bytes per second, from the median."""
+
+    algorithm_gb_per_s: float
+    bus_gb_per_s: float
+
+
+class Finding(Struct, frozen=True, kw_only=True):
+    """One host or link that is slow."""
+
+    kind: str
+    """``host`` or ``link``."""
+    hosts: tuple[str, ...]
+    """The host, or the two ends of the link."""
+    direction: str
+    """``both``; of a host ``sending`` or ``receiving``; of a link ``one``: from first to second."""
+    what: str
+    """``bandwidth`` (GB/s) or ``latency`` (us)."""
+    value: float
+    usual: float
+    sentence: str
+
+
+class Pairs(Struct, frozen=True, kw_only=True):
+    """All nodes against one another; rows of the matrices are senders, columns receivers."""
+
+    hosts: tuple[str, ...]
+    size: int
+    latency_size: int
+    gb_per_s: tuple[tuple[float | None, ...], ...]
+    latency_us: tuple[tuple[float | None, ...], ...]
+    findings: tuple[Finding, ...]
+    judgement: str
+
+
+class Report(Struct, frozen=True, kw_only=True):
+    """The document that ``clusterkit bench --json`` prints."""
+
+    run: str
+    world_size: int
+    nodes: tuple[Node, ...]
+    backend: str
+    device: str
+    dtype: str
+    torch: str
+    wrong: int
+    """Elements that came out wrong, in all checks together."""
+    rows: tuple[Row, ...] = ()
+    latency_us: dict[str, float] = {}
+    """Collective to its median time at its smallest size."""
+    pairs: Pairs | None = None
+
+
+# ---------------------------------------------------------------- asking
+
+
+def choose(
+    *,
+    collectives: str | Sequence[str] | None = None,
+    sizes: str | None = None,
+    dtype: str = "float32",
+    iterations: int | None = None,
+    warmup: int | None = None,
+    pairwise: bool = False,
+    sequential: bool = False,
+) -> Options:
+    """What to measure.
+
+    Args:
+        collectives: names, in a list or separated by commas; None: all of `FACTORS`.
+        sizes: see `parse_sizes`; None: `SIZES`, or `PAIR_SIZES` between pairs.
+        dtype: type of the elements, one of `ITEMSIZES`.
+        iterations: timed operations per measurement; None: 20, fewer of slow ones.
+        warmup: operations before them, 2 at least (one connects, one tells how long they take);
+            None: 5, fewer of slow ones.
+        pairwise: messages between all pairs of nodes instead of collectives.
+        sequential: one pair at a time; otherwise disjoint pairs measure at once.
+
+    Raises:
+        BadInput: the message names the option.
+    """
+    if pairwise and collectives:
+        raise BadInput("collectives: pairs of nodes exchange messages, not collectives",
+                       hint="leave out --collectives, or --pairwise")  # fmt: skip
+    if sequential and not pairwise:
+        raise BadInput("sequential: without --pairwise there are no pairs", hint="--pairwise")
+    if isinstance(collectives, str):
+        collectives = [name.strip() for name in collectives.split(",")]
+    names = tuple(dict.fromkeys(FACTORS if collectives is None else collectives))
+    if not names:
+        raise BadInput("collectives: none given", hint=f"some of {', '.join(FACTORS)}")
+    for name in names:
+        _one_of("collectives", name, FACTORS)
+    _one_of("dtype", dtype, ITEMSIZES)
+    for key, number, least in (("iterations", iterations, 1), ("warmup", warmup, 2)):
+        if number is not None and number < least:
+            raise BadInput(f"{key}: {number}: at least {least}")
+    return Options(
+        collectives=("sendrecv",) if pairwise else names,
+        sizes=parse_sizes(sizes or (PAIR_SIZES if pairwise else SIZES)),
+        dtype=dtype,
+        iterations=iterations,
+        warmup=warmup,
+        pairwise=pairwise,
+        sequential=sequential,
+    )
+
+
+def _one_of(key: str, word: str, known: Iterable[str]) -> None:
+    names = list(known)
+    if word not in names:
+        near = difflib.get_close_matches(word, names, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise BadInput(f"{key}: {word!r} is unknown", hint=f"{hint}one of {', '.join(names)}")
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """``64K``, ``1K,1M`` or ``1K:64M:x4`` as bytes, ascending; K, M, G are powers of 1024.
+
+    A range multiplies its first size by the factor (4 unless given) as long as the last is not
+    exceeded.
+
+    Raises:
+        BadInput: not of that form, no bytes, or a range that goes down.
+    """
+    if ":" not in text:
+        return tuple(sorted({_size(word.strip(), text) for word in text.split(",")}))
+    first, last, *rest = (part.strip() for part in text.split(":"))
+    low, high = _size(first, text), _size(last, text)
+    if high < low:
+        raise BadInput(f"sizes: {text}: the smaller size comes first", hint=f"{last}:{first}")
+    match = _FACTOR.match(rest[0] if rest else "x4")
+    if match is None or int(match[1]) < 2 or len(rest) > 1:
+        raise BadInput(
+            f"sizes: {text}: {':'.join(rest)!r} is no factor", hint="x2, or a larger one"
+        )
+    sizes = [low]
+    while sizes[-1] * int(match[1]) <= high:
+        sizes.append(sizes[-1] * int(match[1]))
+    return tuple(sizes)
+
+
+def _size(word: str, text: str) -> int:
+    match = _SIZE.match(word)
+    if match is None:
+        raise BadInput(f"sizes: {word!r} in {text!r} is no size", hint=_SIZE_HINT)
+    size = int(match[1]) * _UNITS[match[2].upper()]
+    if size < 1:
+        raise BadInput(f"sizes: {word!r} in {text!r}: a message has 1 byte or more")
+    return size
+
+
+def job_of(options: Options) -> JobSpec:
+    """The job that measures: an ordinary one, which any backend runs."""
+    program = Path(__file__).parent / "runtime" / "bandwidth.py"
+    args = ["--sizes", ",".join(map(str, options.sizes)), "--dtype", options.dtype]
+    if options.pairwise:
+        args += ["--pairwise", *(["--sequential"] if options.sequential else [])]
+    else:
+        args += ["--collectives", ",".join(options.collectives)]
+    for flag, number in (("--iterations", options.iterations), ("--warmup", options.warmup)):
+        args += [] if number is None else [flag, str(number)]
+    return JobSpec(
+        name="bench",
+        description="Bandwidth and latency of the collectives",
+        program=str(program),
+        args=tuple(args),
+        workdir=str(program.parent),
+        # The program's neighbours have names such as `deepspeed` and must not be found by them.
+        env={"PYTHONSAFEPATH": "1"},
+    )
+
+
+def check(options: Options, plan: Plan, facts: Facts) -> None:
+    """Refuse what is known to fail before anything is started.
+
+    Raises:
+        BadInput: too few ranks or nodes, a type that gloo does not take, or buffers larger than
+            a host's or a GPU's whole memory.
+    """
+    nodes, nproc = plan.topology["nodes"], plan.topology["nproc_per_node"]
+    shape = f"{counted(nodes, 'node')} x {counted(nproc, 'rank')}"
+    if plan.world_size < 2:
+        raise BadInput(f"bench: {shape}: there is nothing to measure between", hint="--nodes 2")
+    if options.pairwise and nodes < 2:
+        raise BadInput(
+            f"pairwise: {shape}: it measures between nodes, not between ranks of one",
+            hint="--nodes 2, or leave out --pairwise",
+        )
+    device = plan.note("device")
+    if device == "cpu" and options.dtype in ONLY_NCCL:
+        raise BadInput(
+            f"dtype: {options.dtype}: gloo, which the ranks use without GPUs, does not take it",
+            hint="float16 and bfloat16 it takes",
+        )
+    needed = needed_bytes(options, plan.world_size)
+    # Simulated nodes share a host.
+    ranks = Counter(step.host for step in plan.steps if step.kind == "start")
+    for host in facts.hosts:
+        if host.host not in ranks:
+            continue
+        if device == "cuda" and host.gpus:
+            there = min(gpu.memory_mib for gpu in host.gpus) << 20
+            _check_fits(options, needed, there, f"a GPU of {host.host}")
+        elif device == "cpu":
+            together = ranks[host.host] * nproc * needed
+            _check_fits(options, together, host.memory_mib << 20, host.host)
+
+
+def _check_fits(options: Options, needed: int, there: int, where: str) -> None:
+    if needed > there:
+        raise BadInput(
+            f"sizes: {size_text(max(options.sizes))} needs {size_text(needed >> 20 << 20)} of "
+            f"buffers, {where} has {size_text(there)}",
+            hint="smaller --sizes",
+        )
+
+
+def needed_bytes(options: Options, ranks: int) -> int:
+    """Bytes of the largest buffers that one rank has at a time."""
+    largest = max(options.sizes)
+    if options.pairwise:
+        return largest + 2 * min(options.sizes)
+    beside = {"sendrecv": 1.0, "all_gather": 1 / ranks, "reduce_scatter": 1 / ranks}
+    return int(largest * (1 + max(beside.get(name, 0.0) for name in options.collectives)))
+
+
+# ---------------------------------------------------------------- reporting
+
+
+def report(run: str, marks: Sequence[Mapping[str, Any]], hosts: Sequence[str] = ()) -> Report:
+    """What a finished run measured.
+
+    Args:
+        run: its id.
+        marks: the objects of its marked lines.
+        hosts: the cluster's names of the nodes; the nodes' own are taken where these do not
+            tell them apart.
+
+    Raises:
+        ClusterkitError: measurements are missing.
+    """
+    begins = [at for at, mark in enumerate(marks) if mark["event"] == "bench_setup"]
+    setup = _read(marks[begins[-1]], Setup) if begins else None
+    if setup is None:
+        raise ClusterkitError(f"run {run} measured nothing", hint=f"clusterkit logs {run}")
+    since = marks[begins[-1] :]
+    measured = _read_all(since, "bench_row", Measured)
+    exchanged = _read_all(since, "bench_pair", MeasuredPair)
+    found = len(measured) + len(exchanged)
+    if found != setup.measurements:
+        raise ClusterkitError(
+            f"run {run} reported {found} of {setup.measurements} measurements",
+            hint=f"clusterkit logs {run}",
+        )
+    own = [node.host for node in setup.nodes]
+    names = distinct(hosts if len(set(hosts)) == len(own) else own)
+    rows = tuple(_row(one, setup.world_size) for one in measured)
+    return Report(
+        run=run,
+        world_size=setup.world_size,
+        nodes=tuple(
+            Node(node.node, name, node.ranks) for node, name in zip(setup.nodes, names, strict=True)
+        ),
+        backend=setup.backend,
+        device=setup.device,
+        dtype=setup.dtype,
+        torch=setup.torch,
+        wrong=sum(one.wrong for one in (*measured, *exchanged)),
+        rows=rows,
+        latency_us=_latencies(rows),
+        pairs=_pairs(names, [node.node for node in setup.nodes], exchanged) if exchanged else None,
+    )
+
+
+def _read(mark: Mapping[str, Any], kind: type[Any]) -> Any:
+    """The mark as a struct; None for one of another form."""
+    try:
+        return msgspec.convert(dict(mark), kind)
+    except msgspec.ValidationError:
+        return None
+
+
+def _read_all(marks: Iterable[Mapping[str, Any]], event: str, kind: type[Any]) -> list[Any]:
+    found = (_read(mark, kind) for mark in marks if mark["event"] == event)
+    return [one for one in found if one is not None]
+
+
+def _row(measured: Measured, ranks: int) -> Row:
+    algorithm = _gb_per_s(measured.size, measured.median_us)
+    return Row(
+        **msgspec.structs.asdict(measured),
+        algorithm_gb_per_s=algorithm,
+        bus_gb_per_s=algorithm * FACTORS[measured.collective](ranks),
+    )
+
+
+def _gb_per_s(size: int, microseconds: float) -> float:
+    # A GPU's clock may tell 0 of what is shorter than its tick.
+    return size / max(microseconds, 1e-3) / 1e3
+
+
+def _latencies(rows: Iterable[Row]) -> dict[str, float]:
+    smallest: dict[str, Row] = {}
+    for row in rows:
+        if row.size < smallest.get(row.collective, row).size or row.collective not in smallest:
+            smallest[row.collective] = row
+    return {name: row.median_us for name, row in smallest.items()}
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """The names, those that occur several times with the number of their node."""
+    times = Counter(names)
+    return [f"{name} node {node}" if times[name] > 1 else name for node, name in enumerate(names)]
+
+
+def _pairs(names: Sequence[str], nodes: Sequence[int], links: Sequence[MeasuredPair]) -> Pairs:
+    place = {node: at for at, node in enumerate(nodes)}
+    empty: list[list[float | None]] = [[None] * len(nodes) for _ in nodes]
+    bandwidth, latency = [*map(list, empty)], [*map(list, empty)]
+    for link in links:
+        source, target = place[link.source], place[link.target]
+        bandwidth[source][target] = pair_bandwidth(link)
+        latency[source][target] = link.latency_us
+    findings, judgement = judge(names, bandwidth, latency)
+    return Pairs(
+        hosts=tuple(names),
+        size=links[0].size,
+        latency_size=links[0].latency_size,
+        gb_per_s=tuple(map(tuple, bandwidth)),
+        latency_us=tuple(map(tuple, latency)),
+        findings=tuple(findings),
+        judgement=judgement,
+    )
+
+
+def pair_bandwidth(link: MeasuredPair) -> float:
+    """GB/s one way: the round trip without the way back of one element.
+
+    That way back takes the latency, measured apart, and never more than half of the round trip.
+    """
+    there = max(link.median_us - link.latency_us, link.median_us / 2)
+    return _gb_per_s(link.size, there)
+
+
+# ---------------------------------------------------------------- judging
+
+
+def judge(names: Sequence[str], bandwidth: Matrix, latency: Matrix) -> tuple[list[Finding], str]:
+    """Which hosts and links are slow, and the judgement in sentences.
+
+    Usual is the median of the links that are not slow. To begin with, those are the quickest
+    part of them that remains when one host, whichever, is left out: (n-2)/n of the links. So one
+    slow host, even of three, does not shift what it is compared with; from six hosts on that
+    holds for two of them.
+
+    Args:
+        names: of the nodes.
+        bandwidth: GB/s.
+        latency: us.
+    """
+    cost = [[None if one is None else 1 / one for one in line] for line in bandwidth]
+    # Both ends of a link timed the same round trip.
+    trips = [
+        [None if one is None else min(one, latency[b][a] or one) for b, one in enumerate(line)]
+        for a, line in enumerate(latency)
+    ]
+    findings = [
+        *_findings(names, cost, SLOW_BANDWIDTH, _Words("bandwidth", "GB/s", lambda one: 1 / one)),
+        *_findings(names, trips, SLOW_LATENCY, _Words("latency", "us", lambda one: one)),
+    ]
+    if findings:
+        return findings, ". ".join(finding.sentence for finding in findings) + "."
+    if len(names) == 2:
+        there, back = _links(bandwidth).values()
+        delay = min(_links(trips).values())
+        return [], (
+            f"Between {names[0]} and {names[1]}: {figure(there)} GB/s, the other way "
+            f"{figure(back)} GB/s, latency {figure(delay)} us. With one link there is nothing to "
+            "compare it with."
+        )
+    return [], (
+        f"No link and no host stands out: {_spread(names, bandwidth, 'GB/s')}; "
+        f"latency {_spread(names, trips, 'us')}."
+    )
+
+
+class _Words(Struct, frozen=True):
+    """How a quantity is called, its unit, and how it follows from its cost."""
+
+    what: str
+    unit: str
+    of_cost: Callable[[float], float]
+
+    def text(self, cost: float) -> str:
+        return f"{figure(self.of_cost(cost))} {self.unit}"
+
+    def host(self, direction: str) -> str:
+        """What a host does whose links are slow in that direction."""
+        return {"sending": "sends slowly", "receiving": "receives slowly"}.get(direction, "is slow")
+
+
+_Link = tuple[int, int]
+
+
+def _links(matrix: Matrix) -> dict[_Link, float]:
+    return {
+        (source, target): one
+        for source, line in enumerate(matrix)
+        for target, one in enumerate(line)
+        if one is not None
+    }
+
+
+def _findings(names: Sequence[str], matrix: Matrix, ratio: float, words: _Words) -> list[Finding]:
+    costs = _links(matrix)
+    slow = slow_links(costs, len(names), ratio)
+    if not slow:
+        return []
+    usual = statistics.median(cost for link, cost in costs.items() if link not in slow)
+    said = "" if len(names) == 2 else f", usual is {words.text(usual)}"
+    found = []
+    rest = set(slow)
+    for host, direction, explained in slow_hosts(slow, len(names)):
+        rest -= explained
+        median = statistics.median(costs[link] for link in explained)
+        peers = {end for link in explained for end in link} - {host}
+        found.append(
+            Finding(
+                kind="host",
+                hosts=(names[host],),
+                direction=direction,
+                what=words.what,
+                value=words.of_cost(median),
+                usual=words.of_cost(usual),
+                sentence=f"Host {names[host]} {words.host(direction)}: {words.what} "
+                f"{words.text(median)} with {len(peers)} of {len(names) - 1} hosts (median){said}",
+            )
+        )
+    for source, target in sorted(rest):
+        back = (target, source)
+        if back in rest and target < source:
+            continue  # said with the other direction
+        both = back in rest
+        worst = max(costs[source, target], costs[back]) if both else costs[source, target]
+        ends = (names[source], names[target])
+        between = f"between {ends[0]} and {ends[1]}" if both else f"from {ends[0]} to {ends[1]}"
+        other = "" if both else f", the other way {words.text(costs[back])}"
+        found.append(
+            Finding(
+                kind="link",
+                hosts=ends,
+                direction="both" if both else "one",
+                what=words.what,
+                value=words.of_cost(worst),
+                usual=words.of_cost(usual),
+                sentence=f"The link {between} is slow: "
+                f"{words.what} {words.text(worst)}{other}{said}",
+            )
+        )
+    return found
+
+
+def slow_links(costs: Mapping[_Link, float], nodes: int, ratio: float) -> set[_Link]:
+    """The links that cost much more than usual (see `judge`)."""
+    ordered = sorted(costs.values())
+    usual = ordered[: max(1, math.ceil(len(ordered) * (nodes - 2) / nodes))]
+    slow = _above(costs, _limit(usual, ratio))
+    while slow:
+        # The quickest are quicker than usual by chance: look again at all that are not slow.
+        fewer = slow & _above(costs, _limit([costs[link] for link in costs.keys() - slow], ratio))
+        if fewer == slow:
+            break
+        slow = fewer
+    return slow
+
+
+def _limit(usual: Sequence[float], ratio: float) -> float:
+    median = statistics.median(usual)
+    spread = _MAD_TO_SIGMA * statistics.median(abs(cost - median) for cost in usual)
+    return max(ratio * median, median + SLOW_SPREADS * spread)
+
+
+def _above(costs: Mapping[_Link, float], limit: float) -> set[_Link]:
+    return {link for link, cost in costs.items() if cost > limit}
+
+
+def slow_hosts(slow: set[_Link], nodes: int) -> list[tuple[int, str, set[_Link]]]:
+    """Hosts most of whose links are slow, the worst first: host, direction, those links.
+
+    Most are three quarters, and two at least, of the links to hosts that are not blamed already.
+    """
+    found: list[tuple[int, str, set[_Link]]] = []
+    rest = set(slow)
+    while True:
+        blamed = {host for host, *_ in found}
+        peers = nodes - 1 - len(blamed)
+        enough = max(2, math.ceil(peers * 0.75))
+        best: tuple[int, str, set[_Link]] | None = None
+        for host in sorted(set(range(nodes)) - blamed):
+            sending = {link for link in rest if link[0] == host}
+            receiving = {link for link in rest if link[1] == host}
+            ways = [
+                (name, links)
+                for name, links in (("sending", sending), ("receiving", receiving))
+                if len(links) >= enough
+            ]
+            links = set().union(*(links for _, links in ways))
+            if links and (best is None or len(links) > len(best[2])):
+                best = (host, "both" if len(ways) == 2 else ways[0][0], links)
+        if best is None:
+            return found
+        found.append(best)
+        rest -= best[2]
+
+
+def _spread(names: Sequence[str], matrix: Matrix, unit: str) -> str:
+    links = _links(matrix)
+    low, high = min(links, key=links.__getitem__), max(links, key=links.__getitem__)
+    said = [f"{figure(links[link])} ({names[link[0]]} to {names[link[1]]})" for link in (low, high)]
+    return f"{said[0]} to {said[1]}, median {figure(statistics.median(links.values()))} {unit}"
+
+
+# ---------------------------------------------------------------- words
+
+
+def figure(number: float) -> str:
+    """Three significant digits without an exponent: 1234, 85.3, 0.0123."""
+    if number <= 0:
+        return "0"
+    return f"{number:.{max(0, 2 - math.floor(math.log10(number)))}f}"
+
+
+def size_text(size: int) -> str:
+    """``4 KiB``; ``12 bytes`` for what is no whole number of KiB."""
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size >= 1 << power and size % (1 << power) == 0:
+            return f"{size >> power} {unit}"
+    return counted(size, "byte")
+
+
+def doing_text(mark: Mapping[str, Any]) -> str:
+    """A mark ``bench_doing`` in words."""
+    if "pairs" in mark:
+        pairs = ", ".join(f"{a} and {b}" for a, b in mark["pairs"][:4])
+        more = ", ..." if len(mark["pairs"]) > 4 else ""
+        return f"nodes {pairs}{more}"
+    return f"{mark['collective']} of {size_text(mark['size'])}"

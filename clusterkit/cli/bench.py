@@ -1,0 +1,196 @@
+"""clusterkit bench"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from clusterkit import api, bandwidth
+from clusterkit.cli.common import complete_cluster, json_option, print_json, table
+from clusterkit.errors import EXIT_FAILURE, counted
+from clusterkit.status import RunStatus
+
+PLAIN_LINES = 20
+"""How many progress lines there are where there is no terminal to redraw."""
+
+
+@click.command(
+    "bench",
+    epilog="Examples: clusterkit bench --nodes 2 --sizes 1K:1M -o bus.png;  "
+    "clusterkit bench --cluster lab --pairwise",
+)
+@click.option("-c", "--cluster", default="local", show_default=True, metavar="NAME",
+              help="Entry of the cluster file.", shell_complete=complete_cluster)  # fmt: skip
+@click.option("--clusters", "clusters_file", metavar="FILE", type=click.Path(),
+              help="Cluster file; by default clusters.yaml here or above.")  # fmt: skip
+@click.option("-n", "--nodes", type=int, metavar="N",
+              help="How many nodes; by default every host of the cluster.")  # fmt: skip
+@click.option("-g", "--gpus", type=int, metavar="N", help="Ranks per node.")
+@click.option("--include", metavar="HOSTS",
+              help="Only these hosts and GPUs of the cluster: host1@host2:0,1.")  # fmt: skip
+@click.option("--exclude", metavar="HOSTS", help="All hosts and GPUs but these.")
+@click.option("--collectives", metavar="A,B,...",
+              help=f"Some of {', '.join(bandwidth.FACTORS)}; by default all.")  # fmt: skip
+@click.option("--sizes", metavar="SIZES",
+              help="Bytes: 1K,1M or a range 1K:64M or 1K:64M:x2 (K, M, G of 1024; factor 4 unless "
+              f"given). Default: {bandwidth.SIZES}; with --pairwise {bandwidth.PAIR_SIZES}.",
+              )  # fmt: skip
+@click.option("--pairwise", is_flag=True,
+              help="Every pair of nodes, both ways, and which link or host is slow.")  # fmt: skip
+@click.option("--sequential", is_flag=True,
+              help="With --pairwise: one pair at a time, not disjoint pairs at once.")  # fmt: skip
+@click.option("--iterations", type=int, metavar="N",
+              help="Timed operations per measurement; by default 20, fewer of slow ones."
+              )  # fmt: skip
+@click.option("--warmup", type=int, metavar="N",
+              help="Operations before them, 2 at least; by default 5, fewer of slow ones."
+              )  # fmt: skip
+@click.option("--dtype", default="float32", show_default=True, metavar="TYPE",
+              help="Type of the elements, by torch's name.")  # fmt: skip
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE",
+              help="Draw bus bandwidth over size, or the pairs; .png, .svg or .pdf.")  # fmt: skip
+@json_option
+def command(output: Path | None, as_json: bool, **options: Any) -> int:
+    """Measure bandwidth and latency between nodes, and name the slow link or host.
+
+    Starts a run of its own, on any cluster: NCCL between GPUs, gloo between CPUs. Prints time,
+    algorithm and bus bandwidth, as nccl-tests define them, for every collective and size, and
+    how many elements came out wrong. With --pairwise it prints bandwidth and latency between all
+    nodes instead, and a judgement of them. Exits with 1 if an element came out wrong, and with
+    the run's own exit code if that failed.
+    """
+    if output is not None:
+        from clusterkit.ui import plots
+
+        plots.check_output(output)
+    report = api.bench(watch=_watch, **options)
+    if as_json:
+        print_json(report)
+    elif report.pairs is None:
+        _print_rows(report)
+    else:
+        _print_pairs(report, report.pairs)
+    if output is not None:
+        click.echo(f"drawn: {plots.draw_bandwidth(report, output)}", err=True)
+    if report.wrong:
+        click.echo(
+            f"{counted(report.wrong, 'element')} came out WRONG: do not train on this", err=True
+        )
+        return EXIT_FAILURE
+    return 0
+
+
+# ---------------------------------------------------------------- progress
+
+
+def _watch(run: api.Run) -> RunStatus:
+    """Say on stderr what is being measured until the run has ended."""
+    from clusterkit.ui import follow
+    from clusterkit.ui.words import source
+
+    click.echo(f"{run.id}: {run.plan.summary}", err=True)
+    for note in run.plan.notes:
+        if not note.name:
+            click.echo(f"note: {note}", err=True)
+    view = follow.View()
+    try:
+        with _progress() as say:
+            for line in run.logs(follow=True):
+                # What rank 0 says beside the marked lines, warnings of NCCL for one.
+                for shown in view.feed(line):
+                    click.echo(f"{source(shown)} {shown.text}", err=True)
+                event = line.event
+                if event is not None and event["event"] == "bench_doing":
+                    say(event["number"], event["of"], bandwidth.doing_text(event))
+        return run.wait()
+    except KeyboardInterrupt:
+        click.echo(f"cancelling {run.id}", err=True)
+        raise
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], None]]:
+    """A function of number, total and words: a bar in a terminal, otherwise some of the lines."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield _say_line
+        return
+    columns = (
+        SpinnerColumn(),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda number, of, words: bar.update(
+            task, completed=number, total=of, description=words
+        )
+
+
+def _say_line(number: int, of: int, words: str) -> None:
+    every = max(1, of // PLAIN_LINES)
+    if number % every == 0 or number in (1, of):
+        click.echo(f"{number}/{of} {words}", err=True)
+
+
+# ---------------------------------------------------------------- results
+
+
+def _print_rows(report: bandwidth.Report) -> None:
+    header = ("collective", "bytes", "elements", "iterations", "median us", "min us", "max us",
+              "algbw GB/s", "busbw GB/s", "wrong")  # fmt: skip
+    rows = [
+        (row.collective, str(row.size), str(row.elements), str(row.iterations),
+         *map(bandwidth.figure, (row.median_us, row.min_us, row.max_us,
+                                 row.algorithm_gb_per_s, row.bus_gb_per_s)), str(row.wrong))
+        for row in report.rows
+    ]  # fmt: skip
+    click.echo(_numbers(rows, header))
+    _say_setup(report)
+    smallest = {row.collective: row.size for row in reversed(report.rows)}
+    words = [
+        f"{name} {bandwidth.figure(us)} us at {bandwidth.size_text(smallest[name])}"
+        for name, us in report.latency_us.items()
+    ]
+    click.echo(f"latency: {', '.join(words)}", err=True)
+
+
+def _print_pairs(report: bandwidth.Report, pairs: bandwidth.Pairs) -> None:
+    for title, matrix in (
+        (f"GB/s in messages of {bandwidth.size_text(pairs.size)}", pairs.gb_per_s),
+        (f"latency in us, {bandwidth.size_text(pairs.latency_size)}", pairs.latency_us),
+    ):
+        rows = [
+            (host, *("-" if one is None else bandwidth.figure(one) for one in line))
+            for host, line in zip(pairs.hosts, matrix, strict=True)
+        ]
+        click.echo(f"{title}; from the row's host to the column's")
+        click.echo(_numbers(rows, ("", *pairs.hosts)) + "\n")
+    click.echo(pairs.judgement)
+    _say_setup(report)
+
+
+def _say_setup(report: bandwidth.Report) -> None:
+    click.echo(
+        f"{counted(report.world_size, 'rank')} on {counted(len(report.nodes), 'node')}: "
+        f"{report.backend} on {report.device}, {report.dtype}, torch {report.torch}",
+        err=True,
+    )
+
+
+def _numbers(rows: list[tuple[str, ...]], header: tuple[str, ...]) -> str:
+    """A table whose columns, but the first, are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    aligned = [
+        (line[0], *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)))
+        for line in (header, *rows)
+    ]
+    return table(aligned[1:], aligned[0])

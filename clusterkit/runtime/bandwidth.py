@@ -1,0 +1,691 @@
+"""Measures the collectives between the ranks of a run; rank 0 reports them by marked lines.
+
+One file, standard library and torch only, so that it runs on a node where clusterkit is not
+installed. `clusterkit bench` starts it like any program; by hand it is
+
+    torchrun --nproc-per-node 2 bandwidth.py --collectives all_reduce --sizes 1024,65536
+
+It reports bare measurements; `clusterkit.bandwidth` makes bandwidths and a judgement of them:
+
+    bench_setup    once: ranks, nodes, backend, how many measurements follow
+    bench_doing    before a measurement: what is measured now
+    bench_row      one collective at one size
+    bench_pair     one direction between two nodes (``--pairwise``)
+
+"Size" is nccl-tests' (doc/PERFORMANCE.md): the bytes of the whole array, that is of all ranks'
+parts together for all_gather and reduce_scatter, and of one rank's message for the others.
+
+One operation after the other is issued and timed, without a barrier between them. The time of an
+operation is the mean of its times on all ranks, as in nccl-tests: each rank's times add up to
+the wall time, so their mean does, while their maximum would count waiting twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import socket
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+MARK = "@clusterkit "
+EXIT_FAILURE = 1
+EXIT_BAD_INPUT = 2
+
+WARMUP = 5
+CONNECTING = 2
+"""Operations that there always are before the timed ones: one connects, one tells how long."""
+ITERATIONS = 20
+FEWEST_ITERATIONS = 3
+SECONDS_PER_MEASUREMENT = 5.0
+"""Unless a number was asked for, a slow operation is repeated less often than `ITERATIONS`."""
+PING_PONGS = 100
+PASSES = 3
+"""Every pair is measured at so many different moments, so that a bad moment is not a bad link."""
+_TIMEOUT_SECONDS = 600.0
+_CHUNK = 1 << 20
+"""Elements that are filled or checked at once: bounds the memory beside the buffers."""
+
+DTYPES = {
+    name: getattr(torch, name)
+    for name in (
+        "float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64",
+        "float8_e4m3fn", "float8_e5m2",
+    )
+    if hasattr(torch, name)
+}  # fmt: skip
+
+
+class Refused(Exception):
+    """What a person can mend: said in one line, without a traceback."""
+
+    def __init__(self, message: str, exit_code: int = EXIT_BAD_INPUT) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line; ``None``: as many as fit into `SECONDS_PER_MEASUREMENT`."""
+
+    collectives: tuple[str, ...]
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    iterations: int | None
+    warmup: int | None
+    pairwise: bool
+    sequential: bool
+
+    def counts(self, seconds: float, most: int = ITERATIONS, passes: int = 1) -> tuple[int, int]:
+        """How many more warm-ups and iterations, for an operation that takes ``seconds``.
+
+        Args:
+            most: iterations that are worth their time.
+            passes: among how many passes they are divided.
+        """
+        fit = int(min(most, SECONDS_PER_MEASUREMENT / max(seconds, 1e-9)) / passes)
+        iterations, warmup = self.iterations, self.warmup
+        if iterations is None:
+            iterations = max(FEWEST_ITERATIONS // passes, fit)
+        if warmup is None:
+            warmup = CONNECTING + min(WARMUP - CONNECTING, fit)
+        return max(0, warmup - CONNECTING), iterations
+
+    def part(self, number: int, passes: int) -> Options:
+        """The options of one of several passes: its part of the iterations asked for."""
+        if self.iterations is None:
+            return self
+        return replace(self, iterations=(self.iterations + passes - 1 - number) // passes)
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank among all."""
+
+    rank: int
+    size: int
+    local_size: int
+    node: int
+    device: torch.device
+    backend: str
+
+    def agree(self, values: Sequence[float], how: Any = dist.ReduceOp.SUM) -> list[float]:
+        """The sum (or another reduction) of each value over the ranks, on every rank."""
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total, how)
+        return [float(value) for value in total.tolist()]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The ``value`` of every rank, in rank order, on every rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def report(self, event: str, **fields: object) -> None:
+        """Write a marked line, on rank 0, in one system call."""
+        if self.rank == 0:
+            sys.stdout.flush()
+            os.write(1, f"{MARK}{json.dumps({'event': event} | fields)}\n".encode())
+
+
+# ---------------------------------------------------------------- collectives
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One collective at one size on this rank.
+
+    Attributes:
+        elements: of the whole array, see "size" above.
+        run: issues operation number i and waits until it is done (on a GPU: queues it).
+        source: buffer to fill before the check, with ``given`` of each index.
+        result: buffer that must hold ``expected`` of each index afterwards.
+    """
+
+    elements: int
+    run: Callable[[int], object]
+    source: Tensor
+    given: Callable[[Tensor], Tensor]
+    result: Tensor
+    expected: Callable[[Tensor], Tensor]
+
+
+def value(rank: int | Tensor, index: Tensor) -> Tensor:
+    """What rank ``rank`` sends at ``index``: 1 to 112, exact in every type of 8 bits but float8."""
+    return 1 + (index * 31 + rank * 17 + index // 7 * rank) % 112
+
+
+def share(rank: int, size: int, index: Tensor) -> Tensor:
+    """What a rank adds at ``index``: one rank a number, the others 0.
+
+    So the sum is exact in every type, however many ranks there are, and yet any rank that is
+    left out or counted twice shows.
+    """
+    return torch.where(index % size == rank, total(size, index), 0)
+
+
+def total(size: int, index: Tensor) -> Tensor:
+    """The sum of `share` over the ranks."""
+    return 1 + index // size % 7
+
+
+def _all_reduce(world: World, elements: int, empty: Callable[[int], Tensor]) -> Operation:
+    data = empty(elements)
+    return Operation(
+        elements, lambda i: dist.all_reduce(data),
+        data, lambda index: share(world.rank, world.size, index),
+        data, lambda index: total(world.size, index),
+    )  # fmt: skip
+
+
+def _reduce_scatter(world: World, elements: int, empty: Callable[[int], Tensor]) -> Operation:
+    part = elements // world.size
+    whole, mine = empty(elements), empty(part)
+    # The newer name; the older one warns where both are.
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return Operation(
+        elements, lambda i: scatter(mine, whole),
+        whole, lambda index: share(world.rank, world.size, index),
+        mine, lambda index: total(world.size, index + world.rank * part),
+    )  # fmt: skip
+
+
+def _all_gather(world: World, elements: int, empty: Callable[[int], Tensor]) -> Operation:
+    part = elements // world.size
+    whole, mine = empty(elements), empty(part)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return Operation(
+        elements, lambda i: gather(whole, mine),
+        mine, lambda index: value(world.rank, index),
+        whole, lambda index: value(index // part, index % part),
+    )  # fmt: skip
+
+
+def _broadcast(world: World, elements: int, empty: Callable[[int], Tensor]) -> Operation:
+    data = empty(elements)
+    return Operation(
+        # Each rank is the root in turn: a fixed root would run ahead of the others, and the
+        # time of a small message would be that of putting it into a buffer.
+        elements, lambda i: dist.broadcast(data, i % world.size),
+        data, lambda index: value(0, index) if world.rank == 0 else torch.zeros_like(index),
+        data, lambda index: value(0, index),
+    )  # fmt: skip
+
+
+def _sendrecv(world: World, elements: int, empty: Callable[[int], Tensor]) -> Operation:
+    out, into = empty(elements), empty(elements)
+    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+
+    def run(i: int) -> None:
+        ops = [dist.P2POp(dist.isend, out, after), dist.P2POp(dist.irecv, into, before)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    return Operation(
+        elements, run,
+        out, lambda index: value(world.rank, index),
+        into, lambda index: value(before, index),
+    )  # fmt: skip
+
+
+COLLECTIVES: dict[str, Callable[[World, int, Callable[[int], Tensor]], Operation]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "broadcast": _broadcast,
+    "sendrecv": _sendrecv,
+}
+_DIVIDED = ("all_gather", "reduce_scatter")
+"""Collectives in which every rank has its part of the array."""
+
+
+def whole_elements(collective: str, size: int, itemsize: int, ranks: int) -> int:
+    """Elements of ``size`` bytes, rounded down to what the ranks can divide; one each at least."""
+    unit = ranks if collective in _DIVIDED else 1
+    return max(1, size // itemsize // unit) * unit
+
+
+def buffer_elements(collective: str, elements: int, ranks: int) -> int:
+    """Elements of all the buffers of one rank."""
+    if collective in _DIVIDED:
+        return elements + elements // ranks
+    return 2 * elements if collective == "sendrecv" else elements
+
+
+def allocator(world: World, dtype: torch.dtype) -> Callable[[int], Tensor]:
+    """What makes buffers: zeros that were written, since pages never touched cost nothing."""
+    return lambda elements: torch.empty(elements, dtype=dtype, device=world.device).zero_()
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def timed(world: World, run: Callable[[int], object], times: int) -> list[float]:
+    """Seconds of each of ``times`` operations, issued one after the other."""
+    if world.device.type == "cuda":
+        new_event: Any = torch.cuda.Event  # it has no types
+        events = [new_event(enable_timing=True) for _ in range(times + 1)]
+        events[0].record()
+        for i, event in enumerate(events[1:]):
+            run(i)
+            event.record()
+        torch.cuda.synchronize(world.device)
+        return [begun.elapsed_time(ended) / 1000 for begun, ended in itertools.pairwise(events)]
+    moments = [time.perf_counter()]
+    for i in range(times):
+        run(i)
+        moments.append(time.perf_counter())
+    return [ended - begun for begun, ended in itertools.pairwise(moments)]
+
+
+def measure(world: World, operation: Operation, options: Options) -> dict[str, object]:
+    """Warm up, measure, check."""
+    connecting = timed(world, operation.run, CONNECTING)
+    (seconds,) = world.agree(connecting[-1:], dist.ReduceOp.MAX)
+    warmup, iterations = options.counts(seconds)
+    timed(world, operation.run, warmup)
+    dist.barrier()
+    sums = world.agree(timed(world, operation.run, iterations))
+    return summary([each / world.size for each in sums]) | {
+        "wrong": int(world.agree([check(operation)])[0])
+    }
+
+
+def summary(seconds: Sequence[float]) -> dict[str, object]:
+    return {
+        "iterations": len(seconds),
+        "median_us": statistics.median(seconds) * 1e6,
+        "min_us": min(seconds) * 1e6,
+        "max_us": max(seconds) * 1e6,
+    }
+
+
+def check(operation: Operation) -> int:
+    """Run it once more on numbers that tell ranks and places apart; how many came out wrong."""
+    fill(operation.source, operation.given)
+    operation.run(0)
+    return count_wrong(operation.result, operation.expected)
+
+
+def fill(tensor: Tensor, formula: Callable[[Tensor], Tensor]) -> None:
+    for piece, index in _pieces(tensor):
+        piece.copy_(formula(index))
+
+
+def count_wrong(tensor: Tensor, formula: Callable[[Tensor], Tensor]) -> int:
+    wrong = 0
+    for piece, index in _pieces(tensor):
+        # Through the type itself: float8 rounds what is expected as it rounded what was sent.
+        wrong += int((piece.double() != formula(index).to(piece.dtype).double()).sum())
+    return wrong
+
+
+def _pieces(tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views of the whole tensor, one after the other, and the indices of their elements."""
+    for start in range(0, tensor.numel(), _CHUNK):
+        piece = tensor[start : start + _CHUNK]
+        yield piece, torch.arange(start, start + piece.numel(), device=tensor.device)
+
+
+def collectives(world: World, options: Options) -> None:
+    """Every collective at every size."""
+    itemsize = options.dtype.itemsize
+    todo = list(
+        dict.fromkeys(
+            (name, whole_elements(name, size, itemsize, world.size))
+            for name in options.collectives
+            for size in options.sizes
+        )
+    )
+    setup(world, options, len(todo))
+    for number, (name, elements) in enumerate(todo, 1):
+        size = elements * itemsize
+        world.report("bench_doing", collective=name, size=size, number=number, of=len(todo))
+        operation = COLLECTIVES[name](world, elements, allocator(world, options.dtype))
+        found = measure(world, operation, options)
+        world.report("bench_row", collective=name, size=size, elements=elements, **found)
+
+
+# ---------------------------------------------------------------- pairs
+
+
+def tournament(players: int) -> list[list[tuple[int, int]]]:
+    """Rounds of disjoint pairs in which everybody meets everybody once (circle method)."""
+    seats: list[int | None] = [*range(players), *([None] if players % 2 else [])]
+    rounds = []
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        facing = zip(seats[:half], reversed(seats[half:]), strict=True)
+        rounds.append([
+            (min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None
+        ])  # fmt: skip
+        seats.insert(1, seats.pop())
+    return rounds
+
+
+def pairs(world: World, options: Options) -> None:
+    """Every pair of nodes, by the first rank of each, both ways."""
+    leaders: dict[int, int] = {}
+    for rank, node in enumerate(world.gather(world.node)):
+        leaders.setdefault(node, rank)
+    if len(leaders) < 2:
+        raise Refused("--pairwise measures between nodes, and this run has one")
+    nodes = sorted(leaders)
+    rounds = tournament(len(nodes))
+    if options.sequential:
+        rounds = [[pair] for pair in itertools.chain.from_iterable(rounds)]
+    setup(world, options, len(nodes) * (len(nodes) - 1))
+    passes = min(PASSES, options.iterations or PASSES)
+    found: dict[tuple[int, int], OneWay] = {}
+    for number, together in enumerate(rounds * passes):
+        part = options.part(number // len(rounds), passes)
+        named = [(nodes[a], nodes[b]) for a, b in together]
+        world.report("bench_doing", pairs=named, number=number + 1, of=len(rounds) * passes)
+        for pair in named:
+            first, second = (leaders[node] for node in pair)
+            if world.rank in (first, second):
+                peer = first + second - world.rank
+                for leader, way in ((first, pair), (second, pair[::-1])):
+                    known = found.setdefault(way, OneWay())
+                    known.add(one_way(world, part, passes, peer, leads=world.rank == leader))
+        dist.barrier()
+    mine = {way: one.summary() for way, one in found.items() if one.seconds}
+    for results in world.gather(mine):
+        for (source, target), result in results.items():
+            world.report("bench_pair", **{"from": source, "to": target}, **result)
+
+
+@dataclass
+class OneWay:
+    """What was measured of messages in one direction, in seconds; empty on the rank they go to."""
+
+    seconds: list[float] = field(default_factory=list)
+    latencies: list[float] = field(default_factory=list)
+    size: int = 0
+    latency_size: int = 0
+    wrong: int = 0
+
+    def add(self, other: OneWay) -> None:
+        self.seconds += other.seconds
+        self.latencies += other.latencies
+        self.size, self.latency_size = other.size, other.latency_size
+        self.wrong += other.wrong
+
+    def summary(self) -> dict[str, object]:
+        return {
+            "size": self.size,
+            "latency_size": self.latency_size,
+            # Busy hosts delay any answer, and no answer is quicker than the link.
+            "latency_us": min(self.latencies) * 1e6,
+            **summary(self.seconds),
+            "wrong": self.wrong,
+        }
+
+
+def one_way(world: World, options: Options, passes: int, peer: int, *, leads: bool) -> OneWay:
+    """Messages from the rank that leads to its peer; timed by the former.
+
+    The message goes there and one element comes back, since only round trips can be timed by
+    one clock. The latency is half the quickest round trip of the smallest size.
+    """
+    empty = allocator(world, options.dtype)
+    itemsize = options.dtype.itemsize
+    small, large = (
+        empty(max(1, size // itemsize)) for size in (min(options.sizes), max(options.sizes))
+    )
+    answer = empty(1)
+    trips = Trips(world, options, passes, peer, leads)
+    latencies = trips.timed(small, torch.zeros_like(small), PING_PONGS)
+    seconds = trips.timed(large, answer, ITERATIONS)
+    fill(large, (lambda index: value(world.rank, index)) if leads else torch.zeros_like)
+    trips.once(large, answer)
+    wrong = torch.zeros(1, dtype=torch.int64, device=world.device)
+    if not leads:
+        wrong += count_wrong(large, lambda index: value(peer, index))
+        dist.send(wrong, peer)
+        return OneWay()
+    dist.recv(wrong, peer)
+    return OneWay(
+        seconds,
+        [each / 2 for each in latencies],
+        large.numel() * itemsize,
+        small.numel() * itemsize,
+        int(wrong.item()),
+    )
+
+
+@dataclass(frozen=True)
+class Trips:
+    """Round trips between two ranks, of which one leads."""
+
+    world: World
+    options: Options
+    passes: int
+    peer: int
+    leads: bool
+
+    def once(self, there: Tensor, back: Tensor) -> None:
+        if self.leads:
+            dist.send(there, self.peer)
+            dist.recv(back, self.peer)
+        else:
+            dist.recv(there, self.peer)
+            dist.send(back, self.peer)
+
+    def timed(self, there: Tensor, back: Tensor, most: int) -> list[float]:
+        """Seconds of each; the rank that leads decides how many there are."""
+
+        def run(i: int) -> None:
+            self.once(there, back)
+
+        seconds = timed(self.world, run, CONNECTING)[-1]
+        counts = torch.tensor(
+            self.options.counts(seconds, most, self.passes), device=self.world.device
+        )
+        (dist.send if self.leads else dist.recv)(counts, self.peer)
+        warmup, iterations = counts.tolist()
+        timed(self.world, run, warmup)
+        return timed(self.world, run, iterations)
+
+
+# ---------------------------------------------------------------- setting up, and ending
+
+
+def setup(world: World, options: Options, measurements: int) -> None:
+    """Tell who takes part; refuse what cannot work before anything is measured."""
+    everyone = world.gather((world.node, socket.gethostname()))
+    check_memory(world, options, [host for _, host in everyone].count(socket.gethostname()))
+    check_dtype(world, options)
+    nodes: dict[int, dict[str, Any]] = {}
+    for rank, (node, host) in enumerate(everyone):
+        nodes.setdefault(node, {"node": node, "host": host, "ranks": []})["ranks"].append(rank)
+    cuda = world.device.type == "cuda"
+    world.report(
+        "bench_setup",
+        world_size=world.size,
+        nodes=[nodes[node] for node in sorted(nodes)],
+        backend=world.backend,
+        device=torch.cuda.get_device_name(world.device) if cuda else "cpu",
+        dtype=str(options.dtype).removeprefix("torch."),
+        torch=str(torch.__version__),
+        measurements=measurements,
+    )
+
+
+def check_memory(world: World, options: Options, sharing: int) -> None:
+    """Refuse a size whose buffers are larger than the memory that is free.
+
+    Linux promises more memory than it has and ends a process that takes it at its word.
+
+    Args:
+        sharing: ranks on this host.
+    """
+    largest = max(options.sizes)
+    needed = needed_bytes(options, world.size)
+    if world.device.type == "cuda":
+        free: int | None = torch.cuda.mem_get_info(world.device)[0]
+    else:
+        free = available_memory()
+        needed *= sharing
+    if free is not None and needed > free:
+        raise Refused(
+            f"not enough memory on {socket.gethostname()} for {largest} bytes: the buffers take "
+            f"{needed >> 20} MiB, {free >> 20} MiB are free (smaller --sizes)"
+        )
+
+
+def needed_bytes(options: Options, ranks: int) -> int:
+    """Bytes of the largest buffers that one rank has at a time."""
+    largest, itemsize = max(options.sizes), options.dtype.itemsize
+    if options.pairwise:
+        return largest + 2 * min(options.sizes)
+    return itemsize * max(
+        buffer_elements(name, whole_elements(name, largest, itemsize, ranks), ranks)
+        for name in options.collectives
+    )
+
+
+def available_memory() -> int | None:
+    """Bytes that processes can have now (proc(5), MemAvailable); None: it cannot be told."""
+    try:
+        with open("/proc/meminfo") as file:
+            match = re.search(r"^MemAvailable:\s+(\d+) kB", file.read(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(match[1]) << 10 if match else None
+
+
+def check_dtype(world: World, options: Options) -> None:
+    """Refuse a type that the backend does not take; every rank finds the same."""
+    for name in ("sendrecv",) if options.pairwise else options.collectives:
+        elements = whole_elements(name, 1, options.dtype.itemsize, world.size)
+        try:
+            COLLECTIVES[name](world, elements, allocator(world, options.dtype)).run(0)
+        except (RuntimeError, TypeError, ValueError) as error:
+            first = (str(error).splitlines() or [""])[0]
+            if not re.search(r"(?i)scalar type|data ?type|dtype|float8", first):
+                raise
+            dtype = str(options.dtype).removeprefix("torch.")
+            raise Refused(
+                f"dtype {dtype}: {world.backend} does not take it in {name} ({first})"
+            ) from error
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    parser = argparse.ArgumentParser(prog="bandwidth.py", description=__doc__)
+    parser.add_argument("--collectives", default=",".join(COLLECTIVES), type=_collectives)
+    parser.add_argument("--sizes", required=True, type=_sizes, help="bytes, comma-separated")
+    parser.add_argument("--dtype", default="float32", choices=list(DTYPES))
+    parser.add_argument("--iterations", type=int)
+    parser.add_argument("--warmup", type=int)
+    parser.add_argument("--pairwise", action="store_true")
+    parser.add_argument("--sequential", action="store_true")
+    given = vars(parser.parse_args(arguments))
+    return Options(**given | {"dtype": DTYPES[given["dtype"]]})
+
+
+def _collectives(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(",")))
+    if unknown := [name for name in names if name not in COLLECTIVES]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(COLLECTIVES)}")
+    return names
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    sizes = tuple(int(size) for size in text.split(","))
+    if min(sizes) < 1:
+        raise argparse.ArgumentTypeError("a size is 1 byte or more")
+    return sizes
+
+
+def join() -> World:
+    """The process group that the environment of a rank describes."""
+    number = {}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        text = os.environ.get(name, "")
+        if not text.isdecimal():
+            said = f"is {text!r}" if text else "is not set"
+            raise Refused(f"{name} {said}: start the ranks with a launcher, torchrun for one")
+        number[name] = int(text)
+    rank, size, local_size = number["RANK"], number["WORLD_SIZE"], number["LOCAL_WORLD_SIZE"]
+    if size < 2:
+        raise Refused(f"between {size} rank there is nothing to measure: start 2 or more")
+    node = os.environ.get("NODE_RANK") or os.environ.get("GROUP_RANK") or str(rank // local_size)
+    device = choose_device(number["LOCAL_RANK"])
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    options: dict[str, Any] = {}
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        options["device_id"] = device
+    seconds = float(os.environ.get("CLUSTERKIT_TIMEOUT") or _TIMEOUT_SECONDS)
+    dist.init_process_group(backend, timeout=timedelta(seconds=seconds), **options)
+    return World(rank, size, local_size, int(node), device, backend)
+
+
+def choose_device(local_rank: int) -> torch.device:
+    """CLUSTERKIT_DEVICE (cpu or cuda), else a GPU when there is one."""
+    kind = os.environ.get("CLUSTERKIT_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind != "cuda":
+        return torch.device(kind)
+    count = torch.cuda.device_count()
+    # A rank may be shown one GPU, its own.
+    index = 0 if count == 1 else local_rank
+    if index >= count:
+        raise Refused(f"local rank {local_rank} has no GPU: torch sees {count} (fewer --gpus)")
+    return torch.device("cuda", index)
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parse(arguments)
+    world = join()
+    try:
+        (pairs if options.pairwise else collectives)(world, options)
+    except (MemoryError, RuntimeError) as error:
+        if not re.search(r"can't allocate memory|out of memory", str(error) or "out of memory"):
+            raise
+        raise Refused(
+            f"not enough memory on {socket.gethostname()} for {max(options.sizes)} bytes "
+            "(smaller --sizes)",
+            EXIT_FAILURE,
+        ) from error
+    dist.barrier()
+    if world.backend == "nccl":
+        dist.destroy_process_group()
+    return 0
+
+
+def leave(code: int) -> NoReturn:
+    """End at once: ranks sometimes abort when the interpreter ends after gloo was used."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run(arguments: Sequence[str]) -> NoReturn:
+    """`main`, and the end of the process with its exit code."""
+    try:
+        code = main(arguments)
+    except Refused as refused:
+        sys.stderr.write(f"error: {refused}\n")
+        code = refused.exit_code
+    except Exception:
+        traceback.print_exc()
+        code = EXIT_FAILURE
+    leave(code)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])
