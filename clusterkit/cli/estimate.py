@@ -1,0 +1,147 @@
+"""clusterkit estimate"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from clusterkit import api
+from clusterkit.cli.common import (
+    COMMAND,
+    PlanCommand,
+    json_option,
+    prepare_options,
+    print_json,
+    table,
+)
+from clusterkit.estimate import Estimate
+from clusterkit.estimate.advice import Row
+from clusterkit.estimate.units import gib
+
+_COLUMNS = 100
+_HEADER = (
+    "STRATEGY", "MESH", "PARAMS", "GRADS", "OPTIM", "ACTIV", "LOSS", "COMM", "TOTAL", "FITS",
+    "MICRO", "HOST",
+)  # fmt: skip
+
+
+def _options(function: Any) -> Any:
+    for option in reversed([
+        click.argument("job", required=False, type=click.Path()),
+        click.option("--gpu-memory", metavar="SIZE", help="Of one GPU: 80GB, 80GiB, 40960MiB."),
+        click.option("-n", "--nodes", type=int, metavar="N", help="How many nodes."),
+        click.option("-g", "--gpus", type=int, metavar="N", help="GPUs per node."),
+        click.option("--model", metavar="NAME",
+                     help="Instead of the job's: tiny ... 1.5b, or a Hugging Face name or folder."),
+        click.option("--parameters", metavar="COUNT", help="Any transformer of so many: 7B."),
+        click.option("--layers", type=int, metavar="N", help="Of --parameters."),
+        click.option("--hidden", type=int, metavar="N", help="Of --parameters: width of a layer."),
+        click.option("--heads", type=int, metavar="N", help="Of --parameters: attention heads."),
+        click.option("--vocabulary", type=int, metavar="N", help="Of --parameters: tokens."),
+        click.option("--context", type=int, metavar="N", help="Tokens in a sample."),
+        click.option("--micro-batch", type=int, metavar="N",
+                     help="Samples in one forward pass of one rank."),
+        click.option("--dtype", metavar="TYPE", help="fp32, bf16 or fp16."),
+        click.option("--optimizer", metavar="NAME", default="adamw", show_default=True,
+                     help="adamw, adafactor, momentum or sgd."),
+        click.option("--attention", metavar="KIND", default="fused", show_default=True,
+                     help="fused (flash, memory-efficient), or eager, which keeps the scores."),
+        click.option("--activation-checkpointing", is_flag=True,
+                     help="Keep a layer's input alone and compute the rest again."),
+        click.option("--overhead", metavar="SIZE",
+                     help="What a GPU holds that is no tensor (assumed: 1.5GiB)."),
+        click.option("-c", "--cluster", default="local", show_default=True, metavar="NAME",
+                     help="Whose GPUs, unless --gpu-memory is given."),
+        click.option("--clusters", "clusters_file", metavar="FILE", type=click.Path(),
+                     help="Cluster file; by default clusters.yaml here or above."),
+        click.option("--facts", "facts_file", metavar="FILE", type=click.Path(),
+                     help="Facts of an earlier run (facts.json) instead of probing."),
+        click.option("--set", "settings", multiple=True, metavar="KEY=VALUE",
+                     help="Change a key of the job file, e.g. batch.micro=4."),
+    ]):  # fmt: skip
+        function = option(function)
+    return function
+
+
+@click.command(
+    "estimate",
+    cls=PlanCommand,
+    epilog="Examples: clusterkit estimate jobs/ddp.yaml --gpus 8 --gpu-memory 80GB;  "
+    "clusterkit estimate --parameters 7B --layers 32 --hidden 4096 --gpus 8 --gpu-memory 80GB",
+)
+@_options
+@json_option
+@click.pass_context
+def command(ctx: click.Context, /, job: str | None, as_json: bool, **options: Any) -> None:
+    """The memory a job takes on a GPU, for every way to divide it, and which to choose.
+
+    Reads what JOB says of model, batch, precision and strategy, and adds up parameters,
+    gradients, optimizer states, activations and buckets at every moment of a step; TOTAL is the
+    largest moment. Without --gpu-memory the cluster is probed for its GPUs. No weights are
+    needed, and nothing is written or started. What follows -- are further arguments of the
+    program. Without JOB, give --model or --parameters.
+    """
+    words: list[str] | None = ctx.meta.get(COMMAND)
+    what: Any = job
+    if job is None and words:
+        what, words = words, None
+    if what is None and options["model"] is None and options["parameters"] is None:
+        raise click.UsageError("Give a job file, --model or --parameters.", ctx)
+    given = prepare_options(**options)
+    found = api.estimate(what, more_args=words or (), **given)
+    if as_json:
+        print_json(found)
+        return
+    click.echo("\n".join(_text(found)))
+    for note in found.notes:
+        click.echo(f"note: {note}", err=True)
+
+
+def _text(found: Estimate) -> Iterator[str]:
+    """The answer for people, at most 100 columns wide."""
+    model = found.model
+    kept = ", activation checkpointing" if found.activation_checkpointing else ""
+    memory = "unknown" if found.gpu_memory is None else f"{gib(found.gpu_memory)} GiB"
+    yield (
+        f"model   {model.name}: {model.parameters:,} parameters, {model.layers} layers x "
+        f"{model.hidden}, {model.vocabulary:,} tokens"
+    )
+    yield f"        ({model.origin})"
+    first = found.rows[0]
+    yield (
+        f"step    micro batch {first.micro_batch} x {model.context} tokens, accumulation "
+        f"{first.accumulation}; {found.precision}, {found.optimizer}, {found.attention} "
+        f"attention{kept}"
+    )
+    yield (
+        f"GPUs    {found.nodes * found.gpus_per_node} ({found.nodes} x {found.gpus_per_node}) of "
+        f"{memory} ({found.gpu_origin})"
+    )
+    yield ""
+    yield "GiB per GPU; TOTAL is the largest moment of a step, not the sum; * the job as it stands"
+    yield ""
+    yield table([_cells(row) for row in found.rows], _HEADER)
+    if found.advice is not None:
+        yield ""
+        said = f"choose  {found.advice.reason}" if found.advice.strategy else found.advice.reason
+        yield textwrap.fill(said, _COLUMNS, subsequent_indent=" " * 8)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    verdict = {None: "?", True: "yes", False: "no"}[row.fits]
+    most = row.largest_micro_batch
+    sizes = (
+        row.parameters, row.gradients, row.optimizer, row.activations, row.loss,
+        row.communication, row.total,
+    )  # fmt: skip
+    return (
+        f"{row.strategy}{'*' if row.own else ''}",
+        row.mesh,
+        *(gib(size) for size in sizes),
+        verdict,
+        "-" if most is None else str(most),
+        gib(row.host_per_node) if row.host_per_node else "-",
+    )

@@ -1,0 +1,281 @@
+"""Will it fit? The memory that a job takes on a GPU, for every way to divide it.
+
+`memory` holds the formulas, `models` the sizes of models, `jobs` what a job says, `advice` the
+comparison. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, get_args
+
+from msgspec import Struct
+
+from clusterkit.cluster import Facts
+from clusterkit.errors import BadInput, ClusterkitError, counted
+from clusterkit.estimate import advice, jobs, models
+from clusterkit.estimate.advice import Advice, Row
+from clusterkit.estimate.memory import OPTIMIZERS, Model, Precision, Setup, predict
+from clusterkit.estimate.units import gib, parse_count, parse_size
+from clusterkit.spec import JobSpec
+
+OVERHEAD = 1536 << 20
+"""CUDA context, cuBLAS workspaces, NCCL buffers and fragmentation, assumed and not measured."""
+ATTENTION = ("fused", "eager")
+
+
+class Question(Struct, frozen=True, kw_only=True):
+    """What a person says beside the job; None where the job or the cluster decides.
+
+    Sizes and counts are text such as ``80GB`` and ``7B``.
+    """
+
+    model: str | None = None
+    parameters: str | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    vocabulary: int | None = None
+    context: int | None = None
+    gpu_memory: str | None = None
+    micro_batch: int | None = None
+    dtype: str | None = None
+    optimizer: str = "adamw"
+    attention: str = "fused"
+    activation_checkpointing: bool = False
+    overhead: str | None = None
+
+
+class ModelSize(Struct, frozen=True, kw_only=True):
+    """The model, as far as its memory goes."""
+
+    name: str
+    parameters: int
+    layers: int
+    hidden: int
+    heads: int
+    context: int
+    vocabulary: int
+    origin: str
+
+
+class Estimate(Struct, frozen=True, kw_only=True):
+    """The answer: a row for every way, the job's own first."""
+
+    model: ModelSize
+    nodes: int
+    gpus_per_node: int
+    gpu_memory: int | None
+    gpu_origin: str
+    precision: str
+    optimizer: str
+    attention: str
+    activation_checkpointing: bool
+    rows: tuple[Row, ...]
+    advice: Advice | None
+    notes: tuple[str, ...]
+
+
+def check(question: Question) -> Question:
+    """The question, if every part of it can be used.
+
+    Raises:
+        BadInput: naming the flag and its value.
+    """
+    for name in ("layers", "hidden", "heads", "vocabulary", "context", "micro_batch"):
+        value = getattr(question, name)
+        if value is not None and value < 1:
+            raise BadInput(f"--{name.replace('_', '-')}: {value} is below 1")
+    for name, value, allowed in (
+        ("--dtype", question.dtype, get_args(Precision)),
+        ("--optimizer", question.optimizer, tuple(OPTIMIZERS)),
+        ("--attention", question.attention, ATTENTION),
+    ):
+        if value is not None and value not in allowed:
+            raise BadInput(f"{name} {value}: unknown", hint=f"one of {', '.join(allowed)}")
+    if question.model is not None and question.parameters is not None:
+        raise BadInput("--model and --parameters: give only one of them")
+    if question.parameters is None:
+        for name in ("layers", "hidden", "heads", "vocabulary"):
+            if getattr(question, name) is not None:
+                raise BadInput(
+                    f"--{name} describes a model of --parameters", hint="--parameters 7B"
+                )
+    for flag, text in (("--gpu-memory", question.gpu_memory), ("--overhead", question.overhead)):
+        if text is not None and not (flag == "--overhead" and text.strip() == "0"):
+            parse_size(text, flag)
+    return question
+
+
+def estimate(
+    job: JobSpec | None,
+    facts: Facts | None,
+    *,
+    nodes: int | None = None,
+    gpus: int | None = None,
+    question: Question | None = None,
+) -> Estimate:
+    """The memory of a job, or of a model alone, on so many nodes and GPUs.
+
+    Args:
+        job: what it says goes before what is guessed.
+        facts: of the cluster, for its GPUs; None where they do not matter.
+        nodes: instead of the job's.
+        gpus: GPUs per node, instead of the job's.
+        question: what a person said beside the job.
+
+    Raises:
+        BadInput: the model is not known, something cannot be divided, or a value of the question.
+        Unavailable: counting the model takes packages that are not there.
+    """
+    question = check(question or Question())
+    spec = job or JobSpec(name="model", command=("none",))
+    nodes = nodes or spec.node_range[1]
+    local = gpus or _gpus_per_node(spec, facts)
+    program = jobs.read_program(spec)
+    model = _model(spec, program, question)
+    device = "cpu" if spec.device == "cpu" and question.gpu_memory is None else "cuda"
+    own = jobs.setup_of(
+        spec, program, ranks=nodes * local, local_ranks=local, device=device, model=model
+    )
+    own = _with_question(own, question)
+    limit, origin = _limit(question, facts)
+    known_hosts = facts is not None and question.gpu_memory is None
+    host_limit = min(h.memory_mib for h in facts.hosts) << 20 if facts and known_hosts else None
+    setups = [own]
+    told = {(advice.label(own), str(own.mesh))}
+    for setup in advice.alternatives(model, own, nodes * local):
+        if (key := (advice.label(setup), str(setup.mesh))) not in told:
+            told.add(key)
+            setups.append(setup)
+    rows = [
+        advice.row(model, setup, own=setup is own, limit=limit, host_limit=host_limit)
+        for setup in setups
+    ]
+    chosen = None if limit is None else advice.choose(model, setups, rows, limit)
+    return Estimate(
+        model=ModelSize(
+            name=model.name, parameters=model.parameters, layers=model.layers,
+            hidden=model.hidden, heads=model.heads, context=model.context,
+            vocabulary=model.vocabulary, origin=model.origin,
+        ),
+        nodes=nodes, gpus_per_node=local, gpu_memory=limit, gpu_origin=origin,
+        precision=own.precision, optimizer=own.optimizer, attention=own.attention,
+        activation_checkpointing=own.recompute,
+        rows=tuple(rows), advice=chosen, notes=tuple(_notes(spec, program, own, job, limit)),
+    )  # fmt: skip
+
+
+def warning(job: JobSpec, facts: Facts) -> str | None:
+    """A sentence if the job will not fit the GPUs that were found; None if it will, or who knows.
+
+    Quick and without torch. Says nothing of programs and models it does not know for certain:
+    a false alarm is worse than none.
+    """
+    try:
+        gpus = [gpu for host in facts.hosts for gpu in host.gpus]
+        if job.device == "cpu" or not gpus:
+            return None
+        program = jobs.read_program(job)
+        model = jobs.model_of(program, count=False)
+        if model is None:
+            return None
+        nodes = job.node_range[1]
+        local = _gpus_per_node(job, facts)
+        setup = jobs.setup_of(
+            job, program, ranks=nodes * local, local_ranks=local, device="cuda", model=model
+        )
+        # What is assumed and not known must not be what makes it too large.
+        memory = predict(model, replace(setup, overhead=0))
+    except ClusterkitError:
+        return None
+    limit = min(gpu.memory_mib for gpu in gpus) << 20
+    if memory.total <= limit:
+        return None
+    return (
+        f"{model.name} with {advice.label(setup)} on {counted(nodes * local, 'GPU')} takes about "
+        f"{gib(memory.total)} GiB of each, and they have {gib(limit)} GiB: clusterkit estimate "
+        "says what fits"
+    )
+
+
+def _gpus_per_node(job: JobSpec, facts: Facts | None) -> int:
+    """Ranks per node: the job's number, else the GPUs there are, shared between its nodes."""
+    if job.gpus_per_node != "auto":
+        return job.gpus_per_node
+    if facts is None or not facts.hosts[0].gpus or job.device == "cpu":
+        return 1
+    fewest = min(len(host.gpus) for host in facts.hosts)
+    shared = fewest // job.node_range[1] if len(facts.hosts) == 1 else fewest
+    return max(1, shared)
+
+
+def _model(spec: JobSpec, program: jobs.Program, question: Question) -> Model:
+    if question.parameters is not None:
+        return models.from_numbers(
+            parse_count(question.parameters, "--parameters"),
+            layers=question.layers, hidden=question.hidden, heads=question.heads,
+            vocabulary=question.vocabulary, context=question.context,
+        )  # fmt: skip
+    if question.model is not None:
+        if question.model in models.presets():
+            return models.gpt(question.model, question.context)
+        return models.hugging_face(question.model, question.context)
+    model = jobs.model_of(program, count=True)
+    if model is None:
+        what = spec.program or spec.module or "this command"
+        raise BadInput(
+            f"{what}: clusterkit does not know which model it trains",
+            hint="--model NAME (a preset of gpt.py, or a Hugging Face name or folder), or "
+            "--parameters 7B --layers 32 --hidden 4096",
+        )
+    return model if question.context is None else replace(model, context=question.context)
+
+
+def _with_question(setup: Setup, question: Question) -> Setup:
+    changes: dict[str, Any] = {"optimizer": question.optimizer, "attention": question.attention}
+    if question.dtype is not None:
+        changes["precision"] = question.dtype
+    if question.micro_batch is not None:
+        whole = setup.micro * setup.accumulation
+        changes |= {
+            "micro": question.micro_batch,
+            "accumulation": max(1, whole // question.micro_batch),
+        }
+    if question.activation_checkpointing:
+        changes["recompute"] = True
+    if setup.device != "cpu":
+        text = question.overhead
+        if text is None:
+            changes["overhead"] = OVERHEAD
+        elif text.strip() != "0":
+            changes["overhead"] = parse_size(text, "--overhead")
+    return replace(setup, **changes)
+
+
+def _limit(question: Question, facts: Facts | None) -> tuple[int | None, str]:
+    if question.gpu_memory is not None:
+        return parse_size(question.gpu_memory, "--gpu-memory"), "--gpu-memory"
+    gpus = [gpu for host in facts.hosts for gpu in host.gpus] if facts is not None else []
+    if not gpus:
+        return None, "no GPU was found"
+    smallest = min(gpus, key=lambda gpu: gpu.memory_mib)
+    return smallest.memory_mib << 20, f"found: {smallest.name}"
+
+
+def _notes(
+    spec: JobSpec, program: jobs.Program, own: Setup, job: JobSpec | None, limit: int | None
+) -> list[str]:
+    notes = []
+    if limit is None:
+        notes.append("no GPU was found: --gpu-memory 80GB says what would fit one")
+    if own.overhead:
+        notes.append(
+            f"each total holds {gib(own.overhead)} GiB for what is no tensor (CUDA context, NCCL, "
+            "fragmentation): assumed, --overhead changes it"
+        )
+    if job is not None and not program.ours and own.strategy == "ddp":
+        notes.append("the program is not one of ours: its first line assumes ddp")
+    if job is not None and not program.ours and spec.batch is None:
+        notes.append("the job has no batch: a micro batch of 1 is assumed, --micro-batch says more")
+    return notes

@@ -1,0 +1,213 @@
+"""Every way to divide a model over the GPUs there are, which of them fit, and which to choose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from msgspec import Struct
+
+from clusterkit.errors import counted
+from clusterkit.estimate.memory import Memory, Model, Setup, largest_micro, predict
+from clusterkit.estimate.units import gib
+from clusterkit.runtime.mesh import Mesh
+
+MOST_RANKS = 4096
+"""Beyond so many, no advice to take more."""
+
+_WHY = {
+    "ddp": "it sends least: one all-reduce of the gradients a step",
+    "zero0": "it sends least: one all-reduce of the gradients a step",
+    "zero1": "it sends no more than ddp does, and divides the optimizer's state",
+    "zero2": "it sends no more than ddp does, and divides gradients and optimizer state",
+    "fsdp": "it divides everything, for half as much traffic again as ddp",
+    "zero3": "it divides everything, for half as much traffic again as ddp",
+    "tp": "it divides every layer inside a node, activations too",
+    "pp": "it divides the layers and sends only activations between the stages",
+    "3d": "it divides layers, slices and data; the way for models too large for the others",
+    "zero2 offload": "the optimizer works in host memory, slowly; nothing without offload fits",
+    "zero3 offload": "weights and optimizer lie in host memory, slowly; nothing else fits",
+}
+
+
+class Row(Struct, frozen=True, kw_only=True, omit_defaults=False):
+    """One way to train; sizes in bytes, on the GPU that needs most."""
+
+    strategy: str
+    mesh: str
+    own: bool
+    """Whether it is what the job says."""
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    loss: int
+    buffers: int
+    communication: int
+    temporary: int
+    overhead: int
+    total: int
+    """The largest moment, with the overhead; not the sum, for not all is there at once."""
+    moment: str
+    moments: dict[str, int]
+    host_per_node: int
+    micro_batch: int
+    accumulation: int
+    fits: bool | None
+    """None where the memory of the GPUs is not known."""
+    largest_micro_batch: int | None
+    host_fits: bool | None = None
+
+
+class Advice(Struct, frozen=True, kw_only=True):
+    """What to choose, in a sentence, or that nothing fits and what would."""
+
+    strategy: str | None
+    reason: str
+
+
+def label(setup: Setup) -> str:
+    """A strategy's name, with what distinguishes it here."""
+    name = setup.strategy
+    if setup.offload_optimizer:
+        name += " offload"
+    if setup.strategy == "fsdp" and not setup.reshard:
+        name += " no reshard"
+    return name
+
+
+def alternatives(model: Model, own: Setup, ranks: int) -> Iterator[Setup]:
+    """Other ways than the job's own, quickest first; only those that make sense here."""
+    local = own.local_ranks
+    data = Mesh(shard=ranks)
+    plain = replace(
+        own, sequence=False, reshard=True, offload_optimizer=False, offload_parameters=False
+    )
+    whole = own.micro * own.accumulation * own.mesh.dp
+
+    def on(strategy: str, mesh: Mesh, **changes: Any) -> Setup:
+        accumulation = max(1, whole // (own.micro * mesh.dp))
+        return replace(plain, strategy=strategy, mesh=mesh, accumulation=accumulation, **changes)
+
+    yield on("ddp", data)
+    if ranks > 1:
+        yield on("zero1", data)
+        yield on("zero2", data)
+        yield on("fsdp", data)
+        yield on("zero3", data)
+        yield from (on(name, mesh) for name, mesh in _cuts(model, ranks, local))
+    yield on("zero2", data, offload_optimizer=True)
+    yield on("zero3", data, offload_optimizer=True, offload_parameters=True)
+
+
+def _cuts(model: Model, ranks: int, local: int) -> Iterator[tuple[str, Mesh]]:
+    """Meshes that cut the model: slices inside a node, stages across nodes."""
+    if not model.divisible:
+        return
+    slices = [n for n in range(2, local + 1) if local % n == 0 and model.heads % n == 0]
+    stages = [n for n in range(2, ranks + 1) if ranks % n == 0 and n <= model.layers]
+    if slices:
+        yield "tp", Mesh(tp=slices[-1], shard=ranks // slices[-1])
+    across = [n for n in stages if n >= ranks // local]
+    if across:
+        yield "pp", Mesh(pp=across[0], shard=ranks // across[0])
+    for tp in reversed(slices):
+        fitting = [n for n in stages if ranks % (n * tp) == 0 and ranks // (n * tp) > 1]
+        if fitting:
+            yield "3d", Mesh(pp=fitting[0], tp=tp, shard=ranks // (fitting[0] * tp))
+            return
+
+
+def row(model: Model, setup: Setup, *, own: bool, limit: int | None, host_limit: int | None) -> Row:
+    """One line of the table.
+
+    Args:
+        limit: memory of a GPU in bytes, if known.
+        host_limit: memory of a node, if known.
+    """
+    memory = predict(model, setup)
+    host_fits = None if host_limit is None else memory.host <= host_limit
+    return Row(
+        strategy=label(setup),
+        mesh=str(setup.mesh),
+        own=own,
+        **_whole(memory),
+        total=round(memory.total),
+        moment=memory.moment,
+        moments={name: round(size) for name, size in memory.moments.items()},
+        host_per_node=round(memory.host),
+        micro_batch=setup.micro,
+        accumulation=setup.accumulation,
+        fits=None if limit is None else memory.total <= limit and host_fits is not False,
+        largest_micro_batch=None if limit is None else largest_micro(model, setup, limit),
+        host_fits=host_fits,
+    )
+
+
+def _whole(memory: Memory) -> dict[str, int]:
+    names = (
+        "parameters", "gradients", "optimizer", "activations", "loss", "buffers",
+        "communication", "temporary", "overhead",
+    )  # fmt: skip
+    return {name: round(getattr(memory, name)) for name in names}
+
+
+def choose(model: Model, setups: list[Setup], rows: list[Row], limit: int) -> Advice:
+    """The quickest way that fits, and why; or what would make one fit."""
+    order = list(_WHY)
+    known = [
+        (order.index(line.strategy), setup, line)
+        for setup, line in zip(setups, rows, strict=True)
+        if line.strategy in order
+    ]
+    known.sort(key=lambda entry: entry[0])
+    fitting = [(setup, line) for _, setup, line in known if line.fits]
+    if fitting:
+        _, line = fitting[0]
+        where = f" ({line.mesh})" if line.strategy in ("tp", "pp", "3d") else ""
+        return Advice(
+            strategy=line.strategy,
+            reason=f"{line.strategy}{where}: {gib(line.total)} of {gib(limit)} GiB"
+            f"{_host(line.host_per_node)}, and {_WHY[line.strategy]}",
+        )
+    smallest = min(rows, key=lambda line: line.total)
+    short = (
+        f"nothing fits: {smallest.strategy} needs least, {gib(smallest.total)} of {gib(limit)} GiB"
+    )
+    changes: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("a micro batch of 1", {"micro": 1}),
+        ("activation checkpointing", {"recompute": True}),
+        ("a micro batch of 1 with activation checkpointing", {"micro": 1, "recompute": True}),
+    )
+    for what, change in changes:
+        for _, setup, line in known:
+            needs = predict(model, replace(setup, **change))
+            if needs.total <= limit and line.host_fits is not False:
+                return Advice(
+                    strategy=line.strategy,
+                    reason=f"{short}; {line.strategy} with {what} would: {gib(needs.total)} GiB"
+                    f"{_host(needs.host)}",
+                )
+    return Advice(strategy=None, reason=f"{short}; {_more(model, setups[0], limit)}")
+
+
+def _host(size: float) -> str:
+    return f" and {gib(size)} GiB of each node's own memory" if size else ""
+
+
+def _more(model: Model, own: Setup, limit: int) -> str:
+    """How many GPUs would be enough."""
+    ranks = 2 * max(1, own.mesh.size)
+    while ranks <= MOST_RANKS:
+        setup = replace(
+            own, strategy="fsdp", mesh=Mesh(shard=ranks), micro=1, accumulation=1, recompute=True,
+            reshard=True, offload_optimizer=False, offload_parameters=False,
+        )  # fmt: skip
+        if predict(model, setup).total <= limit:
+            return (
+                f"fsdp on {counted(ranks, 'GPU')} would, with a micro batch of 1 and "
+                "activation checkpointing"
+            )
+        ranks *= 2
+    return f"not even fsdp on {MOST_RANKS:,} GPUs would"

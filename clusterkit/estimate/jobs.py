@@ -1,0 +1,288 @@
+"""What a job trains and how, as far as its file and its program's text tell.
+
+Known programs are those built on ``clusterkit.runtime``: their flags are ours, so what they mean
+is known. Of any other program only the DeepSpeed section is, and its model must be given.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from clusterkit.batch import solve
+from clusterkit.errors import BadInput
+from clusterkit.estimate import models
+from clusterkit.estimate.memory import ZERO, Model, Precision, Setup, Zero
+from clusterkit.runtime import mesh as meshes
+from clusterkit.runtime.mesh import Mesh
+from clusterkit.spec import JobSpec
+
+_DEFAULT_GLOBAL_BATCH = 32
+"""Of programs with our flags, when nothing is said (``runtime.arguments``)."""
+_HUGGING_FACE_CONTEXT = 256
+"""Tokens in a sample of a Hugging Face model in gpt.py, when nothing is said."""
+_OURS = re.compile(r"^\s*(from|import) clusterkit\.runtime\b", re.MULTILINE)
+_HAS_PRESETS = re.compile(r"^from clusterkit\.runtime\.gpt import .*\bPRESETS\b", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a job's program is told.
+
+    Attributes:
+        ours: whether it is built on ``clusterkit.runtime``, so that its flags are ours.
+        presets: whether ``--model`` takes our GPT's presets.
+        flags: flag to value; the last one counts, as in argparse; a bare flag is "".
+        defaults: what the program's own text says of flags that are not given.
+    """
+
+    ours: bool
+    presets: bool
+    flags: Mapping[str, str]
+    defaults: Mapping[str, str]
+
+    def get(self, flag: str) -> str | None:
+        """The value of a flag, given or by default."""
+        return self.flags.get(flag, self.defaults.get(flag))
+
+
+def read_program(job: JobSpec) -> Program:
+    """The job's program, from its arguments and its text; an unreadable one is not ours."""
+    text = ""
+    if job.program is not None:
+        try:
+            text = Path(job.workdir or ".", job.program).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            text = ""
+    ours = bool(_OURS.search(text))
+    return Program(
+        ours=ours,
+        presets=bool(_HAS_PRESETS.search(text)),
+        flags=_flags(job.args),
+        defaults=_defaults(text) if ours else {},
+    )
+
+
+def _flags(words: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for place, word in enumerate(words):
+        if not word.startswith("--") or word == "--":
+            continue
+        name, equals, value = word.partition("=")
+        following = words[place + 1] if place + 1 < len(words) else "--"
+        if not equals and not following.startswith("--"):
+            value = following
+        found[name] = value
+    return found
+
+
+def _defaults(text: str) -> dict[str, str]:
+    """Defaults of flags that a program adds to the common parser: ``add("--model", default=...)``.
+
+    Of one that was given a name or is worked out, nothing is known.
+    """
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return {}
+    found = {}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not node.args:
+            continue
+        flag = node.args[0]
+        if not (isinstance(flag, ast.Constant) and str(flag.value).startswith("--")):
+            continue
+        for keyword in node.keywords:
+            if keyword.arg == "default" and isinstance(keyword.value, ast.Constant):
+                value = keyword.value.value
+                if isinstance(value, str | int | float) and not isinstance(value, bool):
+                    found[str(flag.value)] = str(value)
+    return found
+
+
+# ---------------------------------------------------------------- the model
+
+
+def model_of(program: Program, *, count: bool) -> Model | None:
+    """The model that a known program trains; None if it cannot be known.
+
+    Args:
+        count: count Hugging Face models on the meta device, which takes seconds, where their
+            config alone does not tell.
+
+    Raises:
+        BadInput: with ``count``, a model that is named and cannot be found.
+    """
+    name = program.get("--model")
+    if not program.ours or not name:
+        return None
+    context = _number(program.get("--context"))
+    if program.presets and name in models.presets():
+        return models.gpt(name, context)
+    context = context or _number(program.get("--max-length")) or _HUGGING_FACE_CONTEXT
+    if count:
+        return models.hugging_face(name, context)
+    try:
+        found = models.locate(name)
+    except BadInput:
+        return None
+    return None if found is None else models.from_config(found, context)
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isascii() and text.isdigit() else None
+
+
+# ---------------------------------------------------------------- how it is trained
+
+
+def setup_of(
+    job: JobSpec, program: Program, *, ranks: int, local_ranks: int, device: str, model: Model
+) -> Setup:
+    """How the job trains on so many ranks.
+
+    Raises:
+        BadInput: a batch or mesh that does not divide, unknown values.
+    """
+    config = _deepspeed_config(job, program)
+    strategy, mesh = "ddp", Mesh(shard=ranks)
+    if config is not None:
+        strategy = ZERO[_stage(config)]
+    elif program.ours and (named := program.get("--strategy")) is not None:
+        strategy = named
+    if strategy == "deepspeed":
+        raise BadInput(
+            "estimate: --strategy deepspeed without a config that can be read here",
+            hint="a deepspeed section in the job file",
+        )
+    if strategy in meshes.STRATEGIES:
+        facts = {"name": model.name, "context": model.context}
+        if model.divisible:
+            facts |= {"layers": str(model.layers), "heads": str(model.heads)}
+        mesh = meshes.choose(strategy, program.get("--mesh"), ranks=ranks, local_ranks=local_ranks)
+        sequence = "--sequence-parallel" in program.flags
+        meshes.check_model(strategy, mesh, facts, sequence=sequence)
+    elif strategy not in ZERO:
+        raise BadInput(f"args: --strategy {strategy} is unknown", hint=", ".join(meshes.STRATEGIES))
+    micro, accumulation = _batch(job, program, mesh.dp)
+    pipeline = mesh.pp > 1
+    reshard = "--no-reshard-after-forward" not in program.flags and (
+        not pipeline or "--reshard-after-forward" in program.flags
+    )
+    setup = Setup(
+        strategy=strategy,
+        mesh=mesh,
+        precision=_precision(program, config, device),
+        micro=micro,
+        accumulation=accumulation,
+        local_ranks=local_ranks,
+        device=device,
+        recompute=_recomputes(program, config),
+        reshard=reshard,
+        sequence="--sequence-parallel" in program.flags,
+        schedule=program.get("--schedule") or "1f1b",
+        offload_optimizer=strategy == "fsdp" and "--offload" in program.flags,
+        offload_parameters=strategy == "fsdp" and "--offload" in program.flags,
+    )
+    return setup if config is None else _with_zero(setup, config)
+
+
+def _recomputes(program: Program, config: Mapping[str, Any] | None) -> bool:
+    """Activation checkpointing: our flag, Hugging Face's, or a DeepSpeed section."""
+    flags = ("--activation-checkpointing", "--gradient-checkpointing", "--gradient_checkpointing")
+    if any(flag in program.flags for flag in flags):
+        return True
+    return program.ours and config is not None and "activation_checkpointing" in config
+
+
+def _deepspeed_config(job: JobSpec, program: Program) -> Mapping[str, Any] | None:
+    named = program.flags.get("--strategy") if program.ours else None
+    if named is not None and named != "deepspeed":
+        return None
+    if job.deepspeed is not None:
+        return job.deepspeed
+    path = program.flags.get("--deepspeed-config") or program.flags.get("--deepspeed")
+    if not path:
+        return None
+    try:
+        config = json.loads(Path(job.workdir or ".", path).read_text())
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def _stage(config: Mapping[str, Any]) -> int:
+    zero = config.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+        raise BadInput(f"deepspeed.zero_optimization.stage: {stage!r} is not 0, 1, 2 or 3")
+    return int(stage)
+
+
+def _with_zero(setup: Setup, config: Mapping[str, Any]) -> Setup:
+    section = config.get("zero_optimization")
+    section = section if isinstance(section, dict) else {}
+
+    def number(key: str, default: float) -> float:
+        value = section.get(key, default)
+        usable = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+        return float(value) if usable else default
+
+    def offloaded(key: str) -> bool:
+        value = section.get(key)
+        return isinstance(value, dict) and value.get("device", "none") != "none"
+
+    usual = Zero()
+    return replace(
+        setup,
+        offload_optimizer=offloaded("offload_optimizer"),
+        offload_parameters=offloaded("offload_param"),
+        zero=Zero(
+            reduce_bucket=number("reduce_bucket_size", usual.reduce_bucket),
+            prefetch=number("stage3_prefetch_bucket_size", usual.prefetch),
+            max_live=number("stage3_max_live_parameters", usual.max_live),
+            overlap=section.get("overlap_comm") is True,
+        ),
+    )
+
+
+def _precision(program: Program, config: Mapping[str, Any] | None, device: str) -> Precision:
+    named = program.get("--dtype") if program.ours else None
+    if named == "fp32":
+        return "fp32"
+    if named == "bf16":
+        return "bf16"
+    if named == "fp16":
+        return "fp16"
+    if named is not None:
+        raise BadInput(f"args: --dtype {named} is unknown", hint="fp32, bf16 or fp16")
+    if config is not None:
+        for name in ("bf16", "fp16"):
+            section = config.get(name)
+            if isinstance(section, dict) and section.get("enabled"):
+                return "bf16" if name == "bf16" else "fp16"
+        return "fp32"
+    return "fp32" if device == "cpu" else "bf16"
+
+
+def _batch(job: JobSpec, program: Program, data_parallel: int) -> tuple[int, int]:
+    """Micro batch and accumulation."""
+    size = job.batch.global_size if job.batch else None
+    micro = job.batch.micro if job.batch else None
+    accumulation = job.batch.accumulation if job.batch else None
+    if program.ours:
+        size = _number(program.flags.get("--global-batch")) or size
+        micro = _number(program.flags.get("--micro-batch")) or micro
+    if size is None and micro is None:
+        if not program.ours:
+            return 1, 1
+        size = _DEFAULT_GLOBAL_BATCH
+    batch = solve(
+        data_parallel=data_parallel, global_size=size, micro=micro, accumulation=accumulation
+    )
+    return batch.micro, batch.accumulation

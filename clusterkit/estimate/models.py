@@ -1,0 +1,355 @@
+"""How large a model is: our GPT's presets, a Hugging Face config, or numbers from a person."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from clusterkit.errors import BadInput, Unavailable
+from clusterkit.estimate.memory import Model
+
+GPT_FILE = Path(__file__).parents[1] / "runtime" / "gpt.py"
+_COUNTING_SECONDS = 300.0
+_GUESSED_VOCABULARY = 32_000
+_GUESSED_CONTEXT = 2048
+_ASPECT = 128
+"""Width over layers of common models (GPT-3: 128, Llama 7B: 128); for a guess."""
+
+
+def presets(path: Path = GPT_FILE) -> dict[str, dict[str, int]]:
+    """Our GPT's sizes by name, read from its source: importing it would import torch.
+
+    Raises:
+        ValueError: the source has no ``PRESETS`` of ``Shape(...)``.
+    """
+    tree = ast.parse(path.read_text())
+    found: dict[str, dict[str, int]] = {}
+    default = {"vocabulary": 256}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == "Shape":
+            default = {
+                item.target.id: ast.literal_eval(item.value)
+                for item in node.body
+                if isinstance(item, ast.AnnAssign)
+                and isinstance(item.target, ast.Name)
+                and item.value is not None
+            }
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            if names == ["PRESETS"]:
+                for key, call in zip(node.value.keys, node.value.values, strict=True):
+                    assert isinstance(call, ast.Call)
+                    numbers = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+                    found[ast.literal_eval(key or call)] = default | numbers
+    if not found:
+        raise ValueError(f"{path} has no PRESETS")
+    return found
+
+
+def gpt(name: str, context: int | None = None) -> Model:
+    """One of our GPT's presets, with its own context or another."""
+    shape = presets()[name]
+    layers, heads, width = shape["layers"], shape["heads"], shape["width"]
+    context, vocabulary = context or shape["context"], shape["vocabulary"]
+    # Two norms and the biases of four linear layers: 13 widths; their matrices: 12 width^2.
+    layer = 12 * width**2 + 13 * width
+    ends = (vocabulary + context) * width
+    return Model(
+        name=f"gpt {name}",
+        parameters=layers * layer + ends + 2 * width,
+        layers=layers,
+        hidden=width,
+        heads=heads,
+        context=context,
+        vocabulary=vocabulary,
+        layer_parameters=layer,
+        matrix_parameters=12 * width**2,
+        largest=4 * width**2,
+        feed_forward=4 * width,
+        first=ends,
+        last=2 * width,
+        tied=True,
+        **_gpt_activations(width, heads, 4 * width),
+        divisible=True,
+        origin="clusterkit/runtime/gpt.py",
+    )
+
+
+def _gpt_activations(width: int, heads: int, feed_forward: int) -> dict[str, Any]:
+    """Elements a token and layer saves: see docs/estimate.md, and memory.Model for the names."""
+    return {
+        "residual": 2 * width,  # inputs of the two norms
+        "kept": 2 * width,  # their outputs, inputs of the linear layers
+        "divided": 4 * width + 2 * feed_forward,  # q, k, v, mixed; around the GELU
+        "wide": 4 + heads,  # mean and deviation of two norms, log-sum-exp of the softmax
+    }
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def from_numbers(
+    parameters: int,
+    *,
+    layers: int | None = None,
+    hidden: int | None = None,
+    heads: int | None = None,
+    vocabulary: int | None = None,
+    context: int | None = None,
+) -> Model:
+    """A transformer of so many parameters; what is not given is guessed, and ``origin`` says so.
+
+    Raises:
+        BadInput: the embeddings alone are larger than the model.
+    """
+    guessed = [
+        name
+        for name, value in (
+            ("layers", layers), ("hidden", hidden), ("vocabulary", vocabulary),
+            ("context", context),
+        )
+        if value is None
+    ]  # fmt: skip
+    if layers is None:
+        # Of 12 x layers x hidden^2 parameters.
+        wide = (12 * hidden**2) if hidden else 0
+        layers = max(1, round(parameters / wide if wide else _deep(parameters)))
+    if hidden is None:
+        hidden = max(_ASPECT, round(math.sqrt(parameters / (12 * layers)) / _ASPECT) * _ASPECT)
+    heads = heads or max(1, hidden // _ASPECT)
+    vocabulary = _GUESSED_VOCABULARY if vocabulary is None else vocabulary
+    context = context or _GUESSED_CONTEXT
+    ends = vocabulary * hidden
+    rest = parameters - ends - 2 * hidden
+    if rest < layers:
+        raise BadInput(
+            f"--parameters {parameters}: an embedding of {vocabulary} x {hidden} is larger",
+            hint="give --vocabulary and --hidden",
+        )
+    layer = rest // layers
+    return Model(
+        name="a transformer",
+        parameters=parameters,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        context=context,
+        vocabulary=vocabulary,
+        layer_parameters=layer,
+        matrix_parameters=max(0, layer - 13 * hidden),
+        largest=layer // 3,
+        feed_forward=4 * hidden,
+        first=ends,
+        last=2 * hidden,
+        tied=True,
+        **_gpt_activations(hidden, heads, 4 * hidden),
+        divisible=True,
+        origin=f"your numbers; guessed: {', '.join(guessed)}" if guessed else "your numbers",
+    )
+
+
+def _deep(parameters: int) -> float:
+    """Layers of a model whose width is ``_ASPECT`` times its layers."""
+    return float((parameters / (12 * _ASPECT**2)) ** (1 / 3))
+
+
+# ---------------------------------------------------------------- Hugging Face
+
+
+@dataclass(frozen=True)
+class Located:
+    """A Hugging Face model's config on this disk."""
+
+    name: str
+    folder: Path
+    config: Mapping[str, Any]
+
+
+def locate(name: str) -> Located | None:
+    """The config of a folder, or of a name in the hub's cache; None if it is in neither.
+
+    Raises:
+        BadInput: there is a ``config.json``, and it is no JSON object.
+    """
+    folder = Path(name).expanduser()
+    if not (folder / "config.json").is_file():
+        cached = _cached(name)
+        if cached is None:
+            return None
+        folder = cached
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--model {name}: {path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise BadInput(f"--model {name}: {path} is no JSON object")
+    return Located(name, folder.absolute(), config)
+
+
+def _cached(name: str) -> Path | None:
+    """The newest snapshot of a model in the cache that huggingface_hub keeps."""
+    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    hub = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
+    model = hub / f"models--{name.replace('/', '--')}"
+    try:
+        revision = (model / "refs" / "main").read_text().strip()
+    except OSError:
+        return None
+    snapshot = model / "snapshots" / revision
+    return snapshot if revision and (snapshot / "config.json").is_file() else None
+
+
+def hugging_face(name: str, context: int | None = None) -> Model:
+    """A model by name or folder, counted on the meta device by a process that has torch.
+
+    Without torch or transformers, the formulas of `from_config` do for the kinds they know.
+
+    Raises:
+        BadInput: no such folder, not in the cache, or a config that builds no model.
+        Unavailable: it takes transformers to count it, and there is none.
+    """
+    found = locate(name)
+    if found is None:
+        raise BadInput(
+            f"--model {name}: no folder with config.json, and not in the Hugging Face cache",
+            hint=f"hf download {name} config.json, or give --parameters, --layers, --hidden",
+        )
+    argv = [sys.executable, "-m", "clusterkit.runtime.model_shapes", str(found.folder)]
+    argv += ["--context", str(context)] if context else []
+    try:
+        done = subprocess.run(
+            argv,
+            capture_output=True,
+            text=True,
+            timeout=_COUNTING_SECONDS,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )
+    except subprocess.TimeoutExpired:
+        raise Unavailable(f"--model {name}: not counted within {_COUNTING_SECONDS:g} s") from None
+    if done.returncode == 0:
+        return _from_sizes(name, json.loads(done.stdout.splitlines()[-1]))
+    said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    lacking = "No module named" in said or "needs transformers" in said
+    if lacking and (known := from_config(found, context)) is not None:
+        return known
+    if lacking:
+        raise Unavailable(
+            f"--model {name}: counting a {found.config.get('model_type', 'model')} takes "
+            "torch and transformers",
+            hint=f"{sys.executable} -m pip install 'clusterkit[train]'",
+        )
+    said = said.replace(str(found.folder), name).removeprefix(f"--model {name}: ")
+    raise BadInput(f"--model {name}: {said}")
+
+
+def _from_sizes(name: str, sizes: Mapping[str, Any]) -> Model:
+    hidden, heads, feed_forward = sizes["hidden"], sizes["heads"], sizes["feed_forward"]
+    keys = (
+        "parameters", "layers", "hidden", "heads", "context", "vocabulary", "layer_parameters",
+        "matrix_parameters", "largest", "feed_forward", "first", "last", "tied", "buffers",
+    )  # fmt: skip
+    return Model(
+        name=name,
+        **{key: sizes[key] for key in keys},
+        **_gpt_activations(hidden, heads, feed_forward),
+        gated=sizes["largest"] < 4 * hidden**2 or feed_forward != 4 * hidden,
+        measured={dtype: (saved[0], saved[1]) for dtype, saved in sizes["saved"].items()},
+        origin=f"{sizes['type']}, counted on the meta device",
+    )
+
+
+def from_config(found: Located, context: int | None = None) -> Model | None:
+    """A model from its config alone, by formulas; None for kinds they do not know.
+
+    Quick, and needs neither torch nor transformers. tests/live/test_estimate.py holds them
+    against the models that transformers builds.
+    """
+    config = found.config
+    kind = config.get("model_type")
+    try:
+        if kind == "gpt2":
+            model = _gpt2(found.name, config)
+        elif kind in ("llama", "mistral", "qwen2", "qwen3"):
+            model = _llama(found.name, config, kind)
+        else:
+            return None
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None
+    return replace(model, context=context) if context else model
+
+
+def _gpt2(name: str, config: Mapping[str, Any]) -> Model:
+    width, layers, heads = int(config["n_embd"]), int(config["n_layer"]), int(config["n_head"])
+    inner = int(config.get("n_inner") or 4 * width)
+    vocabulary, context = int(config["vocab_size"]), int(config.get("n_positions", 1024))
+    matrices = 4 * width**2 + 2 * width * inner
+    layer = matrices + 4 * width + inner + width + 4 * width
+    ends = (vocabulary + context) * width
+    activations = _gpt_activations(width, heads, inner)
+    # Its GELU is written out: half the input, the tangent and one more are saved as well.
+    activations["divided"] += 3 * inner
+    return Model(
+        name=name,
+        parameters=layers * layer + ends + 2 * width,
+        layers=layers,
+        hidden=width,
+        heads=heads,
+        context=context,
+        vocabulary=vocabulary,
+        layer_parameters=layer,
+        matrix_parameters=matrices,
+        largest=max(width * inner, 3 * width**2),
+        feed_forward=inner,
+        first=ends,
+        last=2 * width,
+        tied=bool(config.get("tie_word_embeddings", True)),
+        **activations,
+        origin="its config: gpt2",
+    )
+
+
+def _llama(name: str, config: Mapping[str, Any], kind: str) -> Model:
+    width, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+    heads = int(config["num_attention_heads"])
+    head = int(config.get("head_dim") or width // heads)
+    query, few = heads * head, int(config.get("num_key_value_heads") or heads) * head
+    inner, vocabulary = int(config["intermediate_size"]), int(config["vocab_size"])
+    matrices = width * (2 * query + 2 * few) + 3 * width * inner
+    layer = matrices + 2 * width
+    if kind == "qwen2":
+        layer += query + 2 * few  # biases of query, key and value
+    if kind == "qwen3":
+        layer += 2 * head  # norms of query and key
+    tied = bool(config.get("tie_word_embeddings", False))
+    ends = vocabulary * width
+    return Model(
+        name=name,
+        parameters=layers * layer + ends * (1 if tied else 2) + width,
+        layers=layers,
+        hidden=width,
+        heads=heads,
+        context=int(config.get("max_position_embeddings", 1024)),
+        vocabulary=vocabulary,
+        layer_parameters=layer,
+        matrix_parameters=matrices,
+        largest=width * inner,
+        feed_forward=inner,
+        first=ends,
+        last=width + (0 if tied else ends),
+        tied=tied,
+        residual=0,
+        kept=4 * width,  # the two norms: normalised, and scaled
+        divided=2 * query + 2 * few + 4 * inner,
+        wide=2 * width + 2 + heads,  # the norms' inputs, in float32
+        gated=True,
+        origin=f"its config: {kind}",
+    )

@@ -1,0 +1,78 @@
+"""Sizes and counts as people write them: ``80GB``, ``40960MiB``, ``7B``, and back."""
+
+from __future__ import annotations
+
+import re
+
+from clusterkit.errors import BadInput
+
+GIB = 1 << 30
+
+_BYTES = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
+}  # fmt: skip
+_COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\Z")
+_LARGEST = 1 << 60
+
+
+def parse_size(text: str, what: str) -> int:
+    """``80GB`` (10^9 bytes), ``80GiB`` (2^30), ``40960MiB`` in bytes.
+
+    Args:
+        text: a number and a unit; upper or lower case.
+        what: the flag or key it was given to, for the error.
+
+    Raises:
+        BadInput: no number, no unit or an unknown one, nothing or less, more than there is.
+    """
+    number, unit = _split(text, what, "80GB, 80GiB or 40960MiB")
+    factor = _BYTES.get(unit.upper())
+    if factor is None:
+        raise BadInput(f"{what}: {text!r}: {unit!r} is no unit", hint="MB, GB, MiB, GiB, TB or TiB")
+    if factor == 1:
+        raise BadInput(f"{what}: {text!r} has no unit", hint=f"{what} {number:g}GB, or GiB")
+    return _whole(number * factor, text, what)
+
+
+def parse_count(text: str, what: str) -> int:
+    """``7B`` (10^9), ``350M``, ``124439808`` as a number.
+
+    Raises:
+        BadInput: no number, an unknown letter, nothing or less, more than there is.
+    """
+    number, letter = _split(text, what, "7B, 350M or 124439808")
+    factor = _COUNTS.get(letter.upper())
+    if factor is None:
+        raise BadInput(f"{what}: {text!r}: {letter!r} is no unit", hint="K, M, B or T")
+    return _whole(number * factor, text, what)
+
+
+def _split(text: str, what: str, example: str) -> tuple[float, str]:
+    match = _NUMBER.match(text.strip().replace(",", "").replace("_", ""))
+    if match is None:
+        raise BadInput(f"{what}: {text!r} is not of the form NUMBER UNIT", hint=example)
+    return float(match[1]), match[2]
+
+
+def _whole(value: float, text: str, what: str) -> int:
+    if value < 1:
+        raise BadInput(f"{what}: {text!r}: it must be more than nothing")
+    if value > _LARGEST:
+        raise BadInput(f"{what}: {text!r}: there is no such amount")
+    return round(value)
+
+
+def gib(size: float) -> str:
+    """Bytes in GiB: three digits at least, and ``<0.01`` where that says nothing."""
+    value = size / GIB
+    if 0 < value < 0.005:
+        return "<0.01"
+    return f"{value:.2f}" if value < 99.95 else f"{value:,.0f}"
+
+
+def in_words(size: float) -> str:
+    """Bytes with the unit that suits: ``335 MB``, ``1.46 GiB``."""
+    return f"{size / 10**6:.1f} MB" if size < GIB else f"{gib(size)} GiB"

@@ -1,0 +1,171 @@
+"""Sizes of a Hugging Face model, counted on the meta device: no weights, no memory.
+
+    python -m clusterkit.runtime.model_shapes Qwen/Qwen2-1.5B --context 1024
+
+prints one JSON object, or one line on stderr and exit code 2. `clusterkit estimate` runs it in a
+process of its own, because the orchestrator imports no torch. How many bytes a layer saves for its
+backward pass is the difference between the model with two layers and with one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clusterkit.errors import ClusterkitError
+from clusterkit.runtime.huggingface import _load, _transformers
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", help="a name on the hub, or a folder with config.json")
+    parser.add_argument("--context", type=int, help="tokens in a sample (default: the longest)")
+    args = parser.parse_args()
+    try:
+        found = sizes(args.model, args.context)
+    except ClusterkitError as error:
+        print(error.message, file=sys.stderr)
+        return error.exit_code
+    print(json.dumps(found))
+    return 0
+
+
+def sizes(name: str, context: int | None) -> dict[str, Any]:
+    """What `clusterkit.estimate` wants to know of a model, in plain numbers.
+
+    Raises:
+        BadInput: transformers is missing, or cannot find or build the model.
+    """
+    config = _load(name, lambda: _transformers().AutoConfig.from_pretrained(name))
+    text = config.get_text_config()
+    whole, one, two = (_build(name, config, layers) for layers in (None, 1, 2))
+    context = context or int(getattr(text, "max_position_embeddings", 0) or 1024)
+    layer = _count(two) - _count(one)
+    layers = int(text.num_hidden_layers)
+    head = whole.get_output_embeddings()  # type: ignore[operator]
+    tokens = whole.get_input_embeddings().weight  # type: ignore[operator]
+    tied = head is not None and head.weight is tokens
+    last = 0 if head is None or tied else head.weight.numel()
+    saved = {
+        name: _saved_by_layer(one, two, dtype, text.vocab_size, context)
+        for name, dtype in _DTYPES.items()
+    }
+    return {
+        "type": config.model_type,
+        "parameters": _count(whole),
+        "layers": layers,
+        "hidden": int(text.hidden_size),
+        "heads": int(text.num_attention_heads),
+        "context": context,
+        "vocabulary": int(text.vocab_size) if head is not None else 0,
+        "layer_parameters": layer,
+        "matrix_parameters": _count(two, matrices=True) - _count(one, matrices=True),
+        "largest": max((p.numel() for p in _only_in(two, one)), default=0),
+        "feed_forward": int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size),
+        "first": _count(whole) - layers * layer - last,
+        "last": last,
+        "tied": tied,
+        "buffers": sum(b.numel() * b.element_size() for b in whole.buffers()),
+        "saved": saved,
+    }
+
+
+def _build(name: str, config: Any, layers: int | None) -> nn.Module:
+    """The model on the meta device, with its own number of layers or another."""
+    transformers = _transformers()
+    config = type(config).from_dict(config.to_dict())
+    if layers is not None:
+        text = config.get_text_config()
+        text.num_hidden_layers = layers
+        kinds = getattr(text, "layer_types", None)
+        if kinds:
+            text.layer_types = list(kinds[-1:]) * layers
+    named = (config.architectures or [""])[0]
+    kind = getattr(transformers, named, None)
+
+    def build() -> Any:
+        if kind is not None:
+            return kind(config)
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+    with torch.device("meta"):
+        model: nn.Module = _load(name, build)
+    return model.train()
+
+
+def _count(model: nn.Module, *, matrices: bool = False) -> int:
+    """Parameters, shared ones once; of matrices alone, or all."""
+    return sum(p.numel() for p in model.parameters() if p.dim() > 1 or not matrices)
+
+
+def _only_in(two: nn.Module, one: nn.Module) -> list[Tensor]:
+    names = {name for name, _ in one.named_parameters()}
+    return [p for name, p in two.named_parameters() if name not in names]
+
+
+def _saved_by_layer(
+    one: nn.Module, two: nn.Module, dtype: torch.dtype, vocabulary: int, context: int
+) -> tuple[int, int]:
+    """Bytes that a layer saves of one sample, and that everything else saves."""
+    first, second = (_saved(model.to(dtype), vocabulary, context) for model in (one, two))
+    return second - first, max(0, 2 * first - second)
+
+
+def _saved(model: nn.Module, vocabulary: int, context: int) -> int:
+    """Bytes kept for the backward pass of one sample, weights and buffers not counted."""
+    own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return tensor
+
+    tokens = torch.zeros(1, context, dtype=torch.int64, device="meta")
+    with _fused_attention(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(input_ids=tokens)
+    del output
+    return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in own)
+
+
+class _Fused(torch.autograd.Function):
+    """Attention as fused kernels have it: no scores, but their log-sum-exp in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        batch, heads, length, _ = query.shape
+        # Laid out as the kernels do it, so that joining the heads copies nothing.
+        mixed = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+        ctx.save_for_backward(
+            query, key, value, mixed, query.new_empty(query.shape[:-1], dtype=torch.float32)
+        )
+        return mixed
+
+
+@contextmanager
+def _fused_attention() -> Iterator[None]:
+    """Within, attention saves what fused kernels save; on the meta device torch would take none."""
+    usual = F.scaled_dot_product_attention
+
+    def fused(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        mixed: Tensor = _Fused.apply(query, key, value)  # type: ignore[no-untyped-call]
+        return mixed
+
+    F.scaled_dot_product_attention = fused
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = usual
+
+
+if __name__ == "__main__":
+    sys.exit(main())

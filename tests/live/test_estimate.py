@@ -1,0 +1,89 @@
+"""What `clusterkit estimate` predicts is what training allocates."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterkit.estimate import models
+from clusterkit.estimate.memory import Setup, layer_activations
+from clusterkit.runtime.mesh import Mesh
+from tests.live import estimate as check
+
+pytestmark = pytest.mark.live
+
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen2": check.QWEN2,
+    "llama": check.QWEN2
+    | {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "tie_word_embeddings": False,
+    },
+    "gpt2": {
+        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 256, "n_layer": 4,
+        "n_head": 4, "vocab_size": 1024, "n_positions": 256, "resid_pdrop": 0.0,
+        "attn_pdrop": 0.0, "embd_pdrop": 0.0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["ddp, 1 rank", "zero2, accumulation 4", "fsdp", "zero3, bf16"])
+def test_the_measured_peak_is_within_a_tenth_of_the_predicted(name: str) -> None:
+    (case,) = [case for case in check.CASES if case.name == name]
+    compared = check.compare(case)
+    assert abs(compared.difference) <= check.TOLERANCE, check.rows([compared])
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", KINDS)
+def test_formulas_from_a_config_agree_with_the_meta_device(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(KINDS[kind]))
+    counted = models.hugging_face(str(tmp_path), 128)
+    assert counted.origin == f"{kind}, counted on the meta device"
+    found = models.locate(str(tmp_path))
+    assert found is not None
+    formula = models.from_config(found, 128)
+    assert formula is not None
+    for name in ("parameters", "layers", "hidden", "heads", "vocabulary", "layer_parameters",
+                 "matrix_parameters", "largest", "feed_forward", "tied", "context"):  # fmt: skip
+        assert getattr(formula, name) == getattr(counted, name), name
+    assert formula.first + formula.last == counted.first + counted.last
+    for precision in ("fp32", "bf16"):
+        setup = Setup("zero1", Mesh(), precision)  # type: ignore[arg-type]
+        assert layer_activations(formula, setup) == pytest.approx(
+            layer_activations(counted, setup), rel=check.TOLERANCE
+        )
+
+
+@pytest.mark.timeout(600)
+def test_our_presets_are_as_large_as_the_model_they_stand_for() -> None:
+    code = (
+        "import torch\nfrom clusterkit.runtime.gpt import GPT, PRESETS\n"
+        "with torch.device('meta'):\n"
+        "    print({n: sum(p.numel() for p in GPT(s).parameters()) for n, s in PRESETS.items()})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    built = eval(done.stdout)
+    assert built == {name: models.gpt(name).parameters for name in models.presets()}
+
+
+@pytest.mark.timeout(600)
+def test_a_config_that_builds_no_model_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
+    with pytest.raises(models.BadInput, match="no-such-model") as caught:
+        models.hugging_face(str(tmp_path))
+    assert "Traceback" not in str(caught.value)
+
+
+def test_a_page_without_a_place_for_the_table_is_refused(tmp_path: Path) -> None:
+    page = tmp_path / "estimate.md"
+    page.write_text("# Nothing\n")
+    with pytest.raises(ValueError, match="no place"):
+        check.write_page([], page)

@@ -1,0 +1,618 @@
+"""Formulas against the papers' figures, models against known counts, and bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clusterkit import estimate as estimates
+from clusterkit import loader
+from clusterkit.errors import BadInput, Unavailable
+from clusterkit.estimate import jobs, models
+from clusterkit.estimate.memory import (
+    Model,
+    Setup,
+    Zero,
+    largest_micro,
+    layer_activations,
+    predict,
+)
+from clusterkit.estimate.units import gib, parse_count, parse_size
+from clusterkit.runtime.mesh import Mesh
+from clusterkit.spec import JobSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+JOBS = ROOT / "jobs"
+
+LLAMA_7B = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000,
+    "max_position_embeddings": 2048, "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN2_1_5B = {
+    "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960,
+    "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
+    "vocab_size": 151936, "tie_word_embeddings": True,
+}  # fmt: skip
+GPT2 = {
+    "model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257,
+    "n_positions": 1024,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Callable[[dict[str, Any]], str]:
+    """A folder with a ``config.json``."""
+
+    def make(config: dict[str, Any]) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return str(tmp_path)
+
+    return make
+
+
+# ---------------------------------------------------------------- units
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("80GB", 80 * 10**9),
+        ("80GiB", 80 << 30),
+        ("80 gib", 80 << 30),
+        ("40960MiB", 40960 << 20),
+        ("1.5TB", 1.5e12),
+        (".5GB", 5 * 10**8),
+        ("80,000MB", 80 * 10**9),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(text: str, size: float) -> None:
+    assert parse_size(text, "--gpu-memory") == size
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("80", "has no unit"),
+        ("80B", "has no unit"),
+        ("", "not of the form"),
+        ("GB", "not of the form"),
+        ("-80GB", "not of the form"),
+        ("80GB80", "not of the form"),
+        ("1e9GB", "not of the form"),
+        ("nan GB", "not of the form"),
+        ("80XB", "'XB' is no unit"),
+        ("0GB", "more than nothing"),
+        ("9" * 400 + "GB", "no such amount"),
+        ("\u0668\u0660GB", "not of the form"),
+    ],
+)
+def test_sizes_that_mean_nothing_are_refused(text: str, said: str) -> None:
+    with pytest.raises(BadInput, match=said) as caught:
+        parse_size(text, "--gpu-memory")
+    assert caught.value.message.startswith("--gpu-memory: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("7B", 7 * 10**9), ("350m", 35 * 10**7), ("124439808", 124439808)]
+)
+def test_counts_are_read_as_people_write_them(text: str, count: int) -> None:
+    assert parse_count(text, "--parameters") == count
+
+
+@pytest.mark.parametrize("text", ["", "7GB", "seven", "0", "-1B", "7 B B"])
+def test_counts_that_mean_nothing_are_refused(text: str) -> None:
+    with pytest.raises(BadInput, match="--parameters: "):
+        parse_count(text, "--parameters")
+
+
+@given(st.floats(min_value=0, max_value=2.0**59))
+def test_gib_is_short(size: float) -> None:
+    assert len(gib(size)) <= 11
+
+
+# ---------------------------------------------------------------- the papers
+
+
+def held(model: Model, setup: Setup) -> float:
+    """Weights, gradients and optimizer states, in units of 10^9 bytes."""
+    memory = predict(model, setup)
+    return (memory.parameters + memory.gradients + memory.optimizer) / 1e9
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gigabytes"), [("zero0", 120), ("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.9)]
+)
+def test_model_states_are_those_of_the_zero_paper(strategy: str, gigabytes: float) -> None:
+    """Figure 1 of arXiv 1910.02054: 7.5 billion parameters on 64 GPUs, mixed precision, Adam."""
+    model = models.from_numbers(7_500_000_000)
+    setup = Setup(strategy, Mesh(shard=64), "fp16")
+    assert held(model, setup) == pytest.approx(gigabytes, abs=0.06)
+
+
+def test_a_layer_saves_what_the_recomputation_paper_says() -> None:
+    """Section 4.1 of arXiv 2205.05198: s b h (34 + 5 a s / h) bytes, of which dropout is 2 + 3."""
+    model = models.gpt("1.5b")
+    tokens, width = model.context, model.hidden
+    statistics = 4 * (4 + model.heads) * tokens
+    layer = layer_activations(model, Setup("zero1", Mesh(), "bf16"))
+    assert layer - statistics == (34 - 2) * tokens * width
+
+
+def test_tensor_and_sequence_parallel_divide_what_they_should() -> None:
+    """Section 4.2: tensor parallel divides 24 of the 34 bytes (22 of 32 without dropout)."""
+    model = models.gpt("1.5b")
+    tokens, width = model.context, model.hidden
+    # Mixed precision by FSDP, where everything is 16 bits wide.
+    setup = Setup("3d", Mesh(tp=4, shard=2, pp=1), "bf16")
+    statistics = 4 * (4 + model.heads) * tokens
+    whole = layer_activations(model, replace(setup, mesh=Mesh(shard=2)))
+    cut = layer_activations(model, setup)
+    sequence = layer_activations(model, replace(setup, sequence=True))
+    assert whole - cut == pytest.approx(24 * tokens * width * 3 / 4)
+    assert cut - sequence == pytest.approx(4 * tokens * width * 3 / 4)
+    assert sequence > statistics
+
+
+def test_eager_attention_keeps_the_scores() -> None:
+    model = models.gpt("124m")
+    fused = Setup("zero1", Mesh(), "fp32")
+    eager = replace(fused, attention="eager")
+    more = layer_activations(model, eager) - layer_activations(model, fused)
+    assert more == 4 * model.heads * model.context**2
+
+
+def test_recomputing_keeps_the_inputs_of_layers_and_one_layer() -> None:
+    model = models.gpt("1.5b")
+    setup = Setup("zero1", Mesh(), "bf16")
+    less = (
+        predict(model, setup).activations
+        - predict(model, replace(setup, recompute=True)).activations
+    )
+    layer, kept = layer_activations(model, setup), 2 * model.context * model.hidden
+    assert less == pytest.approx((model.layers - 1) * layer - model.layers * kept)
+
+
+# ---------------------------------------------------------------- what must hold of any estimate
+
+ANY_SETUP = st.builds(
+    Setup,
+    strategy=st.sampled_from(["ddp", "zero0", "zero1", "zero2", "zero3", "fsdp", "tp", "pp", "3d"]),
+    mesh=st.builds(
+        Mesh,
+        pp=st.sampled_from([1, 2, 4]),
+        shard=st.sampled_from([1, 2, 8]),
+        tp=st.sampled_from([1, 2, 4]),
+    ),
+    precision=st.sampled_from(["fp32", "bf16", "fp16"]),
+    micro=st.integers(1, 64),
+    accumulation=st.integers(1, 16),
+    optimizer=st.sampled_from(["adamw", "sgd", "momentum", "adafactor"]),
+    recompute=st.booleans(),
+    attention=st.sampled_from(["fused", "eager"]),
+    offload_optimizer=st.booleans(),
+    offload_parameters=st.booleans(),
+    reshard=st.booleans(),
+    schedule=st.sampled_from(["1f1b", "gpipe"]),
+    device=st.sampled_from(["cuda", "cpu"]),
+    zero=st.builds(Zero, reduce_bucket=st.sampled_from([1e6, 5e8]), overlap=st.booleans()),
+)
+
+
+@given(ANY_SETUP)
+def test_every_part_is_a_size_and_the_peak_holds_what_is_always_there(setup: Setup) -> None:
+    memory = predict(models.gpt("355m"), setup)
+    parts = [memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.loss,
+             memory.buffers, memory.communication, memory.temporary, memory.host]  # fmt: skip
+    assert all(math.isfinite(part) and part >= 0 for part in parts)
+    assert memory.peak >= memory.parameters + memory.optimizer
+    assert memory.moments[memory.moment] == memory.peak
+
+
+@given(ANY_SETUP)
+def test_a_larger_micro_batch_never_takes_less(setup: Setup) -> None:
+    model = models.gpt("124m")
+    assert (
+        predict(model, replace(setup, micro=setup.micro + 1)).total >= predict(model, setup).total
+    )
+
+
+@given(ANY_SETUP)
+def test_sixteen_bits_and_recomputing_never_save_more_activations(setup: Setup) -> None:
+    model = models.gpt("124m")
+    fp32 = layer_activations(model, replace(setup, precision="fp32"))
+    assert layer_activations(model, replace(setup, precision="bf16")) <= fp32 * 1.5
+
+
+@given(ANY_SETUP, st.integers(1, 100))
+def test_the_largest_micro_batch_fits_and_the_next_does_not(setup: Setup, gigabytes: int) -> None:
+    model, limit = models.gpt("124m"), gigabytes * 10**9
+    most = largest_micro(model, setup, limit, most=256)
+    if most:
+        assert predict(model, replace(setup, micro=most)).total <= limit
+    if most < 256:
+        assert predict(model, replace(setup, micro=most + 1)).total > limit
+
+
+def test_more_ranks_of_zero_never_hold_more_states() -> None:
+    model = models.gpt("1.5b")
+    for strategy in ("zero1", "zero2", "zero3", "fsdp"):
+        sizes = [held(model, Setup(strategy, Mesh(shard=n))) for n in (1, 2, 4, 64)]
+        assert sizes == sorted(sizes, reverse=True)
+        assert sizes[-1] < sizes[0]
+
+
+def test_offload_moves_states_to_the_node_and_counts_each_of_its_ranks() -> None:
+    model = models.gpt("1.5b")
+    setup = Setup("zero2", Mesh(shard=8), local_ranks=4)
+    off = replace(setup, offload_optimizer=True)
+    on_gpu, on_host = predict(model, setup), predict(model, off)
+    assert on_host.optimizer == 0
+    assert on_host.total < on_gpu.total
+    # float32 weights, gradients and two moments, and a 16-bit copy, of an eighth: on 4 ranks.
+    shards = 18 * model.parameters / 8 * 4
+    assert on_host.host == pytest.approx(shards, rel=0.1)
+
+
+def test_the_first_stage_of_a_pipeline_keeps_the_micro_batches_in_flight() -> None:
+    model = models.gpt("1.5b")
+    few = Setup("pp", Mesh(pp=4), "fp32", micro=4, accumulation=2)
+    many = replace(few, accumulation=16)
+    everything = replace(many, schedule="gpipe")
+    assert predict(model, few).activations < predict(model, many).activations
+    assert predict(model, many).activations < predict(model, everything).activations
+
+
+# ---------------------------------------------------------------- models
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("124m", 124_439_808), ("355m", 354_823_168), ("774m", 774_030_080), ("1.5b", 1_557_611_200)],
+)
+def test_presets_have_gpt_2_s_counts(name: str, parameters: int) -> None:
+    assert models.gpt(name).parameters == parameters
+
+
+def test_presets_are_read_from_the_model_s_own_source(tmp_path: Path) -> None:
+    source = tmp_path / "gpt.py"
+    source.write_text(
+        "class Shape:\n    layers: int\n    vocabulary: int = 300\n"
+        'PRESETS = {"x": Shape(layers=3, heads=1, width=8, context=4)}\n'
+    )
+    assert models.presets(source) == {
+        "x": {"layers": 3, "heads": 1, "width": 8, "context": 4, "vocabulary": 300}
+    }
+    source.write_text("PRESETS = 5\n")
+    with pytest.raises(ValueError, match="no PRESETS"):
+        models.presets(source)
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [(LLAMA_7B, 6_738_415_616), (QWEN2_1_5B, 1_543_714_304), (GPT2, 124_439_808)],
+    ids=["llama 7b", "qwen2 1.5b", "gpt2"],
+)
+def test_a_config_alone_gives_the_published_count(
+    folder: Callable[..., str], config: dict[str, Any], parameters: int
+) -> None:
+    found = models.locate(folder(config))
+    assert found is not None
+    model = models.from_config(found)
+    assert model is not None
+    assert model.parameters == parameters
+    assert model.first + model.last + model.layers * model.layer_parameters == parameters
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"model_type": "mamba"},
+        {"model_type": "llama"},
+        LLAMA_7B | {"num_attention_heads": 0},
+        LLAMA_7B | {"hidden_size": "large"},
+    ],
+)
+def test_a_config_that_does_not_tell_is_unknown_and_no_error(
+    folder: Callable[..., str], config: dict[str, Any]
+) -> None:
+    found = models.locate(folder(config))
+    assert found is not None
+    assert models.from_config(found) is None
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "", "\xff"])
+def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(BadInput, match=r"config\.json is no"):
+        models.locate(str(tmp_path))
+
+
+def test_a_model_is_found_in_the_hub_s_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    assert models.locate("owner/model") is None
+    model = tmp_path / "hub" / "models--owner--model"
+    snapshot = model / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("abc")
+    assert models.locate("owner/model") is None
+    (snapshot / "config.json").write_text(json.dumps(GPT2))
+    found = models.locate("owner/model")
+    assert found is not None
+    assert found.folder == snapshot
+
+
+def test_a_model_that_is_nowhere_is_refused_without_asking_the_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setattr(models.subprocess, "run", lambda *_, **__: pytest.fail("it was started"))
+    with pytest.raises(BadInput, match="not in the Hugging Face cache") as caught:
+        models.hugging_face("Qwen/Qwen2-1.5B")
+    assert caught.value.hint == (
+        "hf download Qwen/Qwen2-1.5B config.json, or give --parameters, --layers, --hidden"
+    )
+
+
+@pytest.fixture
+def no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Python that has neither torch nor transformers."""
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\" >&2\nexit 1\n"
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(models.sys, "executable", str(python))
+
+
+@pytest.mark.usefixtures("no_torch")
+def test_without_torch_the_formulas_do_for_the_kinds_they_know(folder: Callable[..., str]) -> None:
+    model = models.hugging_face(folder(QWEN2_1_5B), 1024)
+    assert (model.parameters, model.context) == (1_543_714_304, 1024)
+    with pytest.raises(Unavailable, match="counting a mamba takes torch"):
+        models.hugging_face(folder({"model_type": "mamba"}))
+
+
+def test_what_is_not_given_of_any_model_is_guessed_and_said() -> None:
+    model = models.from_numbers(7_000_000_000)
+    assert 30 <= model.layers <= 36
+    assert 3584 <= model.hidden <= 4608
+    assert model.origin == "your numbers; guessed: layers, hidden, vocabulary, context"
+    given = models.from_numbers(7_000_000_000, layers=32, hidden=4096, vocabulary=1, context=8)
+    assert given.origin == "your numbers"
+    with pytest.raises(BadInput, match="is larger"):
+        models.from_numbers(1000)
+
+
+# ---------------------------------------------------------------- jobs
+
+
+def setup_of(job: JobSpec, ranks: int = 8, **options: Any) -> tuple[Model, Setup]:
+    program = jobs.read_program(job)
+    model = jobs.model_of(program, count=False)
+    assert model is not None
+    options = {"local_ranks": ranks, "device": "cuda"} | options
+    return model, jobs.setup_of(job, program, ranks=ranks, model=model, **options)
+
+
+def test_a_job_says_its_model_strategy_and_batch() -> None:
+    job = loader.load_job(JOBS / "zero3-offload.yaml")
+    model, setup = setup_of(job)
+    assert model.name == "gpt tiny"
+    assert (setup.strategy, setup.offload_optimizer, setup.offload_parameters) == (
+        "zero3", True, True
+    )  # fmt: skip
+    assert (setup.micro, setup.accumulation, setup.precision) == (6, 1, "fp32")
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ([], {"strategy": "ddp", "precision": "bf16"}),
+        (["--strategy", "fsdp", "--mesh=replicate=2,shard=4"], {"strategy": "fsdp"}),
+        (["--strategy=tp"], {"mesh": Mesh(tp=8)}),
+        (["--strategy", "3d", "--mesh", "pp=2,dp=2,tp=2"], {"mesh": Mesh(2, 1, 2, 2)}),
+        (["--dtype", "fp32", "--micro-batch", "2"], {"precision": "fp32", "micro": 2}),
+        (["--dtype", "fp16", "--dtype", "bf16"], {"precision": "bf16"}),
+        (["--strategy", "fsdp", "--no-reshard-after-forward"], {"reshard": False}),
+    ],
+)
+def test_flags_of_our_programs_are_understood(args: list[str], expected: dict[str, Any]) -> None:
+    spec = JobSpec(
+        name="x", program="jobs/train/gpt.py", args=("--model", "774m", *args), workdir=str(ROOT)
+    )
+    if "tp" in str(args) or "3d" in args:
+        spec = JobSpec(name="x", program=spec.program, args=("--model", "small", "--context",
+                       "64", *args, "--model", "355m"), workdir=spec.workdir)  # fmt: skip
+    _, setup = setup_of(spec)
+    for name, value in expected.items():
+        assert getattr(setup, name) == value
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--strategy", "tp", "--mesh", "tp=3"], "is 3 ranks"),
+        (["--strategy", "pp", "--mesh", "pp=8"], "has 2 layers"),
+        (["--strategy", "nope"], "--strategy nope is unknown"),
+        (["--dtype", "int8"], "--dtype int8 is unknown"),
+        (["--micro-batch", "3", "--global-batch", "32"], "not a multiple"),
+        (["--strategy", "deepspeed"], "without a config"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(args: list[str], said: str) -> None:
+    spec = JobSpec(name="x", program="jobs/train/gpt.py", args=tuple(args), workdir=str(ROOT))
+    with pytest.raises(BadInput, match=said):
+        setup_of(spec)
+
+
+def test_the_program_of_somebody_else_is_not_read_as_ours(cwd: Path) -> None:
+    (cwd / "gpt.py").write_text("import torch\nPRESETS = {}\n")
+    spec = JobSpec(name="x", program="gpt.py", args=("--model", "1.5b"), workdir=str(cwd))
+    program = jobs.read_program(spec)
+    assert not program.ours
+    assert jobs.model_of(program, count=True) is None
+
+
+# ---------------------------------------------------------------- the warning
+
+
+def warned(make_facts: Callable[..., Any], gpus: int = 1, **job: Any) -> str | None:
+    spec = JobSpec(
+        **({"name": "x", "program": "jobs/train/gpt.py", "workdir": str(ROOT)} | job)  # type: ignore[arg-type]
+    )
+    return estimates.warning(spec, make_facts(gpus=gpus))
+
+
+def test_a_job_that_does_not_fit_is_warned_of(make_facts: Callable[..., Any]) -> None:
+    said = warned(make_facts, args=("--model", "1.5b", "--global-batch", "64"))
+    assert said is not None
+    assert said.startswith("gpt 1.5b with ddp on 1 GPU takes about ")
+    assert said.endswith("GiB of each, and they have 79.65 GiB: clusterkit estimate says what fits")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "job"),
+    [
+        (8, {"args": ("--model", "1.5b", "--global-batch", "8")}),
+        (0, {"args": ("--model", "1.5b", "--global-batch", "64")}),
+        (1, {"args": ("--model", "1.5b", "--global-batch", "64"), "device": "cpu"}),
+        (1, {"args": ("--model", "somebody/unknown-model")}),
+        (1, {"args": ("--model", "no such preset")}),
+        (1, {"args": ("--strategy", "tp", "--mesh", "tp=7")}),
+        (1, {"program": "gone.py", "args": ("--model", "1.5b", "--global-batch", "64")}),
+        (1, {"program": None, "command": ("train", "--model", "1.5b")}),
+        (1, {"program": None, "module": "train", "args": ("--model", "1.5b")}),
+    ],
+)
+def test_what_fits_or_is_not_known_raises_no_false_alarm(
+    make_facts: Callable[..., Any], gpus: int, job: dict[str, Any]
+) -> None:
+    assert warned(make_facts, gpus, **job) is None
+
+
+def test_the_warning_knows_a_hugging_face_config_on_disk(
+    make_facts: Callable[..., Any], folder: Callable[..., str]
+) -> None:
+    path = folder(LLAMA_7B)
+    assert "does not" not in (warned(make_facts, args=("--model", path)) or "")
+    assert "takes about" in (warned(make_facts, args=("--model", path)) or "")
+    assert warned(make_facts, 64, args=("--model", folder({"model_type": "mamba"}))) is None
+
+
+# ---------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--gpu-memory", "80"], "--gpu-memory: '80' has no unit"),
+        (["--gpu-memory", "lots"], "--gpu-memory: 'lots' is not of the form"),
+        (["--overhead", "-1GB"], "--overhead: '-1GB' is not of the form"),
+        (["--dtype", "int4"], "--dtype int4: unknown"),
+        (["--optimizer", "lion"], "--optimizer lion: unknown"),
+        (["--attention", "sparse"], "--attention sparse: unknown"),
+        (["--micro-batch", "0"], "--micro-batch: 0 is below 1"),
+        (["--layers", "4"], "--layers describes a model of --parameters"),
+        (["--model", "tiny", "--parameters", "7B"], "give only one of them"),
+        (["--parameters", "7X"], "--parameters: '7X'"),
+        (["--gpus", "0"], "a node needs at least 1 rank"),
+        (["--nodes", "0"], "a run needs at least 1 node"),
+        (["--model", "no/such"], "--model no/such: no folder with config.json"),
+    ],
+)
+def test_bad_input_is_one_error(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    argv: list[str], said: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert said in refused("estimate", str(JOBS / "ddp.yaml"), *argv)
+
+
+def test_a_program_whose_model_is_not_known_is_told_how_to_say_it(
+    refused: Callable[..., str], write_job: Callable[..., str]
+) -> None:
+    said = refused("estimate", write_job(), "--gpus", "1", "--gpu-memory", "80GB")
+    assert "train.py: clusterkit does not know which model it trains" in said
+    assert "--parameters 7B --layers 32 --hidden 4096" in said
+
+
+def test_nothing_to_estimate_is_refused(cli: Callable[..., Any]) -> None:
+    done = cli("estimate")
+    assert (done.code, done.out) == (2, "")
+    assert "Give a job file, --model or --parameters." in done.err
+
+
+def test_the_table_is_at_most_100_columns_wide_and_names_a_choice(cli: Callable[..., Any]) -> None:
+    done = cli("estimate", str(JOBS / "ddp.yaml"), "--gpus", "8", "--nodes", "2", "--gpu-memory",
+               "80GB", "--model", "1.5b")  # fmt: skip
+    assert done.code == 0
+    assert max(map(len, done.out.splitlines())) <= 100
+    rows = [line.split()[0] for line in done.out.splitlines() if "dp=" in line or "tp=" in line]
+    assert {"ddp*", "zero1", "zero2", "zero3", "fsdp", "pp"} <= set(rows)
+    assert done.out.splitlines()[-1].startswith("choose  ddp: ")
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_without_gpus_it_says_what_it_lacks(cli: Callable[..., Any]) -> None:
+    done = cli("estimate", str(JOBS / "zero2.yaml"))
+    assert done.code == 0
+    assert "note: no GPU was found: --gpu-memory 80GB says what would fit one" in done.err
+    assert "choose" not in done.out
+
+
+def test_json_holds_every_moment(cli: Callable[..., Any]) -> None:
+    done = cli("estimate", "--parameters", "70B", "--gpus", "8", "--gpu-memory", "80GiB", "--json")
+    found = done.json
+    assert found["gpu_memory"] == 80 << 30
+    for row in found["rows"]:
+        assert row["total"] == max(row["moments"].values()) + row["overhead"]
+        assert row["fits"] is (row["total"] <= 80 << 30)
+        assert (row["largest_micro_batch"] >= row["micro_batch"]) is row["fits"]
+    assert [row["own"] for row in found["rows"]].count(True) == 1
+
+
+def test_what_fits_nowhere_is_told_how_many_gpus_would_do(cli: Callable[..., Any]) -> None:
+    advice = cli("estimate", "--parameters", "7B", "--context", "512", "--gpus", "2",
+                 "--gpu-memory", "5GB", "--json").json["advice"]  # fmt: skip
+    assert advice["strategy"] is None
+    assert "nothing fits" in advice["reason"]
+    assert "fsdp on 256 GPUs would" in advice["reason"]
+
+
+def test_offload_is_told_with_the_host_memory_it_takes(cli: Callable[..., Any]) -> None:
+    advice = cli("estimate", "--parameters", "70B", "--gpus", "2", "--gpu-memory", "24GB",
+                 "--json").json["advice"]  # fmt: skip
+    assert advice["strategy"] == "zero3 offload"
+    assert "GiB of each node's own memory" in advice["reason"]
+
+
+def test_a_smaller_micro_batch_is_advised_where_that_is_enough(cli: Callable[..., Any]) -> None:
+    advice = cli("estimate", "--model", "124m", "--micro-batch", "512", "--gpus", "1",
+                 "--gpu-memory", "24GB", "--json").json["advice"]  # fmt: skip
+    assert advice["strategy"] == "ddp"
+    assert "ddp with a micro batch of 1 would" in advice["reason"]
+
+
+def test_gpus_found_are_what_it_must_fit(
+    cli: Callable[..., Any], cwd: Path, make_facts: Callable[..., Any]
+) -> None:
+    import msgspec
+
+    (cwd / "facts.json").write_bytes(msgspec.json.encode(make_facts(gpus=4)))
+    found = cli("estimate", "--model", "1.5b", "--facts", "facts.json", "--json").json
+    assert (found["gpus_per_node"], found["gpu_memory"]) == (4, 81559 << 20)
+    assert found["gpu_origin"] == "found: NVIDIA H100 80GB HBM3"
