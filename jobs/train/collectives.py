@@ -1,0 +1,120 @@
+"""Every way that ranks can talk to each other: what each rank holds before and after, checked.
+
+    clusterkit submit jobs/collectives.yaml
+    torchrun --nproc-per-node 2 jobs/train/collectives.py
+
+The operations themselves are in operations.py and operations_all.py. Rank 0 prints the table. One
+that the backend is known to lack is tried all the same, and its refusal shown; any other failure,
+or a result that is not what it must be, ends the program with exit code 1.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import operations_all  # noqa: F401 (adds its part to OPERATIONS)
+import torch
+from flags import Flags
+from operations import OPERATIONS, Told
+from torch import Tensor
+
+from clusterkit.errors import BadInput
+from clusterkit.runtime.distributed import World, choose_device, distributed, read_ranks, run
+from clusterkit.runtime.metrics import Reporter
+
+LACKS = {
+    "gloo": {"all_reduce PREMUL_SUM", "all_gather, uneven"},
+    "nccl": {"all_reduce BAND", "all_reduce BOR", "all_reduce BXOR", "monitored_barrier"},
+}
+"""gloo's were seen with torch 2.13; NCCL's are what PyTorch's documentation says."""
+
+
+def main() -> int:
+    args = parse_args()
+    ranks = read_ranks()
+    if ranks.size < 2:
+        raise BadInput("one rank has nobody to talk to", hint="--nodes 2, or --gpus 2")
+    device = choose_device(ranks)
+    unknown = sorted(set(args.only) - OPERATIONS.keys())
+    if unknown:
+        raise BadInput(f"no operation {unknown[0]!r}", hint="; ".join(OPERATIONS))
+    reporter = Reporter(speaks=ranks.is_first)
+    with distributed(ranks, device) as world:
+        reporter.event("start", steps=len(args.only or OPERATIONS), first_step=0)
+        results = {name: shown(name, world) for name in args.only or OPERATIONS}
+        if world.is_first:
+            count = Counter(results.values())
+            print(f"{world.backend}, {world.size} ranks: {count[True]} operations right, "
+                  f"{count[None]} not there, {count[False]} wrong", flush=True)  # fmt: skip
+    wrong = [name for name, right in results.items() if right is False]
+    if wrong:
+        raise RuntimeError(f"not what it must be: {', '.join(wrong)}")
+    return 0
+
+
+def shown(name: str, world: World) -> bool | None:
+    """Run an operation and print its part of the table.
+
+    Returns:
+        Whether every rank got what it must; None if the backend has no such operation.
+    """
+    lacking = name in LACKS.get(world.backend, ())
+    try:
+        told = OPERATIONS[name](world)
+    except (RuntimeError, ValueError) as error:
+        if not lacking:
+            raise
+        if world.is_first:
+            reason = str(error).splitlines()[0]
+            print(f"{name:26} {world.backend} has none of it: {reason}", flush=True)
+        return None
+    everyone = world.gather((words(told[0]), words(told[1]), is_right(told)))
+    if world.is_first:
+        print_part(name, everyone)
+    return all(right for _, _, right in everyone)
+
+
+def print_part(name: str, everyone: list[tuple[str, str, bool]]) -> None:
+    """Two lines: each rank before and after. Rows of many ranks are cut."""
+    before, after, right = zip(*everyone, strict=True)
+    widths = [max(len(b), len(a), 8) for b, a in zip(before, after, strict=True)][:8]
+    more = "" if len(everyone) <= len(widths) else f" ... {len(everyone)} ranks"
+    verdict = "right" if all(right) else f"WRONG on rank {right.index(False)}"
+    for title, when, cells, end in (
+        (name, "before", before, ""),
+        ("", "after", after, verdict),
+    ):
+        row = " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=False))
+        print(f"{title:26} {when:6} | {row} |{more} {end}".rstrip(), flush=True)
+
+
+def words(value: Any) -> str:
+    """Numbers with spaces between them, the tensors of a list with semicolons; - for nothing."""
+    if value is None:
+        return "-"
+    if isinstance(value, Tensor):
+        return " ".join(f"{number:g}" for number in value.tolist())
+    if isinstance(value, list):
+        return "; ".join(map(words, value))
+    return str(value)
+
+
+def is_right(told: Told) -> bool:
+    """Whether what a rank holds is what it must hold."""
+    _, after, must = told
+    if isinstance(after, Tensor):
+        return torch.equal(after.double().cpu(), must.double().cpu())
+    if isinstance(after, list) and after and isinstance(after[0], Tensor):
+        return all(is_right((None, *pair)) for pair in zip(after, must, strict=True))
+    return bool(after == must)
+
+
+def parse_args() -> Any:
+    flags = Flags(__doc__)
+    flags.add_argument("only", nargs="*", metavar="OPERATION", help="only these, as in the table")
+    return flags.parse_args()
+
+
+if __name__ == "__main__":
+    run(main)

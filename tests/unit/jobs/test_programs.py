@@ -1,0 +1,269 @@
+"""The training programs, part by part; tests/live/test_programs.py runs them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from clusterkit import loader
+from clusterkit.errors import BadInput
+from tests.unit.jobs.conftest import PROGRAMS, ROOT
+
+FILES = sorted(PROGRAMS.glob("*.py"))
+JOBS = sorted((ROOT / "jobs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_program_can_be_read_in_one_sitting(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 200
+
+
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
+def test_a_job_file_says_what_it_is_and_has_its_own_name(path: Path) -> None:
+    job = loader.load_job(path)
+    assert job.name == path.stem
+    assert 10 < len(job.description) < 100
+    assert path.read_text().startswith("# ")
+
+
+# ---------------------------------------------------------------- flags
+
+
+def test_a_wrong_flag_is_one_error(program) -> None:
+    flags = program("flags").Flags("a program")
+    flags.add_batch(32)
+    assert flags.parse_args([]).batch == 32
+    for wrong in (["--batch", "0"], ["--batch", "x"], ["--bat", "1"], ["more"]):
+        with pytest.raises(BadInput):
+            flags.parse_args(wrong)
+
+
+def test_the_job_s_micro_batch_is_the_default(program, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLUSTERKIT_MICRO_BATCH", "7")
+    monkeypatch.setenv("CLUSTERKIT_ACCUMULATION", "3")
+    flags = program("flags").Flags(None)
+    with pytest.raises(BadInput, match="does not accumulate"):
+        flags.add_batch(32)
+    flags = program("flags").Flags(None)
+    flags.add_batch(32, accumulates=True)
+    args = flags.parse_args([])
+    assert (args.batch, args.accumulation) == (7, 3)
+
+
+@pytest.mark.parametrize("words", [
+    ["--samples", "9", "--epochs", "1"],
+    ["--", "--samples", "9", "--epochs", "1"],
+])  # fmt: skip
+@pytest.mark.parametrize("first", [["spawn"], ["--ranks", "3", "spawn"], ["spawn", "--ranks", "3"]])
+def test_arguments_of_ddp_pass_through_its_starter(
+    program, monkeypatch: pytest.MonkeyPatch, first: list[str], words: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["ddp_start.py", *first, *words])
+    args = program("ddp_start").parse_args()
+    assert (args.way, args.ranks) == ("spawn", 3 if len(first) > 1 else None)
+    assert args.rest == ["--samples", "9", "--epochs", "1"]
+
+
+# ---------------------------------------------------------------- the hub
+
+
+@contextmanager
+def hub(status: int) -> Iterator[tuple[str, list[str]]]:
+    """A hub that answers everything with ``status``; gives its address and what it was asked."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append(self.path)
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "*")
+
+
+@pytest.mark.usefixtures("no_proxy")
+@pytest.mark.parametrize("status", [200, 401, 404, 500])
+def test_a_hub_that_says_anything_is_there(
+    program, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    with hub(status) as (address, asked):
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        assert program("hub")._answers("owner/model")
+    assert asked == ["/api/models/owner/model"]
+
+
+@pytest.mark.usefixtures("no_proxy")
+@pytest.mark.parametrize(
+    "endpoint", ["http://127.0.0.1:9", "nonsense", "http://no.such.host.invalid"]
+)
+def test_a_hub_that_says_nothing_is_not_there(
+    program, monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    assert not program("hub")._answers("owner/model")
+
+
+def test_a_folder_without_a_model_is_refused_before_anything_is_imported(
+    program, tmp_path: Path
+) -> None:
+    with pytest.raises(BadInput, match=r"holds no config\.json"):
+        program("hub").import_transformers(str(tmp_path))
+
+
+# ---------------------------------------------------------------- counting right
+
+
+class Guess(nn.Module):
+    """Says class 1 when the first token is above 50; its loss is uneven over the rows."""
+
+    def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
+        sure = input_ids[:, :1].float() / 50 - 1
+        return SimpleNamespace(logits=torch.cat([-sure, sure], dim=1))
+
+
+def collate(rows: list[dict[str, Any]]) -> Any:
+    class Batch(dict):
+        def to(self, device: torch.device) -> Batch:
+            return self
+
+    return Batch(
+        input_ids=torch.tensor([row["input_ids"] for row in rows]),
+        labels=torch.tensor([row["labels"] for row in rows]),
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 31, 64])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_validation_counts_every_row_once_however_many_ranks_share_it(
+    program, count: int, ranks: int
+) -> None:
+    evaluate = program("sentiment").evaluate
+    draw = torch.Generator().manual_seed(count)
+    rows = [
+        {"input_ids": [int(token)], "labels": int(label)}
+        for token, label in zip(
+            torch.randint(0, 100, (count,), generator=draw),
+            torch.randint(0, 2, (count,), generator=draw),
+            strict=True,
+        )
+    ]
+    told: list[list[float]] = []
+    for rank in range(ranks):
+
+        def mean(*values: torch.Tensor) -> list[float]:
+            told.append([float(value) for value in values])
+            return [0.0, 0.0]
+
+        world = SimpleNamespace(rank=rank, size=ranks, device=torch.device("cpu"), mean=mean)
+        evaluate(Guess(), rows, collate, 5, world)
+    accuracy, loss = (sum(column) / ranks for column in zip(*told, strict=True))
+    batch = collate(rows)
+    logits = Guess()(batch["input_ids"]).logits
+    right = (logits.argmax(-1) == batch["labels"]).sum().item()
+    assert accuracy == pytest.approx(right / count, abs=1e-6)
+    expected = nn.functional.cross_entropy(logits, batch["labels"]).item()
+    assert loss == pytest.approx(expected, abs=1e-6)
+
+
+def test_samples_that_were_not_all_seen_are_noticed(program, capsys) -> None:
+    ddp = program("ddp")
+    world = SimpleNamespace(rank=0, size=1, is_first=True)
+    ddp.check_samples(torch.ones(64, dtype=torch.int64), 32, 2, world)
+    assert capsys.readouterr().out == (
+        "checked: 32 x 2 steps x 1 ranks = 64 samples, each seen once\n"
+    )
+    for seen in ([1, 0, 2, 1], [2, 1, 1, 1]):
+        with pytest.raises(RuntimeError, match="samples were seen"):
+            ddp.check_samples(torch.tensor(seen), 2, 2, world)
+
+
+def test_weights_that_differ_are_noticed(program) -> None:
+    ddp = program("ddp")
+    world = SimpleNamespace(size=2, is_first=True, gather=lambda mine: [mine, [[0.0], [1.0]]])
+    with pytest.raises(RuntimeError, match="different weights"):
+        ddp.check_weights(nn.Linear(3, 1), world)
+
+
+# ---------------------------------------------------------------- collectives
+
+
+def test_a_wrong_result_is_called_wrong(program, capsys) -> None:
+    collectives = program("collectives")
+    one, two = torch.tensor([1, 2]), torch.tensor([1, 3])
+    for held, must, right in (
+        (one, one.double(), True),
+        (one, two, False),
+        ([one, two], [one, two], True),
+        ([one, one], [one, two], False),
+        (["a"], ["a"], True),
+        (["a"], ["b"], False),
+        (None, None, True),
+        (None, ["a"], False),
+    ):
+        assert collectives.is_right((None, held, must)) is right
+    assert collectives.words([one, two]) == "1 2; 1 3"
+    assert collectives.words(torch.tensor([0.5, 2.0])) == "0.5 2"
+    assert collectives.words(None) == "-"
+    collectives.print_part("scatter", [("1", "2", True), ("-", "3", False)])
+    assert "WRONG on rank 1" in capsys.readouterr().out
+
+
+def test_one_rank_has_nobody_to_talk_to(program, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, complaint in (
+        ("collectives", "one rank has nobody to talk to"),
+        ("rpc", "a parameter server needs a worker"),
+    ):
+        monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+        with pytest.raises(BadInput, match=complaint):
+            program(name).main()
+
+
+def test_an_operation_that_there_is_not_is_refused(
+    program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # fmt: skip
+    monkeypatch.setenv("CLUSTERKIT_DEVICE", "cpu")
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["collectives.py", "all_redcue SUM"])
+    with pytest.raises(BadInput, match="no operation 'all_redcue SUM'"):
+        program("collectives").main()
+
+
+def test_data_parallel_refuses_a_second_node(program, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # fmt: skip
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["dp.py"])
+    with pytest.raises(BadInput, match="one process, so it cannot use 2 nodes"):
+        program("dp").main()
