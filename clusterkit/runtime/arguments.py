@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -15,8 +16,10 @@ import torch
 from clusterkit.batch import Batch, solve
 from clusterkit.errors import BadInput
 from clusterkit.runtime import ddp, deepspeed
+from clusterkit.runtime import mesh as meshes
 from clusterkit.runtime.checkpoint import Checkpoints
 from clusterkit.runtime.distributed import Ranks
+from clusterkit.runtime.mesh import Mesh
 from clusterkit.runtime.strategy import Recipe
 
 _GLOBAL_BATCH = 32
@@ -26,9 +29,14 @@ class Parser(argparse.ArgumentParser):
     """A parser with the common flags, to which a program adds its own.
 
     ``parse_args`` raises ``BadInput`` where argparse would print its usage and leave.
+
+    Args:
+        strategies: those that can divide the program's models.
     """
 
-    def __init__(self, description: str | None) -> None:
+    def __init__(
+        self, description: str | None, strategies: Sequence[str] = meshes.ANY_MODEL
+    ) -> None:
         super().__init__(
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -37,9 +45,48 @@ class Parser(argparse.ArgumentParser):
         env, add = os.environ.get, self.add_argument
         add(
             "--strategy",
-            choices=["ddp", "deepspeed"],
+            choices=list(strategies),
             default="ddp",
             help="how the work is divided (default: ddp)",
+        )
+        add(
+            "--mesh",
+            metavar="DIM=N,...",
+            help="ranks along each dimension, such as pp=2,dp=2,tp=2; fsdp: replicate=2,shard=4",
+        )
+        if {"tp", "3d"} & set(strategies):
+            add(
+                "--sequence-parallel",
+                action="store_true",
+                help="with tp: divide the activations between the sliced layers as well",
+            )
+        if {"pp", "3d"} & set(strategies):
+            add(
+                "--schedule",
+                choices=["gpipe", "1f1b"],
+                default="1f1b",
+                help="order of a pipeline's passes (default: 1f1b)",
+            )
+        add(
+            "--activation-checkpointing",
+            action="store_true",
+            help="keep only the inputs of the layers and compute the rest again: less memory",
+        )
+        add(
+            "--zero-init",
+            action="store_true",
+            help="deepspeed stage 3: build the model divided, for one that no rank can hold whole",
+        )
+        add(
+            "--reshard-after-forward",
+            action=argparse.BooleanOptionalAction,
+            help="fsdp: whether to free gathered parameters until the backward pass (default: yes; "
+            "in a pipeline no)",
+        )
+        add(
+            "--offload",
+            action="store_true",
+            help="fsdp: parameters and optimizer in the memory of the host",
         )
         add(
             "--deepspeed-config",
@@ -98,38 +145,131 @@ class Parser(argparse.ArgumentParser):
             metavar="auto|never|FOLDER",
             help="the newest, none, or this one (default: auto)",
         )
+        add(
+            "--checkpoint-async",
+            action="store_true",
+            help="fsdp, tp, pp, 3d: go on training while a checkpoint is being written",
+        )
 
     def error(self, message: str) -> NoReturn:
         raise BadInput(message, hint=f"{self.prog} --help")
 
 
-def choose_batch(args: argparse.Namespace, ranks: Ranks) -> Batch:
+def choose_mesh(args: argparse.Namespace, ranks: Ranks, model: Mapping[str, Any]) -> Mesh:
+    """The ranks as the strategy arranges them; what looks like a mistake is said on stderr.
+
+    Args:
+        model: what describes it; see ``mesh.check_model``.
+
+    Raises:
+        BadInput: no mesh for this number of ranks, or the model cannot be divided by it.
+    """
+    sequence = getattr(args, "sequence_parallel", False)
+    chosen = meshes.choose(args.strategy, args.mesh, ranks=ranks.size, local_ranks=ranks.local_size)
+    meshes.check_model(args.strategy, chosen, model, sequence=sequence)
+    if ranks.is_first:
+        for warning in meshes.warnings(args.strategy, chosen, local_ranks=ranks.local_size):
+            print(f"warning: {warning}", file=sys.stderr)
+    return chosen
+
+
+def choose_batch(args: argparse.Namespace, ranks: Ranks, mesh: Mesh | None = None) -> Batch:
     """The batch sizes for this number of ranks; 32 samples a step if nothing is said.
+
+    Args:
+        mesh: its ``dp`` shares the batch; without one, all ranks do.
 
     Raises:
         BadInput: the sizes do not divide.
     """
-    size = args.global_batch
-    if size is None and args.micro_batch is None:
-        size = _GLOBAL_BATCH
-    return solve(data_parallel=ranks.size, global_size=size, micro=args.micro_batch)
+    shares = ranks.size if mesh is None else mesh.dp
+    sizes: dict[str, int] = {}
+    if args.global_batch is None and args.micro_batch is None:
+        if args.strategy == "deepspeed" and args.deepspeed_config:
+            sizes = deepspeed.batch_numbers(args.deepspeed_config)
+        return solve(data_parallel=shares, **(sizes or {"global_size": _GLOBAL_BATCH}))
+    return solve(data_parallel=shares, global_size=args.global_batch, micro=args.micro_batch)
 
 
-def choose_strategy(args: argparse.Namespace, batch: Batch, device: torch.device) -> Recipe:
+def choose_strategy(
+    args: argparse.Namespace, batch: Batch, device: torch.device, mesh: Mesh | None = None
+) -> Recipe:
     """The strategy, with its settings checked.
 
+    Args:
+        mesh: from ``choose_mesh``; only ddp and deepspeed do without.
+
     Raises:
-        BadInput: no DeepSpeed config, or one that contradicts the flags.
+        BadInput: no DeepSpeed config, or one that contradicts the flags, or a flag that the
+            strategy has no use for.
     """
+    _refuse_unused(args)
+    if args.strategy == "deepspeed":
+        if not args.deepspeed_config:
+            raise BadInput("--strategy deepspeed needs a config", hint="--deepspeed-config FILE")
+        config = deepspeed.load_config(
+            args.deepspeed_config,
+            batch=batch,
+            dtype=args.dtype,
+            clip=args.clip,
+            schedule=_schedule(args),
+        )
+        return deepspeed.recipe(config, mesh, divided=args.zero_init)
+    dtype = args.dtype or ("bf16" if device.type == "cuda" else "fp32")
+    clip = 1.0 if args.clip is None else args.clip
     if args.strategy == "ddp":
-        dtype = args.dtype or ("bf16" if device.type == "cuda" else "fp32")
-        return ddp.recipe(dtype=dtype, clip=1.0 if args.clip is None else args.clip)
-    if not args.deepspeed_config:
-        raise BadInput("--strategy deepspeed needs a config", hint="--deepspeed-config FILE")
-    config = deepspeed.load_config(
-        args.deepspeed_config, batch=batch, dtype=args.dtype, clip=args.clip
+        return ddp.recipe(dtype=dtype, clip=clip)
+    if mesh is None:
+        raise BadInput(f"--strategy {args.strategy}: this program does not arrange its ranks")
+    # Only now: their imports are half a second that the others need not pay.
+    from clusterkit.runtime import sharded
+
+    reshard = args.reshard_after_forward
+    settings = sharded.Settings(
+        name=args.strategy,
+        mesh=mesh,
+        dtype=dtype,
+        clip=clip,
+        reshard=mesh.pp == 1 if reshard is None else reshard,
+        offload=args.offload,
+        sequence=getattr(args, "sequence_parallel", False),
+        asynchronous=args.checkpoint_async,
+        schedule=getattr(args, "schedule", "1f1b"),
+        micro_batches=batch.accumulation,
     )
-    return deepspeed.recipe(config)
+    if mesh.pp == 1:
+        return sharded.recipe(settings)
+    from clusterkit.runtime import pipeline
+
+    return pipeline.recipe(settings)
+
+
+def _schedule(args: argparse.Namespace) -> dict[str, float]:
+    """What ``auto`` stands for in a DeepSpeed config, where the program has these flags."""
+    names = {"lr": "learning_rate", "weight_decay": "weight_decay", "steps": "steps",
+             "warmup": "warmup"}  # fmt: skip
+    return {key: getattr(args, name) for key, name in names.items() if hasattr(args, name)}
+
+
+def _refuse_unused(args: argparse.Namespace) -> None:
+    """A flag that would have no effect is a misunderstanding: say so.
+
+    Raises:
+        BadInput: naming the flag and who takes it.
+    """
+    native = ("fsdp", "tp", "pp", "3d")
+    for flag, given, takers in (
+        ("--offload", args.offload, ("fsdp",)),
+        ("--reshard-after-forward", args.reshard_after_forward is not None, native),
+        ("--sequence-parallel", getattr(args, "sequence_parallel", False), ("tp", "3d")),
+        ("--checkpoint-async", args.checkpoint_async, native),
+        ("--zero-init", args.zero_init, ("deepspeed",)),
+    ):
+        if given and args.strategy not in takers:
+            hint = f"it is for {', '.join(takers)}"
+            if flag == "--offload" and args.strategy == "deepspeed":
+                hint = "zero_optimization.offload_optimizer in the DeepSpeed config"
+            raise BadInput(f"{flag} does nothing with --strategy {args.strategy}", hint=hint)
 
 
 def choose_checkpoints(args: argparse.Namespace, model: Mapping[str, Any]) -> Checkpoints:

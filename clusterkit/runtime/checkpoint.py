@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from clusterkit.errors import BadInput, ClusterkitError
 from clusterkit.runtime.distributed import Ranks, World
@@ -56,6 +59,16 @@ class Checkpoint:
         return checkpoint if whole else None
 
 
+@dataclass(frozen=True)
+class _Writing:
+    """A checkpoint that does not count yet; ``files`` tells when this rank has written its own."""
+
+    checkpoint: Checkpoint
+    final: Path
+    files: Future[Any] | None
+    started: float
+
+
 class Checkpoints:
     """The checkpoints of a run, in one folder.
 
@@ -82,6 +95,7 @@ class Checkpoints:
         self._resume = resume
         # As it will come back from JSON, for comparing.
         self._model: dict[str, Any] = json.loads(json.dumps(dict(model)))
+        self._writing: _Writing | None = None
 
     def due(self, step: int, *, last: bool) -> bool:
         """Whether to save after ``step``."""
@@ -89,8 +103,14 @@ class Checkpoints:
             return False
         return last or (self._every > 0 and step % self._every == 0)
 
-    def find(self, ranks: Ranks, *, strategy: str | None = None) -> Checkpoint | None:
+    def find(
+        self, ranks: Ranks, *, strategy: str | None = None, converts: bool = False
+    ) -> Checkpoint | None:
         """The checkpoint to resume from, or None to start from the beginning.
+
+        Args:
+            strategy: the name of the one that will load it.
+            converts: whether that one can load what another number of ranks saved, in any case.
 
         Raises:
             BadInput: the path to resume from is no complete checkpoint, or the checkpoint holds
@@ -113,11 +133,16 @@ class Checkpoints:
                 f"{where} was saved by {checkpoint.strategy}, this run uses {strategy}",
                 hint=f"use the same strategy, {elsewhere}",
             )
-        if checkpoint.world_size != ranks.size and not checkpoint.any_world_size:
+        if checkpoint.world_size != ranks.size and not (checkpoint.any_world_size or converts):
+            convert = (
+                "set deepspeed.checkpoint.load_universal to true, "
+                if checkpoint.strategy.startswith("deepspeed")
+                else ""
+            )
             raise BadInput(
                 f"{where} was saved by {checkpoint.world_size} ranks, now there are {ranks.size}; "
                 f"{checkpoint.strategy} divides its state by the number of ranks",
-                hint=f"run on {checkpoint.world_size} ranks, {elsewhere}",
+                hint=f"run on {checkpoint.world_size} ranks, {convert}{elsewhere}",
             )
         return checkpoint
 
@@ -134,7 +159,8 @@ class Checkpoints:
                 f"rank 0 resumes from {seen[0]}, rank {other} from {seen[other]}",
                 hint="put checkpoint.dir on a disk that all nodes share",
             )
-        strategy.load(checkpoint.path)
+        with _readable(checkpoint):
+            strategy.load(checkpoint.path)
         states = torch.load(checkpoint.path / _RANDOM, weights_only=False)
         if world.rank < len(states):
             _set_random_state(states[world.rank])
@@ -146,6 +172,9 @@ class Checkpoints:
     ) -> Path:
         """Write the checkpoint of ``step`` and remove those beyond ``keep``. Collective.
 
+        A strategy that writes in the background may return before the files are there: then
+        the checkpoint counts from ``finish`` on.
+
         Args:
             notes: anything JSON can hold; comes back in ``Checkpoint.notes``.
 
@@ -154,6 +183,7 @@ class Checkpoints:
         """
         if self._folder is None:
             raise ValueError("checkpoints are switched off: no folder was given")
+        self.finish(world)
         started = time.perf_counter()
         final = self._folder / f"step-{step:08d}"
         draft = self._folder / f".{final.name}.draft"
@@ -162,27 +192,54 @@ class Checkpoints:
                 shutil.rmtree(draft, ignore_errors=True)
                 draft.mkdir(parents=True)
             world.barrier()
-            strategy.save(draft)
+            files = strategy.save(draft)
             states = world.gather(_random_state())
             if world.is_first:
                 torch.save(states, draft / _RANDOM)
-                checkpoint = Checkpoint(
-                    path=draft,
-                    step=step,
-                    strategy=strategy.name,
-                    world_size=world.size,
-                    any_world_size=strategy.any_world_size,
-                    model=self._model,
-                    notes=dict(notes or {}),
-                    saved_at=time.time(),
-                    files=_sizes(draft),
-                )
-                _seal(checkpoint, final)
+        checkpoint = Checkpoint(
+            path=draft,
+            step=step,
+            strategy=strategy.name,
+            world_size=world.size,
+            any_world_size=strategy.any_world_size,
+            model=self._model,
+            notes=dict(notes or {}),
+            saved_at=time.time(),
+            files={},
+        )
+        self._writing = _Writing(checkpoint, final, files, started)
+        if files is None:
+            self.finish(world)
+        return final
+
+    def written(self) -> bool:
+        """Whether this rank has written its part of a checkpoint that waits for ``finish``."""
+        writing = self._writing
+        return writing is not None and (writing.files is None or writing.files.done())
+
+    def finish(self, world: World) -> None:
+        """Wait until all ranks have written, and let the checkpoint count. Collective.
+
+        Does nothing when no checkpoint is being written.
+
+        Raises:
+            ClusterkitError: as ``save``.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        draft, final = writing.checkpoint.path, writing.final
+        with _explained(final, draft):
+            if writing.files is not None:
+                writing.files.result()
+                world.barrier()
+            if world.is_first:
+                _seal(replace(writing.checkpoint, files=file_sizes(draft)), final)
         if world.is_first:
             self._prune()
-            report("checkpoint", step=step, path=str(final), seconds=time.perf_counter() - started)
+            seconds = time.perf_counter() - writing.started
+            report("checkpoint", step=writing.checkpoint.step, path=str(final), seconds=seconds)
         world.barrier()
-        return final
 
     def _choose(self) -> Checkpoint | None:
         if self._resume == "never":
@@ -226,6 +283,27 @@ def _explained(final: Path, draft: Path) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def _readable(checkpoint: Checkpoint) -> Iterator[None]:
+    """Within, files that cannot be read, or hold something else, are one clear error."""
+    try:
+        yield
+    except ClusterkitError:
+        raise
+    except dist.DistError:
+        raise  # a lost rank, not a bad file
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
+        if "gloo/transport" in str(error):
+            raise
+        # torch says in the first line what failed, in the second why.
+        reason = " ".join(str(error).split("\n", 2)[:2]).replace("\t", "").strip()
+        reason = reason or type(error).__name__
+        raise BadInput(
+            f"checkpoint {checkpoint.path} cannot be read: {reason}",
+            hint="resume from an earlier one (checkpoint.resume: FOLDER), or from none (never)",
+        ) from error
+
+
 def _seal(checkpoint: Checkpoint, final: Path) -> None:
     """Make the draft durable, then give it its name: from here on it counts."""
     draft = checkpoint.path
@@ -247,7 +325,8 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sizes(folder: Path) -> dict[str, int]:
+def file_sizes(folder: Path) -> dict[str, int]:
+    """Bytes of every file below a folder, by its path from there."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.stat().st_size for path in files}
 

@@ -133,12 +133,14 @@ class Batches:
         seed: another seed, other samples.
         batch: how many samples a step has and how the ranks share them.
         world: who this rank is, and the device the micro batches go to.
+        replica: which share of the global batch is this rank's; None: as many shares as ranks.
     """
 
     text: Text
     seed: int
     batch: Batch
     world: World
+    replica: int | None = None
 
     @property
     def tokens_per_step(self) -> int:
@@ -146,7 +148,7 @@ class Batches:
         return self.batch.global_size * self.text.context
 
     def of_step(self, step: int) -> list[MicroBatch]:
-        """This rank's micro batches of ``step``: the ``rank``-th equal run of the global batch.
+        """This rank's micro batches of ``step``: its own of the equal runs of the global batch.
 
         A micro batch holds the same samples whether one rank accumulates all of them or many
         ranks take some each, which is what makes their losses comparable to the last bits.
@@ -160,7 +162,7 @@ class Batches:
     def _draw(self, tokens: Tensor, step: int) -> list[MicroBatch]:
         micro = self.batch.micro
         share = micro * self.batch.accumulation
-        first = self.world.rank * share
+        first = (self.world.rank if self.replica is None else self.replica) * share
         return [
             self._micro_batch(tokens, step, range(number, number + micro))
             for number in range(first, first + share, micro)

@@ -6,9 +6,11 @@ import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import warnings
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,76 +18,126 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clusterkit.batch import Batch
 from clusterkit.errors import BadInput
+from clusterkit.runtime.checkpoint import file_sizes
 from clusterkit.runtime.distributed import World
 from clusterkit.runtime.eager import deferred_compile
+from clusterkit.runtime.mesh import Mesh
 from clusterkit.runtime.strategy import (
     MicroBatch,
     Recipe,
     Strategy,
     count_parameters,
     mean_loss,
+    recompute,
     set_learning_rate,
 )
+from clusterkit.runtime.zero_config import Config, batch_numbers, config_dtype, load_config
 
-Config = dict[str, Any]
+__all__ = [
+    "Config",
+    "DeepSpeed",
+    "batch_numbers",
+    "config_dtype",
+    "load_config",
+    "recipe",
+]
+
+_TELLING = ("wall_clock_breakdown", "memory_breakdown", "flops_profiler", "dump_state")
 
 
-def load_config(
-    path: Path | str, *, batch: Batch, dtype: str | None = None, clip: float | None = None
-) -> Config:
-    """Read a DeepSpeed config and complete it for this run.
+def recipe(config: Config, mesh: Mesh | None = None, *, divided: bool = False) -> Recipe:
+    """ZeRO as a config from ``load_config`` describes it.
 
     Args:
-        path: a JSON file. Batch numbers it leaves out, or calls ``auto``, are filled in.
-        batch: the sizes for the actual number of ranks.
-        dtype: ``fp32``, ``bf16``, ``fp16``, or None for what the config says (fp32 if nothing).
-        clip: largest gradient norm, 0 for no clipping, or None for what the config says (1.0 if
-            nothing, as DeepSpeed 0.19 does unasked).
+        mesh: with ``tp`` above 1, DeepSpeed's AutoTP cuts the layers; None: all ranks are dp.
+        divided: build the model under ``zero.Init``, so that no rank ever holds all of it.
 
     Raises:
-        BadInput: not a JSON object, or it contradicts the arguments; the message names the key.
+        BadInput: ``divided`` without stage 3, the only one that divides parameters, or a mesh
+            that DeepSpeed has no use for.
     """
-    config = _read(Path(path))
-    for key, number in batch.deepspeed().items():
-        _settle(config, path, key, number, "the job's batch")
-    if clip is not None:
-        _settle(config, path, "gradient_clipping", clip, "--clip")
-    config.setdefault("gradient_clipping", 1.0)
-    for section in ("optimizer", "scheduler"):
-        if section in config:
-            raise BadInput(
-                f"{path}: `{section}` clashes with the program, which brings its own {section}",
-                hint="remove it and use --learning-rate, --weight-decay, --warmup",
-            )
-    zero = config.setdefault("zero_optimization", {})
-    if not isinstance(zero, dict) or zero.get("stage", 0) not in (0, 1, 2, 3):
-        raise BadInput(f"{path}: zero_optimization.stage must be 0, 1, 2 or 3, not {zero!r}")
-    if dtype is not None and config_dtype(config) != dtype:
-        if config_dtype(config) != "fp32":
-            raise BadInput(
-                f"{path}: {config_dtype(config)} is enabled, but --dtype says {dtype}",
-                hint="say it in one place",
-            )
-        config[dtype] = {**config.get(dtype, {}), "enabled": True}
-    return config
-
-
-def config_dtype(config: Config) -> str:
-    """The number format that a DeepSpeed config asks for: fp32, bf16 or fp16."""
-    for name in ("bf16", "fp16"):
-        if isinstance(config.get(name), dict) and config[name].get("enabled"):
-            return name
-    return "fp32"
-
-
-def recipe(config: Config) -> Recipe:
-    """ZeRO as a config from ``load_config`` describes it."""
     dtype = config_dtype(config)
-    name = f"deepspeed zero-{config['zero_optimization'].get('stage', 0)}"
-    name = name if dtype == "fp32" else f"{name} {dtype}"
-    return Recipe(name, dtype, partial(DeepSpeed, name, config))
+    stage = config["zero_optimization"].get("stage", 0)
+    if divided and stage != 3:
+        raise BadInput(
+            f"--zero-init builds a divided model, and ZeRO-{stage} has whole ones", hint="stage: 3"
+        )
+    words = ["deepspeed", f"zero-{stage}"]
+    if mesh is not None and mesh.pp > 1:
+        if stage >= 2:
+            raise BadInput(*_no_pipeline(stage))
+        if stage == 0 and config["gradient_clipping"] > 0:
+            # DeepSpeed 0.19.8 then scales each stage by the norm of its own gradient alone.
+            raise BadInput(
+                "--mesh pp: DeepSpeed's ZeRO-0 clips every stage of a pipeline by itself",
+                hint="zero_optimization.stage 1, or gradient_clipping 0",
+            )
+        words.append(f"pp={mesh.pp}")
+    if mesh is not None and mesh.tp > 1:
+        if mesh.pp > 1:
+            raise BadInput(
+                "--mesh pp and tp: DeepSpeed cuts either layers or stages here",
+                hint="--strategy 3d does both",
+            )
+        if divided:
+            raise BadInput("--zero-init and tp: AutoTP cuts whole layers", hint="leave one out")
+        config = _with_autotp(config, mesh)
+        words.append(f"tp={mesh.tp}")
+    if dtype != "fp32":
+        words.append(dtype)
+    name = " ".join(words)
+    building = partial(_zero_init, config) if divided else _whole
+    build = partial(_strategy(mesh), name, config, mesh=mesh)
+    return Recipe(name, dtype, build, building, _universal(config))
+
+
+def _no_pipeline(stage: int) -> tuple[str, str]:
+    what = "gradients" if stage == 2 else "parameters"
+    return (
+        f"--mesh pp: ZeRO-{stage} divides {what}, so they would travel with every micro batch of "
+        "the pipeline instead of once a step",
+        "zero_optimization.stage 1, which divides the optimizer alone",
+    )
+
+
+def _strategy(mesh: Mesh | None) -> type[DeepSpeed]:
+    if mesh is None or mesh.pp == 1:
+        return DeepSpeed
+    from clusterkit.runtime.deepspeed_pipeline import DeepSpeedPipeline
+
+    return DeepSpeedPipeline
+
+
+def _with_autotp(config: Config, mesh: Mesh) -> Config:
+    section = dict(config.get("tensor_parallel") or {})
+    if section.setdefault("autotp_size", mesh.tp) != mesh.tp:
+        raise BadInput(
+            f"tensor_parallel.autotp_size is {section['autotp_size']}, --mesh says tp={mesh.tp}",
+            hint="leave it out of the DeepSpeed config",
+        )
+    # DeepSpeed 0.19 checks this number against all ranks, though slices share their samples.
+    kept = {key: value for key, value in config.items() if key != "train_batch_size"}
+    return kept | {"tensor_parallel": section}
+
+
+def _whole(world: World) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+@contextmanager
+def _zero_init(config: Config, world: World) -> Iterator[None]:
+    deepspeed = _import_deepspeed(world)
+    # transformers asks for this object when it makes a model, and holds it by a weak reference.
+    transformers = sys.modules.get("transformers.integrations")
+    kept = transformers.HfDeepSpeedConfig(config) if transformers else None
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        yield
+    del kept
+
+
+def _universal(config: Config) -> bool:
+    return bool((config.get("checkpoint") or {}).get("load_universal"))
 
 
 class DeepSpeed(Strategy):
@@ -97,6 +149,7 @@ class DeepSpeed(Strategy):
         model: the same weights on every rank; the engine moves and divides it.
         optimizer: a torch optimizer over the model's parameters. With the optimizer offloaded
             from a GPU it is replaced by DeepSpeed's AdamW for CPUs, if that can be compiled here.
+        mesh: with ``tp`` above 1 AutoTP cuts the layers, as the model's ``autotp_plan`` says.
     """
 
     def __init__(
@@ -106,24 +159,53 @@ class DeepSpeed(Strategy):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         world: World,
+        *,
+        mesh: Mesh | None = None,
     ) -> None:
         zero = config["zero_optimization"]
         self.name = name
+        self._mesh = mesh
+        if mesh is not None:
+            self.replica = mesh.replica(world.rank)
+            config = _with_plan(config, model) if mesh.tp > 1 else config
         self.parameters = count_parameters(model)
         self.any_world_size = name == "deepspeed zero-0"
         if zero.get("offload_optimizer", {}).get("device", "none") != "none":
             optimizer = _offloaded(optimizer, world)
             config = {**config, "zero_force_ds_cpu_optimizer": False}
+        config = _with_torch_adam(config, world)
         deepspeed = _import_deepspeed(world)
         _check_dtype(deepspeed, config_dtype(config), world)
-        self._engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=config, dist_init_required=False
-        )
+        if any(config.get(key) for key in _TELLING):
+            logging.getLogger("DeepSpeed").setLevel(logging.INFO)
+        if "activation_checkpointing" in config:
+            deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=config)
+            recompute(model, deepspeed.checkpointing.non_reentrant_checkpoint)
+        self._comm = deepspeed.comm if (config.get("comms_logger") or {}).get("enabled") else None
+        self._world = world
+        self._universal = _universal(config)
+        self._scheduled = "scheduler" in config
+        self._rate: float | None = None
+        model = self._divided(model, optimizer)
+        with _explained():
+            self._engine, *_ = deepspeed.initialize(
+                model=model, config=config, dist_init_required=False, **_trained(optimizer, config)
+            )
+
+    def _divided(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+        """The part of the model that this rank hands to the engine."""
+        return model
+
+    def describe(self) -> dict[str, object]:
+        return {"mesh": str(self._mesh)} if self._mesh is not None and self._mesh.tp > 1 else {}
 
     def step(
         self, micro_batches: Sequence[MicroBatch], learning_rate: float
     ) -> tuple[Tensor, float | None]:
-        set_learning_rate(self._engine.optimizer, learning_rate)
+        if self._scheduled:
+            self._rate = float(self._engine.get_lr()[0])
+        else:
+            set_learning_rate(self._engine.optimizer, learning_rate)
         losses = []
         for tokens, targets in micro_batches:
             loss = self._engine(tokens, targets)
@@ -145,7 +227,39 @@ class DeepSpeed(Strategy):
         self._engine.save_checkpoint(str(folder), tag="zero", save_latest=False)
 
     def load(self, folder: Path) -> None:
-        self._engine.load_checkpoint(str(folder), tag="zero")
+        if self._universal:
+            if self._world.is_first:
+                _convert(folder)
+            self._world.barrier()
+        groups = self.optimizer().param_groups
+        settings = [{key: group[key] for key in group if key != "params"} for group in groups]
+        found, _ = self._engine.load_checkpoint(
+            str(folder), tag=_CONVERTED if self._universal else "zero"
+        )
+        if found is None:
+            raise RuntimeError("DeepSpeed finds nothing in it")
+        if self._universal:
+            # In stage 3 DeepSpeed 0.19.8 gives all groups the settings of the first, and all
+            # parameters one and the same counter, which each of them then counts up.
+            for group, own in zip(self.optimizer().param_groups, settings, strict=True):
+                group.update(own)
+            for state in self.optimizer().state.values():
+                if isinstance(state.get("step"), Tensor):
+                    state["step"] = state["step"].clone()
+
+    def own_rate(self) -> float | None:
+        return self._rate
+
+    def finish(self) -> None:
+        """Print what the comms logger has counted; under clusterkit also into the run's folder."""
+        if self._comm is None:
+            return
+        counted = self._comm.log_summary(return_dict=True)
+        if self._world.is_first:
+            text = comms_table(counted["summary"])
+            print(text, flush=True)
+            if folder := os.environ.get("CLUSTERKIT_RUN_DIR"):
+                (Path(folder) / "comms.txt").write_text(text + "\n")
 
     def optimizer(self) -> torch.optim.Optimizer:
         # ZeRO wraps the optimizer, once or twice; stage 0 in fp32 does not.
@@ -155,26 +269,106 @@ class DeepSpeed(Strategy):
         return optimizer
 
 
-def _read(path: Path) -> Config:
+def comms_table(summary: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str:
+    """What a comms logger has counted, one line for each operation and message size.
+
+    Args:
+        summary: by operation and bytes, from ``deepspeed.comm.log_summary``.
+    """
+    lines = [f"{'operation':<24}{'bytes':>12}{'count':>8}{'total ms':>12}{'mean ms':>10}"]
+    for operation, sizes in sorted(summary.items()):
+        for size, entry in sorted(sizes.items()):
+            lines.append(
+                f"{operation:<24}{size:>12}{entry['count']:>8}"
+                f"{entry['total_latency_ms']:>12.2f}{entry['avg_latency_ms']:>10.3f}"
+            )
+    return "\n".join(lines)
+
+
+def _trained(optimizer: torch.optim.Optimizer, config: Config) -> dict[str, Any]:
+    """Which optimizer: the program's, or the config's over the same groups of parameters."""
+    if "optimizer" not in config:
+        return {"optimizer": optimizer}
+    params = config["optimizer"]["params"]
+    decay = params.get("weight_decay")
+    groups = [
+        {
+            "params": group["params"],
+            "weight_decay": group["weight_decay"] if decay is None or not group["weight_decay"]
+            else decay,
+        }
+        for group in optimizer.param_groups
+    ]  # fmt: skip
+    return {"model_parameters": groups}
+
+
+def _with_torch_adam(config: Config, world: World) -> Config:
+    """Spare AdamW its compilation, of minutes and with a compiler, where it is no faster."""
+    section = config.get("optimizer")
+    if section is None or section["type"].lower() not in ("adam", "adamw"):
+        return config
+    compiles = world.device.type == "cuda" and shutil.which("nvcc") and shutil.which("ninja")
+    params = {"torch_adam": not compiles, **section["params"]}
+    return {**config, "optimizer": {**section, "params": params}}
+
+
+def _with_plan(config: Config, model: nn.Module) -> Config:
+    """How to cut the model, where it says so itself and the config does not."""
+    section = config["tensor_parallel"]
+    if "partition_config" in section or not hasattr(model, "autotp_plan"):
+        return config
+    plan = model.autotp_plan()  # type: ignore[operator]
+    return config | {"tensor_parallel": section | {"partition_config": plan}}
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Within, what DeepSpeed finds wrong with its config is one clear error."""
+    from deepspeed.runtime.config import DeepSpeedConfigError
+    from pydantic import ValidationError
+
     try:
-        config = json.loads(path.read_text())
-    except OSError as error:
-        raise BadInput(f"DeepSpeed config {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise BadInput(f"DeepSpeed config {path} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise BadInput(f"DeepSpeed config {path} must be a JSON object")
-    return config
-
-
-def _settle(config: Config, path: Path | str, key: str, value: float, source: str) -> None:
-    if config.get(key, "auto") == "auto":
-        config[key] = value
-    elif config[key] != value:
+        yield
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
         raise BadInput(
-            f"{path}: {key} is {config[key]!r}, but {source} makes it {value}",
-            hint=f"leave {key} out of the DeepSpeed config",
-        )
+            f"DeepSpeed config, {error.title}: {place}: {first['msg']}",
+            hint="see https://www.deepspeed.ai/docs/config-json/",
+        ) from error
+    except (DeepSpeedConfigError, AssertionError, ImportError) as error:
+        reason = str(error).strip() or type(error).__name__
+        raise BadInput(f"DeepSpeed refuses its config: {reason}") from error
+
+
+_CONVERTED = "universal"
+
+
+def _convert(folder: Path) -> None:
+    """Rewrite a checkpoint so that any number of ranks can load it, beside the original.
+
+    Done once. What has lost a file since is written anew: DeepSpeed would pass some of them over.
+
+    Raises:
+        BadInput: DeepSpeed's converter cannot; its last line tells why.
+    """
+    whole, sizes = folder / _CONVERTED, folder / f"{_CONVERTED}.json"
+    with suppress(OSError, ValueError):
+        if json.loads(sizes.read_text()) == file_sizes(whole):
+            return
+    draft = folder / f".{_CONVERTED}.draft"
+    for leftover in (whole, draft):
+        shutil.rmtree(leftover, ignore_errors=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state",
+         "--input_folder", str(folder / "zero"), "--output_folder", str(draft)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        said = done.stdout.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise BadInput(f"checkpoint {folder} cannot be made universal: {said[-1]}")
+    sizes.write_text(json.dumps(file_sizes(draft)))
+    draft.rename(whole)
 
 
 def _import_deepspeed(world: World) -> Any:
@@ -193,11 +387,15 @@ def _import_deepspeed(world: World) -> Any:
         import deepspeed.runtime.zero.muon.muon_optimizer
     # DeepSpeed calls collectives by names that torch 2.13 has renamed.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    # Its pipeline broadcasts losses that it has no further use for.
+    warnings.filterwarnings("ignore", "c10d::broadcast_: an autograd kernel was not", UserWarning)
     logging.getLogger("DeepSpeed").setLevel(os.environ.get("LOGLEVEL", "WARNING").upper())
     if world.device.type == "cpu" and os.environ.get("CLUSTERKIT_DEEPSPEED_SHM") != "1":
         # DeepSpeed compiles a shared-memory collective at start when a compiler is there: a
         # minute, and a lock that a killed run leaves for ever. Gloo does without it.
         deepspeed.ops.__compatible_ops__ = {}
+    # Its parts ask DeepSpeed's own module for the number of ranks, before the engine is there.
+    deepspeed.init_distributed(dist_backend=world.backend, dist_init_required=False)
     return deepspeed
 
 

@@ -30,7 +30,7 @@ def choose(
     Raises:
         BadInput: transformers is missing or cannot load the model, or a byte is no token of it.
     """
-    config = _load(name, lambda: _transformers().AutoConfig.from_pretrained(name))
+    config = load_config(name)
     tokens = _tokenize(name, text)
     vocabulary = config.get_text_config().vocab_size
     if int(tokens.max()) >= vocabulary:
@@ -57,6 +57,15 @@ class CausalLM(nn.Module):
         """Mean cross entropy of ``targets``; both (batch, context), int64."""
         logits = self.model(tokens, use_cache=False).logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def load_config(name: str) -> Any:
+    """The config of a model by its name on the hub or its folder.
+
+    Raises:
+        BadInput: transformers is missing or cannot load it.
+    """
+    return _load(name, lambda: _transformers().AutoConfig.from_pretrained(name))
 
 
 def looks_like_a_name(name: str) -> bool:

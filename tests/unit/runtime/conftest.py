@@ -118,6 +118,25 @@ def zero(tmp_path: Path) -> Callable[..., list[str]]:
     return arguments
 
 
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A folder with the config of a small Hugging Face model."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {
+        "model_type": "llama",
+        "vocab_size": 256,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 @pytest.fixture(scope="session")
 def gpt() -> ModuleType:
     """The training program as a module."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import random
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -231,3 +232,86 @@ def test_nodes_that_see_different_checkpoints_are_told(
     with pytest.raises(BadInput, match="rank 1 from /other") as error:
         checkpoints(folder).load(found, Fake(), WORLD)
     assert "a disk that all nodes share" in str(error.value.hint)
+
+
+class Slow(Fake):
+    """Writes in the background: its file is there when ``writing`` is done."""
+
+    def __init__(self) -> None:
+        super().__init__("slow")
+        self.writing: Future[None] = Future()
+
+    def save(self, folder: Path) -> Future[None]:
+        self.folder = folder
+        return self.writing
+
+    def complete(self) -> None:
+        super().save(self.folder)
+        self.writing.set_result(None)
+
+
+def test_a_checkpoint_written_in_the_background_counts_once_all_is_there(folder: Path) -> None:
+    here, strategy = checkpoints(folder), Slow()
+    assert not here.written()
+    here.save(1, strategy, WORLD)
+    assert not here.written()
+    assert checkpoints(folder).find(ALONE) is None
+    strategy.complete()
+    assert here.written()
+    here.finish(WORLD)
+    found = checkpoints(folder).find(ALONE)
+    assert found is not None
+    assert found.files.keys() == {"part/word", "random.pt"}
+    assert not here.written()
+    here.finish(WORLD)  # and there is nothing more to do
+
+
+def test_the_next_save_waits_for_the_one_before(folder: Path) -> None:
+    here, strategy = checkpoints(folder), Slow()
+    here.save(1, strategy, WORLD)
+    strategy.complete()
+    here.save(2, Fake(), WORLD)
+    assert steps(folder) == ["step-00000001", "step-00000002"]
+
+
+def test_a_background_write_that_fails_is_told_and_leaves_the_one_before(folder: Path) -> None:
+    here, strategy = checkpoints(folder), Slow()
+    here.save(1, Fake(), WORLD)
+    here.save(2, strategy, WORLD)
+    strategy.writing.set_exception(OSError(28, "No space left on device"))
+    with pytest.raises(ClusterkitError, match=r"cannot write .*step-00000002: No space left"):
+        here.finish(WORLD)
+    assert steps(folder) == ["step-00000001"]
+    assert here.find(ALONE) is not None
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("size mismatch\nfor a"), KeyError("model"), EOFError(), OSError("gone")]
+)
+def test_files_that_cannot_be_read_are_one_clear_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    path = checkpoints(folder).save(1, Fake(), WORLD)
+    found = Checkpoint.read(path)
+    assert found is not None
+    monkeypatch.setattr(Fake, "load", lambda *_: (_ for _ in ()).throw(error))
+    with pytest.raises(BadInput, match=r"checkpoint .*step-00000001 cannot be read: \S+") as told:
+        checkpoints(folder).load(found, Fake(), WORLD)
+    assert "\n" not in told.value.message
+
+
+def test_a_lost_rank_is_no_unreadable_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = checkpoints(folder).save(1, Fake(), WORLD)
+    found = Checkpoint.read(path)
+    assert found is not None
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer")
+    monkeypatch.setattr(Fake, "load", lambda *_: (_ for _ in ()).throw(lost))
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        checkpoints(folder).load(found, Fake(), WORLD)
+
+
+def test_what_can_be_converted_may_come_from_another_number_of_ranks(folder: Path) -> None:
+    two = Ranks(rank=1, local_rank=1, node_rank=0, size=2, local_size=2)
+    checkpoints(folder).save(1, Fake(), WORLD)
+    found = checkpoints(folder).find(two, converts=True)
+    assert found is not None

@@ -7,8 +7,16 @@ from typing import Any
 import pytest
 
 from clusterkit.batch import Batch, solve
-from clusterkit.errors import BadInput
-from clusterkit.runtime.deepspeed import config_dtype, load_config, recipe
+from clusterkit.errors import BadInput, Unavailable
+from clusterkit.runtime import zero_config
+from clusterkit.runtime.deepspeed import (
+    batch_numbers,
+    comms_table,
+    config_dtype,
+    load_config,
+    recipe,
+)
+from clusterkit.runtime.mesh import Mesh
 
 SIXTY_FOUR_ON_FOUR = solve(data_parallel=4, global_size=64, micro=8)
 
@@ -50,8 +58,42 @@ def test_clipping_is_always_explicit(tmp_path: Path) -> None:
         ([1], {}, "must be a JSON object"),
         ({"train_batch_size": 32}, {}, r"train_batch_size is 32, but the job's batch makes it 64"),
         ({"gradient_clipping": 0.5}, {"clip": 1.0}, r"gradient_clipping is 0\.5, but --clip makes"),
-        ({"optimizer": {"type": "AdamW"}}, {}, "`optimizer` clashes with the program"),
-        ({"scheduler": {}}, {}, "`scheduler` clashes with the program"),
+        ({"optimizer": {"params": {}}}, {}, "optimizer must have a type"),
+        ({"scheduler": "WarmupLR"}, {}, "scheduler must have a type"),
+        ({"optimizer": {"type": "AdamW", "params": 3}}, {}, r"optimizer\.params must be an object"),
+        (
+            {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto"}}},
+            {},
+            r"scheduler\.params\.total_num_steps is auto, and this program does not say",
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}},
+            {"schedule": {"lr": 0.01}},
+            r"optimizer\.params\.lr is 0\.1, but the program's schedule goes up to 0\.01",
+        ),
+        ({"zero_optimisation": {}}, {}, r"knows no key `zero_optimisation`"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, {}, "fp16 and bf16 are both"),
+        ({"amp": {"enabled": True}, "zero_optimization": {"stage": 2}}, {}, "no `amp` any more"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+            {},
+            "only stage 3 can offload to nvme",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            {},
+            "nvme needs nvme_path",
+        ),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_param": {"device": "nvme", "nvme_path": "/no/such"},
+                }
+            },
+            {},
+            r"nvme_path: /no/such is no folder",
+        ),
         ({"zero_optimization": {"stage": 4}}, {}, "stage must be 0, 1, 2 or 3"),
         ({"zero_optimization": True}, {}, "stage must be 0, 1, 2 or 3"),
         ({"bf16": {"enabled": True}}, {"dtype": "fp32"}, "bf16 is enabled, but --dtype says fp32"),
@@ -62,6 +104,99 @@ def test_contradictions_are_refused(
 ) -> None:
     with pytest.raises(BadInput, match=message):
         load(tmp_path, config, **settings)
+
+
+def test_a_key_that_is_misspelt_is_told_the_right_one(tmp_path: Path) -> None:
+    with pytest.raises(BadInput) as error:
+        load(tmp_path, {"gradient_cliping": 1.0})
+    assert error.value.hint == "did you mean gradient_clipping?"
+
+
+@pytest.mark.parametrize("missing", ["library", "header"])
+def test_nvme_without_libaio_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = {"zero_optimization": {"stage": 3, "offload_optimizer": nvme}}
+    found = None if missing == "library" else "libaio.so.1"
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: found)
+    monkeypatch.setattr(zero_config, "_INCLUDES", ())
+    monkeypatch.setenv("CPATH", "" if missing == "header" else str(tmp_path))
+    (tmp_path / "libaio.h").touch()
+    with pytest.raises(Unavailable, match="nvme needs libaio") as error:
+        load(tmp_path, config)
+    assert "apt-get install libaio-dev" in str(error.value.hint)
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: "libaio.so.1")
+    monkeypatch.setenv("CPATH", str(tmp_path))
+    assert load(tmp_path, config)["zero_optimization"]["offload_optimizer"] == nvme
+
+
+def test_a_monitor_without_its_package_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(Unavailable, match="wandb is enabled, and the package wandb"):
+        load(tmp_path, {"wandb": {"enabled": True}})
+    assert load(tmp_path, {"wandb": {"enabled": False}})["wandb"] == {"enabled": False}
+
+
+def test_auto_is_the_programs_number(tmp_path: Path) -> None:
+    given = {
+        "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95], "weight_decay": "auto"}},
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {"total_num_steps": "auto", "warmup_num_steps": 5},
+        },
+    }
+    numbers = {"lr": 0.003, "weight_decay": 0.1, "steps": 200, "warmup": 20}
+    config = load(tmp_path, given, schedule=numbers)
+    assert config["optimizer"]["params"] == {"betas": [0.9, 0.95], "weight_decay": 0.1, "lr": 0.003}
+    assert config["scheduler"]["params"] == {"total_num_steps": 200, "warmup_num_steps": 5}
+
+
+def test_batch_numbers_of_the_config_count_where_nothing_else_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 64, "train_micro_batch_size_per_gpu": "auto"}')
+    assert batch_numbers(path) == {"global_size": 64}
+    path.write_text('{"train_batch_size": "many"}')
+    with pytest.raises(BadInput, match=r"train_batch_size is 'many'; it must be a whole number"):
+        batch_numbers(path)
+
+
+def test_a_table_of_what_travelled() -> None:
+    entry = {"count": 6, "total_latency_ms": 12.0, "avg_latency_ms": 2.0}
+    head, line = comms_table({"all_reduce": {4096: entry}}).splitlines()
+    assert head.split() == ["operation", "bytes", "count", "total", "ms", "mean", "ms"]
+    assert line.split() == ["all_reduce", "4096", "6", "12.00", "2.000"]
+
+
+def test_only_stage_3_is_built_divided(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="ZeRO-2 has whole ones"):
+        recipe(load(tmp_path, {"zero_optimization": {"stage": 2}}), divided=True)
+
+
+@pytest.mark.parametrize(
+    ("stage", "mesh", "message"),
+    [
+        (2, Mesh(pp=2), "ZeRO-2 divides gradients, so they would travel with every micro batch"),
+        (3, Mesh(pp=2), "ZeRO-3 divides parameters, so they would travel"),
+        (0, Mesh(pp=2), "ZeRO-0 clips every stage of a pipeline by itself"),
+        (1, Mesh(pp=2, tp=2), "cuts either layers or stages"),
+    ],
+)
+def test_a_mesh_that_deepspeed_cannot_use_is_refused(
+    tmp_path: Path, stage: int, mesh: Mesh, message: str
+) -> None:
+    with pytest.raises(BadInput, match=message):
+        recipe(load(tmp_path, {"zero_optimization": {"stage": stage}}), mesh)
+
+
+def test_autotp_says_how_many_slices_once(tmp_path: Path) -> None:
+    config = load(tmp_path, {"zero_optimization": {"stage": 1}})
+    assert recipe(config, Mesh(tp=2)).name == "deepspeed zero-1 tp=2"
+    config["tensor_parallel"] = {"autotp_size": 4}
+    with pytest.raises(BadInput, match=r"autotp_size is 4, --mesh says tp=2"):
+        recipe(config, Mesh(tp=2))
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

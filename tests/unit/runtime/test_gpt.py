@@ -11,10 +11,12 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
+from clusterkit.runtime import gpt as models
 from clusterkit.runtime.strategy import count_parameters, decayed_groups
 
 TOLERANCE = 2e-6
@@ -39,9 +41,9 @@ def test_the_loss_starts_at_that_of_guessing(gpt: ModuleType) -> None:
     assert loss.item() == pytest.approx(5.545, abs=0.15)  # ln 256
 
 
-def test_a_token_does_not_see_later_ones(gpt: ModuleType) -> None:
+def test_a_token_does_not_see_later_ones() -> None:
     torch.manual_seed(0)
-    attention = gpt.Attention(gpt.PRESETS["tiny"])
+    attention = models.Attention(models.PRESETS["tiny"])
     x = torch.randn(1, 8, 128)
     changed = x.clone()
     changed[:, 5:] = 0
@@ -106,42 +108,128 @@ def test_one_rank_says_all_a_launcher_reads(launch) -> None:
         assert ended_at == pytest.approx(following["started_at"], abs=1e-3)
 
 
-def test_the_numbers_agree_however_the_ranks_share_the_work(launch, zero) -> None:
-    alone = launch(*SHORT).losses()
-    runs = {
-        "ddp on 2": launch(*SHORT, ranks=2),
-        "zero-3 on 2": launch(*SHORT, *zero(3), ranks=2),
-    }
-    for name, run in runs.items():
-        assert run.codes == [0, 0], run.stderr
-        assert run.stderr == ["", ""], name
-        assert run.losses() == pytest.approx(alone, abs=TOLERANCE), name
-    for name, held in (("ddp on 2", 431_616), ("zero-3 on 2", 215_808)):
-        assert runs[name].of("optimizer") == [
-            {"event": "optimizer", "rank": rank, "parameters": held, "total": 431_616}
-            for rank in (0, 1)
-        ]
+STATE = 431_616
+DIVIDED = {
+    "ddp": (["--strategy", "ddp"], 2, [STATE, STATE]),
+    "zero-3": ([3], 2, [STATE // 2] * 2),
+    "zero-3 init": ([3, "--zero-init"], 2, [STATE // 2] * 2),
+    "autotp": ([1, "--mesh", "tp=2"], 2, [234_112] * 2),
+    "deepspeed pp": ([1, "--mesh", "pp=2"], 4, [116_544] * 2 + [115_648] * 2),
+    "fsdp": (["--strategy", "fsdp"], 2, [STATE // 2] * 2),
+    "hsdp": (["--strategy", "fsdp", "--mesh", "replicate=2"], 4, [STATE // 2] * 4),
+    "tp": (["--strategy", "tp", "--mesh", "tp=2"], 4, [108_864] * 4),
+    "tp sequence": (["--strategy", "tp", "--sequence-parallel"], 2, [217_728] * 2),
+    "pp": (["--strategy", "pp"], 2, [233_088, 231_296]),
+    "3d": (["--strategy", "3d", "--mesh", "pp=2,dp=1,tp=2"], 4, [117_952] * 2 + [116_160] * 2),
+}
+"""Arguments (a number: that ZeRO stage), ranks, and what each rank's optimizer then holds."""
 
 
-@pytest.mark.parametrize("stage", [None, 2, 3], ids=["ddp", "zero-2", "zero-3"])
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
-    launch, zero: Callable[..., list[str]], tmp_path: Path, stage: int | None
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[dict[str, Any]]]:
+    """What one rank reports; filled by the first test that needs it."""
+    return {}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_the_numbers_agree_however_the_ranks_share_the_work(
+    launch, zero, alone: dict[str, list[dict[str, Any]]], name: str
 ) -> None:
-    how = [*SHORT, *(zero(stage) if stage is not None else []), "--checkpoint-dir", tmp_path / "c"]
-    whole = launch(*how, "--checkpoint-every", "2", ranks=2)
+    how, ranks, held = DIVIDED[name]
+    if not alone:
+        alone["metrics"] = launch(*SHORT, "--eval-every", "2").of("metrics")
+    chosen = [*zero(how[0]), *how[1:]] if isinstance(how[0], int) else how
+    run = launch(*SHORT, "--eval-every", "2", *chosen, ranks=ranks)
+    assert run.codes == [0] * ranks, run.stderr
+    said = "warning: dp=1 in a 3d mesh divides nothing\n" if name == "3d" else ""
+    assert "".join(run.stderr) == said
+    for here, there in zip(run.of("metrics"), alone["metrics"], strict=True):
+        assert here["loss"] == pytest.approx(there["loss"], abs=TOLERANCE)
+        assert here.get("eval_loss") == pytest.approx(there.get("eval_loss"), abs=TOLERANCE)
+        assert here["gradient_norm"] == pytest.approx(there["gradient_norm"], rel=1e-5)
+    assert run.of("optimizer") == [
+        {"event": "optimizer", "rank": rank, "parameters": count, "total": STATE}
+        for rank, count in enumerate(held)
+    ]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_pipeline_tells_its_bubble(launch, schedule: str) -> None:
+    result = launch(*SHORT, "--strategy", "pp", "--schedule", schedule, ranks=2)
+    assert result.codes == [0, 0], result.stderr
+    (start,) = result.of("start")
+    # (p - 1) / (m + p - 1) with 2 stages and 8 / 2 micro batches.
+    assert (start["schedule"], start["micro_batches"], start["bubble"]) == (schedule, 4, 1 / 5)
+    assert start["mesh"] == "pp=2"
+
+
+def test_recomputed_activations_change_no_number(launch) -> None:
+    plain = launch(*SHORT)
+    again = launch(*SHORT, "--activation-checkpointing")
+    assert again.codes == [0], again.stderr
+    assert again.losses() == plain.losses()
+
+
+@pytest.mark.parametrize(
+    ("how", "elsewhere"),
+    [
+        (["ddp"], 1),
+        (["zero2"], None),
+        (["zero3"], None),
+        (["fsdp", "--checkpoint-async"], 1),
+        (["tp"], 4),
+        (["pp"], 4),
+    ],
+    ids=lambda how: how[0] if isinstance(how, list) else "",
+)
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
+    launch, zero: Callable[..., list[str]], tmp_path: Path, how: list[str], elsewhere: int | None
+) -> None:
+    strategy, *flags = how
+    chosen = zero(int(strategy[-1])) if strategy.startswith("zero") else ["--strategy", strategy]
+    every = [*SHORT, *chosen, *flags, "--checkpoint-dir", tmp_path / "c"]
+    shape = ["--mesh", f"{strategy}=2"] if strategy in ("tp", "pp") else []
+    whole = launch(*every, *shape, "--checkpoint-every", "2", ranks=2)
     assert whole.codes == [0, 0], whole.stderr
     assert [event["step"] for event in whole.of("checkpoint")] == [2, 4]
     half = whole.of("checkpoint")[0]["path"]
-    rest = launch(*how, "--checkpoint-resume", half, ranks=2)
+    rest = launch(*every, *shape, "--checkpoint-resume", half, ranks=2)
     assert rest.codes == [0, 0], rest.stderr
     assert rest.of("resumed") == [{"event": "resumed", "step": 2, "path": half}]
     assert rest.of("start")[0]["first_step"] == 2
     assert rest.losses() == {step: whole.losses()[step] for step in (3, 4)}
     assert rest.of("end") == whole.of("end")
-    if stage is not None:
-        alone = launch(*how)
+    if elsewhere is None:
+        alone = launch(*every)
         assert alone.codes == [2]
         assert "was saved by 2 ranks, now there are 1" in alone.stderr[0]
+        assert "set deepspeed.checkpoint.load_universal to true" in alone.stderr[0]
+    else:
+        other = launch(*every, *shape, "--checkpoint-resume", half, ranks=elsewhere)
+        assert set(other.codes) == {0}, other.stderr
+        expected = {step: whole.losses()[step] for step in (3, 4)}
+        assert other.losses() == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_universal_checkpoint_resumes_on_another_number_of_ranks(
+    launch, zero: Callable[..., list[str]], tmp_path: Path, stage: int
+) -> None:
+    how = [*SHORT, *zero(stage), "--checkpoint-dir", tmp_path / "c"]
+    whole = launch(*how, "--checkpoint-every", "2", ranks=2)
+    config = Path(how[-3])
+    config.write_text(
+        json.dumps({**json.loads(config.read_text()), "checkpoint": {"load_universal": True}})
+    )
+    half = whole.of("checkpoint")[0]["path"]
+    for ranks in (1, 2):
+        rest = launch(*how, "--checkpoint-resume", half, ranks=ranks)
+        assert set(rest.codes) == {0}, rest.stderr
+        expected = {step: whole.losses()[step] for step in (3, 4)}
+        assert rest.losses() == pytest.approx(expected, abs=TOLERANCE)
+        lost = Path(half, "universal", "zero", "norm.weight", "fp32.pt")
+        assert lost.exists()
+        lost.unlink()  # which the next one notices, and converts anew
 
 
 def test_a_finished_run_has_nothing_left_to_do(launch, tmp_path: Path) -> None:
@@ -174,6 +262,12 @@ def test_a_stop_signal_saves_and_leaves(launch, tmp_path: Path) -> None:
         (["--data", "/dev/null"], "/dev/null holds 0 tokens"),
         (["--strategy", "deepspeed"], "--strategy deepspeed needs a config"),
         (["--checkpoint-resume", "/nowhere"], "checkpoint to resume from: /nowhere is not"),
+        (["--strategy", "tp"], "--strategy tp with tp=1 divides nothing"),
+        (["--strategy", "3d"], "--strategy 3d needs a mesh"),
+        (["--strategy", "pp", "--mesh", "pp=2"], "--mesh pp=2: pp 2 is 2 ranks, and there is 1"),
+        (["--offload"], "--offload does nothing with --strategy ddp (it is for fsdp)"),
+        (["--zero-init"], "--zero-init does nothing with --strategy ddp"),
+        (["--checkpoint-async"], "--checkpoint-async does nothing with --strategy ddp"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -210,28 +304,23 @@ def test_training_with_ddp_imports_nothing_heavy(launch, tmp_path: Path) -> None
         f"    runpy.run_path({str(gpt)!r}, run_name='__main__')\n"
         "except SystemExit as leaving:\n"
         "    assert leaving.code == 0\n"
-        "heavy = ['deepspeed', 'transformers', 'sympy', 'torch._inductor']\n"
+        "heavy = ['deepspeed', 'transformers', 'sympy', 'torch._inductor',\n"
+        "         'torch.distributed.pipelining', 'torch.distributed.tensor.parallel',\n"
+        "         'clusterkit.runtime.sharded', 'clusterkit.runtime.pipeline']\n"
         "assert [name for name in heavy if name in sys.modules] == []\n"
     )
     result = launch(*SHORT, "--checkpoint-dir", tmp_path / "c", program=program)
     assert (result.codes, result.stderr) == ([0], [""])
 
 
-def test_a_hugging_face_model_trains_on_bytes(launch, zero, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    config = {
-        "model_type": "llama",
-        "vocab_size": 256,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    result = launch("--model", folder, *SHORT, *zero(3))
+def test_a_hugging_face_model_trains_on_bytes(launch, zero, llama: Path) -> None:
+    result = launch("--model", llama, *SHORT, *zero(3))
     assert result.codes == [0], result.stderr
     assert result.losses()[1] == pytest.approx(5.545, abs=0.15)
     assert result.losses()[4] < result.losses()[1]
+    sharded = launch("--model", llama, *SHORT, "--strategy", "fsdp", ranks=2)
+    assert sharded.codes == [0, 0], sharded.stderr
+    assert sharded.losses() == pytest.approx(result.losses(), abs=TOLERANCE)
+    cut = launch("--model", llama, "--strategy", "pp", ranks=2)
+    assert cut.codes == [2, 2]
+    assert "--strategy pp cannot cut" in cut.stderr[0]

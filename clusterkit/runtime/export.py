@@ -1,0 +1,138 @@
+"""The weights of a checkpoint, whole and in fp32, for plain torch or transformers.
+
+    python -m clusterkit.runtime.export checkpoints/step-00000200 exported/
+
+Works for every strategy, on one machine without a launcher: parts that many ranks saved are put
+together. One of our own models becomes ``model.pt``, which ``torch.load`` reads and
+``GPT.load_state_dict`` takes; a Hugging Face model becomes a folder for ``from_pretrained``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clusterkit.errors import BadInput
+from clusterkit.runtime.checkpoint import Checkpoint
+from clusterkit.runtime.distributed import run
+from clusterkit.runtime.gpt import GPT, Shape
+
+
+def export(source: Path, target: Path) -> Path:
+    """Write the weights of the checkpoint ``source`` into the folder ``target``.
+
+    Returns:
+        The file or folder to load.
+
+    Raises:
+        BadInput: no whole checkpoint, or one of a model that is not known here.
+    """
+    checkpoint = Checkpoint.read(source)
+    if checkpoint is None:
+        raise BadInput(
+            f"{source} is not a complete checkpoint", hint="a folder such as step-00000200"
+        )
+    state = weights(checkpoint)
+    target.mkdir(parents=True, exist_ok=True)
+    if {field.name for field in fields(Shape)} <= checkpoint.model.keys():
+        sizes = {field.name: checkpoint.model[field.name] for field in fields(Shape)}
+        model = _filled(GPT(Shape(**sizes)), state, source)
+        torch.save(model.state_dict(), target / "model.pt")
+        return target / "model.pt"
+    return _as_hugging_face(checkpoint, state, target)
+
+
+def weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Every parameter of a checkpoint by its name, whole, in fp32, in host memory."""
+    folder = checkpoint.path
+    if (folder / "shards").exists():
+        state = _from_shards(folder / "shards")
+    elif (folder / "zero").exists():
+        state = _from_zero(folder)
+    else:
+        saved = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+        state = saved["model"]
+    return {name: tensor.float() for name, tensor in state.items()}
+
+
+def _from_shards(folder: Path) -> dict[str, Tensor]:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = FileSystemReader(folder)
+    held: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    state = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in held.items()
+        if key.startswith(("model/", "buffer/"))
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        load(state, storage_reader=reader, no_dist=True)
+    return {key.partition("/")[2]: tensor for key, tensor in state.items()}
+
+
+def _from_zero(folder: Path) -> dict[str, Tensor]:
+    if not any((folder / "zero").glob("*optim_states.pt")):  # stage 0 in fp32
+        saved = torch.load(
+            folder / "zero" / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False
+        )
+        plain: dict[str, Tensor] = saved["module"]
+        return plain
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    merged: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag="zero")
+    return merged
+
+
+def _filled(model: nn.Module, state: Mapping[str, Tensor], source: Path) -> nn.Module:
+    """A model with these weights; of names that share one weight, one is enough.
+
+    Raises:
+        BadInput: weights are missing, of other sizes, or too many.
+    """
+    whole = dict(state)
+    names: dict[Tensor, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = names.setdefault(parameter, name)
+        if name not in whole and first in whole:
+            whole[name] = whole[first]
+    try:
+        model.load_state_dict(whole)
+    except RuntimeError as error:
+        reason = str(error).replace("\n\t", " ")
+        raise BadInput(f"checkpoint {source}: {reason}") from None
+    return model
+
+
+def _as_hugging_face(checkpoint: Checkpoint, state: Mapping[str, Tensor], target: Path) -> Path:
+    from clusterkit.runtime.huggingface import CausalLM, load_config
+
+    name = str(checkpoint.model.get("name"))
+    if "type" not in checkpoint.model:
+        raise BadInput(f"checkpoint {checkpoint.path} is of {name}, which is not known here")
+    whole = _filled(CausalLM(name, load_config(name), pretrained=False), state, checkpoint.path)
+    whole.model.save_pretrained(target)  # type: ignore[operator, union-attr]
+    return target
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    print(export(args.checkpoint, args.folder))
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)

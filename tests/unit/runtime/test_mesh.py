@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from clusterkit.errors import BadInput
+from clusterkit.runtime import mesh as meshes
+from clusterkit.runtime.mesh import Mesh, check_model, choose
+
+GPT = {"name": "tiny", "layers": 2, "heads": 4, "context": 64}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text", "ranks", "expected"),
+    [
+        ("ddp", None, 8, Mesh(shard=8)),
+        ("fsdp", None, 8, Mesh(shard=8)),
+        ("fsdp", "dp=8", 8, Mesh(shard=8)),
+        ("fsdp", "replicate=2", 8, Mesh(replicate=2, shard=4)),
+        ("fsdp", "shard=2, replicate=4", 8, Mesh(replicate=4, shard=2)),
+        ("fsdp", None, 1, Mesh()),
+        ("tp", None, 8, Mesh(shard=2, tp=4)),
+        ("tp", "tp=2", 8, Mesh(shard=4, tp=2)),
+        ("pp", None, 8, Mesh(pp=8)),
+        ("pp", "pp=2", 8, Mesh(pp=2, shard=4)),
+        ("3d", "pp=2,dp=2,tp=2", 8, Mesh(pp=2, shard=2, tp=2)),
+        ("3d", "tp=2,pp=2", 8, Mesh(pp=2, shard=2, tp=2)),
+    ],
+)
+def test_what_is_left_out_is_worked_out(
+    strategy: str, text: str | None, ranks: int, expected: Mesh
+) -> None:
+    assert choose(strategy, text, ranks=ranks, local_ranks=min(ranks, 4)) == expected
+    assert expected.size == ranks
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text", "ranks", "message"),
+    [
+        ("tp", "tp=3", 8, r"--mesh tp=3: tp 3 is 3 ranks, and there are 8 ranks"),
+        ("3d", "pp=2,dp=2,tp=2", 4, r"pp 2 x dp 2 x tp 2 is 8 ranks, and there are 4 ranks"),
+        ("pp", "pp=4", 1, r"pp 4 is 4 ranks, and there is 1 rank"),
+        ("fsdp", "replicate=2,shard=2", 8, r"replicate 2 x shard 2 is 4 ranks"),
+        ("tp", "pp=2", 8, r"--strategy tp has no dimension 'pp'"),
+        ("ddp", "tp=2", 8, r"--strategy ddp has no dimension 'tp'"),
+        ("3d", "pp=2,ep=2", 8, r"no dimension 'ep'"),
+        ("3d", None, 8, r"--strategy 3d needs a mesh"),
+        ("3d", "2x2x2", 8, r"no dimension '2x2x2'"),
+        ("tp", "tp", 8, r"tp is ''; it must be a whole number above 0"),
+        ("tp", "tp=0", 8, r"tp is '0'"),
+        ("tp", "tp=-2", 8, r"tp is '-2'"),
+        ("tp", "tp=two", 8, r"tp is 'two'"),
+        ("tp", "tp=2.0", 8, r"tp is '2\.0'"),
+        ("tp", "tp=\u00b2", 8, "tp is '\u00b2'"),
+        ("tp", "tp=2,tp=4", 8, r"tp is there twice"),
+        ("fsdp", "dp=4,shard=2", 8, r"dp is replicate x shard"),
+        ("tp", "tp=1", 8, r"--strategy tp with tp=1 divides nothing"),
+        ("pp", "pp=1", 8, r"--strategy pp with pp=1 divides nothing"),
+        ("tp", None, 1, r"--strategy tp with tp=1 divides nothing"),
+        ("3d", "pp=1,dp=8,tp=1", 8, r"--strategy 3d with pp=1,tp=1 divides nothing"),
+    ],
+)
+def test_a_mesh_that_makes_no_sense_is_refused(
+    strategy: str, text: str | None, ranks: int, message: str
+) -> None:
+    with pytest.raises(BadInput, match=message) as error:
+        choose(strategy, text, ranks=ranks, local_ranks=ranks)
+    assert error.value.hint or "twice" in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "sequence", "message"),
+    [
+        ("pp", Mesh(pp=4), False, r"--mesh pp=4: tiny has 2 layers, and a stage needs one"),
+        ("tp", Mesh(tp=3), False, r"--mesh tp=3: the 4 attention heads of tiny do not divide"),
+        ("tp", Mesh(tp=8), False, r"--mesh tp=8: the 4 attention heads"),
+        ("3d", Mesh(pp=2, tp=8), False, r"--mesh tp=8"),
+    ],
+)
+def test_a_model_that_does_not_divide_is_refused(
+    strategy: str, mesh: Mesh, sequence: bool, message: str
+) -> None:
+    with pytest.raises(BadInput, match=message):
+        check_model(strategy, mesh, GPT, sequence=sequence)
+
+
+def test_a_sequence_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"--sequence-parallel: 63 tokens do not divide by tp=2"):
+        check_model("tp", Mesh(tp=2), GPT | {"context": 63}, sequence=True)
+    check_model("tp", Mesh(tp=2), GPT | {"context": 63}, sequence=False)
+
+
+def test_a_model_of_unknown_layers_can_only_be_sharded() -> None:
+    stranger = {"name": "owner/model"}
+    check_model("fsdp", Mesh(shard=4), stranger, sequence=False)
+    with pytest.raises(BadInput, match=r"--strategy pp cannot cut owner/model"):
+        check_model("pp", Mesh(pp=2), stranger, sequence=False)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "local_ranks", "said"),
+    [
+        ("tp", Mesh(tp=4), 2, ["tp=4 reaches over nodes of 2 ranks"]),
+        ("tp", Mesh(tp=2, shard=3), 3, ["tp=2 reaches over nodes of 3 ranks"]),
+        ("tp", Mesh(tp=2, shard=2), 2, []),
+        ("3d", Mesh(pp=2, tp=2), 4, ["dp=1 in a 3d mesh divides nothing"]),
+        ("3d", Mesh(pp=2, shard=2), 4, ["tp=1 in a 3d mesh divides nothing; --strategy pp says"]),
+        ("3d", Mesh(pp=2, shard=2, tp=2), 8, []),
+        ("fsdp", Mesh(replicate=2), 2, ["fsdp with shard=1 on 2 ranks shards nothing"]),
+        ("fsdp", Mesh(shard=2), 1, []),
+    ],
+)
+def test_what_is_allowed_and_probably_a_mistake_is_said(
+    strategy: str, mesh: Mesh, local_ranks: int, said: list[str]
+) -> None:
+    warnings = meshes.warnings(strategy, mesh, local_ranks=local_ranks)
+    assert len(warnings) == len(said)
+    for warning, start in zip(warnings, said, strict=True):
+        assert warning.startswith(start)
+
+
+@pytest.mark.parametrize(
+    "mesh", [Mesh(pp=2, replicate=3, shard=2, tp=2), Mesh(tp=4), Mesh(pp=3, tp=2), Mesh(shard=5)]
+)
+def test_ranks_of_a_slice_share_samples_and_stages_share_replicas(mesh: Mesh) -> None:
+    places = [(mesh.stage(rank), mesh.replica(rank)) for rank in range(mesh.size)]
+    expected = product(range(mesh.pp), range(mesh.dp), range(mesh.tp))
+    assert places == [(stage, replica) for stage, replica, _ in expected]
+
+
+def test_a_mesh_names_what_is_divided() -> None:
+    assert str(Mesh(pp=2, shard=2, tp=2)) == "pp=2,dp=2,tp=2"
+    assert str(Mesh(replicate=2, shard=4)) == "replicate=2,shard=4"
+    assert str(Mesh()) == "dp=1"
