@@ -1,0 +1,643 @@
+"""The playbook on real hosts: it makes nodes of them, and a second run changes nothing.
+
+The hosts of a lab have no way to a package archive or index. So they get one of their own: every
+package that a role installs, made here, empty but for the commands that roles call. apt, dpkg and
+pip are real.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import gzip
+import hashlib
+import io
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.lab import CHECKOUT, Lab, machine
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(1800)]
+
+PLAYBOOK = CHECKOUT / "ansible" / "site.yml"
+BIN = Path(sys.executable).parent
+GPUS = ("0000:17:00.0", "0000:3d:00.0")
+VENV = "/opt/clusterkit/venv"
+NODES = ("h0", "h1")
+
+SLURMD = """#!/bin/sh
+test "$*" = -C || exit 2
+echo "NodeName=$(hostname) CPUs=16 Boards=1 SocketsPerBoard=2 CoresPerSocket=4 ThreadsPerCore=2 \
+RealMemory=64000"
+echo "UpTime=0-00:00:01"
+"""
+NVIDIA_CTK = """#!/usr/bin/python3
+import json, pathlib, sys
+assert sys.argv[1:] == ["runtime", "configure", "--runtime=docker"], sys.argv
+file = pathlib.Path("/etc/docker/daemon.json")
+settings = json.loads(file.read_text()) if file.exists() else {}
+settings.setdefault("runtimes", {})["nvidia"] = {"path": "nvidia-container-runtime"}
+file.write_text(json.dumps(settings, indent=4))
+"""
+MUNGE = """#!/bin/sh
+set -e
+getent passwd munge >/dev/null || useradd --system --no-create-home munge
+mkdir -p /etc/munge
+test -e /etc/munge/munge.key || head -c 1024 /dev/urandom >/etc/munge/munge.key
+chown -R munge: /etc/munge
+chmod 0400 /etc/munge/munge.key
+"""
+PROGRAMS = {
+    "slurmd": {"usr/sbin/slurmd": SLURMD, "etc/slurm/.keep": ""},
+    "nvidia-container-toolkit": {"usr/bin/nvidia-ctk": NVIDIA_CTK},
+    # No kernel module is loaded before the restart.
+    "nvidia-smi": {"usr/bin/nvidia-smi": "#!/bin/sh\nexit 9\n"},
+    "docker.io": {"usr/bin/dockerd": "#!/bin/sh\nexit 1\n"},
+}
+"""Files of packages that roles look for or call."""
+COMPONENTS = {
+    "contrib": ["nvidia-persistenced"],
+    "non-free-firmware": ["firmware-nvidia-gsp"],
+    "non-free": ["libcuda1", "nvidia-kernel-dkms", "nvidia-smi"],
+}
+"""Where Debian has what is not in main."""
+
+
+def defaults(role: str) -> dict[str, Any]:
+    text = (CHECKOUT / "ansible" / "roles" / role / "defaults" / "main.yml").read_text()
+    found: dict[str, Any] = yaml.safe_load(text)
+    return found
+
+
+def headers() -> str:
+    """The package of kernel headers that the driver's role asks for on this machine."""
+    processor = {"x86_64": "amd64", "aarch64": "arm64"}[platform.machine()]
+    return f"linux-headers-{'cloud-' if 'cloud' in platform.release() else ''}{processor}"
+
+
+def make_deb(folder: Path, name: str) -> Path:
+    """A package that holds next to nothing."""
+    tree = folder / name
+    (tree / "DEBIAN").mkdir(parents=True)
+    (tree / "DEBIAN" / "control").write_text(
+        f"Package: {name}\nVersion: 999\nArchitecture: all\nMaintainer: test <test@example.org>\n"
+        "Description: made for a test\n"
+    )
+    for path, text in PROGRAMS.get(name, {}).items():
+        (tree / path).parent.mkdir(parents=True, exist_ok=True)
+        (tree / path).write_text(text)
+        (tree / path).chmod(0o755)
+    if name == "munge":
+        (tree / "DEBIAN" / "postinst").write_text(MUNGE)
+        (tree / "DEBIAN" / "postinst").chmod(0o755)
+    file = folder / f"{name}.deb"
+    subprocess.run(["dpkg-deb", "--root-owner-group", "--build", tree, file], check=True,
+                   capture_output=True)  # fmt: skip
+    shutil.rmtree(tree)
+    return file
+
+
+def make_archive(folder: Path) -> None:
+    """An archive of every package that a role installs, in the form of Debian's."""
+    names = set(defaults("base")["base_packages"])
+    for role in ("chrony", "docker", "nfs", "nvidia_container_toolkit", "slurm"):
+        for key, value in defaults(role).items():
+            names |= set(value) if key.endswith("_packages") else set()
+    names |= {"python3-packaging", headers()} | {n for part in COMPONENTS.values() for n in part}
+    component = {name: part for part, listed in COMPONENTS.items() for name in listed}
+    indexes = dict.fromkeys(["main", *COMPONENTS], "")
+    pool = folder / "pool"
+    pool.mkdir(parents=True)
+    for name in sorted(names):
+        deb = make_deb(pool, name)
+        control = subprocess.run(["dpkg-deb", "--field", deb], check=True, capture_output=True,
+                                 text=True).stdout  # fmt: skip
+        indexes[component.get(name, "main")] += (
+            f"{control.strip()}\nFilename: pool/{deb.name}\nSize: {deb.stat().st_size}\n"
+            f"SHA256: {hashlib.sha256(deb.read_bytes()).hexdigest()}\n\n"
+        )
+    suite = folder / "dists" / "stable"
+    sums = ""
+    architecture = subprocess.run(["dpkg", "--print-architecture"], check=True, text=True,
+                                  capture_output=True).stdout.strip()  # fmt: skip
+    for part, text in indexes.items():
+        file = suite / part / f"binary-{architecture}" / "Packages.gz"
+        file.parent.mkdir(parents=True)
+        for path, data in (
+            (file, gzip.compress(text.encode())),
+            (file.with_suffix(""), text.encode()),
+        ):
+            path.write_bytes(data)
+            sums += f" {hashlib.sha256(data).hexdigest()} {len(data)} {path.relative_to(suite)}\n"
+    (suite / "Release").write_text(
+        f"Suite: stable\nCodename: stable\nComponents: {' '.join(indexes)}\n"
+        f"Architectures: {architecture}\nDate: Sat, 01 Jan 2022 00:00:00 UTC\nSHA256:\n{sums}"
+    )
+
+
+def make_wheel(folder: Path, name: str, version: str) -> None:
+    """A package for pip that holds nothing."""
+    stem = f"{name.lower()}-{version}"
+    about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    kind = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files = {
+        f"{name.lower()}/__init__.py": b"",
+        f"{stem}.dist-info/METADATA": about.encode(),
+        f"{stem}.dist-info/WHEEL": kind.encode(),
+    }
+    record = io.StringIO()
+    rows = csv.writer(record)
+    for path, data in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        rows.writerow([path, f"sha256={digest}", len(data)])
+    rows.writerow([f"{stem}.dist-info/RECORD", "", ""])
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
+        for path, data in files.items():
+            wheel.writestr(path, data)
+        wheel.writestr(f"{stem}.dist-info/RECORD", record.getvalue())
+
+
+def pinned() -> dict[str, str]:
+    """The versions that the interpreter of the ranks must have, by package."""
+    lines = (CHECKOUT / "constraints.txt").read_text().splitlines()
+    versions = {k.lower(): v for k, v in (line.split("==") for line in lines if "==" in line)}
+    wanted = defaults("python_env")
+    names = [*wanted["python_env_torch"], *wanted["python_env_packages"]]
+    return {name: versions[name.lower()] for name in names}
+
+
+def make_wheelhouse(folder: Path) -> None:
+    """torch with a local version, as the index has it; a newer transformers that is not wanted."""
+    folder.mkdir()
+    for name, version in pinned().items():
+        make_wheel(folder, name, f"{version}+cpu" if name == "torch" else version)
+    make_wheel(folder, "transformers", "99.0")
+
+
+# ---------------------------------------------------------------- running it
+
+
+@dataclass(frozen=True)
+class Play:
+    """What a run of the playbook did and said."""
+
+    code: int
+    said: str
+
+    @property
+    def recap(self) -> dict[str, dict[str, int]]:
+        """``ok``, ``changed``, ``failed`` ... of every host."""
+        found = {}
+        for host, counts in re.findall(r"^(\S+) +: (ok=.*)$", self.said, re.MULTILINE):
+            pairs = (count.split("=") for count in counts.split())
+            found[host] = {name: int(number) for name, number in pairs}
+        return found
+
+    def changes(self) -> dict[str, int]:
+        return {host: counts["changed"] for host, counts in self.recap.items()}
+
+    def flat(self) -> str:
+        """What it said, without line breaks: Ansible breaks long messages."""
+        return re.sub(r"\s+", " ", self.said)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A lab and a way to run the playbook on it."""
+
+    lab: Lab
+    folder: Path
+    variables: Path
+    ansible_home: Path
+
+    def play(self, *words: str, **variables: object) -> Play:
+        argv = [str(BIN / "ansible-playbook"), "-i", str(self.lab.inventory), str(PLAYBOOK)]
+        argv += ["-e", f"@{self.variables}", *words]
+        if variables:
+            argv += ["-e", json.dumps(variables)]
+        environment = os.environ | {
+            "ANSIBLE_HOME": str(self.ansible_home),
+            "ANSIBLE_NOCOLOR": "1",
+            "ANSIBLE_SSH_ARGS": "-o ControlMaster=auto -o ControlPersist=5s",
+            "PWD": str(self.folder),
+        }
+        done = subprocess.run(argv, cwd=self.folder, env=environment, text=True, timeout=1500,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+        return Play(done.returncode, done.stdout)
+
+    def read(self, host: str, path: str) -> str:
+        return (self.lab.root(host) / path.lstrip("/")).read_text()
+
+    def snapshot(self, host: str) -> dict[str, str]:
+        """Every file that the playbook could write to on a host, and a sum of it."""
+        root = self.lab.root(host)
+        found = {}
+        for top in ("etc", "root", "opt", "srv", "var/lib/dpkg"):
+            for path in sorted((root / top).rglob("*")):
+                if path.is_file() and not path.is_symlink() and ".ansible" not in path.parts:
+                    name = str(path.relative_to(root))
+                    found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+        return found
+
+
+@dataclass(frozen=True)
+class Story:
+    """A check, a run, and a second run, with what the hosts held before and after."""
+
+    site: Site
+    check: Play
+    before: dict[str, dict[str, str]]
+    checked: dict[str, dict[str, str]]
+    first: Play
+    second: Play
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """Two hosts as an installer leaves them: no sources but one, and Debian's 127.0.1.1."""
+    if (problem := machine.problem()) is not None:
+        pytest.skip(f"no lab: {problem.message}; {problem.hint}")
+    folder = tmp_path_factory.mktemp("ansible")
+    make_wheelhouse(folder / "wheels")
+    archive = folder / "archive"
+    make_archive(archive)
+    variables = folder / "variables.yaml"
+    variables.write_text(
+        yaml.safe_dump(
+            {
+                "base_authorized_keys": ["ssh-ed25519 AAAAC3Nza someone@example.org"],
+                "chrony_follow_first_host": True,
+                "cluster_aliases": ["{{ inventory_hostname }}.cluster.example"],
+                "cluster_pci_devices": "/srv/pci",
+                "network_limits": {"nofile": 8192, "memlock": "unlimited"},
+                "network_mtu": 1400,
+                "network_sysctl": {
+                    "net.ipv4.tcp_rmem": "4096 131072 33554432",
+                    "kernel.ostype": "Minix",
+                    "net.no.such": 1,
+                },
+                "nfs_enabled": True,
+                "python_env_python": f"{VENV}/bin/python",
+                "python_env_wheelhouse_source": str(folder / "wheels"),
+                "slurm_enabled": True,
+            }
+        )
+    )
+    # A short one: the name of a socket may have 108 characters.
+    with tempfile.TemporaryDirectory(prefix="cka") as home, Lab(folder / "lab", hosts=2) as lab:
+        for host in NODES:
+            root = lab.root(host)
+            sources = root / "etc/apt/sources.list.d"
+            for old in [*sources.iterdir(), root / "etc/apt/sources.list"]:
+                old.unlink(missing_ok=True)
+            shutil.rmtree(root / "var/lib/apt/lists")
+            shutil.copytree(archive, root / "srv/archive")
+            (sources / "debian.sources").write_text(
+                "Types: deb\nURIs: file:/srv/archive\nSuites: stable\n"
+                "Components: main\nTrusted: yes\n"
+            )
+            updated = lab.ssh(host, "apt-get", "update")
+            assert updated.returncode == 0, updated.stderr
+            hosts = root / "etc/hosts"
+            hosts.write_text(f"127.0.1.1\t{host}.site.example {host}\n{hosts.read_text()}")
+            (root / "etc/docker").mkdir(exist_ok=True)
+            (root / "etc/docker/daemon.json").write_text('{"mtu": 1400, "log-opts": {"tag": "x"}}')
+        (lab.root("h1") / "etc/cloud/cloud.cfg.d").mkdir(parents=True)
+        for gpu in GPUS:
+            device = lab.root("h1") / "srv/pci" / gpu
+            device.mkdir(parents=True)
+            (device / "vendor").write_text("0x10de\n")
+            (device / "class").write_text("0x030200\n")
+        yield Site(lab, folder, variables, Path(home))
+
+
+@pytest.fixture(scope="module")
+def story(site: Site) -> Story:
+    before = {host: site.snapshot(host) for host in NODES}
+    known_hosts = site.lab.known_hosts.read_text()
+    check = site.play("--check", "--diff")
+    checked = {host: site.snapshot(host) for host in NODES}
+    assert site.lab.known_hosts.read_text() == known_hosts
+    first = site.play()
+    assert first.code == 0, first.said
+    return Story(site, check, before, checked, first, site.play())
+
+
+@pytest.fixture
+def read(story: Story) -> Callable[[str, str], str]:
+    """A file of a host, after the runs."""
+    return story.site.read
+
+
+# ---------------------------------------------------------------- twice
+
+
+def test_a_second_run_changes_nothing(story: Story) -> None:
+    assert all(count > 20 for count in story.first.changes().values()), story.first.said
+    assert story.second.code == 0, story.second.said
+    assert story.second.changes() == {"h0": 0, "h1": 0}, story.second.said
+    assert all(counts["failed"] == 0 for counts in story.second.recap.values())
+
+
+def test_a_check_goes_through_and_changes_nothing(story: Story) -> None:
+    assert story.check.code == 0, story.check.said
+    assert all(count > 10 for count in story.check.changes().values())
+    assert "+::ffff:" in story.check.said
+    assert story.checked == story.before
+
+
+def test_lint_is_content(tmp_path: Path) -> None:
+    # On a copy: it leaves a folder of its own beside what it reads.
+    copy = tmp_path / "ansible"
+    shutil.copytree(CHECKOUT / "ansible", copy)
+    argv = [str(BIN / "ansible-lint"), "--offline", "--profile", "production", "--nocolor"]
+    environment = os.environ | {
+        "ANSIBLE_HOME": str(tmp_path / "home"),
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+    }
+    done = subprocess.run(argv, cwd=copy, env=environment, capture_output=True, text=True,
+                          timeout=600, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Profile 'production' was required, and it passed" in done.stdout + done.stderr
+
+
+# ---------------------------------------------------------------- what the hosts hold then
+
+
+@pytest.mark.parametrize("host", NODES)
+def test_every_name_leads_to_its_address_and_not_to_a_loopback(story: Story, host: str) -> None:
+    lab = story.site.lab
+    for other in lab.hosts:
+        for name in (other.name, f"{other.name}.cluster.example"):
+            found = lab.ssh(host, "getent", "ahosts", name).stdout
+            assert {line.split()[0] for line in found.splitlines()} <= {
+                other.address,
+                f"::ffff:{other.address}",
+            }
+        assert lab.ssh(host, "getent", "hosts", f"::ffff:{other.address}").stdout.split()[1] == (
+            other.name
+        )
+    assert "127.0.1.1" not in story.site.read(host, "/etc/hosts")
+    # Kept from the installer's line.
+    assert f"{host}.site.example" in story.site.read(host, "/etc/hosts")
+
+
+def test_cloud_init_is_kept_from_the_hosts_file(read: Callable[[str, str], str]) -> None:
+    assert "manage_etc_hosts: false" in read("h1", "/etc/cloud/cloud.cfg.d/99-clusterkit.cfg")
+    with pytest.raises(FileNotFoundError):
+        read("h0", "/etc/cloud/cloud.cfg.d/99-clusterkit.cfg")
+
+
+def test_the_written_host_keys_are_enough(story: Story, tmp_path: Path) -> None:
+    lab = story.site.lab
+    block = re.search(
+        r"# BEGIN clusterkit nodes\n(.*)# END", lab.known_hosts.read_text(), re.DOTALL
+    )
+    assert block
+    only = tmp_path / "known_hosts"
+    only.write_text(block[1])
+    strict = ["-o", f"UserKnownHostsFile={only}", "-o", "StrictHostKeyChecking=yes"]
+    for host in lab.hosts:
+        argv = [
+            "ssh",
+            "-F",
+            "none",
+            "-i",
+            str(lab.key),
+            *strict,
+            f"root@{host.address}",
+            "hostname",
+        ]
+        assert subprocess.check_output(argv, text=True).strip() == host.name
+
+
+def test_hosts_reach_each_other_over_ssh(story: Story) -> None:
+    lab = story.site.lab
+    one, two = lab.hosts
+    for here, there in ((one, two), (two, one)):
+        for target in (there.name, f"{there.name}.cluster.example", there.address):
+            done = lab.ssh(
+                here.name, "ssh", "-o", "BatchMode=yes", "-o", "UserKnownHostsFile=/dev/null",
+                "-o", "StrictHostKeyChecking=yes", target, "hostname",
+            )  # fmt: skip
+            assert done.stdout.strip() == there.name, done.stderr
+
+
+def test_people_are_let_in_beside_those_who_were(story: Story) -> None:
+    for host in NODES:
+        keys = story.site.read(host, "/root/.ssh/authorized_keys")
+        assert "someone@example.org" in keys
+        assert story.site.lab.key.with_suffix(".pub").read_text().split()[1] in keys
+        assert (story.site.lab.root(host) / "root/clusterkit").is_dir()
+
+
+def test_network_settings_are_written_and_set(story: Story) -> None:
+    lab = story.site.lab
+    for host in NODES:
+        assert story.site.read(host, "/etc/nccl.conf").splitlines()[1:] == [
+            "NCCL_SOCKET_IFNAME==eth0"
+        ]
+        assert "GLOO_SOCKET_IFNAME=eth0" in story.site.read(host, "/etc/environment")
+        set_to = lab.ssh(host, "cat", "/proc/sys/net/ipv4/tcp_rmem").stdout.split()
+        assert set_to == ["4096", "131072", "33554432"]
+        assert "mtu 1400" in lab.ssh(host, "ip", "link", "show", "eth0").stdout
+
+
+def test_what_a_host_cannot_set_is_named_and_left_alone(story: Story) -> None:
+    for host in NODES:
+        assert f"{host} keeps its own value of kernel.ostype, net.no.such" in story.second.flat()
+        assert f"{host} has no systemd" in story.second.flat()
+        limits = story.site.read(host, "/etc/security/limits.d/90-clusterkit.conf")
+        assert "* - nofile 8192\nroot - nofile 8192\n" in limits
+        allowed = story.site.lab.ssh(host, "prlimit", "--memlock=unlimited:unlimited", "true")
+        assert ("memlock" in limits) == (allowed.returncode == 0)
+
+
+def test_the_clock_of_the_first_host_is_followed(story: Story) -> None:
+    first, second = (story.site.read(h, "/etc/chrony/conf.d/clusterkit.conf") for h in NODES)
+    one, two = story.site.lab.hosts
+    assert f"allow {two.address}" in first
+    assert "local stratum 10" in first
+    assert "server" not in first
+    assert f"server {one.address} iburst" in second
+    assert "local" not in second
+
+
+def test_gpu_roles_act_only_where_there_is_a_gpu(story: Story) -> None:
+    assert "h0: no NVIDIA GPU" in story.first.flat()
+    assert "h1: no NVIDIA GPU" not in story.first.flat()
+    assert "h1 must be restarted before its GPUs can be used" in story.second.flat()
+    for host, there in (("h0", False), ("h1", True)):
+        assert (story.site.lab.root(host) / "usr/bin/nvidia-ctk").exists() is there
+        sources = story.site.read(host, "/etc/apt/sources.list.d/debian.sources")
+        assert ("Components: main contrib non-free non-free-firmware" in sources) is there
+
+
+def test_dockers_settings_hold_everybodys(read: Callable[[str, str], str]) -> None:
+    ours = defaults("docker")["docker_daemon"]
+    for host in NODES:
+        settings = json.loads(read(host, "/etc/docker/daemon.json"))
+        assert settings["mtu"] == 1400
+        assert settings["log-opts"] == {"tag": "x"} | ours["log-opts"]
+        assert ("nvidia" in settings.get("runtimes", {})) == (host == "h1")
+
+
+def test_the_first_host_exports_and_the_others_mount(story: Story) -> None:
+    one, two = story.site.lab.hosts
+    exports = story.site.read("h0", "/etc/exports.d/clusterkit.exports").splitlines()[1:]
+    assert exports == [f'"/srv/clusterkit" {two.address}(rw,sync,no_subtree_check,root_squash)']
+    mounts = story.site.read("h1", "/etc/fstab").splitlines()
+    assert [line for line in mounts if "/srv/clusterkit" in line] == [
+        f"{one.address}:/srv/clusterkit /srv/clusterkit nfs rw,hard,vers=4.2,noatime,_netdev 0 0"
+    ]
+    assert "/srv/clusterkit is in fstab and not mounted" in story.second.flat()
+
+
+def test_slurm_has_one_key_and_one_configuration(story: Story) -> None:
+    first, second = (story.site.read(host, "/etc/slurm/slurm.conf") for host in NODES)
+    one, two = story.site.lab.hosts
+    assert first == second
+    assert f"SlurmctldHost=h0({one.address})" in first
+    hardware = "CPUs=16 Boards=1 SocketsPerBoard=2 CoresPerSocket=4 ThreadsPerCore=2"
+    assert f"NodeName=h0 NodeAddr={one.address} {hardware} RealMemory=60800\n" in first
+    assert f"NodeName=h1 NodeAddr={two.address} {hardware} RealMemory=60800 Gres=gpu:2\n" in first
+    assert story.site.read("h0", "/etc/slurm/gres.conf").splitlines()[1:] == [
+        "NodeName=h1 Name=gpu File=/dev/nvidia[0-1]"
+    ]
+    keys = {(story.site.lab.root(h) / "etc/munge/munge.key").read_bytes() for h in NODES}
+    assert [len(key) for key in keys] == [1024]
+    for host in NODES:
+        owner = story.site.lab.ssh(host, "stat", "-c", "%U %a", "/etc/munge/munge.key").stdout
+        assert owner == "munge 400\n"
+    assert base64.b64encode(keys.pop()).decode()[:40] not in story.first.said
+
+
+def test_the_environment_has_the_projects_versions_on_every_host(story: Story) -> None:
+    wanted = pinned() | {"torch": f"{pinned()['torch']}+cpu"}
+    for host in NODES:
+        listed = story.site.lab.ssh(host, f"{VENV}/bin/pip", "list", "--format=json").stdout
+        found = {row["name"]: row["version"] for row in json.loads(listed)}
+        assert {name: found.get(name) for name in wanted} == wanted
+
+
+# ---------------------------------------------------------------- what it refuses
+
+
+def test_a_host_that_is_missing_is_named(story: Story) -> None:
+    play = story.site.play("--limit", "h0", "--tags", "hosts,known_hosts")
+    assert play.code == 2
+    assert "left out by --limit: h1." in play.flat()
+    assert play.changes() == {"h0": 0}
+
+
+def test_one_role_runs_alone_on_one_host(story: Story) -> None:
+    play = story.site.play("--limit", "h1", "--tags", "docker")
+    assert play.code == 0, play.said
+    assert play.changes() == {"h1": 0}
+    assert "TASK [docker : " in play.said
+    assert "TASK [base : " not in play.said
+
+
+def test_a_package_that_apt_does_not_have_is_named(story: Story) -> None:
+    play = story.site.play("--tags", "base", base_packages=["no-such-package"])
+    assert play.code == 2
+    for host in NODES:
+        assert f"{host} needs no-such-package, and apt cannot install them" in play.flat()
+
+
+def test_a_toolkit_without_a_source_is_refused_with_what_to_set(story: Story) -> None:
+    play = story.site.play(
+        "--tags", "nvidia_container_toolkit", nvidia_container_toolkit_packages=["no-such-toolkit"]
+    )
+    assert play.code == 2
+    assert "apt on h1 knows no no-such-toolkit. Set nvidia_container_toolkit_source" in play.flat()
+    assert play.recap["h0"]["failed"] == 0
+
+
+def test_an_address_that_no_interface_has_is_refused(story: Story) -> None:
+    address = story.site.lab.hosts[0].address
+    play = story.site.play("--tags", "hosts", clusterkit_address=address)
+    assert play.code == 2
+    assert f"h1: no interface has the address {address}" in play.flat()
+    assert play.recap["h1"]["changed"] == 0
+
+
+def test_two_hosts_with_one_name_are_refused(story: Story) -> None:
+    play = story.site.play("--tags", "hosts", cluster_aliases=["node"])
+    assert play.code == 2
+    assert "h0 has the address or a name of h1" in play.flat()
+    assert set(play.changes().values()) == {0}
+
+
+def test_an_environment_of_someone_elses_is_compared_and_left_alone(story: Story) -> None:
+    report = {"python": "3.11.2"} | pinned()
+    for host, torch in (("h0", "2.13.0"), ("h1", "2.12.1")):
+        python = story.site.lab.root(host) / "srv/theirs/bin/python"
+        python.parent.mkdir(parents=True, exist_ok=True)
+        python.write_text(f"#!/bin/sh\necho '{json.dumps(report | {'torch': torch})}'\n")
+        python.chmod(0o755)
+    play = story.site.play("--tags", "python_env", python_env_python="/srv/theirs/bin/python")
+    assert play.code == 2
+    assert "h0: /srv/theirs/bin/python was not made here and is left alone." in play.flat()
+    assert "h1 has other versions than h0: {'torch': '2.12.1'} against {'torch': '2.13.0'}" in (
+        play.flat()
+    )
+    assert set(play.changes().values()) == {0}
+
+
+def test_a_python_that_is_too_old_is_refused(story: Story) -> None:
+    old = story.site.lab.root("h1") / "srv/python3.9"
+    old.write_text("#!/bin/sh\necho 'Python 3.9.2' >&2\nexit 1\n")
+    old.chmod(0o755)
+    play = story.site.play(
+        "--tags", "python_env", "--limit", "h1",
+        python_env_base_python="/srv/python3.9", python_env_python="/srv/new/bin/python",
+    )  # fmt: skip
+    assert play.code == 2
+    assert "h1: /srv/python3.9 is not Python 3.11 or newer (Python 3.9.2)" in play.flat()
+    assert not (story.site.lab.root("h1") / "srv/new").exists()
+
+
+def test_the_preflight_shows_what_doctor_says(story: Story) -> None:
+    (story.site.folder / "clusters.yaml").write_text(
+        f"lab: {{backend: ssh, inventory: {story.site.lab.inventory}, group: nodes}}\n"
+    )
+    argv = [str(BIN / "clusterkit"), "doctor", "--cluster", "lab"]
+    doctor = subprocess.run(argv, cwd=story.site.folder, text=True, capture_output=True,
+                            timeout=300, check=False)  # fmt: skip
+    play = story.site.play("--tags", "preflight", clusterkit_cluster="lab")
+    assert "lab: 2 hosts" in play.said
+    assert re.search(r"reachable +ok", play.said)
+    assert (play.code == 0) == (doctor.returncode == 0), play.said + doctor.stdout + doctor.stderr
+
+
+def test_a_preflight_that_fails_fails_the_play(story: Story) -> None:
+    play = story.site.play("--tags", "preflight", clusterkit_cluster="no-such-cluster")
+    assert play.code == 2
+    assert "doctor --cluster no-such-cluster: exit code 2" in play.flat()
+    assert "no-such-cluster" in play.said.split("Refuse a cluster that is not fit")[0]
+
+
+def test_the_lab_file_is_enough_for_a_lab(tmp_path: Path) -> None:
+    if (problem := machine.problem()) is not None:
+        pytest.skip(f"no lab: {problem.message}; {problem.hint}")
+    with tempfile.TemporaryDirectory(prefix="cka") as home, Lab(tmp_path / "lab", hosts=1) as lab:
+        fresh = Site(lab, tmp_path, CHECKOUT / "ansible" / "lab.yml", Path(home))
+        play = fresh.play()
+        assert play.code == 0, play.said
+        assert "was not made here and is left alone" in play.flat()
+        assert "# BEGIN clusterkit" in fresh.read("h0", "/etc/hosts")

@@ -1,0 +1,421 @@
+"""The playbook as text: roles whole, variables known, regular expressions and scripts tried out.
+
+What it does to hosts is tested in tests/live/ssh/test_ansible.py.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jinja2 import Environment, TemplateError, nodes
+
+from clusterkit.inventory import read_hosts
+
+CHECKOUT = Path(__file__).parents[2]
+ANSIBLE = CHECKOUT / "ansible"
+ROLES = sorted(path.name for path in (ANSIBLE / "roles").iterdir())
+EXPRESSIONS = ("when", "that", "changed_when", "failed_when")
+GIVEN = {
+    "clusterkit_address",
+    "clusterkit_cluster",
+    "clusterkit_python",
+    "cluster_packages",
+    "dict",
+    "groups",
+    "hostvars",
+    "inventory_dir",
+    "inventory_hostname",
+    "item",
+    "lookup",
+    "omit",
+    "playbook_dir",
+}
+"""What inventories, callers of packages.yml and Ansible itself give, beside ansible_*."""
+
+
+def load(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def role(name: str, *parts: str) -> Path:
+    return ANSIBLE.joinpath("roles", name, *parts)
+
+
+def defaults(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = load(role(name, "defaults", "main.yml"))
+    return found
+
+
+def files(name: str) -> list[Path]:
+    """The tasks and handlers of a role."""
+    return sorted(role(name).glob("tasks/*.yml")) + sorted(role(name).glob("handlers/*.yml"))
+
+
+def tasks(path: Path) -> Iterator[dict[str, Any]]:
+    """The tasks of a file, those within blocks too."""
+
+    def flat(found: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for task in found:
+            yield task
+            for part in ("block", "rescue", "always"):
+                yield from flat(task.get(part, []))
+
+    yield from flat(load(path) or [])
+
+
+def task(name: str, path: Path) -> dict[str, Any]:
+    """The task that begins so."""
+    (found,) = (task for task in tasks(path) if task["name"].startswith(name))
+    return found
+
+
+def strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every string in a document, with the key it stands under."""
+    if isinstance(value, dict):
+        for inner, below in value.items():
+            yield from strings(below, inner)
+    elif isinstance(value, list):
+        for below in value:
+            yield from strings(below, key)
+    elif isinstance(value, str):
+        yield key, value
+
+
+def variables(text: str) -> set[str]:
+    """The variables that a template reads."""
+    # Ansible takes a backslash in a string for itself.
+    names = list(Environment().parse(text.replace("\\", "\\\\")).find_all(nodes.Name))
+    return {n.name for n in names if n.ctx == "load"} - {n.name for n in names if n.ctx == "store"}
+
+
+def used(name: str) -> set[str]:
+    """The variables that a role reads, in its tasks, handlers, templates and defaults."""
+    found: set[str] = set()
+    for path in [*files(name), role(name, "defaults", "main.yml")]:
+        for key, text in strings(load(path)):
+            found |= variables("{{ " + text + " }}" if key in EXPRESSIONS else text)
+    for path in role(name).glob("templates/*"):
+        found |= variables(path.read_text())
+    return found
+
+
+def made(name: str) -> set[str]:
+    """The variables that a role's own tasks set."""
+    found: set[str] = set()
+    for path in files(name):
+        for step in tasks(path):
+            found |= {step["register"]} if "register" in step else set()
+            found |= set(step.get("vars", {})) | set(step.get("ansible.builtin.set_fact", {}))
+    return found
+
+
+# ---------------------------------------------------------------- every role is whole
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_every_role_has_its_parts_and_no_readme(name: str) -> None:
+    assert role(name, "tasks", "main.yml").is_file()
+    about = load(role(name, "meta", "main.yml"))
+    assert about["galaxy_info"]["role_name"] == name
+    assert about["galaxy_info"]["description"].endswith(".")
+    assert not list(role(name).glob("README*"))
+    assert all(key.startswith(f"{name}_") for key in defaults(name))
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_every_default_is_explained_and_used(name: str) -> None:
+    text = role(name, "defaults", "main.yml").read_text().removeprefix("---\n")
+    for paragraph in re.split(r"\n\s*\n", text.strip()):
+        assert paragraph.startswith("# "), paragraph
+    everywhere = set().union(*(used(other) for other in ROLES))
+    # site.yml reads the group before any role is there.
+    assert set(defaults(name)) - {"cluster_group"} <= everywhere
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_every_variable_has_a_default_or_is_made_by_a_task(name: str) -> None:
+    shared = set(defaults("cluster")) | made("cluster")
+    known = GIVEN | shared | set(defaults(name)) | made(name)
+    unknown = {v for v in used(name) - known if not v.startswith("ansible_")}
+    assert unknown == set()
+
+
+def test_the_playbook_runs_every_role_under_a_tag_of_its_name() -> None:
+    listed = [entry for play in load(ANSIBLE / "site.yml") for entry in play.get("roles", [])]
+    assert sorted(entry["role"] for entry in listed) == ROLES
+    for entry in listed:
+        tag = "always" if entry["role"] == "cluster" else entry["role"]
+        assert tag in entry["tags"]
+    # What is written last and what is run last, as the documentation says.
+    assert [entry["role"] for entry in listed][-2:] == ["known_hosts", "preflight"]
+
+
+def test_docker_is_there_before_the_toolkit_that_changes_its_settings() -> None:
+    order = [
+        entry["role"] for play in load(ANSIBLE / "site.yml") for entry in play.get("roles", [])
+    ]
+    assert order.index("nvidia_driver") < order.index("docker")
+    assert order.index("docker") < order.index("nvidia_container_toolkit")
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_only_modules_of_ansible_core_and_all_tasks_named(name: str) -> None:
+    words = {"name", "when", "vars", "loop", "loop_control", "register", "changed_when", "notify"}
+    words |= {"failed_when", "check_mode", "delegate_to", "connection", "become", "run_once"}
+    words |= {"environment", "no_log", "block", "rescue", "always"}
+    for path in files(name):
+        for step in tasks(path):
+            assert step["name"][0].isupper()
+            modules = set(step) - words
+            if "block" in step:
+                assert modules == set()
+            else:
+                (module,) = modules
+                assert module.startswith("ansible.builtin."), (path, module)
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_services_are_touched_only_where_there_is_systemd(name: str) -> None:
+    for path in files(name):
+        for step in tasks(path):
+            if "ansible.builtin.systemd_service" in step:
+                assert "cluster_systemd" in step.get("when", ""), (path, step["name"])
+
+
+def test_no_package_registry_is_named() -> None:
+    for path in ANSIBLE.rglob("*"):
+        if path.is_file():
+            assert not re.search(r"https?://|ftp://", path.read_text()), path
+
+
+def test_the_lab_file_sets_only_what_roles_have() -> None:
+    known = set().union(*(defaults(name) for name in ROLES))
+    assert set(load(ANSIBLE / "lab.yml")) <= known
+
+
+def test_clusterkit_reads_the_example_inventory() -> None:
+    hosts = read_hosts(ANSIBLE / "inventory.yaml", "nodes")
+    assert [(h.name, h.address, h.user, h.slots) for h in hosts] == [
+        ("node-a", "192.0.2.11", "ubuntu", 8),
+        ("node-b", "192.0.2.12", "ubuntu", 8),
+    ]
+    assert {h.python for h in hosts} == {"/opt/clusterkit/venv/bin/python"}
+    # The file that the role known_hosts writes: beside the inventory.
+    assert {h.known_hosts for h in hosts} == {str(ANSIBLE / "known_hosts")}
+    assert defaults("known_hosts")["known_hosts_controller"] == "{{ inventory_dir }}/known_hosts"
+
+
+def test_names_in_packages_that_the_interpreter_gets_are_pinned() -> None:
+    pinned = {
+        line.split("==")[0].lower().replace("_", "-")
+        for line in (CHECKOUT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    }
+    wanted = defaults("python_env")
+    assert wanted["python_env_torch"] == ["torch"]
+    assert {name.lower() for name in wanted["python_env_packages"]} <= pinned
+
+
+@pytest.mark.parametrize("path", sorted(ANSIBLE.rglob("*.j2")), ids=lambda path: path.name)
+def test_templates_say_who_wrote_the_file(path: Path) -> None:
+    text = path.read_text()
+    try:
+        Environment().parse(text)
+    except TemplateError as error:
+        pytest.fail(f"{path}: {error}")
+    # hosts.j2 fills a block that has markers of its own.
+    assert path.name == "hosts.j2" or text.startswith("# Written by clusterkit's role ")
+
+
+# ---------------------------------------------------------------- scripts that run on hosts
+
+
+@pytest.fixture
+def gpus_of(tmp_path: Path) -> Any:
+    """The GPUs that the role finds: ``gpus_of({"0000:01:00.0": ("0x10de", "0x030200")})``."""
+    script = task("Look for NVIDIA GPUs", role("cluster", "tasks", "main.yml"))
+    text = script["ansible.builtin.shell"]
+
+    def find(devices: dict[str, tuple[str | None, str | None]] | None) -> list[str]:
+        folder = tmp_path / "de vices $HOME 'q'"
+        if devices is not None:
+            folder.mkdir()
+        for name, ids in (devices or {}).items():
+            (folder / name).mkdir()
+            for part, value in zip(("vendor", "class"), ids, strict=True):
+                if value is not None:
+                    (folder / name / part).write_text(f"{value}\n")
+        environment = Environment()
+        environment.filters["quote"] = lambda value: "'" + value.replace("'", "'\\''") + "'"
+        rendered = environment.from_string(text).render(cluster_pci_devices=str(folder))
+        done = subprocess.run(["sh", "-c", rendered], capture_output=True, text=True, check=True)
+        assert done.stderr == ""
+        return done.stdout.splitlines()
+
+    return find
+
+
+def test_gpus_are_nvidias_display_and_3d_controllers(gpus_of: Any) -> None:
+    found = gpus_of(
+        {
+            "0000:01:00.0": ("0x10de", "0x030000"),
+            "0000:01:00.1": ("0x10de", "0x040300"),  # its audio
+            "0000:07:00.0": ("0x10de", "0x068000"),  # an NVSwitch
+            "0000:0a:00.0": ("0x10de", "0x030200"),
+            "0000:0b:00.0": ("0x1002", "0x030000"),
+            "0000:0c:00.0": ("0x15b3", "0x020700"),
+            "0000:0d:00.0": (None, "0x030200"),
+            "0000:0e:00.0": ("0x10de", None),
+            "0000:0f:00.0": ("", ""),
+        }
+    )
+    assert found == ["0000:01:00.0", "0000:0a:00.0"]
+
+
+@pytest.mark.parametrize("devices", [None, {}])
+def test_no_gpus_where_the_bus_is_empty_or_there_is_none(gpus_of: Any, devices: Any) -> None:
+    assert gpus_of(devices) == []
+
+
+@pytest.mark.parametrize(
+    ("there", "wanted", "check", "said", "after"),
+    [
+        ("4096\n", "4096", "", "same", "4096\n"),
+        ("4096\t131072\t6291456\n", "4096 131072 6291456", "", "same", "4096\t131072\t6291456\n"),
+        ("128\n", "4096", "", "changed", "4096\n"),
+        ("4096\t1\t2\n", "4096 131072 67108864", "", "changed", "4096 131072 67108864\n"),
+        # A check writes back what is there.
+        ("4096\t1\t2\n", "4096 131072 67108864", "yes", "changed", "4096 1 2\n"),
+        (None, "1", "", "not there", None),
+        (None, "1", "yes", "not there", None),
+    ],
+)
+def test_kernel_settings_are_compared_word_by_word(
+    tmp_path: Path, there: str | None, wanted: str, check: str, said: str, after: str | None
+) -> None:
+    file = tmp_path / "a setting"
+    if there is not None:
+        file.write_text(there)
+    assert set_kernel(file, wanted, check) == said
+    assert (file.read_text() if file.exists() else None) == after
+
+
+@pytest.mark.parametrize("check", ["", "yes"])
+def test_a_kernel_setting_that_cannot_be_written_is_no_failure(check: str) -> None:
+    # Not even root can write it.
+    assert set_kernel(Path("/proc/sys/kernel/ostype"), "Minix", check) == "not writable"
+
+
+def set_kernel(file: Path, value: str, check: str) -> str:
+    step = task("Set the kernel's settings now", role("network", "tasks", "sysctl.yml"))
+    assert set(step["environment"]) == {"FILE", "VALUE", "CHECK"}
+    done = subprocess.run(
+        ["sh", "-c", step["ansible.builtin.shell"]],
+        env={"PATH": "/usr/bin:/bin", "FILE": str(file), "VALUE": value, "CHECK": check},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+    return done.stdout.strip()
+
+
+# ---------------------------------------------------------------- regular expressions
+
+
+def off_loopback(text: str, *names: str) -> str:
+    """/etc/hosts as the role leaves it, before it adds its block."""
+    path = role("hosts", "tasks", "main.yml")
+    taken = task("Take the host's own names", path)["ansible.builtin.replace"]
+    dropped = task("Drop loopback lines", path)["ansible.builtin.lineinfile"]["regexp"]
+    for name in names:
+        pattern = taken["regexp"].replace("{{ item | regex_escape }}", re.escape(name))
+        text = re.sub(pattern, taken["replace"], text, flags=re.MULTILINE)
+    return "".join(
+        line for line in text.splitlines(keepends=True) if not re.search(dropped, line.rstrip())
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("127.0.1.1\th1\n", ""),
+        ("127.0.1.1 h1.example.org h1\n", ""),
+        ("127.0.1.1 h1 h1.example.org # the installer's\n", ""),
+        ("127.0.0.1 localhost h1\n", "127.0.0.1 localhost\n"),
+        ("127.0.0.1\tlocalhost  h1 other\n", "127.0.0.1\tlocalhost other\n"),
+        ("::1 localhost ip6-localhost h1\n", "::1 localhost ip6-localhost\n"),
+        ("127.0.0.1 localhost # not h1\n", "127.0.0.1 localhost # not h1\n"),
+        ("# 127.0.1.1 h1\n", "# 127.0.1.1 h1\n"),
+        ("127.0.1.1 h10 xh1 h1x h1.other\n", "127.0.1.1 h10 xh1 h1x h1.other\n"),
+        ("10.0.0.1 h1\n::ffff:10.0.0.1 h1\n", "10.0.0.1 h1\n::ffff:10.0.0.1 h1\n"),
+        ("", ""),
+    ],
+)
+def test_a_hosts_own_names_leave_the_loopback_addresses(before: str, after: str) -> None:
+    once = off_loopback(before, "h1", "h1.example.org")
+    assert once == after
+    assert off_loopback(once, "h1", "h1.example.org") == once
+
+
+def with_components(text: str, form: str) -> str:
+    """A list of apt's sources as the driver's role leaves it."""
+    path = role("nvidia_driver", "tasks", "install.yml")
+    (step,) = (t for t in tasks(path) if form in t["name"])
+    replace = step["ansible.builtin.replace"]
+    for component in defaults("nvidia_driver")["nvidia_driver_components"]:
+        text = re.sub(
+            replace["regexp"].replace("{{ item }}", component),
+            replace["replace"].replace("{{ item }}", component),
+            text,
+            flags=re.MULTILINE,
+        )
+    return text
+
+
+ALL = "main contrib non-free non-free-firmware"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("deb http://m/debian bookworm main\n", f"deb http://m/debian bookworm {ALL}\n"),
+        ("deb [arch=amd64] http://m b main\n", f"deb [arch=amd64] http://m b {ALL}\n"),
+        (
+            "deb http://m b main non-free-firmware\n",
+            "deb http://m b main non-free-firmware contrib non-free\n",
+        ),
+        (f"deb http://m b {ALL}\n", f"deb http://m b {ALL}\n"),
+        ("deb http://m b main # mirror\n", f"deb http://m b {ALL}\n"),
+        ("# deb http://m b main\n", "# deb http://m b main\n"),
+        ("deb-src http://m b main\n", "deb-src http://m b main\n"),
+        ("deb http://other ./\n", "deb http://other ./\n"),
+        ("deb http://other b stable\n", "deb http://other b stable\n"),
+        ("deb http://other b mainline\n", "deb http://other b mainline\n"),
+    ],
+)
+def test_one_line_sources_get_the_parts_that_are_missing(before: str, after: str) -> None:
+    assert with_components(before, "one-line") == after
+    assert with_components(after, "one-line") == after
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("Components: main\n", f"Components: {ALL}\n"),
+        ("Components: main contrib \n", f"Components: {ALL}\n"),
+        (f"Components: {ALL}\n", f"Components: {ALL}\n"),
+        ("Components: stable\n", "Components: stable\n"),
+        ("# Components: main\n", "# Components: main\n"),
+    ],
+)
+def test_stanzas_get_the_parts_that_are_missing(before: str, after: str) -> None:
+    head = "Types: deb\nURIs: http://m/debian\nSuites: bookworm\n"
+    assert with_components(head + before, "stanzas") == head + after
+    assert with_components(head + after, "stanzas") == head + after
