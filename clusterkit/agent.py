@@ -5,6 +5,7 @@ own Python, so that a node needs nothing installed.
 
     python agent.py run --nproc 2 --workdir DIR -- torchrun ...
     python agent.py stop RUN_DIR
+    python agent.py report NODE_DIR
 
 `run` keeps, in the folder that CLUSTERKIT_NODE_DIR names
 (``RUN_DIR/attempts/ATTEMPT/node-RANK``):
@@ -28,16 +29,20 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 RANK_HEADER = b"@clusterkit-rank"
 _RANK_HEADER = re.compile(re.escape(RANK_HEADER) + rb" ([0-9]{1,9}) ([0-9]{1,9})\Z")
+_TAG = re.compile(rb"\[[^],]*,([0-9]{1,9})\]<std(?:out|err|diag)>: ?")
 LONGEST_LINE = 1 << 16
 RESERVE_BYTES = 8192
 """Kept free for ``exit.json``, so that a disk full of logs does not hide how it ended."""
+STOPPED_BY_PEERS = "stopped: "
+"""How the reason begins of a node that ended because another did."""
 PEERS_GRACE = 2.0
 """Seconds that other ranks have to fail by themselves once one has failed."""
 LAUNCHER_GRACE = 1.0
@@ -45,6 +50,17 @@ LAUNCHER_GRACE = 1.0
 its exit barrier, where it does not hear."""
 LEFTOVER_GRACE = 3.0
 """Seconds that processes have which outlive their launcher."""
+REPORT_SECONDS = 0.1
+"""How often `report` looks for news."""
+HEARTBEAT_SECONDS = 2.0
+"""How often `report` says something although there is no news."""
+REPORT_BYTES = 1 << 18
+PEER_SECONDS = 2.0
+"""How often nodes tell each other that they live."""
+PEER_GONE_SECONDS = 5.0
+"""How long a node whose connection was closed has to come back."""
+PEER_MEET_SECONDS = 120.0
+"""How long node 0 may take to be there."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -225,11 +241,17 @@ class NodeLog:
 
 
 class Stream:
-    """One source of output: a rank's named pipe, or the launcher's own."""
+    """One source of output: a rank's named pipe, or the launcher's own.
 
-    def __init__(self, handle: int, log: NodeLog) -> None:
+    Args:
+        tagged: lines of ranks on other hosts come through it, as Open MPI's ``--tag-output``
+            marks them: ``[JOB,RANK]<stdout>:TEXT``.
+    """
+
+    def __init__(self, handle: int, log: NodeLog, *, tagged: bool = False) -> None:
         self.handle = handle
         self.rank = "-"
+        self._tagged = tagged
         self._log = log
         self._rest = b""
 
@@ -272,7 +294,9 @@ class Stream:
     def _emit(self, lines: list[bytes]) -> None:
         run: list[bytes] = []
         for line in lines:
-            if header := _RANK_HEADER.match(line):
+            if self._tagged and (tag := _TAG.match(line)):
+                self._log.lines(tag[1].decode(), [line[tag.end() :]])
+            elif header := _RANK_HEADER.match(line):
                 if run:
                     self._log.lines(self.rank, run)
                     run = []
@@ -282,6 +306,236 @@ class Stream:
                 run.append(line)
         if run:
             self._log.lines(self.rank, run)
+
+
+# ---------------------------------------------------------------- peers
+
+
+class Peers(threading.Thread):
+    """Has the nodes of a run end together although nobody else watches them.
+
+    Every node keeps a connection to node 0 and says every PEER_SECONDS that it lives, and at
+    its end with which code. When one fails, goes away without a word or falls silent, node 0
+    tells the others to stop; when node 0 does, each of them stops by itself. Lines of JSON:
+    ``{"run": ID, "attempt": K, "node": N}`` first, then ``{}`` as a sign of life,
+    ``{"exit": CODE}``, and from node 0 ``{"stop": WHY}``.
+
+    Args:
+        stop: called once with the reason, when this node must end.
+        say: takes a line for this node's log.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        lost_after: float,
+        stop: Callable[[str], None],
+        say: Callable[[str], None],
+    ) -> None:
+        super().__init__(daemon=True)
+        self._address = address
+        self._lost_after = lost_after
+        self._end = stop
+        self._say = say
+        self._node = int(os.environ["NODE_RANK"])
+        self._hello = {
+            "run": os.environ["CLUSTERKIT_RUN_ID"],
+            "attempt": os.environ["CLUSTERKIT_ATTEMPT"],
+        }
+        self._code: int | None = None
+        self._wake, self._waker = socket.socketpair()
+
+    def ended(self, code: int) -> None:
+        """This node has ended: let the others know."""
+        self._code = code
+        with contextlib.suppress(OSError):
+            self._waker.send(b".")
+        self.join(PEER_SECONDS)
+
+    def run(self) -> None:
+        try:
+            if self._node == 0:
+                self._lead()
+            else:
+                self._follow()
+        except OSError as error:
+            self._say(f"the other nodes are not watched: {error.strerror or error}")
+
+    # -- node 0
+
+    def _lead(self) -> None:
+        server = socket.create_server(("", self._address[1]), backlog=1024)
+        peers: dict[int, dict[str, Any]] = {}
+        with server, selectors.DefaultSelector() as selector:
+            server.setblocking(False)
+            selector.register(server, selectors.EVENT_READ, None)
+            selector.register(self._wake, selectors.EVENT_READ, "wake")
+            beat = 0.0
+            while True:
+                for key, _ in selector.select(PEER_SECONDS / 2):
+                    if key.data is None:
+                        with contextlib.suppress(OSError):
+                            line = Line(server.accept()[0])
+                            selector.register(line.socket, selectors.EVENT_READ, line)
+                    elif isinstance(key.data, Line):
+                        self._hear(key.data, peers, selector)
+                now = time.monotonic()
+                if self._code is not None:
+                    why = {"stop": "node 0 failed"} if self._code else {"exit": 0}
+                    self._tell(peers, why)
+                    return
+                why_stop = self._lost(peers, now)
+                if why_stop is not None:
+                    self._tell(peers, {"stop": why_stop})
+                    self._end(why_stop)
+                    return
+                if now >= beat:
+                    self._tell(peers, {})
+                    beat = now + PEER_SECONDS
+
+    def _hear(
+        self, line: Line, peers: dict[int, dict[str, Any]], selector: selectors.BaseSelector
+    ) -> None:
+        messages, open_still = line.read()
+        for message in messages:
+            if line.node is None:
+                if not self._hello.items() <= message.items():
+                    open_still = False
+                    break
+                line.node = int(message["node"])
+                peers[line.node] = {"line": line, "exit": None}
+            peer = peers[line.node]
+            peer["heard"] = time.monotonic()
+            if "exit" in message:
+                peer["exit"] = int(message["exit"])
+        if not open_still:
+            selector.unregister(line.socket)
+            line.socket.close()
+            if line.node is not None and peers[line.node]["line"] is line:
+                peers[line.node] |= {"line": None, "closed": time.monotonic()}
+
+    def _lost(self, peers: dict[int, dict[str, Any]], now: float) -> str | None:
+        for node, peer in sorted(peers.items()):
+            if peer["exit"] is not None:
+                if peer["exit"]:
+                    return f"node {node} failed"
+                continue
+            if peer["line"] is None and now - peer["closed"] > PEER_GONE_SECONDS:
+                return f"the launcher of node {node} is gone"
+            if now - peer["heard"] > self._lost_after:
+                return f"node {node} does not answer node 0 for {self._lost_after:g} s"
+        return None
+
+    @staticmethod
+    def _tell(peers: dict[int, dict[str, Any]], message: dict[str, Any]) -> None:
+        for peer in peers.values():
+            if peer["line"] is not None:
+                peer["line"].write(message)
+
+    # -- the others
+
+    def _follow(self) -> None:
+        met = False
+        heard = time.monotonic()
+        gone: float | None = None
+        while self._code is None:
+            try:
+                line = Line(socket.create_connection(self._address, PEER_SECONDS))
+            except OSError as error:
+                now = time.monotonic()
+                if not met and now - heard > PEER_MEET_SECONDS:
+                    self._say(f"the other nodes are not watched: node 0 cannot be reached: {error}")
+                    return
+                if met and gone is not None and now - gone > PEER_GONE_SECONDS:
+                    if isinstance(error, ConnectionRefusedError):
+                        return self._end("the launcher of node 0 is gone")
+                    if now - heard > self._lost_after:
+                        return self._end(f"node 0 does not answer for {self._lost_after:g} s")
+                self._pause(1.0)
+                continue
+            with line.socket:
+                line.write({**self._hello, "node": self._node})
+                done, last = self._listen(line)
+            if done:
+                return None
+            if last is not None:
+                met, heard = True, last
+            gone = gone if gone is not None and last is None else time.monotonic()
+            self._pause(1.0)
+        return None
+
+    def _listen(self, line: Line) -> tuple[bool, float | None]:
+        """Whether there is nothing more to watch, and when node 0 was last heard."""
+        heard: float | None = None
+        began = beat = time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            selector.register(line.socket, selectors.EVENT_READ)
+            selector.register(self._wake, selectors.EVENT_READ)
+            while True:
+                ready = selector.select(PEER_SECONDS / 2)
+                if self._code is not None:
+                    line.write({"exit": self._code})
+                    return True, heard
+                if any(key.fileobj is line.socket for key, _ in ready):
+                    messages, open_still = line.read()
+                    for message in messages:
+                        heard = time.monotonic()
+                        if "stop" in message:
+                            self._end(str(message["stop"]))
+                            return True, heard
+                        if "exit" in message:
+                            return True, heard
+                    if not open_still:
+                        return False, heard
+                if time.monotonic() >= beat:
+                    if not line.write({}):
+                        return False, heard
+                    beat = time.monotonic() + PEER_SECONDS
+                if time.monotonic() - (heard or began) > self._lost_after:
+                    self._end(f"node 0 does not answer for {self._lost_after:g} s")
+                    return True, heard
+
+    def _pause(self, seconds: float) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake, selectors.EVENT_READ)
+            selector.select(seconds)
+
+
+class Line:
+    """Lines of JSON over a socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.node: int | None = None
+        self._rest = b""
+        connection.setblocking(False)
+
+    def read(self) -> tuple[list[dict[str, Any]], bool]:
+        """What has come, and whether the other side is still there."""
+        try:
+            data = self.socket.recv(1 << 16)
+        except BlockingIOError:
+            return [], True
+        except OSError:
+            return [], False
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        messages = []
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                message = json.loads(line)
+                if isinstance(message, dict):
+                    messages.append(message)
+        return messages, bool(data) and len(self._rest) < LONGEST_LINE
+
+    def write(self, message: dict[str, Any]) -> bool:
+        """False: the other side is gone."""
+        try:
+            self.socket.send(json.dumps(message).encode() + b"\n")
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return True
 
 
 # ---------------------------------------------------------------- run
@@ -300,6 +554,8 @@ class Node:
         """When what still runs is killed."""
         self.stop_at: float | None = None
         """When the others are asked to stop, after one rank failed."""
+        self.asked = "stopped on request"
+        self.peers: Peers | None = None
 
     def main(self) -> int:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -334,10 +590,21 @@ class Node:
             self.reason = f"{error.strerror}{what}"
             kill_all_below()
             return self._finish(127 if isinstance(error, FileNotFoundError) else 126)
+        if self.options.peers:
+            host, _, port = self.options.peers.rpartition(":")
+            self.peers = Peers(
+                (host, int(port)), self.options.lost_after, self._stopped_by_peers,
+                lambda text: self.log.lines("-", [text.encode()]),
+            )  # fmt: skip
+            self.peers.start()
         while self.children:
             self._turn(wake_read)
         self._end_leftovers()
         return self._finish(self._exit_code())
+
+    def _stopped_by_peers(self, why: str) -> None:
+        self.asked = f"{STOPPED_BY_PEERS}{why}"
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def _open_pipes(self) -> None:
         for slot in range(self.options.nproc):
@@ -363,7 +630,7 @@ class Node:
                 )  # fmt: skip
             finally:
                 os.close(write)
-            stream = Stream(read, self.log)
+            stream = Stream(read, self.log, tagged=self.options.tagged)
             self.streams.append(stream)
             self.selector.register(read, selectors.EVENT_READ, stream)
             self.children[child.pid] = child
@@ -388,7 +655,7 @@ class Node:
                 numbers = os.read(wake, 512)
                 wanted = set(numbers) & {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
                 if wanted and self.reason is None:
-                    self._stop("stopped on request", self.options.grace)
+                    self._stop(self.asked, self.options.grace)
         now = time.monotonic()
         if self.stop_at is not None and now >= self.stop_at:
             self.stop_at = None
@@ -439,6 +706,8 @@ class Node:
         for slot in range(self.options.nproc):
             with contextlib.suppress(OSError):
                 os.unlink(self.folder / f"pipe-{slot}")
+        if self.peers is not None:
+            self.peers.ended(code)
         with contextlib.suppress(OSError):
             (self.folder / ".reserve").unlink()
         with contextlib.suppress(OSError):
@@ -500,6 +769,82 @@ def stop(run_dir: str, grace: float) -> dict[str, Any]:
     return {"asked": agents + orphans, "killed": sorted(killed)}
 
 
+# ---------------------------------------------------------------- report
+
+
+def report(folder: Path, out: BinaryIO, *, log: int, ranks: int, follow: bool) -> None:
+    """Tell what a node's folder holds, from here on or once: what `clusterkit.mirror` reads.
+
+    Written are frames: one line of JSON, and as many bytes after it as its ``bytes`` says.
+    ``{"file": NAME, "bytes": N}`` brings a file's new bytes (``log``, ``ranks.jsonl``) or all of
+    it; ``{"begun": .., "alive": .., "ended": ..}`` closes every round and says how the node is.
+
+    Args:
+        log, ranks: bytes of ``log`` and ``ranks.jsonl`` that the reader has already; -1: it
+            wants none.
+        follow: go on until the node has ended; a round at least every HEARTBEAT_SECONDS.
+    """
+    sent: dict[str, bytes | None] = {}
+    offsets = {"log": log, "ranks.jsonl": ranks}
+    last: dict[str, Any] = {}
+    due = 0.0
+    while True:
+        told = _tell(folder)
+        # In this order: when the node has ended, its log is whole.
+        said = False
+        for name in ("started.json", "log", "ranks.jsonl", "agent.log", "exit.json"):
+            if name == "agent.log" and told["alive"]:
+                continue
+            if name in offsets:
+                more = offsets[name] >= 0
+                while more and (data := _tail(folder / name, offsets[name])):
+                    offsets[name] += len(data)
+                    _frame(out, {"file": name}, data)
+                    said = True
+                continue
+            whole = told["exit"] if name == "exit.json" else _tail(folder / name, 0)
+            if whole is not None and sent.get(name) != whole:
+                sent[name] = whole
+                _frame(out, {"file": name}, whole)
+        state = {key: told[key] for key in ("begun", "alive", "ended")}
+        if said or state != last or time.monotonic() >= due:
+            _frame(out, state)
+            last, due = state, time.monotonic() + HEARTBEAT_SECONDS
+        out.flush()
+        if not follow or told["ended"]:
+            return
+        time.sleep(REPORT_SECONDS)
+
+
+def _tell(folder: Path) -> dict[str, Any]:
+    """Whether a node has begun, lives, has ended; and its ``exit.json``, read before its log."""
+    started = _read_json(folder / "started.json")
+    exit_json = _tail(folder / "exit.json", 0)
+    if started is not None:
+        alive = is_alive(started)
+    else:
+        # node.sh has recorded its process; the agent in it is about to start.
+        text = (_tail(folder / "pid", 0) or b"").strip()
+        alive = text.isdigit() and start_ticks(int(text)) is not None
+    begun = started is not None or exit_json is not None or (folder / "pid").exists()
+    if not alive and begun and exit_json is None:
+        exit_json = _tail(folder / "exit.json", 0)  # it ended while we looked
+    return {"begun": begun, "alive": alive, "ended": begun and not alive, "exit": exit_json}
+
+
+def _tail(path: Path, offset: int) -> bytes | None:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(REPORT_BYTES)
+    except OSError:
+        return None
+
+
+def _frame(out: BinaryIO, header: dict[str, Any], data: bytes = b"") -> None:
+    out.write(json.dumps({**header, "bytes": len(data)}).encode() + b"\n" + data)
+
+
 # ---------------------------------------------------------------- files
 
 
@@ -541,11 +886,27 @@ def main(arguments: list[str]) -> int:
     run.add_argument("--workdir", required=True, help="folder the ranks start in")
     run.add_argument("--grace", type=float, default=10.0, help="seconds from TERM to KILL")
     run.add_argument("--spawn", action="store_true", help="start the command once per rank")
+    run.add_argument("--tagged", action="store_true", help="the launcher tags lines with ranks")
+    run.add_argument("--peers", metavar="ADDRESS:PORT", help="where node 0 watches the others")
+    run.add_argument("--lost-after", type=float, default=30.0, help="seconds without a sign")
     run.add_argument("argv", nargs="+", help="the command, after --")
     end = verbs.add_parser("stop", help="end every process of a run on this host")
     end.add_argument("run_dir")
     end.add_argument("--grace", type=float, default=10.0, help="seconds from TERM to KILL")
+    tell = verbs.add_parser("report", help="tell what a node's folder holds")
+    tell.add_argument("folder", type=Path)
+    tell.add_argument("--log", type=int, default=0, help="bytes of the log that are known")
+    tell.add_argument("--ranks", type=int, default=0, help="bytes of ranks.jsonl that are known")
+    tell.add_argument("--follow", action="store_true", help="until the node has ended")
     options = parser.parse_args(arguments)
+    if options.verb == "report":
+        with contextlib.suppress(BrokenPipeError):
+            report(
+                options.folder, sys.stdout.buffer, log=options.log, ranks=options.ranks,
+                follow=options.follow,
+            )  # fmt: skip
+        # Whoever listened may be gone: nothing is left to flush.
+        os._exit(0)
     if options.verb == "stop":
         print(json.dumps(stop(options.run_dir, options.grace)))
         return 0

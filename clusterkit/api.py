@@ -17,24 +17,34 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 import clusterkit
-from clusterkit import agent, backends, loader, logs, supervise
+from clusterkit import agent, backends, execute, loader, logs, project, supervise
 from clusterkit import runs as store
 from clusterkit.backends.base import Backend, Handle, check_capabilities
 from clusterkit.cluster import ClusterSpec, Facts
-from clusterkit.errors import BadInput, RunFolderError
+from clusterkit.errors import EXIT_FAILURE, BadInput, ClusterkitError, RunFailed, RunFolderError
 from clusterkit.logs import LogLine
-from clusterkit.plan import Plan
+from clusterkit.plan import Note, Plan
 from clusterkit.runs import Event, RunFolder, Submission
-from clusterkit.spec import JobSpec, check_job
+from clusterkit.spec import JobSpec, check_job, parse_nodes
 from clusterkit.status import RunStatus, State
+from clusterkit.transport import Transport, fan_out, in_order
+
+if TYPE_CHECKING:
+    from clusterkit import bandwidth
+    from clusterkit import doctor as doctors
+    from clusterkit.catalogue import CatalogueEntry
+    from clusterkit.estimate import Estimate
 
 Job = str | os.PathLike[str] | JobSpec | Sequence[str]
 """A job file's path, a `JobSpec`, or a command such as ``["python", "train.py", "--fast"]``."""
+
+Progress = Callable[[str, int, int], None]
+"""Told of a host, bytes sent to it, bytes to send."""
 
 
 class Run:
@@ -148,19 +158,41 @@ class Run:
         """Every marked line's object (`clusterkit.marks`), metrics among them."""
         return [event for line in self.logs() if (event := line.event) is not None]
 
+    def attach(self) -> None:
+        """Have it watched over again if nobody does: its supervisor was killed, or the machine
+        it ran on.
+
+        Raises:
+            BadInput: a secret that a restart needs is not in the environment.
+        """
+        if self.status().state.final or supervise.supervisor_alive(self._folder):
+            return
+        job = self._folder.read_json("job.json", JobSpec)
+        _check_secrets(job)
+        supervise.spawn(self._folder, adopt=True)
+
     def cancel(self) -> RunStatus:
         """End it, with everything it started; fine to repeat."""
         return supervise.cancel(self._folder)
 
-    def delete(self) -> None:
-        """Remove the run's folder: logs, metrics, checkpoints in it.
+    def delete(self, *, force: bool = False) -> None:
+        """Remove the run's folder, here and on its hosts: logs, metrics, checkpoints in it.
+
+        Args:
+            force: here also where a host does not answer.
 
         Raises:
             BadInput: the run has not ended.
+            Unavailable: a host does not answer; the folder here stays.
         """
         status = self.status()
         if not status.state.final and (status.state is not State.UNKNOWN or self._lives()):
             raise BadInput(f"run {self.id} is {status.state}", hint=f"clusterkit cancel {self.id}")
+        try:
+            supervise.forget(self._folder)
+        except ClusterkitError:
+            if not force:
+                raise
         try:
             shutil.rmtree(self._folder.path)
         except OSError as error:
@@ -177,6 +209,7 @@ class Prepared:
     facts: Facts
     backend: Backend
     plan: Plan
+    transport: Transport
 
 
 def prepare(
@@ -188,7 +221,10 @@ def prepare(
     gpus: int | None = None,
     settings: Sequence[str] = (),
     more_args: Sequence[str] = (),
+    include: str | None = None,
+    exclude: str | None = None,
     facts: Facts | None = None,
+    doctor: bool = True,
     run_id: str | Callable[[str], str] | None = None,
 ) -> Prepared:
     """Read the job and the cluster, probe the cluster, make the plan; nothing is written.
@@ -201,7 +237,10 @@ def prepare(
         gpus: instead of the job's ``gpus_per_node``.
         settings: further ``key=value`` changes to the job file.
         more_args: further arguments of the program, after the job's own.
+        include: only these hosts and GPUs of the cluster: ``host1@host2:0,1``.
+        exclude: all hosts and GPUs but these.
         facts: instead of probing.
+        doctor: examine the hosts first, where the nodes are other machines.
         run_id: instead of a new one; or what makes one of the job's name.
 
     Raises:
@@ -213,20 +252,17 @@ def prepare(
     with document.locating(flags) if document else contextlib.nullcontext():
         spec = msgspec.structs.replace(spec, args=(*spec.args, *more_args))
         spec = _with_flags(spec, nodes, gpus)
-        missing = [name for name in spec.secrets if name not in os.environ]
-        if missing:
-            raise BadInput(
-                f"secrets: {missing[0]} is not set in your environment",
-                hint=f"export {missing[0]}=...",
-            )
-    entry = loader.load_cluster(cluster, clusters_file)
+        _check_secrets(spec)
+    entry = settled_cluster(cluster, clusters_file, include=include, exclude=exclude)
     kind = backends.backend_type(entry.backend)
     if kind.unsupported:
         everyone = {name: backends.backend_type(name) for name in backends.NAMES}
         check_capabilities(kind, spec, everyone)
     backend = kind()
+    transport = backends.transport_for(entry)
     if facts is None:
-        facts = backend.probe(entry, backends.transport_for(entry))
+        with document.locating(flags) if document else contextlib.nullcontext():
+            facts = _probed(backend, cluster, entry, transport, spec, doctor)
     if not facts.hosts:
         raise BadInput("facts: they name no host", hint="take the facts.json of a run")
     if callable(run_id):
@@ -234,7 +270,73 @@ def prepare(
     run_id = store.check_run_id(run_id) if run_id else store.new_run_id(spec.name)
     with document.locating(flags) if document else contextlib.nullcontext():
         plan = backend.plan(spec, entry, facts, run_id)
-    return Prepared(spec, cluster, entry, facts, backend, plan)
+    if any(host.gpus for host in facts.hosts):
+        from clusterkit import estimate as estimates
+
+        if (warning := estimates.warning(spec, facts)) is not None:
+            plan = msgspec.structs.replace(plan, notes=(*plan.notes, Note("", warning, "")))
+    return Prepared(spec, cluster, entry, facts, backend, plan, transport)
+
+
+def _probed(
+    backend: Backend,
+    name: str,
+    entry: ClusterSpec,
+    transport: Transport,
+    job: JobSpec,
+    doctor: bool,
+) -> Facts:
+    """What probing finds; at the same time the quick checks look whether the hosts are fit."""
+    if not (doctor and backend.elsewhere):
+        return backend.probe(entry, transport, job)
+    from concurrent.futures import ThreadPoolExecutor
+
+    from clusterkit import doctor as preflight
+
+    subject = backend.subject(name, entry, job)
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(preflight.examine, subject, transport, quick=True)
+        facts = problem = None
+        try:
+            facts = backend.probe(entry, transport, job)
+        except ClusterkitError as error:
+            problem = error
+        refusal = preflight.refusal(looking.result())
+    if refusal is not None and not isinstance(problem, BadInput):
+        raise refusal
+    if facts is None:
+        assert problem is not None
+        raise problem
+    return facts
+
+
+def settled_cluster(
+    name: str,
+    clusters_file: str | os.PathLike[str] | None = None,
+    *,
+    include: str | None = None,
+    exclude: str | None = None,
+) -> ClusterSpec:
+    """A cluster's entry with its hosts read from the inventory.
+
+    Raises:
+        ClusterkitError: no such entry, an inventory that cannot be used.
+    """
+    loaded = loader.read_cluster(name, clusters_file)
+    kind = backends.backend_type(loaded.cluster.backend)
+    flags = {"include": "--include", "exclude": "--exclude"} if include or exclude else None
+    with loaded.locating(flags):
+        return kind.settled(loaded.cluster, loaded.folder, include, exclude)
+
+
+def _check_secrets(spec: JobSpec) -> None:
+    """Refuse a job whose secrets are not in the environment."""
+    missing = [name for name in spec.secrets if name not in os.environ]
+    if missing:
+        raise BadInput(
+            f"secrets: {missing[0]} is not set in your environment",
+            hint=f"export {missing[0]}=...",
+        )
 
 
 def _with_flags(spec: JobSpec, nodes: int | str | None, gpus: int | None) -> JobSpec:
@@ -267,9 +369,16 @@ def submit(job: Job, **options: Any) -> Run:
     return launch(prepare(job, **options))
 
 
-def launch(ready: Prepared) -> Run:
-    """Write the run folder and start the run's supervisor."""
-    folder = RunFolder.create(ready.plan.run_id, Path(ready.facts.home))
+def launch(ready: Prepared, progress: Progress | None = None) -> Run:
+    """Write the run folder, send the project, start the run's supervisor.
+
+    Args:
+        progress: told of a host, the bytes sent to it and the bytes to send.
+    """
+    elsewhere = ready.backend.elsewhere
+    folder = RunFolder.create(
+        ready.plan.run_id, store.home() if elsewhere else Path(ready.facts.home)
+    )
     try:
         folder.write_json("job.json", ready.job)
         folder.write_json("cluster.json", {"backend": ready.backend.name} | _plain(ready.cluster))
@@ -285,12 +394,45 @@ def launch(ready: Prepared) -> Run:
                 clusterkit=clusterkit.__version__,
             ),
         )
+        _send_trees(ready, progress)
         supervise.spawn(folder)
     except BaseException:
         supervise.abandon(folder)
         shutil.rmtree(folder.path, ignore_errors=True)
         raise
     return Run(folder)
+
+
+def _send_trees(ready: Prepared, progress: Progress | None = None) -> None:
+    """Bring the plan's folders to all its hosts, at once.
+
+    Raises:
+        ClusterkitError: a host does not take them, or they have changed since they were probed.
+    """
+    plan = ready.plan
+    snapshots = {}
+    for tree in plan.trees:
+        shipped = ready.facts.shipped is not None and tree.digest == ready.facts.shipped.digest
+        found = (
+            project.own_package()
+            if shipped
+            else project.snapshot(Path(ready.job.workdir or "."), ready.job.program)
+        )
+        if found.digest != tree.digest:
+            raise BadInput(
+                f"{tree.source} has changed since the run was planned", hint="submit again"
+            )
+        snapshots[tree.path] = found
+
+    def send(host: str) -> None:
+        for tree in plan.trees:
+            project.send(
+                snapshots[tree.path], tree, host, plan.python, ready.transport,
+                progress or (lambda *_: None),
+            )  # fmt: skip
+
+    if plan.trees:
+        in_order(fan_out(execute.everyone(plan), send))
 
 
 def _job(job: Job, settings: Sequence[str]) -> tuple[JobSpec, loader.Document | None]:
@@ -349,6 +491,13 @@ def metrics(run: str) -> list[dict[str, Any]]:
     return get(run).metrics()
 
 
+def attach(run: str) -> Run:
+    """`Run.attach` by id."""
+    found = get(run)
+    found.attach()
+    return found
+
+
 def cancel(run: str) -> RunStatus:
     """`Run.cancel` by id."""
     return get(run).cancel()
@@ -365,6 +514,176 @@ def plot(names: Sequence[str], output: str | os.PathLike[str]) -> Path:
 
     chosen = [get(name) for name in names]
     return plots.draw({run.id: run.metrics() for run in chosen}, Path(output))
+
+
+def bench(
+    *,
+    nodes: int | None = None,
+    gpus: int | None = None,
+    cluster: str = "local",
+    clusters_file: str | os.PathLike[str] | None = None,
+    include: str | None = None,
+    exclude: str | None = None,
+    watch: Callable[[Run], RunStatus] = Run.wait,
+    **choices: Any,
+) -> bandwidth.Report:
+    """Measure bandwidth and latency of the collectives in a run of its own; waits for its end.
+
+    Args:
+        nodes: how many; by default every host of the cluster.
+        gpus: ranks per node, as for `prepare`.
+        cluster: as for `prepare`, and so are the file and the hosts to take.
+        clusters_file: as for `prepare`.
+        include: as for `prepare`.
+        exclude: as for `prepare`.
+        watch: waits for the run's end; whoever interrupts it cancels the run.
+        choices: what to measure, as for `clusterkit.bandwidth.choose`.
+
+    Raises:
+        RunFailed: the run did not succeed; the exit code is the run's own.
+        ClusterkitError: it cannot be measured, or not all of it was.
+    """
+    from clusterkit import bandwidth
+    from clusterkit.ui.words import failure_text
+
+    options = bandwidth.choose(**choices)
+    if nodes is None:
+        entry = settled_cluster(cluster, clusters_file, include=include, exclude=exclude)
+        backend = backends.backend_type(entry.backend)()
+        nodes = max(1, len(backend.probe(entry, backends.transport_for(entry)).hosts))
+    ready = prepare(
+        bandwidth.job_of(options),
+        cluster=cluster,
+        clusters_file=clusters_file,
+        nodes=nodes,
+        gpus=gpus,
+        include=include,
+        exclude=exclude,
+    )
+    bandwidth.check(options, ready.plan, ready.facts)
+    run = launch(ready)
+    try:
+        status = watch(run)
+    except BaseException:
+        run.cancel()
+        raise
+    if status.state is not State.SUCCEEDED:
+        failure, hint = status.failure, None
+        if failure is not None:
+            hint, failure = failure.hint, msgspec.structs.replace(failure, hint=None)
+        why = failure_text(msgspec.structs.replace(status, failure=failure)) or status.remark
+        raise RunFailed(
+            f"run {run.id} is {status.state}{f': {why}' if why else ''}",
+            hint=hint or f"clusterkit logs {run.id}",
+            exit_code=status.exit_code or EXIT_FAILURE,
+        )
+    return bandwidth.report(run.id, run.marks(), [node.host for node in status.nodes])
+
+
+def estimate(
+    job: Job | None = None,
+    *,
+    nodes: int | str | None = None,
+    gpus: int | None = None,
+    cluster: str = "local",
+    clusters_file: str | os.PathLike[str] | None = None,
+    facts: Facts | None = None,
+    settings: Sequence[str] = (),
+    more_args: Sequence[str] = (),
+    **question: Any,
+) -> Estimate:
+    """The memory that a job, or a model, takes on a GPU, for every way to divide it.
+
+    Args:
+        job: see `Job`; None where the question names a model.
+        nodes: instead of the job's ``nodes``; of a range, the larger number counts.
+        gpus: GPUs per node.
+        cluster: whose GPUs; not looked at when the question says ``gpu_memory`` and the number
+            of GPUs is known.
+        clusters_file: as for `prepare`.
+        facts: instead of probing.
+        settings: as for `prepare`.
+        more_args: as for `prepare`.
+        question: fields of `clusterkit.estimate.Question`, such as ``gpu_memory="80GB"``.
+
+    Raises:
+        ClusterkitError: the model is not known, or cannot be divided like this.
+    """
+    from clusterkit import estimate as estimates
+
+    asked = estimates.check(estimates.Question(**question))
+    spec = None
+    if job is not None:
+        spec, _ = _job(job, settings)
+        spec = msgspec.structs.replace(spec, args=(*spec.args, *more_args))
+        spec = _with_flags(spec, nodes, gpus)
+    elif nodes is not None or gpus is not None:
+        _with_flags(JobSpec(name="model", command=("none",)), nodes, gpus)
+    counted = gpus is not None or (spec is not None and spec.gpus_per_node != "auto")
+    if facts is None and not (asked.gpu_memory is not None and counted):
+        entry = settled_cluster(cluster, clusters_file)
+        backend = backends.backend(entry.backend)
+        facts = backend.probe(entry, backends.transport_for(entry), spec)
+    count = None if nodes is None else parse_nodes(nodes)[1]
+    return estimates.estimate(spec, facts, nodes=count, gpus=gpus, question=asked)
+
+
+def doctor(
+    job: Job | None = None,
+    *,
+    cluster: str = "local",
+    clusters_file: str | os.PathLike[str] | None = None,
+    nodes: int | str | None = None,
+    gpus: int | None = None,
+    settings: Sequence[str] = (),
+    include: str | None = None,
+    exclude: str | None = None,
+    quick: bool = False,
+    only: Sequence[str] | None = None,
+    progress: doctors.Progress | None = None,
+) -> doctors.Report:
+    """Look at every host of a cluster: is it fit, and if not, which command mends it?
+
+    Args:
+        job: what the hosts are held against; without one, against what most jobs need.
+        cluster, clusters_file, nodes, gpus, settings, include, exclude: as for `prepare`.
+        quick: only the checks that `submit` makes as well.
+        only: only the checks of these names.
+        progress: told of the phase (1, 2, 3) and the hosts that have not answered yet.
+
+    Raises:
+        ClusterkitError: no such cluster, job or check. A host that does not answer is a finding.
+    """
+    from clusterkit import doctor as doctors
+
+    spec = None
+    if job is not None:
+        spec, _ = _job(job, settings)
+        spec = _with_flags(spec, nodes, gpus)
+    elif nodes is not None or gpus is not None:
+        spec = _with_flags(JobSpec(name="any", command=("true",)), nodes, gpus)
+    entry = settled_cluster(cluster, clusters_file, include=include, exclude=exclude)
+    subject = backends.backend(entry.backend).subject(cluster, entry, spec)
+    transport = backends.transport_for(entry)
+    try:
+        return doctors.examine(
+            subject, transport, quick=quick, only=only, progress=progress or (lambda *_: None)
+        )
+    finally:
+        transport.close()
+
+
+def jobs() -> list[CatalogueEntry]:
+    """Every job file in the nearest ``jobs`` folder from here upwards, and what each needs.
+
+    A file that cannot be read is listed with its error.
+
+    Raises:
+        BadInput: there is no such folder.
+    """
+    from clusterkit import catalogue
+
+    return catalogue.entries(catalogue.find_folder())
 
 
 def schema() -> dict[str, Any]:

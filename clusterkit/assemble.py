@@ -49,6 +49,8 @@ class Places:
     run_dir: str
     workdir: str
     python: str
+    shared: str | None = None
+    """A folder of this run's on a disk that all nodes share, if there is one."""
 
     def file(self, name: str) -> str:
         return posixpath.join(self.run_dir, "files", name)
@@ -57,7 +59,20 @@ class Places:
         """A relative folder lies in the run's, so that two runs never share one by accident."""
         if job.checkpoint is None:
             return None
-        return posixpath.join(self.run_dir, job.checkpoint.dir)
+        return posixpath.join(self.shared or self.run_dir, job.checkpoint.dir)
+
+
+@dataclass(frozen=True)
+class Peers:
+    """How the nodes watch each other (`clusterkit.agent.Peers`)."""
+
+    address: str
+    port: int
+    lost_after: float
+
+    def arguments(self) -> list[str]:
+        """For the node agent."""
+        return ["--peers", f"{self.address}:{self.port}", "--lost-after", f"{self.lost_after:g}"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +97,7 @@ def assemble(
     cluster_env: Mapping[str, str],
     network_env: Mapping[str, str],
     stop_grace: float,
+    peers: Peers | None = None,
 ) -> Assembly:
     """Files, notes and the command of one node.
 
@@ -89,6 +105,7 @@ def assemble(
         hosts: one name per node, for the hostfile.
         cluster_env: environment of the cluster entry; the job's own goes first.
         network_env: which interface to use; both go before it.
+        peers: how the nodes watch each other; None: somebody else does.
 
     Raises:
         BadInput: batch sizes that do not divide, a variable that is clusterkit's to set, an
@@ -137,7 +154,8 @@ def assemble(
         stop_grace=stop_grace,
     )
     launcher = argv[: len(argv) - len(rank_command)]
-    script = _node_script(job, topology, places, env, [launcher, rank_command], stop_grace)
+    watch = None if topology.elastic or topology.nodes == 1 else peers
+    script = _node_script(job, topology, places, env, [launcher, rank_command], stop_grace, watch)
     node_sh = PlanFile(places.file("node.sh"), text=script, mode=0o755)
     return Assembly((node_sh, *files), tuple(notes), ("/bin/sh", node_sh.path))
 
@@ -290,13 +308,16 @@ def _node_script(
     env: Mapping[str, str],
     command: Sequence[Sequence[Word]],
     stop_grace: float,
+    peers: Peers | None,
 ) -> str:
     # mpirun starts the ranks of all nodes from the first.
     nproc = topology.world_size if job.launcher == "mpirun" else topology.nproc_per_node
     agent: list[Word] = [
         places.python, "-I", places.file("agent.py"), "run", "--nproc", str(nproc),
         "--workdir", places.workdir, "--grace", f"{stop_grace:g}",
-        *(["--spawn"] if job.launcher == "python" else []), "--",
+        *(["--spawn"] if job.launcher == "python" else []),
+        *(["--tagged"] if job.launcher == "mpirun" else []),
+        *(peers.arguments() if peers and job.launcher != "mpirun" else []), "--",
     ]  # fmt: skip
     lines = " \\\n    ".join(shell.join(words) for words in (agent, *command) if words)
     # A plan for GPUs hands CLUSTERKIT_GPUS to each node by its step.

@@ -42,10 +42,105 @@ class LocalCluster(
     ] = 10.0
 
 
-ClusterSpec = LocalCluster
+class Host(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One machine that is reached over SSH; what is left out comes from the SSH configuration."""
+
+    name: Annotated[str, Meta(min_length=1, description="What it is called everywhere.")]
+    address: Annotated[
+        str | None, Meta(description="Name or address for SSH; by default the name.")
+    ] = None
+    port: Annotated[Port | None, Meta(description="SSH port.")] = None
+    user: Annotated[str | None, Meta(description="SSH user.")] = None
+    identity: Annotated[str | None, Meta(description="Private key file.")] = None
+    known_hosts: Annotated[
+        str | None, Meta(description="Host keys, instead of `~/.ssh/known_hosts`.")
+    ] = None
+    jump: Annotated[str | None, Meta(description="`[user@]host[:port]` to go through.")] = None
+    ssh_config: Annotated[
+        str | None, Meta(description="SSH configuration, instead of `~/.ssh/config`.")
+    ] = None
+    slots: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="Ranks that it takes at most.")
+    ] = None
+    devices: Annotated[
+        tuple[Annotated[int, Meta(ge=0)], ...] | None,
+        Meta(description="GPUs to use, by index; by default all."),
+    ] = None
+    python: Annotated[str | None, Meta(description="Interpreter of the ranks on this host.")] = None
+    cluster_address: Annotated[
+        str | None,
+        Meta(description="Address that the other hosts reach it at; by default the one of SSH."),
+    ] = None
+
+
+class SshCluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Machines reached over SSH, one node each."""
+
+    backend: Annotated[Literal["ssh"], Meta(description="Hosts over SSH.")] = "ssh"
+    inventory: Annotated[
+        str | None,
+        Meta(description="Ansible inventory or DeepSpeed hostfile, relative to this file."),
+    ] = None
+    group: Annotated[str, Meta(description="Group of the inventory to use.")] = "all"
+    hosts: Annotated[
+        tuple[Host, ...], Meta(description="The hosts themselves, instead of an inventory.")
+    ] = ()
+    include: Annotated[
+        str | None, Meta(description="Only these hosts and GPUs: `host1@host2:0,1`.")
+    ] = None
+    exclude: Annotated[str | None, Meta(description="All but these, in the same form.")] = None
+    interface: Annotated[
+        str | Auto,
+        Meta(
+            description="Network interface of the ranks; `auto`: the one that carries the "
+            "address under which the host was reached."
+        ),
+    ] = "auto"
+    workdir: Annotated[
+        str, Meta(min_length=1, description="Folder on the hosts for runs and projects.")
+    ] = "~/clusterkit"
+    shared: Annotated[
+        str | None,
+        Meta(description="Folder that all hosts share (NFS); relative checkpoints lie there."),
+    ] = None
+    sync: Annotated[
+        bool,
+        Meta(
+            description="Copy the project to the hosts; `false` where they see it under the "
+            "same path anyway."
+        ),
+    ] = True
+    port: Annotated[
+        Port | Auto, Meta(description="Rendezvous port; `auto`: a free one on the first host.")
+    ] = "auto"
+    python: Annotated[
+        str, Meta(min_length=1, description="Interpreter of the ranks on the hosts.")
+    ] = "python3"
+    env: Annotated[
+        dict[str, str], Meta(description="Environment of every job here; a job's `env` goes first.")
+    ] = {}
+    connect_timeout: Annotated[
+        Annotated[float, Meta(gt=0, le=3600)], Meta(description="Seconds to reach a host.")
+    ] = 10.0
+    lost_after: Annotated[
+        Annotated[float, Meta(gt=0, le=86400)],
+        Meta(description="Seconds without an answer after which a host counts as lost."),
+    ] = 30.0
+    stop_grace: Annotated[
+        float,
+        Meta(
+            ge=0, le=86400, description="Seconds between SIGTERM and SIGKILL when a run is ended."
+        ),
+    ] = 10.0
+
+
+ClusterSpec = LocalCluster | SshCluster
 """Every kind of cluster entry; a new backend adds its own to this union."""
 
-CLUSTER_TYPES: dict[str, type[ClusterSpec]] = {"local": LocalCluster}
+CLUSTER_TYPES: dict[str, type[LocalCluster] | type[SshCluster]] = {
+    "local": LocalCluster,
+    "ssh": SshCluster,
+}
 
 
 class Gpu(Struct, frozen=True):
@@ -61,6 +156,7 @@ class HostFacts(Struct, frozen=True, kw_only=True):
 
     host: str
     address: str
+    """Address that the other hosts reach it at."""
     cpus: int
     memory_mib: int
     gpus: tuple[Gpu, ...] = ()
@@ -70,6 +166,23 @@ class HostFacts(Struct, frozen=True, kw_only=True):
     """Package to version in that interpreter; what is missing there is missing here."""
     tools: dict[str, str] = {}
     """Command to path, of those a launcher may need."""
+    interface: str | None = None
+    """Network interface that carries the address; None: the same on all hosts."""
+    slots: int | None = None
+    """Ranks that it takes at most; None: as many as it has GPUs."""
+
+
+class Project(Struct, frozen=True, kw_only=True):
+    """The folder of the job's program, as it was when the cluster was probed."""
+
+    root: str
+    """Folder on the submitter's machine that is copied."""
+    digest: str
+    """Of every file's path, mode and contents."""
+    files: int
+    bytes: int
+    how: str
+    """Which files of it count, in words."""
 
 
 class Facts(Struct, frozen=True, kw_only=True):
@@ -84,3 +197,9 @@ class Facts(Struct, frozen=True, kw_only=True):
     """Why this port, in words."""
     interface: str
     """Network interface that the ranks talk over."""
+    watch_port: int | None = None
+    """Port on the first host where the nodes watch each other, if they do."""
+    project: Project | None = None
+    """What is copied to the hosts, where something is."""
+    shipped: Project | None = None
+    """clusterkit's own package, for hosts that do not have it."""

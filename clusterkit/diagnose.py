@@ -24,6 +24,9 @@ _CHAINS = (
 _TORCHRUN = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
 # "mpirun noticed that process rank 1 with PID 12 on node x exited on signal 9", Open MPI 4.1
 _MPIRUN = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)")
+# "Process name: [[43955,1],2]" and "Exit code: 14" on lines of their own, Open MPI 4.1
+_MPIRUN_NAME = re.compile(r"Process name: \[\[\d+,\d+\],(\d+)\]")
+_MPIRUN_CODE = re.compile(r"\s*Exit code:\s+(\d+)\s*\Z")
 # "[...] exits with return code = 7", deepspeed 0.19, launcher/launch.py
 _DEEPSPEED = re.compile(r"exits with return code = (-?\d+)")
 _ECHOES = re.compile(
@@ -32,6 +35,8 @@ _ECHOES = re.compile(
     r"|Timed out waiting \d+ms|connectFullMesh|remote process exited|NCCL communicator was aborted"
     r"|DistNetworkError|DistStoreError|SignalException|Watchdog caught collective operation timeout"
 )
+_UNTOLD = 256
+"""Stands for an exit code whose line has not come yet."""
 _NEVER_PRIMARY = frozenset({-signal.SIGTERM, 128 + signal.SIGTERM})
 
 _HINTS = (
@@ -101,7 +106,8 @@ def diagnose(
         suspect.words = suspect.words or last_words.get(key, "")
     accused = [s for s in suspects.values() if s.exit_code or s.traceback]
     blamed = _blame(accused)
-    failed = [node for node in nodes if node.state is State.FAILED]
+    # A node on a host that does not answer any more has failed as well.
+    failed = [node for node in nodes if node.state in (State.FAILED, State.UNKNOWN)]
     # A node whose launcher or agent was killed says nothing; its peers' echoes do.
     silent = [node for node in failed if node.node not in {s.node for s in accused}]
     if blamed is None or (blamed.echo and silent):
@@ -171,6 +177,14 @@ def _read_launcher(line: LogLine, nproc: int, suspects: dict[_Source, _Suspect])
         rank = int(match[1])
         suspect = suspects.setdefault((line.node, rank), _Suspect(line.node, rank, line.time))
         suspect.exit_code = -int(match[2])
+    elif match := _MPIRUN_NAME.search(line.text):
+        rank = int(match[1])
+        named = suspects.setdefault((line.node, rank), _Suspect(line.node, rank, line.time))
+        named.exit_code = named.exit_code or _UNTOLD
+    elif match := _MPIRUN_CODE.match(line.text):
+        for suspect in suspects.values():
+            if suspect.exit_code == _UNTOLD:
+                suspect.exit_code = int(match[1])
     elif match := _DEEPSPEED.search(line.text):
         # It does not say which rank: the one whose traceback came first, if any.
         here = [s for s in suspects.values() if s.node == line.node and s.rank is not None]
@@ -241,6 +255,8 @@ def _from_nodes(nodes: Sequence[NodeStatus], oom_kills: int) -> Failure:
         cause = (
             f"its launcher was {words}" if words.startswith("killed") else f"its launcher {words}"
         )
+    if first.state is State.UNKNOWN:
+        hint = f"is {first.host} up, and its network? --exclude {first.host} does without it"
     return Failure(
         node=first.node,
         rank=None,

@@ -72,3 +72,11 @@ class PortTaken(BadInput):
 
 class SubmitFailed(ClusterkitError):
     """A step of the plan failed; the message holds its command, exit status and stderr."""
+
+
+class RunFailed(ClusterkitError):
+    """A run whose result was waited for has failed; the message says who failed first and why."""
+
+    def __init__(self, message: str, hint: str | None = None, exit_code: int = EXIT_FAILURE):
+        super().__init__(message, hint)
+        self.exit_code = exit_code

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable, Mapping
 
 from clusterkit import shell
-from clusterkit.errors import SubmitFailed
+from clusterkit.errors import ClusterkitError, SubmitFailed
 from clusterkit.plan import Plan, Step
 from clusterkit.shell import Secret
-from clusterkit.transport import Transport
+from clusterkit.transport import Put, Transport, fan_out, in_order
 
 Record = Callable[[Step, str], None]
 """Told of each step and how it went."""
 
 
 def write_files(plan: Plan, transport: Transport) -> None:
-    """The plan's files, on every host that has a step."""
-    for host in dict.fromkeys(step.host for step in plan.steps):
-        for file in plan.files:
-            transport.put(host, file.path, file.content(), file.mode)
+    """The plan's files, on every host of the plan.
+
+    Raises:
+        ClusterkitError: a host does not take them; the message names it.
+    """
+    files = [Put(file.path, file.content(), file.mode) for file in plan.files]
+    in_order(fan_out(everyone(plan), lambda host: transport.put_all(host, files)))
+
+
+def everyone(plan: Plan) -> tuple[str, ...]:
+    """The hosts of a plan, each once."""
+    return tuple(dict.fromkeys((*plan.hosts, *(step.host for step in plan.steps))))
 
 
 def run_steps(
@@ -29,21 +39,42 @@ def run_steps(
     secrets: Mapping[str, Secret] | None = None,
     record: Record = lambda step, outcome: None,
 ) -> None:
-    """The plan's commands, in order. The attempt's number is all that a restart adds.
+    """The plan's commands, in order; starts that follow each other, on all hosts at once.
+
+    The attempt's number is all that a restart adds.
 
     Raises:
         SubmitFailed: a command could not be started or did not exit with 0; the message
             holds the command, its exit status and its stderr.
     """
-    for step in plan.steps:
+    lock = threading.Lock()
+
+    def carry_out(step: Step) -> None:
         env = {**step.env, "CLUSTERKIT_ATTEMPT": str(attempt)}
         env |= {name: (secrets or {})[name].reveal() for name in step.secrets}
         try:
             outcome = _carry_out(step, transport, env)
-        except SubmitFailed as error:
-            record(step, error.message)
+        except ClusterkitError as error:
+            outcome = error.message
             raise
-        record(step, outcome)
+        finally:
+            with lock:
+                record(step, outcome)
+
+    for kind, group in itertools.groupby(plan.steps, lambda step: step.kind):
+        steps = list(group)
+        hosts = list(dict.fromkeys(step.host for step in steps))
+        if kind == "run" or len(hosts) == 1:
+            for step in steps:
+                carry_out(step)
+            continue
+
+        def on(host: str, steps: list[Step] = steps) -> None:
+            for step in steps:
+                if step.host == host:
+                    carry_out(step)
+
+        in_order(fan_out(hosts, on))
 
 
 def _carry_out(step: Step, transport: Transport, env: Mapping[str, str]) -> str:

@@ -22,7 +22,7 @@ import msgspec
 import yaml
 
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, LocalCluster
-from clusterkit.errors import BadInput
+from clusterkit.errors import BadInput, PortTaken
 from clusterkit.spec import JobSpec, check_environment, check_job
 
 Spec = TypeVar("Spec", bound=msgspec.Struct)
@@ -56,6 +56,8 @@ class Document:
         """
         try:
             yield
+        except PortTaken:
+            raise  # the cluster's
         except BadInput as error:
             key = re.split(r"[.:\[ ]", error.message, maxsplit=1)[0]
             if given and key in given:
@@ -522,7 +524,41 @@ def _python_files(folder: Path) -> list[str]:
 # ---------------------------------------------------------------- clusters
 
 
+@dataclass(frozen=True)
+class LoadedCluster:
+    """A cluster's entry, the folder that paths in it start from, and the file it came from."""
+
+    name: str
+    cluster: ClusterSpec
+    folder: Path
+    document: Document | None = None
+
+    @contextmanager
+    def locating(self, given: Mapping[str, str] | None = None) -> Iterator[None]:
+        """Within, an error that begins with one of the entry's keys gets its place in front.
+
+        Args:
+            given: keys that a flag has overridden, and the flag.
+        """
+        try:
+            yield
+        except BadInput as error:
+            key = re.split(r"[.:\[ ]", error.message, maxsplit=1)[0]
+            if given and key in given:
+                message = given[key] + error.message.removeprefix(key)
+                raise type(error)(message, error.hint) from None
+            if self.document is None or key not in _fields(type(self.cluster)):
+                raise
+            where = self.document.where((self.name, key))
+            raise type(error)(f"{where}: {self.name}.{error.message}", error.hint) from None
+
+
 def load_cluster(name: str, path: str | os.PathLike[str] | None = None) -> ClusterSpec:
+    """The cluster of `read_cluster`."""
+    return read_cluster(name, path).cluster
+
+
+def read_cluster(name: str, path: str | os.PathLike[str] | None = None) -> LoadedCluster:
     """One entry of the cluster file; ``local`` is there without one.
 
     Args:
@@ -543,7 +579,7 @@ def load_cluster(name: str, path: str | os.PathLike[str] | None = None) -> Clust
         clusters = document.data
     if name not in clusters:
         if name == "local":
-            return LocalCluster()
+            return LoadedCluster(name, LocalCluster(), current_folder())
         known = sorted({"local", *clusters})
         near = difflib.get_close_matches(name, known, 1)
         where = (
@@ -574,7 +610,8 @@ def load_cluster(name: str, path: str | os.PathLike[str] | None = None) -> Clust
         raise document.error(
             (name, "env"), error.message.removeprefix("env: "), error.hint
         ) from None
-    return cluster
+    assert found is not None
+    return LoadedCluster(name, cluster, found.absolute().parent, document)
 
 
 def find_clusters_file() -> Path | None:
@@ -600,15 +637,17 @@ def cluster_names(path: str | Path | None = None) -> list[str]:
 def json_schema() -> dict[str, Any]:
     """JSON schema of job files, for editors; cluster files under ``$defs/clusters``."""
     job = msgspec.json.schema(JobSpec)
-    clusters = msgspec.json.schema(LocalCluster)
-    definitions = {**job["$defs"], **clusters["$defs"]}
+    kinds = list(CLUSTER_TYPES.values())
+    definitions = dict(job["$defs"])
+    for kind in kinds:
+        definitions |= msgspec.json.schema(kind)["$defs"]
     # `name` is taken from the file's own name when it is left out.
     required = definitions["JobSpec"].pop("required", [])
     assert required == ["name"]
     definitions["clusters"] = {
         "type": "object",
         "description": f"{CLUSTERS_FILE}: names and entries",
-        "additionalProperties": {"anyOf": [{"$ref": "#/$defs/LocalCluster"}]},
+        "additionalProperties": {"anyOf": [{"$ref": f"#/$defs/{kind.__name__}"} for kind in kinds]},
     }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

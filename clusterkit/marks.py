@@ -1,8 +1,9 @@
 """Marked lines: how a rank reports through its log, the one channel that every backend has.
 
 A marked line is ``@clusterkit`` and a JSON object with a key ``event``: ``start``, ``phase``,
-``metrics``, ``checkpoint``, ``resumed``, ``optimizer`` or ``end``. Ranks write them
-(`clusterkit.runtime.metrics`, or any program by itself); whoever reads the log parses them.
+``metrics``, ``checkpoint``, ``resumed``, ``optimizer``, ``end``, or those of
+`clusterkit.runtime.bandwidth`. Ranks write them (`clusterkit.runtime.metrics`, or any program by
+itself); whoever reads the log parses them.
 """
 
 from __future__ import annotations

@@ -32,6 +32,19 @@ class PlanFile(Struct, frozen=True, omit_defaults=True):
         return (self.text or "").encode()
 
 
+class Tree(Struct, frozen=True):
+    """A folder of the submitter's that every host gets as it was when it was probed."""
+
+    source: str
+    """Folder on the submitter's machine."""
+    path: str
+    """Folder on the hosts, made whole or not at all."""
+    digest: str
+    """Of every path, mode and content."""
+    what: str
+    """Which files, how many, how large, in words."""
+
+
 class Step(Struct, frozen=True, omit_defaults=True):
     """One command on one host.
 
@@ -66,8 +79,11 @@ class Plan(Struct, frozen=True, kw_only=True):
     backend: str
     summary: str
     notes: tuple[Note, ...] = ()
+    trees: tuple[Tree, ...] = ()
     files: tuple[PlanFile, ...] = ()
     steps: tuple[Step, ...] = ()
+    hosts: tuple[str, ...] = ()
+    """By node rank; several nodes may have the same."""
     nodes: int
     """Nodes that are started."""
     world_size: int
@@ -75,8 +91,14 @@ class Plan(Struct, frozen=True, kw_only=True):
     """``min_nodes``, ``nodes``, ``nproc_per_node``."""
     address: str = ""
     port: int = 0
+    python: str = ""
+    """Interpreter on the nodes."""
+    shared: str = ""
+    """Folder of this run on the disk that its hosts share, if they do."""
     stop_grace: float = 10.0
     """Seconds between SIGTERM and SIGKILL."""
+    lost_after: float = 30.0
+    """Seconds without an answer after which a host counts as lost."""
 
     def note(self, name: str) -> str | None:
         """The value noted under ``name``."""
@@ -99,6 +121,9 @@ class Plan(Struct, frozen=True, kw_only=True):
         """The plan for people: notes, every file with its text, every command."""
         parts = [f"plan {self.run_id}: {self.summary}\n\n"]
         parts += [f"  {note}\n" for note in self.notes]
+        for tree in self.trees:
+            parts.append(f"\ntree {tree.path}\n  | {tree.source}: {tree.what}\n")
+            parts.append(f"  | digest {tree.digest}\n")
         for file in self.files:
             parts.append(f"\nfile {file.path} (mode {file.mode:04o})\n")
             if file.resource is not None:

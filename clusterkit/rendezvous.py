@@ -114,7 +114,12 @@ def node_environment(launcher: Launcher, topology: Topology, endpoint: Endpoint)
         # for a key that nobody writes (torch 2.13, dynamic_rendezvous.py).
         env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if launcher == "mpirun":
-        env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        env |= {
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            # Nobody is there to be asked for a password or about a host key.
+            "OMPI_MCA_plm_rsh_args": "-o BatchMode=yes",
+        }
     return env
 
 
@@ -165,7 +170,8 @@ def launcher_argv(
                 "mpirun", "-np", str(topology.world_size), "--hostfile", hostfile,
                 # By slot: ranks are numbered host by host, in the hostfile's order.
                 "--map-by", "slot", "--bind-to", "none",
-                *forwarded, *rank_command,
+                # Ranks on other hosts have no pipe to the node agent: it tells them by this.
+                "--tag-output", *forwarded, *rank_command,
             ]  # fmt: skip
         case "python":
             return list(rank_command)

@@ -10,6 +10,7 @@ $CLUSTERKIT_HOME/runs/RUN/
     supervisor.json process that watches the run
     state.json      state, attempt, failure; final once the run has ended
     cancelled       there once someone has asked to cancel
+    leftovers       there while a host that did not answer may still run some of it
     attempts/K/node-N/   log, exit code and process ids of one node in attempt K
     checkpoints/    unless the job says elsewhere
 """

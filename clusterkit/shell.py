@@ -105,3 +105,15 @@ def check_text(key: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise BadInput(f"{key}: character {error.start} is not valid UTF-8") from None
+
+
+def split(text: str) -> list[str]:
+    """The words of a line as ``sh`` would read them.
+
+    Raises:
+        BadInput: a quote that does not end.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise BadInput(f"{text!r}: {error}") from None

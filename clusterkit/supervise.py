@@ -1,7 +1,8 @@
 """What happens while a run runs: starting it, watching it, restarts, and its end.
 
 ``python -m clusterkit.supervise RUN_DIR`` is the process that does this, detached from the
-terminal and from `clusterkit submit`; whoever follows the run only reads its folder.
+terminal and from `clusterkit submit`; whoever follows the run only reads its folder. With
+``--adopt`` it takes over a run whose supervisor is gone.
 `current` tells the truth about a run whether its supervisor lives or not.
 """
 
@@ -19,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from clusterkit import agent, backends
-from clusterkit.backends.base import Backend, Handle, Observation
+from clusterkit.backends.base import Backend, Handle, Observation, Watcher
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, Facts, LocalCluster
 from clusterkit.diagnose import PORT_TAKEN, diagnose
 from clusterkit.errors import EXIT_INTERRUPTED, ClusterkitError, RunFolderError, SubmitFailed
@@ -33,6 +34,8 @@ from clusterkit.transport import LocalTransport, Transport
 POLL_SECONDS = 0.1
 PEERS_SECONDS = 2.0
 """How long the other nodes have to fail by themselves, so that the first failure is seen."""
+CANCEL_SECONDS = 5.0
+"""Pause before nodes that did not end are told again."""
 START_SECONDS = 60.0
 """How long a node may take to show a sign of life."""
 PORT_TRIES = 3
@@ -42,6 +45,8 @@ BIRTH_SECONDS = 10.0
 """How long after a submit its supervisor may still be about to start."""
 ABANDON_SECONDS = 2.0
 """How long an interrupted submit waits for a supervisor that it may have started."""
+LEFTOVERS = "leftovers"
+"""File that is there while something of the run could not be ended, and says where."""
 RESERVE_BYTES = 1 << 16
 """Kept free for the last ``state.json``, so that a full disk does not hide how a run ended."""
 
@@ -60,18 +65,23 @@ class Supervisor:
         self.transport = backends.transport_for(self.cluster)
         self.secrets = {name: Secret(name, os.environ[name]) for name in self.job.secrets}
         self.attempt = 1
+        self.remark: str | None = None
         self.nodes: tuple[NodeStatus, ...] = ()
         self.terminated = False
 
-    def main(self) -> None:
-        """Run to the end; whatever happens, ``state.json`` says how it ended."""
+    def main(self, *, adopt: bool = False) -> None:
+        """Run to the end; whatever happens, ``state.json`` says how it ended.
+
+        Args:
+            adopt: the newest attempt has been started already.
+        """
         self.folder.write_json("supervisor.json", agent.identity(os.getpid()))
         self.folder.write(".reserve", bytes(RESERVE_BYTES))
         for signum in (signal.SIGHUP, signal.SIGINT):
             signal.signal(signum, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._terminated)
         try:
-            self._attempts()
+            self._attempts(adopt)
         except ClusterkitError as error:
             self._cancel()
             failure = Failure(
@@ -95,24 +105,34 @@ class Supervisor:
     def _to_be_ended(self) -> bool:
         return self.terminated or self.folder.is_cancelled()
 
-    def _attempts(self) -> None:
-        restarts_left = self.job.restarts
+    def _attempts(self, adopt: bool = False) -> None:
+        if adopt and (saved := self.folder.maybe_json("state.json", RunStatus)) is not None:
+            self.attempt = saved.attempt + (saved.state is State.RESTARTING)
+            adopt = saved.state is not State.RESTARTING
+        restarts_left = max(0, self.job.restarts - (self.attempt - 1))
         port_tries = PORT_TRIES
         while True:
             if self._to_be_ended():
+                if adopt:
+                    self._cancel()
                 return self._finish(State.CANCELLED)
-            self._settle_port()
-            self._save(State.PENDING)
-            handle = self.backend.submit(
-                self.plan,
-                self.transport,
-                attempt=self.attempt,
-                secrets=self.secrets,
-                record=self._record,
-            )
+            if not adopt:
+                self._settle_port()
+                self._save(State.PENDING)
+                self.backend.submit(
+                    self.plan,
+                    self.transport,
+                    attempt=self.attempt,
+                    secrets=self.secrets,
+                    record=self._record,
+                )
+            adopt = False
+            handle = handle_of(self.folder, self.backend, self.plan, self.attempt)
             seen = self._watch(handle)
             if seen.state is State.SUCCEEDED:
                 return self._finish(State.SUCCEEDED)
+            if any(node.state is State.UNKNOWN for node in seen.nodes):
+                self._cancel()  # something may still run there
             if self._to_be_ended():
                 return self._finish(State.CANCELLED)
             failure = diagnosis(self.backend, handle, seen, self.transport)
@@ -135,13 +155,21 @@ class Supervisor:
 
     def _watch(self, handle: Handle) -> Observation:
         """Until every node has ended; a failed node takes the others down, unless elastic."""
+        watcher = self.backend.watch(handle, self.transport)
+        try:
+            return self._until_ended(watcher)
+        finally:
+            watcher.close()
+
+    def _until_ended(self, watcher: Watcher) -> Observation:
         needed = self.plan.topology.get("min_nodes", self.plan.nodes)
         if self.plan.nodes < self.plan.topology.get("nodes", self.plan.nodes):
             needed = self.plan.nodes  # one launcher for all nodes (mpirun)
         started = time.monotonic()
         give_up: float | None = None
+        again = 0.0
         while True:
-            seen = self.backend.status(handle, self.transport)
+            seen = watcher.status()
             if seen is None:
                 raise RunFolderError(f"the folder of run {self.folder.run_id} is gone")
             self._note_progress(seen)
@@ -156,15 +184,14 @@ class Supervisor:
             if not {State.RUNNING, State.PENDING} & set(states):
                 return self._ended(seen, needed)
             if self._to_be_ended():
-                self._cancel()
-                continue
+                give_up = now
             lost = sum(s in (State.FAILED, State.CANCELLED, State.UNKNOWN) for s in states)
             if give_up is None and len(states) - lost < needed:
                 give_up = now + PEERS_SECONDS
-            if give_up is not None and now >= give_up:
+            if give_up is not None and now >= max(give_up, again):
                 self._cancel()
-            else:
-                time.sleep(POLL_SECONDS)
+                again = time.monotonic() + CANCEL_SECONDS
+            time.sleep(POLL_SECONDS)
 
     def _ended(self, seen: Observation, needed: int) -> Observation:
         succeeded = sum(node.state is State.SUCCEEDED for node in seen.nodes)
@@ -180,7 +207,18 @@ class Supervisor:
             self._save(state)
 
     def _cancel(self) -> None:
-        self.backend.cancel(Handle(self.plan, self.attempt), self.transport)
+        """End what runs; a host where that cannot be done is remembered, and told of."""
+        try:
+            self.backend.cancel(Handle(self.plan, self.attempt), self.transport)
+        except ClusterkitError as error:
+            if error.message != self.remark:
+                self._event(f"not all could be ended: {error.message}")
+            self.remark = str(error.message)
+            with contextlib.suppress(RunFolderError):
+                self.folder.write(LEFTOVERS, f"{error.message}\n")
+        else:
+            self.remark = None
+            self.folder.file(LEFTOVERS).unlink(missing_ok=True)
 
     # -- the port -----------------------------------------------------------
 
@@ -237,6 +275,7 @@ class Supervisor:
             nodes=self.nodes,
             failure=failure,
             started_at=self.submission.created_at,
+            remark=self.remark and leftover_words(self.folder, self.remark),
         )
 
     def _event(self, text: str) -> None:
@@ -254,14 +293,20 @@ class Supervisor:
 
 def diagnosis(backend: Backend, handle: Handle, seen: Observation, transport: Transport) -> Failure:
     """Why an attempt that has ended did not succeed."""
+    plan = handle.plan
     tail = deque(backend.logs(handle, transport), maxlen=TAIL_LINES)
-    return diagnose(
+    nproc = plan.topology.get("nproc_per_node", 1)
+    failure = diagnose(
         seen.nodes,
         tail,
         rank_exits=seen.rank_exits,
-        nproc_per_node=handle.plan.topology.get("nproc_per_node", 1),
+        nproc_per_node=nproc,
         oom_kills=seen.oom_kills,
     )
+    if plan.nodes < plan.topology.get("nodes", plan.nodes) and failure.rank is not None:
+        # One launcher for all nodes (mpirun): its log does not tell them apart, the rank does.
+        failure = msgspec.structs.replace(failure, node=failure.rank // nproc)
+    return failure
 
 
 # ---------------------------------------------------------------- the folder's documents
@@ -302,6 +347,18 @@ def save_plan(folder: RunFolder, facts: Facts, plan: Plan) -> None:
 # ---------------------------------------------------------------- telling the truth later
 
 
+def handle_of(folder: RunFolder, backend: Backend, plan: Plan, attempt: int) -> Handle:
+    """One attempt; its nodes' files come to the run's folder where they are elsewhere."""
+    return Handle(plan, attempt, folder.path if backend.elsewhere else None)
+
+
+def leftover_words(folder: RunFolder, message: str) -> str:
+    """What a person should know where not all of a run could be ended."""
+    return (
+        f"not all of it could be ended: {message}; `clusterkit cancel {folder.run_id}` tries again"
+    )
+
+
 def supervisor_alive(folder: RunFolder) -> bool:
     recorded = folder.maybe_json("supervisor.json", dict)
     return recorded is not None and agent.is_alive(recorded)
@@ -315,6 +372,9 @@ def current(folder: RunFolder) -> RunStatus:
     saved = folder.maybe_json("state.json", RunStatus)
     if saved is not None and saved.state.final:
         return saved
+    watched = supervisor_alive(folder)
+    if saved is not None and watched and saved.nodes:
+        return saved
     try:
         submission = folder.read_json("run.json", Submission)
         plan = read_plan(folder)
@@ -327,19 +387,21 @@ def current(folder: RunFolder) -> RunStatus:
             run=folder.run_id, job="?", cluster="?", backend="?", state=State.UNKNOWN,
             remark=error.message,
         )  # fmt: skip
-    watched = supervisor_alive(folder)
     attempt = saved.attempt if saved else 1
-    handle = Handle(plan, attempt)
-    seen = backend.status(handle, transport)
+    handle = handle_of(folder, backend, plan, attempt)
+    newborn = time.time() - submission.created_at < BIRTH_SECONDS
+    newborn = newborn and folder.maybe_json("supervisor.json", dict) is None
     base = saved or RunStatus(
         run=folder.run_id, job=submission.job, cluster=submission.cluster,
         backend=submission.backend, state=State.PENDING, started_at=submission.created_at,
     )  # fmt: skip
+    if backend.elsewhere and (watched or newborn):
+        return base  # its supervisor asks the hosts; nobody else needs to
+    seen = backend.status(handle, transport)
     if seen is None:
         return msgspec.structs.replace(base, state=State.UNKNOWN, remark="nothing is left of it")
     base = msgspec.structs.replace(base, nodes=seen.nodes)
-    newborn = not seen_life(seen) and time.time() - submission.created_at < BIRTH_SECONDS
-    if watched or (newborn and folder.maybe_json("supervisor.json", dict) is None):
+    if watched or (newborn and not seen_life(seen)):
         again = folder.maybe_json("state.json", RunStatus)
         if again is not None and again.state.final:
             return again  # it ended while we looked
@@ -366,11 +428,14 @@ def _unwatched(
     """The supervisor was killed: only the nodes can tell."""
     replace = msgspec.structs.replace
     if seen.state is State.RUNNING:
+        # Nodes on other machines watch each other (clusterkit.agent.Peers).
+        alone = "" if backend.elsewhere else " or ends the other nodes when one fails"
         return replace(
             base,
             state=State.RUNNING,
-            remark="its supervisor is gone: nobody restarts it or ends the other nodes when one "
-            f"fails; `clusterkit cancel {folder.run_id}` ends it",
+            remark=f"its supervisor is gone: nobody restarts it{alone}; "
+            f"`clusterkit attach {folder.run_id}` watches over it again, "
+            f"`clusterkit cancel {folder.run_id}` ends it",
         )
     if folder.is_cancelled():
         return replace(base, state=State.CANCELLED, exit_code=EXIT_INTERRUPTED)
@@ -396,7 +461,8 @@ def _unwatched(
 def cancel(folder: RunFolder) -> RunStatus:
     """End a run, whoever watches it; fine to repeat, on a run that has ended, on a damaged one."""
     before = current(folder)
-    if before.state.final:
+    leftovers = folder.file(LEFTOVERS)
+    if before.state.final and not leftovers.exists():
         return before
     with contextlib.suppress(RunFolderError):  # a folder that is full or gone: end what runs
         folder.mark_cancelled()
@@ -417,12 +483,36 @@ def cancel(folder: RunFolder) -> RunStatus:
         if current(folder).state.final:
             break
         time.sleep(POLL_SECONDS / 2)
-    backend.cancel(Handle(plan, before.attempt), transport)
-    after = current(folder)
+    try:
+        backend.cancel(Handle(plan, before.attempt), transport)
+    except ClusterkitError as error:
+        with contextlib.suppress(RunFolderError):
+            folder.write(LEFTOVERS, f"{error.message}\n")
+        after = msgspec.structs.replace(
+            current(folder), remark=leftover_words(folder, error.message)
+        )
+    else:
+        leftovers.unlink(missing_ok=True)
+        after = msgspec.structs.replace(current(folder), remark=None)
     if after.state.final and folder.maybe_json("state.json", RunStatus) != after:
         # Nobody else is there to record it.
         folder.write_json("state.json", after)
     return after
+
+
+def forget(folder: RunFolder) -> None:
+    """Remove what a run left on other machines.
+
+    Raises:
+        Unavailable: a host does not answer.
+    """
+    try:
+        plan, cluster = read_plan(folder), read_cluster(folder)
+    except RunFolderError:
+        return  # damaged: nobody knows of hosts
+    backend = backends.backend(plan.backend)
+    if backend.elsewhere:
+        backend.forget(handle_of(folder, backend, plan, 1), backends.transport_for(cluster))
 
 
 def abandon(folder: RunFolder) -> None:
@@ -437,14 +527,20 @@ def abandon(folder: RunFolder) -> None:
         cancel(folder)
 
 
-def spawn(folder: RunFolder) -> None:
+def spawn(folder: RunFolder, *, adopt: bool = False) -> None:
     """Start the supervisor, detached from this process and from the terminal.
+
+    Args:
+        adopt: it takes over a run whose supervisor is gone.
 
     Raises:
         SubmitFailed: it does not come up; the message holds what it said.
     """
     log = str(folder.file("supervisor.log"))
     argv = [sys.executable, "-P", "-m", "clusterkit.supervise", str(folder.path)]
+    if adopt:
+        argv.append("--adopt")
+        folder.file("supervisor.json").unlink(missing_ok=True)
     LocalTransport().start("localhost", ["/bin/sh", "-c", 'exec "$@" >>"$0" 2>&1', log, *argv])
     deadline = time.monotonic() + BIRTH_SECONDS
     while not folder.file("supervisor.json").exists():
@@ -455,4 +551,4 @@ def spawn(folder: RunFolder) -> None:
 
 
 if __name__ == "__main__":
-    Supervisor(RunFolder(Path(sys.argv[1]))).main()
+    Supervisor(RunFolder(Path(sys.argv[1]))).main(adopt="--adopt" in sys.argv[2:])

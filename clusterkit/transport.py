@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import inspect
 import os
 import random
+import select
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from clusterkit.errors import RunFolderError, SubmitFailed
+from clusterkit.errors import ClusterkitError, RunFolderError, SubmitFailed, counted
 
 # Below Linux's ephemeral range (32768 and up): no outgoing connection takes such a port.
 PORTS = range(20000, 32000)
 
 
-_START = """command -v "$1" >/dev/null || { echo "$1: not found" >&2; exit 127; }
-"$@" </dev/null >/dev/null 2>&1 &"""
+START = """command -v "$1" >/dev/null || { echo "$1: not found" >&2; exit 127; }
+${detach:-} "$@" </dev/null >/dev/null 2>&1 &"""
+"""Starts ``"$@"`` so that it is nobody's child; with ``detach=setsid`` in a session of its own."""
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,50 @@ class Completed:
     stderr: str
 
 
+@dataclass(frozen=True)
+class Put:
+    """One file to write."""
+
+    path: str
+    data: bytes
+    mode: int = 0o644
+
+
+class Stream(Protocol):
+    """A command that runs on a host, and can be spoken with; a context manager."""
+
+    def write(self, data: bytes) -> None:
+        """Feed its standard input; nothing happens where it reads no more."""
+
+    def close_input(self) -> None:
+        """End its standard input."""
+
+    def read(self, timeout: float | None = None) -> bytes:
+        """Some of its output; ``b""`` at the end.
+
+        Raises:
+            SubmitFailed: nothing came for ``timeout`` seconds.
+        """
+
+    @property
+    def stderr(self) -> str:
+        """What it has complained of so far."""
+
+    def exit_code(self, timeout: float | None = None) -> int:
+        """Its exit code, once its output has ended.
+
+        Raises:
+            ClusterkitError: not within ``timeout`` seconds, or the connection was lost.
+        """
+
+    def close(self) -> None:
+        """Have nothing more to do with it; it ends when it next reads or writes."""
+
+    def __enter__(self) -> Stream: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
 class Transport(Protocol):
     """Reaches every host of one cluster. Paths are absolute paths on that host."""
 
@@ -43,11 +93,24 @@ class Transport(Protocol):
         *,
         env: Mapping[str, str] | None = None,
         timeout: float | None = None,
+        stdin: bytes = b"",
     ) -> Completed:
         """Run a command to its end.
 
         Raises:
             SubmitFailed: it cannot be started, or did not end within ``timeout`` seconds.
+            Unavailable: the host cannot be reached.
+        """
+        ...
+
+    def open(
+        self, host: str, argv: Sequence[str], *, env: Mapping[str, str] | None = None
+    ) -> Stream:
+        """Start a command to speak with.
+
+        Raises:
+            SubmitFailed: it cannot be started.
+            Unavailable: the host cannot be reached.
         """
         ...
 
@@ -65,8 +128,12 @@ class Transport(Protocol):
         """Write a file, whole or not at all; its folder is made.
 
         Raises:
-            RunFolderError: no space, no permission.
+            ClusterkitError: no space, no permission.
         """
+        ...
+
+    def put_all(self, host: str, files: Sequence[Put]) -> None:
+        """`put` several files, in this order and in one go where that is faster."""
         ...
 
     def get(self, host: str, path: str, offset: int = 0, limit: int | None = None) -> bytes | None:
@@ -75,6 +142,10 @@ class Transport(Protocol):
 
     def free_port(self, host: str, wanted: int | None = None) -> int:
         """``wanted`` if nothing listens there, otherwise (or without it) another free TCP port."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the hosts; used again, it connects again."""
         ...
 
 
@@ -88,17 +159,24 @@ class LocalTransport:
         *,
         env: Mapping[str, str] | None = None,
         timeout: float | None = None,
+        stdin: bytes = b"",
     ) -> Completed:
         try:
             done = subprocess.run(
                 list(argv), env={**os.environ, **(env or {})}, timeout=timeout,
-                stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+                input=stdin, capture_output=True,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
             raise SubmitFailed(f"{argv[0]} on {host} did not end within {timeout:g} s") from error
         except OSError as error:
             raise SubmitFailed(f"cannot start {argv[0]} on {host}: {error.strerror}") from error
-        return Completed(tuple(argv), done.returncode, done.stdout, done.stderr)
+        out, err = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+        return Completed(tuple(argv), done.returncode, out, err)
+
+    def open(
+        self, host: str, argv: Sequence[str], *, env: Mapping[str, str] | None = None
+    ) -> Stream:
+        return LocalStream(host, argv, {**os.environ, **(env or {})})
 
     def start(
         self, host: str, argv: Sequence[str], *, env: Mapping[str, str] | None = None
@@ -106,7 +184,7 @@ class LocalTransport:
         # The shell starts it and ends at once, so that it is nobody's child and leaves no zombie.
         try:
             done = subprocess.run(
-                ["/bin/sh", "-c", _START, "sh", *argv],
+                ["/bin/sh", "-c", START, "sh", *argv],
                 env={**os.environ, **(env or {})}, start_new_session=True,
                 stdin=subprocess.DEVNULL, capture_output=True, text=True,
             )  # fmt: skip
@@ -118,6 +196,10 @@ class LocalTransport:
     def put(self, host: str, path: str, data: bytes, mode: int = 0o644) -> None:
         write_atomic(Path(path), data, mode)
 
+    def put_all(self, host: str, files: Sequence[Put]) -> None:
+        for file in files:
+            self.put(host, file.path, file.data, file.mode)
+
     def get(self, host: str, path: str, offset: int = 0, limit: int | None = None) -> bytes | None:
         try:
             with open(path, "rb") as file:
@@ -127,13 +209,109 @@ class LocalTransport:
             return None
 
     def free_port(self, host: str, wanted: int | None = None) -> int:
-        if wanted is not None and _is_free(wanted):
-            return wanted
-        # At random, so that two submits at the same moment do not get the same one.
-        for port in random.sample(PORTS, 200):
-            if _is_free(port):
-                return port
+        if (port := _free_port(wanted)) is not None:
+            return port
         raise SubmitFailed(f"no free TCP port between {PORTS.start} and {PORTS.stop} on {host}")
+
+    def close(self) -> None:
+        pass
+
+
+class LocalStream:
+    """A command on this machine; see `Stream`."""
+
+    def __init__(self, host: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
+        self._host = host
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the stream)
+        try:
+            self._process = subprocess.Popen(
+                list(argv), env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=self._errors,
+            )  # fmt: skip
+        except OSError as error:
+            self._errors.close()
+            raise SubmitFailed(f"cannot start {argv[0]} on {host}: {error.strerror}") from error
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
+
+    def write(self, data: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._input.write(data)
+            self._input.flush()
+
+    def close_input(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._input.close()
+
+    def read(self, timeout: float | None = None) -> bytes:
+        ready, _, _ = select.select([self._output], [], [], timeout)
+        if not ready:
+            raise SubmitFailed(f"host {self._host} does not answer any more")
+        return os.read(self._output.fileno(), 1 << 16)
+
+    @property
+    def stderr(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read().decode(errors="replace")
+
+    def exit_code(self, timeout: float | None = None) -> int:
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise SubmitFailed(f"{self._host} does not say how the command ended") from None
+
+    def close(self) -> None:
+        self.close_input()
+        self._output.close()
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        self._errors.close()
+
+    def __enter__(self) -> LocalStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def fan_out(
+    hosts: Sequence[str],
+    work: Callable[[str], Result],
+    limit: int = 64,
+) -> dict[str, Result | ClusterkitError]:
+    """``work(host)`` for all hosts at once, ``limit`` at a time; what one host raises is its own.
+
+    Returns:
+        Host to result or error, in the order of ``hosts``.
+    """
+
+    def guarded(host: str) -> Result | ClusterkitError:
+        try:
+            return work(host)
+        except ClusterkitError as error:
+            return error
+
+    if len(hosts) <= 1:
+        return {host: guarded(host) for host in hosts}
+    with ThreadPoolExecutor(min(limit, len(hosts))) as pool:
+        return dict(zip(hosts, pool.map(guarded, hosts), strict=True))
+
+
+def in_order(outcomes: Mapping[str, Result | ClusterkitError]) -> dict[str, Result]:
+    """What `fan_out` gave, where all went well.
+
+    Raises:
+        ClusterkitError: the first host's error; the message tells of the others.
+    """
+    errors = {host: found for host, found in outcomes.items() if isinstance(found, ClusterkitError)}
+    for error in errors.values():
+        if len(errors) > 1:
+            others = ", ".join(list(errors)[1:4]) + (", ..." if len(errors) > 4 else "")
+            error.message += f" (and {counted(len(errors) - 1, 'further host')}: {others})"
+        raise error
+    return {h: found for h, found in outcomes.items() if not isinstance(found, ClusterkitError)}
 
 
 def _is_free(port: int) -> bool:
@@ -150,6 +328,23 @@ def _is_free(port: int) -> bool:
             if family == socket.AF_INET or error.errno == errno.EADDRINUSE:
                 return False
     return True
+
+
+def _free_port(wanted: int | None) -> int | None:
+    if wanted is not None and _is_free(wanted):
+        return wanted
+    # At random, so that two submits at the same moment do not get the same one.
+    return next((port for port in random.sample(PORTS, 200) if _is_free(port)), None)
+
+
+def free_port_program(wanted: int | None) -> str:
+    """Python text that prints what `Transport.free_port` gives; for hosts elsewhere."""
+    functions = "".join(inspect.getsource(function) for function in (_is_free, _free_port))
+    return (
+        "import errno, random, socket\n"
+        f"PORTS = range({PORTS.start}, {PORTS.stop})\n{functions}"
+        f"print(_free_port({wanted!r}) or '')\n"
+    )
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:

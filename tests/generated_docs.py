@@ -22,9 +22,10 @@ import click
 import msgspec
 from msgspec import inspect as types
 
-from clusterkit import backends, loader
+from clusterkit import backends, catalogue
 from clusterkit.cli import VERBS, cli
-from clusterkit.cluster import LocalCluster
+from clusterkit.cluster import Host, LocalCluster, SshCluster
+from clusterkit.doctor.checks import CHECKS
 from clusterkit.spec import BatchSpec, CheckpointSpec, JobSpec
 
 ROOT = Path(__file__).parents[1]
@@ -39,7 +40,7 @@ _MARKER = re.compile(r"<!-- /?generated")
 
 def documents(root: Path = ROOT) -> list[Path]:
     """The pages that people read, README first."""
-    return [root / "README.md", root / "CHANGELOG.md", *sorted((root / "docs").glob("*.md"))]
+    return [root / "README.md", root / "CHANGELOG.md", *sorted((root / "docs").glob("**/*.md"))]
 
 
 def renewed(text: str, name: str) -> str:
@@ -111,8 +112,16 @@ def words(kind: types.Type) -> Iterator[str]:
             yield number + _limits(kind)
         case types.StrType():
             yield "text"
+        case types.BoolType():
+            yield "`true` or `false`"
         case types.VarTupleType():
-            yield "a list of text"
+            item = kind.item_type
+            item = item.type if isinstance(item, types.Metadata) else item
+            if isinstance(item, types.StructType):
+                yield f"a list of mappings, [below](#{_SECTIONS[item.cls]})"
+            else:
+                numbers = isinstance(item, types.IntType)
+                yield f"a list of {'whole numbers' if numbers else 'text'}"
         case types.DictType(value_type=types.StrType()):
             yield "a mapping of names to text"
         case types.DictType():
@@ -125,11 +134,12 @@ def words(kind: types.Type) -> Iterator[str]:
 
 def _limits(kind: types.IntType | types.FloatType) -> str:
     if kind.le is not None:
-        return f" ({kind.ge} to {kind.le})"
+        least = f"above {kind.gt}, up" if kind.ge is None else kind.ge
+        return f" ({least} to {kind.le})"
     return "" if kind.ge is None else f" ({kind.ge} or more)"
 
 
-_SECTIONS = {BatchSpec: "batch", CheckpointSpec: "checkpoint"}
+_SECTIONS = {BatchSpec: "batch", CheckpointSpec: "checkpoint", Host: "one-host"}
 """Struct to its heading in docs/job-file.md."""
 
 
@@ -146,22 +156,16 @@ def default(field: types.Field) -> str:
 
 
 def jobs() -> str:
-    """The job files of jobs/, and what each needs."""
+    """The job files of jobs/, and what each needs: `clusterkit ls-jobs`."""
     rows = []
-    for path in sorted((ROOT / "jobs").glob("*.yaml"), key=lambda path: (len(path.stem), path)):
-        job = loader.load_job(path)
-        needs = ["torch", *(["DeepSpeed"] if job.deepspeed is not None else [])]
+    for job in catalogue.entries(ROOT / "jobs"):
+        if job.error is not None:
+            raise ValueError(job.error)
         rows.append([
-            f"[`{job.name}`](jobs/{path.name})", job.description, ", ".join(needs), _ranks(job),
+            f"[`{job.name}`](jobs/{Path(job.path).name})", job.description,
+            ", ".join(job.packages), job.nodes, job.ranks, job.device,
         ])  # fmt: skip
-    return table(["Job", "What it does", "Needs", "Ranks"], rows)
-
-
-def _ranks(job: JobSpec) -> str:
-    batch = job.batch
-    if batch is None or batch.global_size is None:
-        return "any number"
-    return f"any divisor of {batch.global_size // (batch.micro or 1)}"
+    return table(["Job", "What it does", "Packages", "Nodes", "Ranks", "Device"], rows)
 
 
 def backend_table() -> str:
@@ -172,6 +176,14 @@ def backend_table() -> str:
         cannot = "; ".join(f"`{field}`: {why}" for field, why in kind.unsupported.items())
         rows.append([f"`{name}`", kind.summary, cannot or "nothing"])
     return table(["Backend", "Where nodes run", "Job keys it refuses"], rows)
+
+
+def doctor_checks() -> str:
+    """What `clusterkit doctor` looks at."""
+    return table(
+        ["Check", "At every submit", "What has to be right"],
+        [[f"`{check.name}`", "yes" if check.quick else "", check.purpose] for check in CHECKS],
+    )
 
 
 # ---------------------------------------------------------------- help texts
@@ -257,7 +269,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "batch-keys": lambda: keys(BatchSpec),
     "checkpoint-keys": lambda: keys(CheckpointSpec),
     "local-cluster-keys": lambda: keys(LocalCluster),
+    "ssh-cluster-keys": lambda: keys(SshCluster),
+    "host-keys": lambda: keys(Host),
     "verbs": verbs,
+    "doctor-checks": doctor_checks,
     "gpt-flags": gpt_flags,
 }
 """Name in the marker to what belongs there."""

@@ -7,9 +7,12 @@ from importlib import import_module
 from clusterkit.backends.base import Backend
 from clusterkit.cluster import ClusterSpec
 from clusterkit.errors import BadInput
-from clusterkit.transport import LocalTransport, Transport
+from clusterkit.transport import Transport
 
-_MODULES = {"local": "clusterkit.backends.local:LocalBackend"}
+_MODULES = {
+    "local": "clusterkit.backends.local:LocalBackend",
+    "ssh": "clusterkit.backends.ssh:SshBackend",
+}
 
 NAMES = tuple(_MODULES)
 
@@ -28,8 +31,8 @@ def backend_type(name: str) -> type[Backend]:
 
 
 def transport_for(cluster: ClusterSpec) -> Transport:
-    """What reaches the cluster's hosts; every backend so far works through this machine."""
-    return LocalTransport()
+    """What reaches the cluster's hosts."""
+    return backend_type(cluster.backend).transport(cluster)
 
 
 def backend(name: str) -> Backend:

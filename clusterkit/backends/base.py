@@ -5,19 +5,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from msgspec import Struct
 
 from clusterkit.cluster import ClusterSpec, Facts
-from clusterkit.errors import CapabilityError
+from clusterkit.errors import BadInput, CapabilityError
 from clusterkit.execute import Record
 from clusterkit.logs import LogLine
 from clusterkit.plan import Plan
 from clusterkit.shell import Secret
 from clusterkit.spec import JobSpec
 from clusterkit.status import NodeStatus, RankExit, State
-from clusterkit.transport import Transport
+from clusterkit.transport import LocalTransport, Transport
+
+if TYPE_CHECKING:
+    from clusterkit.doctor.base import Subject
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,8 @@ class Handle:
 
     plan: Plan
     attempt: int = 1
+    folder: Path | None = None
+    """The run's folder on this machine, for backends whose nodes write elsewhere."""
 
 
 class Observation(Struct, frozen=True, kw_only=True):
@@ -38,6 +44,16 @@ class Observation(Struct, frozen=True, kw_only=True):
     """Processes that a kernel killed for want of memory meanwhile."""
 
 
+class Watcher(Protocol):
+    """How an attempt is, as often as one wants to know; `Backend.watch` gives one."""
+
+    def status(self) -> Observation | None:
+        """As `Backend.status`."""
+
+    def close(self) -> None:
+        """Watch no more; the nodes go on."""
+
+
 class Backend(ABC):
     """Starts nodes and looks after them; reaches the world through a `Transport` only."""
 
@@ -47,13 +63,58 @@ class Backend(ABC):
     unsupported: ClassVar[Mapping[str, str]] = {}
     """Job field (or ``launcher=NAME``) that cannot be honoured: the reason."""
 
-    @abstractmethod
-    def probe(self, cluster: ClusterSpec, transport: Transport) -> Facts:
-        """Look at the cluster: the only reading of the outside world before a submit.
+    elsewhere: ClassVar[bool] = False
+    """Whether nodes write their files on other machines, to be brought to the run's folder."""
+
+    @classmethod
+    def settled(
+        cls, cluster: ClusterSpec, folder: Path, include: str | None, exclude: str | None
+    ) -> ClusterSpec:
+        """The entry with all that it refers to read, so that it can stand alone.
+
+        Args:
+            folder: where the cluster file lies.
+            include, exclude: which hosts, instead of the entry's own.
 
         Raises:
+            BadInput: a file that cannot be used, hosts that cannot be chosen.
+        """
+        if include or exclude:
+            flag = "include" if include else "exclude"
+            raise BadInput(f"{flag}: backend {cls.name} has no hosts to choose from")
+        return cluster
+
+    @classmethod
+    def transport(cls, cluster: ClusterSpec) -> Transport:
+        """What reaches the cluster's hosts."""
+        return LocalTransport()
+
+    @abstractmethod
+    def probe(
+        self, cluster: ClusterSpec, transport: Transport, job: JobSpec | None = None
+    ) -> Facts:
+        """Look at the cluster: the only reading of the outside world before a submit.
+
+        Args:
+            job: whose hosts and project to look at; without one, at all hosts.
+
+        Raises:
+            BadInput: the job asks for more hosts than there are.
             Unavailable: a tool or service that the backend needs is missing.
         """
+
+    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> Subject:
+        """The hosts that `clusterkit.doctor` examines, and what for. Pure.
+
+        Args:
+            name: what the cluster is called.
+            job: whose hosts and needs; without one, all hosts.
+
+        Raises:
+            BadInput: the job asks for more hosts than there are.
+            CapabilityError: there is nothing to examine.
+        """
+        raise CapabilityError(f"backend {self.name} has no doctor yet")
 
     @abstractmethod
     def plan(self, job: JobSpec, cluster: ClusterSpec, facts: Facts, run_id: str) -> Plan:
@@ -83,6 +144,10 @@ class Backend(ABC):
     def status(self, handle: Handle, transport: Transport) -> Observation | None:
         """What is there to be seen of an attempt; None when nothing of the run is known."""
 
+    def watch(self, handle: Handle, transport: Transport) -> Watcher:
+        """`status`, to be asked many times in a row."""
+        return _Asking(self, handle, transport)
+
     @abstractmethod
     def logs(
         self,
@@ -97,7 +162,32 @@ class Backend(ABC):
 
     @abstractmethod
     def cancel(self, handle: Handle, transport: Transport) -> None:
-        """End everything that belongs to the run; fine to repeat, and on a run that has ended."""
+        """End everything that belongs to the run; fine to repeat, and on a run that has ended.
+
+        Raises:
+            Unavailable: a host does not answer; on the others it is done.
+        """
+
+    def forget(self, handle: Handle, transport: Transport) -> None:  # noqa: B027 (nothing to do)
+        """Remove what a run that has ended left on other machines.
+
+        Raises:
+            Unavailable: a host does not answer; on the others it is done.
+        """
+
+
+class _Asking:
+    """Asks anew each time: for backends to which that is cheap."""
+
+    def __init__(self, backend: Backend, handle: Handle, transport: Transport) -> None:
+        self._about = (backend, handle, transport)
+
+    def status(self) -> Observation | None:
+        backend, handle, transport = self._about
+        return backend.status(handle, transport)
+
+    def close(self) -> None:
+        pass
 
 
 def check_capabilities(

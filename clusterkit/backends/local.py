@@ -8,13 +8,25 @@ import os
 import posixpath
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterkit import agent, execute
 from clusterkit.agent import process_start
 from clusterkit.assemble import Places, assemble, require_packages
 from clusterkit.backends.base import Backend, Handle, Observation
-from clusterkit.cluster import ClusterSpec, Facts, Gpu, HostFacts
+from clusterkit.backends.nodes import (
+    GPU_QUERY,
+    PACKAGES,
+    TOOLS,
+    device_of,
+    endings,
+    gpu_share,
+    judge_node,
+    overall,
+    parse_gpus,
+    threads_of,
+)
+from clusterkit.cluster import ClusterSpec, Facts, Gpu, HostFacts, LocalCluster
 from clusterkit.errors import BadInput, PortTaken, SubmitFailed, Unavailable, counted
 from clusterkit.execute import Record
 from clusterkit.logs import LogLine, NodeLog, merged, selected
@@ -23,15 +35,17 @@ from clusterkit.rendezvous import Endpoint, Topology
 from clusterkit.runs import home, node_dir
 from clusterkit.shell import Secret
 from clusterkit.spec import JobSpec
-from clusterkit.status import NodeStatus, RankExit, State
+from clusterkit.status import NodeStatus, State
 from clusterkit.transport import Transport
+
+if TYPE_CHECKING:
+    from clusterkit.doctor.base import Subject
+
+if TYPE_CHECKING:
+    from clusterkit.doctor.base import Subject
 
 HOST = "localhost"
 ADDRESS = "127.0.0.1"
-PACKAGES = ("torch", "deepspeed", "transformers", "clusterkit")
-
-STOPPED = "stopped on request"
-"""The node agent's reason for an end that it was asked for."""
 
 
 class LocalBackend(Backend):
@@ -40,7 +54,10 @@ class LocalBackend(Backend):
     name = "local"
     summary = "this machine; several nodes are simulated on it"
 
-    def probe(self, cluster: ClusterSpec, transport: Transport) -> Facts:
+    def probe(
+        self, cluster: ClusterSpec, transport: Transport, job: JobSpec | None = None
+    ) -> Facts:
+        assert isinstance(cluster, LocalCluster)
         python = cluster.python or sys.executable
         port = transport.free_port(HOST, None if cluster.port == "auto" else cluster.port)
         if cluster.port not in ("auto", port):
@@ -70,10 +87,27 @@ class LocalBackend(Backend):
             interface="lo",
         )
 
+    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> Subject:
+        from clusterkit.doctor.base import Machine, Needs, Subject
+
+        assert isinstance(cluster, LocalCluster)
+        ranks = None
+        if job is not None and job.gpus_per_node != "auto":
+            ranks = job.gpus_per_node * job.node_range[1]
+        python = cluster.python or sys.executable
+        return Subject(
+            cluster=name,
+            hosts=(Machine(name=HOST, address=ADDRESS, python=python, slots=ranks),),
+            workdir=str(home()),
+            port=None if cluster.port == "auto" else cluster.port,
+            interface="lo",
+            needs=Needs.of(job),
+        )
+
     def plan(self, job: JobSpec, cluster: ClusterSpec, facts: Facts, run_id: str) -> Plan:
         host = facts.hosts[0]
         min_nodes, nodes = job.node_range
-        device, device_origin = _device(job, host)
+        device, device_origin = device_of(job, [host])
         nproc, nproc_origin = _ranks_per_node(job, host, nodes, device)
         topology = Topology(min_nodes, nodes, nproc)
         if job.launcher == "mpirun" and device == "cuda" and nodes > 1:
@@ -81,7 +115,7 @@ class LocalBackend(Backend):
                 "launcher: mpirun cannot divide this machine's GPUs between simulated nodes",
                 hint=f"--nodes 1 --gpus {topology.world_size}, or launcher: torchrun",
             )
-        threads, threads_origin = _threads(job, host, topology)
+        threads, threads_origin = threads_of(job, host.cpus, topology.world_size)
         require_packages(job, host)
         endpoint = Endpoint(host.address, facts.port, run_id)
         run_dir = posixpath.join(facts.home, "runs", run_id)
@@ -134,16 +168,21 @@ class LocalBackend(Backend):
                     host=host.host,
                     node=node,
                     argv=assembly.command,
-                    env={"NODE_RANK": str(node), **_gpu_share(host.gpus, device, node, nproc)},
+                    env={
+                        "NODE_RANK": str(node),
+                        **gpu_share(host.gpus, device, node * nproc, nproc),
+                    },
                     secrets=job.secrets,
                 )
                 for node in range(started)
             ),
+            hosts=(host.host,) * nodes,
             nodes=started,
             world_size=topology.world_size,
             topology={"min_nodes": min_nodes, "nodes": nodes, "nproc_per_node": nproc},
             address=host.address,
             port=facts.port,
+            python=host.python,
             stop_grace=cluster.stop_grace,
         )
 
@@ -168,12 +207,19 @@ class LocalBackend(Backend):
         nodes = tuple(_node_status(handle, node, transport) for node in range(handle.plan.nodes))
         state = overall({node.state for node in nodes})
         failed = [node.node for node in nodes if node.state is State.FAILED]
-        endings = [_ending(handle, node, transport) for node in failed]
+        told = [
+            endings(
+                node,
+                transport.get(HOST, _node_file(handle, node, "exit.json")) or b"",
+                transport.get(HOST, _node_file(handle, node, "ranks.jsonl")) or b"",
+            )
+            for node in failed
+        ]
         return Observation(
             state=state,
             nodes=nodes,
-            rank_exits=tuple(end for ends, _ in endings for end in ends),
-            oom_kills=max((kills for _, kills in endings), default=0),
+            rank_exits=tuple(end for ends, _ in told for end in ends),
+            oom_kills=max((kills for _, kills in told), default=0),
         )
 
     def logs(
@@ -217,41 +263,10 @@ def _probe_gpus(transport: Transport) -> tuple[Gpu, ...]:
     """What nvidia-smi lists, limited to CUDA_VISIBLE_DEVICES; none where there is no such tool."""
     if not _which("nvidia-smi"):
         return ()
-    done = transport.run(
-        HOST,
-        ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"],
-        timeout=30,
-    )
+    done = transport.run(HOST, GPU_QUERY, timeout=30)
     if done.exit_code:
         return ()
     return parse_gpus(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def parse_gpus(csv: str, visible: str | None = None) -> tuple[Gpu, ...]:
-    """GPUs from nvidia-smi's ``index, uuid, name, memory`` lines.
-
-    Args:
-        csv: the output; lines of another form (a driver's complaint) are passed over.
-        visible: CUDA_VISIBLE_DEVICES, by index or UUID: which GPUs and in which order.
-    """
-    listed: dict[str, Gpu] = {}
-    for line in csv.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) == 4 and fields[0].isdigit() and fields[3].isdigit():
-            gpu = Gpu(fields[0], fields[2], int(fields[3]))
-            listed[fields[0]] = listed[fields[1]] = gpu
-    if visible is None:
-        return tuple(dict.fromkeys(listed.values()))
-    found = []
-    for name in (name.strip() for name in visible.split(",")):
-        # As CUDA does: a UUID may be cut short, and what follows an unknown name is not seen.
-        matching = [
-            key for key in listed if key == name or (name[:4] == "GPU-" and key.startswith(name))
-        ]
-        if not matching:
-            break
-        found.append(listed[matching[0]])
-    return tuple(found)
 
 
 def _probe_versions(python: str, transport: Transport) -> dict[str, str]:
@@ -289,7 +304,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def _probe_tools(transport: Transport) -> dict[str, str]:
-    return {tool: path for tool in ("mpirun", "ninja", "c++") if (path := _which(tool))}
+    return {tool: path for tool in TOOLS if (path := _which(tool))}
 
 
 def _which(tool: str) -> str | None:
@@ -299,16 +314,6 @@ def _which(tool: str) -> str | None:
 
 
 # ---------------------------------------------------------------- planning
-
-
-def _device(job: JobSpec, host: HostFacts) -> tuple[str, str]:
-    if job.device == "cuda" and not host.gpus:
-        raise BadInput(f"device: cuda, but {host.host} has no GPU", hint="device: auto, or cpu")
-    if job.device != "auto":
-        return job.device, "job: device"
-    if host.gpus:
-        return "cuda", f"{len(host.gpus)} x {host.gpus[0].name}"
-    return "cpu", "no GPU found"
 
 
 def _ranks_per_node(job: JobSpec, host: HostFacts, nodes: int, device: str) -> tuple[int, str]:
@@ -334,31 +339,7 @@ def _ranks_per_node(job: JobSpec, host: HostFacts, nodes: int, device: str) -> t
     return there // nodes, f"{counted(there, 'GPU')} / {counted(nodes, 'node')}"
 
 
-def _threads(job: JobSpec, host: HostFacts, topology: Topology) -> tuple[int, str]:
-    if job.threads_per_rank != "auto":
-        return job.threads_per_rank, "job: threads_per_rank"
-    share = max(1, host.cpus // topology.world_size)
-    return share, f"{counted(host.cpus, 'core')} / {counted(topology.world_size, 'rank')}"
-
-
-def _gpu_share(gpus: tuple[Gpu, ...], device: str, node: int, nproc: int) -> dict[str, str]:
-    if device != "cuda":
-        return {}
-    share = ",".join(gpu.index for gpu in gpus[node * nproc : (node + 1) * nproc])
-    return {"CUDA_VISIBLE_DEVICES": share, "CLUSTERKIT_GPUS": share}
-
-
 # ---------------------------------------------------------------- watching
-
-
-def overall(states: set[State]) -> State:
-    """A run's state from its nodes' states."""
-    for state in (State.UNKNOWN, State.RUNNING, State.FAILED, State.CANCELLED):
-        if state in states:
-            return state
-    if states == {State.SUCCEEDED}:
-        return State.SUCCEEDED
-    return State.RUNNING if State.SUCCEEDED in states else State.PENDING
 
 
 def _node_file(handle: Handle, node: int, name: str) -> str:
@@ -366,82 +347,36 @@ def _node_file(handle: Handle, node: int, name: str) -> str:
 
 
 def _node_status(handle: Handle, node: int, transport: Transport) -> NodeStatus:
-    def read(name: str) -> Any:
-        data = transport.get(HOST, _node_file(handle, node, name))
-        if data is None:
-            return None
-        try:
-            document = json.loads(data)
-        except ValueError:
-            return data
-        return {} if document is None else document
+    def read(name: str) -> bytes | None:
+        return transport.get(HOST, _node_file(handle, node, name))
 
-    started = read("started.json")
-    if isinstance(started, dict):
-        alive = _is_alive(started, transport)
-    else:
-        pid = read("pid")
-        if pid is None and read("exit.json") is None:
-            return NodeStatus(node=node, host=HOST, state=State.PENDING)
-        alive = process_start(transport.get(HOST, f"/proc/{pid}/stat")) is not None
-    if alive:
-        return NodeStatus(node=node, host=HOST, state=State.RUNNING)
-    ended = read("exit.json")
-    if ended is not None:
-        return judge_exit(node, ended)
-    complaint = transport.get(HOST, _node_file(handle, node, "agent.log")) or b""
-    last = complaint.decode(errors="replace").strip().rpartition("\n")[2]
-    return NodeStatus(
-        node=node,
-        host=HOST,
-        state=State.FAILED,
-        reason=f"its launcher's agent ended without a word{f': {last}' if last else ''}",
+    started, alive = read("started.json"), False
+    pid = read("pid")
+    with contextlib.suppress(ValueError):
+        if started is not None:
+            alive = _is_alive(json.loads(started), transport)
+        elif pid is not None:
+            stat = transport.get(HOST, f"/proc/{int(pid)}/stat")
+            alive = process_start(stat) is not None
+    return judge_node(
+        node,
+        HOST,
+        begun=started is not None or pid is not None,
+        alive=alive,
+        # Read after the process was seen to be gone: then it is there, if it ever will be.
+        exit_json=read("exit.json"),
+        complaint=read("agent.log") or b"",
     )
 
 
-def _is_alive(started: dict[str, Any], transport: Transport) -> bool:
+def _is_alive(started: Any, transport: Transport) -> bool:
     """`clusterkit.agent.is_alive`, through the transport."""
+    if not isinstance(started, dict):
+        return False
     ticks = started.get("start_ticks")
     boot = transport.get(HOST, "/proc/sys/kernel/random/boot_id") or b"unknown"
     return (
         isinstance(ticks, int)
         and boot.decode().strip() == started.get("boot_id")
         and process_start(transport.get(HOST, f"/proc/{started.get('pid')}/stat")) == ticks
-    )
-
-
-def _ending(handle: Handle, node: int, transport: Transport) -> tuple[list[RankExit], int]:
-    """How the ranks that the node agent itself started ended, and the kernel's memory kills."""
-    try:
-        ended = json.loads(transport.get(HOST, _node_file(handle, node, "exit.json")) or b"{}")
-        lines = (transport.get(HOST, _node_file(handle, node, "ranks.jsonl")) or b"").splitlines()
-        ranks = {}
-        for line in lines:
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # a torn line
-                record = json.loads(line)
-                ranks[record["pid"]] = record["rank"]
-        exits = [
-            RankExit(node, ranks[end["pid"]], end["exit_code"], end["at"])
-            for end in ended.get("processes", [])
-            if end["pid"] in ranks
-        ]
-        return exits, int(ended.get("oom_kills", 0))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return [], 0
-
-
-def judge_exit(node: int, ended: Any) -> NodeStatus:
-    """A node's state from its ``exit.json``; what cannot be read is UNKNOWN."""
-    if not isinstance(ended, dict) or not isinstance(ended.get("exit_code"), int):
-        return NodeStatus(node=node, host=HOST, state=State.UNKNOWN, reason="exit.json is damaged")
-    code, reason, at = ended["exit_code"], ended.get("reason"), ended.get("at")
-    # One that was asked to stop and left with 0 has not done its work either.
-    ended_as = State.SUCCEEDED if code == 0 else State.FAILED
-    return NodeStatus(
-        node=node,
-        host=HOST,
-        state=State.CANCELLED if reason == STOPPED else ended_as,
-        exit_code=code,
-        reason=reason,
-        ended_at=at if isinstance(at, float) else None,
     )

@@ -20,17 +20,22 @@ from clusterkit.errors import EXIT_FAILURE, EXIT_INTERRUPTED, ClusterkitError
 VERBS = {
     "submit": "Start a job and follow it.",
     "plan": "Print exactly what submit would do.",
+    "estimate": "Memory per GPU for every way to divide a model; which fits.",
+    "ls-jobs": "List the job files of this project and what each needs.",
     "ls": "List runs, newest first.",
     "status": "How a run stands.",
     "logs": "Lines of all nodes and ranks, in order of time.",
     "metrics": "Loss, tokens/s and more, step by step.",
+    "attach": "Follow a run again, and have it watched over if nobody does.",
     "cancel": "End a run and everything it started.",
     "plot": "Draw loss and tokens/s of one or several runs.",
+    "doctor": "Check every host before it costs you a night.",
+    "bench": "Bandwidth and latency between nodes; which link is slow.",
     "rm": "Remove the folders of runs that have ended.",
     "schema": "JSON schema of job files, for editors.",
     "completion": "Print the completion script for a shell.",
 }
-"""Verb to one line of help; each lives in the module of its name."""
+"""Verb to one line of help; each lives in the module of its name, `-` as `_`."""
 
 
 class _Verbs(click.Group):
@@ -42,7 +47,7 @@ class _Verbs(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in VERBS:
             return None
-        command: click.Command = import_module(f"clusterkit.cli.{name}").command
+        command: click.Command = import_module(f"clusterkit.cli.{name.replace('-', '_')}").command
         return command
 
     def resolve_command(

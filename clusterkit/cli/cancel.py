@@ -6,19 +6,24 @@ import click
 
 from clusterkit import api
 from clusterkit.cli.common import json_option, print_json, run_argument
+from clusterkit.errors import EXIT_UNAVAILABLE
 
 
 @click.command("cancel", epilog="Example: clusterkit cancel last")
 @run_argument
 @json_option
-def command(run: str, as_json: bool) -> None:
+def command(run: str, as_json: bool) -> int:
     """End a run and everything it started: SIGTERM, then SIGKILL.
 
     RUN is a run's id, the beginning of one, or `last`. Fine to repeat; a run that has ended
-    stays as it is. The grace between the two signals is the cluster's stop_grace.
+    stays as it is. The grace between the two signals is the cluster's stop_grace. A host that
+    does not answer is named; once it does, cancel the run again to end what is left there.
     """
     status = api.cancel(run)
     if as_json:
         print_json(status)
     else:
         click.echo(f"{status.run} {status.state}")
+        if status.remark:
+            click.echo(status.remark, err=True)
+    return EXIT_UNAVAILABLE if status.remark else 0

@@ -35,13 +35,15 @@ def plan_options(function: Function) -> Function:
     for option in reversed([
         click.argument("job", required=False, type=click.Path()),
         click.option("-c", "--cluster", default="local", show_default=True, metavar="NAME",
-                     help="Entry of the cluster file.", shell_complete=_complete_cluster),
+                     help="Entry of the cluster file.", shell_complete=complete_cluster),
         click.option("--clusters", "clusters_file", metavar="FILE", type=click.Path(),
                      help="Cluster file; by default clusters.yaml here or above."),
         click.option("-n", "--nodes", metavar="N|MIN:MAX", help="How many nodes."),
         click.option("-g", "--gpus", type=int, metavar="N", help="Ranks per node."),
         click.option("--set", "settings", multiple=True, metavar="KEY=VALUE",
                      help="Change a key of the job file, e.g. batch.micro=4."),
+        click.option("--include", metavar="HOSTS", help="Only these hosts (and GPUs): h1@h2:0,1."),
+        click.option("--exclude", metavar="HOSTS", help="All hosts (and GPUs) but these."),
         click.option("--facts", "facts_file", metavar="FILE", type=click.Path(),
                      help="Facts of an earlier run (facts.json) instead of probing."),
         click.option("--run-id", metavar="ID", help="Instead of a new id."),
@@ -92,7 +94,8 @@ def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) ->
     return [name for name in [*names, "last"] if name.startswith(incomplete)]
 
 
-def _complete_cluster(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+def complete_cluster(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Cluster names that begin so."""
     from clusterkit import loader
 
     return [name for name in loader.cluster_names() if name.startswith(incomplete)]

@@ -10,12 +10,15 @@ from clusterkit.cli.common import complete_run
 
 @click.command("rm", epilog="Example: clusterkit rm last")
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, shell_complete=complete_run)
-def command(runs: tuple[str, ...]) -> None:
-    """Remove the folders of runs that have ended: logs, metrics and checkpoints in them.
+@click.option("--force", is_flag=True, help="Also where a host does not answer.")
+def command(runs: tuple[str, ...], force: bool) -> None:
+    """Remove the folders of runs that have ended: logs, metrics and checkpoints in them, here
+    and on the run's hosts.
 
-    RUN is a run's id, the beginning of one, or `last`.
+    RUN is a run's id, the beginning of one, or `last`. Where a host does not answer, the run
+    stays, so that it can be removed there later; --force removes it here all the same.
     """
     chosen = [api.get(name) for name in runs]
     for run in chosen:
-        run.delete()
+        run.delete(force=force)
         click.echo(run.id)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
 import click
@@ -17,8 +16,10 @@ from clusterkit.cli.common import (
     prepare_options,
     print_json,
 )
-from clusterkit.errors import EXIT_FAILURE, EXIT_INTERRUPTED
-from clusterkit.status import RunStatus, State
+from clusterkit.cli.following import follow, interrupted
+from clusterkit.errors import EXIT_FAILURE
+from clusterkit.status import State
+from clusterkit.ui.sending import sending
 
 
 @click.command(
@@ -30,10 +31,17 @@ from clusterkit.status import RunStatus, State
 )
 @plan_options
 @click.option("-d", "--detach", is_flag=True, help="Return when the run has started.")
+@click.option("--no-doctor", is_flag=True, help="Do not look first whether the hosts are fit.")
 @json_option
 @click.pass_context
 def command(
-    ctx: click.Context, /, job: str | None, detach: bool, as_json: bool, **options: Any
+    ctx: click.Context,
+    /,
+    job: str | None,
+    detach: bool,
+    no_doctor: bool,
+    as_json: bool,
+    **options: Any,
 ) -> int:
     """Start a job and follow it to its end.
 
@@ -42,19 +50,20 @@ def command(
     everything else goes to stderr. Exits with the run's own exit code. With --json, prints the
     run's status as JSON instead of the id: when it has started (--detach), or when it has ended.
     """
-    ready = api.prepare(**job_of(ctx, job), **prepare_options(**options))
+    ready = api.prepare(**job_of(ctx, job), **prepare_options(**options), doctor=not no_doctor)
     for note in ready.plan.notes:
         if not note.name:
             click.echo(f"note: {note}", err=True)
     if outer := os.environ.get("CLUSTERKIT_RUN_ID"):
         click.echo(f"note: inside run {outer}: this one ends with it", err=True)
-    run = api.launch(ready)
+    with sending(ready) as progress:
+        run = api.launch(ready, progress)
     if not as_json:
         click.echo(run.id)
     try:
-        status = run.wait_started() if detach else _follow(run)
+        status = run.wait_started() if detach else follow(run)
     except KeyboardInterrupt:
-        status = _interrupted(run)
+        status = interrupted(run)
     if as_json:
         print_json(status)
     if detach and not status.state.final:
@@ -63,28 +72,3 @@ def command(
         click.echo(status.remark, err=True)
         return EXIT_FAILURE
     return status.exit_code or 0
-
-
-def _follow(run: api.Run) -> RunStatus:
-    from clusterkit.ui import follow
-
-    return follow.follow(run)
-
-
-def _interrupted(run: api.Run) -> RunStatus:
-    """Ctrl-C: ask, where somebody can answer; otherwise, or when it comes again, cancel."""
-    if sys.stdin and sys.stdin.isatty() and sys.stderr.isatty():
-        try:
-            answer = click.prompt(
-                f"\n{run.id} still runs: detach from it, or cancel it?",
-                type=click.Choice(["detach", "cancel", "d", "c"]),
-                show_choices=False, default="detach", err=True,
-            )  # fmt: skip
-        except (click.Abort, KeyboardInterrupt):
-            answer = "cancel"
-        if answer.startswith("d"):
-            click.echo(f"clusterkit logs -f {run.id} follows it again", err=True)
-            return run.status()
-    click.echo(f"cancelling {run.id}", err=True)
-    run.cancel()
-    sys.exit(EXIT_INTERRUPTED)

@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from clusterkit import backends, runs
 from clusterkit.backends.base import Backend, Handle
-from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, Facts
+from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, Facts, Host
 from clusterkit.plan import Plan, Step
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Completed, LocalTransport, Transport
@@ -37,6 +38,7 @@ class RecordingTransport(LocalTransport):
         *,
         env: Mapping[str, str] | None = None,
         timeout: float | None = None,
+        stdin: bytes = b"",
     ) -> Completed:
         self.commands.append(("run", host, tuple(argv), dict(env or {})))
         return Completed(tuple(argv), self.exit_code, "", "it complained" if self.exit_code else "")
@@ -125,7 +127,33 @@ class LocalStage(Stage):
         (self._folder(handle, node) / "log").write_bytes(data)
 
 
-STAGES = {kind.name: kind for kind in (LocalStage,)}
+class SshStage(LocalStage):
+    """Every host is this machine: what the backend does is the same, and all of it is real."""
+
+    name = "ssh"
+
+    def __init__(self, facts: Callable[..., Facts]) -> None:
+        def several(*args: Any, **fields: Any) -> Facts:
+            found = facts(*args, **fields)
+            return msgspec.structs.replace(
+                found,
+                hosts=tuple(
+                    msgspec.structs.replace(found.hosts[0], host=f"h{number}")
+                    for number in range(4)
+                ),
+            )
+
+        super().__init__(several)
+
+    def cluster(self, **fields: Any) -> ClusterSpec:
+        hosts = tuple(Host(name=f"h{number}") for number in range(4))
+        return super().cluster(hosts=hosts, **fields)
+
+    def begin(self, plan: Plan) -> None:
+        self.write_files(plan)
+
+
+STAGES = {kind.name: kind for kind in (LocalStage, SshStage)}
 
 
 @pytest.fixture(params=backends.NAMES)

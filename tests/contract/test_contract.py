@@ -372,14 +372,19 @@ def test_submitting_does_exactly_what_the_plan_says_in_order(stage, any_job, rec
     plan, transport = stage.plan(any_job), recording()
     handle = stage.backend.submit(plan, transport)
     assert handle == Handle(plan, 1)
-    hosts = dict.fromkeys(step.host for step in plan.steps)
-    assert transport.puts == [
-        (host, file.path, file.content(), file.mode) for host in hosts for file in plan.files
-    ]
-    assert transport.commands == [
-        (step.kind, step.host, step.argv, {**step.env, "CLUSTERKIT_ATTEMPT": "1"})
-        for step in plan.steps
-    ]
+    # Hosts are served at once; on each of them the order is the plan's.
+    for host in dict.fromkeys((*plan.hosts, *(step.host for step in plan.steps))):
+        assert [put[1:] for put in transport.puts if put[0] == host] == [
+            (file.path, file.content(), file.mode) for file in plan.files
+        ]
+        assert [command for command in transport.commands if command[1] == host] == [
+            (step.kind, step.host, step.argv, {**step.env, "CLUSTERKIT_ATTEMPT": "1"})
+            for step in plan.steps
+            if step.host == host
+        ]
+    assert {put[0] for put in transport.puts} == {command[1] for command in transport.commands} | (
+        set(plan.hosts)
+    )
 
 
 def test_another_attempt_adds_nothing_but_its_number(stage, demo, recording):
@@ -395,7 +400,7 @@ def test_another_attempt_adds_nothing_but_its_number(stage, demo, recording):
 def test_every_step_is_recorded(stage, demo, recording):
     plan, records = stage.plan(demo(nodes=2)), []
     stage.backend.submit(plan, recording(), record=lambda step, outcome: records.append(step))
-    assert records == list(plan.steps)
+    assert sorted(records, key=lambda step: step.node) == list(plan.steps)
 
 
 def test_a_command_that_cannot_be_started_fails_the_submit_and_is_recorded(stage, demo, recording):
@@ -403,7 +408,7 @@ def test_a_command_that_cannot_be_started_fails_the_submit_and_is_recorded(stage
         def start(self, host, argv, *, env=None):
             raise SubmitFailed(f"cannot start {argv[0]} on {host}: Permission denied")
 
-        def run(self, host, argv, *, env=None, timeout=None):
+        def run(self, host, argv, *, env=None, timeout=None, stdin=b""):
             raise SubmitFailed(f"cannot start {argv[0]} on {host}: Permission denied")
 
     records = []

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from clusterkit import backends, loader
-from clusterkit.cluster import CLUSTER_TYPES
+from clusterkit.cluster import CLUSTER_TYPES, Host, Project
 
 HERE = Path(__file__).resolve().parent
 EXPECTED = HERE / "expected"
 
-# Job file, GPUs of the machine, changes to the job.
+# Job file, GPUs of the machine or of all hosts together, changes to the job.
 CASES = {
     "torchrun-1-node": ("plain.yaml", 0, {}),
     "torchrun-2x2": ("plain.yaml", 0, {"nodes": 2, "gpus_per_node": 2}),
@@ -37,6 +37,34 @@ CASES = {
 }
 
 
+def on_two_hosts(facts, nodes):
+    """The machine's GPUs on as many hosts as are used, with what only hosts elsewhere need."""
+    (machine,) = facts.hosts
+    gpus = machine.gpus[: len(machine.gpus) // nodes]
+    hosts = tuple(
+        msgspec.structs.replace(
+            machine, host=f"h{number}", address=f"10.0.0.1{number}", interface="eth0", gpus=gpus
+        )
+        for number in range(2)
+    )
+    project = Project(
+        root="/srv/my project", digest="0123456789abcdef" * 2, files=312, bytes=4_200_000,
+        how="tracked or new, not ignored",
+    )  # fmt: skip
+    return msgspec.structs.replace(
+        facts, home="/home/u/cluster kit", hosts=hosts, interface="eth0", project=project,
+        watch_port=29502,
+    )  # fmt: skip
+
+
+def place(backend, facts, nodes):
+    """A cluster entry of this kind, and what probing it would have found."""
+    kind = CLUSTER_TYPES[backend]
+    if backend == "ssh":
+        return kind(hosts=(Host(name="h0"), Host(name="h1"))), on_two_hosts(facts, nodes)
+    return kind(), facts
+
+
 @pytest.fixture(params=backends.NAMES)
 def planned(request, make_facts):
     """Plan a case on one backend; the same on every machine."""
@@ -47,9 +75,8 @@ def planned(request, make_facts):
             loader.load_job(HERE / "jobs" / name), workdir="/srv/my project", **changes
         )
         facts = make_facts(gpus=gpus, home="/home/u/.clusterkit", python="/opt/venv/bin/python")
-        made = backends.backend(request.param).plan(
-            job, CLUSTER_TYPES[request.param](), facts, "demo-1121201158-abcd"
-        )
+        cluster, found = place(request.param, facts, job.node_range[1])
+        made = backends.backend(request.param).plan(job, cluster, found, "demo-1121201158-abcd")
         return request.param, made
 
     return plan

@@ -515,12 +515,12 @@ def test_completion_prints_a_script(cli, shell):
 
 
 def test_runs_and_clusters_complete(ended, cwd):
-    from clusterkit.cli.common import _complete_cluster, complete_run
+    from clusterkit.cli.common import complete_cluster, complete_run
 
     (cwd / "clusters.yaml").write_text("lab: {backend: local}\n")
     assert complete_run(None, None, "demo") == [ended.id]
     assert complete_run(None, None, "l") == ["last"]
-    assert _complete_cluster(None, None, "l") == ["lab", "local"]
+    assert complete_cluster(None, None, "l") == ["lab", "local"]
 
 
 @pytest.mark.parametrize("verb", ["status", "logs", "metrics", "cancel", "rm", "plot"])

@@ -26,6 +26,7 @@ def test_an_error_without_a_hint_reads_as_its_message_alone():
         (Unavailable, 3),
         (errors.RunFolderError, 1),
         (errors.SubmitFailed, 1),
+        (errors.RunFailed, 1),
     ],
 )
 def test_exit_codes_are_the_documented_ones(kind, code):

@@ -24,8 +24,8 @@ class Recording:
     def start(self, host, argv, *, env=None):
         self.calls.append(("start", host, tuple(argv), dict(env or {})))
 
-    def put(self, host, path, data, mode=0o644):
-        self.calls.append(("put", host, path, data, mode))
+    def put_all(self, host, files):
+        self.calls += [("put", host, file.path, file.data, file.mode) for file in files]
 
 
 def plan(*steps, files=()):

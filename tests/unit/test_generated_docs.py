@@ -25,7 +25,7 @@ def copy(tmp_path: Path) -> Path:
     """A copy of the pages that a test may spoil."""
     for page in PAGES:
         target = tmp_path / page.relative_to(ROOT)
-        target.parent.mkdir(exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(page, target)
     return tmp_path
 

@@ -11,24 +11,38 @@ from clusterkit import backends
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "clusterkit"
 
+DOCTOR_CHECKS = [path.stem for path in PACKAGE.glob("doctor/checks/[a-z]*.py")]
 LAYERS = [
     {"clusterkit"},
-    {"clusterkit.errors", "clusterkit.status", "clusterkit.agent", "clusterkit.marks"},
-    {"clusterkit.shell", "clusterkit.transport", "clusterkit.logs"},
+    {"clusterkit.errors", "clusterkit.status", "clusterkit.marks"}
+    | {"clusterkit.agent", "clusterkit.host_probe", "clusterkit.receiver"},
+    {"clusterkit.shell", "clusterkit.transport", "clusterkit.logs", "clusterkit.runtime.mesh"},
+    {"clusterkit.mirror", "clusterkit.ssh_files"},
     {"clusterkit.spec", "clusterkit.runs", "clusterkit.diagnose"},
     {"clusterkit.cluster"},
-    {"clusterkit.batch", "clusterkit.rendezvous", "clusterkit.loader"},
-    {"clusterkit.plan"},
-    {"clusterkit.assemble", "clusterkit.execute"},
+    {"clusterkit.batch", "clusterkit.rendezvous", "clusterkit.loader", "clusterkit.ssh"},
+    {"clusterkit.plan", "clusterkit.inventory", "clusterkit.catalogue"},
+    {"clusterkit.estimate.units", "clusterkit.estimate.memory"},
+    {"clusterkit.estimate.models", "clusterkit.estimate.advice"},
+    {"clusterkit.estimate.jobs"},
+    {"clusterkit.estimate"},
+    {"clusterkit.project"},
+    {"clusterkit.assemble", "clusterkit.execute", "clusterkit.bandwidth"},
+    {"clusterkit.doctor.driver", "clusterkit.doctor.meeting", "clusterkit.doctor.base"},
+    {"clusterkit.doctor.scripts", "clusterkit.doctor.bundle", "clusterkit.doctor.report"},
+    {f"clusterkit.doctor.checks.{name}" for name in DOCTOR_CHECKS},
+    {"clusterkit.doctor.checks"},
+    {"clusterkit.doctor.preflight"},
+    {"clusterkit.doctor"},
     {"clusterkit.backends.base"},
-    {"clusterkit.backends"},
+    {"clusterkit.backends", "clusterkit.backends.nodes"},
     {f"clusterkit.backends.{name}" for name in backends.NAMES},
     {"clusterkit.supervise"},
     {"clusterkit.ui", "clusterkit.ui.words"},
     {"clusterkit.ui.plots"},
     {"clusterkit.api"},
-    {"clusterkit.ui.follow"},
-    {"clusterkit.cli", "clusterkit.cli.common"},
+    {"clusterkit.ui.follow", "clusterkit.ui.sending"},
+    {"clusterkit.cli", "clusterkit.cli.common", "clusterkit.cli.following"},
     {"clusterkit.cli.*"},
     {"clusterkit.__main__"},
 ]
@@ -100,10 +114,12 @@ def test_the_runtime_needs_little_of_the_orchestrator(name):
     assert outside <= {"clusterkit.errors", "clusterkit.batch", "clusterkit.marks"}
 
 
-def test_the_agent_imports_the_standard_library_alone():
+@pytest.mark.parametrize("name", ["agent", "host_probe", "receiver"])
+def test_what_is_sent_to_a_node_imports_the_standard_library_alone(name):
     import sys
 
-    assert {name.split(".")[0] for name in imports("clusterkit.agent")} <= sys.stdlib_module_names
+    found = imports(f"clusterkit.{name}")
+    assert {module.split(".")[0] for module in found} <= sys.stdlib_module_names
 
 
 @pytest.mark.parametrize("name", [n for n in ORCHESTRATOR if not n.startswith("clusterkit.back")])

@@ -1,5 +1,6 @@
 """The local backend: what it finds on this machine, and how it divides it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,8 +8,10 @@ import sys
 import pytest
 
 from clusterkit import backends
+from clusterkit.agent import process_start
 from clusterkit.backends.base import Backend, Handle, check_capabilities
-from clusterkit.backends.local import LocalBackend, judge_exit, overall, parse_gpus, process_start
+from clusterkit.backends.local import LocalBackend
+from clusterkit.backends.nodes import judge_exit, overall, parse_gpus
 from clusterkit.cluster import Gpu, LocalCluster
 from clusterkit.errors import BadInput, CapabilityError, PortTaken, Unavailable
 from clusterkit.spec import JobSpec
@@ -317,7 +320,12 @@ def test_a_run_s_state_follows_from_its_nodes(states, state):
     ids=str,
 )
 def test_a_node_s_state_follows_from_its_exit(ended, state):
-    assert judge_exit(0, ended).state is state
+    assert (
+        judge_exit(
+            0, "localhost", ended if isinstance(ended, bytes) else json.dumps(ended).encode()
+        ).state
+        is state
+    )
 
 
 @pytest.mark.parametrize(

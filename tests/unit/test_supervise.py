@@ -14,7 +14,8 @@ import pytest
 
 from clusterkit import agent, backends, supervise
 from clusterkit.backends.base import Handle, Observation
-from clusterkit.backends.local import LocalBackend, overall
+from clusterkit.backends.local import LocalBackend
+from clusterkit.backends.nodes import overall
 from clusterkit.runs import Event, RunFolder
 from clusterkit.status import Failure, NodeStatus, RunStatus, State
 from clusterkit.supervise import Supervisor, cancel, current, supervisor_alive

@@ -246,7 +246,7 @@ def test_without_any_free_port_it_says_so(monkeypatch):
 
 def test_the_local_transport_has_exactly_the_methods_of_the_protocol():
     wanted = {name for name in vars(Transport) if not name.startswith("_")}
-    assert wanted == {"run", "start", "put", "get", "free_port"}
+    assert wanted == {"run", "open", "start", "put", "put_all", "get", "free_port", "close"}
     for name in wanted:
         ours = inspect.signature(getattr(LocalTransport, name))
         assert ours == inspect.signature(getattr(Transport, name)), name

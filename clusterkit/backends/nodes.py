@@ -1,0 +1,184 @@
+"""What backends share whose nodes run `clusterkit.agent`: reading what it left, GPUs, planning."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from clusterkit.agent import STOPPED_BY_PEERS
+from clusterkit.cluster import Gpu, HostFacts
+from clusterkit.errors import BadInput, counted
+from clusterkit.spec import JobSpec
+from clusterkit.status import NodeStatus, RankExit, State
+
+PACKAGES = ("torch", "deepspeed", "transformers", "clusterkit")
+"""Packages whose versions facts hold."""
+TOOLS = ("mpirun", "ninja", "c++")
+"""Commands that a launcher may need."""
+STOPPED = "stopped on request"
+"""The node agent's reason for an end that it was asked for."""
+GPU_QUERY = (
+    "nvidia-smi",
+    "--query-gpu=index,uuid,name,memory.total",
+    "--format=csv,noheader,nounits",
+)
+
+
+# ---------------------------------------------------------------- GPUs
+
+
+def parse_gpus(csv: str, visible: str | None = None) -> tuple[Gpu, ...]:
+    """GPUs from nvidia-smi's ``index, uuid, name, memory`` lines.
+
+    Args:
+        csv: the output; lines of another form (a driver's complaint) are passed over.
+        visible: CUDA_VISIBLE_DEVICES, by index or UUID: which GPUs and in which order.
+    """
+    listed: dict[str, Gpu] = {}
+    for line in csv.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == 4 and fields[0].isdigit() and fields[3].isdigit():
+            gpu = Gpu(fields[0], fields[2], int(fields[3]))
+            listed[fields[0]] = listed[fields[1]] = gpu
+    if visible is None:
+        return tuple(dict.fromkeys(listed.values()))
+    found = []
+    for name in (name.strip() for name in visible.split(",")):
+        # As CUDA does: a UUID may be cut short, and what follows an unknown name is not seen.
+        matching = [
+            key for key in listed if key == name or (name[:4] == "GPU-" and key.startswith(name))
+        ]
+        if not matching:
+            break
+        found.append(listed[matching[0]])
+    return tuple(found)
+
+
+def device_of(job: JobSpec, hosts: Sequence[HostFacts]) -> tuple[str, str]:
+    """``cuda`` or ``cpu``, and where that comes from.
+
+    Raises:
+        BadInput: the job wants CUDA and a host has no GPU.
+    """
+    without = [host.host for host in hosts if not host.gpus]
+    if job.device == "cuda" and without:
+        raise BadInput(f"device: cuda, but {without[0]} has no GPU", hint="device: auto, or cpu")
+    if job.device != "auto":
+        return job.device, "job: device"
+    if not without:
+        return "cuda", f"{len(hosts[0].gpus)} x {hosts[0].gpus[0].name}"
+    if len(without) < len(hosts):
+        raise BadInput(
+            f"device: auto: {without[0]} has no GPU, {_first_with(hosts)} has",
+            hint="leave that host out (--exclude), or --set device=cpu",
+        )
+    return "cpu", "no GPU found"
+
+
+def _first_with(hosts: Sequence[HostFacts]) -> str:
+    return next(host.host for host in hosts if host.gpus)
+
+
+def gpu_share(gpus: Sequence[Gpu], device: str, first: int, nproc: int) -> dict[str, str]:
+    """The environment that gives one node ``nproc`` of a host's GPUs, from the ``first`` on."""
+    if device != "cuda":
+        return {}
+    share = ",".join(gpu.index for gpu in gpus[first : first + nproc])
+    return {"CUDA_VISIBLE_DEVICES": share, "CLUSTERKIT_GPUS": share}
+
+
+def threads_of(job: JobSpec, cpus: int, ranks: int) -> tuple[int, str]:
+    """CPU threads per rank, and where the number comes from."""
+    if job.threads_per_rank != "auto":
+        return job.threads_per_rank, "job: threads_per_rank"
+    return max(1, cpus // ranks), f"{counted(cpus, 'core')} / {counted(ranks, 'rank')}"
+
+
+# ---------------------------------------------------------------- watching
+
+
+def overall(states: set[State]) -> State:
+    """A run's state from its nodes' states."""
+    for state in (State.UNKNOWN, State.RUNNING, State.FAILED, State.CANCELLED):
+        if state in states:
+            return state
+    if states == {State.SUCCEEDED}:
+        return State.SUCCEEDED
+    return State.RUNNING if State.SUCCEEDED in states else State.PENDING
+
+
+def judge_node(
+    node: int, host: str, *, begun: bool, alive: bool, exit_json: bytes | None, complaint: bytes
+) -> NodeStatus:
+    """A node's state from what its agent left behind.
+
+    Args:
+        begun: it has recorded its process.
+        alive: that process runs.
+        exit_json: contents of ``exit.json``; None: there is none.
+        complaint: contents of ``agent.log``.
+    """
+    if alive:
+        return NodeStatus(node=node, host=host, state=State.RUNNING)
+    if exit_json is not None:
+        return judge_exit(node, host, exit_json)
+    if not begun:
+        return NodeStatus(node=node, host=host, state=State.PENDING)
+    last = complaint.decode(errors="replace").strip().rpartition("\n")[2]
+    return NodeStatus(
+        node=node,
+        host=host,
+        state=State.FAILED,
+        reason=f"its launcher's agent ended without a word{f': {last}' if last else ''}",
+    )
+
+
+def judge_exit(node: int, host: str, data: bytes) -> NodeStatus:
+    """A node's state from its ``exit.json``; what cannot be read is UNKNOWN."""
+    ended = _document(data)
+    if not isinstance(ended.get("exit_code"), int):
+        return NodeStatus(node=node, host=host, state=State.UNKNOWN, reason="exit.json is damaged")
+    code, reason, at = ended["exit_code"], ended.get("reason"), ended.get("at")
+    # One that was asked to stop and left with 0 has not done its work either.
+    ended_as = State.SUCCEEDED if code == 0 else State.FAILED
+    return NodeStatus(
+        node=node,
+        host=host,
+        state=State.CANCELLED if _was_stopped(reason) else ended_as,
+        exit_code=code,
+        reason=reason,
+        ended_at=at if isinstance(at, float) else None,
+    )
+
+
+def _was_stopped(reason: object) -> bool:
+    return isinstance(reason, str) and (reason == STOPPED or reason.startswith(STOPPED_BY_PEERS))
+
+
+def endings(node: int, exit_json: bytes, ranks_jsonl: bytes) -> tuple[list[RankExit], int]:
+    """How the ranks that the node agent itself started ended, and the kernel's memory kills."""
+    try:
+        ended = _document(exit_json)
+        ranks = {}
+        for line in ranks_jsonl.splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a torn line
+                record = json.loads(line)
+                ranks[record["pid"]] = record["rank"]
+        exits = [
+            RankExit(node, ranks[end["pid"]], end["exit_code"], end["at"])
+            for end in ended.get("processes", [])
+            if end["pid"] in ranks
+        ]
+        return exits, int(ended.get("oom_kills", 0))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return [], 0
+
+
+def _document(data: bytes) -> Mapping[str, Any]:
+    try:
+        document = json.loads(data)
+    except ValueError:
+        return {}
+    return document if isinstance(document, dict) else {}

@@ -1,0 +1,92 @@
+"""What one host tells of itself before a submit; read-only, one JSON document on stdout.
+
+Standard library only; its text is sent to the host and run there by the job's Python:
+
+    python - '{"workdir": "~/x", "packages": [..], "tools": [..], "gpu_query": [..]}'
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+from importlib import metadata
+from typing import Any
+
+_SIOCGIFADDR = 0x8915
+NVIDIA_SECONDS = 20
+
+
+def interfaces() -> list[dict[str, Any]]:
+    """Name, IPv4 address and MTU of the interfaces that have one (netdevice(7))."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = array.array("B", struct.pack("16s16x8x", name.encode()[:15]))
+            try:
+                fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue
+            address = socket.inet_ntoa(bytes(request[20:24]))
+            mtu = 0
+            with contextlib.suppress(OSError, ValueError), open(f"/sys/class/net/{name}/mtu") as f:
+                mtu = int(f.read())
+            found.append({"name": name, "address": address, "mtu": mtu})
+    return found
+
+
+def versions(packages: list[str]) -> dict[str, str]:
+    """What is installed for this interpreter."""
+    found = {}
+    for name in packages:
+        # Half a package may have no version, or none that can be read.
+        with contextlib.suppress(metadata.PackageNotFoundError, KeyError, OSError, ValueError):
+            if version := metadata.version(name):
+                found[name] = version
+    return found
+
+
+def gpus(query: list[str]) -> str:
+    """nvidia-smi's list; empty where there is no such tool, or it does not answer."""
+    if shutil.which(query[0]) is None:
+        return ""
+    try:
+        done = subprocess.run(
+            query, capture_output=True, encoding="utf-8", errors="replace",
+            timeout=NVIDIA_SECONDS, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def main() -> int:
+    asked = json.loads(sys.argv[1])
+    document = {
+        "workdir": os.path.abspath(os.path.expanduser(asked["workdir"])),
+        "python": sys.executable,
+        "python_version": list(sys.version_info[:3]),
+        "hostname": socket.gethostname(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20,
+        "interfaces": interfaces(),
+        # "client client-port server server-port": under which of its addresses it was reached.
+        "reached_at": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 4)[2],
+        "versions": versions(asked["packages"]),
+        "tools": {tool: path for tool in asked["tools"] if (path := shutil.which(tool))},
+        "gpus": gpus(asked["gpu_query"]),
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+    }
+    print(json.dumps(document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""What nodes elsewhere write, brought into the run folder while they write it.
+
+Each node's files (`clusterkit.agent`) come through one stream per host, `report`'s frames, and
+land under the same names in the submitter's run folder: logs, status and metrics are then read
+from there, whether the hosts still answer or not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from clusterkit.errors import ClusterkitError, SubmitFailed
+from clusterkit.transport import Stream, write_atomic
+
+QUIET_SECONDS = 8.0
+"""A stream that said nothing for so long (agent.HEARTBEAT_SECONDS is 2) is given up."""
+AGAIN_SECONDS = 1.0
+"""Pause before a host that was lost is tried again."""
+LOCK_SECONDS = 30.0
+"""How long a watch lets another process fill the folder before it goes on without: longer than
+`status` takes to hear of a host."""
+_GROWING = ("log", "ranks.jsonl")
+_LARGEST = 1 << 24
+"""Far more than `agent.report` puts into a frame."""
+
+
+class Frames:
+    """Takes `clusterkit.agent.report`'s output apart."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
+        """The frames that are complete by now.
+
+        Raises:
+            SubmitFailed: this is not such output.
+        """
+        self._rest += data
+        while (end := self._rest.find(b"\n")) >= 0:
+            try:
+                header = json.loads(self._rest[:end])
+                size = int(header["bytes"])
+                if not 0 <= size <= _LARGEST:
+                    raise ValueError(size)
+            except (ValueError, KeyError, TypeError, RecursionError):
+                shown = self._rest[:200].decode(errors="replace")
+                raise SubmitFailed(f"a node's report cannot be read: {shown!r}") from None
+            if len(self._rest) < end + 1 + size:
+                return
+            payload = self._rest[end + 1 : end + 1 + size]
+            self._rest = self._rest[end + 1 + size :]
+            yield header, payload
+
+
+@dataclass
+class NodeView:
+    """What is known of one node; with a folder, its files are kept there."""
+
+    node: int
+    host: str
+    folder: Path | None = None
+    known: bool = True
+    """Whether its host knows the run at all."""
+    begun: bool = False
+    alive: bool = False
+    ended: bool = False
+    files: dict[str, bytes] = field(default_factory=dict)
+    """``started.json``, ``exit.json``, ``agent.log``, as far as they came."""
+    heard_at: float | None = None
+    """Monotonic time of its last word."""
+    error: ClusterkitError | None = None
+    """Why its host does not answer, while it does not."""
+    silent_since: float | None = None
+    """Monotonic time from which its host did not answer; None: it answers."""
+
+    def silent_for(self) -> float | None:
+        """Seconds for which its host has not answered; None: it does."""
+        since = self.silent_since
+        return None if since is None else time.monotonic() - since
+
+    def offsets(self) -> dict[str, int]:
+        """How much of the files that grow is here already; -1: not wanted."""
+        if self.folder is None:
+            return {"log": -1, "ranks.jsonl": len(self.files.get("ranks.jsonl", b""))}
+        return {name: _size(self.folder / name) for name in _GROWING}
+
+    def take(self, header: dict[str, Any], payload: bytes) -> None:
+        """One frame.
+
+        Raises:
+            RunFolderError: it cannot be kept.
+        """
+        self.heard_at = time.monotonic()
+        self.silent_since, self.error = None, None
+        if (name := header.get("file")) is None:
+            self.begun, self.alive = bool(header.get("begun")), bool(header.get("alive"))
+            self.ended = bool(header.get("ended"))
+        elif name in _GROWING:
+            self._append(name, payload)
+        elif name in ("started.json", "exit.json", "agent.log"):
+            self.files[name] = payload
+            if self.folder is not None:
+                write_atomic(self.folder / name, payload)
+
+    def _append(self, name: str, payload: bytes) -> None:
+        if self.folder is None:
+            self.files[name] = self.files.get(name, b"") + payload
+            return
+        path = self.folder / name
+        before = _size(path)
+        try:
+            with path.open("ab") as file:
+                file.write(payload)
+        except OSError as error:
+            # What came half would come again.
+            with contextlib.suppress(OSError), path.open("ab") as file:
+                file.truncate(before)
+            raise SubmitFailed(f"cannot write {path}: {error.strerror}") from error
+
+    def lost(self, error: ClusterkitError) -> None:
+        """Its host does not answer."""
+        self.error = error
+        if self.silent_since is None:
+            self.silent_since = self.heard_at or time.monotonic()
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+@contextlib.contextmanager
+def keeping(view: NodeView, again: Callable[[], bool] = lambda: False) -> Iterator[NodeView]:
+    """The view with its folder, or, while another process fills that, without; without it, too,
+    where it cannot be written to.
+
+    Args:
+        again: waits, and says whether to look once more for the other process's end.
+    """
+    folder = view.folder
+    with contextlib.ExitStack() as stack:
+        try:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context((folder / ".mirror").open("w"))
+                while not _locked(lock):
+                    if not again():
+                        view.folder = None
+                        break
+        except OSError:
+            view.folder = None
+        try:
+            yield view
+        finally:
+            view.folder = folder
+
+
+def _locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def pull(view: NodeView, stream: Stream, stop: Callable[[], bool] = lambda: False) -> None:
+    """Take a stream's frames until it ends.
+
+    Raises:
+        ClusterkitError: it falls silent, or what it says cannot be read or kept.
+    """
+    frames = Frames()
+    while not stop():
+        data = stream.read(QUIET_SECONDS)
+        if not data:
+            return
+        for header, payload in frames.feed(data):
+            view.take(header, payload)
+
+
+class Watch:
+    """Keeps the views of all nodes up to date, a thread and a stream per host, until closed.
+
+    Args:
+        views: one per node.
+        open_stream: starts `report --follow` for a view.
+    """
+
+    def __init__(
+        self, views: Sequence[NodeView], open_stream: Callable[[NodeView], Stream]
+    ) -> None:
+        self.views = views
+        self._open = open_stream
+        self._closed = threading.Event()
+        self._streams: dict[int, Stream] = {}
+        self._threads = [
+            threading.Thread(target=self._watch, args=(view,), daemon=True) for view in views
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _watch(self, view: NodeView) -> None:
+        deadline = time.monotonic() + LOCK_SECONDS
+        with keeping(view, lambda: not self._closed.wait(0.1) and time.monotonic() < deadline):
+            while not self._closed.is_set() and not view.ended:
+                try:
+                    with self._open(view) as stream:
+                        self._streams[view.node] = stream
+                        pull(view, stream, self._closed.is_set)
+                        if not view.ended and not self._closed.is_set():
+                            code = stream.exit_code(QUIET_SECONDS)
+                            view.known = code != 2 or view.begun
+                            raise SubmitFailed(
+                                f"host {view.host}: reporting ended with {code}: "
+                                f"{stream.stderr.strip()[-300:]}"
+                            )
+                except ClusterkitError as error:
+                    if not self._closed.is_set():
+                        view.lost(error)
+                        self._closed.wait(AGAIN_SECONDS)
+                except (OSError, ValueError):
+                    if not self._closed.is_set():  # by `close`, while this thread was reading
+                        raise
+
+    def close(self) -> None:
+        """Stop watching; the nodes go on."""
+        self._closed.set()
+        for stream in list(self._streams.values()):
+            stream.close()
+        for thread in self._threads:
+            thread.join(2 * AGAIN_SECONDS)

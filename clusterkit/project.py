@@ -1,0 +1,423 @@
+"""The project's folder on its way to hosts that do not see it: which files, and how they get there.
+
+In a git checkout these are the tracked files and those that are new and not ignored, as they lie
+there now, uncommitted changes included. Elsewhere it is every file but those that no program
+needs (`_NEVER`). Only what a host does not have is sent; see `clusterkit.receiver`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import struct
+import subprocess
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import clusterkit
+from clusterkit import receiver
+from clusterkit.cluster import Project
+from clusterkit.errors import BadInput, RunFolderError, SubmitFailed, counted
+from clusterkit.plan import Tree
+from clusterkit.transport import Stream, Transport
+
+MOST_BYTES = 2 << 30
+"""A larger project is refused: it is a data set that somebody forgot to ignore."""
+QUIET_SECONDS = 120.0
+CACHED_BYTES = 1 << 28
+"""Up to here what is sent to several hosts is read and compressed once."""
+PIECE_BYTES = 1 << 22
+"""A file goes in pieces of this size, so that no host's thread holds all of it."""
+_NEVER = frozenset({
+    ".git", ".hg", ".svn", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache",
+    ".pytest_cache", ".ruff_cache", ".ipynb_checkpoints", ".tox", ".cache",
+})  # fmt: skip
+_BOOT = "import sys;exec(compile(sys.stdin.buffer.read({}),'receiver','exec'))"
+_SAMPLE_BYTES = 1 << 16
+# A git hook's, for example: they name another checkout than the one that is asked about.
+_OF_A_CHECKOUT = frozenset({
+    "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY",
+    "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_COMMON_DIR", "GIT_NAMESPACE",
+})  # fmt: skip
+_COUNT = struct.Struct(">Q")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One file or symbolic link, by its path below the root."""
+
+    path: str
+    mode: int
+    size: int
+    digest: str
+    target: str | None = None
+
+
+class _Kept:
+    """Pieces that were made for one host and will do for the others."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pieces: dict[int, list[tuple[int, bytes]]] = {}
+        self._room = CACHED_BYTES
+
+    def pieces(
+        self, number: int, size: int, make: Callable[[int], Iterator[tuple[int, bytes]]]
+    ) -> Iterable[tuple[int, bytes]]:
+        with self._lock:
+            if number in self._pieces:
+                return self._pieces[number]
+            if size <= self._room:
+                self._room -= size
+                self._pieces[number] = list(make(number))
+                return self._pieces[number]
+        return make(number)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A folder's files as they are now."""
+
+    root: Path
+    entries: tuple[Entry, ...]
+    how: str
+    _kept: _Kept = field(default_factory=_Kept, repr=False, compare=False)
+
+    @cached_property
+    def digest(self) -> str:
+        return receiver.digest_of(self._listing)
+
+    @cached_property
+    def _listing(self) -> bytes:
+        rows = [(e.path, e.mode, e.size, e.digest, e.target) for e in self.entries]
+        return json.dumps(rows).encode()
+
+    @property
+    def size(self) -> int:
+        return sum(entry.size for entry in self.entries)
+
+    def facts(self) -> Project:
+        """What a plan needs to know of it."""
+        return Project(
+            root=str(self.root), digest=self.digest, files=len(self.entries), bytes=self.size,
+            how=self.how,
+        )  # fmt: skip
+
+    def packed(self) -> bytes:
+        """The list of entries, as `clusterkit.receiver` reads it."""
+        zipped = zlib.compress(self._listing, 1)
+        return _COUNT.pack(len(zipped)) + zipped
+
+    def payload(self, missing: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """What must be sent for the entries that a host misses: pieces, and bytes of file in each.
+
+        Raises:
+            SubmitFailed: a file has gone since.
+        """
+        for number in missing:
+            entry = self.entries[number]
+            if entry.target is None:
+                yield from self._kept.pieces(number, entry.size, self._pieces)
+
+    def _pieces(self, number: int) -> Iterator[tuple[int, bytes]]:
+        entry = self.entries[number]
+        flags = None
+        left = entry.size  # what has been appended since is of no concern
+        try:
+            with (self.root / entry.path).open("rb") as file:
+                while flags is None or left:
+                    data = file.read(min(left, PIECE_BYTES))
+                    left = left - len(data) if data else 0
+                    if flags is None:
+                        flags = receiver.ZIPPED if _shrinks(data) else 0
+                    packed = zlib.compress(data, 1) if flags else data
+                    more = receiver.MORE if left else 0
+                    yield (
+                        len(data),
+                        receiver.HEADER.pack(number, flags | more, len(packed)) + packed,
+                    )
+        except OSError as error:
+            raise SubmitFailed(
+                f"{self.root / entry.path}: {(error.strerror or 'unreadable').lower()} "
+                "while it was copied",
+                hint="submit again",
+            ) from None
+
+
+def _shrinks(data: bytes) -> bool:
+    sample = data[:_SAMPLE_BYTES]
+    return len(data) > 512 and len(zlib.compress(sample, 1)) < 0.8 * len(sample)
+
+
+def snapshot(workdir: Path, program: str | None = None) -> Snapshot:
+    """The project that ``workdir`` belongs to: its git checkout, or the folder itself.
+
+    Args:
+        workdir: where the ranks start.
+        program: a file that must be part of it, relative to ``workdir``.
+
+    Raises:
+        BadInput: the program lies elsewhere or is ignored; far too much data.
+    """
+    workdir = workdir.absolute()
+    top = _git(workdir, "rev-parse", "--show-toplevel")
+    ignored = top is not None and _git(workdir, "check-ignore", "-q", ".") is not None
+    if top is not None and not ignored:
+        root = _root(workdir, Path(os.fsdecode(top.rstrip(b"\n"))))
+        found = Snapshot(root, _entries(root, _git_files(root)), "tracked or new, not ignored")
+    else:
+        root = workdir
+        found = Snapshot(root, _entries(root, _all_files(root)), "all but caches")
+    if program is not None:
+        _check_program(found, workdir, program, in_git=top is not None and not ignored)
+    return found
+
+
+def _root(workdir: Path, top: Path) -> Path:
+    """The checkout's folder as a part of ``workdir``, which may lead there through a link.
+
+    Raises:
+        BadInput: a link leads into the middle of it.
+    """
+    below = os.path.relpath(os.path.realpath(workdir), os.path.realpath(top))
+    steps = 0 if below == "." else len(Path(below).parts)
+    root = Path(os.path.normpath(os.path.join(workdir, *[".."] * steps)))
+    if not os.path.samefile(root, top):
+        raise BadInput(
+            f"workdir: {workdir} is a symbolic link into the checkout {top}",
+            hint=f"start from {os.path.realpath(workdir)}",
+        )
+    return root
+
+
+def _check_program(found: Snapshot, workdir: Path, program: str, *, in_git: bool) -> None:
+    inside = os.path.relpath((workdir / program).absolute(), found.root)
+    if inside.startswith("../"):
+        raise BadInput(
+            f"program: {program} lies outside of {found.root}, the folder that the hosts get",
+            hint="sync: false in the cluster entry, where the hosts have it under this path",
+        )
+    there = {entry.path for entry in found.entries}
+    above = [str(folder) for folder in Path(inside).parents]
+    real = os.path.relpath(os.path.realpath(found.root / inside), os.path.realpath(found.root))
+    # Either itself, or by way of a link to a folder, both in the project.
+    if inside in there or (real in there and any(folder in there for folder in above)):
+        return
+    if in_git:
+        raise BadInput(
+            f"program: {program} is ignored by git and would not be copied to the hosts",
+            hint=f"git -C {found.root} check-ignore -v {inside} says by which rule",
+        )
+    raise BadInput(
+        f"program: {program} lies in a folder that is not copied to the hosts",
+        hint=f"none of these is: {', '.join(sorted(_NEVER))}",
+    )
+
+
+def own_package() -> Snapshot:
+    """clusterkit itself, for hosts whose Python does not have it."""
+    package = Path(str(resources.files(clusterkit)))
+    names = [
+        f"{package.name}/{name}" for name in _all_files(package) if name.endswith((".py", ".typed"))
+    ]
+    return Snapshot(package.parent, _entries(package.parent, names), "clusterkit's own package")
+
+
+def _git(folder: Path, *arguments: str) -> bytes | None:
+    """What git says; None: no git, no checkout, or "no" as its answer.
+
+    Raises:
+        BadInput: there is a checkout that git does not want to read.
+    """
+    env = {name: value for name, value in os.environ.items() if name not in _OF_A_CHECKOUT}
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True,
+            stdin=subprocess.DEVNULL, env=env | {"LC_ALL": "C"},
+        )  # fmt: skip
+    except OSError:
+        return None
+    if b"dubious ownership" in done.stderr or b"unsafe repository" in done.stderr:
+        said = " ".join(done.stderr.decode(errors="replace").split())
+        raise BadInput(
+            f"git does not read {folder}: {said.partition(' To add')[0].removeprefix('fatal: ')}",
+            hint=f"git config --global --add safe.directory {folder}",
+        )
+    return done.stdout if done.returncode == 0 else None
+
+
+def _git_files(root: Path) -> list[str]:
+    listing = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    if listing is None:
+        raise BadInput(f"git ls-files does not work in {root}", hint="git status there says why")
+    names: dict[str, None] = {}
+    for raw in listing.split(b"\0"):
+        name = os.fsdecode(raw).rstrip("/")
+        path = root / name
+        if name in ("", "."):
+            continue
+        if not path.is_dir() or path.is_symlink():
+            names[name] = None
+        elif (path / ".git").exists():
+            # A submodule that is checked out, or a checkout within the checkout.
+            names |= dict.fromkeys(f"{name}/{below}" for below in _git_files(path))
+    return sorted(names)
+
+
+def _all_files(root: Path) -> list[str]:
+    names = []
+
+    def refuse(error: OSError) -> None:
+        raise _unreadable(error.filename, error) from None
+
+    for folder, below, files in os.walk(root, onerror=refuse):
+        links = [name for name in below if os.path.islink(os.path.join(folder, name))]
+        below[:] = [name for name in below if name not in _NEVER and name not in links]
+        names += [
+            os.path.relpath(os.path.join(folder, name), root)
+            for name in [*files, *links]
+            if not name.endswith(".pyc") and name != ".git"
+        ]
+    return sorted(names)
+
+
+def _entries(root: Path, names: Sequence[str]) -> tuple[Entry, ...]:
+    files: list[tuple[str, os.stat_result]] = []
+    for name in names:
+        try:
+            files.append((name, os.lstat(root / name)))
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # tracked, and deleted
+        except OSError as error:
+            raise _unreadable(root / name, error) from None
+    _check_size(root, {name: status.st_size for name, status in files})
+    found = []
+    for name, status in files:
+        try:
+            if stat.S_ISLNK(status.st_mode):
+                found.append(Entry(name, 0o777, 0, "", os.readlink(root / name)))
+            elif stat.S_ISREG(status.st_mode):
+                mode = 0o755 if status.st_mode & 0o100 else 0o644
+                with (root / name).open("rb") as file:
+                    digest = hashlib.file_digest(file, _hash).hexdigest()
+                found.append(Entry(name, mode, status.st_size, digest))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise _unreadable(root / name, error) from None
+    return tuple(found)
+
+
+def _unreadable(path: str | Path, error: OSError) -> RunFolderError:
+    return RunFolderError(
+        f"{path}: {(error.strerror or 'unreadable').lower()}",
+        hint="it belongs to the project that is copied to the hosts; ignore it, or mend it",
+    )
+
+
+def _check_size(root: Path, sizes: Mapping[str, int]) -> None:
+    """Refuse far too much data, before all of it is read."""
+    if (whole := sum(sizes.values())) > MOST_BYTES:
+        biggest = max(sizes, key=lambda name: sizes[name])
+        raise BadInput(
+            f"the project {root} is {whole >> 20} MiB: too much to copy to every host "
+            f"(the biggest file is {biggest}, {sizes[biggest] >> 20} MiB)",
+            hint="put data into .gitignore and on the hosts, or set sync: false",
+        )
+
+
+def _hash() -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=receiver.DIGEST_BYTES)
+
+
+# ---------------------------------------------------------------- sending
+
+
+def send(
+    found: Snapshot,
+    tree: Tree,
+    host: str,
+    python: str,
+    transport: Transport,
+    progress: Callable[[str, int, int], None] = lambda host, done, whole: None,
+) -> int:
+    """Have a host's folder ``tree.path`` hold exactly this snapshot.
+
+    Args:
+        progress: told of host, bytes sent and bytes to send.
+
+    Returns:
+        Files that had to be sent.
+
+    Raises:
+        SubmitFailed: no space, no permission, or the folder changes while it is copied.
+        Unavailable: the host cannot be reached.
+    """
+    text = Path(receiver.__file__).read_bytes()
+    # File names are bytes to both sides, whatever the locale there.
+    argv = [python, "-I", "-X", "utf8", "-c", _BOOT.format(len(text))]
+    with transport.open(host, argv) as stream:
+        request = json.dumps({"path": tree.path}).encode() + b"\n"
+        stream.write(text + request + found.packed())
+        reader = _Lines(stream, host)
+        answer = reader.next(QUIET_SECONDS)
+        missing = answer.get("missing", [])
+        whole = sum(found.entries[number].size for number in missing)
+        done = 0
+        if "error" not in answer:
+            progress(host, 0, whole)
+            for size, piece in found.payload(missing):
+                stream.write(piece)
+                done += size
+                progress(host, done, whole)
+            answer = reader.next(QUIET_SECONDS)
+        if "error" in answer:
+            changed = "changed while" in str(answer["error"])
+            raise SubmitFailed(
+                f"host {host}: cannot copy {found.root} to {tree.path}: {answer['error']}",
+                hint="submit again"
+                if changed
+                else "make room there, or choose another `workdir` that this user may write to",
+            )
+        stream.close_input()
+        return len(missing)
+
+
+class _Lines:
+    def __init__(self, stream: Stream, host: str) -> None:
+        self._stream, self._host, self._rest = stream, host, b""
+
+    def next(self, timeout: float) -> dict[str, Any]:
+        """What the host says next, once it is its turn."""
+        while "waiting" in (document := self._line(timeout)):
+            pass
+        return document
+
+    def _line(self, timeout: float) -> dict[str, Any]:
+        while b"\n" not in self._rest:
+            data = self._stream.read(timeout)
+            if not data:
+                said = self._stream.stderr.strip().rpartition("\n")[2]
+                raise SubmitFailed(f"host {self._host}: copying the project broke off: {said}")
+            self._rest += data
+        line, _, self._rest = self._rest.partition(b"\n")
+        try:
+            document: dict[str, Any] = json.loads(line)
+        except ValueError:
+            raise SubmitFailed(
+                f"host {self._host}: copying the project broke off: {line[:200]!r}"
+            ) from None
+        return document
+
+
+def words(project: Project) -> str:
+    """``312 files, 4.2 MB``"""
+    return f"{counted(project.files, 'file')}, {project.bytes / 1e6:.1f} MB"

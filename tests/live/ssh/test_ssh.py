@@ -1,0 +1,547 @@
+"""Real runs on real SSH hosts: submitted, watched, broken on purpose, and gone afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from clusterkit import agent, api, backends
+from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
+from clusterkit.ssh import HostKeyProblem, HostUnreachable
+from clusterkit.status import RunStatus, State
+from tests.lab import Lab
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+
+TICK = """
+import os, sys, time
+print("hello from", os.environ["RANK"], os.uname().nodename, flush=True)
+for number in range(int(sys.argv[1])):
+    time.sleep(0.1)
+print("done", flush=True)
+"""
+SOON = 15.0
+"""Seconds within which a failed run must have ended: 10 are promised, the machine is shared."""
+Submit = Callable[..., api.Run]
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project of its own, the current folder; a home and a cluster file besides."""
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "tick.py").write_text(TICK)
+    monkeypatch.setenv("CLUSTERKIT_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("CLUSTERKIT_CLUSTERS", str(tmp_path / "clusters.yaml"))
+    monkeypatch.chdir(project)
+    return project
+
+
+def describe(lab: Lab, **fields: object) -> str:
+    """Write the cluster file for a lab; gives the cluster's name."""
+    entry = {
+        "backend": "ssh", "inventory": str(lab.inventory), "lost_after": 4, "connect_timeout": 5,
+        "stop_grace": 2, **fields,
+    }  # fmt: skip
+    Path(os.environ["CLUSTERKIT_CLUSTERS"]).write_text(json.dumps({"lab": entry}))
+    return "lab"
+
+
+@pytest.fixture
+def submit(lab: Lab) -> Iterator[Submit]:
+    """``submit(600, nodes=2)``: ranks that tick for so long; ended and removed with the test."""
+    started: list[api.Run] = []
+
+    def start(ticks: int = 600, *, settings: tuple[str, ...] = (), **options: object) -> api.Run:
+        if not Path(os.environ["CLUSTERKIT_CLUSTERS"]).exists():
+            describe(lab)
+        Path("job.yaml").write_text(
+            f"program: tick.py\nargs: ['{ticks}']\nlauncher: python\nnodes: 2\n"
+        )
+        run = api.submit(
+            "job.yaml", cluster="lab", settings=settings, **{"doctor": False, **options}
+        )
+        started.append(run)
+        return run
+
+    yield start
+    lab.repair()
+    for run in (run for run in started if run.path.exists()):
+        run.cancel()
+        for host in lab.hosts:
+            assert processes(lab, host.name, run) == []
+
+
+def on(lab: Lab, host: str, script: str) -> subprocess.CompletedProcess[str]:
+    """Run a line of shell on a host."""
+    return lab.ssh(host, "sh", "-c", script)
+
+
+def processes(lab: Lab, host: str, run: api.Run) -> list[str]:
+    """Process ids on a host that belong to a run."""
+    script = (
+        "for f in /proc/[0-9]*/environ; do tr '\\0' '\\n' <$f 2>/dev/null "
+        f"| grep -q '^CLUSTERKIT_RUN_DIR={run.plan.run_dir}$' && echo $f; done; true"
+    )
+    done = on(lab, host, script)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def agent_pid(run: api.Run, node: int) -> int:
+    path = run.path / "attempts" / "1" / f"node-{node}" / "started.json"
+    return int(json.loads(path.read_text())["pid"])
+
+
+def rank_pid(run: api.Run, node: int) -> int:
+    path = run.path / "attempts" / "1" / f"node-{node}" / "ranks.jsonl"
+    return int(json.loads(path.read_text().splitlines()[0])["pid"])
+
+
+def saying(run: api.Run, text: str, times: int) -> None:
+    """Return once ``text`` stands in the run's log so often."""
+    found = 0
+    for line in run.logs(follow=True):
+        found += text in line.text
+        if found == times:
+            return
+    raise AssertionError(f"the run ended: {run.status()}")
+
+
+def ended(run: api.Run, seconds: float = 60.0) -> tuple[RunStatus, float]:
+    """The last status, and after how many seconds it was there."""
+    began = time.monotonic()
+    return run.wait(seconds), time.monotonic() - began
+
+
+def kill_supervisor(run: api.Run) -> None:
+    recorded = json.loads((run.path / "supervisor.json").read_text())
+    os.kill(recorded["pid"], signal.SIGKILL)
+    agent.wait_gone([recorded["pid"]], 10)
+
+
+# ---------------------------------------------------------------- runs that go well
+
+
+def test_ranks_run_on_their_hosts_and_their_lines_come_back(submit: Submit) -> None:
+    run = submit(1)
+    status, _ = ended(run)
+    assert status.state is State.SUCCEEDED
+    assert [(node.node, node.host, node.exit_code) for node in status.nodes] == [
+        (0, "h0", 0),
+        (1, "h1", 0),
+    ]
+    lines = {(line.node, line.rank, line.text) for line in run.logs()}
+    assert {(0, 0, "hello from 0 h0"), (1, 1, "hello from 1 h1"), (1, 1, "done")} <= lines
+    assert [line.text for line in run.logs(rank=1)] == ["hello from 1 h1", "done"]
+
+
+def test_removing_a_run_removes_it_from_the_hosts(submit: Submit, lab: Lab) -> None:
+    run = submit(1)
+    ended(run)
+    folder = run.plan.run_dir
+    assert on(lab, "h1", f"test -d {folder}").returncode == 0
+    run.delete()
+    assert not run.path.exists()
+    for host in lab.hosts:
+        assert on(lab, host.name, f"test -e {folder}").returncode == 1
+
+
+def test_uncommitted_work_is_copied_ignored_files_are_not(
+    submit: Submit, lab: Lab, place: Path
+) -> None:
+    def git(*words: str) -> None:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *identity, *words], check=True, capture_output=True)
+
+    git("init", "-q")
+    (place / ".gitignore").write_text("*.bin\n")
+    (place / "big.bin").write_bytes(bytes(10))
+    (place / "kept.txt").write_text("first")
+    git("add", ".")
+    git("commit", "-qm", "x")
+    (place / "kept.txt").write_text("second, not committed")
+    (place / "new.txt").write_text("never added")
+    first = submit(1)
+    ended(first)
+    folder = first.plan.trees[0].path
+    shown = on(lab, "h1", f"cd {folder} && cat kept.txt new.txt && ls -A").stdout
+    assert "second, not committed" in shown
+    assert "never added" in shown
+    assert "big.bin" not in shown
+    (place / "kept.txt").write_text("third")
+    second = submit(1)
+    ended(second)
+    assert second.plan.trees[0].path != folder
+    # The tree of the first run is as it was.
+    assert on(lab, "h1", f"cat {folder}/kept.txt").stdout == "second, not committed"
+    inode = "stat -c %i " + " ".join(f"{r.plan.trees[0].path}/new.txt" for r in (first, second))
+    one, other = on(lab, "h1", inode).stdout.split()
+    assert one == other, "a file that had not changed was sent again"
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "mpirun"])
+def test_every_launcher_starts_ranks_on_all_hosts(
+    submit: Submit, lab: Lab, launcher: str, place: Path
+) -> None:
+    describe(lab, stop_grace=10, lost_after=30)
+    (place / "tick.py").write_text(
+        "import os\nprint('rank', *(os.environ[k] for k in "
+        "('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'NODE_RANK')), os.uname().nodename, flush=True)\n"
+    )
+    run = submit(1, gpus=2, settings=(f"launcher={launcher}",))
+    status, _ = ended(run, 200)
+    assert status.state is State.SUCCEEDED, list(run.logs())
+    told = sorted((x.rank, x.text) for x in run.logs() if x.text.startswith("rank "))
+    assert told == [
+        (0, "rank 0 4 0 0 h0"),
+        (1, "rank 1 4 1 0 h0"),
+        (2, "rank 2 4 0 1 h1"),
+        (3, "rank 3 4 1 1 h1"),
+    ]
+
+
+def test_a_secret_reaches_the_ranks_and_no_file_or_argument_list(
+    submit: Submit, lab: Lab, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = "hunter2-Zq81-correct-horse"
+    monkeypatch.setenv("API_TOKEN", token)
+    (place / "tick.py").write_text(
+        "import os, time\nprint(len(os.environ['API_TOKEN']), flush=True)\ntime.sleep(60)\n"
+    )
+    run = submit(1, settings=("secrets=[API_TOKEN]",))
+    saying(run, str(len(token)), 2)
+    hidden = token[:7] + "[" + token[7] + "]" + token[8:]  # so that grep does not find itself
+    for host in lab.hosts:
+        found = on(
+            lab, host.name, f"cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c '{hidden}'"
+        ).stdout
+        assert found.strip() == "0"
+        assert on(lab, host.name, f"grep -rl '{hidden}' /root/clusterkit").stdout == ""
+    assert not [
+        path for path in run.path.rglob("*") if path.is_file() and token in path.read_text()
+    ]
+
+
+# ---------------------------------------------------------------- runs that are broken on purpose
+
+
+def test_a_killed_rank_is_named_and_takes_the_others_down(submit: Submit, lab: Lab) -> None:
+    run = submit()
+    saying(run, "hello", 2)
+    on(lab, "h1", f"kill -9 {rank_pid(run, 1)}")
+    status, seconds = ended(run)
+    assert (status.state, status.exit_code) == (State.FAILED, 137)
+    assert status.failure is not None
+    assert (status.failure.node, status.failure.rank) == (1, 1)
+    assert "SIGKILL" in status.failure.cause
+    assert seconds < SOON
+    assert processes(lab, "h0", run) == []
+
+
+def test_a_killed_launcher_is_named_and_takes_the_others_down(submit: Submit, lab: Lab) -> None:
+    run = submit()
+    saying(run, "hello", 2)
+    on(lab, "h1", f"kill -9 {agent_pid(run, 1)}")
+    status, seconds = ended(run)
+    assert status.state is State.FAILED
+    assert status.failure is not None
+    assert status.failure.node == 1
+    assert "ended without a word" in status.failure.cause
+    assert seconds < SOON
+    for host in lab.hosts:
+        assert processes(lab, host.name, run) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("crash", "refuses connections"),
+        ("cut", "does not answer"),
+        ("freeze", "does not answer"),
+    ],
+)
+def test_a_host_that_is_lost_is_named_and_cleaned_when_it_is_back(
+    submit: Submit, lab: Lab, fault: str, words: str
+) -> None:
+    run = submit()
+    saying(run, "hello", 2)
+    lab.fault(fault, "h1")
+    status, _ = ended(run, 90)
+    assert status.state is State.FAILED
+    assert status.failure is not None
+    assert status.failure.node == 1
+    assert "host h1" in status.failure.cause
+    assert words in status.failure.cause
+    assert "no answer for" in status.failure.cause
+    assert "--exclude h1" in (status.failure.hint or "")
+    assert processes(lab, "h0", run) == []
+    assert f"clusterkit cancel {run.id}" in (status.remark or "")
+    lab.repair()
+    again = run.cancel()
+    assert (again.state, again.remark) == (State.FAILED, None)
+    assert processes(lab, "h1", run) == []
+
+
+def test_a_cut_that_heals_in_time_is_survived(submit: Submit, lab: Lab) -> None:
+    describe(lab, lost_after=60)
+    run = submit(100)
+    saying(run, "hello", 2)
+    lab.fault("cut", "h1")
+    deadline = time.monotonic() + 60
+    while not any(node.reason for node in run.status().nodes):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    lab.fault("heal", "h1")
+    status, _ = ended(run, 90)
+    assert status.state is State.SUCCEEDED
+    assert [line.text for line in run.logs(rank=1)] == ["hello from 1 h1", "done"]
+
+
+def test_an_sshd_that_starts_anew_is_survived(submit: Submit, lab: Lab) -> None:
+    run = submit(60)
+    saying(run, "hello", 2)
+    lab.fault("restart-sshd", "h1")
+    status, _ = ended(run)
+    assert status.state is State.SUCCEEDED
+    assert "done" in [line.text for line in run.logs(rank=1)]
+
+
+def test_a_run_goes_on_without_its_supervisor_and_can_be_attached_to(submit: Submit) -> None:
+    run = submit(100)
+    saying(run, "hello", 2)
+    kill_supervisor(run)
+    status = run.status()
+    assert status.state is State.RUNNING
+    assert f"clusterkit attach {run.id}" in (status.remark or "")
+    api.attach(run.id)
+    assert run.status().remark is None
+    status, _ = ended(run)
+    assert status.state is State.SUCCEEDED
+    assert [line.text for line in run.logs(rank=1)] == ["hello from 1 h1", "done"]
+
+
+def test_the_laptop_can_be_closed(submit: Submit) -> None:
+    """Nobody watches while it ends; later everything is there."""
+    run = submit(20)
+    saying(run, "hello", 2)
+    kill_supervisor(run)
+    deadline = time.monotonic() + 60
+    while not (status := run.status()).state.final:
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    assert status.state is State.SUCCEEDED
+    assert [line.text for line in run.logs(rank=1)] == ["hello from 1 h1", "done"]
+
+
+@pytest.mark.parametrize("killed", ["rank", "agent"])
+@pytest.mark.parametrize("node", [0, 1])
+def test_the_nodes_end_together_although_nobody_watches(
+    submit: Submit, lab: Lab, killed: str, node: int
+) -> None:
+    run = submit()
+    saying(run, "hello", 2)
+    time.sleep(2 * agent.PEER_SECONDS)  # until the nodes have met
+    kill_supervisor(run)
+    pid = rank_pid(run, node) if killed == "rank" else agent_pid(run, node)
+    on(lab, f"h{node}", f"kill -9 {pid}")
+    began = time.monotonic()
+    while not (status := run.status()).state.final:
+        assert time.monotonic() - began < 30
+        time.sleep(0.2)
+    assert status.state is State.FAILED
+    assert status.failure is not None
+    assert status.failure.node == node
+    assert "stopped: " in (status.nodes[1 - node].reason or "")
+    for host in lab.hosts:
+        assert processes(lab, host.name, run) == []
+
+
+def test_a_run_is_cancelled_from_a_process_of_its_own(submit: Submit, lab: Lab) -> None:
+    run = submit()
+    saying(run, "hello", 2)
+    kill_supervisor(run)
+    done = subprocess.run(
+        [sys.executable, "-m", "clusterkit", "cancel", run.id], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, f"{run.id} CANCELLED\n")
+    for host in lab.hosts:
+        assert processes(lab, host.name, run) == []
+
+
+def test_a_failed_run_is_started_again(submit: Submit, place: Path) -> None:
+    (place / "tick.py").write_text(
+        "import os, sys\nfirst = os.environ['CLUSTERKIT_ATTEMPT'] == '1'\n"
+        "sys.exit(first and os.environ['RANK'] == '1')\n"
+    )
+    status, _ = ended(submit(1, settings=("restarts=1",)))
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
+
+
+# ---------------------------------------------------------------- hosts that are not fit
+
+
+def refused(submit: Submit, kind: type[ClusterkitError], **options: object) -> str:
+    """What a submit says that is refused; nothing is left of it."""
+    with pytest.raises(kind) as error:
+        submit(**options)
+    assert api.runs() == []
+    return str(error.value)
+
+
+def test_a_host_that_is_down_is_named(submit: Submit, lab: Lab) -> None:
+    lab.fault("crash", "h1")
+    said = refused(submit, HostUnreachable)
+    assert "host h1" in said
+    assert "is sshd running there?" in said
+
+
+def test_a_changed_host_key_is_refused_with_both_fingerprints(submit: Submit, lab: Lab) -> None:
+    lab.fault("new-host-key", "h1")
+    said = refused(submit, HostKeyProblem)
+    assert "host h1" in said
+    assert "its host key has changed" in said
+    assert said.count("SHA256:") == 2
+    assert "ssh-keygen -R" in said
+
+
+def test_an_unknown_host_key_is_refused(submit: Submit, lab: Lab, tmp_path: Path) -> None:
+    empty = tmp_path / "known_hosts"
+    empty.write_text("")
+    hosts = [
+        {
+            "name": host.name, "address": host.address, "user": "root", "identity": str(lab.key),
+            "known_hosts": str(empty), "python": sys.executable,
+        }
+        for host in lab.hosts
+    ]  # fmt: skip
+    entry = {"lab": {"backend": "ssh", "hosts": hosts}}
+    Path(os.environ["CLUSTERKIT_CLUSTERS"]).write_text(json.dumps(entry))
+    said = refused(submit, HostKeyProblem)
+    assert "its host key is not known" in said
+    assert f"ssh-keyscan {lab.hosts[0].address} >>{empty}" in said
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(submit: Submit, lab: Lab) -> None:
+    lab.fault("full-disk", "h1")
+    said = refused(submit, SubmitFailed)
+    assert "host h1" in said
+    assert "No space left on device" in said
+    listing = on(lab, "h1", "find /root/clusterkit -name '.*.*' -type d 2>/dev/null").stdout
+    assert listing == ""
+
+
+def test_another_version_on_one_host_is_told(submit: Submit, lab: Lab) -> None:
+    lab.fault("versions", "h1")
+    run = submit(1)
+    remarks = [str(note) for note in run.plan.notes if not note.name]
+    assert any("the hosts differ in torch" in remark for remark in remarks), remarks
+    ended(run)
+
+
+def test_a_python_that_is_not_there_is_named(submit: Submit, lab: Lab) -> None:
+    describe(lab, python="/nowhere/python", inventory=str(lab.hostfile))
+    said = refused(submit, ClusterkitError)
+    assert "/nowhere/python" in said or "host key" in said or "does not let" in said
+
+
+def test_more_nodes_than_hosts(submit: Submit) -> None:
+    said = refused(submit, BadInput, nodes=3)
+    assert "nodes: 3 are wanted, the cluster has 2 hosts (h0, h1)" in said
+
+
+def test_hosts_can_be_chosen(submit: Submit) -> None:
+    run = submit(1, nodes=1, include="h1")
+    assert ended(run)[0].nodes[0].host == "h1"
+    run = submit(1, nodes=1, exclude="h0")
+    assert ended(run)[0].nodes[0].host == "h1"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda key: key.unlink(), "does not exist"),
+        (lambda key: key.chmod(0o644), "can be read by others (mode 0644)"),
+        (lambda key: key.write_text("no key\n"), "is not a private key"),
+        (
+            lambda key: subprocess.run(
+                ["ssh-keygen", "-p", "-q", "-N", "secret", "-P", "", "-f", str(key)], check=True
+            ),
+            "is protected by a passphrase",
+        ),
+    ],
+    ids=["missing", "permissions", "garbage", "passphrase"],
+)
+def test_a_key_that_cannot_be_used_says_why(
+    submit: Submit,
+    lab: Lab,
+    tmp_path: Path,
+    spoil: Callable[[Path], object],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    key = tmp_path / "key"
+    key.write_bytes(lab.key.read_bytes())
+    key.chmod(0o600)
+    inventory = tmp_path / "inventory.yaml"
+    inventory.write_text(lab.inventory.read_text().replace(str(lab.key), str(key)))
+    describe(lab, inventory=str(inventory))
+    spoil(key)
+    said = refused(submit, Unavailable)
+    assert words in said
+    assert "host h0" in said
+
+
+def test_a_configuration_of_ssh_is_honoured(submit: Submit, lab: Lab, tmp_path: Path) -> None:
+    """User, HostName, IdentityFile, UserKnownHostsFile and ProxyJump, all from ssh_config."""
+    config = tmp_path / "ssh_config"
+    common = (
+        f"  User root\n  IdentityFile {lab.key}\n  IdentitiesOnly yes\n"
+        f"  UserKnownHostsFile {lab.known_hosts}\n"
+    )
+    config.write_text(
+        f"Host first\n  HostName {lab.hosts[0].address}\n{common}"
+        f"Host behind\n  HostName {lab.hosts[1].address}\n  ProxyJump first\n{common}"
+    )
+    hosts = [
+        {"name": name, "ssh_config": str(config), "python": sys.executable}
+        for name in ("first", "behind")
+    ]
+    entry = {"lab": {"backend": "ssh", "hosts": hosts}}
+    Path(os.environ["CLUSTERKIT_CLUSTERS"]).write_text(json.dumps(entry))
+    run = submit(1)
+    status, _ = ended(run)
+    assert status.state is State.SUCCEEDED
+    assert {line.text for line in run.logs()} >= {"hello from 0 h0", "hello from 1 h1"}
+
+
+def test_a_login_shell_that_greets_disturbs_nothing(submit: Submit, lab: Lab) -> None:
+    bashrc = lab.root("h1") / "root" / ".bashrc"
+    before = bashrc.read_text()
+    bashrc.write_text("echo welcome to h1; echo and mind the step >&2\n")
+    try:
+        run = submit(1)
+        assert ended(run)[0].state is State.SUCCEEDED
+    finally:
+        bashrc.write_text(before)
+
+
+def test_connections_are_made_once(lab: Lab) -> None:
+    describe(lab)
+    cluster = api.settled_cluster("lab")
+    transport = backends.transport_for(cluster)
+    first = transport.connection("h0")
+    for _ in range(5):
+        assert transport.run("h0", ["true"], timeout=30).exit_code == 0
+    assert transport.connection("h0") is first
+    transport.close()
+    assert not first.is_active()

@@ -1,0 +1,230 @@
+"""What a host tells of itself, as its Python says it: a real process each time."""
+
+import json
+import os
+import pwd
+import socket
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from clusterkit import host_probe
+from clusterkit.backends.nodes import GPU_QUERY, parse_gpus
+
+TEXT = Path(host_probe.__file__).read_bytes()
+
+
+@pytest.fixture
+def probe(tmp_path, monkeypatch):
+    """Run the probe as a host would; gives its document."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("SSH_CONNECTION", raising=False)
+
+    def run(python=sys.executable, env=None, **asked):
+        given = {"workdir": "~/work", "packages": [], "tools": [], "gpu_query": list(GPU_QUERY)}
+        done = subprocess.run(
+            [python, "-", json.dumps(given | asked)], input=TEXT, capture_output=True, cwd=tmp_path,
+            env={**os.environ, **(env or {})},
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert done.stdout.count(b"\n") == 1
+        return json.loads(done.stdout)
+
+    return run
+
+
+@pytest.fixture
+def tools(tmp_path, monkeypatch):
+    """Programs of the test's own, first on PATH."""
+    folder = tmp_path / "tools"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+    def make(name, script):
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+        return str(folder / name)
+
+    return make
+
+
+def test_it_reads_and_writes_nothing_but_its_document(probe, tmp_path):
+    before = sorted(tmp_path.iterdir())
+    probe(workdir=str(tmp_path / "not there yet"))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_machine_tells_what_it_is(probe):
+    told = probe()
+    assert told["python"] == sys.executable
+    assert told["python_version"] == list(sys.version_info[:3])
+    assert told["hostname"] == socket.gethostname()
+    assert told["cpus"] == len(os.sched_getaffinity(0))
+    with open("/proc/meminfo") as file:
+        total = int(file.readline().split()[1])
+    assert abs(told["memory_mib"] - total / 1024) < 64
+
+
+def test_cpus_are_those_that_the_process_may_use(probe):
+    one = min(os.sched_getaffinity(0))
+    done = subprocess.run(
+        ["taskset", "-c", str(one), sys.executable, "-", json.dumps(
+            {"workdir": "x", "packages": [], "tools": [], "gpu_query": ["nvidia-smi"]})],
+        input=TEXT, capture_output=True, check=True,
+    )  # fmt: skip
+    assert json.loads(done.stdout)["cpus"] == 1
+
+
+@pytest.mark.parametrize(
+    ("workdir", "expected"),
+    [
+        ("/a/b", "/a/b"),
+        ("/a b/../c", "/c"),
+        ("~/x y", "HOME/x y"),
+        ("~", "HOME"),
+        ("relative", "CWD/relative"),
+        ("~nobody-of-this-name/x", "CWD/~nobody-of-this-name/x"),
+        ("/日本/$HOME", "/日本/$HOME"),
+    ],
+)
+def test_the_working_folder_is_an_absolute_path(probe, tmp_path, workdir, expected):
+    told = probe(workdir=workdir, env={"HOME": "/home/of mine"})
+    expected = expected.replace("HOME", "/home/of mine") if workdir[0] == "~" else expected
+    assert told["workdir"] == expected.replace("CWD", str(tmp_path))
+
+
+def test_without_home_it_is_that_of_the_user_database(probe):
+    # As `env` would run it; None is what subprocess cannot say.
+    asked = {"workdir": "~/w", "packages": [], "tools": [], "gpu_query": ["nvidia-smi"]}
+    done = subprocess.run(
+        ["env", "-u", "HOME", sys.executable, "-", json.dumps(asked)],
+        input=TEXT, capture_output=True, check=True,
+    )  # fmt: skip
+    assert json.loads(done.stdout)["workdir"] == f"{pwd.getpwuid(os.getuid()).pw_dir}/w"
+
+
+# ---------------------------------------------------------------- the network
+
+
+def test_interfaces_are_those_of_ip(probe):
+    done = subprocess.run(["ip", "-j", "-4", "address"], capture_output=True)
+    if done.returncode:
+        pytest.skip("no ip here to compare with")
+    theirs = {}
+    for link in json.loads(done.stdout):
+        primary = [a for a in link["addr_info"] if not a.get("secondary")]
+        if primary:
+            theirs[link["ifname"]] = (primary[0]["local"], link["mtu"])
+    ours = {one["name"]: (one["address"], one["mtu"]) for one in probe()["interfaces"]}
+    assert ours == theirs
+    assert ours["lo"][0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("connection", "reached"),
+    [
+        ("10.0.0.9 50000 10.0.0.1 22", "10.0.0.1"),
+        ("2001:db8::9 50000 2001:db8::1 22", "2001:db8::1"),
+        ("", ""),
+        ("UNKNOWN", ""),
+        ("10.0.0.9 50000", ""),
+    ],
+)
+def test_the_address_it_was_reached_at(probe, connection, reached):
+    assert probe(env={"SSH_CONNECTION": connection})["reached_at"] == reached
+    assert probe()["reached_at"] == ""
+
+
+# ---------------------------------------------------------------- packages and tools
+
+
+def test_versions_of_what_is_installed(probe):
+    told = probe(packages=["pytest", "msgspec", "no-such-package", ""])["versions"]
+    import msgspec
+
+    assert told == {"pytest": pytest.__version__, "msgspec": msgspec.__version__}
+
+
+@pytest.mark.parametrize("metadata", [None, "", "Name: half\n", b"\xff\xfe", "Version:\n"])
+def test_half_a_package_is_none(probe, tmp_path, metadata):
+    folder = tmp_path / "lib" / "half-1.0.dist-info"
+    folder.mkdir(parents=True)
+    if metadata is not None:
+        data = metadata if isinstance(metadata, bytes) else metadata.encode()
+        (folder / "METADATA").write_bytes(data)
+    told = probe(packages=["half"], env={"PYTHONPATH": str(tmp_path / "lib")})
+    assert told["versions"] == {}
+
+
+def test_tools_by_their_paths(probe, tools):
+    mine = tools("mpirun", "")
+    Path(tools("ninja", "")).chmod(0o644)
+    told = probe(tools=["mpirun", "ninja", "no such tool"], env={"PATH": str(Path(mine).parent)})
+    assert told["tools"] == {"mpirun": mine}
+
+
+# ---------------------------------------------------------------- GPUs
+
+CSV = "0, GPU-aa, NVIDIA H100 80GB HBM3, 81559\n1, GPU-bb, NVIDIA H100 80GB HBM3, 81559\n"
+
+
+def test_gpus_are_what_nvidia_smi_says(probe, tools):
+    tools("nvidia-smi", f'[ "$*" = "{" ".join(GPU_QUERY[1:])}" ] && printf "{CSV}"')
+    told = probe()
+    assert [gpu.index for gpu in parse_gpus(told["gpus"], told["visible"])] == ["0", "1"]
+
+
+def test_visible_devices_are_told(probe, tools):
+    tools("nvidia-smi", f'printf "{CSV}"')
+    for visible, indexes in (("1", ["1"]), ("", []), ("GPU-bb,GPU-aa", ["1", "0"])):
+        told = probe(env={"CUDA_VISIBLE_DEVICES": visible})
+        assert [gpu.index for gpu in parse_gpus(told["gpus"], told["visible"])] == indexes
+    assert probe()["visible"] is None
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "exit 9",
+        "echo 'NVIDIA-SMI has failed' ; exit 12",
+        "printf '\\377\\376' ; exit 1",
+        "kill -9 $$",
+    ],
+)
+def test_a_driver_that_is_broken_means_no_gpus(probe, tools, script):
+    tools("nvidia-smi", script)
+    assert probe()["gpus"] == ""
+
+
+def test_an_nvidia_smi_that_cannot_be_started(probe, tools):
+    path = Path(tools("nvidia-smi", ""))
+    path.write_bytes(b"\x7fELF of another machine")
+    assert probe()["gpus"] == ""
+
+
+def test_an_nvidia_smi_that_hangs_is_given_up(tools, monkeypatch):
+    tools("nvidia-smi", "exec sleep 60")
+    monkeypatch.setattr(host_probe, "NVIDIA_SECONDS", 0.2)
+    assert host_probe.gpus(["nvidia-smi"]) == ""
+
+
+def test_output_of_nvidia_smi_that_is_no_text(probe, tools):
+    tools("nvidia-smi", r"printf '0, GPU-aa, Caf\351, 100\n'")
+    assert [gpu.memory_mib for gpu in parse_gpus(probe()["gpus"])] == [100]
+
+
+def test_without_nvidia_smi_there_are_no_gpus(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert host_probe.gpus(list(GPU_QUERY)) == ""
+
+
+# ---------------------------------------------------------------- as text for any Python
+
+
+def test_it_runs_as_text_without_a_file_of_its_own():
+    module = types.ModuleType("host_probe")
+    exec(compile(TEXT, "<stdin>", "exec"), module.__dict__)
+    assert module.interfaces()

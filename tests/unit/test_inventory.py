@@ -1,0 +1,913 @@
+"""Hosts from Ansible inventories and DeepSpeed hostfiles; Ansible itself says what is right."""
+
+import ast
+import collections
+import copy
+import importlib.util
+import json
+import logging
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from clusterkit import inventory
+from clusterkit.cluster import Host
+from clusterkit.errors import BadInput, Unavailable
+from clusterkit.inventory import check_hosts, chosen, host_of, read_hosts
+
+TOOL = Path(sys.executable).with_name("ansible-inventory")
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write an inventory; gives its path."""
+
+    def write(text, name="inventory.yaml"):
+        path = tmp_path / name
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return write
+
+
+def names(hosts):
+    return [host.name for host in hosts]
+
+
+def one(write, line, **more):
+    """The only host of an inventory that gives it these variables."""
+    (host,) = read_hosts(write(f"all: {{hosts: {{h0: {{{line}}}}}}}"), more.get("group", "all"))
+    return host
+
+
+def refusal(write, text, group="all", name="inventory.yaml"):
+    path = write(text, name)
+    with pytest.raises(BadInput) as error:
+        read_hosts(path, group)
+    assert error.value.message.startswith(str(path))
+    return error.value.message.removeprefix(str(path)), error.value.hint or ""
+
+
+# ---------------------------------------------------------------- as Ansible reads it
+
+
+@pytest.fixture
+def ansible(tmp_path):
+    """What ``ansible-inventory`` says of a file."""
+    assert TOOL.exists(), "these tests compare with Ansible: pip install ansible-core"
+
+    def ask(path, *arguments):
+        done = subprocess.run(
+            [TOOL, "-i", path, *arguments], capture_output=True, cwd=tmp_path,
+            env={**os.environ, "LC_ALL": "C.UTF-8"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr.decode()
+        return json.loads(done.stdout)
+
+    return ask
+
+
+def as_ansible(path, hostvars, hosts):
+    return {name: host_of(str(path), name, hostvars.get(name, {})) for name in hosts}
+
+
+NESTED = """
+all:
+  vars: {ansible_user: everyone, ansible_port: 1, slots: 1}
+  hosts:
+    lone: {ansible_host: 10.9.9.9}
+    a[01:03]: {clusterkit_python: /usr/bin/python3}
+    "a03": {ansible_host: 10.0.0.33}
+  children:
+    racks:
+      vars: {ansible_user: racks, slots: 2}
+      children:
+        rack1:
+          hosts: {a01: , a02: {slots: 7}}
+          vars: {ansible_user: rack1}
+        rack2:
+          hosts: {a03: {ansible_port: 33}, "b[1:2]:2222": {ansible_host: "b.example"}, b2: {ansible_host: c}}
+    fast:
+      vars: {ansible_user: fast, clusterkit_address: 1.2.3.4, ansible_group_priority: 9}
+      hosts: {a01: , b1: }
+    slow:
+      vars: {ansible_user: slow, clusterkit_address: 5.6.7.8}
+      hosts: {a01: , b1: }
+      children: {rack1: }
+"""  # noqa: E501
+
+
+def test_nested_groups_ranges_ports_and_precedence_are_ansible_s(write, ansible):
+    path = write(NESTED)
+    listing = ansible(path, "--list")
+    found = {host.name: host for host in read_hosts(path, "all")}
+    assert found == as_ansible(path, listing["_meta"]["hostvars"], found)
+    assert found["b1"].port == 2222
+    assert list(found) == ["lone", "a01", "a02", "a03", "b1", "b2"]
+    assert names(read_hosts(path, "rack2")) == listing["rack2"]["hosts"] == ["a03", "b1", "b2"]
+    assert names(read_hosts(path, "racks")) == ["a01", "a02", "a03", "b1", "b2"]
+    assert names(read_hosts(path, "fast")) == ["a01", "b1"]
+
+
+def test_one_host_s_variables_are_those_that_ansible_gives_for_it(write, ansible):
+    path = write(NESTED)
+    (host,) = (host for host in read_hosts(path, "slow") if host.name == "a01")
+    assert host == host_of(str(path), "a01", ansible(path, "--host", "a01"))
+    assert (host.user, host.cluster_address, host.slots) == ("rack1", "1.2.3.4", 2)
+
+
+RANDOM_READER = """
+import json, sys
+from ansible.inventory.manager import InventoryManager
+from ansible.parsing.dataloader import DataLoader
+from ansible.vars.manager import VariableManager
+for path in sys.argv[1:]:
+    loader = DataLoader()
+    inventory = InventoryManager(loader, sources=[path])
+    variables = VariableManager(loader, inventory)
+    told = {
+        "vars": {
+            host.name: {
+                k: v for k, v in variables.get_vars(host=host, include_hostvars=False).items()
+                if k.startswith(("ansible_", "clusterkit_", "slots")) and k in sys.stdin.wanted
+            }
+            for host in inventory.get_hosts("all")
+        },
+        "groups": {n: [h.name for h in g.get_hosts()] for n, g in inventory.groups.items()},
+    }
+    print(json.dumps(told))
+"""
+COMPARED = {
+    "ansible_user": lambda n: f"u{n}",
+    "ansible_port": lambda n: n + 1,
+    "ansible_host": lambda n: f"10.0.{n}.{n}",
+    "slots": lambda n: n + 1,
+    "clusterkit_python": lambda n: f"/opt/{n}/python",
+}
+
+
+def random_inventory(dice):
+    """Groups in groups, hosts in several of them, said again and again, in any order of keys."""
+    groups = [f"g{number}" for number in range(dice.randint(1, 7))]
+    counter = iter(range(1, 250))
+
+    def variables(most):
+        names = dice.sample(sorted(COMPARED), dice.randint(0, most))
+        return {name: COMPARED[name](next(counter)) for name in names}
+
+    def hosts():
+        patterns = ["h1", "h2", "h3", "n[1:3]", "n[01:02]", "x[a:c]", "m[0:4:2]", "h4:2200"]
+        return {p: variables(2) or None for p in dice.sample(patterns, dice.randint(0, 3))}
+
+    def group(number, depth):
+        keys = {"hosts": hosts(), "vars": variables(3)}
+        if dice.random() < 0.2:
+            keys["vars"]["ansible_group_priority"] = dice.randint(-2, 3)
+        # Only those after it: groups never go round in a circle.
+        below = dice.sample(groups[number + 1 :], dice.randint(0, min(2, len(groups) - number - 1)))
+        keys["children"] = {
+            name: group(groups.index(name), depth + 1)
+            if depth < 2 and dice.random() < 0.6
+            else None
+            for name in below
+        }
+        kept = [key for key in keys if keys[key] or dice.random() < 0.1]
+        dice.shuffle(kept)
+        return {key: keys[key] for key in kept} or None
+
+    tops = dice.sample(range(len(groups)), dice.randint(1, len(groups)))
+    document = {groups[number]: group(number, 0) for number in tops}
+    if dice.random() < 0.6:
+        document["all"] = {"vars": variables(4), "hosts": hosts()}
+    if dice.random() < 0.3:
+        document = {"all": {"children": {k: v for k, v in document.items() if k != "all"}}}
+    return document
+
+
+def test_sixty_inventories_drawn_at_random_are_read_as_ansible_reads_them(
+    write, tmp_path, monkeypatch
+):
+    # Two hosts may have drawn one address: not what is compared here.
+    monkeypatch.setattr(inventory, "check_hosts", lambda hosts, where: tuple(hosts))
+    seed = random.randrange(1 << 32)
+    dice = random.Random(seed)
+    paths = [write(json.dumps(random_inventory(dice)), f"{n}.yaml") for n in range(60)]
+    reader = RANDOM_READER.replace("sys.stdin.wanted", repr(set(COMPARED)))
+    done = subprocess.run(
+        [sys.executable, "-c", reader, *paths], capture_output=True, cwd=tmp_path,
+        env={**os.environ, "LC_ALL": "C.UTF-8"}, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(told) == len(paths)
+    compared = 0
+    for path, theirs in zip(paths, told, strict=True):
+        about = f"seed {seed}: {path.read_text()}"
+        for group, members in theirs["groups"].items():
+            if group == "ungrouped":
+                continue
+            if not members:
+                with pytest.raises(BadInput, match="no hosts"):
+                    read_hosts(path, group)
+                continue
+            found = {host.name: host for host in read_hosts(path, group)}
+            assert sorted(found) == sorted(members), about
+            assert found == as_ansible(path, theirs["vars"], found), about
+            compared += len(found)
+    assert compared > 300
+
+
+INI = """
+; a comment
+first
+[zeta]
+h3 ansible_port=2200
+h1 ansible_host=10.0.0.1 slots=3
+[alpha]
+h[1:2]  # and a comment
+[both:children]
+zeta
+alpha
+[both:vars]
+ansible_user=trainer
+"""
+
+
+def test_an_ini_inventory_is_read_by_ansible_in_the_file_s_order(write):
+    hosts = read_hosts(write(INI, "hosts"), "all")
+    assert hosts == (
+        Host(name="first"),
+        Host(name="h3", port=2200, user="trainer"),
+        Host(name="h1", address="10.0.0.1", slots=3, user="trainer"),
+        Host(name="h2", user="trainer"),
+    )
+
+
+def test_a_group_of_an_ini_inventory(write):
+    assert names(read_hosts(write(INI, "hosts"), "alpha")) == ["h1", "h2"]
+
+
+def test_group_vars_and_host_vars_beside_an_inventory_count(write, tmp_path):
+    path = write("nodes: {hosts: {h0: , h1: }}")
+    for folder, name, text in (
+        ("group_vars", "nodes.yml", "ansible_user: from_group\nslots: 2"),
+        ("host_vars", "h1.yml", "ansible_user: from_host"),
+    ):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text(text)
+    assert read_hosts(path, "nodes") == (
+        Host(name="h0", user="from_group", slots=2),
+        Host(name="h1", user="from_host", slots=2),
+    )
+
+
+def test_a_script_says_who_the_hosts_are(write, monkeypatch):
+    # Ansible refuses to start under this locale; it is not the user's to know.
+    monkeypatch.setenv("LC_ALL", "C")
+    monkeypatch.setenv("ANSIBLE_INVENTORY_EXPORT", "true")
+    listing = {
+        "nodes": {"hosts": ["s1", "s0"], "vars": {"ansible_user": "u"}},
+        "_meta": {"hostvars": {"s1": {"slots": 4}}},
+    }
+    path = write(f"#!/bin/sh\ncat <<'END'\n{json.dumps(listing)}\nEND\n", "cloud")
+    path.chmod(0o755)
+    assert read_hosts(path, "nodes") == (
+        Host(name="s1", user="u", slots=4),
+        Host(name="s0", user="u"),
+    )
+
+
+def test_a_folder_of_inventories_is_one_inventory(tmp_path):
+    folder = tmp_path / "inventory"
+    folder.mkdir()
+    (folder / "01-a.yaml").write_text("nodes: {hosts: {h0: {ansible_ssh_private_key_file: k}}}")
+    (folder / "02-b").write_text("[nodes]\nh1 slots=2\n")
+    first, second = read_hosts(folder, "nodes")
+    assert (first.name, first.identity) == ("h0", str(folder / "k"))
+    assert second == Host(name="h1", slots=2)
+
+
+VAULT = """
+all:
+  hosts:
+    h0:
+      ansible_become_password: !vault |
+        $ANSIBLE_VAULT;1.1;AES256
+        6162
+      ansible_user: !unsafe "{{no template}}"
+"""
+
+
+def test_secrets_in_vaults_that_nobody_needs_here_do_no_harm(write):
+    assert read_hosts(write(VAULT.replace("{{no template}}", "me")), "all") == (
+        Host(name="h0", user="me"),
+    )
+
+
+def test_a_value_in_a_vault_that_is_needed_is_refused(write):
+    text = VAULT.replace("ansible_become_password", "ansible_host")
+    message, _ = refusal(write, text)
+    assert message == ": host h0: ansible_host: the value is in a vault"
+
+
+def test_an_encrypted_inventory_is_ansible_s_to_refuse(write):
+    message, _ = refusal(write, "$ANSIBLE_VAULT;1.1;AES256\n613262\n626364\n")
+    assert "ansible-inventory cannot read it" in message
+    assert "vault secrets" in message
+
+
+def test_what_ansible_cannot_read_either_is_said_in_its_words(write):
+    message, _ = refusal(write, "[nodes]\nh0 slots=2\n[nodes:nonsense]\n", name="hosts")
+    assert "ansible-inventory cannot read it" in message
+    assert "nonsense" in message
+
+
+def test_without_ansible_it_is_said_what_needs_it(write, monkeypatch):
+    monkeypatch.setattr(inventory.shutil, "which", lambda *_, **__: None)
+    with pytest.raises(Unavailable, match="only Ansible can read an inventory of this form") as e:
+        read_hosts(write(INI), "all")
+    assert "ansible" in (e.value.hint or "")
+
+
+def test_a_plain_yaml_inventory_needs_no_ansible(write, monkeypatch):
+    monkeypatch.setattr(inventory.shutil, "which", lambda *_, **__: None)
+    text = "# h0 ansible_host=10.0.0.1 is how INI would say it\nall: {hosts: {h0: }}\n"
+    assert read_hosts(write(text), "all") == (Host(name="h0"),)
+
+
+def test_an_inventory_on_a_disk_where_all_files_are_executable(write):
+    for text in ("all: {hosts: {h0: }}", "h0 slots=1\n"):
+        path = write(text)
+        path.chmod(0o777)
+        assert names(read_hosts(path, "all")) == ["h0"]
+
+
+# ---------------------------------------------------------------- YAML, ugly
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "# nothing\n", "\ufeff", "---\n", "---\n...\n"])
+def test_an_empty_inventory(write, text):
+    message, _ = refusal(write, text)
+    assert message == ": the file is empty"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("all: {hosts: ", ":1: not YAML"),
+        ("all:\n\thosts:\n", ":2: a tab where YAML wants spaces"),
+        ("<html><body>404 Not Found</body></html>", ": not an inventory"),
+        ("- h0\n- h1\n", ": not an inventory"),
+        ("42 is the answer", ": not an inventory"),
+        ("all: {hosts: [h0, h1]}", ":1: all.hosts: a mapping is wanted"),
+        ("all:\n  hosts:\n    h0: 10.0.0.1\n", ":3: all.hosts.h0: a host holds variables"),
+        ("all:\n  host:\n    h0:\n", ":2: all.host: unknown key of a group"),
+        ("h0: 10.0.0.1\n", ":1: h0: a group holds hosts, children and vars"),
+        ("all: {hosts: {h0: , h0: }}", ":1: all.hosts.h0: stands in line 1 already"),
+        ("all: {vars: []}", ":1: all.vars: a mapping is wanted"),
+        (b"all: {hosts: {h\xff: }}", ": not a text file (byte 15 is not UTF-8)"),
+        ("all: {hosts: {h0: {x: &a [*a]}}}", ": nested too deeply"),
+    ],
+)
+def test_what_is_no_inventory_is_refused_at_its_place(write, text, said):
+    message, _ = refusal(write, text)
+    assert message.startswith(said), message
+
+
+def test_no_file_and_no_folder(tmp_path):
+    for path in (tmp_path / "gone.yaml", tmp_path / "gone" / "inventory.yaml"):
+        with pytest.raises(BadInput, match=r"gone.*: no such file or directory") as error:
+            read_hosts(path, "all")
+        assert "hostfile" in (error.value.hint or "")
+
+
+def test_a_group_that_is_not_there(write):
+    text = "all: {children: {trainers: {hosts: {h0: }}, cpus: {hosts: {h1: }}}}"
+    message, hint = refusal(write, text, "trainer")
+    assert message == ": there is no group 'trainer'"
+    assert hint == "did you mean trainers? groups: all, cpus, trainers"
+
+
+@pytest.mark.parametrize(
+    ("text", "group", "said"),
+    [
+        ("all:\n", "all", ": no hosts"),
+        ("all: {hosts: }", "all", ": no hosts"),
+        ("all: {hosts: {h0: }}\nempty:\n", "empty", ": no hosts in group empty"),
+    ],
+)
+def test_a_group_without_hosts(write, text, group, said):
+    assert refusal(write, text, group)[0] == said
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: {children: {a: }, hosts: {h0: }}",
+        "a: {children: {b: }}\nb: {children: {c: }}\nc: {children: {a: }, hosts: {h0: }}",
+        "all: {hosts: {h0: }}\nx: {children: {y: {children: {x: }}}}",
+        "x: {children: {all: }, hosts: {h0: }}\nall: {children: {x: }}",
+    ],
+)
+def test_groups_that_go_round_in_a_circle(write, text):
+    message, _ = refusal(write, text)
+    assert "is its own child" in message
+
+
+def test_a_chain_of_two_thousand_groups(write):
+    lines = [f"g{n}: {{children: {{g{n + 1}: }}}}" for n in range(2000)]
+    path = write("\n".join([*lines, "g2000: {hosts: {h0: }, vars: {slots: 3}}"]))
+    assert read_hosts(path, "g0") == (Host(name="h0", slots=3),)
+
+
+def test_the_same_address_twice(write):
+    text = "all: {hosts: {h0: {ansible_host: 10.0.0.1}, h1: {ansible_host: 10.0.0.1}}}"
+    message, hint = refusal(write, text)
+    assert message == ": hosts h0 and h1 have the same address 10.0.0.1"
+    assert "two SSH ports" in hint
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        ({"address": "a"}, {"address": "a", "port": 22}, True),
+        ({"address": "a"}, {"address": "A"}, True),
+        ({}, {"address": "h0"}, True),
+        ({"address": "a", "port": 2201}, {"address": "a", "port": 2202}, False),
+        ({"address": "a", "jump": "x"}, {"address": "a", "jump": "y"}, False),
+    ],
+)
+def test_which_addresses_are_the_same(first, second, same):
+    hosts = [Host(name="h0", **first), Host(name="h1", **second)]
+    if not same:
+        assert check_hosts(hosts, "hosts") == tuple(hosts)
+        return
+    with pytest.raises(BadInput, match="h0 and h1 have the same address"):
+        check_hosts(hosts, "hosts")
+
+
+def test_the_same_name_twice():
+    with pytest.raises(BadInput, match="host h0 stands there twice"):
+        check_hosts([Host(name="h0"), Host(name="h0", address="b")], "hosts")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("h;reboot", "$(id)", "`id`", "a b", "-oProxyCommand=id", "h\n", "h/../x", "h'", 'h"'),
+        *("h|id", "h&", "h>x", "*", "?", "h0:22", "naïve", ".", "h.", "user@h", "a\\b", "~"),
+        "h\x00",
+    ],
+)
+def test_no_host_has_a_name_that_a_shell_would_read(name):
+    for host in (Host(name=name), Host(name="h0", address=name)):
+        with pytest.raises(BadInput, match="is neither a host name nor an address"):
+            check_hosts([host], "hosts")
+
+
+@pytest.mark.parametrize(
+    "name", ["h0", "gpu-01.example.org", "10.0.0.1", "2001:db8::1", "::1", "fe80::1%eth0", "a_b"]
+)
+def test_names_and_addresses_that_hosts_do_have(name):
+    assert check_hosts([Host(name=name)], "hosts")[0].name == name
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("n[1:3]", ["n1", "n2", "n3"]),
+        ("n[:2]", ["n0", "n1", "n2"]),
+        ("n[08:11]", ["n08", "n09", "n10", "n11"]),
+        ("n[8:11]", ["n8", "n9", "n10", "n11"]),
+        ("[a:c]", ["a", "b", "c"]),
+        ("n[0:10:5]-x", ["n0-x", "n5-x", "n10-x"]),
+        ("r[1:2]n[1:2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
+        ("n[5:5]", ["n5"]),
+    ],
+)
+def test_ranges(write, pattern, expected):
+    assert names(read_hosts(write(f'all: {{hosts: {{"{pattern}": }}}}'), "all")) == expected
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "n[3:1]",
+        "n[1:2:0]",
+        "n[a:3]",
+        "n[01:100]",
+        "n[ab:cd]",
+        "n[1:99999999999]",
+        "n[0:99999]m[0:99]",
+        *("n[c:a]", "n[1:²]", "n[1:3", "n[1]", "n[]", "n[1:2:3:4]", "n[1:-2]"),
+    ],
+)
+def test_what_is_no_range_is_refused_at_once(write, pattern):
+    began = time.process_time()
+    message, _ = refusal(write, f'all:\n  hosts:\n    "{pattern}":\n')
+    assert "is no range" in message or "neither a host name nor an address" in message
+    assert time.process_time() - began < 2
+
+
+def test_a_string_in_the_place_of_hosts_is_one_host_as_for_ansible(write, ansible):
+    path = write("nodes: {hosts: h1, children: more}\nmore: {hosts: h2}\n")
+    assert ansible(path, "--list")["more"]["hosts"] == ["h2"]
+    assert names(read_hosts(path, "nodes")) == ["h1", "h2"]
+
+
+def test_five_thousand_hosts_in_a_hundred_groups_take_linear_time(write):
+    def seconds(racks):
+        lines = [
+            "all:",
+            "  vars: {ansible_user: u}",
+            "  children:",
+            "    nodes:",
+            "      children:",
+        ]
+        for rack in range(racks):
+            lines += [f"        rack{rack}:", f"          vars: {{slots: {rack % 8 + 1}}}"]
+            lines += ["          hosts:", f"            r{rack}n[00:49]: {{ansible_port: 22}}"]
+        path = write("\n".join(lines))
+        began = time.process_time()
+        hosts = read_hosts(path, "nodes")
+        spent = time.process_time() - began
+        assert len(hosts) == racks * 50
+        assert hosts[-1] == Host(
+            name=f"r{racks - 1}n49", port=22, user="u", slots=(racks - 1) % 8 + 1
+        )
+        return spent
+
+    few, many = (min(seconds(racks) for _ in range(2)) for racks in (20, 100))
+    assert many < 12 * few + 0.05
+
+
+# ---------------------------------------------------------------- variables of a host
+
+
+def test_all_that_counts_of_a_host(write, tmp_path):
+    host = one(
+        write,
+        "ansible_host: 10.0.0.1, ansible_port: 2222, ansible_user: me, slots: 8, "
+        "ansible_ssh_private_key_file: keys/id, clusterkit_python: /opt/venv/bin/python, "
+        "clusterkit_address: 192.168.0.1, clusterkit_devices: [2, 0], anything: else",
+    )
+    assert host == Host(
+        name="h0", address="10.0.0.1", port=2222, user="me", slots=8, devices=(2, 0),
+        identity=str(tmp_path / "keys/id"), python="/opt/venv/bin/python",
+        cluster_address="192.168.0.1",
+    )  # fmt: skip
+
+
+def test_names_of_variables_that_ansible_takes_too(write, tmp_path):
+    host = one(
+        write,
+        "ansible_ssh_host: 10.0.0.1, ansible_ssh_port: 2222, ansible_ssh_user: me, "
+        "ansible_private_key_file: /k",
+    )
+    assert host == Host(name="h0", address="10.0.0.1", port=2222, user="me", identity="/k")
+
+
+@pytest.mark.parametrize("key", sorted(inventory._SECRETS))
+def test_secrets_in_an_inventory_are_refused_and_not_repeated(write, key):
+    message, hint = refusal(write, f"all: {{hosts: {{h0: {{{key}: hunter2}}}}}}")
+    assert f"host h0: {key}: clusterkit takes no" in message
+    assert "hunter2" not in message + hint
+
+
+@pytest.mark.parametrize("connection", ["local", "docker", "winrm", "community.docker.nsenter"])
+def test_a_connection_that_is_not_ssh_is_refused(write, connection):
+    message, _ = refusal(write, f"all: {{hosts: {{h0: {{ansible_connection: {connection}}}}}}}")
+    assert message == f": host h0: ansible_connection: {connection!r}: only SSH reaches a node"
+
+
+@pytest.mark.parametrize("connection", ["ssh", "smart", "ansible.builtin.ssh"])
+def test_connections_that_are_ssh(write, connection):
+    assert one(write, f"ansible_connection: {connection}") == Host(name="h0")
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        *[(f"ansible_port: {v}", "ansible_port") for v in ("0", "65536", "abc", "-1", "²", "22.0")],
+        *[(f"slots: {v}", "slots") for v in ("0", "-2", "many", "true", "1.5", "[8]", "1e3", "٣x")],
+        ("ansible_host: {a: b}", "ansible_host"),
+        ("ansible_user: [me]", "ansible_user"),
+        *[
+            (f"clusterkit_devices: {v}", "clusterkit_devices")
+            for v in (
+                "[]",
+                "[0, -1]",
+                "all",
+                "[0, 0]",
+                '"0,"',
+                "{0: 1}",
+                "[true]",
+                "[0.5]",
+                '"0;1"',
+            )
+        ],
+        ('ansible_ssh_common_args: "-o Port=abc"', "ssh port"),
+        ('ansible_ssh_common_args: "-p 70000"', "ssh port"),
+        ("ansible_ssh_common_args: '-o \"x'", "ansible_ssh_common_args"),
+    ],
+)
+def test_values_that_cannot_be_used_are_refused_by_host_and_variable(write, line, key):
+    message, _ = refusal(write, f"all: {{hosts: {{h0: {{{line}}}}}}}")
+    assert message.startswith(f": host h0: {key}: "), message
+
+
+@pytest.mark.parametrize(
+    ("written", "devices"), [("[3, 1]", (3, 1)), ('"0,2"', (0, 2)), ("1", (1,)), ("['0']", (0,))]
+)
+def test_devices_and_the_slots_that_follow_from_them(write, written, devices):
+    host = one(write, f"clusterkit_devices: {written}")
+    assert (host.devices, host.slots) == (devices, len(devices))
+
+
+def test_what_ansible_knows_of_an_inventory_itself_may_stand_in_templates(write, tmp_path):
+    host = one(
+        write,
+        "ansible_ssh_private_key_file: '{{ inventory_dir }}/id', "
+        "ansible_host: '{{inventory_hostname}}.example.org'",
+    )
+    assert (host.identity, host.address) == (str(tmp_path / "id"), "h0.example.org")
+
+
+@pytest.mark.parametrize("value", ["{{ ip }}", "{{ inventory_dir | basename }}", "{% if x %}a"])
+def test_other_templates_are_refused(write, value):
+    message, hint = refusal(write, f"all: {{hosts: {{h0: {{ansible_host: '{value}', ip: x}}}}}}")
+    assert "is a template, which only a playbook can fill in" in message
+    assert "inventory_dir" in hint
+
+
+def test_templates_in_variables_that_nobody_reads_here_do_no_harm(write):
+    assert one(write, "greeting: '{{ hello }}'") == Host(name="h0")
+
+
+def test_paths_start_from_the_inventory_s_folder_or_home(write, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    for written, found in (
+        ("id", f"{tmp_path}/id"),
+        ("../id", f"{tmp_path.parent}/id"),
+        ("/k/id", "/k/id"),
+        ("~/.ssh/id", "/home/me/.ssh/id"),
+        ("~nobody-of-this-name/id", f"{tmp_path}/~nobody-of-this-name/id"),
+    ):
+        assert one(write, f"ansible_ssh_private_key_file: {written}").identity == found
+
+
+# ---------------------------------------------------------------- arguments for ssh
+
+
+def with_arguments(write, arguments, more=""):
+    return one(write, f"ansible_ssh_common_args: {json.dumps(arguments)}{more}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("-F /etc/my_ssh", {"ssh_config": "/etc/my_ssh"}),
+        ("-F/etc/my_ssh", {"ssh_config": "/etc/my_ssh"}),
+        ("-F none", {"ssh_config": os.devnull}),
+        ("-i /k -p 2222 -l me", {"identity": "/k", "port": 2222, "user": "me"}),
+        ("-p2222 -lme -Jgate", {"port": 2222, "user": "me", "jump": "gate"}),
+        ("-J a@g1:22,b@g2", {"jump": "a@g1:22,b@g2"}),
+        ("-o Port=2222", {"port": 2222}),
+        ("-oPort=2222", {"port": 2222}),
+        ("-o 'Port 2222'", {"port": 2222}),
+        ("-o 'Port = 2222'", {"port": 2222}),
+        ("-o PORT=2222", {"port": 2222}),
+        ("-o Port=1 -o Port=2", {"port": 1}),
+        ("-o HostName=10.0.0.9 -o User=me", {"address": "10.0.0.9", "user": "me"}),
+        ("-o UserKnownHostsFile='/a b/known'", {"known_hosts": "/a b/known"}),
+        ('-o \'UserKnownHostsFile="/a b/known"\'', {"known_hosts": "/a b/known"}),
+        ("-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null", {}),
+        ("-o ProxyJump=gate", {"jump": "gate"}),
+        ("-o ProxyCommand='ssh -W %h:%p gate'", {"jump": "gate"}),
+        ('-o ProxyCommand="ssh -q -o X=y -p 2222 -W [%h]:%p me@gate"', {"jump": "me@gate:2222"}),
+        ("-o 'ProxyCommand /usr/bin/ssh gate -l me -W%h:%p'", {"jump": "me@gate"}),
+        ("-o ProxyCommand=none", {}),
+        # Nothing of these says how to reach a host; their values are no options either.
+        ("-C -c aes128-ctr -S -F -L -i -b -p -vvv -A", {}),
+        ("", {}),
+    ],
+)  # fmt: skip
+def test_arguments_for_ssh_that_say_how_to_reach_a_host(write, arguments, expected):
+    assert with_arguments(write, arguments) == Host(name="h0", **expected)
+
+
+def test_variables_go_before_arguments_for_ssh(write):
+    host = one(
+        write,
+        "ansible_port: 1, ansible_user: me, ansible_host: a, ansible_ssh_private_key_file: /k, "
+        "ansible_ssh_common_args: '-p 2 -l you -o HostName=b -i /l'",
+    )
+    assert host == Host(name="h0", port=1, user="me", address="a", identity="/k")
+
+
+def test_all_three_variables_with_arguments_count(write):
+    host = one(
+        write,
+        "ansible_ssh_args: '-p 1 -C', ansible_ssh_common_args: '-p 2 -l me', "
+        "ansible_ssh_extra_args: '-l you -J gate'",
+    )
+    assert host == Host(name="h0", port=1, user="me", jump="gate")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "nc -X 5 -x proxy:1080 %h %p",
+        "ssh gate nc %h %p",
+        "ssh -W %h:22 gate",
+        "ssh -i /other -W %h:%p gate",
+        "ssh -F /other -W %h:%p gate",
+        "ssh -W %h:%p gate 'x",
+        "cloudflared access ssh --hostname %h",
+    ],
+)
+def test_a_way_through_that_is_not_understood_is_not_passed_over(write, command):
+    arguments = json.dumps(f'-o ProxyCommand="{command}"')
+    message, hint = refusal(
+        write, f"all: {{hosts: {{h0: {{ansible_ssh_common_args: {arguments}}}}}}}"
+    )
+    assert "ProxyCommand" in message
+    assert "is not understood" in message
+    assert "-J" in hint
+
+
+def test_a_jump_host_that_takes_the_same_key(write):
+    host = with_arguments(
+        write, "-i /k -o ProxyCommand='ssh -i /k -W %h:%p gate'", ", ansible_user: me"
+    )
+    assert host == Host(name="h0", identity="/k", jump="gate", user="me")
+
+
+# ---------------------------------------------------------------- hostfiles
+
+
+@pytest.fixture
+def deepspeed():
+    """DeepSpeed's own functions that read hostfiles, without the seconds its import takes."""
+    found = importlib.util.find_spec("deepspeed")
+    if found is None:
+        pytest.skip("DeepSpeed is not installed: nothing to compare with")
+    path = Path(found.submodule_search_locations[0]) / "launcher" / "runner.py"
+    functions = [node for node in ast.parse(path.read_text()).body if hasattr(node, "returns")]
+    names = {
+        "collections": collections, "defaultdict": collections.defaultdict, "re": re, "deepcopy": copy.deepcopy, "Tuple": tuple,
+        "List": list, "Dict": dict, "logger": logging.getLogger("deepspeed"),
+        "EXPORT_ENVS": [], "UNSUPPORTED": [],
+    }  # fmt: skip
+    exec(compile(ast.Module(functions, []), str(path), "exec"), names)
+    return names
+
+
+HOSTFILE = "# DeepSpeed's form\r\n\r\n\tworker-0\tslots=8 # fast\r\nworker-1  slots = 4\r\n"
+
+
+@pytest.mark.parametrize("head", [b"", b"\xef\xbb\xbf"], ids=["", "bom"])
+def test_a_hostfile_with_comments_tabs_and_windows_line_ends(write, head):
+    assert read_hosts(write(head + HOSTFILE.encode(), "hostfile"), "all") == (
+        Host(name="worker-0", slots=8),
+        Host(name="worker-1", slots=4),
+    )
+
+
+def test_a_hostfile_without_slots(write):
+    assert read_hosts(write("10.0.0.1\n10.0.0.2 # second\n", "hostfile"), "all") == (
+        Host(name="10.0.0.1"),
+        Host(name="10.0.0.2"),
+    )
+
+
+def test_open_mpi_s_most_slots_do_no_harm(write):
+    assert read_hosts(write("h0 slots=2 max_slots=4\n", "h"), "all") == (Host(name="h0", slots=2),)
+
+
+def test_a_hostfile_is_what_deepspeed_reads_of_it(write, deepspeed):
+    text = "# c\nworker-0 slots=8\n\n  worker-1\tslots=4\n10.0.0.7 slots=16 # x\n"
+    found = read_hosts(write(text, "hostfile"), "all")
+    assert {host.name: host.slots for host in found} == dict(
+        deepspeed["_parse_hostfile"](text.splitlines(keepends=True))
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("h0 slots=2\nh1 slot=2\n", ":2: 'h1 slot=2' is not `host slots=N`"),
+        ("h0 slots=2\nh1\nslots=2 h2\n", ":3: 'slots=2 h2' is not `host slots=N`"),
+        ("h0 slots=0\n", ":1: slots=0: not a number of ranks"),
+        ("h0 slots=-1\n", ":1: slots=-1: not a number of ranks"),
+        ("h0 slots=two\n", ":1: slots=two: not a number of ranks"),
+        ("h0 slots=²\n", ":1: slots=²: not a number of ranks"),
+        ("h0 slots=99999999999999999999\n", ":1: slots=99999999999999999999: not a number"),
+        ("h0 slots=\n", ":1: 'h0 slots=' is not `host slots=N`"),
+        ("h0 slots=1\nh0 slots=2\n", ": host h0 stands there twice"),
+        ("h0 slots=1\n\nh;id slots=2\n", ": host 'h;id': 'h;id' is neither a host name"),
+        ("h0:22\nh1:22\n", ": host 'h0:22': 'h0:22' is neither a host name"),
+    ],
+)
+def test_a_hostfile_that_cannot_be_used(write, text, said):
+    message, _ = refusal(write, text, name="hostfile")
+    assert message.startswith(said), message
+
+
+def test_a_hostfile_has_no_groups(write):
+    message, hint = refusal(write, "h0 slots=1\n", "nodes", name="hostfile")
+    assert message == ": a hostfile has no group 'nodes'"
+    assert "leave `group` out" in hint
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "h0\nh1\n[nodes]\nh0\nh1\n",
+        "h0 slots=2 ansible_host=10.0.0.1\nh1 slots=2\n",
+        "h0 ansible_host=10.0.0.1 slots=2\nh1 slots=2\n",
+        "h0 clusterkit_address=10.0.0.1 slots=2\nh1\n",
+        "h0 rack=3\nh1 rack=4\n",
+    ],
+)
+def test_ini_inventories_that_look_like_hostfiles_lose_nothing(write, text):
+    hosts = read_hosts(write(text, "hosts"), "all")
+    assert names(hosts) == ["h0", "h1"]
+    assert (hosts[0].slots == 2) == ("slots=2" in text)
+    assert (hosts[0].address == "10.0.0.1") == ("ansible_host" in text)
+    assert (hosts[0].cluster_address == "10.0.0.1") == ("clusterkit_address" in text)
+
+
+# ---------------------------------------------------------------- include, exclude
+
+HOSTS = (
+    Host(name="h0", slots=4),
+    Host(name="h1", slots=4, devices=(2, 3, 6, 7)),
+    Host(name="h2"),
+)
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "expected"),
+    [
+        (None, None, {"h0": None, "h1": (2, 3, 6, 7), "h2": None}),
+        ("", "", {"h0": None, "h1": (2, 3, 6, 7), "h2": None}),
+        ("h2@h0", None, {"h0": None, "h2": None}),
+        ("h0:1,3@h2:5", None, {"h0": (1, 3), "h2": (5,)}),
+        (" h0:3,1,3 @ h1:7 ", None, {"h0": (1, 3), "h1": (7,)}),
+        (None, "h0@h2", {"h1": (2, 3, 6, 7)}),
+        (None, "h0:0,2@h1:6", {"h0": (1, 3), "h1": (2, 3, 7), "h2": None}),
+        (None, "h0:0,1,2,3", {"h1": (2, 3, 6, 7), "h2": None}),
+    ],
+)
+def test_hosts_and_gpus_are_chosen_as_deepspeed_users_know_it(include, exclude, expected):
+    found = chosen(HOSTS, include, exclude)
+    assert {host.name: host.devices for host in found} == expected
+    for host in found:
+        if host.devices is not None and (include or exclude):
+            assert host.slots == len(host.devices)
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "said", "hint"),
+    [
+        ("h0", "h1", "include and exclude: only one of the two", ""),
+        ("h9", None, "include h9: host 'h9' is unknown", "known: h0, h1, h2"),
+        (None, "worker0", "exclude worker0: host 'worker0' is unknown", "known: h0, h1, h2"),
+        ("h0@", None, "include h0@: host '' is unknown", "known"),
+        ("h0:", None, "include h0:: '' is no list of GPUs", "h0:0,1"),
+        ("h0:a", None, "include h0:a: 'a' is no list of GPUs", "h0:0,1"),
+        ("h0:0-3", None, "include h0:0-3: '0-3' is no list of GPUs", "h0:0,1"),
+        ("h0:²", None, "include h0:²: '²' is no list of GPUs", "h0:0,1"),
+        ("h0:-1", None, "include h0:-1: '-1' is no list of GPUs", "h0:0,1"),
+        ("h0:4", None, "include h0:4: h0 has 4 slots, no number 4", "its numbers: 0, 1, 2, 3"),
+        ("h1:0,3", None, "include h1:0,3: h1 has 4 slots, no number 0", "2, 3, 6, 7"),
+        (None, "h1:4", "exclude h1:4: h1 has 4 slots, no number 4", "2, 3, 6, 7"),
+        (None, "h2:0", "exclude: it is not known how many GPUs h2 has", "include"),
+        (None, "h0@h1@h2", "exclude h0@h1@h2: no host is left", ""),
+    ],
+)
+def test_choices_that_cannot_be_made(include, exclude, said, hint):
+    with pytest.raises(BadInput) as error:
+        chosen(HOSTS, include, exclude)
+    assert error.value.message.startswith(said)
+    assert hint in (error.value.hint or "")
+
+
+@pytest.mark.parametrize("numbers", [{"include": "h0:0,2@h1"}, {"exclude": "h0:3@h1:1,0"}])
+def test_choices_are_deepspeed_s(numbers, deepspeed):
+    pool = {"h0": list(range(4)), "h1": list(range(2))}
+    theirs = deepspeed["parse_resource_filter"](
+        pool, include_str=numbers.get("include", ""), exclude_str=numbers.get("exclude", "")
+    )
+    hosts = [Host(name=name, slots=len(slots)) for name, slots in pool.items()]
+    ours = chosen(hosts, numbers.get("include"), numbers.get("exclude"))
+    assert {host.name: list(host.devices or range(host.slots or 0)) for host in ours} == dict(
+        theirs
+    )

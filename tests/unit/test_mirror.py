@@ -1,0 +1,465 @@
+"""What nodes elsewhere write, brought here while they write it: by the real `agent.py report`."""
+
+import fcntl
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from clusterkit import agent, mirror
+from clusterkit.errors import RunFolderError, SubmitFailed, Unavailable
+from clusterkit.mirror import Frames, NodeView, Watch, keeping, pull
+from clusterkit.transport import LocalTransport
+
+LOCAL = LocalTransport()
+
+
+def frame(header, data=b""):
+    return json.dumps({**header, "bytes": len(data)}).encode() + b"\n" + data
+
+
+@pytest.fixture
+def node_dir(tmp_path):
+    """The folder that a node writes on its host."""
+    folder = tmp_path / "host" / "node-0"
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """The folder here that its files are brought to."""
+    return tmp_path / "here" / "node-0"
+
+
+def begin(node_dir, pid=None):
+    started = agent.identity(pid or os.getpid())
+    (node_dir / "started.json").write_text(json.dumps(started))
+
+
+def end(node_dir, code=0):
+    """As the agent does it: the log is whole before exit.json is there, then it is gone."""
+    (node_dir / "exit.json").write_text(json.dumps({"exit_code": code, "at": 1.0}))
+    (node_dir / "started.json").write_text(
+        json.dumps(agent.identity(os.getpid()) | {"start_ticks": 1})
+    )
+
+
+def opener(node_dir, *, follow):
+    def open_stream(view):
+        known = view.offsets()
+        return LOCAL.open(
+            view.host,
+            [sys.executable, "-I", agent.__file__, "report", str(node_dir), "--log",
+             str(known["log"]), "--ranks", str(known["ranks.jsonl"]),
+             *(["--follow"] if follow else [])],
+        )  # fmt: skip
+
+    return open_stream
+
+
+def look(node_dir, view):
+    with keeping(view), opener(node_dir, follow=False)(view) as stream:
+        pull(view, stream)
+        return stream.exit_code(60)
+
+
+def wait_for(condition, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.01)
+
+
+# ---------------------------------------------------------------- frames
+
+
+def test_frames_come_out_however_the_stream_is_cut():
+    told = [
+        ({"file": "log"}, bytes(range(256))),
+        ({"begun": True}, b""),
+        ({"file": "x"}, b"\n{}\n"),
+    ]
+    data = b"".join(frame(*one) for one in told)
+    dice = random.Random(3)
+    for _ in range(200):
+        frames, found, rest = Frames(), [], data
+        while rest:
+            size = dice.randint(1, 40)
+            found += frames.feed(rest[:size])
+            rest = rest[size:]
+        assert [({k: v for k, v in h.items() if k != "bytes"}, d) for h, d in found] == told
+
+
+def test_half_a_frame_is_not_told():
+    frames = Frames()
+    assert list(frames.feed(frame({"file": "log"}, b"abc")[:-1])) == []
+    assert [data for _, data in frames.feed(b"c")] == [b"abc"]
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"bash: warning: setlocale\n",
+        b"{}\n",
+        b"[]\n",
+        b"5\n",
+        b"null\n",
+        b'"text"\n',
+        b'{"bytes": "x"}\n',
+        b'{"bytes": null}\n',
+        b'{"bytes": -1}\n',
+        b'{"bytes": -14}\n',
+        b'{"bytes": 99999999999999999}\n',
+        b"\xff\xfe\x00\n",
+        b"[" * 100_000 + b"\n",
+        b"\n",
+    ],
+)
+def test_what_is_no_frame_is_refused(garbage):
+    with pytest.raises(SubmitFailed, match="a node's report cannot be read"):
+        list(Frames().feed(garbage))
+
+
+def test_a_node_writes_no_files_but_its_own(kept):
+    kept.mkdir(parents=True)
+    view = NodeView(0, "h0", kept)
+    for name in ("../x", "/etc/passwd", "state.json", "", ".mirror", 5, ["log"]):
+        view.take({"file": name, "bytes": 1}, b"x")
+    assert os.listdir(kept) == []
+
+
+# ---------------------------------------------------------------- one look
+
+
+def test_a_node_that_has_ended(node_dir, kept):
+    begin(node_dir)
+    (node_dir / "log").write_bytes(b"T 0 a\nT 0 b\n")
+    (node_dir / "ranks.jsonl").write_text('{"rank": 0}\n')
+    (node_dir / "agent.log").write_text("complaint\n")
+    end(node_dir, 7)
+    view = NodeView(0, "h0", kept)
+    assert look(node_dir, view) == 0
+    assert (view.begun, view.alive, view.ended) == (True, False, True)
+    assert (kept / "log").read_bytes() == b"T 0 a\nT 0 b\n"
+    assert (kept / "ranks.jsonl").read_text() == '{"rank": 0}\n'
+    for name in ("started.json", "exit.json", "agent.log"):
+        assert (kept / name).read_bytes() == (node_dir / name).read_bytes() == view.files[name]
+
+
+def test_a_second_look_brings_only_what_is_new(node_dir, kept):
+    begin(node_dir)
+    (node_dir / "log").write_bytes(b"T 0 a\n")
+    look(node_dir, NodeView(0, "h0", kept))
+    with (node_dir / "log").open("ab") as file:
+        file.write(b"T 0 b\n")
+    view = NodeView(0, "h0", kept)
+    assert view.offsets()["log"] == 6
+    look(node_dir, view)
+    assert (kept / "log").read_bytes() == b"T 0 a\nT 0 b\n"
+    assert (view.begun, view.alive, view.ended) == (True, True, False)
+
+
+def test_a_log_of_many_frames(node_dir, kept):
+    begin(node_dir)
+    data = os.urandom(3 * agent.REPORT_BYTES + 17)
+    (node_dir / "log").write_bytes(data)
+    look(node_dir, NodeView(0, "h0", kept))
+    assert (kept / "log").read_bytes() == data
+
+
+def test_a_node_that_has_not_begun(node_dir, kept):
+    view = NodeView(0, "h0", kept)
+    assert look(node_dir, view) == 0
+    assert (view.begun, view.alive, view.ended) == (False, False, False)
+    assert look(node_dir.with_name("gone"), view) == 0
+    assert view.begun is False
+
+
+def test_a_node_whose_agent_has_not_spoken_yet(node_dir, kept):
+    (node_dir / "pid").write_text(f"{os.getpid()}\n")
+    view = NodeView(0, "h0", kept)
+    look(node_dir, view)
+    assert (view.begun, view.alive, view.ended) == (True, True, False)
+    (node_dir / "pid").write_text("garbage\n")
+    look(node_dir, view)
+    assert (view.begun, view.alive, view.ended) == (True, False, True)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"pid": "x"}'])
+def test_a_damaged_started_json(node_dir, kept, text):
+    (node_dir / "started.json").write_text(text)
+    view = NodeView(0, "h0", kept)
+    assert look(node_dir, view) == 0
+    assert view.alive is False
+
+
+def test_without_a_folder_the_log_stays_where_it_is(node_dir):
+    begin(node_dir)
+    (node_dir / "log").write_bytes(b"x" * 1000)
+    (node_dir / "ranks.jsonl").write_text("{}\n")
+    end(node_dir)
+    view = NodeView(0, "h0")
+    look(node_dir, view)
+    assert "log" not in view.files
+    assert view.files["ranks.jsonl"] == b"{}\n"
+    assert view.ended
+
+
+def test_while_another_process_fills_the_folder_nothing_is_written_there(node_dir, kept):
+    begin(node_dir)
+    (node_dir / "log").write_bytes(b"x")
+    kept.mkdir(parents=True)
+    with (kept / ".mirror").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        view = NodeView(0, "h0", kept)
+        look(node_dir, view)
+        assert os.listdir(kept) == [".mirror"]
+        assert "started.json" in view.files
+        assert view.folder == kept
+
+
+def test_a_folder_that_cannot_be_made_does_not_keep_a_look_from_being_taken(node_dir, kept):
+    kept.parent.write_text("a file in the folder's place")
+    begin(node_dir)
+    view = NodeView(0, "h0", kept)
+    look(node_dir, view)
+    assert view.alive
+    assert view.folder == kept
+
+
+@pytest.fixture
+def full_disk(tmp_path):
+    """A disk of 64 KiB where the files are kept."""
+    place = tmp_path / "here"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(place)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_what_does_not_fit_here_comes_once_there_is_room(node_dir, kept, full_disk):
+    begin(node_dir)
+    data = os.urandom(100_000)
+    (node_dir / "log").write_bytes(data)
+    view = NodeView(0, "h0", kept)
+    with pytest.raises(SubmitFailed, match=r"cannot write .*log: No space left"):
+        look(node_dir, view)
+    assert data.startswith((kept / "log").read_bytes())
+    subprocess.run(["mount", "-o", "remount,size=1m", str(full_disk)], check=True)
+    look(node_dir, view)
+    assert (kept / "log").read_bytes() == data
+
+
+def test_a_file_that_cannot_be_kept_whole_is_not_kept_half(kept, full_disk):
+    kept.mkdir()
+    view = NodeView(0, "h0", kept)
+    with pytest.raises(RunFolderError, match="No space left"):
+        view.take({"file": "exit.json"}, b"x" * 100_000)
+    assert os.listdir(kept) == []
+
+
+# ---------------------------------------------------------------- following
+
+
+@pytest.fixture
+def watch(node_dir, kept):
+    """Watch one node; closed with the test."""
+    watches = []
+
+    def start(open_stream=None, folder=kept):
+        view = NodeView(0, "h0", folder)
+        made = Watch([view], open_stream or opener(node_dir, follow=True))
+        watches.append(made)
+        return made, view
+
+    yield start
+    for made in watches:
+        made.close()
+
+
+def test_a_node_is_followed_to_its_end(node_dir, kept, watch):
+    made, view = watch()
+    wait_for(lambda: view.heard_at is not None)
+    assert not view.begun
+    begin(node_dir)
+    wait_for(lambda: view.alive)
+    whole = b""
+    for number in range(20):
+        line = f"T 0 line {number}\n".encode() * 50
+        whole += line
+        with (node_dir / "log").open("ab") as file:
+            file.write(line)
+        if number == 10:
+            wait_for(lambda: (kept / "log").exists() and (kept / "log").stat().st_size > 0)
+    end(node_dir, 3)
+    wait_for(lambda: view.ended)
+    for thread in made._threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert (kept / "log").read_bytes() == whole
+    assert json.loads((kept / "exit.json").read_bytes())["exit_code"] == 3
+    assert view.silent_for() is None
+
+
+class Flaky:
+    """Opens the real report, and remembers its processes."""
+
+    def __init__(self, node_dir):
+        self._open = opener(node_dir, follow=True)
+        self.pids = []
+        self.error = None
+
+    def __call__(self, view):
+        if self.error is not None:
+            raise self.error
+        stream = self._open(view)
+        self.pids.append(stream._process.pid)
+        return stream
+
+
+def test_a_host_that_is_lost_and_comes_back(node_dir, kept, watch, monkeypatch):
+    monkeypatch.setattr(mirror, "AGAIN_SECONDS", 0.05)
+    begin(node_dir)
+    (node_dir / "log").write_bytes(b"T 0 before\n")
+    flaky = Flaky(node_dir)
+    _made, view = watch(flaky)
+    wait_for(lambda: view.alive)
+    flaky.error = Unavailable("host h0 does not answer")
+    os.kill(flaky.pids[0], signal.SIGKILL)
+    wait_for(lambda: view.error is flaky.error)
+    assert view.silent_for() is not None
+    assert view.alive  # what was known last
+    with (node_dir / "log").open("ab") as file:
+        file.write(b"T 0 meanwhile\n")
+    flaky.error = None
+    wait_for(lambda: view.silent_for() is None)
+    wait_for(lambda: (kept / "log").read_bytes() == b"T 0 before\nT 0 meanwhile\n")
+    assert view.error is None
+
+
+def test_silence_is_counted_from_the_last_word():
+    view = NodeView(0, "h0")
+    view.take({"begun": True, "alive": True, "ended": False}, b"")
+    view.heard_at -= 100
+    for _ in range(3):
+        view.lost(Unavailable("no answer"))
+    assert 100 <= view.silent_for() < 110
+    view.take({"begun": True}, b"")
+    assert view.silent_for() is None
+
+
+def test_a_host_that_falls_silent_is_given_up(node_dir, watch, monkeypatch):
+    monkeypatch.setattr(mirror, "QUIET_SECONDS", 0.2)
+    monkeypatch.setattr(mirror, "AGAIN_SECONDS", 0.05)
+    _made, view = watch(lambda view: LOCAL.open("h0", ["sleep", "60"]))
+    wait_for(lambda: view.error is not None)
+    assert "h0 does not answer any more" in view.error.message
+
+
+def test_a_node_that_is_there_is_never_silent_for_long(node_dir, watch):
+    begin(node_dir)
+    _made, view = watch()
+    wait_for(lambda: view.alive)
+    heard = view.heard_at
+    wait_for(lambda: view.heard_at > heard)
+    assert agent.HEARTBEAT_SECONDS < mirror.QUIET_SECONDS / 2
+
+
+def test_a_host_where_the_run_is_not_known(watch, monkeypatch):
+    monkeypatch.setattr(mirror, "AGAIN_SECONDS", 0.05)
+    gone = [sys.executable, "-I", "/nowhere/agent.py"]
+    _made, view = watch(lambda view: LOCAL.open("h0", gone))
+    wait_for(lambda: view.error is not None)
+    assert view.known is False
+    assert "reporting ended with 2" in view.error.message
+
+
+def test_a_login_shell_that_talks_is_not_taken_for_a_report(watch, monkeypatch):
+    monkeypatch.setattr(mirror, "AGAIN_SECONDS", 0.05)
+    _made, view = watch(lambda view: LOCAL.open("h0", ["echo", "Welcome!"]))
+    wait_for(lambda: view.error is not None)
+    assert "a node's report cannot be read: 'Welcome!" in view.error.message
+
+
+def test_a_short_look_of_another_process_does_not_take_the_log_from_a_watch(
+    node_dir, kept, watch, monkeypatch
+):
+    # `clusterkit status` may be looking at the very moment when the supervisor starts to watch.
+    begin(node_dir)
+    (node_dir / "log").write_bytes(b"T 0 a\n")
+    kept.mkdir(parents=True)
+    with (kept / ".mirror").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        _made, view = watch()
+        time.sleep(0.3)
+        assert view.heard_at is None
+    wait_for(lambda: (kept / "log").exists() and (kept / "log").read_bytes() == b"T 0 a\n")
+
+
+def test_a_watch_goes_on_without_a_folder_that_somebody_keeps_for_good(
+    node_dir, kept, watch, monkeypatch
+):
+    monkeypatch.setattr(mirror, "LOCK_SECONDS", 0.2)
+    begin(node_dir)
+    kept.mkdir(parents=True)
+    with (kept / ".mirror").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        _made, view = watch()
+        wait_for(lambda: view.alive)
+        assert not (kept / "started.json").exists()
+
+
+def test_closing_ends_threads_and_commands_and_says_nothing(node_dir, watch, capfd):
+    begin(node_dir)
+    flaky = Flaky(node_dir)
+    for _ in range(5):
+        made, view = watch(flaky)
+        wait_for(lambda: view.alive)  # noqa: B023 (called at once)
+        made.close()
+        for thread in made._threads:
+            thread.join(60)
+            assert not thread.is_alive()
+    for pid in flaky.pids:
+        assert not Path(f"/proc/{pid}").exists()
+    assert capfd.readouterr().err == ""
+
+
+def test_closing_while_a_host_is_away(watch, monkeypatch):
+    monkeypatch.setattr(mirror, "AGAIN_SECONDS", 30.0)
+
+    def away(view):
+        raise Unavailable("host h0 does not answer")
+
+    made, view = watch(away)
+    wait_for(lambda: view.error is not None)
+    began = time.monotonic()
+    made.close()
+    assert time.monotonic() - began < 20
+    assert not any(thread.is_alive() for thread in made._threads)
+
+
+def test_a_host_that_is_away_does_not_hold_the_others(tmp_path, node_dir, kept):
+    begin(node_dir)
+
+    def open_stream(view):
+        if view.host == "away":
+            raise Unavailable("host away does not answer")
+        return opener(node_dir, follow=True)(view)
+
+    views = [NodeView(n, host, tmp_path / f"k{n}") for n, host in enumerate(("away", "h1", "away"))]
+    made = Watch(views, open_stream)
+    try:
+        wait_for(lambda: views[1].alive and views[0].error and views[2].error)
+    finally:
+        made.close()

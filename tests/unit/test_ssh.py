@@ -1,0 +1,1084 @@
+"""SSH, spoken with a real sshd on this machine; and OpenSSH's files, as OpenSSH reads them."""
+
+import ast
+import base64
+import contextlib
+import getpass
+import hashlib
+import hmac
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from clusterkit import api, inventory, ssh
+from clusterkit.cluster import Host
+from clusterkit.errors import SubmitFailed, Unavailable
+from clusterkit.ssh import HostKeyProblem, HostUnreachable, SshTransport, resolve
+from clusterkit.ssh_files import KnownHosts, config_text
+from clusterkit.status import State
+from clusterkit.transport import PORTS, LocalTransport, Put, Transport, fan_out, in_order
+
+SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin:/sbin")
+ME = getpass.getuser()
+needs_sshd = pytest.mark.skipif(SSHD is None, reason="sshd is not installed")
+
+
+def keygen(path, *options):
+    subprocess.run(
+        ["ssh-keygen", "-q", "-C", "test", "-f", str(path), *(options or ("-t", "ed25519"))]
+        + ([] if "-N" in options else ["-N", ""]),
+        check=True,
+    )
+    return path
+
+
+# ---------------------------------------------------------------- sshd
+
+
+@dataclass
+class Sshd:
+    """A running sshd, and who may come in."""
+
+    folder: Path
+    port: int
+    process: subprocess.Popen
+
+    @property
+    def key(self):
+        return self.folder / "id"
+
+    @property
+    def known_hosts(self):
+        return self.folder / "known_hosts"
+
+    def host(self, **fields):
+        given = {
+            "name": "h0", "address": "127.0.0.1", "port": self.port, "user": ME,
+            "identity": str(self.key), "known_hosts": str(self.known_hosts),
+        }  # fmt: skip
+        return Host(**(given | fields))
+
+    def transport(self, **fields):
+        return SshTransport([self.host(**fields)], python=sys.executable, connect_timeout=20)
+
+    def end(self):
+        self.process.kill()
+        self.process.wait()
+
+
+def start_sshd(folder, *lines, host_key=("-t", "ed25519"), port=None):
+    """sshd on a loopback port, with keys and files of its own."""
+    folder.mkdir(parents=True)
+    for name, options in (("host_key", host_key), ("id", ("-t", "ed25519"))):
+        keygen(folder / name, *options)
+    shutil.copy(folder / "id.pub", folder / "authorized")
+    (folder / "config").write_text(
+        "\n".join([
+            "ListenAddress 127.0.0.1", f'HostKey "{folder}/host_key"', "PidFile none",
+            f'AuthorizedKeysFile "{folder}/authorized"', "StrictModes no", "UsePAM no",
+            "PasswordAuthentication no", "KbdInteractiveAuthentication no", "UseDNS no",
+            # Not root's own .bashrc: it may take its time.
+            f'SetEnv HOME="{folder}"', "PermitRootLogin yes", "MaxStartups 500",
+            "LogLevel ERROR", *lines, "",
+        ])
+    )  # fmt: skip
+    if port is None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+    command = [SSHD, "-D", "-e", "-f", str(folder / "config"), "-p", str(port)]
+    if os.getuid() == 0:
+        # As root it wants /run/sshd, which is not there where no sshd has been started yet.
+        inner = 'mount -t tmpfs none /run && mkdir -m 755 /run/sshd && exec "$@"'
+        command = [
+            "unshare",
+            "--mount",
+            "--propagation",
+            "private",
+            "sh",
+            "-c",
+            inner,
+            "sh",
+            *command,
+        ]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    deadline = time.monotonic() + 30
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as s:
+            if s.recv(4) == b"SSH-":
+                break
+        said = (folder / "log").read_text()
+        assert process.poll() is None, said
+        assert time.monotonic() < deadline, said
+        time.sleep(0.02)
+    public = " ".join((folder / "host_key.pub").read_text().split()[:2])
+    (folder / "known_hosts").write_text(f"[127.0.0.1]:{port} {public}\n")
+    return Sshd(folder, port, process)
+
+
+@pytest.fixture(scope="module")
+def sshd(tmp_path_factory):
+    if SSHD is None:
+        pytest.skip("sshd is not installed")
+    server = start_sshd(tmp_path_factory.mktemp("sshd") / "a folder")
+    yield server
+    server.end()
+
+
+@pytest.fixture
+def other_sshd(tmp_path):
+    """``other_sshd("Line", host_key=...)`` starts another; all are ended with the test."""
+    if SSHD is None:
+        pytest.skip("sshd is not installed")
+    started = []
+
+    def start(*lines, **options):
+        started.append(start_sshd(tmp_path / f"sshd{len(started)}", *lines, **options))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.end()
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """An empty home folder: nothing of the user's own keys and configuration counts."""
+    folder = tmp_path / "home of mine"
+    (folder / ".ssh").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shared(sshd):
+    """One connection for all tests that need nothing special."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SSH_AUTH_SOCK", raising=False)
+        transport = sshd.transport()
+        yield transport
+        transport.close()
+
+
+# ---------------------------------------------------------------- commands
+
+
+def test_a_command_runs_to_its_end_and_tells_all_it_said(shared):
+    done = shared.run("h0", ["sh", "-c", "echo out; echo err >&2; exit 3"])
+    assert (done.exit_code, done.stdout, done.stderr) == (3, "out\n", "err\n")
+
+
+def test_words_and_environment_arrive_unchanged(shared, ugly_values):
+    code = "import os, sys; print(ascii((sys.argv[1:], {k: os.environ[k] for k in %r})))"
+    words = [*ugly_values.values(), "", "-n", "'", "$(id)"]
+    done = shared.run(
+        "h0", [sys.executable, "-S", "-c", code % sorted(ugly_values), *words], env=ugly_values
+    )
+    assert ast.literal_eval(done.stdout) == (words, ugly_values)
+
+
+def test_what_a_command_reads_is_what_it_is_given_to_the_byte(shared):
+    data = bytes(range(256)) * 5000
+    code = "import sys, hashlib; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())"
+    done = shared.run("h0", [sys.executable, "-S", "-c", code], stdin=data)
+    assert done.stdout.strip() == hashlib.sha256(data).hexdigest()
+
+
+def test_a_command_that_reads_nothing_does_not_hang_on_what_it_is_given(shared):
+    assert shared.run("h0", ["true"], stdin=b"x" * (8 << 20), timeout=60).exit_code == 0
+
+
+def test_much_output_on_both_channels(shared):
+    script = "i=0; while [ $i -lt 3000 ]; do echo $i; echo $i >&2; i=$((i+1)); done"
+    done = shared.run("h0", ["sh", "-c", script], timeout=120)
+    lines = "".join(f"{number}\n" for number in range(3000))
+    assert (done.stdout, done.stderr) == (lines, lines)
+
+
+def test_a_secret_in_the_environment_is_in_no_argument_list_there(shared):
+    code = (
+        "import glob, os\nfound = 0\nfor path in glob.glob('/proc/[0-9]*/cmdline'):\n"
+        "    try: found += os.environb[b'TOKEN'] in open(path, 'rb').read()\n"
+        "    except OSError: pass\nprint(found, len(os.environ['TOKEN']))"
+    )
+    secret = os.urandom(20).hex()
+    done = shared.run("h0", [sys.executable, "-S", "-c", code], env={"TOKEN": secret})
+    assert done.stdout == "0 40\n"
+
+
+def test_a_command_that_is_not_there(shared):
+    done = shared.run("h0", ["/nope/no such"])
+    assert done.exit_code == 127
+    assert "/nope/no such" in done.stderr
+
+
+def test_a_command_that_does_not_end_in_time_is_given_up(shared):
+    with pytest.raises(SubmitFailed, match=r"sleep on host h0 did not end within 0\.2 s"):
+        shared.run("h0", ["sleep", "30"], timeout=0.2)
+
+
+def test_a_command_that_is_killed(shared):
+    done = shared.run("h0", ["sh", "-c", "echo before; kill -9 $$"])
+    assert (done.stdout, done.exit_code) == ("before\n", 255)
+
+
+def test_a_started_command_outlives_the_connection_in_a_session_of_its_own(sshd, tmp_path):
+    fifo = tmp_path / "fi fo"
+    os.mkfifo(fifo)
+    transport = sshd.transport()
+    script = 'echo "$A $(cut -d" " -f6 /proc/$$/stat)" >"$0"; cat "$0" >/dev/null; sleep 60'
+    transport.start("h0", ["sh", "-c", script, str(fifo)], env={"A": "it's"})
+    transport.close()
+    value, session = fifo.read_text().split()
+    assert value == "it's"
+    assert int(session) != os.getsid(0)
+    assert Path(f"/proc/{session}").exists()
+    os.killpg(int(session), signal.SIGKILL)
+
+
+def test_a_command_that_cannot_be_started_is_said(shared):
+    with pytest.raises(SubmitFailed, match=r"cannot start /nope on host h0: /nope: not found"):
+        shared.start("h0", ["/nope"])
+
+
+def test_a_login_shell_that_talks_is_not_taken_for_the_command(other_sshd, home):
+    server = other_sshd('ForceCommand echo "Welcome to h0"; eval "$SSH_ORIGINAL_COMMAND"')
+    transport = server.transport()
+    assert transport.run("h0", ["echo", "out"]).stdout == "out\n"
+    assert transport.get("h0", str(server.folder / "config")).startswith(b"ListenAddress")
+    transport.close()
+
+
+def test_speaking_with_a_command(shared):
+    with shared.open("h0", ["sh", "-c", "read a; echo got $a; cat; exit 4"]) as stream:
+        stream.write(b"first\n")
+        assert stream.read(60) == b"got first\n"
+        stream.write(b"\0second")
+        assert stream.read(60) == b"\0second"
+        with pytest.raises(SubmitFailed, match="host h0 does not answer any more"):
+            stream.read(0.1)
+        stream.close_input()
+        assert stream.read(60) == b""
+        assert stream.exit_code(60) == 4
+
+
+def test_many_commands_at_once_share_one_connection(sshd):
+    transport = sshd.transport()
+    results = fan_out(
+        [f"{n}" for n in range(8)],
+        lambda n: transport.run("h0", ["sh", "-c", f"echo {n} $PPID; sleep 0.2"]).stdout,
+    )
+    assert {n: text.split()[0] for n, text in results.items()} == {n: n for n in results}
+    assert len(transport._connections) == 1
+    transport.close()
+
+
+def test_after_closing_it_connects_again(sshd):
+    transport = sshd.transport()
+    for _ in range(2):
+        assert transport.run("h0", ["echo", "hi"]).stdout == "hi\n"
+        transport.close()
+
+
+def test_a_connection_that_broke_is_made_anew(sshd):
+    transport = sshd.transport()
+    transport.run("h0", ["true"])
+    transport.connection("h0").close()
+    assert transport.run("h0", ["echo", "again"]).stdout == "again\n"
+    transport.close()
+
+
+def test_a_connection_that_breaks_under_a_command_is_said(other_sshd, home):
+    server = other_sshd()
+    transport = server.transport()
+    with transport.open("h0", ["sh", "-c", "echo $PPID; sleep 60"]) as stream:
+        serving = int(stream.read(60))
+        os.kill(serving, signal.SIGKILL)
+        assert stream.read(60) == b""
+        with pytest.raises(HostUnreachable, match="host h0: the connection was lost"):
+            stream.exit_code(60)
+    transport.close()
+
+
+def test_a_host_that_opens_no_further_session(other_sshd, home):
+    transport = other_sshd("MaxSessions 1").transport()
+    with (
+        transport.open("h0", ["sleep", "60"]),
+        pytest.raises(HostUnreachable, match="h0 opens no further session") as error,
+    ):
+        transport.run("h0", ["true"])
+    assert "MaxSessions" in (error.value.hint or "")
+    transport.close()
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_files_of_any_name_and_content(shared, weird_tmp_path):
+    folder = weird_tmp_path / "new" / "er"
+    files = [
+        Put(str(folder / "plain"), b"a\n"),
+        Put(str(folder / "nul"), bytes(range(256)) * 300, 0o755),
+        Put(str(folder / "empty"), b""),
+        Put(str(folder / "a\nb 'c' $(id) -n"), b"x", 0o600),
+        Put(str(folder / "-rf"), b"y"),
+    ]
+    shared.put_all("h0", files)
+    for file in files:
+        path = Path(file.path)
+        assert path.read_bytes() == file.data
+        assert stat.S_IMODE(path.stat().st_mode) == file.mode
+        assert shared.get("h0", file.path) == file.data
+    assert len(os.listdir(folder)) == len(files)
+
+
+def test_a_file_is_replaced_whole(shared, tmp_path):
+    (tmp_path / "f").write_bytes(b"old and long")
+    with (tmp_path / "f").open("rb") as reader:
+        shared.put("h0", str(tmp_path / "f"), b"new")
+        assert reader.read() == b"old and long"
+    assert (tmp_path / "f").read_bytes() == b"new"
+
+
+def test_a_file_is_read_from_an_offset_up_to_a_limit(shared, tmp_path):
+    (tmp_path / "f").write_bytes(b"0123456789")
+    path = str(tmp_path / "f")
+    for offset, limit, found in ((0, None, b"0123456789"), (4, None, b"456789"), (4, 2, b"45"),
+                                 (10, None, b""), (100, 5, b""), (0, 0, b"")):  # fmt: skip
+        assert shared.get("h0", path, offset, limit) == found
+        assert LocalTransport().get("h0", path, offset, limit) == found
+
+
+def test_no_file_reads_as_none(shared, tmp_path):
+    assert shared.get("h0", str(tmp_path / "gone")) is None
+    assert shared.get("h0", str(tmp_path)) is None
+
+
+def test_a_place_that_cannot_be_written_to(shared, tmp_path):
+    (tmp_path / "f").write_text("")
+    with pytest.raises(SubmitFailed, match=r"host h0: cannot write below .*f: ") as error:
+        shared.put("h0", str(tmp_path / "f" / "g"), b"x")
+    assert "workdir" in (error.value.hint or "")
+
+
+@pytest.fixture
+def small_disk(tmp_path, sshd):
+    """A disk of 64 KiB, seen from the sshd too: it was started before."""
+    if os.getuid() != 0:
+        pytest.skip("mounting needs root")
+    place = tmp_path / "small"
+    place.mkdir()
+    there = ["nsenter", "--mount", "--target", str(sshd.process.pid)]
+    subprocess.run([*there, "mount", "-t", "tmpfs", "-o", "size=64k", "none", place], check=True)
+    yield place
+    subprocess.run([*there, "umount", place], check=True)
+
+
+def test_a_full_disk_there_leaves_the_old_file_and_nothing_beside_it(shared, small_disk):
+    shared.put("h0", str(small_disk / "f"), b"fits")
+    with pytest.raises(SubmitFailed, match=r"host h0: cannot write below .*: .*No space left"):
+        shared.put("h0", str(small_disk / "f"), os.urandom(200_000))
+    assert shared.get("h0", str(small_disk / "f")) == b"fits"
+    assert shared.run("h0", ["ls", "-A", str(small_disk)]).stdout == "f\n"
+
+
+def test_a_free_port_there(shared):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        taken = server.getsockname()[1]
+        port = shared.free_port("h0", taken)
+        assert port != taken
+        assert port in PORTS
+    assert shared.free_port("h0", port) == port
+
+
+def test_a_python_that_is_not_there(sshd):
+    transport = sshd.transport(python="/nope/python")
+    with pytest.raises(SubmitFailed, match=r"host h0: no free TCP port found: .*/nope/python"):
+        transport.free_port("h0")
+    transport.close()
+
+
+# ---------------------------------------------------------------- who may come in
+
+
+def refusal(host, timeout=20):
+    transport = SshTransport([host], connect_timeout=timeout)
+    with pytest.raises(HostUnreachable) as error:
+        transport.run(host.name, ["true"])
+    transport.close()
+    assert error.value.exit_code == 3
+    return error.value.message, error.value.hint or "", type(error.value)
+
+
+def test_a_key_that_is_not_there(sshd, home):
+    message, hint, _ = refusal(sshd.host(identity=str(home / "gone")))
+    assert message == (f"host h0 (127.0.0.1 port {sshd.port}): key {home}/gone does not exist")
+    assert "ssh-keygen" in hint
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o660, 0o777])
+def test_a_key_that_others_can_read(sshd, home, mode):
+    key = home / "my key"
+    shutil.copy(sshd.key, key)
+    key.chmod(mode)
+    message, hint, _ = refusal(sshd.host(identity=str(key)))
+    assert message.endswith(f"key {key} can be read by others (mode {mode:04o})")
+    assert hint == f"chmod 600 '{key}'"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ("-t", "ed25519"),
+        ("-t", "rsa", "-b", "2048", "-m", "PEM"),
+        ("-t", "ecdsa", "-m", "PKCS8"),
+    ],
+    ids=lambda kind: "-".join(kind).replace("--", ""),
+)
+def test_a_key_with_a_passphrase(sshd, home, kind):
+    key = keygen(home / "locked", *kind, "-N", "open sesame")
+    message, hint, _ = refusal(sshd.host(identity=str(key)))
+    assert message.endswith(f"key {key} is protected by a passphrase")
+    assert hint.startswith(f"ssh-add '{key}'")
+
+
+@pytest.mark.parametrize("data", [b"", b"garbage\n", b"\xff\xfe\x00", "the .pub file"])
+def test_a_file_that_is_no_key(sshd, home, data):
+    key = home / "key"
+    key.write_bytes(sshd.key.with_name("id.pub").read_bytes() if isinstance(data, str) else data)
+    key.chmod(0o600)
+    message, hint, _ = refusal(sshd.host(identity=str(key)))
+    assert message.endswith(f"{key} is not a private key")
+    assert ".pub" in hint
+
+
+def test_a_folder_for_a_key(sshd, home):
+    folder = home / "keys"
+    folder.mkdir(mode=0o700)
+    message, _, _ = refusal(sshd.host(identity=str(folder)))
+    assert message.endswith(f"key {folder}: is a directory")
+
+
+def test_a_key_that_the_host_does_not_take(sshd, home):
+    key = keygen(home / "stranger")
+    message, hint, _ = refusal(sshd.host(identity=str(key)))
+    assert f"does not let user {ME} in: tried {key}" in message
+    assert f"ssh-copy-id -i '{key}' -p {sshd.port} {ME}@127.0.0.1" in hint
+
+
+def test_a_user_that_is_not_there(sshd, home):
+    message, hint, _ = refusal(sshd.host(user="nobody-of-this-name"))
+    assert "does not let user nobody-of-this-name in" in message
+    assert "ansible_user" in hint
+
+
+def test_no_key_at_all(sshd, home):
+    message, hint, _ = refusal(sshd.host(identity=None))
+    assert "in: no key to try" in message
+    assert "ssh-copy-id" in hint
+
+
+def test_the_usual_files_are_tried(sshd, home):
+    shutil.copy(sshd.key, home / ".ssh" / "id_ed25519")
+    transport = sshd.transport(identity=None)
+    assert transport.run("h0", ["echo", "in"]).stdout == "in\n"
+    transport.close()
+
+
+def test_a_usual_file_that_cannot_be_used_is_told_of(sshd, home):
+    shutil.copy(sshd.key, home / ".ssh" / "id_ed25519")
+    (home / ".ssh" / "id_ed25519").chmod(0o644)
+    keygen(home / ".ssh" / "id_rsa", "-t", "rsa", "-b", "2048", "-N", "secret")
+    message, _, _ = refusal(sshd.host(identity=None))
+    assert "id_ed25519 can be read by others" in message
+    assert "id_rsa is protected by a passphrase" in message
+
+
+@pytest.fixture
+def agent(monkeypatch, home, tmp_path):
+    """An SSH agent: ``agent(key)`` gives it a key."""
+    # Socket paths are short.
+    path = Path(f"/tmp/clusterkit-agent-{os.getpid()}-{random.randrange(1 << 32):08x}")
+    process = subprocess.Popen(
+        ["ssh-agent", "-D", "-a", str(path)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    monkeypatch.setenv("SSH_AUTH_SOCK", str(path))
+
+    def add(key):
+        subprocess.run(["ssh-add", "-q", str(key)], check=True)
+
+    yield add
+    process.terminate()
+    process.wait()
+    path.unlink(missing_ok=True)
+
+
+def test_the_agent_s_keys_are_tried(sshd, agent):
+    agent(sshd.key)
+    transport = sshd.transport(identity=None)
+    assert transport.run("h0", ["echo", "in"]).stdout == "in\n"
+    transport.close()
+
+
+def test_a_key_with_a_passphrase_that_the_agent_holds(other_sshd, agent, home):
+    server = other_sshd()
+    locked = home / "locked"
+    shutil.copy(server.key, locked)
+    agent(locked)
+    shutil.copy(server.key.with_name("id.pub"), home / "locked.pub")
+    subprocess.run(["ssh-keygen", "-q", "-p", "-P", "", "-N", "secret", "-f", locked], check=True)
+    transport = server.transport(identity=str(locked))
+    assert transport.run("h0", ["echo", "in"]).stdout == "in\n"
+    transport.close()
+
+
+def test_no_agent_is_forwarded(sshd, agent):
+    agent(sshd.key)
+    transport = sshd.transport()
+    code = "import os; print('SSH_AUTH_SOCK' in os.environ)"
+    assert transport.run("h0", [sys.executable, "-S", "-c", code]).stdout == "False\n"
+    transport.close()
+
+
+def test_an_agent_that_is_gone_does_no_harm(sshd, home, monkeypatch):
+    monkeypatch.setenv("SSH_AUTH_SOCK", str(home / "gone"))
+    transport = sshd.transport()
+    assert transport.run("h0", ["true"]).exit_code == 0
+    transport.close()
+
+
+# ---------------------------------------------------------------- who answers
+
+
+def test_a_host_key_that_is_not_known(sshd, home):
+    message, hint, kind = refusal(sshd.host(known_hosts=str(home / "none")))
+    assert kind is HostKeyProblem
+    fingerprint = fingerprint_of(sshd.folder / "host_key.pub")
+    assert message.endswith(f"its host key is not known: it offers ssh-ed25519 {fingerprint}")
+    assert f"ssh-keyscan -p {sshd.port} 127.0.0.1 >>'{home}/none'" in hint
+
+
+def fingerprint_of(path):
+    done = subprocess.run(["ssh-keygen", "-lf", path], capture_output=True, text=True, check=True)
+    return done.stdout.split()[1]
+
+
+def test_a_host_key_that_has_changed(sshd, home):
+    other = keygen(home / "other")
+    public = " ".join(other.with_name("other.pub").read_text().split()[:2])
+    known = home / "known"
+    known.write_text(f"[127.0.0.1]:{sshd.port} {public}\n")
+    message, hint, kind = refusal(sshd.host(known_hosts=str(known)))
+    assert kind is HostKeyProblem
+    assert "its host key has changed" in message
+    assert fingerprint_of(f"{other}.pub") in message
+    assert fingerprint_of(sshd.folder / "host_key.pub") in message
+    # The remedy is a command that works.
+    remedy = hint[hint.index("ssh-keygen") :]
+    done = subprocess.run(["sh", "-c", remedy], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    transport = sshd.transport(known_hosts=str(known))
+    assert transport.run("h0", ["echo", "in"]).stdout == "in\n"
+    transport.close()
+
+
+def test_a_key_that_was_added_beside_the_old_one_counts(sshd, home):
+    other = keygen(home / "other").with_name("other.pub").read_text().split()
+    known = home / "known"
+    known.write_text(
+        f"[127.0.0.1]:{sshd.port} {other[0]} {other[1]}\n" + sshd.known_hosts.read_text()
+    )
+    transport = sshd.transport(known_hosts=str(known))
+    assert transport.run("h0", ["true"]).exit_code == 0
+    transport.close()
+
+
+def test_a_host_that_offers_a_key_of_another_kind(other_sshd, home):
+    server = other_sshd(host_key=("-t", "rsa", "-b", "2048"))
+    other = keygen(home / "other").with_name("other.pub").read_text().split()
+    known = home / "known"
+    known.write_text(f"[127.0.0.1]:{server.port} {other[0]} {other[1]}\n")
+    message, _, kind = refusal(server.host(known_hosts=str(known)))
+    assert kind is HostKeyProblem
+    assert "known is one of type ssh-ed25519, it offers ssh-rsa" in message
+
+
+@pytest.mark.parametrize("kind", [("rsa", "-b", "2048"), ("ecdsa",), ("ed25519",)])
+def test_hosts_of_all_kinds_of_keys(other_sshd, home, kind):
+    server = other_sshd(host_key=("-t", *kind))
+    transport = server.transport()
+    assert transport.run("h0", ["true"]).exit_code == 0
+    transport.close()
+
+
+def test_of_several_keys_the_known_one_is_asked_for(other_sshd, home):
+    second = keygen(home / "second", "-t", "rsa", "-b", "2048")
+    server = other_sshd(f'HostKey "{second}"')
+    public = " ".join(second.with_name("second.pub").read_text().split()[:2])
+    known = home / "known"
+    known.write_text(f"[127.0.0.1]:{server.port} {public}\n")
+    transport = server.transport(known_hosts=str(known))
+    assert transport.run("h0", ["true"]).exit_code == 0
+    transport.close()
+
+
+def host_line(server, names):
+    return f"{names} {' '.join(server.known_hosts.read_text().split()[1:])}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "in_"),
+    [
+        ("127.0.0.1", True),  # without a port: for any, as for OpenSSH
+        ("[127.0.0.*]:*", True),
+        ("*", True),
+        ("other,[127.0.0.1]:PORT,more", True),
+        ("[127.0.0.1]:1", False),
+        ("*,!127.0.0.1,![127.0.0.1]:PORT", False),
+        ("*,![127.0.0.1]:PORT", True),  # without its port it is not excluded
+        ("@revoked *", False),
+        ("@cert-authority *", False),
+        ("hashed", True),
+    ],
+)
+def test_known_hosts_is_read_as_openssh_reads_it(sshd, home, line, in_):
+    known = home / "known hosts"
+    known.write_text(
+        "# comment\n\nh0 ssh-ed25519 !!!not-base64\nh0\n|1|x|y ssh-ed25519 AAAA\n"
+        + host_line(sshd, line.replace("PORT", str(sshd.port)))
+    )
+    with known.open("ab") as file:
+        file.write(b"caf\xe9 ssh-ed25519 AAAA\n")
+    if line == "hashed":
+        known.write_text(host_line(sshd, f"[127.0.0.1]:{sshd.port}"))
+        subprocess.run(["ssh-keygen", "-q", "-H", "-f", known], check=True, capture_output=True)
+        assert known.read_text().startswith("|1|")
+    theirs = subprocess.run(
+        ["ssh", "-F", "none", "-p", str(sshd.port), "-i", sshd.key, "-o", "BatchMode=yes",
+         "-o", f'UserKnownHostsFile="{known}"', "-o", "GlobalKnownHostsFile=none",
+         "-o", "StrictHostKeyChecking=yes", "127.0.0.1", "true"],
+        capture_output=True,
+    )  # fmt: skip
+    assert (theirs.returncode == 0) is in_, theirs.stderr
+    if in_:
+        transport = sshd.transport(known_hosts=str(known))
+        assert transport.run("h0", ["true"]).exit_code == 0
+        transport.close()
+        return
+    message, _, kind = refusal(sshd.host(known_hosts=str(known)))
+    assert kind is HostKeyProblem
+    assert ("revoked" in message) == ("revoked" in line)
+
+
+def test_five_thousand_known_hosts_are_read_in_no_time():
+    key = base64.b64encode(b"k" * 51).decode()
+    lines = []
+    for number in range(5000):
+        name = f"host{number}.example.org"
+        if number % 2:
+            salt = number.to_bytes(20, "big")
+            digest = hmac.digest(salt, name.encode(), hashlib.sha1)
+            name = f"|1|{base64.b64encode(salt).decode()}|{base64.b64encode(digest).decode()}"
+        lines.append(f"{name} ssh-ed25519 {key}")
+    began = time.process_time()
+    known = KnownHosts("\n".join(lines))
+    assert [len(known.keys(f"host{n}.example.org")) for n in (0, 1, 4998, 4999, 5000)] == [
+        1
+    ] * 4 + [0]
+    assert time.process_time() - began < 2
+
+
+def test_where_nobody_listens(home):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        message, hint, _ = refusal(Host(name="h0", address="127.0.0.1", port=port))
+    assert message == f"host h0 (127.0.0.1 port {port}) refuses connections on port {port}"
+    assert "sshd" in hint
+
+
+@pytest.mark.parametrize("name", ["no-such-host.invalid", "x" * 64 + ".example.org"])
+def test_a_name_that_cannot_be_resolved(home, name):
+    message, hint, _ = refusal(Host(name=name))
+    assert message == f"host {name}: the name {name} cannot be resolved"
+    assert "ansible_host" in hint
+
+
+def test_a_service_that_says_nothing(home):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(50)
+        host = Host(name="h0", address="127.0.0.1", port=silent.getsockname()[1])
+        message, _, _ = refusal(host, timeout=0.5)
+    assert "takes connections, but no sshd answers within 0.5 s" in message
+
+
+def test_a_service_that_is_no_sshd(home):
+    with socket.create_server(("127.0.0.1", 0)) as web:
+        done = threading.Event()
+
+        def serve():
+            while not done.is_set():
+                connection, _ = web.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 50)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        host = Host(name="h0", address="127.0.0.1", port=web.getsockname()[1])
+        message, _, _ = refusal(host, timeout=5)
+        done.set()
+        socket.create_connection(web.getsockname()).close()
+        thread.join()
+    assert message.startswith(f"host h0 (127.0.0.1 port {host.port})")
+
+
+def test_several_hosts_and_one_that_is_away(sshd, home):
+    hosts = [sshd.host(name=f"h{n}") for n in range(3)]
+    hosts.insert(1, Host(name="away", address="127.0.0.1", port=1, identity=str(sshd.key)))
+    transport = SshTransport(hosts, connect_timeout=20)
+    told = fan_out([h.name for h in hosts], lambda name: transport.run(name, ["echo", name]).stdout)
+    transport.close()
+    assert {name: found for name, found in told.items() if isinstance(found, str)} == {
+        "h0": "h0\n", "h1": "h1\n", "h2": "h2\n",
+    }  # fmt: skip
+    with pytest.raises(HostUnreachable, match=r"host away .*refuses connections"):
+        in_order(told)
+
+
+# ---------------------------------------------------------------- ways through
+
+
+def test_a_jump_host(sshd, other_sshd, home):
+    behind = other_sshd()
+    with behind.known_hosts.open("a") as file:
+        file.write(sshd.known_hosts.read_text())
+    with (sshd.folder / "authorized").open("a") as file:
+        file.write(behind.key.with_name("id.pub").read_text())
+    transport = behind.transport(jump=f"{ME}@127.0.0.1:{sshd.port}")
+    done = transport.run("h0", ["sh", "-c", "echo $SSH_CONNECTION"])
+    assert done.stdout.split()[3] == str(behind.port)
+    assert len(transport._connections) == 2
+    transport.close()
+    message, _, _ = refusal(behind.host(jump=f"{ME}@127.0.0.1:1"))
+    assert message == "host 127.0.0.1 (127.0.0.1 port 1) refuses connections on port 1"
+    message, _, _ = refusal(behind.host(port=1, jump=f"{ME}@127.0.0.1:{sshd.port}"))
+    assert "jump host" in message
+    assert "cannot reach it" in message
+
+
+@pytest.mark.parametrize(
+    ("hop", "expected"),
+    [
+        ("gate", ("gate", None, None)),
+        ("me@gate", ("gate", "me", None)),
+        ("me@gate:2222", ("gate", "me", 2222)),
+        ("[2001:db8::1]:2222", ("2001:db8::1", None, 2222)),
+        ("a@b@gate", ("gate", "a@b", None)),
+        ("2001:db8::1", ("2001:db8::1", None, None)),
+        ("ssh://me@gate:2222", ("gate", "me", 2222)),
+    ],
+)
+def test_how_a_jump_host_is_named(hop, expected):
+    host = ssh._jump_host(hop, Host(name="h0", identity="/k"))
+    assert (host.name, host.user, host.port) == expected
+    assert host.identity == "/k"
+
+
+def configured(home, text):
+    (home / ".ssh" / "config").write_text(text)
+
+
+RELAY = """
+import os, socket, sys, threading
+there = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+def back():
+    while data := there.recv(65536):
+        os.write(1, data)
+threading.Thread(target=back, daemon=True).start()
+while data := os.read(0, 65536):
+    there.sendall(data)
+"""
+"""What nc does: copies both ways."""
+
+
+def test_a_proxy_command_of_the_configuration(sshd, home):
+    script = home / "relay.py"
+    script.write_text(RELAY)
+    configured(
+        home, f"Host h0\n  HostName 127.0.0.1\n  ProxyCommand {sys.executable} '{script}' %h %p\n"
+    )
+    transport = sshd.transport(address=None)
+    assert transport.run("h0", ["echo", "in"], timeout=60).stdout == "in\n"
+    transport.close()
+
+
+def test_a_proxy_command_that_is_not_there(sshd, home, capfd):
+    configured(home, "Host *\n  ProxyCommand /nope/nc %h %p\n")
+    message, _, _ = refusal(sshd.host())
+    assert f"the SSH connection through '/nope/nc 127.0.0.1 {sshd.port}' failed" in message
+    assert "/nope/nc: not found" in capfd.readouterr().err
+
+
+def test_a_proxy_command_that_ends_ends_the_connection(sshd, home, tmp_path):
+    script = tmp_path / "relay.py"
+    script.write_text(RELAY)
+    configured(home, f"Host *\n  ProxyCommand {sys.executable} {script} %h %p\n")
+    transport = sshd.transport()
+    with transport.open("h0", ["sleep", "60"]) as stream:
+        proxy = transport.connection("h0").sock._process
+        proxy.kill()
+        assert stream.read(60) == b""
+        with pytest.raises(HostUnreachable, match="connection was lost"):
+            stream.exit_code(60)
+    assert transport.run("h0", ["echo", "again"]).stdout == "again\n"
+    second = transport.connection("h0").sock._process
+    transport.close()
+    assert proxy.returncode is not None
+    assert second.returncode is not None
+
+
+# ---------------------------------------------------------------- configurations
+
+CONFIG = """
+Include conf.d/*.conf
+Host alias
+    HostName real.example.org
+    Port 2222
+    User trainer
+    IdentityFile ~/.ssh/first
+    IdentityFile "~/.ssh/with space"
+    IdentitiesOnly yes
+    UserKnownHostsFile ~/.ssh/known_one "~/known two"
+    HostKeyAlias the-alias
+Host *.example.org !not.example.org
+    User glob
+    ProxyJump me@gate:22
+Host noproxy.example.org
+    ProxyJump none
+Match host matched*
+    User matched
+Host *
+    User everyone
+    Port 22
+"""
+INCLUDED = "Host included\n  Port 4444\n  User from-include\n"
+
+
+@pytest.fixture
+def openssh(home):
+    """What ``ssh -G`` makes of a host with the configuration of `home`."""
+
+    def ask(name):
+        # OpenSSH takes the home folder from the user database.
+        (link := home.with_name("home")).symlink_to(home)
+        text = config_text(home / ".ssh" / "config").replace("~/", f"{link}/")
+        whole = home / "for-openssh"
+        whole.write_text(text)
+        done = subprocess.run(
+            ["ssh", "-F", whole, "-G", name], capture_output=True, text=True, check=True
+        )
+        found = {}
+        for line in done.stdout.splitlines():
+            key, _, value = line.partition(" ")
+            found.setdefault(key, []).append(value.replace(str(link), str(home)))
+        return found
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("alias", "a.example.org", "not.example.org", "matched1", "plain", "included"),
+        "noproxy.example.org",
+    ],
+)
+def test_the_configuration_says_what_openssh_takes_it_to_say(home, openssh, name):
+    configured(home, CONFIG)
+    (home / ".ssh" / "conf.d").mkdir()
+    (home / ".ssh" / "conf.d" / "one.conf").write_text(INCLUDED)
+    theirs = openssh(name)
+    ours = resolve(Host(name=name))
+    assert ours.address == theirs["hostname"][0]
+    assert ours.port == int(theirs["port"][0])
+    assert ours.user == theirs["user"][0]
+    assert ours.jump == theirs.get("proxyjump", [None])[0]
+    if name == "alias":
+        assert [str(path) for path in ours.identities] == theirs["identityfile"]
+        assert ours.identities_only
+        assert ours.known_hosts[:2] == (f"{home}/.ssh/known_one", f"{home}/known two")
+        assert ours.key_name == theirs["hostkeyalias"][0] == "the-alias"
+
+
+def test_an_include_reads_like_openssh_s_own(tmp_path):
+    """OpenSSH's own Include, against ours spelled out."""
+    (tmp_path / "b.conf").write_text("Host b\n  Port 2\nHost other\n  Port 9\n")
+    (tmp_path / "a.conf").write_text(f"User from-a\nInclude {tmp_path}/b.conf\n")
+    top = tmp_path / "top"
+    top.write_text(
+        f"Include {tmp_path}/a.conf {tmp_path}/none*.conf\nPort 7\n"
+        f"host x\n  INCLUDE={tmp_path}/b.conf\n  HostName x.example\n"
+    )
+    (tmp_path / "flat").write_text(config_text(top))
+    for name in ("a", "b", "other", "x", "y"):
+        told = [
+            subprocess.run(
+                ["ssh", "-F", path, "-G", name], capture_output=True, text=True, check=True
+            ).stdout
+            for path in (top, tmp_path / "flat")
+        ]
+        assert told[0] == told[1], name
+
+
+def test_files_that_include_each_other(home):
+    configured(home, "Include config\n")
+    with pytest.raises(Unavailable, match="files include each other"):
+        resolve(Host(name="h0"))
+
+
+def test_the_inventory_goes_before_the_configuration(home):
+    configured(home, CONFIG)
+    target = resolve(
+        Host(name="h0", address="alias", port=1, user="me", identity="/k", known_hosts="/a b/known",
+             jump="gate")
+    )  # fmt: skip
+    assert target.address == "real.example.org"
+    assert (target.port, target.user, target.jump) == (1, "me", "gate")
+    assert target.identities == ("/k",)
+    assert target.known_hosts[0] == "/a b/known"
+    assert str(target) == "host h0 (real.example.org port 1)"
+
+
+def test_without_a_configuration_there_are_openssh_s_defaults(home):
+    target = resolve(Host(name="h0"))
+    assert (target.address, target.port, target.user) == ("h0", 22, ME)
+    assert target.known_hosts == (
+        f"{home}/.ssh/known_hosts", f"{home}/.ssh/known_hosts2", "/etc/ssh/ssh_known_hosts",
+    )  # fmt: skip
+    assert str(target) == "host h0"
+    assert resolve(Host(name="h1", port=2200)).key_name == "[h1]:2200"
+
+
+def test_no_jump_where_the_inventory_says_none(home):
+    configured(home, "Host *\n  ProxyJump gate\n")
+    assert resolve(Host(name="h0")).jump == "gate"
+    assert resolve(Host(name="h0", jump="none")).jump is None
+
+
+def test_a_proxy_command_gets_the_inventory_s_port_and_user(home):
+    configured(home, "Host *\n  ProxyCommand nc %h %p %r\n  User other\n")
+    target = resolve(Host(name="h0", address="10.0.0.1", port=2222, user="me"))
+    assert target.proxy_command == "nc 10.0.0.1 2222 me"
+    assert resolve(Host(name="h0", jump="gate")).proxy_command is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("Port abc\n", "Port 70000\n", "Port 0\n", "Port ²\n", "Port -1\n", "nonsense\n"),
+        *("Match\n User x\n", "Match frobnicate\n User x\n", "CanonicalizeHostname yes\n"),
+        b"\xff\xfe",
+    ],
+)
+def test_a_configuration_that_cannot_be_used_is_one_error(home, text):
+    path = home / ".ssh" / "config"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(Unavailable) as error:
+        resolve(Host(name="h0"))
+    assert "config" in f"{error.value}"
+
+
+def test_a_configuration_file_of_the_inventory_s(home, tmp_path):
+    mine = tmp_path / "my config"
+    mine.write_text("Host h0\n  User me\n")
+    configured(home, "Host h0\n  User other\n")
+    assert resolve(Host(name="h0", ssh_config=str(mine))).user == "me"
+    assert resolve(Host(name="h0", ssh_config=os.devnull)).user == ME
+    with pytest.raises(Unavailable, match="gone: no such file"):
+        resolve(Host(name="h0", ssh_config=str(tmp_path / "gone")))
+
+
+def test_the_way_to_a_host_from_the_inventory_alone(sshd, home, tmp_path):
+    """From an inventory's words to a connection, a folder with spaces included."""
+    folder = tmp_path / "my inventory"
+    folder.mkdir()
+    shutil.copy(sshd.key, folder / "id")
+    shutil.copy(sshd.known_hosts, folder / "known hosts")
+    path = folder / "inventory.yaml"
+    path.write_text(
+        f"""
+all:
+  vars:
+    ansible_user: {ME}
+    ansible_ssh_private_key_file: "{{{{ inventory_dir }}}}/id"
+    ansible_ssh_common_args: -o UserKnownHostsFile='"{folder}/known hosts"' -o IdentitiesOnly=yes
+  hosts:
+    h0: {{ansible_host: 127.0.0.1, ansible_port: {sshd.port}}}
+"""
+    )
+    transport = SshTransport(inventory.read_hosts(path, "all"), connect_timeout=20)
+    assert transport.run("h0", ["echo", "in"]).stdout == "in\n"
+    transport.close()
+
+
+def test_a_run_from_submit_to_its_end_in_a_working_folder_with_spaces(
+    sshd, home, tmp_path, cwd, write_job, no_gpus
+):
+    name = write_job('launcher: python\ngpus_per_node: 2\nenv: {ODD: "it\'s $HOME"}\n')
+    (cwd / "train.py").write_text(
+        "import os\nfrom helper import x\n"
+        "print(os.environ['RANK'], os.environ['ODD'], os.getcwd(), x)\n"
+    )
+    (cwd / "helper.py").write_text("x = 'uncommitted'\n")
+    work = tmp_path / "my work's folder"
+    host = {
+        "name": "h0", "address": "127.0.0.1", "port": sshd.port, "identity": str(sshd.key),
+        "known_hosts": str(sshd.known_hosts),
+    }  # fmt: skip
+    entry = {"backend": "ssh", "hosts": [host], "workdir": str(work), "python": sys.executable}
+    (cwd / "clusters.yaml").write_text(json.dumps({"lab": entry}))
+    run = api.submit(name, cluster="lab")
+    try:
+        status = run.wait(120)
+    finally:
+        run.cancel()
+    assert status.state is State.SUCCEEDED, status
+    (tree,) = run.plan.trees[:1]
+    assert tree.path.startswith(f"{work}/projects/")
+    assert sorted(line.text for line in run.logs()) == [
+        f"{rank} it's $HOME {tree.path} uncommitted" for rank in range(2)
+    ]
+    assert (work / "runs" / run.id / "files" / "node.sh").is_file()
+
+
+# ---------------------------------------------------------------- the protocol
+
+
+def test_the_ssh_transport_has_the_methods_of_the_protocol_and_their_signatures():
+    import inspect
+
+    wanted = {name for name in vars(Transport) if not name.startswith("_")}
+    for name in wanted:
+        ours = inspect.signature(getattr(SshTransport, name))
+        assert ours == inspect.signature(getattr(Transport, name)), name

@@ -1,0 +1,916 @@
+"""The ssh backend: plans from made-up facts, and probing with every host on this machine."""
+
+import json
+import os
+import posixpath
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from clusterkit import api, backends, inventory, project
+from clusterkit.backends import ssh as module
+from clusterkit.backends.base import Handle
+from clusterkit.backends.ssh import SshBackend
+from clusterkit.cluster import Facts, Gpu, Host, HostFacts, Project, SshCluster
+from clusterkit.errors import BadInput, PortTaken, SubmitFailed, Unavailable
+from clusterkit.mirror import NodeView
+from clusterkit.runs import node_dir
+from clusterkit.spec import CheckpointSpec, JobSpec
+from clusterkit.status import State
+from clusterkit.transport import LocalTransport
+
+SSH = SshBackend()
+PROJECT = Project(root="/home/me/my project", digest="d" * 32, files=3, bytes=4_200_000, how="all")
+OWN = Project(root="/opt/site", digest="c" * 32, files=9, bytes=1000, how="clusterkit's own")
+
+
+def job(**fields):
+    given = {"name": "demo", "program": "train.py", "workdir": "/home/me/my project"}
+    return JobSpec(**(given | fields))
+
+
+def gpus(*indexes, name="NVIDIA H100"):
+    return tuple(Gpu(str(index), name, 81559) for index in indexes)
+
+
+def host_facts(number, **fields):
+    given = {
+        "host": f"h{number}", "address": f"10.0.0.{number}", "cpus": 8, "memory_mib": 1 << 16,
+        "python": "/opt/venv/bin/python",
+        "versions": {"torch": "2.13.0", "deepspeed": "0.19.8", "clusterkit": "0"},
+        "tools": {"mpirun": "/usr/bin/mpirun"}, "interface": "eth0",
+    }  # fmt: skip
+    return HostFacts(**(given | fields))
+
+
+def facts(*hosts, **fields):
+    given = {
+        "home": "/home/u/cluster kit", "port": 29501, "port_origin": "free", "interface": "eth0",
+        "project": PROJECT,
+    }  # fmt: skip
+    return Facts(hosts=hosts or (host_facts(0), host_facts(1)), **(given | fields))
+
+
+def cluster(number=2, **fields):
+    return SshCluster(hosts=tuple(Host(name=f"h{n}") for n in range(number)), **fields)
+
+
+def plan(found, entry=None, **fields):
+    return SSH.plan(job(**fields), entry or cluster(len(found.hosts)), found, "demo-1")
+
+
+def script(made, name="node.sh"):
+    (file,) = (file for file in made.files if file.path.endswith(f"/{name}"))
+    return file.content().decode()
+
+
+def exported(made, step=0):
+    """The environment that one node's launcher starts with, by running its script for real."""
+    text = script(made)
+    end = text.index("\nexec '/opt") if "\nexec '/opt" in text else text.rindex("\nexec ")
+    lines = [line for line in text[:end].splitlines() if not line.startswith(("mkdir", "exec <"))]
+    done = subprocess.run(
+        ["env", "-i", "PATH=/usr/bin:/bin", *(f"{k}={v}" for k, v in made.steps[step].env.items()),
+         "sh", "-c", "\n".join([*lines, "env -0"])],
+        capture_output=True, check=True,
+    )  # fmt: skip
+    return dict(item.split("=", 1) for item in done.stdout.decode().split("\0") if "=" in item)
+
+
+# ---------------------------------------------------------------- where
+
+
+def test_every_node_is_started_on_its_host_from_the_copied_project():
+    made = plan(facts(), nodes=2)
+    assert [(s.kind, s.host, s.node, s.env["NODE_RANK"]) for s in made.steps] == [
+        ("start", "h0", 0, "0"),
+        ("start", "h1", 1, "1"),
+    ]
+    assert made.hosts == ("h0", "h1")
+    assert made.run_dir == "/home/u/cluster kit/runs/demo-1"
+    (tree,) = made.trees
+    assert tree.path == f"/home/u/cluster kit/projects/my-project/{'d' * 16}"
+    assert (tree.source, tree.digest) == (PROJECT.root, PROJECT.digest)
+    assert tree.what == "3 files, 4.2 MB; all"
+    assert f"--workdir '{tree.path}'" in script(made)
+    assert made.address == "10.0.0.0"
+    assert exported(made)["MASTER_ADDR"] == "10.0.0.0"
+    assert "/home/me" not in script(made)
+
+
+def test_a_job_below_the_project_s_folder_starts_below_its_copy():
+    made = plan(facts(), nodes=2, workdir=f"{PROJECT.root}/deep/er")
+    assert f"--workdir '{made.trees[0].path}/deep/er'" in script(made)
+
+
+def test_a_program_that_is_named_by_its_whole_path_is_the_copied_one():
+    made = plan(facts(), nodes=2, program=f"{PROJECT.root}/deep/train.py")
+    assert f"{made.trees[0].path}/deep/train.py" in script(made)
+    assert PROJECT.root not in script(made)
+
+
+def test_without_sync_the_hosts_have_the_project_where_it_is_here():
+    made = plan(facts(project=None), cluster(sync=False), nodes=2)
+    assert made.trees == ()
+    assert "--workdir '/home/me/my project'" in script(made)
+    assert made.note("workdir") == "/home/me/my project"
+    absolute = plan(facts(project=None), cluster(sync=False), nodes=2, program="/srv/train.py")
+    assert " /srv/train.py" in script(absolute)
+
+
+def test_clusterkit_s_own_package_is_shipped_to_hosts_that_lack_it():
+    made = plan(facts(shipped=OWN), nodes=2)
+    assert made.trees[1].path == f"/home/u/cluster kit/projects/clusterkit/{'c' * 16}"
+    assert exported(made)["PYTHONPATH"] == made.trees[1].path
+
+
+@pytest.mark.parametrize("where", ["job", "cluster"])
+def test_a_python_path_of_one_s_own_is_kept(where):
+    own = {"PYTHONPATH": "/mine"}
+    entry = cluster(env=own if where == "cluster" else {})
+    made = plan(facts(shipped=OWN), entry, nodes=2, env=own if where == "job" else {})
+    assert exported(made)["PYTHONPATH"] == "/mine"
+
+
+@pytest.mark.parametrize(
+    ("root", "name"),
+    [
+        ("/home/me/my project", "my-project"),
+        ("/", "project"),
+        ("/日本", "-"),
+        ("/a/..b", "..b"),
+        ("/a/x;rm -rf", "x-rm--rf"),
+    ],
+)
+def test_a_tree_lies_in_a_folder_of_the_project_s_name(root, name):
+    path = module._tree_path(facts(), msgspec.structs.replace(PROJECT, root=root))
+    assert path == f"/home/u/cluster kit/projects/{name}/{'d' * 16}"
+
+
+def test_two_projects_never_share_a_tree():
+    other = msgspec.structs.replace(PROJECT, digest="e" * 32)
+    assert module._tree_path(facts(), PROJECT) != module._tree_path(facts(), other)
+
+
+def test_checkpoints_lie_on_the_shared_folder_where_there_is_one():
+    point = CheckpointSpec(dir="ckpt")
+    made = plan(facts(), cluster(shared="/mnt/nfs"), nodes=2, checkpoint=point)
+    assert exported(made)["CLUSTERKIT_CHECKPOINT_DIR"] == "/mnt/nfs/runs/demo-1/ckpt"
+    made = plan(facts(), nodes=2, checkpoint=point)
+    assert exported(made)["CLUSTERKIT_CHECKPOINT_DIR"] == f"{made.run_dir}/ckpt"
+    absolute = CheckpointSpec(dir="/big/ckpt")
+    made = plan(facts(), cluster(shared="/mnt/nfs"), nodes=2, checkpoint=absolute)
+    assert exported(made)["CLUSTERKIT_CHECKPOINT_DIR"] == "/big/ckpt"
+
+
+@pytest.mark.parametrize("shared", ["nfs", "~/nfs", "./x", ""])
+def test_a_shared_folder_has_an_absolute_path(shared):
+    with pytest.raises(BadInput, match=r"shared: .* is no absolute path"):
+        SSH.settled(cluster(shared=shared), Path("/"), None, None)
+
+
+# ---------------------------------------------------------------- how many
+
+
+def test_a_job_takes_the_first_hosts():
+    hosts = [host_facts(n) for n in range(4)]
+    made = plan(facts(*hosts), nodes=2)
+    assert made.hosts == ("h0", "h1")
+    assert made.nodes == 2
+
+
+@pytest.mark.parametrize("nodes", [3, "3:8", 100])
+def test_more_nodes_than_hosts_are_refused(nodes):
+    least = int(str(nodes).partition(":")[0])
+    with pytest.raises(BadInput) as error:
+        plan(facts(), nodes=nodes)
+    assert error.value.message == f"nodes: {least} are wanted, the cluster has 2 hosts (h0, h1)"
+    assert error.value.hint == "--nodes 2, or more hosts in the inventory"
+    with pytest.raises(BadInput, match="are wanted, the cluster has 2 hosts"):
+        SSH.probe(cluster(), Hosts(), job(nodes=nodes))
+
+
+def test_an_elastic_job_takes_what_is_there():
+    made = plan(facts(host_facts(0), host_facts(1), host_facts(2)), nodes="2:8")
+    assert made.topology == {"min_nodes": 2, "nodes": 3, "nproc_per_node": 1}
+    assert "8 nodes are wanted, 3 hosts there" in [str(note) for note in made.notes]
+    assert "--nnodes 2:3" in script(made)
+
+
+def test_an_elastic_job_with_its_least_number_of_hosts_has_a_fixed_size():
+    made = plan(facts(), nodes="2:8")
+    assert "--nnodes 2 " in script(made)
+
+
+def test_ranks_follow_the_host_with_the_fewest_gpus():
+    found = facts(host_facts(0, gpus=gpus(0, 1, 2, 3)), host_facts(1, gpus=gpus(0, 1)))
+    made = plan(found, nodes=2)
+    assert made.topology["nproc_per_node"] == 2
+    assert "the fewest GPUs of a host: h1" in {note.origin for note in made.notes}
+    assert made.world_size == 4
+    assert [step.env["CUDA_VISIBLE_DEVICES"] for step in made.steps] == ["0,1", "0,1"]
+
+
+def test_gpus_that_were_chosen_are_the_ones_that_are_used():
+    found = facts(
+        host_facts(0, gpus=gpus(2, 5), slots=2), host_facts(1, gpus=gpus(7, 6, 1), slots=3)
+    )
+    made = plan(found, nodes=2)
+    assert [step.env["CUDA_VISIBLE_DEVICES"] for step in made.steps] == ["2,5", "7,6"]
+    assert [step.env["CLUSTERKIT_GPUS"] for step in made.steps] == ["2,5", "7,6"]
+    assert exported(made, 1)["CUDA_VISIBLE_DEVICES"] == "7,6"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "nproc", "origin"),
+    [
+        ({"slots": 4}, {"slots": 2}, 2, "inventory: slots"),
+        ({"slots": 4}, {}, 4, "inventory: slots"),
+        ({}, {}, 1, "without GPUs one rank per node"),
+        (
+            {"gpus": gpus(*range(8)), "slots": 3},
+            {"gpus": gpus(*range(8))},
+            3,
+            "the fewest GPUs of a host: h0",
+        ),
+        ({"gpus": gpus(0), "slots": 8}, {"gpus": gpus(0, 1)}, 1, "the fewest GPUs of a host: h0"),
+    ],
+)
+def test_slots_say_how_many_ranks_a_host_takes(first, second, nproc, origin):
+    made = plan(facts(host_facts(0, **first), host_facts(1, **second)), nodes=2)
+    assert made.topology["nproc_per_node"] == nproc
+    assert next(n for n in made.notes if n.name == "nproc_per_node").origin == origin
+
+
+@pytest.mark.parametrize(
+    ("hosts", "said", "hint"),
+    [
+        (
+            [{}, {"slots": 2}],
+            "gpus_per_node: 4, but h1 has 2 slots in the inventory",
+            "--gpus 2, or slots: 4 for h1",
+        ),
+        (
+            [{"gpus": gpus(*range(8))}, {"gpus": gpus(0)}],
+            "gpus_per_node: 4, but h1 has 1 GPU",
+            "--gpus 1, or --exclude h1",
+        ),
+    ],
+)
+def test_more_ranks_than_slots_or_gpus_are_refused(hosts, said, hint):
+    found = facts(*(host_facts(n, **fields) for n, fields in enumerate(hosts)))
+    with pytest.raises(BadInput) as error:
+        plan(found, nodes=2, gpus_per_node=4)
+    assert (error.value.message, error.value.hint) == (said, hint)
+
+
+def test_a_host_without_gpus_that_the_job_does_not_use_does_no_harm():
+    found = facts(host_facts(0, gpus=gpus(0)), host_facts(1))
+    assert plan(found, nodes=1).topology["nproc_per_node"] == 1
+    with pytest.raises(BadInput, match="h1 has no GPU, h0 has") as error:
+        plan(found, nodes=2)
+    assert "--exclude" in (error.value.hint or "")
+    with pytest.raises(BadInput, match="device: cuda, but h1 has no GPU"):
+        plan(found, nodes=2, device="cuda")
+    made = plan(found, nodes=2, device="cpu")
+    assert "CUDA_VISIBLE_DEVICES" not in made.steps[0].env
+
+
+def test_threads_are_those_of_the_smallest_host():
+    made = plan(facts(host_facts(0, cpus=64), host_facts(1, cpus=6)), nodes=2, gpus_per_node=4)
+    assert made.note("threads_per_rank") == "1"
+
+
+# ---------------------------------------------------------------- what differs
+
+
+@pytest.mark.parametrize(
+    ("packages", "fields", "said"),
+    [
+        ({}, {}, "launcher: torchrun needs torch, which /opt/venv/bin/python on h1"),
+        ({"torch": "2"}, {"launcher": "deepspeed"}, "launcher: deepspeed needs deepspeed"),
+        ({"torch": "2"}, {"deepspeed": {}}, "the job's deepspeed section needs deepspeed"),
+    ],
+)
+def test_what_one_host_lacks_is_said_with_its_name(packages, fields, said):
+    with pytest.raises(Unavailable) as error:
+        plan(facts(host_facts(0), host_facts(1, versions=packages)), nodes=2, **fields)
+    assert said in error.value.message
+    assert "h1" in error.value.message
+
+
+def test_mpirun_is_needed_on_every_host():
+    with pytest.raises(Unavailable, match="mpirun needs Open MPI, which h1 does not have"):
+        plan(facts(host_facts(0), host_facts(1, tools={})), nodes=2, launcher="mpirun")
+
+
+def test_an_interpreter_has_one_path_on_all_hosts():
+    with pytest.raises(BadInput) as error:
+        plan(facts(host_facts(0), host_facts(1, python="/usr/bin/python3")), nodes=2)
+    assert error.value.message == ("python: /opt/venv/bin/python on h0, but /usr/bin/python3 on h1")
+    assert plan(facts(host_facts(0), host_facts(1, python="/usr/bin/python3")), nodes=1)
+
+
+def test_versions_that_differ_are_remarked_on():
+    versions = {"torch": "2.12.0", "deepspeed": "0.19.8", "transformers": "5"}
+    made = plan(facts(host_facts(0), host_facts(1, versions=versions)), nodes=2)
+    remarks = [note.value for note in made.notes if not note.name]
+    assert "the hosts differ in torch: 2.13.0 on h0; 2.12.0 on h1" in remarks
+    assert "the hosts differ in transformers: none on h0; 5 on h1" in remarks
+    assert not [remark for remark in remarks if "deepspeed" in remark]
+
+
+# ---------------------------------------------------------------- the network
+
+
+def test_one_interface_on_all_hosts_is_in_the_node_s_environment():
+    made = plan(facts(), nodes=2)
+    for number in (0, 1):
+        env = exported(made, number)
+        assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"]) == ("eth0", "eth0")
+    assert made.note("interface") == "eth0"
+
+
+def test_interfaces_that_differ_are_each_host_s_own():
+    hosts = (host_facts(0, interface="eth0"), host_facts(1, interface="ens5"))
+    made = plan(facts(*hosts, interface=""), nodes=2)
+    for number, interface in enumerate(("eth0", "ens5")):
+        env = exported(made, number)
+        assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"]) == (interface, interface)
+    assert made.note("interface") == "h0 eth0, h1 ens5"
+
+
+@pytest.mark.parametrize("where", ["job", "cluster"])
+@pytest.mark.parametrize("common", ["eth0", ""])
+def test_an_interface_of_one_s_own_is_kept(where, common):
+    own = {"NCCL_SOCKET_IFNAME": "ib0"}
+    hosts = (host_facts(0), host_facts(1, interface="eth0" if common else "ens5"))
+    made = plan(
+        facts(*hosts, interface=common),
+        cluster(env=own if where == "cluster" else {}),
+        nodes=2,
+        env=own if where == "job" else {},
+    )
+    assert exported(made, 1)["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert exported(made, 1)["GLOO_SOCKET_IFNAME"] == (common or "ens5")
+
+
+def test_an_address_that_no_interface_carries_is_remarked_on():
+    hosts = (host_facts(0, interface=None), host_facts(1))
+    made = plan(facts(*hosts, interface=""), nodes=2)
+    (remark,) = [note.value for note in made.notes if "no interface" in note.value]
+    assert remark.startswith("no interface of h0 carries the address")
+    assert "GLOO_SOCKET_IFNAME" not in exported(made, 0)
+    assert exported(made, 1)["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
+def test_where_the_address_comes_from_is_said():
+    made = plan(facts(), nodes=2)
+    assert "master_addr=10.0.0.0 (first host, h0, interface eth0)" in map(str, made.notes)
+    entry = SshCluster(hosts=(Host(name="h0", cluster_address="10.0.0.0"), Host(name="h1")))
+    made = plan(facts(), entry, nodes=2)
+    assert any("as the inventory says" in str(note) for note in made.notes)
+
+
+# ---------------------------------------------------------------- mpirun
+
+
+def test_mpirun_is_started_on_the_first_host_for_all():
+    made = plan(facts(), nodes=2, gpus_per_node=2, launcher="mpirun")
+    (step,) = made.steps
+    assert step.host == "h0"
+    assert made.hosts == ("h0", "h1")  # their files and trees are needed on both
+    assert made.nodes == 1
+    assert made.world_size == 4
+    assert script(made, "hostfile") == "10.0.0.0 slots=2\n10.0.0.1 slots=2\n"
+    env = exported(made)
+    assert env["OMPI_MCA_btl_tcp_if_include"] == env["OMPI_MCA_oob_tcp_if_include"] == "eth0"
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        assert f"-x {name} " in script(made)
+
+
+def test_gpus_that_mpirun_could_not_keep_to_are_refused():
+    first, second = host_facts(0, gpus=gpus(2, 3)), host_facts(1, gpus=gpus(2, 3))
+    with pytest.raises(BadInput, match="mpirun cannot keep h1 to GPUs 2,3"):
+        plan(facts(first, second), nodes=2, launcher="mpirun")
+    assert plan(facts(first, host_facts(1, gpus=gpus(0, 1))), nodes=2, launcher="mpirun")
+    assert plan(facts(first, second), nodes=2, launcher="mpirun", device="cpu")
+    assert plan(facts(first, second), nodes=2)
+
+
+# ---------------------------------------------------------------- entries
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+def settled(tmp_path, **fields):
+    options = {key: fields.pop(key, None) for key in ("include", "exclude")}
+    return SSH.settled(SshCluster(**fields), tmp_path, **options)
+
+
+def test_an_entry_stands_alone_once_its_inventory_is_read(tmp_path):
+    write(tmp_path / "hosts.yaml", "nodes: {hosts: {h0: , h1: {slots: 4}, h2: }}")
+    found = settled(tmp_path, inventory="hosts.yaml", group="nodes", exclude="h0@h2")
+    assert found == SshCluster(hosts=(Host(name="h1", slots=4),))
+    again = SSH.settled(found, Path("/nowhere"), None, None)
+    assert again == found
+
+
+def test_a_flag_s_choice_of_hosts_takes_the_place_of_the_entry_s(tmp_path):
+    write(tmp_path / "hosts", "h0 slots=2\nh1 slots=2\nh2 slots=2\n")
+    entry = SshCluster(inventory="hosts", include="h0")
+    for options, names in (
+        ({"include": None, "exclude": None}, ["h0"]),
+        ({"include": "h1:1", "exclude": None}, ["h1"]),
+        ({"include": None, "exclude": "h0"}, ["h1", "h2"]),
+    ):
+        found = SSH.settled(entry, tmp_path, options["include"], options["exclude"])
+        assert [host.name for host in found.hosts] == names
+
+
+def test_an_inventory_s_path_may_start_from_home_or_root(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "hosts", "h0\n")
+    for path in ("~/hosts", str(tmp_path / "hosts")):
+        assert SSH.settled(SshCluster(inventory=path), Path("/"), None, None).hosts
+
+
+CLUSTERS = """\
+lab:
+  backend: ssh
+  inventory: hosts.yaml
+  group: nodes
+{}
+"""
+
+
+@pytest.fixture
+def entry(cwd):
+    """Read one entry of a clusters.yaml whose text is given; gives the error's message."""
+
+    def read(text, hosts="nodes: {hosts: {h0: , h1: {slots: 4}}}", **options):
+        (cwd / "clusters.yaml").write_text(text)
+        if hosts is not None:
+            (cwd / "hosts.yaml").write_text(hosts)
+        with pytest.raises(BadInput) as error:
+            api.settled_cluster("lab", **options)
+        assert error.value.exit_code == 2
+        return error.value.message.replace(f"{cwd}/", "")
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (CLUSTERS.format("  include: h9"), "clusters.yaml:5: lab.include h9: host 'h9' is unknown"),
+        (
+            CLUSTERS.format("  exclude: h0@h1"),
+            "clusters.yaml:5: lab.exclude h0@h1: no host is left",
+        ),
+        (CLUSTERS.format("  shared: nfs"), "clusters.yaml:5: lab.shared: nfs is no absolute path"),
+        (CLUSTERS.format("  hosts: [{name: x}]"), "clusters.yaml:3: lab.inventory: a cluster has"),
+        ("lab: {backend: ssh}", "clusters.yaml:1: lab.inventory: a cluster has either"),
+        (CLUSTERS.format("  worker: x"), "clusters.yaml:5: lab.worker: unknown key (did you mean"),
+        (CLUSTERS.format("  port: 99999"), "clusters.yaml:5: lab.port: 99999: "),
+        (CLUSTERS.format("  sync: maybe"), "clusters.yaml:5: lab.sync: 'maybe' is text, not true"),
+        (CLUSTERS.format("  connect_timeout: 0"), "clusters.yaml:5: lab.connect_timeout: 0: "),
+        (CLUSTERS.format("  lost_after: .nan"), "clusters.yaml:5: lab.lost_after: nan: "),
+        (CLUSTERS.format("  workdir: ''"), "clusters.yaml:5: lab.workdir: "),
+        (CLUSTERS.format("  env: {A=B: c}"), "clusters.yaml:5: lab.env: "),
+        (
+            "lab:\n  backend: ssh\n  hosts:\n  - name: a\n  - nam: b\n",
+            "clusters.yaml:5: lab.hosts[1]",
+        ),
+        (
+            "lab:\n  backend: ssh\n  hosts:\n  - name: a;id\n",
+            "clusters.yaml:3: lab.hosts: host 'a;id': 'a;id' is neither a host name",
+        ),
+        (
+            "lab:\n  backend: ssh\n  hosts: [{name: a}, {name: b, address: a}]\n",
+            "clusters.yaml:3: lab.hosts: hosts a and b have the same address a",
+        ),
+        (
+            "lab:\n  backend: ssh\n  hosts: [{name: a, port: 0}]\n",
+            "clusters.yaml:3: lab.hosts[0].port: 0: ",
+        ),
+        ("lab:\n  backend: shh\n", "clusters.yaml:2: lab.backend: 'shh' is no backend"),
+    ],
+)
+def test_what_is_wrong_in_an_entry_is_said_with_file_line_and_key(entry, text, said):
+    message = entry(text)
+    assert message.startswith(said), message
+
+
+def test_what_is_wrong_in_an_inventory_is_said_with_its_file(entry):
+    assert entry(CLUSTERS.format(""), "a: {hosts: {h0: }}") == (
+        "hosts.yaml: there is no group 'nodes'"
+    )
+    assert entry(CLUSTERS.format(""), "nodes:\n  hosts: [h0]").startswith(
+        "hosts.yaml:2: nodes.hosts: a mapping is wanted"
+    )
+    assert entry(CLUSTERS.format(""), "") == "hosts.yaml: the file is empty"
+    (Path.cwd() / "hosts.yaml").unlink()
+    assert entry(CLUSTERS.format(""), None) == "hosts.yaml: no such file or directory"
+
+
+def test_what_is_wrong_in_a_flag_is_not_said_of_the_file(entry):
+    for flag in ("include", "exclude"):
+        message = entry(CLUSTERS.format("  include: h0"), **{flag: "h7"})
+        assert message == f"--{flag} h7: host 'h7' is unknown"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "options", "said"),
+    [
+        ("", (), "error: hosts.yaml: the file is empty"),
+        ("all: {hosts", (), "error: hosts.yaml:1: not YAML"),
+        ("a: {hosts: {h0: }}", (), "error: hosts.yaml: there is no group 'nodes'"),
+        ("nodes: {hosts: {h0: }}", ("--nodes", "2"), "error: --nodes: 2 are wanted, the cluster"),
+        ("nodes: {hosts: {h0: }}", ("--include", "h1"), "error: --include h1: host 'h1' is unkn"),
+        ("nodes: {hosts: {h0: {ansible_password: x}}}", (), "error: hosts.yaml: host h0: ansible_"),
+    ],
+)
+def test_bad_input_is_one_error_before_anything_is_touched(
+    write_job, refused, cwd, hosts, options, said
+):
+    name = write_job("launcher: python\n")
+    (cwd / "clusters.yaml").write_text(CLUSTERS.format(""))
+    (cwd / "hosts.yaml").write_text(hosts)
+    for verb in ("submit", "plan"):
+        told = refused(verb, name, "--cluster", "lab", *options).replace(f"{cwd}/", "")
+        assert told.startswith(said), told
+
+
+def test_a_host_that_cannot_be_reached_is_another_exit_code(write_job, refused, cwd, monkeypatch):
+    name = write_job("launcher: python\n")
+    monkeypatch.setenv("HOME", str(cwd))
+    host = f"{{name: h0, address: 127.0.0.1, port: 1, identity: {cwd}/gone}}"
+    (cwd / "clusters.yaml").write_text(f"lab: {{backend: ssh, hosts: [{host}]}}")
+    told = refused("submit", name, "--cluster", "lab", code=3)
+    assert "host h0 (127.0.0.1 port 1) refuses connections on port 1" in told
+
+
+def test_hosts_of_five_thousand_are_chosen_quickly():
+    hosts = [Host(name=f"h{n}", slots=8) for n in range(5000)]
+    began = time.process_time()
+    found = inventory.chosen(hosts, None, "@".join(f"h{n}:0" for n in range(2500)))
+    inventory.check_hosts(found, "hosts")
+    assert len(found) == 5000
+    assert time.process_time() - began < 2
+
+
+# ---------------------------------------------------------------- probing
+
+
+class Hosts(LocalTransport):
+    """Every host is this machine, reached at an address of its own."""
+
+    def __init__(self, **told):
+        self.told = told
+        """Host to what its probe says otherwise."""
+        self.asked = []
+
+    def run(self, host, argv, *, env=None, timeout=None, stdin=b""):
+        self.asked.append((host, tuple(argv), dict(env or {})))
+        changes = self.told.get(host, {})
+        if isinstance(changes, Exception):
+            raise changes
+        reached = {"SSH_CONNECTION": f"10.9.9.9 5 10.0.0.{host[1:]} 22"}
+        done = super().run(host, argv, env={**(env or {}), **reached}, timeout=timeout, stdin=stdin)
+        if changes and done.stdout.startswith("{"):
+            document = json.loads(done.stdout) | changes
+            done = type(done)(done.argv, done.exit_code, json.dumps(document), done.stderr)
+        return done
+
+
+@pytest.fixture
+def entry_of(tmp_path, no_gpus):
+    def make(number=2, **fields):
+        given = {"python": sys.executable, "workdir": str(tmp_path / "my work"), "sync": False}
+        return cluster(number, **(given | fields))
+
+    return make
+
+
+def test_probing_tells_of_every_host(entry_of, tmp_path):
+    found = SSH.probe(entry_of(), Hosts())
+    assert found.home == str(tmp_path / "my work")
+    assert [(host.host, host.address) for host in found.hosts] == [
+        ("h0", "10.0.0.0"),
+        ("h1", "10.0.0.1"),
+    ]
+    for host in found.hosts:
+        assert host.cpus == len(os.sched_getaffinity(0))
+        assert host.python == sys.executable
+        assert "torch" in host.versions
+    assert 20000 <= found.port < 32000
+    assert found.port_origin == "free on h0 when probed"
+    assert found.project is None
+    assert not (tmp_path / "my work").exists()
+
+
+def test_only_the_hosts_that_a_job_takes_are_asked(entry_of):
+    transport = Hosts(h2=Unavailable("host h2 does not answer"))
+    found = SSH.probe(entry_of(3), transport, job(nodes=2))
+    assert len(found.hosts) == 2
+    assert "h2" not in {host for host, _, _ in transport.asked}
+    with pytest.raises(Unavailable, match="h2 does not answer"):
+        SSH.probe(entry_of(3), transport)
+
+
+def test_of_several_hosts_that_do_not_answer_all_are_named(entry_of):
+    away = {f"h{n}": Unavailable(f"host h{n} does not answer") for n in (0, 2, 3)}
+    with pytest.raises(Unavailable) as error:
+        SSH.probe(entry_of(4), Hosts(**away))
+    assert error.value.message == "host h0 does not answer (and 2 further hosts: h2, h3)"
+
+
+def test_a_python_that_does_not_work_is_said_with_host_and_key(entry_of, tmp_path):
+    with pytest.raises(SubmitFailed, match="cannot start /nope/python on h0"):
+        SSH.probe(entry_of(1, python="/nope/python"), Hosts())
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho out of order >&2; exit 3\n")
+    broken.chmod(0o755)
+    with pytest.raises(Unavailable) as error:
+        SSH.probe(entry_of(1, python=str(broken)), Hosts())
+    assert error.value.message == (
+        f"host h0: python: {broken} does not work as an interpreter: out of order"
+    )
+    assert "clusterkit_python" in (error.value.hint or "")
+
+
+def test_a_python_that_is_too_old(entry_of):
+    with pytest.raises(Unavailable, match=r"host h1: .* is Python 3\.9\.2"):
+        SSH.probe(entry_of(), Hosts(h1={"python_version": [3, 9, 2]}))
+
+
+def test_a_host_s_own_python_is_asked(entry_of, tmp_path):
+    link = tmp_path / "other python"
+    link.symlink_to(sys.executable)
+    entry = msgspec.structs.replace(
+        entry_of(), hosts=(Host(name="h0"), Host(name="h1", python=str(link)))
+    )
+    found = SSH.probe(entry, Hosts())
+    assert [host.python for host in found.hosts] == [sys.executable, str(link)]
+
+
+def test_the_user_s_own_packages_count_and_modules_of_the_home_folder_do_not(
+    entry_of, tmp_path, monkeypatch
+):
+    base = tmp_path / "userbase"
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    dist = base / "lib" / version / "site-packages" / "deepspeed-77.7.dist-info"
+    dist.mkdir(parents=True)
+    (dist / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 77.7\n")
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "json.py").write_text("raise SystemExit('a module of the home folder')\n")
+    monkeypatch.chdir(home)
+    # Not this checkout's virtual environment: it has no packages of the user's.
+    python = Path(sys.executable).resolve()
+    monkeypatch.setenv("PYTHONUSERBASE", str(base))
+    (host,) = SSH.probe(entry_of(1, python=str(python)), Hosts()).hosts
+    assert host.versions["deepspeed"] == "77.7"
+
+
+def test_the_environment_of_entry_and_job_counts_for_what_is_found(entry_of, tmp_path):
+    dist = tmp_path / "lib" / "transformers-66.6.dist-info"
+    dist.mkdir(parents=True)
+    (dist / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 66.6\n")
+    path = {"PYTHONPATH": str(tmp_path / "lib")}
+    (host,) = SSH.probe(entry_of(1, env=path), Hosts()).hosts
+    assert host.versions["transformers"] == "66.6"
+    (host,) = SSH.probe(entry_of(1), Hosts(), job(env=path)).hosts
+    assert host.versions["transformers"] == "66.6"
+
+
+def test_home_folders_that_differ_are_refused(entry_of):
+    transport = Hosts(h1={"workdir": "/home/other/clusterkit"})
+    with pytest.raises(BadInput) as error:
+        SSH.probe(entry_of(workdir="~/clusterkit"), transport)
+    assert error.value.message.startswith("workdir: ~/clusterkit is ")
+    assert "/home/other/clusterkit on h1" in error.value.message
+    assert error.value.hint == "give an absolute path"
+
+
+def test_a_port_that_the_entry_fixes_must_be_free(entry_of):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        with pytest.raises(PortTaken, match=f"port {taken} on host h0 is in use"):
+            SSH.probe(entry_of(port=taken), Hosts())
+    found = SSH.probe(entry_of(port=taken), Hosts())
+    assert (found.port, found.port_origin) == (taken, "cluster: port")
+
+
+INTERFACES = [
+    {"name": "lo", "address": "127.0.0.1", "mtu": 65536},
+    {"name": "eth0", "address": "10.0.0.0", "mtu": 1500},
+    {"name": "ib0", "address": "192.168.7.7", "mtu": 4096},
+]
+
+
+def on_network(number=2, **changes):
+    told = {}
+    for n in range(number):
+        mine = [dict(one) for one in INTERFACES]
+        mine[1]["address"], mine[2]["address"] = f"10.0.0.{n}", f"192.168.7.{n}"
+        told[f"h{n}"] = {"interfaces": mine} | changes.get(f"h{n}", {})
+    return Hosts(**told)
+
+
+def test_the_interface_is_the_one_that_carries_the_address(entry_of):
+    found = SSH.probe(entry_of(), on_network())
+    assert found.interface == "eth0"
+    assert [host.address for host in found.hosts] == ["10.0.0.0", "10.0.0.1"]
+
+
+def test_an_interface_that_the_entry_names_gives_the_address(entry_of):
+    found = SSH.probe(entry_of(interface="ib0"), on_network())
+    assert found.interface == "ib0"
+    assert [host.address for host in found.hosts] == ["192.168.7.0", "192.168.7.1"]
+    with pytest.raises(BadInput, match="interface: host h0 has no ib9 with an IPv4") as error:
+        SSH.probe(entry_of(interface="ib9"), on_network())
+    assert error.value.hint == "it has lo, eth0, ib0"
+
+
+def test_an_address_of_the_inventory_s_goes_first(entry_of):
+    hosts = (Host(name="h0", cluster_address="192.168.7.0"), Host(name="h1", cluster_address="dns"))
+    entry = msgspec.structs.replace(entry_of(), hosts=hosts)
+    found = SSH.probe(entry, on_network())
+    assert [(host.address, host.interface) for host in found.hosts] == [
+        ("192.168.7.0", "ib0"),
+        ("dns", None),
+    ]
+    assert found.interface == ""
+
+
+def test_hosts_that_only_this_machine_can_reach_are_refused(entry_of):
+    loop = {"reached_at": "127.0.0.1"}
+    with pytest.raises(BadInput, match="h1: it was reached at 127") as error:
+        SSH.probe(entry_of(), on_network(h1=loop))
+    assert "clusterkit_address" in (error.value.hint or "")
+    # A job on that host alone has no others to be reached by.
+    entry = msgspec.structs.replace(entry_of(), hosts=(Host(name="h1"), Host(name="h0")))
+    found = SSH.probe(entry, on_network(h1=loop), job(nodes=1))
+    assert found.hosts[0].address == "127.0.0.1"
+
+
+CSV = "".join(f"{n}, GPU-{n}, NVIDIA H100, 81559\n" for n in range(4))
+
+
+def test_devices_and_visible_gpus(entry_of):
+    hosts = (Host(name="h0", devices=(3, 1), slots=2), Host(name="h1"))
+    entry = msgspec.structs.replace(entry_of(), hosts=hosts)
+    transport = Hosts(h0={"gpus": CSV}, h1={"gpus": CSV, "visible": "2,0"})
+    found = SSH.probe(entry, transport)
+    assert [[gpu.index for gpu in host.gpus] for host in found.hosts] == [["3", "1"], ["2", "0"]]
+    assert found.hosts[0].slots == 2
+
+
+def test_a_device_that_a_host_does_not_have(entry_of):
+    entry = msgspec.structs.replace(entry_of(1), hosts=(Host(name="h0", devices=(0, 7)),))
+    with pytest.raises(BadInput, match="host h0: GPU 7 is asked for, it has 4 GPUs"):
+        SSH.probe(entry, Hosts(h0={"gpus": CSV}))
+    assert SSH.probe(entry, Hosts(h0={"gpus": "No devices were found\n"})).hosts[0].gpus == ()
+
+
+def test_the_project_and_clusterkit_itself_are_looked_at_where_they_are_needed(
+    entry_of, cwd, write_job
+):
+    write_job()
+    lacks = Hosts(h1={"versions": {"torch": "2"}})
+    mine = job(workdir=str(cwd), nodes=2)
+    found = SSH.probe(entry_of(sync=True), lacks, mine)
+    assert found.project == project.snapshot(cwd, "train.py").facts()
+    assert found.shipped == project.own_package().facts()
+    found = SSH.probe(entry_of(sync=True), Hosts(), mine)
+    assert found.project is not None
+    assert (found.shipped is None) == ("clusterkit" in found.hosts[0].versions)
+    found = SSH.probe(entry_of(sync=False), lacks, mine)
+    assert (found.project, found.shipped) == (None, None)
+    found = SSH.probe(entry_of(sync=True), lacks)
+    assert (found.project, found.shipped) == (None, None)
+
+
+def test_an_entry_without_hosts(entry_of):
+    with pytest.raises(BadInput, match="hosts: the cluster has none"):
+        SSH.probe(entry_of(0), Hosts())
+
+
+def test_without_paramiko_it_is_said_what_to_install(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "paramiko"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "clusterkit.ssh", raising=False)
+    monkeypatch.setitem(sys.modules, "paramiko", None)
+    with pytest.raises(Unavailable, match="backend ssh needs paramiko") as error:
+        backends.transport_for(cluster())
+    assert error.value.hint == "pip install 'clusterkit[ssh]'"
+
+
+# ---------------------------------------------------------------- judging
+
+
+def view(number, *, begun=True, alive=True, ended=False, silent=None, known=True, files=()):
+    made = NodeView(number, f"h{number}", known=known, begun=begun, alive=alive, ended=ended)
+    made.files = dict(files)
+    if silent is not None:
+        made.error = Unavailable(f"host h{number} does not answer")
+        made.silent_since = time.monotonic() - silent
+    return made
+
+
+def judged(*views, patience=30.0):
+    handle = Handle(plan(facts(), nodes=2))
+    seen = module._observation(handle, list(views), patience)
+    return None if seen is None else [(node.state, node.reason) for node in seen.nodes]
+
+
+def test_a_host_that_is_silent_for_long_is_lost_and_one_that_is_not_runs():
+    (state, reason), other = judged(view(0, silent=31), view(1))
+    assert state is State.UNKNOWN
+    assert reason == "host h0 does not answer (no answer for 31 s)"
+    assert other == (State.RUNNING, None)
+    (state, reason), _ = judged(view(0, silent=29), view(1))
+    assert state is State.RUNNING
+    assert "no answer for 29 s" in reason
+    (state, _), _ = judged(view(0, silent=5, begun=False, alive=False), view(1))
+    assert state is State.PENDING
+
+
+def test_when_nobody_answers_it_is_the_submitter_that_is_cut_off():
+    assert [state for state, _ in judged(view(0, silent=99), view(1, silent=99))] == [
+        State.RUNNING,
+        State.RUNNING,
+    ]
+
+
+def test_a_single_look_does_not_guess():
+    assert judged(view(0, silent=0.1), view(1), patience=0.0)[0][0] is State.UNKNOWN
+
+
+def test_a_node_that_has_ended_stays_so_when_its_host_goes_away():
+    files = {"exit.json": b'{"exit_code": 0, "at": 1.0, "reason": null}'}
+    ended = view(0, alive=False, ended=True, silent=99, files=files)
+    assert judged(ended, view(1))[0][0] is State.SUCCEEDED
+
+
+def test_hosts_where_nothing_is_known_of_the_run():
+    assert judged(view(0, known=False), view(1, known=False)) is None
+    (state, reason), _ = judged(view(0, known=False), view(1))
+    assert state is State.UNKNOWN
+    assert reason == "nothing is left of the run on host h0"
+
+
+# ---------------------------------------------------------------- for real
+
+
+def test_a_run_on_two_hosts_that_are_this_machine(tmp_path, entry_of, cwd):
+    """Project sent, nodes started, files mirrored, leftovers ended, all gone: no sshd needed."""
+    program = "import os, sys\nprint('rank', os.environ['RANK'], 'in', os.getcwd())\n"
+    (cwd / "train.py").write_text(program + "sys.exit(int(os.environ['RANK']) * 3)\n")
+    transport = Hosts()
+    entry = entry_of(sync=True)
+    mine = job(workdir=str(cwd), launcher="python", nodes=2, env={"ODD": "it's $HOME"})
+    found = SSH.probe(entry, transport, mine)
+    made = SSH.plan(mine, entry, found, "demo-1")
+    snapshot = project.snapshot(cwd, "train.py")
+    for host in made.hosts:
+        for tree in made.trees[:1]:
+            project.send(snapshot, tree, host, made.python, transport)
+    handle = SSH.submit(made, transport)
+    handle = Handle(made, 1, tmp_path / "mirror")
+    watcher = SSH.watch(handle, transport)
+    deadline = time.monotonic() + 120
+    while True:
+        seen = watcher.status()
+        if {node.state for node in seen.nodes} <= {State.SUCCEEDED, State.FAILED}:
+            break
+        assert time.monotonic() < deadline, seen
+        time.sleep(0.05)
+    watcher.close()
+    assert [(node.state, node.exit_code) for node in seen.nodes] == [
+        (State.SUCCEEDED, 0),
+        (State.FAILED, 3),
+    ]
+    assert [(end.rank, end.exit_code) for end in seen.rank_exits] == [(1, 3)]
+    lines = [line.text for line in SSH.logs(handle, transport)]
+    assert sorted(lines) == [f"rank {n} in {made.trees[0].path}" for n in range(2)]
+    local = tmp_path / "mirror" / "attempts" / "1" / "node-1" / "log"
+    assert local.read_bytes() == Path(node_dir(made.run_dir, 1, 1), "log").read_bytes()
+    SSH.cancel(handle, transport)
+    SSH.forget(handle, transport)
+    SSH.forget(handle, transport)
+    assert not Path(made.run_dir).exists()
+    assert Path(made.trees[0].path).exists()
+    assert SSH.status(Handle(made, 1), transport) is None
+    assert posixpath.dirname(made.run_dir) == str(tmp_path / "my work" / "runs")

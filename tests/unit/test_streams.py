@@ -1,0 +1,261 @@
+"""Speaking with commands, and working on many hosts at once."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from clusterkit import execute
+from clusterkit.errors import BadInput, SubmitFailed, Unavailable
+from clusterkit.plan import Plan, Step
+from clusterkit.transport import (
+    PORTS,
+    Completed,
+    LocalTransport,
+    fan_out,
+    free_port_program,
+    in_order,
+)
+
+LOCAL = LocalTransport()
+
+
+# ---------------------------------------------------------------- streams
+
+
+def test_speaking_with_a_command():
+    with LOCAL.open("h", ["sh", "-c", 'read a; echo "$A $a"; cat; exit 4'], env={"A": "x y"}) as s:
+        s.write(b"first\n")
+        assert s.read(60) == b"x y first\n"
+        s.write(b"\0second")
+        assert s.read(60) == b"\0second"
+        s.close_input()
+        assert s.read(60) == b""
+        assert s.exit_code(60) == 4
+
+
+def test_a_command_that_says_nothing():
+    with (
+        LOCAL.open("h0", ["sleep", "60"]) as stream,
+        pytest.raises(SubmitFailed, match="host h0 does not answer any more"),
+    ):
+        stream.read(0.05)
+
+
+def test_a_command_that_does_not_say_how_it_ended():
+    with (
+        LOCAL.open("h0", ["sleep", "60"]) as stream,
+        pytest.raises(SubmitFailed, match="h0 does not say how the command ended"),
+    ):
+        stream.exit_code(0.05)
+
+
+def test_what_a_command_complains_of():
+    with LOCAL.open("h", ["sh", "-c", r"echo one >&2; echo out; printf 't\377wo\n' >&2"]) as stream:
+        while stream.read(60):
+            pass
+        assert stream.exit_code(60) == 0
+        assert stream.stderr == "one\nt\ufffdwo\n"
+
+
+def test_much_complaint_does_not_stop_a_command():
+    with LOCAL.open("h", ["sh", "-c", "head -c 1000000 /dev/zero >&2; echo done"]) as stream:
+        assert stream.read(60) == b"done\n"
+        assert len(stream.stderr) == 1_000_000
+
+
+def test_a_command_that_reads_nothing_more():
+    with LOCAL.open("h", ["true"]) as stream:
+        assert stream.exit_code(60) == 0
+        stream.write(b"x" * (1 << 20))
+        stream.close_input()
+        stream.close_input()
+        assert stream.read(60) == b""
+
+
+def test_a_command_that_is_not_there():
+    with pytest.raises(SubmitFailed, match="cannot start /nope on h0: No such file"):
+        LOCAL.open("h0", ["/nope"])
+
+
+def test_closing_ends_the_command_and_leaves_no_zombie():
+    with LOCAL.open("h", ["sh", "-c", "trap '' TERM HUP; echo $$; sleep 60 >&2"]) as stream:
+        pid = int(stream.read(60))
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_command_that_was_killed():
+    with LOCAL.open("h", ["sh", "-c", "echo $$; exec sleep 60"]) as stream:
+        os.kill(int(stream.read(60)), signal.SIGKILL)
+        assert stream.read(60) == b""
+        assert stream.exit_code(60) == -signal.SIGKILL
+
+
+# ---------------------------------------------------------------- many hosts
+
+
+def test_what_one_host_raises_is_its_own():
+    def work(host):
+        if host == "b":
+            raise Unavailable("b does not answer")
+        return host.upper()
+
+    found = fan_out(["c", "b", "a"], work)
+    assert list(found) == ["c", "b", "a"]
+    assert (found["c"], found["a"]) == ("C", "A")
+    assert isinstance(found["b"], Unavailable)
+
+
+def test_one_slow_host_does_not_hold_the_others():
+    begun = threading.Barrier(8, timeout=60)
+    assert set(fan_out([f"h{n}" for n in range(8)], lambda host: begun.wait() >= 0).values()) == {
+        True
+    }
+
+
+def test_no_more_than_the_limit_at_a_time():
+    lock, now, most = threading.Lock(), [0], [0]
+
+    def work(host):
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        time.sleep(0.002)
+        with lock:
+            now[0] -= 1
+
+    fan_out([f"h{n}" for n in range(40)], work, limit=3)
+    assert most[0] <= 3
+
+
+def test_a_bug_is_no_host_s_error():
+    with pytest.raises(ZeroDivisionError):
+        fan_out(["a", "b"], lambda host: 1 // 0)
+
+
+def test_no_host_and_one_host():
+    assert fan_out([], str.upper) == {}
+    here = threading.get_ident()
+    assert fan_out(["a"], lambda host: threading.get_ident() == here) == {"a": True}
+
+
+def test_all_well_gives_the_results():
+    assert in_order({"a": 1, "b": 2}) == {"a": 1, "b": 2}
+    assert in_order({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        ([], "down"),
+        (["x"], "down (and 1 further host: x)"),
+        (["x", "y", "z"], "down (and 3 further hosts: x, y, z)"),
+        (["x", "y", "z", "w"], "down (and 4 further hosts: x, y, z, ...)"),
+    ],
+)
+def test_the_first_host_s_error_tells_of_the_others(others, said):
+    errors = {"first": BadInput("down", hint="up")} | {n: Unavailable(n) for n in others}
+    with pytest.raises(BadInput) as error:
+        in_order({"well": 1, **errors})
+    assert error.value.message == said
+    assert error.value.hint == "up"
+
+
+# ---------------------------------------------------------------- ports
+
+
+@pytest.mark.parametrize("wanted", [None, 1])
+def test_the_program_that_finds_a_port_on_another_host(wanted):
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", free_port_program(wanted)], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert int(done.stdout) in PORTS or int(done.stdout) == wanted
+
+
+def test_it_keeps_the_wanted_port_while_it_is_free():
+    port = LOCAL.free_port("h")
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", free_port_program(port)], capture_output=True, text=True
+    )
+    assert done.stdout == f"{port}\n"
+
+
+# ---------------------------------------------------------------- steps on several hosts
+
+
+class Slow:
+    """Hosts whose starts wait for each other: only at once can they succeed."""
+
+    def __init__(self, hosts, away=()):
+        self.together = threading.Barrier(hosts, timeout=60)
+        self.away = away
+        self.order = []
+
+    def start(self, host, argv, *, env=None):
+        if host in self.away:
+            raise Unavailable(f"host {host} does not answer")
+        if not self.away:
+            self.together.wait()
+        self.order.append((host, argv[0]))
+
+    def run(self, host, argv, *, env=None, timeout=None, stdin=b""):
+        self.order.append((host, argv[0]))
+        return Completed(tuple(argv), 0, "", "")
+
+
+def plan_of(*steps):
+    return Plan(
+        run_id="r", run_dir="/r", backend="ssh", summary="", nodes=1, world_size=1, steps=steps
+    )
+
+
+def start(host, word="node"):
+    return Step(kind="start", host=host, argv=(word,))
+
+
+def test_nodes_on_several_hosts_are_started_at_once_and_on_one_host_in_order():
+    transport, records = Slow(3), []
+    steps = [start(f"h{n}", f"{n}{k}") for k in (0, 1) for n in range(3)]
+    execute.run_steps(
+        plan_of(*steps), transport, record=lambda step, outcome: records.append((step, outcome))
+    )
+    assert sorted(transport.order) == sorted((step.host, step.argv[0]) for step in steps)
+    for number in range(3):
+        words = [word for host, word in transport.order if host == f"h{number}"]
+        assert words == [f"{number}0", f"{number}1"]
+    assert {outcome for _, outcome in records} == {"started"}
+    assert len(records) == len(steps)
+
+
+def test_what_comes_before_and_after_the_starts_stays_there():
+    transport = Slow(2)
+    run = Step(kind="run", host="h0", argv=("before",))
+    after = Step(kind="run", host="h1", argv=("after",))
+    execute.run_steps(plan_of(run, start("h0"), start("h1"), after), transport)
+    assert transport.order[0] == ("h0", "before")
+    assert transport.order[-1] == ("h1", "after")
+
+
+def test_a_host_that_does_not_answer_is_named_and_recorded_and_the_others_are_started():
+    transport, records = Slow(1, away=("h1", "h2")), []
+    steps = [start(f"h{n}") for n in range(4)]
+    with pytest.raises(Unavailable) as error:
+        execute.run_steps(
+            plan_of(*steps),
+            transport,
+            record=lambda step, outcome: records.append((step.host, outcome)),
+        )
+    assert error.value.message == "host h1 does not answer (and 1 further host: h2)"
+    assert sorted(transport.order) == [("h0", "node"), ("h3", "node")]
+    assert dict(records) == {
+        "h0": "started",
+        "h1": "host h1 does not answer",
+        "h2": "host h2 does not answer",
+        "h3": "started",
+    }
