@@ -56,12 +56,11 @@ class Report(Struct, frozen=True, kw_only=True):
     def summary(self) -> str:
         """One line."""
         where = f"{counted(len(self.hosts), 'host')}, {counted(len(self.checks), 'check')}"
-        bad = [
-            f"{counted(number, 'check')} {word}"
-            for level, one, several in (("fail", "fails", "fail"), ("warn", "warns", "warn"))
-            if (number := len({f.check for f in self.findings if f.level == level}))
-            for word in (one if number == 1 else several,)
-        ]
+        bad = []
+        for level, one, several in (("fail", "fails", "fail"), ("warn", "warns", "warn")):
+            number = len({finding.check for finding in self.findings if finding.level == level})
+            if number:
+                bad.append(f"{counted(number, 'check')} {one if number == 1 else several}")
         return f"{self.cluster}: {where}: {', '.join(bad) if bad else 'all is well'}"
 
     # ------------------------------------------------------------ the matrix

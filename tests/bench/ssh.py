@@ -197,7 +197,8 @@ def first_step(rounds: int) -> Row:
         def ours() -> float:
             argv = [str(BIN / "clusterkit"), "submit", "jobs/ddp.yaml", "--cluster", "lab",
                     "--clusters", str(clusters), "--nodes", "2",
-                    "--set", "threads_per_rank=1", "--set", "checkpoint=", "--set", f"args={json.dumps(program.args)}"]  # fmt: skip
+                    "--set", "threads_per_rank=1", "--set", "checkpoint=",
+                    "--set", f"args={json.dumps(program.args)}"]  # fmt: skip
             begun = time.time()
             done = subprocess.run(argv, capture_output=True, text=True, timeout=SECONDS)
             if done.returncode:

@@ -231,7 +231,8 @@ Python {platform.python_version()}, {versions}, {platform.system()} {platform.ma
 
 Stopped at step {HALF} and resumed, against the run that was never stopped. On as many ranks as
 before all losses must be equal to the bit; on others within {TOLERANCE:.0e}, for sums have another
-order there. What is not in this list is refused on another number of ranks, by name.
+order there. ZeRO 1 to 3 without `load_universal`, and DeepSpeed's own tensor and pipeline parallel,
+are refused on another number of ranks, by name.
 
 ```text
 {table(again, ["run", "resumed on ranks", "largest difference", "agrees"])}

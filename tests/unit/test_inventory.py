@@ -761,9 +761,9 @@ def deepspeed():
     path = Path(found.submodule_search_locations[0]) / "launcher" / "runner.py"
     functions = [node for node in ast.parse(path.read_text()).body if hasattr(node, "returns")]
     names = {
-        "collections": collections, "defaultdict": collections.defaultdict, "re": re, "deepcopy": copy.deepcopy, "Tuple": tuple,
-        "List": list, "Dict": dict, "logger": logging.getLogger("deepspeed"),
-        "EXPORT_ENVS": [], "UNSUPPORTED": [],
+        "collections": collections, "defaultdict": collections.defaultdict, "re": re,
+        "deepcopy": copy.deepcopy, "Tuple": tuple, "List": list, "Dict": dict,
+        "logger": logging.getLogger("deepspeed"), "EXPORT_ENVS": [], "UNSUPPORTED": [],
     }  # fmt: skip
     exec(compile(ast.Module(functions, []), str(path), "exec"), names)
     return names

@@ -6,7 +6,6 @@ from typing import Any
 
 from clusterkit import shell
 from clusterkit.doctor.base import Answers, Check, Finding, Script, Subject, read
-from clusterkit.errors import counted
 
 NAME = "strays"
 
@@ -36,17 +35,12 @@ STRAYS = Script("strays", collect)
 def judge(answers: Answers, subject: Subject) -> list[Finding]:
     seen, findings = read(NAME, STRAYS, answers, subject, dict[str, list[int]])
     for host, runs in seen.items():
-        findings += [
-            Finding(
-                NAME,
-                host,
-                "warn",
-                f"run {run} has {counted(len(pids), 'process').replace('processs', 'processes')} "
-                "there",
-                shell.join(["clusterkit", "cancel", run]),
-            )
-            for run, pids in sorted(runs.items())
-        ] or [Finding(NAME, host, "ok", "none")]
+        for run, pids in sorted(runs.items()):
+            number = "1 process" if len(pids) == 1 else f"{len(pids)} processes"
+            mend = shell.join(["clusterkit", "cancel", run])
+            findings.append(Finding(NAME, host, "warn", f"run {run} has {number} there", mend))
+        if not runs:
+            findings.append(Finding(NAME, host, "ok", "none"))
     return findings
 
 
