@@ -261,8 +261,12 @@ def prepare(
     backend = kind()
     transport = backends.transport_for(entry)
     if facts is None:
-        with document.locating(flags) if document else contextlib.nullcontext():
-            facts = _probed(backend, cluster, entry, transport, spec, doctor)
+
+        def probe() -> Facts:
+            with document.locating(flags) if document else contextlib.nullcontext():
+                return backend.probe(entry, transport, spec)
+
+        facts = _probed(backend, cluster, entry, transport, spec, probe) if doctor else probe()
     if not facts.hosts:
         raise BadInput("facts: they name no host", hint="take the facts.json of a run")
     if callable(run_id):
@@ -284,11 +288,15 @@ def _probed(
     entry: ClusterSpec,
     transport: Transport,
     job: JobSpec,
-    doctor: bool,
+    probe: Callable[[], Facts],
 ) -> Facts:
-    """What probing finds; at the same time the quick checks look whether the hosts are fit."""
-    if not (doctor and backend.elsewhere):
-        return backend.probe(entry, transport, job)
+    """What ``probe`` finds; at the same time the quick checks look whether the hosts are fit.
+
+    Raises:
+        ClusterkitError: they are not.
+    """
+    if not backend.elsewhere:
+        return probe()
     from concurrent.futures import ThreadPoolExecutor
 
     from clusterkit import doctor as preflight
@@ -296,9 +304,11 @@ def _probed(
     subject = backend.subject(name, entry, job)
     with ThreadPoolExecutor(1) as pool:
         looking = pool.submit(preflight.examine, subject, transport, quick=True)
+        if subject.port is not None:
+            looking.exception()  # both try to listen on the fixed port: one after the other
         facts = problem = None
         try:
-            facts = backend.probe(entry, transport, job)
+            facts = probe()
         except ClusterkitError as error:
             problem = error
         refusal = preflight.refusal(looking.result())

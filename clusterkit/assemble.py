@@ -22,6 +22,7 @@ from clusterkit.errors import BadInput, Unavailable
 from clusterkit.plan import Note, PlanFile
 from clusterkit.rendezvous import (
     IS_HOST,
+    NODE_ADDRESS,
     NODE_DIR,
     RESET,
     Endpoint,
@@ -37,7 +38,7 @@ from clusterkit.spec import JobSpec
 OWNED = frozenset({
     "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE",
     "LOCAL_WORLD_SIZE", "CLUSTERKIT_ATTEMPT", "CLUSTERKIT_GPUS", "CLUSTERKIT_PIPE",
-    IS_HOST.name, NODE_DIR.name,
+    IS_HOST.name, NODE_ADDRESS.name, NODE_DIR.name,
 })  # fmt: skip
 """Variables that only clusterkit may set, besides those of the run itself."""
 
@@ -322,7 +323,10 @@ def _node_script(
     lines = " \\\n    ".join(shell.join(words) for words in (agent, *command) if words)
     # A plan for GPUs hands CLUSTERKIT_GPUS to each node by its step.
     stale = RESET if env["CLUSTERKIT_DEVICE"] == "cuda" else (*RESET, "CLUSTERKIT_GPUS")
-    is_host = f'{IS_HOST.name}=0; if [ "$NODE_RANK" = 0 ]; then {IS_HOST.name}=1; fi\n'
+    is_host = (
+        f'{IS_HOST.name}=0; if [ "$NODE_RANK" = 0 ]; then {IS_HOST.name}=1; fi\n'
+        f'{NODE_ADDRESS.name}="${{{NODE_ADDRESS.name}:-$MASTER_ADDR}}"\n'
+    )
     return (
         "#!/bin/sh\n"
         f"# one node of {topology}, started on each as: NODE_RANK=n sh node.sh\n"

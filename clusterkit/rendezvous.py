@@ -28,6 +28,8 @@ NODE_DIR = Var("CLUSTERKIT_NODE_DIR")
 """The node's own folder in the run folder; set by the node script."""
 IS_HOST = Var("CLUSTERKIT_IS_HOST")
 """``1`` on node 0, which holds the c10d store, ``0`` elsewhere; set by the node script."""
+NODE_ADDRESS = Var("CLUSTERKIT_NODE_ADDRESS")
+"""Address that the other nodes reach this one at; a step's, or else the head's."""
 RANK_HEADER = "@clusterkit-rank"
 """First line of a rank's log: this word, its rank, its process id."""
 
@@ -188,6 +190,8 @@ def _torchrun(
             "--rdzv-backend", "c10d", "--rdzv-id", endpoint.run_id,
             "--rdzv-endpoint", f"{endpoint.address}:{endpoint.port}",
             "--rdzv-conf", Joined((f"{_ELASTIC_CONF},is_host=", IS_HOST)),
+            # Otherwise it tells the others its host name, which they may not resolve.
+            "--local-addr", NODE_ADDRESS,
             "--max-restarts", "100",
         ]  # fmt: skip
     else:

@@ -32,7 +32,7 @@ from clusterkit.execute import Record
 from clusterkit.logs import LogLine, NodeLog, merged, selected
 from clusterkit.mirror import NodeView, Watch
 from clusterkit.plan import Note, Plan, Step, Tree
-from clusterkit.rendezvous import Endpoint, Topology
+from clusterkit.rendezvous import NODE_ADDRESS, Endpoint, Topology
 from clusterkit.runs import node_dir
 from clusterkit.shell import Secret
 from clusterkit.spec import JobSpec
@@ -241,6 +241,7 @@ class SshBackend(Backend):
                     argv=assembly.command,
                     env={
                         "NODE_RANK": str(node),
+                        **({NODE_ADDRESS.name: host.address} if topology.elastic else {}),
                         **_own(by_host.get(host.host, {}), job, cluster),
                         **gpu_share(host.gpus, device, 0, nproc),
                     },

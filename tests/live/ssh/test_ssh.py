@@ -209,6 +209,18 @@ def test_every_launcher_starts_ranks_on_all_hosts(
     ]
 
 
+def test_elastic_nodes_find_each_other_by_address(submit: Submit, lab: Lab, place: Path) -> None:
+    describe(lab, stop_grace=10, lost_after=30)
+    (place / "tick.py").write_text(
+        "import os\nprint('world', os.environ['WORLD_SIZE'], os.uname().nodename, flush=True)\n"
+    )
+    run = submit(1, nodes="1:2", settings=("launcher=torchrun",))
+    status, _ = ended(run, 200)
+    assert status.state is State.SUCCEEDED, list(run.logs())
+    told = {line.text for line in run.logs() if line.text.startswith("world ")}
+    assert told == {"world 2 h0", "world 2 h1"}
+
+
 def test_a_secret_reaches_the_ranks_and_no_file_or_argument_list(
     submit: Submit, lab: Lab, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
