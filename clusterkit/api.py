@@ -266,7 +266,11 @@ def prepare(
             with document.locating(flags) if document else contextlib.nullcontext():
                 return backend.probe(entry, transport, spec)
 
-        facts = _probed(backend, cluster, entry, transport, spec, probe) if doctor else probe()
+        subject = None
+        if doctor and backend.elsewhere:
+            with document.locating(flags) if document else contextlib.nullcontext():
+                subject = backend.subject(cluster, entry, spec)
+        facts = probe() if subject is None else _probed(subject, transport, probe)
     if not facts.hosts:
         raise BadInput("facts: they name no host", hint="take the facts.json of a run")
     if callable(run_id):
@@ -282,26 +286,16 @@ def prepare(
     return Prepared(spec, cluster, entry, facts, backend, plan, transport)
 
 
-def _probed(
-    backend: Backend,
-    name: str,
-    entry: ClusterSpec,
-    transport: Transport,
-    job: JobSpec,
-    probe: Callable[[], Facts],
-) -> Facts:
+def _probed(subject: doctors.Subject, transport: Transport, probe: Callable[[], Facts]) -> Facts:
     """What ``probe`` finds; at the same time the quick checks look whether the hosts are fit.
 
     Raises:
         ClusterkitError: they are not.
     """
-    if not backend.elsewhere:
-        return probe()
     from concurrent.futures import ThreadPoolExecutor
 
     from clusterkit import doctor as preflight
 
-    subject = backend.subject(name, entry, job)
     with ThreadPoolExecutor(1) as pool:
         looking = pool.submit(preflight.examine, subject, transport, quick=True)
         if subject.port is not None:

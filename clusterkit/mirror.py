@@ -181,12 +181,20 @@ def pull(view: NodeView, stream: Stream, stop: Callable[[], bool] = lambda: Fals
         ClusterkitError: it falls silent, or what it says cannot be read or kept.
     """
     frames = Frames()
+    problem: ClusterkitError | None = None
     while not stop():
         data = stream.read(QUIET_SECONDS)
         if not data:
             return
         for header, payload in frames.feed(data):
-            view.take(header, payload)
+            try:
+                if problem is None or header.get("file") not in _GROWING:
+                    view.take(header, payload)
+            except ClusterkitError as error:
+                # A full disk here must not hide how the node is: that frame is still to come.
+                problem = error
+            if problem is not None and "file" not in header:
+                raise problem
 
 
 class Watch:

@@ -139,6 +139,17 @@ def test_every_default_is_explained_and_used(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROLES)
+def test_every_default_has_a_type_that_it_is_of(name: str) -> None:
+    types = load(role(name, "meta", "argument_specs.yml"))["argument_specs"]["main"]["options"]
+    python = {"str": str, "int": int, "bool": bool, "float": float, "list": list, "dict": dict}
+    assert list(types) == list(defaults(name))
+    for key, value in defaults(name).items():
+        # What is a template has its type only when it is filled in.
+        if not (isinstance(value, str) and "{{" in value):
+            assert type(value) is python[types[key]["type"]], key
+
+
+@pytest.mark.parametrize("name", ROLES)
 def test_every_variable_has_a_default_or_is_made_by_a_task(name: str) -> None:
     shared = set(defaults("cluster")) | made("cluster")
     known = GIVEN | shared | set(defaults(name)) | made(name)

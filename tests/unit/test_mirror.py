@@ -463,3 +463,28 @@ def test_a_host_that_is_away_does_not_hold_the_others(tmp_path, node_dir, kept):
         wait_for(lambda: views[1].alive and views[0].error and views[2].error)
     finally:
         made.close()
+
+
+def test_a_log_that_cannot_be_kept_does_not_hide_how_the_node_is(tmp_path, monkeypatch):
+    log, state = b"x" * 10, {"begun": True, "alive": False, "ended": True}
+    frames = [({"file": "log"}, log), ({"file": "log"}, log), (state, b"")]
+    said = b"".join(
+        json.dumps({**header, "bytes": len(data)}).encode() + b"\n" + data
+        for header, data in frames
+    )
+
+    class Told:
+        def __init__(self):
+            self.rest = [said[:30], said[30:], b""]
+
+        def read(self, timeout=None):
+            return self.rest.pop(0)
+
+    def refuse(name, payload):
+        raise SubmitFailed("cannot write log: No space left on device")
+
+    view = mirror.NodeView(0, "h0", tmp_path)
+    monkeypatch.setattr(view, "_append", refuse)
+    with pytest.raises(SubmitFailed, match="No space left"):
+        mirror.pull(view, Told())
+    assert view.ended

@@ -90,11 +90,11 @@ def headers() -> str:
 
 
 def make_deb(folder: Path, name: str) -> Path:
-    """A package that holds next to nothing."""
+    """A package that holds next to nothing, newer than any: others break with old ones."""
     tree = folder / name
     (tree / "DEBIAN").mkdir(parents=True)
     (tree / "DEBIAN" / "control").write_text(
-        f"Package: {name}\nVersion: 999\nArchitecture: all\nMaintainer: test <test@example.org>\n"
+        f"Package: {name}\nVersion: 999:1\nArchitecture: all\nMaintainer: test <test@example.org>\n"
         "Description: made for a test\n"
     )
     for path, text in PROGRAMS.get(name, {}).items():
