@@ -68,6 +68,7 @@ estimate-check: .venv/.train ## Predicted memory against measured; writes the ta
 .PHONY: bench
 bench: .venv/.train ## Ratios against torchrun and deepspeed, start-up, planning at scale
 	@$(BIN)/python -m tests.bench
+	@$(BIN)/python -m tests.bench.ssh || [ $$? = 3 ]
 
 ##  ---- checks
 

@@ -34,6 +34,8 @@ from clusterkit.transport import LocalTransport, Transport
 POLL_SECONDS = 0.1
 PEERS_SECONDS = 2.0
 """How long the other nodes have to fail by themselves, so that the first failure is seen."""
+PROBED_SECONDS = 20.0
+"""How long a port that was free when probed is taken to be free; then it is looked at again."""
 CANCEL_SECONDS = 5.0
 """Pause before nodes that did not end are told again."""
 START_SECONDS = 60.0
@@ -117,7 +119,9 @@ class Supervisor:
                     self._cancel()
                 return self._finish(State.CANCELLED)
             if not adopt:
-                self._settle_port()
+                age = time.time() - self.submission.created_at
+                if self.attempt > 1 or age > PROBED_SECONDS or not self.backend.elsewhere:
+                    self._settle_port()
                 self._save(State.PENDING)
                 self.backend.submit(
                     self.plan,

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from clusterkit.doctor.base import Subject
 
 PROBE_SECONDS = 60.0
+LAST_PORT = 65535
 OLDEST_PYTHON = (3, 11)
 _REPORT_GONE = 2
 """Exit code of a Python that does not find its program."""
@@ -124,11 +125,11 @@ class SshBackend(Backend):
         interfaces = {host.interface for host in found}
         copied = cluster.sync and job is not None
         lacking = any("clusterkit" not in host.versions for host in found)
-        watch_port = transport.free_port(hosts[0].name)
         return Facts(
             home=next(iter(homes)),
             hosts=found,
-            watch_port=watch_port if watch_port != port else None,
+            # Not probed, to save a round trip: nodes that cannot meet there say so and go on.
+            watch_port=port + 1 if port < LAST_PORT else port - 1,
             port=port,
             port_origin=f"free on {hosts[0].name} when probed"
             if wanted is None

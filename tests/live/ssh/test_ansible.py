@@ -116,8 +116,11 @@ def make_archive(folder: Path) -> None:
     names = set(defaults("base")["base_packages"])
     for role in ("chrony", "docker", "nfs", "nvidia_container_toolkit", "slurm"):
         for key, value in defaults(role).items():
-            names |= set(value) if key.endswith("_packages") else set()
-    names |= {"python3-packaging", headers()} | {n for part in COMPONENTS.values() for n in part}
+            if key.endswith("_packages") and isinstance(value, list):
+                names |= set(value)
+    names |= {"docker.io", "docker-cli", "python3-packaging", headers()} | {
+        n for part in COMPONENTS.values() for n in part
+    }
     component = {name: part for part, listed in COMPONENTS.items() for name in listed}
     indexes = dict.fromkeys(["main", *COMPONENTS], "")
     pool = folder / "pool"
