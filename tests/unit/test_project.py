@@ -240,7 +240,8 @@ def test_a_conflict_does_not_name_a_file_three_times(checkout):
     git(checkout, "checkout", "-q", "main")
     write(checkout / "train.py", "main\n")
     git(checkout, "commit", "-qam", "main")
-    subprocess.run(["git", "merge", "side"], cwd=checkout, capture_output=True)
+    who = ["-c", "user.name=t", "-c", "user.email=t@t"]
+    subprocess.run(["git", *who, "merge", "side"], cwd=checkout, capture_output=True)
     assert git(checkout, "ls-files", "-u")
     assert paths(snapshot(checkout)) == [".gitignore", "lib/a.py", "train.py"]
 
