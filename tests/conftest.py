@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,10 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from clusterkit import agent, api, runs, supervise
 from clusterkit.cluster import Facts, Gpu, HostFacts
 from clusterkit.runs import RunFolder
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell's background job is deaf to Ctrl-C, and so is what it starts; some tests press it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No timing assertions, and nothing left behind in the checkout.
 set_hypothesis_home_dir(Path(__file__).parents[1] / ".make" / "hypothesis")
