@@ -37,7 +37,7 @@ from typing import Any, BinaryIO
 
 RANK_HEADER = b"@clusterkit-rank"
 _RANK_HEADER = re.compile(re.escape(RANK_HEADER) + rb" ([0-9]{1,9}) ([0-9]{1,9})\Z")
-_TAG = re.compile(rb"\[[^],]*,([0-9]{1,9})\]<std(?:out|err|diag)>: ?")
+_TAG = re.compile(rb"\[[^],]*,([0-9]{1,9})\]<std(?:out|err|diag)>:")
 LONGEST_LINE = 1 << 16
 RESERVE_BYTES = 8192
 """Kept free for ``exit.json``, so that a disk full of logs does not hide how it ended."""
@@ -295,7 +295,8 @@ class Stream:
         run: list[bytes] = []
         for line in lines:
             if self._tagged and (tag := _TAG.match(line)):
-                self._log.lines(tag[1].decode(), [line[tag.end() :]])
+                # A line that was written in pieces has the tag before each of them.
+                self._log.lines(tag[1].decode(), [line.replace(tag[0], b"")])
             elif header := _RANK_HEADER.match(line):
                 if run:
                     self._log.lines(self.rank, run)
