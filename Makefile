@@ -91,7 +91,12 @@ unit: .venv/.dev ## Tests that start no training
 
 .PHONY: live
 live: .venv/.dev ## Tests that start real runs on this machine
-	@$(BIN)/pytest tests/live
+	@$(BIN)/pytest tests/live --ignore tests/live/ssh/test_ansible.py
+
+# Not part of `make test` yet: it needs many minutes and was not seen to pass from a fresh clone.
+.PHONY: ansible-test
+ansible-test: .venv/.dev ## The playbook on two lab hosts, twice; root
+	@$(BIN)/pytest tests/live/ssh/test_ansible.py
 
 .PHONY: format
 format: .venv/.dev ## Lay the code out

@@ -458,7 +458,7 @@ def test_ctrl_c_without_a_terminal_cancels(clusterkit: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "phase",
-    ["clusterkit.loader.job_from_command", "clusterkit.loader.load_cluster",
+    ["clusterkit.loader.job_from_command", "clusterkit.loader.read_cluster",
      "clusterkit.backends.local.LocalBackend.probe", "clusterkit.backends.local.LocalBackend.plan",
      "clusterkit.supervise.save_plan", "clusterkit.supervise.spawn"],
 )  # fmt: skip
