@@ -210,6 +210,8 @@ class Prepared:
     backend: Backend
     plan: Plan
     transport: Transport
+    standby: supervise.Standby | None = None
+    """Its supervisor, if one is starting up already."""
 
 
 def prepare(
@@ -226,6 +228,7 @@ def prepare(
     facts: Facts | None = None,
     doctor: bool = True,
     run_id: str | Callable[[str], str] | None = None,
+    to_launch: bool = False,
 ) -> Prepared:
     """Read the job and the cluster, probe the cluster, make the plan; nothing is written.
 
@@ -242,6 +245,7 @@ def prepare(
         facts: instead of probing.
         doctor: examine the hosts first, where the nodes are other machines.
         run_id: instead of a new one; or what makes one of the job's name.
+        to_launch: `launch` follows: have the run's supervisor start up meanwhile.
 
     Raises:
         ClusterkitError: anything that would keep the job from starting.
@@ -260,30 +264,36 @@ def prepare(
         check_capabilities(kind, spec, everyone)
     backend = kind()
     transport = backends.transport_for(entry)
-    if facts is None:
+    with contextlib.ExitStack() as undo:
+        standby = None
+        if to_launch and kind.elsewhere:
+            standby = supervise.Standby(kind.name)
+            undo.callback(standby.close)
+        if facts is None:
 
-        def probe() -> Facts:
-            with document.locating(flags) if document else contextlib.nullcontext():
-                return backend.probe(entry, transport, spec)
+            def probe() -> Facts:
+                with document.locating(flags) if document else contextlib.nullcontext():
+                    return backend.probe(entry, transport, spec)
 
-        subject = None
-        if doctor and backend.elsewhere:
-            with document.locating(flags) if document else contextlib.nullcontext():
-                subject = backend.subject(cluster, entry, spec)
-        facts = probe() if subject is None else _probed(subject, transport, probe)
-    if not facts.hosts:
-        raise BadInput("facts: they name no host", hint="take the facts.json of a run")
-    if callable(run_id):
-        run_id = run_id(spec.name)
-    run_id = store.check_run_id(run_id) if run_id else store.new_run_id(spec.name)
-    with document.locating(flags) if document else contextlib.nullcontext():
-        plan = backend.plan(spec, entry, facts, run_id)
-    if any(host.gpus for host in facts.hosts):
-        from clusterkit import estimate as estimates
+            subject = None
+            if doctor and backend.elsewhere:
+                with document.locating(flags) if document else contextlib.nullcontext():
+                    subject = backend.subject(cluster, entry, spec)
+            facts = probe() if subject is None else _probed(subject, transport, probe)
+        if not facts.hosts:
+            raise BadInput("facts: they name no host", hint="take the facts.json of a run")
+        if callable(run_id):
+            run_id = run_id(spec.name)
+        run_id = store.check_run_id(run_id) if run_id else store.new_run_id(spec.name)
+        with document.locating(flags) if document else contextlib.nullcontext():
+            plan = backend.plan(spec, entry, facts, run_id)
+        if any(host.gpus for host in facts.hosts):
+            from clusterkit import estimate as estimates
 
-        if (warning := estimates.warning(spec, facts)) is not None:
-            plan = msgspec.structs.replace(plan, notes=(*plan.notes, Note("", warning, "")))
-    return Prepared(spec, cluster, entry, facts, backend, plan, transport)
+            if (warning := estimates.warning(spec, facts)) is not None:
+                plan = msgspec.structs.replace(plan, notes=(*plan.notes, Note("", warning, "")))
+        undo.pop_all()
+    return Prepared(spec, cluster, entry, facts, backend, plan, transport, standby)
 
 
 def _probed(subject: doctors.Subject, transport: Transport, probe: Callable[[], Facts]) -> Facts:
@@ -370,7 +380,7 @@ def submit(job: Job, **options: Any) -> Run:
     Raises:
         ClusterkitError: nothing was started and nothing is left behind.
     """
-    return launch(prepare(job, **options))
+    return launch(prepare(job, to_launch=True, **options))
 
 
 def launch(ready: Prepared, progress: Progress | None = None) -> Run:
@@ -399,8 +409,13 @@ def launch(ready: Prepared, progress: Progress | None = None) -> Run:
             ),
         )
         _send_trees(ready, progress)
-        supervise.spawn(folder)
+        if ready.standby is None:
+            supervise.spawn(folder)
+        else:
+            ready.standby.take(folder)
     except BaseException:
+        if ready.standby is not None:
+            ready.standby.close()
         supervise.abandon(folder)
         shutil.rmtree(folder.path, ignore_errors=True)
         raise

@@ -14,6 +14,7 @@ import stat
 import struct
 import subprocess
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ MOST_BYTES = 2 << 30
 QUIET_SECONDS = 120.0
 CACHED_BYTES = 1 << 28
 """Up to here what is sent to several hosts is read and compressed once."""
+_TICK_NS = 50_000_000
 PIECE_BYTES = 1 << 22
 """A file goes in pieces of this size, so that no host's thread holds all of it."""
 _NEVER = frozenset({
@@ -306,14 +308,29 @@ def _entries(root: Path, names: Sequence[str]) -> tuple[Entry, ...]:
                 found.append(Entry(name, 0o777, 0, "", os.readlink(root / name)))
             elif stat.S_ISREG(status.st_mode):
                 mode = 0o755 if status.st_mode & 0o100 else 0o644
-                with (root / name).open("rb") as file:
-                    digest = hashlib.file_digest(file, _hash).hexdigest()
-                found.append(Entry(name, mode, status.st_size, digest))
+                found.append(Entry(name, mode, status.st_size, _digest(root / name, status)))
         except FileNotFoundError:
             continue
         except OSError as error:
             raise _unreadable(root / name, error) from None
     return tuple(found)
+
+
+_digests: dict[tuple[int, int, int, int, int], str] = {}
+"""Of files that this process has read: a submit looks twice, the second time as it copies."""
+
+
+def _digest(path: Path, status: os.stat_result) -> str:
+    known = (
+        status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns,
+    )  # fmt: skip
+    if (digest := _digests.get(known)) is None:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, _hash).hexdigest()
+        # The kernel's clock ticks: what was written within the last tick may be written again.
+        if time.time_ns() - status.st_ctime_ns > _TICK_NS:
+            _digests[known] = digest
+    return digest
 
 
 def _unreadable(path: str | Path, error: OSError) -> RunFolderError:

@@ -67,7 +67,7 @@ class Tree:
 
     def _is_as_made(self, name: str, entry: list[Any]) -> bool:
         try:
-            found = os.lstat(self.path / name)
+            found = os.lstat(f"{self.path}/{name}")
         except OSError:
             return False
         return bool([found.st_size, found.st_mtime_ns] == entry[1:])
@@ -133,7 +133,8 @@ def _make(final: Path, entries: list[list[Any]], source: BinaryIO) -> list[int]:
         into = final
         record, missing = _unchanged(entries, tree)
     _say({"missing": missing})
-    _take(entries, missing, into, source, record)
+    take = _fill if new else _replace
+    take(entries, missing, into, source, record)
     draft = final.with_name(f"{_DRAFT}record")
     draft.write_text(json.dumps(record))
     draft.replace(tree.record_path)
@@ -174,32 +175,34 @@ def _same(here: Record, entry: list[Any], tree: Path) -> bool:
         return False
 
 
-def _known(final: Path) -> dict[tuple[str, int], tuple[Path, list[Any]]]:
+# Thousands of files at a time: paths are plain strings here, which are far quicker to join.
+def _known(final: Path) -> dict[tuple[str, int], tuple[str, list[Any]]]:
     """Digest and mode to an unchanged file of another tree, and its record; the newest first."""
     others = sorted(_trees(final), key=lambda path: path.stat().st_mtime, reverse=True)
-    known: dict[tuple[str, int], tuple[Path, list[Any]]] = {}
+    known: dict[tuple[str, int], tuple[str, list[Any]]] = {}
     for other in others[:2]:
         for name, entry in Tree(other).intact().items():
+            path = f"{other}/{name}"
             with contextlib.suppress(FileNotFoundError):
-                mode = os.lstat(other / name).st_mode & 0o777
-                known.setdefault((entry[0], mode), (other / name, entry))
+                known.setdefault((entry[0], os.lstat(path).st_mode & 0o777), (path, entry))
     return known
 
 
 def _link_known(
-    entries: list[list[Any]], into: Path, known: dict[tuple[str, int], tuple[Path, list[Any]]]
+    entries: list[list[Any]], into: Path, known: dict[tuple[str, int], tuple[str, list[Any]]]
 ) -> tuple[Record, list[int]]:
     """Make what can be made of what is here; gives its record and the numbers of the rest."""
     record: Record = {}
     missing = []
-    made = {into}
+    made = {""}
     for number, (name, mode, _, digest, target) in enumerate(entries):
-        path = into / name
-        if path.parent not in made:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            made.add(path.parent)
+        path = f"{into}/{name}"
+        folder = name.rpartition("/")[0]
+        if folder not in made:
+            os.makedirs(f"{into}/{folder}", exist_ok=True)
+            made.add(folder)
         if target is not None:
-            path.symlink_to(target)
+            os.symlink(target, path)
             continue
         try:
             old, entry = known[digest, mode]
@@ -210,7 +213,16 @@ def _link_known(
     return record, missing
 
 
-def _take(
+def _fill(
+    entries: list[list[Any]], missing: list[int], into: Path, source: BinaryIO, record: Record
+) -> None:
+    """Write the files that come into a new tree, whose folders and links are there."""
+    for number in missing:
+        name, mode, _, digest, _ = entries[number]
+        record[name] = _take_file(number, f"{into}/{name}", source, name, mode, digest)
+
+
+def _replace(
     entries: list[list[Any]], missing: list[int], into: Path, source: BinaryIO, record: Record
 ) -> None:
     # Under another name first: the old one may be linked from another tree.
@@ -220,11 +232,7 @@ def _take(
         if target is not None:
             draft.symlink_to(target)
         else:
-            if _take_file(number, draft, source) != digest:
-                raise ValueError(f"{name} changed while it was copied")
-            draft.chmod(mode)
-            found = os.lstat(draft)
-            record[name] = [digest, found.st_size, found.st_mtime_ns]
+            record[name] = _take_file(number, str(draft), source, name, mode, digest)
         path = into / name
         _make_folders(into, path.parent)
         if path.is_dir() and not path.is_symlink():
@@ -232,11 +240,13 @@ def _take(
         draft.replace(path)
 
 
-def _take_file(number: int, draft: Path, source: BinaryIO) -> str:
-    """Write one file as its pieces come; gives its digest."""
+def _take_file(
+    number: int, path: str, source: BinaryIO, name: str, mode: int, digest: str
+) -> list[Any]:
+    """Write one file as its pieces come; gives its record."""
     hashed = hashlib.blake2b(digest_size=DIGEST_BYTES)
     flags = MORE
-    with draft.open("wb") as file:
+    with open(path, "wb", buffering=0) as file:
         while flags & MORE:
             index, flags, length = HEADER.unpack(_exactly(source, HEADER.size))
             if index != number:
@@ -245,8 +255,13 @@ def _take_file(number: int, draft: Path, source: BinaryIO) -> str:
             if flags & ZIPPED:
                 data = zlib.decompress(data)
             hashed.update(data)
-            file.write(data)
-    return hashed.hexdigest()
+            while data:
+                data = data[file.write(data) :]
+        if hashed.hexdigest() != digest:
+            raise ValueError(f"{name} changed while it was copied")
+        os.fchmod(file.fileno(), mode)
+        found = os.fstat(file.fileno())
+    return [digest, found.st_size, found.st_mtime_ns]
 
 
 def _make_folders(root: Path, folder: Path) -> None:

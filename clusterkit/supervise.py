@@ -12,6 +12,7 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections import deque
@@ -47,6 +48,8 @@ BIRTH_SECONDS = 10.0
 """How long after a submit its supervisor may still be about to start."""
 ABANDON_SECONDS = 2.0
 """How long an interrupted submit waits for a supervisor that it may have started."""
+STAND_BY = "--stand-by"
+_SUPERVISOR = (sys.executable, "-P", "-m", "clusterkit.supervise")
 LEFTOVERS = "leftovers"
 """File that is there while something of the run could not be ended, and says where."""
 RESERVE_BYTES = 1 << 16
@@ -541,11 +544,15 @@ def spawn(folder: RunFolder, *, adopt: bool = False) -> None:
         SubmitFailed: it does not come up; the message holds what it said.
     """
     log = str(folder.file("supervisor.log"))
-    argv = [sys.executable, "-P", "-m", "clusterkit.supervise", str(folder.path)]
+    argv = [*_SUPERVISOR, str(folder.path)]
     if adopt:
         argv.append("--adopt")
         folder.file("supervisor.json").unlink(missing_ok=True)
     LocalTransport().start("localhost", ["/bin/sh", "-c", 'exec "$@" >>"$0" 2>&1', log, *argv])
+    _await_birth(folder)
+
+
+def _await_birth(folder: RunFolder) -> None:
     deadline = time.monotonic() + BIRTH_SECONDS
     while not folder.file("supervisor.json").exists():
         if time.monotonic() > deadline:
@@ -554,5 +561,62 @@ def spawn(folder: RunFolder, *, adopt: bool = False) -> None:
         time.sleep(0.01)
 
 
+class Standby:
+    """A supervisor that starts up while its run is still being prepared.
+
+    It imports what it needs and waits to be told the run's folder. It ends when it is not needed
+    (`close`), and with this process.
+    """
+
+    def __init__(self, backend: str) -> None:
+        # As in `LocalTransport.start`: the shell ends at once, so that it is nobody's child.
+        shell = subprocess.Popen(
+            ["/bin/sh", "-c", 'exec 3<&0; "$@" <&3 3<&- &', "sh", *_SUPERVISOR, STAND_BY, backend],
+            start_new_session=True, stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        shell.wait()
+        assert shell.stdin is not None
+        self._pipe = shell.stdin
+
+    def take(self, folder: RunFolder) -> None:
+        """Have it supervise the run; as `spawn`."""
+        folder.write("supervisor.log", b"")
+        try:
+            self._pipe.write(os.fsencode(folder.path))
+            self._pipe.close()
+        except BrokenPipeError:  # somebody has killed it
+            spawn(folder)
+        else:
+            _await_birth(folder)
+
+    def close(self) -> None:
+        """It is not needed; fine to repeat, and after `take`."""
+        with contextlib.suppress(BrokenPipeError):
+            self._pipe.close()
+
+
+def _stood_by(backend: str) -> Path | None:
+    """The folder of the run that this process was started for, once it is there."""
+    with contextlib.suppress(ImportError):  # which will be told when it is needed
+        backends.backend_type(backend).warm()
+    told = sys.stdin.buffer.read()
+    if not told:
+        return None
+    path = Path(os.fsdecode(told))
+    log = os.open(path / "supervisor.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for ours, theirs in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(ours, theirs)
+    return path
+
+
+def main(argv: list[str]) -> None:
+    """``RUN_DIR [--adopt]``, or ``--stand-by BACKEND``."""
+    path = _stood_by(argv[1]) if argv[0] == STAND_BY else Path(argv[0])
+    if path is not None:
+        Supervisor(RunFolder(path)).main(adopt="--adopt" in argv[1:])
+
+
 if __name__ == "__main__":
-    Supervisor(RunFolder(Path(sys.argv[1]))).main(adopt="--adopt" in sys.argv[2:])
+    main(sys.argv[1:])

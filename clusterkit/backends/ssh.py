@@ -6,6 +6,7 @@ import json
 import posixpath
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -83,6 +84,10 @@ class SshBackend(Backend):
         )  # fmt: skip
 
     @classmethod
+    def warm(cls) -> None:
+        from clusterkit import ssh  # noqa: F401 (it takes its time to import)
+
+    @classmethod
     def transport(cls, cluster: ClusterSpec) -> Transport:
         try:
             from clusterkit.ssh import SshTransport
@@ -106,9 +111,13 @@ class SshBackend(Backend):
     ) -> Facts:
         assert isinstance(cluster, SshCluster)
         hosts = _hosts_for(cluster, job)
-        told = in_order(
-            fan_out([h.name for h in hosts], lambda name: _ask(cluster, name, transport, job))
-        )
+        wanted = None if cluster.port == "auto" else cluster.port
+        with ThreadPoolExecutor(1) as pool:
+            looking = pool.submit(transport.free_port, hosts[0].name, wanted)
+            told = in_order(
+                fan_out([h.name for h in hosts], lambda name: _ask(cluster, name, transport, job))
+            )
+        port = looking.result()
         alone = len(hosts) == 1
         found = tuple(_host_facts(cluster, host, told[host.name], alone) for host in hosts)
         homes = {told[host.name]["workdir"]: host.name for host in hosts}
@@ -118,8 +127,6 @@ class SshBackend(Backend):
                 f"workdir: {cluster.workdir} is {one} on {first}, but {other} on {second}",
                 hint="give an absolute path",
             )
-        wanted = None if cluster.port == "auto" else cluster.port
-        port = transport.free_port(hosts[0].name, wanted)
         if wanted not in (None, port):
             raise PortTaken(int(cluster.port), f"host {hosts[0].name}")
         interfaces = {host.interface for host in found}

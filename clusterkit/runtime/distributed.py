@@ -16,6 +16,7 @@ A program reads like this; what can be wrong with its input is found before the 
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -184,6 +185,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     exception shows its traceback, once, and the exit code is 1.
     """
     defer_dynamo()
+    _whole_lines(sys.stdout)
     code: int | str | None
     try:
         code = main()
@@ -206,6 +208,15 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         # failing rank may wait in NCCL's clean-up for peers that wait for it. Leave at once.
         os._exit(code or 0)
     sys.exit(code)
+
+
+def _whole_lines(stream: object) -> None:
+    """One write per line, even under ``python -u``, which writes a line's end by itself.
+
+    Ranks whose launcher gives them one pipe would otherwise mix their lines.
+    """
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(line_buffering=True, write_through=False)
 
 
 _joined = False

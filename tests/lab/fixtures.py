@@ -13,7 +13,8 @@ import pytest
 from tests.lab import Lab, machine
 
 
-def _made(hosts: int) -> Iterator[Lab]:
+def made(hosts: int) -> Iterator[Lab]:
+    """A lab while its fixture lasts; the test is skipped where there can be none."""
     if (problem := machine.problem()) is not None:
         pytest.skip(f"no lab: {problem.message}; {problem.hint}")
     # Not in pytest's own folder: that one is removed sooner or later, and if this process is
@@ -25,13 +26,13 @@ def _made(hosts: int) -> Iterator[Lab]:
 @pytest.fixture(scope="session")
 def session_lab() -> Iterator[Lab]:
     """Two hosts for the whole session."""
-    yield from _made(2)
+    yield from made(2)
 
 
 @pytest.fixture(scope="session")
 def session_lab4() -> Iterator[Lab]:
     """Four hosts for the whole session."""
-    yield from _made(4)
+    yield from made(4)
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ class Case:
     nodes: int
     ranks: int
     args: tuple[str, ...] = ()
-    elsewhere: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    elsewhere: Mapping[int, tuple[str, ...]] = field(default_factory=dict, hash=False)
 
     @property
     def name(self) -> str:

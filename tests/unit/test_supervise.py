@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 
 import msgspec
 import pytest
@@ -473,3 +474,49 @@ def test_a_cancel_that_comes_after_the_end_does_not_rewrite_it(unstarted_run, mo
     monkeypatch.setattr(supervisor.backend, "status", status)
     supervisor._attempts()
     assert run.status().state is State.SUCCEEDED
+
+
+# ---------------------------------------------------------------- one that stands by
+
+
+@pytest.fixture
+def standby(tmp_path, monkeypatch):
+    """A supervisor without a run; ``agent.processes_of(tmp_path)`` finds its process."""
+    with monkeypatch.context() as marked:
+        marked.setenv("CLUSTERKIT_RUN_DIR", str(tmp_path))
+        waiting = supervise.Standby("local")
+    yield waiting
+    waiting.close()
+
+
+def gone(tmp_path):
+    deadline = time.monotonic() + 30
+    while agent.processes_of(str(tmp_path)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return True
+
+
+def test_one_that_is_not_needed_ends(standby, tmp_path):
+    assert len(agent.processes_of(str(tmp_path))) == 1
+    standby.close()
+    standby.close()
+    assert gone(tmp_path)
+
+
+def test_one_that_stood_by_supervises(standby, tmp_path, folder):
+    folder.mark_cancelled()  # it has something to do, and nothing to start
+    standby.take(folder)
+    assert gone(tmp_path)
+    assert current(folder).state is State.CANCELLED
+    assert folder.read("supervisor.log") == b""
+
+
+def test_one_that_was_killed_is_replaced(standby, tmp_path, folder, monkeypatch):
+    monkeypatch.undo()  # of `unstarted_run`: this one is to be started
+    for pid in agent.processes_of(str(tmp_path)):
+        os.kill(pid, signal.SIGKILL)
+    assert gone(tmp_path)
+    folder.mark_cancelled()
+    standby.take(folder)
+    assert current(folder).state is State.CANCELLED

@@ -20,6 +20,7 @@ from clusterkit.errors import BadInput, ClusterkitError
 from tests.lab import CHECKOUT, Lab, faults, labs, machine
 from tests.lab import python as lab_python
 from tests.lab.__main__ import main
+from tests.lab.fixtures import made
 
 pytestmark = pytest.mark.live
 
@@ -27,6 +28,12 @@ SOON = 60.0
 LAB = [sys.executable, "-m", "tests.lab"]
 Session = Callable[[Lab, str, str], "subprocess.Popen[str]"]
 IMPATIENT = ("-o", "ConnectTimeout=2")
+
+
+@pytest.fixture(scope="module")
+def session_lab() -> Iterator[Lab]:
+    """Hosts that no run has been on."""
+    yield from made(2)
 
 
 @pytest.fixture(autouse=True)

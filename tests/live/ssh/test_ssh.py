@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -224,7 +225,7 @@ def test_elastic_nodes_find_each_other_by_address(submit: Submit, lab: Lab, plac
 def test_a_secret_reaches_the_ranks_and_no_file_or_argument_list(
     submit: Submit, lab: Lab, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    token = "hunter2-Zq81-correct-horse"
+    token = f"hunter2-{secrets.token_hex(8)}"
     monkeypatch.setenv("API_TOKEN", token)
     (place / "tick.py").write_text(
         "import os, time\nprint(len(os.environ['API_TOKEN']), flush=True)\ntime.sleep(60)\n"
