@@ -134,12 +134,87 @@ class SshCluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     ] = 10.0
 
 
-ClusterSpec = LocalCluster | SshCluster
+class ComposeCluster(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Containers of one docker engine on this machine, one per node."""
+
+    backend: Annotated[Literal["compose"], Meta(description="Containers.")] = "compose"
+    image: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="Image of the nodes; by default `clusterkit:gpu` where the job gets GPUs, "
+            "otherwise `clusterkit:cpu`. `make image` makes either.",
+        ),
+    ] = None
+    context: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(description="Docker context; by default what `docker` itself uses."),
+    ] = None
+    code: Annotated[
+        Literal["mounted", "baked"],
+        Meta(
+            description="`mounted`: the project's folder, read-only at its own path, and this "
+            "clusterkit; `baked`: what the image holds in its working folder."
+        ),
+    ] = "mounted"
+    gpus: Annotated[
+        Annotated[int, Meta(ge=0)] | Auto,
+        Meta(description="How many of the machine's GPUs to divide; `auto`: all visible ones."),
+    ] = "auto"
+    subnet: Annotated[
+        str | Auto,
+        Meta(description="Network of the nodes, such as `10.99.0.0/24`; `auto`: docker chooses."),
+    ] = "auto"
+    shm_size: Annotated[
+        str, Meta(description="Size of `/dev/shm`: NCCL and data loaders live there.")
+    ] = "8g"
+    memory: Annotated[
+        str | None, Meta(description="Memory limit of a node, such as `64g`; swap is not added.")
+    ] = None
+    cpus: Annotated[
+        Annotated[float, Meta(gt=0)] | None, Meta(description="Cores of a node, such as `1.5`.")
+    ] = None
+    ulimits: Annotated[
+        dict[str, int],
+        Meta(description="Limits such as `{memlock: -1}`, which InfiniBand needs; -1: none."),
+    ] = {}
+    volumes: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="`SOURCE:TARGET` or `SOURCE:TARGET:ro`; the source is a folder (relative "
+            "to this file) or a docker volume that exists."
+        ),
+    ] = ()
+    port: Annotated[
+        Port | Auto,
+        Meta(description="Rendezvous port; `auto`: 29500, as every run has its own network."),
+    ] = "auto"
+    python: Annotated[
+        str, Meta(min_length=1, description="Interpreter of the ranks in the image.")
+    ] = "python3"
+    env: Annotated[
+        dict[str, str], Meta(description="Environment of every job here; a job's `env` goes first.")
+    ] = {}
+    lost_after: Annotated[
+        Annotated[float, Meta(gt=0, le=86400)],
+        Meta(description="Seconds without a sign of life after which a node counts as lost."),
+    ] = 30.0
+    stop_grace: Annotated[
+        float,
+        Meta(
+            ge=0, le=86400, description="Seconds between SIGTERM and SIGKILL when a run is ended."
+        ),
+    ] = 10.0
+
+
+ClusterSpec = LocalCluster | SshCluster | ComposeCluster
 """Every kind of cluster entry; a new backend adds its own to this union."""
 
-CLUSTER_TYPES: dict[str, type[LocalCluster] | type[SshCluster]] = {
+CLUSTER_TYPES: dict[str, type[LocalCluster] | type[SshCluster] | type[ComposeCluster]] = {
     "local": LocalCluster,
     "ssh": SshCluster,
+    "compose": ComposeCluster,
 }
 
 
@@ -185,6 +260,24 @@ class Project(Struct, frozen=True, kw_only=True):
     """Which files of it count, in words."""
 
 
+class Engine(Struct, frozen=True, kw_only=True):
+    """The docker engine that runs the nodes, and the image that they are made of."""
+
+    socket: str
+    """Where it listens: ``unix:///var/run/docker.sock``."""
+    version: str
+    image: str
+    image_id: str
+    workdir: str
+    """The image's working folder."""
+    user: str
+    """``UID:GID`` of the ranks: those that make a rank's file the submitter's own."""
+    package: str
+    """clusterkit's own package on this machine."""
+    remapped: bool = False
+    """Whether the engine gives containers other user ids than they see."""
+
+
 class Facts(Struct, frozen=True, kw_only=True):
     """All that a plan needs to know of a cluster; saved with the run."""
 
@@ -203,3 +296,5 @@ class Facts(Struct, frozen=True, kw_only=True):
     """What is copied to the hosts, where something is."""
     shipped: Project | None = None
     """clusterkit's own package, for hosts that do not have it."""
+    engine: Engine | None = None
+    """What starts the nodes, where they are containers."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from clusterkit.logs import LogLine, without_rank
-from clusterkit.status import Failure, NodeStatus, RankExit, State
+from clusterkit.status import Failure, NodeCause, NodeStatus, RankExit, State
 
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINS = (
@@ -84,6 +84,7 @@ def diagnose(
     rank_exits: Iterable[RankExit] = (),
     nproc_per_node: int = 1,
     oom_kills: int = 0,
+    causes: Sequence[NodeCause] = (),
 ) -> Failure:
     """The first failure of an attempt that did not succeed.
 
@@ -93,6 +94,7 @@ def diagnose(
         rank_exits: how ranks ended, where that is known.
         nproc_per_node: ranks per node, to number the local ranks that torchrun reports.
         oom_kills: processes that the kernel killed for want of memory meanwhile.
+        causes: why nodes or their ranks were killed, where the backend knows.
     """
     suspects, last_words = _suspects(lines, nproc_per_node)
     for end in rank_exits:
@@ -110,6 +112,13 @@ def diagnose(
     failed = [node for node in nodes if node.state in (State.FAILED, State.UNKNOWN)]
     # A node whose launcher or agent was killed says nothing; its peers' echoes do.
     silent = [node for node in failed if node.node not in {s.node for s in accused}]
+    known = _known_cause(blamed, causes, nproc_per_node)
+    if known is not None:
+        ours = blamed is not None and not blamed.echo
+        return Failure(
+            node=known.node, rank=blamed.rank if ours and blamed else None,
+            exit_code=known.exit_code, cause=known.words, hint=known.hint,
+        )  # fmt: skip
     if blamed is None or (blamed.echo and silent):
         return _from_nodes(silent or failed or list(nodes), oom_kills)
     exit_code = blamed.exit_code
@@ -124,6 +133,19 @@ def diagnose(
         hint=hint,
         traceback="\n".join(blamed.traceback) or None,
     )
+
+
+def _known_cause(
+    blamed: _Suspect | None, causes: Sequence[NodeCause], nproc: int
+) -> NodeCause | None:
+    """What the backend knows of the one that is blamed, or of another if only echoes are."""
+    if blamed is None or blamed.echo:
+        return causes[0] if causes else None
+    if shell_code(blamed.exit_code or 0) != 128 + signal.SIGKILL:
+        return None
+    # mpirun's first node speaks for all ranks.
+    node = blamed.node if blamed.rank is None else blamed.rank // nproc
+    return next((cause for cause in causes if cause.node == node), None)
 
 
 def shell_code(code: int) -> int:

@@ -71,6 +71,7 @@ def main() -> int:
     asked = json.loads(sys.argv[1])
     document = {
         "workdir": os.path.abspath(os.path.expanduser(asked["workdir"])),
+        "writable": os.access(os.path.expanduser(asked["workdir"]), os.W_OK),
         "python": sys.executable,
         "python_version": list(sys.version_info[:3]),
         "hostname": socket.gethostname(),

@@ -47,6 +47,15 @@ class RankExit(Struct, frozen=True):
     at: float
 
 
+class NodeCause(Struct, frozen=True, kw_only=True):
+    """Why a node or its ranks were killed, where a backend knows more than an exit code says."""
+
+    node: int
+    words: str
+    hint: str | None = None
+    exit_code: int = 137
+
+
 class Failure(Struct, frozen=True, kw_only=True):
     """Who failed first and why; times are elsewhere, words are here."""
 

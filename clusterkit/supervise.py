@@ -123,7 +123,8 @@ class Supervisor:
                 return self._finish(State.CANCELLED)
             if not adopt:
                 age = time.time() - self.submission.created_at
-                if self.attempt > 1 or age > PROBED_SECONDS or not self.backend.elsewhere:
+                stale = self.attempt > 1 or age > PROBED_SECONDS or not self.backend.elsewhere
+                if stale and not self.backend.own_network:
                     self._settle_port()
                 self._save(State.PENDING)
                 self.backend.submit(
@@ -136,6 +137,8 @@ class Supervisor:
             adopt = False
             handle = handle_of(self.folder, self.backend, self.plan, self.attempt)
             seen = self._watch(handle)
+            if self.backend.managed:
+                self._cancel()  # what has ended would stay
             if seen.state is State.SUCCEEDED:
                 return self._finish(State.SUCCEEDED)
             if any(node.state is State.UNKNOWN for node in seen.nodes):
@@ -309,6 +312,7 @@ def diagnosis(backend: Backend, handle: Handle, seen: Observation, transport: Tr
         rank_exits=seen.rank_exits,
         nproc_per_node=nproc,
         oom_kills=seen.oom_kills,
+        causes=seen.causes,
     )
     if plan.nodes < plan.topology.get("nodes", plan.nodes) and failure.rank is not None:
         # One launcher for all nodes (mpirun): its log does not tell them apart, the rank does.
@@ -402,8 +406,8 @@ def current(folder: RunFolder) -> RunStatus:
         run=folder.run_id, job=submission.job, cluster=submission.cluster,
         backend=submission.backend, state=State.PENDING, started_at=submission.created_at,
     )  # fmt: skip
-    if backend.elsewhere and (watched or newborn):
-        return base  # its supervisor asks the hosts; nobody else needs to
+    if (backend.elsewhere or backend.managed) and (watched or newborn):
+        return base  # its supervisor asks; nobody else needs to
     seen = backend.status(handle, transport)
     if seen is None:
         return msgspec.structs.replace(base, state=State.UNKNOWN, remark="nothing is left of it")
@@ -416,7 +420,13 @@ def current(folder: RunFolder) -> RunStatus:
             return base
         running = seen_life(seen)
         return msgspec.structs.replace(base, state=State.RUNNING if running else State.PENDING)
-    return _unwatched(folder, base, backend, handle, seen, transport)
+    found = _unwatched(folder, base, backend, handle, seen, transport)
+    if found.state.final and backend.managed:
+        # Nobody else is there to clear up, and to record it.
+        with contextlib.suppress(ClusterkitError):
+            backend.cancel(handle, transport)
+            folder.write_json("state.json", found)
+    return found
 
 
 def seen_life(seen: Observation) -> bool:
@@ -435,8 +445,9 @@ def _unwatched(
     """The supervisor was killed: only the nodes can tell."""
     replace = msgspec.structs.replace
     if seen.state is State.RUNNING:
-        # Nodes on other machines watch each other (clusterkit.agent.Peers).
-        alone = "" if backend.elsewhere else " or ends the other nodes when one fails"
+        # Nodes on other machines, and in containers, watch each other (clusterkit.agent.Peers).
+        together = backend.elsewhere or backend.managed
+        alone = "" if together else " or ends the other nodes when one fails"
         return replace(
             base,
             state=State.RUNNING,
@@ -478,7 +489,7 @@ def cancel(folder: RunFolder) -> RunStatus:
         cluster = read_cluster(folder)
     except RunFolderError:
         # What runs is known by the folder's name; that is enough to end it.
-        cluster = LocalCluster()
+        cluster = _remembered_cluster(folder)
         plan = Plan(
             run_id=folder.run_id, run_dir=str(folder.path), backend=cluster.backend, summary="",
             nodes=0, world_size=0,
@@ -505,6 +516,15 @@ def cancel(folder: RunFolder) -> RunStatus:
         # Nobody else is there to record it.
         folder.write_json("state.json", after)
     return after
+
+
+def _remembered_cluster(folder: RunFolder) -> ClusterSpec:
+    """Where to look for what a damaged run may have left."""
+    with contextlib.suppress(RunFolderError):
+        cluster = read_cluster(folder)
+        if backends.backend_type(cluster.backend).managed:
+            return cluster
+    return LocalCluster()
 
 
 def forget(folder: RunFolder) -> None:

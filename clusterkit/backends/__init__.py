@@ -12,6 +12,7 @@ from clusterkit.transport import Transport
 _MODULES = {
     "local": "clusterkit.backends.local:LocalBackend",
     "ssh": "clusterkit.backends.ssh:SshBackend",
+    "compose": "clusterkit.backends.compose:ComposeBackend",
 }
 
 NAMES = tuple(_MODULES)

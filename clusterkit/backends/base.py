@@ -17,7 +17,7 @@ from clusterkit.logs import LogLine
 from clusterkit.plan import Plan
 from clusterkit.shell import Secret
 from clusterkit.spec import JobSpec
-from clusterkit.status import NodeStatus, RankExit, State
+from clusterkit.status import NodeCause, NodeStatus, RankExit, State
 from clusterkit.transport import LocalTransport, Transport
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ class Observation(Struct, frozen=True, kw_only=True):
     rank_exits: tuple[RankExit, ...] = ()
     oom_kills: int = 0
     """Processes that a kernel killed for want of memory meanwhile."""
+    causes: tuple[NodeCause, ...] = ()
+    """Why nodes or their ranks were killed, where the backend knows."""
 
 
 class Watcher(Protocol):
@@ -65,6 +67,11 @@ class Backend(ABC):
 
     elsewhere: ClassVar[bool] = False
     """Whether nodes write their files on other machines, to be brought to the run's folder."""
+    managed: ClassVar[bool] = False
+    """Whether a service keeps the nodes: it is asked by the supervisor alone while that lives, and
+    what has ended stays there until `cancel` takes it away."""
+    own_network: ClassVar[bool] = False
+    """Whether each run has a network of its own, where its port is free."""
 
     @classmethod
     def settled(

@@ -15,7 +15,6 @@ from clusterkit.agent import process_start
 from clusterkit.assemble import Places, assemble, require_packages
 from clusterkit.backends.base import Backend, Handle, Observation
 from clusterkit.backends.nodes import (
-    GPU_QUERY,
     PACKAGES,
     TOOLS,
     device_of,
@@ -23,10 +22,10 @@ from clusterkit.backends.nodes import (
     gpu_share,
     judge_node,
     overall,
-    parse_gpus,
+    probe_gpus,
     threads_of,
 )
-from clusterkit.cluster import ClusterSpec, Facts, Gpu, HostFacts, LocalCluster
+from clusterkit.cluster import ClusterSpec, Facts, HostFacts, LocalCluster
 from clusterkit.errors import BadInput, PortTaken, SubmitFailed, Unavailable, counted
 from clusterkit.execute import Record
 from clusterkit.logs import LogLine, NodeLog, merged, selected
@@ -62,7 +61,7 @@ class LocalBackend(Backend):
         port = transport.free_port(HOST, None if cluster.port == "auto" else cluster.port)
         if cluster.port not in ("auto", port):
             raise PortTaken(int(cluster.port), ADDRESS)
-        gpus = _probe_gpus(transport)
+        gpus = probe_gpus(transport, HOST)
         if cluster.gpus != "auto":
             if cluster.gpus > len(gpus):
                 raise BadInput(
@@ -257,16 +256,6 @@ class LocalBackend(Backend):
 
 
 # ---------------------------------------------------------------- probing
-
-
-def _probe_gpus(transport: Transport) -> tuple[Gpu, ...]:
-    """What nvidia-smi lists, limited to CUDA_VISIBLE_DEVICES; none where there is no such tool."""
-    if not _which("nvidia-smi"):
-        return ()
-    done = transport.run(HOST, GPU_QUERY, timeout=30)
-    if done.exit_code:
-        return ()
-    return parse_gpus(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def _probe_versions(python: str, transport: Transport) -> dict[str, str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from clusterkit.cluster import Gpu, HostFacts
 from clusterkit.errors import BadInput, counted
 from clusterkit.spec import JobSpec
 from clusterkit.status import NodeStatus, RankExit, State
+from clusterkit.transport import Transport
 
 PACKAGES = ("torch", "deepspeed", "transformers", "clusterkit")
 """Packages whose versions facts hold."""
@@ -54,6 +57,16 @@ def parse_gpus(csv: str, visible: str | None = None) -> tuple[Gpu, ...]:
             break
         found.append(listed[matching[0]])
     return tuple(found)
+
+
+def probe_gpus(transport: Transport, host: str) -> tuple[Gpu, ...]:
+    """What this machine's nvidia-smi lists, limited to CUDA_VISIBLE_DEVICES; none without it."""
+    if not shutil.which(GPU_QUERY[0]):
+        return ()
+    done = transport.run(host, GPU_QUERY, timeout=30)
+    if done.exit_code:
+        return ()
+    return parse_gpus(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def device_of(job: JobSpec, hosts: Sequence[HostFacts]) -> tuple[str, str]:

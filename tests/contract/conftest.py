@@ -12,10 +12,11 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml
 
 from clusterkit import backends, runs
 from clusterkit.backends.base import Backend, Handle
-from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, Facts, Host
+from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, Engine, Facts, Host
 from clusterkit.plan import Plan, Step
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Completed, LocalTransport, Transport
@@ -153,7 +154,54 @@ class SshStage(LocalStage):
         self.write_files(plan)
 
 
-STAGES = {kind.name: kind for kind in (LocalStage, SshStage)}
+class NoContainers(LocalTransport):
+    """This machine, with a docker engine that has no container."""
+
+    def run(self, host: str, argv: Sequence[str], **options: Any) -> Completed:
+        if argv[0] != "docker":
+            return super().run(host, argv, **options)
+        none = "Error response from daemon: No such container: x\n"
+        return Completed(tuple(argv), *((1, "", none) if "inspect" in argv else (0, "", "")))
+
+
+class ComposeStage(LocalStage):
+    """Each service's command runs here as it would in its container; the engine has forgotten it,
+    as it has of every run that has ended."""
+
+    name = "compose"
+
+    def __init__(self, facts: Callable[..., Facts]) -> None:
+        def with_engine(*args: Any, **fields: Any) -> Facts:
+            engine = Engine(
+                socket="unix:///var/run/docker.sock", version="20.10.24", image="clusterkit:cpu",
+                image_id="sha256:c1a4f5e87bfe9044", workdir="/opt/clusterkit", user="1000:1000",
+                package="/srv/clusterkit/clusterkit",
+            )  # fmt: skip
+            return msgspec.structs.replace(facts(*args, **fields), engine=engine)
+
+        super().__init__(with_engine)
+        self.transport = NoContainers()
+
+    def node_steps(self, plan: Plan) -> list[Step]:
+        (file,) = (file for file in plan.files if file.path.endswith("compose.yaml"))
+        services = yaml.safe_load(file.content())["services"]
+        return [
+            Step(
+                kind="start",
+                host="localhost",
+                node=number,
+                argv=tuple(word.replace("$$", "$") for word in service["entrypoint"]),
+                env={
+                    name: value.replace("$$", "$")
+                    for name, value in service["environment"].items()
+                    if value is not None and name != "HOME"
+                },
+            )
+            for number, service in enumerate(services.values())
+        ]
+
+
+STAGES = {kind.name: kind for kind in (LocalStage, SshStage, ComposeStage)}
 
 
 @pytest.fixture(params=backends.NAMES)

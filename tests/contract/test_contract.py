@@ -214,13 +214,11 @@ def test_variables_that_the_scripts_use_themselves_are_still_the_user_s(
     assert {name: seen["env"].get(name) for name in theirs} == theirs
 
 
-def test_folders_with_weird_names_work(
-    stage, demo, run_nodes, dump_dir, weird_tmp_path, make_facts
-):
+def test_folders_with_weird_names_work(stage, demo, run_nodes, dump_dir, weird_tmp_path):
     program = weird_tmp_path / "my $program's.py"
     program.write_bytes((PROGRAMS / "dump.py").read_bytes())
     job = demo(program=program.name, workdir=str(weird_tmp_path), env={"DUMP_DIR": str(dump_dir)})
-    plan = stage.plan(job, make_facts(home=str(weird_tmp_path / "home")))
+    plan = stage.plan(job, stage.facts_of(home=str(weird_tmp_path / "home")))
     assert run_nodes(stage, plan) == [0]
     (seen,) = dumped(dump_dir).values()
     assert seen["cwd"] == str(weird_tmp_path)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from clusterkit import backends, loader
-from clusterkit.cluster import CLUSTER_TYPES, Host, Project
+from clusterkit.cluster import CLUSTER_TYPES, Engine, Host, Project
 
 HERE = Path(__file__).resolve().parent
 EXPECTED = HERE / "expected"
@@ -62,6 +62,22 @@ def place(backend, facts, nodes):
     kind = CLUSTER_TYPES[backend]
     if backend == "ssh":
         return kind(hosts=(Host(name="h0"), Host(name="h1"))), on_two_hosts(facts, nodes)
+    if backend == "compose":
+        engine = Engine(
+            socket="unix:///var/run/docker.sock", version="27.3.1", image="clusterkit:gpu",
+            image_id="sha256:" + "0123456789abcdef" * 4, workdir="/opt/clusterkit",
+            user="1000:1000", package="/home/u/$venv/clusterkit",
+        )  # fmt: skip
+        found = msgspec.structs.replace(
+            facts, engine=engine, port=29500, interface="eth0", watch_port=29501,
+            port_origin="the run's own network",
+        )  # fmt: skip
+        entry = kind(
+            memory="64g", cpus=7.5, ulimits={"memlock": -1}, subnet="10.99.0.0/24",
+            volumes=("/data/sets:/data:ro", "cache:/cache"), env={"HF_HOME": "/cache/hf"},
+        )  # fmt: skip
+        # Half of the cases take what an empty entry gives.
+        return (entry if facts.hosts[0].gpus else kind()), found
     return kind(), facts
 
 

@@ -27,7 +27,8 @@ LAYERS = [
     {"clusterkit.estimate.jobs"},
     {"clusterkit.estimate"},
     {"clusterkit.project"},
-    {"clusterkit.assemble", "clusterkit.execute", "clusterkit.bandwidth"},
+    {"clusterkit.assemble", "clusterkit.execute", "clusterkit.bandwidth"}
+    | {"clusterkit.compose_file"},
     {"clusterkit.doctor.driver", "clusterkit.doctor.meeting", "clusterkit.doctor.base"},
     {"clusterkit.doctor.scripts", "clusterkit.doctor.bundle", "clusterkit.doctor.report"},
     {f"clusterkit.doctor.checks.{name}" for name in DOCTOR_CHECKS},
@@ -36,6 +37,7 @@ LAYERS = [
     {"clusterkit.doctor"},
     {"clusterkit.backends.base"},
     {"clusterkit.backends", "clusterkit.backends.nodes"},
+    {"clusterkit.backends.containers"},
     {f"clusterkit.backends.{name}" for name in backends.NAMES},
     {"clusterkit.supervise"},
     {"clusterkit.ui", "clusterkit.ui.words"},

@@ -1,0 +1,449 @@
+"""What a docker engine says of a run's containers, and what that means for its nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import posixpath
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from clusterkit.backends.base import Handle, Observation
+from clusterkit.backends.nodes import STOPPED, endings, judge_exit, overall
+from clusterkit.compose_file import LABEL, STOP_EXTRA, container_name
+from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
+from clusterkit.plan import Plan
+from clusterkit.runs import node_dir
+from clusterkit.status import NodeCause, NodeStatus, State
+from clusterkit.transport import Completed, Put, Stream, Transport
+
+HOST = "localhost"
+ENGINE_SECONDS = 60.0
+INSPECT_SECONDS = 10.0
+"""Seconds that a container has beyond its ranks' own to end."""
+LOOK_SECONDS = 5.0
+"""How often containers are looked at although the engine told of nothing."""
+AGAIN_SECONDS = 1.0
+"""Pause before an engine that does not answer is asked again."""
+STATES: Mapping[str, State] = {
+    "created": State.PENDING,
+    "running": State.RUNNING,
+    "restarting": State.RUNNING,
+    "paused": State.RUNNING,
+    "removing": State.RUNNING,
+    "exited": State.FAILED,
+    "dead": State.FAILED,
+}
+"""The engine's words for a container, for a node that has not told its own end."""
+_INSPECT = (
+    '{"name":{{json .Name}},"labels":{{json .Config.Labels}},"state":{{json .State}},'
+    '"networks":{{json .NetworkSettings.Networks}},"memory":{{json .HostConfig.Memory}}}'
+)
+_GONE = re.compile(r"No such (container|object)|removal of container .* is already in progress")
+
+
+class Container(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine says of one container, as far as it matters here."""
+
+    state: str
+    exit_code: int = 0
+    oom: bool = False
+    error: str = ""
+    connected: bool = True
+    memory: int = 0
+    """Its limit in bytes; 0: none."""
+    said: str = ""
+    """Its own last words, where its node wrote none."""
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended."""
+        return self.state in ("exited", "dead")
+
+    def trouble(self) -> str | None:
+        """What was done to it from outside, in words; None: nothing that can be seen."""
+        if self.state == "paused":
+            return "its container was paused (docker pause)"
+        if not self.connected:
+            return "its container was cut off from the run's network (docker network disconnect)"
+        return None
+
+    def ending(self) -> str:
+        """Why it ended without a word of its node's."""
+        if self.oom:
+            return self.starved()
+        if self.error:
+            return f"its container could not be started: {self.error}"
+        said = f": {self.said}" if self.said else ""
+        if self.exit_code == 137:
+            return f"its container was killed from outside (docker kill, exit code 137){said}"
+        if self.exit_code == 143:
+            return f"its container was stopped from outside (docker stop, exit code 143){said}"
+        return f"its container ended with exit code {self.exit_code} without a word{said}"
+
+    def starved(self) -> str:
+        limit = f"over its container's memory limit of {_words(self.memory)}"
+        return f"killed by the kernel: {limit if self.memory else 'this machine was out of memory'}"
+
+
+def _words(size: int) -> str:
+    unit, scale = ("GiB", 2**30) if size >= 2**30 else ("MiB", 2**20)
+    return f"{size / scale:g} {unit}"
+
+
+def tool(plan: Plan) -> list[str]:
+    """``docker`` for the engine that the run was planned for."""
+    argv = next((step.argv for step in plan.steps if "compose" in step.argv), ("docker", "compose"))
+    return list(argv[: argv.index("compose")])
+
+
+def node_file(handle: Handle, node: int, name: str) -> str:
+    return posixpath.join(node_dir(handle.plan.run_dir, handle.attempt, node), name)
+
+
+def _begun(handle: Handle, node: int, transport: Transport) -> bool:
+    return transport.get(HOST, node_file(handle, node, "pid"), 0, 1) is not None
+
+
+def known(plan: Plan, transport: Transport) -> bool:
+    return transport.get(HOST, posixpath.join(plan.run_dir, "run.json"), 0, 1) is not None
+
+
+def _containers(plan: Plan) -> int:
+    return plan.topology.get("nodes", plan.nodes)
+
+
+def inspect(handle: Handle, transport: Transport) -> dict[int, Container]:
+    """The attempt's containers that there are, by node.
+
+    Raises:
+        Unavailable: the engine does not answer.
+    """
+    plan = handle.plan
+    names = [container_name(plan.run_id, node) for node in range(_containers(plan))]
+    if not names:
+        return {}
+    words = [*tool(plan), "inspect", "--type", "container", "--format", _INSPECT, *names]
+    done = transport.run(HOST, words, timeout=INSPECT_SECONDS)
+    complaints = [line for line in done.stderr.splitlines() if line and not _GONE.search(line)]
+    if done.exit_code and complaints and not done.stdout.strip():
+        raise Unavailable(f"the docker engine does not answer: {complaints[-1]}")
+    found = {}
+    for line in done.stdout.splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            told = json.loads(line)
+            labels = told["labels"]
+            if labels[LABEL] == plan.run_dir and labels["clusterkit.attempt"] == str(
+                handle.attempt
+            ):
+                found[int(labels["clusterkit.node"])] = _container(told)
+    return found
+
+
+def _container(told: Mapping[str, Any]) -> Container:
+    state = told["state"]
+    return Container(
+        state=str(state["Status"]),
+        exit_code=int(state.get("ExitCode") or 0),
+        oom=bool(state.get("OOMKilled")),
+        error=str(state.get("Error") or ""),
+        connected=bool(told.get("networks")),
+        memory=int(told.get("memory") or 0),
+    )
+
+
+def _snapshot_path(handle: Handle) -> str:
+    return posixpath.join(handle.plan.run_dir, "attempts", str(handle.attempt), "containers.json")
+
+
+def _snapshot(handle: Handle, transport: Transport) -> dict[int, Container]:
+    """How the containers were before clusterkit ended and removed them."""
+    data = transport.get(HOST, _snapshot_path(handle))
+    try:
+        return msgspec.json.decode(data or b"{}", type=dict[int, Container])
+    except msgspec.MsgspecError:
+        return {}
+
+
+def _keep(handle: Handle, transport: Transport) -> None:
+    """Write down how the containers are: their ends are told by nothing else once they are gone."""
+    if transport.get(HOST, _snapshot_path(handle), 0, 1) or not known(handle.plan, transport):
+        return
+    # What cannot be kept is no reason to leave containers behind.
+    with contextlib.suppress(ClusterkitError):
+        found = inspect(handle, transport)
+        for node, container in found.items():
+            if container.over and transport.get(HOST, node_file(handle, node, "pid"), 0, 1) is None:
+                said = _said(handle.plan, node, transport)
+                found[node] = msgspec.structs.replace(container, said=said)
+        if found:
+            data = msgspec.json.format(msgspec.json.encode(found), indent=1)
+            transport.put_all(HOST, [Put(_snapshot_path(handle), data)])
+
+
+def _said(plan: Plan, node: int, transport: Transport) -> str:
+    words = [*tool(plan), "logs", "--tail", "3", container_name(plan.run_id, node)]
+    done = transport.run(HOST, words, timeout=ENGINE_SECONDS)
+    return "" if done.exit_code else (done.stderr + done.stdout).strip().rpartition("\n")[2]
+
+
+def judge(
+    node: int,
+    *,
+    begun: bool,
+    exit_json: bytes | None,
+    live: Container | None,
+    kept: Container | None,
+    silent: str | None = None,
+) -> NodeStatus:
+    """A node's state from what its agent left and what the engine says.
+
+    Args:
+        begun: its agent has recorded its process.
+        exit_json: contents of ``exit.json``; None: there is none.
+        live: its container, as it is; None: there is none.
+        kept: its container as it was before clusterkit stopped it; None: it has not.
+        silent: why the engine does not answer; None: it does.
+    """
+    host = f"node-{node}"
+
+    def status(state: State, reason: str | None = None, code: int | None = None) -> NodeStatus:
+        return NodeStatus(node=node, host=host, state=state, reason=reason, exit_code=code)
+
+    if exit_json is not None:
+        if live is not None and live.state == "running" and kept is None:
+            return status(State.RUNNING)  # its agent has ended, its container is about to
+        ended = judge_exit(node, host, exit_json)
+        before = kept or live
+        if ended.state is State.CANCELLED and before is not None:
+            # It obeyed, but what made us, or the other nodes, tell it to?
+            reason = before.trouble()
+            if reason is None and before.over and ended.reason == STOPPED:
+                reason = "its container was stopped from outside (docker stop)"
+            if reason is not None:
+                return msgspec.structs.replace(ended, state=State.FAILED, reason=reason)
+        return ended
+    if silent is not None:
+        return status(State.UNKNOWN, silent)
+    if kept is not None and (live is None or live.over):
+        if kept.over:
+            return status(State.FAILED, kept.ending(), kept.exit_code)
+        if (reason := kept.trouble()) is not None:
+            return status(State.FAILED, reason)
+        return status(State.CANCELLED, "killed: it did not end when it was asked to")
+    if live is None:
+        if begun:
+            return status(State.FAILED, "its container is gone: somebody removed it")
+        return status(State.PENDING)
+    state = STATES.get(live.state, State.UNKNOWN)
+    if state is State.UNKNOWN:
+        return status(state, f"docker calls its container {live.state!r}")
+    if state is State.FAILED:
+        return status(state, live.ending(), live.exit_code)
+    if state is State.RUNNING and not begun:
+        state = State.PENDING
+    return status(state, live.trouble())
+
+
+def observation(
+    handle: Handle,
+    live: Mapping[int, Container],
+    transport: Transport,
+    *,
+    silent: str | None = None,
+) -> Observation:
+    kept = _snapshot(handle, transport)
+    nodes, exits, kills = [], [], 0
+    for node in range(handle.plan.nodes):
+        exit_json = transport.get(HOST, node_file(handle, node, "exit.json"))
+        found = judge(
+            node,
+            begun=_begun(handle, node, transport),
+            exit_json=exit_json,
+            live=live.get(node),
+            kept=kept.get(node),
+            silent=silent,
+        )
+        nodes.append(found)
+        if found.state is State.FAILED:
+            ranks = transport.get(HOST, node_file(handle, node, "ranks.jsonl"))
+            ends, counted_kills = endings(node, exit_json or b"", ranks or b"")
+            exits += ends
+            kills = max(kills, counted_kills)
+    return Observation(
+        state=overall({node.state for node in nodes}),
+        nodes=tuple(nodes),
+        rank_exits=tuple(exits),
+        oom_kills=kills,
+        causes=_causes(handle.plan, kept, live),
+    )
+
+
+def _causes(
+    plan: Plan, kept: Mapping[int, Container], live: Mapping[int, Container]
+) -> tuple[NodeCause, ...]:
+    """What was done to containers, where their nodes could not tell or not know."""
+    causes = []
+    for node in range(_containers(plan)):
+        found = kept.get(node) or live.get(node)
+        if found is not None and found.oom:
+            causes.append(
+                NodeCause(
+                    node=node,
+                    words=found.starved(),
+                    hint="a larger `memory` in the cluster entry, or a smaller batch.micro",
+                )
+            )
+        elif node >= plan.nodes and found is not None:
+            # mpirun's other nodes have no agent that could tell.
+            words = found.trouble()
+            if words is None and found.over and found.exit_code in (137, 143):
+                words = found.ending()
+            if words is not None:
+                causes.append(NodeCause(node=node, words=words))
+    return tuple(causes)
+
+
+class Watcher:
+    """Looks at the containers when the engine tells that something happened to one of them."""
+
+    def __init__(self, handle: Handle, transport: Transport) -> None:
+        self._handle = handle
+        self._transport = transport
+        self._events: Stream | None = None
+        self._since = time.time()
+        self._live: dict[int, Container] = {}
+        self._look_at = 0.0
+        self._open_at = 0.0
+        self._silent_since: float | None = None
+        self._complaint = ""
+        self._last: tuple[NodeStatus, ...] = ()
+
+    def status(self) -> Observation | None:
+        if not known(self._handle.plan, self._transport):
+            return None
+        now = time.monotonic()
+        if self._told() or now >= self._look_at:
+            self._look(now)
+        seen = self._observed(now)
+        if seen.nodes != self._last and self._silent_since is None:
+            # The files have told something: what does the engine say by now?
+            self._look(now)
+            seen = self._observed(now)
+        self._last = seen.nodes
+        return seen
+
+    def _observed(self, now: float) -> Observation:
+        silent = None
+        if self._silent_since is not None:
+            seconds = now - self._silent_since
+            if seconds >= self._handle.plan.lost_after:
+                silent = f"{self._complaint} (for {seconds:.0f} s)"
+        return observation(self._handle, self._live, self._transport, silent=silent)
+
+    def _look(self, now: float) -> None:
+        try:
+            self._live = inspect(self._handle, self._transport)
+        except ClusterkitError as error:
+            self._silent_since = self._silent_since or now
+            self._complaint = error.message
+            self._look_at = now + AGAIN_SECONDS
+        else:
+            self._silent_since = None
+            self._look_at = now + LOOK_SECONDS
+
+    def _told(self) -> bool:
+        """Whether the engine told of something since it was asked last."""
+        now = time.monotonic()
+        if self._events is None:
+            if now < self._open_at:
+                return False
+            self._open_at = now + AGAIN_SECONDS
+            plan = self._handle.plan
+            words = [
+                *tool(plan), "events", "--since", f"{self._since:.3f}", "--format", "{{.Action}}",
+                "--filter", f"label={LABEL}={plan.run_dir}",
+            ]  # fmt: skip
+            try:
+                self._events = self._transport.open(HOST, words)
+            except ClusterkitError:
+                return False
+        told = False
+        try:
+            while self._events.read(0):
+                told = True
+        except SubmitFailed:
+            return told  # nothing more for now
+        # The engine is gone, or going.
+        self._since = time.time()
+        self.close()
+        return True
+
+    def close(self) -> None:
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+
+
+# ---------------------------------------------------------------- ending
+
+
+def remove(handle: Handle, transport: Transport) -> None:
+    """End and remove the run's containers and its network; how they were is kept.
+
+    Raises:
+        Unavailable: the engine does not answer, or will not.
+    """
+    plan = handle.plan
+    grace = math.ceil(plan.stop_grace) + STOP_EXTRA
+    for _ in range(5):
+        found = _belonging(plan, transport)
+        if not found:
+            break
+        _keep(handle, transport)
+        if running := [name for name, state in found if state not in ("exited", "created")]:
+            words = ["stop", "--time", str(grace), *running]
+            _ended(plan, words, transport, seconds=grace + ENGINE_SECONDS)
+        names = [name for name, _ in found]
+        # With the volumes that an image declares: nobody could find them later.
+        _ended(plan, ["rm", "--force", "--volumes", *names], transport)
+    named = _ended(
+        plan,
+        ["network", "ls", "--quiet", "--filter", f"label={LABEL}={plan.run_dir}"],
+        transport,
+    ).stdout.split()
+    if named:
+        _ended(plan, ["network", "rm", *named], transport)
+
+
+def _belonging(plan: Plan, transport: Transport) -> list[tuple[str, str]]:
+    """Containers of a run that there are: id and state."""
+    words = ["ps", "--all", "--no-trunc", "--filter", f"label={LABEL}={plan.run_dir}"]
+    done = _ended(plan, [*words, "--format", "{{.ID}} {{.State}}"], transport)
+    return [(line.split()[0], line.split()[-1]) for line in done.stdout.splitlines() if line]
+
+
+def _ended(
+    plan: Plan, words: Sequence[str], transport: Transport, *, seconds: float = ENGINE_SECONDS
+) -> Completed:
+    """A command that ends something of the run; what is gone already is fine.
+
+    Raises:
+        Unavailable: it failed.
+    """
+    try:
+        done = transport.run(HOST, [*tool(plan), *words], timeout=seconds)
+    except SubmitFailed as error:
+        raise Unavailable(f"could not end run {plan.run_id}: {error.message}") from error
+    complaints = [line for line in done.stderr.splitlines() if line and not _GONE.search(line)]
+    if done.exit_code and (complaints or not done.stderr.strip()):
+        raise Unavailable(
+            f"could not end run {plan.run_id}: {(complaints or ['docker failed'])[-1]}",
+            hint=f"clusterkit cancel {plan.run_id} again, once the docker engine answers",
+        )
+    return done
