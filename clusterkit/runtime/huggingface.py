@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from clusterkit.errors import BadInput
 from clusterkit.runtime.data import as_tokens
 
+_FEWEST_TOKENS = 100
+"""For some kinds of model transformers makes up an empty tokenizer where the folder has none."""
+
 
 def choose(
     name: str, text: bytes, *, pretrained: bool
@@ -88,6 +91,8 @@ def _tokenize(name: str, text: bytes) -> Tensor:
     try:
         tokenizer = _transformers().AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError):
+        return as_tokens(text)
+    if len(tokenizer) < _FEWEST_TOKENS:
         return as_tokens(text)
     tokens = tokenizer(text.decode(errors="replace"), verbose=False)["input_ids"]
     return torch.tensor(tokens, dtype=torch.int32)

@@ -1,0 +1,23 @@
+"""Hugging Face models by folder, as they are given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clusterkit.runtime import huggingface
+
+
+@pytest.mark.parametrize("kind", ["GPT2Config", "GemmaConfig", "LlamaConfig"])
+def test_without_a_tokenizer_the_tokens_are_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers: not installed (pip install 'clusterkit[train]')"
+    )
+    getattr(transformers, kind)(vocab_size=300).save_pretrained(tmp_path)
+    facts, _, tokens = huggingface.choose(str(tmp_path), b"abc", pretrained=False)
+    assert facts["vocabulary"] == 300
+    assert tokens.tolist() == [97, 98, 99]
