@@ -70,6 +70,38 @@ bench: .venv/.train ## Ratios against torchrun and deepspeed, start-up, planning
 	@$(BIN)/python -m tests.bench
 	@$(BIN)/python -m tests.bench.ssh || [ $$? = 3 ]
 
+##  ---- containers
+
+# BASE: the base image. With GPUs clusterkit:gpu is made, without clusterkit:cpu.
+.PHONY: image
+image: ## Build the training image: BASE=IMAGE
+	@$(PYTHON) docker/build.py $(if $(BASE),--base $(BASE))
+
+.PHONY: image-test
+image-test: ## Check the image from inside, as its own user and as an unknown one: IMAGE=NAME
+	@$(PYTHON) docker/check.py $(IMAGE)
+
+.PHONY: wheelhouse
+wheelhouse: .venv/bin/python ## Wheels of all that the image needs, so that building it needs no index
+	@mkdir -p .make && $(BIN)/python docker/requirements.py >.make/requirements.txt
+	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --wheel-dir wheelhouse --constraint constraints.txt --requirement .make/requirements.txt
+
+.PHONY: docker-lab
+docker-lab: ## SSH hosts out of containers, in .docker-lab: HOSTS=2
+	@$(PYTHON) docker/lab.py up --hosts $(HOSTS)
+
+.PHONY: docker-lab-down
+docker-lab-down: ## Remove them
+	@$(PYTHON) docker/lab.py down
+
+.PHONY: engine
+engine: .venv/.dev ## A docker engine with compose and a base image, on Debian without systemd; root
+	@$(BIN)/python -m tests.live.compose.engine up
+
+.PHONY: engine-down
+engine-down: .venv/.dev ## End it and remove all it holds
+	@$(BIN)/python -m tests.live.compose.engine down
+
 ##  ---- checks
 
 .PHONY: test
