@@ -17,21 +17,30 @@ import re
 import select
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
-
-import paramiko
 
 from clusterkit import shell
 from clusterkit.cluster import Host
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.ssh_files import KnownHosts, KnownKey, config_text
 from clusterkit.transport import START, Completed, Put, Stream, free_port_program
+
+# Half of the time that paramiko takes to import goes into `invoke`, with which it runs the command
+# of a `Match exec`, and which would read our standard input then. It gets `_Command` instead.
+_invoke: dict[str, Any] = {"invoke": sys.modules.get("invoke")}
+sys.modules |= {"invoke": None}  # type: ignore[dict-item]
+import paramiko  # noqa: E402
+
+del sys.modules["invoke"]
+sys.modules |= {name: module for name, module in _invoke.items() if module is not None}
 
 Result = TypeVar("Result")
 KEEPALIVE_SECONDS = 5
@@ -153,8 +162,19 @@ def _config_text(path: str) -> str:
     return config_text(Path(path))
 
 
+class _Command:
+    """What paramiko asks of `invoke`."""
+
+    @staticmethod
+    def run(command: str, **_: object) -> SimpleNamespace:
+        nothing = subprocess.DEVNULL
+        done = subprocess.run(["/bin/sh", "-c", command], stdin=nothing, stdout=nothing)
+        return SimpleNamespace(ok=done.returncode == 0)
+
+
 @cache
 def _config(text: str) -> paramiko.SSHConfig:
+    vars(paramiko.config)["invoke"] = _Command
     return paramiko.SSHConfig.from_text(text)
 
 

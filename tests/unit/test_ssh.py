@@ -878,6 +878,10 @@ Host noproxy.example.org
     ProxyJump none
 Match host matched*
     User matched
+Match host asked exec "true"
+    User exec
+Match host asked2 exec "false"
+    User none
 Host *
     User everyone
     Port 22
@@ -910,7 +914,16 @@ def openssh(home):
 @pytest.mark.parametrize(
     "name",
     [
-        *("alias", "a.example.org", "not.example.org", "matched1", "plain", "included"),
+        *(
+            "alias",
+            "a.example.org",
+            "not.example.org",
+            "matched1",
+            "plain",
+            "included",
+            "asked",
+            "asked2",
+        ),
         "noproxy.example.org",
     ],
 )
