@@ -17,11 +17,13 @@ import os
 import platform
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,15 +31,19 @@ from typing import Any
 import pytest
 import yaml
 
+from clusterkit import api
 from tests.lab import CHECKOUT, Lab, machine
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(1800)]
+# The first test that needs it pays for three runs of the whole playbook.
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
 PLAYBOOK = CHECKOUT / "ansible" / "site.yml"
 BIN = Path(sys.executable).parent
 GPUS = ("0000:17:00.0", "0000:3d:00.0")
 VENV = "/opt/clusterkit/venv"
 NODES = ("h0", "h1")
+PACKAGES = ["transformers", "PyYAML"]
+"""What pip installs beside torch: few, as each wheel is copied to each host. One has capitals."""
 
 SLURMD = """#!/bin/sh
 test "$*" = -C || exit 2
@@ -178,8 +184,7 @@ def pinned() -> dict[str, str]:
     """The versions that the interpreter of the ranks must have, by package."""
     lines = (CHECKOUT / "constraints.txt").read_text().splitlines()
     versions = {k.lower(): v for k, v in (line.split("==") for line in lines if "==" in line)}
-    wanted = defaults("python_env")
-    names = [*wanted["python_env_torch"], *wanted["python_env_packages"]]
+    names = [*defaults("python_env")["python_env_torch"], *PACKAGES]
     return {name: versions[name.lower()] for name in names}
 
 
@@ -232,28 +237,57 @@ class Site:
         argv += ["-e", f"@{self.variables}", *words]
         if variables:
             argv += ["-e", json.dumps(variables)]
-        environment = os.environ | {
+        done = subprocess.run(argv, cwd=self.folder, env=self.environment(), text=True,
+                              timeout=600, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT)  # fmt: skip
+        return Play(done.returncode, done.stdout)
+
+    def environment(self) -> dict[str, str]:
+        """For Ansible: nothing of the user's own settings, and the patience of a busy machine."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("ANSIBLE_")}
+        return kept | {
             "ANSIBLE_HOME": str(self.ansible_home),
             "ANSIBLE_NOCOLOR": "1",
-            "ANSIBLE_SSH_ARGS": "-o ControlMaster=auto -o ControlPersist=5s",
+            "ANSIBLE_SSH_ARGS": "-o ControlMaster=auto -o ControlPersist=60s",
+            "ANSIBLE_TIMEOUT": "60",
+            # Ansible starts in no locale but those of UTF-8.
+            "LC_ALL": "C.UTF-8",
             "PWD": str(self.folder),
         }
-        done = subprocess.run(argv, cwd=self.folder, env=environment, text=True, timeout=1500,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
-        return Play(done.returncode, done.stdout)
+
+    def hang_up(self) -> None:
+        """End the connections that Ansible keeps open for its next run."""
+        for socket in (self.ansible_home / "cp").glob("*"):
+            subprocess.run(["ssh", "-o", f"ControlPath={socket}", "-O", "exit", "host"],
+                           capture_output=True, timeout=60, check=True)  # fmt: skip
 
     def read(self, host: str, path: str) -> str:
         return (self.lab.root(host) / path.lstrip("/")).read_text()
 
-    def snapshot(self, host: str) -> dict[str, str]:
-        """Every file that the playbook could write to on a host, and a sum of it."""
-        root = self.lab.root(host)
+    def written(self, host: str) -> dict[str, tuple[int, str]]:
+        """What a host has written, mode and contents, in folders that the playbook writes to.
+
+        Read from the disk of its own, not from all that it sees: most of that is this machine's,
+        tens of thousands of files, and whoever else works here may be changing them.
+        """
+        disk = self.lab.disk(host).upper
         found = {}
-        for top in ("etc", "root", "opt", "srv", "var/lib/dpkg"):
-            for path in sorted((root / top).rglob("*")):
-                if path.is_file() and not path.is_symlink() and ".ansible" not in path.parts:
-                    name = str(path.relative_to(root))
-                    found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+        for top in ("etc", "root", "opt", "srv", "usr", "var/lib/dpkg"):
+            for path in sorted((disk / top).rglob("*")):
+                name = path.relative_to(disk)
+                about = path.lstat()
+                if stat.S_ISDIR(about.st_mode) or ".ansible" in name.parts:
+                    continue
+                if stat.S_ISREG(about.st_mode):
+                    text = path.read_bytes()
+                    theirs = Path("/") / name
+                    # Opened to be written and left as it was, as dpkg's locks are.
+                    if theirs.is_file() and theirs.read_bytes() == text:
+                        continue
+                    found[str(name)] = (about.st_mode, hashlib.sha256(text).hexdigest())
+                else:
+                    link = str(path.readlink()) if path.is_symlink() else ""
+                    found[str(name)] = (about.st_mode, link)
         return found
 
 
@@ -263,17 +297,31 @@ class Story:
 
     site: Site
     check: Play
-    before: dict[str, dict[str, str]]
-    checked: dict[str, dict[str, str]]
+    before: dict[str, dict[str, tuple[int, str]]]
+    checked: dict[str, dict[str, tuple[int, str]]]
     first: Play
     second: Play
+
+
+def skip_without_lab() -> None:
+    """Skip, with a reason, where there can be no lab, or none that is Debian."""
+    if (problem := machine.problem()) is not None:
+        pytest.skip(f"no lab: {problem.message}; {problem.hint}")
+    # Its hosts see the packages of this machine, and their archive here has neither of these.
+    ready = [
+        ("python3-apt", ["/usr/bin/python3", "-c", "import apt"]),
+        ("python3-venv", ["/usr/bin/python3", "-c", "import ensurepip, venv"]),
+    ]
+    for package, argv in ready:
+        there = shutil.which(argv[0]) and subprocess.run(argv, capture_output=True).returncode == 0
+        if not there:
+            pytest.skip(f"a host for Ansible needs {package}: apt-get install {package}")
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Two hosts as an installer leaves them: no sources but one, and Debian's 127.0.1.1."""
-    if (problem := machine.problem()) is not None:
-        pytest.skip(f"no lab: {problem.message}; {problem.hint}")
+    skip_without_lab()
     folder = tmp_path_factory.mktemp("ansible")
     make_wheelhouse(folder / "wheels")
     archive = folder / "archive"
@@ -294,6 +342,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
                     "net.no.such": 1,
                 },
                 "nfs_enabled": True,
+                "python_env_packages": PACKAGES,
                 "python_env_python": f"{VENV}/bin/python",
                 "python_env_wheelhouse_source": str(folder / "wheels"),
                 "slurm_enabled": True,
@@ -308,6 +357,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             for old in [*sources.iterdir(), root / "etc/apt/sources.list"]:
                 old.unlink(missing_ok=True)
             shutil.rmtree(root / "var/lib/apt/lists")
+            # The role leaves an engine alone that is there, and this machine may have one.
+            if (root / "usr/bin/dockerd").exists():
+                (root / "usr/bin/dockerd").unlink()
+                gone = lab.ssh(host, "dpkg", "--force-all", "--remove", "docker.io")
+                assert gone.returncode == 0, gone.stderr
             shutil.copytree(archive, root / "srv/archive")
             (sources / "debian.sources").write_text(
                 "Types: deb\nURIs: file:/srv/archive\nSuites: stable\n"
@@ -325,15 +379,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             device.mkdir(parents=True)
             (device / "vendor").write_text("0x10de\n")
             (device / "class").write_text("0x030200\n")
-        yield Site(lab, folder, variables, Path(home))
+        made = Site(lab, folder, variables, Path(home))
+        yield made
+        made.hang_up()
 
 
 @pytest.fixture(scope="module")
 def story(site: Site) -> Story:
-    before = {host: site.snapshot(host) for host in NODES}
+    before = {host: site.written(host) for host in NODES}
     known_hosts = site.lab.known_hosts.read_text()
     check = site.play("--check", "--diff")
-    checked = {host: site.snapshot(host) for host in NODES}
+    checked = {host: site.written(host) for host in NODES}
     assert site.lab.known_hosts.read_text() == known_hosts
     first = site.play()
     assert first.code == 0, first.said
@@ -368,8 +424,10 @@ def test_lint_is_content(tmp_path: Path) -> None:
     copy = tmp_path / "ansible"
     shutil.copytree(CHECKOUT / "ansible", copy)
     argv = [str(BIN / "ansible-lint"), "--offline", "--profile", "production", "--nocolor"]
+    argv += ["site.yml", "lab.yml", "inventory.yaml"]
     environment = os.environ | {
         "ANSIBLE_HOME": str(tmp_path / "home"),
+        "LC_ALL": "C.UTF-8",
         "PATH": f"{BIN}:{os.environ['PATH']}",
     }
     done = subprocess.run(argv, cwd=copy, env=environment, capture_output=True, text=True,
@@ -540,60 +598,93 @@ def test_the_environment_has_the_projects_versions_on_every_host(story: Story) -
 # ---------------------------------------------------------------- what it refuses
 
 
-def test_a_host_that_is_missing_is_named(story: Story) -> None:
-    play = story.site.play("--limit", "h0", "--tags", "hosts,known_hosts")
+@pytest.fixture(scope="module")
+def later(story: Story) -> dict[str, Play]:
+    """Plays on hosts that are prepared. None changes anything, so they run side by side."""
+    first, second = (story.site.lab.root(host) / "srv" for host in NODES)
+    report = {"python": "3.11.2"} | pinned()
+    for root, torch in ((first, "2.13.0"), (second, "2.12.1")):
+        python = root / "theirs/bin/python"
+        python.parent.mkdir(parents=True)
+        python.write_text(f"#!/bin/sh\necho '{json.dumps(report | {'torch': torch})}'\n")
+        python.chmod(0o755)
+    (second / "python3.9").write_text("#!/bin/sh\necho 'Python 3.9.2' >&2\nexit 1\n")
+    (second / "python3.9").chmod(0o755)
+    plays: dict[str, tuple[str, dict[str, object]]] = {
+        "one host": ("--limit h0 --tags hosts,known_hosts", {}),
+        "one role": ("--limit h1 --tags docker", {}),
+        "package": ("--limit h1 --tags base", {"base_packages": ["no-such-package"]}),
+        "toolkit": (
+            "--tags nvidia_container_toolkit",
+            {"nvidia_container_toolkit_packages": ["no-such-toolkit"]},
+        ),
+        "address": ("--tags hosts", {"clusterkit_address": story.site.lab.hosts[0].address}),
+        "names": ("--tags hosts", {"cluster_aliases": ["node"]}),
+        "theirs": ("--tags python_env", {"python_env_python": "/srv/theirs/bin/python"}),
+        "old python": (
+            "--limit h1 --tags python_env",
+            {
+                "python_env_base_python": "/srv/python3.9",
+                "python_env_python": "/srv/new/bin/python",
+            },
+        ),
+        "preflight": ("--tags preflight", {"clusterkit_cluster": "no-such-cluster"}),
+    }
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        started = {
+            name: pool.submit(story.site.play, *words.split(), **variables)
+            for name, (words, variables) in plays.items()
+        }
+        return {name: play.result() for name, play in started.items()}
+
+
+def test_a_host_that_is_missing_is_named(later: dict[str, Play]) -> None:
+    play = later["one host"]
     assert play.code == 2
     assert "left out by --limit: h1." in play.flat()
     assert play.changes() == {"h0": 0}
 
 
-def test_one_role_runs_alone_on_one_host(story: Story) -> None:
-    play = story.site.play("--limit", "h1", "--tags", "docker")
+def test_one_role_runs_alone_on_one_host(later: dict[str, Play]) -> None:
+    play = later["one role"]
     assert play.code == 0, play.said
     assert play.changes() == {"h1": 0}
     assert "TASK [docker : " in play.said
     assert "TASK [base : Make the user]" not in play.said
 
 
-def test_a_package_that_apt_does_not_have_is_named(story: Story) -> None:
-    play = story.site.play("--tags", "base", base_packages=["no-such-package"])
+def test_a_package_that_apt_does_not_have_is_named(later: dict[str, Play]) -> None:
+    play = later["package"]
     assert play.code == 2
-    for host in NODES:
-        assert f"{host} needs no-such-package, and apt cannot install them" in play.flat()
+    assert "h1 needs no-such-package, and apt cannot install them" in play.flat()
 
 
-def test_a_toolkit_without_a_source_is_refused_with_what_to_set(story: Story) -> None:
-    play = story.site.play(
-        "--tags", "nvidia_container_toolkit", nvidia_container_toolkit_packages=["no-such-toolkit"]
-    )
+def test_a_toolkit_without_a_source_is_refused_with_what_to_set(later: dict[str, Play]) -> None:
+    play = later["toolkit"]
     assert play.code == 2
     assert "apt on h1 knows no no-such-toolkit. Set nvidia_container_toolkit_source" in play.flat()
     assert play.recap["h0"]["failed"] == 0
 
 
-def test_an_address_that_no_interface_has_is_refused(story: Story) -> None:
-    address = story.site.lab.hosts[0].address
-    play = story.site.play("--tags", "hosts", clusterkit_address=address)
+def test_an_address_that_no_interface_has_is_refused(story: Story, later: dict[str, Play]) -> None:
+    play = later["address"]
     assert play.code == 2
+    address = story.site.lab.hosts[0].address
     assert f"h1: no interface has the address {address}" in play.flat()
     assert play.recap["h1"]["changed"] == 0
 
 
-def test_two_hosts_with_one_name_are_refused(story: Story) -> None:
-    play = story.site.play("--tags", "hosts", cluster_aliases=["node"])
+def test_two_hosts_with_one_name_are_refused(later: dict[str, Play]) -> None:
+    play = later["names"]
     assert play.code == 2
     assert "h0 has the address or a name of h1" in play.flat()
     assert set(play.changes().values()) == {0}
 
 
-def test_an_environment_of_someone_elses_is_compared_and_left_alone(story: Story) -> None:
-    report = {"python": "3.11.2"} | pinned()
-    for host, torch in (("h0", "2.13.0"), ("h1", "2.12.1")):
-        python = story.site.lab.root(host) / "srv/theirs/bin/python"
-        python.parent.mkdir(parents=True, exist_ok=True)
-        python.write_text(f"#!/bin/sh\necho '{json.dumps(report | {'torch': torch})}'\n")
-        python.chmod(0o755)
-    play = story.site.play("--tags", "python_env", python_env_python="/srv/theirs/bin/python")
+def test_an_environment_of_someone_elses_is_compared_and_left_alone(
+    later: dict[str, Play],
+) -> None:
+    play = later["theirs"]
     assert play.code == 2
     assert "h0: /srv/theirs/bin/python was not made here and is left alone." in play.flat()
     assert "h1 has other versions than h0: {'torch': '2.12.1'} against {'torch': '2.13.0'}" in (
@@ -602,45 +693,70 @@ def test_an_environment_of_someone_elses_is_compared_and_left_alone(story: Story
     assert set(play.changes().values()) == {0}
 
 
-def test_a_python_that_is_too_old_is_refused(story: Story) -> None:
-    old = story.site.lab.root("h1") / "srv/python3.9"
-    old.write_text("#!/bin/sh\necho 'Python 3.9.2' >&2\nexit 1\n")
-    old.chmod(0o755)
-    play = story.site.play(
-        "--tags", "python_env", "--limit", "h1",
-        python_env_base_python="/srv/python3.9", python_env_python="/srv/new/bin/python",
-    )  # fmt: skip
+def test_a_python_that_is_too_old_is_refused(story: Story, later: dict[str, Play]) -> None:
+    play = later["old python"]
     assert play.code == 2
     assert "h1: /srv/python3.9 is not Python 3.11 or newer (Python 3.9.2)" in play.flat()
     assert not (story.site.lab.root("h1") / "srv/new").exists()
 
 
-def test_the_preflight_shows_what_doctor_says(story: Story) -> None:
-    (story.site.folder / "clusters.yaml").write_text(
-        f"lab: {{backend: ssh, inventory: {story.site.lab.inventory}, group: nodes}}\n"
-    )
-    argv = [str(BIN / "clusterkit"), "doctor", "--cluster", "lab"]
-    doctor = subprocess.run(argv, cwd=story.site.folder, text=True, capture_output=True,
-                            timeout=300, check=False)  # fmt: skip
-    play = story.site.play("--tags", "preflight", clusterkit_cluster="lab")
-    assert "lab: 2 hosts" in play.said
-    assert re.search(r"reachable +ok", play.said)
-    assert (play.code == 0) == (doctor.returncode == 0), play.said + doctor.stdout + doctor.stderr
-
-
-def test_a_preflight_that_fails_fails_the_play(story: Story) -> None:
-    play = story.site.play("--tags", "preflight", clusterkit_cluster="no-such-cluster")
+def test_a_preflight_that_fails_fails_the_play(later: dict[str, Play]) -> None:
+    play = later["preflight"]
     assert play.code == 2
     assert "doctor --cluster no-such-cluster: exit code 2" in play.flat()
+    # What doctor said stands above the refusal.
     assert "no-such-cluster" in play.said.split("Refuse a cluster that is not fit")[0]
 
 
+# ---------------------------------------------------------------- what it is all for
+
+
+@pytest.fixture
+def no_gpus_in_h1(story: Story) -> Iterator[None]:
+    """The GPUs that h1 pretends to have never come up, and a preflight says so: out with them."""
+    there = story.site.lab.root("h1") / "usr/bin/nvidia-smi"
+    aside = there.rename(there.with_name("nvidia-smi.aside"))
+    yield
+    aside.rename(there)
+
+
+@pytest.mark.usefixtures("no_gpus_in_h1")
+def test_hosts_so_prepared_pass_the_preflight_and_train(
+    story: Story, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clusters = story.site.folder / "clusters.yaml"
+    clusters.write_text(
+        f"lab: {{backend: ssh, inventory: {story.site.lab.inventory}, group: nodes}}\n"
+    )
+    play = story.site.play("--tags", "preflight", clusterkit_cluster="lab")
+    assert play.code == 0, play.said
+    assert "lab: 2 hosts" in play.said
+    assert re.search(r"reachable +ok", play.said)
+    project = tmp_path / "project"
+    project.mkdir()
+    shutil.copy(CHECKOUT / "tests/live/programs/beat.py", project)
+    (project / "job.yaml").write_text(
+        "program: beat.py\nargs: ['3']\nlauncher: torchrun\nnodes: 2\ngpus_per_node: 1\n"
+    )
+    monkeypatch.chdir(project)
+    monkeypatch.setenv("CLUSTERKIT_CLUSTERS", str(clusters))
+    run = api.submit("job.yaml", cluster="lab")
+    try:
+        assert run.wait(120).state.name == "SUCCEEDED", list(run.logs())
+        # Each rank adds 1.
+        beats = [line.text for line in run.logs() if line.text.startswith("beat")]
+        assert beats == ["beat 0 2", "beat 1 2", "beat 2 2"]
+    finally:
+        run.cancel()
+
+
 def test_the_lab_file_is_enough_for_a_lab(tmp_path: Path) -> None:
-    if (problem := machine.problem()) is not None:
-        pytest.skip(f"no lab: {problem.message}; {problem.hint}")
+    skip_without_lab()
     with tempfile.TemporaryDirectory(prefix="cka") as home, Lab(tmp_path / "lab", hosts=1) as lab:
         fresh = Site(lab, tmp_path, CHECKOUT / "ansible" / "lab.yml", Path(home))
-        play = fresh.play()
+        # The roles that the file sets something for, and what has to be there for them.
+        play = fresh.play("--tags", "base,hosts,chrony,docker,nvidia,python_env")
+        fresh.hang_up()
         assert play.code == 0, play.said
         assert "was not made here and is left alone" in play.flat()
         assert "# BEGIN clusterkit" in fresh.read("h0", "/etc/hosts")
