@@ -1,0 +1,105 @@
+"""Two nodes by `docker compose up` alone: the losses of one rank here, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from clusterkit import marks
+from tests.live import parity
+from tests.live.compose.conftest import ROOT
+from tests.live.compose.engine import Engine
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+FILE = ROOT / "docker" / "compose.yaml"
+GPU = ROOT / "docker" / "compose.gpu.yaml"
+CI = Path(__file__).with_name("ci.yaml")
+LAB = ROOT / "docker" / "lab.yaml"
+STEPS = 10
+PROGRAM = (
+    f"jobs/train/gpt.py --strategy ddp --steps {STEPS} --global-batch 8 --micro-batch 4 "
+    "--eval-every 0"
+)
+
+
+@pytest.fixture
+def compose(engine: Engine, image: str, tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """``compose("up", ...)`` of a project of the test's own, which is gone afterwards."""
+    project = f"by-hand-{os.getpid()}"
+    words = ("compose", "-p", project, "-f", str(FILE), "-f", str(CI))
+
+    def call(*more: str, **environment: str) -> str:
+        env = {**engine.env, "CLUSTERKIT_IMAGE": image, **environment}
+        return Engine(env).run(*words, *more, timeout=300).stdout
+
+    yield call
+    call("down", "--volumes", "--timeout", "5")
+    label = ("--filter", f"label=com.docker.compose.project={project}", "--quiet")
+    assert engine.out("ps", "--all", *label) == ""
+    assert engine.out("network", "ls", *label) == ""
+    assert engine.out("volume", "ls", *label) == ""
+
+
+def losses(text: str) -> list[float]:
+    """Of the marked lines in a log."""
+    found = [marks.parse_mark(line) for line in text.splitlines()]
+    return [mark["loss"] for mark in found if mark and mark["event"] == "metrics"]
+
+
+def test_two_nodes_compute_the_losses_of_one_rank(
+    compose: Callable[..., str], tmp_path: Path
+) -> None:
+    program = f"{PROGRAM} --checkpoint-dir /checkpoints --checkpoint-every 5"
+    compose("up", "--detach", CLUSTERKIT_PROGRAM=program)
+    compose("wait", "node0", "node1", CLUSTERKIT_PROGRAM=program)
+    log = compose("logs", "--no-color", "--no-log-prefix")
+    found = losses(log)
+    words = PROGRAM.replace("jobs/", f"{ROOT}/jobs/", 1).split()
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    alone = subprocess.run(
+        [sys.executable, *words], env=env, capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    expected = losses(alone.stdout)
+    assert len(found) == len(expected) == STEPS, log[-3000:]
+    assert parity.largest_difference(found, expected) <= parity.TOLERANCE
+    assert '"world_size": 2' in log
+    kept = compose("run", "--rm", "--no-deps", "node0", "ls", "/checkpoints")
+    assert f"step-{STEPS:08d}" in kept.split()
+
+
+def test_a_node_that_fails_ends_the_other_and_gives_its_exit_code(
+    compose: Callable[..., str], engine: Engine
+) -> None:
+    """What docs/containers.md tells a person to type."""
+    program = f"{PROGRAM} --model nonsense"
+    with pytest.raises(AssertionError, match="exited with code"):
+        compose("up", "--abort-on-container-exit", CLUSTERKIT_PROGRAM=program)
+    assert compose("ps", "--quiet", "--status", "running") == ""
+
+
+@pytest.mark.parametrize(
+    "files", [(FILE,), (FILE, GPU), (FILE, CI), (LAB,)], ids=lambda files: files[-1].stem
+)
+def test_every_compose_file_is_valid(engine: Engine, files: tuple[Path, ...]) -> None:
+    words = [word for file in files for word in ("-f", str(file))]
+    found = Engine({**engine.env, "CLUSTERKIT_LAB_KEY": "a key"})
+    found.run("compose", *words, "config", "--quiet")
+
+
+def test_gpus_are_divided_between_the_nodes(engine: Engine) -> None:
+    words = ("-f", str(FILE), "-f", str(GPU), "config", "--format", "json")
+    text = engine.out("compose", *words)
+    services = json.loads(text)["services"]
+    devices = [
+        set(node["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"])
+        for node in services.values()
+    ]
+    assert len(devices) == 2
+    assert not devices[0] & devices[1]
+    assert {node["image"] for node in services.values()} == {"clusterkit:gpu"}

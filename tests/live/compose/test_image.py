@@ -1,0 +1,171 @@
+"""The image from outside: its own checks, rebuilds, health, signals, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import clusterkit
+from tests.live.compose.conftest import ROOT, build
+from tests.live.compose.engine import Engine
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+INPUTS = ("LICENSE", "README.md", "pyproject.toml", "constraints.txt", ".dockerignore")
+FOLDERS = ("clusterkit", "docker", "jobs", "wheelhouse")
+WAITS = "import signal; signal.pause()"
+
+
+def script(name: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """One of docker/'s scripts, as `make` calls it."""
+    return subprocess.run(
+        [sys.executable, ROOT / "docker" / name, *words],
+        env=environment or None,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_images_own_checks_pass_as_its_user_and_as_a_stranger(
+    engine: Engine, image: str
+) -> None:
+    done = script("check.py", "--quick", image, **engine.env)
+    assert done.returncode == 0, done.stdout
+    lines = done.stdout.splitlines()
+    assert sum(line.startswith("ok ") for line in lines) == len(lines) - 2 >= 18
+    assert "uid 1000" in done.stdout
+    assert "uid 4242" in done.stdout
+
+
+def test_labels_user_and_entry_point(engine: Engine, image: str) -> None:
+    config = json.loads(engine.out("image", "inspect", "--format", "{{json .Config}}", image))
+    label = {key.rpartition(".")[2]: value for key, value in config["Labels"].items()}
+    assert label["title"] == "clusterkit"
+    assert label["version"] == clusterkit.__version__
+    assert re.match(r"[0-9a-f]{40}(-dirty)?$|unknown$", label["revision"])
+    assert config["User"] == "1000:1000"
+    assert config["Entrypoint"][0] == "tini"
+    assert config["Healthcheck"]["Test"] == ["CMD", "clusterkit-health"]
+
+
+def test_a_change_in_jobs_builds_one_layer(
+    engine: Engine, base: str, image: str, tmp_path: Path
+) -> None:
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    for name in INPUTS:
+        shutil.copy(ROOT / name, checkout / name)
+    for name in FOLDERS:
+        skip = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, checkout / name, copy_function=os.link, ignore=skip)
+    tag = "clusterkit:edited"
+    try:
+        build(engine, base, checkout, tag)
+        program = checkout / "jobs" / "train" / "gpt.py"
+        text = program.read_text()
+        program.unlink()  # it is a link to the checkout's own
+        program.write_text(text + "# edited\n")
+        said = build(engine, base, checkout, tag)
+        steps = dict(re.findall(r"^#(\d+) \[stage-0 +\d+/\d+\] (.+)$", said, re.MULTILINE))
+        cached = set(re.findall(r"^#(\d+) CACHED$", said, re.MULTILINE))
+        built = [words for number, words in steps.items() if number not in cached]
+        assert built == ["COPY jobs jobs"]
+        assert len(steps) > 8
+        last = engine.out("run", "--rm", tag, "tail", "-1", "jobs/train/gpt.py")
+        assert last == "# edited"
+    finally:
+        engine.run("image", "rm", "--force", tag)
+
+
+def test_health_is_that_of_the_command(engine: Engine, image: str) -> None:
+    name = engine.out("run", "--detach", image, "python", "-c", WAITS)
+    try:
+        assert engine.run("exec", name, "clusterkit-health").returncode == 0
+        child = engine.out("exec", name, "cat", "/proc/1/task/1/children").split()[0]
+        engine.run("exec", name, "sh", "-c", f"kill -STOP {child}")
+        done = engine.run("exec", name, "clusterkit-health", check=False)
+        assert done.returncode == 1
+        assert "stopped" in done.stdout
+    finally:
+        engine.run("rm", "--force", name)
+
+
+def test_an_sshd_is_well_when_it_greets(engine: Engine, image: str) -> None:
+    name = engine.out("run", "--detach", "-e", "CLUSTERKIT_SSH_PORT=2345", image, "clusterkit-sshd")
+    try:
+        listening = "for n in $(seq 200); do clusterkit-health && exit; sleep 0.05; done; exit 1"
+        engine.run("exec", name, "sh", "-c", listening)
+        done = engine.run("exec", "-e", "PORT=2346", name, "sh", "-c", "grep -c 092A /proc/net/tcp")
+        assert int(done.stdout) >= 1  # it was 2345 that answered
+    finally:
+        engine.run("rm", "--force", name)
+
+
+def test_a_stop_reaches_the_command(engine: Engine, image: str) -> None:
+    name = engine.out("run", "--detach", image, "python", "-c", WAITS)
+    try:
+        engine.run("stop", "--time", "30", name)
+        code = engine.out("inspect", "--format", "{{.State.ExitCode}}", name)
+        assert code == "143"  # SIGTERM; 137 would be the SIGKILL of an engine that gave up
+    finally:
+        engine.run("rm", "--force", name)
+
+
+def test_a_new_volume_can_be_written_by_anyone(engine: Engine, image: str) -> None:
+    volume = engine.out("volume", "create")
+    mount = f"{volume}:/checkpoints"
+    try:
+        for user in ("1000:1000", "4242:4242"):
+            command = ("sh", "-c", "echo x >/checkpoints/$(id -u)")
+            engine.run("run", "--rm", "--user", user, "--volume", mount, image, *command)
+    finally:
+        engine.run("volume", "rm", volume)
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "message", "hint"),
+    [
+        ((), {"DOCKER_HOST": "unix:///nowhere.sock"}, "no docker engine answers", "make engine"),
+        ((), {"PATH": "/nowhere"}, "docker is not installed", "docs.docker.com"),
+        (
+            ("--base", "nowhere.invalid/base:1", "--tag", "clusterkit:never"),
+            {},
+            "the base image nowhere.invalid/base:1 is neither here nor",
+            "BASE=",
+        ),
+    ],
+    ids=["no engine", "no client", "no base image"],
+)
+def test_what_is_missing_is_said_with_its_remedy(
+    engine: Engine, words: tuple[str, ...], environment: dict[str, str], message: str, hint: str
+) -> None:
+    done = script("build.py", *words, **{**engine.env, **environment})
+    assert done.returncode == 3
+    error, remedy = done.stderr.splitlines()[-2:]
+    assert error.startswith(f"error: {message}")
+    assert remedy.startswith("hint: ")
+    assert hint in remedy
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")
+def test_no_permission_on_the_socket_is_told_from_no_engine(engine: Engine) -> None:
+    words = ["setpriv", "--reuid", "4242", "--regid", "4242", "--clear-groups"]
+    python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
+    program = (ROOT / "docker" / "common.py").read_text()
+    program += "\nsys.exit(told(lambda: require_engine() or 0))\n"
+    env = {**engine.env, "DOCKER_CONFIG": "/nowhere", "HOME": "/"}
+    done = subprocess.run(
+        [*words, python or "python3", "-c", f"__file__ = '/x/y/z'\n{program}"],
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.splitlines()[0] == "error: you may not use the docker engine's socket"
