@@ -27,7 +27,7 @@ HOME = Path(os.environ["HOME"])
 CODE = Path("/opt/clusterkit")
 PORT = 2222
 
-ALL_REDUCE = """
+ALL_REDUCE = r"""
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.tensor([dist.get_rank() + 1.0])

@@ -58,20 +58,24 @@ def up(folder: Path, project: str, image: str, hosts: int) -> None:
     known = []
     for index in range(1, hosts + 1):
         name = f"{project}-host-{index}"
-        address = docker(*_compose(project), "port", "--index", str(index), "host", "22").strip()
+        address = docker(*_compose(project), "port", "--index", str(index), "host", "2222").strip()
         port = int(address.rpartition(":")[2])
         host_key = docker("exec", name, "cat", "/tmp/sshd-0/host_key.pub").split()
+        # For mpirun, which goes from the first host to the others.
+        save = "umask 077; cat >/root/.ssh/id_ed25519"
+        docker("exec", "--interactive", name, "sh", "-c", save, stdin=key.read_text())
         known.append(f"[127.0.0.1]:{port} {host_key[0]} {host_key[1]}\n")
         # The others do not reach it where you do. Its name is one that they know.
         found = docker("inspect", "--format", ADDRESS, name).strip()
         inventory[name] = {"ansible_port": port, "clusterkit_address": found}
     (folder / "known_hosts").write_text("".join(known))
-    options = shlex.join(["-o", f"UserKnownHostsFile={folder / 'known_hosts'}"])
+    # Quoted for ssh, which splits the value at spaces, and for whoever splits the options.
+    known_hosts = shlex.quote(f'UserKnownHostsFile="{folder}/known_hosts"')
     shared = {
         "ansible_host": "127.0.0.1",
         "ansible_user": "root",
         "ansible_ssh_private_key_file": str(key),
-        "ansible_ssh_common_args": options,
+        "ansible_ssh_common_args": f"-o {known_hosts}",
         "ansible_python_interpreter": PYTHON,
         "clusterkit_python": PYTHON,
     }
