@@ -37,7 +37,7 @@ def compose(engine: Engine, image: str) -> Iterator[Callable[..., str]]:
     def call(*more: str, check: bool = True, **environment: str) -> str:
         env = {**engine.env, "CLUSTERKIT_IMAGE": image, **environment}
         done = Engine(env).run(*words, *more, check=check, timeout=300)
-        return done.stdout if check else f"{done.stdout}exit code {done.returncode}"
+        return done.stdout if check else f"{done.stdout}{done.stderr}exit code {done.returncode}"
 
     yield call
     call("down", "--volumes", "--timeout", "5")

@@ -74,7 +74,11 @@ def test_a_change_in_jobs_builds_one_layer(
         said = build(engine, base, checkout, tag)
         steps = dict(re.findall(r"^#(\d+) \[stage-0 +\d+/\d+\] (.+)$", said, re.MULTILINE))
         cached = set(re.findall(r"^#(\d+) CACHED$", said, re.MULTILINE))
-        built = [words for number, words in steps.items() if number not in cached]
+        built = [
+            words
+            for number, words in steps.items()
+            if number not in cached and not words.startswith("FROM ")
+        ]
         assert built == ["COPY jobs jobs"]
         assert len(steps) > 8
         last = engine.out("run", "--rm", tag, "tail", "-1", "jobs/train/gpt.py")

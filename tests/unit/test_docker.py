@@ -1,0 +1,125 @@
+"""The image's files as text: pinned, in step with each other, and bent for nobody."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DOCKER = ROOT / "docker"
+DOCKERFILE = (DOCKER / "Dockerfile").read_text("utf-8")
+
+
+def instructions(name: str) -> list[str]:
+    """What follows each instruction of this name, continued lines joined."""
+    joined = re.sub(r"\\\n\s*", " ", re.sub(r"^#.*\n", "", DOCKERFILE, flags=re.MULTILINE))
+    return re.findall(rf"^{name} (.+)$", joined, re.MULTILINE)
+
+
+def copied() -> set[str]:
+    """First parts of the paths that go from the checkout into the image."""
+    words = [word for line in instructions("COPY") for word in line.split()[:-1]]
+    mounted = re.findall(r"type=bind,source=([^,\s]+)", DOCKERFILE)
+    return {word.split("/")[0] for word in (*words, *mounted)}
+
+
+def test_hadolint_has_no_complaint() -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run([hadolint, DOCKER / "Dockerfile"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_the_base_is_an_argument_with_a_pinned_version_of_cuda() -> None:
+    assert instructions("FROM") == ["${BASE_IMAGE}"]
+    default = next(v for v in instructions("ARG") if v.startswith("BASE_IMAGE="))
+    assert re.fullmatch(r"BASE_IMAGE=nvidia/cuda:13\.0\.\d+-devel-ubuntu24\.04", default)
+
+
+def test_it_builds_on_old_engines_and_without_a_registry() -> None:
+    """Docker 20.10 knows neither; a syntax line is fetched from a registry."""
+    assert not re.search(r"^# *syntax *=", DOCKERFILE, re.MULTILINE)
+    assert "<<" not in DOCKERFILE
+    assert "--link" not in DOCKERFILE
+
+
+def test_it_runs_as_a_plain_user_under_an_init() -> None:
+    assert instructions("USER") == ["1000:1000"]
+    assert instructions("ENTRYPOINT")[0].startswith('["tini", "--",')
+    assert len(instructions("HEALTHCHECK")) == 1
+
+
+def test_what_changes_often_comes_last() -> None:
+    order = [DOCKERFILE.index(text) for text in (
+        "apt-get install", "--requirement /tmp/requirements.txt", "COPY clusterkit clusterkit",
+        "COPY jobs jobs", "ARG REVISION",
+    )]  # fmt: skip
+    assert order == sorted(order)
+
+
+@pytest.mark.parametrize(
+    "label", ["title", "description", "licenses", "source", "version", "revision"]
+)
+def test_labels(label: str) -> None:
+    assert f"org.opencontainers.image.{label}=" in DOCKERFILE
+
+
+def test_dockerignore_lets_in_what_the_dockerfile_copies_and_nothing_else() -> None:
+    lines = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
+    rules = [line for line in lines if line and not line.startswith("#")]
+    assert rules[0] == "*"
+    assert {rule[1:] for rule in rules if rule.startswith("!")} == copied()
+    assert "**/__pycache__" in rules
+
+
+def test_the_slow_layer_installs_what_clusterkit_train_asks_for() -> None:
+    words = [sys.executable, DOCKER / "requirements.py", "train"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    found = {re.split(r"[<>=~!\[; ]", line)[0].lower() for line in done.stdout.split("\n") if line}
+    expected = {"setuptools"}  # builds clusterkit itself
+    pending = ["train", "plot"]
+    for line in metadata.requires("clusterkit") or []:
+        name = re.split(r"[<>=~!\[; ]", line)[0].lower()
+        extra = re.search(r"extra == ['\"](\w+)['\"]", line)
+        if name != "clusterkit" and (extra is None or extra[1] in pending):
+            expected.add(name)
+    assert found == expected
+    text = (ROOT / "constraints.txt").read_text("utf-8").lower()
+    pinned = {line.split("==")[0] for line in text.splitlines()}
+    assert found - pinned == {"setuptools"}
+
+
+def test_what_ci_changes_is_a_limit_that_its_machine_refuses() -> None:
+    override = yaml.safe_load((ROOT / "tests/live/compose/ci.yaml").read_text("utf-8"))
+    services = yaml.safe_load((DOCKER / "compose.yaml").read_text("utf-8"))["services"]
+    assert override == {"services": {name: {"ulimits": {"memlock": 8388608}} for name in services}}
+
+
+def test_the_nodes_of_the_compose_file_differ_in_rank_and_name_only() -> None:
+    nodes = yaml.safe_load((DOCKER / "compose.yaml").read_text("utf-8"))["services"]
+    ranks = [node["environment"].pop("PET_NODE_RANK") for node in nodes.values()]
+    assert [node.pop("hostname") for node in nodes.values()] == list(nodes)
+    assert ranks == ["0", "1"]
+    first, second = nodes.values()
+    assert second.pop("depends_on") == ["node0"]
+    assert first == second
+    assert first["environment"]["PET_MASTER_ADDR"] == "node0"
+    assert first["environment"]["PET_NNODES"] == str(len(nodes))
+
+
+@pytest.mark.parametrize("name", ["clusterkit-entry", "clusterkit-health", "clusterkit-sshd"])
+def test_scripts_of_the_image_are_executable(name: str) -> None:
+    assert (DOCKER / "bin" / name).stat().st_mode & 0o111 == 0o111
+
+
+def test_the_entry_point_finds_a_home_that_can_be_written_to(tmp_path: Path) -> None:
+    entry = ["sh", DOCKER / "bin" / "clusterkit-entry", "sh", "-c", 'printf %s "$HOME"']
+    for home, expected in ((tmp_path, str(tmp_path)), (tmp_path / "gone", "/tmp")):
+        env = {"HOME": str(home), "PATH": "/usr/bin:/bin"}
+        done = subprocess.run(entry, env=env, capture_output=True, text=True, check=True)
+        assert done.stdout == expected
