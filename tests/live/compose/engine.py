@@ -76,7 +76,7 @@ class Engine:
 
 
 @contextlib.contextmanager
-def engine(folder: Path | None = None) -> Iterator[Engine]:
+def engine() -> Iterator[Engine]:
     """The engine that answers, or a private one while the block lasts.
 
     Raises:
@@ -92,20 +92,29 @@ def engine(folder: Path | None = None) -> Iterator[Engine]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _end_left_behind()
         with tempfile.TemporaryDirectory(prefix="clusterkit-engine-") as made:
-            private = start(folder or Path(made))
+            private = start(Path(made))
             try:
                 yield private
             finally:
-                stop(folder or Path(made))
+                stop(Path(made))
 
 
 def running() -> Engine | None:
-    """The engine of this environment, with a client that has its plugins; None if none answers."""
+    """The engine of this environment, or the one that `up` made; None if neither answers.
+
+    Its client has the plugins.
+    """
     if shutil.which("docker", path=_PATH) is None:
         return None
     env = {**os.environ, "DOCKER_BUILDKIT": "1"}
-    asked = subprocess.run(["docker", "info"], env=env, capture_output=True, timeout=60)
-    return Engine(_with_plugins(env)) if asked.returncode == 0 else None
+    for variables in (env, env | {"DOCKER_HOST": f"unix://{HOLD}/docker.sock"}):
+        if _answers(variables):
+            return Engine(_with_plugins(variables))
+    return None
+
+
+def _answers(env: Mapping[str, str]) -> bool:
+    return subprocess.run(["docker", "info"], env=env, capture_output=True).returncode == 0
 
 
 def start(folder: Path) -> Engine:
@@ -144,7 +153,7 @@ def start(folder: Path) -> Engine:
         "DOCKER_BUILDKIT": "1",
     }
     deadline = time.monotonic() + START_SECONDS
-    while subprocess.run(["docker", "info"], env=env, capture_output=True).returncode != 0:
+    while not _answers(env):
         if process.poll() is not None or time.monotonic() > deadline:
             said = (folder / "log").read_text(errors="replace").strip().splitlines()
             stop(folder)
@@ -173,7 +182,7 @@ def stop(folder: Path) -> None:
         # A network's bridge would stay on this machine.
         words = ["docker", "network", "prune", "--force"]
         subprocess.run(words, env=env, capture_output=True)
-        _end(recorded["pid"], folder / "log")
+        _end(recorded["pid"])
     for pid in _processes_in(folder):
         _end(pid)
     for mount in _mounts_below(folder):
@@ -362,7 +371,7 @@ def _iptables(*words: str) -> int:
         return 127
 
 
-def _end(pid: int, log: Path | None = None) -> None:
+def _end(pid: int) -> None:
     """SIGTERM, then SIGKILL, to one process that was recorded."""
     agent.send([pid], signal.SIGTERM)
     with contextlib.suppress(ChildProcessError):
