@@ -61,6 +61,8 @@ PEER_GONE_SECONDS = 5.0
 """How long a node whose connection was closed has to come back."""
 PEER_MEET_SECONDS = 120.0
 """How long node 0 may take to be there."""
+LAST_WORDS_BYTES = 4096
+"""What Kubernetes takes of a container's last words."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -200,7 +202,8 @@ def wait_gone(pids: Iterable[int], seconds: float) -> None:
 class NodeLog:
     """Appends ``TIME RANK TEXT`` lines; a full disk loses lines, never the training."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, echo: bool = False) -> None:
+        self._echo = echo
         self._handle = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._ranks = folder / "ranks.jsonl"
         self.ranks: list[dict[str, Any]] = []
@@ -214,12 +217,20 @@ class NodeLog:
         stamp = f"{stamp}.{int(now % 1 * 1e6):06d}Z"
         head = f"{stamp} {rank} ".encode()
         data = b"".join(head + text + b"\n" for text in texts)
+        if self._echo:
+            self._print(data)
         if self._lost:
             data = f"{stamp} - {self._lost} lines lost: disk full\n".encode() + data
         if self._append(data):
             self._lost = 0
         else:
             self._lost += len(texts)
+
+    @staticmethod
+    def _print(data: bytes) -> None:
+        with contextlib.suppress(OSError):  # whoever listened is gone
+            while data:
+                data = data[os.write(1, data) :]
 
     def _append(self, data: bytes) -> bool:
         """All of it, or, where the disk fills up half way, nothing."""
@@ -578,7 +589,7 @@ class Node:
         )
         with contextlib.suppress(OSError):
             (self.folder / ".reserve").write_bytes(bytes(RESERVE_BYTES))
-        self.log = NodeLog(self.folder)
+        self.log = NodeLog(self.folder, echo=self.options.echo)
         self.selector = selectors.DefaultSelector()
         self.selector.register(wake_read, selectors.EVENT_READ, "signal")
         self.streams: list[Stream] = []
@@ -711,18 +722,28 @@ class Node:
             self.peers.ended(code)
         with contextlib.suppress(OSError):
             (self.folder / ".reserve").unlink()
+        ended = {
+            "exit_code": code,
+            "at": time.time(),
+            "reason": self.reason,
+            "processes": self.ended,
+            "oom_kills": _oom_kills() - self.oom_kills_before,
+        }
         with contextlib.suppress(OSError):
-            write_json(
-                self.folder / "exit.json",
-                {
-                    "exit_code": code,
-                    "at": time.time(),
-                    "reason": self.reason,
-                    "processes": self.ended,
-                    "oom_kills": _oom_kills() - self.oom_kills_before,
-                },
-            )
+            write_json(self.folder / "exit.json", ended)
+        if self.options.last_words:
+            # Only where such a place is there already.
+            with contextlib.suppress(OSError), self.options.last_words.open("r+b") as file:
+                file.write(self._last_words(ended))
         return code
+
+    def _last_words(self, ended: dict[str, Any]) -> bytes:
+        """How it ended, short enough for a place that takes little, with ranks by their number."""
+        numbers = {rank["pid"]: rank["rank"] for rank in self.log.ranks}
+        ranks = [{**end, "rank": numbers.get(end["pid"])} for end in self.ended]
+        whole = json.dumps({**ended, "processes": ranks}).encode()
+        short = json.dumps({**ended, "processes": []}).encode()
+        return whole if len(whole) <= LAST_WORDS_BYTES else short
 
 
 def _end_with_parent() -> None:
@@ -890,6 +911,8 @@ def main(arguments: list[str]) -> int:
     run.add_argument("--tagged", action="store_true", help="the launcher tags lines with ranks")
     run.add_argument("--peers", metavar="ADDRESS:PORT", help="where node 0 watches the others")
     run.add_argument("--lost-after", type=float, default=30.0, help="seconds without a sign")
+    run.add_argument("--echo", action="store_true", help="print the log's lines as well")
+    run.add_argument("--last-words", type=Path, metavar="FILE", help="exit.json goes there, too")
     run.add_argument("argv", nargs="+", help="the command, after --")
     end = verbs.add_parser("stop", help="end every process of a run on this host")
     end.add_argument("run_dir")

@@ -276,7 +276,7 @@ def prepare(
                     return backend.probe(entry, transport, spec)
 
             subject = None
-            if doctor and backend.elsewhere:
+            if doctor and backend.elsewhere and not backend.managed:
                 with document.locating(flags) if document else contextlib.nullcontext():
                     subject = backend.subject(cluster, entry, spec)
             facts = probe() if subject is None else _probed(subject, transport, probe)

@@ -41,6 +41,8 @@ OWNED = frozenset({
     IS_HOST.name, NODE_ADDRESS.name, NODE_DIR.name,
 })  # fmt: skip
 """Variables that only clusterkit may set, besides those of the run itself."""
+LAST_WORDS = "/dev/termination-log"
+"""Where Kubernetes takes a container's last words from."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ def assemble(
     network_env: Mapping[str, str],
     stop_grace: float,
     peers: Peers | None = None,
+    container: bool = False,
 ) -> Assembly:
     """Files, notes and the command of one node.
 
@@ -107,6 +110,7 @@ def assemble(
         cluster_env: environment of the cluster entry; the job's own goes first.
         network_env: which interface to use; both go before it.
         peers: how the nodes watch each other; None: somebody else does.
+        container: a node's output is what becomes of it: its log goes there as well.
 
     Raises:
         BadInput: batch sizes that do not divide, a variable that is clusterkit's to set, an
@@ -156,7 +160,9 @@ def assemble(
     )
     launcher = argv[: len(argv) - len(rank_command)]
     watch = None if topology.elastic or topology.nodes == 1 else peers
-    script = _node_script(job, topology, places, env, [launcher, rank_command], stop_grace, watch)
+    script = _node_script(
+        job, topology, places, env, [launcher, rank_command], stop_grace, watch, container
+    )
     node_sh = PlanFile(places.file("node.sh"), text=script, mode=0o755)
     return Assembly((node_sh, *files), tuple(notes), ("/bin/sh", node_sh.path))
 
@@ -310,6 +316,7 @@ def _node_script(
     command: Sequence[Sequence[Word]],
     stop_grace: float,
     peers: Peers | None,
+    container: bool,
 ) -> str:
     # mpirun starts the ranks of all nodes from the first.
     nproc = topology.world_size if job.launcher == "mpirun" else topology.nproc_per_node
@@ -318,6 +325,7 @@ def _node_script(
         "--workdir", places.workdir, "--grace", f"{stop_grace:g}",
         *(["--spawn"] if job.launcher == "python" else []),
         *(["--tagged"] if job.launcher == "mpirun" else []),
+        *(["--echo", "--last-words", LAST_WORDS] if container else []),
         *(peers.arguments() if peers and job.launcher != "mpirun" else []), "--",
     ]  # fmt: skip
     lines = " \\\n    ".join(shell.join(words) for words in (agent, *command) if words)
@@ -327,6 +335,7 @@ def _node_script(
         f'{IS_HOST.name}=0; if [ "$NODE_RANK" = 0 ]; then {IS_HOST.name}=1; fi\n'
         f'{NODE_ADDRESS.name}="${{{NODE_ADDRESS.name}:-$MASTER_ADDR}}"\n'
     )
+    output = "" if container else f'>>"${NODE_DIR.name}/agent.log" '
     return (
         "#!/bin/sh\n"
         f"# one node of {topology}, started on each as: NODE_RANK=n sh node.sh\n"
@@ -335,7 +344,7 @@ def _node_script(
         f"{NODE_DIR.name}={shell.quote(places.run_dir)}"
         '"/attempts/$CLUSTERKIT_ATTEMPT/node-$NODE_RANK"\n'
         f'mkdir -p "${NODE_DIR.name}" && echo "$$" >"${NODE_DIR.name}/pid" || exit 73\n'
-        f'exec </dev/null >>"${NODE_DIR.name}/agent.log" 2>&1\n'
+        f"exec </dev/null {output}2>&1\n"
         f"unset {' '.join(stale)}\n"
         f"export NODE_RANK {NODE_DIR.name} CLUSTERKIT_ATTEMPT\n{shell.exports(env)}"
         f"{is_host if topology.elastic else ''}"

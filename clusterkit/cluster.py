@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -208,13 +208,141 @@ class ComposeCluster(
     ] = 10.0
 
 
-ClusterSpec = LocalCluster | SshCluster | ComposeCluster
+class Claim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A volume claim that every pod of a run mounts."""
+
+    claim: Annotated[str, Meta(min_length=1, description="Name of the PersistentVolumeClaim.")]
+    path: Annotated[str, Meta(pattern="^/", description="Where the pods see it.")]
+    read_only: Annotated[bool, Meta(description="Not to be written to.")] = False
+
+
+class KubernetesCluster(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Pods of a Kubernetes cluster, one per node."""
+
+    backend: Annotated[Literal["kubernetes"], Meta(description="Pods.")] = "kubernetes"
+    kubeconfig: Annotated[
+        str | None, Meta(description="Instead of `$KUBECONFIG`, or `~/.kube/config`.")
+    ] = None
+    context: Annotated[
+        str | None, Meta(description="Context of the kubeconfig; by default its current one.")
+    ] = None
+    namespace: Annotated[
+        str | None, Meta(description="By default the context's own, otherwise `default`.")
+    ] = None
+    flavor: Annotated[
+        Literal["auto", "pytorchjob", "mpijob", "trainjob", "job"],
+        Meta(
+            description="What keeps the pods. `auto`: `mpijob` for launcher mpirun; otherwise "
+            "`pytorchjob` or `trainjob` where the cluster has one, and `job`, which every "
+            "cluster has."
+        ),
+    ] = "auto"
+    image: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="Image of the pods; by default `clusterkit:gpu` where the job gets GPUs, "
+            "otherwise `clusterkit:cpu`."
+        ),
+    ] = None
+    image_pull_policy: Annotated[
+        Literal["IfNotPresent", "Always", "Never"], Meta(description="When it is pulled.")
+    ] = "IfNotPresent"
+    image_pull_secrets: Annotated[
+        tuple[str, ...], Meta(description="Secrets with the registry's credentials.")
+    ] = ()
+    workdir: Annotated[
+        str, Meta(pattern="^/", description="Folder of the project in the image, or in a volume.")
+    ] = "/opt/clusterkit"
+    python: Annotated[
+        str, Meta(min_length=1, description="Interpreter of the ranks in the image.")
+    ] = "python3"
+    gpus: Annotated[
+        Annotated[int, Meta(ge=0)] | Auto,
+        Meta(description="GPUs of a pod; `auto`: all that one of the cluster's nodes has."),
+    ] = "auto"
+    gpu_resource: Annotated[
+        str, Meta(min_length=1, description="What the cluster calls a GPU.")
+    ] = "nvidia.com/gpu"
+    cpus: Annotated[
+        Annotated[float, Meta(gt=0)] | None, Meta(description="Cores that a pod asks for.")
+    ] = None
+    memory: Annotated[
+        str | None, Meta(description="Memory that a pod asks for and may use, such as `64Gi`.")
+    ] = None
+    resources: Annotated[
+        dict[str, str],
+        Meta(description="Anything else that a pod asks for, such as `{rdma/hca: 1}`."),
+    ] = {}
+    shm_size: Annotated[
+        str, Meta(description="Size of `/dev/shm`: NCCL and data loaders live there.")
+    ] = "8Gi"
+    volumes: Annotated[tuple[Claim, ...], Meta(description="Volume claims that exist.")] = ()
+    shared: Annotated[
+        Annotated[str, Meta(pattern="^/")] | None,
+        Meta(
+            description="Folder in a volume of all pods; relative checkpoints lie there. Without "
+            "it they are gone with their pod.",
+        ),
+    ] = None
+    node_selector: Annotated[
+        dict[str, str], Meta(description="Labels of the nodes that may be used.")
+    ] = {}
+    tolerations: Annotated[
+        tuple[dict[str, Any], ...], Meta(description="Taints that do not matter.")
+    ] = ()
+    priority_class: Annotated[str | None, Meta(description="Priority class of the pods.")] = None
+    service_account: Annotated[
+        str | None, Meta(description="Service account of the pods; its token stays out of them.")
+    ] = None
+    queue: Annotated[str | None, Meta(description="Queue of Kueue that the run waits in.")] = None
+    labels: Annotated[dict[str, str], Meta(description="Further labels of all objects.")] = {}
+    annotations: Annotated[
+        dict[str, str], Meta(description="Further annotations of all objects.")
+    ] = {}
+    patch: Annotated[
+        dict[str, Any],
+        Meta(description="Merged into every pod's `spec`, for what has no key here."),
+    ] = {}
+    user: Annotated[
+        Annotated[int, Meta(ge=1)], Meta(description="User and group id of the ranks.")
+    ] = 1000
+    read_only_root: Annotated[
+        bool, Meta(description="Whether the image's own files cannot be written to.")
+    ] = True
+    interface: Annotated[
+        str, Meta(min_length=1, description="Network interface of the ranks in a pod.")
+    ] = "eth0"
+    port: Annotated[
+        Port | Auto, Meta(description="Rendezvous port; `auto`: 29500, as every pod has its own.")
+    ] = "auto"
+    env: Annotated[
+        dict[str, str], Meta(description="Environment of every job here; a job's `env` goes first.")
+    ] = {}
+    lost_after: Annotated[
+        Annotated[float, Meta(gt=0, le=86400)],
+        Meta(description="Seconds without a sign of life after which a node counts as lost."),
+    ] = 30.0
+    stop_grace: Annotated[
+        float,
+        Meta(
+            ge=0, le=86400, description="Seconds between SIGTERM and SIGKILL when a run is ended."
+        ),
+    ] = 10.0
+
+
+ClusterSpec = LocalCluster | SshCluster | ComposeCluster | KubernetesCluster
 """Every kind of cluster entry; a new backend adds its own to this union."""
 
-CLUSTER_TYPES: dict[str, type[LocalCluster] | type[SshCluster] | type[ComposeCluster]] = {
+CLUSTER_TYPES: dict[
+    str,
+    type[LocalCluster] | type[SshCluster] | type[ComposeCluster] | type[KubernetesCluster],
+] = {
     "local": LocalCluster,
     "ssh": SshCluster,
     "compose": ComposeCluster,
+    "kubernetes": KubernetesCluster,
 }
 
 
@@ -278,6 +406,20 @@ class Engine(Struct, frozen=True, kw_only=True):
     """Whether the engine gives containers other user ids than they see."""
 
 
+class KubernetesFacts(Struct, frozen=True, kw_only=True):
+    """The Kubernetes cluster that keeps the pods."""
+
+    version: str
+    context: str
+    namespace: str
+    kubeconfig: str | None = None
+    """None: what the client finds by itself."""
+    kinds: tuple[str, ...] = ()
+    """Kinds of jobs that it serves besides the plain one, such as ``PyTorchJob``."""
+    root: str = "/run/clusterkit"
+    """Folder in the pods that holds the run's own."""
+
+
 class Facts(Struct, frozen=True, kw_only=True):
     """All that a plan needs to know of a cluster; saved with the run."""
 
@@ -298,3 +440,5 @@ class Facts(Struct, frozen=True, kw_only=True):
     """clusterkit's own package, for hosts that do not have it."""
     engine: Engine | None = None
     """What starts the nodes, where they are containers."""
+    kubernetes: KubernetesFacts | None = None
+    """What keeps the nodes, where they are pods."""

@@ -39,8 +39,6 @@ PROBED_SECONDS = 20.0
 """How long a port that was free when probed is taken to be free; then it is looked at again."""
 CANCEL_SECONDS = 5.0
 """Pause before nodes that did not end are told again."""
-START_SECONDS = 60.0
-"""How long a node may take to show a sign of life."""
 PORT_TRIES = 3
 TAIL_LINES = 5000
 """Log lines per attempt that a diagnosis reads."""
@@ -185,10 +183,10 @@ class Supervisor:
             self._note_progress(seen)
             now = time.monotonic()
             states = [node.state for node in seen.nodes]
-            if State.PENDING in states and now > started + START_SECONDS:
+            if State.PENDING in states and now > started + self.backend.start_seconds:
                 silent = states.index(State.PENDING)
                 raise ClusterkitError(
-                    f"node {silent} showed no sign of life within {START_SECONDS:g} s",
+                    f"node {silent} showed no sign of life within {self.backend.start_seconds:g} s",
                     hint=f"look into {self.folder.path}/attempts/{self.attempt}",
                 )
             if not {State.RUNNING, State.PENDING} & set(states):

@@ -13,6 +13,7 @@ _MODULES = {
     "local": "clusterkit.backends.local:LocalBackend",
     "ssh": "clusterkit.backends.ssh:SshBackend",
     "compose": "clusterkit.backends.compose:ComposeBackend",
+    "kubernetes": "clusterkit.backends.kubernetes:KubernetesBackend",
 }
 
 NAMES = tuple(_MODULES)

@@ -72,6 +72,8 @@ class Backend(ABC):
     what has ended stays there until `cancel` takes it away."""
     own_network: ClassVar[bool] = False
     """Whether each run has a network of its own, where its port is free."""
+    start_seconds: ClassVar[float] = 60.0
+    """How long a node may take to show a sign of life; infinite where they queue."""
 
     @classmethod
     def settled(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,14 @@ import yaml
 
 from clusterkit import backends, runs
 from clusterkit.backends.base import Backend, Handle
-from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, Engine, Facts, Host
+from clusterkit.cluster import (
+    CLUSTER_TYPES,
+    ClusterSpec,
+    Engine,
+    Facts,
+    Host,
+    KubernetesFacts,
+)
 from clusterkit.plan import Plan, Step
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Completed, LocalTransport, Transport
@@ -201,7 +210,111 @@ class ComposeStage(LocalStage):
         ]
 
 
-STAGES = {kind.name: kind for kind in (LocalStage, SshStage, ComposeStage)}
+class Kubelet(LocalTransport):
+    """This machine, with an API server that tells of the nodes that were run by hand."""
+
+    def __init__(self) -> None:
+        self.homes: set[str] = set()
+        self.ended: set[str] = set()
+
+    def run(self, host: str, argv: Sequence[str], **options: Any) -> Completed:
+        if argv[0] != "kubectl":
+            return super().run(host, argv, **options)
+        verb, path = argv[-3], argv[-1]
+        run_id = re.search(r"clusterkit%2Frun%3D([a-z0-9-]+)", path)
+        if verb == "delete":
+            self.ended.add(path.partition("?")[0].rpartition("/")[2])
+        if run_id is None:
+            return Completed(tuple(argv), 0, "{}", "")
+        items = [] if run_id[1] in self.ended else list(self._pods(run_id[1]))
+        listed = {"metadata": {"resourceVersion": "1"}, "items": items}
+        return Completed(tuple(argv), 0, json.dumps(listed), "")
+
+    def _pods(self, run_id: str) -> Iterator[dict[str, Any]]:
+        for home in self.homes:
+            for folder in Path(home, "runs", run_id, "attempts").glob("*/node-*"):
+                node, attempt = folder.name.removeprefix("node-"), folder.parent.name
+                labels = {
+                    "clusterkit/run": run_id, "clusterkit/attempt": attempt,
+                    "clusterkit/role": "node", "training.kubeflow.org/replica-index": node,
+                }  # fmt: skip
+                name = f"{run_id}-worker-{node}"
+                yield {
+                    "metadata": {"name": name, "uid": f"{attempt}-{node}", "labels": labels},
+                    "status": self._status(folder),
+                }
+
+    def _status(self, folder: Path) -> Any:
+        if (folder / "pod.json").exists():
+            return json.loads((folder / "pod.json").read_bytes())
+        ended = json.loads((folder / "exit.json").read_bytes())
+        ranks = [json.loads(line) for line in (folder / "ranks.jsonl").read_text().splitlines()]
+        numbers = {rank["pid"]: rank["rank"] for rank in ranks}
+        for process in ended["processes"]:
+            process["rank"] = numbers.get(process["pid"])
+        return terminated(ended["exit_code"], json.dumps(ended))
+
+
+def terminated(code: int, message: str = "") -> dict[str, Any]:
+    """The status of a pod that has ended."""
+    state = {"terminated": {"exitCode": code, "message": message}}
+    return {"phase": "Failed" if code else "Succeeded", "containerStatuses": [{"state": state}]}
+
+
+class KubernetesStage(LocalStage):
+    """Each pod's command runs here, in a folder that is the run's as well."""
+
+    name = "kubernetes"
+    NATIVE = {  # noqa: RUF012
+        "SUCCEEDED": terminated(0),
+        "FAILED": terminated(7),
+        "CANCELLED": terminated(143, '{"exit_code": 143, "reason": "stopped: node 1 failed"}'),
+    }
+    GARBAGE = ([], {}, None, "text", {"phase": "Confused"}, {"phase": []}, {"phase": "Failed\0"})
+
+    def __init__(self, facts: Callable[..., Facts]) -> None:
+        kubelet = Kubelet()
+
+        def in_pods(*args: Any, **fields: Any) -> Facts:
+            found = facts(*args, **fields)
+            kubelet.homes.add(found.home)
+            kubernetes = KubernetesFacts(
+                version="v1.34.4", context="test", namespace="default",
+                kinds=("PyTorchJob", "MPIJob", "TrainJob"), root=f"{found.home}/runs",
+            )  # fmt: skip
+            return msgspec.structs.replace(found, kubernetes=kubernetes)
+
+        super().__init__(in_pods)
+        self.transport = kubelet
+
+    def cluster(self, **fields: Any) -> ClusterSpec:
+        return super().cluster(**{"workdir": str(PROGRAMS), **fields})
+
+    def plan(
+        self,
+        job: JobSpec,
+        facts: Facts | None = None,
+        run_id: str = "demo-1",
+        cluster: ClusterSpec | None = None,
+    ) -> Plan:
+        # The image's folder of the project is here the project's own.
+        entry = cluster or self.cluster(workdir=job.workdir or str(PROGRAMS))
+        return super().plan(job, facts, run_id, entry)
+
+    def node_steps(self, plan: Plan) -> list[Step]:
+        (pod,) = (file for file in plan.files if file.path.endswith("/pod.sh"))
+        *_, last = pod.content().decode().splitlines()
+        argv = tuple(shlex.split(last.removeprefix("exec ")))
+        return [
+            Step(kind="start", host="localhost", node=node, argv=argv, env={"NODE_RANK": str(node)})
+            for node in range(plan.nodes)
+        ]
+
+    def node_ended(self, handle: Handle, node: int, native: object) -> None:
+        (self._folder(handle, node) / "pod.json").write_text(json.dumps(native))
+
+
+STAGES = {kind.name: kind for kind in (LocalStage, SshStage, ComposeStage, KubernetesStage)}
 
 
 @pytest.fixture(params=backends.NAMES)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from clusterkit import backends, loader
-from clusterkit.cluster import CLUSTER_TYPES, Engine, Host, Project
+from clusterkit.cluster import CLUSTER_TYPES, Claim, Engine, Host, KubernetesFacts, Project
 
 HERE = Path(__file__).resolve().parent
 EXPECTED = HERE / "expected"
@@ -78,7 +78,37 @@ def place(backend, facts, nodes):
         )  # fmt: skip
         # Half of the cases take what an empty entry gives.
         return (entry if facts.hosts[0].gpus else kind()), found
+    if backend == "kubernetes":
+        return in_pods(kind, facts, nodes)
     return kind(), facts
+
+
+def in_pods(kind, facts, nodes):
+    """A cluster with every operator; half of the cases take what an empty entry gives."""
+    (machine,) = facts.hosts
+    pod = msgspec.structs.replace(
+        machine, host="pods", address="node-0", gpus=machine.gpus[: len(machine.gpus) // nodes]
+    )
+    kubernetes = KubernetesFacts(
+        version="v1.34.4", context="a cluster", namespace="research",
+        kinds=("PyTorchJob", "MPIJob", "TrainJob"),
+    )  # fmt: skip
+    found = msgspec.structs.replace(
+        facts, hosts=(pod,), port=29500, interface="eth0", watch_port=29501,
+        port_origin="every pod has its own", kubernetes=kubernetes,
+    )  # fmt: skip
+    if not machine.gpus:
+        return kind(), found
+    entry = kind(
+        image="registry.example/train:1", memory="64Gi", cpus=7.5, shared="/data/runs",
+        volumes=(Claim(claim="data", path="/data"), Claim(claim="hf", path="/hf", read_only=True)),
+        node_selector={"pool": "h100"}, queue="research", env={"HF_HOME": "/hf"},
+        tolerations=({"key": "nvidia.com/gpu", "operator": "Exists"},), priority_class="low",
+        resources={"rdma/hca": "1"}, image_pull_secrets=("registry",),
+        patch={"containers": [{"name": "pytorch", "tty": True}], "hostNetwork": True},
+        annotations={"team": "$(X) of research"},
+    )  # fmt: skip
+    return entry, found
 
 
 @pytest.fixture(params=backends.NAMES)

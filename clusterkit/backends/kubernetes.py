@@ -1,0 +1,522 @@
+"""Pods of a Kubernetes cluster, one per node, kept by a PyTorchJob, MPIJob, TrainJob or Job."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import posixpath
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import quote
+
+import msgspec
+
+from clusterkit import execute
+from clusterkit.assemble import Peers, Places, assemble, require_packages
+from clusterkit.backends.base import Backend, Handle, Observation
+from clusterkit.backends.nodes import PACKAGES, TOOLS, device_of, threads_of
+from clusterkit.cluster import (
+    ClusterSpec,
+    Facts,
+    Gpu,
+    HostFacts,
+    KubernetesCluster,
+    KubernetesFacts,
+)
+from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
+from clusterkit.execute import Record
+from clusterkit.kubernetes.client import KUSTOMIZATION, KubeTransport
+from clusterkit.kubernetes.flavors import FLAVORS, choose
+from clusterkit.kubernetes.observe import (
+    HOST,
+    Watcher,
+    known,
+    node_file,
+    observation,
+    pods_of,
+)
+from clusterkit.kubernetes.pods import ATTEMPT, JOB, MANAGER, RUN, Shape
+from clusterkit.kubernetes.remove import remove
+from clusterkit.kubernetes.text import Object, documents, object_name, quantity
+from clusterkit.logs import LogLine, NodeLog, merged, selected
+from clusterkit.plan import Note, Plan, PlanFile, Step
+from clusterkit.rendezvous import Endpoint, Topology
+from clusterkit.runs import home, slug
+from clusterkit.shell import Secret
+from clusterkit.shell import quote as quoted
+from clusterkit.spec import JobSpec
+from clusterkit.transport import Transport
+
+PORT, WATCH_PORT = 29500, 29501
+"""Every pod has ports of its own."""
+GPU_IMAGE, CPU_IMAGE = "clusterkit:gpu", "clusterkit:cpu"
+MANIFESTS = "manifests.yaml"
+NAME_SECONDS = 120
+"""How long a pod waits for the name of another to resolve."""
+_PET = (
+    "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_MAX_RESTARTS", "PET_NNODES", "PET_NODE_RANK",
+    "PET_NPROC_PER_NODE", "PET_RDZV_BACKEND", "PET_RDZV_CONF", "PET_RDZV_ENDPOINT",
+    "PET_RDZV_ID", "PET_STANDALONE",
+)  # fmt: skip
+"""Variables of the operators that torchrun would take for its own options."""
+_UNSEEN = "the image's; not looked at"
+
+
+class KubernetesBackend(Backend):
+    """Nodes are pods; see `clusterkit.agent` for what runs in each of them."""
+
+    name = "kubernetes"
+    summary = "pods of a Kubernetes cluster, one node each"
+    elsewhere: ClassVar[bool] = True
+    managed: ClassVar[bool] = True
+    own_network: ClassVar[bool] = True
+    start_seconds: ClassVar[float] = math.inf
+
+    @classmethod
+    def settled(
+        cls, cluster: ClusterSpec, folder: Path, include: str | None, exclude: str | None
+    ) -> ClusterSpec:
+        super().settled(cluster, folder, include, exclude)
+        assert isinstance(cluster, KubernetesCluster)
+        for key in ("memory", "shm_size"):
+            if (size := getattr(cluster, key)) is not None:
+                quantity(key, size)
+        for name, amount in cluster.resources.items():
+            quantity(f"resources: {name}", amount)
+        paths = [each.path.rstrip("/") for each in cluster.volumes]
+        if twice := sorted({path for path in paths if paths.count(path) > 1}):
+            raise BadInput(f"volumes: two of them on {twice[0]}", hint="give each its own path")
+        if cluster.shared and not any(
+            cluster.shared.rstrip("/") == path or cluster.shared.startswith(path + "/")
+            for path in paths
+        ):
+            raise BadInput(
+                f"shared: {cluster.shared} is in none of the volumes",
+                hint="volumes: [{claim: NAME, path: " + cluster.shared + "}]",
+            )
+        if cluster.kubeconfig is None:
+            return cluster
+        path = str((folder / Path(cluster.kubeconfig).expanduser()).absolute())
+        return msgspec.structs.replace(cluster, kubeconfig=path)
+
+    @classmethod
+    def warm(cls) -> None:
+        import kubernetes.client
+        import kubernetes.config  # noqa: F401
+
+    @classmethod
+    def transport(cls, cluster: ClusterSpec) -> Transport:
+        return KubeTransport()
+
+    # -- probing --------------------------------------------------------------
+
+    def probe(
+        self, cluster: ClusterSpec, transport: Transport, job: JobSpec | None = None
+    ) -> Facts:
+        assert isinstance(cluster, KubernetesCluster)
+        tool = ["kubectl", *_flags(cluster.kubeconfig, cluster.context)]
+        version = _get(tool, "/version", transport)
+        context, namespace = _context(cluster)
+        namespace = cluster.namespace or namespace
+        _check_namespace(tool, namespace, transport)
+        gpus = _gpus(cluster, job, tool, transport)
+        return Facts(
+            home=str(home()),
+            hosts=(
+                HostFacts(
+                    host="pods",
+                    address="node-0",
+                    cpus=max(1, math.floor(cluster.cpus or 1)),
+                    memory_mib=0,
+                    gpus=gpus,
+                    python=cluster.python,
+                    versions=dict.fromkeys(PACKAGES, _UNSEEN),
+                    tools=dict.fromkeys(TOOLS, _UNSEEN),
+                ),
+            ),
+            port=PORT if cluster.port == "auto" else cluster.port,
+            port_origin="every pod has its own" if cluster.port == "auto" else "cluster: port",
+            interface=cluster.interface,
+            watch_port=WATCH_PORT if cluster.port != WATCH_PORT else WATCH_PORT + 1,
+            kubernetes=KubernetesFacts(
+                version=str(version.get("gitVersion", "?")),
+                context=context,
+                namespace=namespace,
+                kubeconfig=cluster.kubeconfig or os.environ.get("KUBECONFIG"),
+                kinds=_kinds(tool, transport),
+            ),
+        )
+
+    # -- planning -------------------------------------------------------------
+
+    def plan(self, job: JobSpec, cluster: ClusterSpec, facts: Facts, run_id: str) -> Plan:
+        assert isinstance(cluster, KubernetesCluster)
+        kube, host = facts.kubernetes, facts.hosts[0]
+        if kube is None:
+            raise BadInput("facts: they name no Kubernetes", hint="take those of such a run")
+        least, most = job.node_range
+        device, device_origin = device_of(job, [host])
+        nproc, nproc_origin = _ranks_per_node(job, host, device)
+        topology = Topology(least, most, nproc)
+        flavor_name, flavor_origin = choose(job, cluster, kube)
+        require_packages(job, host)
+        threads, threads_origin = _threads(job, cluster, nproc)
+        flavor = FLAVORS[flavor_name]
+        run_dir = posixpath.join(kube.root, run_id)
+        local = posixpath.join(facts.home, "runs", run_id)
+        name = object_name(run_id)
+        mpirun = job.launcher == "mpirun"
+        shape = Shape(
+            name=name,
+            namespace=kube.namespace,
+            cluster=cluster,
+            image=_image(cluster, device),
+            run_dir=run_dir,
+            min_nodes=least,
+            nodes=most,
+            nproc_per_node=nproc,
+            port=facts.port,
+            gpus=nproc if device == "cuda" else 0,
+            labels={
+                "app.kubernetes.io/managed-by": MANAGER,
+                RUN: run_id,
+                JOB: slug(job.name),
+                ATTEMPT: "1",
+                **cluster.labels,
+            },
+            command=("/bin/sh", posixpath.join(run_dir, "files", "pod.sh")),
+            secrets=job.secrets,
+        )
+        names = [flavor.node_name(shape, node) for node in range(most)]
+        assembly = assemble(
+            _in_image(job, cluster),
+            topology=topology,
+            endpoint=Endpoint(names[0], facts.port, run_id),
+            places=Places(
+                run_dir,
+                cluster.workdir,
+                host.python,
+                posixpath.join(cluster.shared, run_id) if cluster.shared else None,
+            ),
+            device=device,
+            threads=threads,
+            hosts=names,
+            cluster_env=cluster.env,
+            network_env={
+                "GLOO_SOCKET_IFNAME": facts.interface,
+                "NCCL_SOCKET_IFNAME": facts.interface,
+                **(_mpi_env(facts.interface) if mpirun else {}),
+            },
+            stop_grace=cluster.stop_grace,
+            peers=None
+            if mpirun
+            else Peers(names[0], facts.watch_port or WATCH_PORT, cluster.lost_after),
+            container=True,
+        )
+        files = [_moved(file, run_dir, local) for file in assembly.files]
+        awaited = names if mpirun else names[:1] if most > 1 else []
+        files.append(
+            PlanFile(
+                posixpath.join(local, "files", "pod.sh"),
+                text=_pod_script(awaited, assembly.command),
+                mode=0o755,
+            )
+        )
+        inside = [posixpath.basename(file.path) for file in files]
+        head = f"run {run_id}: {topology}\nby hand: kubectl apply --server-side --kustomize ."
+        files += [
+            PlanFile(
+                posixpath.join(local, "files", MANIFESTS),
+                text=documents(flavor.render(shape), head),
+            ),
+            PlanFile(
+                posixpath.join(local, "files", KUSTOMIZATION),
+                text=documents([_kustomization(shape, inside)]),
+            ),
+        ]
+        notes = [
+            Note("flavor", flavor_name, flavor_origin),
+            Note("namespace", kube.namespace, _namespace_origin(cluster)),
+            Note("device", device, device_origin),
+            Note("nproc_per_node", str(nproc), nproc_origin),
+            Note("image", shape.image, "cluster: image" if cluster.image else f"device {device}"),
+            Note("workdir", cluster.workdir, "the image's own (cluster: workdir)"),
+            Note("master_addr", names[0], "name of the first pod"),
+            Note("master_port", str(facts.port), facts.port_origin),
+            Note("threads_per_rank", str(threads), threads_origin),
+            *assembly.notes,
+        ]
+        if name != run_id:
+            notes.append(Note("name", name, f"Kubernetes does not take {run_id} for a service"))
+        if job.checkpoint is not None and not cluster.shared:
+            notes.append(
+                Note("", "checkpoints go with their pods: `shared` names a volume of all pods", "")
+            )
+        return Plan(
+            run_id=run_id,
+            run_dir=run_dir,
+            backend=self.name,
+            summary=f"{topology} in pods of Kubernetes {kube.version}, kept by a {flavor.KIND}, "
+            f"started by {job.launcher}; world size {topology.world_size}",
+            notes=tuple(notes),
+            files=tuple(files),
+            steps=(_apply(kube, local, job),),
+            hosts=(HOST,) * most,
+            nodes=1 if mpirun else most,
+            world_size=topology.world_size,
+            topology={"min_nodes": least, "nodes": most, "nproc_per_node": nproc},
+            address=names[0],
+            port=facts.port,
+            python=host.python,
+            shared=posixpath.join(cluster.shared, run_id) if cluster.shared else "",
+            stop_grace=cluster.stop_grace,
+            lost_after=cluster.lost_after,
+        )
+
+    # -- carrying out ---------------------------------------------------------
+
+    def submit(
+        self,
+        plan: Plan,
+        transport: Transport,
+        *,
+        attempt: int = 1,
+        secrets: Mapping[str, Secret] | None = None,
+        record: Record | None = None,
+    ) -> Handle:
+        execute.write_files(plan, transport)
+        execute.run_steps(
+            plan, transport, attempt=attempt, secrets=secrets, record=record or (lambda *_: None)
+        )
+        return Handle(plan, attempt)
+
+    def status(self, handle: Handle, transport: Transport) -> Observation | None:
+        if not known(handle.plan, transport):
+            return None
+        try:
+            pods = pods_of(handle, transport)
+        except ClusterkitError as error:
+            return observation(handle, {}, transport, silent=error.message)
+        return observation(handle, pods, transport)
+
+    def watch(self, handle: Handle, transport: Transport) -> Watcher:
+        return Watcher(handle, transport)
+
+    def logs(
+        self,
+        handle: Handle,
+        transport: Transport,
+        *,
+        rank: int | None = None,
+        node: int | None = None,
+        follow: Callable[[], bool] | None = None,
+    ) -> Iterator[LogLine]:
+        def reader(number: int) -> NodeLog:
+            path = node_file(handle, number, "log")
+            return NodeLog(
+                number,
+                handle.attempt,
+                lambda offset, limit: transport.get(HOST, path, offset, limit),
+            )
+
+        wanted = range(handle.plan.nodes) if node is None else (node,)
+        lines = merged([reader(number) for number in wanted], follow)
+        return selected(lines, rank=rank, node=node)
+
+    def cancel(self, handle: Handle, transport: Transport) -> None:
+        remove(handle, transport)
+
+
+# ---------------------------------------------------------------- probing
+
+
+def _flags(kubeconfig: str | None, context: str | None, namespace: str | None = None) -> list[str]:
+    words = {"--kubeconfig": kubeconfig, "--context": context, "--namespace": namespace}
+    return [word for flag, value in words.items() if value for word in (flag, value)]
+
+
+def _get(tool: list[str], path: str, transport: Transport) -> dict[str, Any]:
+    done = transport.run(HOST, [*tool, "get", "--raw", path])
+    if done.exit_code:
+        raise Unavailable(f"{done.stderr.strip()} ({path})")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def _context(cluster: KubernetesCluster) -> tuple[str, str]:
+    """The name of the context, so that it is the same one later, and its namespace."""
+    from kubernetes import config
+
+    try:
+        found = config.list_kube_config_contexts(cluster.kubeconfig)  # type: ignore[no-untyped-call]
+    except config.ConfigException:  # in a pod there is none
+        return cluster.context or "", "default"
+    contexts, active = found
+    chosen = next((each for each in contexts if each["name"] == cluster.context), active)
+    return str(chosen["name"]), str(chosen["context"].get("namespace") or "default")
+
+
+def _namespace_origin(cluster: KubernetesCluster) -> str:
+    return "cluster: namespace" if cluster.namespace else "the context's own"
+
+
+def _check_namespace(tool: list[str], namespace: str, transport: Transport) -> None:
+    done = transport.run(HOST, [*tool, "get", "--raw", f"/api/v1/namespaces/{quote(namespace)}"])
+    if done.exit_code and "(NotFound)" in done.stderr:
+        raise BadInput(
+            f"namespace: the cluster has no {namespace}",
+            hint=f"kubectl create namespace {namespace}",
+        )
+
+
+def _kinds(tool: list[str], transport: Transport) -> tuple[str, ...]:
+    """Kinds of jobs that the cluster serves, besides the plain one."""
+    found = []
+    for flavor in FLAVORS.values():
+        if flavor.KIND == "Job":
+            continue
+        done = transport.run(HOST, [*tool, "get", "--raw", f"/apis/{flavor.API}"])
+        if not done.exit_code:
+            served = json.loads(done.stdout).get("resources", ())
+            found += [flavor.KIND for each in served if each.get("name") == flavor.PLURAL]
+    return tuple(found)
+
+
+def _gpus(
+    cluster: KubernetesCluster, job: JobSpec | None, tool: list[str], transport: Transport
+) -> tuple[Gpu, ...]:
+    """Those of the node that has most of them."""
+    if cluster.gpus == 0 or (job is not None and job.device == "cpu"):
+        return ()
+    done = transport.run(HOST, [*tool, "get", "--raw", "/api/v1/nodes"])
+    best: tuple[int, str, int] = (0, "GPU", 0)
+    for node in json.loads(done.stdout)["items"] if not done.exit_code else ():
+        labels = node["metadata"].get("labels", {})
+        if any(labels.get(key) != value for key, value in cluster.node_selector.items()):
+            continue
+        text = str(node["status"].get("allocatable", {}).get(cluster.gpu_resource, "0"))
+        count = int(text) if text.isdigit() else 0
+        memory = str(labels.get("nvidia.com/gpu.memory", "0"))
+        product = str(labels.get("nvidia.com/gpu.product", "GPU"))
+        best = max(best, (count, product, int(memory) if memory.isdigit() else 0))
+    count, product, memory_mib = best
+    if cluster.gpus != "auto":
+        if cluster.gpus > count and not done.exit_code:
+            raise BadInput(
+                f"gpus: {cluster.gpus} {cluster.gpu_resource} of a pod, but no node has more "
+                f"than {count}",
+                hint=f"gpus: {count}, or `node_selector` for nodes that have them",
+            )
+        count = cluster.gpus
+    return tuple(Gpu(str(index), product, memory_mib) for index in range(count))
+
+
+# ---------------------------------------------------------------- planning
+
+
+def _ranks_per_node(job: JobSpec, host: HostFacts, device: str) -> tuple[int, str]:
+    there = len(host.gpus)
+    if job.gpus_per_node != "auto":
+        if device == "cuda" and job.gpus_per_node > there:
+            raise BadInput(
+                f"gpus_per_node: {job.gpus_per_node}, but no node of the cluster has more than "
+                f"{counted(there, 'GPU')}",
+                hint=f"--gpus {there}, or --set device=cpu to run on CPU threads",
+            )
+        return job.gpus_per_node, "job: gpus_per_node"
+    if device == "cpu":
+        return 1, "without GPUs one rank per node"
+    return there, f"{counted(there, 'GPU')} of a node"
+
+
+def _threads(job: JobSpec, cluster: KubernetesCluster, nproc: int) -> tuple[int, str]:
+    if cluster.cpus is None and job.threads_per_rank == "auto":
+        return 1, "no `cpus` in the cluster entry"
+    return threads_of(job, max(1, math.floor(cluster.cpus or 1)), nproc)
+
+
+def _image(cluster: KubernetesCluster, device: str) -> str:
+    return cluster.image or (GPU_IMAGE if device == "cuda" else CPU_IMAGE)
+
+
+def _in_image(job: JobSpec, cluster: KubernetesCluster) -> JobSpec:
+    """The job with the path that its program has in the image."""
+    replace = msgspec.structs.replace
+    if job.program is None or not posixpath.isabs(job.program):
+        return job
+    root = (job.workdir or "/").rstrip("/") + "/"
+    if job.program.startswith(root):
+        return replace(job, program=job.program.removeprefix(root))
+    if job.program.startswith(cluster.workdir.rstrip("/") + "/"):
+        return job
+    raise BadInput(
+        f"program: {job.program} lies outside of the project, which the image holds in "
+        f"{cluster.workdir}",
+        hint="a path relative to the project's folder",
+    )
+
+
+def _mpi_env(interface: str) -> dict[str, str]:
+    return {
+        "OMPI_MCA_btl_tcp_if_include": interface,
+        "OMPI_MCA_oob_tcp_if_include": interface,
+    }
+
+
+def _moved(file: PlanFile, run_dir: str, local: str) -> PlanFile:
+    """A pod's file, where it is kept here."""
+    path = posixpath.join(local, posixpath.relpath(file.path, run_dir))
+    return msgspec.structs.replace(file, path=path)
+
+
+def _pod_script(names: list[str], command: tuple[str, ...]) -> str:
+    waits = "".join(f"await {quoted(name)}\n" for name in names)
+    function = (
+        "await() {\n"
+        "    tries=0\n"
+        '    until getent hosts "$1" >/dev/null; do\n'
+        "        tries=$((tries + 1))\n"
+        '        if [ "$tries" = 25 ]; then echo "waiting for the name $1 to resolve"; fi\n'
+        f'        if [ "$tries" = {NAME_SECONDS * 5} ]; then\n'
+        f'            message="the name $1 did not resolve within {NAME_SECONDS} s"\n'
+        '            echo "$message" | tee /dev/termination-log\n'
+        "            exit 69\n"
+        "        fi\n"
+        "        sleep 0.2\n"
+        "    done\n"
+        "}\n"
+    )
+    return (
+        "#!/bin/sh\n"
+        "# what a pod runs: forgets what the operator tells torchrun, waits until the others can\n"
+        "# be found by name, becomes the node\n"
+        f"unset {' '.join(_PET)}\n"
+        f"{function + waits if names else ''}"
+        f"exec {' '.join(quoted(word) for word in command)}\n"
+    )
+
+
+def _kustomization(shape: Shape, files: list[str]) -> Object:
+    return {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "namespace": shape.namespace,
+        "resources": [MANIFESTS],
+        "configMapGenerator": [{"name": shape.name, "files": files}],
+        "generatorOptions": {"disableNameSuffixHash": True, "labels": dict(shape.labels)},
+    }
+
+
+def _apply(kube: KubernetesFacts, local: str, job: JobSpec) -> Step:
+    return Step(
+        kind="run",
+        host=HOST,
+        argv=(
+            "kubectl", *_flags(kube.kubeconfig, kube.context, kube.namespace), "apply",
+            "--server-side", "--field-manager", MANAGER,
+            "--kustomize", posixpath.join(local, "files"),
+        ),
+        secrets=job.secrets,
+    )  # fmt: skip

@@ -1,0 +1,423 @@
+"""The API server, reached through the official client, in the words of kubectl.
+
+A plan's step is what a person could type: ``kubectl apply --server-side --kustomize DIR``. It is
+carried out here, without kubectl: that, ``get --raw`` and ``delete --raw``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
+from clusterkit.kubernetes.pods import ATTEMPT, MANAGER
+from clusterkit.kubernetes.text import Object
+from clusterkit.transport import Completed, LocalTransport, Stream
+
+if TYPE_CHECKING:
+    from kubernetes.client import ApiClient
+
+CONNECT_SECONDS = 5.0
+ANSWER_SECONDS = 30.0
+KUSTOMIZATION = "kustomization.yaml"
+_PLURALS = {
+    "ConfigMap": "configmaps", "Secret": "secrets", "Service": "services", "Job": "jobs",
+    "PyTorchJob": "pytorchjobs", "MPIJob": "mpijobs", "TrainJob": "trainjobs",
+    "TrainingRuntime": "trainingruntimes",
+}  # fmt: skip
+_OWNERS = ("PyTorchJob", "MPIJob", "TrainJob", "Job")
+
+
+class Refused(ClusterkitError):
+    """The API server understood, and said no."""
+
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        super().__init__(f"the API server says: {message}")
+        self.status = status
+        self.reason = reason
+        self.said = message
+
+
+class Target:
+    """Which server and namespace, from the words of a command."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        words = list(argv[1:])
+        flags: dict[str, str] = {}
+        while words and words[0] in ("--kubeconfig", "--context", "--namespace"):
+            flags[words[0]] = words[1]
+            del words[:2]
+        self.kubeconfig = flags.get("--kubeconfig")
+        self.context = flags.get("--context")
+        self.namespace = flags.get("--namespace", "default")
+        self.words = words
+
+
+class KubeTransport(LocalTransport):
+    """This machine's files, and the API servers that ``kubectl`` would speak with."""
+
+    def __init__(self) -> None:
+        self._clients: dict[tuple[str | None, str | None], ApiClient] = {}
+        self._lock = threading.Lock()
+
+    def run(
+        self,
+        host: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        stdin: bytes = b"",
+    ) -> Completed:
+        if argv[0] != "kubectl":
+            return super().run(host, argv, env=env, timeout=timeout, stdin=stdin)
+        target = Target(argv)
+        seconds = timeout or ANSWER_SECONDS
+        try:
+            match target.words:
+                case ["get", "--raw", path]:
+                    out = self._call(target, "GET", path, seconds=seconds)
+                case ["delete", "--raw", path]:
+                    out = self._call(target, "DELETE", path, seconds=seconds)
+                case ["apply", *_, "--kustomize", folder]:
+                    out = self._apply(target, Path(folder), env or {}, seconds)
+                case _:
+                    raise SubmitFailed(f"not carried out here: {' '.join(argv)}")
+        except Refused as error:
+            said = f"Error from server ({error.reason}): {error.said}"
+            return Completed(tuple(argv), 1, "", said)
+        return Completed(tuple(argv), 0, out, "")
+
+    def open(
+        self, host: str, argv: Sequence[str], *, env: Mapping[str, str] | None = None
+    ) -> Stream:
+        if argv[0] != "kubectl":
+            return super().open(host, argv, env=env)
+        target = Target(argv)
+        match target.words:
+            case ["get", "--raw", path]:
+                return RawStream(self._request(target, "GET", path, None, None))
+        raise SubmitFailed(f"not carried out here: {' '.join(argv)}")
+
+    def close(self) -> None:
+        with self._lock:
+            clients, self._clients = self._clients, {}
+        for each in clients.values():
+            each.rest_client.pool_manager.clear()
+
+    # -- requests -------------------------------------------------------------
+
+    def _client(self, target: Target) -> ApiClient:
+        key = (target.kubeconfig, target.context)
+        with self._lock:
+            if key not in self._clients:
+                self._clients[key] = connect(*key)
+            return self._clients[key]
+
+    def _call(
+        self,
+        target: Target,
+        method: str,
+        path: str,
+        body: object = None,
+        content: str | None = None,
+        *,
+        seconds: float = ANSWER_SECONDS,
+    ) -> str:
+        response = self._request(target, method, path, body, content, seconds)
+        try:
+            data: bytes = response.read()
+        except Exception as error:  # urllib3 has many, and all mean this
+            raise _unreachable(error, self._client(target)) from error
+        return data.decode(errors="replace")
+
+    def _request(
+        self,
+        target: Target,
+        method: str,
+        path: str,
+        body: object,
+        content: str | None,
+        seconds: float | None = None,
+    ) -> Any:
+        """An answer that is still to be read.
+
+        Raises:
+            Refused: the server says no.
+            Unavailable: it does not answer, or does not know us.
+        """
+        import urllib3
+
+        client = self._client(target)
+        headers = {"Accept": "application/json, */*", "User-Agent": "clusterkit"}
+        if content is not None:
+            headers["Content-Type"] = content
+        # As the client itself does it: adds the credentials, which may have been renewed.
+        found = client.param_serialize(
+            method, path, header_params=headers, auth_settings=["BearerToken"]
+        )
+        timeout = urllib3.Timeout(connect=CONNECT_SECONDS, read=seconds)
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            response = client.rest_client.pool_manager.request(
+                method, found[1], body=data, headers=found[2], timeout=timeout,
+                preload_content=False, retries=False,
+            )  # fmt: skip
+            if response.status >= 400:
+                said = response.read()
+                response.release_conn()
+                raise _refused(response.status, said, client)
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise _unreachable(error, client) from error
+        return response
+
+    # -- apply ----------------------------------------------------------------
+
+    def _apply(self, target: Target, folder: Path, env: Mapping[str, str], seconds: float) -> str:
+        """What `kubectl apply` would do with a kustomization, as far as plans have any.
+
+        Whatever is in ``env`` besides the attempt's number becomes the run's Secret; no word and
+        no file holds it.
+        """
+        attempt = env.get("CLUSTERKIT_ATTEMPT", "1")
+        secrets = {name: value for name, value in env.items() if name != "CLUSTERKIT_ATTEMPT"}
+        objects = kustomized(folder)
+        if secrets:
+            objects.insert(0, secret_of(objects[0], secrets))
+        if attempt != "1":
+            renumber(objects, attempt)
+        said, owner = [], None
+        applied: list[tuple[Object, str]] = []
+        for each in objects:
+            query = f"fieldManager={MANAGER}&force=true&fieldValidation=Strict"
+            path = f"{collection(each, target.namespace)}/{each['metadata']['name']}"
+            made = json.loads(
+                self._call(
+                    target, "PATCH", f"{path}?{query}", each, "application/apply-patch+yaml",
+                    seconds=seconds,
+                )
+            )  # fmt: skip
+            applied.append((made, path))
+            if each["kind"] in _OWNERS:
+                owner = made
+            said.append(f"{each['kind'].lower()}/{each['metadata']['name']} applied")
+        if owner is not None:
+            reference = {
+                "apiVersion": owner["apiVersion"],
+                "kind": owner["kind"],
+                "name": owner["metadata"]["name"],
+                "uid": owner["metadata"]["uid"],
+            }
+            for made, path in applied:
+                if made is not owner:
+                    # With the job goes all that belongs to it, whoever deletes it.
+                    body = {"metadata": {"ownerReferences": [reference]}}
+                    self._call(
+                        target, "PATCH", path, body, "application/merge-patch+json",
+                        seconds=seconds,
+                    )  # fmt: skip
+        return "\n".join(said) + "\n"
+
+
+class RawStream:
+    """An answer that goes on."""
+
+    def __init__(self, response: Any) -> None:
+        self._response = response
+        self._pieces: Iterator[bytes] = response.stream(1 << 16, decode_content=True)
+        self._closed = False
+
+    def write(self, data: bytes) -> None:
+        raise AssertionError("nothing listens")
+
+    def close_input(self) -> None:
+        pass
+
+    def read(self, timeout: float | None = None) -> bytes:
+        """Some of it; ``b""`` at the end, and where the connection broke."""
+        import urllib3
+
+        sock = self._socket()
+        if sock is not None:
+            sock.settimeout(timeout)
+        try:
+            # read1 gives what is there, and does not wait for more.
+            piece: bytes = self._response.read1(1 << 16)
+        except (TimeoutError, urllib3.exceptions.ReadTimeoutError) as error:
+            raise SubmitFailed("the API server fell silent") from error
+        except (urllib3.exceptions.HTTPError, OSError, ValueError, AttributeError):
+            return b""
+        return piece
+
+    def _socket(self) -> socket.socket | None:
+        connection = getattr(self._response, "connection", None)
+        found: socket.socket | None = getattr(connection, "sock", None)
+        return found
+
+    @property
+    def stderr(self) -> str:
+        return ""
+
+    def exit_code(self, timeout: float | None = None) -> int:
+        return 0
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        # Another thread may sit in `read`.
+        with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
+            self._response.shutdown()
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            self._response.close()
+
+    def __enter__(self) -> RawStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# ---------------------------------------------------------------- connecting
+
+
+def connect(kubeconfig: str | None, context: str | None) -> ApiClient:
+    """A client for a context of a kubeconfig; in a pod without one, for the pod's own cluster.
+
+    Raises:
+        BadInput: no such file, context or user in it.
+        Unavailable: the package is not installed.
+    """
+    try:
+        from kubernetes import client, config
+    except ImportError:
+        raise Unavailable(
+            "backend kubernetes needs the package kubernetes",
+            hint="python -m pip install 'clusterkit[kubernetes]'",
+        ) from None
+    named = kubeconfig or os.environ.get("KUBECONFIG")
+    files = [Path(part).expanduser() for part in (named or "~/.kube/config").split(":") if part]
+    there = [path for path in files if path.is_file()]
+    settings = client.Configuration()
+    settings.retries = False
+    try:
+        if not there and not named and "KUBERNETES_SERVICE_HOST" in os.environ:
+            config.load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
+            return client.ApiClient(settings)
+        if not there:
+            raise BadInput(
+                f"kubeconfig: there is no {files[0]}",
+                hint="kubeconfig: PATH in the cluster entry, or export KUBECONFIG=PATH",
+            )
+        config.load_kube_config(  # type: ignore[no-untyped-call]
+            config_file=os.pathsep.join(map(str, there)),
+            context=context,
+            client_configuration=settings,
+            persist_config=False,
+        )
+    except config.ConfigException as error:
+        said = str(error).removeprefix("Invalid kube-config file. ")
+        if context is not None and context in said:
+            raise BadInput(
+                f"context: {there[0]} has no context {context!r}",
+                hint="`kubectl config get-contexts` lists them",
+            ) from None
+        raise BadInput(f"kubeconfig: {there[0] if there else files[0]}: {said}") from None
+    except (yaml.YAMLError, OSError, ValueError, TypeError, KeyError) as error:
+        said = str(error).splitlines()[0]
+        raise BadInput(f"kubeconfig: {there[0]} cannot be read: {said}") from None
+    return client.ApiClient(settings)
+
+
+def _refused(status: int, said: bytes, client: ApiClient) -> ClusterkitError:
+    try:
+        told = json.loads(said)
+        reason, message = str(told.get("reason", status)), str(told.get("message", ""))
+    except (ValueError, AttributeError):
+        reason, message = str(status), said.decode(errors="replace").strip()[:300]
+    if status == 401:
+        return Unavailable(
+            f"the API server {client.configuration.host} does not accept your credentials",
+            hint="they may have expired: log in to the cluster again",
+        )
+    return Refused(status, reason, message)
+
+
+def _unreachable(error: Exception, client: ApiClient) -> Unavailable:
+    cause: BaseException = error
+    while (deeper := getattr(cause, "reason", None) or cause.__cause__) is not None:
+        if not isinstance(deeper, BaseException):
+            break
+        cause = deeper
+    words = str(cause).rpartition(": ")[2] or type(cause).__name__
+    return Unavailable(
+        f"the API server {client.configuration.host} does not answer: {words}",
+        hint="is the cluster up, and the VPN? `kubectl cluster-info` should say",
+    )
+
+
+# ---------------------------------------------------------------- objects
+
+
+def collection(each: Mapping[str, Any], namespace: str) -> str:
+    """The path of all objects of its kind."""
+    version = each["apiVersion"]
+    root = f"/apis/{version}" if "/" in version else f"/api/{version}"
+    return f"{root}/namespaces/{namespace}/{_PLURALS[each['kind']]}"
+
+
+def kustomized(folder: Path) -> list[Object]:
+    """The objects of a kustomization: config maps of files, then the resources.
+
+    Raises:
+        SubmitFailed: a file of it is gone.
+    """
+    try:
+        main = yaml.safe_load((folder / KUSTOMIZATION).read_bytes())
+        labels = main.get("generatorOptions", {}).get("labels", {})
+        objects: list[Object] = [
+            {
+                "apiVersion": "v1",
+                "kind": "ConfigMap",
+                "metadata": {"name": each["name"], "labels": dict(labels)},
+                "data": {name: (folder / name).read_text() for name in each["files"]},
+            }
+            for each in main.get("configMapGenerator", ())
+        ]
+        for name in main.get("resources", ()):
+            objects += yaml.safe_load_all((folder / name).read_bytes())
+    except OSError as error:
+        raise SubmitFailed(
+            f"{error.filename}: {(error.strerror or 'unreadable').lower()}"
+        ) from None
+    return objects
+
+
+def secret_of(config_map: Mapping[str, Any], values: Mapping[str, str]) -> Object:
+    """The run's Secret, named and labelled as its config map."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": json.loads(json.dumps(config_map["metadata"])),
+        "stringData": dict(values),
+    }
+
+
+def renumber(value: Any, attempt: str) -> None:
+    """Give every label that numbers the attempt this number."""
+    if isinstance(value, dict):
+        if isinstance(value.get(ATTEMPT), str):
+            value[ATTEMPT] = attempt
+        for inner in value.values():
+            renumber(inner, attempt)
+    elif isinstance(value, list):
+        for inner in value:
+            renumber(inner, attempt)

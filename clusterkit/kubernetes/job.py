@@ -1,0 +1,56 @@
+"""A plain Indexed Job and a headless service: no operator, every cluster has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from clusterkit.kubernetes.pods import Shape, metadata, template
+from clusterkit.kubernetes.text import Object
+from clusterkit.status import State
+
+KIND, API, PLURAL = "Job", "batch/v1", "jobs"
+INDEX = "batch.kubernetes.io/job-completion-index"
+STATES: Mapping[str, State] = {
+    "Suspended": State.PENDING,
+    "SuccessCriteriaMet": State.RUNNING,
+    "FailureTarget": State.RUNNING,
+    "Complete": State.SUCCEEDED,
+    "Failed": State.FAILED,
+}
+
+
+def node_name(shape: Shape, node: int) -> str:
+    return f"{shape.name}-{node}.{shape.name}"
+
+
+def render(shape: Shape) -> list[Object]:
+    service: Object = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(shape, shape.name),
+        "spec": {
+            "clusterIP": "None",
+            # Names are there before their pods are ready: they wait for each other.
+            "publishNotReadyAddresses": True,
+            "selector": {"batch.kubernetes.io/job-name": shape.name},
+        },
+    }
+    job: Object = {
+        "apiVersion": API,
+        "kind": KIND,
+        "metadata": metadata(shape),
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": shape.nodes,
+            "parallelism": shape.nodes,
+            # One that fails takes the others with it; whoever watches starts all of them again.
+            "backoffLimit": 0,
+            "template": template(
+                shape,
+                "train",
+                rank=f"metadata.annotations['{INDEX}']",
+                subdomain=shape.name,
+            ),
+        },
+    }
+    return [service, job]

@@ -1,0 +1,331 @@
+"""What pods, as the API server tells of them, mean for the nodes of a run. Pure."""
+
+from __future__ import annotations
+
+import calendar
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from clusterkit.backends.nodes import STOPPED, judge_exit
+from clusterkit.kubernetes.pods import ATTEMPT, ROLE
+from clusterkit.status import NodeCause, NodeStatus, State
+
+PHASES: Mapping[str, State] = {
+    "Pending": State.PENDING,
+    "Running": State.RUNNING,
+    "Succeeded": State.SUCCEEDED,
+    "Failed": State.FAILED,
+}
+"""Phases of a pod."""
+WAITS_FOR_EVER = ("InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError")
+"""A container that waits for one of these waits for a change of its manifest."""
+BACK_OFF_SECONDS = 60.0
+"""How long an image may be pulled in vain."""
+_NODES = re.compile(r"\d+/\d+ nodes are available")
+
+
+class Pod(Struct, frozen=True, kw_only=True):
+    """What matters of one pod."""
+
+    name: str
+    uid: str
+    node: int | None
+    """None: it runs no node agent."""
+    phase: str
+    host: str = ""
+    """The cluster's node that it is on."""
+    words: str | None = None
+    """What it waits for, or what became of it."""
+    started: bool = False
+    exit_code: int | None = None
+    reason: str | None = None
+    """The container's own: ``OOMKilled``, ``Error``, ``Completed``."""
+    last_words: str | None = None
+    """What its agent left: ``exit.json``."""
+    lost: bool = False
+    """Whether its node of the cluster is gone."""
+    hopeless: bool = False
+    """Whether what it waits for will not come."""
+    limit: str | None = None
+    """Its limit of memory."""
+    removed_by: str | None = None
+    """Why the cluster removes it, if it does."""
+    restarts: int = 0
+    finished_at: float | None = None
+    container: str = ""
+
+
+def read_pod(told: Mapping[str, Any], index: str | None, now: float | None = None) -> Pod:
+    """A pod from the API server's document; one that means nothing has a phase that means nothing.
+
+    Args:
+        index: label that holds the node's rank; None: it is node 0.
+        now: Unix time, to tell for how long it has waited.
+    """
+    meta = told["metadata"]
+    labels = meta.get("labels") or {}
+    node: int | None = None
+    if labels.get(ROLE) == "node":
+        number = "0" if index is None else str(labels.get(index, ""))
+        node = int(number) if number.isdigit() else None
+    try:
+        return _read(told, node, now)
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError):
+        return Pod(name=meta["name"], uid=str(meta.get("uid", "")), node=node, phase="unreadable")
+
+
+def _read(told: Mapping[str, Any], node: int | None, now: float | None) -> Pod:
+    meta, spec, status = told["metadata"], told.get("spec") or {}, told["status"]
+    containers = status.get("containerStatuses") or []
+    state = (containers[0].get("state") or {}) if containers else {}
+    ended = state.get("terminated")
+    if ended is None and containers and status.get("phase") in ("Failed", "Succeeded"):
+        ended = (containers[0].get("lastState") or {}).get("terminated")
+    conditions = {each["type"]: each for each in status.get("conditions") or ()}
+    words, hopeless = _waits(told, state, conditions, now)
+    disruption = conditions.get("DisruptionTarget", {})
+    removed = disruption.get("reason") if disruption.get("status") == "True" else None
+    limits = (spec.get("containers") or [{}])[0].get("resources", {}).get("limits", {})
+    ready = conditions.get("Ready", {})
+    phase = str(status.get("phase", "Unknown"))
+    running = state.get("running") is not None
+    silent = ready.get("status") == "False" and running and not meta.get("deletionTimestamp")
+    return Pod(
+        name=meta["name"],
+        uid=meta.get("uid", ""),
+        node=node,
+        phase=phase,
+        host=spec.get("nodeName") or "",
+        words=words,
+        started=running or ended is not None,
+        exit_code=None if ended is None else int(ended.get("exitCode", -1)),
+        reason=None if ended is None else ended.get("reason"),
+        last_words=None if ended is None else ended.get("message"),
+        lost=running and (removed == "DeletionByTaintManager" or (silent and phase == "Running")),
+        hopeless=hopeless,
+        limit=limits.get("memory"),
+        removed_by=_removal(removed, disruption, status),
+        restarts=int(containers[0].get("restartCount", 0)) if containers else 0,
+        finished_at=None if ended is None else unix(ended.get("finishedAt")),
+        container=(spec.get("containers") or [{}])[0].get("name", ""),
+    )
+
+
+def attempt_of(told: Mapping[str, Any]) -> int:
+    """Which attempt a pod belongs to."""
+    text = str((told["metadata"].get("labels") or {}).get(ATTEMPT, ""))
+    return int(text) if text.isdigit() else 0
+
+
+def unix(stamp: str | None) -> float | None:
+    """Kubernetes' time as Unix seconds."""
+    try:
+        return float(calendar.timegm(time.strptime(str(stamp)[:19], "%Y-%m-%dT%H:%M:%S")))
+    except ValueError:
+        return None
+
+
+def _waits(
+    told: Mapping[str, Any],
+    state: Mapping[str, Any],
+    conditions: Mapping[str, Mapping[str, Any]],
+    now: float | None,
+) -> tuple[str | None, bool]:
+    """What the pod waits for, and whether in vain."""
+    status = told.get("status") or {}
+    if status.get("phase") not in ("Pending", None):
+        return None, False
+    scheduled = conditions.get("PodScheduled", {})
+    if scheduled.get("status") == "False":
+        said = str(scheduled.get("message") or "")
+        if scheduled.get("reason") == "SchedulingGated":
+            return "it waits for its queue", False
+        said = said.partition(" preemption:")[0].rstrip(".")
+        if _NODES.match(said):
+            return f"no node for it: {said}", False
+        return f"not scheduled yet{f': {said}' if said else ''}", False
+    waiting = state.get("waiting")
+    if waiting is None:
+        return "not scheduled yet" if not scheduled else "its container is being made", False
+    reason, message = str(waiting.get("reason", "")), str(waiting.get("message") or "")
+    image = ((told.get("spec") or {}).get("containers") or [{}])[0].get("image")
+    if reason in ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"):
+        since = unix(scheduled.get("lastTransitionTime"))
+        late = now is not None and since is not None and now - since > BACK_OFF_SECONDS
+        return f"image {image} cannot be had: {_image_words(reason, message)}", (
+            late or reason in WAITS_FOR_EVER
+        )
+    if reason in WAITS_FOR_EVER:
+        return f"its container cannot be made: {message or reason}", True
+    if reason in ("ContainerCreating", "PodInitializing"):
+        since = unix(scheduled.get("lastTransitionTime"))
+        for_ = f" for {now - since:.0f} s" if now and since and now - since >= 5 else ""
+        return f"its container is being made, or its image pulled{for_}", False
+    return f"{reason}{f': {message}' if message else ''}", False
+
+
+def _image_words(reason: str, message: str) -> str:
+    low = message.lower()
+    if reason == "InvalidImageName":
+        return "its name is none"
+    if reason == "ErrImageNeverPull":
+        return "it is not on the node, and may not be pulled"
+    if "unauthorized" in low or "authorization failed" in low or "denied" in low:
+        return "the registry wants credentials (image_pull_secrets), or does not have it"
+    if "not found" in low or "manifest unknown" in low:
+        return "the registry does not have it"
+    if re.search(r"no such host|dial tcp|i/o timeout|connection refused|failed to do request", low):
+        return "its registry does not answer"
+    return message.rpartition(": ")[2] or reason
+
+
+def _removal(
+    reason: str | None, condition: Mapping[str, Any], status: Mapping[str, Any]
+) -> str | None:
+    said = str(condition.get("message") or "")
+    match reason:
+        case "PreemptionByScheduler":
+            return f"preempted for a pod of higher priority: {said}"
+        case "EvictionByEvictionAPI":
+            return "evicted: its node is being drained"
+        case "TerminationByKubelet":
+            return f"evicted by its node: {status.get('message') or said}"
+        case "DeletionByTaintManager":
+            return "its node is gone or tainted"
+    if status.get("reason") == "Evicted":
+        return f"evicted: {status.get('message') or 'its node was short of something'}"
+    return None
+
+
+def judge(
+    node: int,
+    pod: Pod | None,
+    before: Pod | None,
+    *,
+    replaced: bool = False,
+    waits: str | None = None,
+    ours: bool = False,
+) -> NodeStatus:
+    """A node's state from its pod.
+
+    Args:
+        pod: as it is; None: there is none.
+        before: as it was when it was seen last; None: it was never seen.
+        replaced: whether another pod may take its place (elastic runs).
+        waits: why there is no pod yet, where somebody says.
+        ours: whether clusterkit itself has removed the pods.
+    """
+    host = (pod or before).host if pod or before else ""  # type: ignore[union-attr]
+
+    def status(state: State, reason: str | None = None, code: int | None = None) -> NodeStatus:
+        at = (pod or before).finished_at if pod or before else None  # type: ignore[union-attr]
+        return NodeStatus(
+            node=node, host=host, state=state, reason=reason, exit_code=code, ended_at=at
+        )
+
+    if pod is None:
+        if before is None:
+            return status(State.PENDING, waits)
+        if before.exit_code is not None:
+            return _ended(node, before, ours=ours)
+        if ours:
+            return status(State.CANCELLED, "killed: it did not end when it was asked to")
+        if replaced:
+            return status(State.PENDING, "its pod was removed; another one takes its place")
+        why = before.removed_by or "somebody deleted it, or the namespace"
+        return status(State.FAILED, f"its pod is gone: {why}")
+    if before is not None and pod.uid != before.uid and not replaced:
+        if before.exit_code is not None:
+            return _ended(node, before, ours=ours)
+        why = before.removed_by or "it was deleted"
+        return status(State.FAILED, f"its pod was replaced: {why}")
+    if pod.exit_code is not None:
+        if pod.phase == "Running" and replaced:
+            return status(State.RUNNING)
+        return _ended(node, pod, ours=ours)
+    if pod.lost:
+        return status(State.UNKNOWN, f"node {pod.host} of the cluster does not answer")
+    state = PHASES.get(pod.phase, State.UNKNOWN)
+    if state is State.FAILED or state is State.SUCCEEDED:
+        # Without a container that ended: it never came to that.
+        return status(State.FAILED, pod.removed_by or pod.words or f"its pod is {pod.phase}")
+    if state is State.PENDING and pod.hopeless:
+        return status(State.FAILED, pod.words)
+    if state is State.UNKNOWN:
+        return status(state, f"Kubernetes calls its pod {pod.phase!r}")
+    return status(state, pod.words)
+
+
+def _ended(node: int, pod: Pod, *, ours: bool) -> NodeStatus:
+    ended = NodeStatus(
+        node=node, host=pod.host, state=State.SUCCEEDED if pod.exit_code == 0 else State.FAILED,
+        exit_code=pod.exit_code, ended_at=pod.finished_at,
+    )  # fmt: skip
+    try:
+        document = json.loads(pod.last_words or "")
+        told = isinstance(document, dict) and isinstance(document.get("exit_code"), int)
+    except ValueError:
+        told = False
+    if told:
+        found = judge_exit(node, pod.host, (pod.last_words or "").encode())
+        if found.reason == STOPPED and not ours:
+            # It obeyed, but whom?
+            why = pod.removed_by or "its pod was deleted, by somebody or by the cluster"
+            return msgspec.structs.replace(found, state=State.FAILED, reason=why)
+        return found
+    reason = pod.removed_by or _reason(pod)
+    said = (pod.last_words or "").strip()
+    if said and reason is None:
+        reason = f"exited with {pod.exit_code}: {said.rpartition(chr(10))[2]}"
+    return msgspec.structs.replace(ended, reason=reason)
+
+
+def _reason(pod: Pod) -> str | None:
+    if pod.reason == "OOMKilled":
+        return starved(pod)
+    if pod.reason in ("StartError", "ContainerCannotRun"):
+        return f"its container could not be started: {(pod.last_words or '').strip()}"
+    if pod.exit_code == 137:
+        return "its container was killed (exit code 137) without a word"
+    return None
+
+
+def starved(pod: Pod) -> str:
+    limit = f"over its pod's memory limit of {pod.limit}" if pod.limit else "its node was full"
+    return f"killed by the kernel for want of memory: {limit}"
+
+
+def causes(pods: Sequence[Pod]) -> tuple[NodeCause, ...]:
+    """What was done to pods, where their nodes could not tell or not know."""
+    found = []
+    for pod in pods:
+        node = 0 if pod.node is None else pod.node
+        if pod.reason == "OOMKilled":
+            hint = "a larger `memory` in the cluster entry, or a smaller batch.micro"
+            found.append(NodeCause(node=node, words=starved(pod), hint=hint))
+        elif pod.removed_by is not None:
+            found.append(NodeCause(node=node, words=pod.removed_by))
+    return tuple(found)
+
+
+def endings_of(pod: Pod) -> list[dict[str, Any]]:
+    """How the ranks ended that the node agent itself had started."""
+    try:
+        processes = json.loads(pod.last_words or "")["processes"]
+        return [each for each in processes if isinstance(each.get("rank"), int)]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
+def oom_kills_of(pod: Pod) -> int:
+    """Processes that the kernel of its node killed for want of memory while it ran."""
+    try:
+        return int(json.loads(pod.last_words or "").get("oom_kills", 0))
+    except (ValueError, TypeError, AttributeError):
+        return 0

@@ -1,0 +1,512 @@
+"""A run's pods while they run: their states by a watch, their logs into the run's folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import posixpath
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from clusterkit.backends.base import Handle, Observation
+from clusterkit.backends.nodes import overall
+from clusterkit.errors import ClusterkitError, Unavailable
+from clusterkit.kubernetes.flavors import FLAVORS, Flavor
+from clusterkit.kubernetes.judge import (
+    Pod,
+    attempt_of,
+    causes,
+    endings_of,
+    judge,
+    oom_kills_of,
+    read_pod,
+)
+from clusterkit.kubernetes.pods import RUN
+from clusterkit.mirror import NodeView, keeping
+from clusterkit.plan import Plan
+from clusterkit.runs import node_dir
+from clusterkit.status import RankExit, State
+from clusterkit.transport import Put, Stream, Transport
+
+HOST = "localhost"
+AGAIN_SECONDS = 1.0
+"""Pause before the API server is asked again."""
+WATCH_SECONDS = 280
+"""How long one watch lasts; the server ends it."""
+LOG_SECONDS = 15.0
+"""How long the log of a pod that has ended may take to come whole."""
+NEWS_SECONDS = 5.0
+"""How often it is asked why there are no pods, and states are judged anew although nothing came."""
+_STAMPED = re.compile(rb"([0-9T:.-]{19,29})Z (.*)\Z", re.DOTALL)
+_OURS = re.compile(rb"[0-9T:-]{19}\.[0-9]{6}Z (-|[0-9]{1,9}) ")
+
+
+# ---------------------------------------------------------------- the plan's own words
+
+
+def tool(plan: Plan) -> list[str]:
+    """``kubectl`` for the server and namespace that the run was planned for."""
+    argv = next((step.argv for step in plan.steps if "apply" in step.argv), ("kubectl", "apply"))
+    return list(argv[: argv.index("apply")])
+
+
+def namespace(plan: Plan) -> str:
+    words = tool(plan)
+    return words[words.index("--namespace") + 1] if "--namespace" in words else "default"
+
+
+def flavor_of(plan: Plan) -> Flavor:
+    return FLAVORS[plan.note("flavor") or "job"]
+
+
+def name_of(plan: Plan) -> str:
+    return plan.note("name") or plan.run_id
+
+
+def local_dir(plan: Plan) -> str:
+    """The run's folder on this machine."""
+    path = next((file.path for file in plan.files), posixpath.join(plan.run_dir, "files", "x"))
+    return posixpath.dirname(posixpath.dirname(path))
+
+
+def node_file(handle: Handle, node: int, name: str) -> str:
+    return posixpath.join(node_dir(local_dir(handle.plan), handle.attempt, node), name)
+
+
+def known(plan: Plan, transport: Transport) -> bool:
+    return transport.get(HOST, posixpath.join(local_dir(plan), "run.json"), 0, 1) is not None
+
+
+def pods_path(plan: Plan, **query: str) -> str:
+    selector = quote(f"{RUN}={plan.run_id}", safe="")
+    more = "".join(f"&{key}={quote(value, safe='')}" for key, value in query.items())
+    return f"/api/v1/namespaces/{namespace(plan)}/pods?labelSelector={selector}{more}"
+
+
+def raw(plan: Plan, path: str, transport: Transport, *, timeout: float | None = None) -> str:
+    """What the API server answers.
+
+    Raises:
+        Unavailable: nothing, or no.
+    """
+    done = transport.run(HOST, [*tool(plan), "get", "--raw", path], timeout=timeout)
+    if done.exit_code:
+        raise Unavailable(done.stderr.strip() or f"exit code {done.exit_code}")
+    return done.stdout
+
+
+# ---------------------------------------------------------------- what is seen
+
+
+def pods_of(handle: Handle, transport: Transport) -> dict[str, Pod]:
+    """The attempt's pods, by name.
+
+    Raises:
+        Unavailable: the API server does not answer.
+    """
+    listed = json.loads(raw(handle.plan, pods_path(handle.plan), transport))
+    return _read(handle, listed["items"])
+
+
+def _read(handle: Handle, items: Sequence[Mapping[str, Any]]) -> dict[str, Pod]:
+    index = flavor_of(handle.plan).INDEX
+    found = {}
+    for told in items:
+        if attempt_of(told) == handle.attempt:
+            pod = read_pod(told, index, time.time())
+            found[pod.name] = pod
+    return found
+
+
+def _snapshot_path(handle: Handle) -> str:
+    folder = posixpath.join(local_dir(handle.plan), "attempts", str(handle.attempt))
+    return posixpath.join(folder, "pods.json")
+
+
+def snapshot(handle: Handle, transport: Transport) -> dict[str, Pod]:
+    """The pods as they were when they were seen last: their ends are told by nothing else once they
+    are gone."""
+    data = transport.get(HOST, _snapshot_path(handle))
+    try:
+        return msgspec.json.decode(data or b"{}", type=dict[str, Pod])
+    except msgspec.MsgspecError:
+        return {}
+
+
+def remember(
+    handle: Handle, before: Mapping[str, Pod], pods: Mapping[str, Pod], transport: Transport
+) -> dict[str, Pod]:
+    """Add what is seen now to what was seen, and keep it."""
+    found = dict(before)
+    for name, pod in pods.items():
+        first = before.get(name)
+        if first is None or first.uid == pod.uid or replaces(handle.plan):
+            if first is not None and first.uid == pod.uid and pod.exit_code is None:
+                pod = msgspec.structs.replace(pod, removed_by=pod.removed_by or first.removed_by)
+            found[name] = pod
+    if found != before:
+        data = msgspec.json.format(msgspec.json.encode(found), indent=1)
+        # A full disk is no reason to end the training.
+        with contextlib.suppress(ClusterkitError):
+            transport.put_all(HOST, [Put(_snapshot_path(handle), data)])
+    return found
+
+
+def replaces(plan: Plan) -> bool:
+    """Whether another pod may take the place of one that is gone: an elastic run's."""
+    return plan.topology.get("min_nodes") != plan.topology.get("nodes")
+
+
+def removed_path(handle: Handle) -> str:
+    """The file that is there once clusterkit itself has removed the attempt's pods."""
+    return posixpath.join(posixpath.dirname(_snapshot_path(handle)), "removed")
+
+
+def observation(
+    handle: Handle,
+    pods: Mapping[str, Pod],
+    transport: Transport,
+    *,
+    before: Mapping[str, Pod] | None = None,
+    waits: str | None = None,
+    silent: str | None = None,
+    unheard: frozenset[str] = frozenset(),
+) -> Observation:
+    """The run's nodes from its pods.
+
+    Args:
+        before: the pods as they were seen last; None: as they were written down.
+        waits: why there are no pods.
+        silent: why the API server does not answer.
+        unheard: pods that have ended and whose logs are still to come.
+    """
+    if before is None:
+        before = snapshot(handle, transport)
+    if silent is not None:
+        pods = before
+    ours = transport.get(HOST, removed_path(handle), 0, 1) is not None
+    now = {pod.node: pod for pod in pods.values() if pod.node is not None}
+    then = {pod.node: pod for pod in before.values() if pod.node is not None}
+    nodes, exits, kills = [], [], 0
+    for node in range(handle.plan.nodes):
+        pod = now.get(node)
+        found = judge(
+            node, pod, then.get(node), replaced=replaces(handle.plan), waits=waits, ours=ours
+        )
+        if pod is not None and pod.name in unheard and found.state.final:
+            found = msgspec.structs.replace(found, state=State.RUNNING, reason=None)
+        if silent is not None and not found.state.final:
+            state = found.state if before else State.UNKNOWN
+            found = msgspec.structs.replace(found, state=state, reason=silent)
+        nodes.append(found)
+        if found.state is State.FAILED and (ended := pod or then.get(node)) is not None:
+            kills = max(kills, oom_kills_of(ended))
+            exits += [
+                RankExit(node, each["rank"], each["exit_code"], each["at"])
+                for each in endings_of(ended)
+            ]
+    return Observation(
+        state=overall({node.state for node in nodes}),
+        nodes=tuple(nodes),
+        rank_exits=tuple(exits),
+        oom_kills=kills,
+        causes=() if ours and not exits else causes([*{**before, **pods}.values()]),
+    )
+
+
+def why_no_pods(plan: Plan, transport: Transport) -> str | None:
+    """What the cluster says of a job that has no pods: its queue, a quota, a rule."""
+    flavor, name = flavor_of(plan), name_of(plan)
+    words: list[str] = []
+    with contextlib.suppress(ClusterkitError, ValueError, KeyError, TypeError):
+        path = f"/apis/{flavor.API}/namespaces/{namespace(plan)}/{flavor.PLURAL}/{name}"
+        job = json.loads(raw(plan, path, transport))
+        if job.get("spec", {}).get("suspend") or job["spec"].get("runPolicy", {}).get("suspend"):
+            return "it waits for its queue"
+        if not job.get("status"):
+            words.append(f"nobody acts on {flavor.KIND} {name}: is its operator up?")
+    with contextlib.suppress(ClusterkitError, ValueError, KeyError, TypeError):
+        path = f"/api/v1/namespaces/{namespace(plan)}/events?fieldSelector=type%3DWarning"
+        for event in json.loads(raw(plan, path, transport))["items"]:
+            about = event["involvedObject"].get("name", "")
+            if about == name or about.startswith(f"{name}-"):
+                words.append(str(event.get("message", "")).strip())
+    return words[-1] if words else None
+
+
+# ---------------------------------------------------------------- watching
+
+
+class Watcher:
+    """Keeps up with an attempt's pods: one watch for all of them, one stream for each log."""
+
+    def __init__(self, handle: Handle, transport: Transport) -> None:
+        self._handle = handle
+        self._transport = transport
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._pods: dict[str, Pod] = {}
+        self._before = snapshot(handle, transport)
+        self._listed = False
+        self._news = True
+        self._judge_at = 0.0
+        self._silent: str | None = None
+        self._waits: str | None = None
+        self._ask_at = time.monotonic() + NEWS_SECONDS
+        self._logs: dict[tuple[str, str, int], _Log] = {}
+        self._ended_at: dict[str, float] = {}
+        self._stream: Stream | None = None
+        self._last: Observation | None = None
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def status(self) -> Observation | None:
+        if not known(self._handle.plan, self._transport):
+            return None
+        now = time.monotonic()
+        with self._lock:
+            news, self._news = self._news, False
+            pods, silent, listed = dict(self._pods), self._silent, self._listed
+        if listed and not pods and silent is None and now >= self._ask_at:
+            self._ask_at = now + NEWS_SECONDS
+            waits = why_no_pods(self._handle.plan, self._transport)
+            news, self._waits = news or waits != self._waits, waits
+        if not listed and silent is None and not self._before:
+            news = False
+        elif self._last is None or news or now >= self._judge_at:
+            self._judge(pods, silent, now)
+        if self._last is None:
+            self._last = observation(self._handle, {}, self._transport, before={})
+        return self._last
+
+    def _judge(self, pods: Mapping[str, Pod], silent: str | None, now: float) -> None:
+        self._judge_at = now + NEWS_SECONDS
+        if silent is None:
+            with self._lock:
+                self._before = remember(self._handle, self._before, pods, self._transport)
+        unheard = set()
+        for pod in pods.values():
+            log = self._log_of(pod)
+            if log is None or pod.exit_code is None or log.whole.is_set():
+                continue
+            if now < self._ended_at.setdefault(pod.uid, now) + LOG_SECONDS:
+                unheard.add(pod.name)
+                self._judge_at = now
+        self._last = observation(
+            self._handle, pods, self._transport, before=self._before, waits=self._waits,
+            silent=silent, unheard=frozenset(unheard),
+        )  # fmt: skip
+
+    def _log_of(self, pod: Pod) -> _Log | None:
+        """The follower of a pod's log, made as soon as there can be one."""
+        if pod.node is None or not pod.started:
+            return None
+        key = (pod.name, pod.uid, pod.restarts)
+        if key not in self._logs:
+            self._logs[key] = _Log(self._handle, pod, self._transport, self._closed)
+        return self._logs[key]
+
+    # -- the watch
+
+    def _watch(self) -> None:
+        while not self._closed.is_set():
+            try:
+                version = self._list()
+                while not self._closed.is_set():
+                    version = self._follow(version)
+            except _Stale:
+                continue
+            except ClusterkitError as error:
+                with self._lock:
+                    self._news = self._news or self._silent is None
+                    self._silent = error.message
+                self._closed.wait(AGAIN_SECONDS)
+
+    def _list(self) -> str:
+        plan = self._handle.plan
+        listed = json.loads(raw(plan, pods_path(plan), self._transport))
+        with self._lock:
+            self._pods = _read(self._handle, listed["items"])
+            self._listed, self._news, self._silent = True, True, None
+        return str(listed["metadata"]["resourceVersion"])
+
+    def _follow(self, version: str) -> str:
+        """One watch, to its end; gives where the next one goes on."""
+        plan = self._handle.plan
+        path = pods_path(
+            plan, watch="1", resourceVersion=version, allowWatchBookmarks="true",
+            timeoutSeconds=str(WATCH_SECONDS),
+        )  # fmt: skip
+        rest = b""
+        with self._transport.open(HOST, [*tool(plan), "get", "--raw", path]) as stream:
+            self._stream = stream
+            while not self._closed.is_set():
+                data = stream.read(WATCH_SECONDS + 20)
+                if not data:
+                    break
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    version = self._take(json.loads(line), version)
+        if not self._closed.is_set():
+            # Ended, or broken off: what was missed is told by the list.
+            raise _Stale
+        return version
+
+    def _take(self, event: Mapping[str, Any], version: str) -> str:
+        told = event["object"]
+        if event["type"] == "ERROR":
+            raise _Stale
+        if event["type"] != "BOOKMARK":
+            name = told["metadata"]["name"]
+            read = _read(self._handle, [told])
+            with self._lock:
+                self._news = True
+                if event["type"] == "DELETED":
+                    # Its last state may be told by this alone.
+                    if name in read:
+                        self._before = remember(self._handle, self._before, read, self._transport)
+                    self._pods.pop(name, None)
+                else:
+                    self._pods.update(read)
+        return str(told["metadata"]["resourceVersion"])
+
+    def close(self) -> None:
+        """Watch no more; the pods go on."""
+        self._closed.set()
+        if self._stream is not None:
+            self._stream.close()
+        for log in self._logs.values():
+            log.close()
+        self._thread.join(2 * AGAIN_SECONDS)
+        for log in self._logs.values():
+            log.thread.join(2 * AGAIN_SECONDS)
+
+
+class _Stale(Exception):
+    """The watch has to begin anew."""
+
+
+class _Log:
+    """Brings the log of one pod into the run's folder while it is written."""
+
+    def __init__(
+        self, handle: Handle, pod: Pod, transport: Transport, closed: threading.Event
+    ) -> None:
+        self.whole = threading.Event()
+        """The container has ended and all of its log is here."""
+        self._plan = handle.plan
+        self._pod = pod
+        self._transport = transport
+        self._closed = closed
+        self._stream: Stream | None = None
+        assert pod.node is not None
+        folder = Path(node_dir(local_dir(handle.plan), handle.attempt, pod.node))
+        self._view = NodeView(pod.node, pod.host, folder)
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        with keeping(self._view, lambda: not self._closed.wait(0.1)) as view:
+            if view.folder is None:
+                self.whole.set()
+                return
+            while not self._closed.is_set():
+                try:
+                    if self._pull(view.folder / "log", follow=True):
+                        self.whole.set()
+                        return
+                except ClusterkitError:
+                    pass  # the watch of the pods tells of it
+                self._closed.wait(AGAIN_SECONDS)
+
+    def _pull(self, path: Path, *, follow: bool) -> bool:
+        """Take what is new; whether the log has ended."""
+        splitter = Catcher(path)
+        where = log_path(self._plan, self._pod, follow=follow, since=splitter.since)
+        stream = self._transport.open(HOST, [*tool(self._plan), "get", "--raw", where])
+        with stream, path.open("ab", buffering=0) as file:
+            self._stream = stream
+            while not self._closed.is_set():
+                data = stream.read(None)
+                if not data:
+                    break
+                if lines := splitter.feed(data):
+                    file.write(lines)
+            if lines := splitter.end():
+                file.write(lines)
+        # A stream that ends while the container runs has broken off.
+        return self._ended()
+
+    def _ended(self) -> bool:
+        plan, pod = self._plan, self._pod
+        if self._closed.is_set():
+            return False
+        path = f"/api/v1/namespaces/{namespace(plan)}/pods/{pod.name}"
+        done = self._transport.run(HOST, [*tool(plan), "get", "--raw", path])
+        if done.exit_code:
+            return "(NotFound)" in done.stderr
+        now = read_pod(json.loads(done.stdout), None)
+        return now.uid != pod.uid or now.restarts != pod.restarts or now.exit_code is not None
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+
+def log_path(plan: Plan, pod: Pod, *, follow: bool, since: str | None) -> str:
+    query = f"container={pod.container}&timestamps=true"
+    query += "&follow=true" if follow else ""
+    query += f"&sinceTime={quote(since, safe='')}" if since else ""
+    return f"/api/v1/namespaces/{namespace(plan)}/pods/{pod.name}/log?{query}"
+
+
+class Catcher:
+    """Turns a pod's log as the API server gives it into lines of a node's log, from where the file
+    at ``path`` ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._rest = b""
+        self._seen: Counter[bytes] = Counter()
+        self.since: str | None = None
+        try:
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - (1 << 20)))
+                tail = file.read().split(b"\n")[:-1]
+        except OSError:
+            return
+        if tail and (last := _OURS.match(tail[-1])):
+            # The server takes whole seconds; what comes twice is left out.
+            stamp = tail[-1][:19].decode()
+            self.since = f"{stamp}Z"
+            self._seen.update(line for line in tail if line[:19] >= last[0][:19])
+
+    def feed(self, data: bytes) -> bytes:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return b"".join(map(self._line, lines))
+
+    def end(self) -> bytes:
+        """A last line without its newline."""
+        rest, self._rest = self._rest, b""
+        return self._line(rest) if rest else b""
+
+    def _line(self, line: bytes) -> bytes:
+        match = _STAMPED.match(line)
+        if match is None:
+            return b""
+        text = match[2]
+        if not _OURS.match(text):
+            # Not the agent's: what the pod said before it, or of it.
+            stamp = (match[1].decode() + ".000000")[:26].ljust(26, "0")
+            text = f"{stamp}Z - ".encode() + text
+        if self._seen[text] > 0:
+            self._seen[text] -= 1
+            return b""
+        return text + b"\n"

@@ -1,0 +1,246 @@
+"""The pod of one node, the same for every kind of job. Pure."""
+
+from __future__ import annotations
+
+import copy
+import math
+import posixpath
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from clusterkit.cluster import KubernetesCluster
+from clusterkit.kubernetes.text import Object, literal
+from clusterkit.rendezvous import NODE_ADDRESS
+
+RUN, JOB, ATTEMPT, ROLE = (
+    "clusterkit/run", "clusterkit/job", "clusterkit/attempt", "clusterkit/role",
+)  # fmt: skip
+"""Labels of all objects of a run, and of its pods what they are for."""
+MANAGER = "clusterkit"
+STOP_EXTRA = 5
+"""Seconds that a pod has beyond its ranks' own to end."""
+TMP = "/tmp"
+QUEUE = "kueue.x-k8s.io/queue-name"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the manifests of a run are made of."""
+
+    name: str
+    namespace: str
+    cluster: KubernetesCluster
+    image: str
+    run_dir: str
+    """The run's folder in the pods."""
+    min_nodes: int
+    nodes: int
+    nproc_per_node: int
+    port: int
+    gpus: int
+    """GPUs of a pod."""
+    labels: Mapping[str, str]
+    command: tuple[str, ...]
+    secrets: tuple[str, ...] = ()
+
+    @property
+    def elastic(self) -> bool:
+        return self.min_nodes != self.nodes
+
+
+def metadata(shape: Shape, name: str | None = None) -> Object:
+    """Of an object of the run."""
+    labels = dict(shape.labels)
+    if shape.cluster.queue and name is None:
+        labels[QUEUE] = shape.cluster.queue
+    found: Object = {"name": name or shape.name, "namespace": shape.namespace, "labels": labels}
+    if shape.cluster.annotations:
+        found["annotations"] = dict(shape.cluster.annotations)
+    return found
+
+
+def template(
+    shape: Shape,
+    container: str,
+    *,
+    rank: str | None,
+    command: Sequence[str] | None = None,
+    role: str = "node",
+    gpus: int | None = None,
+    more: Mapping[str, Any] | None = None,
+    subdomain: str | None = None,
+) -> Object:
+    """The template of a node's pod.
+
+    Args:
+        container: what the kind of job wants the container to be called.
+        rank: field of the pod that holds the node's rank; None: there is only node 0.
+        command: instead of the shape's own, which starts a node.
+        role: ``node``, or ``worker`` for a pod that runs no node agent.
+        gpus: instead of the shape's.
+        more: further keys of the container.
+        subdomain: of the pods' names.
+    """
+    cluster = shape.cluster
+    node = role == "node"
+    env: list[Object] = []
+    if node:
+        env.append({"name": "NODE_RANK", **_field_or(rank, "0")})
+        env.append({
+            "name": "CLUSTERKIT_ATTEMPT", **_field(f"metadata.labels['{ATTEMPT}']")
+        })  # fmt: skip
+        if shape.elastic:
+            env.append({"name": NODE_ADDRESS.name, **_field("status.podIP")})
+    env += [
+        {"name": "HOME", "value": TMP},
+        {"name": "USER", "value": "clusterkit"},
+        {"name": "LOGNAME", "value": "clusterkit"},
+    ]
+    if node:
+        env += [
+            {"name": name, "valueFrom": {"secretKeyRef": {"name": shape.name, "key": name}}}
+            for name in shape.secrets
+        ]
+    spec: Object = {
+        "restartPolicy": "OnFailure" if shape.elastic else "Never",
+        "terminationGracePeriodSeconds": math.ceil(cluster.stop_grace) + STOP_EXTRA,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+    }
+    if subdomain is not None:
+        spec["subdomain"] = subdomain
+    if cluster.service_account:
+        spec["serviceAccountName"] = cluster.service_account
+    if cluster.priority_class:
+        spec["priorityClassName"] = cluster.priority_class
+    if cluster.node_selector:
+        spec["nodeSelector"] = dict(cluster.node_selector)
+    if cluster.tolerations:
+        spec["tolerations"] = [dict(each) for each in cluster.tolerations]
+    if cluster.image_pull_secrets:
+        spec["imagePullSecrets"] = [{"name": name} for name in cluster.image_pull_secrets]
+    spec["securityContext"] = {
+        "runAsNonRoot": True,
+        "runAsUser": cluster.user,
+        "runAsGroup": cluster.user,
+        "fsGroup": cluster.user,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    words = shape.command if command is None else command
+    body: Object = {
+        "name": container,
+        "image": shape.image,
+        "imagePullPolicy": cluster.image_pull_policy,
+        "command": [literal(word) for word in words],
+        "env": env,
+        "resources": resources(cluster, shape.gpus if gpus is None else gpus, asking=node),
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": cluster.read_only_root,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": _mounts(shape),
+        **(more or {}),
+    }
+    if not body["resources"]:
+        del body["resources"]
+    spec["containers"] = [body]
+    spec["volumes"] = _volumes(shape)
+    labels = {**shape.labels, ROLE: role}
+    found: Object = {"metadata": {"labels": labels}, "spec": merged(spec, cluster.patch)}
+    if cluster.annotations:
+        found["metadata"]["annotations"] = dict(cluster.annotations)
+    return found
+
+
+def _field(path: str) -> Object:
+    return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def _field_or(path: str | None, value: str) -> Object:
+    return {"value": value} if path is None else _field(path)
+
+
+def resources(cluster: KubernetesCluster, gpus: int, *, asking: bool = True) -> Object:
+    """What a pod asks for; GPUs and memory cannot be had beyond that."""
+    requests: Object = {}
+    limits: Object = {}
+    if asking:
+        if cluster.cpus is not None:
+            requests["cpu"] = f"{cluster.cpus:g}"
+        if cluster.memory is not None:
+            requests["memory"] = limits["memory"] = cluster.memory
+        limits |= cluster.resources
+        requests |= cluster.resources
+    if gpus:
+        limits[cluster.gpu_resource] = str(gpus)
+    found = {"requests": requests, "limits": limits}
+    return {key: amounts for key, amounts in found.items() if amounts}
+
+
+def _mounts(shape: Shape) -> list[Object]:
+    return [
+        {"name": "run", "mountPath": shape.run_dir},
+        {"name": "files", "mountPath": posixpath.join(shape.run_dir, "files"), "readOnly": True},
+        {"name": "tmp", "mountPath": TMP},
+        {"name": "shm", "mountPath": "/dev/shm"},
+        *(
+            {
+                "name": f"claim-{number}",
+                "mountPath": each.path,
+                **({"readOnly": True} if each.read_only else {}),
+            }
+            for number, each in enumerate(shape.cluster.volumes)
+        ),
+    ]
+
+
+def _volumes(shape: Shape) -> list[Object]:
+    return [
+        {"name": "run", "emptyDir": {}},
+        {"name": "files", "configMap": {"name": shape.name}},
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shape.cluster.shm_size}},
+        *(
+            {
+                "name": f"claim-{number}",
+                "persistentVolumeClaim": {
+                    "claimName": each.claim,
+                    **({"readOnly": True} if each.read_only else {}),
+                },
+            }
+            for number, each in enumerate(shape.cluster.volumes)
+        ),
+    ]
+
+
+def merged(base: Any, patch: Any) -> Any:
+    """A strategic merge: mappings key by key, lists of named things by name, all else replaced."""
+    if isinstance(base, Mapping) and isinstance(patch, Mapping):
+        found = copy.deepcopy(dict(base))
+        for key, value in patch.items():
+            if value is None:
+                found.pop(key, None)
+            else:
+                found[key] = merged(found.get(key), value)
+        return found
+    if _named(base) and _named(patch):
+        found_list = copy.deepcopy(list(base))
+        for each in patch:
+            at = next((n for n, one in enumerate(found_list) if one["name"] == each["name"]), None)
+            if at is None:
+                found_list.append(copy.deepcopy(each))
+            else:
+                found_list[at] = merged(found_list[at], each)
+        return found_list
+    return copy.deepcopy(patch)
+
+
+def _named(value: Any) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and bool(value)
+        and all(isinstance(each, Mapping) and "name" in each for each in value)
+    )

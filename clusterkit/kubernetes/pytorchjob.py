@@ -1,0 +1,51 @@
+"""PyTorchJob of Kubeflow's training operator 1.9: Workers only.
+
+A Master would bring an init container into every Worker that pod security "restricted" forbids,
+and a job that counts as done when its Master is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from clusterkit.kubernetes.pods import Shape, metadata, template
+from clusterkit.kubernetes.text import Object
+from clusterkit.status import State
+
+KIND, API, PLURAL = "PyTorchJob", "kubeflow.org/v1", "pytorchjobs"
+INDEX = "training.kubeflow.org/replica-index"
+"""Label that holds the number of a pod."""
+STATES: Mapping[str, State] = {
+    "Created": State.PENDING,
+    "Suspended": State.PENDING,
+    "Running": State.RUNNING,
+    "Restarting": State.RESTARTING,
+    "Succeeded": State.SUCCEEDED,
+    "Failed": State.FAILED,
+}
+
+
+def node_name(shape: Shape, node: int) -> str:
+    """The name under which the other pods find a node's."""
+    return f"{shape.name}-worker-{node}"
+
+
+def render(shape: Shape) -> list[Object]:
+    return [
+        {
+            "apiVersion": API,
+            "kind": KIND,
+            "metadata": metadata(shape),
+            "spec": {
+                # None, the default, would leave the other pods of a failed job on their GPUs.
+                "runPolicy": {"cleanPodPolicy": "Running"},
+                "pytorchReplicaSpecs": {
+                    "Worker": {
+                        "replicas": shape.nodes,
+                        "restartPolicy": "OnFailure" if shape.elastic else "Never",
+                        "template": template(shape, "pytorch", rank=f"metadata.labels['{INDEX}']"),
+                    }
+                },
+            },
+        }
+    ]

@@ -1,0 +1,120 @@
+"""Ending a run: its job, whatever that made, and what was made for it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from clusterkit.backends.base import Handle
+from clusterkit.errors import ClusterkitError, Unavailable
+from clusterkit.kubernetes.judge import Pod
+from clusterkit.kubernetes.observe import (
+    HOST,
+    flavor_of,
+    known,
+    name_of,
+    namespace,
+    pods_of,
+    pods_path,
+    raw,
+    remember,
+    removed_path,
+    snapshot,
+    tool,
+)
+from clusterkit.kubernetes.pods import STOP_EXTRA
+from clusterkit.plan import Plan
+from clusterkit.transport import Put, Transport
+
+LOOK_SECONDS = 0.25
+GONE_SECONDS = 20.0
+"""How long pods may take to be gone, beyond the time that they have to end."""
+COLLECT_SECONDS = 2.0
+"""How long Kubernetes has to end the pods of a job that is gone; then they are ended one by one."""
+
+
+def remove(handle: Handle, transport: Transport) -> None:
+    """End and remove everything of the run; how its pods were is kept.
+
+    Raises:
+        Unavailable: the API server does not answer, will not, or a node does not.
+    """
+    plan = handle.plan
+    try:
+        if known(plan, transport):
+            pods = pods_of(handle, transport)
+            before = snapshot(handle, transport)
+            remember(handle, before, pods, transport)
+            if pods and any(pod.exit_code is None for pod in pods.values()):
+                transport.put_all(HOST, [Put(removed_path(handle), b"")])
+        flavor = flavor_of(plan)
+        for api, plural in _kinds(plan):
+            _delete(plan, f"{_root(api)}/namespaces/{namespace(plan)}/{plural}/{name_of(plan)}",
+                    transport)  # fmt: skip
+        assert flavor is not None
+        _await_gone(plan, transport)
+    except ClusterkitError as error:
+        raise Unavailable(
+            f"could not end run {plan.run_id}: {error.message}",
+            hint=f"clusterkit cancel {plan.run_id} again, once it answers",
+        ) from error
+
+
+def _kinds(plan: Plan) -> list[tuple[str, str]]:
+    """What a run may have, its job first: without that nobody makes new pods."""
+    flavor = flavor_of(plan)
+    found = [(flavor.API, flavor.PLURAL)]
+    if flavor.KIND == "TrainJob":
+        found.append((flavor.API, "trainingruntimes"))
+    if flavor.KIND == "Job":
+        found.append(("v1", "services"))
+    return [*found, ("v1", "configmaps"), ("v1", "secrets")]
+
+
+def _root(api: str) -> str:
+    return f"/apis/{api}" if "/" in api else f"/api/{api}"
+
+
+def _delete(plan: Plan, path: str, transport: Transport, **query: str) -> None:
+    options = {"propagationPolicy": "Background", **query}
+    words = "&".join(f"{key}={value}" for key, value in options.items())
+    done = transport.run(HOST, [*tool(plan), "delete", "--raw", f"{path}?{words}"])
+    if done.exit_code and "(NotFound)" not in done.stderr:
+        raise Unavailable(done.stderr.strip() or f"exit code {done.exit_code}")
+
+
+def _await_gone(plan: Plan, transport: Transport) -> None:
+    import json
+
+    started = time.monotonic()
+    deadline = started + plan.stop_grace + STOP_EXTRA + GONE_SECONDS
+    asked: set[str] = set()
+    while True:
+        items = json.loads(raw(plan, pods_path(plan), transport))["items"]
+        if not items:
+            return
+        for told in items:
+            name, leaving = told["metadata"]["name"], told["metadata"].get("deletionTimestamp")
+            path = f"/api/v1/namespaces/{namespace(plan)}/pods/{name}"
+            over = time.monotonic() > started + COLLECT_SECONDS
+            if not leaving and over and name not in asked:
+                asked.add(name)
+                _delete(plan, path, transport)
+            late = time.monotonic() > started + plan.stop_grace + STOP_EXTRA
+            if leaving and late and _node_gone(told):
+                # Nobody there will say that it has ended.
+                _delete(plan, path, transport, gracePeriodSeconds="0")
+        if time.monotonic() > deadline:
+            names = ", ".join(sorted(each["metadata"]["name"] for each in items))
+            raise Unavailable(f"pods that do not end: {names}")
+        time.sleep(LOOK_SECONDS)
+
+
+def _node_gone(told: dict[str, object]) -> bool:
+    """Whether the pod's node of the cluster does not answer."""
+    from clusterkit.kubernetes.judge import read_pod
+
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        pod: Pod = read_pod(told, None)
+        return pod.lost
+    return False
