@@ -322,8 +322,8 @@ def _info(docker: Sequence[str], transport: Transport) -> dict[str, Any]:
         said = "\n".join(info.get("ServerErrors") or ())
     except (ValueError, AttributeError, TypeError):
         info, said = {}, ""
-    said = said or done.stderr.strip()
-    if done.exit_code or said or not info.get("ServerVersion"):
+    if not info.get("ServerVersion"):
+        said = said or done.stderr.strip()
         if "permission denied" in said.lower():
             raise Unavailable(
                 f"you may not use the docker engine at {docker[-1]}",
@@ -334,8 +334,10 @@ def _info(docker: Sequence[str], transport: Transport) -> dict[str, Any]:
                 f"no docker engine answers at {docker[-1]}",
                 hint="sudo systemctl start docker, or `context:` in the cluster entry",
             )
-        if not info.get("ServerVersion"):
-            raise Unavailable(f"the docker engine at {docker[-1]} says: {said or 'nothing'}")
+        raise Unavailable(
+            f"the docker engine at {docker[-1]} says: {_one_line(said) or 'nothing'}",
+            hint="`docker info` tells more",
+        )
     plugins = (info.get("ClientInfo") or {}).get("Plugins") or ()
     version = next((str(p.get("Version", "")) for p in plugins if p.get("Name") == "compose"), None)
     numbers = tuple(map(int, re.findall(r"\d+", version or "")[:2]))
@@ -363,7 +365,10 @@ def _gpus(
     gpus = probe_gpus(transport, HOST)
     if cluster.gpus != "auto":
         if cluster.gpus > len(gpus):
-            raise BadInput(f"gpus: {cluster.gpus} of this machine's {len(gpus)} GPUs cannot be had")
+            raise BadInput(
+                f"gpus: {cluster.gpus} of this machine's {len(gpus)} GPUs cannot be had",
+                hint="auto: all that are visible",
+            )
         gpus = gpus[: cluster.gpus]
     if gpus and "nvidia" not in (info.get("Runtimes") or {}):
         raise Unavailable(
@@ -511,12 +516,12 @@ def _check_subnet(cluster: ComposeCluster, docker: Sequence[str], transport: Tra
     ]
     taken += _routes((transport.get(HOST, "/proc/net/route") or b"").decode())
     for subnet, whose in taken:
-        with contextlib.suppress(ValueError):
-            if ipaddress.IPv4Network(subnet).overlaps(wanted):
-                raise BadInput(
-                    f"subnet: {wanted} is taken: {whose} has {subnet}",
-                    hint="subnet: auto, or one that is not in `ip route`",
-                ) from None
+        network = ipaddress.ip_network(subnet, strict=False)
+        if isinstance(network, ipaddress.IPv4Network) and network.overlaps(wanted):
+            raise BadInput(
+                f"subnet: {wanted} is taken: {whose} has {subnet}",
+                hint="subnet: auto, or one that is not in `ip route`",
+            )
 
 
 def _routes(table: str) -> list[tuple[str, str]]:
@@ -557,10 +562,15 @@ def _settled_volume(text: str, folder: Path) -> str:
 
 
 def _last(done: Completed) -> str:
-    said = (done.stderr.strip() or done.stdout.strip()).rpartition("\n")[2]
-    if "Run 'docker" in said or "See 'docker" in said:
-        said = next((line for line in done.stderr.splitlines() if line.strip()), said)
-    return said.removeprefix("docker: ").strip() or f"exit code {done.exit_code}"
+    """What a docker command said last, without its advice."""
+    lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+    telling = [line for line in lines if line.strip() and "--help'" not in line]
+    said = telling[-1] if telling else f"exit code {done.exit_code}"
+    return _one_line(said.removeprefix("docker: "))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 # ---------------------------------------------------------------- planning

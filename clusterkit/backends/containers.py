@@ -8,7 +8,7 @@ import math
 import posixpath
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -26,7 +26,7 @@ HOST = "localhost"
 ENGINE_SECONDS = 60.0
 INSPECT_SECONDS = 10.0
 """Seconds that a container has beyond its ranks' own to end."""
-LOOK_SECONDS = 5.0
+LOOK_SECONDS = 3.0
 """How often containers are looked at although the engine told of nothing."""
 AGAIN_SECONDS = 1.0
 """Pause before an engine that does not answer is asked again."""
@@ -200,6 +200,7 @@ def judge(
     live: Container | None,
     kept: Container | None,
     silent: str | None = None,
+    patient: bool = True,
 ) -> NodeStatus:
     """A node's state from what its agent left and what the engine says.
 
@@ -209,6 +210,7 @@ def judge(
         live: its container, as it is; None: there is none.
         kept: its container as it was before clusterkit stopped it; None: it has not.
         silent: why the engine does not answer; None: it does.
+        patient: whether what was done to its container may still be undone.
     """
     host = f"node-{node}"
 
@@ -245,6 +247,8 @@ def judge(
         return status(state, f"docker calls its container {live.state!r}")
     if state is State.FAILED:
         return status(state, live.ending(), live.exit_code)
+    if live.trouble() is not None and not patient:
+        return status(State.FAILED, live.trouble())
     if state is State.RUNNING and not begun:
         state = State.PENDING
     return status(state, live.trouble())
@@ -256,9 +260,16 @@ def observation(
     transport: Transport,
     *,
     silent: str | None = None,
+    lost: Collection[int] = (),
 ) -> Observation:
+    """An attempt's nodes from their files and their containers.
+
+    Args:
+        silent: why the engine does not answer; None: it does.
+        lost: nodes whose containers have been paused or cut off for too long.
+    """
     kept = _snapshot(handle, transport)
-    nodes, exits, kills = [], [], 0
+    nodes, exits, causes, kills = [], [], [], 0
     for node in range(handle.plan.nodes):
         exit_json = transport.get(HOST, node_file(handle, node, "exit.json"))
         found = judge(
@@ -268,8 +279,13 @@ def observation(
             live=live.get(node),
             kept=kept.get(node),
             silent=silent,
+            patient=node not in lost,
         )
         nodes.append(found)
+        told = None if exit_json is None else judge_exit(node, found.host, exit_json)
+        if found.state is State.FAILED and found.reason and found != told:
+            # Its own word for it, if there is one, is only that it was asked to end.
+            causes.append(NodeCause(node=node, words=found.reason, exit_code=found.exit_code or 1))
         if found.state is State.FAILED:
             ranks = transport.get(HOST, node_file(handle, node, "ranks.jsonl"))
             ends, counted_kills = endings(node, exit_json or b"", ranks or b"")
@@ -280,7 +296,7 @@ def observation(
         nodes=tuple(nodes),
         rank_exits=tuple(exits),
         oom_kills=kills,
-        causes=_causes(handle.plan, kept, live),
+        causes=(*_causes(handle.plan, kept, live), *causes),
     )
 
 
@@ -323,6 +339,8 @@ class Watcher:
         self._silent_since: float | None = None
         self._complaint = ""
         self._last: tuple[NodeStatus, ...] = ()
+        self._troubled: dict[int, float] = {}
+        """Since when nodes are paused or cut off."""
 
     def status(self) -> Observation | None:
         if not known(self._handle.plan, self._transport):
@@ -344,7 +362,12 @@ class Watcher:
             seconds = now - self._silent_since
             if seconds >= self._handle.plan.lost_after:
                 silent = f"{self._complaint} (for {seconds:.0f} s)"
-        return observation(self._handle, self._live, self._transport, silent=silent)
+        lost = [
+            node
+            for node, since in self._troubled.items()
+            if now - since >= self._handle.plan.lost_after
+        ]
+        return observation(self._handle, self._live, self._transport, silent=silent, lost=lost)
 
     def _look(self, now: float) -> None:
         try:
@@ -356,6 +379,11 @@ class Watcher:
         else:
             self._silent_since = None
             self._look_at = now + LOOK_SECONDS
+            self._troubled = {
+                node: self._troubled.get(node, now)
+                for node, found in self._live.items()
+                if found.trouble() is not None
+            }
 
     def _told(self) -> bool:
         """Whether the engine told of something since it was asked last."""
