@@ -24,7 +24,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +223,12 @@ class Play:
         return re.sub(r"\s+", " ", self.said)
 
 
+def packages_changed_at() -> int:
+    """When dpkg last worked on this machine."""
+    dpkg = Path("/var/lib/dpkg")
+    return max((dpkg / name).stat().st_mtime_ns for name in ("status", "updates"))
+
+
 @dataclass(frozen=True)
 class Site:
     """A lab and a way to run the playbook on it."""
@@ -231,6 +237,7 @@ class Site:
     folder: Path
     variables: Path
     ansible_home: Path
+    packages: int = field(default_factory=packages_changed_at)
 
     def play(self, *words: str, **variables: object) -> Play:
         argv = [str(BIN / "ansible-playbook"), "-i", str(self.lab.inventory), str(PLAYBOOK)]
@@ -240,6 +247,9 @@ class Site:
         done = subprocess.run(argv, cwd=self.folder, env=self.environment(), text=True,
                               timeout=600, stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT)  # fmt: skip
+        # The hosts see this machine's files and its list of packages, half-unpacked ones too.
+        if done.returncode != 0 and packages_changed_at() != self.packages:
+            pytest.fail(f"apt or dpkg ran on this machine meanwhile: run this again\n{done.stdout}")
         return Play(done.returncode, done.stdout)
 
     def environment(self) -> dict[str, str]:
@@ -350,7 +360,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         )
     )
     # A short one: the name of a socket may have 108 characters.
-    with tempfile.TemporaryDirectory(prefix="cka") as home, Lab(folder / "lab", hosts=2) as lab:
+    # The lab not in pytest's folder, which pytest removes although a lab that was killed is there.
+    place = tempfile.mkdtemp(prefix="clusterkit-lab-")
+    with tempfile.TemporaryDirectory(prefix="cka") as home, Lab(place, hosts=2) as lab:
         for host in NODES:
             root = lab.root(host)
             sources = root / "etc/apt/sources.list.d"
@@ -752,7 +764,8 @@ def test_hosts_so_prepared_pass_the_preflight_and_train(
 
 def test_the_lab_file_is_enough_for_a_lab(tmp_path: Path) -> None:
     skip_without_lab()
-    with tempfile.TemporaryDirectory(prefix="cka") as home, Lab(tmp_path / "lab", hosts=1) as lab:
+    place = tempfile.mkdtemp(prefix="clusterkit-lab-")
+    with tempfile.TemporaryDirectory(prefix="cka") as home, Lab(place, hosts=1) as lab:
         fresh = Site(lab, tmp_path, CHECKOUT / "ansible" / "lab.yml", Path(home))
         # The roles that the file sets something for, and what has to be there for them.
         play = fresh.play("--tags", "base,hosts,chrony,docker,nvidia,python_env")
