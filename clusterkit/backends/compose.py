@@ -349,7 +349,10 @@ def _info(docker: Sequence[str], transport: Transport) -> dict[str, Any]:
             "docker-compose-v2 (Ubuntu's)",
         )
     if info.get("OSType", "linux") != "linux":
-        raise Unavailable(f"the docker engine runs {info['OSType']} containers, not Linux's")
+        raise Unavailable(
+            f"the docker engine runs {info['OSType']} containers, not Linux's",
+            hint="`context:` in the cluster entry names another engine",
+        )
     return info
 
 
@@ -491,7 +494,10 @@ def _unfit(cluster: ComposeCluster, image: str, place: Path, done: Completed) ->
             f"image: {image} was made for another kind of processor",
             hint="`make image` makes one for this machine",
         )
-    return Unavailable(f"image: no container of {image} could be run: {_last(done)}")
+    return Unavailable(
+        f"image: no container of {image} could be run: {_last(done)}",
+        hint=f"docker run --rm --entrypoint {cluster.python} {image} --version",
+    )
 
 
 def _check_subnet(cluster: ComposeCluster, docker: Sequence[str], transport: Transport) -> None:
@@ -605,8 +611,7 @@ def _check_room(cluster: ComposeCluster, nodes: int) -> None:
         room = ipaddress.IPv4Network(cluster.subnet).num_addresses - 3
         if nodes > room:
             raise BadInput(
-                f"subnet: {cluster.subnet} has {counted(max(0, room), 'address')} for "
-                f"{counted(nodes, 'node')}",
+                f"subnet: {cluster.subnet} has room for {counted(max(0, room), 'node')}, not {nodes}",
                 hint="a larger one, or auto",
             )
 
