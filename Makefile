@@ -26,7 +26,7 @@ help: ## This list
 .venv/.train: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "making .venv (torch, deepspeed, transformers): a few minutes the first time" >&2
 	@$(PIP) torch
-	@$(PIP) --editable '.[train,ssh]'
+	@$(PIP) --editable '.[train,ssh,kubernetes]'
 	@touch $@
 
 .venv/.dev: .venv/.train
@@ -39,7 +39,7 @@ venv: .venv/.train ## The environment that runs jobs
 
 .PHONY: lock
 lock: .venv/.dev ## Write constraints.txt anew from what pip finds now
-	@$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[train,dev,kubernetes]'
+	@$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[train,dev]'
 	@{ sed '/^[^#]/,$$d' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//; s/+cu[0-9]*$$//' | grep -v '^nvidia\|^triton\|^cuda'; } >constraints.new
 	@mv constraints.new constraints.txt
 
