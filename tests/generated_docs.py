@@ -24,7 +24,7 @@ from msgspec import inspect as types
 
 from clusterkit import backends, catalogue
 from clusterkit.cli import VERBS, cli
-from clusterkit.cluster import Host, LocalCluster, SshCluster
+from clusterkit.cluster import ComposeCluster, Host, LocalCluster, SshCluster
 from clusterkit.doctor.checks import CHECKS
 from clusterkit.spec import BatchSpec, CheckpointSpec, JobSpec
 
@@ -270,6 +270,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "checkpoint-keys": lambda: keys(CheckpointSpec),
     "local-cluster-keys": lambda: keys(LocalCluster),
     "ssh-cluster-keys": lambda: keys(SshCluster),
+    "compose-cluster-keys": lambda: keys(ComposeCluster),
     "host-keys": lambda: keys(Host),
     "verbs": verbs,
     "doctor-checks": doctor_checks,

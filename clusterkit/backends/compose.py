@@ -610,8 +610,9 @@ def _check_room(cluster: ComposeCluster, nodes: int) -> None:
         # Three are the network's own: its first, its last, and the engine's.
         room = ipaddress.IPv4Network(cluster.subnet).num_addresses - 3
         if nodes > room:
+            has = counted(max(0, room), "node")
             raise BadInput(
-                f"subnet: {cluster.subnet} has room for {counted(max(0, room), 'node')}, not {nodes}",
+                f"subnet: {cluster.subnet} has room for {has}, not {nodes}",
                 hint="a larger one, or auto",
             )
 
