@@ -220,7 +220,7 @@ class KubernetesBackend(Backend):
         files.append(
             PlanFile(
                 posixpath.join(local, "files", "pod.sh"),
-                text=_pod_script(awaited, assembly.command),
+                text=_pod_script(awaited, assembly.command, needed=job.launcher != "python"),
                 mode=0o755,
             )
         )
@@ -471,7 +471,19 @@ def _moved(file: PlanFile, run_dir: str, local: str) -> PlanFile:
     return msgspec.structs.replace(file, path=path)
 
 
-def _pod_script(names: list[str], command: tuple[str, ...]) -> str:
+def _pod_script(names: list[str], command: tuple[str, ...], *, needed: bool) -> str:
+    """What a pod starts with.
+
+    Args:
+        names: of other pods, to wait for.
+        needed: a launcher cannot do without; a program may, and the other pod may have ended.
+    """
+    seconds = NAME_SECONDS if needed else NAME_SECONDS // 10
+    message = f"the name $1 did not resolve within {seconds} s"
+    if needed:
+        give_up = f'            echo "{message}" | tee /dev/termination-log\n            exit 69\n'
+    else:
+        give_up = f'            echo "{message}; going on without it"\n            return\n'
     waits = "".join(f"await {quoted(name)}\n" for name in names)
     function = (
         "await() {\n"
@@ -479,11 +491,7 @@ def _pod_script(names: list[str], command: tuple[str, ...]) -> str:
         '    until getent hosts "$1" >/dev/null; do\n'
         "        tries=$((tries + 1))\n"
         '        if [ "$tries" = 25 ]; then echo "waiting for the name $1 to resolve"; fi\n'
-        f'        if [ "$tries" = {NAME_SECONDS * 5} ]; then\n'
-        f'            message="the name $1 did not resolve within {NAME_SECONDS} s"\n'
-        '            echo "$message" | tee /dev/termination-log\n'
-        "            exit 69\n"
-        "        fi\n"
+        f'        if [ "$tries" = {seconds * 5} ]; then\n{give_up}        fi\n'
         "        sleep 0.2\n"
         "    done\n"
         "}\n"
@@ -492,6 +500,7 @@ def _pod_script(names: list[str], command: tuple[str, ...]) -> str:
         "#!/bin/sh\n"
         "# what a pod runs: forgets what the operator tells torchrun, waits until the others can\n"
         "# be found by name, becomes the node\n"
+        "trap 'exit 143' TERM\n"
         f"unset {' '.join(_PET)}\n"
         f"{function + waits if names else ''}"
         f"exec {' '.join(quoted(word) for word in command)}\n"

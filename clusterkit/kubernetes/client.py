@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
+RUNTIME_SECONDS = 10.0
+"""How long the trainer may take to hear of the runtime of a TrainJob."""
 KUSTOMIZATION = "kustomization.yaml"
 _PLURALS = {
     "ConfigMap": "configmaps", "Secret": "secrets", "Service": "services", "Job": "jobs",
@@ -199,12 +202,7 @@ class KubeTransport(LocalTransport):
         for each in objects:
             query = f"fieldManager={MANAGER}&force=true&fieldValidation=Strict"
             path = f"{collection(each, target.namespace)}/{each['metadata']['name']}"
-            made = json.loads(
-                self._call(
-                    target, "PATCH", f"{path}?{query}", each, "application/apply-patch+yaml",
-                    seconds=seconds,
-                )
-            )  # fmt: skip
+            made = self._made(target, f"{path}?{query}", each, seconds)
             applied.append((made, path))
             if each["kind"] in _OWNERS:
                 owner = made
@@ -225,6 +223,22 @@ class KubeTransport(LocalTransport):
                         seconds=seconds,
                     )  # fmt: skip
         return "\n".join(said) + "\n"
+
+    def _made(self, target: Target, path: str, each: Object, seconds: float) -> Object:
+        """The object as the server has it now."""
+        deadline = time.monotonic() + RUNTIME_SECONDS
+        while True:
+            try:
+                content = "application/apply-patch+yaml"
+                made: Object = json.loads(
+                    self._call(target, "PATCH", path, each, content, seconds=seconds)
+                )
+                return made
+            except Refused as error:
+                # The trainer hears of a runtime a moment after it was made.
+                if "must be created before" not in error.said or time.monotonic() > deadline:
+                    raise
+                time.sleep(RUNTIME_SECONDS / 50)
 
 
 class RawStream:
@@ -308,15 +322,16 @@ def connect(kubeconfig: str | None, context: str | None) -> ApiClient:
     there = [path for path in files if path.is_file()]
     settings = client.Configuration()
     settings.retries = False
+    in_pod = not named and "KUBERNETES_SERVICE_HOST" in os.environ
+    if not there and not in_pod:
+        raise BadInput(
+            f"kubeconfig: there is no {files[0]}",
+            hint="kubeconfig: PATH in the cluster entry, or export KUBECONFIG=PATH",
+        )
     try:
-        if not there and not named and "KUBERNETES_SERVICE_HOST" in os.environ:
+        if not there:
             config.load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
             return client.ApiClient(settings)
-        if not there:
-            raise BadInput(
-                f"kubeconfig: there is no {files[0]}",
-                hint="kubeconfig: PATH in the cluster entry, or export KUBECONFIG=PATH",
-            )
         config.load_kube_config(  # type: ignore[no-untyped-call]
             config_file=os.pathsep.join(map(str, there)),
             context=context,

@@ -6,7 +6,7 @@ import calendar
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ WAITS_FOR_EVER = ("InvalidImageName", "ErrImageNeverPull", "CreateContainerConfi
 """A container that waits for one of these waits for a change of its manifest."""
 BACK_OFF_SECONDS = 60.0
 """How long an image may be pulled in vain."""
+DELETED = "its pod was deleted, by somebody or by the cluster"
 _NODES = re.compile(r"\d+/\d+ nodes are available")
 
 
@@ -59,6 +60,13 @@ class Pod(Struct, frozen=True, kw_only=True):
     restarts: int = 0
     finished_at: float | None = None
     container: str = ""
+    leaving: bool = False
+    """Whether it is being removed."""
+
+    @property
+    def ran(self) -> bool:
+        """Whether it was going on, and nobody had asked it to end."""
+        return self.exit_code is None and not self.leaving
 
 
 def read_pod(told: Mapping[str, Any], index: str | None, now: float | None = None) -> Pod:
@@ -113,6 +121,7 @@ def _read(told: Mapping[str, Any], node: int | None, now: float | None) -> Pod:
         removed_by=_removal(removed, disruption, status),
         restarts=int(containers[0].get("restartCount", 0)) if containers else 0,
         finished_at=None if ended is None else unix(ended.get("finishedAt")),
+        leaving=bool(meta.get("deletionTimestamp")),
         container=(spec.get("containers") or [{}])[0].get("name", ""),
     )
 
@@ -146,7 +155,8 @@ def _waits(
         said = str(scheduled.get("message") or "")
         if scheduled.get("reason") == "SchedulingGated":
             return "it waits for its queue", False
-        said = said.partition(" preemption:")[0].rstrip(".")
+        said = said.partition(" preemption:")[0].partition(" no new claims")[0]
+        said = said.removesuffix(" not found").rstrip("., ")
         if _NODES.match(said):
             return f"no node for it: {said}", False
         return f"not scheduled yet{f': {said}' if said else ''}", False
@@ -235,7 +245,8 @@ def judge(
         if before.exit_code is not None:
             return _ended(node, before, ours=ours)
         if ours:
-            return status(State.CANCELLED, "killed: it did not end when it was asked to")
+            late = "killed: it did not end when it was asked to"
+            return status(State.CANCELLED, late if before.started else "it had not begun")
         if replaced:
             return status(State.PENDING, "its pod was removed; another one takes its place")
         why = before.removed_by or "somebody deleted it, or the namespace"
@@ -276,8 +287,9 @@ def _ended(node: int, pod: Pod, *, ours: bool) -> NodeStatus:
         found = judge_exit(node, pod.host, (pod.last_words or "").encode())
         if found.reason == STOPPED and not ours:
             # It obeyed, but whom?
-            why = pod.removed_by or "its pod was deleted, by somebody or by the cluster"
-            return msgspec.structs.replace(found, state=State.FAILED, reason=why)
+            return msgspec.structs.replace(
+                found, state=State.FAILED, reason=pod.removed_by or DELETED
+            )
         return found
     reason = pod.removed_by or _reason(pod)
     said = (pod.last_words or "").strip()
@@ -301,17 +313,33 @@ def starved(pod: Pod) -> str:
     return f"killed by the kernel for want of memory: {limit}"
 
 
-def causes(pods: Sequence[Pod]) -> tuple[NodeCause, ...]:
-    """What was done to pods, where their nodes could not tell or not know."""
+def causes(pods: Sequence[Pod], ours: Collection[str] = ()) -> tuple[NodeCause, ...]:
+    """What was done to pods, where their nodes could not tell or not know.
+
+    Args:
+        ours: names of those that clusterkit itself has ended.
+    """
     found = []
     for pod in pods:
         node = 0 if pod.node is None else pod.node
         if pod.reason == "OOMKilled":
             hint = "a larger `memory` in the cluster entry, or a smaller batch.micro"
             found.append(NodeCause(node=node, words=starved(pod), hint=hint))
-        elif pod.removed_by is not None:
-            found.append(NodeCause(node=node, words=pod.removed_by))
+        elif pod.name in ours:
+            continue
+        elif pod.removed_by is not None or _obeyed(pod):
+            code = 137 if pod.exit_code is None else pod.exit_code
+            words = pod.removed_by or DELETED
+            found.append(NodeCause(node=node, words=words, exit_code=code))
     return tuple(found)
+
+
+def _obeyed(pod: Pod) -> bool:
+    """Whether its agent was asked to end, by a signal."""
+    try:
+        return bool(json.loads(pod.last_words or "")["reason"] == STOPPED)
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def endings_of(pod: Pod) -> list[dict[str, Any]]:

@@ -166,8 +166,17 @@ def replaces(plan: Plan) -> bool:
 
 
 def removed_path(handle: Handle) -> str:
-    """The file that is there once clusterkit itself has removed the attempt's pods."""
-    return posixpath.join(posixpath.dirname(_snapshot_path(handle)), "removed")
+    """The file that names the pods that clusterkit itself has ended."""
+    return posixpath.join(posixpath.dirname(_snapshot_path(handle)), "removed.json")
+
+
+def removed(handle: Handle, transport: Transport) -> frozenset[str] | None:
+    """Pods of the attempt that clusterkit itself has ended; None: it has not ended any yet."""
+    data = transport.get(HOST, removed_path(handle))
+    try:
+        return None if data is None else msgspec.json.decode(data, type=frozenset[str])
+    except msgspec.MsgspecError:
+        return frozenset()
 
 
 def observation(
@@ -192,14 +201,20 @@ def observation(
         before = snapshot(handle, transport)
     if silent is not None:
         pods = before
-    ours = transport.get(HOST, removed_path(handle), 0, 1) is not None
+    ours = removed(handle, transport) or frozenset()
     now = {pod.node: pod for pod in pods.values() if pod.node is not None}
     then = {pod.node: pod for pod in before.values() if pod.node is not None}
     nodes, exits, kills = [], [], 0
     for node in range(handle.plan.nodes):
         pod = now.get(node)
+        named = pod or then.get(node)
         found = judge(
-            node, pod, then.get(node), replaced=replaces(handle.plan), waits=waits, ours=ours
+            node,
+            pod,
+            then.get(node),
+            replaced=replaces(handle.plan),
+            waits=waits,
+            ours=named is not None and named.name in ours,
         )
         if pod is not None and pod.name in unheard and found.state.final:
             found = msgspec.structs.replace(found, state=State.RUNNING, reason=None)
@@ -218,7 +233,7 @@ def observation(
         nodes=tuple(nodes),
         rank_exits=tuple(exits),
         oom_kills=kills,
-        causes=() if ours and not exits else causes([*{**before, **pods}.values()]),
+        causes=causes([*{**before, **pods}.values()], ours),
     )
 
 

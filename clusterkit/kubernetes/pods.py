@@ -120,14 +120,7 @@ def template(
         spec["tolerations"] = [dict(each) for each in cluster.tolerations]
     if cluster.image_pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in cluster.image_pull_secrets]
-    spec["securityContext"] = {
-        "runAsNonRoot": True,
-        "runAsUser": cluster.user,
-        "runAsGroup": cluster.user,
-        "fsGroup": cluster.user,
-        "fsGroupChangePolicy": "OnRootMismatch",
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
+    spec["securityContext"] = pod_security(cluster.user)
     words = shape.command if command is None else command
     body: Object = {
         "name": container,
@@ -136,11 +129,7 @@ def template(
         "command": [literal(word) for word in words],
         "env": env,
         "resources": resources(cluster, shape.gpus if gpus is None else gpus, asking=node),
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": cluster.read_only_root,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "securityContext": container_security(read_only=cluster.read_only_root),
         "volumeMounts": _mounts(shape),
         **(more or {}),
     }
@@ -153,6 +142,27 @@ def template(
     if cluster.annotations:
         found["metadata"]["annotations"] = dict(cluster.annotations)
     return found
+
+
+def pod_security(user: int) -> Object:
+    """What pod security "restricted" asks of a pod."""
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": user,
+        "runAsGroup": user,
+        "fsGroup": user,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def container_security(*, read_only: bool = True) -> Object:
+    """What it asks of a container, and a root file system that stays as it is."""
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": read_only,
+        "capabilities": {"drop": ["ALL"]},
+    }
 
 
 def _field(path: str) -> Object:

@@ -37,8 +37,9 @@ def render(shape: Shape) -> list[Object]:
             "kind": KIND,
             "metadata": metadata(shape),
             "spec": {
-                # None, the default, would leave the other pods of a failed job on their GPUs.
-                "runPolicy": {"cleanPodPolicy": "Running"},
+                # A job is done for the operator when Worker 0 is; the others may still be at work,
+                # and end together by themselves when one of them fails (clusterkit.agent.Peers).
+                "runPolicy": {"cleanPodPolicy": "None"},
                 "pytorchReplicaSpecs": {
                     "Worker": {
                         "replicas": shape.nodes,

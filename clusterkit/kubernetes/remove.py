@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 
 from clusterkit.backends.base import Handle
@@ -18,6 +19,7 @@ from clusterkit.kubernetes.observe import (
     pods_path,
     raw,
     remember,
+    removed,
     removed_path,
     snapshot,
     tool,
@@ -45,13 +47,12 @@ def remove(handle: Handle, transport: Transport) -> None:
             pods = pods_of(handle, transport)
             before = snapshot(handle, transport)
             remember(handle, before, pods, transport)
-            if pods and any(pod.exit_code is None for pod in pods.values()):
-                transport.put_all(HOST, [Put(removed_path(handle), b"")])
-        flavor = flavor_of(plan)
+            if removed(handle, transport) is None:
+                names = [pod.name for pod in pods.values() if pod.ran]
+                transport.put_all(HOST, [Put(removed_path(handle), json.dumps(names).encode())])
         for api, plural in _kinds(plan):
             _delete(plan, f"{_root(api)}/namespaces/{namespace(plan)}/{plural}/{name_of(plan)}",
                     transport)  # fmt: skip
-        assert flavor is not None
         _await_gone(plan, transport)
     except ClusterkitError as error:
         raise Unavailable(
@@ -84,8 +85,6 @@ def _delete(plan: Plan, path: str, transport: Transport, **query: str) -> None:
 
 
 def _await_gone(plan: Plan, transport: Transport) -> None:
-    import json
-
     started = time.monotonic()
     deadline = started + plan.stop_grace + STOP_EXTRA + GONE_SECONDS
     asked: set[str] = set()

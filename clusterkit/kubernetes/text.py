@@ -17,6 +17,8 @@ NAME_MAX = 52
 """A pod is called ``NAME-worker-12345``, and so is its service: 63 characters at most."""
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?\Z")
 _PLAIN = re.compile(r"[A-Za-z/_.][A-Za-z0-9/_.$()-]*(:[A-Za-z0-9/_.-]+)*\Z")
+_FLAG = re.compile(r"--?[A-Za-z][A-Za-z0-9-]*(=[A-Za-z0-9$().-]+)?\Z")
+_AMOUNT = re.compile(r"[0-9]+[KMGTPE]i\Z")
 _RESERVED = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none", "."})
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i)?\Z")
 
@@ -101,8 +103,24 @@ def _lines(value: Any, indent: str) -> Iterator[str]:
                 else:
                     yield head
                     yield from (f"{indent}  - {_scalar(part)}" for part in item)
+        elif isinstance(item, str) and _is_block(item):
+            yield f"{head} |"
+            yield from (f"{indent}  {line}".rstrip() for line in item.splitlines())
         else:
             yield f"{head} {_scalar(item)}"
+
+
+def _is_block(text: str) -> bool:
+    """Whether it reads better as lines of its own, and can."""
+    lines = text.split("\n")
+    return (
+        len(lines) > 2
+        and lines[-1] == ""
+        and bool(lines[0])
+        and not lines[0][0].isspace()
+        and all(line.isprintable() and line == line.rstrip() for line in lines)
+        and bool(lines[-2])
+    )
 
 
 def _scalar(value: Any) -> str:
@@ -114,6 +132,8 @@ def _scalar(value: Any) -> str:
         return "{}"
     text = str(value)
     if _PLAIN.match(text) and text.lower() not in _RESERVED:
+        return text
+    if _FLAG.match(text) or _AMOUNT.match(text):
         return text
     # A JSON string is a YAML string, but for the few characters that end a line in YAML.
     quoted = json.dumps(text, ensure_ascii=False)

@@ -41,7 +41,7 @@ LAYERS = [
     {"clusterkit.kubernetes.pods"},
     {f"clusterkit.kubernetes.{name}" for name in ("job", "client", "judge")},
     {f"clusterkit.kubernetes.{name}" for name in ("pytorchjob", "mpijob", "trainjob")},
-    {"clusterkit.kubernetes.flavors"},
+    {"clusterkit.kubernetes.flavors", "clusterkit.kubernetes.by_hand"},
     {"clusterkit.kubernetes.observe"},
     {"clusterkit.kubernetes.remove"},
     {f"clusterkit.backends.{name}" for name in backends.NAMES},

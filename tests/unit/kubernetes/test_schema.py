@@ -1,0 +1,203 @@
+"""Every manifest against the schemas of the kinds that it is of: a wrong field is an error."""
+
+import json
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+from kubernetes import client
+
+from clusterkit import backends, loader
+from clusterkit.cluster import Claim, KubernetesCluster, KubernetesFacts
+from clusterkit.kubernetes import by_hand
+from tests import manifests
+
+ROOT = Path(__file__).resolve().parents[3]
+CRDS = {path.stem: json.loads(path.read_text()) for path in ROOT.glob("tests/data/crds/*.json")}
+# A TrainingRuntime is a ClusterTrainingRuntime that belongs to a namespace.
+CRDS["TrainingRuntime"] = CRDS["ClusterTrainingRuntime"]
+FLAVORS = ("pytorchjob", "mpijob", "trainjob", "job")
+
+
+def wrong_fields(value, schema, place=""):
+    """What a strict API server would complain of: unknown fields, wrong types, missing fields."""
+    if schema.get("x-kubernetes-preserve-unknown-fields") or "x-kubernetes-int-or-string" in schema:
+        return
+    kind = schema.get("type")
+    if kind == "object":
+        if not isinstance(value, dict):
+            yield f"{place}: not an object"
+            return
+        known, more = schema.get("properties"), schema.get("additionalProperties")
+        for key in schema.get("required", ()):
+            if key not in value:
+                yield f"{place}.{key}: missing"
+        for key, inner in value.items():
+            if known is not None and key in known:
+                yield from wrong_fields(inner, known[key], f"{place}.{key}")
+            elif isinstance(more, dict):
+                yield from wrong_fields(inner, more, f"{place}.{key}")
+            elif known is not None:
+                yield f"{place}.{key}: unknown"
+    elif kind == "array":
+        if not isinstance(value, list):
+            yield f"{place}: not a list"
+            return
+        for number, inner in enumerate(value):
+            yield from wrong_fields(inner, schema["items"], f"{place}[{number}]")
+    else:
+        types = {"string": str, "integer": int, "boolean": bool, "number": (int, float)}
+        if kind in types and (
+            not isinstance(value, types[kind]) or (kind == "integer" and value is True)
+        ):
+            yield f"{place}: {value!r} is no {kind}"
+        if "enum" in schema and value not in schema["enum"]:
+            yield f"{place}: {value!r} is none of {schema['enum']}"
+        if (
+            "pattern" in schema
+            and isinstance(value, str)
+            and not re.search(schema["pattern"], value)
+        ):
+            yield f"{place}: {value!r} does not match"
+
+
+def wrong_builtin(value, kind, place=""):
+    """The same for the kinds that every cluster has, by the official client's models."""
+    if match := re.match(r"list\[(.*)\]", kind):
+        for number, inner in enumerate(value):
+            yield from wrong_builtin(inner, match[1], f"{place}[{number}]")
+    elif match := re.match(r"dict\(str, (.*)\)", kind):
+        for key, inner in value.items():
+            yield from wrong_builtin(inner, match[1], f"{place}.{key}")
+    elif kind in ("str", "bool", "int"):
+        if type(value).__name__ != kind:
+            yield f"{place}: {value!r} is no {kind}"
+    elif model := getattr(client, kind, None):
+        names = {theirs: ours for ours, theirs in model.attribute_map.items()}
+        for key, inner in value.items():
+            if key not in names:
+                yield f"{place}.{key}: unknown"
+            else:
+                yield from wrong_builtin(inner, model.openapi_types[names[key]], f"{place}.{key}")
+
+
+def complaints(document):
+    kind = document["kind"]
+    if kind in CRDS:
+        crd = CRDS[kind]
+        assert document["apiVersion"] == f"{crd['group']}/{crd['version']}"
+        schema = crd["schema"]
+        plain = {key: value for key, value in document.items() if key != "metadata"}
+        yield from wrong_fields(plain, schema, kind)
+        yield from wrong_builtin(document["metadata"], "V1ObjectMeta", f"{kind}.metadata")
+    else:
+        yield from wrong_builtin(document, f"V1{kind}", kind)
+
+
+@pytest.fixture
+def planned(make_facts):
+    def plan(flavor, *, full=False, **changes):
+        job = loader.load_job(ROOT / "jobs" / "zero2.yaml")
+        if flavor == "mpijob":
+            changes["launcher"] = "mpirun"
+        job = msgspec.structs.replace(job, **({"nodes": 2, "gpus_per_node": 2} | changes))
+        kubernetes = KubernetesFacts(
+            version="v1.34.4", context="c", namespace="ns",
+            kinds=("PyTorchJob", "MPIJob", "TrainJob"),
+        )  # fmt: skip
+        facts = msgspec.structs.replace(make_facts(gpus=2 if full else 0), kubernetes=kubernetes)
+        more = {
+            "volumes": (Claim(claim="a", path="/a"), Claim(claim="b", path="/b", read_only=True)),
+            "memory": "1Gi", "cpus": 2.0, "resources": {"rdma/hca": "1"}, "queue": "q",
+            "node_selector": {"a": "b"}, "priority_class": "p", "service_account": "s",
+            "tolerations": ({"key": "k", "operator": "Exists"},), "shared": "/a",
+            "image_pull_secrets": ("r",), "annotations": {"x": "y"}, "labels": {"l": "m"},
+        } if full else {}  # fmt: skip
+        cluster = KubernetesCluster(flavor=flavor, **more)
+        return backends.backend("kubernetes").plan(job, cluster, facts, "demo-1")
+
+    return plan
+
+
+def documents_of(plan):
+    (file,) = (file for file in plan.files if file.path.endswith("manifests.yaml"))
+    return list(yaml.safe_load_all(file.content()))
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_a_plan_s_manifests_are_what_the_kinds_allow(flavor, full, planned):
+    documents = documents_of(planned(flavor, full=full, secrets=("TOKEN",)))
+    assert documents
+    for document in documents:
+        assert list(complaints(document)) == []
+
+
+@pytest.mark.parametrize(
+    "path", sorted(path for path in manifests.wanted() if "kustomization" not in path.name),
+    ids=lambda path: path.name,
+)  # fmt: skip
+def test_the_manifests_by_hand_are_what_the_kinds_allow(path):
+    for document in yaml.safe_load_all(path.read_text()):
+        assert list(complaints(document)) == []
+
+
+@pytest.mark.parametrize(
+    ("flavor", "break_it", "complaint"),
+    [
+        ("pytorchjob", lambda d: d["spec"].update(replicas=2), "PyTorchJob.spec.replicas: unknown"),
+        ("mpijob", lambda d: d["spec"].update(slotsPerWorker="2"), "'2' is no integer"),
+        ("mpijob", lambda d: d["spec"].update(mpiImplementation="Open"), "is none of"),
+        ("trainjob", lambda d: d["metadata"].update(name=3), "3 is no str"),
+        ("job", lambda d: d["spec"].pop("selector").update(a=1), None),
+        ("job", lambda d: d["spec"].update(selectr={}), "Service.spec.selectr: unknown"),
+    ],
+)
+def test_the_check_itself_finds_what_is_wrong(flavor, break_it, complaint, planned):
+    document = documents_of(planned(flavor))[0]
+    break_it(document)
+    found = list(complaints(document))
+    assert (found == []) if complaint is None else (complaint in " ".join(found))
+
+
+def test_the_manifests_of_the_repository_are_those_that_the_jobs_give():
+    assert manifests.stale() == [], "make manifests"
+
+
+def test_every_manifest_by_hand_passes_pod_security_restricted():
+    pods = 0
+    for text in manifests.wanted().values():
+        for document in yaml.safe_load_all(text):
+            for template in templates(document):
+                spec = template["spec"]
+                assert spec["securityContext"]["runAsNonRoot"] is True
+                assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+                assert spec["automountServiceAccountToken"] is False
+                for container in spec["containers"]:
+                    security = container["securityContext"]
+                    assert security["allowPrivilegeEscalation"] is False
+                    assert security["capabilities"] == {"drop": ["ALL"]}
+                    assert security["readOnlyRootFilesystem"] is True
+                pods += 1
+    assert pods == 6
+
+
+def templates(value):
+    """Pod templates anywhere in a document."""
+    if isinstance(value, dict):
+        if isinstance(value.get("spec"), dict) and "containers" in value["spec"]:
+            yield value
+        for inner in value.values():
+            yield from templates(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from templates(inner)
+
+
+def test_no_manifest_by_hand_names_anything_that_only_this_machine_has():
+    jobs = {name: loader.load_job(ROOT / "jobs" / f"{name}.yaml") for name in manifests.JOBS}
+    text = "".join(by_hand.manifests(jobs).values())
+    assert str(ROOT) not in text
+    assert str(Path.home()) not in text
