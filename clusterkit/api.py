@@ -266,7 +266,7 @@ def prepare(
     transport = backends.transport_for(entry)
     with contextlib.ExitStack() as undo:
         standby = None
-        if to_launch and kind.elsewhere:
+        if to_launch and (kind.elsewhere or kind.managed):
             standby = supervise.Standby(kind.name)
             undo.callback(standby.close)
         if facts is None:
