@@ -244,6 +244,8 @@ def judge(
             return status(State.PENDING, waits)
         if before.exit_code is not None:
             return _ended(node, before, ours=ours)
+        if before.lost:
+            return status(State.FAILED, f"node {before.host} of the cluster does not answer")
         if ours:
             late = "killed: it did not end when it was asked to"
             return status(State.CANCELLED, late if before.started else "it had not begun")

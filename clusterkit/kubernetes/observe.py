@@ -166,17 +166,29 @@ def replaces(plan: Plan) -> bool:
 
 
 def removed_path(handle: Handle) -> str:
-    """The file that names the pods that clusterkit itself has ended."""
+    """The file that holds `Removed`."""
     return posixpath.join(posixpath.dirname(_snapshot_path(handle)), "removed.json")
 
 
-def removed(handle: Handle, transport: Transport) -> frozenset[str] | None:
-    """Pods of the attempt that clusterkit itself has ended; None: it has not ended any yet."""
+class Removed(msgspec.Struct, frozen=True):
+    """Pods of an attempt that clusterkit itself has ended, by name."""
+
+    ended: frozenset[str] = frozenset()
+    lost: frozenset[str] = frozenset()
+    """Those of them whose nodes of the cluster did not answer."""
+
+
+def removed(handle: Handle, transport: Transport) -> Removed | None:
+    """What clusterkit itself has ended; None: nothing yet."""
     data = transport.get(HOST, removed_path(handle))
     try:
-        return None if data is None else msgspec.json.decode(data, type=frozenset[str])
+        return None if data is None else msgspec.json.decode(data, type=Removed)
     except msgspec.MsgspecError:
-        return frozenset()
+        return Removed()
+
+
+def put_removed(handle: Handle, what: Removed, transport: Transport) -> None:
+    transport.put_all(HOST, [Put(removed_path(handle), msgspec.json.encode(what))])
 
 
 def observation(
@@ -201,7 +213,12 @@ def observation(
         before = snapshot(handle, transport)
     if silent is not None:
         pods = before
-    ours = removed(handle, transport) or frozenset()
+    by_us = removed(handle, transport) or Removed()
+    ours = by_us.ended
+    before = {
+        name: msgspec.structs.replace(pod, lost=True) if name in by_us.lost else pod
+        for name, pod in before.items()
+    }
     now = {pod.node: pod for pod in pods.values() if pod.node is not None}
     then = {pod.node: pod for pod in before.values() if pod.node is not None}
     nodes, exits, kills = [], [], 0
@@ -294,12 +311,11 @@ class Watcher:
             self._ask_at = now + NEWS_SECONDS
             waits = why_no_pods(self._handle.plan, self._transport)
             news, self._waits = news or waits != self._waits, waits
-        if not listed and silent is None and not self._before:
-            news = False
-        elif self._last is None or news or now >= self._judge_at:
+        if not listed and silent is None:
+            # Nothing is known yet but what was written down.
+            return observation(self._handle, self._before, self._transport, before=self._before)
+        if self._last is None or news or now >= self._judge_at:
             self._judge(pods, silent, now)
-        if self._last is None:
-            self._last = observation(self._handle, {}, self._transport, before={})
         return self._last
 
     def _judge(self, pods: Mapping[str, Pod], silent: str | None, now: float) -> None:
@@ -384,10 +400,9 @@ class Watcher:
             read = _read(self._handle, [told])
             with self._lock:
                 self._news = True
+                # At once: its end may be told by this alone, and it may be gone the next moment.
+                self._before = remember(self._handle, self._before, read, self._transport)
                 if event["type"] == "DELETED":
-                    # Its last state may be told by this alone.
-                    if name in read:
-                        self._before = remember(self._handle, self._before, read, self._transport)
                     self._pods.pop(name, None)
                 else:
                     self._pods.update(read)

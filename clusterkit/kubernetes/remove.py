@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
+from typing import Any
+
+import msgspec
 
 from clusterkit.backends.base import Handle
 from clusterkit.errors import ClusterkitError, Unavailable
-from clusterkit.kubernetes.judge import Pod
+from clusterkit.kubernetes.judge import read_pod
 from clusterkit.kubernetes.observe import (
     HOST,
+    Removed,
     flavor_of,
     known,
     name_of,
     namespace,
     pods_of,
     pods_path,
+    put_removed,
     raw,
     remember,
     removed,
-    removed_path,
     snapshot,
     tool,
 )
 from clusterkit.kubernetes.pods import STOP_EXTRA
 from clusterkit.plan import Plan
-from clusterkit.transport import Put, Transport
+from clusterkit.transport import Transport
 
 LOOK_SECONDS = 0.25
 GONE_SECONDS = 20.0
@@ -48,12 +51,14 @@ def remove(handle: Handle, transport: Transport) -> None:
             before = snapshot(handle, transport)
             remember(handle, before, pods, transport)
             if removed(handle, transport) is None:
-                names = [pod.name for pod in pods.values() if pod.ran]
-                transport.put_all(HOST, [Put(removed_path(handle), json.dumps(names).encode())])
+                ended = frozenset(pod.name for pod in pods.values() if pod.ran)
+                put_removed(handle, Removed(ended), transport)
         for api, plural in _kinds(plan):
             _delete(plan, f"{_root(api)}/namespaces/{namespace(plan)}/{plural}/{name_of(plan)}",
                     transport)  # fmt: skip
-        _await_gone(plan, transport)
+        if lost := _await_gone(plan, transport):
+            by_us = removed(handle, transport) or Removed()
+            put_removed(handle, msgspec.structs.replace(by_us, lost=by_us.lost | lost), transport)
     except ClusterkitError as error:
         raise Unavailable(
             f"could not end run {plan.run_id}: {error.message}",
@@ -84,14 +89,16 @@ def _delete(plan: Plan, path: str, transport: Transport, **query: str) -> None:
         raise Unavailable(done.stderr.strip() or f"exit code {done.exit_code}")
 
 
-def _await_gone(plan: Plan, transport: Transport) -> None:
+def _await_gone(plan: Plan, transport: Transport) -> frozenset[str]:
+    """Wait for the end of all pods; gives those whose nodes of the cluster do not answer."""
+    lost: set[str] = set()
     started = time.monotonic()
     deadline = started + plan.stop_grace + STOP_EXTRA + GONE_SECONDS
     asked: set[str] = set()
     while True:
         items = json.loads(raw(plan, pods_path(plan), transport))["items"]
         if not items:
-            return
+            return frozenset(lost)
         for told in items:
             name, leaving = told["metadata"]["name"], told["metadata"].get("deletionTimestamp")
             path = f"/api/v1/namespaces/{namespace(plan)}/pods/{name}"
@@ -100,8 +107,9 @@ def _await_gone(plan: Plan, transport: Transport) -> None:
                 asked.add(name)
                 _delete(plan, path, transport)
             late = time.monotonic() > started + plan.stop_grace + STOP_EXTRA
-            if leaving and late and _node_gone(told):
+            if leaving and late and _node_gone(plan, told, transport):
                 # Nobody there will say that it has ended.
+                lost.add(name)
                 _delete(plan, path, transport, gracePeriodSeconds="0")
         if time.monotonic() > deadline:
             names = ", ".join(sorted(each["metadata"]["name"] for each in items))
@@ -109,11 +117,14 @@ def _await_gone(plan: Plan, transport: Transport) -> None:
         time.sleep(LOOK_SECONDS)
 
 
-def _node_gone(told: dict[str, object]) -> bool:
+def _node_gone(plan: Plan, told: dict[str, Any], transport: Transport) -> bool:
     """Whether the pod's node of the cluster does not answer."""
-    from clusterkit.kubernetes.judge import read_pod
-
-    with contextlib.suppress(KeyError, TypeError, ValueError):
-        pod: Pod = read_pod(told, None)
-        return pod.lost
-    return False
+    if read_pod(told, None).lost:
+        return True
+    host = (told.get("spec") or {}).get("nodeName")
+    done = transport.run(HOST, [*tool(plan), "get", "--raw", f"/api/v1/nodes/{host}"])
+    if done.exit_code:  # gone from the cluster; or we may not look at nodes
+        return "(NotFound)" in done.stderr
+    conditions = json.loads(done.stdout).get("status", {}).get("conditions") or ()
+    ready = {each["type"]: each["status"] for each in conditions}.get("Ready")
+    return ready != "True"

@@ -1,0 +1,144 @@
+"""A real Kubernetes for tests: `../shared/kube/cluster`, where there is one."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from clusterkit import api
+from clusterkit.spec import JobSpec
+from tests.live.compose.conftest import base, engine, image  # noqa: F401 (fixtures)
+from tests.live.compose.engine import Engine
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = Path(os.environ.get("KUBE_CLUSTER") or ROOT.parent / "shared" / "kube" / "cluster")
+STATE = Path(os.environ.get("KUBE_TEST_DIR") or "/var/lib/kube-test")
+KUBECONFIG = STATE / "admin.conf"
+# What a namespace has of itself.
+ALWAYS = {"configmap/kube-root-ca.crt"}
+KINDS = (
+    "pods,services,configmaps,secrets,jobs,pytorchjobs,mpijobs,trainjobs,trainingruntimes,jobsets,"
+    "horizontalpodautoscalers"
+)
+
+
+def cluster(*words: str | Path) -> str:
+    """Run the script that makes and breaks the cluster."""
+    done = subprocess.run([SCRIPT, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Kube:
+    """The cluster, and a namespace of the test's own in it."""
+
+    namespace: str
+    file: Path
+    """A cluster file with the entry ``k8s``."""
+
+    def kubectl(self, *words: str, check: bool = True) -> str:
+        command = [STATE / "bin" / "kubectl", "--kubeconfig", KUBECONFIG, "-n", self.namespace]
+        done = subprocess.run([*command, *words], capture_output=True, text=True)
+        assert not check or done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+        return done.stdout + ("" if check else done.stderr)
+
+    def there(self) -> set[str]:
+        """Everything in the namespace that was not there before any run."""
+        return set(self.kubectl("get", KINDS, "-o", "name").split()) - ALWAYS
+
+    def entry(self, **fields: Any) -> dict[str, Any]:
+        """Options of `api.submit`: the entry ``k8s`` with these keys."""
+        given = {
+            "backend": "kubernetes", "kubeconfig": str(KUBECONFIG), "namespace": self.namespace,
+            "image": "clusterkit:cpu", "shm_size": "64Mi", "stop_grace": 2.0, **fields,
+        }  # fmt: skip
+        self.file.write_text(yaml.safe_dump({"k8s": given}))
+        return {"cluster": "k8s", "clusters_file": self.file}
+
+
+@pytest.fixture(scope="session")
+def running(engine: Engine, image: str, tmp_path_factory: Any) -> Iterator[None]:  # noqa: F811
+    """The cluster with the image on its nodes; what was not up before is down afterwards."""
+    if not SCRIPT.exists():
+        pytest.skip(f"{SCRIPT} is not there: KUBE_CLUSTER names the script that makes a Kubernetes")
+    was_up = "is up" in subprocess.run([SCRIPT, "status"], capture_output=True, text=True).stdout
+    was_up = was_up or KUBECONFIG.exists()
+    up = subprocess.run([SCRIPT, "up"], capture_output=True, text=True)
+    if up.returncode and "missing:" in up.stderr:
+        pytest.skip(up.stderr.strip())
+    assert up.returncode == 0, up.stdout + up.stderr
+    try:
+        made = json.loads(engine.run("image", "inspect", image).stdout)[0]["Id"]
+        loaded = STATE / "clusterkit-image"
+        if not loaded.exists() or loaded.read_text() != made:
+            archive = tmp_path_factory.mktemp("image") / "image.tar"
+            done = engine.run("save", image, "--output", str(archive))
+            assert done.returncode == 0, done.stderr
+            cluster("load", archive)
+            archive.unlink()
+            loaded.write_text(made)
+        yield
+    finally:
+        if not was_up:
+            cluster("down")
+
+
+@pytest.fixture
+def kube(running: None, tmp_path: Path) -> Iterator[Kube]:
+    """A namespace that enforces pod security "restricted"; empty when the test is over."""
+    found = Kube(f"test-{secrets.token_hex(3)}", tmp_path / "clusters.yaml")
+    found.kubectl("create", "namespace", found.namespace)
+    label = "pod-security.kubernetes.io/enforce=restricted"
+    found.kubectl("label", "namespace", found.namespace, label)
+    try:
+        yield found
+        assert found.there() == set()
+    finally:
+        found.kubectl("delete", "namespace", found.namespace, "--wait=false")
+
+
+@pytest.fixture
+def submit(kube: Kube) -> Iterator[Callable[..., api.Run]]:
+    """``submit("echo here", nodes=2, restarts=1, on={"flavor": "job"})``: a line of shell that each
+    rank runs; ended with the test."""
+    started: list[api.Run] = []
+
+    def start(script: str | JobSpec, *, on: dict[str, Any] | None = None, **fields: Any) -> api.Run:
+        job = script
+        if isinstance(script, str):
+            command: Sequence[str] = ("sh", "-c", script)
+            job = JobSpec(
+                **{"name": "live", "command": command, "launcher": "python", "nodes": 2, **fields}
+            )
+        started.append(api.submit(job, **kube.entry(**(on or {}))))
+        return started[-1]
+
+    yield start
+    for run in started:
+        run.cancel()
+
+
+@pytest.fixture
+def begun() -> Callable[[api.Run], api.Run]:
+    """Wait until every rank has said something."""
+
+    def wait(run: api.Run) -> api.Run:
+        heard: set[int] = set()
+        for line in run.logs(follow=True):
+            if line.rank is not None:
+                heard.add(line.rank)
+            if len(heard) == run.plan.world_size:
+                return run
+        raise AssertionError(f"ended before it began: {run.status()}")
+
+    return wait

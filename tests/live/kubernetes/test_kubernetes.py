@@ -1,0 +1,355 @@
+"""Runs on a real Kubernetes: what ranks see, losses, faults; and nothing left of any of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clusterkit import api
+from clusterkit.errors import BadInput, ClusterkitError, Unavailable
+from clusterkit.status import State
+from tests.conftest import UGLY
+
+ROOT = Path(__file__).parents[3]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+FOREVER = "echo here; exec sleep 3600"
+DUMP = """exec python3 -c '
+import json, os
+print(json.dumps(dict(os.environ)))'"""
+
+
+def seen(run):
+    """The environment of each rank."""
+    return {
+        line.rank: json.loads(line.text) for line in run.logs() if line.text.startswith('{"')
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------- what ranks see
+
+
+@pytest.mark.parametrize("flavor", ["pytorchjob", "job", "trainjob", "mpijob"])
+def test_every_rank_sees_the_whole_contract_on_every_kind_of_job(flavor, submit):
+    launcher = "mpirun" if flavor == "mpijob" else "python"
+    run = submit(
+        DUMP, on={"flavor": flavor}, launcher=launcher, gpus_per_node=2,
+        env={**UGLY, "EXPANDED": "$(HOME) $$(HOME) $$"},
+    )  # fmt: skip
+    assert run.wait(120).state is State.SUCCEEDED, run.status()
+    ranks = seen(run)
+    assert sorted(ranks) == [0, 1, 2, 3]
+    for rank, env in ranks.items():
+        expected = {
+            "RANK": str(rank), "LOCAL_RANK": str(rank % 2), "NODE_RANK": str(rank // 2),
+            "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500",
+            "MASTER_ADDR": run.plan.address, "CLUSTERKIT_RUN_ID": run.id,
+            "EXPANDED": "$(HOME) $$(HOME) $$",
+        }  # fmt: skip
+        assert {name: env.get(name) for name in expected} == expected
+        # mpirun's own daemons do not carry newlines.
+        carried = {k: v for k, v in UGLY.items() if flavor != "mpijob" or "\n" not in v}
+        assert {name: env.get(name) for name in carried} == carried
+        assert not [name for name in env if name.startswith("PET_")]
+    assert len({env["HOSTNAME"] for env in ranks.values()}) == 2
+
+
+def test_a_secret_is_in_a_secret_and_nowhere_else(submit, begun, kube, monkeypatch):
+    monkeypatch.setenv("API_TOKEN", "hunter2-Zq81")
+    run = begun(submit('echo "$API_TOKEN" | rev; exec sleep 3600', secrets=("API_TOKEN",)))
+    assert {line.text for line in run.logs() if line.rank is not None} == {"18qZ-2retnuh"}
+    shown = kube.kubectl("get", "pods,configmaps,pytorchjobs", "-o", "json")
+    assert "API_TOKEN" in shown
+    assert "hunter2" not in shown
+    assert f"secret/{run.id}" in kube.there()
+    for path in run.path.rglob("*"):
+        assert not path.is_file() or b"hunter2" not in path.read_bytes()
+
+
+# ---------------------------------------------------------------- losses
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """Losses of the same jobs on this machine, of a text that both have."""
+    os.environ["CLUSTERKIT_HOME"] = str(tmp_path_factory.mktemp("reference"))
+    run = api.submit(ROOT / "jobs" / "ddp.yaml", nodes=2, gpus=2, more_args=STEPS)
+    assert run.wait(300).state is State.SUCCEEDED
+    return losses(run)
+
+
+STEPS = ("--data", "jobs/data/reviews.csv", "--steps", "8")
+
+
+def losses(run):
+    return [metric["loss"] for metric in run.metrics() if "loss" in metric]
+
+
+@pytest.mark.parametrize(
+    ("flavor", "name"),
+    [
+        ("pytorchjob", "ddp"), ("pytorchjob", "zero0"), ("pytorchjob", "zero1"),
+        ("pytorchjob", "zero2"), ("pytorchjob", "zero3"), ("mpijob", "zero2"),
+        ("trainjob", "ddp"), ("job", "ddp"),
+    ],
+)  # fmt: skip
+def test_the_losses_are_those_of_this_machine(flavor, name, kube, reference):
+    launcher = ("launcher=mpirun",) if flavor == "mpijob" else ()
+    run = api.submit(
+        ROOT / "jobs" / f"{name}.yaml", nodes=2, gpus=2, more_args=STEPS, settings=launcher,
+        **kube.entry(flavor=flavor, shm_size="256Mi"),
+    )  # fmt: skip
+    try:
+        assert run.wait(300).state is State.SUCCEEDED, run.status()
+    finally:
+        run.cancel()
+    assert len(reference) == 8
+    assert losses(run) == pytest.approx(reference, abs=2e-6)
+
+
+# ---------------------------------------------------------------- by hand
+
+
+def test_the_readme_s_three_commands(kube, tmp_path):
+    folder = tmp_path / "k8s"
+    shutil.copytree(ROOT / "k8s", folder)
+    manifest = folder / "pytorchjob.yaml"
+    manifest.write_text(manifest.read_text().replace('"200"', '"12"'))
+    kube.kubectl("apply", "-k", str(folder))
+    kube.kubectl("wait", "pytorchjob/ddp", "--for=condition=Succeeded", "--timeout=240s")
+    log = kube.kubectl("logs", "-f", "ddp-worker-0") + kube.kubectl("logs", "-f", "ddp-worker-1")
+    assert [int(step) for step in re.findall(r'"metrics", "step": (\d+)', log)] == [*range(1, 13)]
+    kube.kubectl("delete", "-k", str(folder))
+    kube.kubectl("wait", "pods", "--all", "--for=delete", "--timeout=60s", check=False)
+
+
+# ---------------------------------------------------------------- faults
+
+
+def failed(run, seconds=120):
+    status = run.wait(seconds)
+    assert status.state is State.FAILED, status
+    assert status.failure is not None
+    return status.failure
+
+
+def test_a_rank_that_fails_ends_the_run_with_its_exit_code(submit):
+    failure = failed(submit("[ $RANK = 1 ] && exit 7; exec sleep 3600"))
+    assert (failure.node, failure.rank, failure.exit_code) == (1, 1, 7)
+
+
+def test_a_rank_that_is_killed(submit, begun, kube):
+    run = begun(submit(FOREVER))
+    script = (
+        "import os, pathlib\n"
+        "for p in pathlib.Path('/proc').glob('[0-9]*/cmdline'):\n"
+        "    if p.read_bytes().startswith(b'sleep\\0'): os.kill(int(p.parent.name), 9)\n"
+    )
+    kube.kubectl("exec", f"{run.id}-worker-1", "--", "python3", "-c", script)
+    failure = failed(run)
+    assert (failure.node, failure.rank, failure.exit_code) == (1, 1, 137)
+    assert "SIGKILL" in failure.cause
+
+
+def test_a_pod_that_is_deleted_is_named(submit, begun, kube):
+    run = begun(submit(FOREVER))
+    kube.kubectl("delete", "pod", f"{run.id}-worker-1", "--wait=false")
+    failure = failed(run)
+    assert (failure.node, failure.cause) == (
+        1, "its pod was deleted, by somebody or by the cluster",
+    )  # fmt: skip
+
+
+def test_a_node_that_is_drained_is_told_from_a_deleted_pod(submit, begun, kube):
+    run = begun(submit(FOREVER))
+    node = run.status().nodes[0].host
+    try:
+        kube.kubectl(
+            "drain", node, "--force", "--ignore-daemonsets", "--delete-emptydir-data",
+            "--pod-selector", f"clusterkit/run={run.id}",
+        )  # fmt: skip
+        assert failed(run).cause == "evicted: its node is being drained"
+    finally:
+        kube.kubectl("uncordon", node)
+
+
+def test_memory_beyond_the_limit_is_named_with_the_limit(submit):
+    run = submit(
+        "[ $RANK = 1 ] && exec python3 -c 'x = [bytearray(10**7) for _ in range(10**4)]'; "
+        "exec sleep 3600",
+        on={"memory": "200Mi"},
+    )
+    failure = failed(run)
+    assert failure.node == 1
+    assert failure.cause.endswith("over its pod's memory limit of 200Mi")
+
+
+def test_a_failed_run_starts_again_with_the_next_number(submit):
+    script = 'echo "attempt $CLUSTERKIT_ATTEMPT"; [ $CLUSTERKIT_ATTEMPT$RANK != 11 ] || exit 3'
+    run = submit(script, restarts=1)
+    status = run.wait(120)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
+    told = {(x.attempt, x.rank, x.text) for x in run.logs() if x.rank is not None}
+    assert {(2, 0, "attempt 2"), (2, 1, "attempt 2")} <= told
+    assert (1, 1, "attempt 1") in told
+
+
+@pytest.mark.parametrize(
+    ("on", "words"),
+    [
+        ({"cpus": 64}, r"no node for it: 0/2 nodes are available: 2 Insufficient cpu"),
+        ({"volumes": [{"claim": "none", "path": "/x"}]}, r'persistentvolumeclaim "none"'),
+        ({"image": "nowhere.example/no:1"}, r"image nowhere.example/no:1 cannot be had"),
+    ],
+    ids=["too-large", "no-volume", "no-image"],
+)
+def test_what_pods_wait_for_is_said_and_a_cancel_ends_it(on, words, submit):
+    run = submit(FOREVER, on=on)
+    status = run.wait(
+        60, until=lambda s: all(n.reason and re.search(words, n.reason) for n in s.nodes or [None])
+        if s.nodes else False,
+    )  # fmt: skip
+    assert status.state is State.PENDING
+    assert run.cancel().state is State.CANCELLED
+
+
+def test_a_quota_is_named_while_no_pod_comes(submit, kube):
+    kube.kubectl("create", "quota", "none", "--hard=pods=0")
+    run = submit(FOREVER)
+    status = run.wait(60, until=lambda s: any("quota" in (n.reason or "") for n in s.nodes))
+    assert status.state is State.PENDING
+    run.cancel()
+    kube.kubectl("delete", "quota", "none")
+
+
+def test_the_api_server_may_be_away_and_no_line_is_lost(submit, begun, kube):
+    from tests.live.kubernetes.conftest import cluster
+
+    run = begun(submit("for i in $(seq 30); do echo tick $i; sleep 1; done"))
+    cluster("api", "down")
+    try:
+        status = run.wait(20, until=lambda s: all("does not answer" in str(n) for n in s.nodes))
+        assert status.state is State.RUNNING
+    finally:
+        cluster("api", "up")
+    assert run.wait(120).state is State.SUCCEEDED
+    for rank in (0, 1):
+        ticks = [line.text for line in run.logs(rank=rank) if line.text.startswith("tick")]
+        assert ticks == [f"tick {i}" for i in range(1, 31)]
+
+
+def test_a_run_whose_supervisor_was_killed_goes_on_and_is_taken_over(submit, begun):
+    run = begun(submit(FOREVER))
+    pid = json.loads((run.path / "supervisor.json").read_bytes())["pid"]
+    os.kill(pid, signal.SIGKILL)
+    status = run.wait(20, until=lambda s: bool(s.remark))
+    assert (status.state, "attach" in (status.remark or "")) == (State.RUNNING, True)
+    run.attach()
+    assert run.status().state is State.RUNNING
+    assert run.cancel().state is State.CANCELLED
+
+
+def test_a_cancel_ends_everything_and_may_be_repeated(submit, begun, kube):
+    run = begun(submit(FOREVER))
+    assert kube.there()
+    for _ in range(2):
+        assert run.cancel().state is State.CANCELLED
+    assert kube.there() == set()
+
+
+def test_with_the_job_goes_all_that_was_made_for_it(submit, begun, kube):
+    run = begun(submit(FOREVER))
+    kube.kubectl("delete", "pytorchjob", run.id)
+    assert "deleted" in failed(run).cause
+
+
+# ---------------------------------------------------------------- bad input, and rights
+
+
+@pytest.mark.parametrize(
+    ("on", "error", "words"),
+    [
+        ({"namespace": "nowhere"}, BadInput, "namespace: the cluster has no nowhere"),
+        ({"context": "nowhere"}, BadInput, "has no context 'nowhere'"),
+        ({"kubeconfig": "/nowhere"}, BadInput, "kubeconfig: there is no /nowhere"),
+        ({"gpus": 3}, BadInput, "gpus: 3 nvidia.com/gpu of a pod, but no node has more than 0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_what_cannot_be_is_refused_before_anything_starts(on, error, words, submit, own_home):
+    with pytest.raises(error, match=words):
+        submit(FOREVER, on=on)
+    assert not list(own_home.glob("runs/*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (("server", "https://127.0.0.1:1"), Unavailable, "does not answer"),
+        (("client-certificate-data", None), ClusterkitError, r"credentials|forbidden"),
+        (None, BadInput, "kubeconfig"),
+    ],
+    ids=["away", "nobody", "broken"],
+)
+def test_a_kubeconfig_that_does_not_lead_anywhere(change, error, words, submit, tmp_path):
+    from tests.live.kubernetes.conftest import KUBECONFIG
+
+    text = KUBECONFIG.read_text()
+    if change is None:
+        text = "{broken: ["
+    else:
+        key, value = change
+        text = "\n".join(
+            (f"{line.partition(key)[0]}{key}: {value}" if value else "")
+            if line.strip().startswith(f"{key}:")
+            else line
+            for line in text.splitlines()
+        )
+        if value is None:
+            text = re.sub(r"client-key-data: .*", "", text)
+    file = tmp_path / "kubeconfig"
+    file.write_text(text)
+    with pytest.raises(error, match=words):
+        submit(FOREVER, on={"kubeconfig": str(file)})
+
+
+def test_the_role_is_enough_and_no_more(submit, begun, kube, tmp_path):
+    from tests.live.kubernetes.conftest import KUBECONFIG
+
+    kube.kubectl("apply", "-f", str(ROOT / "k8s" / "rbac.yaml"))
+    kube.kubectl("create", "serviceaccount", "me")
+    kube.kubectl(
+        "create", "rolebinding", "me", "--role=clusterkit-submitter",
+        f"--serviceaccount={kube.namespace}:me",
+    )  # fmt: skip
+    token = kube.kubectl("create", "token", "me").strip()
+    admin = KUBECONFIG.read_text()
+    mine = tmp_path / "mine"
+    user = re.sub(r"(?s)client-certificate-data: .*?client-key-data: \S+", f"token: {token}", admin)
+    assert user != admin
+    mine.write_text(user)
+    for flavor in ("pytorchjob", "job", "trainjob"):
+        run = begun(submit(FOREVER, on={"kubeconfig": str(mine), "flavor": flavor}))
+        assert run.cancel().state is State.CANCELLED
+    kubectl = ["auth", "can-i", "--as", f"system:serviceaccount:{kube.namespace}:me"]
+    for words in (("get", "secrets"), ("create", "pods"), ("create", "roles"), ("list", "nodes")):
+        assert kube.kubectl(*kubectl, *words, check=False).strip().startswith("no")
+
+
+def test_the_command_line_follows_a_run_to_its_end(kube, own_home):
+    kube.entry()
+    done = subprocess.run(
+        [sys.executable, "-m", "clusterkit", "submit", "--cluster", "k8s", "--clusters",
+         str(kube.file), "--nodes", "2", "--", "sh", "-c", "echo here is $RANK; exit 5"],
+        capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 5, done.stderr
+    assert "here is 1" in done.stderr
+    assert api.get(done.stdout.strip()).status().state is State.FAILED
