@@ -128,7 +128,12 @@ unit: .venv/.dev ## Tests that start no training
 
 .PHONY: live
 live: .venv/.dev ## Tests that start real runs on this machine
-	@$(BIN)/pytest tests/live
+	@$(BIN)/pytest tests/live --ignore tests/live/kubernetes
+
+# Not part of `make test` until CI installs what the cluster needs.
+.PHONY: kube-test
+kube-test: .venv/.dev ## Real runs on a real Kubernetes, where ../shared/kube can make one; root
+	@$(BIN)/pytest tests/live/kubernetes
 
 .PHONY: format
 format: .venv/.dev ## Lay the code out
