@@ -252,6 +252,13 @@ class KubernetesCluster(
     image_pull_secrets: Annotated[
         tuple[str, ...], Meta(description="Secrets with the registry's credentials.")
     ] = ()
+    code: Annotated[
+        Literal["baked", "copied"],
+        Meta(
+            description="`baked`: the project is in the image, or in a volume; `copied`: the "
+            "working tree as it is, in a config map, which takes 1 MiB compressed."
+        ),
+    ] = "baked"
     workdir: Annotated[
         str, Meta(pattern="^/", description="Folder of the project in the image, or in a volume.")
     ] = "/opt/clusterkit"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import posixpath
+import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,6 +26,7 @@ from clusterkit.cluster import (
     HostFacts,
     KubernetesCluster,
     KubernetesFacts,
+    Project,
 )
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
 from clusterkit.execute import Record
@@ -41,7 +44,8 @@ from clusterkit.kubernetes.pods import ATTEMPT, JOB, MANAGER, RUN, Shape
 from clusterkit.kubernetes.remove import remove
 from clusterkit.kubernetes.text import Object, documents, object_name, quantity
 from clusterkit.logs import LogLine, NodeLog, merged, selected
-from clusterkit.plan import Note, Plan, PlanFile, Step
+from clusterkit.plan import Note, Plan, PlanFile, Step, Tree
+from clusterkit.project import snapshot, words
 from clusterkit.rendezvous import Endpoint, Topology
 from clusterkit.runs import home, slug
 from clusterkit.shell import Secret
@@ -53,6 +57,9 @@ PORT, WATCH_PORT = 29500, 29501
 """Every pod has ports of its own."""
 GPU_IMAGE, CPU_IMAGE = "clusterkit:gpu", "clusterkit:cpu"
 MANIFESTS = "manifests.yaml"
+ARCHIVE = "project.tar.gz"
+MOST_BYTES = 1_040_000
+"""Of a project, compressed; a config map takes 1 MiB."""
 NAME_SECONDS = 120
 """How long a pod waits for the name of another to resolve."""
 _PET = (
@@ -122,6 +129,7 @@ class KubernetesBackend(Backend):
         namespace = cluster.namespace or namespace
         _check_namespace(tool, namespace, transport)
         gpus = _gpus(cluster, job, tool, transport)
+        project = _project(job) if cluster.code == "copied" and job is not None else None
         return Facts(
             home=str(home()),
             hosts=(
@@ -140,6 +148,7 @@ class KubernetesBackend(Backend):
             port_origin="every pod has its own" if cluster.port == "auto" else "cluster: port",
             interface=cluster.interface,
             watch_port=WATCH_PORT if cluster.port != WATCH_PORT else WATCH_PORT + 1,
+            project=project,
             kubernetes=KubernetesFacts(
                 version=str(version.get("gitVersion", "?")),
                 context=context,
@@ -168,6 +177,7 @@ class KubernetesBackend(Backend):
         local = posixpath.join(facts.home, "runs", run_id)
         name = object_name(run_id)
         mpirun = job.launcher == "mpirun"
+        workdir, program = _places(job, cluster, facts, run_dir)
         shape = Shape(
             name=name,
             namespace=kube.namespace,
@@ -188,15 +198,16 @@ class KubernetesBackend(Backend):
             },
             command=("/bin/sh", posixpath.join(run_dir, "files", "pod.sh")),
             secrets=job.secrets,
+            copied=cluster.code == "copied",
         )
         names = [flavor.node_name(shape, node) for node in range(most)]
         assembly = assemble(
-            _in_image(job, cluster),
+            program,
             topology=topology,
             endpoint=Endpoint(names[0], facts.port, run_id),
             places=Places(
                 run_dir,
-                cluster.workdir,
+                workdir,
                 host.python,
                 posixpath.join(cluster.shared, run_id) if cluster.shared else None,
             ),
@@ -220,7 +231,12 @@ class KubernetesBackend(Backend):
         files.append(
             PlanFile(
                 posixpath.join(local, "files", "pod.sh"),
-                text=_pod_script(awaited, assembly.command, needed=job.launcher != "python"),
+                text=_pod_script(
+                    awaited,
+                    assembly.command,
+                    needed=job.launcher != "python",
+                    project=posixpath.join(run_dir, "project") if shape.copied else None,
+                ),
                 mode=0o755,
             )
         )
@@ -242,7 +258,7 @@ class KubernetesBackend(Backend):
             Note("device", device, device_origin),
             Note("nproc_per_node", str(nproc), nproc_origin),
             Note("image", shape.image, "cluster: image" if cluster.image else f"device {device}"),
-            Note("workdir", cluster.workdir, "the image's own (cluster: workdir)"),
+            Note("workdir", workdir, _code_origin(cluster, facts)),
             Note("master_addr", names[0], "name of the first pod"),
             Note("master_port", str(facts.port), facts.port_origin),
             Note("threads_per_rank", str(threads), threads_origin),
@@ -261,15 +277,17 @@ class KubernetesBackend(Backend):
             summary=f"{topology} in pods of Kubernetes {kube.version}, kept by a {flavor.KIND}, "
             f"started by {job.launcher}; world size {topology.world_size}",
             notes=tuple(notes),
+            trees=_trees(cluster, facts, local),
             files=tuple(files),
-            steps=(_apply(kube, local, job),),
+            steps=(*_packing(cluster, local), _apply(kube, local, job)),
             hosts=(HOST,) * most,
             nodes=1 if mpirun else most,
             world_size=topology.world_size,
             topology={"min_nodes": least, "nodes": most, "nproc_per_node": nproc},
             address=names[0],
             port=facts.port,
-            python=host.python,
+            # What takes the working tree apart runs on this machine.
+            python="python3" if shape.copied else host.python,
             shared=posixpath.join(cluster.shared, run_id) if cluster.shared else "",
             stop_grace=cluster.stop_grace,
             lost_after=cluster.lost_after,
@@ -362,6 +380,26 @@ def _namespace_origin(cluster: KubernetesCluster) -> str:
     return "cluster: namespace" if cluster.namespace else "the context's own"
 
 
+def _project(job: JobSpec) -> Project:
+    """The working tree, if a config map takes it.
+
+    Raises:
+        BadInput: it is too large.
+    """
+    found = snapshot(Path(job.workdir or "."), job.program)
+    packed = io.BytesIO()
+    if found.size < 32 * MOST_BYTES:
+        with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=6) as archive:
+            for entry in found.entries:
+                archive.add(found.root / entry.path, entry.path, recursive=False)
+    if found.size >= 32 * MOST_BYTES or packed.tell() > MOST_BYTES:
+        raise BadInput(
+            f"code: {found.root} is too large for a config map ({words(found.facts())})",
+            hint="code: baked, with the project in the image or in a volume",
+        )
+    return found.facts()
+
+
 def _check_namespace(tool: list[str], namespace: str, transport: Transport) -> None:
     done = transport.run(HOST, [*tool, "get", "--raw", f"/api/v1/namespaces/{quote(namespace)}"])
     if done.exit_code and "(NotFound)" in done.stderr:
@@ -441,6 +479,48 @@ def _image(cluster: KubernetesCluster, device: str) -> str:
     return cluster.image or (GPU_IMAGE if device == "cuda" else CPU_IMAGE)
 
 
+def _places(
+    job: JobSpec, cluster: KubernetesCluster, facts: Facts, run_dir: str
+) -> tuple[str, JobSpec]:
+    """Where the ranks start in a pod, and the job with the path that its program has there."""
+    if cluster.code == "baked":
+        return cluster.workdir, _in_image(job, cluster)
+    if facts.project is None:
+        raise BadInput("facts: they name no project", hint="take those of a run with code: copied")
+    inside = posixpath.relpath(job.workdir or facts.project.root, facts.project.root)
+    workdir = posixpath.normpath(posixpath.join(run_dir, "project", inside))
+    program = job.program
+    if program is not None and posixpath.isabs(program):
+        program = posixpath.relpath(program, job.workdir or "/")
+    return workdir, msgspec.structs.replace(job, program=program)
+
+
+def _code_origin(cluster: KubernetesCluster, facts: Facts) -> str:
+    if cluster.code == "baked" or facts.project is None:
+        return "the image's own (cluster: code, workdir)"
+    return f"{facts.project.root}, {words(facts.project)}, in a config map (cluster: code)"
+
+
+def _trees(cluster: KubernetesCluster, facts: Facts, local: str) -> tuple[Tree, ...]:
+    if cluster.code == "baked" or facts.project is None:
+        return ()
+    found = facts.project
+    path = posixpath.join(local, "files", "project")
+    return (Tree(found.root, path, found.digest, words(found)),)
+
+
+def _packing(cluster: KubernetesCluster, local: str) -> tuple[Step, ...]:
+    """Makes one file of the working tree's copy."""
+    if cluster.code == "baked":
+        return ()
+    files = posixpath.join(local, "files")
+    argv = (
+        "tar", "--create", "--gzip", "--file", posixpath.join(files, ARCHIVE),
+        "--directory", posixpath.join(files, "project"), ".",
+    )  # fmt: skip
+    return (Step(kind="run", host=HOST, argv=argv),)
+
+
 def _in_image(job: JobSpec, cluster: KubernetesCluster) -> JobSpec:
     """The job with the path that its program has in the image."""
     replace = msgspec.structs.replace
@@ -471,13 +551,23 @@ def _moved(file: PlanFile, run_dir: str, local: str) -> PlanFile:
     return msgspec.structs.replace(file, path=path)
 
 
-def _pod_script(names: list[str], command: tuple[str, ...], *, needed: bool) -> str:
+def _pod_script(
+    names: list[str], command: tuple[str, ...], *, needed: bool, project: str | None
+) -> str:
     """What a pod starts with.
 
     Args:
         names: of other pods, to wait for.
         needed: a launcher cannot do without; a program may, and the other pod may have ended.
+        project: folder that the project is to be unpacked into.
     """
+    unpack = ""
+    if project is not None:
+        archive = posixpath.join(posixpath.dirname(project), "code", ARCHIVE)
+        unpack = (
+            f"mkdir -p {quoted(project)}\n"
+            f"tar -xzf {quoted(archive)} -C {quoted(project)} --no-same-owner || exit 73\n"
+        )
     seconds = NAME_SECONDS if needed else NAME_SECONDS // 10
     message = f"the name $1 did not resolve within {seconds} s"
     if needed:
@@ -502,7 +592,7 @@ def _pod_script(names: list[str], command: tuple[str, ...], *, needed: bool) -> 
         "# be found by name, becomes the node\n"
         "trap 'exit 143' TERM\n"
         f"unset {' '.join(_PET)}\n"
-        f"{function + waits if names else ''}"
+        f"{unpack}{function + waits if names else ''}"
         f"exec {' '.join(quoted(word) for word in command)}\n"
     )
 
@@ -513,7 +603,10 @@ def _kustomization(shape: Shape, files: list[str]) -> Object:
         "kind": "Kustomization",
         "namespace": shape.namespace,
         "resources": [MANIFESTS],
-        "configMapGenerator": [{"name": shape.name, "files": files}],
+        "configMapGenerator": [
+            {"name": shape.name, "files": files},
+            *([{"name": shape.code, "files": [ARCHIVE]}] if shape.copied else []),
+        ],
         "generatorOptions": {"disableNameSuffixHash": True, "labels": dict(shape.labels)},
     }
 

@@ -6,9 +6,11 @@ carried out here, without kubectl: that, ``get --raw`` and ``delete --raw``.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -163,12 +165,12 @@ class KubeTransport(LocalTransport):
         headers = {"Accept": "application/json, */*", "User-Agent": "clusterkit"}
         if content is not None:
             headers["Content-Type"] = content
-        # As the client itself does it: adds the credentials, which may have been renewed.
+        # As the client itself does it; adds the credentials, which may have been renewed.
         found = client.param_serialize(
             method, path, header_params=headers, auth_settings=["BearerToken"]
         )
         timeout = urllib3.Timeout(connect=CONNECT_SECONDS, read=seconds)
-        data = None if body is None else json.dumps(body).encode()
+        data = None if body is None else _encoded(body, content)
         try:
             response = client.rest_client.pool_manager.request(
                 method, found[1], body=data, headers=found[2], timeout=timeout,
@@ -403,7 +405,7 @@ def kustomized(folder: Path) -> list[Object]:
                 "apiVersion": "v1",
                 "kind": "ConfigMap",
                 "metadata": {"name": each["name"], "labels": dict(labels)},
-                "data": {name: (folder / name).read_text() for name in each["files"]},
+                **_data({name: (folder / name).read_bytes() for name in each["files"]}),
             }
             for each in main.get("configMapGenerator", ())
         ]
@@ -414,6 +416,37 @@ def kustomized(folder: Path) -> list[Object]:
             f"{error.filename}: {(error.strerror or 'unreadable').lower()}"
         ) from None
     return objects
+
+
+def as_yaml(body: object) -> str:
+    """JSON that is YAML as well: the server reads what is to be applied as that, and refuses the
+    pairs by which JSON escapes characters beyond U+FFFF."""
+
+    def escape(match: re.Match[str]) -> str:
+        if match[1] is None:
+            return match[0]
+        high, low = int(match[1], 16), int(match[2], 16)
+        return f"\\U{0x10000 + ((high - 0xD800) << 10) + low - 0xDC00:08x}"
+
+    # An escaped backslash is passed over together with what it escapes.
+    pairs = r"\\u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})|\\."
+    return re.sub(pairs, escape, json.dumps(body))
+
+
+def _encoded(body: object, content: str | None) -> bytes:
+    yaml_wanted = content is not None and content.endswith("+yaml")
+    return (as_yaml(body) if yaml_wanted else json.dumps(body)).encode()
+
+
+def _data(files: Mapping[str, bytes]) -> Object:
+    """Files as a config map holds them: text, and what is none."""
+    text, binary = {}, {}
+    for name, content in files.items():
+        try:
+            text[name] = content.decode()
+        except UnicodeDecodeError:
+            binary[name] = base64.b64encode(content).decode()
+    return {"data": text} | ({"binaryData": binary} if binary else {})
 
 
 def secret_of(config_map: Mapping[str, Any], values: Mapping[str, str]) -> Object:

@@ -43,6 +43,13 @@ class Shape:
     labels: Mapping[str, str]
     command: tuple[str, ...]
     secrets: tuple[str, ...] = ()
+    copied: bool = False
+    """Whether the project comes in a config map."""
+
+    @property
+    def code(self) -> str:
+        """The config map that holds the project."""
+        return f"{self.name}-code"
 
     @property
     def elastic(self) -> bool:
@@ -194,6 +201,17 @@ def _mounts(shape: Shape) -> list[Object]:
     return [
         {"name": "run", "mountPath": shape.run_dir},
         {"name": "files", "mountPath": posixpath.join(shape.run_dir, "files"), "readOnly": True},
+        *(
+            [
+                {
+                    "name": "code",
+                    "mountPath": posixpath.join(shape.run_dir, "code"),
+                    "readOnly": True,
+                }
+            ]
+            if shape.copied
+            else []
+        ),
         {"name": "tmp", "mountPath": TMP},
         {"name": "shm", "mountPath": "/dev/shm"},
         *(
@@ -211,6 +229,7 @@ def _volumes(shape: Shape) -> list[Object]:
     return [
         {"name": "run", "emptyDir": {}},
         {"name": "files", "configMap": {"name": shape.name}},
+        *([{"name": "code", "configMap": {"name": shape.code}}] if shape.copied else []),
         {"name": "tmp", "emptyDir": {}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shape.cluster.shm_size}},
         *(

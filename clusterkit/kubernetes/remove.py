@@ -53,6 +53,9 @@ def remove(handle: Handle, transport: Transport) -> None:
             if removed(handle, transport) is None:
                 ended = frozenset(pod.name for pod in pods.values() if pod.ran)
                 put_removed(handle, Removed(ended), transport)
+        if plan.trees:
+            path = f"/api/v1/namespaces/{namespace(plan)}/configmaps/{name_of(plan)}-code"
+            _delete(plan, path, transport)
         for api, plural in _kinds(plan):
             _delete(plan, f"{_root(api)}/namespaces/{namespace(plan)}/{plural}/{name_of(plan)}",
                     transport)  # fmt: skip
