@@ -107,6 +107,25 @@ engine: .venv/.dev ## A docker engine with compose and a base image, on Debian w
 engine-down: .venv/.dev ## End it and remove all it holds
 	@$(BIN)/python -m tests.live.compose.engine down
 
+##  ---- Kubernetes
+
+KUBE ?= ../shared/kube/cluster
+
+.PHONY: manifests
+manifests: .venv/bin/python ## Write k8s/ anew from jobs/
+	@$(BIN)/python -m tests.manifests
+
+# Loads the image that the docker engine has as clusterkit:cpu.
+.PHONY: kube-up
+kube-up: ## A Kubernetes on this machine with all operators and clusterkit:cpu; root: KUBE=SCRIPT
+	@test -x $(KUBE) || { echo "$(KUBE) is not there; docs/kubernetes.md says how with kind or minikube" >&2; exit 3; }
+	@$(KUBE) up
+	@mkdir -p .make && docker save clusterkit:cpu --output .make/image.tar && $(KUBE) load .make/image.tar; code=$$?; rm -f .make/image.tar; exit $$code
+
+.PHONY: kube-down
+kube-down: ## Remove it
+	@$(KUBE) down
+
 ##  ---- checks
 
 .PHONY: test

@@ -24,7 +24,14 @@ from msgspec import inspect as types
 
 from clusterkit import backends, catalogue
 from clusterkit.cli import VERBS, cli
-from clusterkit.cluster import ComposeCluster, Host, LocalCluster, SshCluster
+from clusterkit.cluster import (
+    Claim,
+    ComposeCluster,
+    Host,
+    KubernetesCluster,
+    LocalCluster,
+    SshCluster,
+)
 from clusterkit.doctor.checks import CHECKS
 from clusterkit.spec import BatchSpec, CheckpointSpec, JobSpec
 
@@ -119,6 +126,8 @@ def words(kind: types.Type) -> Iterator[str]:
             item = item.type if isinstance(item, types.Metadata) else item
             if isinstance(item, types.StructType):
                 yield f"a list of mappings, [below](#{_SECTIONS[item.cls]})"
+            elif isinstance(item, types.DictType):
+                yield "a list of mappings"
             else:
                 numbers = isinstance(item, types.IntType)
                 yield f"a list of {'whole numbers' if numbers else 'text'}"
@@ -139,8 +148,10 @@ def _limits(kind: types.IntType | types.FloatType) -> str:
     return "" if kind.ge is None else f" ({kind.ge} or more)"
 
 
-_SECTIONS = {BatchSpec: "batch", CheckpointSpec: "checkpoint", Host: "one-host"}
-"""Struct to its heading in docs/job-file.md."""
+_SECTIONS = {
+    BatchSpec: "batch", CheckpointSpec: "checkpoint", Host: "one-host", Claim: "one-volume",
+}  # fmt: skip
+"""Struct to its heading in the page that has its keys."""
 
 
 def default(field: types.Field) -> str:
@@ -271,6 +282,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "local-cluster-keys": lambda: keys(LocalCluster),
     "ssh-cluster-keys": lambda: keys(SshCluster),
     "compose-cluster-keys": lambda: keys(ComposeCluster),
+    "kubernetes-cluster-keys": lambda: keys(KubernetesCluster),
+    "claim-keys": lambda: keys(Claim),
     "host-keys": lambda: keys(Host),
     "verbs": verbs,
     "doctor-checks": doctor_checks,
