@@ -129,6 +129,16 @@ class KubernetesBackend(Backend):
         namespace = cluster.namespace or namespace
         _check_namespace(tool, namespace, transport)
         gpus = _gpus(cluster, job, tool, transport)
+        kinds = _kinds(tool, transport)
+        kubernetes = KubernetesFacts(
+            version=str(version.get("gitVersion", "?")),
+            context=context,
+            namespace=namespace,
+            kubeconfig=cluster.kubeconfig or os.environ.get("KUBECONFIG"),
+            kinds=kinds,
+        )
+        if job is not None:
+            _check_rights(choose(job, cluster, kubernetes)[0], tool, namespace, transport)
         project = _project(job) if cluster.code == "copied" and job is not None else None
         return Facts(
             home=str(home()),
@@ -149,13 +159,7 @@ class KubernetesBackend(Backend):
             interface=cluster.interface,
             watch_port=WATCH_PORT if cluster.port != WATCH_PORT else WATCH_PORT + 1,
             project=project,
-            kubernetes=KubernetesFacts(
-                version=str(version.get("gitVersion", "?")),
-                context=context,
-                namespace=namespace,
-                kubeconfig=cluster.kubeconfig or os.environ.get("KUBECONFIG"),
-                kinds=_kinds(tool, transport),
-            ),
+            kubernetes=kubernetes,
         )
 
     # -- planning -------------------------------------------------------------
@@ -407,6 +411,41 @@ def _check_namespace(tool: list[str], namespace: str, transport: Transport) -> N
             f"namespace: the cluster has no {namespace}",
             hint=f"kubectl create namespace {namespace}",
         )
+
+
+def _check_rights(flavor: str, tool: list[str], namespace: str, transport: Transport) -> None:
+    """Refuse what the API server would not let us do, before anything is made.
+
+    Raises:
+        Unavailable: names the right that is missing.
+    """
+    found = FLAVORS[flavor]
+    group = found.API.rpartition("/")[0]
+    for verb, api_group, resource in (
+        ("create", group, found.PLURAL),
+        ("create", "", "configmaps"),
+        ("list", "", "pods"),
+    ):
+        asked = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {
+                "resourceAttributes": {
+                    "namespace": namespace,
+                    "verb": verb,
+                    "group": api_group,
+                    "resource": resource,
+                }
+            },
+        }
+        path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+        command = [*tool, "create", "--raw", path, "--filename", "-"]
+        done = transport.run(HOST, command, stdin=json.dumps(asked).encode())
+        if done.exit_code or not json.loads(done.stdout).get("status", {}).get("allowed"):
+            raise Unavailable(
+                f"you may not {verb} {resource} in namespace {namespace}",
+                hint="k8s/rbac.yaml is the role that a submitter needs: an admin can bind it",
+            )
 
 
 def _kinds(tool: list[str], transport: Transport) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """The API server, reached through the official client, in the words of kubectl.
 
 A plan's step is what a person could type: ``kubectl apply --server-side --kustomize DIR``. It is
-carried out here, without kubectl: that, ``get --raw`` and ``delete --raw``.
+carried out here, without kubectl: that, and ``get``, ``create`` and ``delete`` with ``--raw``.
 """
 
 from __future__ import annotations
@@ -90,6 +90,11 @@ class KubeTransport(LocalTransport):
             match target.words:
                 case ["get", "--raw", path]:
                     out = self._call(target, "GET", path, seconds=seconds)
+                case ["create", "--raw", path, "--filename", "-"]:
+                    asked = json.loads(stdin)
+                    out = self._call(
+                        target, "POST", path, asked, "application/json", seconds=seconds
+                    )
                 case ["delete", "--raw", path]:
                     out = self._call(target, "DELETE", path, seconds=seconds)
                 case ["apply", *_, "--kustomize", folder]:

@@ -534,8 +534,8 @@ class Catcher:
         text = match[2]
         if not _OURS.match(text):
             # Not the agent's: what the pod said before it, or of it.
-            stamp = (match[1].decode() + ".000000")[:26].ljust(26, "0")
-            text = f"{stamp}Z - ".encode() + text
+            second, _, fraction = match[1].decode().partition(".")
+            text = f"{second}.{fraction[:6]:0<6}Z - ".encode() + text
         if self._seen[text] > 0:
             self._seen[text] -= 1
             return b""

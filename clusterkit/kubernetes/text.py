@@ -13,8 +13,8 @@ from clusterkit.errors import BadInput
 Object = dict[str, Any]
 """A Kubernetes object, or a part of one."""
 
-NAME_MAX = 52
-"""A pod is called ``NAME-worker-12345``, and so is its service: 63 characters at most."""
+NAME_MAX = 46
+"""Kinds of jobs add as much as ``-node-0-12345`` to it; 63 characters at most are a name."""
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?\Z")
 _PLAIN = re.compile(r"[A-Za-z/_.][A-Za-z0-9/_.$()-]*(:[A-Za-z0-9/_.-]+)*\Z")
 _FLAG = re.compile(r"--?[A-Za-z][A-Za-z0-9-]*(=[A-Za-z0-9$().-]+)?\Z")
@@ -98,7 +98,7 @@ def _lines(value: Any, indent: str) -> Iterator[str]:
                 yield from _lines(item, indent + "  ")
             else:
                 flow = f"{head} [{', '.join(map(_scalar, item))}]"
-                if len(flow) <= 100:
+                if len(flow) <= 100 or not item:
                     yield flow
                 else:
                     yield head

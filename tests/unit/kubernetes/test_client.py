@@ -1,0 +1,253 @@
+"""The API server as a small server of HTTP plays it: what is sent, and what its answers become."""
+
+import base64
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import yaml
+
+from clusterkit.errors import BadInput, SubmitFailed, Unavailable
+from clusterkit.kubernetes.client import KubeTransport, connect
+from clusterkit.kubernetes.observe import Catcher
+
+
+class Server(ThreadingHTTPServer):
+    """Takes every object and keeps what was asked."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked = []
+        self.answers = {}
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def _answer(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
+        self.server.asked.append((self.command, self.path, body, dict(self.headers)))
+        status, answer = self.server.answers.get(
+            self.path.partition("?")[0], (200, {"metadata": {"name": "n", "uid": "the-uid"}})
+        )
+        if isinstance(answer, list):
+            answer = answer.pop(0) if len(answer) > 1 else answer[0]
+            status, answer = answer
+        if status == 200 and body and "apply-patch" in self.headers["Content-Type"]:
+            sent = yaml.safe_load(body)
+            answer = sent | {"metadata": sent["metadata"] | {"uid": "the-uid"}}
+        data = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_GET = do_PATCH = do_DELETE = do_POST = _answer
+
+
+@pytest.fixture
+def server():
+    found = Server()
+    yield found
+    found.shutdown()
+    found.server_close()
+
+
+@pytest.fixture
+def tool(server, tmp_path):
+    config = {
+        "apiVersion": "v1", "kind": "Config", "current-context": "c",
+        "clusters": [
+            {"name": "k", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}
+        ],
+        "users": [{"name": "u", "user": {"token": "t0ken"}}],
+        "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
+    }  # fmt: skip
+    file = tmp_path / "config"
+    file.write_text(yaml.safe_dump(config))
+    return ["kubectl", "--kubeconfig", str(file), "--context", "c", "--namespace", "ns"]
+
+
+@pytest.fixture
+def transport():
+    found = KubeTransport()
+    yield found
+    found.close()
+
+
+def folder(tmp_path, *objects):
+    main = {
+        "resources": ["manifests.yaml"],
+        "configMapGenerator": [{"name": "r-1", "files": ["a.sh", "b.bin"]}],
+        "generatorOptions": {"labels": {"clusterkit/run": "r-1", "clusterkit/attempt": "1"}},
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(main))
+    (tmp_path / "manifests.yaml").write_text(yaml.safe_dump_all(objects))
+    (tmp_path / "a.sh").write_text("echo 🚀 \u2028 $(HOME)\n")
+    (tmp_path / "b.bin").write_bytes(b"\xff\0")
+    return ["apply", "--server-side", "--kustomize", str(tmp_path)]
+
+
+JOB = {
+    "apiVersion": "batch/v1", "kind": "Job",
+    "metadata": {"name": "r-1", "labels": {"clusterkit/attempt": "1"}},
+    "spec": {"template": {"metadata": {"labels": {"clusterkit/attempt": "1"}}}},
+}  # fmt: skip
+
+
+def test_an_apply_sends_files_then_the_job_and_makes_it_the_owner(
+    server, tool, transport, tmp_path
+):
+    done = transport.run("localhost", [*tool, *folder(tmp_path, JOB)])
+    assert (done.exit_code, done.stderr) == (0, "")
+    first, second, third = server.asked
+    assert first[:2] == (
+        "PATCH",
+        "/api/v1/namespaces/ns/configmaps/r-1?fieldManager=clusterkit&force=true"
+        "&fieldValidation=Strict",
+    )
+    sent = yaml.safe_load(first[2])
+    assert sent["data"] == {"a.sh": "echo 🚀 \u2028 $(HOME)\n"}
+    assert base64.b64decode(sent["binaryData"]["b.bin"]) == b"\xff\0"
+    assert second[1].startswith("/apis/batch/v1/namespaces/ns/jobs/r-1?")
+    assert yaml.safe_load(second[2]) == JOB
+    assert third[1] == "/api/v1/namespaces/ns/configmaps/r-1"
+    assert json.loads(third[2])["metadata"]["ownerReferences"] == [
+        {"apiVersion": "batch/v1", "kind": "Job", "name": "r-1", "uid": "the-uid"}
+    ]
+    headers = {name.lower(): value for name, value in first[3].items()}
+    assert headers["authorization"] == "Bearer t0ken"
+
+
+def test_secrets_and_the_attempt_come_from_the_environment(server, tool, transport, tmp_path):
+    argv = [*tool, *folder(tmp_path, JOB)]
+    env = {"CLUSTERKIT_ATTEMPT": "3", "TOKEN": "s3cret\n🚀"}
+    assert transport.run("localhost", argv, env=env).exit_code == 0
+    secret, config, job = (yaml.safe_load(asked[2]) for asked in server.asked[:3])
+    assert (secret["kind"], secret["stringData"]) == ("Secret", {"TOKEN": "s3cret\n🚀"})
+    for each in (secret, config, job):
+        assert each["metadata"]["labels"]["clusterkit/attempt"] == "3"
+    assert job["spec"]["template"]["metadata"]["labels"] == {"clusterkit/attempt": "3"}
+    assert "s3cret" not in "".join(path.read_text() for path in tmp_path.glob("*.yaml"))
+
+
+def test_a_trainer_that_has_not_heard_of_the_runtime_is_asked_again(
+    server, tool, transport, tmp_path
+):
+    train = JOB | {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob"}
+    path = "/apis/trainer.kubeflow.org/v1alpha1/namespaces/ns/trainjobs/r-1"
+    refusal = {"reason": "Forbidden", "message": "trainingRuntime must be created before"}
+    server.answers[path] = (200, [(403, refusal), (200, {})])
+    assert transport.run("localhost", [*tool, *folder(tmp_path, train)]).exit_code == 0
+    assert [asked[1].partition("?")[0] for asked in server.asked].count(path) == 2
+
+
+def test_a_refusal_is_told_in_the_server_s_own_words(server, tool, transport, tmp_path):
+    words = 'pods is forbidden: violates PodSecurity "restricted:latest"'
+    server.answers["/apis/batch/v1/namespaces/ns/jobs/r-1"] = (
+        403, {"reason": "Forbidden", "message": words},
+    )  # fmt: skip
+    done = transport.run("localhost", [*tool, *folder(tmp_path, JOB)])
+    assert done.exit_code == 1
+    assert done.stderr == f"Error from server (Forbidden): {words}"
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "stderr"),
+    [
+        (404, {"reason": "NotFound", "message": "no x"}, "Error from server (NotFound): no x"),
+        (500, ["not", "an", "object"], "Error from server (500): "),
+    ],
+)
+def test_get_and_delete_are_carried_out_raw(status, answer, stderr, server, tool, transport):
+    server.answers["/x"] = (status, {"a": answer} if isinstance(answer, list) else answer)
+    for verb in ("get", "delete"):
+        done = transport.run("localhost", [*tool, verb, "--raw", "/x"])
+        assert done.exit_code == 1
+        assert done.stderr.startswith(stderr[:25])
+    assert json.loads(transport.run("localhost", [*tool, "get", "--raw", "/y"]).stdout)
+    assert [asked[0] for asked in server.asked] == ["GET", "DELETE", "GET"]
+
+
+def test_credentials_that_are_not_accepted_are_named(server, tool, transport):
+    server.answers["/x"] = (401, {"reason": "Unauthorized", "message": "Unauthorized"})
+    with pytest.raises(Unavailable, match="does not accept your credentials"):
+        transport.run("localhost", [*tool, "get", "--raw", "/x"])
+
+
+def test_a_server_that_is_away_is_named(server, tool, transport):
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(Unavailable, match=r"http://127\.0\.0\.1:\d+ does not answer: .*refused"):
+        transport.run("localhost", [*tool, "get", "--raw", "/x"])
+
+
+def test_what_kubectl_could_do_and_this_cannot_is_said(tool, transport):
+    with pytest.raises(SubmitFailed, match=r"not carried out here: kubectl .* scale"):
+        transport.run("localhost", [*tool, "scale", "job/x"])
+
+
+def test_other_commands_are_this_machine_s(transport):
+    assert transport.run("localhost", ["echo", "here"]).stdout == "here\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "context", "words"),
+    [
+        (None, None, r"kubeconfig: there is no .*/config"),
+        ("{broken: [", None, r"kubeconfig: .*config cannot be read: "),
+        ("{}", None, r"kubeconfig: .*config"),
+        ("just text", None, r"kubeconfig: .*config"),
+        (
+            '{"contexts": [], "current-context": "a"}',
+            "other",
+            r"context: .* no context 'other'|kube",
+        ),
+    ],
+    ids=["missing", "broken", "empty", "text", "no-context"],
+)
+def test_a_kubeconfig_that_cannot_be_used_is_refused(text, context, words, tmp_path, monkeypatch):
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    file = tmp_path / "config"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(BadInput, match=words):
+        connect(str(file), context)
+
+
+# ---------------------------------------------------------------- logs
+
+
+def test_a_log_goes_on_where_it_had_stopped_and_no_line_comes_twice(tmp_path):
+    log = tmp_path / "log"
+    ours = [f"2026-11-22T04:00:0{n}.000000Z 0 line {n}" for n in range(6)]
+    cri = [f"2026-11-22T04:00:0{n}.123456789Z {line}\n".encode() for n, line in enumerate(ours)]
+    first = Catcher(log)
+    assert first.since is None
+    log.write_bytes(first.feed(b"".join(cri[:4]) + cri[4][:30]))
+    again = Catcher(log)
+    assert again.since == "2026-11-22T04:00:03Z"
+    with log.open("ab") as file:
+        file.write(again.feed(b"".join(cri[3:])))
+    assert log.read_text().splitlines() == ours
+
+
+def test_the_same_words_twice_in_one_second_are_two_lines(tmp_path):
+    log = tmp_path / "log"
+    line = b"2026-11-22T04:00:00.5Z 2026-11-22T04:00:00.500000Z 0 same\n"
+    log.write_bytes(Catcher(log).feed(line))
+    again = Catcher(log)
+    with log.open("ab") as file:
+        file.write(again.feed(line + line))
+    assert log.read_text().count("same") == 2
+
+
+def test_what_is_not_the_agent_s_gets_a_time_and_no_rank(tmp_path):
+    found = Catcher(tmp_path / "none").feed(b"2026-11-22T04:00:00.123456789Z sh: not found\n")
+    assert found == b"2026-11-22T04:00:00.123456Z - sh: not found\n"
+    catcher = Catcher(tmp_path / "none")
+    assert catcher.feed(b"2026-11-22T04:00:00.5Z no newline") == b""
+    assert catcher.end() == b"2026-11-22T04:00:00.500000Z - no newline\n"

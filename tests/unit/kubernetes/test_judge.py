@@ -1,0 +1,239 @@
+"""What pods mean for nodes: documents as a real API server gave them, cut down to what matters."""
+
+import json
+
+import pytest
+
+from clusterkit.kubernetes import flavors
+from clusterkit.kubernetes.judge import DELETED, causes, endings_of, judge, read_pod
+from clusterkit.status import State
+
+INDEX = "training.kubeflow.org/replica-index"
+AT = "2026-11-22T04:00:00Z"
+T0 = 1795320000.0
+
+
+def document(phase="Running", state=None, *, conditions=(), node=0, uid="u1", **more):
+    status = {"phase": phase, "conditions": list(conditions)}
+    if state is not None:
+        status["containerStatuses"] = [{"state": state, "restartCount": 0}]
+    labels = {"clusterkit/role": "node", "clusterkit/attempt": "1", INDEX: str(node)}
+    meta = {"name": f"r-worker-{node}", "uid": uid, "labels": labels}
+    spec = {
+        "nodeName": "node-1",
+        "containers": [{"image": "a/b:1", "resources": {"limits": {"memory": "200Mi"}}}],
+    }
+    return {
+        "metadata": meta | more.pop("meta", {}), "spec": spec, "status": status | more,
+    }  # fmt: skip
+
+
+def ended(code, message="", reason="Error"):
+    return {
+        "terminated": {"exitCode": code, "message": message, "reason": reason, "finishedAt": AT}
+    }
+
+
+def words_of(code, reason=None, **more):
+    return json.dumps({"exit_code": code, "reason": reason, "at": T0, "processes": [], **more})
+
+
+SCHEDULED = {"type": "PodScheduled", "status": "True", "lastTransitionTime": AT}
+RUNS = {"running": {"startedAt": AT}}
+
+
+def seen(told, before=None, now=T0, **more):
+    pod = None if told is None else read_pod(told, INDEX, now)
+    then = None if before is None else read_pod(before, INDEX, now)
+    found = judge(0, pod, then, **more)
+    return found.state, found.exit_code, found.reason
+
+
+def not_scheduled(message, reason="Unschedulable"):
+    return {"type": "PodScheduled", "status": "False", "reason": reason, "message": message}
+
+
+def waiting(reason, message=""):
+    return {"waiting": {"reason": reason, "message": message}}
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        (document(state=RUNS), (State.RUNNING, None, None)),
+        (document("Succeeded", ended(0, words_of(0))), (State.SUCCEEDED, 0, None)),
+        (document("Failed", ended(7, words_of(7))), (State.FAILED, 7, None)),
+        (
+            document("Failed", ended(143, words_of(143, "stopped: node 1 failed"))),
+            (State.CANCELLED, 143, "stopped: node 1 failed"),
+        ),
+        (document("Failed", ended(143, words_of(143, "stopped on request"))),
+         (State.FAILED, 143, DELETED)),
+        (
+            document("Failed", ended(137, "", "OOMKilled")),
+            (State.FAILED, 137, "killed by the kernel for want of memory: over its pod's memory "
+             "limit of 200Mi"),
+        ),
+        (
+            document("Failed", ended(137)),
+            (State.FAILED, 137, "its container was killed (exit code 137) without a word"),
+        ),
+        (
+            document("Failed", ended(69, "the name x did not resolve within 120 s\n")),
+            (State.FAILED, 69, "exited with 69: the name x did not resolve within 120 s"),
+        ),
+        (
+            document("Failed", ended(128, "exec: nothing: not found", "StartError")),
+            (State.FAILED, 128, "its container could not be started: exec: nothing: not found"),
+        ),
+        (
+            document("Failed", reason="Evicted", message="The node was low on resource: memory."),
+            (State.FAILED, None, "evicted: The node was low on resource: memory."),
+        ),
+        (document("Confused"), (State.UNKNOWN, None, "Kubernetes calls its pod 'Confused'")),
+        (document("Unknown"), (State.UNKNOWN, None, "Kubernetes calls its pod 'Unknown'")),
+    ],
+)  # fmt: skip
+def test_what_a_pod_means(told, expected):
+    assert seen(told) == expected
+
+
+@pytest.mark.parametrize(
+    ("told", "words", "state"),
+    [
+        (
+            document("Pending", conditions=[not_scheduled(
+                "0/4 nodes are available: 1 Insufficient nvidia.com/gpu, 3 node(s) had untolerated "
+                "taint(s). no new claims to deallocate, preemption: 0/4 nodes are available: 4 No "
+                "preemption victims found for incoming pod.")]),
+            "no node for it: 0/4 nodes are available: 1 Insufficient nvidia.com/gpu, 3 node(s) had "
+            "untolerated taint(s)",
+            State.PENDING,
+        ),
+        (
+            document("Pending", conditions=[not_scheduled("gated", "SchedulingGated")]),
+            "it waits for its queue", State.PENDING,
+        ),
+        (
+            document("Pending", waiting("ContainerCreating"), conditions=[SCHEDULED]),
+            "its container is being made, or its image pulled for 40 s", State.PENDING,
+        ),
+        (
+            document("Pending", waiting("ErrImagePull", 'failed to pull: "a/b:1": not found'),
+                     conditions=[SCHEDULED]),
+            "image a/b:1 cannot be had: the registry does not have it", State.PENDING,
+        ),
+        (
+            document("Pending", waiting("ImagePullBackOff", "dial tcp: lookup x: no such host"),
+                     conditions=[SCHEDULED]),
+            "image a/b:1 cannot be had: its registry does not answer", State.PENDING,
+        ),
+        (
+            document("Pending", waiting("ErrImagePull", "pull access denied, unauthorized"),
+                     conditions=[SCHEDULED]),
+            "image a/b:1 cannot be had: the registry wants credentials (image_pull_secrets), or "
+            "does not have it",
+            State.PENDING,
+        ),
+        (
+            document("Pending", waiting("InvalidImageName"), conditions=[SCHEDULED]),
+            "image a/b:1 cannot be had: its name is none", State.FAILED,
+        ),
+        (
+            document("Pending", waiting("CreateContainerConfigError", 'secret "r" not found'),
+                     conditions=[SCHEDULED]),
+            'its container cannot be made: secret "r" not found', State.FAILED,
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_pod_waits_for_is_said(told, words, state):
+    assert seen(told, now=T0 + 40) == (state, None, words)
+
+
+def test_an_image_is_waited_for_only_so_long():
+    told = document("Pending", waiting("ImagePullBackOff", "not found"), conditions=[SCHEDULED])
+    assert seen(told, now=T0 + 59)[0] is State.PENDING
+    assert seen(told, now=T0 + 61)[0] is State.FAILED
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("EvictionByEvictionAPI", "evicted: its node is being drained"),
+        ("PreemptionByScheduler", "preempted for a pod of higher priority: by pod x"),
+        ("TerminationByKubelet", "evicted by its node: by pod x"),
+        ("DeletionByTaintManager", "its node is gone or tainted"),
+    ],
+)
+def test_why_the_cluster_removes_a_pod_is_told_from_a_delete(reason, words):
+    why = {"type": "DisruptionTarget", "status": "True", "reason": reason, "message": "by pod x"}
+    told = document("Failed", ended(143, words_of(143, "stopped on request")), conditions=[why])
+    assert seen(told) == (State.FAILED, 143, words)
+    (cause,) = causes([read_pod(told, INDEX)])
+    assert (cause.words, cause.exit_code) == (words, 143)
+    assert causes([read_pod(told, INDEX)], {"r-worker-0"}) == ()
+
+
+def test_no_pod_is_judged_by_what_was_seen_of_it_last():
+    running, done = document(state=RUNS), document("Succeeded", ended(0, words_of(0)))
+    assert seen(None) == (State.PENDING, None, None)
+    assert seen(None, waits="a quota") == (State.PENDING, None, "a quota")
+    assert seen(None, done) == (State.SUCCEEDED, 0, None)
+    gone = "its pod is gone: somebody deleted it, or the namespace"
+    assert seen(None, running) == (State.FAILED, None, gone)
+    assert seen(None, running, replaced=True)[0] is State.PENDING
+    late = "killed: it did not end when it was asked to"
+    assert seen(None, running, ours=True) == (State.CANCELLED, None, late)
+    unborn = document("Pending")
+    assert seen(None, unborn, ours=True) == (State.CANCELLED, None, "it had not begun")
+
+
+def test_a_pod_in_another_s_place_is_a_failure_unless_the_run_is_elastic():
+    before, now = document(state=RUNS), document(state=RUNS, uid="u2")
+    assert seen(now, before) == (State.FAILED, None, "its pod was replaced: it was deleted")
+    assert seen(now, before, replaced=True) == (State.RUNNING, None, None)
+
+
+def test_what_clusterkit_itself_has_ended_is_cancelled():
+    told = document("Failed", ended(143, words_of(143, "stopped on request")))
+    assert seen(told, ours=True) == (State.CANCELLED, 143, "stopped on request")
+
+
+def test_a_lost_node_is_named():
+    silent = {"type": "Ready", "status": "False"}
+    told = document(state=RUNS, conditions=[silent])
+    assert seen(told) == (State.UNKNOWN, None, "node node-1 of the cluster does not answer")
+    leaving = document(state=RUNS, conditions=[silent], meta={"deletionTimestamp": AT})
+    leaving["metadata"]["labels"] = told["metadata"]["labels"]
+    assert seen(leaving)[0] is State.RUNNING
+
+
+def test_a_worker_is_no_node_and_a_launcher_is_node_0():
+    worker = document()
+    worker["metadata"]["labels"]["clusterkit/role"] = "worker"
+    assert read_pod(worker, INDEX).node is None
+    assert read_pod(document(node=7), INDEX).node == 7
+    assert read_pod(document(node=7), None).node == 0
+    assert read_pod(document(node="x"), INDEX).node is None
+
+
+@pytest.mark.parametrize(
+    "status", [[], None, "text", {"conditions": 3}, {"containerStatuses": [3]}]
+)
+def test_a_document_that_means_nothing_is_unknown_and_no_exception(status):
+    told = document()
+    told["status"] = status
+    assert seen(told)[0] is State.UNKNOWN
+
+
+def test_ranks_that_the_agent_started_are_told_with_their_numbers():
+    ranks = [{"rank": 3, "exit_code": 7, "at": T0}, {"rank": None, "exit_code": 0, "at": T0}]
+    told = document("Failed", ended(7, words_of(7, processes=ranks)))
+    assert endings_of(read_pod(told, INDEX)) == [ranks[0]]
+    assert endings_of(read_pod(document("Failed", ended(7, "garbage")), INDEX)) == []
+
+
+@pytest.mark.parametrize("flavor", flavors.FLAVORS.values(), ids=list(flavors.FLAVORS))
+def test_every_kind_of_job_has_a_table_of_its_own_words(flavor):
+    assert set(flavor.STATES.values()) >= {State.PENDING, State.SUCCEEDED, State.FAILED}
+    assert flavors.by_kind(flavor.KIND) is flavor

@@ -1,0 +1,97 @@
+"""YAML as it is written, names, values that Kubernetes would expand."""
+
+import json
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clusterkit.errors import BadInput
+from clusterkit.kubernetes.client import as_yaml
+from clusterkit.kubernetes.text import Noted, documents, literal, object_name, plain, quantity
+
+SCALARS = (
+    st.text(st.characters(exclude_categories=("Cs",)))
+    | st.integers(-(2**31), 2**31)
+    | st.booleans()
+    | st.sampled_from(
+        ["yes", "no", "1e3", "0x1", "~", "null", "8Gi", "--", "-", "a: b", "#", "1_0"]
+    )
+)
+KEYS = st.text(st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp")), min_size=1)
+# No list stands in a list: no manifest has that.
+VALUES = st.recursive(
+    SCALARS | st.lists(SCALARS, max_size=3),
+    lambda inner: (
+        st.dictionaries(KEYS, inner, max_size=3)
+        | st.lists(st.dictionaries(KEYS, inner, max_size=3), max_size=3)
+    ),
+    max_leaves=8,
+)
+DOCUMENTS = st.dictionaries(KEYS, VALUES, min_size=1, max_size=4)
+
+
+@given(DOCUMENTS)
+def test_what_is_written_is_read_back(document):
+    assert list(yaml.safe_load_all(documents([document, {"a": 1}]))) == [document, {"a": 1}]
+
+
+@given(
+    st.recursive(
+        SCALARS, lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner), max_leaves=8
+    )
+)
+def test_what_is_applied_is_yaml_whatever_characters_it_holds(value):
+    assert yaml.safe_load(as_yaml({"value": value})) == {"value": value}
+    assert json.loads(json.dumps(value)) == value
+
+
+def test_comments_stand_above_their_key_and_are_no_part_of_the_value():
+    document = {"a": Noted(1, "why\nso"), "b": [Noted({"c": Noted("x", "deep"), "d": 2}, "item")]}
+    text = documents([document], "head\n\nmore")
+    assert text == (
+        "# head\n#\n# more\n# why\n# so\na: 1\nb:\n  # item\n  -\n    # deep\n    c: x\n    d: 2\n"
+    )
+    assert yaml.safe_load(text) == plain(document) == {"a": 1, "b": [{"c": "x", "d": 2}]}
+
+
+@pytest.mark.parametrize(
+    ("run_id", "name"),
+    [
+        ("ddp-1122041103-pn8s", "ddp-1122041103-pn8s"),
+        ("3d-1122041103-pn8s", "ck-3d-1122041103-pn8s-2e4f0d"),
+        ("x" * 63, None),
+        ("a" * 46, "a" * 46),
+    ],
+)
+def test_a_name_is_one_that_a_service_may_have(run_id, name):
+    found = object_name(run_id)
+    assert len(f"{found}-node-0-12345") <= 63
+    assert found[0].isalpha()
+    assert found == object_name(run_id)
+    if name is not None and not name.startswith("ck-"):
+        assert found == name
+    else:
+        assert found.startswith("ck-")
+        assert found != object_name(run_id[:-1] + "z")
+
+
+def test_dollars_come_through_kubernetes_expansion():
+    # expansion.Expand of k8s.io/kubernetes: `$$` is a dollar, `$(NAME)` a variable.
+    def expanded(text):
+        return text.replace("$$", "\0").replace("$(HOME)", "/root").replace("\0", "$")
+
+    for text in ("$(HOME)", "$$(HOME)", "a$b", "$", "$$", "${X} $(id) `id`", ""):
+        assert expanded(literal(text)) == text
+
+
+@pytest.mark.parametrize("good", ["1", "500m", "16Gi", "0.5", "8G", "1Ti"])
+def test_amounts(good):
+    assert quantity("memory", good) == good
+
+
+@pytest.mark.parametrize("bad", ["", "16 Gi", "16GB", "lots", "-1", "1e3e", "Gi", "1gi"])
+def test_what_is_no_amount_is_refused_with_its_key(bad):
+    with pytest.raises(BadInput, match=r"\Amemory: "):
+        quantity("memory", bad)
