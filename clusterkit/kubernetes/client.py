@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
+AWAY_SECONDS = 40.0
+"""How long the API server may be away while a run is being made."""
 RUNTIME_SECONDS = 10.0
 """How long the trainer may take to hear of the runtime of a TrainJob."""
 KUSTOMIZATION = "kustomization.yaml"
@@ -49,6 +51,10 @@ class Refused(ClusterkitError):
         self.status = status
         self.reason = reason
         self.said = message
+
+
+class Away(Unavailable):
+    """The API server does not answer."""
 
 
 class Target:
@@ -233,7 +239,7 @@ class KubeTransport(LocalTransport):
 
     def _made(self, target: Target, path: str, each: Object, seconds: float) -> Object:
         """The object as the server has it now."""
-        deadline = time.monotonic() + RUNTIME_SECONDS
+        start = time.monotonic()
         while True:
             try:
                 content = "application/apply-patch+yaml"
@@ -241,9 +247,15 @@ class KubeTransport(LocalTransport):
                     self._call(target, "PATCH", path, each, content, seconds=seconds)
                 )
                 return made
+            except Away:
+                # What is applied twice is applied once.
+                if time.monotonic() > start + AWAY_SECONDS:
+                    raise
+                time.sleep(1)
             except Refused as error:
                 # The trainer hears of a runtime a moment after it was made.
-                if "must be created before" not in error.said or time.monotonic() > deadline:
+                late = time.monotonic() > start + RUNTIME_SECONDS
+                if late or "must be created before" not in error.said:
                     raise
                 time.sleep(RUNTIME_SECONDS / 50)
 
@@ -373,14 +385,14 @@ def _refused(status: int, said: bytes, client: ApiClient) -> ClusterkitError:
     return Refused(status, reason, message)
 
 
-def _unreachable(error: Exception, client: ApiClient) -> Unavailable:
+def _unreachable(error: Exception, client: ApiClient) -> Away:
     cause: BaseException = error
     while (deeper := getattr(cause, "reason", None) or cause.__cause__) is not None:
         if not isinstance(deeper, BaseException):
             break
         cause = deeper
     words = str(cause).rpartition(": ")[2] or type(cause).__name__
-    return Unavailable(
+    return Away(
         f"the API server {client.configuration.host} does not answer: {words}",
         hint="is the cluster up, and the VPN? `kubectl cluster-info` should say",
     )

@@ -200,6 +200,7 @@ def observation(
     waits: str | None = None,
     silent: str | None = None,
     unheard: frozenset[str] = frozenset(),
+    unseen: State = State.UNKNOWN,
 ) -> Observation:
     """The run's nodes from its pods.
 
@@ -208,6 +209,7 @@ def observation(
         waits: why there are no pods.
         silent: why the API server does not answer.
         unheard: pods that have ended and whose logs are still to come.
+        unseen: what a node is that nobody has ever seen while the API server does not answer.
     """
     if before is None:
         before = snapshot(handle, transport)
@@ -236,7 +238,7 @@ def observation(
         if pod is not None and pod.name in unheard and found.state.final:
             found = msgspec.structs.replace(found, state=State.RUNNING, reason=None)
         if silent is not None and not found.state.final:
-            state = found.state if before else State.UNKNOWN
+            state = found.state if before else unseen
             found = msgspec.structs.replace(found, state=state, reason=silent)
         nodes.append(found)
         if found.state is State.FAILED and (ended := pod or then.get(node)) is not None:
@@ -333,7 +335,7 @@ class Watcher:
                 self._judge_at = now
         self._last = observation(
             self._handle, pods, self._transport, before=self._before, waits=self._waits,
-            silent=silent, unheard=frozenset(unheard),
+            silent=silent, unheard=frozenset(unheard), unseen=State.PENDING,
         )  # fmt: skip
 
     def _log_of(self, pod: Pod) -> _Log | None:
