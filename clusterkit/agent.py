@@ -37,7 +37,8 @@ from typing import Any, BinaryIO
 
 RANK_HEADER = b"@clusterkit-rank"
 _RANK_HEADER = re.compile(re.escape(RANK_HEADER) + rb" ([0-9]{1,9}) ([0-9]{1,9})\Z")
-_TAG = re.compile(rb"\[[^],]*,([0-9]{1,9})\]<std(?:out|err|diag)>:")
+_TAG_OR_END = re.compile(rb"\[[^],\n]{1,40},([0-9]{1,9})\]<std(?:out|err|diag)>:|\n")
+_HALF_TAG = re.compile(rb"\[(?:[^]\n]{0,50}|[^]\n]{1,50}\](?:<[a-z]{0,7}>?)?)\Z")
 LONGEST_LINE = 1 << 16
 RESERVE_BYTES = 8192
 """Kept free for ``exit.json``, so that a disk full of logs does not hide how it ended."""
@@ -251,18 +252,61 @@ class NodeLog:
             file.write(json.dumps(record) + "\n")
 
 
+class Tagged:
+    """Takes apart what Open MPI's ``--tag-output`` sends: ``[JOB,RANK]<stdout>:TEXT``.
+
+    A line that is written in pieces, or is longer than one of its messages, has a tag before each
+    piece, and the pieces of other ranks may come between them.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._speaker = "-"
+        self._begun: dict[str, bytes] = {}
+
+    def feed(self, data: bytes) -> list[tuple[str, bytes]]:
+        """Ranks (``-``: the launcher itself) and lines, those that end here, without their ends."""
+        data = self._rest + data
+        # Half of a tag, or of a line's end, may have come.
+        half = _HALF_TAG.search(data, max(0, len(data) - 64))
+        cut = half.start() if half else len(data) - data.endswith(b"\r")
+        data, self._rest = data[:cut].replace(b"\r\n", b"\n").replace(b"\r", b"\n"), data[cut:]
+        lines = []
+        at = 0
+        for mark in _TAG_OR_END.finditer(data):
+            self._add(data[at : mark.start()])
+            at = mark.end()
+            if mark[1] is not None:
+                self._speaker = mark[1].decode()
+            else:
+                lines.append((self._speaker, self._begun.pop(self._speaker, b"")))
+                self._speaker = "-"
+        self._add(data[at:])
+        long = [name for name, text in self._begun.items() if len(text) > LONGEST_LINE]
+        return lines + [(speaker, self._begun.pop(speaker)) for speaker in long]
+
+    def end(self) -> list[tuple[str, bytes]]:
+        """What was begun and has no end."""
+        self._add(self._rest.removesuffix(b"\r"))
+        left, self._begun, self._rest = list(self._begun.items()), {}, b""
+        return left
+
+    def _add(self, text: bytes) -> None:
+        if text:
+            self._begun[self._speaker] = self._begun.get(self._speaker, b"") + text
+
+
 class Stream:
     """One source of output: a rank's named pipe, or the launcher's own.
 
     Args:
-        tagged: lines of ranks on other hosts come through it, as Open MPI's ``--tag-output``
-            marks them: ``[JOB,RANK]<stdout>:TEXT``.
+        tagged: output of ranks on other hosts comes through it, as `Tagged` says.
     """
 
     def __init__(self, handle: int, log: NodeLog, *, tagged: bool = False) -> None:
         self.handle = handle
         self.rank = "-"
-        self._tagged = tagged
+        self._tagged = Tagged() if tagged else None
         self._log = log
         self._rest = b""
 
@@ -274,6 +318,9 @@ class Stream:
             return True
         if not data:
             return False
+        if self._tagged is not None:
+            self._tell_apart(self._tagged.feed(data))
+            return True
         data = self._rest + data
         # A carriage return at the end may be the first half of a line's end.
         whole = data[:-1] if data.endswith(b"\r") else data
@@ -296,19 +343,25 @@ class Stream:
         if self._rest:
             self._emit([self._rest.removesuffix(b"\r")])
             self._rest = b""
+        if self._tagged is not None:
+            self._tell_apart(self._tagged.end())
 
     def _readable(self) -> bool:
         with selectors.DefaultSelector() as selector:
             selector.register(self.handle, selectors.EVENT_READ)
             return bool(selector.select(0))
 
+    def _tell_apart(self, lines: list[tuple[str, bytes]]) -> None:
+        for rank, line in lines:
+            if rank == "-":
+                self._emit([line])
+            else:
+                self._log.lines(rank, [line])
+
     def _emit(self, lines: list[bytes]) -> None:
         run: list[bytes] = []
         for line in lines:
-            if self._tagged and (tag := _TAG.match(line)):
-                # A line that was written in pieces has the tag before each of them.
-                self._log.lines(tag[1].decode(), [line.replace(tag[0], b"")])
-            elif header := _RANK_HEADER.match(line):
+            if header := _RANK_HEADER.match(line):
                 if run:
                     self._log.lines(self.rank, run)
                     run = []

@@ -358,3 +358,30 @@ def test_a_document_that_finds_no_space_leaves_the_old_one(tmp_path, monkeypatch
         agent.write_json(tmp_path / "d.json", {"a": 2})
     assert json.loads((tmp_path / "d.json").read_bytes()) == {"a": 1}
     assert os.listdir(tmp_path) == ["d.json"]
+
+
+# ---------------------------------------------------------------- Open MPI's tags
+
+
+PIECES = (
+    b"[1,2]<stdout>:rank[1,3]<stdout>:rank [1,2]<stdout>: 2\n[1,3]<stdout>:3\n"
+    b"mpirun has a word\n[1,2]<stderr>:\n[1,2]<stdout>:a [b\r\n[1,10]<stdout>:no end"
+)
+TOLD = [("2", b"rank 2"), ("3", b"rank 3"), ("-", b"mpirun has a word"), ("2", b""), ("2", b"a [b")]
+
+
+@pytest.mark.parametrize("size", [*range(1, 20), 1000])
+def test_pieces_of_several_ranks_become_their_lines(size):
+    tagged = agent.Tagged()
+    told = []
+    for at in range(0, len(PIECES), size):
+        told += tagged.feed(PIECES[at : at + size])
+    assert told == TOLD
+    assert tagged.end() == [("10", b"no end")]
+    assert tagged.end() == []
+
+
+def test_a_line_without_an_end_is_not_kept_for_ever():
+    tagged = agent.Tagged()
+    assert tagged.feed(b"[1,4]<stdout>:" + b"x" * agent.LONGEST_LINE) == []
+    assert tagged.feed(b"yz") == [("4", b"x" * agent.LONGEST_LINE + b"yz")]

@@ -85,7 +85,8 @@ def test_a_node_that_fails_ends_the_other_and_gives_its_exit_code(
     program = f"{PROGRAM} --clip minus-one"
     words = ("up", "--abort-on-container-exit", "--exit-code-from", "node0")
     said = compose(*words, check=False, CLUSTERKIT_PROGRAM=program)
-    assert said.endswith("exit code 1")  # torchrun's
+    # torchrun's own, or of its end because the other node was quicker to fail.
+    assert said.endswith(("exit code 1", "exit code 143"))
     assert "invalid" in said
     assert compose("ps", "--quiet", "--status", "running") == ""
 
