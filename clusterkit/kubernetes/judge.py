@@ -62,6 +62,8 @@ class Pod(Struct, frozen=True, kw_only=True):
     container: str = ""
     leaving: bool = False
     """Whether it is being removed."""
+    silent_since: float | None = None
+    """Unix time from which its node has not answered; it may come back."""
 
     @property
     def ran(self) -> bool:
@@ -103,7 +105,8 @@ def _read(told: Mapping[str, Any], node: int | None, now: float | None) -> Pod:
     ready = conditions.get("Ready", {})
     phase = str(status.get("phase", "Unknown"))
     running = state.get("running") is not None
-    silent = ready.get("status") == "False" and running and not meta.get("deletionTimestamp")
+    leaving = bool(meta.get("deletionTimestamp"))
+    silent = ready.get("status") == "False" and running and phase == "Running" and not leaving
     return Pod(
         name=meta["name"],
         uid=meta.get("uid", ""),
@@ -115,13 +118,14 @@ def _read(told: Mapping[str, Any], node: int | None, now: float | None) -> Pod:
         exit_code=None if ended is None else int(ended.get("exitCode", -1)),
         reason=None if ended is None else ended.get("reason"),
         last_words=None if ended is None else ended.get("message"),
-        lost=running and (removed == "DeletionByTaintManager" or (silent and phase == "Running")),
+        lost=running and removed == "DeletionByTaintManager",
+        silent_since=unix(ready.get("lastTransitionTime")) if silent else None,
         hopeless=hopeless,
         limit=limits.get("memory"),
         removed_by=_removal(removed, disruption, status),
         restarts=int(containers[0].get("restartCount", 0)) if containers else 0,
         finished_at=None if ended is None else unix(ended.get("finishedAt")),
-        leaving=bool(meta.get("deletionTimestamp")),
+        leaving=leaving,
         container=(spec.get("containers") or [{}])[0].get("name", ""),
     )
 

@@ -141,23 +141,24 @@ def snapshot(handle: Handle, transport: Transport) -> dict[str, Pod]:
         return {}
 
 
-def remember(
-    handle: Handle, before: Mapping[str, Pod], pods: Mapping[str, Pod], transport: Transport
-) -> dict[str, Pod]:
-    """Add what is seen now to what was seen, and keep it."""
+def with_seen(before: Mapping[str, Pod], pods: Mapping[str, Pod], plan: Plan) -> dict[str, Pod]:
+    """What was seen of pods, with what is seen of them now; the first of a name stays, unless
+    others may take its place."""
     found = dict(before)
     for name, pod in pods.items():
         first = before.get(name)
-        if first is None or first.uid == pod.uid or replaces(handle.plan):
+        if first is None or first.uid == pod.uid or replaces(plan):
             if first is not None and first.uid == pod.uid and pod.exit_code is None:
                 pod = msgspec.structs.replace(pod, removed_by=pod.removed_by or first.removed_by)
             found[name] = pod
-    if found != before:
-        data = msgspec.json.format(msgspec.json.encode(found), indent=1)
-        # A full disk is no reason to end the training.
-        with contextlib.suppress(ClusterkitError):
-            transport.put_all(HOST, [Put(_snapshot_path(handle), data)])
     return found
+
+
+def keep(handle: Handle, pods: Mapping[str, Pod], transport: Transport) -> None:
+    """Write down what was seen; a full disk is no reason to end the training."""
+    data = msgspec.json.format(msgspec.json.encode(pods), indent=1)
+    with contextlib.suppress(ClusterkitError):
+        transport.put_all(HOST, [Put(_snapshot_path(handle), data)])
 
 
 def replaces(plan: Plan) -> bool:
@@ -221,7 +222,14 @@ def observation(
         name: msgspec.structs.replace(pod, lost=True) if name in by_us.lost else pod
         for name, pod in before.items()
     }
-    now = {pod.node: pod for pod in pods.values() if pod.node is not None}
+    long_ago = time.time() - handle.plan.lost_after
+    now = {
+        pod.node: msgspec.structs.replace(pod, lost=True)
+        if pod.silent_since is not None and pod.silent_since < long_ago
+        else pod
+        for pod in pods.values()
+        if pod.node is not None
+    }
     then = {pod.node: pod for pod in before.values() if pod.node is not None}
     nodes, exits, kills = [], [], 0
     for node in range(handle.plan.nodes):
@@ -288,7 +296,7 @@ class Watcher:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._pods: dict[str, Pod] = {}
-        self._before = snapshot(handle, transport)
+        self._before = self._kept = snapshot(handle, transport)
         self._listed = False
         self._news = True
         self._judge_at = 0.0
@@ -309,22 +317,26 @@ class Watcher:
         with self._lock:
             news, self._news = self._news, False
             pods, silent, listed = dict(self._pods), self._silent, self._listed
+            # At one moment: a pod that is known from before, and not there, is gone.
+            before = self._before = with_seen(self._before, self._pods, self._handle.plan)
+        if before != self._kept:
+            self._kept = before
+            keep(self._handle, before, self._transport)
         if listed and not pods and silent is None and now >= self._ask_at:
             self._ask_at = now + NEWS_SECONDS
             waits = why_no_pods(self._handle.plan, self._transport)
             news, self._waits = news or waits != self._waits, waits
         if not listed and silent is None:
             # Nothing is known yet but what was written down.
-            return observation(self._handle, self._before, self._transport, before=self._before)
+            return observation(self._handle, before, self._transport, before=before)
         if self._last is None or news or now >= self._judge_at:
-            self._judge(pods, silent, now)
+            self._judge(pods, before, silent, now)
         return self._last
 
-    def _judge(self, pods: Mapping[str, Pod], silent: str | None, now: float) -> None:
+    def _judge(
+        self, pods: Mapping[str, Pod], before: Mapping[str, Pod], silent: str | None, now: float
+    ) -> None:
         self._judge_at = now + NEWS_SECONDS
-        if silent is None:
-            with self._lock:
-                self._before = remember(self._handle, self._before, pods, self._transport)
         unheard = set()
         for pod in pods.values():
             log = self._log_of(pod)
@@ -334,7 +346,7 @@ class Watcher:
                 unheard.add(pod.name)
                 self._judge_at = now
         self._last = observation(
-            self._handle, pods, self._transport, before=self._before, waits=self._waits,
+            self._handle, pods, self._transport, before=before, waits=self._waits,
             silent=silent, unheard=frozenset(unheard), unseen=State.PENDING,
         )  # fmt: skip
 
@@ -403,7 +415,7 @@ class Watcher:
             with self._lock:
                 self._news = True
                 # At once: its end may be told by this alone, and it may be gone the next moment.
-                self._before = remember(self._handle, self._before, read, self._transport)
+                self._before = with_seen(self._before, read, self._handle.plan)
                 if event["type"] == "DELETED":
                     self._pods.pop(name, None)
                 else:

@@ -15,6 +15,7 @@ from clusterkit.kubernetes.observe import (
     HOST,
     Removed,
     flavor_of,
+    keep,
     known,
     name_of,
     namespace,
@@ -22,10 +23,10 @@ from clusterkit.kubernetes.observe import (
     pods_path,
     put_removed,
     raw,
-    remember,
     removed,
     snapshot,
     tool,
+    with_seen,
 )
 from clusterkit.kubernetes.pods import STOP_EXTRA
 from clusterkit.plan import Plan
@@ -49,7 +50,7 @@ def remove(handle: Handle, transport: Transport) -> None:
         if known(plan, transport):
             pods = pods_of(handle, transport)
             before = snapshot(handle, transport)
-            remember(handle, before, pods, transport)
+            keep(handle, with_seen(before, pods, plan), transport)
             if removed(handle, transport) is None:
                 ended = frozenset(pod.name for pod in pods.values() if pod.ran)
                 put_removed(handle, Removed(ended), transport)

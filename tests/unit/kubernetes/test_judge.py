@@ -200,12 +200,20 @@ def test_what_clusterkit_itself_has_ended_is_cancelled():
 
 
 def test_a_lost_node_is_named():
-    silent = {"type": "Ready", "status": "False"}
-    told = document(state=RUNS, conditions=[silent])
+    tainted = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"}
+    told = document(state=RUNS, conditions=[tainted])
     assert seen(told) == (State.UNKNOWN, None, "node node-1 of the cluster does not answer")
+    gone = "node node-1 of the cluster does not answer"
+    assert seen(None, told, ours=True) == (State.FAILED, None, gone)
+
+
+def test_a_node_that_does_not_answer_for_a_moment_is_not_lost():
+    silent = {"type": "Ready", "status": "False", "lastTransitionTime": AT}
+    told = document(state=RUNS, conditions=[silent])
+    assert seen(told) == (State.RUNNING, None, None)
+    assert read_pod(told, INDEX).silent_since == T0
     leaving = document(state=RUNS, conditions=[silent], meta={"deletionTimestamp": AT})
-    leaving["metadata"]["labels"] = told["metadata"]["labels"]
-    assert seen(leaving)[0] is State.RUNNING
+    assert read_pod(leaving, INDEX).silent_since is None
 
 
 def test_a_worker_is_no_node_and_a_launcher_is_node_0():
