@@ -473,6 +473,8 @@ def _gpus(
         labels = node["metadata"].get("labels", {})
         if any(labels.get(key) != value for key, value in cluster.node_selector.items()):
             continue
+        if not _usable(node, cluster):
+            continue
         text = str(node["status"].get("allocatable", {}).get(cluster.gpu_resource, "0"))
         count = int(text) if text.isdigit() else 0
         memory = str(labels.get("nvidia.com/gpu.memory", "0"))
@@ -488,6 +490,27 @@ def _gpus(
             )
         count = cluster.gpus
     return tuple(Gpu(str(index), product, memory_mib) for index in range(count))
+
+
+def _usable(node: Mapping[str, Any], cluster: KubernetesCluster) -> bool:
+    """Whether pods of the cluster entry would be put there."""
+    spec = node.get("spec") or {}
+    # The GPUs' own taint is tolerated by whoever asks for them, where admission adds that.
+    tolerated = [*cluster.tolerations, {"key": cluster.gpu_resource, "operator": "Exists"}]
+    return not spec.get("unschedulable") and all(
+        taint.get("effect") == "PreferNoSchedule"
+        or any(_tolerates(each, taint) for each in tolerated)
+        for taint in spec.get("taints") or ()
+    )
+
+
+def _tolerates(toleration: Mapping[str, Any], taint: Mapping[str, Any]) -> bool:
+    if toleration.get("effect") not in (None, "", taint.get("effect")):
+        return False
+    if toleration.get("operator") == "Exists":
+        return toleration.get("key") in (None, "", taint.get("key"))
+    same = toleration.get("key") == taint.get("key")
+    return same and (toleration.get("value") or "") == (taint.get("value") or "")
 
 
 # ---------------------------------------------------------------- planning
