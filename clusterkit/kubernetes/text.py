@@ -16,7 +16,7 @@ Object = dict[str, Any]
 NAME_MAX = 46
 """Kinds of jobs add as much as ``-node-0-12345`` to it; 63 characters at most are a name."""
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?\Z")
-_PLAIN = re.compile(r"[A-Za-z/_.][A-Za-z0-9/_.$()-]*(:[A-Za-z0-9/_.-]+)*\Z")
+_PLAIN = re.compile(r"[A-Za-z/_][A-Za-z0-9/_.$()-]*(:[A-Za-z0-9/_.-]+)*\Z")
 _FLAG = re.compile(r"--?[A-Za-z][A-Za-z0-9-]*(=[A-Za-z0-9$().-]+)?\Z")
 _AMOUNT = re.compile(r"[0-9]+[KMGTPE]i\Z")
 _RESERVED = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none", "."})

@@ -16,7 +16,7 @@ SCALARS = (
     | st.integers(-(2**31), 2**31)
     | st.booleans()
     | st.sampled_from(
-        ["yes", "no", "1e3", "0x1", "~", "null", "8Gi", "--", "-", "a: b", "#", "1_0"]
+        ["yes", "no", "1e3", "0x1", "~", "null", "8Gi", "--", "-", "a: b", ".5", ".inf", "#", "1_0"]
     )
 )
 KEYS = st.text(st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp")), min_size=1)
