@@ -83,7 +83,9 @@ image-test: ## Check the image from inside, as its own user and as an unknown on
 	@$(PYTHON) docker/check.py $(IMAGE)
 
 .PHONY: wheelhouse
-wheelhouse: wheelhouse/.made ## Wheels of all that the image needs, so that building it needs no index
+wheelhouse: ## Wheels of all that the image needs, so that building it needs no index
+	@ls wheelhouse/*.whl >/dev/null 2>&1 || rm -f wheelhouse/.made
+	@$(MAKE) --no-print-directory wheelhouse/.made
 
 wheelhouse/.made: pyproject.toml constraints.txt docker/requirements.py | .venv/bin/python
 	@mkdir -p .make && rm -f wheelhouse/*.whl

@@ -38,6 +38,8 @@ SUITE, PLUGIN_SUITE = "bookworm", "trixie"
 BASE = f"clusterkit-base:{SUITE}"
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 START_SECONDS, STOP_SECONDS = 60.0, 30.0
+_children: dict[Path, subprocess.Popen[bytes]] = {}
+"""Engines that this process has started, by their folder."""
 CHAINS = ("DOCKER", "DOCKER-ISOLATION-STAGE-1", "DOCKER-ISOLATION-STAGE-2", "DOCKER-USER")
 _PATH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"))
 
@@ -145,6 +147,7 @@ def start(folder: Path) -> Engine:
         process = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
+    _children[folder] = process
     state["process"] = agent.identity(process.pid)
     _note(folder, state)
     env = {
@@ -183,6 +186,8 @@ def stop(folder: Path) -> None:
         words = ["docker", "network", "prune", "--force"]
         subprocess.run(words, env=env, capture_output=True)
         _end(recorded["pid"])
+    if (child := _children.pop(folder, None)) is not None:
+        child.wait()
     for pid in _processes_in(folder):
         _end(pid)
     for mount in _mounts_below(folder):
