@@ -43,7 +43,7 @@ CONTRACT = (
 )  # fmt: skip
 Start = Callable[..., api.Run]
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]  # the first one has the image built
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from tests.live import parity
 from tests.live.parity import Case
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[3]
 STEPS = 10
 TEXT = ("--data", "README.md")

@@ -16,7 +16,7 @@ from tests.live import parity
 from tests.live.compose.conftest import ROOT
 from tests.live.compose.engine import Engine
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 FILE = ROOT / "docker" / "compose.yaml"
 GPU = ROOT / "docker" / "compose.gpu.yaml"
 CI = Path(__file__).with_name("ci.yaml")

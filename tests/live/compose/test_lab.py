@@ -18,7 +18,7 @@ from tests.live.compose.conftest import ROOT
 from tests.live.compose.engine import Engine
 from tests.live.parity import Case
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 STEPS = 10
 
 
