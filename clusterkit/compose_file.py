@@ -12,7 +12,7 @@ from typing import Any
 from clusterkit.cluster import ComposeCluster, Engine, Facts
 from clusterkit.errors import BadInput
 from clusterkit.plan import PlanFile
-from clusterkit.rendezvous import NODE_ADDRESS, Topology
+from clusterkit.rendezvous import NODE_ADDRESS, Topology, mpirun_interface
 from clusterkit.shell import quote
 from clusterkit.spec import JobSpec
 
@@ -306,8 +306,7 @@ def checkpoint_folders(job: JobSpec, run_dir: str) -> list[str]:
 
 def mpi_env(interface: str) -> dict[str, str]:
     return {
-        "OMPI_MCA_btl_tcp_if_include": interface,
-        "OMPI_MCA_oob_tcp_if_include": interface,
+        **mpirun_interface(interface),
         "OMPI_MCA_plm_rsh_agent": f"{OURS}/mpi-agent",
         "OMPI_MCA_plm_rsh_no_tree_spawn": "1",
         # Its daemons stay where they were started: their container lives as long as they.

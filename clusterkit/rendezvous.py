@@ -125,6 +125,14 @@ def node_environment(launcher: Launcher, topology: Topology, endpoint: Endpoint)
     return env
 
 
+def mpirun_interface(interface: str) -> dict[str, str]:
+    """The environment that keeps Open MPI, its messages and its daemons, to one interface."""
+    return {
+        "OMPI_MCA_btl_tcp_if_include": interface,
+        "OMPI_MCA_oob_tcp_if_include": interface,
+    }
+
+
 def launcher_argv(
     launcher: Launcher,
     topology: Topology,

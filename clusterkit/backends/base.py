@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from msgspec import Struct
 
+from clusterkit import execute
 from clusterkit.cluster import ClusterSpec, Facts
 from clusterkit.errors import BadInput, CapabilityError
 from clusterkit.execute import Record
@@ -137,7 +138,6 @@ class Backend(ABC):
             BadInput: the job does not fit the cluster.
         """
 
-    @abstractmethod
     def submit(
         self,
         plan: Plan,
@@ -152,6 +152,11 @@ class Backend(ABC):
         Raises:
             SubmitFailed: a step failed.
         """
+        execute.write_files(plan, transport)
+        execute.run_steps(
+            plan, transport, attempt=attempt, secrets=secrets, record=record or (lambda *_: None)
+        )
+        return Handle(plan, attempt)
 
     @abstractmethod
     def status(self, handle: Handle, transport: Transport) -> Observation | None:

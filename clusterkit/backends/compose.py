@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import msgspec
 
 import clusterkit
-from clusterkit import execute, host_probe
+from clusterkit import host_probe
 from clusterkit.assemble import Peers, Places, assemble, require_packages
 from clusterkit.backends.base import Backend, Handle, Observation
 from clusterkit.backends.containers import (
@@ -32,15 +32,21 @@ from clusterkit.backends.containers import (
     Watcher,
     inspect,
     known,
-    node_file,
     observation,
     remove,
 )
 from clusterkit.backends.nodes import (
+    CPU_IMAGE,
+    GPU_IMAGE,
     GPU_QUERY,
+    OLDEST_PYTHON,
     PACKAGES,
     TOOLS,
+    attempt_logs,
     device_of,
+    divided_gpus,
+    node_file,
+    own_ports,
     probe_gpus,
     threads_of,
 )
@@ -58,21 +64,15 @@ from clusterkit.compose_file import (
     size_bytes,
 )
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
-from clusterkit.execute import Record
-from clusterkit.logs import LogLine, NodeLog, merged, selected
+from clusterkit.logs import LogLine
 from clusterkit.plan import Note, Plan, PlanFile, Step
 from clusterkit.rendezvous import Endpoint, Topology
 from clusterkit.runs import home
-from clusterkit.shell import Secret
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Completed, Transport
 
-PORT, WATCH_PORT = 29500, 29501
-"""Nothing else listens in a run's own network."""
 INTERFACE = "eth0"
-GPU_IMAGE, CPU_IMAGE = "clusterkit:gpu", "clusterkit:cpu"
 OLDEST_COMPOSE = (2, 20)
-OLDEST_PYTHON = (3, 11)
 SYSTEM = frozenset({
     "/", "/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/opt", "/proc", "/run", "/sbin",
     "/sys", "/tmp", "/usr", "/var",
@@ -130,6 +130,7 @@ class ComposeBackend(Backend):
         remapped = _secured(info, "userns")
         # In a rootless engine, root is the submitter, and every other id is nobody's.
         user = "0:0" if _secured(info, "rootless") else f"{os.getuid()}:{os.getgid()}"
+        port, watch_port = own_ports(cluster.port)
         told = _inside(cluster, docker, info, image, user, remapped, bool(gpus), transport)
         return Facts(
             home=str(home()),
@@ -145,10 +146,10 @@ class ComposeBackend(Backend):
                     tools=told["tools"],
                 ),
             ),
-            port=PORT if cluster.port == "auto" else cluster.port,
+            port=port,
             port_origin="the run's own network" if cluster.port == "auto" else "cluster: port",
             interface=INTERFACE,
-            watch_port=WATCH_PORT if cluster.port != WATCH_PORT else WATCH_PORT + 1,
+            watch_port=watch_port,
             engine=Engine(
                 socket=socket,
                 version=str(info.get("ServerVersion", "?")),
@@ -170,7 +171,9 @@ class ComposeBackend(Backend):
             raise BadInput("facts: they name no docker engine", hint="take those of a compose run")
         least, most = job.node_range
         device, device_origin = device_of(job, [host])
-        nproc, nproc_origin = _ranks_per_node(job, host, most, device)
+        nproc, nproc_origin = divided_gpus(
+            job, host, most, device, place="this machine", flag="--gpus {0}"
+        )
         topology = Topology(least, most, nproc)
         _check_room(cluster, most)
         cores = math.floor(cluster.cpus) if cluster.cpus else host.cpus // most
@@ -179,7 +182,7 @@ class ComposeBackend(Backend):
         run_dir = posixpath.join(facts.home, "runs", run_id)
         workdir, program = _workdir(job, cluster, engine, run_dir)
         mpirun = job.launcher == "mpirun"
-        peers = Peers("node-0", facts.watch_port or WATCH_PORT, cluster.lost_after)
+        peers = Peers("node-0", facts.watch_port or own_ports(facts.port)[1], cluster.lost_after)
         assembly = assemble(
             program,
             topology=topology,
@@ -238,21 +241,6 @@ class ComposeBackend(Backend):
 
     # -- carrying out ---------------------------------------------------------
 
-    def submit(
-        self,
-        plan: Plan,
-        transport: Transport,
-        *,
-        attempt: int = 1,
-        secrets: Mapping[str, Secret] | None = None,
-        record: Record | None = None,
-    ) -> Handle:
-        execute.write_files(plan, transport)
-        execute.run_steps(
-            plan, transport, attempt=attempt, secrets=secrets, record=record or (lambda *_: None)
-        )
-        return Handle(plan, attempt)
-
     def status(self, handle: Handle, transport: Transport) -> Observation | None:
         if not known(handle.plan, transport):
             return None
@@ -274,17 +262,10 @@ class ComposeBackend(Backend):
         node: int | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> Iterator[LogLine]:
-        def reader(number: int) -> NodeLog:
-            path = node_file(handle, number, "log")
-            return NodeLog(
-                number,
-                handle.attempt,
-                lambda offset, limit: transport.get(HOST, path, offset, limit),
-            )
+        def read(number: int, offset: int, limit: int) -> bytes | None:
+            return transport.get(HOST, node_file(handle, number, "log"), offset, limit)
 
-        wanted = range(handle.plan.nodes) if node is None else (node,)
-        lines = merged([reader(number) for number in wanted], follow)
-        return selected(lines, rank=rank, node=node)
+        return attempt_logs(handle, read, rank=rank, node=node, follow=follow)
 
     def cancel(self, handle: Handle, transport: Transport) -> None:
         remove(handle, transport)
@@ -580,29 +561,6 @@ def _one_line(text: str) -> str:
 
 
 # ---------------------------------------------------------------- planning
-
-
-def _ranks_per_node(job: JobSpec, host: HostFacts, nodes: int, device: str) -> tuple[int, str]:
-    there = len(host.gpus)
-    if job.gpus_per_node != "auto":
-        wanted = job.gpus_per_node * nodes
-        if device == "cuda" and wanted > there:
-            fit = there // nodes
-            fewer = f"--gpus {fit}, or " if fit else ""
-            raise BadInput(
-                f"gpus_per_node: {counted(nodes, 'node')} x {job.gpus_per_node} = "
-                f"{counted(wanted, 'GPU')}, but this machine has {there}",
-                hint=f"{fewer}--set device=cpu to run on CPU threads",
-            )
-        return job.gpus_per_node, "job: gpus_per_node"
-    if device == "cpu":
-        return 1, "without GPUs one rank per node"
-    if there < nodes:
-        raise BadInput(
-            f"nodes: {nodes} nodes cannot share {counted(there, 'GPU')} of this machine",
-            hint=f"--nodes {there}, or --set device=cpu to run on CPU threads",
-        )
-    return there // nodes, f"{counted(there, 'GPU')} / {counted(nodes, 'node')}"
 
 
 def _check_room(cluster: ComposeCluster, nodes: int) -> None:

@@ -14,11 +14,10 @@ from typing import Any
 import msgspec
 
 from clusterkit.backends.base import Handle, Observation
-from clusterkit.backends.nodes import STOPPED, endings, judge_exit, overall
+from clusterkit.backends.nodes import STOPPED, endings, judge_exit, node_file, overall
 from clusterkit.compose_file import LABEL, STOP_EXTRA, container_name
 from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.plan import Plan
-from clusterkit.runs import node_dir
 from clusterkit.status import NodeCause, NodeStatus, State
 from clusterkit.transport import Completed, Put, Stream, Transport
 
@@ -100,10 +99,6 @@ def tool(plan: Plan) -> list[str]:
     """``docker`` for the engine that the run was planned for."""
     argv = next((step.argv for step in plan.steps if "compose" in step.argv), ("docker", "compose"))
     return list(argv[: argv.index("compose")])
-
-
-def node_file(handle: Handle, node: int, name: str) -> str:
-    return posixpath.join(node_dir(handle.plan.run_dir, handle.attempt, node), name)
 
 
 def _begun(handle: Handle, node: int, transport: Transport) -> bool:

@@ -15,10 +15,18 @@ from urllib.parse import quote
 
 import msgspec
 
-from clusterkit import execute
 from clusterkit.assemble import Peers, Places, assemble, require_packages
 from clusterkit.backends.base import Backend, Handle, Observation
-from clusterkit.backends.nodes import PACKAGES, TOOLS, device_of, threads_of
+from clusterkit.backends.nodes import (
+    CPU_IMAGE,
+    GPU_IMAGE,
+    PACKAGES,
+    TOOLS,
+    attempt_logs,
+    device_of,
+    own_ports,
+    threads_of,
+)
 from clusterkit.cluster import (
     ClusterSpec,
     Facts,
@@ -29,7 +37,6 @@ from clusterkit.cluster import (
     Project,
 )
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
-from clusterkit.execute import Record
 from clusterkit.kubernetes.client import KUSTOMIZATION, KubeTransport
 from clusterkit.kubernetes.flavors import FLAVORS, choose
 from clusterkit.kubernetes.observe import (
@@ -43,19 +50,15 @@ from clusterkit.kubernetes.observe import (
 from clusterkit.kubernetes.pods import ATTEMPT, JOB, MANAGER, RUN, Shape
 from clusterkit.kubernetes.remove import remove
 from clusterkit.kubernetes.text import Object, documents, object_name, quantity
-from clusterkit.logs import LogLine, NodeLog, merged, selected
+from clusterkit.logs import LogLine
 from clusterkit.plan import Note, Plan, PlanFile, Step, Tree
 from clusterkit.project import snapshot, words
-from clusterkit.rendezvous import Endpoint, Topology
+from clusterkit.rendezvous import Endpoint, Topology, mpirun_interface
 from clusterkit.runs import home, slug
-from clusterkit.shell import Secret
 from clusterkit.shell import quote as quoted
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
 
-PORT, WATCH_PORT = 29500, 29501
-"""Every pod has ports of its own."""
-GPU_IMAGE, CPU_IMAGE = "clusterkit:gpu", "clusterkit:cpu"
 MANIFESTS = "manifests.yaml"
 ARCHIVE = "project.tar.gz"
 MOST_BYTES = 1_040_000
@@ -139,6 +142,7 @@ class KubernetesBackend(Backend):
         )
         if job is not None:
             _check_rights(choose(job, cluster, kubernetes)[0], tool, namespace, transport)
+        port, watch_port = own_ports(cluster.port)
         project = _project(job) if cluster.code == "copied" and job is not None else None
         return Facts(
             home=str(home()),
@@ -154,10 +158,10 @@ class KubernetesBackend(Backend):
                     tools=dict.fromkeys(TOOLS, _UNSEEN),
                 ),
             ),
-            port=PORT if cluster.port == "auto" else cluster.port,
+            port=port,
             port_origin="every pod has its own" if cluster.port == "auto" else "cluster: port",
             interface=cluster.interface,
-            watch_port=WATCH_PORT if cluster.port != WATCH_PORT else WATCH_PORT + 1,
+            watch_port=watch_port,
             project=project,
             kubernetes=kubernetes,
         )
@@ -222,12 +226,12 @@ class KubernetesBackend(Backend):
             network_env={
                 "GLOO_SOCKET_IFNAME": facts.interface,
                 "NCCL_SOCKET_IFNAME": facts.interface,
-                **(_mpi_env(facts.interface) if mpirun else {}),
+                **(mpirun_interface(facts.interface) if mpirun else {}),
             },
             stop_grace=cluster.stop_grace,
             peers=None
             if mpirun
-            else Peers(names[0], facts.watch_port or WATCH_PORT, cluster.lost_after),
+            else Peers(names[0], facts.watch_port or own_ports(facts.port)[1], cluster.lost_after),
             container=True,
         )
         files = [_moved(file, run_dir, local) for file in assembly.files]
@@ -299,21 +303,6 @@ class KubernetesBackend(Backend):
 
     # -- carrying out ---------------------------------------------------------
 
-    def submit(
-        self,
-        plan: Plan,
-        transport: Transport,
-        *,
-        attempt: int = 1,
-        secrets: Mapping[str, Secret] | None = None,
-        record: Record | None = None,
-    ) -> Handle:
-        execute.write_files(plan, transport)
-        execute.run_steps(
-            plan, transport, attempt=attempt, secrets=secrets, record=record or (lambda *_: None)
-        )
-        return Handle(plan, attempt)
-
     def status(self, handle: Handle, transport: Transport) -> Observation | None:
         if not known(handle.plan, transport):
             return None
@@ -335,17 +324,10 @@ class KubernetesBackend(Backend):
         node: int | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> Iterator[LogLine]:
-        def reader(number: int) -> NodeLog:
-            path = node_file(handle, number, "log")
-            return NodeLog(
-                number,
-                handle.attempt,
-                lambda offset, limit: transport.get(HOST, path, offset, limit),
-            )
+        def read(number: int, offset: int, limit: int) -> bytes | None:
+            return transport.get(HOST, node_file(handle, number, "log"), offset, limit)
 
-        wanted = range(handle.plan.nodes) if node is None else (node,)
-        lines = merged([reader(number) for number in wanted], follow)
-        return selected(lines, rank=rank, node=node)
+        return attempt_logs(handle, read, rank=rank, node=node, follow=follow)
 
     def cancel(self, handle: Handle, transport: Transport) -> None:
         remove(handle, transport)
@@ -598,13 +580,6 @@ def _in_image(job: JobSpec, cluster: KubernetesCluster) -> JobSpec:
         f"{cluster.workdir}",
         hint="a path relative to the project's folder",
     )
-
-
-def _mpi_env(interface: str) -> dict[str, str]:
-    return {
-        "OMPI_MCA_btl_tcp_if_include": interface,
-        "OMPI_MCA_oob_tcp_if_include": interface,
-    }
 
 
 def _moved(file: PlanFile, run_dir: str, local: str) -> PlanFile:

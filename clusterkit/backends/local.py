@@ -7,38 +7,36 @@ import json
 import os
 import posixpath
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from clusterkit import agent, execute
+from clusterkit import agent
 from clusterkit.agent import process_start
 from clusterkit.assemble import Places, assemble, require_packages
 from clusterkit.backends.base import Backend, Handle, Observation
 from clusterkit.backends.nodes import (
     PACKAGES,
     TOOLS,
+    attempt_logs,
     device_of,
+    divided_gpus,
     endings,
     gpu_share,
     judge_node,
+    node_file,
     overall,
     probe_gpus,
     threads_of,
 )
 from clusterkit.cluster import ClusterSpec, Facts, HostFacts, LocalCluster
 from clusterkit.errors import BadInput, PortTaken, SubmitFailed, Unavailable, counted
-from clusterkit.execute import Record
-from clusterkit.logs import LogLine, NodeLog, merged, selected
+from clusterkit.logs import LogLine
 from clusterkit.plan import Note, Plan, Step
 from clusterkit.rendezvous import Endpoint, Topology
-from clusterkit.runs import home, node_dir
-from clusterkit.shell import Secret
+from clusterkit.runs import home
 from clusterkit.spec import JobSpec
 from clusterkit.status import NodeStatus, State
 from clusterkit.transport import Transport
-
-if TYPE_CHECKING:
-    from clusterkit.doctor.base import Subject
 
 if TYPE_CHECKING:
     from clusterkit.doctor.base import Subject
@@ -107,7 +105,9 @@ class LocalBackend(Backend):
         host = facts.hosts[0]
         min_nodes, nodes = job.node_range
         device, device_origin = device_of(job, [host])
-        nproc, nproc_origin = _ranks_per_node(job, host, nodes, device)
+        nproc, nproc_origin = divided_gpus(
+            job, host, nodes, device, place=host.host, flag="--gpus {0} (make: GPUS={0})"
+        )
         topology = Topology(min_nodes, nodes, nproc)
         if job.launcher == "mpirun" and device == "cuda" and nodes > 1:
             raise BadInput(
@@ -185,21 +185,6 @@ class LocalBackend(Backend):
             stop_grace=cluster.stop_grace,
         )
 
-    def submit(
-        self,
-        plan: Plan,
-        transport: Transport,
-        *,
-        attempt: int = 1,
-        secrets: Mapping[str, Secret] | None = None,
-        record: Record | None = None,
-    ) -> Handle:
-        execute.write_files(plan, transport)
-        execute.run_steps(
-            plan, transport, attempt=attempt, secrets=secrets, record=record or (lambda *_: None)
-        )
-        return Handle(plan, attempt)
-
     def status(self, handle: Handle, transport: Transport) -> Observation | None:
         if transport.get(HOST, posixpath.join(handle.plan.run_dir, "run.json"), 0, 1) is None:
             return None
@@ -209,8 +194,8 @@ class LocalBackend(Backend):
         told = [
             endings(
                 node,
-                transport.get(HOST, _node_file(handle, node, "exit.json")) or b"",
-                transport.get(HOST, _node_file(handle, node, "ranks.jsonl")) or b"",
+                transport.get(HOST, node_file(handle, node, "exit.json")) or b"",
+                transport.get(HOST, node_file(handle, node, "ranks.jsonl")) or b"",
             )
             for node in failed
         ]
@@ -230,17 +215,10 @@ class LocalBackend(Backend):
         node: int | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> Iterator[LogLine]:
-        def reader(number: int) -> NodeLog:
-            path = _node_file(handle, number, "log")
-            return NodeLog(
-                number,
-                handle.attempt,
-                lambda offset, limit: transport.get(HOST, path, offset, limit),
-            )
+        def read(number: int, offset: int, limit: int) -> bytes | None:
+            return transport.get(HOST, node_file(handle, number, "log"), offset, limit)
 
-        wanted = range(handle.plan.nodes) if node is None else (node,)
-        lines = merged([reader(number) for number in wanted], follow)
-        return selected(lines, rank=rank, node=node)
+        return attempt_logs(handle, read, rank=rank, node=node, follow=follow)
 
     def cancel(self, handle: Handle, transport: Transport) -> None:
         grace = handle.plan.stop_grace
@@ -302,42 +280,12 @@ def _which(tool: str) -> str | None:
     return shutil.which(tool)
 
 
-# ---------------------------------------------------------------- planning
-
-
-def _ranks_per_node(job: JobSpec, host: HostFacts, nodes: int, device: str) -> tuple[int, str]:
-    there = len(host.gpus)
-    if job.gpus_per_node != "auto":
-        wanted = job.gpus_per_node * nodes
-        if device == "cuda" and wanted > there:
-            fit = there // nodes
-            fewer = f"--gpus {fit} (make: GPUS={fit}), or " if fit else ""
-            raise BadInput(
-                f"gpus_per_node: {counted(nodes, 'node')} x {job.gpus_per_node} = "
-                f"{counted(wanted, 'GPU')}, but {host.host} has {there}",
-                hint=f"{fewer}--set device=cpu to run on CPU threads",
-            )
-        return job.gpus_per_node, "job: gpus_per_node"
-    if device == "cpu":
-        return 1, "without GPUs one rank per node"
-    if there < nodes:
-        raise BadInput(
-            f"nodes: {nodes} nodes cannot share {counted(there, 'GPU')} of {host.host}",
-            hint=f"--nodes {there}, or --set device=cpu to run on CPU threads",
-        )
-    return there // nodes, f"{counted(there, 'GPU')} / {counted(nodes, 'node')}"
-
-
 # ---------------------------------------------------------------- watching
-
-
-def _node_file(handle: Handle, node: int, name: str) -> str:
-    return posixpath.join(node_dir(handle.plan.run_dir, handle.attempt, node), name)
 
 
 def _node_status(handle: Handle, node: int, transport: Transport) -> NodeStatus:
     def read(name: str) -> bytes | None:
-        return transport.get(HOST, _node_file(handle, node, name))
+        return transport.get(HOST, node_file(handle, node, name))
 
     started, alive = read("started.json"), False
     pid = read("pid")

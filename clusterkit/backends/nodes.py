@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import posixpath
 import shutil
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
 
 from clusterkit.agent import STOPPED_BY_PEERS
+from clusterkit.backends.base import Handle
 from clusterkit.cluster import Gpu, HostFacts
 from clusterkit.errors import BadInput, counted
+from clusterkit.logs import LogLine, NodeLog, merged, selected
+from clusterkit.runs import node_dir
 from clusterkit.spec import JobSpec
 from clusterkit.status import NodeStatus, RankExit, State
 from clusterkit.transport import Transport
@@ -20,6 +25,10 @@ PACKAGES = ("torch", "deepspeed", "transformers", "clusterkit")
 """Packages whose versions facts hold."""
 TOOLS = ("mpirun", "ninja", "c++")
 """Commands that a launcher may need."""
+OLDEST_PYTHON = (3, 11)
+"""Of the ranks' interpreter."""
+GPU_IMAGE, CPU_IMAGE = "clusterkit:gpu", "clusterkit:cpu"
+"""What `make image` makes."""
 STOPPED = "stopped on request"
 """The node agent's reason for an end that it was asked for."""
 GPU_QUERY = (
@@ -102,6 +111,46 @@ def gpu_share(gpus: Sequence[Gpu], device: str, first: int, nproc: int) -> dict[
     return {"CUDA_VISIBLE_DEVICES": share, "CLUSTERKIT_GPUS": share}
 
 
+def divided_gpus(
+    job: JobSpec, host: HostFacts, nodes: int, device: str, *, place: str, flag: str
+) -> tuple[int, str]:
+    """Ranks of each of several nodes on one host, and where the number comes from.
+
+    Args:
+        place: the host in words.
+        flag: what asks for fewer GPUs; ``{0}`` stands for how many.
+
+    Raises:
+        BadInput: the host has too few GPUs.
+    """
+    there = len(host.gpus)
+    if job.gpus_per_node != "auto":
+        wanted = job.gpus_per_node * nodes
+        if device == "cuda" and wanted > there:
+            fit = there // nodes
+            fewer = f"{flag.format(fit)}, or " if fit else ""
+            raise BadInput(
+                f"gpus_per_node: {counted(nodes, 'node')} x {job.gpus_per_node} = "
+                f"{counted(wanted, 'GPU')}, but {place} has {there}",
+                hint=f"{fewer}--set device=cpu to run on CPU threads",
+            )
+        return job.gpus_per_node, "job: gpus_per_node"
+    if device == "cpu":
+        return 1, "without GPUs one rank per node"
+    if there < nodes:
+        raise BadInput(
+            f"nodes: {nodes} nodes cannot share {counted(there, 'GPU')} of {place}",
+            hint=f"--nodes {there}, or --set device=cpu to run on CPU threads",
+        )
+    return there // nodes, f"{counted(there, 'GPU')} / {counted(nodes, 'node')}"
+
+
+def own_ports(port: int | Literal["auto"]) -> tuple[int, int]:
+    """For rendezvous and for watching each other, where nothing else of this address listens."""
+    chosen = 29500 if port == "auto" else port
+    return chosen, 29501 if chosen != 29501 else 29502
+
+
 def threads_of(job: JobSpec, cpus: int, ranks: int) -> tuple[int, str]:
     """CPU threads per rank, and where the number comes from."""
     if job.threads_per_rank != "auto":
@@ -110,6 +159,29 @@ def threads_of(job: JobSpec, cpus: int, ranks: int) -> tuple[int, str]:
 
 
 # ---------------------------------------------------------------- watching
+
+
+def node_file(handle: Handle, node: int, name: str) -> str:
+    """A file that a node's agent writes, where the node keeps it."""
+    return posixpath.join(node_dir(handle.plan.run_dir, handle.attempt, node), name)
+
+
+def attempt_logs(
+    handle: Handle,
+    read: Callable[[int, int, int], bytes | None],
+    *,
+    rank: int | None,
+    node: int | None,
+    follow: Callable[[], bool] | None,
+) -> Iterator[LogLine]:
+    """`Backend.logs`, by reading the nodes' log files.
+
+    Args:
+        read: given node, offset and limit, what is there of that node's file; None: no such file.
+    """
+    wanted = range(handle.plan.nodes) if node is None else (node,)
+    logs = [NodeLog(number, handle.attempt, partial(read, number)) for number in wanted]
+    return selected(merged(logs, follow), rank=rank, node=node)
 
 
 def overall(states: set[State]) -> State:

@@ -17,25 +17,26 @@ from clusterkit.assemble import Peers, Places, assemble, require_packages
 from clusterkit.backends.base import Backend, Handle, Observation, Watcher
 from clusterkit.backends.nodes import (
     GPU_QUERY,
+    OLDEST_PYTHON,
     PACKAGES,
     TOOLS,
+    attempt_logs,
     device_of,
     endings,
     gpu_share,
     judge_node,
+    node_file,
     overall,
     parse_gpus,
     threads_of,
 )
 from clusterkit.cluster import ClusterSpec, Facts, Host, HostFacts, Project, SshCluster
 from clusterkit.errors import BadInput, ClusterkitError, PortTaken, Unavailable, counted
-from clusterkit.execute import Record
-from clusterkit.logs import LogLine, NodeLog, merged, selected
+from clusterkit.logs import LogLine
 from clusterkit.mirror import NodeView, Watch
 from clusterkit.plan import Note, Plan, Step, Tree
-from clusterkit.rendezvous import NODE_ADDRESS, Endpoint, Topology
+from clusterkit.rendezvous import NODE_ADDRESS, Endpoint, Topology, mpirun_interface
 from clusterkit.runs import node_dir
-from clusterkit.shell import Secret
 from clusterkit.spec import JobSpec
 from clusterkit.status import NodeStatus, State
 from clusterkit.transport import Stream, Transport, fan_out, in_order
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 
 PROBE_SECONDS = 60.0
 LAST_PORT = 65535
-OLDEST_PYTHON = (3, 11)
 _REPORT_GONE = 2
 """Exit code of a Python that does not find its program."""
 
@@ -198,10 +198,7 @@ class SshBackend(Backend):
             _check_devices(hosts[1:], device, nproc)
         interface_env = _interface_env(facts.interface)
         if job.launcher == "mpirun" and facts.interface:
-            interface_env |= {
-                "OMPI_MCA_btl_tcp_if_include": facts.interface,
-                "OMPI_MCA_oob_tcp_if_include": facts.interface,
-            }
+            interface_env |= mpirun_interface(facts.interface)
         assembly = assemble(
             _as_copied(job, facts),
             topology=topology,
@@ -271,21 +268,6 @@ class SshBackend(Backend):
 
     # -- carrying out ---------------------------------------------------------
 
-    def submit(
-        self,
-        plan: Plan,
-        transport: Transport,
-        *,
-        attempt: int = 1,
-        secrets: Mapping[str, Secret] | None = None,
-        record: Record | None = None,
-    ) -> Handle:
-        execute.write_files(plan, transport)
-        execute.run_steps(
-            plan, transport, attempt=attempt, secrets=secrets, record=record or (lambda *_: None)
-        )
-        return Handle(plan, attempt)
-
     def status(self, handle: Handle, transport: Transport) -> Observation | None:
         views = _views(handle)
 
@@ -319,25 +301,18 @@ class SshBackend(Backend):
         node: int | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> Iterator[LogLine]:
-        def reader(number: int) -> NodeLog:
-            def get(offset: int, limit: int) -> bytes | None:
-                if handle.folder is None:
-                    path = posixpath.join(
-                        node_dir(handle.plan.run_dir, handle.attempt, number), "log"
-                    )
-                    return transport.get(handle.plan.hosts[number], path, offset, limit)
-                try:
-                    with open(_mirrored(handle, number) / "log", "rb") as file:
-                        file.seek(offset)
-                        return file.read(limit)
-                except FileNotFoundError:
-                    return None
+        def read(number: int, offset: int, limit: int) -> bytes | None:
+            if handle.folder is None:
+                path = node_file(handle, number, "log")
+                return transport.get(handle.plan.hosts[number], path, offset, limit)
+            try:
+                with open(_mirrored(handle, number) / "log", "rb") as file:
+                    file.seek(offset)
+                    return file.read(limit)
+            except FileNotFoundError:
+                return None
 
-            return NodeLog(number, handle.attempt, get)
-
-        wanted = range(handle.plan.nodes) if node is None else (node,)
-        lines = merged([reader(number) for number in wanted], follow)
-        return selected(lines, rank=rank, node=node)
+        return attempt_logs(handle, read, rank=rank, node=node, follow=follow)
 
     def cancel(self, handle: Handle, transport: Transport) -> None:
         plan = handle.plan
