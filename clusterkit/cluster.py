@@ -10,6 +10,19 @@ from clusterkit.spec import Auto
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
 
+# Keys that mean the same in several kinds of entries.
+JobEnv = Annotated[
+    dict[str, str], Meta(description="Environment of every job here; a job's `env` goes first.")
+]
+Silence = Annotated[
+    Annotated[float, Meta(gt=0, le=86400)],
+    Meta(description="Seconds without a sign of life after which a node counts as lost."),
+]
+StopGrace = Annotated[
+    float,
+    Meta(ge=0, le=86400, description="Seconds between SIGTERM and SIGKILL when a run is ended."),
+]
+
 
 class LocalCluster(
     Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
@@ -28,9 +41,7 @@ class LocalCluster(
         str | None,
         Meta(description="Interpreter of the ranks; by default the one that runs clusterkit."),
     ] = None
-    env: Annotated[
-        dict[str, str], Meta(description="Environment of every job here; a job's `env` goes first.")
-    ] = {}
+    env: JobEnv = {}
     stop_grace: Annotated[
         float,
         Meta(
@@ -116,9 +127,7 @@ class SshCluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     python: Annotated[
         str, Meta(min_length=1, description="Interpreter of the ranks on the hosts.")
     ] = "python3"
-    env: Annotated[
-        dict[str, str], Meta(description="Environment of every job here; a job's `env` goes first.")
-    ] = {}
+    env: JobEnv = {}
     connect_timeout: Annotated[
         Annotated[float, Meta(gt=0, le=3600)], Meta(description="Seconds to reach a host.")
     ] = 10.0
@@ -126,12 +135,7 @@ class SshCluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
         Annotated[float, Meta(gt=0, le=86400)],
         Meta(description="Seconds without an answer after which a host counts as lost."),
     ] = 30.0
-    stop_grace: Annotated[
-        float,
-        Meta(
-            ge=0, le=86400, description="Seconds between SIGTERM and SIGKILL when a run is ended."
-        ),
-    ] = 10.0
+    stop_grace: StopGrace = 10.0
 
 
 class ComposeCluster(
@@ -193,19 +197,9 @@ class ComposeCluster(
     python: Annotated[
         str, Meta(min_length=1, description="Interpreter of the ranks in the image.")
     ] = "python3"
-    env: Annotated[
-        dict[str, str], Meta(description="Environment of every job here; a job's `env` goes first.")
-    ] = {}
-    lost_after: Annotated[
-        Annotated[float, Meta(gt=0, le=86400)],
-        Meta(description="Seconds without a sign of life after which a node counts as lost."),
-    ] = 30.0
-    stop_grace: Annotated[
-        float,
-        Meta(
-            ge=0, le=86400, description="Seconds between SIGTERM and SIGKILL when a run is ended."
-        ),
-    ] = 10.0
+    env: JobEnv = {}
+    lost_after: Silence = 30.0
+    stop_grace: StopGrace = 10.0
 
 
 class Claim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -324,19 +318,9 @@ class KubernetesCluster(
     port: Annotated[
         Port | Auto, Meta(description="Rendezvous port; `auto`: 29500, as every pod has its own.")
     ] = "auto"
-    env: Annotated[
-        dict[str, str], Meta(description="Environment of every job here; a job's `env` goes first.")
-    ] = {}
-    lost_after: Annotated[
-        Annotated[float, Meta(gt=0, le=86400)],
-        Meta(description="Seconds without a sign of life after which a node counts as lost."),
-    ] = 30.0
-    stop_grace: Annotated[
-        float,
-        Meta(
-            ge=0, le=86400, description="Seconds between SIGTERM and SIGKILL when a run is ended."
-        ),
-    ] = 10.0
+    env: JobEnv = {}
+    lost_after: Silence = 30.0
+    stop_grace: StopGrace = 10.0
 
 
 ClusterSpec = LocalCluster | SshCluster | ComposeCluster | KubernetesCluster
