@@ -298,6 +298,14 @@ class KubernetesCluster(
         str | None, Meta(description="Service account of the pods; its token stays out of them.")
     ] = None
     queue: Annotated[str | None, Meta(description="Queue of Kueue that the run waits in.")] = None
+    watcher: Annotated[
+        bool | Auto,
+        Meta(
+            description="Whether a small pod of the run's own goes on with it (restarts, time "
+            "limit, lost nodes) while nobody outside watches; `auto`: where you may create the "
+            "role that it needs."
+        ),
+    ] = "auto"
     labels: Annotated[dict[str, str], Meta(description="Further labels of all objects.")] = {}
     annotations: Annotated[
         dict[str, str], Meta(description="Further annotations of all objects.")
@@ -409,6 +417,8 @@ class KubernetesFacts(Struct, frozen=True, kw_only=True):
     """Kinds of jobs that it serves besides the plain one, such as ``PyTorchJob``."""
     root: str = "/run/clusterkit"
     """Folder in the pods that holds the run's own."""
+    may_watch: bool = False
+    """Whether the submitter may give the run a watcher in the cluster."""
 
 
 class Facts(Struct, frozen=True, kw_only=True):

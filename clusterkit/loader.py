@@ -22,7 +22,7 @@ import msgspec
 import yaml
 
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, LocalCluster
-from clusterkit.errors import BadInput, PortTaken
+from clusterkit.errors import BadInput
 from clusterkit.spec import JobSpec, check_environment, check_job
 
 Spec = TypeVar("Spec", bound=msgspec.Struct)
@@ -49,19 +49,19 @@ class Document:
 
     @contextmanager
     def locating(self, given: Mapping[str, str] | None = None) -> Iterator[None]:
-        """Within, an error that begins with one of the file's keys gets its place in front.
+        """Within, an error that begins with a job's key gets its place in the file in front.
 
         Args:
             given: keys that a flag has overridden, and the flag.
         """
         try:
             yield
-        except PortTaken:
-            raise  # the cluster's
         except BadInput as error:
             key = re.split(r"[.:\[ ]", error.message, maxsplit=1)[0]
             if given and key in given:
                 message = given[key] + error.message.removeprefix(key)
+            elif key not in _fields(JobSpec):
+                raise  # the cluster's, or nobody's
             else:
                 message = f"{self.where((key,))}: {error.message}"
             raise type(error)(message, error.hint) from None

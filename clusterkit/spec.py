@@ -23,6 +23,8 @@ Auto = Literal["auto"]
 JOB_NAME_MAX = 100
 _JOB_NAME = re.compile(r"[\w][\w. -]*\Z")
 _NODES = re.compile(r"([0-9]{1,7})(?::([0-9]{1,7}))?\Z")
+_SECONDS = re.compile(r"[0-9]+(\.[0-9]+)?\Z")
+_DURATION = re.compile(r"([0-9]+(\.[0-9]+)?[dhms])+\Z")
 
 
 class BatchSpec(
@@ -124,6 +126,13 @@ class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omi
         CheckpointSpec | None, Meta(description="Checkpoints and where to resume.")
     ] = None
     restarts: Annotated[int, Meta(ge=0, description="How often a failed run is started again.")] = 0
+    time_limit: Annotated[
+        float | str | None,
+        Meta(
+            description="How long an attempt may run, in seconds or as `90m`, `2h`, `1d12h`; "
+            "then the run is ended. Waiting for nodes does not count."
+        ),
+    ] = None
     env: Annotated[
         dict[str, str],
         Meta(description="Environment of every rank; values arrive exactly as written."),
@@ -150,6 +159,11 @@ class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omi
         low, high = self.node_range
         return low != high
 
+    @property
+    def limit_seconds(self) -> float | None:
+        """``time_limit`` in seconds."""
+        return None if self.time_limit is None else parse_duration(self.time_limit)
+
 
 def parse_nodes(nodes: int | str) -> tuple[int, int]:
     """``2`` as (2, 2) and ``"2:4"`` as (2, 4).
@@ -170,6 +184,28 @@ def parse_nodes(nodes: int | str) -> tuple[int, int]:
             f"nodes: {nodes}: the smaller number comes first", hint=f'did you mean "{high}:{low}"?'
         )
     return low, high
+
+
+def parse_duration(duration: float | str) -> float:
+    """``90``, ``"90s"``, ``"1.5h"`` and ``"1d2h"`` in seconds.
+
+    Raises:
+        BadInput: not of that form, or not above 0.
+    """
+    text = str(duration).strip()
+    units = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+    if isinstance(duration, int | float) or _SECONDS.match(text):
+        seconds = float(duration)
+    elif _DURATION.match(text):
+        parts = re.findall(r"([0-9.]+)([dhms])", text)
+        seconds = sum(float(number) * units[unit] for number, unit in parts)
+    else:
+        raise BadInput(
+            f"time_limit: {text[:40]!r} is no length of time", hint="such as 3600, 90m, 2h, 1d12h"
+        )
+    if not 0 < seconds < 1e9:
+        raise BadInput(f"time_limit: {text[:40]}: it has to be above 0, and finite")
+    return seconds
 
 
 def check_job(job: JobSpec) -> None:
@@ -195,6 +231,8 @@ def check_job(job: JobSpec) -> None:
     if job.command is not None and not job.command:
         raise BadInput("command: it is empty", hint="command: [./train.sh, --fast]")
     parse_nodes(job.nodes)
+    if job.time_limit is not None:
+        parse_duration(job.time_limit)
     if job.elastic and job.launcher != "torchrun":
         raise BadInput(
             f"nodes: {job.nodes}: launcher {job.launcher} cannot run an elastic number of nodes",

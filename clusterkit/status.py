@@ -80,6 +80,8 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     nodes: tuple[NodeStatus, ...] = ()
     failure: Failure | None = None
     started_at: float | None = None
+    running_since: float | None = None
+    """When all nodes of the newest attempt were first seen to run."""
     finished_at: float | None = None
     remark: str | None = None
     """What a person should know of this state, in one sentence."""

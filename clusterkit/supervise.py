@@ -21,10 +21,16 @@ from pathlib import Path
 import msgspec
 
 from clusterkit import agent, backends
-from clusterkit.backends.base import Backend, Handle, Observation, Watcher
+from clusterkit.backends.base import Backend, HandedOver, Handle, Newest, Observation, Watcher
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, Facts, LocalCluster
 from clusterkit.diagnose import PORT_TAKEN, diagnose
-from clusterkit.errors import EXIT_INTERRUPTED, ClusterkitError, RunFolderError, SubmitFailed
+from clusterkit.errors import (
+    EXIT_INTERRUPTED,
+    ClusterkitError,
+    RunFolderError,
+    SubmitFailed,
+    counted,
+)
 from clusterkit.plan import Plan, Step
 from clusterkit.runs import Event, RunFolder, StepRecord, Submission
 from clusterkit.shell import Secret
@@ -48,6 +54,8 @@ ABANDON_SECONDS = 2.0
 """How long an interrupted submit waits for a supervisor that it may have started."""
 STAND_BY = "--stand-by"
 _SUPERVISOR = (sys.executable, "-P", "-m", "clusterkit.supervise")
+LATE_EXIT = 124
+"""Exit code of a run that was ended at its time limit: that of timeout(1)."""
 LEFTOVERS = "leftovers"
 """File that is there while something of the run could not be ended, and says where."""
 RESERVE_BYTES = 1 << 16
@@ -70,6 +78,8 @@ class Supervisor:
         self.attempt = 1
         self.remark: str | None = None
         self.nodes: tuple[NodeStatus, ...] = ()
+        self.running_since: float | None = None
+        self.late = False
         self.terminated = False
 
     def main(self, *, adopt: bool = False) -> None:
@@ -85,6 +95,8 @@ class Supervisor:
         signal.signal(signal.SIGTERM, self._terminated)
         try:
             self._attempts(adopt)
+        except HandedOver as error:
+            self._event(error.message)
         except ClusterkitError as error:
             self._cancel()
             failure = Failure(
@@ -109,12 +121,19 @@ class Supervisor:
         return self.terminated or self.folder.is_cancelled()
 
     def _attempts(self, adopt: bool = False) -> None:
-        if adopt and (saved := self.folder.maybe_json("state.json", RunStatus)) is not None:
-            self.attempt = saved.attempt + (saved.state is State.RESTARTING)
-            adopt = saved.state is not State.RESTARTING
+        gone_on: Newest | None = None
+        if adopt:
+            adopt, gone_on = self._adopted()
         restarts_left = max(0, self.job.restarts - (self.attempt - 1))
         port_tries = PORT_TRIES
         while True:
+            if gone_on is not None:
+                restarts_left = max(0, restarts_left - (gone_on.attempt - self.attempt))
+                adopt = gone_on.begun if gone_on.watched else adopt
+                self.attempt = gone_on.attempt
+                if gone_on.late:
+                    self._cancel()
+                    return self._finish(State.FAILED, over_time(self.job))
             if self._to_be_ended():
                 if adopt:
                     self._cancel()
@@ -124,6 +143,7 @@ class Supervisor:
                 stale = self.attempt > 1 or age > PROBED_SECONDS or not self.backend.elsewhere
                 if stale and not self.backend.own_network:
                     self._settle_port()
+                self.running_since = None
                 self._save(State.PENDING)
                 self.backend.submit(
                     self.plan,
@@ -135,6 +155,9 @@ class Supervisor:
             adopt = False
             handle = handle_of(self.folder, self.backend, self.plan, self.attempt)
             seen = self._watch(handle)
+            if (gone_on := seen.superseded) is not None:
+                self._event(f"attempt {gone_on.attempt} goes on; it was begun in the cluster")
+                continue
             if self.backend.managed:
                 self._cancel()  # what has ended would stay
             if seen.state is State.SUCCEEDED:
@@ -143,6 +166,8 @@ class Supervisor:
                 self._cancel()  # something may still run there
             if self._to_be_ended():
                 return self._finish(State.CANCELLED)
+            if self.late:
+                return self._finish(State.FAILED, over_time(self.job))
             failure = diagnosis(self.backend, handle, seen, self.transport)
             if self._port_was_taken(failure) and port_tries:
                 port_tries -= 1
@@ -158,6 +183,18 @@ class Supervisor:
                 return self._finish(State.FAILED, failure)
             self._save(State.RESTARTING, failure=failure)
             self.attempt += 1
+
+    def _adopted(self) -> tuple[bool, Newest | None]:
+        """Whether the newest attempt known here has been started; and what came after it."""
+        saved = self.folder.maybe_json("state.json", RunStatus)
+        begun = saved is None or saved.state is not State.RESTARTING
+        if saved is not None:
+            self.attempt = saved.attempt + (not begun)
+            self.running_since = saved.running_since if begun else None
+        handle = handle_of(self.folder, self.backend, self.plan, self.attempt)
+        with contextlib.suppress(ClusterkitError):
+            return begun, self.backend.newest(handle, self.transport)
+        return begun, None
 
     # -- one attempt --------------------------------------------------------
 
@@ -180,7 +217,9 @@ class Supervisor:
             seen = watcher.status()
             if seen is None:
                 raise RunFolderError(f"the folder of run {self.folder.run_id} is gone")
-            self._note_progress(seen)
+            if seen.superseded is not None:
+                return seen
+            self._note_progress(seen, needed)
             now = time.monotonic()
             states = [node.state for node in seen.nodes]
             if State.PENDING in states and now > started + self.backend.start_seconds:
@@ -191,7 +230,7 @@ class Supervisor:
                 )
             if not {State.RUNNING, State.PENDING} & set(states):
                 return self._ended(seen, needed)
-            if self._to_be_ended():
+            if self._to_be_ended() or self._is_late():
                 give_up = now
             lost = sum(s in (State.FAILED, State.CANCELLED, State.UNKNOWN) for s in states)
             if give_up is None and len(states) - lost < needed:
@@ -208,7 +247,19 @@ class Supervisor:
             return msgspec.structs.replace(seen, state=State.SUCCEEDED)
         return seen
 
-    def _note_progress(self, seen: Observation) -> None:
+    def _is_late(self) -> bool:
+        limit = self.job.limit_seconds
+        if limit is None or self.running_since is None or time.time() < self.running_since + limit:
+            return False
+        if not self.late:
+            self.late = True
+            self._event(f"attempt {self.attempt} is over its time limit: ending it")
+        return True
+
+    def _note_progress(self, seen: Observation, needed: int) -> None:
+        begun = sum(node.state is not State.PENDING for node in seen.nodes)
+        if self.running_since is None and begun >= needed:
+            self.running_since = time.time()
         if seen.nodes != self.nodes:
             self.nodes = seen.nodes
             state = State.PENDING if seen.state is State.PENDING else State.RUNNING
@@ -283,6 +334,7 @@ class Supervisor:
             nodes=self.nodes,
             failure=failure,
             started_at=self.submission.created_at,
+            running_since=self.running_since,
             remark=self.remark and leftover_words(self.folder, self.remark),
         )
 
@@ -297,6 +349,17 @@ class Supervisor:
                 node=step.node, argv=step.argv, outcome=outcome,
             ),
         )  # fmt: skip
+
+
+def over_time(job: JobSpec) -> Failure:
+    """Why a run failed that was ended at its time limit."""
+    return Failure(
+        node=None,
+        rank=None,
+        exit_code=LATE_EXIT,
+        cause=f"it was ended at its time_limit of {job.time_limit}",
+        hint="a larger time_limit; a checkpoint is what another run can go on from",
+    )
 
 
 def diagnosis(backend: Backend, handle: Handle, seen: Observation, transport: Transport) -> Failure:
@@ -406,6 +469,13 @@ def current(folder: RunFolder) -> RunStatus:
     )  # fmt: skip
     if (backend.elsewhere or backend.managed) and (watched or newborn):
         return base  # its supervisor asks; nobody else needs to
+    newest = Newest(attempt=attempt)
+    with contextlib.suppress(ClusterkitError):
+        if not watched:
+            newest = backend.newest(handle, transport)
+    if newest.attempt > attempt:
+        handle = handle_of(folder, backend, plan, newest.attempt)
+        base = msgspec.structs.replace(base, attempt=newest.attempt, state=State.RUNNING)
     seen = backend.status(handle, transport)
     if seen is None:
         return msgspec.structs.replace(base, state=State.UNKNOWN, remark="nothing is left of it")
@@ -418,7 +488,7 @@ def current(folder: RunFolder) -> RunStatus:
             return base
         running = seen_life(seen)
         return msgspec.structs.replace(base, state=State.RUNNING if running else State.PENDING)
-    found = _unwatched(folder, base, backend, handle, seen, transport)
+    found = _unwatched(folder, base, backend, handle, seen, transport, newest)
     if found.state.final and backend.managed:
         # Nobody else is there to clear up, and to record it.
         with contextlib.suppress(ClusterkitError):
@@ -439,38 +509,57 @@ def _unwatched(
     handle: Handle,
     seen: Observation,
     transport: Transport,
+    newest: Newest,
 ) -> RunStatus:
-    """The supervisor was killed: only the nodes can tell."""
+    """The supervisor was killed: only the nodes can tell, and whatever watches where they are."""
     replace = msgspec.structs.replace
+    job = folder.maybe_json("job.json", JobSpec)
+    restarts = 0 if job is None else max(0, job.restarts - (handle.attempt - 1))
     if seen.state is State.RUNNING:
-        # Nodes on other machines, and in containers, watch each other (clusterkit.agent.Peers).
-        together = backend.elsewhere or backend.managed
-        alone = "" if together else " or ends the other nodes when one fails"
         return replace(
             base,
             state=State.RUNNING,
-            remark=f"its supervisor is gone: nobody restarts it{alone}; "
+            remark=f"its supervisor is gone: {_alone(backend, newest, restarts)}; "
             f"`clusterkit attach {folder.run_id}` watches over it again, "
             f"`clusterkit cancel {folder.run_id}` ends it",
         )
     if folder.is_cancelled():
         return replace(base, state=State.CANCELLED, exit_code=EXIT_INTERRUPTED)
     finished = max((node.ended_at or 0.0 for node in seen.nodes), default=0.0) or None
-    if seen.state is State.SUCCEEDED:
+    if newest.late and job is not None:
+        failure = over_time(job)
+    elif seen.state is State.SUCCEEDED:
         return replace(base, state=State.SUCCEEDED, exit_code=0, finished_at=finished)
-    if not seen_life(seen):
+    elif newest.watched and not newest.settled and (restarts or not seen_life(seen)):
+        words = f"it starts again; `clusterkit attach {folder.run_id}` follows it"
+        return replace(base, state=State.RESTARTING, remark=f"a watcher in the cluster: {words}")
+    elif not seen_life(seen):
         failure = Failure(
             node=None, rank=None, exit_code=1, cause="clusterkit was killed before it started it",
             hint="submit it again",
         )  # fmt: skip
     else:
         failure = diagnosis(backend, handle, seen, transport)
+    left = f"nobody was there to start it again ({counted(restarts, 'restart')} left)"
     return replace(
         base,
         state=State.UNKNOWN if seen.state is State.UNKNOWN else State.FAILED,
         exit_code=failure.exit_code or 1,
         failure=failure,
         finished_at=finished,
+        remark=left if restarts and not newest.late else base.remark,
+    )
+
+
+def _alone(backend: Backend, newest: Newest, restarts: int) -> str:
+    """What does not happen to a run that goes on without its supervisor."""
+    if newest.watched:
+        return "the watcher in the cluster goes on with it"
+    # Nodes on other machines, and in containers, watch each other (clusterkit.agent.Peers).
+    together = backend.elsewhere or backend.managed
+    again = f" ({counted(restarts, 'restart')} left)" if restarts else ""
+    return (
+        f"nobody restarts it{again}{'' if together else ' or ends the other nodes when one fails'}"
     )
 
 

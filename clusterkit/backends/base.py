@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from clusterkit import execute
 from clusterkit.cluster import ClusterSpec, Facts
-from clusterkit.errors import BadInput, CapabilityError
+from clusterkit.errors import BadInput, CapabilityError, ClusterkitError
 from clusterkit.execute import Record
 from clusterkit.logs import LogLine
 from clusterkit.plan import Plan
@@ -35,6 +35,24 @@ class Handle:
     """The run's folder on this machine, for backends whose nodes write elsewhere."""
 
 
+class HandedOver(ClusterkitError):
+    """Somebody else watches over the run by now; it goes on."""
+
+
+class Newest(Struct, frozen=True, kw_only=True):
+    """How far a run has come while nobody here watched over it."""
+
+    attempt: int
+    begun: bool = True
+    """Whether the attempt has been started."""
+    late: bool = False
+    """Whether the run was ended at its time limit."""
+    watched: bool = False
+    """Whether something in the cluster goes on with it."""
+    settled: bool = False
+    """Whether that has ended its work, because the run has ended."""
+
+
 class Observation(Struct, frozen=True, kw_only=True):
     """What a backend sees of one attempt, without anyone's memory of it."""
 
@@ -45,13 +63,19 @@ class Observation(Struct, frozen=True, kw_only=True):
     """Processes that a kernel killed for want of memory meanwhile."""
     causes: tuple[NodeCause, ...] = ()
     """Why nodes or their ranks were killed, where the backend knows."""
+    superseded: Newest | None = None
+    """The run has gone on without us, as this tells; nothing else here counts then."""
 
 
 class Watcher(Protocol):
     """How an attempt is, as often as one wants to know; `Backend.watch` gives one."""
 
     def status(self) -> Observation | None:
-        """As `Backend.status`."""
+        """As `Backend.status`.
+
+        Raises:
+            HandedOver: somebody else watches over the run by now.
+        """
 
     def close(self) -> None:
         """Watch no more; the nodes go on."""
@@ -165,6 +189,14 @@ class Backend(ABC):
     def watch(self, handle: Handle, transport: Transport) -> Watcher:
         """`status`, to be asked many times in a row."""
         return _Asking(self, handle, transport)
+
+    def newest(self, handle: Handle, transport: Transport) -> Newest:
+        """How far the run has come; what was written of it elsewhere is brought to its folder.
+
+        Raises:
+            Unavailable: what would know does not answer.
+        """
+        return Newest(attempt=handle.attempt)
 
     @abstractmethod
     def logs(

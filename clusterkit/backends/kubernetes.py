@@ -16,7 +16,8 @@ from urllib.parse import quote
 import msgspec
 
 from clusterkit.assemble import Peers, Places, assemble, require_packages
-from clusterkit.backends.base import Backend, Handle, Observation
+from clusterkit.backends.base import Backend, Handle, Newest, Observation
+from clusterkit.backends.base import Watcher as WatcherProtocol
 from clusterkit.backends.nodes import (
     CPU_IMAGE,
     GPU_IMAGE,
@@ -39,6 +40,8 @@ from clusterkit.cluster import (
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
 from clusterkit.kubernetes.client import KUSTOMIZATION, KubeTransport
 from clusterkit.kubernetes.flavors import FLAVORS, choose
+from clusterkit.kubernetes.guard import PROGRAM, RIGHTS, RULES, guard, rules_of, rules_text
+from clusterkit.kubernetes.lease import GuardedWatcher, guarded, newest
 from clusterkit.kubernetes.observe import (
     HOST,
     Watcher,
@@ -142,6 +145,9 @@ class KubernetesBackend(Backend):
         )
         if job is not None:
             _check_rights(choose(job, cluster, kubernetes)[0], tool, namespace, transport)
+            kubernetes = msgspec.structs.replace(
+                kubernetes, may_watch=_may_watch(cluster, tool, namespace, transport)
+            )
         port, watch_port = own_ports(cluster.port)
         project = _project(job) if cluster.code == "copied" and job is not None else None
         return Facts(
@@ -248,12 +254,30 @@ class KubernetesBackend(Backend):
                 mode=0o755,
             )
         )
+        objects = flavor.render(shape)
+        watched, watched_origin = _watched(cluster, kube)
+        if watched:
+            rules = rules_of(
+                shape,
+                flavor,
+                objects,
+                nodes=1 if mpirun else most,
+                needed=1 if mpirun else least,
+                replaces=topology.elastic,
+                restarts=job.restarts,
+                time_limit=job.limit_seconds,
+                lost_after=cluster.lost_after,
+            )
+            objects = [*guard(shape, flavor, objects, host.python), *objects]
+            at = posixpath.join(local, "files")
+            files.append(PlanFile(posixpath.join(at, PROGRAM), resource="kubernetes/watcher.py"))
+            files.append(PlanFile(posixpath.join(at, RULES), text=rules_text(rules)))
         inside = [posixpath.basename(file.path) for file in files]
         head = f"run {run_id}: {topology}\nby hand: kubectl apply --server-side --kustomize ."
         files += [
             PlanFile(
                 posixpath.join(local, "files", MANIFESTS),
-                text=documents(flavor.render(shape), head),
+                text=documents(objects, head),
             ),
             PlanFile(
                 posixpath.join(local, "files", KUSTOMIZATION),
@@ -270,6 +294,7 @@ class KubernetesBackend(Backend):
             Note("master_addr", names[0], "name of the first pod"),
             Note("master_port", str(facts.port), facts.port_origin),
             Note("threads_per_rank", str(threads), threads_origin),
+            Note("watcher", "on" if watched else "off", watched_origin),
             *assembly.notes,
         ]
         if name != run_id:
@@ -312,8 +337,12 @@ class KubernetesBackend(Backend):
             return observation(handle, {}, transport, silent=error.message)
         return observation(handle, pods, transport)
 
-    def watch(self, handle: Handle, transport: Transport) -> Watcher:
-        return Watcher(handle, transport)
+    def watch(self, handle: Handle, transport: Transport) -> WatcherProtocol:
+        kind = GuardedWatcher if guarded(handle.plan) else Watcher
+        return kind(handle, transport)
+
+    def newest(self, handle: Handle, transport: Transport) -> Newest:
+        return newest(handle, transport)
 
     def logs(
         self,
@@ -403,31 +432,53 @@ def _check_rights(flavor: str, tool: list[str], namespace: str, transport: Trans
     """
     found = FLAVORS[flavor]
     group = found.API.rpartition("/")[0]
-    for verb, api_group, resource in (
+    for right in (
         ("create", group, found.PLURAL),
         ("create", "", "configmaps"),
         ("list", "", "pods"),
     ):
-        asked = {
-            "apiVersion": "authorization.k8s.io/v1",
-            "kind": "SelfSubjectAccessReview",
-            "spec": {
-                "resourceAttributes": {
-                    "namespace": namespace,
-                    "verb": verb,
-                    "group": api_group,
-                    "resource": resource,
-                }
-            },
-        }
-        path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-        command = [*tool, "create", "--raw", path, "--filename", "-"]
-        done = transport.run(HOST, command, stdin=json.dumps(asked).encode())
-        if done.exit_code or not json.loads(done.stdout).get("status", {}).get("allowed"):
+        if not _may(right, tool, namespace, transport):
             raise Unavailable(
-                f"you may not {verb} {resource} in namespace {namespace}",
+                f"you may not {right[0]} {right[2]} in namespace {namespace}",
                 hint="k8s/rbac.yaml is the role that a submitter needs: an admin can bind it",
             )
+
+
+def _may(
+    right: tuple[str, str, str], tool: list[str], namespace: str, transport: Transport
+) -> bool:
+    """Whether the API server would let us; a right is a verb, an API group and a resource."""
+    verb, group, resource = right
+    attributes = {"namespace": namespace, "verb": verb, "group": group, "resource": resource}
+    asked = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SelfSubjectAccessReview",
+        "spec": {"resourceAttributes": attributes},
+    }
+    path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+    command = [*tool, "create", "--raw", path, "--filename", "-"]
+    done = transport.run(HOST, command, stdin=json.dumps(asked).encode())
+    allowed = not done.exit_code and json.loads(done.stdout).get("status", {}).get("allowed")
+    return bool(allowed)
+
+
+def _may_watch(
+    cluster: KubernetesCluster, tool: list[str], namespace: str, transport: Transport
+) -> bool:
+    """Whether the run can have a watcher in the cluster.
+
+    Raises:
+        Unavailable: it is asked for, and may not be made.
+    """
+    if cluster.watcher is False:
+        return False
+    missing = [right for right in RIGHTS if not _may(right, tool, namespace, transport)]
+    if missing and cluster.watcher is True:
+        raise Unavailable(
+            f"watcher: you may not {missing[0][0]} {missing[0][2]} in namespace {namespace}",
+            hint="k8s/rbac.yaml has these rights; or watcher: false",
+        )
+    return not missing
 
 
 def _kinds(tool: list[str], transport: Transport) -> tuple[str, ...]:
@@ -496,6 +547,15 @@ def _tolerates(toleration: Mapping[str, Any], taint: Mapping[str, Any]) -> bool:
 
 
 # ---------------------------------------------------------------- planning
+
+
+def _watched(cluster: KubernetesCluster, kube: KubernetesFacts) -> tuple[bool, str]:
+    """Whether the run gets a watcher in the cluster, and why."""
+    if cluster.watcher is False:
+        return False, "cluster: watcher"
+    if not kube.may_watch:
+        return False, "you may not create its role: k8s/rbac.yaml has the rights"
+    return True, "it goes on with the run while nobody outside watches"
 
 
 def _ranks_per_node(job: JobSpec, host: HostFacts, device: str) -> tuple[int, str]:

@@ -438,9 +438,29 @@ def _roles() -> list[Object]:
             },
             "what a run has besides; secrets are never read",
         ),
+        {"apiGroups": [""], "resources": ["configmaps"], "verbs": ["get"]},
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch", "delete"]},
         {"apiGroups": [""], "resources": ["pods/log"], "verbs": ["get"]},
         {"apiGroups": [""], "resources": ["events"], "verbs": ["list"]},
+        Noted(
+            {
+                "apiGroups": [""],
+                "resources": ["serviceaccounts"],
+                "verbs": ["create", "patch", "delete"],
+            },
+            "the watcher of a run; without these rights it has none. Nobody can put rights into\n"
+            "a role that they do not have",
+        ),
+        {
+            "apiGroups": ["rbac.authorization.k8s.io"],
+            "resources": ["roles", "rolebindings"],
+            "verbs": ["create", "patch", "delete"],
+        },
+        {
+            "apiGroups": ["coordination.k8s.io"],
+            "resources": ["leases"],
+            "verbs": ["get", "create", "patch", "delete"],
+        },
     ]
     return [
         {

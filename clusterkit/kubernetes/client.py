@@ -12,16 +12,20 @@ import json
 import os
 import re
 import socket
+import ssl
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import yaml
 
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
-from clusterkit.kubernetes.pods import ATTEMPT, MANAGER
+from clusterkit.kubernetes.pods import ATTEMPT, MANAGER, ROLE
 from clusterkit.kubernetes.text import Object
 from clusterkit.transport import Completed, LocalTransport, Stream
 
@@ -34,11 +38,15 @@ AWAY_SECONDS = 40.0
 """How long the API server may be away while a run is being made."""
 RUNTIME_SECONDS = 10.0
 """How long the trainer may take to hear of the runtime of a TrainJob."""
+APPLIED_AT_ONCE = 8
+"""Requests that are under way together while a run is made."""
 KUSTOMIZATION = "kustomization.yaml"
+_LEASES = "/apis/coordination.k8s.io/v1"
 _PLURALS = {
     "ConfigMap": "configmaps", "Secret": "secrets", "Service": "services", "Job": "jobs",
     "PyTorchJob": "pytorchjobs", "MPIJob": "mpijobs", "TrainJob": "trainjobs",
-    "TrainingRuntime": "trainingruntimes",
+    "TrainingRuntime": "trainingruntimes", "ServiceAccount": "serviceaccounts", "Role": "roles",
+    "RoleBinding": "rolebindings", "Lease": "leases",
 }  # fmt: skip
 _OWNERS = ("PyTorchJob", "MPIJob", "TrainJob", "Job")
 
@@ -101,6 +109,22 @@ class KubeTransport(LocalTransport):
                     out = self._call(
                         target, "POST", path, asked, "application/json", seconds=seconds
                     )
+                case [
+                    "patch",
+                    "lease",
+                    name,
+                    "--type",
+                    "merge",
+                    "--patch",
+                    text,
+                    "--output",
+                    "json",
+                ]:
+                    path = f"{_LEASES}/namespaces/{target.namespace}/leases/{quote(name)}"
+                    out = self._call(
+                        target, "PATCH", path, json.loads(text), "application/merge-patch+json",
+                        seconds=seconds,
+                    )  # fmt: skip
                 case ["delete", "--raw", path]:
                     out = self._call(target, "DELETE", path, seconds=seconds)
                 case ["apply", *_, "--kustomize", folder]:
@@ -210,35 +234,37 @@ class KubeTransport(LocalTransport):
             objects.insert(0, secret_of(objects[0], secrets))
         if attempt != "1":
             renumber(objects, attempt)
-        said, owner = [], None
-        applied: list[tuple[Object, str]] = []
-        for each in objects:
-            query = f"fieldManager={MANAGER}&force=true&fieldValidation=Strict"
-            path = f"{collection(each, target.namespace)}/{each['metadata']['name']}"
-            made = self._made(target, f"{path}?{query}", each, seconds)
-            applied.append((made, path))
-            if each["kind"] in _OWNERS:
-                owner = made
-            said.append(f"{each['kind'].lower()}/{each['metadata']['name']} applied")
-        if owner is not None:
-            reference = {
-                "apiVersion": owner["apiVersion"],
-                "kind": owner["kind"],
-                "name": owner["metadata"]["name"],
-                "uid": owner["metadata"]["uid"],
-            }
-            for made, path in applied:
-                if made is not owner:
-                    # With the job goes all that belongs to it, whoever deletes it.
-                    body = {"metadata": {"ownerReferences": [reference]}}
-                    self._call(
-                        target, "PATCH", path, body, "application/merge-patch+json",
-                        seconds=seconds,
-                    )  # fmt: skip
-        return "\n".join(said) + "\n"
+        # The job last: with it the run begins. The watcher's, where there is one, owns all of it.
+        job = next(each for each in objects if each["kind"] in _OWNERS and not _watches(each))
+        root = next((each for each in objects if _watches(each)), job)
+        rest = [each for each in objects if each is not job and each is not root]
+        with ThreadPoolExecutor(APPLIED_AT_ONCE) as pool:
 
-    def _made(self, target: Target, path: str, each: Object, seconds: float) -> Object:
+            def apply(each: Object) -> Object:
+                return self._made(target, each, seconds)
+
+            made = list(pool.map(apply, rest))
+            owner = reference(apply(root))
+            if root is not job:
+                own(job, owner)
+                apply(job)
+            # With it goes all that belongs to it, whoever deletes it.
+            body = {"metadata": {"ownerReferences": [owner]}}
+
+            def adopt(each: Object) -> None:
+                path = f"{collection(each, target.namespace)}/{each['metadata']['name']}"
+                content = "application/merge-patch+json"
+                self._call(target, "PATCH", path, body, content, seconds=seconds)
+
+            list(pool.map(adopt, made))
+        return "".join(
+            f"{each['kind'].lower()}/{each['metadata']['name']} applied\n" for each in objects
+        )
+
+    def _made(self, target: Target, each: Object, seconds: float) -> Object:
         """The object as the server has it now."""
+        query = f"fieldManager={MANAGER}&force=true&fieldValidation=Strict"
+        path = f"{collection(each, target.namespace)}/{each['metadata']['name']}?{query}"
         start = time.monotonic()
         while True:
             try:
@@ -351,12 +377,19 @@ def connect(kubeconfig: str | None, context: str | None) -> ApiClient:
         if not there:
             config.load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
             return client.ApiClient(settings)
-        config.load_kube_config(  # type: ignore[no-untyped-call]
-            config_file=os.pathsep.join(map(str, there)),
-            context=context,
-            client_configuration=settings,
-            persist_config=False,
-        )
+        with tempfile.TemporaryDirectory(prefix="clusterkit-") as folder:
+            try:
+                config.load_kube_config(  # type: ignore[no-untyped-call]
+                    config_file=os.pathsep.join(map(str, there)),
+                    context=context,
+                    client_configuration=settings,
+                    persist_config=False,
+                    temp_file_path=folder,
+                )
+                return _holding(client.ApiClient(settings))
+            finally:
+                # It would hand out again the files that it has made of the keys.
+                config.kube_config._cleanup_temp_files()  # type: ignore[no-untyped-call]
     except config.ConfigException as error:
         said = str(error).removeprefix("Invalid kube-config file. ")
         if context is not None and context in said:
@@ -368,7 +401,27 @@ def connect(kubeconfig: str | None, context: str | None) -> ApiClient:
     except (yaml.YAMLError, OSError, ValueError, TypeError, KeyError) as error:
         said = str(error).splitlines()[0]
         raise BadInput(f"kubeconfig: {there[0]} cannot be read: {said}") from None
-    return client.ApiClient(settings)
+
+
+def _holding(client: ApiClient) -> ApiClient:
+    """The client with its certificates and key in memory: their files may go."""
+    from urllib3.util.ssl_ import create_urllib3_context
+
+    settings, pools = client.configuration, client.rest_client.pool_manager
+    context = create_urllib3_context()
+    if not settings.verify_ssl:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    elif settings.ssl_ca_cert:
+        context.load_verify_locations(settings.ssl_ca_cert)
+    else:
+        context.load_default_certs()
+    if settings.cert_file:
+        context.load_cert_chain(settings.cert_file, settings.key_file)
+    for name in ("ca_certs", "ca_cert_data", "cert_file", "key_file"):
+        pools.connection_pool_kw.pop(name, None)
+    pools.connection_pool_kw["ssl_context"] = context
+    return client
 
 
 def _refused(status: int, said: bytes, client: ApiClient) -> ClusterkitError:
@@ -474,6 +527,27 @@ def secret_of(config_map: Mapping[str, Any], values: Mapping[str, str]) -> Objec
         "metadata": json.loads(json.dumps(config_map["metadata"])),
         "stringData": dict(values),
     }
+
+
+def _watches(each: Mapping[str, Any]) -> bool:
+    """Whether it is the job of a run's watcher."""
+    labels = each["metadata"].get("labels") or {}
+    return bool(each["kind"] == "Job" and labels.get(ROLE) == "watcher")
+
+
+def reference(made: Mapping[str, Any]) -> Object:
+    """How other objects name it as their owner."""
+    return {
+        "apiVersion": made["apiVersion"],
+        "kind": made["kind"],
+        "name": made["metadata"]["name"],
+        "uid": made["metadata"]["uid"],
+    }
+
+
+def own(each: Object, owner: Object) -> None:
+    """Have it go when its owner goes."""
+    each["metadata"]["ownerReferences"] = [owner]
 
 
 def renumber(value: Any, attempt: str) -> None:

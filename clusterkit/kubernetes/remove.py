@@ -10,7 +10,9 @@ import msgspec
 
 from clusterkit.backends.base import Handle
 from clusterkit.errors import ClusterkitError, Unavailable
+from clusterkit.kubernetes.guard import watch_name
 from clusterkit.kubernetes.judge import read_pod
+from clusterkit.kubernetes.lease import guarded
 from clusterkit.kubernetes.observe import (
     HOST,
     Removed,
@@ -54,12 +56,19 @@ def remove(handle: Handle, transport: Transport) -> None:
             if removed(handle, transport) is None:
                 ended = frozenset(pod.name for pod in pods.values() if pod.ran)
                 put_removed(handle, Removed(ended), transport)
+        if guarded(plan):
+            # First, or it would go on with the run.
+            jobs = f"/apis/batch/v1/namespaces/{namespace(plan)}/jobs"
+            _delete(plan, f"{jobs}/{watch_name(name_of(plan))}", transport)
         if plan.trees:
             path = f"/api/v1/namespaces/{namespace(plan)}/configmaps/{name_of(plan)}-code"
             _delete(plan, path, transport)
         for api, plural in _kinds(plan):
             _delete(plan, f"{_root(api)}/namespaces/{namespace(plan)}/{plural}/{name_of(plan)}",
                     transport)  # fmt: skip
+        for api, plural in _GUARD if guarded(plan) else ():
+            path = f"{_root(api)}/namespaces/{namespace(plan)}/{plural}"
+            _delete(plan, f"{path}/{watch_name(name_of(plan))}", transport)
         if lost := _await_gone(plan, transport):
             by_us = removed(handle, transport) or Removed()
             put_removed(handle, msgspec.structs.replace(by_us, lost=by_us.lost | lost), transport)
@@ -79,6 +88,13 @@ def _kinds(plan: Plan) -> list[tuple[str, str]]:
     if flavor.KIND == "Job":
         found.append(("v1", "services"))
     return [*found, ("v1", "configmaps"), ("v1", "secrets")]
+
+
+_GUARD = (
+    ("coordination.k8s.io/v1", "leases"), ("v1", "configmaps"), ("v1", "serviceaccounts"),
+    ("rbac.authorization.k8s.io/v1", "rolebindings"), ("rbac.authorization.k8s.io/v1", "roles"),
+)  # fmt: skip
+"""What a watcher in the cluster has besides its job."""
 
 
 def _root(api: str) -> str:

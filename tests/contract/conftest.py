@@ -279,7 +279,7 @@ class KubernetesStage(LocalStage):
             found = facts(*args, **fields)
             kubelet.homes.add(found.home)
             kubernetes = KubernetesFacts(
-                version="v1.34.4", context="test", namespace="default",
+                may_watch=True, version="v1.34.4", context="test", namespace="default",
                 kinds=("PyTorchJob", "MPIJob", "TrainJob"), root=f"{found.home}/runs",
             )  # fmt: skip
             return msgspec.structs.replace(found, kubernetes=kubernetes)

@@ -15,7 +15,8 @@ DOCTOR_CHECKS = [path.stem for path in PACKAGE.glob("doctor/checks/[a-z]*.py")]
 LAYERS = [
     {"clusterkit"},
     {"clusterkit.errors", "clusterkit.status", "clusterkit.marks"}
-    | {"clusterkit.agent", "clusterkit.host_probe", "clusterkit.receiver"},
+    | {"clusterkit.agent", "clusterkit.host_probe", "clusterkit.receiver"}
+    | {"clusterkit.kubernetes.watcher"},
     {"clusterkit.shell", "clusterkit.transport", "clusterkit.logs", "clusterkit.runtime.mesh"},
     {"clusterkit.mirror", "clusterkit.ssh_files"},
     {"clusterkit.spec", "clusterkit.runs", "clusterkit.diagnose"},
@@ -42,7 +43,8 @@ LAYERS = [
     {f"clusterkit.kubernetes.{name}" for name in ("job", "client", "judge")},
     {f"clusterkit.kubernetes.{name}" for name in ("pytorchjob", "mpijob", "trainjob")},
     {"clusterkit.kubernetes.flavors", "clusterkit.kubernetes.by_hand"},
-    {"clusterkit.kubernetes.observe"},
+    {"clusterkit.kubernetes.observe", "clusterkit.kubernetes.guard"},
+    {"clusterkit.kubernetes.lease"},
     {"clusterkit.kubernetes.remove"},
     {f"clusterkit.backends.{name}" for name in backends.NAMES},
     {"clusterkit.supervise"},
@@ -122,7 +124,7 @@ def test_the_runtime_needs_little_of_the_orchestrator(name):
     assert outside <= {"clusterkit.errors", "clusterkit.batch", "clusterkit.marks"}
 
 
-@pytest.mark.parametrize("name", ["agent", "host_probe", "receiver"])
+@pytest.mark.parametrize("name", ["agent", "host_probe", "receiver", "kubernetes.watcher"])
 def test_what_is_sent_to_a_node_imports_the_standard_library_alone(name):
     import sys
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterkit.errors import BadInput
-from clusterkit.spec import JobSpec, check_job, parse_nodes
+from clusterkit.spec import JobSpec, check_job, parse_duration, parse_nodes
 
 
 def job(**fields):
@@ -19,6 +19,21 @@ def job(**fields):
 )
 def test_nodes_are_a_number_or_a_range(given_as, range_):
     assert parse_nodes(given_as) == range_
+
+
+@pytest.mark.parametrize(
+    ("given_as", "seconds"),
+    [(90, 90), (1.5, 1.5), ("90", 90), ("90s", 90), ("1.5h", 5400), ("1d2h", 93600), ("2m", 120)],
+)
+def test_a_time_limit_is_seconds_or_says_its_units(given_as, seconds):
+    assert parse_duration(given_as) == seconds
+    assert job(time_limit=given_as).limit_seconds == seconds
+
+
+@pytest.mark.parametrize("limit", ["", "soon", "-1", -1, 0, "0s", "1w", "h", "1 h", "1e9", "inf"])
+def test_what_is_no_length_of_time_is_refused(limit):
+    with pytest.raises(BadInput, match=r"^time_limit: "):
+        check_job(job(time_limit=limit))
 
 
 @given(st.integers(1, 10**5), st.integers(0, 10**5))

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from clusterkit import agent, backends, supervise
-from clusterkit.backends.base import Handle, Observation
+from clusterkit.backends.base import Handle, Newest, Observation
 from clusterkit.backends.local import LocalBackend
 from clusterkit.backends.nodes import overall
 from clusterkit.runs import Event, RunFolder
@@ -383,6 +383,45 @@ def test_without_restarts_the_first_failure_is_the_end(supervise_with):
     assert (status.state, status.exit_code, status.attempt) == (State.FAILED, 7, 1)
     assert len(backend.submitted) == 1
     assert status.finished_at is not None
+
+
+def test_a_run_is_ended_at_its_time_limit_whatever_restarts_are_left(supervise_with):
+    script = [[observed(UP), observed(UP), observed(BAD, code=143)]]
+    job = "launcher: python\nrestarts: 3\ntime_limit: 0.000001\n"
+    backend, status, events = supervise_with(script, job)
+    assert (status.state, status.exit_code, status.attempt) == (State.FAILED, 124, 1)
+    assert status.failure.cause == "it was ended at its time_limit of 1e-06"
+    assert [event.text for event in events] == ["attempt 1 is over its time limit: ending it"]
+    assert backend.cancelled >= 1
+
+
+def test_waiting_does_not_count_for_the_time_limit(supervise_with):
+    waiting = observed(State.PENDING)
+    job = "launcher: python\ntime_limit: 0.000001\n"
+    _, status, _ = supervise_with([[waiting, waiting, waiting, observed(OK)]], job)
+    assert (status.state, status.exit_code) == (State.SUCCEEDED, 0)
+
+
+def test_a_run_that_has_gone_on_elsewhere_is_followed_and_not_started_again(supervise_with):
+    gone_on = Newest(attempt=3, watched=True)
+    left = msgspec.structs.replace(observed(BAD), superseded=gone_on)
+    job = "launcher: python\nrestarts: 3\n"
+    backend, status, events = supervise_with(
+        [left, observed(BAD), observed(BAD), observed(OK)], job
+    )
+    assert [attempt for attempt, _ in backend.submitted] == [1, 4]
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 4)
+    assert events[0].text == "attempt 3 goes on; it was begun in the cluster"
+    assert events[1].text.endswith("starting again, 0 restarts left")
+
+
+def test_an_attempt_that_was_announced_elsewhere_and_never_begun_is_started(supervise_with):
+    announced = Newest(attempt=2, begun=False)
+    left = msgspec.structs.replace(observed(BAD), superseded=announced)
+    job = "launcher: python\nrestarts: 1\n"
+    backend, status, _ = supervise_with([left, observed(OK)], job)
+    assert [attempt for attempt, _ in backend.submitted] == [1, 2]
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
 
 
 def test_a_node_that_fails_takes_the_others_down(supervise_with):

@@ -122,11 +122,32 @@ def test_an_apply_sends_files_then_the_job_and_makes_it_the_owner(
     assert headers["authorization"] == "Bearer t0ken"
 
 
+def _body(asked):
+    return yaml.safe_load(asked[2])
+
+
+def test_the_job_of_a_watcher_owns_all_and_the_run_s_own_job_comes_last(
+    server, tool, transport, tmp_path
+):
+    labels = {"clusterkit/role": "watcher"}
+    watcher = {**JOB, "metadata": {"name": "r-1-watch", "labels": labels}}
+    argv = [*tool, *folder(tmp_path, JOB)]
+    manifests = tmp_path / "manifests.yaml"
+    manifests.write_text(yaml.safe_dump_all([watcher, *yaml.safe_load_all(manifests.read_text())]))
+    assert transport.run("localhost", argv).exit_code == 0
+    names = [asked[1].partition("?")[0].rpartition("/")[2] for asked in server.asked]
+    assert names == ["r-1", "r-1-watch", "r-1", "r-1"]
+    owners = [_body(asked)["metadata"].get("ownerReferences") for asked in server.asked]
+    assert [bool(each) for each in owners] == [False, False, True, True]
+    assert _body(server.asked[2])["kind"] == "Job"
+
+
 def test_secrets_and_the_attempt_come_from_the_environment(server, tool, transport, tmp_path):
     argv = [*tool, *folder(tmp_path, JOB)]
     env = {"CLUSTERKIT_ATTEMPT": "3", "TOKEN": "s3cret\n🚀"}
     assert transport.run("localhost", argv, env=env).exit_code == 0
-    secret, config, job = (yaml.safe_load(asked[2]) for asked in server.asked[:3])
+    sent = {found["kind"]: found for found in map(_body, server.asked[:3])}
+    secret, config, job = (sent[kind] for kind in ("Secret", "ConfigMap", "Job"))
     assert (secret["kind"], secret["stringData"]) == ("Secret", {"TOKEN": "s3cret\n🚀"})
     for each in (secret, config, job):
         assert each["metadata"]["labels"]["clusterkit/attempt"] == "3"

@@ -1,0 +1,252 @@
+"""The watcher that a run has in the cluster: its objects, and what it is told. Pure.
+
+`clusterkit.kubernetes.watcher` is what runs there, `clusterkit.kubernetes.lease` how it and the
+submitter's side take turns.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from clusterkit.kubernetes.client import collection
+from clusterkit.kubernetes.flavors import Flavor
+from clusterkit.kubernetes.pods import (
+    ATTEMPT,
+    ROLE,
+    RUN,
+    Shape,
+    container_security,
+    metadata,
+    pod_security,
+)
+from clusterkit.kubernetes.text import Object, literal
+from clusterkit.kubernetes.watcher import LEASE_SECONDS, Rules
+
+RULES, PROGRAM = "watch.json", "watcher.py"
+"""Its files in the run's config map."""
+SUBMITTER = "clusterkit-submitter"
+"""Holder of the Lease before anybody has renewed it."""
+STAY_SECONDS = 7 * 24 * 3600
+"""How long a run that has ended stays in the cluster when nobody comes for it."""
+RIGHTS = (
+    ("create", "", "serviceaccounts"),
+    ("create", "rbac.authorization.k8s.io", "roles"),
+    ("create", "rbac.authorization.k8s.io", "rolebindings"),
+    ("create", "coordination.k8s.io", "leases"),
+)
+"""What a submitter must be allowed to do for a run to have one: verb, API group, resource."""
+
+
+def watch_name(name: str) -> str:
+    """What its objects are called, for a run whose objects are called ``name``."""
+    return f"{name}-watch"
+
+
+# ---------------------------------------------------------------- its objects (pure)
+
+
+def rules_of(
+    shape: Shape,
+    flavor: Flavor,
+    objects: Sequence[Object],
+    *,
+    nodes: int,
+    needed: int,
+    replaces: bool,
+    restarts: int,
+    time_limit: float | None,
+    lost_after: float,
+) -> Rules:
+    """What it is told of a run whose manifests are ``objects``.
+
+    Args:
+        nodes: nodes that run an agent.
+        needed: how many of them must be there.
+        replaces: whether another pod may take the place of one that is gone.
+        time_limit, lost_after: seconds.
+    """
+    made: list[Object] = [
+        {"path": _path(each, shape), "body": each} for each in objects if each["kind"] != "Service"
+    ]
+    return Rules(
+        run=shape.labels[RUN],
+        name=shape.name,
+        namespace=shape.namespace,
+        job=made[-1]["path"],
+        objects=made,
+        rank_label=flavor.INDEX,
+        nodes=nodes,
+        needed=needed,
+        replaces=replaces,
+        restarts=restarts,
+        time_limit=time_limit,
+        lost_after=lost_after,
+        stop_grace=shape.cluster.stop_grace,
+    )
+
+
+def rules_text(rules: Rules) -> str:
+    return json.dumps(rules._asdict(), indent=1) + "\n"
+
+
+def _path(each: Mapping[str, Any], shape: Shape) -> str:
+    return posixpath.join(collection(each, shape.namespace), each["metadata"]["name"])
+
+
+def guard(shape: Shape, flavor: Flavor, objects: Sequence[Object], python: str) -> list[Object]:
+    """The watcher's own objects; the Job at the end owns all of the run's.
+
+    Args:
+        objects: the run's manifests.
+        python: interpreter in the image.
+    """
+    name = watch_name(shape.name)
+    meta = metadata(shape, name)
+    meta["labels"] = {key: value for key, value in meta["labels"].items() if key != ATTEMPT}
+    account: Object = {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": meta,
+        "automountServiceAccountToken": False,
+    }
+    role: Object = {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "Role",
+        "metadata": meta,
+        "rules": _rules(shape, flavor, objects, name),
+    }
+    binding: Object = {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "RoleBinding",
+        "metadata": meta,
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
+        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": shape.namespace}],
+    }
+    lease: Object = {
+        "apiVersion": "coordination.k8s.io/v1",
+        "kind": "Lease",
+        "metadata": meta,
+        "spec": {"holderIdentity": SUBMITTER, "leaseDurationSeconds": int(LEASE_SECONDS)},
+    }
+    record: Object = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta}
+    return [account, role, binding, lease, record, _job(shape, meta, name, python)]
+
+
+def _rules(shape: Shape, flavor: Flavor, objects: Sequence[Object], name: str) -> list[Object]:
+    """Rights for this run alone, as far as they can be narrowed down by name: pods whose names are
+    not known before cannot be."""
+    named = flavor.KIND == "PyTorchJob"
+    names = [flavor.node_name(shape, node) for node in range(shape.nodes)] if named else None
+    kinds = sorted(
+        {(_group(each), collection(each, "x").rpartition("/")[2]) for each in objects}
+        - {("", "services")}
+    )
+    return [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]},
+        {
+            "apiGroups": [""],
+            "resources": ["pods"],
+            **({"resourceNames": names} if names is not None else {}),
+            "verbs": ["delete"],
+        },
+        {
+            "apiGroups": [""],
+            "resources": ["pods/log"],
+            **({"resourceNames": names} if names is not None else {}),
+            "verbs": ["get"],
+        },
+        *(
+            {
+                "apiGroups": [group],
+                "resources": [plural],
+                "resourceNames": [shape.name],
+                "verbs": ["get", "create", "patch", "delete"],
+            }
+            for group, plural in kinds
+        ),
+        {
+            "apiGroups": ["batch"],
+            "resources": ["jobs"],
+            "resourceNames": [name],
+            "verbs": ["get", "delete"],
+        },
+        {
+            "apiGroups": [""],
+            "resources": ["configmaps"],
+            "resourceNames": [name],
+            "verbs": ["get", "patch"],
+        },
+        {
+            "apiGroups": ["coordination.k8s.io"],
+            "resources": ["leases"],
+            "resourceNames": [name],
+            "verbs": ["get", "patch"],
+        },
+    ]
+
+
+def _group(each: Mapping[str, Any]) -> str:
+    group, slash, _ = str(each["apiVersion"]).partition("/")
+    return group if slash else ""
+
+
+def _job(shape: Shape, meta: Object, name: str, python: str) -> Object:
+    cluster = shape.cluster
+    files = "/clusterkit"
+    words = [python, "-I", posixpath.join(files, PROGRAM), posixpath.join(files, RULES)]
+    spec: Object = {
+        "restartPolicy": "OnFailure",
+        "serviceAccountName": name,
+        "automountServiceAccountToken": True,
+        "enableServiceLinks": False,
+        # On a node that is gone it must not stay for the five minutes that are usual.
+        "tolerations": [
+            *(dict(each) for each in cluster.tolerations),
+            *(
+                {
+                    "key": f"node.kubernetes.io/{key}",
+                    "operator": "Exists",
+                    "effect": "NoExecute",
+                    "tolerationSeconds": 30,
+                }
+                for key in ("not-ready", "unreachable")
+            ),
+        ],
+        "securityContext": pod_security(cluster.user),
+        "containers": [
+            {
+                "name": "watcher",
+                "image": shape.image,
+                "imagePullPolicy": cluster.image_pull_policy,
+                "command": [literal(word) for word in words],
+                "resources": {
+                    "requests": {"cpu": "10m", "memory": "64Mi"},
+                    "limits": {"memory": "256Mi"},
+                },
+                "securityContext": container_security(),
+                "volumeMounts": [{"name": "files", "mountPath": files, "readOnly": True}],
+            }
+        ],
+        "volumes": [{"name": "files", "configMap": {"name": shape.name}}],
+    }
+    if cluster.priority_class:
+        spec["priorityClassName"] = cluster.priority_class
+    if cluster.node_selector:
+        spec["nodeSelector"] = dict(cluster.node_selector)
+    if cluster.image_pull_secrets:
+        spec["imagePullSecrets"] = [{"name": each} for each in cluster.image_pull_secrets]
+    labels = {**meta["labels"], ROLE: "watcher"}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {**meta, "labels": labels},
+        "spec": {
+            "backoffLimit": 1000,
+            # Whoever does not come for a run that has ended in a week does not come.
+            "ttlSecondsAfterFinished": STAY_SECONDS,
+            "template": {"metadata": {"labels": labels}, "spec": spec},
+        },
+    }

@@ -1,0 +1,110 @@
+"""The watcher that a run has in the cluster: what happens while nobody outside watches over it."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from clusterkit.status import State
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+# Rank 1 of the first attempt fails when its pod's /tmp/go is there.
+FAILS_ONCE = (
+    'echo "attempt $CLUSTERKIT_ATTEMPT"; [ $CLUSTERKIT_ATTEMPT = 2 ] && exec sh -c "$AGAIN"; '
+    "while ! [ -e /tmp/go ]; do sleep 0.2; done; exit 3"
+)
+
+
+def supervisor(run):
+    return json.loads((run.path / "supervisor.json").read_bytes())["pid"]
+
+
+def fail(run, kube):
+    kube.kubectl("exec", f"{run.id}-worker-1", "--", "touch", "/tmp/go")
+
+
+def test_a_run_starts_again_although_its_submitter_is_gone(submit, begun, kube):
+    run = begun(submit(FAILS_ONCE, restarts=1, env={"AGAIN": "exec sleep 3600"}))
+    os.kill(supervisor(run), signal.SIGKILL)
+    assert "the watcher in the cluster goes on with it" in (run.status().remark or "")
+    fail(run, kube)
+    label = "jsonpath={.metadata.labels['clusterkit/attempt']}=2"
+    kube.kubectl("wait", f"pytorchjob/{run.id}", f"--for={label}", "--timeout=180s")
+    pods = f"clusterkit/run={run.id},clusterkit/role=node"
+    kube.kubectl("wait", "pod", "-l", pods, "--for=condition=Ready", "--timeout=120s")
+    run.attach()
+    status = run.wait(60, until=lambda s: s.attempt == 2 and s.state is State.RUNNING)
+    assert (status.attempt, status.state) == (2, State.RUNNING)
+    told = {(line.attempt, line.rank) for line in run.logs() if line.text.startswith("attempt")}
+    assert {(1, 0), (1, 1), (2, 0), (2, 1)} == told
+    assert "the watcher in the cluster starts it again" in (run.path / "events.jsonl").read_text()
+    assert run.cancel().state is State.CANCELLED
+
+
+def test_a_submitter_that_slept_goes_on_with_what_the_watcher_has_begun(submit, begun, kube):
+    run = begun(submit(FAILS_ONCE, restarts=1, env={"AGAIN": "sleep 20; exit 0"}))
+    asleep = supervisor(run)
+    os.kill(asleep, signal.SIGSTOP)
+    try:
+        fail(run, kube)
+        label = "jsonpath={.metadata.labels['clusterkit/attempt']}=2"
+        kube.kubectl("wait", f"pytorchjob/{run.id}", f"--for={label}", "--timeout=180s")
+    finally:
+        os.kill(asleep, signal.SIGCONT)
+    status = run.wait(120)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 2), status
+    assert (
+        "attempt 2 goes on; it was begun in the cluster" in (run.path / "events.jsonl").read_text()
+    )
+
+
+@pytest.mark.parametrize("flavor", ["pytorchjob", "job"])
+def test_the_time_limit_ends_a_run_that_nobody_watches(flavor, submit, begun, kube):
+    run = begun(submit("echo here; exec sleep 3600", time_limit="40s", on={"flavor": flavor}))
+    os.kill(supervisor(run), signal.SIGKILL)
+    kube.kubectl("wait", f"{flavor}/{run.id}", "--for=delete", "--timeout=180s")
+    status = run.wait(60)
+    assert (status.state, status.exit_code) == (State.FAILED, 124), status
+    assert "time_limit of 40s" in status.failure.cause
+    assert {line.text for line in run.logs() if line.rank is not None} == {"here"}
+
+
+def test_a_run_that_ended_while_nobody_watched_is_told_as_it_was(submit, begun, kube):
+    run = begun(submit("echo here; sleep 5; echo done; [ $RANK = 0 ] || exit 4"))
+    os.kill(supervisor(run), signal.SIGKILL)
+    kube.kubectl("wait", f"job/{run.id}-watch", "--for=condition=Complete", "--timeout=180s")
+    status = run.status()
+    assert (status.state, status.exit_code) == (State.FAILED, 4), status
+    run.attach()
+    assert {(line.rank, line.text) for line in run.logs() if line.rank is not None} >= {
+        (0, "here"), (1, "here"),
+    }  # fmt: skip
+
+
+def test_its_role_covers_the_run_and_no_more(submit, begun, kube):
+    run = begun(submit("echo here; exec sleep 3600"))
+    me = f"system:serviceaccount:{kube.namespace}:{run.id}-watch"
+
+    def may(*words):
+        said = kube.kubectl("auth", "can-i", "--as", me, *words, check=False)
+        return said.strip().startswith("yes")
+
+    assert may("delete", f"pytorchjobs.kubeflow.org/{run.id}")
+    assert may("delete", f"pods/{run.id}-worker-1")
+    assert not may("delete", "pytorchjobs.kubeflow.org/another")
+    assert not may("delete", "pods/another")
+    assert not may("create", "pytorchjobs.kubeflow.org")
+    assert not may("get", "secrets")
+    assert not may("get", "configmaps/another")
+
+
+def test_without_a_watcher_status_says_that_nobody_starts_it_again(submit, begun, kube):
+    run = begun(submit("echo here; exec sleep 3600", restarts=2, on={"watcher": False}))
+    assert not [name for name in kube.there() if "watch" in name]
+    os.kill(supervisor(run), signal.SIGKILL)
+    assert "nobody restarts it (2 restarts left)" in (run.status().remark or "")
+    kube.kubectl("delete", "pytorchjob", run.id)
+    status = run.wait(60)
+    assert status.state is State.FAILED
+    assert "nobody was there to start it again (2 restarts left)" in (status.remark or "")
