@@ -281,6 +281,14 @@ class Nodes:
         )  # fmt: skip
         self.started.append(self.agents[node])
 
+    def begin(self, count, **options):
+        """Start them all; each has met node 0 when its rank runs."""
+        ranks = {}
+        for node in range(count):
+            self.start(node, count, **options)
+            ranks |= self.running(node)
+        return ranks
+
     def _pipe(self, name):
         # Open at both ends: nothing is missed between two readers.
         os.mkfifo(self.folder / name)
@@ -325,9 +333,7 @@ def nodes(tmp_path):
 
 
 def test_a_run_without_losses_ends_with_its_ranks(nodes):
-    nodes.start(0)
-    nodes.start(1)
-    nodes.running(0, 1)
+    nodes.begin(2)
     nodes.end(1, 0)
     nodes.end(0, 0)
     assert [nodes.agents[node].wait(60) for node in (0, 1)] == [0, 0]
@@ -336,9 +342,7 @@ def test_a_run_without_losses_ends_with_its_ranks(nodes):
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_fails_ends_the_run_and_nothing_is_started_again(nodes, failing):
-    nodes.start(0)
-    nodes.start(1)
-    nodes.running(0, 1)
+    nodes.begin(2)
     nodes.end(failing, 7)
     assert nodes.agents[failing].wait(60) == 7
     assert nodes.agents[1 - failing].wait(60) == 1  # not what stands for a node taken away
@@ -350,9 +354,7 @@ def test_a_rank_that_fails_ends_the_run_and_nothing_is_started_again(nodes, fail
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_node_comes_back_and_all_start_again(nodes, lost, how):
-    nodes.start(0)
-    nodes.start(1)
-    before = nodes.running(0, 1)
+    before = nodes.begin(2)
     nodes.agents[lost].send_signal(how)
     assert nodes.agents[lost].wait(60) == (agent.LEFT if how == signal.SIGTERM else -how)
     nodes.start(lost)
@@ -368,9 +370,7 @@ def test_a_lost_node_comes_back_and_all_start_again(nodes, lost, how):
 
 
 def test_the_same_node_is_lost_twice_and_two_at_once(nodes):
-    for node in range(3):
-        nodes.start(node, 3)
-    nodes.running(0, 1, 2)
+    nodes.begin(3)
     for lost in ((1,), (1,), (1, 2), (0, 1)):
         for node in lost:
             nodes.agents[node].terminate()
@@ -385,9 +385,7 @@ def test_the_same_node_is_lost_twice_and_two_at_once(nodes):
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_node_that_stays_away_ends_the_others_by_name(nodes, lost):
-    for node in (0, 1):
-        nodes.start(node, wait=0.5)
-    nodes.running(0, 1)
+    nodes.begin(2, wait=0.5)
     nodes.agents[lost].terminate()
     assert nodes.agents[1 - lost].wait(60) == 1
     why = f"stopped: node {lost} was lost and did not come back within 0.5 s"
@@ -395,9 +393,7 @@ def test_a_node_that_stays_away_ends_the_others_by_name(nodes, lost):
 
 
 def test_one_that_falls_silent_is_lost(nodes):
-    for node in (0, 1):
-        nodes.start(node, lost_after=3)
-    nodes.running(0, 1)
+    nodes.begin(2, lost_after=3)
     nodes.agents[1].send_signal(signal.SIGSTOP)
     lost = nodes.agents[1]
     nodes.start(2)  # is of another node: nobody waits for it
