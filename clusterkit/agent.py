@@ -70,7 +70,7 @@ PEER_AGAIN_SECONDS = 0.5
 FIRST_SECONDS = 1.0
 """How long a node waits, before it starts, for a node 0 that is there to say whether it may."""
 LEFT = 143
-"""Exit code of an agent whose node was taken away, and of no other that can be replaced."""
+"""Exit code of an agent whose node was taken away, and of no other whose node can come back."""
 AGAIN = "starting again"
 """Ends the line by which a node's log tells that its launcher is started once more."""
 LAST_WORDS_BYTES = 4096
@@ -1254,7 +1254,8 @@ class Node:
         else:
             self.reason = self.trouble
         self._finish(code)
-        return 1 if code == LEFT else code
+        # From 128 on Kubernetes' operators take it for the end of a pod that is to be replaced.
+        return code if code < 128 else 1
 
     def _start_anew(self) -> None:
         self.ended, self.told, self.reason, self.trouble = [], False, None, None
