@@ -23,6 +23,7 @@ import contextlib
 import ctypes
 import json
 import os
+import queue
 import re
 import selectors
 import signal
@@ -62,6 +63,16 @@ PEER_GONE_SECONDS = 5.0
 """How long a node whose connection was closed has to come back."""
 PEER_MEET_SECONDS = 120.0
 """How long node 0 may take to be there."""
+PEER_QUIET_SECONDS = 5.0
+"""A node that said nothing for so long may be lost: what fails meanwhile may fail of that."""
+PEER_AGAIN_SECONDS = 0.5
+"""Pause before a node 0 that is not there is sought again."""
+FIRST_SECONDS = 1.0
+"""How long a node waits, before it starts, for a node 0 that is there to say whether it may."""
+LEFT = 143
+"""Exit code of an agent whose node was taken away, and of no other whose node can come back."""
+AGAIN = "starting again"
+"""Ends the line by which a node's log tells that its launcher is started once more."""
 LAST_WORDS_BYTES = 4096
 """What Kubernetes takes of a container's last words."""
 _PR_SET_PDEATHSIG = 1
@@ -566,6 +577,511 @@ class Peers(threading.Thread):
             selector.select(seconds)
 
 
+# ---------------------------------------------------------------- peers that come back
+
+
+class Seat:
+    """One node's place in the run, and the agent that has it at the moment."""
+
+    def __init__(self, agent: str, now: float) -> None:
+        self.agent = agent
+        self.heard = now
+        self.closed: float | None = None
+        """When its connection broke off; None: there is one."""
+        self.here = True
+        self.leaving = False
+        self.up = False
+        """Whether its launcher runs."""
+        self.member = False
+        """Whether its launcher was started in this round."""
+        self.code: int | None = None
+        """How that ended by itself."""
+
+
+class Muster:
+    """Decides for all nodes when launchers start, end and start again, where lost nodes come back.
+
+    A round is one start of all launchers. The first is open: each node joins it as it comes. When a
+    member is lost, the round is over: everyone ends its launcher, and once all nodes are here and
+    none of them runs, the next round begins for all at once. A launcher that fails while no node is
+    lost ends the run; so does one that ends with 0 on every node.
+
+    Touches neither sockets nor clocks: told are moments of a monotonic clock, in seconds.
+
+    Args:
+        nodes: how many there are.
+        lost_after: seconds of silence after which a node is lost.
+        wait: seconds that a lost node has to come back.
+        tell: hands a message to a node, if it can be reached.
+    """
+
+    def __init__(
+        self,
+        nodes: int,
+        lost_after: float,
+        wait: float,
+        tell: Callable[[int, dict[str, Any]], None],
+    ) -> None:
+        self.identity = os.urandom(8).hex()
+        self.round = 1
+        self.seats: dict[int, Seat] = {}
+        self.verdict: dict[str, Any] | None = None
+        """What ends the run, once that is decided."""
+        self._nodes = nodes
+        self._lost_after = lost_after
+        self._wait = wait
+        self._tell = tell
+        self._why = ""
+        self._over_at: float | None = None
+        """When a node was lost for the last time; None: the round goes on."""
+        self._failed: tuple[int, float] | None = None
+        self._replaces_at: float | None = None
+        """When it was known that this node 0 replaces one that was lost."""
+
+    def arrives(self, node: int, hello: dict[str, Any], now: float) -> None:
+        """An agent has connected, for the first time or once more."""
+        if self.verdict is not None:
+            return self._tell(node, self.verdict)
+        met, seat = str(hello.get("hub") or ""), self.seats.get(node)
+        if seat is None or seat.agent != hello.get("agent"):
+            before, seat = seat, Seat(str(hello.get("agent")), now)
+            self.seats[node] = seat
+            if before is not None and before.here and (before.member or self._over_at):
+                self._end_round(node, now)  # nobody had noticed
+        seat.heard, seat.closed, seat.here, seat.leaving = now, None, True, False
+        seat.up = bool(hello.get("up"))
+        if met not in ("", self.identity):
+            self._replaces(now)
+        elif met and hello.get("lost") and seat.member:
+            self._end_round(node, now)  # it had given this node 0 up, and ended its launcher
+        if hello.get("leaving"):
+            return self.leaves(node, now)
+        if self._over_at is not None:
+            if seat.up:
+                self._tell(node, {"again": self._why})
+        elif seat.member:
+            if not seat.up and int(hello.get("round") or 0) < self.round:
+                self._start(node)  # that was said to a connection which broke off
+            elif not seat.up and hello.get("code") is not None:
+                self.ended(node, self.round, int(hello["code"]), now)
+        elif not seat.up and not met and hello.get("code") is not None:
+            seat.member = True  # it had ended before it met anyone
+            self.ended(node, 0, int(hello["code"]), now)
+        elif not seat.up:
+            self._start(node, "node 0 is back" if met else "")
+        elif met:
+            # Its ranks may have reached those that were started here.
+            self._end_round(0, now)
+        else:
+            seat.member = True  # the first to come do not wait for node 0
+        return None
+
+    def hears(self, node: int, now: float) -> None:
+        seat = self.seats[node]
+        seat.heard = now
+        seat.here = not seat.leaving
+
+    def closed(self, node: int, now: float) -> None:
+        """Its connection is gone."""
+        seat = self.seats[node]
+        if seat.closed is None:
+            seat.closed = now
+        if seat.leaving:
+            seat.up = False
+
+    def leaves(self, node: int, now: float) -> None:
+        """It was asked to: its pod is being removed."""
+        self.seats[node].leaving = True
+        self._lose(node, now)
+
+    def ended(self, node: int, number: int, code: int, now: float) -> None:
+        """Its launcher has, in the round of that number (0: before it had met anyone)."""
+        seat = self.seats[node]
+        seat.up = False
+        if self._over_at is None and seat.member and number in (0, self.round):
+            seat.code = code
+            if code and self._failed is None:
+                self._failed = (node, now)
+
+    def turn(self, now: float) -> None:
+        """What has become due."""
+        if self.verdict is not None:
+            return
+        for node, seat in sorted(self.seats.items()):
+            gone = seat.closed is not None and now - seat.closed > PEER_GONE_SECONDS
+            if seat.here and (gone or now - seat.heard > self._lost_after):
+                self._lose(node, now)
+        missing = [n for n in range(self._nodes) if n not in self.seats or not self.seats[n].here]
+        if self._over_at is not None:
+            running = [node for node, seat in self.seats.items() if seat.up and seat.here]
+            if not missing and not running:
+                self._next_round()
+            elif now - self._over_at > self._wait:
+                named = missing or running
+                return self._decide({"stop": f"{_lost_words(named)} within {self._wait:g} s"})
+        elif self._failed is not None:
+            node, at = self._failed
+            quiet = (s.closed is not None or now - s.heard > PEER_QUIET_SECONDS
+                     for s in self.seats.values() if s.member)  # fmt: skip
+            if now - at > PEERS_GRACE and not any(quiet):
+                return self._decide({"stop": f"node {node} failed"})
+        elif self._replaces_at is not None and now - self._replaces_at > self._wait:
+            if missing:
+                self._decide({"stop": f"{_lost_words(missing)} within {self._wait:g} s"})
+            self._replaces_at = None
+        if len(self.seats) == self._nodes and all(
+            seat.member and seat.code == 0 for seat in self.seats.values()
+        ):
+            self._decide({"exit": 0})
+
+    def _start(self, node: int, say: str = "") -> None:
+        seat = self.seats[node]
+        seat.up, seat.member, seat.code = True, True, None
+        self._tell(node, {"go": self.round, "say": f"{say}; {AGAIN}" if say else ""})
+
+    def _next_round(self) -> None:
+        self.round += 1
+        self._over_at = self._failed = self._replaces_at = None
+        for node in sorted(self.seats):
+            self._start(node, f"all {self._nodes} nodes are here")
+
+    def _lose(self, node: int, now: float) -> None:
+        seat = self.seats[node]
+        seat.here = False
+        if seat.member or self._over_at is not None:
+            self._end_round(node, now)
+
+    def _end_round(self, lost: int, now: float) -> None:
+        if self.verdict is not None:
+            return
+        self._why, self._over_at, self._failed = f"node {lost} was lost", now, None
+        for node, seat in sorted(self.seats.items()):
+            seat.member, seat.code = False, None
+            if (seat.up or node != lost) and not seat.leaving:
+                self._tell(node, {"again": self._why})
+
+    def _replaces(self, now: float) -> None:
+        if self._replaces_at is None:
+            self._replaces_at = now
+            self._tell(0, {"say": f"this node takes the place of one that was lost; {AGAIN}"})
+
+    def _decide(self, verdict: dict[str, Any]) -> None:
+        self.verdict = verdict
+        for node in sorted(self.seats):
+            self._tell(node, verdict)
+
+
+def _lost_words(nodes: list[int]) -> str:
+    if len(nodes) == 1:
+        return f"node {nodes[0]} was lost and did not come back"
+    return f"nodes {', '.join(map(str, nodes))} were lost and did not come back"
+
+
+class Hub(threading.Thread):
+    """Node 0's ear and mouth: brings a `Muster` together with the nodes' connections.
+
+    Raises:
+        OSError: the port is taken.
+    """
+
+    def __init__(self, port: int, run: dict[str, str], muster: Callable[..., Muster]) -> None:
+        super().__init__(daemon=True)
+        self._server = socket.create_server(("", port), backlog=1024)
+        self._run_of = run
+        self._lines: dict[int, Line] = {}
+        self._muster = muster(self._tell)
+        self._selector = selectors.DefaultSelector()
+
+    @property
+    def decided(self) -> bool:
+        """Whether the run is over."""
+        return self._muster.verdict is not None
+
+    def run(self) -> None:
+        self._server.setblocking(False)
+        muster, selector = self._muster, self._selector
+        with self._server, selector:
+            selector.register(self._server, selectors.EVENT_READ, None)
+            beat = 0.0
+            while True:
+                for key, _ in selector.select(PEER_AGAIN_SECONDS):
+                    if key.data is None:
+                        with contextlib.suppress(OSError):
+                            line = Line(self._server.accept()[0])
+                            selector.register(line.socket, selectors.EVENT_READ, line)
+                    else:
+                        self._hear(key.data)
+                muster.turn(time.monotonic())
+                if muster.verdict is not None and not self._lines:
+                    return
+                if time.monotonic() >= beat:
+                    for node in list(self._lines):
+                        self._tell(node, {})
+                    beat = time.monotonic() + PEER_SECONDS
+
+    def _tell(self, node: int, message: dict[str, Any]) -> None:
+        if node in self._lines:
+            self._lines[node].write(message)
+
+    def _hear(self, line: Line) -> None:
+        messages, open_still = line.read()
+        for message in messages:
+            now = time.monotonic()
+            if line.node is None:
+                if not self._run_of.items() <= message.items():
+                    open_still = False
+                    break
+                line.node = int(message["node"])
+                line.write({"hub": self._muster.identity})
+                if line.node in self._lines:
+                    self._close(self._lines[line.node])
+                self._lines[line.node] = line
+                self._muster.arrives(line.node, message, now)
+                continue
+            self._muster.hears(line.node, now)
+            if "ended" in message:
+                self._muster.ended(line.node, int(message["round"]), int(message["ended"]), now)
+            if "leaving" in message:
+                self._muster.leaves(line.node, now)
+        if not open_still:
+            self._close(line)
+            if line.node is not None and self._lines.get(line.node) is line:
+                del self._lines[line.node]
+                self._muster.closed(line.node, time.monotonic())
+
+    def _close(self, line: Line) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(line.socket)
+        line.socket.close()
+
+
+class Comrades(threading.Thread):
+    """As `Peers`, where lost nodes come back: what node 0's `Muster` decides, for this node.
+
+    Lines of JSON. To node 0: who it is and how things stand with it; then ``{}`` as a sign of life,
+    ``{"ended": CODE, "round": N}``, ``{"leaving": true}``. From it: ``{"hub": ID}``, ``{}``,
+    ``{"go": N, "say": TEXT}``, ``{"again": WHY}``, ``{"stop": WHY}``, ``{"exit": 0}``.
+
+    Args:
+        nodes: how many there are.
+        lost_after: seconds of silence after which a node is lost.
+        wait: seconds that a lost node has to come back.
+        tell: takes an order for this node: ``go`` (start the launcher), ``again`` (end it, and be
+            ready), ``stop`` (end, for the reason given), ``exit`` (end as the launcher has).
+        say: takes a line for this node's log.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        nodes: int,
+        lost_after: float,
+        wait: float,
+        tell: Callable[[str, str], None],
+        say: Callable[[str], None],
+    ) -> None:
+        super().__init__(daemon=True)
+        self._address = address
+        self._nodes = nodes
+        self._lost_after = lost_after
+        self._limit = wait
+        self._order = tell
+        self._say = say
+        self._node = int(os.environ["NODE_RANK"])
+        self._run_of = {
+            "run": os.environ["CLUSTERKIT_RUN_ID"],
+            "attempt": os.environ["CLUSTERKIT_ATTEMPT"],
+        }
+        self._agent = os.urandom(8).hex()
+        self._hub = ""
+        self._round = 0
+        self._up = False
+        self._code: int | None = None
+        self._ended_at: float | None = None
+        self._lost_at: float | None = None
+        """When node 0 was given up."""
+        self._waiting = False
+        self._done = False
+        self._leaving = False
+        self._served: Hub | None = None
+        self._news: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self._wake, self._waker = socket.socketpair()
+
+    # -- from the node's main loop
+
+    def ended(self, code: int) -> None:
+        """This node's launcher has."""
+        self._tell_thread("ended", code)
+
+    def leave(self) -> None:
+        """This node was asked to end, by nobody of the run."""
+        self._tell_thread("leave", 0)
+
+    def close(self) -> None:
+        """Nothing more will be said."""
+        self._tell_thread("close", 0)
+        self.join(PEER_SECONDS)
+        if self._served is not None and self._served.decided:
+            # The others hear of it from this node.
+            self._served.join(PEER_SECONDS)
+
+    def _tell_thread(self, what: str, code: int) -> None:
+        self._news.put((what, code))
+        with contextlib.suppress(OSError):
+            self._waker.send(b".")
+
+    # -- the thread
+
+    def run(self) -> None:
+        host, port = self._address
+        if self._node == 0:
+            try:
+                self._served = Hub(
+                    port, self._run_of,
+                    lambda tell: Muster(self._nodes, self._lost_after, self._limit, tell),
+                )  # fmt: skip
+            except OSError as error:
+                return self._alone(f"port {port}: {error.strerror or error}")
+            self._served.start()
+            host = "127.0.0.1"
+        began = time.monotonic()
+        gone: float | None = None
+        while not self._done:
+            try:
+                first = not self._hub and not self._up and self._code is None
+                seconds = FIRST_SECONDS if first else PEER_SECONDS
+                line = Line(socket.create_connection((host, port), seconds))
+            except OSError as error:
+                now = time.monotonic()
+                gone = gone or now
+                if not self._hub:
+                    self._first(error, now - began)
+                elif now - gone > PEER_GONE_SECONDS:
+                    self._give_up(now)
+            else:
+                with line.socket:
+                    spoke = self._talk(line)
+                gone = gone if gone is not None and not spoke else time.monotonic()
+            if self._lost_at is not None and time.monotonic() - self._lost_at > self._limit:
+                self._end("stop", f"{_lost_words([0])} within {self._limit:g} s")
+            if not self._done:
+                self._take(None)
+                self._pause()
+        return None
+
+    def _first(self, error: OSError, seconds: float) -> None:
+        """Node 0 is not there yet, and was never met."""
+        if not self._up and self._code is None:
+            self._go(0)
+        elif seconds > PEER_MEET_SECONDS:
+            self._alone(f"node 0 cannot be reached: {error}")
+        elif self._ended_at is not None and time.monotonic() > self._ended_at + PEER_GONE_SECONDS:
+            self._end("exit", "")  # nobody was ever met who could say more
+
+    def _alone(self, why: str) -> None:
+        self._say(f"the other nodes are not watched: {why}")
+        if not self._up and self._code is None:
+            self._go(0)
+        self._end("exit", "")
+
+    def _give_up(self, now: float) -> None:
+        if self._lost_at is None:
+            self._lost_at = now
+            self._again("node 0 was lost")
+
+    def _talk(self, line: Line) -> bool:
+        """Whether node 0 said anything before the connection or the run came to an end."""
+        line.write({
+            **self._run_of, "node": self._node, "agent": self._agent, "hub": self._hub,
+            "round": self._round, "up": self._up, "code": self._code,
+            "lost": self._lost_at is not None, "leaving": self._leaving,
+        })  # fmt: skip
+        heard = beat = began = time.monotonic()
+        spoke = False
+        with selectors.DefaultSelector() as selector:
+            selector.register(line.socket, selectors.EVENT_READ)
+            selector.register(self._wake, selectors.EVENT_READ)
+            while True:
+                ready = selector.select(PEER_AGAIN_SECONDS)
+                now = time.monotonic()
+                if any(key.fileobj is line.socket for key, _ in ready):
+                    messages, open_still = line.read()
+                    for message in messages:
+                        heard, spoke = now, True
+                        self._hear(message)
+                    if self._done or not open_still:
+                        return spoke
+                if any(key.fileobj is self._wake for key, _ in ready):
+                    self._wake.recv(4096)
+                self._take(line)
+                if self._done:
+                    return spoke
+                new = not self._hub and not self._up and self._code is None
+                if new and now > began + FIRST_SECONDS:
+                    self._go(0)
+                if now >= beat:
+                    if not line.write({}):
+                        return spoke
+                    beat = now + PEER_SECONDS
+                if now - heard > self._lost_after:
+                    if self._hub:
+                        self._give_up(now)
+                    return spoke
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if "hub" in message:
+            if self._hub and self._hub != message["hub"] and self._up and not self._waiting:
+                self._again("node 0 was lost")
+            self._hub, self._lost_at = str(message["hub"]), None
+        if message.get("say"):
+            self._say(str(message["say"]))
+        if "go" in message:
+            if self._up:
+                self._round = int(message["go"])
+            else:
+                self._go(int(message["go"]))
+        if "again" in message:
+            self._again(str(message["again"]))
+        for verdict in ("stop", "exit"):
+            if verdict in message:
+                self._end(verdict, str(message[verdict]))
+
+    def _take(self, line: Line | None) -> None:
+        """What the main loop has to say; without a connection the next one's first line says it."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                what, code = self._news.get_nowait()
+                if what == "ended":
+                    self._up, self._code, self._ended_at = False, code, time.monotonic()
+                    if line is not None:
+                        line.write({"ended": code, "round": self._round})
+                elif what == "leave":
+                    self._leaving = True
+                    if line is not None:
+                        line.write({"leaving": True})
+                else:
+                    self._done = True
+
+    def _go(self, number: int) -> None:
+        self._round, self._code, self._up, self._waiting = number, None, True, False
+        self._order("go", "")
+
+    def _again(self, why: str) -> None:
+        self._say(f"{why}; waiting for it" if not self._waiting else why)
+        self._waiting = True
+        self._order("again", why)
+
+    def _end(self, order: str, why: str) -> None:
+        self._done = True
+        self._order(order, why)
+
+    def _pause(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake, selectors.EVENT_READ)
+            if selector.select(PEER_AGAIN_SECONDS):
+                self._wake.recv(4096)
+
+
 class Line:
     """Lines of JSON over a socket."""
 
@@ -621,6 +1137,15 @@ class Node:
         """When the others are asked to stop, after one rank failed."""
         self.asked = "stopped on request"
         self.peers: Peers | None = None
+        self.comrades: Comrades | None = None
+        self.orders: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        """Of the comrades, by the name of the verb."""
+        self.left = False
+        """Whether this node is being taken away from a run that goes on with another one."""
+        self.told = False
+        """Whether the launcher ends because the comrades said so."""
+        self.trouble: str | None = None
+        """Why the launcher could not be started."""
 
     def main(self) -> int:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -646,26 +1171,101 @@ class Node:
         self.selector = selectors.DefaultSelector()
         self.selector.register(wake_read, selectors.EVENT_READ, "signal")
         self.streams: list[Stream] = []
+        self.launchers: list[Stream] = []
         try:
             self._open_pipes()
             os.chdir(self.options.workdir)
+            if self.options.rejoin is not None:
+                return self._rounds(wake_read, wake_write)
             self._start()
         except OSError as error:
-            what = f": {error.filename}" if error.filename else ""
-            self.reason = f"{error.strerror}{what}"
+            code, self.reason = _no_start(error)
             kill_all_below()
-            return self._finish(127 if isinstance(error, FileNotFoundError) else 126)
+            return self._finish(code)
         if self.options.peers:
-            host, _, port = self.options.peers.rpartition(":")
             self.peers = Peers(
-                (host, int(port)), self.options.lost_after, self._stopped_by_peers,
-                lambda text: self.log.lines("-", [text.encode()]),
-            )  # fmt: skip
+                self._address(), self.options.lost_after, self._stopped_by_peers, self._say
+            )
             self.peers.start()
         while self.children:
             self._turn(wake_read)
         self._end_leftovers()
         return self._finish(self._exit_code())
+
+    def _address(self) -> tuple[str, int]:
+        host, _, port = self.options.peers.rpartition(":")
+        return host, int(port)
+
+    def _say(self, text: str) -> None:
+        self.log.lines("-", [text.encode()])
+
+    def _rounds(self, wake: int, waker: int) -> int:
+        """The launcher from its first start to the run's end, once more after each lost node."""
+
+        def order(what: str, why: str) -> None:
+            self.orders.put((what, why))
+            with contextlib.suppress(OSError):
+                os.write(waker, b"\0")
+
+        if self.options.peers:
+            self.comrades = Comrades(
+                self._address(), self.options.nodes, self.options.lost_after, self.options.rejoin,
+                order, self._say,
+            )  # fmt: skip
+            self.comrades.start()
+        else:
+            order("go", "")
+        up = False
+        end: str | None = None
+        while end is None or self.children:
+            self._turn(wake)
+            while not self.left and not self.orders.empty():
+                what, why = self.orders.get()
+                if what == "go":
+                    self._start_anew()
+                    up = True
+                elif what == "again":
+                    self.told = True
+                    if up:
+                        self._stop(None, self.options.grace)
+                else:
+                    end = what
+                    if what == "stop" and (up or self.told):
+                        self.told = True
+                        self._stop(f"{STOPPED_BY_PEERS}{why}", self.options.grace)
+            if up and not self.children:
+                up = False
+                self._end_leftovers()
+                self._close_launchers()
+                self.deadline = self.stop_at = None
+                if not self.told and not self.left:
+                    self.trouble, self.reason = self.trouble or self.reason, None
+                if self.comrades is not None:
+                    self.comrades.ended(self._exit_code())
+                else:
+                    end = end or "exit"
+            if self.left:
+                end = "left"
+        if self.left:
+            return self._finish(LEFT)
+        code = self._exit_code()
+        if self.told:
+            code = code or LEFT
+        else:
+            self.reason = self.trouble
+        self._finish(code)
+        # From 128 on Kubernetes' operators take it for the end of a pod that is to be replaced.
+        return code if code < 128 else 1
+
+    def _start_anew(self) -> None:
+        self.ended, self.told, self.reason, self.trouble = [], False, None, None
+        self.deadline = self.stop_at = None
+        try:
+            self._start()
+        except OSError as error:
+            code, self.trouble = _no_start(error)
+            self.ended.append({"pid": 0, "exit_code": code, "at": time.time()})
+            kill_all_below()
 
     def _stopped_by_peers(self, why: str) -> None:
         self.asked = f"{STOPPED_BY_PEERS}{why}"
@@ -696,10 +1296,20 @@ class Node:
             finally:
                 os.close(write)
             stream = Stream(read, self.log, tagged=self.options.tagged)
-            self.streams.append(stream)
+            self.launchers.append(stream)
             self.selector.register(read, selectors.EVENT_READ, stream)
             self.children[child.pid] = child
             self.selector.register(os.pidfd_open(child.pid), selectors.EVENT_READ, child)
+
+    def _close_launchers(self) -> None:
+        for stream in self.streams:
+            stream.drain()
+        for stream in self.launchers:
+            stream.drain()
+            with contextlib.suppress(KeyError):  # it has come to its end
+                self.selector.unregister(stream.handle)
+            os.close(stream.handle)
+        self.launchers = []
 
     def _turn(self, wake: int) -> None:
         due = [moment for moment in (self.deadline, self.stop_at) if moment is not None]
@@ -720,6 +1330,9 @@ class Node:
                 numbers = os.read(wake, 512)
                 wanted = set(numbers) & {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
                 if wanted and self.reason is None:
+                    self.left = self.options.rejoin is not None
+                    if self.comrades is not None:
+                        self.comrades.leave()
                     self._stop(self.asked, self.options.grace)
         now = time.monotonic()
         if self.stop_at is not None and now >= self.stop_at:
@@ -766,13 +1379,15 @@ class Node:
         kill_all_below()
 
     def _finish(self, code: int) -> int:
-        for stream in self.streams:
+        for stream in (*self.streams, *self.launchers):
             stream.drain()
         for slot in range(self.options.nproc):
             with contextlib.suppress(OSError):
                 os.unlink(self.folder / f"pipe-{slot}")
         if self.peers is not None:
             self.peers.ended(code)
+        if self.comrades is not None:
+            self.comrades.close()
         with contextlib.suppress(OSError):
             (self.folder / ".reserve").unlink()
         ended = {
@@ -797,6 +1412,12 @@ class Node:
         whole = json.dumps({**ended, "processes": ranks}).encode()
         short = json.dumps({**ended, "processes": []}).encode()
         return whole if len(whole) <= LAST_WORDS_BYTES else short
+
+
+def _no_start(error: OSError) -> tuple[int, str]:
+    """The exit code, as a shell gives it, and the reason of what could not be started."""
+    what = f": {error.filename}" if error.filename else ""
+    return 127 if isinstance(error, FileNotFoundError) else 126, f"{error.strerror}{what}"
 
 
 def _end_with_parent() -> None:
@@ -964,6 +1585,8 @@ def main(arguments: list[str]) -> int:
     run.add_argument("--tagged", action="store_true", help="the launcher tags lines with ranks")
     run.add_argument("--peers", metavar="ADDRESS:PORT", help="where node 0 watches the others")
     run.add_argument("--lost-after", type=float, default=30.0, help="seconds without a sign")
+    run.add_argument("--rejoin", type=float, metavar="SECONDS", help="wait for lost nodes")
+    run.add_argument("--nodes", type=int, default=1, help="how many there are (--rejoin)")
     run.add_argument("--echo", action="store_true", help="print the log's lines as well")
     run.add_argument("--last-words", type=Path, metavar="FILE", help="exit.json goes there, too")
     run.add_argument("argv", nargs="+", help="the command, after --")

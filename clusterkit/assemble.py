@@ -72,10 +72,18 @@ class Peers:
     address: str
     port: int
     lost_after: float
+    rejoin: float | None = None
+    """Seconds that a lost node has to come back; None: it ends the run."""
 
-    def arguments(self) -> list[str]:
-        """For the node agent."""
-        return ["--peers", f"{self.address}:{self.port}", "--lost-after", f"{self.lost_after:g}"]
+    def arguments(self, topology: Topology) -> list[str]:
+        """For the node agent. An elastic run's launchers watch each other."""
+        found: list[str] = []
+        if not topology.elastic and topology.nodes > 1:
+            found += ["--peers", f"{self.address}:{self.port}"]
+            found += ["--lost-after", f"{self.lost_after:g}"]
+        if not topology.elastic and self.rejoin is not None:
+            found += ["--rejoin", f"{self.rejoin:g}", "--nodes", str(topology.nodes)]
+        return found
 
 
 @dataclass(frozen=True)
@@ -159,9 +167,8 @@ def assemble(
         stop_grace=stop_grace,
     )
     launcher = argv[: len(argv) - len(rank_command)]
-    watch = None if topology.elastic or topology.nodes == 1 else peers
     script = _node_script(
-        job, topology, places, env, [launcher, rank_command], stop_grace, watch, container
+        job, topology, places, env, [launcher, rank_command], stop_grace, peers, container
     )
     node_sh = PlanFile(places.file("node.sh"), text=script, mode=0o755)
     return Assembly((node_sh, *files), tuple(notes), ("/bin/sh", node_sh.path))
@@ -326,7 +333,7 @@ def _node_script(
         *(["--spawn"] if job.launcher == "python" else []),
         *(["--tagged"] if job.launcher == "mpirun" else []),
         *(["--echo", "--last-words", LAST_WORDS] if container else []),
-        *(peers.arguments() if peers and job.launcher != "mpirun" else []), "--",
+        *(peers.arguments(topology) if peers and job.launcher != "mpirun" else []), "--",
     ]  # fmt: skip
     lines = " \\\n    ".join(shell.join(words) for words in (agent, *command) if words)
     # A plan for GPUs hands CLUSTERKIT_GPUS to each node by its step.

@@ -328,6 +328,13 @@ class KubernetesCluster(
     ] = "auto"
     env: JobEnv = {}
     lost_after: Silence = 30.0
+    replace_lost: Annotated[
+        bool,
+        Meta(
+            description="Whether a pod whose node of the cluster does not answer for `lost_after` "
+            "is removed by force, so that another can take its place. `false`: somebody has to."
+        ),
+    ] = True
     stop_grace: StopGrace = 10.0
 
 

@@ -12,6 +12,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from clusterkit.agent import AGAIN
 from clusterkit.logs import LogLine, without_rank
 from clusterkit.status import Failure, NodeCause, NodeStatus, RankExit, State
 
@@ -164,6 +165,12 @@ def _suspects(
         key = (line.node, line.rank)
         text = without_rank(line.text)
         if line.rank is None:
+            if line.text.endswith(AGAIN):
+                # Lost nodes have come back: what its ranks said before ended nothing.
+                for told in (suspects, last):
+                    for old in [key for key in told if key[0] == line.node]:
+                        del told[old]
+                open_blocks = {key for key in open_blocks if key[0] != line.node}
             _read_launcher(line, nproc, suspects)
             continue
         if text.lstrip().startswith(_TRACEBACK):

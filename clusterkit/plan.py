@@ -99,6 +99,10 @@ class Plan(Struct, frozen=True, kw_only=True):
     """Seconds between SIGTERM and SIGKILL."""
     lost_after: float = 30.0
     """Seconds without an answer after which a host counts as lost."""
+    rejoin: bool = False
+    """Whether a lost node may come back, and the run goes on."""
+    replace_lost: bool = False
+    """Whether one whose host does not answer is given up, so that it can come back elsewhere."""
 
     def note(self, name: str) -> str | None:
         """The value noted under ``name``."""

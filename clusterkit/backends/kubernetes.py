@@ -66,6 +66,9 @@ MANIFESTS = "manifests.yaml"
 ARCHIVE = "project.tar.gz"
 MOST_BYTES = 1_040_000
 """Of a project, compressed; a config map takes 1 MiB."""
+REJOIN_SECONDS = 900.0
+"""How long a run waits for another pod in the place of one that is lost; a Job takes up to 600 s
+before it makes one of which several were lost."""
 NAME_SECONDS = 120
 """How long a pod waits for the name of another to resolve."""
 _PET = (
@@ -191,6 +194,7 @@ class KubernetesBackend(Backend):
         local = posixpath.join(facts.home, "runs", run_id)
         name = object_name(run_id)
         mpirun = job.launcher == "mpirun"
+        rejoin, rejoin_origin = _rejoin(job, cluster, flavor_name)
         workdir, program = _places(job, cluster, facts, run_dir)
         shape = Shape(
             name=name,
@@ -213,6 +217,7 @@ class KubernetesBackend(Backend):
             command=("/bin/sh", posixpath.join(run_dir, "files", "pod.sh")),
             secrets=job.secrets,
             copied=cluster.code == "copied",
+            rejoin=rejoin,
         )
         names = [flavor.node_name(shape, node) for node in range(most)]
         assembly = assemble(
@@ -237,7 +242,12 @@ class KubernetesBackend(Backend):
             stop_grace=cluster.stop_grace,
             peers=None
             if mpirun
-            else Peers(names[0], facts.watch_port or own_ports(facts.port)[1], cluster.lost_after),
+            else Peers(
+                names[0],
+                facts.watch_port or own_ports(facts.port)[1],
+                cluster.lost_after,
+                REJOIN_SECONDS if rejoin else None,
+            ),
             container=True,
         )
         files = [_moved(file, run_dir, local) for file in assembly.files]
@@ -263,7 +273,8 @@ class KubernetesBackend(Backend):
                 objects,
                 nodes=1 if mpirun else most,
                 needed=1 if mpirun else least,
-                replaces=topology.elastic,
+                replaces=topology.elastic or rejoin,
+                force=cluster.replace_lost,
                 restarts=job.restarts,
                 time_limit=job.limit_seconds,
                 lost_after=cluster.lost_after,
@@ -297,6 +308,9 @@ class KubernetesBackend(Backend):
             Note("watcher", "on" if watched else "off", watched_origin),
             *assembly.notes,
         ]
+        if not job.elastic:
+            words_of = "replaced, and the run goes on" if rejoin else "ends the run"
+            notes.append(Note("lost_pod", words_of, rejoin_origin))
         if name != run_id:
             notes.append(Note("name", name, f"Kubernetes does not take {run_id} for a service"))
         if job.checkpoint is not None and not cluster.shared:
@@ -324,6 +338,8 @@ class KubernetesBackend(Backend):
             shared=posixpath.join(cluster.shared, run_id) if cluster.shared else "",
             stop_grace=cluster.stop_grace,
             lost_after=cluster.lost_after,
+            rejoin=rejoin,
+            replace_lost=rejoin and cluster.replace_lost,
         )
 
     # -- carrying out ---------------------------------------------------------
@@ -597,6 +613,25 @@ def _places(
     if program is not None and posixpath.isabs(program):
         program = posixpath.relpath(program, job.workdir or "/")
     return workdir, msgspec.structs.replace(job, program=program)
+
+
+def _rejoin(job: JobSpec, cluster: KubernetesCluster, flavor: str) -> tuple[bool, str]:
+    """Whether another pod may take a lost one's place in a run that goes on, and why."""
+    if flavor == "mpijob":
+        return False, "mpirun starts all ranks at once"
+    if job.elastic:
+        return False, "torchrun itself does it"
+    if job.checkpoint is None or job.checkpoint.resume == "never":
+        if job.restarts:
+            return True, "restarts: the job may begin anew"
+        return False, "the job would begin anew, and restarts is 0"
+    where = posixpath.join(cluster.shared or "/", job.checkpoint.dir)
+    if not (cluster.shared or posixpath.isabs(job.checkpoint.dir)) or not any(
+        posixpath.commonpath([where, each.path]) == posixpath.normpath(each.path)
+        for each in cluster.volumes
+    ):
+        return False, "its checkpoints go with its pods"
+    return True, "checkpoints lie in a volume of all pods"
 
 
 def _code_origin(cluster: KubernetesCluster, facts: Facts) -> str:

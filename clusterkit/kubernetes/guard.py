@@ -56,6 +56,7 @@ def rules_of(
     nodes: int,
     needed: int,
     replaces: bool,
+    force: bool,
     restarts: int,
     time_limit: float | None,
     lost_after: float,
@@ -66,6 +67,7 @@ def rules_of(
         nodes: nodes that run an agent.
         needed: how many of them must be there.
         replaces: whether another pod may take the place of one that is gone.
+        force: whether pods are removed by force for that, where their nodes do not answer.
         time_limit, lost_after: seconds.
     """
     made: list[Object] = [
@@ -81,6 +83,7 @@ def rules_of(
         nodes=nodes,
         needed=needed,
         replaces=replaces,
+        force=force,
         restarts=restarts,
         time_limit=time_limit,
         lost_after=lost_after,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from clusterkit.agent import LEFT
 from clusterkit.kubernetes.pods import Shape, metadata, template
 from clusterkit.kubernetes.text import Object
 from clusterkit.status import State
@@ -21,6 +22,26 @@ STATES: Mapping[str, State] = {
 
 def node_name(shape: Shape, node: int) -> str:
     return f"{shape.name}-{node}.{shape.name}"
+
+
+def replacing(shape: Shape, container: str) -> Object:
+    """The keys of a Job by which a pod that was taken away is made anew, and no other.
+
+    A pod that somebody deletes is not marked as disrupted: its agent's exit code tells.
+    """
+    found: Object = {"backoffLimit": 0}
+    if shape.rejoin:
+        taken = {"containerName": container, "operator": "In", "values": [LEFT]}
+        # (Written out: in a TrainJob's runtime it has no default.)
+        disrupted = {"type": "DisruptionTarget", "status": "True"}
+        found["podReplacementPolicy"] = "Failed"
+        found["podFailurePolicy"] = {
+            "rules": [
+                {"action": "Ignore", "onPodConditions": [disrupted]},
+                {"action": "Ignore", "onExitCodes": taken},
+            ]
+        }
+    return found
 
 
 def render(shape: Shape) -> list[Object]:
@@ -44,7 +65,7 @@ def render(shape: Shape) -> list[Object]:
             "completions": shape.nodes,
             "parallelism": shape.nodes,
             # One that fails takes the others with it; whoever watches starts all of them again.
-            "backoffLimit": 0,
+            **replacing(shape, "train"),
             "template": template(
                 shape,
                 "train",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import calendar
 import json
 import re
+import signal
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,8 @@ WAITS_FOR_EVER = ("InvalidImageName", "ErrImageNeverPull", "CreateContainerConfi
 BACK_OFF_SECONDS = 60.0
 """How long an image may be pulled in vain."""
 DELETED = "its pod was deleted, by somebody or by the cluster"
+NEXT = "another one takes its place"
+_KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 _NODES = re.compile(r"\d+/\d+ nodes are available")
 
 
@@ -64,6 +67,10 @@ class Pod(Struct, frozen=True, kw_only=True):
     """Whether it is being removed."""
     silent_since: float | None = None
     """Unix time from which its node has not answered; it may come back."""
+    unready_since: float | None = None
+    """The same, where the cluster removes it already."""
+    created: float = 0.0
+    """Unix time."""
 
     @property
     def ran(self) -> bool:
@@ -106,7 +113,8 @@ def _read(told: Mapping[str, Any], node: int | None, now: float | None) -> Pod:
     phase = str(status.get("phase", "Unknown"))
     running = state.get("running") is not None
     leaving = bool(meta.get("deletionTimestamp"))
-    silent = ready.get("status") == "False" and running and phase == "Running" and not leaving
+    unready = ready.get("status") == "False" and running and phase == "Running"
+    since = unix(ready.get("lastTransitionTime")) if unready else None
     return Pod(
         name=meta["name"],
         uid=meta.get("uid", ""),
@@ -119,7 +127,9 @@ def _read(told: Mapping[str, Any], node: int | None, now: float | None) -> Pod:
         reason=None if ended is None else ended.get("reason"),
         last_words=None if ended is None else ended.get("message"),
         lost=running and removed == "DeletionByTaintManager",
-        silent_since=unix(ready.get("lastTransitionTime")) if silent else None,
+        silent_since=None if leaving else since,
+        unready_since=since,
+        created=unix(meta.get("creationTimestamp")) or 0.0,
         hopeless=hopeless,
         limit=limits.get("memory"),
         removed_by=_removal(removed, disruption, status),
@@ -223,6 +233,7 @@ def judge(
     before: Pod | None,
     *,
     replaced: bool = False,
+    rejoin: Rejoin | None = None,
     waits: str | None = None,
     ours: bool = False,
 ) -> NodeStatus:
@@ -232,6 +243,7 @@ def judge(
         pod: as it is; None: there is none.
         before: as it was when it was seen last; None: it was never seen.
         replaced: whether another pod may take its place (elastic runs).
+        rejoin: how another pod takes its place while the run waits for it; None: it does not.
         waits: why there is no pod yet, where somebody says.
         ours: whether clusterkit itself has removed the pods.
     """
@@ -243,6 +255,12 @@ def judge(
             node=node, host=host, state=state, reason=reason, exit_code=code, ended_at=at
         )
 
+    if rejoin is not None and not ours and (last := pod or before) is not None:
+        if (words := rejoin.waits(last, there=pod is not None)) is not None:
+            return status(State.PENDING, words)
+        if pod is None:
+            return _ended(node, last, ours=ours)
+        before = None
     if pod is None:
         if before is None:
             return status(State.PENDING, waits)
@@ -279,17 +297,58 @@ def judge(
     return status(state, pod.words)
 
 
+class Rejoin(Struct, frozen=True):
+    """What happens to lost pods of a run that goes on when they are replaced."""
+
+    forced: bool
+    """Whether clusterkit removes those whose node of the cluster does not answer."""
+
+    def waits(self, pod: Pod, *, there: bool) -> str | None:
+        """Why another pod is waited for in the place of this one; None: it is not.
+
+        Args:
+            there: whether it is still there.
+        """
+        if there and pod.lost:
+            silent = f"node {pod.host} of the cluster does not answer"
+            if self.forced:
+                return f"{silent}; another pod takes its place"
+            return (
+                f"{silent} (replace_lost: false): kubectl delete pod {pod.name} --force "
+                "--grace-period=0 lets another pod take its place"
+            )
+        if pod.exit_code is None:
+            taken = pod.leaving or not there
+        else:
+            # One that was killed had no time for a word.
+            wordless = not (pod.last_words or "").strip() and pod.reason != "OOMKilled"
+            taken = _obeyed(pod) or (wordless and pod.exit_code in _KILLED)
+        if taken or (pod.removed_by is not None and not _told(pod)):
+            return f"{pod.removed_by or 'its pod was removed'}; {NEXT}"
+        return None
+
+
+def newest(pods: Collection[Pod]) -> dict[int, Pod]:
+    """The pod of each node; of several the one that was made last."""
+    ordered = sorted(pods, key=lambda pod: (pod.created, pod.name))
+    return {pod.node: pod for pod in ordered if pod.node is not None}
+
+
+def _told(pod: Pod) -> bool:
+    """Whether its agent left word of how it ended."""
+    try:
+        document = json.loads(pod.last_words or "")
+    except ValueError:
+        return False
+    return isinstance(document, dict) and isinstance(document.get("exit_code"), int)
+
+
 def _ended(node: int, pod: Pod, *, ours: bool) -> NodeStatus:
     ended = NodeStatus(
         node=node, host=pod.host, state=State.SUCCEEDED if pod.exit_code == 0 else State.FAILED,
         exit_code=pod.exit_code, ended_at=pod.finished_at,
     )  # fmt: skip
-    try:
-        document = json.loads(pod.last_words or "")
-        told = isinstance(document, dict) and isinstance(document.get("exit_code"), int)
-    except ValueError:
-        told = False
-    if told:
+    if _told(pod):
         found = judge_exit(node, pod.host, (pod.last_words or "").encode())
         if found.reason == STOPPED and not ours:
             # It obeyed, but whom?

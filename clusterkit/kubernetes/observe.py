@@ -22,10 +22,12 @@ from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.kubernetes.flavors import FLAVORS, Flavor
 from clusterkit.kubernetes.judge import (
     Pod,
+    Rejoin,
     attempt_of,
     causes,
     endings_of,
     judge,
+    newest,
     oom_kills_of,
     read_pod,
 )
@@ -162,8 +164,24 @@ def keep(handle: Handle, pods: Mapping[str, Pod], transport: Transport) -> None:
 
 
 def replaces(plan: Plan) -> bool:
-    """Whether another pod may take the place of one that is gone: an elastic run's."""
-    return plan.topology.get("min_nodes") != plan.topology.get("nodes")
+    """Whether another pod may take the place of one that is gone."""
+    return plan.rejoin or plan.topology.get("min_nodes") != plan.topology.get("nodes")
+
+
+def _rejoin(plan: Plan) -> Rejoin | None:
+    return Rejoin(forced=plan.replace_lost) if plan.rejoin else None
+
+
+def _goes_on(plan: Plan, transport: Transport) -> bool:
+    """Whether the run's job is still there to make new pods; yes where nobody says."""
+    flavor = flavor_of(plan)
+    path = f"/apis/{flavor.API}/namespaces/{namespace(plan)}/{flavor.PLURAL}/{name_of(plan)}"
+    done = transport.run(HOST, [*tool(plan), "get", "--raw", path])
+    if done.exit_code:
+        return "(NotFound)" not in done.stderr
+    conditions = (json.loads(done.stdout).get("status") or {}).get("conditions") or ()
+    true = {each["type"] for each in conditions if each.get("status") == "True"}
+    return not any(flavor.STATES.get(each, State.UNKNOWN).final for each in true)
 
 
 def removed_path(handle: Handle) -> str:
@@ -224,13 +242,19 @@ def observation(
     }
     long_ago = time.time() - handle.plan.lost_after
     now = {
-        pod.node: msgspec.structs.replace(pod, lost=True)
+        node: msgspec.structs.replace(pod, lost=True)
         if pod.silent_since is not None and pod.silent_since < long_ago
         else pod
-        for pod in pods.values()
-        if pod.node is not None
+        for node, pod in newest(pods.values()).items()
     }
-    then = {pod.node: pod for pod in before.values() if pod.node is not None}
+    then = newest(before.values())
+    rejoin = _rejoin(handle.plan)
+    if rejoin is not None and silent is None:
+        known_ones = {**then, **now}.items()
+        away = any(rejoin.waits(pod, there=node in now) is not None for node, pod in known_ones)
+        with contextlib.suppress(ClusterkitError):
+            if away and not _goes_on(handle.plan, transport):
+                rejoin = None
     nodes, exits, kills = [], [], 0
     for node in range(handle.plan.nodes):
         pod = now.get(node)
@@ -240,6 +264,7 @@ def observation(
             pod,
             then.get(node),
             replaced=replaces(handle.plan),
+            rejoin=rejoin,
             waits=waits,
             ours=named is not None and named.name in ours,
         )
@@ -260,8 +285,13 @@ def observation(
         nodes=tuple(nodes),
         rank_exits=tuple(exits),
         oom_kills=kills,
-        causes=causes([*{**before, **pods}.values()], ours),
+        causes=causes(_blamable(handle.plan, [*{**before, **pods}.values()]), ours),
     )
+
+
+def _blamable(plan: Plan, pods: Sequence[Pod]) -> Sequence[Pod]:
+    """Those whose end may be the run's: none that another pod has taken the place of."""
+    return list(newest(pods).values()) if plan.rejoin else pods
 
 
 def why_no_pods(plan: Plan, transport: Transport) -> str | None:
@@ -307,6 +337,7 @@ class Watcher:
         self._ended_at: dict[str, float] = {}
         self._stream: Stream | None = None
         self._last: Observation | None = None
+        self._given_up: dict[str, float] = {}
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
@@ -326,6 +357,9 @@ class Watcher:
             self._ask_at = now + NEWS_SECONDS
             waits = why_no_pods(self._handle.plan, self._transport)
             news, self._waits = news or waits != self._waits, waits
+        if self._handle.plan.replace_lost and silent is None:
+            for pod in pods.values():
+                self._give_up(pod, now)
         if not listed and silent is None:
             # Nothing is known yet but what was written down.
             return observation(self._handle, before, self._transport, before=before)
@@ -350,12 +384,33 @@ class Watcher:
             silent=silent, unheard=frozenset(unheard), unseen=State.PENDING,
         )  # fmt: skip
 
+    def _give_up(self, pod: Pod, now: float) -> None:
+        """Remove by force a pod whose node of the cluster has not answered for long: nobody there
+        says that it has ended, and before that none is made in its place."""
+        since = pod.unready_since
+        if since is None or pod.node is None or time.time() < since + self._handle.plan.lost_after:
+            return
+        if now < self._given_up.get(pod.uid, now):
+            return
+        self._given_up[pod.uid] = now + NEWS_SECONDS
+        plan = self._handle.plan
+        with contextlib.suppress(ClusterkitError):
+            ready = _node_ready(plan, pod, self._transport)
+            if ready is False or (ready is None and pod.lost):
+                path = f"/api/v1/namespaces/{namespace(plan)}/pods/{pod.name}"
+                command = [*tool(plan), "delete", "--raw", f"{path}?gracePeriodSeconds=0"]
+                self._transport.run(HOST, command)
+
     def _log_of(self, pod: Pod) -> _Log | None:
         """The follower of a pod's log, made as soon as there can be one."""
         if pod.node is None or not pod.started:
             return None
         key = (pod.name, pod.uid, pod.restarts)
         if key not in self._logs:
+            for (_, uid, _), log in self._logs.items():
+                if log.node == pod.node and uid != pod.uid:
+                    # What a node of the cluster that does not answer still holds will not come.
+                    log.give_up()
             self._logs[key] = _Log(self._handle, pod, self._transport, self._closed)
         return self._logs[key]
 
@@ -434,6 +489,15 @@ class Watcher:
             log.thread.join(2 * AGAIN_SECONDS)
 
 
+def _node_ready(plan: Plan, pod: Pod, transport: Transport) -> bool | None:
+    """Whether the node of the cluster that a pod is on answers; None: we may not look."""
+    done = transport.run(HOST, [*tool(plan), "get", "--raw", f"/api/v1/nodes/{pod.host}"])
+    if done.exit_code:
+        return False if "(NotFound)" in done.stderr else None
+    conditions = json.loads(done.stdout).get("status", {}).get("conditions") or ()
+    return {each["type"]: each["status"] for each in conditions}.get("Ready") == "True"
+
+
 class _Stale(Exception):
     """The watch has to begin anew."""
 
@@ -451,7 +515,9 @@ class _Log:
         self._transport = transport
         self._closed = closed
         self._stream: Stream | None = None
+        self._given_up = False
         assert pod.node is not None
+        self.node = pod.node
         folder = Path(node_dir(local_dir(handle.plan), handle.attempt, pod.node))
         self._view = NodeView(pod.node, pod.host, folder)
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -464,11 +530,14 @@ class _Log:
                 return
             while not self._closed.is_set():
                 try:
-                    if self._pull(view.folder / "log", follow=True):
+                    if self._pull(view.folder / "log", follow=True) or self._given_up:
                         self.whole.set()
                         return
                 except ClusterkitError:
                     pass  # the watch of the pods tells of it
+                if self._given_up:
+                    self.whole.set()
+                    return
                 self._closed.wait(AGAIN_SECONDS)
 
     def _pull(self, path: Path, *, follow: bool) -> bool:
@@ -499,6 +568,11 @@ class _Log:
             return "(NotFound)" in done.stderr
         now = read_pod(json.loads(done.stdout), None)
         return now.uid != pod.uid or now.restarts != pod.restarts or now.exit_code is not None
+
+    def give_up(self) -> None:
+        """Its pod is gone: what has not come will not."""
+        self._given_up = True
+        self.close()
 
     def close(self) -> None:
         if self._stream is not None:

@@ -45,6 +45,8 @@ class Shape:
     secrets: tuple[str, ...] = ()
     copied: bool = False
     """Whether the project comes in a config map."""
+    rejoin: bool = False
+    """Whether the run waits for another pod in the place of one that is lost."""
 
     @property
     def code(self) -> str:
@@ -123,8 +125,8 @@ def template(
         spec["priorityClassName"] = cluster.priority_class
     if cluster.node_selector:
         spec["nodeSelector"] = dict(cluster.node_selector)
-    if cluster.tolerations:
-        spec["tolerations"] = [dict(each) for each in cluster.tolerations]
+    if tolerations := _tolerations(shape):
+        spec["tolerations"] = tolerations
     if cluster.image_pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in cluster.image_pull_secrets]
     spec["securityContext"] = pod_security(cluster.user)
@@ -148,6 +150,25 @@ def template(
     found: Object = {"metadata": {"labels": labels}, "spec": merged(spec, cluster.patch)}
     if cluster.annotations:
         found["metadata"]["annotations"] = dict(cluster.annotations)
+    return found
+
+
+def _tolerations(shape: Shape) -> list[Object]:
+    """Those of the cluster entry; and for how long a node that does not answer keeps the pod, where
+    another pod is waited for: Kubernetes' own 300 s are long while all others stand still."""
+    found = [dict(each) for each in shape.cluster.tolerations]
+    taken = {each.get("key") for each in found}
+    if shape.rejoin and None not in taken:
+        found += [
+            {
+                "key": key,
+                "operator": "Exists",
+                "effect": "NoExecute",
+                "tolerationSeconds": math.ceil(shape.cluster.lost_after),
+            }
+            for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+            if key not in taken
+        ]
     return found
 
 

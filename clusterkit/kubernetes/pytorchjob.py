@@ -30,6 +30,13 @@ def node_name(shape: Shape, node: int) -> str:
     return f"{shape.name}-worker-{node}"
 
 
+def _restarts(shape: Shape) -> str:
+    if shape.elastic:
+        return "OnFailure"
+    # Makes a pod anew that ends with 128 or more; with Never one that was deleted counts as failed.
+    return "ExitCode" if shape.rejoin else "Never"
+
+
 def render(shape: Shape) -> list[Object]:
     return [
         {
@@ -43,7 +50,7 @@ def render(shape: Shape) -> list[Object]:
                 "pytorchReplicaSpecs": {
                     "Worker": {
                         "replicas": shape.nodes,
-                        "restartPolicy": "OnFailure" if shape.elastic else "Never",
+                        "restartPolicy": _restarts(shape),
                         "template": template(shape, "pytorch", rank=f"metadata.labels['{INDEX}']"),
                     }
                 },

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from clusterkit.kubernetes.job import INDEX
+from clusterkit.kubernetes.job import INDEX, replacing
 from clusterkit.kubernetes.pods import Shape, metadata, template
 from clusterkit.kubernetes.text import Object
 from clusterkit.status import State
@@ -32,7 +32,7 @@ def render(shape: Shape) -> list[Object]:
         "template": {
             "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
             "spec": {
-                "backoffLimit": 0,
+                **replacing(shape, "node"),
                 "template": template(shape, "node", rank=f"metadata.annotations['{INDEX}']"),
             },
         },

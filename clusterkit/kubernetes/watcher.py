@@ -170,7 +170,7 @@ class Pod(NamedTuple):
     """None: it has not ended."""
     started_at: float | None
     leaving: bool
-    """Whether it is being removed."""
+    """Whether it is being removed, or was evicted."""
     lost: bool
     """Whether its node of the cluster is gone, and nobody there will say that it has ended."""
     silent_since: float | None
@@ -210,7 +210,7 @@ def read_pod(told: Mapping[str, Any], index: str | None, now: float) -> Pod | No
         node=int(number),
         exit_code=code,
         started_at=unix((running or ended or {}).get("startedAt")),
-        leaving=due is not None,
+        leaving=due is not None or disruption.get("status") == "True",
         lost=tainted and running is not None and due is not None and now > due + FORCE_SECONDS,
         silent_since=unix(ready.get("lastTransitionTime")) if silent else None,
     )
@@ -241,6 +241,8 @@ class Rules(NamedTuple):
     """Of these, how many must be there for the run to go on."""
     replaces: bool
     """Whether another pod may take the place of one that is gone."""
+    force: bool
+    """Whether pods are removed by force for that, where their nodes do not answer."""
     restarts: int
     time_limit: float | None
     lost_after: float
@@ -431,7 +433,8 @@ class Watcher:
         now = time.time()
         pods = self._read(told, now)
         memory.take(pods, self.rules, now)
-        self._force(pods)
+        if self.rules.force:
+            self._force(pods)
         state, why = verdict(pods, memory, self.rules, now)
         if state == "failed" and not self._ended(attempt, pods, memory):
             return False

@@ -51,6 +51,20 @@ def test_torch_s_prefix_is_not_part_of_a_traceback():
     assert diagnose([node(0)], lines).traceback == VALUE_ERROR
 
 
+def test_what_ended_nothing_because_lost_nodes_came_back_is_not_blamed():
+    again = "all 2 nodes are here; starting again"
+    lines = in_order(
+        said(0, 0, 1.0, VALUE_ERROR.replace("the loss", "node 1")),
+        torchrun_says(0, 1, 0, 1.5),
+        [LogLine(5.0, 0, None, again), LogLine(5.0, 1, None, again)],
+        said(1, 1, 9.0, VALUE_ERROR),
+        torchrun_says(1, 3, 0, 9.5),
+    )
+    found = diagnose([node(0), node(1, 3)], lines)
+    assert (found.node, found.rank, found.exit_code) == (1, 1, 3)
+    assert found.cause == "ValueError: the loss is not finite"
+
+
 def test_peers_that_die_of_it_are_not_blamed_even_when_they_speak_first():
     lines = in_order(
         said(0, 0, 1.0, PEER_GONE),

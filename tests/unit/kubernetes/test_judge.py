@@ -5,7 +5,15 @@ import json
 import pytest
 
 from clusterkit.kubernetes import flavors
-from clusterkit.kubernetes.judge import DELETED, causes, endings_of, judge, read_pod
+from clusterkit.kubernetes.judge import (
+    DELETED,
+    Rejoin,
+    causes,
+    endings_of,
+    judge,
+    newest,
+    read_pod,
+)
 from clusterkit.status import State
 
 INDEX = "training.kubeflow.org/replica-index"
@@ -194,6 +202,82 @@ def test_a_pod_in_another_s_place_is_a_failure_unless_the_run_is_elastic():
     assert seen(now, before, replaced=True) == (State.RUNNING, None, None)
 
 
+GOES_ON = Rejoin(forced=True)
+LEAVING = {"deletionTimestamp": AT}
+TAINTED = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"}
+STOPPED = words_of(143, "stopped on request")
+REMOVED = "its pod was removed; another one takes its place"
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        document(state=RUNS, meta=LEAVING),
+        document("Failed", ended(143, STOPPED), meta=LEAVING),
+        document("Failed", ended(143, STOPPED)),
+        document("Failed", ended(137), meta=LEAVING),
+        document("Failed", ended(143), meta=LEAVING),
+    ],
+)
+def test_in_the_place_of_a_pod_that_is_taken_away_another_is_waited_for(told):
+    assert seen(told, rejoin=GOES_ON) == (State.PENDING, None, REMOVED)
+    assert seen(None, told, rejoin=GOES_ON) == (State.PENDING, None, REMOVED)
+    now = document(state=RUNS, uid="u2")
+    assert seen(now, told, rejoin=GOES_ON) == (State.RUNNING, None, None)
+
+
+def test_one_that_is_gone_without_a_trace_is_waited_for_too():
+    before = document(state=RUNS)
+    assert seen(None, before, rejoin=GOES_ON) == (State.PENDING, None, REMOVED)
+    assert seen(None, None, rejoin=GOES_ON) == (State.PENDING, None, None)
+
+
+@pytest.mark.parametrize(
+    ("told", "code"),
+    [
+        (document("Failed", ended(7, words_of(7))), 7),
+        (document("Failed", ended(1, words_of(137))), 137),
+        (document("Failed", ended(69, "the name x did not resolve\n")), 69),
+        (document("Failed", ended(128, "no such file", "StartError")), 128),
+        (document("Failed", ended(137, "", "OOMKilled")), 137),
+    ],
+)
+def test_a_pod_that_fails_by_itself_is_a_failure_although_others_would_be_waited_for(told, code):
+    for pods in ((told, None), (None, told)):
+        assert seen(*pods, rejoin=GOES_ON)[:2] == (State.FAILED, code)
+
+
+def test_one_that_has_done_its_work_stays_done():
+    done = document("Succeeded", ended(0, words_of(0)), meta=LEAVING)
+    assert seen(done, rejoin=GOES_ON)[:2] == (State.SUCCEEDED, 0)
+    assert seen(None, done, rejoin=GOES_ON)[:2] == (State.SUCCEEDED, 0)
+
+
+def test_one_whose_node_is_gone_is_removed_by_force_or_somebody_is_told_to():
+    told = document(state=RUNS, conditions=[TAINTED], meta=LEAVING)
+    silent = "node node-1 of the cluster does not answer"
+    assert seen(told, rejoin=GOES_ON) == (
+        State.PENDING, None, f"{silent}; another pod takes its place",
+    )  # fmt: skip
+    state, _, words = seen(told, rejoin=Rejoin(forced=False))
+    assert state is State.PENDING
+    assert words == (
+        f"{silent} (replace_lost: false): kubectl delete pod r-worker-0 --force --grace-period=0 "
+        "lets another pod take its place"
+    )
+
+
+def test_what_clusterkit_itself_ends_is_not_waited_for():
+    told = document("Failed", ended(143, STOPPED), meta=LEAVING)
+    assert seen(told, rejoin=GOES_ON, ours=True)[0] is State.CANCELLED
+
+
+def test_of_several_pods_of_a_node_the_last_counts():
+    old = read_pod(document(meta={"name": "b", "creationTimestamp": AT}), INDEX)
+    new = read_pod(document(meta={"name": "a", "creationTimestamp": "2026-11-22T04:00:01Z"}), INDEX)
+    assert newest([new, old]) == newest([old, new]) == {0: new}
+
+
 def test_what_clusterkit_itself_has_ended_is_cancelled():
     told = document("Failed", ended(143, words_of(143, "stopped on request")))
     assert seen(told, ours=True) == (State.CANCELLED, 143, "stopped on request")
@@ -212,8 +296,8 @@ def test_a_node_that_does_not_answer_for_a_moment_is_not_lost():
     told = document(state=RUNS, conditions=[silent])
     assert seen(told) == (State.RUNNING, None, None)
     assert read_pod(told, INDEX).silent_since == T0
-    leaving = document(state=RUNS, conditions=[silent], meta={"deletionTimestamp": AT})
-    assert read_pod(leaving, INDEX).silent_since is None
+    leaving = read_pod(document(state=RUNS, conditions=[silent], meta=LEAVING), INDEX)
+    assert (leaving.silent_since, leaving.unready_since) == (None, T0)
 
 
 def test_a_worker_is_no_node_and_a_launcher_is_node_0():

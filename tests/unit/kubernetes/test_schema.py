@@ -126,6 +126,38 @@ def documents_of(plan):
     return list(yaml.safe_load_all(file.content()))
 
 
+@pytest.mark.parametrize(
+    ("flavor", "full", "changes", "words"),
+    [
+        ("pytorchjob", True, {}, "replaced, and the run goes on (checkpoints lie in a volume"),
+        ("job", True, {}, "replaced, and the run goes on"),
+        ("trainjob", True, {}, "replaced, and the run goes on"),
+        ("pytorchjob", False, {}, "ends the run (its checkpoints go with its pods)"),
+        ("pytorchjob", False, {"checkpoint": None, "restarts": 1}, "(restarts: the job may begin"),
+        ("pytorchjob", False, {"checkpoint": None}, "ends the run (the job would begin anew"),
+        ("mpijob", True, {}, "ends the run (mpirun starts all ranks at once)"),
+    ],
+)
+def test_the_plan_says_whether_a_lost_pod_is_replaced_and_why(
+    flavor, full, changes, words, planned
+):
+    plan = planned(flavor, full=full, **changes)
+    (note,) = (str(note) for note in plan.notes if note.name == "lost_pod")
+    assert words in note
+    text = plan.to_text()
+    assert plan.rejoin == plan.replace_lost == ("replaced" in note) == ("--rejoin" in text)
+    assert ("node.kubernetes.io/unreachable" in text) == plan.rejoin
+    assert ("restartPolicy: ExitCode" in text) == (plan.rejoin and flavor == "pytorchjob")
+    assert ("podFailurePolicy" in text) == (plan.rejoin and flavor != "pytorchjob")
+
+
+def test_an_elastic_run_keeps_to_torchrun_s_own_way(planned):
+    plan = planned("pytorchjob", full=True, nodes="2:4")
+    assert not plan.rejoin
+    assert plan.note("lost_pod") is None
+    assert "--rejoin" not in plan.to_text()
+
+
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
 @pytest.mark.parametrize("flavor", FLAVORS)
 def test_a_plan_s_manifests_are_what_the_kinds_allow(flavor, full, planned):

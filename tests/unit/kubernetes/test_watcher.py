@@ -18,8 +18,8 @@ NOW = 1_800_000_000.0
 def rules(**fields):
     given = {
         "run": "r", "name": "r", "namespace": "ns", "job": "/job", "objects": (),
-        "rank_label": "index", "nodes": 2, "needed": 2, "replaces": False, "restarts": 0,
-        "time_limit": None, "lost_after": 30.0, "stop_grace": 10.0, **fields,
+        "rank_label": "index", "nodes": 2, "needed": 2, "replaces": False, "force": True,
+        "restarts": 0, "time_limit": None, "lost_after": 30.0, "stop_grace": 10.0, **fields,
     }  # fmt: skip
     return Rules(**given)
 
@@ -128,6 +128,15 @@ def test_a_pod_is_lost_once_its_node_should_have_ended_it():
     assert read_pod(document, None, NOW + 6).lost
     del document["status"]["conditions"]
     assert not read_pod(document, None, NOW + 6).lost
+
+
+def test_a_pod_that_was_evicted_is_no_failure_where_another_takes_its_place():
+    evicted = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+    old = read_pod(told(phase="Failed", conditions=[evicted]), "index", NOW)
+    assert (old.leaving, old.exit_code) == (True, 1)
+    new = pod(1, uid="new")
+    assert judged([pod(0), old, new], replaces=True) == ("going", "")
+    assert judged([pod(0), old._replace(uid="u1")]) == ("failed", "node 1: its pod was deleted")
 
 
 def test_every_label_that_numbers_the_attempt_gets_the_new_number():

@@ -1,0 +1,168 @@
+"""Lost pods that come back on a real Kubernetes: the run goes on, in the same attempt."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from clusterkit import api
+from clusterkit.status import State
+from tests.live.kubernetes.conftest import cluster
+
+ROOT = Path(__file__).parents[3]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+STEPS = 40
+ARGS = (
+    "--data", "jobs/data/reviews.csv", "--steps", str(STEPS), "--eval-every", "1000",
+)  # fmt: skip
+EVERY = ("checkpoint.every=5",)
+CLAIM = """
+apiVersion: v1
+kind: PersistentVolumeClaim
+metadata: {name: runs}
+spec: {accessModes: [ReadWriteMany], resources: {requests: {storage: 1Gi}}}
+"""
+APART = {
+    "maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "DoNotSchedule",
+    "nodeTaintsPolicy": "Honor", "labelSelector": {"matchLabels": {"clusterkit/job": "ddp"}},
+}  # fmt: skip
+"""One pod on each node of the cluster, as long as there are two."""
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """Losses of the same job on this machine."""
+    os.environ["CLUSTERKIT_HOME"] = str(tmp_path_factory.mktemp("reference"))
+    run = api.submit(ROOT / "jobs" / "ddp.yaml", nodes=2, gpus=1, more_args=ARGS, settings=EVERY)
+    assert run.wait(300).state is State.SUCCEEDED
+    return by_step(run)
+
+
+def by_step(run):
+    """The loss of every step; one that was done twice has the same twice."""
+    found: dict[int, float] = {}
+    for told in run.metrics():
+        if "loss" in told:
+            step = told["step"]
+            assert found.setdefault(step, told["loss"]) == pytest.approx(told["loss"], abs=2e-6)
+    return found
+
+
+@pytest.fixture
+def train(kube, tmp_path):
+    """Start the job on two pods with checkpoints on a volume of both; ended with the test."""
+    (tmp_path / "claim.yaml").write_text(CLAIM)
+    kube.kubectl("apply", "-f", str(tmp_path / "claim.yaml"))
+    started = []
+
+    def start(**on):
+        run = api.submit(
+            ROOT / "jobs" / "ddp.yaml", nodes=2, gpus=1, more_args=ARGS, settings=EVERY,
+            **kube.entry(
+                shm_size="256Mi", volumes=[{"claim": "runs", "path": "/runs"}], shared="/runs",
+                lost_after=5.0, **on,
+            ),
+        )  # fmt: skip
+        started.append(run)
+        return run
+
+    yield start
+    for run in started:
+        run.cancel()
+
+
+def until_step(run, step):
+    """Wait until rank 0 has told of this step; gives when it did, in Unix seconds."""
+    for line in run.logs(follow=True):
+        event = line.event
+        if event is not None and event["event"] == "metrics" and event.get("step", 0) >= step:
+            return line.time
+    raise AssertionError(f"ended before step {step}: {run.status()}")
+
+
+def pods_of(kube, run):
+    """Name by node of those that are there and are not being removed."""
+    told = json.loads(kube.kubectl("get", "pods", "-l", f"clusterkit/run={run.id}", "-o", "json"))
+    return {
+        rank_of(pod): pod["metadata"]["name"]
+        for pod in told["items"] if "deletionTimestamp" not in pod["metadata"]
+    }  # fmt: skip
+
+
+def rank_of(pod):
+    labels = pod["metadata"]["labels"]
+    for name in ("training.kubeflow.org/replica-index", "batch.kubernetes.io/job-completion-index"):
+        if name in labels:
+            return int(labels[name])
+    raise AssertionError(labels)
+
+
+def next_step(run, since):
+    """Seconds from then to the first step that was done after all had started again."""
+    again = False
+    for line in run.logs(rank=0):
+        if line.time > since and line.event is not None:
+            again = again or line.event["event"] == "start"
+            if again and line.event["event"] == "metrics":
+                return line.time - since
+    raise AssertionError("nothing was started again")
+
+
+def whole(run, reference):
+    status = run.wait(240)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 1), status
+    assert by_step(run) == pytest.approx(reference, abs=2e-6)
+    assert sorted(reference) == [*range(1, STEPS + 1)]
+
+
+@pytest.mark.parametrize(
+    ("flavor", "node"), [("pytorchjob", 1), ("pytorchjob", 0), ("job", 1), ("job", 0),
+                         ("trainjob", 1), ("trainjob", 0)],
+)  # fmt: skip
+def test_a_pod_that_is_deleted_comes_back(flavor, node, train, kube, reference, record_property):
+    run = train(flavor=flavor)
+    until_step(run, 7)
+    at = time.time()
+    kube.kubectl("delete", "pod", pods_of(kube, run)[node], "--wait=false")
+    whole(run, reference)
+    record_property("seconds", next_step(run, at))
+    print(f"{flavor} node {node}: next step {next_step(run, at):.1f} s after the delete")
+
+
+@pytest.fixture
+def broken(kube):
+    """Crash or cut node-2 of the cluster; mended when the test is over."""
+    undo = {"crash": "restore", "cut": "join"}
+    done = []
+
+    def breaks(how):
+        cluster(how, "node-2")
+        done.append(how)
+
+    yield breaks
+    for how in done:
+        cluster(undo[how], "node-2")
+        kube.kubectl("wait", "node/node-2", "--for=condition=Ready", "--timeout=120s")
+
+
+@pytest.mark.parametrize(
+    ("flavor", "how"), [("pytorchjob", "crash"), ("pytorchjob", "cut"), ("job", "crash"),
+                        ("trainjob", "cut")],
+)  # fmt: skip
+def test_the_pods_of_a_node_that_is_gone_come_back_on_another(
+    flavor, how, train, kube, reference, broken
+):
+    run = train(flavor=flavor, patch={"topologySpreadConstraints": [APART]})
+    until_step(run, 7)
+    assert sorted(node.host for node in run.status().nodes) == ["node-1", "node-2"]
+    at = time.time()
+    broken(how)
+    status = run.wait(120, until=lambda s: any("takes its place" in str(n) for n in s.nodes))
+    assert status.state is State.RUNNING
+    whole(run, reference)
+    assert {node.host for node in run.status().nodes} == {"node-1"}
+    print(f"{flavor} {how}: next step {next_step(run, at):.1f} s after")
