@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -240,7 +239,7 @@ def test_a_finished_run_has_nothing_left_to_do(launch, tmp_path: Path) -> None:
 
 
 def test_a_stop_signal_saves_and_leaves(launch, tmp_path: Path) -> None:
-    def stop(event: dict[str, object], ranks: list[subprocess.Popen[bytes]]) -> None:
+    def stop(event: dict[str, object], ranks: list[Any]) -> None:
         if event["event"] == "metrics" and event["step"] == 2:
             ranks[1].send_signal(signal.SIGTERM)
 
@@ -309,7 +308,7 @@ def test_training_with_ddp_imports_nothing_heavy(launch, tmp_path: Path) -> None
         "         'clusterkit.runtime.sharded', 'clusterkit.runtime.pipeline']\n"
         "assert [name for name in heavy if name in sys.modules] == []\n"
     )
-    result = launch(*SHORT, "--checkpoint-dir", tmp_path / "c", program=program)
+    result = launch(*SHORT, "--checkpoint-dir", tmp_path / "c", program=program, warm=False)
     assert (result.codes, result.stderr) == ([0], [""])
 
 
