@@ -56,11 +56,12 @@ class Launcher:
         program: Path = GPT,
         env: dict[str, str] | None = None,
         on_event: Callable[[dict[str, Any], list[Process]], None] | None = None,
-        warm: bool = True,
+        warm: str | None = "",
     ) -> Result:
         """Run ``program`` on ``ranks`` ranks; ``on_event`` sees rank 0's events as they come.
 
-        ``warm``: as forks of a process that has imported torch, and DeepSpeed if need be.
+        ``warm``: what the process has imported whose forks they are, one of `FAMILIES`; by default
+        as much as serves. None: each imports all by itself.
         """
         self.count += 1
         outputs = [self.folder / f"{self.count}-{rank}.out" for rank in range(ranks)]
@@ -81,8 +82,8 @@ class Launcher:
             }
             argv = [str(program), *map(str, args)]
             environment = _environment() | (here if ranks > 1 else {}) | (env or {})
-            if warm:
-                source = self.warm("deepspeed" if "deepspeed" in argv else "torch")
+            if warm is not None:
+                source = self.warm(warm or ("deepspeed" if "deepspeed" in argv else "torch"))
                 end = self.folder / f"{self.count}-{rank}.end"
                 process: Process = source.start(argv, environment, outputs[rank], errors[rank], end)
             else:
@@ -126,30 +127,40 @@ def warm() -> Iterator[Callable[[str], Warm]]:
         each.close()
 
 
+@contextlib.contextmanager
+def launching(folder: Path, warm: Callable[[str], Warm]) -> Iterator[Launcher]:
+    """A launcher that keeps its files in ``folder``; no rank of it is left afterwards."""
+    launcher = Launcher(folder, warm)
+    try:
+        yield launcher
+    finally:
+        for process in launcher.processes:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
 @pytest.fixture
 def launch(tmp_path: Path, warm: Callable[[str], Warm]) -> Iterator[Launcher]:
     folder = tmp_path / "launches"
     folder.mkdir()
-    launcher = Launcher(folder, warm)
-    yield launcher
-    for process in launcher.processes:
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    with launching(folder, warm) as launcher:
+        yield launcher
 
 
 @pytest.fixture
 def zero(tmp_path: Path) -> Callable[..., list[str]]:
     """Arguments that choose a ZeRO stage, with the config file they name."""
+    return lambda stage, **section: zero_arguments(tmp_path, stage, **section)
 
-    def arguments(stage: int, **section: object) -> list[str]:
-        path = tmp_path / f"zero{stage}.json"
-        config = {"zero_optimization": {"stage": stage, **section}, "gradient_clipping": 1.0}
-        path.write_text(json.dumps(config))
-        return ["--strategy", "deepspeed", "--deepspeed-config", str(path)]
 
-    return arguments
+def zero_arguments(folder: Path, stage: int, **section: object) -> list[str]:
+    """Arguments that choose a ZeRO stage; their config file is in ``folder``."""
+    path = folder / f"zero{stage}.json"
+    config = {"zero_optimization": {"stage": stage, **section}, "gradient_clipping": 1.0}
+    path.write_text(json.dumps(config))
+    return ["--strategy", "deepspeed", "--deepspeed-config", str(path)]
 
 
 @pytest.fixture
@@ -184,7 +195,8 @@ def gpt() -> ModuleType:
 
 
 def _environment() -> dict[str, str]:
-    dropped = ("CLUSTERKIT_", "OMPI_", "SLURM_", "PYTHONWARNINGS")
+    dropped = ("CLUSTERKIT_", "LOCAL_", "MASTER_", "OMPI_", "PYTHONWARNINGS", "RANK", "SLURM_",
+               "WORLD_SIZE")  # fmt: skip
     kept = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
     path = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")]))
     return kept | {"OMP_NUM_THREADS": "1", "CLUSTERKIT_DEVICE": "cpu", "PYTHONPATH": path}

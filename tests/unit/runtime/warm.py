@@ -2,7 +2,7 @@
 
 Of what a rank of these tests does, imports are nine tenths. A fork has a standard output, an
 environment, a start time and an end of its own, as a process of its own has; what must be seen
-from the first import on starts with ``launch(..., warm=False)``.
+from the first import on starts with ``launch(..., warm=None)``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import IO, Any
 
 SHARED = ("clusterkit.runtime.pipeline", "clusterkit.runtime.sharded", "torch.distributed.fsdp")
 FAMILIES = {
+    "bare": ("torch",),
     "torch": SHARED,
     "deepspeed": (
         *SHARED,
@@ -32,6 +33,8 @@ FAMILIES = {
     ),
 }
 """What a process has imported before it forks."""
+WIDTH = 12
+"""Bytes of a number that a keeper tells: first the rank's process id, then its exit code."""
 
 
 class Rank:
@@ -54,10 +57,10 @@ class Rank:
             os.kill(self.pid, number)
 
     def _read(self, timeout: float) -> bytes:
-        """The next line, which is short enough to come whole."""
+        """The next number."""
         if not select.select([self.end], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired("a rank", timeout)
-        return os.read(self.end, 100)
+        return os.read(self.end, WIDTH)
 
 
 class Warm:
@@ -103,8 +106,9 @@ def serve(requests: IO[bytes]) -> dict[str, Any] | None:
         if (rank := os.fork()) == 0:
             os.close(end)
             return wanted
-        os.write(end, b"%d\n" % rank)
-        os.write(end, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]))
+        os.write(end, b"%*d" % (WIDTH, rank))
+        code = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
+        os.write(end, b"%*d" % (WIDTH, code))
         os._exit(0)
     return None
 
