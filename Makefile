@@ -11,6 +11,7 @@ NODES ?= 1
 GPUS ?= 2
 OUT ?= build
 HOSTS ?= 2
+WORKERS ?= $(shell nproc 2>/dev/null || echo 1)
 
 .PHONY: help
 help: ## This list
@@ -144,16 +145,24 @@ types: .venv/.dev ## mypy, strict
 	@$(BIN)/mypy
 
 .PHONY: unit
-unit: .venv/.dev ## Tests that start no training
-	@$(BIN)/pytest tests/unit tests/contract tests/golden
+unit: .venv/.dev ## Tests that need no cluster: WORKERS=2
+	@$(BIN)/pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal \
+		tests/unit tests/contract tests/golden
 
 .PHONY: live
-live: .venv/.dev ## Tests that start real runs on this machine
-	@$(BIN)/pytest tests/live --ignore tests/live/kubernetes
+live: live-here live-nodes ## Tests that start real runs; --jobs 2: both halves at once
 
-# Not part of `make test` until CI installs what the cluster needs.
+# nice: the other half, if it runs beside, breaks things on purpose and expects answers in time.
+.PHONY: live-here
+live-here: .venv/.dev ## On this machine alone: local runs, all programs, parity
+	@nice $(BIN)/pytest tests/live/test_*.py
+
+.PHONY: live-nodes
+live-nodes: .venv/.dev ## On SSH hosts, in containers, on Kubernetes: what there cannot be is skipped
+	@$(BIN)/pytest tests/live/ssh tests/live/compose tests/live/kubernetes
+
 .PHONY: kube-test
-kube-test: .venv/.dev ## Real runs on a real Kubernetes, where ../shared/kube can make one; root
+kube-test: .venv/.dev ## Of these only those on Kubernetes, which ../shared/kube makes; root
 	@$(BIN)/pytest tests/live/kubernetes
 
 .PHONY: format

@@ -22,6 +22,8 @@ from clusterkit.runs import RunFolder
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job is deaf to Ctrl-C, and so is what it starts; some tests press it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# What a session has started, engines and clusters too, ends with it when it is asked to end.
+signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 # No timing assertions, and nothing left behind in the checkout.
 set_hypothesis_home_dir(Path(__file__).parents[1] / ".make" / "hypothesis")

@@ -10,8 +10,20 @@ import pytest
 
 from clusterkit import agent, api
 from clusterkit.spec import JobSpec
+from tests.live.compose.image import base, engine, image
 
+__all__ = ["base", "engine", "image"]
 PROGRAMS = Path(__file__).parent / "programs"
+
+
+IMAGE_SECONDS = 1500
+"""For a test that may be the first to need the image, and then has it built."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "image" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.timeout(IMAGE_SECONDS), append=False)
 
 
 @pytest.fixture(autouse=True)

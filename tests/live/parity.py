@@ -1,7 +1,8 @@
 """The proof that the numbers agree: every strategy against one rank, stopped and resumed too.
 
 ``make parity`` runs all of it with one global batch, in fp32 on the CPU, one thread a rank, prints
-two tables and writes them to docs/parity.md; `tests/live/test_parity.py` holds a smaller part.
+two tables and writes them to docs/parity.md. `tests/live/test_parity.py` runs the same cases and
+resumes fewer of them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import importlib.metadata
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -159,25 +160,28 @@ def measure(
     )
 
 
-def measure_all(
-    cases: tuple[Case, ...] = CASES, told: Callable[[str], None] = lambda name: None
-) -> tuple[dict[str, Result], list[Resumed]]:
-    """Every case, whole and then resumed from its middle on as many ranks and on others."""
-    results, resumed = {}, []
-    for case in cases:
-        told(case.name)
-        with tempfile.TemporaryDirectory(prefix="parity-") as folder:
-            whole = results[case.name] = measure(case, checkpoints=Path(folder))
-            half = Path(folder, f"step-{HALF:08d}")
-            again = {case.nodes * case.ranks: (case.nodes, case.ranks, ())}
-            again |= {ranks: (1, ranks, args) for ranks, args in case.elsewhere.items()}
-            for count, (nodes, ranks, args) in again.items():
-                told(f"{case.name} resumed on {count}")
-                other = Case(case.job, nodes, ranks, (*case.args, *args))
-                rest = measure(other, resume=half).losses
-                difference = largest_difference(rest, whole.losses[HALF:])
-                resumed.append(Resumed(case, count, difference))
-    return results, resumed
+def measure_and_resume(
+    case: Case, on: Collection[int] | None = None
+) -> tuple[Result, list[Resumed]]:
+    """A case, whole, and then resumed from its middle.
+
+    Args:
+        on: the numbers of ranks to resume on; by default as many as before, and all others that
+            the case names.
+    """
+    again = {case.nodes * case.ranks: (case.nodes, case.ranks, ())}
+    again |= {ranks: (1, ranks, args) for ranks, args in case.elsewhere.items()}
+    if on is not None:
+        again = {count: again[count] for count in on}
+    with tempfile.TemporaryDirectory(prefix="parity-") as folder:
+        whole = measure(case, checkpoints=Path(folder) if again else None)
+        half = Path(folder, f"step-{HALF:08d}")
+        resumed = []
+        for count, (nodes, ranks, args) in again.items():
+            rest = measure(Case(case.job, nodes, ranks, (*case.args, *args)), resume=half)
+            difference = largest_difference(rest.losses, whole.losses[HALF:])
+            resumed.append(Resumed(case, count, difference))
+    return whole, resumed
 
 
 def largest_difference(losses: list[float], expected: list[float]) -> float:
@@ -186,7 +190,12 @@ def largest_difference(losses: list[float], expected: list[float]) -> float:
 
 
 def main() -> int:
-    results, resumed = measure_all(told=lambda name: print(f"running {name}", file=sys.stderr))
+    results: dict[str, Result] = {}
+    resumed: list[Resumed] = []
+    for case in CASES:
+        print(f"running {case.name}", file=sys.stderr)
+        results[case.name], again = measure_and_resume(case)
+        resumed += again
     text = report(results, resumed)
     print(text)
     PAGE.write_text(text)

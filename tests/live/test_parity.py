@@ -1,4 +1,4 @@
-"""The same losses from every strategy, world size and number of nodes; `make parity` runs more."""
+"""The same losses from every strategy, world size and number of nodes, also when resumed."""
 
 from __future__ import annotations
 
@@ -11,33 +11,52 @@ from tests.live.parity import Case
 
 pytestmark = pytest.mark.live
 
-SOME = (
-    parity.REFERENCE,
-    Case("ddp", 2, 1),
-    Case("zero0", 2, 1),
-    Case("zero1", 2, 1),
-    Case("zero2", 2, 1),
-    Case("zero3", 2, 1),
-    Case("fsdp", 1, 2),
-    Case("tp", 1, 2),
-    Case("pp", 1, 2, parity.MICRO_2),
-)
-PARTS = {"zero1": 2, "zero2": 2, "zero3": 2, "fsdp": 2}
+PARTS = {"ddp": 1, "zero0": 1, "zero1": 2, "zero2": 2, "zero2-offload": 2, "zero2-universal": 2,
+         "zero3": 2, "zero3-offload": 2, "fsdp": 2, "fsdp-offload": 2, "hsdp": 2}  # fmt: skip
+"""Among how many ranks the optimizer's states are divided evenly."""
+
+
+RESUMED = {
+    "ddp 1x2": (2, 1), "zero0 2x1": (1,), "zero2-universal 1x2": (4,), "zero3-offload 2x1": (2,),
+    "fsdp 1x2": (2, 4), "hsdp 1x4 --micro-batch": (2,), "tp 1x2": (4,), "tp-autotp 1x2": (2,),
+    "pp 1x2 --micro-batch": (4,), "pp-deepspeed 1x4 --micro-batch": (4,),
+    "3d 1x8 --micro-batch": (4,),
+}  # fmt: skip
+"""Each kind of checkpoint once, on other ranks if it can be. To the bit, all strategies resume in
+tests/unit/runtime/test_gpt.py; `make parity` does both with all."""
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of one rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CLUSTERKIT_HOME", str(tmp_path_factory.mktemp("home")))
+        losses = parity.measure(parity.REFERENCE).losses
+    assert len(losses) == parity.STEPS
+    assert losses[-1] < losses[0] - 0.5
+    return losses
 
 
 @pytest.mark.timeout(900)
-def test_all_strategies_compute_the_same_losses_and_zero_divides_the_optimizer() -> None:
-    results = {case: parity.measure(case) for case in SOME}
-    reference = results[parity.REFERENCE].losses
-    assert len(reference) == parity.STEPS
-    assert reference[-1] < reference[0] - 0.5
-    for case, result in results.items():
-        assert parity.largest_difference(result.losses, reference) <= parity.TOLERANCE, case.name
-        whole = 1 if case.job in ("ddp", "zero0") else PARTS.get(case.job)
-        if whole is not None:
-            assert result.held == dict.fromkeys(result.held, result.total // whole), case.name
-        else:  # tensor and pipeline parallel: biases and ends do not divide evenly
-            assert max(result.held.values()) < 0.6 * result.total, case.name
+@pytest.mark.parametrize("case", parity.CASES[1:], ids=lambda case: case.name)
+def test_all_strategies_compute_the_same_losses_and_zero_divides_the_optimizer(
+    case: Case, reference: list[float]
+) -> None:
+    ranks = RESUMED.get(case.name, ())
+    result, resumed = parity.measure_and_resume(case, on=ranks)
+    assert parity.largest_difference(result.losses, reference) <= parity.TOLERANCE
+    if case.job in PARTS:
+        share = result.total // PARTS[case.job]
+        assert result.held == dict.fromkeys(range(case.nodes * case.ranks), share)
+    else:  # tensor and pipeline parallel: biases and ends do not divide evenly
+        assert max(result.held.values()) < 0.6 * result.total
+    assert [row.ranks for row in resumed] == list(ranks)
+    for row in resumed:
+        assert row.agrees, row
+
+
+def test_every_case_that_is_resumed_is_one() -> None:
+    assert set(RESUMED) <= {case.name for case in parity.CASES}
 
 
 def test_a_result_that_differs_is_seen() -> None:

@@ -297,7 +297,7 @@ def test_a_plan_for_a_thousand_nodes_is_as_long_as_it_must_be(facts):
         ({State.CANCELLED, State.FAILED}, State.FAILED),
         ({State.UNKNOWN, State.RUNNING}, State.UNKNOWN),
     ],
-    ids=str,
+    ids=lambda given: "+".join(sorted(given)) if isinstance(given, set) else given.value,
 )
 def test_a_run_s_state_follows_from_its_nodes(states, state):
     assert overall(states) is state

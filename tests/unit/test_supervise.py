@@ -151,7 +151,7 @@ def test_the_newest_attempt_is_the_one_that_counts(folder, hand):
 @pytest.mark.parametrize(
     "started",
     [{}, {"pid": os.getpid()}, {"pid": os.getpid(), "start_ticks": None}, {"start_ticks": None}],
-    ids=str,
+    ids=lambda started: "+".join(started) or "nothing",
 )
 def test_half_a_record_of_a_process_is_no_sign_of_life(folder, hand, started):
     hand.long_ago()
@@ -558,4 +558,6 @@ def test_one_that_was_killed_is_replaced(standby, tmp_path, folder, monkeypatch)
     assert gone(tmp_path)
     folder.mark_cancelled()
     standby.take(folder)
+    other = json.loads(folder.read("supervisor.json"))["pid"]
+    agent.wait_gone([other], 30)
     assert current(folder).state is State.CANCELLED

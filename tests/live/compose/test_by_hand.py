@@ -13,8 +13,8 @@ import pytest
 
 from clusterkit import marks
 from tests.live import parity
-from tests.live.compose.conftest import ROOT
 from tests.live.compose.engine import Engine
+from tests.live.compose.image import ROOT
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 FILE = ROOT / "docker" / "compose.yaml"

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import clusterkit
-from tests.live.compose.conftest import ROOT, build
 from tests.live.compose.engine import Engine
+from tests.live.compose.image import ROOT, build
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 INPUTS = ("LICENSE", "README.md", "pyproject.toml", "constraints.txt", ".dockerignore")

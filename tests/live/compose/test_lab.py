@@ -14,8 +14,8 @@ import pytest
 from clusterkit import api, loader
 from clusterkit.status import State
 from tests.live import parity
-from tests.live.compose.conftest import ROOT
 from tests.live.compose.engine import Engine
+from tests.live.compose.image import ROOT
 from tests.live.parity import Case
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]

@@ -14,15 +14,16 @@ from typing import Any
 import pytest
 import yaml
 
-from clusterkit import api
+from clusterkit import agent, api
 from clusterkit.spec import JobSpec
-from tests.live.compose.conftest import base, engine, image  # noqa: F401 (fixtures)
 from tests.live.compose.engine import Engine
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = Path(os.environ.get("KUBE_CLUSTER") or ROOT.parent / "shared" / "kube" / "cluster")
 STATE = Path(os.environ.get("KUBE_TEST_DIR") or "/var/lib/kube-test")
 KUBECONFIG = STATE / "admin.conf"
+MADE_BY = STATE / "tests.json"
+"""The process whose tests made the cluster: what a killed one leaves, the next one ends."""
 # What a namespace has of itself.
 ALWAYS = {"configmap/kube-root-ca.crt"}
 KINDS = (
@@ -67,30 +68,44 @@ class Kube:
 
 
 @pytest.fixture(scope="session")
-def running(engine: Engine, image: str, tmp_path_factory: Any) -> Iterator[None]:  # noqa: F811
-    """The cluster with the image on its nodes; what was not up before is down afterwards."""
+def nodes() -> Iterator[None]:
+    """The cluster; one that was not up before is down afterwards."""
     if not SCRIPT.exists():
         pytest.skip(f"{SCRIPT} is not there: KUBE_CLUSTER names the script that makes a Kubernetes")
-    was_up = "is up" in subprocess.run([SCRIPT, "status"], capture_output=True, text=True).stdout
-    was_up = was_up or KUBECONFIG.exists()
-    up = subprocess.run([SCRIPT, "up"], capture_output=True, text=True)
-    if up.returncode and "missing:" in up.stderr:
-        pytest.skip(up.stderr.strip())
-    assert up.returncode == 0, up.stdout + up.stderr
+    ours = not KUBECONFIG.exists() or left_behind()
     try:
-        made = json.loads(engine.run("image", "inspect", image).stdout)[0]["Id"]
-        loaded = STATE / "clusterkit-image"
-        if not loaded.exists() or loaded.read_text() != made:
-            archive = tmp_path_factory.mktemp("image") / "image.tar"
-            done = engine.run("save", image, "--output", str(archive))
-            assert done.returncode == 0, done.stderr
-            cluster("load", archive)
-            archive.unlink()
-            loaded.write_text(made)
+        if ours:
+            STATE.mkdir(parents=True, exist_ok=True)
+            agent.write_json(MADE_BY, agent.identity(os.getpid()))
+        up = subprocess.run([SCRIPT, "up"], capture_output=True, text=True)
+        if up.returncode and "missing:" in up.stderr:
+            pytest.skip(up.stderr.strip())
+        assert up.returncode == 0, up.stdout + up.stderr
         yield
     finally:
-        if not was_up:
+        if ours:
             cluster("down")
+
+
+@pytest.fixture(scope="session")
+def running(nodes: None, engine: Engine, image: str, tmp_path_factory: Any) -> None:
+    """The cluster with the image on its nodes."""
+    made = json.loads(engine.run("image", "inspect", image).stdout)[0]["Id"]
+    loaded = STATE / "clusterkit-image"
+    if not loaded.exists() or loaded.read_text() != made:
+        archive = tmp_path_factory.mktemp("image") / "image.tar"
+        engine.run("save", image, "--output", str(archive))
+        cluster("load", archive)
+        archive.unlink()
+        loaded.write_text(made)
+
+
+def left_behind() -> bool:
+    """Whether tests made the cluster that is up, and were killed before they could end it."""
+    try:
+        return not agent.is_alive(json.loads(MADE_BY.read_text()))
+    except FileNotFoundError:
+        return False
 
 
 @pytest.fixture

@@ -19,9 +19,11 @@ from typing import Any
 import pytest
 
 from clusterkit.marks import parse_mark
+from tests.unit.runtime.warm import Rank, Warm
 
 ROOT = Path(__file__).parents[3]
 GPT = ROOT / "jobs" / "train" / "gpt.py"
+Process = Rank | subprocess.Popen[bytes]
 
 
 @dataclass
@@ -43,8 +45,9 @@ class Result:
 @dataclass
 class Launcher:
     folder: Path
+    warm: Callable[[str], Warm]
     count: int = 0
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    processes: list[Process] = field(default_factory=list)
 
     def __call__(
         self,
@@ -52,14 +55,22 @@ class Launcher:
         ranks: int = 1,
         program: Path = GPT,
         env: dict[str, str] | None = None,
-        on_event: Callable[[dict[str, Any], list[subprocess.Popen[bytes]]], None] | None = None,
+        on_event: Callable[[dict[str, Any], list[Process]], None] | None = None,
+        warm: str | None = "",
     ) -> Result:
-        """Run ``program`` on ``ranks`` ranks; ``on_event`` sees rank 0's events as they come."""
+        """Run ``program`` on ``ranks`` ranks; ``on_event`` sees rank 0's events as they come.
+
+        ``warm``: what the process has imported whose forks they are, one of `FAMILIES`; by default
+        as much as serves. None: each imports all by itself.
+        """
         self.count += 1
         outputs = [self.folder / f"{self.count}-{rank}.out" for rank in range(ranks)]
         errors = [self.folder / f"{self.count}-{rank}.err" for rank in range(ranks)]
+        listening = on_event is not None
+        if listening:
+            os.mkfifo(outputs[0])
         port = _free_port()
-        started = []
+        started: list[Process] = []
         for rank in range(ranks):
             here = {
                 "RANK": str(rank),
@@ -69,53 +80,87 @@ class Launcher:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             }
-            piped = on_event is not None and rank == 0
-            with outputs[rank].open("wb") as out, errors[rank].open("wb") as err:
-                process = subprocess.Popen(
-                    [sys.executable, program, *map(str, args)],
-                    env=_environment() | (here if ranks > 1 else {}) | (env or {}),
-                    stdout=subprocess.PIPE if piped else out,
-                    stderr=err,
-                    start_new_session=True,
-                )
+            argv = [str(program), *map(str, args)]
+            environment = _environment() | (here if ranks > 1 else {}) | (env or {})
+            if warm is not None:
+                source = self.warm(warm or ("deepspeed" if "deepspeed" in argv else "torch"))
+                end = self.folder / f"{self.count}-{rank}.end"
+                process: Process = source.start(argv, environment, outputs[rank], errors[rank], end)
+            else:
+                with outputs[rank].open("wb") as out, errors[rank].open("wb") as err:
+                    process = subprocess.Popen(
+                        [sys.executable, *argv],
+                        env=environment,
+                        stdout=out,
+                        stderr=err,
+                        start_new_session=True,
+                    )
             started.append(process)
             self.processes.append(process)
-        if on_event is not None and started[0].stdout is not None:
-            with started[0].stdout as lines, outputs[0].open("wb") as out:
+        heard = ""
+        if on_event is not None:
+            with outputs[0].open() as lines:
                 for line in lines:
-                    out.write(line)
-                    event = parse_mark(line.decode())
+                    heard += line
+                    event = parse_mark(line)
                     if event is not None:
                         on_event(event, started)
         codes = [process.wait(timeout=90) for process in started]
-        texts = [output.read_text() for output in outputs]
+        texts = [output.read_text() for output in outputs[listening:]]
+        texts = [heard, *texts] if listening else texts
         events = [e for text in texts for line in text.splitlines() if (e := parse_mark(line))]
         return Result(codes, events, texts, [error.read_text() for error in errors])
 
 
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Callable[[str], Warm]]:
+    """Processes that become ranks, by what they have imported; each started when first needed."""
+    made: dict[str, Warm] = {}
+
+    def of(family: str) -> Warm:
+        if family not in made:
+            made[family] = Warm(family, _environment())
+        return made[family]
+
+    yield of
+    for each in made.values():
+        each.close()
+
+
+@contextlib.contextmanager
+def launching(folder: Path, warm: Callable[[str], Warm]) -> Iterator[Launcher]:
+    """A launcher that keeps its files in ``folder``; no rank of it is left afterwards."""
+    launcher = Launcher(folder, warm)
+    try:
+        yield launcher
+    finally:
+        for process in launcher.processes:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
 @pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Launcher]:
+def launch(tmp_path: Path, warm: Callable[[str], Warm]) -> Iterator[Launcher]:
     folder = tmp_path / "launches"
     folder.mkdir()
-    launcher = Launcher(folder)
-    yield launcher
-    for process in launcher.processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    with launching(folder, warm) as launcher:
+        yield launcher
 
 
 @pytest.fixture
 def zero(tmp_path: Path) -> Callable[..., list[str]]:
     """Arguments that choose a ZeRO stage, with the config file they name."""
+    return lambda stage, **section: zero_arguments(tmp_path, stage, **section)
 
-    def arguments(stage: int, **section: object) -> list[str]:
-        path = tmp_path / f"zero{stage}.json"
-        config = {"zero_optimization": {"stage": stage, **section}, "gradient_clipping": 1.0}
-        path.write_text(json.dumps(config))
-        return ["--strategy", "deepspeed", "--deepspeed-config", str(path)]
 
-    return arguments
+def zero_arguments(folder: Path, stage: int, **section: object) -> list[str]:
+    """Arguments that choose a ZeRO stage; their config file is in ``folder``."""
+    path = folder / f"zero{stage}.json"
+    config = {"zero_optimization": {"stage": stage, **section}, "gradient_clipping": 1.0}
+    path.write_text(json.dumps(config))
+    return ["--strategy", "deepspeed", "--deepspeed-config", str(path)]
 
 
 @pytest.fixture
@@ -150,7 +195,8 @@ def gpt() -> ModuleType:
 
 
 def _environment() -> dict[str, str]:
-    dropped = ("CLUSTERKIT_", "OMPI_", "SLURM_", "PYTHONWARNINGS")
+    dropped = ("CLUSTERKIT_", "LOCAL_", "MASTER_", "OMPI_", "PYTHONWARNINGS", "RANK", "SLURM_",
+               "WORLD_SIZE")  # fmt: skip
     kept = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
     path = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")]))
     return kept | {"OMP_NUM_THREADS": "1", "CLUSTERKIT_DEVICE": "cpu", "PYTHONPATH": path}

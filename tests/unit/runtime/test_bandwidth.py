@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import itertools
-import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -387,16 +385,12 @@ def test_pairs_need_two_nodes(launch: Any) -> None:
     ],
 )  # fmt: skip
 def test_an_environment_that_is_no_rank_s_is_explained(
-    environment: dict[str, str], said: str
+    launch: Any, environment: dict[str, str], said: str
 ) -> None:
-    unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-    done = subprocess.run(
-        [sys.executable, PROGRAM, "--sizes", "1"], capture_output=True, text=True,
-        env={key: text for key, text in os.environ.items() if key not in unset} | environment,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert said in done.stderr
+    done = launch("--sizes", "1", program=PROGRAM, env=environment)
+    assert done.codes == [2]
+    assert done.stderr[0].startswith("error: ")
+    assert said in done.stderr[0]
 
 
 @pytest.mark.parametrize(

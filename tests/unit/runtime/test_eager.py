@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,11 +64,8 @@ assert calls == [{"backend": "eager"}, {}]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_dynamo(case: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", START + CASES[case] + "\nimport os; os._exit(0)"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+def test_dynamo(launch: Any, tmp_path: Path, case: str) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(START + CASES[case] + "\nimport os; os._exit(0)")
+    done = launch(program=program, warm="bare")
+    assert (done.codes, done.stderr) == ([0], [""])

@@ -1,4 +1,8 @@
-"""A docker engine and the image for tests; both made once, on the spot if need be."""
+"""A docker engine and the image for tests; both made once a session, on the spot if need be.
+
+tests/live/conftest.py has these fixtures, and so all live tests share one engine and one build. In
+two conftests they would be two: the second would wait for the first's engine to end, for ever.
+"""
 
 from __future__ import annotations
 
