@@ -22,7 +22,7 @@ from clusterkit.status import NodeCause, NodeStatus, RankExit, State
 from clusterkit.transport import LocalTransport, Transport
 
 if TYPE_CHECKING:
-    from clusterkit.doctor.base import Subject
+    from clusterkit.doctor.base import Patient
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ class Backend(ABC):
             Unavailable: a tool or service that the backend needs is missing.
         """
 
-    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> Subject:
-        """The hosts that `clusterkit.doctor` examines, and what for. Pure.
+    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> Patient:
+        """What `clusterkit.doctor` examines, and what for. Pure.
 
         Args:
             name: what the cluster is called.

@@ -8,12 +8,13 @@ import math
 import os
 import posixpath
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import quote
 
 import msgspec
+import yaml
 
 from clusterkit.assemble import Peers, Places, assemble, require_packages
 from clusterkit.backends.base import Backend, Handle, Observation
@@ -38,7 +39,8 @@ from clusterkit.cluster import (
 )
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
 from clusterkit.kubernetes.client import KUSTOMIZATION, KubeTransport
-from clusterkit.kubernetes.flavors import FLAVORS, choose
+from clusterkit.kubernetes.flavors import FLAVORS, choose, served
+from clusterkit.kubernetes.nodes import gpus_of
 from clusterkit.kubernetes.observe import (
     HOST,
     Watcher,
@@ -49,6 +51,7 @@ from clusterkit.kubernetes.observe import (
 )
 from clusterkit.kubernetes.pods import ATTEMPT, JOB, MANAGER, RUN, Shape
 from clusterkit.kubernetes.remove import remove
+from clusterkit.kubernetes.rights import access_review
 from clusterkit.kubernetes.text import Object, documents, object_name, quantity
 from clusterkit.logs import LogLine
 from clusterkit.plan import Note, Plan, PlanFile, Step, Tree
@@ -58,6 +61,9 @@ from clusterkit.runs import home, slug
 from clusterkit.shell import quote as quoted
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
+
+if TYPE_CHECKING:
+    from clusterkit.doctor.base import Patient
 
 MANIFESTS = "manifests.yaml"
 ARCHIVE = "project.tar.gz"
@@ -142,28 +148,31 @@ class KubernetesBackend(Backend):
         )
         if job is not None:
             _check_rights(choose(job, cluster, kubernetes)[0], tool, namespace, transport)
-        port, watch_port = own_ports(cluster.port)
-        project = _project(job) if cluster.code == "copied" and job is not None else None
-        return Facts(
-            home=str(home()),
-            hosts=(
-                HostFacts(
-                    host="pods",
-                    address="node-0",
-                    cpus=max(1, math.floor(cluster.cpus or 1)),
-                    memory_mib=0,
-                    gpus=gpus,
-                    python=cluster.python,
-                    versions=dict.fromkeys(PACKAGES, _UNSEEN),
-                    tools=dict.fromkeys(TOOLS, _UNSEEN),
-                ),
-            ),
-            port=port,
-            port_origin="every pod has its own" if cluster.port == "auto" else "cluster: port",
-            interface=cluster.interface,
-            watch_port=watch_port,
-            project=project,
-            kubernetes=kubernetes,
+        return _facts(cluster, kubernetes, gpus, job)
+
+    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> Patient:
+        from clusterkit.doctor.kubernetes.base import KubeSubject
+
+        assert isinstance(cluster, KubernetesCluster)
+        asked = job or JobSpec(name="any", command=("true",))
+
+        def manifests(kube: KubernetesFacts, gpus: tuple[Gpu, ...]) -> list[Object]:
+            facts = _facts(cluster, kube, gpus, asked)
+            plan = self.plan(asked, cluster, facts, "doctor-rehearsal")
+            text = next(file.text for file in plan.files if file.path.endswith(MANIFESTS))
+            return list(yaml.safe_load_all(text or ""))
+
+        def locate() -> tuple[str, str]:
+            context, namespace = _context(cluster)
+            return context, cluster.namespace or namespace
+
+        return KubeSubject(
+            cluster=name,
+            entry=cluster,
+            job=asked,
+            tool=("kubectl", *_flags(cluster.kubeconfig, cluster.context)),
+            locate=locate,
+            manifests=manifests,
         )
 
     # -- planning -------------------------------------------------------------
@@ -336,6 +345,41 @@ class KubernetesBackend(Backend):
 # ---------------------------------------------------------------- probing
 
 
+def _facts(
+    cluster: KubernetesCluster,
+    kube: KubernetesFacts,
+    gpus: tuple[Gpu, ...],
+    job: JobSpec | None,
+) -> Facts:
+    """What a plan has to know; reads the job's project where that is copied.
+
+    Raises:
+        BadInput: the project is too large.
+    """
+    port, watch_port = own_ports(cluster.port)
+    return Facts(
+        home=str(home()),
+        hosts=(
+            HostFacts(
+                host="pods",
+                address="node-0",
+                cpus=max(1, math.floor(cluster.cpus or 1)),
+                memory_mib=0,
+                gpus=gpus,
+                python=cluster.python,
+                versions=dict.fromkeys(PACKAGES, _UNSEEN),
+                tools=dict.fromkeys(TOOLS, _UNSEEN),
+            ),
+        ),
+        port=port,
+        port_origin="every pod has its own" if cluster.port == "auto" else "cluster: port",
+        interface=cluster.interface,
+        watch_port=watch_port,
+        project=_project(job) if cluster.code == "copied" and job is not None else None,
+        kubernetes=kube,
+    )
+
+
 def _flags(kubeconfig: str | None, context: str | None, namespace: str | None = None) -> list[str]:
     words = {"--kubeconfig": kubeconfig, "--context": context, "--namespace": namespace}
     return [word for flag, value in words.items() if value for word in (flag, value)]
@@ -408,18 +452,7 @@ def _check_rights(flavor: str, tool: list[str], namespace: str, transport: Trans
         ("create", "", "configmaps"),
         ("list", "", "pods"),
     ):
-        asked = {
-            "apiVersion": "authorization.k8s.io/v1",
-            "kind": "SelfSubjectAccessReview",
-            "spec": {
-                "resourceAttributes": {
-                    "namespace": namespace,
-                    "verb": verb,
-                    "group": api_group,
-                    "resource": resource,
-                }
-            },
-        }
+        asked = access_review(namespace, verb, api_group, resource)
         path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
         command = [*tool, "create", "--raw", path, "--filename", "-"]
         done = transport.run(HOST, command, stdin=json.dumps(asked).encode())
@@ -437,9 +470,8 @@ def _kinds(tool: list[str], transport: Transport) -> tuple[str, ...]:
         if flavor.KIND == "Job":
             continue
         done = transport.run(HOST, [*tool, "get", "--raw", f"/apis/{flavor.API}"])
-        if not done.exit_code:
-            served = json.loads(done.stdout).get("resources", ())
-            found += [flavor.KIND for each in served if each.get("name") == flavor.PLURAL]
+        if not done.exit_code and served(json.loads(done.stdout), flavor):
+            found.append(flavor.KIND)
     return tuple(found)
 
 
@@ -450,49 +482,7 @@ def _gpus(
     if cluster.gpus == 0 or (job is not None and job.device == "cpu"):
         return ()
     done = transport.run(HOST, [*tool, "get", "--raw", "/api/v1/nodes"])
-    best: tuple[int, str, int] = (0, "GPU", 0)
-    for node in json.loads(done.stdout)["items"] if not done.exit_code else ():
-        labels = node["metadata"].get("labels", {})
-        if any(labels.get(key) != value for key, value in cluster.node_selector.items()):
-            continue
-        if not _usable(node, cluster):
-            continue
-        text = str(node["status"].get("allocatable", {}).get(cluster.gpu_resource, "0"))
-        count = int(text) if text.isdigit() else 0
-        memory = str(labels.get("nvidia.com/gpu.memory", "0"))
-        product = str(labels.get("nvidia.com/gpu.product", "GPU"))
-        best = max(best, (count, product, int(memory) if memory.isdigit() else 0))
-    count, product, memory_mib = best
-    if cluster.gpus != "auto":
-        if cluster.gpus > count and not done.exit_code:
-            raise BadInput(
-                f"gpus: {cluster.gpus} {cluster.gpu_resource} of a pod, but no node has more "
-                f"than {count}",
-                hint=f"gpus: {count}, or `node_selector` for nodes that have them",
-            )
-        count = cluster.gpus
-    return tuple(Gpu(str(index), product, memory_mib) for index in range(count))
-
-
-def _usable(node: Mapping[str, Any], cluster: KubernetesCluster) -> bool:
-    """Whether pods of the cluster entry would be put there."""
-    spec = node.get("spec") or {}
-    # The GPUs' own taint is tolerated by whoever asks for them, where admission adds that.
-    tolerated = [*cluster.tolerations, {"key": cluster.gpu_resource, "operator": "Exists"}]
-    return not spec.get("unschedulable") and all(
-        taint.get("effect") == "PreferNoSchedule"
-        or any(_tolerates(each, taint) for each in tolerated)
-        for taint in spec.get("taints") or ()
-    )
-
-
-def _tolerates(toleration: Mapping[str, Any], taint: Mapping[str, Any]) -> bool:
-    if toleration.get("effect") not in (None, "", taint.get("effect")):
-        return False
-    if toleration.get("operator") == "Exists":
-        return toleration.get("key") in (None, "", taint.get("key"))
-    same = toleration.get("key") == taint.get("key")
-    return same and (toleration.get("value") or "") == (taint.get("value") or "")
+    return gpus_of(cluster, None if done.exit_code else json.loads(done.stdout)["items"])
 
 
 # ---------------------------------------------------------------- planning

@@ -2,8 +2,8 @@
 
 import pytest
 
-from clusterkit.backends.kubernetes import _usable
 from clusterkit.cluster import KubernetesCluster
+from clusterkit.kubernetes.nodes import usable as may_be_used
 
 CONTROL = {"key": "node-role.kubernetes.io/control-plane", "effect": "NoSchedule"}
 GPU = {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}
@@ -28,4 +28,4 @@ GPU = {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}
     ],
 )  # fmt: skip
 def test_gpus_are_counted_only_where_pods_may_go(spec, tolerations, usable):
-    assert _usable({"spec": spec}, KubernetesCluster(tolerations=tolerations)) is usable
+    assert may_be_used({"spec": spec}, KubernetesCluster(tolerations=tolerations)) is usable
