@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import getpass
 import io
 import json
 import math
 import os
 import posixpath
+import re
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +18,9 @@ from urllib.parse import quote
 import msgspec
 import yaml
 
+import clusterkit
 from clusterkit.assemble import Peers, Places, assemble, require_packages
-from clusterkit.backends.base import Backend, Handle, Observation
+from clusterkit.backends.base import Backend, Handle, Observation, Recovered, RemoteRun
 from clusterkit.backends.nodes import (
     CPU_IMAGE,
     GPU_IMAGE,
@@ -40,7 +43,7 @@ from clusterkit.cluster import (
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
 from clusterkit.kubernetes.client import KUSTOMIZATION, KubeTransport
 from clusterkit.kubernetes.flavors import FLAVORS, choose, served
-from clusterkit.kubernetes.nodes import gpus_of
+from clusterkit.kubernetes.nodes import gpus_of, selected, usable
 from clusterkit.kubernetes.observe import (
     HOST,
     Watcher,
@@ -49,6 +52,7 @@ from clusterkit.kubernetes.observe import (
     observation,
     pods_of,
 )
+from clusterkit.kubernetes.others import PROJECT, RECORD, USER, Record, find, kept, listing
 from clusterkit.kubernetes.pods import ATTEMPT, JOB, MANAGER, RUN, Shape
 from clusterkit.kubernetes.remove import remove
 from clusterkit.kubernetes.rights import access_review
@@ -66,7 +70,7 @@ if TYPE_CHECKING:
     from clusterkit.doctor.base import Patient
 
 MANIFESTS = "manifests.yaml"
-ARCHIVE = "project.tar.gz"
+ARCHIVE = PROJECT
 MOST_BYTES = 1_040_000
 """Of a project, compressed; a config map takes 1 MiB."""
 NAME_SECONDS = 120
@@ -145,10 +149,23 @@ class KubernetesBackend(Backend):
             namespace=namespace,
             kubeconfig=cluster.kubeconfig or os.environ.get("KUBECONFIG"),
             kinds=kinds,
+            user=_user(),
         )
         if job is not None:
             _check_rights(choose(job, cluster, kubernetes)[0], tool, namespace, transport)
         return _facts(cluster, kubernetes, gpus, job)
+
+    def places(self, cluster: ClusterSpec, transport: Transport) -> int:
+        assert isinstance(cluster, KubernetesCluster)
+        tool = ["kubectl", *_flags(cluster.kubeconfig, cluster.context)]
+        done = transport.run(HOST, [*tool, "get", "--raw", "/api/v1/nodes"])
+        if done.exit_code:
+            raise Unavailable(
+                f"how many nodes the cluster has is unknown: {done.stderr.strip()}",
+                hint="--nodes N",
+            )
+        nodes = json.loads(done.stdout)["items"]
+        return sum(selected(node, cluster) and usable(node, cluster) for node in nodes)
 
     def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> Patient:
         from clusterkit.doctor.kubernetes.base import KubeSubject
@@ -194,6 +211,7 @@ class KubernetesBackend(Backend):
         local = posixpath.join(facts.home, "runs", run_id)
         name = object_name(run_id)
         mpirun = job.launcher == "mpirun"
+        own = _own_program(job) if cluster.code == "baked" else None
         workdir, program = _places(job, cluster, facts, run_dir)
         shape = Shape(
             name=name,
@@ -211,6 +229,7 @@ class KubernetesBackend(Backend):
                 RUN: run_id,
                 JOB: slug(job.name),
                 ATTEMPT: "1",
+                **({USER: kube.user} if kube.user else {}),
                 **cluster.labels,
             },
             command=("/bin/sh", posixpath.join(run_dir, "files", "pod.sh")),
@@ -257,6 +276,13 @@ class KubernetesBackend(Backend):
                 mode=0o755,
             )
         )
+        if own is not None:
+            name_there = posixpath.join(local, "files", posixpath.basename(own))
+            files.append(PlanFile(name_there, resource=own))
+        record = PlanFile(
+            posixpath.join(local, "files", RECORD), text=Record.of(job, cluster, facts).text()
+        )
+        files.append(record)
         inside = [posixpath.basename(file.path) for file in files]
         head = f"run {run_id}: {topology}\nby hand: kubectl apply --server-side --kustomize ."
         files += [
@@ -341,6 +367,44 @@ class KubernetesBackend(Backend):
     def cancel(self, handle: Handle, transport: Transport) -> None:
         remove(handle, transport)
 
+    # -- runs of other machines -----------------------------------------------
+
+    def listing(self, cluster: ClusterSpec, transport: Transport) -> list[RemoteRun]:
+        assert isinstance(cluster, KubernetesCluster)
+        tool = ["kubectl", *_flags(cluster.kubeconfig, cluster.context)]
+        return listing(tool, cluster.namespace or _context(cluster)[1], transport)
+
+    def recover(self, run: str, cluster: ClusterSpec, transport: Transport) -> Recovered:
+        assert isinstance(cluster, KubernetesCluster)
+        replace = msgspec.structs.replace
+        context, namespace = _context(cluster)
+        namespace = cluster.namespace or namespace
+        tool = ["kubectl", *_flags(cluster.kubeconfig, cluster.context)]
+        run = find(run, listing(tool, namespace, transport), f"namespace {namespace}")
+        found = kept(tool, namespace, run, transport)
+        kube = found.record.facts.kubernetes
+        assert kube is not None
+        here = replace(
+            kube,
+            context=context,
+            namespace=namespace,
+            kubeconfig=cluster.kubeconfig or os.environ.get("KUBECONFIG"),
+        )
+        return Recovered(
+            run=run,
+            job=found.record.job,
+            cluster=replace(
+                found.record.cluster,
+                kubeconfig=cluster.kubeconfig,
+                context=cluster.context,
+                namespace=cluster.namespace,
+            ),
+            facts=replace(found.record.facts, home=str(home()), kubernetes=here),
+            attempt=found.attempt,
+            created_at=found.created_at,
+            project=found.project,
+        )
+
 
 # ---------------------------------------------------------------- probing
 
@@ -404,6 +468,15 @@ def _context(cluster: KubernetesCluster) -> tuple[str, str]:
     contexts, active = found
     chosen = next((each for each in contexts if each["name"] == cluster.context), active)
     return str(chosen["name"]), str(chosen["context"].get("namespace") or "default")
+
+
+def _user() -> str:
+    """Who submits, as a label may say it; empty where nobody knows."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError, ImportError):  # a user id without a name, as in many a container
+        return ""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:63].strip("_.-")
 
 
 def _namespace_origin(cluster: KubernetesCluster) -> str:
@@ -518,6 +591,10 @@ def _places(
 ) -> tuple[str, JobSpec]:
     """Where the ranks start in a pod, and the job with the path that its program has there."""
     if cluster.code == "baked":
+        own = _own_program(job)
+        if own is not None:
+            path = posixpath.join(run_dir, "files", posixpath.basename(own))
+            return cluster.workdir, msgspec.structs.replace(job, program=path)
         return cluster.workdir, _in_image(job, cluster)
     if facts.project is None:
         raise BadInput("facts: they name no project", hint="take those of a run with code: copied")
@@ -527,6 +604,15 @@ def _places(
     if program is not None and posixpath.isabs(program):
         program = posixpath.relpath(program, job.workdir or "/")
     return workdir, msgspec.structs.replace(job, program=program)
+
+
+def _own_program(job: JobSpec) -> str | None:
+    """Where in clusterkit's own package the program lies (that of `bench` does): it comes with the
+    run, as the image need not have it."""
+    root = posixpath.dirname(clusterkit.__file__) + "/"
+    if job.program is None or not job.program.startswith(root):
+        return None
+    return job.program.removeprefix(root)
 
 
 def _code_origin(cluster: KubernetesCluster, facts: Facts) -> str:

@@ -43,6 +43,7 @@ LAYERS = [
     {f"clusterkit.kubernetes.{name}" for name in ("job", "client", "judge", "nodes")},
     {f"clusterkit.kubernetes.{name}" for name in ("pytorchjob", "mpijob", "trainjob")},
     {"clusterkit.kubernetes.flavors"},
+    {"clusterkit.kubernetes.others"},
     {"clusterkit.kubernetes.rights"},
     {"clusterkit.kubernetes.by_hand", "clusterkit.doctor.kubernetes.base"},
     {f"clusterkit.doctor.kubernetes.checks.{name}" for name in KUBE_CHECKS},
