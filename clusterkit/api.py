@@ -199,6 +199,17 @@ class Run:
             raise RunFolderError(f"cannot remove {error.filename}: {error.strerror}") from error
 
 
+class ListedRun(RunStatus, frozen=True, kw_only=True):
+    """A run of a cluster, this machine's or not."""
+
+    user: str | None = None
+    """Who submitted it, where the cluster says so."""
+    here: bool = True
+    """Whether this machine has its folder; otherwise the state is what the cluster says."""
+    nodes_asked: int | None = None
+    """How many nodes it asks for, where they are not listed."""
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A job, a cluster and the plan they make."""
@@ -296,7 +307,7 @@ def prepare(
     return Prepared(spec, cluster, entry, facts, backend, plan, transport, standby)
 
 
-def _probed(subject: doctors.Subject, transport: Transport, probe: Callable[[], Facts]) -> Facts:
+def _probed(subject: doctors.Patient, transport: Transport, probe: Callable[[], Facts]) -> Facts:
     """What ``probe`` finds; at the same time the quick checks look whether the hosts are fit.
 
     Raises:
@@ -343,13 +354,13 @@ def settled_cluster(
         return kind.settled(loaded.cluster, loaded.folder, include, exclude)
 
 
-def _check_secrets(spec: JobSpec) -> None:
+def _check_secrets(spec: JobSpec, why: str = "") -> None:
     """Refuse a job whose secrets are not in the environment."""
     missing = [name for name in spec.secrets if name not in os.environ]
     if missing:
         raise BadInput(
             f"secrets: {missing[0]} is not set in your environment",
-            hint=f"export {missing[0]}=...",
+            hint=f"{why}export {missing[0]}=...",
         )
 
 
@@ -493,6 +504,55 @@ def runs() -> list[RunStatus]:
     return [supervise.current(folder) for folder in store.all_runs()]
 
 
+def _unpack(packed: bytes, path: Path) -> None:
+    """A tar.gz as a folder; nothing of it can lie outside.
+
+    Raises:
+        RunFolderError: it is damaged, or there is no room.
+    """
+    import io
+    import tarfile
+
+    try:
+        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+            archive.extractall(path, filter="data")
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise RunFolderError(f"the project of the run cannot be unpacked: {error}") from error
+
+
+def runs_of(
+    cluster: str, *, clusters_file: str | os.PathLike[str] | None = None
+) -> list[ListedRun]:
+    """Runs of a cluster, newest first: this machine's, and those of others that it knows of.
+
+    Raises:
+        Unavailable: the cluster does not answer.
+    """
+    entry = settled_cluster(cluster, clusters_file)
+    backend = backends.backend(entry.backend)
+    there = {run.run: run for run in backend.listing(entry, backends.transport_for(entry))}
+    found = []
+    for status in runs():
+        if status.cluster == cluster or status.run in there:
+            other = there.pop(status.run, None)
+            found.append(
+                ListedRun(
+                    **msgspec.structs.asdict(status), user=None if other is None else other.user
+                )
+            )
+    found += [
+        ListedRun(
+            run=run.run, job=run.job, cluster=cluster, backend=backend.name, state=run.state,
+            attempt=run.attempt, started_at=run.started_at, finished_at=run.finished_at,
+            remark=f"a {run.kind} of {run.user or 'somebody'}'s; "
+            f"`clusterkit attach {run.run} --cluster {cluster}` takes it up",
+            user=run.user, here=False, nodes_asked=run.pods,
+        )
+        for run in there.values()
+    ]  # fmt: skip
+    return sorted(found, key=lambda run: run.started_at or 0.0, reverse=True)
+
+
 def status(run: str) -> RunStatus:
     """`Run.status` by id."""
     return get(run).status()
@@ -510,11 +570,73 @@ def metrics(run: str) -> list[dict[str, Any]]:
     return get(run).metrics()
 
 
-def attach(run: str) -> Run:
-    """`Run.attach` by id."""
+def attach(
+    run: str,
+    *,
+    cluster: str | None = None,
+    clusters_file: str | os.PathLike[str] | None = None,
+) -> Run:
+    """`Run.attach` by id.
+
+    Args:
+        run: as for `get`.
+        cluster: where a run of another machine runs, if the cluster remembers what it was made of;
+            it becomes one of this machine's. ``last`` is the newest there.
+        clusters_file: as for `prepare`.
+
+    Raises:
+        RunNotFound: neither this machine nor the cluster knows of it.
+        BadInput: a secret that a restart needs is not in the environment.
+    """
+    known = cluster is None or (store.RUN_ID.match(run) and (store.home() / "runs" / run).is_dir())
+    if cluster is not None and not known:
+        return _taken_up(run, cluster, clusters_file)
     found = get(run)
     found.attach()
     return found
+
+
+def _taken_up(run: str, cluster: str, clusters_file: str | os.PathLike[str] | None) -> Run:
+    """A run of another machine, with a folder here and a supervisor that watches over it."""
+    entry = settled_cluster(cluster, clusters_file)
+    backend = backends.backend(entry.backend)
+    transport = backends.transport_for(entry)
+    found = backend.recover(run, entry, transport)
+    if (store.home() / "runs" / found.run).is_dir():
+        return attach(found.run)
+    _check_secrets(found.job, f"a restart of run {found.run} needs it: ")
+    plan = backend.plan(found.job, found.cluster, found.facts, found.run)
+    folder = RunFolder.create(found.run)
+    try:
+        folder.write_json("job.json", found.job)
+        folder.write_json("cluster.json", {"backend": backend.name} | _plain(found.cluster))
+        supervise.save_plan(folder, found.facts, plan)
+        execute.write_files(plan, transport)
+        if found.project is not None:
+            _unpack(found.project, Path(plan.trees[0].path))
+        submission = Submission(
+            run=found.run,
+            job=found.job.name,
+            cluster=cluster,
+            backend=backend.name,
+            created_at=found.created_at,
+            clusterkit=clusterkit.__version__,
+        )
+        folder.write_json(
+            "state.json",
+            RunStatus(
+                run=found.run, job=found.job.name, cluster=cluster, backend=backend.name,
+                state=State.RUNNING, attempt=found.attempt, started_at=found.created_at,
+            ),
+        )  # fmt: skip
+        folder.write_json("run.json", submission)
+        text = f"taken up on this machine, in attempt {found.attempt}"
+        folder.append("events.jsonl", Event(at=time.time(), attempt=found.attempt, text=text))
+        supervise.spawn(folder, adopt=True)
+    except BaseException:
+        shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+    return Run(folder)
 
 
 def cancel(run: str) -> RunStatus:
@@ -569,7 +691,7 @@ def bench(
     if nodes is None:
         entry = settled_cluster(cluster, clusters_file, include=include, exclude=exclude)
         backend = backends.backend_type(entry.backend)()
-        nodes = max(1, len(backend.probe(entry, backends.transport_for(entry)).hosts))
+        nodes = max(1, backend.places(entry, backends.transport_for(entry)))
     ready = prepare(
         bandwidth.job_of(options),
         cluster=cluster,

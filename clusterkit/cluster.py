@@ -422,6 +422,8 @@ class KubernetesFacts(Struct, frozen=True, kw_only=True):
     """None: what the client finds by itself."""
     kinds: tuple[str, ...] = ()
     """Kinds of jobs that it serves besides the plain one, such as ``PyTorchJob``."""
+    user: str = ""
+    """Who submits, for a label of the run's objects."""
     root: str = "/run/clusterkit"
     """Folder in the pods that holds the run's own."""
     may_watch: bool = False

@@ -32,7 +32,7 @@ from clusterkit.cluster import (
     LocalCluster,
     SshCluster,
 )
-from clusterkit.doctor.checks import CHECKS
+from clusterkit.doctor import every_check
 from clusterkit.spec import BatchSpec, CheckpointSpec, JobSpec
 
 ROOT = Path(__file__).parents[1]
@@ -189,11 +189,14 @@ def backend_table() -> str:
     return table(["Backend", "Where nodes run", "Job keys it refuses"], rows)
 
 
-def doctor_checks() -> str:
+def doctor_checks(of: str) -> str:
     """What `clusterkit doctor` looks at."""
     return table(
         ["Check", "At every submit", "What has to be right"],
-        [[f"`{check.name}`", "yes" if check.quick else "", check.purpose] for check in CHECKS],
+        [
+            [f"`{check.name}`", "yes" if check.quick else "", check.purpose]
+            for check in every_check()[of]
+        ],
     )
 
 
@@ -286,7 +289,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "claim-keys": lambda: keys(Claim),
     "host-keys": lambda: keys(Host),
     "verbs": verbs,
-    "doctor-checks": doctor_checks,
+    "doctor-checks": lambda: doctor_checks("hosts"),
+    "doctor-checks-kubernetes": lambda: doctor_checks("kubernetes"),
     "gpt-flags": gpt_flags,
 }
 """Name in the marker to what belongs there."""

@@ -22,7 +22,7 @@ from clusterkit.status import NodeCause, NodeStatus, RankExit, State
 from clusterkit.transport import LocalTransport, Transport
 
 if TYPE_CHECKING:
-    from clusterkit.doctor.base import Subject
+    from clusterkit.doctor.base import Patient
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,36 @@ class Observation(Struct, frozen=True, kw_only=True):
     """Why nodes or their ranks were killed, where the backend knows."""
     superseded: Newest | None = None
     """The run has gone on without us, as this tells; nothing else here counts then."""
+
+
+class RemoteRun(Struct, frozen=True, kw_only=True):
+    """A run that a cluster knows of, whoever submitted it. Times are Unix seconds."""
+
+    run: str
+    job: str
+    state: State
+    kind: str
+    """What keeps it there."""
+    attempt: int = 1
+    pods: int | None = None
+    """Nodes that it asks for."""
+    user: str | None = None
+    """Who submitted it."""
+    started_at: float | None = None
+    finished_at: float | None = None
+
+
+class Recovered(Struct, frozen=True, kw_only=True):
+    """A run as its cluster remembers it: what its plan is made of anew on this machine."""
+
+    run: str
+    job: JobSpec
+    cluster: ClusterSpec
+    facts: Facts
+    attempt: int
+    created_at: float
+    project: bytes | None = None
+    """The plan's tree as a tar.gz, if it has one."""
 
 
 class Watcher(Protocol):
@@ -141,8 +171,16 @@ class Backend(ABC):
             Unavailable: a tool or service that the backend needs is missing.
         """
 
-    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> Subject:
-        """The hosts that `clusterkit.doctor` examines, and what for. Pure.
+    def places(self, cluster: ClusterSpec, transport: Transport) -> int:
+        """How many hosts nodes can have to themselves.
+
+        Raises:
+            ClusterkitError: that cannot be found out.
+        """
+        return len(self.probe(cluster, transport).hosts)
+
+    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> Patient:
+        """What `clusterkit.doctor` examines, and what for. Pure.
 
         Args:
             name: what the cluster is called.
@@ -217,6 +255,30 @@ class Backend(ABC):
         Raises:
             Unavailable: a host does not answer; on the others it is done.
         """
+
+    def listing(self, cluster: ClusterSpec, transport: Transport) -> list[RemoteRun]:
+        """The runs that the cluster itself knows of, newest first; none where it keeps no record.
+
+        Raises:
+            Unavailable: it does not answer.
+        """
+        return []
+
+    def recover(self, run: str, cluster: ClusterSpec, transport: Transport) -> Recovered:
+        """A run that another machine submitted.
+
+        Args:
+            run: its id, the beginning of its id, or ``last``.
+
+        Raises:
+            CapabilityError: such clusters remember nothing.
+            RunNotFound: this one knows of no such run.
+            Unavailable: it does not answer.
+        """
+        raise CapabilityError(
+            f"backend {self.name}: its clusters do not remember what a run was made of",
+            hint="attach on the machine and with the CLUSTERKIT_HOME that submitted it",
+        )
 
     def forget(self, handle: Handle, transport: Transport) -> None:  # noqa: B027 (nothing to do)
         """Remove what a run that has ended left on other machines.

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import getpass
 import io
 import json
 import math
 import os
 import posixpath
+import re
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import quote
 
 import msgspec
+import yaml
 
+import clusterkit
 from clusterkit.assemble import Peers, Places, assemble, require_packages
-from clusterkit.backends.base import Backend, Handle, Newest, Observation
+from clusterkit.backends.base import (
+    Backend,
+    Handle,
+    Newest,
+    Observation,
+    Recovered,
+    RemoteRun,
+)
 from clusterkit.backends.base import Watcher as WatcherProtocol
 from clusterkit.backends.nodes import (
     CPU_IMAGE,
@@ -39,9 +50,10 @@ from clusterkit.cluster import (
 )
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
 from clusterkit.kubernetes.client import KUSTOMIZATION, KubeTransport
-from clusterkit.kubernetes.flavors import FLAVORS, choose
-from clusterkit.kubernetes.guard import PROGRAM, RIGHTS, RULES, guard, rules_of, rules_text
+from clusterkit.kubernetes.flavors import FLAVORS, choose, served
+from clusterkit.kubernetes.guard import PROGRAM, RULES, guard, rules_of, rules_text
 from clusterkit.kubernetes.lease import GuardedWatcher, guarded, newest
+from clusterkit.kubernetes.nodes import gpus_of, selected, usable
 from clusterkit.kubernetes.observe import (
     HOST,
     Watcher,
@@ -50,8 +62,10 @@ from clusterkit.kubernetes.observe import (
     observation,
     pods_of,
 )
+from clusterkit.kubernetes.others import PROJECT, RECORD, USER, Record, find, kept, listing
 from clusterkit.kubernetes.pods import ATTEMPT, JOB, MANAGER, RUN, Shape
 from clusterkit.kubernetes.remove import remove
+from clusterkit.kubernetes.rights import access_review, to_watch
 from clusterkit.kubernetes.text import Object, documents, object_name, quantity
 from clusterkit.logs import LogLine
 from clusterkit.plan import Note, Plan, PlanFile, Step, Tree
@@ -62,8 +76,11 @@ from clusterkit.shell import quote as quoted
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
 
+if TYPE_CHECKING:
+    from clusterkit.doctor.base import Patient
+
 MANIFESTS = "manifests.yaml"
-ARCHIVE = "project.tar.gz"
+ARCHIVE = PROJECT
 MOST_BYTES = 1_040_000
 """Of a project, compressed; a config map takes 1 MiB."""
 REJOIN_SECONDS = 900.0
@@ -145,34 +162,50 @@ class KubernetesBackend(Backend):
             namespace=namespace,
             kubeconfig=cluster.kubeconfig or os.environ.get("KUBECONFIG"),
             kinds=kinds,
+            user=_user(),
         )
         if job is not None:
             _check_rights(choose(job, cluster, kubernetes)[0], tool, namespace, transport)
             kubernetes = msgspec.structs.replace(
                 kubernetes, may_watch=_may_watch(cluster, tool, namespace, transport)
             )
-        port, watch_port = own_ports(cluster.port)
-        project = _project(job) if cluster.code == "copied" and job is not None else None
-        return Facts(
-            home=str(home()),
-            hosts=(
-                HostFacts(
-                    host="pods",
-                    address="node-0",
-                    cpus=max(1, math.floor(cluster.cpus or 1)),
-                    memory_mib=0,
-                    gpus=gpus,
-                    python=cluster.python,
-                    versions=dict.fromkeys(PACKAGES, _UNSEEN),
-                    tools=dict.fromkeys(TOOLS, _UNSEEN),
-                ),
-            ),
-            port=port,
-            port_origin="every pod has its own" if cluster.port == "auto" else "cluster: port",
-            interface=cluster.interface,
-            watch_port=watch_port,
-            project=project,
-            kubernetes=kubernetes,
+        return _facts(cluster, kubernetes, gpus, job)
+
+    def places(self, cluster: ClusterSpec, transport: Transport) -> int:
+        assert isinstance(cluster, KubernetesCluster)
+        tool = ["kubectl", *_flags(cluster.kubeconfig, cluster.context)]
+        done = transport.run(HOST, [*tool, "get", "--raw", "/api/v1/nodes"])
+        if done.exit_code:
+            raise Unavailable(
+                f"how many nodes the cluster has is unknown: {done.stderr.strip()}",
+                hint="--nodes N",
+            )
+        nodes = json.loads(done.stdout)["items"]
+        return sum(selected(node, cluster) and usable(node, cluster) for node in nodes)
+
+    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> Patient:
+        from clusterkit.doctor.kubernetes.base import KubeSubject
+
+        assert isinstance(cluster, KubernetesCluster)
+        asked = job or JobSpec(name="any", command=("true",))
+
+        def manifests(kube: KubernetesFacts, gpus: tuple[Gpu, ...]) -> list[Object]:
+            facts = _facts(cluster, kube, gpus, asked)
+            plan = self.plan(asked, cluster, facts, "doctor-rehearsal")
+            text = next(file.text for file in plan.files if file.path.endswith(MANIFESTS))
+            return list(yaml.safe_load_all(text or ""))
+
+        def locate() -> tuple[str, str]:
+            context, namespace = _context(cluster)
+            return context, cluster.namespace or namespace
+
+        return KubeSubject(
+            cluster=name,
+            entry=cluster,
+            job=asked,
+            tool=("kubectl", *_flags(cluster.kubeconfig, cluster.context)),
+            locate=locate,
+            manifests=manifests,
         )
 
     # -- planning -------------------------------------------------------------
@@ -195,6 +228,7 @@ class KubernetesBackend(Backend):
         name = object_name(run_id)
         mpirun = job.launcher == "mpirun"
         rejoin, rejoin_origin = _rejoin(job, cluster, flavor_name)
+        own = _own_program(job) if cluster.code == "baked" else None
         workdir, program = _places(job, cluster, facts, run_dir)
         shape = Shape(
             name=name,
@@ -212,6 +246,7 @@ class KubernetesBackend(Backend):
                 RUN: run_id,
                 JOB: slug(job.name),
                 ATTEMPT: "1",
+                **({USER: kube.user} if kube.user else {}),
                 **cluster.labels,
             },
             command=("/bin/sh", posixpath.join(run_dir, "files", "pod.sh")),
@@ -283,6 +318,13 @@ class KubernetesBackend(Backend):
             at = posixpath.join(local, "files")
             files.append(PlanFile(posixpath.join(at, PROGRAM), resource="kubernetes/watcher.py"))
             files.append(PlanFile(posixpath.join(at, RULES), text=rules_text(rules)))
+        if own is not None:
+            name_there = posixpath.join(local, "files", posixpath.basename(own))
+            files.append(PlanFile(name_there, resource=own))
+        record = PlanFile(
+            posixpath.join(local, "files", RECORD), text=Record.of(job, cluster, facts).text()
+        )
+        files.append(record)
         inside = [posixpath.basename(file.path) for file in files]
         head = f"run {run_id}: {topology}\nby hand: kubectl apply --server-side --kustomize ."
         files += [
@@ -377,8 +419,81 @@ class KubernetesBackend(Backend):
     def cancel(self, handle: Handle, transport: Transport) -> None:
         remove(handle, transport)
 
+    # -- runs of other machines -----------------------------------------------
+
+    def listing(self, cluster: ClusterSpec, transport: Transport) -> list[RemoteRun]:
+        assert isinstance(cluster, KubernetesCluster)
+        tool = ["kubectl", *_flags(cluster.kubeconfig, cluster.context)]
+        return listing(tool, cluster.namespace or _context(cluster)[1], transport)
+
+    def recover(self, run: str, cluster: ClusterSpec, transport: Transport) -> Recovered:
+        assert isinstance(cluster, KubernetesCluster)
+        replace = msgspec.structs.replace
+        context, namespace = _context(cluster)
+        namespace = cluster.namespace or namespace
+        tool = ["kubectl", *_flags(cluster.kubeconfig, cluster.context)]
+        run = find(run, listing(tool, namespace, transport), f"namespace {namespace}")
+        found = kept(tool, namespace, run, transport)
+        kube = found.record.facts.kubernetes
+        assert kube is not None
+        here = replace(
+            kube,
+            context=context,
+            namespace=namespace,
+            kubeconfig=cluster.kubeconfig or os.environ.get("KUBECONFIG"),
+        )
+        return Recovered(
+            run=run,
+            job=found.record.job,
+            cluster=replace(
+                found.record.cluster,
+                kubeconfig=cluster.kubeconfig,
+                context=cluster.context,
+                namespace=cluster.namespace,
+            ),
+            facts=replace(found.record.facts, home=str(home()), kubernetes=here),
+            attempt=found.attempt,
+            created_at=found.created_at,
+            project=found.project,
+        )
+
 
 # ---------------------------------------------------------------- probing
+
+
+def _facts(
+    cluster: KubernetesCluster,
+    kube: KubernetesFacts,
+    gpus: tuple[Gpu, ...],
+    job: JobSpec | None,
+) -> Facts:
+    """What a plan has to know; reads the job's project where that is copied.
+
+    Raises:
+        BadInput: the project is too large.
+    """
+    port, watch_port = own_ports(cluster.port)
+    return Facts(
+        home=str(home()),
+        hosts=(
+            HostFacts(
+                host="pods",
+                address="node-0",
+                cpus=max(1, math.floor(cluster.cpus or 1)),
+                memory_mib=0,
+                gpus=gpus,
+                python=cluster.python,
+                versions=dict.fromkeys(PACKAGES, _UNSEEN),
+                tools=dict.fromkeys(TOOLS, _UNSEEN),
+            ),
+        ),
+        port=port,
+        port_origin="every pod has its own" if cluster.port == "auto" else "cluster: port",
+        interface=cluster.interface,
+        watch_port=watch_port,
+        project=_project(job) if cluster.code == "copied" and job is not None else None,
+        kubernetes=kube,
+    )
 
 
 def _flags(kubeconfig: str | None, context: str | None, namespace: str | None = None) -> list[str]:
@@ -405,6 +520,15 @@ def _context(cluster: KubernetesCluster) -> tuple[str, str]:
     contexts, active = found
     chosen = next((each for each in contexts if each["name"] == cluster.context), active)
     return str(chosen["name"]), str(chosen["context"].get("namespace") or "default")
+
+
+def _user() -> str:
+    """Who submits, as a label may say it; empty where nobody knows."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError, ImportError):  # a user id without a name, as in many a container
+        return ""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:63].strip("_.-")
 
 
 def _namespace_origin(cluster: KubernetesCluster) -> str:
@@ -464,13 +588,7 @@ def _may(
     right: tuple[str, str, str], tool: list[str], namespace: str, transport: Transport
 ) -> bool:
     """Whether the API server would let us; a right is a verb, an API group and a resource."""
-    verb, group, resource = right
-    attributes = {"namespace": namespace, "verb": verb, "group": group, "resource": resource}
-    asked = {
-        "apiVersion": "authorization.k8s.io/v1",
-        "kind": "SelfSubjectAccessReview",
-        "spec": {"resourceAttributes": attributes},
-    }
+    asked = access_review(namespace, *right)
     path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
     command = [*tool, "create", "--raw", path, "--filename", "-"]
     done = transport.run(HOST, command, stdin=json.dumps(asked).encode())
@@ -488,7 +606,8 @@ def _may_watch(
     """
     if cluster.watcher is False:
         return False
-    missing = [right for right in RIGHTS if not _may(right, tool, namespace, transport)]
+    wanted = [right for right in to_watch() if right[0] == "create"]
+    missing = [right for right in wanted if not _may(right, tool, namespace, transport)]
     if missing and cluster.watcher is True:
         raise Unavailable(
             f"watcher: you may not {missing[0][0]} {missing[0][2]} in namespace {namespace}",
@@ -504,9 +623,8 @@ def _kinds(tool: list[str], transport: Transport) -> tuple[str, ...]:
         if flavor.KIND == "Job":
             continue
         done = transport.run(HOST, [*tool, "get", "--raw", f"/apis/{flavor.API}"])
-        if not done.exit_code:
-            served = json.loads(done.stdout).get("resources", ())
-            found += [flavor.KIND for each in served if each.get("name") == flavor.PLURAL]
+        if not done.exit_code and served(json.loads(done.stdout), flavor):
+            found.append(flavor.KIND)
     return tuple(found)
 
 
@@ -517,49 +635,7 @@ def _gpus(
     if cluster.gpus == 0 or (job is not None and job.device == "cpu"):
         return ()
     done = transport.run(HOST, [*tool, "get", "--raw", "/api/v1/nodes"])
-    best: tuple[int, str, int] = (0, "GPU", 0)
-    for node in json.loads(done.stdout)["items"] if not done.exit_code else ():
-        labels = node["metadata"].get("labels", {})
-        if any(labels.get(key) != value for key, value in cluster.node_selector.items()):
-            continue
-        if not _usable(node, cluster):
-            continue
-        text = str(node["status"].get("allocatable", {}).get(cluster.gpu_resource, "0"))
-        count = int(text) if text.isdigit() else 0
-        memory = str(labels.get("nvidia.com/gpu.memory", "0"))
-        product = str(labels.get("nvidia.com/gpu.product", "GPU"))
-        best = max(best, (count, product, int(memory) if memory.isdigit() else 0))
-    count, product, memory_mib = best
-    if cluster.gpus != "auto":
-        if cluster.gpus > count and not done.exit_code:
-            raise BadInput(
-                f"gpus: {cluster.gpus} {cluster.gpu_resource} of a pod, but no node has more "
-                f"than {count}",
-                hint=f"gpus: {count}, or `node_selector` for nodes that have them",
-            )
-        count = cluster.gpus
-    return tuple(Gpu(str(index), product, memory_mib) for index in range(count))
-
-
-def _usable(node: Mapping[str, Any], cluster: KubernetesCluster) -> bool:
-    """Whether pods of the cluster entry would be put there."""
-    spec = node.get("spec") or {}
-    # The GPUs' own taint is tolerated by whoever asks for them, where admission adds that.
-    tolerated = [*cluster.tolerations, {"key": cluster.gpu_resource, "operator": "Exists"}]
-    return not spec.get("unschedulable") and all(
-        taint.get("effect") == "PreferNoSchedule"
-        or any(_tolerates(each, taint) for each in tolerated)
-        for taint in spec.get("taints") or ()
-    )
-
-
-def _tolerates(toleration: Mapping[str, Any], taint: Mapping[str, Any]) -> bool:
-    if toleration.get("effect") not in (None, "", taint.get("effect")):
-        return False
-    if toleration.get("operator") == "Exists":
-        return toleration.get("key") in (None, "", taint.get("key"))
-    same = toleration.get("key") == taint.get("key")
-    return same and (toleration.get("value") or "") == (taint.get("value") or "")
+    return gpus_of(cluster, None if done.exit_code else json.loads(done.stdout)["items"])
 
 
 # ---------------------------------------------------------------- planning
@@ -604,6 +680,10 @@ def _places(
 ) -> tuple[str, JobSpec]:
     """Where the ranks start in a pod, and the job with the path that its program has there."""
     if cluster.code == "baked":
+        own = _own_program(job)
+        if own is not None:
+            path = posixpath.join(run_dir, "files", posixpath.basename(own))
+            return cluster.workdir, msgspec.structs.replace(job, program=path)
         return cluster.workdir, _in_image(job, cluster)
     if facts.project is None:
         raise BadInput("facts: they name no project", hint="take those of a run with code: copied")
@@ -632,6 +712,15 @@ def _rejoin(job: JobSpec, cluster: KubernetesCluster, flavor: str) -> tuple[bool
     ):
         return False, "its checkpoints go with its pods"
     return True, "checkpoints lie in a volume of all pods"
+
+
+def _own_program(job: JobSpec) -> str | None:
+    """Where in clusterkit's own package the program lies (that of `bench` does): it comes with the
+    run, as the image need not have it."""
+    root = posixpath.dirname(clusterkit.__file__) + "/"
+    if job.program is None or not job.program.startswith(root):
+        return None
+    return job.program.removeprefix(root)
 
 
 def _code_origin(cluster: KubernetesCluster, facts: Facts) -> str:

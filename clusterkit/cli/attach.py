@@ -5,23 +5,44 @@ from __future__ import annotations
 import click
 
 from clusterkit import api
-from clusterkit.cli.common import json_option, print_json, run_argument
+from clusterkit.cli.common import complete_cluster, json_option, print_json, run_argument
 from clusterkit.cli.following import follow, interrupted
 from clusterkit.errors import EXIT_FAILURE
 from clusterkit.status import State
 
 
-@click.command("attach", epilog="Example: clusterkit attach last")
+@click.command(
+    "attach",
+    epilog="Examples: clusterkit attach last;  clusterkit attach ddp-1122 --cluster k8s",
+)
 @run_argument
+@click.option("-c", "--cluster", metavar="NAME", shell_complete=complete_cluster,
+              help="Where the run is, if another machine has submitted it.")  # fmt: skip
+@click.option("--clusters", "clusters_file", metavar="FILE", type=click.Path(),
+              help="Cluster file; by default clusters.yaml here or above.")  # fmt: skip
+@click.option("-d", "--detach", is_flag=True, help="Return as soon as it is watched over.")
 @json_option
-def command(run: str, as_json: bool) -> int:
+def command(
+    run: str, cluster: str | None, clusters_file: str | None, detach: bool, as_json: bool
+) -> int:
     """Follow a run to its end, as submit does.
 
     A run goes on by itself, but when the process that watches over it is gone (its machine was
     switched off, it was killed), nobody restarts it or ends the other nodes when one fails:
     attach starts that process again. Ctrl-C asks: detach or cancel.
+
+    With --cluster it takes up a run that somebody submitted from another machine or folder, where
+    the cluster remembers what it was made of (Kubernetes): it becomes a run of this machine, its
+    logs are read from the beginning, and status, logs, metrics and cancel work. Only one process
+    should watch over a run: do it when the submitter's own is gone.
     """
-    found = api.attach(run)
+    found = api.attach(run, cluster=cluster, clusters_file=clusters_file)
+    if detach:
+        if as_json:
+            print_json(found.status())
+        else:
+            click.echo(found.id)
+        return 0
     try:
         status = follow(found)
     except KeyboardInterrupt:

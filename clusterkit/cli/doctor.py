@@ -13,7 +13,7 @@ import click
 
 from clusterkit import api
 from clusterkit.cli.common import complete_cluster, json_option, print_json, table
-from clusterkit.doctor import CHECKS, Progress
+from clusterkit.doctor import Progress, every_check
 from clusterkit.doctor.base import Level
 from clusterkit.doctor.report import ranges
 from clusterkit.errors import EXIT_FAILURE
@@ -30,7 +30,8 @@ _COLOURS: dict[Level, dict[str, Any]] = {
 
 def _complete_check(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     done, comma, last = incomplete.rpartition(",")
-    return [f"{done}{comma}{c.name}" for c in CHECKS if c.name.startswith(last)]
+    names = dict.fromkeys(check.name for checks in every_check().values() for check in checks)
+    return [f"{done}{comma}{name}" for name in names if name.startswith(last)]
 
 
 @click.command(
@@ -61,9 +62,10 @@ def command(
 ) -> int:
     """Check every host before it costs you a night.
 
-    All hosts are looked at at once; nothing is changed there. Prints a table of checks and hosts,
-    and for every fault its cause and the command that mends it. With JOB, a job file, the hosts
-    are held against what that job needs. Exits with 1 if a check fails; a warning is no failure.
+    All hosts are looked at at once; nothing is changed there. Of a Kubernetes cluster its API
+    server is asked, about the cluster and its nodes. Prints a table of checks and hosts, and for
+    every fault its cause and the command that mends it. With JOB, a job file, they are held
+    against what that job needs. Exits with 1 if a check fails; a warning is no failure.
     """
     if list_checks:
         _list(as_json)
@@ -84,11 +86,14 @@ def _style(text: str, level: Level) -> str:
 
 
 def _list(as_json: bool) -> None:
+    found = [(of, check) for of, checks in every_check().items() for check in checks]
     if as_json:
-        print_json([{"name": c.name, "quick": c.quick, "purpose": c.purpose} for c in CHECKS])
+        print_json(
+            [{"name": c.name, "of": of, "quick": c.quick, "purpose": c.purpose} for of, c in found]
+        )
     else:
-        rows = [(c.name, "quick" if c.quick else "", c.purpose) for c in CHECKS]
-        click.echo(table(rows, ("CHECK", "", "WHAT IT LOOKS AT")))
+        rows = [(c.name, of, "quick" if c.quick else "", c.purpose) for of, c in found]
+        click.echo(table(rows, ("CHECK", "OF", "", "WHAT IT LOOKS AT")))
 
 
 @contextlib.contextmanager

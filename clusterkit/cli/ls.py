@@ -3,34 +3,66 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import click
 
 from clusterkit import api
-from clusterkit.cli.common import STATE_COLOURS, json_option, print_json, table
+from clusterkit.cli.common import (
+    STATE_COLOURS,
+    complete_cluster,
+    json_option,
+    print_json,
+    table,
+)
 
 
-@click.command("ls", epilog="Example: clusterkit ls --json | jq '.[0].state'")
+@click.command(
+    "ls",
+    epilog="Examples: clusterkit ls --json | jq '.[0].state';  clusterkit ls --cluster k8s",
+)
+@click.option("-c", "--cluster", metavar="NAME", shell_complete=complete_cluster,
+              help="Runs of this cluster alone, those of other submitters included where it knows "
+              "of them.")  # fmt: skip
+@click.option("--clusters", "clusters_file", metavar="FILE", type=click.Path(),
+              help="Cluster file; by default clusters.yaml here or above.")  # fmt: skip
 @json_option
-def command(as_json: bool) -> None:
-    """List runs, newest first."""
-    found = api.runs()
+def command(cluster: str | None, clusters_file: str | None, as_json: bool) -> None:
+    """List runs, newest first.
+
+    With --cluster, also those that other people or machines have submitted there: a Kubernetes
+    cluster knows of its runs. OF says whose they are; `clusterkit attach RUN --cluster NAME` takes
+    one up.
+    """
+    if cluster is None:
+        found: list[Any] = list(api.runs())
+    else:
+        found = list(api.runs_of(cluster, clusters_file=clusters_file))
     if as_json:
         print_json(found)
         return
     if not found:
         click.echo("no runs yet: clusterkit submit jobs/ddp.yaml", err=True)
         return
+    header = ["RUN", "STATE", "NODES", "CLUSTER", "STARTED"]
     rows = [
-        (run.run, run.state, str(len(run.nodes) or "-"), run.cluster, _ago(run.started_at))
+        [run.run, run.state, str(_nodes(run) or "-"), run.cluster, _ago(run.started_at)]
         for run in found
     ]
-    for line in table(rows, ("RUN", "STATE", "NODES", "CLUSTER", "STARTED")).splitlines():
+    if cluster is not None:
+        header.append("OF")
+        for row, run in zip(rows, found, strict=True):
+            row.append("this machine" if run.here else run.user or "somebody")
+    for line in table(rows, header).splitlines():
         state = next((state for state in STATE_COLOURS if f" {state} " in f"{line} "), None)
         if state is None:
             click.echo(line)
         else:
             click.echo(line.replace(state, click.style(state, fg=STATE_COLOURS[state]), 1))
+
+
+def _nodes(run: Any) -> int | None:
+    return len(run.nodes) or getattr(run, "nodes_asked", None)
 
 
 def _ago(moment: float | None) -> str:

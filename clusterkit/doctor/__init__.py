@@ -1,4 +1,4 @@
-"""Preflight: is every host fit for the job, and if not, which command mends it?
+"""Preflight: is every host, or the cluster, fit for the job; if not, which command mends it?
 
 report = doctor.examine(subject, transport)
 print(report.table())
@@ -9,12 +9,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from clusterkit.doctor.base import Check, Finding, Machine, Needs, Subject
+from clusterkit.doctor.base import Check, Finding, Machine, Needs, Patient, Subject
 
 if TYPE_CHECKING:
     from clusterkit.doctor.checks import CHECKS
-    from clusterkit.doctor.preflight import Progress, chosen, examine
-    from clusterkit.doctor.report import Report, refusal
+    from clusterkit.doctor.preflight import chosen, every_check, examine
+    from clusterkit.doctor.report import Progress, Report, refusal
 
 __all__ = [
     "CHECKS",
@@ -22,18 +22,21 @@ __all__ = [
     "Finding",
     "Machine",
     "Needs",
+    "Patient",
     "Progress",
     "Report",
     "Subject",
     "chosen",
+    "every_check",
     "examine",
     "refusal",
 ]
 
 _LATER = {
     "CHECKS": "checks",
-    "Progress": "preflight",
+    "Progress": "report",
     "chosen": "preflight",
+    "every_check": "preflight",
     "examine": "preflight",
     "Report": "report",
     "refusal": "report",

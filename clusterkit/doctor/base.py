@@ -1,9 +1,10 @@
 """What a check is made of: what it collects on a host, and how that is judged.
 
-A check has three parts. `Script.collect` is a function of the standard library alone; its
+A check of hosts has three parts. `Script.collect` is a function of the standard library alone; its
 text is sent to the host, where it only reads (`clusterkit.doctor.driver` runs it). `Check.judge`
 is a pure function of what all hosts answered. A `Finding` says what is wrong and which command
-mends it.
+mends it. Where there are no hosts to run anything on, something else is looked at
+(`clusterkit.doctor.kubernetes`); findings are the same.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -45,6 +46,37 @@ class Finding(Struct, frozen=True):
 
 
 # ---------------------------------------------------------------- whom to examine
+
+
+class Patient(Protocol):
+    """Whatever can be examined, and what it is to be fit for."""
+
+    way: ClassVar[str]
+    """Module of `clusterkit.doctor` that examines it: its ``CHECKS`` and ``look``."""
+
+    @property
+    def cluster(self) -> str:
+        """What the cluster is called."""
+
+    @property
+    def port(self) -> int | None:
+        """Port that is listened on meanwhile, if it is a certain one."""
+
+
+class Rule(Protocol):
+    """What every check has, whatever it looks at."""
+
+    @property
+    def name(self) -> str:
+        """As ``--only`` takes it."""
+
+    @property
+    def purpose(self) -> str:
+        """One line: what has to be right."""
+
+    @property
+    def quick(self) -> bool:
+        """Whether a submit makes sure of it as well."""
 
 
 class Machine(Struct, frozen=True, kw_only=True):
@@ -89,6 +121,7 @@ class Needs(Struct, frozen=True, kw_only=True):
 class Subject(Struct, frozen=True, kw_only=True):
     """Hosts to examine, and what they are to be fit for."""
 
+    way: ClassVar[str] = "hosts"
     cluster: str
     hosts: tuple[Machine, ...]
     """In order; the first is the head: rank 0 and the rendezvous are there."""

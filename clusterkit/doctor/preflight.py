@@ -1,54 +1,43 @@
-"""Examines hosts: one round trip per host and phase, all hosts at once, then the judgements."""
+"""Examines whatever a backend calls its subject, by the checks that are made for its kind."""
 
 from __future__ import annotations
 
 import difflib
-import secrets
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import replace
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
-from msgspec.structs import replace as replace_fields
-
-from clusterkit.doctor import bundle
-from clusterkit.doctor.base import (
-    Answer,
-    Answers,
-    Check,
-    Finding,
-    Machine,
-    Script,
-    Subject,
-    read,
-)
-from clusterkit.doctor.checks import CHECKS
-from clusterkit.doctor.report import Report
-from clusterkit.doctor.scripts import INTERFACES, PORT, Interface, PortSeen
-from clusterkit.errors import BadInput, ClusterkitError
+from clusterkit.doctor.base import Patient, Rule
+from clusterkit.doctor.report import Progress, Report
+from clusterkit.errors import BadInput
 from clusterkit.transport import Transport
 
-AT_ONCE = 64
-"""Hosts that are visited at once, unless they have to meet each other."""
-PATIENT_AFTER = 3.0
-"""Seconds that a host may take to answer before all are given longer."""
-Progress = Callable[[int, Sequence[str]], None]
-"""Told of the phase (1, 2, 3) and the hosts that have not answered yet."""
+WAYS = ("hosts", "kubernetes")
+"""What there is to examine; each is a module here with ``CHECKS`` and ``look``."""
+
+
+def way(name: str) -> Any:
+    """The module that examines this kind, imported when it is needed."""
+    return import_module(f"clusterkit.doctor.{name}")
+
+
+def every_check() -> dict[str, tuple[Rule, ...]]:
+    """All checks, by what they look at."""
+    return {name: way(name).CHECKS for name in WAYS}
 
 
 def examine(
-    subject: Subject,
+    subject: Patient,
     transport: Transport,
     *,
     quick: bool = False,
     only: Sequence[str] | None = None,
     progress: Progress = lambda phase, waiting: None,
 ) -> Report:
-    """Look at every host, and judge what was seen. Nothing on the hosts is changed.
+    """Look at the subject, and judge what was seen. Nothing there is changed.
 
     Args:
-        subject: the hosts, and what they are to be fit for.
+        subject: hosts, or a cluster; and what they are to be fit for.
         transport: reaches them.
         quick: only the checks that are cheap enough for every submit.
         only: only the checks of these names, quick or not.
@@ -57,29 +46,21 @@ def examine(
     Raises:
         BadInput: a name in ``only`` that no check has.
     """
-    checks = chosen(quick=quick, only=only)
-    useful = [check for check in checks if check.pointless(subject) is None]
-    visits = Visits(subject, transport, useful, progress)
-    visits.make()
-    return Report(
-        cluster=subject.cluster,
-        hosts=tuple(machine.name for machine in subject.hosts),
-        checks=tuple(check.name for check in checks),
-        findings=tuple(
-            finding for check in checks for finding in judge(check, visits.answers, visits.subject)
-        ),
-    )
+    module = way(subject.way)
+    checks = chosen(module.CHECKS, quick=quick, only=only)
+    report: Report = module.look(subject, transport, checks, progress)
+    return report
 
 
-def chosen(*, quick: bool, only: Sequence[str] | None) -> list[Check]:
+def chosen(checks: Sequence[Any], *, quick: bool, only: Sequence[str] | None) -> list[Any]:
     """The checks of these names, or the quick ones, or all.
 
     Raises:
         BadInput: a name that no check has.
     """
     if only is None:
-        return [check for check in CHECKS if check.quick or not quick]
-    names = [check.name for check in CHECKS]
+        return [check for check in checks if check.quick or not quick]
+    names = [check.name for check in checks]
     if not only:
         raise BadInput("no check is named", hint=f"one of {', '.join(names)}")
     for name in only:
@@ -89,175 +70,4 @@ def chosen(*, quick: bool, only: Sequence[str] | None) -> list[Check]:
                 f"check {name!r} is unknown",
                 hint=f"did you mean {near[0]}?" if near else f"one of {', '.join(names)}",
             )
-    return [check for check in CHECKS if check.name in only]
-
-
-def judge(check: Check, answers: Answers, subject: Subject) -> list[Finding]:
-    """What a check says of every host of the subject, in its order."""
-    if (reason := check.pointless(subject)) is not None:
-        return [Finding(check.name, machine.name, "skip", reason) for machine in subject.hosts]
-    heard = {host: answer for host, answer in answers.items() if answer.began is not None}
-    found = check.judge(answers if check.silent_too else heard, subject)
-    told: dict[str, list[Finding]] = {}
-    for finding in found:
-        told.setdefault(finding.host, []).append(finding)
-    everything = []
-    for machine in subject.hosts:
-        if machine.name not in heard and not check.silent_too:
-            silent = "it did not answer" if answers[machine.name].error else "no Python runs there"
-            everything.append(Finding(check.name, machine.name, "skip", silent))
-        everything += told.get(machine.name, [])
-    return everything
-
-
-# ---------------------------------------------------------------- visiting
-
-
-class Visits:
-    """Asks the hosts, phase by phase.
-
-    Attributes:
-        subject: with the addresses and the port that the first phase found, where none was given.
-        answers: of every host.
-    """
-
-    def __init__(
-        self, subject: Subject, transport: Transport, checks: Sequence[Check], progress: Progress
-    ) -> None:
-        self.subject = subject
-        self.answers: dict[str, Answer] = {}
-        self._transport = transport
-        self._progress = progress
-        # What the second phase has to know is found in the first.
-        self._scripts = {INTERFACES.name: INTERFACES} if _lacks_addresses(subject) else {}
-        self._scripts |= {PORT.name: PORT} if subject.port is None else {}
-        self._scripts |= {script.name: script for check in checks for script in check.scripts}
-        self._wanted = [check.name for check in checks]
-        self._token = secrets.token_hex(8)
-        self._patience = 1.0
-
-    def make(self) -> None:
-        """All of them."""
-        self.answers = self._phase(1, self.subject.hosts)
-        self.subject = settled(self.subject, self.answers)
-        # Where hosts are slow to begin, they need longer to meet.
-        slowest = max(
-            (
-                answer.received - answer.sent
-                for answer in self.answers.values()
-                if answer.began is not None
-            ),
-            default=0.0,
-        )
-        self._patience = min(10.0, max(1.0, slowest / PATIENT_AFTER))
-        try:
-            self._again(2)
-        finally:
-            self._again(3)  # takes away what the first phase left for the second
-
-    def _again(self, number: int) -> None:
-        """Another phase, on the hosts that have answered so far."""
-        heard = [host for host in self.subject.hosts if self.answers[host.name].began is not None]
-        for host, answer in self._phase(number, heard).items():
-            before = self.answers[host]
-            self.answers[host] = replace(
-                before, outputs={**before.outputs, **answer.outputs}, lost=answer.error
-            )
-
-    def _phase(self, number: int, hosts: Sequence[Machine]) -> dict[str, Answer]:
-        """Visit hosts side by side, so many at once; the others begin as soon as these end."""
-        present = [machine.name for machine in hosts]
-        asked = {machine: self._asked(number, machine, present) for machine in hosts}
-        visited = [machine for machine in hosts if asked[machine] or number == 1]
-        if not visited:
-            return {}
-        together = "mesh" in self._wanted and number == 2
-        answers: dict[str, Answer] = {}
-        pool = ThreadPoolExecutor(len(visited) if together else AT_ONCE)
-        try:
-            pending = {
-                pool.submit(self._visit, machine, asked[machine], present): machine.name
-                for machine in visited
-            }
-            self._progress(number, list(pending.values()))
-            for future in as_completed(list(pending)):
-                answers[pending.pop(future)] = future.result()
-                self._progress(number, list(pending.values()))
-        finally:
-            # All have ended, or Ctrl-C was pressed: then nobody waits for the slow ones.
-            pool.shutdown(wait=False, cancel_futures=True)
-        return {machine.name: answers[machine.name] for machine in visited}
-
-    def _asked(self, number: int, machine: Machine, present: list[str]) -> list[Script]:
-        return [
-            script
-            for script in self._scripts.values()
-            if script.phase == number
-            and script.runs_on(machine.name, self.subject)
-            and (self.subject.head.name in present or not script.with_head)
-        ]
-
-    def _visit(self, machine: Machine, scripts: Sequence[Script], present: list[str]) -> Answer:
-        argv = bundle.command(
-            scripts, self._given(machine, present), machine.python, self._patience
-        )
-        sent = time.time()
-        try:
-            limit = bundle.limit(scripts, self._patience)
-            done = self._transport.run(machine.name, argv, timeout=limit)
-        except ClusterkitError as error:
-            return Answer(error=error, sent=sent, received=time.time())
-        received = time.time()
-        reply = bundle.parse(done.stdout)
-        return Answer(
-            sent=sent,
-            received=received,
-            began=reply.began,
-            ended=reply.ended,
-            interpreter=reply.interpreter,
-            reached_at=reply.reached_at,
-            stderr=done.stderr[-4096:],
-            outputs=reply.outputs,
-        )
-
-    def _given(self, machine: Machine, present: list[str]) -> dict[str, Any]:
-        """What every script may read."""
-        subject = self.subject
-        return {
-            "me": machine.name,
-            "head": subject.head.name,
-            "hosts": [
-                [host.name, host.at]
-                for host in subject.hosts
-                if host.address is not None or host.name in present
-            ],
-            "present": present,
-            "workdir": subject.workdir,
-            "shared": subject.shared,
-            "port": subject.port,
-            "wanted": self._wanted,
-            "token": self._token,
-            "patience": self._patience,
-        }
-
-
-def _lacks_addresses(subject: Subject) -> bool:
-    return any(machine.address is None for machine in subject.hosts)
-
-
-def settled(subject: Subject, answers: Answers) -> Subject:
-    """The subject with the addresses and the port that hosts have told, where it has none."""
-    interfaces, _ = read("", INTERFACES, answers, subject, dict[str, Interface])
-    hosts = []
-    for machine in subject.hosts:
-        address = machine.address
-        if address is None and subject.interface != "auto":
-            there = interfaces.get(machine.name, {}).get(subject.interface)
-            address = next(iter(there.addresses), None) if there is not None else None
-        hosts.append(
-            replace_fields(machine, address=address or answers[machine.name].reached_at or None)
-        )
-    ports, _ = read("", PORT, answers, subject, PortSeen)
-    found = ports.get(subject.head.name)
-    port = found.port if subject.port is None and found is not None else subject.port
-    return replace_fields(subject, hosts=tuple(hosts), port=port)
+    return [check for check in checks if check.name in only]

@@ -12,6 +12,8 @@ from clusterkit.doctor.base import LEVELS, Finding, Level, shortened, worst
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
 
 WIDTH = 100
+Progress = Callable[[int, Sequence[str]], None]
+"""Told of the phase (1, 2, 3) and those who have not answered yet."""
 Style = Callable[[str, Level], str]
 """Gives a text the colour of a level."""
 _TOLD = 5
@@ -27,6 +29,8 @@ class Report(Struct, frozen=True, kw_only=True):
     hosts: tuple[str, ...]
     checks: tuple[str, ...]
     findings: tuple[Finding, ...]
+    everything: str = ""
+    """What all of the hosts are together, where that is not ``N hosts``."""
 
     @property
     def ok(self) -> bool:
@@ -44,6 +48,7 @@ class Report(Struct, frozen=True, kw_only=True):
             "ok": self.ok,
             "worst": self.worst,
             "hosts": self.hosts,
+            "everything": self.everything,
             "checks": self.checks,
             "findings": self.findings,
         }
@@ -55,7 +60,8 @@ class Report(Struct, frozen=True, kw_only=True):
 
     def summary(self) -> str:
         """One line."""
-        where = f"{counted(len(self.hosts), 'host')}, {counted(len(self.checks), 'check')}"
+        where = self.everything or counted(len(self.hosts), "host")
+        where += f", {counted(len(self.checks), 'check')}"
         bad = []
         for level, one, several in (("fail", "fails", "fail"), ("warn", "warns", "warn")):
             number = len({finding.check for finding in self.findings if finding.level == level})
@@ -106,7 +112,7 @@ class Report(Struct, frozen=True, kw_only=True):
         others: list[str] = []
         room -= 2 + len("100000 others")
         for _, hosts in sorted(groups, key=lambda group: (bool(group[0]), -len(group[1]))):
-            title = ranges(hosts, self.hosts)
+            title = ranges(hosts, self.hosts, self.everything)
             if len(title) > 30 and len(hosts) > 3:
                 title = counted(len(hosts), "host")
             room -= 2 + max(len(title), 4)
@@ -152,7 +158,7 @@ class Report(Struct, frozen=True, kw_only=True):
     def _faults(self, style: Style) -> list[str]:
         return [
             f"{style(_WORD[finding.level], finding.level)}  "
-            f"{words(finding, hosts, self.hosts)}{_mend(finding, '  ')}"
+            f"{words(finding, hosts, self.hosts, self.everything)}{_mend(finding, '  ')}"
             for finding, hosts in self.faults()
         ]
 
@@ -161,9 +167,11 @@ def _key(finding: Finding) -> tuple[str, ...]:
     return finding.check, finding.level, finding.cause, finding.remedy or ""
 
 
-def words(finding: Finding, hosts: Sequence[str], everyone: Sequence[str]) -> str:
+def words(
+    finding: Finding, hosts: Sequence[str], everyone: Sequence[str], everything: str = ""
+) -> str:
     """``clock on h1, h4-h6: ...``: one fault, in the same words everywhere."""
-    return f"{finding.check} on {ranges(hosts, everyone)}: {finding.cause}"
+    return f"{finding.check} on {ranges(hosts, everyone, everything)}: {finding.cause}"
 
 
 def _mend(finding: Finding, indent: str) -> str:
@@ -200,16 +208,17 @@ def refusal(report: Report) -> ClusterkitError | None:
     )
 
 
-def ranges(hosts: Iterable[str], everyone: Sequence[str] = ()) -> str:
+def ranges(hosts: Iterable[str], everyone: Sequence[str] = (), everything: str = "") -> str:
     """``h1-h3, h7, gpu``: names that count up written as ranges.
 
     Args:
         hosts: in order.
         everyone: all hosts of the cluster: all of several are ``all 64 hosts``.
+        everything: instead of those words.
     """
     names = list(dict.fromkeys(hosts))
     if len(names) > 2 and len(names) == len(everyone):
-        return f"all {len(names)} hosts"
+        return everything or f"all {len(names)} hosts"
     parts: list[list[str]] = []
     for name in names:
         if parts and _follows(parts[-1][-1], name):

@@ -15,6 +15,7 @@ from clusterkit.assemble import deepspeed_config
 from clusterkit.kubernetes import job as plain_job
 from clusterkit.kubernetes import mpijob, pytorchjob, trainjob
 from clusterkit.kubernetes.pods import MANAGER, TMP, container_security, pod_security
+from clusterkit.kubernetes.rights import BESIDES, ROLE, WATCHING, Rule, jobs_rules
 from clusterkit.kubernetes.text import Noted, Object, documents, literal
 from clusterkit.spec import JobSpec
 
@@ -419,57 +420,26 @@ def _claim() -> list[Object]:
 
 
 def _roles() -> list[Object]:
-    jobs = {
-        "kubeflow.org": ["pytorchjobs", "mpijobs"],
-        "trainer.kubeflow.org": ["trainjobs", "trainingruntimes"],
-        "batch": ["jobs"],
-    }
-    verbs = ["get", "create", "patch", "delete"]
-    rules: list[Any] = [
-        {"apiGroups": [group], "resources": kinds, "verbs": verbs} for group, kinds in jobs.items()
-    ]
+    kinds, besides = jobs_rules(), [*BESIDES, *WATCHING]
+    rules: list[Any] = [_rule(rule) for rule in kinds]
     rules[0] = Noted(rules[0], "the kinds of jobs; leave out what the cluster does not have")
-    rules += [
-        Noted(
-            {
-                "apiGroups": [""],
-                "resources": ["configmaps", "secrets", "services"],
-                "verbs": ["create", "patch", "delete"],
-            },
-            "what a run has besides; secrets are never read",
-        ),
-        {"apiGroups": [""], "resources": ["configmaps"], "verbs": ["get"]},
-        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch", "delete"]},
-        {"apiGroups": [""], "resources": ["pods/log"], "verbs": ["get"]},
-        {"apiGroups": [""], "resources": ["events"], "verbs": ["list"]},
-        Noted(
-            {
-                "apiGroups": [""],
-                "resources": ["serviceaccounts"],
-                "verbs": ["create", "patch", "delete"],
-            },
-            "the watcher of a run; without these rights it has none. Nobody can put rights into\n"
-            "a role that they do not have",
-        ),
-        {
-            "apiGroups": ["rbac.authorization.k8s.io"],
-            "resources": ["roles", "rolebindings"],
-            "verbs": ["create", "patch", "delete"],
-        },
-        {
-            "apiGroups": ["coordination.k8s.io"],
-            "resources": ["leases"],
-            "verbs": ["get", "create", "patch", "delete"],
-        },
-    ]
+    rules += [Noted(_rule(rule), rule.why) if rule.why else _rule(rule) for rule in besides]
     return [
         {
             "apiVersion": "rbac.authorization.k8s.io/v1",
             "kind": "Role",
-            "metadata": {"name": "clusterkit-submitter"},
+            "metadata": {"name": ROLE},
             "rules": rules,
         }
     ]
+
+
+def _rule(rule: Rule) -> Object:
+    return {
+        "apiGroups": [rule.group],
+        "resources": list(rule.resources),
+        "verbs": list(rule.verbs),
+    }
 
 
 def _policy() -> list[Object]:

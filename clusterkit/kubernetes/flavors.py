@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
 from clusterkit.errors import BadInput, CapabilityError, Unavailable
@@ -40,6 +40,11 @@ OPERATORS = {
     "trainjob": "Kubeflow's trainer",
 }
 _NOT_ELASTIC = ("mpijob", "trainjob", "job")
+
+
+def served(group: Mapping[str, Any], flavor: Flavor) -> bool:
+    """Whether an API group's list of what it serves has the flavor's kind."""
+    return any(each.get("name") == flavor.PLURAL for each in group.get("resources") or ())
 
 
 def by_kind(kind: str) -> Flavor:

@@ -31,13 +31,6 @@ SUBMITTER = "clusterkit-submitter"
 """Holder of the Lease before anybody has renewed it."""
 STAY_SECONDS = 7 * 24 * 3600
 """How long a run that has ended stays in the cluster when nobody comes for it."""
-RIGHTS = (
-    ("create", "", "serviceaccounts"),
-    ("create", "rbac.authorization.k8s.io", "roles"),
-    ("create", "rbac.authorization.k8s.io", "rolebindings"),
-    ("create", "coordination.k8s.io", "leases"),
-)
-"""What a submitter must be allowed to do for a run to have one: verb, API group, resource."""
 
 
 def watch_name(name: str) -> str:

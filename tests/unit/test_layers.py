@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "clusterkit"
 
 DOCTOR_CHECKS = [path.stem for path in PACKAGE.glob("doctor/checks/[a-z]*.py")]
+KUBE_CHECKS = [path.stem for path in PACKAGE.glob("doctor/kubernetes/checks/[a-z]*.py")]
 LAYERS = [
     {"clusterkit"},
     {"clusterkit.errors", "clusterkit.status", "clusterkit.marks"}
@@ -34,15 +35,21 @@ LAYERS = [
     {"clusterkit.doctor.scripts", "clusterkit.doctor.bundle", "clusterkit.doctor.report"},
     {f"clusterkit.doctor.checks.{name}" for name in DOCTOR_CHECKS},
     {"clusterkit.doctor.checks"},
-    {"clusterkit.doctor.preflight"},
+    {"clusterkit.doctor.preflight", "clusterkit.doctor.hosts"},
     {"clusterkit.doctor"},
     {"clusterkit.backends.base"},
     {"clusterkit.backends", "clusterkit.backends.nodes"},
     {"clusterkit.backends.containers", "clusterkit.kubernetes", "clusterkit.kubernetes.text"},
     {"clusterkit.kubernetes.pods"},
-    {f"clusterkit.kubernetes.{name}" for name in ("job", "client", "judge")},
+    {f"clusterkit.kubernetes.{name}" for name in ("job", "client", "judge", "nodes")},
     {f"clusterkit.kubernetes.{name}" for name in ("pytorchjob", "mpijob", "trainjob")},
-    {"clusterkit.kubernetes.flavors", "clusterkit.kubernetes.by_hand"},
+    {"clusterkit.kubernetes.flavors"},
+    {"clusterkit.kubernetes.others"},
+    {"clusterkit.kubernetes.rights"},
+    {"clusterkit.kubernetes.by_hand", "clusterkit.doctor.kubernetes.base"},
+    {f"clusterkit.doctor.kubernetes.checks.{name}" for name in KUBE_CHECKS},
+    {"clusterkit.doctor.kubernetes.checks"},
+    {"clusterkit.doctor.kubernetes"},
     {"clusterkit.kubernetes.observe", "clusterkit.kubernetes.guard"},
     {"clusterkit.kubernetes.lease"},
     {"clusterkit.kubernetes.remove"},

@@ -19,7 +19,7 @@ from clusterkit.doctor.base import (
     Subject,
 )
 from clusterkit.doctor.checks import CHECKS
-from clusterkit.doctor.preflight import judge
+from clusterkit.doctor.hosts import judge
 
 PYTHON = "/opt/venv/bin/python"
 

@@ -12,7 +12,7 @@ from clusterkit import errors
 from clusterkit.doctor.base import LEVELS, Machine, Output, common, parsed_address
 from clusterkit.doctor.checks import CHECKS
 from clusterkit.doctor.checks.clock import agreed, offset
-from clusterkit.doctor.preflight import judge
+from clusterkit.doctor.hosts import judge
 from clusterkit.doctor.scripts import MEET, PACKAGES, Packages
 from tests.unit.doctor.conftest import PYTHON, make_answer, make_subject, named, needs, raw
 

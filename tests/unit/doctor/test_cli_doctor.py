@@ -127,12 +127,17 @@ def test_an_error_is_no_traceback(cli, monkeypatch):
 def test_the_list_names_every_check_and_looks_at_nothing(cli, monkeypatch):
     monkeypatch.setattr(api, "doctor", None)
     done = cli("doctor", "--list")
-    for check in doctor.CHECKS:
-        line = next(line for line in done.out.splitlines() if line.startswith(f"{check.name} "))
-        assert check.purpose in line
+    everything = [(of, c) for of, checks in doctor.every_check().items() for c in checks]
+    assert {of for of, _ in everything} == {"hosts", "kubernetes"}
+    for of, check in everything:
+        line = next(line for line in done.out.splitlines() if check.purpose in line)
+        assert line.startswith(f"{check.name} ")
+        assert f" {of} " in line
         assert (" quick " in line) == check.quick
     listed = cli("doctor", "--list", "--json").json
-    assert [check["name"] for check in listed] == [check.name for check in doctor.CHECKS]
+    assert [(check["of"], check["name"]) for check in listed] == [
+        (of, check.name) for of, check in everything
+    ]
 
 
 def test_what_is_waited_for_is_told_after_a_second(cli, monkeypatch):

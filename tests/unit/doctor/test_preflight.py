@@ -13,7 +13,7 @@ from clusterkit.backends import backend
 from clusterkit.cluster import Host, LocalCluster, SshCluster
 from clusterkit.doctor import bundle
 from clusterkit.doctor.base import Machine, Needs, Output, Subject
-from clusterkit.doctor.preflight import settled
+from clusterkit.doctor.hosts import settled
 from clusterkit.errors import BadInput, CapabilityError, SubmitFailed, Unavailable
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Completed, LocalTransport
@@ -82,8 +82,8 @@ def doctor_level(levels):
 
 
 def test_quick_leaves_out_what_is_not():
-    everything = doctor.chosen(quick=False, only=None)
-    quick = doctor.chosen(quick=True, only=None)
+    everything = doctor.chosen(doctor.CHECKS, quick=False, only=None)
+    quick = doctor.chosen(doctor.CHECKS, quick=True, only=None)
     assert everything == list(doctor.CHECKS)
     assert {check.name for check in everything} - {check.name for check in quick} == {
         "login-shell", "compiler", "mesh", "shared",
@@ -91,17 +91,18 @@ def test_quick_leaves_out_what_is_not():
 
 
 def test_only_may_name_what_is_not_quick():
-    assert [check.name for check in doctor.chosen(quick=True, only=["mesh", "user"])] == [
+    found = doctor.chosen(doctor.CHECKS, quick=True, only=["mesh", "user"])
+    assert [check.name for check in found] == [
         "user", "mesh",
     ]  # fmt: skip
 
 
 def test_an_unknown_check_is_told_the_nearest():
     with pytest.raises(BadInput, match="check 'clok' is unknown") as refused:
-        doctor.chosen(quick=False, only=["user", "clok"])
+        doctor.chosen(doctor.CHECKS, quick=False, only=["user", "clok"])
     assert refused.value.hint == "did you mean clock?"
     with pytest.raises(BadInput, match="no check is named"):
-        doctor.chosen(quick=False, only=[])
+        doctor.chosen(doctor.CHECKS, quick=False, only=[])
 
 
 # ---------------------------------------------------------------- for real

@@ -1,9 +1,17 @@
 """What probing counts on."""
 
+import json
+from pathlib import Path
+
+import msgspec
 import pytest
 
-from clusterkit.backends.kubernetes import _usable
-from clusterkit.cluster import KubernetesCluster
+import clusterkit
+from clusterkit import backends, bandwidth
+from clusterkit.cluster import KubernetesCluster, KubernetesFacts
+from clusterkit.errors import Unavailable
+from clusterkit.kubernetes.nodes import usable as may_be_used
+from clusterkit.transport import Completed, LocalTransport
 
 CONTROL = {"key": "node-role.kubernetes.io/control-plane", "effect": "NoSchedule"}
 GPU = {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}
@@ -28,4 +36,44 @@ GPU = {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}
     ],
 )  # fmt: skip
 def test_gpus_are_counted_only_where_pods_may_go(spec, tolerations, usable):
-    assert _usable({"spec": spec}, KubernetesCluster(tolerations=tolerations)) is usable
+    assert may_be_used({"spec": spec}, KubernetesCluster(tolerations=tolerations)) is usable
+
+
+class Nodes(LocalTransport):
+    """An API server that lists these nodes, or will not."""
+
+    def __init__(self, *nodes):
+        self.nodes = nodes
+
+    def run(self, host, argv, **_):
+        assert argv[-1] == "/api/v1/nodes"
+        if not self.nodes:
+            return Completed((), 1, "", "Error from server (Forbidden): no")
+        return Completed((), 0, json.dumps({"items": self.nodes}), "")
+
+
+def test_places_are_nodes_that_may_be_used():
+    def node(labels=None, **spec):
+        return {"metadata": {"labels": labels or {}}, "spec": spec, "status": {}}
+
+    transport = Nodes(node(), node(unschedulable=True), node({"pool": "a"}), node(taints=[CONTROL]))
+    backend = backends.backend("kubernetes")
+    assert backend.places(KubernetesCluster(), transport) == 2
+    assert backend.places(KubernetesCluster(node_selector={"pool": "a"}), transport) == 1
+    with pytest.raises(Unavailable, match="how many nodes the cluster has is unknown"):
+        backend.places(KubernetesCluster(), Nodes())
+
+
+def test_a_program_of_clusterkit_s_own_comes_with_the_run(make_facts):
+    job = msgspec.structs.replace(bandwidth.job_of(bandwidth.choose()), nodes=2)
+    facts = msgspec.structs.replace(
+        make_facts(),
+        kubernetes=KubernetesFacts(version="1", context="", namespace="x", kinds=("PyTorchJob",)),
+    )
+    plan = backends.backend("kubernetes").plan(job, KubernetesCluster(), facts, "bench-1")
+    (file,) = (file for file in plan.files if file.path.endswith("/bandwidth.py"))
+    ours = Path(clusterkit.__file__).parent / "runtime" / "bandwidth.py"
+    assert file.content() == ours.read_bytes()
+    (script,) = (file.text for file in plan.files if file.path.endswith("/node.sh"))
+    assert "/run/clusterkit/bench-1/files/bandwidth.py" in script
+    assert str(ours) not in script

@@ -1,0 +1,157 @@
+"""Examines a Kubernetes cluster: requests that change nothing, then the judgements."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from clusterkit.cluster import Gpu, KubernetesFacts
+from clusterkit.doctor.base import Finding, shortened
+from clusterkit.doctor.kubernetes.base import (
+    CLUSTER,
+    FIRST,
+    KINDS,
+    NODES,
+    VERSION,
+    Ask,
+    KubeCheck,
+    KubeSubject,
+    Look,
+    Reply,
+    Seen,
+    names_of,
+    nodes_of,
+)
+from clusterkit.doctor.kubernetes.checks import CHECKS
+from clusterkit.doctor.report import Progress, Report
+from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
+from clusterkit.kubernetes.flavors import FLAVORS, choose, served
+from clusterkit.kubernetes.nodes import gpus_of
+from clusterkit.transport import Transport
+
+__all__ = ["CHECKS", "look"]
+
+HOST = "localhost"
+AT_ONCE = 8
+"""Requests at a time."""
+_REFUSED = re.compile(r"Error from server \((\w+)\): (.*)", re.DOTALL)
+
+
+def look(
+    subject: KubeSubject, transport: Transport, checks: Sequence[KubeCheck], progress: Progress
+) -> Report:
+    """Ask the API server, and judge what it answered. Nothing in the cluster is changed.
+
+    Raises:
+        BadInput: a kubeconfig that cannot be used.
+    """
+    seen = gathered(subject, transport, checks, progress)
+    try:
+        nodes = names_of(nodes_of(seen, subject))
+    except (KeyError, TypeError, AttributeError):
+        nodes = []  # the check of nodes tells of it
+    everything = CLUSTER + (f" and {counted(len(nodes), 'node')}" if nodes else "")
+    return Report(
+        cluster=subject.cluster,
+        hosts=(CLUSTER, *nodes),
+        checks=tuple(check.name for check in checks),
+        findings=tuple(finding for check in checks for finding in judge(check, seen, subject)),
+        everything=everything,
+    )
+
+
+def judge(check: KubeCheck, seen: Seen, subject: KubeSubject) -> list[Finding]:
+    """What a check says. An answer of a shape that Kubernetes does not give is a warning."""
+    try:
+        return check.judge(seen, subject)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        cause = f"the API server answered with something unexpected: {type(error).__name__} {error}"
+        return [Finding(check.name, CLUSTER, "warn", shortened(cause))]
+
+
+def gathered(
+    subject: KubeSubject, transport: Transport, checks: Sequence[KubeCheck], progress: Progress
+) -> Seen:
+    """All that the checks have to know."""
+    context, namespace = subject.locate()
+    seen = Seen(namespace=namespace, context=context, now=time.time())
+    looks = {each.name: each for each in (*FIRST, *(one for c in checks for one in c.looks))}
+    progress(1, ("the API server",))
+    # Whether it answers at all is found out once.
+    seen = _ask(seen, subject, transport, [looks.pop(VERSION.name)])
+    if not seen.reply(VERSION).reason:
+        early = [each for each in looks.values() if not each.late]
+        seen = _ask(seen, subject, transport, early)
+        seen = planned(seen, subject)
+        seen = _ask(seen, subject, transport, [each for each in looks.values() if each.late])
+    progress(1, ())
+    return seen
+
+
+def planned(seen: Seen, subject: KubeSubject) -> Seen:
+    """With the job's objects, or why there are none. Pure, but for the job's own files."""
+    kube = KubernetesFacts(
+        version=str(seen.reply(VERSION).document.get("gitVersion", "?")),
+        context=seen.context,
+        namespace=seen.namespace,
+        kinds=tuple(
+            flavor.KIND
+            for name, flavor in FLAVORS.items()
+            if served(seen.reply(KINDS, name).document, flavor)
+        ),
+    )
+    try:
+        flavor, origin = choose(subject.job, subject.entry, kube)
+        seen = replace(seen, flavor=flavor, origin=origin)
+        gpus: tuple[Gpu, ...] = ()
+        if subject.entry.gpus != 0 and subject.job.device != "cpu":
+            reply = seen.reply(NODES)
+            gpus = gpus_of(subject.entry, None if reply.reason else reply.items)
+        return replace(seen, objects=tuple(subject.manifests(kube, gpus)))
+    except ClusterkitError as error:
+        return replace(seen, problem=error)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        cause = f"the API server answered with something unexpected: {type(error).__name__} {error}"
+        return replace(seen, problem=Unavailable(cause))
+
+
+def _ask(seen: Seen, subject: KubeSubject, transport: Transport, looks: Iterable[Look]) -> Seen:
+    """With the answers to all questions of the looks, asked at once."""
+    asked = [
+        (look.name, key, ask) for look in looks for key, ask in look.asks(seen, subject).items()
+    ]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        answers = list(pool.map(lambda each: _answer(subject, transport, each[2]), asked))
+    replies: dict[str, Mapping[str, Reply]] = dict(seen.replies)
+    for (name, key, _), answer in zip(asked, answers, strict=True):
+        replies[name] = {**replies.get(name, {}), key: answer}
+    return replace(seen, replies=replies)
+
+
+def _answer(subject: KubeSubject, transport: Transport, ask: Ask) -> Reply:
+    words, stdin = ("get", "--raw", ask.path), b""
+    if ask.body is not None:
+        words = ("create", "--raw", ask.path, "--filename", "-")  # type: ignore[assignment]
+        stdin = json.dumps(ask.body).encode()
+    try:
+        done = transport.run(HOST, [*subject.tool, *words], stdin=stdin)
+    except BadInput:
+        raise
+    except ClusterkitError as error:
+        return Reply(reason="Unavailable", said=error.message)
+    if done.exit_code:
+        found = _REFUSED.match(done.stderr.strip())
+        if found is None:
+            return Reply(reason="Unknown", said=done.stderr.strip())
+        return Reply(reason=found[1], said=found[2])
+    try:
+        document = json.loads(done.stdout)
+    except ValueError:
+        return Reply(reason="Unreadable", said="it answered with something unreadable")
+    if not isinstance(document, dict):
+        return Reply(reason="Unreadable", said="it answered with something unreadable")
+    return Reply(document=document)

@@ -1,0 +1,313 @@
+"""What a check of a Kubernetes cluster is made of: what it asks the API server, and how the answers
+are judged.
+
+There are no hosts to run anything on. Every question is a request that changes nothing: reading an
+object, asking what one may do, creating something with ``dryRun=All``. `KubeCheck.judge` is a pure
+function of the answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any, ClassVar
+
+from msgspec import Struct
+
+from clusterkit.cluster import Gpu, KubernetesCluster, KubernetesFacts
+from clusterkit.doctor.base import Finding, Level, shortened
+from clusterkit.errors import ClusterkitError
+from clusterkit.kubernetes.flavors import FLAVORS, Flavor
+from clusterkit.kubernetes.nodes import selected
+from clusterkit.kubernetes.text import Object
+from clusterkit.spec import JobSpec
+
+CLUSTER = "cluster"
+"""What findings call the cluster as a whole; its nodes have their names."""
+ALONE = ""
+"""Key of the answer to a look that asks one question."""
+
+
+@dataclass(frozen=True)
+class KubeSubject:
+    """A namespace of a Kubernetes cluster, and what it is to be fit for.
+
+    Attributes:
+        cluster: what the cluster file calls it.
+        entry: its entry there.
+        job: whose needs; one node that runs anything, where nobody named a job.
+        tool: ``kubectl`` with its kubeconfig and context.
+        locate: reads the kubeconfig; gives the context and the namespace.
+        manifests: the objects of the job on a cluster that serves these kinds and has these GPUs
+            in a node, as its plan has them.
+    """
+
+    way: ClassVar[str] = "kubernetes"
+    port: ClassVar[int | None] = None
+    cluster: str
+    entry: KubernetesCluster
+    job: JobSpec
+    tool: tuple[str, ...]
+    locate: Callable[[], tuple[str, str]]
+    manifests: Callable[[KubernetesFacts, tuple[Gpu, ...]], list[Object]]
+
+
+class Reply(Struct, frozen=True):
+    """What the API server answered to one question."""
+
+    document: dict[str, Any] = {}
+    reason: str = ""
+    """Why it did not: ``NotFound``, ``Forbidden``, ``AlreadyExists``; empty where it did."""
+    said: str = ""
+    """Its words then."""
+
+    @property
+    def items(self) -> list[Any]:
+        return self.document.get("items") or []
+
+
+class Ask(Struct, frozen=True):
+    """One question: a path to get, or to post ``body`` to."""
+
+    path: str
+    body: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is known of a cluster so far.
+
+    Attributes:
+        namespace: where the run would be.
+        context: of the kubeconfig; empty in a pod.
+        now: Unix seconds.
+        replies: by the look's name and the question's key.
+        flavor: kind of job that would be taken; None: there is none, or no plan.
+        origin: why that one.
+        objects: what the job's plan would make.
+        problem: why there is no plan.
+    """
+
+    namespace: str
+    context: str = ""
+    now: float = 0.0
+    replies: Mapping[str, Mapping[str, Reply]] = field(default_factory=dict)
+    flavor: str | None = None
+    origin: str = ""
+    objects: tuple[Object, ...] = ()
+    problem: ClusterkitError | None = None
+
+    def reply(self, look: Look, key: str = ALONE) -> Reply:
+        """The answer to a question; one that was not asked was not answered."""
+        return self.replies.get(look.name, {}).get(key, Reply(reason="Unasked"))
+
+    @property
+    def kind(self) -> Flavor | None:
+        return None if self.flavor is None else FLAVORS[self.flavor]
+
+
+@dataclass(frozen=True)
+class Look:
+    """Questions of one sort.
+
+    Attributes:
+        name: unlike any other's.
+        asks: the questions by a key of their own; is given what the looks before have found.
+        late: asked when it is known what the job's objects are.
+    """
+
+    name: str
+    asks: Callable[[Seen, KubeSubject], Mapping[str, Ask]]
+    late: bool = False
+
+
+@dataclass(frozen=True)
+class KubeCheck:
+    """One thing that has to be right.
+
+    Attributes:
+        name: as ``--only`` takes it.
+        purpose: one line: what has to be right.
+        judge: pure.
+        looks: what it needs to know.
+        quick: whether a submit makes sure of it as well.
+    """
+
+    name: str
+    purpose: str
+    judge: Callable[[Seen, KubeSubject], list[Finding]]
+    looks: tuple[Look, ...] = ()
+    quick: bool = False
+
+
+# ---------------------------------------------------------------- questions that many have
+
+
+def one(path: str) -> Callable[[Seen, KubeSubject], Mapping[str, Ask]]:
+    """One object or list; ``{namespace}`` in its path is the run's."""
+    return lambda seen, subject: {ALONE: Ask(path.format(namespace=seen.namespace))}
+
+
+VERSION = Look("version", one("/version"))
+NAMESPACE = Look("namespace", one("/api/v1/namespaces/{namespace}"))
+GROUPS = Look("groups", one("/apis"))
+KINDS = Look(
+    "kinds",
+    lambda seen, subject: {
+        name: Ask(f"/apis/{flavor.API}") for name, flavor in FLAVORS.items() if name != "job"
+    },
+)
+NODES = Look("nodes", one("/api/v1/nodes"))
+PODS = Look(
+    "pods", one("/api/v1/pods?fieldSelector=status.phase%21%3DSucceeded,status.phase%21%3DFailed")
+)
+FIRST = (VERSION, NAMESPACE, GROUPS, KINDS, NODES)
+"""What every examination begins with: the plan is made of it."""
+
+
+def _rehearse(seen: Seen, subject: KubeSubject) -> Mapping[str, Ask]:
+    """Creating the job and its pods, without doing it."""
+    query = "dryRun=All&fieldValidation=Strict"
+    asked = {}
+    root = f"/api/v1/namespaces/{seen.namespace}/pods?{query}"
+    for role, _, template in templates(seen.objects):
+        name = f"{seen.objects[-1]['metadata']['name']}-{role}"
+        spec = {**template["spec"], "restartPolicy": template["spec"].get("restartPolicy", "Never")}
+        meta = {**template.get("metadata", {}), "name": name, "namespace": seen.namespace}
+        asked[role] = Ask(root, {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec})
+    if seen.objects and (kind := seen.kind) is not None and kind.KIND != "TrainJob":
+        # The trainer admits a TrainJob only once its runtime is there.
+        path = f"/apis/{kind.API}/namespaces/{seen.namespace}/{kind.PLURAL}?{query}"
+        asked[kind.KIND] = Ask(path, seen.objects[-1])
+    return asked
+
+
+REHEARSAL = Look("rehearsal", _rehearse, late=True)
+
+
+# ---------------------------------------------------------------- what the objects ask for
+
+
+def templates(objects: Iterable[Object]) -> list[tuple[str, int, Object]]:
+    """Role, number and template of the pods that the objects make."""
+    found = []
+    for each in objects:
+        spec = each.get("spec") or {}
+        if each["kind"] in ("PyTorchJob", "MPIJob"):
+            replicas = spec.get("pytorchReplicaSpecs") or spec.get("mpiReplicaSpecs") or {}
+            found += [
+                (role.lower(), int(one.get("replicas", 1)), one["template"])
+                for role, one in replicas.items()
+            ]
+        elif each["kind"] == "TrainingRuntime":
+            (job,) = spec["template"]["spec"]["replicatedJobs"]
+            found.append(
+                ("node", int(spec["mlPolicy"]["numNodes"]), job["template"]["spec"]["template"])
+            )
+        elif each["kind"] == "Job":
+            found.append(("node", int(spec.get("parallelism", 1)), spec["template"]))
+    return found
+
+
+def spec_of(seen: Seen, role: str, template: Object) -> Object:
+    """The pod's spec as the API server would have it, defaults and all; else the template's."""
+    answer = seen.reply(REHEARSAL, role)
+    spec: Object = (template if answer.reason else answer.document)["spec"]
+    return spec
+
+
+def requests(spec: Mapping[str, Any]) -> dict[str, Decimal]:
+    """What a pod asks for: of each resource, its containers together, or one that runs before."""
+    total = _sum(spec.get("containers") or ())
+    for each in spec.get("initContainers") or ():
+        for name, amount in _asked(each).items():
+            total[name] = max(total.get(name, Decimal(0)), amount)
+    return total
+
+
+def limits(spec: Mapping[str, Any]) -> dict[str, Decimal]:
+    """What a pod may use at most, of what is limited."""
+    total: dict[str, Decimal] = {}
+    for each in spec.get("containers") or ():
+        for name, amount in ((each.get("resources") or {}).get("limits") or {}).items():
+            total[name] = total.get(name, Decimal(0)) + quantity(amount)
+    return total
+
+
+def _sum(containers: Iterable[Mapping[str, Any]]) -> dict[str, Decimal]:
+    total: dict[str, Decimal] = {}
+    for each in containers:
+        for name, amount in _asked(each).items():
+            total[name] = total.get(name, Decimal(0)) + amount
+    return total
+
+
+def _asked(container: Mapping[str, Any]) -> dict[str, Decimal]:
+    resources = container.get("resources") or {}
+    # What is limited and not asked for is asked for as well.
+    both = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+    return {name: quantity(amount) for name, amount in both.items()}
+
+
+def quantity(amount: object) -> Decimal:
+    """A quantity of Kubernetes as a number; 0 of what is none."""
+    from kubernetes.utils.quantity import parse_quantity
+
+    try:
+        return Decimal(parse_quantity(str(amount)))  # type: ignore[no-untyped-call]
+    except ValueError:
+        return Decimal(0)
+
+
+_SCALES = (("Ti", 2**40), ("Gi", 2**30), ("Mi", 2**20), ("Ki", 2**10))
+
+
+def amount(name: str, value: Decimal) -> str:
+    """A number in the words of Kubernetes: ``16Gi``, ``500m``, ``3``."""
+    if "memory" in name or "storage" in name:
+        for unit, scale in _SCALES:
+            if value >= scale:
+                return f"{(value / scale).quantize(Decimal('0.1')).normalize():f}{unit}"
+    if value != value.to_integral_value() and value < 1000:
+        return f"{(value * 1000).to_integral_value():f}m"
+    return f"{value.to_integral_value():f}"
+
+
+# ---------------------------------------------------------------- helpers of judges
+
+
+def nodes_of(seen: Seen, subject: KubeSubject) -> list[Object]:
+    """The nodes that the entry's selector leaves; none where we may not look."""
+    return [node for node in seen.reply(NODES).items if selected(node, subject.entry)]
+
+
+def names_of(nodes: Iterable[Object]) -> list[str]:
+    return [node["metadata"]["name"] for node in nodes]
+
+
+def is_ready(node: Object) -> bool:
+    conditions = (node.get("status") or {}).get("conditions") or ()
+    return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+
+
+def unknown(check: str, reply: Reply, what: str, host: str = CLUSTER) -> list[Finding]:
+    """Nothing can be said, and why."""
+    if reply.reason == "Forbidden":
+        return [Finding(check, host, "skip", f"unknown: you may not look at {what}")]
+    if reply.reason == "Unasked":
+        return [Finding(check, host, "skip", "the API server did not answer")]
+    level: Level = "skip" if reply.reason == "NotFound" else "warn"
+    return [Finding(check, host, level, f"unknown: {shortened(reply.said or reply.reason)}")]
+
+
+def unplanned(check: str, seen: Seen) -> list[Finding]:
+    """Nothing can be said as long as there is no plan; `plan` says why."""
+    return [Finding(check, CLUSTER, "skip", "the job cannot be planned for this cluster")]
+
+
+def kubectl(subject: KubeSubject, *words: str) -> str:
+    """A command for people, for this cluster."""
+    from clusterkit import shell
+
+    return shell.join((*subject.tool, *words))

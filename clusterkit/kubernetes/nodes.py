@@ -1,0 +1,75 @@
+"""Which nodes of a cluster may have a run's pods, and how many GPUs those have. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from clusterkit.cluster import Gpu, KubernetesCluster
+from clusterkit.errors import BadInput
+
+
+def gpus_of(
+    cluster: KubernetesCluster, nodes: Sequence[Mapping[str, Any]] | None
+) -> tuple[Gpu, ...]:
+    """GPUs of a pod: those of the node that has most of them, unless the entry says how many.
+
+    Args:
+        nodes: as the API server lists them; None: we may not look.
+
+    Raises:
+        BadInput: the entry asks for more than any node has.
+    """
+    best: tuple[int, str, int] = (0, "GPU", 0)
+    for node in nodes or ():
+        if selected(node, cluster) and usable(node, cluster):
+            labels = node["metadata"].get("labels", {})
+            memory = str(labels.get("nvidia.com/gpu.memory", "0"))
+            product = str(labels.get("nvidia.com/gpu.product", "GPU"))
+            best = max(
+                best,
+                (gpu_count(node, cluster), product, int(memory) if memory.isdigit() else 0),
+            )
+    count, product, memory_mib = best
+    if cluster.gpus != "auto":
+        if cluster.gpus > count and nodes is not None:
+            raise BadInput(
+                f"gpus: {cluster.gpus} {cluster.gpu_resource} of a pod, but no node has more "
+                f"than {count}",
+                hint=f"gpus: {count}, or `node_selector` for nodes that have them",
+            )
+        count = cluster.gpus
+    return tuple(Gpu(str(index), product, memory_mib) for index in range(count))
+
+
+def gpu_count(node: Mapping[str, Any], cluster: KubernetesCluster) -> int:
+    """How many GPUs the node offers to pods."""
+    text = str((node["status"].get("allocatable") or {}).get(cluster.gpu_resource, "0"))
+    return int(text) if text.isdigit() else 0
+
+
+def selected(node: Mapping[str, Any], cluster: KubernetesCluster) -> bool:
+    """Whether the node has the labels that the entry asks for."""
+    labels = node["metadata"].get("labels", {})
+    return all(labels.get(key) == value for key, value in cluster.node_selector.items())
+
+
+def usable(node: Mapping[str, Any], cluster: KubernetesCluster) -> bool:
+    """Whether pods of the cluster entry would be put there."""
+    spec = node.get("spec") or {}
+    # The GPUs' own taint is tolerated by whoever asks for them, where admission adds that.
+    tolerated = [*cluster.tolerations, {"key": cluster.gpu_resource, "operator": "Exists"}]
+    return not spec.get("unschedulable") and all(
+        taint.get("effect") == "PreferNoSchedule"
+        or any(tolerates(each, taint) for each in tolerated)
+        for taint in spec.get("taints") or ()
+    )
+
+
+def tolerates(toleration: Mapping[str, Any], taint: Mapping[str, Any]) -> bool:
+    if toleration.get("effect") not in (None, "", taint.get("effect")):
+        return False
+    if toleration.get("operator") == "Exists":
+        return toleration.get("key") in (None, "", taint.get("key"))
+    same = toleration.get("key") == taint.get("key")
+    return same and (toleration.get("value") or "") == (taint.get("value") or "")

@@ -1,0 +1,252 @@
+"""Runs that the cluster knows of, whoever submitted them: which, and what one was made of."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+from msgspec import Struct
+
+from clusterkit.backends.base import RemoteRun
+from clusterkit.cluster import Facts, KubernetesCluster
+from clusterkit.errors import RunFolderError, RunNotFound, Unavailable
+from clusterkit.kubernetes.flavors import FLAVORS, Flavor
+from clusterkit.kubernetes.pods import ATTEMPT, JOB, RUN
+from clusterkit.kubernetes.text import object_name
+from clusterkit.spec import JobSpec
+from clusterkit.status import State
+from clusterkit.transport import Transport
+
+HOST = "localhost"
+USER = "clusterkit/user"
+"""Label of all objects of a run: who submitted it."""
+RECORD = "record.json"
+"""Of the run's files, the one that says what its plan was made of."""
+PROJECT = "project.tar.gz"
+
+
+class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a plan was made of, without what only its own machine knows."""
+
+    job: JobSpec
+    cluster: KubernetesCluster
+    facts: Facts
+
+    @classmethod
+    def of(cls, job: JobSpec, cluster: KubernetesCluster, facts: Facts) -> Record:
+        replace = msgspec.structs.replace
+        kube = facts.kubernetes
+        assert kube is not None
+        return cls(
+            job=job,
+            cluster=replace(cluster, kubeconfig=None, context=None, namespace=None),
+            facts=replace(
+                facts, home="", kubernetes=replace(kube, context="", namespace="", kubeconfig=None)
+            ),
+        )
+
+    def text(self) -> str:
+        """As a file of the plan."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode() + "\n"
+
+
+class Kept(Struct, frozen=True, kw_only=True):
+    """What the cluster keeps of a run."""
+
+    record: Record
+    attempt: int
+    created_at: float
+    project: bytes | None
+    """The working tree that was copied, as a tar.gz."""
+
+
+# ---------------------------------------------------------------- listing
+
+
+def listing(tool: Sequence[str], namespace: str, transport: Transport) -> list[RemoteRun]:
+    """The runs of a namespace, newest first; one request for each kind of job.
+
+    Raises:
+        Unavailable: the API server does not answer, or will not.
+    """
+    selector = quote(RUN, safe="")
+
+    def ask(flavor: Flavor) -> list[RemoteRun]:
+        path = f"/apis/{flavor.API}/namespaces/{quote(namespace)}/{flavor.PLURAL}"
+        done = transport.run(HOST, [*tool, "get", "--raw", f"{path}?labelSelector={selector}"])
+        if done.exit_code:
+            if "(NotFound)" in done.stderr:  # it does not serve that kind
+                return []
+            raise Unavailable(
+                f"the runs of namespace {namespace} cannot be listed: {done.stderr.strip()}",
+                hint="k8s/rbac.yaml is the role that a submitter needs: an admin can bind it",
+            )
+        return [read(each, flavor) for each in json.loads(done.stdout)["items"]]
+
+    with ThreadPoolExecutor(len(FLAVORS)) as pool:
+        found = [run for runs in pool.map(ask, FLAVORS.values()) for run in runs]
+    return sorted(found, key=lambda run: run.started_at or 0.0, reverse=True)
+
+
+def read(told: Mapping[str, Any], flavor: Flavor) -> RemoteRun:
+    """A run from its job. Pure."""
+    meta, labels = told["metadata"], told["metadata"].get("labels") or {}
+    status = told.get("status") or {}
+    state = state_of(told, flavor)
+    attempt = str(labels.get(ATTEMPT, "1"))
+    ended = status.get("completionTime")
+    if ended is None and state.final:
+        ended = max(
+            (str(each.get("lastTransitionTime") or "") for each in _conditions(told)), default=None
+        )
+    return RemoteRun(
+        run=str(labels[RUN]),
+        job=str(labels.get(JOB, "?")),
+        state=state,
+        kind=flavor.KIND,
+        attempt=int(attempt) if attempt.isdigit() else 1,
+        pods=_pods(told.get("spec") or {}),
+        user=labels.get(USER),
+        started_at=seconds(meta.get("creationTimestamp")),
+        finished_at=seconds(ended) if state.final else None,
+    )
+
+
+def state_of(told: Mapping[str, Any], flavor: Flavor) -> State:
+    """The job's state from its conditions, by its kind's table. Pure."""
+    holds = [each for each in _conditions(told) if each.get("status") == "True"]
+    states = [flavor.STATES.get(str(each.get("type")), State.UNKNOWN) for each in holds]
+    for final in (State.FAILED, State.SUCCEEDED):
+        if final in states:
+            return final
+    status = told.get("status") or {}
+    parts = [status, *(status.get("jobsStatus") or ())]
+    if not holds:
+        # A Job, and so a TrainJob, says nothing while it runs but how many pods are ready.
+        if any(isinstance(each, Mapping) and each.get("ready") for each in parts):
+            return State.RUNNING
+        return State.PENDING
+    latest = max(
+        range(len(holds)), key=lambda n: (str(holds[n].get("lastTransitionTime") or ""), n)
+    )
+    return states[latest]
+
+
+def _conditions(told: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [
+        each
+        for each in (told.get("status") or {}).get("conditions") or ()
+        if isinstance(each, Mapping)
+    ]
+
+
+def _pods(spec: Mapping[str, Any]) -> int | None:
+    """How many nodes were asked for."""
+    for replicas in ("pytorchReplicaSpecs", "mpiReplicaSpecs"):
+        if replicas in spec:
+            return int(spec[replicas].get("Worker", {}).get("replicas", 1))
+    found = spec.get("parallelism", (spec.get("trainer") or {}).get("numNodes"))
+    return None if found is None else int(found)
+
+
+def seconds(stamp: str | None) -> float | None:
+    """Unix seconds of a time as Kubernetes writes it; None of what is none."""
+    try:
+        return datetime.fromisoformat((stamp or "").replace("Z", "+00:00")).timestamp()
+    except ValueError:
+        return None
+
+
+def find(name: str, runs: Sequence[RemoteRun], where: str) -> str:
+    """The run with this id, the only one that begins so, or the newest for ``last``. Pure.
+
+    Raises:
+        RunNotFound: none, or several.
+    """
+    ids = [run.run for run in runs]
+    if name in ids:
+        return name
+    if name == "last" and ids:
+        return ids[0]
+    matching = [each for each in ids if each.startswith(name)] if name else []
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        raise RunNotFound(
+            f"run {name!r} is ambiguous in {where}: {', '.join(matching[:5])}",
+            hint="give more of its id",
+        )
+    raise RunNotFound(
+        f"run {name!r} is unknown in {where}",
+        hint=f"there are {', '.join(ids[:3])}" if ids else "it has no runs; what has ended is gone",
+    )
+
+
+# ---------------------------------------------------------------- one run
+
+
+def kept(tool: Sequence[str], namespace: str, run_id: str, transport: Transport) -> Kept:
+    """What the cluster keeps of a run, to take it up from here.
+
+    Raises:
+        RunNotFound: nothing.
+        Unavailable: the API server does not answer, or will not.
+        RunFolderError: it was submitted by another version, or is damaged.
+    """
+    name = object_name(run_id)
+    found = _config_map(tool, namespace, name, transport)
+    if found is None:
+        raise RunNotFound(
+            f"run {run_id!r} is unknown in namespace {namespace}",
+            hint="a run that has ended leaves nothing in the cluster",
+        )
+    text = (found.get("data") or {}).get(RECORD)
+    if text is None:
+        raise RunFolderError(
+            f"run {run_id}: the cluster does not hold what it was made of",
+            hint="it was submitted by an older clusterkit; `kubectl` can follow and delete it",
+        )
+    try:
+        record = msgspec.json.decode(text, type=Record)
+    except msgspec.MsgspecError as error:
+        raise RunFolderError(
+            f"run {run_id}: what the cluster holds of it cannot be read ({error})",
+            hint="it was submitted by another version of clusterkit: attach with that one",
+        ) from None
+    code = None
+    if record.cluster.code == "copied":
+        held = _config_map(tool, namespace, f"{name}-code", transport) or {}
+        packed = (held.get("binaryData") or {}).get(PROJECT)
+        if packed is None:
+            raise RunFolderError(f"run {run_id}: its config map {name}-code is gone")
+        code = base64.b64decode(packed)
+    meta = found["metadata"]
+    attempt = str((meta.get("labels") or {}).get(ATTEMPT, "1"))
+    return Kept(
+        record=record,
+        attempt=int(attempt) if attempt.isdigit() else 1,
+        created_at=seconds(meta.get("creationTimestamp")) or 0.0,
+        project=code,
+    )
+
+
+def _config_map(
+    tool: Sequence[str], namespace: str, name: str, transport: Transport
+) -> dict[str, Any] | None:
+    path = f"/api/v1/namespaces/{quote(namespace)}/configmaps/{name}"
+    done = transport.run(HOST, [*tool, "get", "--raw", path])
+    if done.exit_code:
+        if "(NotFound)" in done.stderr:
+            return None
+        raise Unavailable(
+            f"{done.stderr.strip()} ({path})",
+            hint="k8s/rbac.yaml is the role that a submitter needs: an admin can bind it",
+        )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found

@@ -1,0 +1,89 @@
+"""What a submitter must be allowed to do in a namespace: one table for `k8s/rbac.yaml` and for
+whoever asks the API server. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from clusterkit.kubernetes.flavors import FLAVORS
+
+ROLE = "clusterkit-submitter"
+"""What `k8s/rbac.yaml` calls the role."""
+JOB_VERBS = ("get", "list", "create", "patch", "delete")
+MORE_KINDS = {"trainjob": ("trainingruntimes",), "job": ()}
+"""Kinds of objects that a kind of job needs beside it, in its own group."""
+
+
+class Rule(Struct, frozen=True):
+    """Some verbs on some kinds of one API group, as roles have them."""
+
+    group: str
+    resources: tuple[str, ...]
+    verbs: tuple[str, ...]
+    why: str = ""
+
+
+BESIDES = (
+    Rule("", ("configmaps",), ("get", "create", "patch", "delete"),
+         "what a run has besides; secrets are never read, and the config map of a run is read by\n"
+         "`clusterkit attach` from another machine"),
+    Rule("", ("secrets", "services"), ("create", "patch", "delete")),
+    Rule("", ("pods",), ("get", "list", "watch", "delete")),
+    Rule("", ("pods/log",), ("get",)),
+    Rule("", ("events",), ("list",)),
+)  # fmt: skip
+"""For runs of every kind."""
+WATCHING = (
+    Rule("", ("serviceaccounts",), ("create", "patch", "delete"),
+         "the watcher of a run; without these rights it has none. Nobody can put rights into\n"
+         "a role that they do not have"),
+    Rule("rbac.authorization.k8s.io", ("roles", "rolebindings"), ("create", "patch", "delete")),
+    Rule("coordination.k8s.io", ("leases",), ("get", "create", "patch", "delete")),
+)  # fmt: skip
+"""For the watcher that a run has in the cluster."""
+
+
+def jobs_rules(flavors: Sequence[str] = tuple(FLAVORS)) -> list[Rule]:
+    """For the kinds of jobs themselves, one rule for each API group."""
+    kinds: dict[str, list[str]] = {}
+    for name in flavors:
+        group = FLAVORS[name].API.rpartition("/")[0]
+        kinds.setdefault(group, []).extend((FLAVORS[name].PLURAL, *MORE_KINDS.get(name, ())))
+    return [Rule(group, tuple(names), JOB_VERBS) for group, names in kinds.items()]
+
+
+def needed(flavor: str) -> list[tuple[str, str, str]]:
+    """Verb, API group and resource of all that runs of this kind need."""
+    return [
+        (verb, rule.group, resource)
+        for rule in (*jobs_rules([flavor]), *BESIDES)
+        for resource in rule.resources
+        if resource != "services" or flavor == "job"
+        for verb in rule.verbs
+    ]
+
+
+def to_watch() -> list[tuple[str, str, str]]:
+    """Verb, API group and resource of what a run with a watcher in the cluster needs besides."""
+    return [
+        (verb, rule.group, resource)
+        for rule in WATCHING
+        for resource in rule.resources
+        for verb in rule.verbs
+    ]
+
+
+def access_review(namespace: str, verb: str, group: str, resource: str) -> dict[str, Any]:
+    """The question whether we may, as the API server takes it."""
+    name, _, part = resource.partition("/")
+    attributes = {"namespace": namespace, "verb": verb, "group": group, "resource": name}
+    if part:
+        attributes["subresource"] = part
+    return {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SelfSubjectAccessReview",
+        "spec": {"resourceAttributes": attributes},
+    }

@@ -1,0 +1,339 @@
+"""clusterkit doctor on a real Kubernetes: all is well, and each thing that may not be."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from clusterkit import api
+from clusterkit.doctor.base import Finding
+from clusterkit.doctor.kubernetes import CHECKS
+from clusterkit.doctor.report import Report
+from clusterkit.spec import JobSpec
+from tests.live.kubernetes.conftest import KUBECONFIG, STATE, Kube
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+ROOT = Path(__file__).parents[3]
+JOB = JobSpec(name="live", command=("true",), nodes=2, launcher="python")
+GPU = "nvidia.com~1gpu"
+Examine = Callable[..., Report]
+
+
+@pytest.fixture
+def examine(kube: Kube) -> Examine:
+    """``examine(job, only=..., image=...)``: the report, with these keys in the cluster's entry."""
+
+    def call(job: JobSpec | None = JOB, *, only: str | None = None, **entry: object) -> Report:
+        names = None if only is None else only.split(",")
+        return api.doctor(job, only=names, **kube.entry(**entry))
+
+    return call
+
+
+def at(report: Report, check: str, host: str = "cluster") -> Finding:
+    """The only thing that a check says of a host."""
+    (found,) = (f for f in report.findings if (f.check, f.host) == (check, host))
+    return found
+
+
+def ready(name: str, namespace: str) -> None:
+    """Wait until a deployment is."""
+    words = ["-n", namespace, "rollout", "status", f"deployment/{name}", "--timeout=240s"]
+    subprocess.run(
+        [STATE / "bin" / "kubectl", "--kubeconfig", KUBECONFIG, *words], check=True,
+        capture_output=True,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def well(kube: Kube) -> None:
+    """What the cluster comes with is up: it may have just been started."""
+    for name, namespace in (
+        ("training-operator", "kubeflow"), ("mpi-operator", "mpi-operator"),
+        ("kubeflow-trainer-controller-manager", "kubeflow-system"),
+        ("jobset-controller-manager", "jobset-system"), ("coredns", "kube-system"),
+    ):  # fmt: skip
+        ready(name, namespace)
+
+
+@pytest.mark.parametrize("flavor", ["pytorchjob", "mpijob", "trainjob", "job"])
+def test_all_is_well(flavor, examine, well, kube):
+    job = JobSpec(
+        name="live", command=("true",), nodes=2,
+        launcher="mpirun" if flavor == "mpijob" else "torchrun",
+    )  # fmt: skip
+    before = kube.there()
+    report = examine(job, flavor=flavor)
+    assert report.ok, report.table()
+    assert report.worst == "ok", report.table()
+    assert report.checks == tuple(check.name for check in CHECKS)
+    assert report.hosts == ("cluster", "node-1", "node-2")
+    assert at(report, "pod-security").cause == (
+        "the namespace enforces restricted; the job's pods pass"
+    )
+    assert at(report, "image", "node-2").cause == "clusterkit:cpu is there"
+    # Nothing that was rehearsed is there.
+    assert kube.there() == before
+
+
+def test_the_command(kube, well, monkeypatch):
+    kube.entry()
+    monkeypatch.setenv("CLUSTERKIT_CLUSTERS", str(kube.file))
+    argv = ["python", "-m", "clusterkit", "doctor", "jobs/zero3.yaml", "-n", "2", "-c", "k8s"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == (
+        f"k8s: cluster and 2 nodes, {len(CHECKS)} checks: all is well"
+    )
+    kube.entry(namespace="nowhere-at-all")
+    done = subprocess.run([*argv, "--json"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    document = json.loads(done.stdout)
+    failed = [each for each in document["findings"] if each["level"] == "fail"]
+    assert failed[0]["cause"] == "the cluster has no namespace nowhere-at-all"
+    assert failed[0]["remedy"].endswith("create namespace nowhere-at-all")
+
+
+def test_no_server_and_no_kubeconfig(kube, tmp_path):
+    config = yaml.safe_load(KUBECONFIG.read_text())
+    config["clusters"][0]["cluster"]["server"] = "https://127.0.0.1:1"
+    dead = tmp_path / "dead.conf"
+    dead.write_text(yaml.safe_dump(config))
+    report = api.doctor(JOB, **kube.entry(kubeconfig=str(dead)))
+    assert [f.check for f in report.findings if f.level == "fail"] == ["api-server"]
+    assert "https://127.0.0.1:1 does not answer" in at(report, "api-server").cause
+
+
+# ---------------------------------------------------------------- rights
+
+
+@pytest.fixture
+def somebody(kube: Kube, tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """A kubeconfig of somebody who may do what these manifests say, and nothing else."""
+
+    def make(*manifests: Path) -> Path:
+        kube.kubectl("create", "serviceaccount", "me")
+        for each in manifests:
+            kube.kubectl("apply", "-f", str(each))
+            kube.kubectl(
+                "create", "rolebinding", "me", "--role=clusterkit-submitter",
+                f"--serviceaccount={kube.namespace}:me",
+            )  # fmt: skip
+        token = kube.kubectl("create", "token", "me").strip()
+        config = yaml.safe_load(KUBECONFIG.read_text())
+        config["users"][0]["user"] = {"token": token}
+        path = tmp_path / "me.conf"
+        path.write_text(yaml.safe_dump(config))
+        return path
+
+    return make
+
+
+def test_somebody_without_rights(kube, somebody, examine):
+    report = examine(kubeconfig=str(somebody()))
+    told = at(report, "rights")
+    assert told.level == "fail"
+    assert told.cause.startswith(f"system:serviceaccount:{kube.namespace}:me may not")
+    assert "create, patch, delete pytorchjobs; get, create, patch, delete configmaps" in told.cause
+    assert "get pods/log" in told.cause
+    assert f"--serviceaccount {kube.namespace}:me" in (told.remedy or "")
+    for check in ("operator", "nodes", "room", "image", "quota", "dns"):
+        assert at(report, check).level == "skip"
+        assert at(report, check).cause.startswith("unknown: you may not look at"), check
+
+
+def test_the_role_of_a_submitter_has_every_right(kube, somebody, examine):
+    report = examine(kubeconfig=str(somebody(ROOT / "k8s" / "rbac.yaml")))
+    assert report.ok, report.table()
+    assert at(report, "rights").level == "ok"
+    assert "not tried: you may not create pods yourself" in at(report, "pod-security").cause
+
+
+# ---------------------------------------------------------------- kinds, operators
+
+
+def test_a_kind_that_the_cluster_does_not_serve(kube, examine, well):
+    job = JobSpec(name="live", command=("true",), nodes=2, launcher="mpirun")
+
+    def serve(there: bool) -> Finding:
+        change = [{"op": "replace", "path": "/spec/versions/0/served", "value": there}]
+        kube.kubectl(
+            "patch", "crd", "mpijobs.kubeflow.org", "--type=json", "-p", json.dumps(change)
+        )
+        deadline = time.monotonic() + 60
+        while True:
+            report = examine(job, flavor="mpijob", only="kind,plan")
+            told = at(report, "kind")
+            # The API server hears of its own change a moment later.
+            if (told.level == "ok") == there or time.monotonic() > deadline:
+                assert at(report, "plan").level == ("ok" if there else "fail")
+                return told
+
+    try:
+        assert serve(False).cause == (
+            "the cluster does not serve MPIJob (kubeflow.org/v2beta1); of kubeflow.org it serves v1"
+        )
+    finally:
+        assert serve(True).level == "ok"
+
+
+def test_an_operator_that_is_scaled_to_nothing(kube, examine, well):
+    scale = ["-n", "mpi-operator", "scale", "deployment", "mpi-operator"]
+    job = JobSpec(name="live", command=("true",), nodes=2, launcher="mpirun")
+    kube.kubectl(*scale, "--replicas=0")
+    try:
+        told = at(examine(job, only="operator"), "operator")
+        assert told.cause == "mpi-operator/mpi-operator is scaled to 0: nobody acts on the job"
+        assert (told.remedy or "").endswith("scale deployment mpi-operator --replicas=1")
+    finally:
+        kube.kubectl(*scale, "--replicas=1")
+        ready("mpi-operator", "mpi-operator")
+
+
+# ---------------------------------------------------------------- the namespace
+
+
+def test_quotas_and_limits(kube, examine):
+    kube.kubectl("create", "quota", "small", "--hard=pods=1")
+    told = at(examine(only="quota"), "quota")
+    assert told.level == "fail"
+    assert told.cause == "quota small has 1 of pods, 0 in use; the job needs 2"
+    kube.kubectl("delete", "quota", "small")
+    kube.kubectl("create", "quota", "cores", "--hard=requests.cpu=10")
+    told = at(examine(only="quota"), "quota")
+    assert "must specify requests.cpu" in told.cause
+    assert at(examine(only="quota", cpus=0.1), "quota").level == "ok"
+    assert at(examine(only="quota", cpus=8), "quota").cause == (
+        "quota cores has 10 of requests.cpu, 0 in use; the job needs 16"
+    )
+    kube.kubectl("delete", "quota", "cores")
+
+
+def test_pod_security(kube, examine):
+    patch = {"hostNetwork": True}
+    told = at(examine(patch=patch, only="pod-security"), "pod-security")
+    assert told.level == "fail"
+    assert 'violates PodSecurity "restricted:latest": host namespaces' in told.cause
+    label = "pod-security.kubernetes.io/enforce=privileged"
+    kube.kubectl("label", "namespace", kube.namespace, label, "--overwrite")
+    told = at(examine(patch=patch, only="pod-security"), "pod-security")
+    assert told.cause == "the namespace enforces privileged; the job's pods pass"
+
+
+def test_what_admission_says(examine):
+    told = at(examine(priority_class="highest", only="admission"), "admission")
+    assert told.level == "fail"
+    assert "no PriorityClass with name highest was found" in told.cause
+    report = examine(patch={"nodeNam": "node-1"}, only="admission")
+    assert [finding.level for finding in report.findings] == ["fail", "fail"]
+    assert all('unknown field "spec.' in f.cause and "nodeNam" in f.cause for f in report.findings)
+
+
+def test_a_secret_of_the_registry(kube, examine):
+    told = at(examine(image_pull_secrets=["regcred"], only="pull-secrets"), "pull-secrets")
+    assert told.cause == f"namespace {kube.namespace} has no secret regcred"
+    kube.kubectl(
+        "create", "secret", "docker-registry", "regcred", "--docker-server=x",
+        "--docker-username=x", "--docker-password=hunter2",
+    )  # fmt: skip
+    report = examine(image_pull_secrets=["regcred"], only="pull-secrets")
+    assert at(report, "pull-secrets").level == "ok"
+    assert "hunter2" not in str(report)
+    kube.kubectl("delete", "secret", "regcred")
+
+
+def test_volumes(kube, examine, tmp_path):
+    volumes = [{"claim": "data", "path": "/data"}]
+    told = at(examine(volumes=volumes, only="volumes"), "volumes")
+    assert told.cause == f"namespace {kube.namespace} has no volume claim data"
+
+    def make(storage: str, mode: str) -> None:
+        claim = yaml.safe_load((ROOT / "k8s" / "pvc.yaml").read_text())
+        claim["metadata"]["name"] = "data"
+        claim["spec"] |= {"storageClassName": storage, "accessModes": [mode]}
+        path = tmp_path / "claim.yaml"
+        path.write_text(yaml.safe_dump(claim))
+        kube.kubectl("apply", "-f", str(path))
+
+    make("none-such", "ReadWriteMany")
+    told = at(examine(volumes=volumes, only="volumes"), "volumes")
+    assert told.level == "fail"
+    assert told.cause.endswith("the cluster has no storage class none-such")
+    kube.kubectl("delete", "pvc", "data")
+    alone = {
+        "apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": kube.namespace},
+        "spec": {
+            "storageClassName": kube.namespace, "accessModes": ["ReadWriteOnce"],
+            "capacity": {"storage": "200Gi"}, "hostPath": {"path": "/nowhere"},
+        },
+    }  # fmt: skip
+    path = tmp_path / "volume.yaml"
+    path.write_text(yaml.safe_dump(alone))
+    kube.kubectl("apply", "-f", str(path))
+    try:
+        make(kube.namespace, "ReadWriteOnce")
+        kube.kubectl("wait", "pvc/data", "--for=jsonpath={.status.phase}=Bound", "--timeout=60s")
+        told = at(examine(volumes=volumes, only="volumes"), "volumes")
+        assert told.cause == (
+            "claim data: ReadWriteOnce: pods on several nodes cannot write to it together"
+        )
+        kube.kubectl("delete", "pvc", "data")
+    finally:
+        kube.kubectl("delete", "-f", str(path))
+    make("shared", "ReadWriteMany")
+    kube.kubectl("wait", "pvc/data", "--for=jsonpath={.status.phase}=Bound", "--timeout=60s")
+    assert at(examine(volumes=volumes, only="volumes"), "volumes").level == "ok"
+    kube.kubectl("delete", "pvc", "data")
+
+
+# ---------------------------------------------------------------- nodes, GPUs, image
+
+
+def test_an_image_that_is_not_there(examine):
+    report = examine(image="nowhere.example/no:1", only="image")
+    assert {f.level for f in report.findings} == {"warn"}
+    assert len(report.findings) == 2
+    report = examine(image="nowhere.example/no:1", image_pull_policy="Never", only="image")
+    assert not report.ok
+
+
+def test_gpus_that_are_not_there_and_some_in_name_only(kube, examine):
+    job = JobSpec(
+        name="live", command=("true",), nodes=2, launcher="python", gpus_per_node=8, device="cuda"
+    )
+    report = examine(job, only="plan,gpus")
+    assert at(report, "gpus").level == "fail"
+    assert "no node that takes the job's pods knows of nvidia.com/gpu" in at(report, "gpus").cause
+    patch = ["patch", "node", "node-1", "--subresource=status", "--type=json", "-p"]
+    path = f"/status/capacity/{GPU}"
+    kube.kubectl(*patch, json.dumps([{"op": "add", "path": path, "value": "4"}]))
+    try:
+        kube.kubectl(
+            "wait", "node/node-1", r"--for=jsonpath={.status.allocatable.nvidia\.com/gpu}=4",
+            "--timeout=60s",
+        )  # fmt: skip
+        told = at(examine(job, only="gpus"), "gpus")
+        assert told.cause == "a pod of the job needs 8 GPUs, no node has more than 4"
+    finally:
+        kube.kubectl(*patch, json.dumps([{"op": "remove", "path": path}]))
+        kube.kubectl(*patch, json.dumps([{"op": "remove", "path": path.replace(
+            "capacity", "allocatable")}]), check=False)  # fmt: skip
+
+
+def test_no_room_and_a_node_that_is_cordoned(kube, examine):
+    report = examine(only="room", cpus=64)
+    assert "even on empty nodes" in at(report, "room").cause
+    assert at(report, "room", "node-1").cause == "cpu 2, not 64"
+    kube.kubectl("cordon", "node-2")
+    try:
+        told = at(examine(only="nodes"), "nodes", "node-2")
+        assert told.cause == "it takes no pods (cordoned)"
+        assert (told.remedy or "").endswith("uncordon node-2")
+    finally:
+        kube.kubectl("uncordon", "node-2")
