@@ -47,6 +47,7 @@ from clusterkit.kubernetes.observe import (
     observation,
     pods_of,
 )
+from clusterkit.kubernetes.patch import check_patch
 from clusterkit.kubernetes.pods import ATTEMPT, JOB, MANAGER, RUN, Shape
 from clusterkit.kubernetes.remove import remove
 from clusterkit.kubernetes.text import Object, documents, object_name, quantity
@@ -95,6 +96,7 @@ class KubernetesBackend(Backend):
                 quantity(key, size)
         for name, amount in cluster.resources.items():
             quantity(f"resources: {name}", amount)
+        check_patch(cluster.patch)
         paths = [each.path.rstrip("/") for each in cluster.volumes]
         if twice := sorted({path for path in paths if paths.count(path) > 1}):
             raise BadInput(f"volumes: two of them on {twice[0]}", hint="give each its own path")
