@@ -63,6 +63,7 @@ from clusterkit.kubernetes.observe import (
     pods_of,
 )
 from clusterkit.kubernetes.others import PROJECT, RECORD, USER, Record, find, kept, listing
+from clusterkit.kubernetes.patch import check_patch
 from clusterkit.kubernetes.pods import ATTEMPT, JOB, MANAGER, RUN, Shape
 from clusterkit.kubernetes.remove import remove
 from clusterkit.kubernetes.rights import access_review, to_watch
@@ -118,6 +119,7 @@ class KubernetesBackend(Backend):
                 quantity(key, size)
         for name, amount in cluster.resources.items():
             quantity(f"resources: {name}", amount)
+        check_patch(cluster.patch)
         paths = [each.path.rstrip("/") for each in cluster.volumes]
         if twice := sorted({path for path in paths if paths.count(path) > 1}):
             raise BadInput(f"volumes: two of them on {twice[0]}", hint="give each its own path")

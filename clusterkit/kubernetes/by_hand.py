@@ -22,6 +22,7 @@ from clusterkit.spec import JobSpec
 NODES, GPUS = 2, 1
 IMAGE = "clusterkit:gpu"
 PORT = 29500
+TRAINJOB = "ddp-trainjob"
 CHECKPOINTS = "/checkpoints"
 CONFIG = "/etc/clusterkit-job"
 _ELASTIC_CONF = {
@@ -43,6 +44,7 @@ def manifests(jobs: Mapping[str, JobSpec]) -> dict[str, str]:
             _pytorchjob(elastic, elastic.node_range[1], elastic.node_range[0]), _ELASTIC
         ),
         "mpijob.yaml": documents(_mpijob(zero2), _MPIJOB),
+        "trainjob-runtime.yaml": documents(_runtime(ddp), _RUNTIME),
         "trainjob.yaml": documents(_trainjob(ddp), _TRAINJOB),
         "job.yaml": documents(_job(ddp), _JOB),
         "pvc.yaml": documents(_claim(), _PVC),
@@ -74,12 +76,16 @@ plain user; the operator makes their keys.
 
     kubectl apply -f k8s/mpijob.yaml
     kubectl logs -f job/zero2-launcher"""
+_RUNTIME = """\
+The runtime of k8s/trainjob.yaml: what its pods are. Apply it first, once in a namespace."""
 _TRAINJOB = """\
-Two nodes, kept by Kubeflow's trainer (v2), with the runtime that it needs. The trainer hears of the
-runtime a moment after it was made: where it says that there is none, apply the file again.
+Two nodes, kept by Kubeflow's trainer (v2), with the runtime that k8s/trainjob-runtime.yaml makes.
+The trainer refuses a job whose runtime it has not heard of yet: so these are two steps.
 
+    kubectl apply -f k8s/trainjob-runtime.yaml
     kubectl apply -f k8s/trainjob.yaml
-    kubectl logs -f -l job-name=ddp-trainjob-node-0,batch.kubernetes.io/job-completion-index=0"""
+    kubectl logs -f -l job-name=ddp-trainjob-node-0,batch.kubernetes.io/job-completion-index=0
+    kubectl delete -f k8s/trainjob.yaml"""
 _JOB = """\
 Two nodes on any cluster: a plain Job with numbered pods, and a service that gives them names.
 
@@ -320,17 +326,16 @@ def _mpijob(job: JobSpec) -> list[Object]:
     ]
 
 
-def _trainjob(job: JobSpec) -> list[Object]:
-    name = "ddp-trainjob"
+def _runtime(job: JobSpec) -> list[Object]:
     pod = _pod(job, "node", ["torchrun", *_program(job)], restart="Never")
     runtime: Object = {
         "apiVersion": trainjob.API,
         "kind": "TrainingRuntime",
-        "metadata": {"name": name, "labels": _labels(job)},
+        "metadata": {"name": TRAINJOB, "labels": _labels(job)},
         "spec": {
             "mlPolicy": {
-                "numNodes": Noted(NODES, "nodes, and ranks of a node: one per GPU"),
-                "torch": {"numProcPerNode": GPUS},
+                "numNodes": NODES,
+                "torch": {"numProcPerNode": Noted(GPUS, "ranks of a node: one per GPU")},
             },
             "template": {
                 "spec": {
@@ -351,19 +356,25 @@ def _trainjob(job: JobSpec) -> list[Object]:
             },
         },
     }
+    return [runtime]
+
+
+def _trainjob(job: JobSpec) -> list[Object]:
     train: Object = {
         "apiVersion": trainjob.API,
         "kind": trainjob.KIND,
-        "metadata": {"name": name, "labels": _labels(job)},
+        "metadata": {"name": TRAINJOB, "labels": _labels(job)},
         "spec": {
             "runtimeRef": {
                 "apiGroup": "trainer.kubeflow.org",
                 "kind": "TrainingRuntime",
-                "name": name,
-            }
+                "name": TRAINJOB,
+            },
+            # Without it trainer 2.1 tells torchrun nothing, and every pod trains by itself.
+            "trainer": {"numNodes": Noted(NODES, "nodes")},
         },
     }
-    return [runtime, train]
+    return [train]
 
 
 def _job(job: JobSpec) -> list[Object]:

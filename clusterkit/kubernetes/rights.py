@@ -30,8 +30,9 @@ BESIDES = (
     Rule("", ("configmaps",), ("get", "create", "patch", "delete"),
          "what a run has besides; secrets are never read, and the config map of a run is read by\n"
          "`clusterkit attach` from another machine"),
-    Rule("", ("secrets", "services"), ("create", "patch", "delete")),
-    Rule("", ("pods",), ("get", "list", "watch", "delete")),
+    Rule("", ("secrets",), ("create", "patch", "delete")),
+    Rule("", ("services",), ("create", "patch", "delete", "deletecollection")),
+    Rule("", ("pods",), ("get", "list", "watch", "delete", "deletecollection")),
     Rule("", ("pods/log",), ("get",)),
     Rule("", ("events",), ("list",)),
 )  # fmt: skip

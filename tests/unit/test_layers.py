@@ -41,7 +41,7 @@ LAYERS = [
     {"clusterkit.backends", "clusterkit.backends.nodes"},
     {"clusterkit.backends.containers", "clusterkit.kubernetes", "clusterkit.kubernetes.text"},
     {"clusterkit.kubernetes.pods"},
-    {f"clusterkit.kubernetes.{name}" for name in ("job", "client", "judge", "nodes")},
+    {f"clusterkit.kubernetes.{name}" for name in ("job", "client", "judge", "nodes", "patch")},
     {f"clusterkit.kubernetes.{name}" for name in ("pytorchjob", "mpijob", "trainjob")},
     {"clusterkit.kubernetes.flavors"},
     {"clusterkit.kubernetes.others"},

@@ -65,12 +65,14 @@ def wrong_fields(value, schema, place=""):
 
 def wrong_builtin(value, kind, place=""):
     """The same for the kinds that every cluster has, by the official client's models."""
-    if match := re.match(r"list\[(.*)\]", kind):
+    if match := re.match(r"[Ll]ist\[(.*)\]", kind):
         for number, inner in enumerate(value):
             yield from wrong_builtin(inner, match[1], f"{place}[{number}]")
-    elif match := re.match(r"dict\(str, (.*)\)", kind):
+    elif match := re.match(r"[Dd]ict[\[(]str, (.*)[\])]", kind):
         for key, inner in value.items():
-            yield from wrong_builtin(inner, match[1], f"{place}.{key}")
+            # An amount may be a number.
+            if not (place.endswith((".limits", ".requests")) and isinstance(inner, int)):
+                yield from wrong_builtin(inner, match[1], f"{place}.{key}")
     elif kind in ("str", "bool", "int"):
         if type(value).__name__ != kind:
             yield f"{place}: {value!r} is no {kind}"
@@ -186,6 +188,8 @@ def test_the_manifests_by_hand_are_what_the_kinds_allow(path):
         ("trainjob", lambda d: d["metadata"].update(name=3), "3 is no str"),
         ("job", lambda d: d["spec"].pop("selector").update(a=1), None),
         ("job", lambda d: d["spec"].update(selectr={}), "Service.spec.selectr: unknown"),
+        ("job", lambda d: d["spec"].update(ports=[{"prt": 1}]), "spec.ports[0].prt: unknown"),
+        ("job", lambda d: d["metadata"]["labels"].update(a=1), "labels.a: 1 is no str"),
     ],
 )
 def test_the_check_itself_finds_what_is_wrong(flavor, break_it, complaint, planned):

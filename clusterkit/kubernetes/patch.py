@@ -1,0 +1,88 @@
+"""Whether a ``patch:`` is part of a pod's spec, by the official client's own models."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from clusterkit.errors import BadInput, Unavailable
+
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "str": (str,),
+    "bool": (bool,),
+    "int": (int,),
+    "float": (int, float),
+    "date": (str,),
+    "datetime": (str,),
+}
+
+
+def check_patch(patch: Mapping[str, Any]) -> None:
+    """Refuse what the API server would: unknown keys and values of another type.
+
+    Raises:
+        BadInput: names the key.
+        Unavailable: the official client is not installed.
+    """
+    if not patch:
+        return
+    try:
+        from kubernetes import client
+    except ImportError:
+        raise Unavailable(
+            "backend kubernetes needs the package kubernetes",
+            hint="python -m pip install 'clusterkit[kubernetes]'",
+        ) from None
+    _check(patch, "V1PodSpec", "", client)
+
+
+def _check(value: Any, kind: str, place: str, client: Any) -> None:
+    if value is None:  # takes the key away
+        return
+    # Releases of the client write "list[X]" and "dict(str, X)", or "List[X]" and "Dict[str, X]".
+    if match := re.match(r"[Ll]ist\[(.*)\]\Z", kind):
+        if not isinstance(value, list | tuple):
+            raise _wrong(place, value, "a list")
+        for number, inner in enumerate(value):
+            _check(inner, match[1], f"{place}[{number}]", client)
+        return
+    if match := re.match(r"[Dd]ict[\[(]str, (.*)[\])]\Z", kind):
+        if not isinstance(value, Mapping):
+            raise _wrong(place, value, "a mapping")
+        for key, inner in value.items():
+            # Amounts may be numbers as well.
+            if not (match[1] == "str" and _is_amount(place) and isinstance(inner, int | float)):
+                _check(inner, match[1], f"{place}.{key}", client)
+        return
+    if kind in _TYPES:
+        if not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "bool"):
+            raise _wrong(place, value, {"str": "text", "bool": "true or false"}.get(kind, kind))
+        return
+    model = getattr(client, kind, None)
+    if model is None:  # anything goes, such as a port's number or name
+        return
+    if not isinstance(value, Mapping):
+        raise _wrong(place, value, "a mapping")
+    names = {theirs: ours for ours, theirs in model.attribute_map.items()}
+    for key, inner in value.items():
+        where = f"{place}.{key}" if place else str(key)
+        if key not in names:
+            near = get_close_matches(str(key), names, 1)
+            raise BadInput(
+                f"patch: {where}: pods have no such key",
+                hint=f"did you mean {near[0]}?" if near else f"it goes into a pod's spec ({kind})",
+            )
+        _check(inner, model.openapi_types[names[key]], where, client)
+
+
+def _is_amount(place: str) -> bool:
+    return place.rpartition(".")[2] in ("limits", "requests", "overhead")
+
+
+def _wrong(place: str, value: Any, wanted: str) -> BadInput:
+    return BadInput(
+        f"patch: {place or 'it'} is {value!r}, but should be {wanted}",
+        hint="`kubectl explain pod.spec` tells the keys and their types",
+    )

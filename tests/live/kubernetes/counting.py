@@ -1,0 +1,138 @@
+"""The API server behind a proxy that counts what is asked of it."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import json
+import re
+import ssl
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+_DROPPED = {"connection", "transfer-encoding", "content-length", "host", "keep-alive"}
+
+
+class Counting:
+    """What was asked through the proxy since `reset`."""
+
+    def __init__(self, kubeconfig: Path, folder: Path) -> None:
+        told = json.loads(kubeconfig.read_text())
+        found, user = told["clusters"][0]["cluster"], told["users"][0]["user"]
+        self.server = urlsplit(found["server"])
+        self.calls: Counter[str] = Counter()
+        self.bytes = 0
+        self._lock = threading.Lock()
+        self.tls = ssl.create_default_context(
+            cadata=base64.b64decode(found["certificate-authority-data"]).decode()
+        )
+        for name in ("certificate", "key"):
+            (folder / name).write_bytes(base64.b64decode(user[f"client-{name}-data"]))
+        self.tls.load_cert_chain(folder / "certificate", folder / "key")
+        outer = self
+
+        class Handler(_Handler):
+            counting = outer
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http.daemon_threads = True
+        self._thread = threading.Thread(target=self._http.serve_forever, daemon=True)
+        told["clusters"][0]["cluster"] = {"server": f"http://127.0.0.1:{self._http.server_port}"}
+        told["users"][0]["user"] = {"token": "anybody"}
+        self.kubeconfig = folder / "counted.conf"
+        self.kubeconfig.write_text(json.dumps(told))
+
+    def __enter__(self) -> Counting:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+    def reset(self) -> None:
+        with self._lock:
+            self.calls, self.bytes = Counter(), 0
+
+    def note(self, call: str, size: int) -> None:
+        with self._lock:
+            if call:
+                self.calls[call] += 1
+            self.bytes += size
+
+    @property
+    def total(self) -> int:
+        return sum(self.calls.values())
+
+
+class _Handler(BaseHTTPRequestHandler):
+    counting: Counting
+    protocol_version = "HTTP/1.1"
+
+    def _pass(self) -> None:
+        counting, server = self.counting, self.counting.server
+        counting.note(_words(self.command, self.path), 0)
+        size = int(self.headers.get("Content-Length") or 0)
+        body = self.rfile.read(size) if size else None
+        headers = {
+            name: value
+            for name, value in self.headers.items()
+            if name.lower() not in _DROPPED and name.lower() != "authorization"
+        }
+        upstream = http.client.HTTPSConnection(
+            server.hostname or "", server.port, context=counting.tls
+        )
+        with contextlib.closing(upstream):
+            try:
+                upstream.request(self.command, self.path, body, headers)
+                answer = upstream.getresponse()
+            except OSError:
+                self.close_connection = True
+                return
+            self.send_response(answer.status)
+            for name, value in answer.getheaders():
+                if name.lower() not in _DROPPED:
+                    self.send_header(name, value)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                for piece in _pieces(answer):
+                    counting.note("", len(piece))
+                    self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+                if "follow=true" in self.path:
+                    # Logs of fake pods end at once, those of real ones when their container does.
+                    self.rfile.read(1)
+                    self.close_connection = True
+                    return
+                self.wfile.write(b"0\r\n\r\n")
+                return
+            self.close_connection = True
+
+    do_GET = do_POST = do_PATCH = do_DELETE = do_PUT = _pass
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def _pieces(answer: http.client.HTTPResponse) -> Iterator[bytes]:
+    while piece := answer.read1(1 << 16):
+        yield piece
+
+
+def _words(method: str, path: str) -> str:
+    """A request in words that are the same for every run: ``GET pods``, ``WATCH pods``."""
+    where = urlsplit(path)
+    verb = "WATCH" if "watch=" in where.query else method
+    parts = where.path.strip("/").split("/")
+    parts = parts[2:] if parts[0] == "api" else parts[3:] if parts[0] == "apis" else parts
+    if parts[:1] == ["namespaces"] and len(parts) > 2:
+        parts = parts[2:]
+    if len(parts) > 1:
+        parts[1] = "NAME"
+    return re.sub(r"/NAME$", "/NAME", f"{verb} {'/'.join(parts)}").strip()

@@ -1,0 +1,354 @@
+"""What goes wrong on a real cluster, with what is said of it and how it ends; nothing is left."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+
+import pytest
+import yaml
+
+from clusterkit import api
+from clusterkit.errors import BadInput, CapabilityError
+from clusterkit.spec import JobSpec
+from clusterkit.status import State
+from tests.live.kubernetes.conftest import KUBECONFIG, ROOT, cluster
+from tests.live.kubernetes.test_kubernetes import FOREVER, failed
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+OPERATORS = {
+    "pytorchjob": ("kubeflow", "training-operator"),
+    "mpijob": ("mpi-operator", "mpi-operator"),
+}
+
+
+@pytest.fixture
+def operator(kube):
+    """``operator("mpijob", 0)``: so many pods of the operator; one again when the test is over."""
+    changed = set()
+
+    def scale(flavor: str, pods: int) -> None:
+        namespace, name = OPERATORS[flavor]
+        changed.add(flavor)
+        where = ("-n", namespace)
+        kube.kubectl(*where, "scale", f"deployment/{name}", f"--replicas={pods}")
+        if pods:
+            kube.kubectl(*where, "rollout", "status", f"deployment/{name}", "--timeout=120s")
+        else:
+            kube.kubectl(*where, "wait", "pods", "--all", "--for=delete", "--timeout=60s")
+
+    yield scale
+    for flavor in changed:
+        scale(flavor, 1)
+
+
+# ---------------------------------------------------------------- nodes
+
+
+@pytest.mark.parametrize(("fault", "remedy"), [("crash", "restore"), ("cut", "join")])
+def test_a_node_that_is_gone_is_named_and_its_pods_are_removed(fault, remedy, submit, begun, kube):
+    run = begun(submit(FOREVER, on={"lost_after": 5.0}))
+    (lost,) = (each.node for each in run.status().nodes if each.host == "node-2")
+    try:
+        cluster(fault, "node-2")
+        failure = failed(run)
+        assert failure.node == lost
+        assert failure.cause == "node node-2 of the cluster does not answer"
+        assert kube.kubectl("get", "pods", "-o", "name") == ""
+    finally:
+        cluster(remedy, "node-2")
+        kube.kubectl("wait", "node/node-2", "--for=condition=Ready", "--timeout=120s")
+
+
+# ---------------------------------------------------------------- operators
+
+
+def test_a_run_goes_on_without_its_operator_and_ends_with_the_next_one(
+    submit, begun, kube, operator
+):
+    run = begun(submit('echo here; while [ ! -e "$HOME/go" ]; do sleep 0.2; done'))
+    operator("pytorchjob", 0)
+    assert run.status().state is State.RUNNING
+    for node in (0, 1):
+        kube.kubectl("exec", f"{run.id}-worker-{node}", "--", "touch", "/tmp/go")
+    assert run.wait(60).state is State.SUCCEEDED
+
+
+def test_a_submit_while_the_operator_s_pod_is_made_anew(submit, kube):
+    namespace, name = OPERATORS["pytorchjob"]
+    kube.kubectl("-n", namespace, "delete", "pods", "--all", "--wait=false")
+    try:
+        assert submit("echo here").wait(120).state is State.SUCCEEDED
+    finally:
+        kube.kubectl("-n", namespace, "rollout", "status", f"deployment/{name}")
+
+
+@pytest.mark.parametrize("flavor", ["mpijob", "pytorchjob"])
+def test_an_operator_that_is_absent_is_said_within_15_seconds(flavor, submit, operator):
+    operator(flavor, 0)
+    launcher = "mpirun" if flavor == "mpijob" else "python"
+    run = submit(FOREVER, launcher=launcher, on={"flavor": flavor})
+    start = time.monotonic()
+    status = run.wait(60, until=lambda s: any("operator" in (n.reason or "") for n in s.nodes))
+    assert time.monotonic() - start < 15
+    if flavor == "mpijob":
+        assert status.state is State.PENDING
+        assert "is its operator up?" in (status.nodes[0].reason or "")
+    else:
+        # This one is asked by the API server before it takes a job.
+        assert status.state is State.FAILED
+        assert status.failure is not None
+        assert 'no endpoints available for service "training-operator"' in status.failure.cause
+
+
+# ---------------------------------------------------------------- pods that are taken away
+
+
+def test_a_pod_that_is_preempted_says_by_whom(submit, begun, kube):
+    priority = f"urgent-{kube.namespace}"
+    kube.kubectl("create", "priorityclass", priority, "--value=1000")
+    try:
+        # Two of these do not fit on one node, and nothing else of this size does.
+        run = begun(submit(FOREVER, on={"cpus": 1.1}))
+        security = yaml.safe_load((ROOT / "k8s" / "job.yaml").read_text().split("---\n")[1])
+        spec = security["spec"]["template"]["spec"]
+        (container,) = spec["containers"]
+        pod = {
+            "apiVersion": "v1", "kind": "Pod", "metadata": {"name": "urgent"},
+            "spec": {
+                "priorityClassName": priority, "securityContext": spec["securityContext"],
+                "restartPolicy": "Never",
+                "containers": [{
+                    "name": "main", "image": "clusterkit:cpu", "command": ["sleep", "3600"],
+                    "securityContext": container["securityContext"],
+                    "resources": {"requests": {"cpu": "1.1"}},
+                }],
+            },
+        }  # fmt: skip
+        file = run.path / "urgent.json"
+        file.write_text(json.dumps(pod))
+        kube.kubectl("create", "-f", str(file))
+        failure = failed(run)
+        assert failure.cause.startswith("preempted for a pod of higher priority")
+        kube.kubectl("delete", "pod", "urgent", "--grace-period=0", "--force")
+    finally:
+        kube.kubectl("delete", "priorityclass", priority)
+
+
+def test_a_pod_that_writes_too_much_is_evicted_and_says_so(submit):
+    script = "[ $RANK = 1 ] && head -c 60M /dev/zero >/tmp/big; exec sleep 3600"
+    failure = failed(submit(script, on={"resources": {"ephemeral-storage": "20Mi"}}))
+    assert failure.node == 1
+    assert re.match(r"evicted.*ephemeral local storage.*20Mi", failure.cause), failure
+
+
+def test_a_namespace_that_is_deleted_under_the_run(submit, begun, kube):
+    other = f"{kube.namespace}-gone"
+    kube.kubectl("create", "namespace", other)
+    run = begun(submit(FOREVER, on={"namespace": other}))
+    kube.kubectl("delete", "namespace", other)
+    assert re.search("deleted", failed(run).cause)
+    assert run.status().remark is None
+
+
+# ---------------------------------------------------------------- what a run waits for
+
+
+def test_a_claim_that_no_volume_fits_is_said(submit, kube):
+    claim = {
+        "apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "huge"},
+        "spec": {
+            "accessModes": ["ReadWriteMany"], "storageClassName": "shared",
+            "resources": {"requests": {"storage": "900Ti"}},
+        },
+    }  # fmt: skip
+    file = kube.file.with_name("claim.json")
+    file.write_text(json.dumps(claim))
+    kube.kubectl("create", "-f", str(file))
+    run = submit(FOREVER, on={"volumes": [{"claim": "huge", "path": "/x"}]})
+    status = run.wait(
+        60, until=lambda s: bool(s.nodes) and all("Claim" in (n.reason or "") for n in s.nodes)
+    )
+    assert status.state is State.PENDING
+    assert "unbound immediate PersistentVolumeClaims" in (status.nodes[0].reason or "")
+    assert run.cancel().state is State.CANCELLED
+    kube.kubectl("delete", "pvc", "huge")
+
+
+def test_an_mpijob_says_what_its_workers_wait_for(submit):
+    run = submit(FOREVER, launcher="mpirun", on={"cpus": 64})
+    status = run.wait(30, until=lambda s: "Insufficient cpu" in str(s.nodes))
+    assert status.state is State.PENDING
+    assert run.cancel().state is State.CANCELLED
+
+
+# ---------------------------------------------------------------- credentials, the API server
+
+
+def test_a_token_that_expires_is_said_and_a_new_one_is_taken(submit, begun, kube, tmp_path):
+    kube.kubectl("apply", "-f", str(ROOT / "k8s" / "rbac.yaml"))
+    mine = tmp_path / "mine"
+
+    def log_in() -> None:
+        kube.kubectl("create", "serviceaccount", "me")
+        config = yaml.safe_load(KUBECONFIG.read_text())
+        config["users"][0]["user"] = {"token": kube.kubectl("create", "token", "me").strip()}
+        mine.write_text(yaml.safe_dump(config))
+
+    kube.kubectl(
+        "create", "rolebinding", "me", "--role=clusterkit-submitter",
+        f"--serviceaccount={kube.namespace}:me",
+    )  # fmt: skip
+    log_in()
+    run = submit(
+        'echo here; while [ ! -e "$HOME/go" ]; do sleep 0.2; done; echo over',
+        on={"kubeconfig": str(mine)},
+    )
+    begun(run)
+    # A token is worth nothing without its service account; one that expires takes 10 minutes.
+    kube.kubectl("delete", "serviceaccount", "me")
+    refused_at = time.monotonic() + 60
+    while "logged in" not in mine_says(kube, mine):
+        assert time.monotonic() < refused_at  # the API server remembers a good one for 10 s
+    for node in (0, 1):
+        kube.kubectl("exec", f"{run.id}-worker-{node}", "--", "touch", "/tmp/go")
+    status = run.wait(60, until=lambda s: "credentials" in str(s))
+    print(status)
+    log_in()
+    assert run.wait(60).state is State.SUCCEEDED
+    assert [line.text for line in run.logs() if line.text == "over"] == ["over"] * 2
+    run.cancel()
+
+
+def mine_says(kube, file):
+    return kube.kubectl("--kubeconfig", str(file), "get", "pods", check=False)
+
+
+def test_a_submit_while_the_api_server_is_away_for_20_seconds(submit):
+    cluster("api", "down")
+    back = threading.Timer(20, cluster, ("api", "up"))
+    back.start()
+    start = time.monotonic()
+    try:
+        run = submit("echo here")
+    finally:
+        back.join()
+    assert run.wait(120).state is State.SUCCEEDED
+    assert time.monotonic() - start < 60
+
+
+# ---------------------------------------------------------------- submits and cancels
+
+
+def test_two_submits_at_once_do_not_meet(kube):
+    entry = kube.entry()
+    runs: list[api.Run] = []
+
+    def start() -> None:
+        job = JobSpec(name="live", command=("sh", "-c", "echo $CLUSTERKIT_RUN_ID"), nodes=2,
+                      launcher="python")  # fmt: skip
+        runs.append(api.submit(job, **entry))
+
+    threads = [threading.Thread(target=start) for _ in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert len({run.id for run in runs}) == 2
+    for run in runs:
+        assert run.wait(120).state is State.SUCCEEDED
+        assert {line.text for line in run.logs() if line.rank is not None} == {run.id}
+
+
+def test_a_cancel_right_after_the_submit(submit, kube):
+    run = submit(FOREVER)
+    assert run.cancel().state is State.CANCELLED
+    assert kube.there() == set()
+
+
+def test_a_cancel_while_it_ends_and_one_after_the_end(submit, begun, kube):
+    slow = 'trap "echo asked; sleep 1; exit 0" TERM; echo here; while :; do sleep 0.2; done'
+    run = begun(submit(slow))
+    first = threading.Thread(target=run.cancel)
+    first.start()
+    for line in run.logs(follow=True):
+        if line.text == "asked":
+            break
+    assert run.cancel().state is State.CANCELLED
+    first.join()
+    assert kube.there() == set()
+    assert run.cancel().state is State.CANCELLED
+    done = submit("echo here")
+    assert done.wait(120).state is State.SUCCEEDED
+    assert done.cancel().state is State.SUCCEEDED
+
+
+# ---------------------------------------------------------------- names, bad input
+
+
+def test_a_name_that_kubernetes_does_not_take(submit):
+    name = "9_Lives.Of-A-Cat-" + "x" * 60
+    run = submit("echo here", name=name)
+    assert run.wait(120).state is State.SUCCEEDED, run.status()
+    assert run.plan.note("name")
+
+
+@pytest.mark.parametrize(
+    ("on", "fields", "error", "words"),
+    [
+        ({"flavor": "job"}, {"nodes": "2:4", "launcher": "torchrun"}, CapabilityError, "elastic"),
+        (
+            {"volumes": [{"claim": "a", "path": "/x"}, {"claim": "b", "path": "/x/"}]},
+            {}, BadInput, "volumes: two of them on /x",
+        ),
+        ({"memory": "much"}, {}, BadInput, "memory: 'much' is no amount"),
+        ({"resources": {"rdma/hca": "one"}}, {}, BadInput, "'one' is no amount"),
+        ({"gpus": 99}, {}, BadInput, "gpus: 99 nvidia.com/gpu of a pod, but no node has more"),
+        ({"patch": {"container": []}}, {}, BadInput, "patch: container"),
+        ({"patch": {"hostNetwork": "yes please"}}, {}, BadInput, "patch: hostNetwork"),
+        ({"patch": {"containers": [{"name": "x", "imag": "y"}]}}, {}, BadInput,
+         r"patch: containers\[0\].imag"),
+    ],
+    ids=["elastic", "one-path", "memory", "resource", "gpus", "unknown", "type", "deep"],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_before_anything_starts(
+    on, fields, error, words, submit, own_home
+):
+    with pytest.raises(error, match=words):
+        submit(FOREVER, on=on, **fields)
+    assert not list(own_home.glob("runs/*"))
+
+
+# ---------------------------------------------------------------- security
+
+
+@pytest.mark.parametrize("flavor", ["pytorchjob", "mpijob", "trainjob", "job"])
+def test_no_token_and_no_secret_lies_open_in_a_pod(flavor, submit, begun, kube, monkeypatch):
+    monkeypatch.setenv("API_TOKEN", "hunter2-Zq81")
+    launcher = "mpirun" if flavor == "mpijob" else "python"
+    script = '[ "${#API_TOKEN}" = 12 ] && echo here; exec sleep 3600'
+    begun(submit(script, secrets=("API_TOKEN",), launcher=launcher, on={"flavor": flavor}))
+    told = json.loads(kube.kubectl("get", "pods", "-o", "json"))["items"]
+    assert len(told) == (3 if flavor == "mpijob" else 2)
+    assert "hunter2" not in json.dumps(told)
+    look = (
+        "cat /proc/[0-9]*/cmdline | tr '\\0' ' '; "
+        "ls /var/run/secrets/kubernetes.io/serviceaccount 2>&1; id -u"
+    )
+    for pod in told:
+        spec = pod["spec"]
+        assert spec["automountServiceAccountToken"] is False
+        assert "kube-api-access" not in json.dumps(spec["volumes"])
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        for container in (*spec["containers"], *spec.get("initContainers", ())):
+            security = container["securityContext"]
+            assert security["capabilities"] == {"drop": ["ALL"]}
+            assert security["allowPrivilegeEscalation"] is False
+            assert security["readOnlyRootFilesystem"] is True
+        seen = kube.kubectl("exec", pod["metadata"]["name"], "--", "sh", "-c", look)
+        assert "sh" in seen
+        assert "hunter2" not in seen
+        assert "No such file" in seen
+        assert seen.split()[-1] == "1000"
