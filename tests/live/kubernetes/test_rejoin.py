@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from clusterkit import api
 from clusterkit.spec import CheckpointSpec
 from clusterkit.status import State
-from tests.live.kubernetes.conftest import cluster
+from tests.live.kubernetes.conftest import Kube, cluster
 
 ROOT = Path(__file__).parents[3]
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
@@ -53,11 +54,25 @@ def by_step(run):
     return found
 
 
-@pytest.fixture(autouse=True)
-def claim(kube, tmp_path):
-    """A volume of all pods."""
-    (tmp_path / "claim.yaml").write_text(CLAIM)
-    kube.kubectl("apply", "-f", str(tmp_path / "claim.yaml"))
+@pytest.fixture(scope="module")
+def namespace(running, tmp_path_factory):
+    """One for all tests here: the cluster has few volumes, and does not use one again."""
+    folder = tmp_path_factory.mktemp("namespace")
+    found = Kube(f"test-{secrets.token_hex(3)}", folder / "clusters.yaml")
+    found.kubectl("create", "namespace", found.namespace)
+    label = "pod-security.kubernetes.io/enforce=restricted"
+    found.kubectl("label", "namespace", found.namespace, label)
+    (folder / "claim.yaml").write_text(CLAIM)
+    found.kubectl("apply", "-f", str(folder / "claim.yaml"))
+    yield found
+    found.kubectl("delete", "namespace", found.namespace, "--wait=false")
+
+
+@pytest.fixture
+def kube(namespace):
+    """That namespace; as empty after the test as before."""
+    yield namespace
+    assert namespace.there() == set()
 
 
 @pytest.fixture
@@ -168,7 +183,7 @@ def ranks_of(run):
             ours = mark in (process / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if ours and words[0].endswith(b"python3") and b"jobs/train/gpt.py" in words:
+        if ours and words[:3] == [b"python3", b"-u", b"jobs/train/gpt.py"]:
             found.append(words)
     return found
 
