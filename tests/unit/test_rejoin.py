@@ -232,6 +232,13 @@ def test_a_new_node_0_goes_on_with_those_who_were_there_before():
     assert table.muster.verdict == {"exit": 0}
 
 
+def test_a_new_node_0_may_be_the_last_to_hear_of_it():
+    table = Table()
+    assert table.arrives(1, hub="the old one", round=1, code=143) == [(1, "go", 1)]
+    table.arrives(0)
+    assert table.muster.seats[0].up
+
+
 def test_ranks_that_still_run_may_not_reach_those_of_a_new_node_0():
     table = Table()
     table.arrives(0)

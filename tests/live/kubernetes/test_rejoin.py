@@ -108,11 +108,8 @@ def until_step(run, step):
 
 def pods_of(kube, run):
     """Name by node of those that are there and are not being removed."""
-    told = json.loads(
-        kube.kubectl(
-            "get", "pods", "-l", f"clusterkit/run={run.id},clusterkit/role=node", "-o", "json"
-        )
-    )
+    mine = f"clusterkit/run={run.id},clusterkit/role=node"
+    told = json.loads(kube.kubectl("get", "pods", "-l", mine, "-o", "json"))
     return {
         rank_of(pod): pod["metadata"]["name"]
         for pod in told["items"] if "deletionTimestamp" not in pod["metadata"]
