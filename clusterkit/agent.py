@@ -668,7 +668,8 @@ class Muster:
             seat.member = True  # it had ended before it met anyone
             self.ended(node, 0, int(hello["code"]), now)
         elif not seat.up:
-            self._start(node, "node 0 is back" if met else "")
+            late = node == 0 and self._replaces_at is not None
+            self._start(node, _REPLACES if late else "node 0 is back" if met else "")
         elif met:
             # Its ranks may have reached those that were started here.
             self._end_round(0, now)
@@ -763,12 +764,16 @@ class Muster:
     def _replaces(self, now: float) -> None:
         if self._replaces_at is None:
             self._replaces_at = now
-            self._tell(0, {"say": f"this node takes the place of one that was lost; {AGAIN}"})
+            if 0 in self.seats:
+                self._tell(0, {"say": f"{_REPLACES}; {AGAIN}"})
 
     def _decide(self, verdict: dict[str, Any]) -> None:
         self.verdict = verdict
         for node in sorted(self.seats):
             self._tell(node, verdict)
+
+
+_REPLACES = "this node takes the place of one that was lost"
 
 
 def _lost_words(nodes: list[int]) -> str:
@@ -900,7 +905,8 @@ class Comrades(threading.Thread):
         self._ended_at: float | None = None
         self._lost_at: float | None = None
         """When node 0 was given up."""
-        self._waiting = False
+        self._waiting = ""
+        """Why the launcher may not run."""
         self._done = False
         self._leaving = False
         self._served: Hub | None = None
@@ -1063,12 +1069,13 @@ class Comrades(threading.Thread):
                     self._done = True
 
     def _go(self, number: int) -> None:
-        self._round, self._code, self._up, self._waiting = number, None, True, False
+        self._round, self._code, self._up, self._waiting = number, None, True, ""
         self._order("go", "")
 
     def _again(self, why: str) -> None:
-        self._say(f"{why}; waiting for it" if not self._waiting else why)
-        self._waiting = True
+        if why != self._waiting:
+            self._say(f"{why}; waiting for it")
+        self._waiting = why
         self._order("again", why)
 
     def _end(self, order: str, why: str) -> None:

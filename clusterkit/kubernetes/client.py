@@ -127,6 +127,12 @@ class KubeTransport(LocalTransport):
                     )  # fmt: skip
                 case ["delete", "--raw", path]:
                     out = self._call(target, "DELETE", path, seconds=seconds)
+                case ["patch", "pod", name, "--type", "merge", "--patch", change]:
+                    path = f"/api/v1/namespaces/{target.namespace}/pods/{name}"
+                    content = "application/merge-patch+json"
+                    out = self._call(
+                        target, "PATCH", path, json.loads(change), content, seconds=seconds
+                    )
                 case ["apply", *_, "--kustomize", folder]:
                     out = self._apply(target, Path(folder), env or {}, seconds)
                 case _:

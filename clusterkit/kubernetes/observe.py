@@ -47,6 +47,7 @@ LOG_SECONDS = 15.0
 """How long the log of a pod that has ended may take to come whole."""
 NEWS_SECONDS = 5.0
 """How often it is asked why there are no pods, and states are judged anew although nothing came."""
+_LET_GO = ("--type", "merge", "--patch", '{"metadata":{"finalizers":null}}')
 _STAMPED = re.compile(rb"([0-9T:.-]{19,29})Z (.*)\Z", re.DOTALL)
 _OURS = re.compile(rb"[0-9T:-]{19}\.[0-9]{6}Z (-|[0-9]{1,9}) ")
 
@@ -400,6 +401,9 @@ class Watcher:
                 path = f"/api/v1/namespaces/{namespace(plan)}/pods/{pod.name}"
                 command = [*tool(plan), "delete", "--raw", f"{path}?gracePeriodSeconds=0"]
                 self._transport.run(HOST, command)
+                if flavor_of(plan).KIND != "PyTorchJob":
+                    # A Job holds its pods until they have ended, which this one will not say.
+                    self._transport.run(HOST, [*tool(plan), "patch", "pod", pod.name, *_LET_GO])
 
     def _log_of(self, pod: Pod) -> _Log | None:
         """The follower of a pod's log, made as soon as there can be one."""

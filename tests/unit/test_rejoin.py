@@ -232,6 +232,13 @@ def test_a_new_node_0_goes_on_with_those_who_were_there_before():
     assert table.muster.verdict == {"exit": 0}
 
 
+def test_a_new_node_0_may_be_the_last_to_hear_of_it():
+    table = Table()
+    assert table.arrives(1, hub="the old one", round=1, code=143) == [(1, "go", 1)]
+    table.arrives(0)
+    assert table.muster.seats[0].up
+
+
 def test_ranks_that_still_run_may_not_reach_those_of_a_new_node_0():
     table = Table()
     table.arrives(0)
@@ -252,7 +259,7 @@ def test_those_who_never_come_to_a_new_node_0_end_the_run():
 
 RUN = (
     "import sys; from clusterkit import agent; agent.PEERS_GRACE = agent.PEER_GONE_SECONDS = 0.3; "
-    "agent.PEER_AGAIN_SECONDS = 0.05; sys.exit(agent.main(sys.argv[1:]))"
+    "agent.PEER_AGAIN_SECONDS = 0.05; agent.PEER_SECONDS = 0.2; sys.exit(agent.main(sys.argv[1:]))"
 )
 # Each start of a rank says who it is, and takes its exit code from its node's pipe.
 RANK = 'echo "$NODE_RANK $$" >"$DIR/up"; read code <"$DIR/code-$NODE_RANK"; exit "$code"'
@@ -357,6 +364,7 @@ def test_a_lost_node_comes_back_and_all_start_again(nodes, lost, how):
     before = nodes.begin(2)
     nodes.agents[lost].send_signal(how)
     assert nodes.agents[lost].wait(60) == (agent.LEFT if how == signal.SIGTERM else -how)
+    agent.wait_gone([before[lost]], 60)
     nodes.start(lost)
     after = nodes.running(0, 1)
     assert not set(before.values()) & set(after.values())
@@ -393,19 +401,21 @@ def test_a_node_that_stays_away_ends_the_others_by_name(nodes, lost):
 
 
 def test_one_that_falls_silent_is_lost(nodes):
-    nodes.begin(2, lost_after=3)
-    nodes.agents[1].send_signal(signal.SIGSTOP)
-    lost = nodes.agents[1]
-    nodes.start(2)  # is of another node: nobody waits for it
-    nodes.agents[2].terminate()
+    ranks = nodes.begin(2, lost_after=2)
+    silent = nodes.agents[1]
+    silent.send_signal(signal.SIGSTOP)
     try:
-        again = nodes.folder / "attempts" / "1" / "node-1" / "started.json"
-        again.unlink()  # on another machine it would not be there
+        agent.wait_gone([ranks[0]], 60)
+        assert nodes.log_of(0) == ["node 1 was lost; waiting for it"]
+        # On another machine it would not be there.
+        (Path(nodes.path(1)) / "started.json").unlink()
         nodes.start(1)
         nodes.running(0, 1)
     finally:
-        lost.send_signal(signal.SIGKILL)
-        lost.send_signal(signal.SIGCONT)
+        silent.kill()
+    # Its rank would read what is meant for the new one.
+    silent.wait(60)
+    agent.wait_gone([ranks[1]], 60)
     for node in (0, 1):
         nodes.end(node, 0)
     assert nodes.agents[0].wait(60) == 0

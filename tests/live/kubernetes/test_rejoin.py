@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
 from pathlib import Path
 
 import pytest
 
 from clusterkit import api
+from clusterkit.spec import CheckpointSpec
 from clusterkit.status import State
-from tests.live.kubernetes.conftest import cluster
+from tests.live.kubernetes.conftest import Kube, cluster
 
 ROOT = Path(__file__).parents[3]
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
@@ -52,16 +54,36 @@ def by_step(run):
     return found
 
 
+@pytest.fixture(scope="module")
+def namespace(running, tmp_path_factory):
+    """One for all tests here: the cluster has few volumes, and does not use one again."""
+    folder = tmp_path_factory.mktemp("namespace")
+    found = Kube(f"test-{secrets.token_hex(3)}", folder / "clusters.yaml")
+    found.kubectl("create", "namespace", found.namespace)
+    label = "pod-security.kubernetes.io/enforce=restricted"
+    found.kubectl("label", "namespace", found.namespace, label)
+    (folder / "claim.yaml").write_text(CLAIM)
+    found.kubectl("apply", "-f", str(folder / "claim.yaml"))
+    yield found
+    found.kubectl("delete", "namespace", found.namespace, "--wait=false")
+
+
 @pytest.fixture
-def train(kube, tmp_path):
+def kube(namespace):
+    """That namespace; as empty after the test as before."""
+    yield namespace
+    assert namespace.there() == set()
+
+
+@pytest.fixture
+def train(kube):
     """Start the job on two pods with checkpoints on a volume of both; ended with the test."""
-    (tmp_path / "claim.yaml").write_text(CLAIM)
-    kube.kubectl("apply", "-f", str(tmp_path / "claim.yaml"))
     started = []
 
-    def start(**on):
+    def start(settings=(), **on):
         run = api.submit(
-            ROOT / "jobs" / "ddp.yaml", nodes=2, gpus=1, more_args=ARGS, settings=EVERY,
+            ROOT / "jobs" / "ddp.yaml", nodes=2, gpus=1, more_args=ARGS,
+            settings=(*EVERY, *settings),
             **kube.entry(
                 shm_size="256Mi", volumes=[{"claim": "runs", "path": "/runs"}], shared="/runs",
                 lost_after=5.0, **on,
@@ -86,7 +108,8 @@ def until_step(run, step):
 
 def pods_of(kube, run):
     """Name by node of those that are there and are not being removed."""
-    told = json.loads(kube.kubectl("get", "pods", "-l", f"clusterkit/run={run.id}", "-o", "json"))
+    mine = f"clusterkit/run={run.id},clusterkit/role=node"
+    told = json.loads(kube.kubectl("get", "pods", "-l", mine, "-o", "json"))
     return {
         rank_of(pod): pod["metadata"]["name"]
         for pod in told["items"] if "deletionTimestamp" not in pod["metadata"]
@@ -120,17 +143,50 @@ def whole(run, reference):
 
 
 @pytest.mark.parametrize(
-    ("flavor", "node"), [("pytorchjob", 1), ("pytorchjob", 0), ("job", 1), ("job", 0),
-                         ("trainjob", 1), ("trainjob", 0)],
+    ("flavor", "node", "launcher"),
+    [
+        ("pytorchjob", 1, "torchrun"), ("pytorchjob", 0, "torchrun"), ("job", 0, "torchrun"),
+        ("trainjob", 1, "torchrun"), ("pytorchjob", 1, "deepspeed"),
+    ],
 )  # fmt: skip
-def test_a_pod_that_is_deleted_comes_back(flavor, node, train, kube, reference, record_property):
-    run = train(flavor=flavor)
+def test_a_pod_that_is_deleted_comes_back(flavor, node, launcher, train, kube, reference):
+    run = train(settings=(f"launcher={launcher}",), flavor=flavor)
     until_step(run, 7)
     at = time.time()
     kube.kubectl("delete", "pod", pods_of(kube, run)[node], "--wait=false")
     whole(run, reference)
-    record_property("seconds", next_step(run, at))
-    print(f"{flavor} node {node}: next step {next_step(run, at):.1f} s after the delete")
+    print(f"{flavor} {launcher} node {node}: next step {next_step(run, at):.1f} s after the delete")
+
+
+@pytest.mark.parametrize("flavor", ["pytorchjob", "job", "trainjob"])
+@pytest.mark.parametrize("code", [7, 143])
+def test_a_rank_that_fails_by_itself_ends_the_run_and_is_run_once(flavor, code, submit, kube):
+    volume = {"volumes": [{"claim": "runs", "path": "/runs"}], "shared": "/runs"}
+    run = submit(
+        f"echo here; [ $RANK = 0 ] || exit {code}; exec sleep 3600",
+        on={"flavor": flavor, **volume}, checkpoint=CheckpointSpec(),
+    )  # fmt: skip
+    assert run.plan.rejoin
+    status = run.wait(120)
+    assert (status.state, status.attempt) == (State.FAILED, 1)
+    assert status.failure is not None
+    assert (status.failure.node, status.failure.exit_code) == (1, code)
+    assert [line.text for line in run.logs(rank=1)] == ["here"]
+
+
+def ranks_of(run):
+    """Processes of the program of this run: all nodes of the cluster are on this machine."""
+    mark = f"CLUSTERKIT_RUN_ID={run.id}".encode()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            ours = mark in (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if ours and words[:3] == [b"python3", b"-u", b"jobs/train/gpt.py"]:
+            found.append(words)
+    return found
 
 
 @pytest.fixture
@@ -161,8 +217,8 @@ def test_the_pods_of_a_node_that_is_gone_come_back_on_another(
     assert sorted(node.host for node in run.status().nodes) == ["node-1", "node-2"]
     at = time.time()
     broken(how)
-    status = run.wait(120, until=lambda s: any("takes its place" in str(n) for n in s.nodes))
-    assert status.state is State.RUNNING
     whole(run, reference)
     assert {node.host for node in run.status().nodes} == {"node-1"}
+    # Cut off, nobody could tell them to end.
+    assert ranks_of(run) == []
     print(f"{flavor} {how}: next step {next_step(run, at):.1f} s after")
