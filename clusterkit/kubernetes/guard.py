@@ -146,7 +146,8 @@ def _rules(shape: Shape, flavor: Flavor, objects: Sequence[Object], name: str) -
             "apiGroups": [""],
             "resources": ["pods"],
             **({"resourceNames": names} if names is not None else {}),
-            "verbs": ["delete"],
+            # A Job's pod on a node that is gone stays until its finalizer is taken away.
+            "verbs": ["delete"] if named else ["delete", "patch"],
         },
         {
             "apiGroups": [""],

@@ -32,7 +32,7 @@ BESIDES = (
          "`clusterkit attach` from another machine"),
     Rule("", ("secrets",), ("create", "patch", "delete")),
     Rule("", ("services",), ("create", "patch", "delete", "deletecollection")),
-    Rule("", ("pods",), ("get", "list", "watch", "delete", "deletecollection")),
+    Rule("", ("pods",), ("get", "list", "watch", "patch", "delete", "deletecollection")),
     Rule("", ("pods/log",), ("get",)),
     Rule("", ("events",), ("list",)),
 )  # fmt: skip

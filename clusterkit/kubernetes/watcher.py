@@ -57,6 +57,9 @@ TAIL_BYTES = 120_000
 """Of an ended pod's log that is kept."""
 RECORD_BYTES = 900_000
 """Of all records; a config map takes 1 MiB."""
+TAKEN_AWAY = 128
+"""Least exit code of a pod that another one takes the place of, where that is so: agents end with
+143 when their pod is taken away, and with no other code so high."""
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 Object = dict[str, Any]
@@ -175,6 +178,9 @@ class Pod(NamedTuple):
     """Whether its node of the cluster is gone, and nobody there will say that it has ended."""
     silent_since: float | None
     """Unix time from which its node has not answered."""
+    made_at: str = ""
+    held: bool = False
+    """Whether a finalizer keeps it."""
 
 
 def read_pod(told: Mapping[str, Any], index: str | None, now: float) -> Pod | None:
@@ -213,6 +219,8 @@ def read_pod(told: Mapping[str, Any], index: str | None, now: float) -> Pod | No
         leaving=due is not None or disruption.get("status") == "True",
         lost=tainted and running is not None and due is not None and now > due + FORCE_SECONDS,
         silent_since=unix(ready.get("lastTransitionTime")) if silent else None,
+        made_at=str(meta.get("creationTimestamp") or ""),
+        held=bool(meta.get("finalizers")),
     )
 
 
@@ -262,7 +270,10 @@ class Memory:
         for node in range(rules.nodes):
             if node in there:
                 self.uids.setdefault(node, there[node].uid)
-                self.missing_since.pop(node, None)
+                if (there[node].exit_code or 0) >= TAKEN_AWAY:
+                    self.missing_since.setdefault(node, now)
+                else:
+                    self.missing_since.pop(node, None)
             elif node in self.uids:
                 self.missing_since.setdefault(node, now)
         starts = [pod.started_at for pod in pods if pod.started_at is not None]
@@ -279,10 +290,8 @@ def verdict(pods: Sequence[Pod], memory: Memory, rules: Rules, now: float) -> tu
     ):
         return "late", f"over its time_limit of {rules.time_limit:g} s"
     there: dict[int, Pod] = {}
-    for pod in pods:
-        # One that leaves may already have a successor.
-        if pod.node not in there or there[pod.node].leaving:
-            there[pod.node] = pod
+    for pod in sorted(pods, key=lambda each: (each.made_at, not each.leaving)):
+        there[pod.node] = pod  # a Job's that failed may stay beside their successors
     lost: list[str] = []
     done = 0
     for node in range(rules.nodes):
@@ -298,6 +307,10 @@ def verdict(pods: Sequence[Pod], memory: Memory, rules: Rules, now: float) -> tu
         elif one.leaving:
             if not rules.replaces:
                 lost.append(f"node {node}: its pod was deleted")
+        elif one.exit_code and rules.replaces and one.exit_code >= TAKEN_AWAY:
+            gone_since = memory.missing_since.get(node)
+            if gone_since is not None and now > gone_since + GONE_SECONDS:
+                lost.append(f"node {node}: exit code {one.exit_code}")
         elif one.exit_code:
             lost.append(f"node {node}: exit code {one.exit_code}")
         elif (
@@ -545,8 +558,13 @@ class Watcher:
         for pod in pods:
             if pod.lost:
                 say(f"{pod.name}: its node does not answer; removed by force")
+                path = f"{self._pods_path}/{pod.name}"
                 options = {"gracePeriodSeconds": 0, "preconditions": {"uid": pod.uid}}
-                self.api.delete(f"{self._pods_path}/{pod.name}", options)
+                self.api.delete(path, options)
+                if pod.held:
+                    body = {"metadata": {"uid": pod.uid, "finalizers": None}}
+                    with contextlib.suppress(Refused):  # it is gone, or another one by now
+                        self.api.call("PATCH", path, body, "application/merge-patch+json")
 
     # -- the record
 
