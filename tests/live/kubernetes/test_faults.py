@@ -91,16 +91,12 @@ def test_an_operator_that_is_absent_is_said_within_15_seconds(flavor, submit, op
     launcher = "mpirun" if flavor == "mpijob" else "python"
     run = submit(FOREVER, launcher=launcher, on={"flavor": flavor})
     start = time.monotonic()
-    status = run.wait(60, until=lambda s: any("operator" in (n.reason or "") for n in s.nodes))
+    status = run.wait(
+        60, until=lambda s: any("operator" in (node.reason or "") for node in s.nodes)
+    )
     assert time.monotonic() - start < 15
-    if flavor == "mpijob":
-        assert status.state is State.PENDING
-        assert "is its operator up?" in (status.nodes[0].reason or "")
-    else:
-        # This one is asked by the API server before it takes a job.
-        assert status.state is State.FAILED
-        assert status.failure is not None
-        assert 'no endpoints available for service "training-operator"' in status.failure.cause
+    said = [node.reason for node in status.nodes] + [status.failure and status.failure.cause]
+    assert any("is its operator up?" in (words or "") for words in said), status
 
 
 # ---------------------------------------------------------------- pods that are taken away
@@ -209,21 +205,13 @@ def test_a_token_that_expires_is_said_and_a_new_one_is_taken(submit, begun, kube
     begun(run)
     # A token is worth nothing without its service account; one that expires takes 10 minutes.
     kube.kubectl("delete", "serviceaccount", "me")
-    refused_at = time.monotonic() + 60
-    while "logged in" not in mine_says(kube, mine):
-        assert time.monotonic() < refused_at  # the API server remembers a good one for 10 s
     for node in (0, 1):
         kube.kubectl("exec", f"{run.id}-worker-{node}", "--", "touch", "/tmp/go")
-    status = run.wait(60, until=lambda s: "credentials" in str(s))
-    print(status)
+    status = run.wait(60, until=lambda s: "credentials" in str(s.nodes))
+    assert status.state is State.RUNNING
     log_in()
     assert run.wait(60).state is State.SUCCEEDED
     assert [line.text for line in run.logs() if line.text == "over"] == ["over"] * 2
-    run.cancel()
-
-
-def mine_says(kube, file):
-    return kube.kubectl("--kubeconfig", str(file), "get", "pods", check=False)
 
 
 def test_a_submit_while_the_api_server_is_away_for_20_seconds(submit):
@@ -328,7 +316,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(
 def test_no_token_and_no_secret_lies_open_in_a_pod(flavor, submit, begun, kube, monkeypatch):
     monkeypatch.setenv("API_TOKEN", "hunter2-Zq81")
     launcher = "mpirun" if flavor == "mpijob" else "python"
-    script = '[ "${#API_TOKEN}" = 12 ] && echo here; exec sleep 3600'
+    script = '[ "$API_TOKEN" = hunter2-Zq81 ] && echo here; exec sleep 3600'
     begun(submit(script, secrets=("API_TOKEN",), launcher=launcher, on={"flavor": flavor}))
     told = json.loads(kube.kubectl("get", "pods", "-o", "json"))["items"]
     assert len(told) == (3 if flavor == "mpijob" else 2)
