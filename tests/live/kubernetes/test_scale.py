@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import pytest
 from clusterkit import api
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
-from tests.live.kubernetes.conftest import KUBECONFIG, cluster
+from tests.live.kubernetes.conftest import KUBECONFIG, STATE, cluster
 from tests.live.kubernetes.counting import Counting
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
@@ -32,8 +33,13 @@ def counting(running, tmp_path):
     cluster("fake", str(PODS))
     folder = tmp_path / "counting"
     folder.mkdir()
-    with Counting(KUBECONFIG, folder) as found:
-        yield found
+    try:
+        with Counting(KUBECONFIG, folder) as found:
+            yield found
+    finally:
+        kubectl = [STATE / "bin" / "kubectl", "--kubeconfig", KUBECONFIG]
+        words = ["delete", "nodes", "--selector", "kube-test/fake=true", "--wait=false"]
+        subprocess.run([*kubectl, *words], check=True, stdout=subprocess.DEVNULL)
 
 
 @pytest.fixture
@@ -75,6 +81,7 @@ def test_200_pods_with_1600_gpus(flavor, kube, counting, measured, own_home):
     )  # fmt: skip
     entry = kube.entry(
         kubeconfig=str(counting.kubeconfig), flavor=flavor, gpus=8, lost_after=300.0,
+        watcher=False,  # it would have to be on a node that is none
         node_selector={"kube-test/fake": "true"},
         tolerations=[{"key": "kube-test/fake", "operator": "Exists"}],
     )  # fmt: skip
@@ -85,10 +92,13 @@ def test_200_pods_with_1600_gpus(flavor, kube, counting, measured, own_home):
         assert submit.calls <= 20
         with measured("until all run"):
             run.wait_started(300)
-        assert {node.state for node in run.status().nodes} == {State.RUNNING}
-        with measured("status") as status:
+            # One stream for each log.
+            run.wait(60, until=lambda _: counting.calls["GET pods/NAME/log"] >= run.plan.nodes)
+        status = run.status()
+        assert {node.state for node in status.nodes} == {State.RUNNING}, status.failure
+        with measured("status") as asked:
             run.status()
-        assert status.calls == 0  # its supervisor watches
+        assert asked.calls == 0  # its supervisor watches
         with measured("logs of a rank") as logs:
             assert list(run.logs(rank=0)) == []  # a fake pod says nothing of a rank
         assert logs.calls == 0
