@@ -37,7 +37,9 @@ ANSWER_SECONDS = 30.0
 AWAY_SECONDS = 40.0
 """How long the API server may be away while a run is being made."""
 RUNTIME_SECONDS = 10.0
-"""How long the trainer may take to hear of the runtime of a TrainJob."""
+"""How long an operator may take to be ready for a job."""
+_SOON = ("must be created before", "failed calling webhook")
+"""Parts of refusals that are none a moment later."""
 APPLIED_AT_ONCE = 8
 """Requests that are under way together while a run is made."""
 KUSTOMIZATION = "kustomization.yaml"
@@ -285,9 +287,10 @@ class KubeTransport(LocalTransport):
                     raise
                 time.sleep(1)
             except Refused as error:
-                # The trainer hears of a runtime a moment after it was made.
+                # The trainer hears of a runtime a moment after it was made; an operator whose pod
+                # is being replaced is not there to be asked.
                 late = time.monotonic() > start + RUNTIME_SECONDS
-                if late or "must be created before" not in error.said:
+                if late or not any(words in error.said for words in _SOON):
                     raise
                 time.sleep(RUNTIME_SECONDS / 50)
 

@@ -377,6 +377,7 @@ class Watcher:
             log = self._log_of(pod)
             if log is None or pod.exit_code is None or log.whole.is_set():
                 continue
+            log.hurry()
             if now < self._ended_at.setdefault(pod.uid, now) + LOG_SECONDS:
                 unheard.add(pod.name)
                 self._judge_at = now
@@ -520,6 +521,7 @@ class _Log:
         self._closed = closed
         self._stream: Stream | None = None
         self._given_up = False
+        self._hurry = threading.Event()
         assert pod.node is not None
         self.node = pod.node
         folder = Path(node_dir(local_dir(handle.plan), handle.attempt, pod.node))
@@ -532,17 +534,22 @@ class _Log:
             if view.folder is None:
                 self.whole.set()
                 return
+            pause = AGAIN_SECONDS
             while not self._closed.is_set():
+                began = time.monotonic()
                 try:
                     if self._pull(view.folder / "log", follow=True) or self._given_up:
                         self.whole.set()
                         return
+                    # Where streams end at once, they would be opened for ever and ever.
+                    brief = time.monotonic() < began + AGAIN_SECONDS
+                    pause = min(2 * pause, LOG_SECONDS) if brief else AGAIN_SECONDS
                 except ClusterkitError:
-                    pass  # the watch of the pods tells of it
+                    pause = AGAIN_SECONDS  # the watch of the pods tells of it
                 if self._given_up:
                     self.whole.set()
                     return
-                self._closed.wait(AGAIN_SECONDS)
+                self._hurry.wait(pause)
 
     def _pull(self, path: Path, *, follow: bool) -> bool:
         """Take what is new; whether the log has ended."""
@@ -578,7 +585,12 @@ class _Log:
         self._given_up = True
         self.close()
 
+    def hurry(self) -> None:
+        """Its container has ended: the rest of the log is there."""
+        self._hurry.set()
+
     def close(self) -> None:
+        self._hurry.set()
         if self._stream is not None:
             self._stream.close()
 
