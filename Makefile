@@ -71,6 +71,7 @@ bench: .venv/.train ## Ratios against torchrun and deepspeed, start-up, planning
 	@$(BIN)/python -m tests.bench
 	@$(BIN)/python -m tests.bench.ssh || [ $$? = 3 ]
 	@$(BIN)/python -m tests.bench.compose || [ $$? = 3 ]
+	@$(BIN)/python -m tests.bench.kubernetes || [ $$? = 3 ]
 
 ##  ---- containers
 

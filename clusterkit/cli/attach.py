@@ -33,8 +33,8 @@ def command(
 
     With --cluster it takes up a run that somebody submitted from another machine or folder, where
     the cluster remembers what it was made of (Kubernetes): it becomes a run of this machine, its
-    logs are read from the beginning, and status, logs, metrics and cancel work. Only one process
-    should watch over a run: do it when the submitter's own is gone.
+    logs are read from the beginning, and status, logs, metrics and cancel work. Whoever else
+    watched over it steps back.
     """
     found = api.attach(run, cluster=cluster, clusters_file=clusters_file)
     if detach:

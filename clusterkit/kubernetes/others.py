@@ -75,7 +75,8 @@ def listing(tool: Sequence[str], namespace: str, transport: Transport) -> list[R
     Raises:
         Unavailable: the API server does not answer, or will not.
     """
-    selector = quote(RUN, safe="")
+    # The watcher of a run is a Job of the run as well, but of no attempt.
+    selector = quote(f"{RUN},{ATTEMPT}", safe="")
 
     def ask(flavor: Flavor) -> list[RemoteRun]:
         path = f"/apis/{flavor.API}/namespaces/{quote(namespace)}/{flavor.PLURAL}"

@@ -69,9 +69,10 @@ def needed(flavor: str) -> list[tuple[str, str, str]]:
 
 def to_watch() -> list[tuple[str, str, str]]:
     """Verb, API group and resource of what a run with a watcher in the cluster needs besides."""
+    rules = (*WATCHING, Rule("batch", ("jobs",), ("create", "patch", "delete")))
     return [
         (verb, rule.group, resource)
-        for rule in WATCHING
+        for rule in rules
         for resource in rule.resources
         for verb in rule.verbs
     ]

@@ -17,12 +17,14 @@ from clusterkit.doctor.kubernetes.base import (
     KINDS,
     NODES,
     VERSION,
+    WATCHING,
     Ask,
     KubeCheck,
     KubeSubject,
     Look,
     Reply,
     Seen,
+    allowed,
     names_of,
     nodes_of,
 )
@@ -31,6 +33,7 @@ from clusterkit.doctor.report import Progress, Report
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
 from clusterkit.kubernetes.flavors import FLAVORS, choose, served
 from clusterkit.kubernetes.nodes import gpus_of
+from clusterkit.kubernetes.rights import to_watch
 from clusterkit.transport import Transport
 
 __all__ = ["CHECKS", "look"]
@@ -103,6 +106,8 @@ def planned(seen: Seen, subject: KubeSubject) -> Seen:
             for name, flavor in FLAVORS.items()
             if served(seen.reply(KINDS, name).document, flavor)
         ),
+        may_watch=subject.entry.watcher is not False
+        and all(allowed(seen.reply(WATCHING, f"{verb} {what}")) for verb, _, what in to_watch()),
     )
     try:
         flavor, origin = choose(subject.job, subject.entry, kube)

@@ -20,11 +20,15 @@ from clusterkit.doctor.base import Finding, Level, shortened
 from clusterkit.errors import ClusterkitError
 from clusterkit.kubernetes.flavors import FLAVORS, Flavor
 from clusterkit.kubernetes.nodes import selected
+from clusterkit.kubernetes.pods import ATTEMPT
+from clusterkit.kubernetes.rights import access_review, to_watch
 from clusterkit.kubernetes.text import Object
 from clusterkit.spec import JobSpec
 
 CLUSTER = "cluster"
 """What findings call the cluster as a whole; its nodes have their names."""
+WATCHER = "watcher"
+"""Role of the pod that watches over a run in the cluster."""
 ALONE = ""
 """Key of the answer to a look that asks one question."""
 
@@ -158,11 +162,28 @@ KINDS = Look(
         name: Ask(f"/apis/{flavor.API}") for name, flavor in FLAVORS.items() if name != "job"
     },
 )
+REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+
+
+def asking(rights: Iterable[tuple[str, str, str]], namespace: str) -> dict[str, Ask]:
+    """Whether we have each of these rights."""
+    return {
+        f"{verb} {resource}": Ask(REVIEWS, access_review(namespace, verb, group, resource))
+        for verb, group, resource in rights
+    }
+
+
+def allowed(reply: Reply) -> bool:
+    return bool((reply.document.get("status") or {}).get("allowed"))
+
+
+WATCHING = Look("watching", lambda seen, subject: asking(to_watch(), seen.namespace))
+"""Whether the run may have a watcher in the cluster."""
 NODES = Look("nodes", one("/api/v1/nodes"))
 PODS = Look(
     "pods", one("/api/v1/pods?fieldSelector=status.phase%21%3DSucceeded,status.phase%21%3DFailed")
 )
-FIRST = (VERSION, NAMESPACE, GROUPS, KINDS, NODES)
+FIRST = (VERSION, NAMESPACE, GROUPS, KINDS, NODES, WATCHING)
 """What every examination begins with: the plan is made of it."""
 
 
@@ -174,6 +195,8 @@ def _rehearse(seen: Seen, subject: KubeSubject) -> Mapping[str, Ask]:
     for role, _, template in templates(seen.objects):
         name = f"{seen.objects[-1]['metadata']['name']}-{role}"
         spec = {**template["spec"], "restartPolicy": template["spec"].get("restartPolicy", "Never")}
+        if role == WATCHER:  # its account is made with the run
+            del spec["serviceAccountName"]
         meta = {**template.get("metadata", {}), "name": name, "namespace": seen.namespace}
         asked[role] = Ask(root, {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec})
     if seen.objects and (kind := seen.kind) is not None and kind.KIND != "TrainJob":
@@ -206,7 +229,8 @@ def templates(objects: Iterable[Object]) -> list[tuple[str, int, Object]]:
                 ("node", int(spec["mlPolicy"]["numNodes"]), job["template"]["spec"]["template"])
             )
         elif each["kind"] == "Job":
-            found.append(("node", int(spec.get("parallelism", 1)), spec["template"]))
+            role = "node" if ATTEMPT in each["metadata"]["labels"] else WATCHER
+            found.append((role, int(spec.get("parallelism", 1)), spec["template"]))
     return found
 
 

@@ -201,15 +201,16 @@ def test_an_operator_that_is_scaled_to_nothing(kube, examine, well):
 
 def test_quotas_and_limits(kube, examine):
     kube.kubectl("create", "quota", "small", "--hard=pods=1")
-    told = at(examine(only="quota"), "quota")
+    told = at(examine(only="quota", watcher=False), "quota")
     assert told.level == "fail"
     assert told.cause == "quota small has 1 of pods, 0 in use; the job needs 2"
+    assert at(examine(only="quota"), "quota").cause.endswith("the job needs 3")
     kube.kubectl("delete", "quota", "small")
     kube.kubectl("create", "quota", "cores", "--hard=requests.cpu=10")
-    told = at(examine(only="quota"), "quota")
+    told = at(examine(only="quota", watcher=False), "quota")
     assert "must specify requests.cpu" in told.cause
     assert at(examine(only="quota", cpus=0.1), "quota").level == "ok"
-    assert at(examine(only="quota", cpus=8), "quota").cause == (
+    assert at(examine(only="quota", cpus=8, watcher=False), "quota").cause == (
         "quota cores has 10 of requests.cpu, 0 in use; the job needs 16"
     )
     kube.kubectl("delete", "quota", "cores")

@@ -27,7 +27,7 @@ from clusterkit.doctor.kubernetes.base import (
 from clusterkit.doctor.kubernetes.checks.image import full_name
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.kubernetes.flavors import FLAVORS
-from clusterkit.kubernetes.rights import needed
+from clusterkit.kubernetes.rights import needed, to_watch
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Completed
 
@@ -48,10 +48,15 @@ def subject_of(job=None, **entry):
 
 def documents():
     """Name of the look to key to reply, as recorded; to be changed freely."""
-    return {
+    found = {
         look: {key: msgspec.convert(reply, Reply) for key, reply in replies.items()}
         for look, replies in copy.deepcopy(RECORDED).items()
     }
+    # Of one kind of job, at the time of the recording: all others are allowed as well.
+    for flavor in FLAVORS:
+        for verb, _, what in needed(flavor):
+            found["rights"].setdefault(f"{verb} {what}", Reply({"status": {"allowed": True}}))
+    return found
 
 
 def seen_of(subject, replies=None):
@@ -165,6 +170,26 @@ def test_every_right_that_is_missing_is_named():
     assert found.remedy.splitlines()[1].endswith("--role clusterkit-submitter --user admin")
     replies["who"][ALONE].document["status"]["userInfo"]["username"] = "system:serviceaccount:a:b"
     assert only(judged("rights", replies=replies)).remedy.endswith("--serviceaccount a:b")
+
+
+def test_a_watcher_is_planned_for_whoever_may_have_one():
+    replies, count = documents(), len(needed("pytorchjob"))
+    assert (
+        "no watcher in the cluster without: create" in only(judged("rights", replies=replies)).cause
+    )
+    assert only(judged("rights", subject_of(watcher=False), replies)).cause == (
+        f"admin may do all {count} things needed"
+    )
+    yes = Reply({"status": {"allowed": True}})
+    replies["watching"] = {f"{verb} {what}": yes for verb, _, what in to_watch()}
+    assert (
+        only(judged("rights", replies=replies)).cause == f"admin may do all {count} things needed"
+    )
+    assert only(judged("plan", replies=replies)).cause == "3 pods"
+    roles = [role for role, _, _ in templates(seen_of(subject_of(), replies).objects)]
+    assert roles == ["watcher", "worker"]
+    # Its pod is kept by a Job, whatever keeps the others.
+    assert ("create", "batch", "jobs") in to_watch()
 
 
 def test_only_rights_of_the_kind_of_job_are_asked_for():
@@ -587,7 +612,7 @@ class Server:
 
 def test_every_question_changes_nothing():
     server = Server(lambda path, stdin: Completed((), 0, '{"items": []}', ""))
-    subject = subject_of(image_pull_secrets=("regcred",), flavor="job", volumes=DATA)
+    subject = subject_of(image_pull_secrets=("regcred",), volumes=DATA)
     gathered(subject, server, CHECKS, lambda *_: None)
     for argv, stdin in server.asked:
         words = argv[1:]
@@ -597,7 +622,8 @@ def test_every_question_changes_nothing():
             continue
         assert words[0] == "create"
         assert "dryRun=All" in words[2] or "reviews" in words[2]
-    assert len(server.asked) == len({(tuple(argv), stdin) for argv, stdin in server.asked})
+    once = [argv for argv, _ in server.asked if "accessreviews" not in argv[3]]
+    assert len(once) == len({tuple(argv) for argv in once})
 
 
 def test_a_server_that_is_away_is_asked_once():

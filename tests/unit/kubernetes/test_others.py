@@ -107,7 +107,8 @@ def test_one_request_for_each_kind_and_kinds_that_are_not_served_are_none():
     server = Server({"pytorchjobs": {"items": [old, new]}, "/jobs": {"items": []}})
     assert [run.run for run in listing(["kubectl"], "x", server)] == ["new", "old"]
     assert len(server.asked) == len(FLAVORS)
-    assert all(path.endswith("?labelSelector=clusterkit%2Frun") for path in server.asked)
+    selector = "?labelSelector=clusterkit%2Frun%2Cclusterkit%2Fattempt"
+    assert all(path.endswith(selector) for path in server.asked)
     with pytest.raises(Unavailable, match="namespace x cannot be listed"):
         listing(["kubectl"], "x", Server({"pytorchjobs": "(Forbidden)"}))
 

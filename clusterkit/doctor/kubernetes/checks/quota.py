@@ -97,7 +97,7 @@ def _wanted(seen: Seen, subject: KubeSubject) -> dict[str, Decimal]:
             add(f"limits.{name}", value * number)
     copied = subject.entry.code == "copied"
     for name, number in (
-        ("configmaps", 1 + copied),
+        ("configmaps", 1 + copied + sum(each["kind"] == "ConfigMap" for each in seen.objects)),
         ("secrets", bool(subject.job.secrets)),
         ("services", sum(each["kind"] == "Service" for each in seen.objects)),
     ):

@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from clusterkit.doctor.base import Finding
 from clusterkit.doctor.kubernetes.base import (
     ALONE,
     CLUSTER,
+    WATCHING,
     Ask,
     KubeCheck,
     KubeSubject,
     Look,
     Seen,
+    allowed,
+    asking,
     kubectl,
     unknown,
 )
-from clusterkit.kubernetes.rights import ROLE, access_review, needed
+from clusterkit.kubernetes.rights import ROLE, needed, to_watch
 
 NAME = "rights"
-_REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 _WHO = "/apis/authentication.k8s.io/v1/selfsubjectreviews"
 
 
-def _ask(seen: Seen, subject: KubeSubject) -> Mapping[str, Ask]:
-    return {
-        f"{verb} {resource}": Ask(_REVIEWS, access_review(seen.namespace, verb, group, resource))
-        for verb, group, resource in needed(seen.flavor or "job")
-    }
-
-
-RIGHTS = Look("rights", _ask, late=True)
+RIGHTS = Look(
+    "rights",
+    lambda seen, subject: asking(needed(seen.flavor or "job"), seen.namespace),
+    late=True,
+)
 WHO = Look(
     "who",
     lambda seen, subject: {
@@ -48,11 +45,14 @@ def judge(seen: Seen, subject: KubeSubject) -> list[Finding]:
         reply = seen.reply(RIGHTS, f"{verb} {resource}")
         if reply.reason:
             return unknown(NAME, reply, "your own rights")
-        if not (reply.document.get("status") or {}).get("allowed"):
+        if not allowed(reply):
             missing.setdefault(resource, []).append(verb)
     name = who or "you"
     if not missing:
-        return [Finding(NAME, CLUSTER, "ok", f"{name} may do all {len(wanted)} things needed")]
+        cause = f"{name} may do all {len(wanted)} things needed"
+        if lacking := _for_a_watcher(seen, subject):
+            cause += f"; runs have no watcher in the cluster without: {lacking}"
+        return [Finding(NAME, CLUSTER, "ok", cause)]
     rights = "; ".join(f"{', '.join(verbs)} {resource}" for resource, verbs in missing.items())
     cause = f"{name} may not, in namespace {seen.namespace}: {rights}"
     mend = "\n".join((
@@ -65,6 +65,17 @@ def judge(seen: Seen, subject: KubeSubject) -> list[Finding]:
     return [Finding(NAME, CLUSTER, "fail", cause, mend)]
 
 
+def _for_a_watcher(seen: Seen, subject: KubeSubject) -> str:
+    """The rights that are missing for one; empty: none, or nobody wants one."""
+    if subject.entry.watcher is False:
+        return ""
+    missing: dict[str, list[str]] = {}
+    for verb, _, resource in to_watch():
+        if not allowed(seen.reply(WATCHING, f"{verb} {resource}")):
+            missing.setdefault(resource, []).append(verb)
+    return "; ".join(f"{', '.join(verbs)} {resource}" for resource, verbs in missing.items())
+
+
 def _subject_flag(who: str) -> tuple[str, str]:
     if who.startswith("system:serviceaccount:"):
         return "--serviceaccount", who.removeprefix("system:serviceaccount:")
@@ -75,6 +86,6 @@ CHECK = KubeCheck(
     NAME,
     "We may do all that a run needs; `k8s/rbac.yaml` is a role with just that.",
     judge,
-    (WHO, RIGHTS),
+    (WHO, RIGHTS, WATCHING),
     quick=True,
 )
