@@ -488,6 +488,9 @@ def current(folder: RunFolder) -> RunStatus:
             return base
         running = seen_life(seen)
         return msgspec.structs.replace(base, state=State.RUNNING if running else State.PENDING)
+    if seen.state is not State.RUNNING:
+        with contextlib.suppress(ClusterkitError):
+            backend.collect(handle, transport)
     found = _unwatched(folder, base, backend, handle, seen, transport, newest)
     if found.state.final and backend.managed:
         # Nobody else is there to clear up, and to record it.
@@ -588,6 +591,9 @@ def cancel(folder: RunFolder) -> RunStatus:
         if current(folder).state.final:
             break
         time.sleep(POLL_SECONDS / 2)
+    if not supervisor_alive(folder):
+        with contextlib.suppress(ClusterkitError):
+            backend.collect(handle_of(folder, backend, plan, before.attempt), transport)
     try:
         backend.cancel(Handle(plan, before.attempt), transport)
     except ClusterkitError as error:

@@ -236,6 +236,13 @@ class Backend(ABC):
         """
         return Newest(attempt=handle.attempt)
 
+    def collect(self, handle: Handle, transport: Transport) -> None:  # noqa: B027 (nothing to do)
+        """Bring what an attempt's nodes have written to the run's folder, where nobody watched.
+
+        Raises:
+            Unavailable: what keeps it does not answer.
+        """
+
     @abstractmethod
     def logs(
         self,

@@ -57,6 +57,7 @@ from clusterkit.kubernetes.nodes import gpus_of, selected, usable
 from clusterkit.kubernetes.observe import (
     HOST,
     Watcher,
+    collect,
     known,
     node_file,
     observation,
@@ -403,6 +404,9 @@ class KubernetesBackend(Backend):
 
     def newest(self, handle: Handle, transport: Transport) -> Newest:
         return newest(handle, transport)
+
+    def collect(self, handle: Handle, transport: Transport) -> None:
+        collect(handle, transport)
 
     def logs(
         self,

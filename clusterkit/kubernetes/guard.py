@@ -7,6 +7,7 @@ submitter's side take turns.
 from __future__ import annotations
 
 import json
+import math
 import posixpath
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from clusterkit.kubernetes.pods import (
     pod_security,
 )
 from clusterkit.kubernetes.text import Object, literal
-from clusterkit.kubernetes.watcher import LEASE_SECONDS, Rules
+from clusterkit.kubernetes.watcher import Rules, lease_seconds
 
 RULES, PROGRAM = "watch.json", "watcher.py"
 """Its files in the run's config map."""
@@ -125,7 +126,10 @@ def guard(shape: Shape, flavor: Flavor, objects: Sequence[Object], python: str) 
         "apiVersion": "coordination.k8s.io/v1",
         "kind": "Lease",
         "metadata": meta,
-        "spec": {"holderIdentity": SUBMITTER, "leaseDurationSeconds": int(LEASE_SECONDS)},
+        "spec": {
+            "holderIdentity": SUBMITTER,
+            "leaseDurationSeconds": math.ceil(lease_seconds(shape.cluster.lost_after)),
+        },
     }
     record: Object = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta}
     return [account, role, binding, lease, record, _job(shape, meta, name, python)]

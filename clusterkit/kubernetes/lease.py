@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import json
+import math
 import os
 import socket
 import threading
@@ -40,12 +41,11 @@ from clusterkit.kubernetes.observe import (
     tool,
 )
 from clusterkit.kubernetes.pods import ATTEMPT
-from clusterkit.kubernetes.watcher import LEASE_SECONDS, WATCHER
+from clusterkit.kubernetes.watcher import WATCHER, lease_seconds
 from clusterkit.plan import Plan
 from clusterkit.runs import Event, RunFolder
 from clusterkit.transport import Transport
 
-RENEW_SECONDS = 10.0
 AGAIN_SECONDS = 1.0
 BEGIN_SECONDS = 60.0
 """How long the watcher may take to make the job of an attempt that it has begun."""
@@ -62,6 +62,8 @@ class Holder:
     def __init__(self, plan: Plan, transport: Transport) -> None:
         self._plan = plan
         self._transport = transport
+        self._every = lease_seconds(plan.lost_after) / 3
+        """Seconds between two renewals."""
         self._identity = f"{getpass.getuser()}@{socket.gethostname()}:{os.getpid()}:{time.time()}"
         self.taken = False
         """Whether the watcher in the cluster has had it; for whoever reads that to set back."""
@@ -79,7 +81,7 @@ class Holder:
         Raises:
             HandedOver: somebody else watches over the run by now.
         """
-        if _clock() < self._renewed + 2 * RENEW_SECONDS:
+        if _clock() < self._renewed + 2 * self._every:
             return True
         try:
             self._renew()
@@ -94,7 +96,7 @@ class Holder:
         while not self._closed.wait(pause):
             try:
                 self._renew()
-                pause = RENEW_SECONDS
+                pause = self._every
             except HandedOver:
                 return  # `check` will find that out
             except ClusterkitError:
@@ -137,7 +139,7 @@ class Holder:
             "metadata": {"resourceVersion": self._version},
             "spec": {
                 "holderIdentity": self._identity,
-                "leaseDurationSeconds": int(LEASE_SECONDS),
+                "leaseDurationSeconds": math.ceil(lease_seconds(self._plan.lost_after)),
                 "renewTime": f"{stamp}.{int(now % 1 * 1e6):06d}Z",
             },
         }

@@ -602,6 +602,24 @@ def log_path(plan: Plan, pod: Pod, *, follow: bool, since: str | None) -> str:
     return f"/api/v1/namespaces/{namespace(plan)}/pods/{pod.name}/log?{query}"
 
 
+def collect(handle: Handle, transport: Transport) -> None:
+    """Bring what is new in the logs of an attempt's pods to the run's folder, once.
+
+    Raises:
+        Unavailable: the API server does not answer.
+    """
+    for pod in pods_of(handle, transport).values():
+        if pod.node is None or not pod.started:
+            continue
+        path = Path(node_file(handle, pod.node, "log"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        catcher = Catcher(path)
+        where = log_path(handle.plan, pod, follow=False, since=catcher.since)
+        data = raw(handle.plan, where, transport).encode()
+        with path.open("ab") as file:
+            file.write(catcher.feed(data) + catcher.end())
+
+
 class Catcher:
     """Turns a pod's log as the API server gives it into lines of a node's log, from where the file
     at ``path`` ends."""

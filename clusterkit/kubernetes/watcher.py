@@ -6,7 +6,7 @@ Python, in a small pod that belongs to the run.
     python3 -I watcher.py watch.json
 
 Whoever submitted the run renews a Lease every few seconds. While somebody does, this only looks.
-When nobody has for LEASE_SECONDS it takes the Lease, and with it the work: it starts a failed run
+When nobody has for `lease_seconds` it takes the Lease, and with it the work: it starts a failed run
 again as often as ``restarts`` allows, removes pods by force from nodes that are gone, ends what
 runs beyond the time limit. What it did, and how pods ended, it writes into the config map
 ``NAME-watch`` for whoever comes back.
@@ -40,8 +40,7 @@ RUN, ATTEMPT, ROLE = "clusterkit/run", "clusterkit/attempt", "clusterkit/role"
 WATCHER = "clusterkit-watcher"
 """Holder of the Lease while this does the work."""
 MANAGER = "clusterkit"
-LEASE_SECONDS = 30.0
-"""How long a Lease is good that nobody renews."""
+LEAST_LEASE_SECONDS = 5.0
 LOOK_SECONDS = 5.0
 """How often the Lease is looked at, and states are judged anew although nothing came."""
 AGAIN_SECONDS = 1.0
@@ -329,12 +328,18 @@ def verdict(pods: Sequence[Pod], memory: Memory, rules: Rules, now: float) -> tu
 # ---------------------------------------------------------------- the Lease
 
 
+def lease_seconds(lost_after: float) -> float:
+    """How long a Lease is good that nobody renews."""
+    return max(LEAST_LEASE_SECONDS, lost_after)
+
+
 class Lease:
     """Who does the work. Its age is told by one's own clock, from when it was seen to change."""
 
-    def __init__(self, api: Api, path: str) -> None:
+    def __init__(self, api: Api, path: str, seconds: float) -> None:
         self._api = api
         self._path = path
+        self._seconds = seconds
         self._seen: tuple[object, ...] = ()
         self._changed = time.monotonic()
 
@@ -357,7 +362,7 @@ class Lease:
             self._seen, self._changed = seen, time.monotonic()
         if seen[0] == WATCHER:
             return True
-        if time.monotonic() < self._changed + LEASE_SECONDS:
+        if time.monotonic() < self._changed + self._seconds:
             return False
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S.000000Z", time.gmtime())
         body = {
@@ -389,6 +394,7 @@ class Watcher:
         self._lease = Lease(
             api,
             f"/apis/coordination.k8s.io/v1/namespaces/{rules.namespace}/leases/{rules.name}-watch",
+            lease_seconds(rules.lost_after),
         )
         self._events: queue.Queue[None] = queue.Queue()
         self._memories: dict[int, Memory] = {}
@@ -465,7 +471,9 @@ class Watcher:
         if "restarting" in record:
             self._begin(int(record["restarting"]))
             return False
-        if self._job_seen or time.monotonic() > self._born + 2 * LEASE_SECONDS:
+        if self._job_seen or time.monotonic() > self._born + 2 * lease_seconds(
+            self.rules.lost_after
+        ):
             say("its job was deleted: removing what belongs to it")
             self.api.delete(self._root_path, {"propagationPolicy": "Background"})
             return True
