@@ -160,10 +160,10 @@ live-here: .venv/.dev ## On this machine alone: local runs, all programs, parity
 
 .PHONY: live-nodes
 live-nodes: .venv/.dev ## On SSH hosts, in containers, on Kubernetes: what there cannot be is skipped
-	@$(BIN)/pytest tests/live/ssh tests/live/compose tests/live/kubernetes
+	@$(BIN)/pytest -m "not thorough" tests/live/ssh tests/live/compose tests/live/kubernetes
 
 .PHONY: kube-test
-kube-test: .venv/.dev ## Of these only those on Kubernetes, which ../shared/kube makes; root
+kube-test: .venv/.dev ## All tests on Kubernetes, which ../shared/kube makes: 45 minutes; root
 	@$(BIN)/pytest tests/live/kubernetes
 
 .PHONY: format

@@ -12,7 +12,7 @@ import pytest
 
 from tests.live.kubernetes.conftest import Kube
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.live, pytest.mark.thorough, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from clusterkit.status import State
 from tests.live.kubernetes.conftest import KUBECONFIG, ROOT, cluster
 from tests.live.kubernetes.test_kubernetes import FOREVER, failed
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.live, pytest.mark.thorough, pytest.mark.timeout(600)]
 OPERATORS = {
     "pytorchjob": ("kubeflow", "training-operator"),
     "mpijob": ("mpi-operator", "mpi-operator"),

@@ -101,6 +101,7 @@ def steps_of(log: str) -> list[int]:
     return [int(step) for step in re.findall(r'"metrics", "step": (\d+)', log)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("files", "done", "log"),
     [
@@ -140,6 +141,7 @@ def gpus(kube):
     change({"op": "remove", "path": where})
 
 
+@pytest.mark.thorough
 def test_the_gpu_overlay_gets_a_whole_node_for_each_pod(kube, gpus, tmp_path):
     kube.kubectl("apply", "-k", str(small(tmp_path / "k8s", "gpu", ["pytorchjob.yaml"])))
     # The image for GPUs is not here: that the pods have their places is all there is to see.

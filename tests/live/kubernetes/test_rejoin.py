@@ -145,10 +145,12 @@ def whole(run, reference):
 @pytest.mark.parametrize(
     ("flavor", "node", "launcher"),
     [
-        ("pytorchjob", 1, "torchrun"), ("pytorchjob", 0, "torchrun"), ("job", 0, "torchrun"),
-        ("trainjob", 1, "deepspeed"),
+        ("pytorchjob", 1, "torchrun"),
+        pytest.param("pytorchjob", 0, "torchrun", marks=pytest.mark.thorough),
+        pytest.param("job", 0, "torchrun", marks=pytest.mark.thorough),
+        pytest.param("trainjob", 1, "deepspeed", marks=pytest.mark.thorough),
     ],
-)  # fmt: skip
+)
 def test_a_pod_that_is_deleted_comes_back(flavor, node, launcher, train, kube, reference):
     run = train(settings=(f"launcher={launcher}",), flavor=flavor)
     until_step(run, 7)
@@ -205,6 +207,7 @@ def broken(kube):
         kube.kubectl("wait", "node/node-2", "--for=condition=Ready", "--timeout=120s")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("flavor", "how"), [("pytorchjob", "cut"), ("job", "crash")],
 )  # fmt: skip

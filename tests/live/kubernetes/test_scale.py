@@ -21,7 +21,7 @@ from clusterkit.status import State
 from tests.live.kubernetes.conftest import KUBECONFIG, STATE, cluster
 from tests.live.kubernetes.counting import Counting
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.live, pytest.mark.thorough, pytest.mark.timeout(900)]
 PODS = 200
 FLAVORS = os.environ.get("CLUSTERKIT_SCALE", "job").split(",")
 FOLLOWED_SECONDS = 10

@@ -67,7 +67,7 @@ def test_a_submitter_that_slept_goes_on_with_what_the_watcher_has_begun(submit, 
     )
 
 
-@pytest.mark.parametrize("flavor", ["pytorchjob", "job"])
+@pytest.mark.parametrize("flavor", ["pytorchjob", pytest.param("job", marks=pytest.mark.thorough)])
 def test_the_time_limit_ends_a_run_that_nobody_watches(flavor, submit, begun, kube):
     run = begun(
         submit("echo here; exec sleep 3600", time_limit="25s", on={"flavor": flavor, **SOON})
