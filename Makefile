@@ -151,12 +151,11 @@ unit: .venv/.dev ## Tests that need no cluster: WORKERS=2
 		tests/unit tests/contract tests/golden
 
 .PHONY: live
-live: live-here live-nodes ## Tests that start real runs; --jobs 2: both halves at once
+live: live-here live-nodes ## Tests that start real runs
 
-# nice: the other half, if it runs beside, breaks things on purpose and expects answers in time.
 .PHONY: live-here
 live-here: .venv/.dev ## On this machine alone: local runs, all programs, parity
-	@nice $(BIN)/pytest tests/live/test_*.py
+	@$(BIN)/pytest tests/live/test_*.py
 
 .PHONY: live-nodes
 live-nodes: .venv/.dev ## On SSH hosts, in containers, on Kubernetes: what there cannot be is skipped
