@@ -15,6 +15,7 @@ from clusterkit.assemble import deepspeed_config
 from clusterkit.kubernetes import job as plain_job
 from clusterkit.kubernetes import mpijob, pytorchjob, trainjob
 from clusterkit.kubernetes.pods import MANAGER, TMP, container_security, pod_security
+from clusterkit.kubernetes.pods import ROLE as POD_ROLE
 from clusterkit.kubernetes.rights import BESIDES, ROLE, WATCHING, Rule, jobs_rules
 from clusterkit.kubernetes.text import Noted, Object, documents, literal
 from clusterkit.spec import JobSpec
@@ -465,7 +466,13 @@ def _policy() -> list[Object]:
                 "podSelector": {
                     "matchLabels": {
                         "clusterkit/run": Noted("RUN", "the run's id, three times"),
-                    }
+                    },
+                    "matchExpressions": [
+                        Noted(
+                            {"key": POD_ROLE, "operator": "NotIn", "values": ["watcher"]},
+                            "a run's watcher talks to the API server",
+                        )
+                    ],
                 },
                 "policyTypes": ["Ingress", "Egress"],
                 "ingress": [{"from": [run]}],
