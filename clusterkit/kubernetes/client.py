@@ -251,7 +251,10 @@ class KubeTransport(LocalTransport):
             def apply(each: Object) -> Object:
                 return self._made(target, each, seconds)
 
-            made = list(pool.map(apply, rest))
+            # Whether we may bind a role is looked up in the role.
+            late = [each for each in rest if each["kind"] == "RoleBinding"]
+            made = list(pool.map(apply, (each for each in rest if each not in late)))
+            made += pool.map(apply, late)
             owner = reference(apply(root))
             if root is not job:
                 own(job, owner)

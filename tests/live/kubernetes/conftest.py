@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,19 @@ def cluster(*words: str | Path) -> str:
     done = subprocess.run([SCRIPT, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def api_up() -> None:
+    """Start the API server again, and wait for the operators, which have ended meanwhile: until
+    they are back nobody can make jobs of theirs."""
+    cluster("api", "up")
+    command = [STATE / "bin" / "kubectl", "--kubeconfig", KUBECONFIG, "create", "--dry-run=server"]
+    deadline = time.monotonic() + 180
+    for name in ("pytorchjob", "trainjob-runtime"):
+        manifest = ROOT / "k8s" / f"{name}.yaml"
+        while (done := subprocess.run([*command, "-f", manifest], capture_output=True)).returncode:
+            assert time.monotonic() < deadline, done.stderr
+            time.sleep(1)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from clusterkit import api
 from clusterkit.errors import BadInput, CapabilityError
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
-from tests.live.kubernetes.conftest import KUBECONFIG, ROOT, cluster
+from tests.live.kubernetes.conftest import KUBECONFIG, ROOT, api_up, cluster
 from tests.live.kubernetes.test_kubernetes import FOREVER, failed
 
 pytestmark = [pytest.mark.live, pytest.mark.thorough, pytest.mark.timeout(600)]
@@ -246,6 +246,7 @@ def test_a_submit_while_the_api_server_is_away_for_20_seconds(kube):
     assert time.monotonic() - up < 15
     run.cancel()
     assert run.wait(180).state is State.CANCELLED
+    api_up()
 
 
 # ---------------------------------------------------------------- submits and cancels

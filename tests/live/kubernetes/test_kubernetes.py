@@ -18,7 +18,7 @@ from clusterkit import api
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.status import State
 from tests.conftest import UGLY
-from tests.live.kubernetes.conftest import KUBECONFIG, cluster
+from tests.live.kubernetes.conftest import KUBECONFIG, api_up, cluster
 
 ROOT = Path(__file__).parents[3]
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
@@ -245,7 +245,7 @@ def test_the_api_server_may_be_away_and_no_line_is_lost(submit, begun, kube):
         status = run.wait(20, until=lambda s: all("does not answer" in str(n) for n in s.nodes))
         assert status.state is State.RUNNING
     finally:
-        cluster("api", "up")
+        api_up()
     assert run.wait(120).state is State.SUCCEEDED
     for rank in (0, 1):
         ticks = [line.text for line in run.logs(rank=rank) if line.text.startswith("tick")]
@@ -340,7 +340,7 @@ def test_the_role_is_enough_and_no_more(submit, begun, kube, tmp_path):
         run = begun(submit(FOREVER, on={"kubeconfig": mine, "flavor": flavor}))
         assert run.cancel().state is State.CANCELLED
     kubectl = ["auth", "can-i", "--as", f"system:serviceaccount:{kube.namespace}:me"]
-    for words in (("get", "secrets"), ("create", "pods"), ("create", "roles"), ("list", "nodes")):
+    for words in (("get", "secrets"), ("create", "pods"), ("bind", "roles"), ("list", "nodes")):
         assert kube.kubectl(*kubectl, *words, check=False).strip().startswith("no")
 
 
