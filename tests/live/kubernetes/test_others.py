@@ -133,6 +133,7 @@ def test_a_run_that_is_taken_up_starts_again(submit, begun, kube, elsewhere, tak
     assert sorted(texts(found))[-2:] == ["attempt 2", "attempt 2"]
 
 
+@pytest.mark.thorough
 def test_a_copied_project_comes_back_with_it(kube, elsewhere, taken, tmp_path, monkeypatch):
     project = tmp_path / "project"
     project.mkdir()
