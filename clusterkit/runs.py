@@ -22,7 +22,7 @@ import posixpath
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -264,17 +264,29 @@ def find(name: str) -> RunFolder:
     if RUN_ID.match(name) and os.path.isdir(exact):
         return RunFolder(exact)
     runs = list(all_runs())
-    if name == "last" and runs:
-        return runs[0]
-    matching = [run for run in runs if run.run_id.startswith(name)] if name else []
+    chosen = resolve(name, [run.run_id for run in runs], f"under {home() / 'runs'}")
+    return next(run for run in runs if run.run_id == chosen)
+
+
+def resolve(name: str, ids: Sequence[str], where: str) -> str:
+    """Of these ids, newest first: this one, the only one that begins so, or the first for
+    ``last``. Pure.
+
+    Raises:
+        RunNotFound: none, or several; the message lists candidates.
+    """
+    if name in ids:
+        return name
+    if name == "last" and ids:
+        return ids[0]
+    matching = [each for each in ids if each.startswith(name)] if name else []
     if len(matching) == 1:
         return matching[0]
     if matching:
-        shown = ", ".join(run.run_id for run in matching[:5])
+        shown = ", ".join(matching[:5])
         more = f" and {len(matching) - 5} more" if len(matching) > 5 else ""
         raise RunNotFound(f"run {name!r} is ambiguous: {shown}{more}", hint="give more of its id")
-    newest = ", ".join(run.run_id for run in runs[:3])
     raise RunNotFound(
-        f"run {name!r} is unknown under {home() / 'runs'}",
-        hint=f"the newest are {newest}" if newest else "there are no runs yet",
+        f"run {name!r} is unknown {where}",
+        hint=f"the newest are {', '.join(ids[:3])}" if ids else "there are no runs",
     )

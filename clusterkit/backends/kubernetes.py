@@ -27,8 +27,8 @@ from clusterkit.backends.base import (
     Observation,
     Recovered,
     RemoteRun,
+    Watcher,
 )
-from clusterkit.backends.base import Watcher as WatcherProtocol
 from clusterkit.backends.nodes import (
     CPU_IMAGE,
     GPU_IMAGE,
@@ -52,18 +52,18 @@ from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
 from clusterkit.kubernetes.client import KUSTOMIZATION, KubeTransport
 from clusterkit.kubernetes.flavors import FLAVORS, choose, served
 from clusterkit.kubernetes.guard import PROGRAM, RULES, guard, rules_of, rules_text
-from clusterkit.kubernetes.lease import GuardedWatcher, guarded, newest
+from clusterkit.kubernetes.lease import LeasedWatcher, guarded, newest
 from clusterkit.kubernetes.nodes import gpus_of, selected, usable
 from clusterkit.kubernetes.observe import (
     HOST,
-    Watcher,
+    PodWatcher,
     collect,
     known,
     node_file,
     observation,
     pods_of,
 )
-from clusterkit.kubernetes.others import PROJECT, RECORD, USER, Record, find, kept, listing
+from clusterkit.kubernetes.others import PROJECT, RECORD, USER, Record, kept, listing
 from clusterkit.kubernetes.patch import check_patch
 from clusterkit.kubernetes.pods import ATTEMPT, JOB, MANAGER, RUN, Shape
 from clusterkit.kubernetes.remove import remove
@@ -73,7 +73,7 @@ from clusterkit.logs import LogLine
 from clusterkit.plan import Note, Plan, PlanFile, Step, Tree
 from clusterkit.project import snapshot, words
 from clusterkit.rendezvous import Endpoint, Topology, mpirun_interface
-from clusterkit.runs import home, slug
+from clusterkit.runs import home, resolve, slug
 from clusterkit.shell import quote as quoted
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
@@ -398,8 +398,8 @@ class KubernetesBackend(Backend):
             return observation(handle, {}, transport, silent=error.message)
         return observation(handle, pods, transport)
 
-    def watch(self, handle: Handle, transport: Transport) -> WatcherProtocol:
-        kind = GuardedWatcher if guarded(handle.plan) else Watcher
+    def watch(self, handle: Handle, transport: Transport) -> Watcher:
+        kind = LeasedWatcher if guarded(handle.plan) else PodWatcher
         return kind(handle, transport)
 
     def newest(self, handle: Handle, transport: Transport) -> Newest:
@@ -438,7 +438,8 @@ class KubernetesBackend(Backend):
         context, namespace = _context(cluster)
         namespace = cluster.namespace or namespace
         tool = ["kubectl", *_flags(cluster.kubeconfig, cluster.context)]
-        run = find(run, listing(tool, namespace, transport), f"namespace {namespace}")
+        ids = [each.run for each in listing(tool, namespace, transport)]
+        run = resolve(run, ids, f"in namespace {namespace}")
         found = kept(tool, namespace, run, transport)
         kube = found.record.facts.kubernetes
         assert kube is not None

@@ -25,9 +25,10 @@ from urllib.parse import quote
 import yaml
 
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
-from clusterkit.kubernetes.pods import ATTEMPT, MANAGER, ROLE
+from clusterkit.kubernetes.pods import MANAGER, ROLE
 from clusterkit.kubernetes.text import Object
-from clusterkit.transport import Completed, LocalTransport, Stream
+from clusterkit.kubernetes.watcher import reference, renumber
+from clusterkit.transport import Completed, LocalTransport, Stream, Transport
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient
@@ -370,10 +371,7 @@ def connect(kubeconfig: str | None, context: str | None) -> ApiClient:
     try:
         from kubernetes import client, config
     except ImportError:
-        raise Unavailable(
-            "backend kubernetes needs the package kubernetes",
-            hint="python -m pip install 'clusterkit[kubernetes]'",
-        ) from None
+        raise not_installed() from None
     named = kubeconfig or os.environ.get("KUBECONFIG")
     files = [Path(part).expanduser() for part in (named or "~/.kube/config").split(":") if part]
     there = [path for path in files if path.is_file()]
@@ -413,6 +411,14 @@ def connect(kubeconfig: str | None, context: str | None) -> ApiClient:
     except (yaml.YAMLError, OSError, ValueError, TypeError, KeyError) as error:
         said = str(error).splitlines()[0]
         raise BadInput(f"kubeconfig: {there[0]} cannot be read: {said}") from None
+
+
+def not_installed() -> Unavailable:
+    """The official client is not there."""
+    return Unavailable(
+        "backend kubernetes needs the package kubernetes",
+        hint="python -m pip install 'clusterkit[kubernetes]'",
+    )
 
 
 def _holding(client: ApiClient) -> ApiClient:
@@ -461,6 +467,21 @@ def _unreachable(error: Exception, client: ApiClient) -> Away:
         f"the API server {client.configuration.host} does not answer: {words}",
         hint="is the cluster up, and the VPN? `kubectl cluster-info` should say",
     )
+
+
+def document(tool: Sequence[str], path: str, transport: Transport) -> Object | None:
+    """What the API server has at a path; None: nothing.
+
+    Raises:
+        Unavailable: it does not answer, or will not.
+    """
+    done = transport.run("localhost", [*tool, "get", "--raw", path])
+    if done.exit_code == 0:
+        found: Object = json.loads(done.stdout)
+        return found
+    if "(NotFound)" in done.stderr:
+        return None
+    raise Unavailable(done.stderr.strip() or f"exit code {done.exit_code}")
 
 
 # ---------------------------------------------------------------- objects
@@ -547,28 +568,6 @@ def _watches(each: Mapping[str, Any]) -> bool:
     return bool(each["kind"] == "Job" and labels.get(ROLE) == "watcher")
 
 
-def reference(made: Mapping[str, Any]) -> Object:
-    """How other objects name it as their owner."""
-    return {
-        "apiVersion": made["apiVersion"],
-        "kind": made["kind"],
-        "name": made["metadata"]["name"],
-        "uid": made["metadata"]["uid"],
-    }
-
-
 def own(each: Object, owner: Object) -> None:
     """Have it go when its owner goes."""
     each["metadata"]["ownerReferences"] = [owner]
-
-
-def renumber(value: Any, attempt: str) -> None:
-    """Give every label that numbers the attempt this number."""
-    if isinstance(value, dict):
-        if isinstance(value.get(ATTEMPT), str):
-            value[ATTEMPT] = attempt
-        for inner in value.values():
-            renumber(inner, attempt)
-    elif isinstance(value, list):
-        for inner in value:
-            renumber(inner, attempt)

@@ -21,7 +21,9 @@ from clusterkit.kubernetes.pods import (
     Shape,
     container_security,
     metadata,
+    placement,
     pod_security,
+    silent_for,
 )
 from clusterkit.kubernetes.text import Object, literal
 from clusterkit.kubernetes.watcher import Rules, lease_seconds
@@ -30,6 +32,8 @@ RULES, PROGRAM = "watch.json", "watcher.py"
 """Its files in the run's config map."""
 SUBMITTER = "clusterkit-submitter"
 """Holder of the Lease before anybody has renewed it."""
+GONE_SECONDS = 30
+"""How long a node that does not answer keeps it."""
 STAY_SECONDS = 7 * 24 * 3600
 """How long a run that has ended stays in the cluster when nobody comes for it."""
 
@@ -204,18 +208,7 @@ def _job(shape: Shape, meta: Object, name: str, python: str) -> Object:
         "automountServiceAccountToken": True,
         "enableServiceLinks": False,
         # On a node that is gone it must not stay for the five minutes that are usual.
-        "tolerations": [
-            *(dict(each) for each in cluster.tolerations),
-            *(
-                {
-                    "key": f"node.kubernetes.io/{key}",
-                    "operator": "Exists",
-                    "effect": "NoExecute",
-                    "tolerationSeconds": 30,
-                }
-                for key in ("not-ready", "unreachable")
-            ),
-        ],
+        **placement(cluster, [*map(dict, cluster.tolerations), *silent_for(GONE_SECONDS)]),
         "securityContext": pod_security(cluster.user),
         "containers": [
             {
@@ -233,12 +226,6 @@ def _job(shape: Shape, meta: Object, name: str, python: str) -> Object:
         ],
         "volumes": [{"name": "files", "configMap": {"name": shape.name}}],
     }
-    if cluster.priority_class:
-        spec["priorityClassName"] = cluster.priority_class
-    if cluster.node_selector:
-        spec["nodeSelector"] = dict(cluster.node_selector)
-    if cluster.image_pull_secrets:
-        spec["imagePullSecrets"] = [{"name": each} for each in cluster.image_pull_secrets]
     labels = {**meta["labels"], ROLE: "watcher"}
     return {
         "apiVersion": "batch/v1",

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import calendar
 import json
 import re
 import signal
-import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +13,7 @@ from msgspec import Struct
 
 from clusterkit.backends.nodes import STOPPED, judge_exit
 from clusterkit.kubernetes.pods import ATTEMPT, ROLE
+from clusterkit.kubernetes.watcher import unix
 from clusterkit.status import NodeCause, NodeStatus, State
 
 PHASES: Mapping[str, State] = {
@@ -144,14 +143,6 @@ def attempt_of(told: Mapping[str, Any]) -> int:
     """Which attempt a pod belongs to."""
     text = str((told["metadata"].get("labels") or {}).get(ATTEMPT, ""))
     return int(text) if text.isdigit() else 0
-
-
-def unix(stamp: str | None) -> float | None:
-    """Kubernetes' time as Unix seconds."""
-    try:
-        return float(calendar.timegm(time.strptime(str(stamp)[:19], "%Y-%m-%dT%H:%M:%S")))
-    except ValueError:
-        return None
 
 
 def _waits(

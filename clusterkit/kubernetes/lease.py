@@ -22,20 +22,22 @@ import msgspec
 
 from clusterkit.backends.base import HandedOver, Handle, Newest, Observation
 from clusterkit.errors import ClusterkitError, Unavailable
+from clusterkit.kubernetes.client import document
 from clusterkit.kubernetes.guard import SUBMITTER, watch_name
 from clusterkit.kubernetes.judge import Pod, read_pod
 from clusterkit.kubernetes.observe import (
     HOST,
     Catcher,
+    PodWatcher,
     Removed,
-    Watcher,
     flavor_of,
+    job_path,
     keep,
     known,
     local_dir,
     name_of,
-    namespace,
     node_file,
+    object_path,
     put_removed,
     snapshot,
     tool,
@@ -110,20 +112,19 @@ class Holder:
             self._renewed = now
 
     def _take(self) -> None:
-        path = (
-            f"/apis/coordination.k8s.io/v1/namespaces/{namespace(self._plan)}"
-            f"/leases/{watch_name(name_of(self._plan))}"
-        )
+        plan = self._plan
+        name = watch_name(name_of(plan))
+        path = object_path(plan, "coordination.k8s.io/v1", "leases", name)
         for _ in range(5):
-            found = maybe(self._plan, path, self._transport)
+            found = document(tool(plan), path, self._transport)
             if found is None:
                 return  # somebody removes the run: the pods tell of it
             holder = str((found.get("spec") or {}).get("holderIdentity", ""))
             if self._held and holder not in (self._identity, SUBMITTER, WATCHER):
                 who = holder.partition(":")[0]
                 raise HandedOver(
-                    f"{who} watches over run {self._plan.run_id} now",
-                    hint=f"clusterkit attach {self._plan.run_id} takes it back",
+                    f"{who} watches over run {plan.run_id} now",
+                    hint=f"clusterkit attach {plan.run_id} takes it back",
                 )
             self._version = str(found["metadata"]["resourceVersion"])
             if self._patch():
@@ -166,14 +167,14 @@ def _clock() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-class GuardedWatcher:
+class LeasedWatcher:
     """Watches over a run that has a watcher in the cluster as well."""
 
     def __init__(self, handle: Handle, transport: Transport) -> None:
         self._handle = handle
         self._transport = transport
         self._holder = Holder(handle.plan, transport)
-        self._watcher = Watcher(handle, transport)
+        self._watcher = PodWatcher(handle, transport)
         self._last: Observation | None = None
 
     def status(self) -> Observation | None:
@@ -236,32 +237,15 @@ def newest(handle: Handle, transport: Transport) -> Newest:
     return Newest(attempt=number, begun=there >= number, watched=there > 0)
 
 
-def maybe(plan: Plan, path: str, transport: Transport) -> dict[str, Any] | None:
-    """The document that is there; None: there is none.
-
-    Raises:
-        Unavailable: the API server does not answer, or will not.
-    """
-    done = transport.run(HOST, [*tool(plan), "get", "--raw", path])
-    if done.exit_code == 0:
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
-    if "(NotFound)" in done.stderr:
-        return None
-    raise Unavailable(done.stderr.strip() or f"exit code {done.exit_code}")
-
-
 def _record(plan: Plan, transport: Transport) -> Mapping[str, str]:
-    name = watch_name(name_of(plan))
-    found = maybe(plan, f"/api/v1/namespaces/{namespace(plan)}/configmaps/{name}", transport)
+    path = object_path(plan, "v1", "configmaps", watch_name(name_of(plan)))
+    found = document(tool(plan), path, transport)
     return (found or {}).get("data") or {}
 
 
 def _job_attempt(plan: Plan, transport: Transport) -> int:
     """Which attempt the job is that is there; 0: there is none."""
-    flavor = flavor_of(plan)
-    path = f"/apis/{flavor.API}/namespaces/{namespace(plan)}/{flavor.PLURAL}/{name_of(plan)}"
-    found = maybe(plan, path, transport)
+    found = document(tool(plan), job_path(plan), transport)
     text = ((found or {}).get("metadata") or {}).get("labels", {}).get(ATTEMPT, "")
     return int(text) if text.isdigit() else 0
 
@@ -292,12 +276,7 @@ def _restore_attempt(handle: Handle, entries: list[dict[str, Any]], transport: T
         if pod.exit_code is None:
             running.add(pod.name)
         if pod.node is not None:
-            path = Path(node_file(handle, pod.node, "log"))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            catcher = Catcher(path)
-            lines = catcher.feed(entry["log"].encode()) + catcher.end()
-            with path.open("ab") as file:
-                file.write(lines)
+            Catcher(Path(node_file(handle, pod.node, "log"))).append(entry["log"].encode())
     with contextlib.suppress(ClusterkitError):
         keep(handle, pods, transport)
         if running:

@@ -88,6 +88,18 @@ def known(plan: Plan, transport: Transport) -> bool:
     return transport.get(HOST, posixpath.join(local_dir(plan), "run.json"), 0, 1) is not None
 
 
+def object_path(plan: Plan, api: str, plural: str, name: str) -> str:
+    """Where the API server has an object of the run's namespace."""
+    root = f"/apis/{api}" if "/" in api else f"/api/{api}"
+    return f"{root}/namespaces/{namespace(plan)}/{plural}/{name}"
+
+
+def job_path(plan: Plan) -> str:
+    """Where it has the job that keeps the run's pods."""
+    flavor = flavor_of(plan)
+    return object_path(plan, flavor.API, flavor.PLURAL, name_of(plan))
+
+
 def pods_path(plan: Plan, **query: str) -> str:
     selector = quote(f"{RUN}={plan.run_id}", safe="")
     more = "".join(f"&{key}={quote(value, safe='')}" for key, value in query.items())
@@ -176,7 +188,7 @@ def _rejoin(plan: Plan) -> Rejoin | None:
 def _goes_on(plan: Plan, transport: Transport) -> bool:
     """Whether the run's job is still there to make new pods; yes where nobody says."""
     flavor = flavor_of(plan)
-    path = f"/apis/{flavor.API}/namespaces/{namespace(plan)}/{flavor.PLURAL}/{name_of(plan)}"
+    path = job_path(plan)
     done = transport.run(HOST, [*tool(plan), "get", "--raw", path])
     if done.exit_code:
         return "(NotFound)" not in done.stderr
@@ -300,8 +312,7 @@ def why_no_pods(plan: Plan, transport: Transport) -> str | None:
     flavor, name = flavor_of(plan), name_of(plan)
     words: list[str] = []
     with contextlib.suppress(ClusterkitError, ValueError, KeyError, TypeError):
-        path = f"/apis/{flavor.API}/namespaces/{namespace(plan)}/{flavor.PLURAL}/{name}"
-        job = json.loads(raw(plan, path, transport))
+        job = json.loads(raw(plan, job_path(plan), transport))
         if job.get("spec", {}).get("suspend") or job["spec"].get("runPolicy", {}).get("suspend"):
             return "it waits for its queue"
         if not job.get("status"):
@@ -318,7 +329,7 @@ def why_no_pods(plan: Plan, transport: Transport) -> str | None:
 # ---------------------------------------------------------------- watching
 
 
-class Watcher:
+class PodWatcher:
     """Keeps up with an attempt's pods: one watch for all of them, one stream for each log."""
 
     def __init__(self, handle: Handle, transport: Transport) -> None:
@@ -399,7 +410,7 @@ class Watcher:
         with contextlib.suppress(ClusterkitError):
             ready = _node_ready(plan, pod, self._transport)
             if ready is False or (ready is None and pod.lost):
-                path = f"/api/v1/namespaces/{namespace(plan)}/pods/{pod.name}"
+                path = object_path(plan, "v1", "pods", pod.name)
                 command = [*tool(plan), "delete", "--raw", f"{path}?gracePeriodSeconds=0"]
                 self._transport.run(HOST, command)
                 if flavor_of(plan).KIND != "PyTorchJob":
@@ -573,7 +584,7 @@ class _Log:
         plan, pod = self._plan, self._pod
         if self._closed.is_set():
             return False
-        path = f"/api/v1/namespaces/{namespace(plan)}/pods/{pod.name}"
+        path = object_path(plan, "v1", "pods", pod.name)
         done = self._transport.run(HOST, [*tool(plan), "get", "--raw", path])
         if done.exit_code:
             return "(NotFound)" in done.stderr
@@ -599,7 +610,7 @@ def log_path(plan: Plan, pod: Pod, *, follow: bool, since: str | None) -> str:
     query = f"container={pod.container}&timestamps=true"
     query += "&follow=true" if follow else ""
     query += f"&sinceTime={quote(since, safe='')}" if since else ""
-    return f"/api/v1/namespaces/{namespace(plan)}/pods/{pod.name}/log?{query}"
+    return f"{object_path(plan, 'v1', 'pods', pod.name)}/log?{query}"
 
 
 def collect(handle: Handle, transport: Transport) -> None:
@@ -611,13 +622,9 @@ def collect(handle: Handle, transport: Transport) -> None:
     for pod in pods_of(handle, transport).values():
         if pod.node is None or not pod.started:
             continue
-        path = Path(node_file(handle, pod.node, "log"))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        catcher = Catcher(path)
+        catcher = Catcher(Path(node_file(handle, pod.node, "log")))
         where = log_path(handle.plan, pod, follow=False, since=catcher.since)
-        data = raw(handle.plan, where, transport).encode()
-        with path.open("ab") as file:
-            file.write(catcher.feed(data) + catcher.end())
+        catcher.append(raw(handle.plan, where, transport).encode())
 
 
 class Catcher:
@@ -625,6 +632,7 @@ class Catcher:
     at ``path`` ends."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._rest = b""
         self._seen: Counter[bytes] = Counter()
         self.since: str | None = None
@@ -648,6 +656,12 @@ class Catcher:
         """A last line without its newline."""
         rest, self._rest = self._rest, b""
         return self._line(rest) if rest else b""
+
+    def append(self, data: bytes) -> None:
+        """Add what is new of a whole log to the file."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("ab") as file:
+            file.write(self.feed(data) + self.end())
 
     def _line(self, line: bytes) -> bytes:
         match = _STAMPED.match(line)

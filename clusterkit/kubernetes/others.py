@@ -6,7 +6,6 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 
@@ -16,9 +15,11 @@ from msgspec import Struct
 from clusterkit.backends.base import RemoteRun
 from clusterkit.cluster import Facts, KubernetesCluster
 from clusterkit.errors import RunFolderError, RunNotFound, Unavailable
+from clusterkit.kubernetes.client import document
 from clusterkit.kubernetes.flavors import FLAVORS, Flavor
 from clusterkit.kubernetes.pods import ATTEMPT, JOB, RUN
 from clusterkit.kubernetes.text import object_name
+from clusterkit.kubernetes.watcher import unix
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
 from clusterkit.transport import Transport
@@ -114,8 +115,8 @@ def read(told: Mapping[str, Any], flavor: Flavor) -> RemoteRun:
         attempt=int(attempt) if attempt.isdigit() else 1,
         pods=_pods(told.get("spec") or {}),
         user=labels.get(USER),
-        started_at=seconds(meta.get("creationTimestamp")),
-        finished_at=seconds(ended) if state.final else None,
+        started_at=unix(meta.get("creationTimestamp")),
+        finished_at=unix(ended) if state.final else None,
     )
 
 
@@ -154,39 +155,6 @@ def _pods(spec: Mapping[str, Any]) -> int | None:
             return int(spec[replicas].get("Worker", {}).get("replicas", 1))
     found = spec.get("parallelism", (spec.get("trainer") or {}).get("numNodes"))
     return None if found is None else int(found)
-
-
-def seconds(stamp: str | None) -> float | None:
-    """Unix seconds of a time as Kubernetes writes it; None of what is none."""
-    try:
-        return datetime.fromisoformat((stamp or "").replace("Z", "+00:00")).timestamp()
-    except ValueError:
-        return None
-
-
-def find(name: str, runs: Sequence[RemoteRun], where: str) -> str:
-    """The run with this id, the only one that begins so, or the newest for ``last``. Pure.
-
-    Raises:
-        RunNotFound: none, or several.
-    """
-    ids = [run.run for run in runs]
-    if name in ids:
-        return name
-    if name == "last" and ids:
-        return ids[0]
-    matching = [each for each in ids if each.startswith(name)] if name else []
-    if len(matching) == 1:
-        return matching[0]
-    if matching:
-        raise RunNotFound(
-            f"run {name!r} is ambiguous in {where}: {', '.join(matching[:5])}",
-            hint="give more of its id",
-        )
-    raise RunNotFound(
-        f"run {name!r} is unknown in {where}",
-        hint=f"there are {', '.join(ids[:3])}" if ids else "it has no runs; what has ended is gone",
-    )
 
 
 # ---------------------------------------------------------------- one run
@@ -232,7 +200,7 @@ def kept(tool: Sequence[str], namespace: str, run_id: str, transport: Transport)
     return Kept(
         record=record,
         attempt=int(attempt) if attempt.isdigit() else 1,
-        created_at=seconds(meta.get("creationTimestamp")) or 0.0,
+        created_at=unix(meta.get("creationTimestamp")) or 0.0,
         project=code,
     )
 
@@ -241,13 +209,10 @@ def _config_map(
     tool: Sequence[str], namespace: str, name: str, transport: Transport
 ) -> dict[str, Any] | None:
     path = f"/api/v1/namespaces/{quote(namespace)}/configmaps/{name}"
-    done = transport.run(HOST, [*tool, "get", "--raw", path])
-    if done.exit_code:
-        if "(NotFound)" in done.stderr:
-            return None
+    try:
+        return document(tool, path, transport)
+    except Unavailable as error:
         raise Unavailable(
-            f"{done.stderr.strip()} ({path})",
+            f"{error.message} ({path})",
             hint="k8s/rbac.yaml is the role that a submitter needs: an admin can bind it",
-        )
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+        ) from None

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from clusterkit.errors import BadInput, Unavailable
+from clusterkit.errors import BadInput
+from clusterkit.kubernetes.client import not_installed
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "str": (str,),
@@ -31,10 +32,7 @@ def check_patch(patch: Mapping[str, Any]) -> None:
     try:
         from kubernetes import client
     except ImportError:
-        raise Unavailable(
-            "backend kubernetes needs the package kubernetes",
-            hint="python -m pip install 'clusterkit[kubernetes]'",
-        ) from None
+        raise not_installed() from None
     _check(patch, "V1PodSpec", "", client)
 
 

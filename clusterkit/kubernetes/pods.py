@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from clusterkit.cluster import KubernetesCluster
+from clusterkit.kubernetes import watcher
 from clusterkit.kubernetes.text import Object, literal
 from clusterkit.rendezvous import NODE_ADDRESS
 
-RUN, JOB, ATTEMPT, ROLE = (
-    "clusterkit/run", "clusterkit/job", "clusterkit/attempt", "clusterkit/role",
-)  # fmt: skip
-"""Labels of all objects of a run, and of its pods what they are for."""
-MANAGER = "clusterkit"
+# The watcher goes into the cluster as one file, and so has them itself.
+RUN, ATTEMPT, ROLE, MANAGER = watcher.RUN, watcher.ATTEMPT, watcher.ROLE, watcher.MANAGER
+JOB = "clusterkit/job"
 STOP_EXTRA = 5
 """Seconds that a pod has beyond its ranks' own to end."""
 TMP = "/tmp"
@@ -121,14 +120,7 @@ def template(
         spec["subdomain"] = subdomain
     if cluster.service_account:
         spec["serviceAccountName"] = cluster.service_account
-    if cluster.priority_class:
-        spec["priorityClassName"] = cluster.priority_class
-    if cluster.node_selector:
-        spec["nodeSelector"] = dict(cluster.node_selector)
-    if tolerations := _tolerations(shape):
-        spec["tolerations"] = tolerations
-    if cluster.image_pull_secrets:
-        spec["imagePullSecrets"] = [{"name": name} for name in cluster.image_pull_secrets]
+    spec |= placement(cluster, _tolerations(shape))
     spec["securityContext"] = pod_security(cluster.user)
     words = shape.command if command is None else command
     body: Object = {
@@ -153,23 +145,42 @@ def template(
     return found
 
 
+def placement(cluster: KubernetesCluster, tolerations: list[Object]) -> Object:
+    """Keys of a pod's spec that say which nodes may have it, and who may pull its image."""
+    found: Object = {}
+    if cluster.priority_class:
+        found["priorityClassName"] = cluster.priority_class
+    if cluster.node_selector:
+        found["nodeSelector"] = dict(cluster.node_selector)
+    if tolerations:
+        found["tolerations"] = tolerations
+    if cluster.image_pull_secrets:
+        found["imagePullSecrets"] = [{"name": name} for name in cluster.image_pull_secrets]
+    return found
+
+
 def _tolerations(shape: Shape) -> list[Object]:
     """Those of the cluster entry; and for how long a node that does not answer keeps the pod, where
     another pod is waited for: Kubernetes' own 300 s are long while all others stand still."""
     found = [dict(each) for each in shape.cluster.tolerations]
     taken = {each.get("key") for each in found}
     if shape.rejoin and None not in taken:
-        found += [
-            {
-                "key": key,
-                "operator": "Exists",
-                "effect": "NoExecute",
-                "tolerationSeconds": math.ceil(shape.cluster.lost_after),
-            }
-            for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
-            if key not in taken
-        ]
+        kept = silent_for(math.ceil(shape.cluster.lost_after))
+        found += [each for each in kept if each["key"] not in taken]
     return found
+
+
+def silent_for(seconds: int) -> list[Object]:
+    """Tolerations: for so long a node that does not answer keeps the pod."""
+    return [
+        {
+            "key": f"node.kubernetes.io/{key}",
+            "operator": "Exists",
+            "effect": "NoExecute",
+            "tolerationSeconds": seconds,
+        }
+        for key in ("not-ready", "unreachable")
+    ]
 
 
 def pod_security(user: int) -> Object:

@@ -19,10 +19,12 @@ from clusterkit.kubernetes.observe import (
     HOST,
     Removed,
     flavor_of,
+    job_path,
     keep,
     known,
     name_of,
     namespace,
+    object_path,
     pods_of,
     pods_path,
     put_removed,
@@ -52,6 +54,7 @@ def remove(handle: Handle, transport: Transport) -> None:
         Unavailable: the API server does not answer, will not, or a node does not.
     """
     plan = handle.plan
+    name, watch = name_of(plan), watch_name(name_of(plan))
     try:
         if known(plan, transport):
             pods = pods_of(handle, transport)
@@ -62,18 +65,16 @@ def remove(handle: Handle, transport: Transport) -> None:
                 put_removed(handle, Removed(ended), transport)
         if guarded(plan):
             # First, or it would go on with the run.
-            watch = watch_name(name_of(plan))
-            _delete(plan, _path(plan, "batch/v1", "jobs", watch), transport)
+            _delete(plan, object_path(plan, "batch/v1", "jobs", watch), transport)
         if plan.trees:
-            path = f"/api/v1/namespaces/{namespace(plan)}/configmaps/{name_of(plan)}-code"
-            _delete(plan, path, transport)
-        job, *others = _kinds(plan)
-        _delete(plan, _path(plan, *job), transport)
+            _delete(plan, object_path(plan, "v1", "configmaps", f"{name}-code"), transport)
+        # Before the pods: without it nobody makes new ones.
+        _delete(plan, job_path(plan), transport)
         _delete_pods(plan, transport)
-        for kind in others:
-            _delete(plan, _path(plan, *kind), transport)
+        for kind in _kinds(plan):
+            _delete(plan, object_path(plan, *kind, name), transport)
         for kind in _GUARD if guarded(plan) else ():
-            _delete(plan, _path(plan, *kind, watch_name(name_of(plan))), transport)
+            _delete(plan, object_path(plan, *kind, watch), transport)
         if lost := _await_gone(plan, transport):
             by_us = removed(handle, transport) or Removed()
             put_removed(handle, msgspec.structs.replace(by_us, lost=by_us.lost | lost), transport)
@@ -85,9 +86,9 @@ def remove(handle: Handle, transport: Transport) -> None:
 
 
 def _kinds(plan: Plan) -> list[tuple[str, str]]:
-    """What a run may have, its job first: without that nobody makes new pods."""
+    """What a run may have besides its job: API and plural."""
     flavor = flavor_of(plan)
-    found = [(flavor.API, flavor.PLURAL)]
+    found: list[tuple[str, str]] = []
     if flavor.KIND == "TrainJob":
         found.append((flavor.API, "trainingruntimes"))
     if flavor.KIND == "Job":
@@ -100,11 +101,6 @@ _GUARD = (
     ("rbac.authorization.k8s.io/v1", "rolebindings"), ("rbac.authorization.k8s.io/v1", "roles"),
 )  # fmt: skip
 """What a watcher in the cluster has besides its job."""
-
-
-def _path(plan: Plan, api: str, plural: str, name: str | None = None) -> str:
-    root = f"/apis/{api}" if "/" in api else f"/api/{api}"
-    return f"{root}/namespaces/{namespace(plan)}/{plural}/{name or name_of(plan)}"
 
 
 def _delete(plan: Plan, path: str, transport: Transport, **query: str) -> None:
@@ -178,7 +174,7 @@ def _end_lost(plan: Plan, items: list[dict[str, Any]], transport: Transport) -> 
         if gone[host] or read_pod(told, None).lost:
             name = told["metadata"]["name"]
             lost.add(name)
-            path = f"/api/v1/namespaces/{namespace(plan)}/pods/{name}"
+            path = object_path(plan, "v1", "pods", name)
             _delete(plan, path, transport, gracePeriodSeconds="0")
     return lost
 

@@ -529,13 +529,7 @@ class Watcher:
 
     def _begin(self, attempt: int) -> None:
         """Make the job anew, as the given attempt."""
-        root = self.api.call("GET", self._root_path)
-        owner = {
-            "apiVersion": "batch/v1",
-            "kind": "Job",
-            "name": root["metadata"]["name"],
-            "uid": root["metadata"]["uid"],
-        }
+        owner = reference(self.api.call("GET", self._root_path))
         for each in self.rules.objects:
             body = json.loads(json.dumps(each["body"]))
             renumber(body, str(attempt))
@@ -633,6 +627,16 @@ class Watcher:
             return self.api.text("GET", path)[-TAIL_BYTES:]
         except (Away, Refused):
             return ""
+
+
+def reference(made: Mapping[str, Any]) -> Object:
+    """How other objects name it as their owner."""
+    return {
+        "apiVersion": made["apiVersion"],
+        "kind": made["kind"],
+        "name": made["metadata"]["name"],
+        "uid": made["metadata"]["uid"],
+    }
 
 
 def _number(key: str) -> int:

@@ -277,4 +277,4 @@ def test_no_name_leads_out_of_the_home(name, clusterkit_home):
     (clusterkit_home / "runs").mkdir(parents=True)
     with pytest.raises(RunNotFound, match="is unknown") as error:
         runs.find(name)
-    assert error.value.hint == "there are no runs yet"
+    assert error.value.hint == "there are no runs"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,7 +86,7 @@ def test_all_is_well(flavor, examine, well, kube):
 def test_the_command(kube, well, monkeypatch):
     kube.entry()
     monkeypatch.setenv("CLUSTERKIT_CLUSTERS", str(kube.file))
-    argv = ["python", "-m", "clusterkit", "doctor", "jobs/zero3.yaml", "-n", "2", "-c", "k8s"]
+    argv = [sys.executable, "-m", "clusterkit", "doctor", "jobs/zero3.yaml", "-n", "2", "-c", "k8s"]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == (

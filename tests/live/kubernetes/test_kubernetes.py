@@ -348,7 +348,8 @@ def test_the_command_line_follows_a_run_to_its_end(kube, own_home):
     kube.entry()
     done = subprocess.run(
         [sys.executable, "-m", "clusterkit", "submit", "--cluster", "k8s", "--clusters",
-         str(kube.file), "--nodes", "2", "--", "sh", "-c", "echo here is $RANK; exit 5"],
+         str(kube.file), "--nodes", "2", "--", "sh", "-c",
+         "echo here is $RANK; exit $((RANK * 5))"],
         capture_output=True, text=True, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 5, done.stderr

@@ -497,6 +497,10 @@ def test_what_admission_refuses_is_told_in_its_words():
     replies["rehearsal"]["worker"] = Reply(reason="Forbidden", said=said)
     told = only(judged("admission", replies=replies))
     assert told.cause == f"a pod (worker) is refused: {said}"
+    same = said.replace('"x"', '"x-watch"')
+    replies["rehearsal"]["watcher"] = Reply(reason="Forbidden", said=same)
+    told = only(judged("admission", replies=replies))
+    assert told.cause == f"a pod (worker) and a pod (watcher) are refused: {said}"
     replies["rehearsal"]["PyTorchJob"] = Reply(reason="BadRequest", said='unknown field "spec.x"')
     assert [f.cause for f in judged("admission", replies=replies)][1] == (
         'PyTorchJob is refused: unknown field "spec.x"'

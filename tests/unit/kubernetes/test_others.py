@@ -15,7 +15,6 @@ from clusterkit.kubernetes.others import (
     PROJECT,
     RECORD,
     Record,
-    find,
     kept,
     listing,
     read,
@@ -111,19 +110,6 @@ def test_one_request_for_each_kind_and_kinds_that_are_not_served_are_none():
     assert all(path.endswith(selector) for path in server.asked)
     with pytest.raises(Unavailable, match="namespace x cannot be listed"):
         listing(["kubectl"], "x", Server({"pytorchjobs": "(Forbidden)"}))
-
-
-def test_finding_one():
-    runs = [read(told(run), FLAVORS["pytorchjob"]) for run in ("ddp-12", "ddp-13", "ddp-1")]
-    assert find("ddp-1", runs, "there") == "ddp-1"
-    assert find("ddp-13", runs, "there") == "ddp-13"
-    assert find("last", runs, "there") == "ddp-12"
-    assert find("x-1", [read(told("x-12"), FLAVORS["pytorchjob"])], "there") == "x-12"
-    with pytest.raises(RunNotFound, match="ambiguous in there: ddp-12, ddp-13, ddp-1"):
-        find("ddp", runs, "there")
-    for name, some in (("zero", runs), ("", runs), ("last", [])):
-        with pytest.raises(RunNotFound, match="is unknown in there"):
-            find(name, some, "there")
 
 
 def config_map(make_facts, **cluster):

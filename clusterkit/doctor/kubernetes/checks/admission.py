@@ -27,18 +27,25 @@ def judge(seen: Seen, subject: KubeSubject) -> list[Finding]:
     answers = dict(seen.replies.get(REHEARSAL.name, {}))
     if not answers:
         return [Finding(NAME, CLUSTER, "skip", "the API server did not answer")]
-    findings, taken, untried = [], [], []
+    taken, untried = [], []
+    refused: dict[str, tuple[str, list[str]]] = {}
     for what, reply in answers.items():
         if "cannot create resource" in reply.said:
             untried.append(what)
         elif reply.reason and not any(words in reply.said for words in _OTHERS):
             name = what if what == getattr(seen.kind, "KIND", "") else f"a pod ({what})"
-            cause = f"{name} is refused: {shortened(reply.said, 400)}"
-            findings.append(Finding(NAME, CLUSTER, "fail", cause))
+            # A refusal begins with the pod's own name.
+            why = reply.said.rpartition(" is forbidden: ")[2]
+            refused.setdefault(why, (reply.said, []))[1].append(name)
         elif not reply.reason:
             taken.append(what)
-    if findings:
-        return findings
+    if refused:
+        causes = [
+            f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} refused: "
+            + shortened(said, 400)
+            for said, names in refused.values()
+        ]
+        return [Finding(NAME, CLUSTER, "fail", cause) for cause in causes]
     if not taken:
         return [Finding(NAME, CLUSTER, "skip", "not tried: you may not create them yourself")]
     roles = {role for role, _, _ in templates(seen.objects)}
