@@ -110,6 +110,7 @@ def assemble(
     stop_grace: float,
     peers: Peers | None = None,
     container: bool = False,
+    mpi_interface: str | None = None,
 ) -> Assembly:
     """Files, notes and the command of one node.
 
@@ -119,11 +120,14 @@ def assemble(
         network_env: which interface to use; both go before it.
         peers: how the nodes watch each other; None: somebody else does.
         container: a node's output is what becomes of it: its log goes there as well.
+        mpi_interface: network interface of deepspeed's ranks where it starts those of all nodes
+            with mpirun, from node 0; None: each node starts its own.
 
     Raises:
         BadInput: batch sizes that do not divide, a variable that is clusterkit's to set, an
             unknown ``${clusterkit.NAME}``.
     """
+    mpi = job.launcher == "mpirun" or mpi_interface is not None
     sizes, notes = solve_batch(job, topology)
     files: list[PlanFile] = []
     run_env = _run_environment(job, topology, endpoint, places, device, sizes)
@@ -141,14 +145,16 @@ def assemble(
         **network_env,
         **cluster_env,
         **job.env,
-        **node_environment(job.launcher, topology, endpoint),
+        **node_environment(job.launcher, topology, endpoint, mpi=mpi),
         **run_env,
     }
     if clash := sorted((OWNED | run_env.keys()) & {*cluster_env, *job.env}):
         raise BadInput(f"env.{clash[0]}: clusterkit sets it", hint=f"take {clash[0]} out of env")
     program = program_argv(job, places.python, run_env, topology)
     files += [
-        PlanFile(places.file("rank.sh"), text=rank_script(job.launcher, topology), mode=0o755),
+        PlanFile(
+            places.file("rank.sh"), text=rank_script(job.launcher, topology, mpi=mpi), mode=0o755
+        ),
         PlanFile(places.file("agent.py"), resource="agent.py"),
     ]
     if job.launcher in ("deepspeed", "mpirun"):
@@ -165,10 +171,11 @@ def assemble(
         hostfile=places.file("hostfile"),
         exports=[*env, *job.secrets],
         stop_grace=stop_grace,
+        mpi_interface=mpi_interface,
     )
     launcher = argv[: len(argv) - len(rank_command)]
     script = _node_script(
-        job, topology, places, env, [launcher, rank_command], stop_grace, peers, container
+        job, topology, places, env, [launcher, rank_command], stop_grace, peers, container, mpi
     )
     node_sh = PlanFile(places.file("node.sh"), text=script, mode=0o755)
     return Assembly((node_sh, *files), tuple(notes), ("/bin/sh", node_sh.path))
@@ -324,16 +331,17 @@ def _node_script(
     stop_grace: float,
     peers: Peers | None,
     container: bool,
+    mpi: bool,
 ) -> str:
     # mpirun starts the ranks of all nodes from the first.
-    nproc = topology.world_size if job.launcher == "mpirun" else topology.nproc_per_node
+    nproc = topology.world_size if mpi else topology.nproc_per_node
     agent: list[Word] = [
         places.python, "-I", places.file("agent.py"), "run", "--nproc", str(nproc),
         "--workdir", places.workdir, "--grace", f"{stop_grace:g}",
         *(["--spawn"] if job.launcher == "python" else []),
-        *(["--tagged"] if job.launcher == "mpirun" else []),
+        *(["--tagged"] if mpi else []),
         *(["--echo", "--last-words", LAST_WORDS] if container else []),
-        *(peers.arguments(topology) if peers and job.launcher != "mpirun" else []), "--",
+        *(peers.arguments(topology) if peers and not mpi else []), "--",
     ]  # fmt: skip
     lines = " \\\n    ".join(shell.join(words) for words in (agent, *command) if words)
     # A plan for GPUs hands CLUSTERKIT_GPUS to each node by its step.

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clusterkit.errors import counted
-from clusterkit.shell import Joined, Var, Word
+from clusterkit.shell import Joined, Var, Word, join
 from clusterkit.spec import Launcher
 
 NODE_RANK = Var("NODE_RANK")
@@ -108,14 +108,16 @@ def rank_environment(
     }
 
 
-def node_environment(launcher: Launcher, topology: Topology, endpoint: Endpoint) -> dict[str, str]:
+def node_environment(
+    launcher: Launcher, topology: Topology, endpoint: Endpoint, *, mpi: bool = False
+) -> dict[str, str]:
     """The part of the contract that is the same on all nodes, and a launcher's own switches."""
     env = {"MASTER_ADDR": endpoint.address, "MASTER_PORT": str(endpoint.port)}
     if launcher == "torchrun" and topology.elastic:
         # Without it, restarted ranks read the last round's addresses and a fresh agent waits
         # for a key that nobody writes (torch 2.13, dynamic_rendezvous.py).
         env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    if launcher == "mpirun":
+    if launcher == "mpirun" or mpi:
         env |= {
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -143,6 +145,7 @@ def launcher_argv(
     hostfile: str,
     exports: Sequence[str] = (),
     stop_grace: float = 10.0,
+    mpi_interface: str | None = None,
 ) -> list[Word]:
     """The command that starts the ranks of one node (with mpirun: of all nodes, on node 0).
 
@@ -155,6 +158,8 @@ def launcher_argv(
         hostfile: path of the file that `hostfile` fills; read by deepspeed and mpirun.
         exports: variables that mpirun must hand to ranks on other hosts.
         stop_grace: seconds that ranks have between SIGTERM and SIGKILL.
+        mpi_interface: network interface of deepspeed's ranks where it starts those of all nodes
+            with mpirun; None: it starts one node's.
 
     Returns:
         Words, ``rank_command`` last; the variables among them are set by the node script. For
@@ -165,26 +170,40 @@ def launcher_argv(
         case "torchrun":
             return _torchrun(topology, endpoint, python, rank_command, grace)
         case "deepspeed":
+            if mpi_interface is None:
+                how: list[Word] = ["--no_ssh", "--node_rank", NODE_RANK]
+            else:
+                # It names eth0 itself unless it is told of another.
+                more = ["--mca", "btl_tcp_if_include", mpi_interface, *_mpi_options(exports)]
+                how = [
+                    # One node alone, too, is reached by mpirun: this is not it.
+                    "--force_multi", "--no_ssh_check", "--launcher", "openmpi",
+                    f"--launcher_args={join(more)}",
+                ]  # fmt: skip
             return [
                 # The runner's own module: the `deepspeed` script may not be on the node's PATH.
-                python, "-m", "deepspeed.launcher.runner", "--hostfile", hostfile, "--no_ssh",
-                "--node_rank", NODE_RANK, "--master_addr", endpoint.address,
-                "--master_port", str(endpoint.port), "--log_level", "warning",
-                "--no_local_rank", "--no_python", *rank_command,
+                python, "-m", "deepspeed.launcher.runner", "--hostfile", hostfile, *how,
+                "--master_addr", endpoint.address, "--master_port", str(endpoint.port),
+                "--log_level", "warning", "--no_local_rank", "--no_python", *rank_command,
             ]  # fmt: skip
         case "mpirun":
-            forwarded: list[Word] = []
-            for name in dict.fromkeys(("MASTER_ADDR", "MASTER_PORT", *exports)):
-                forwarded += ["-x", name]
             return [
                 "mpirun", "-np", str(topology.world_size), "--hostfile", hostfile,
-                # By slot: ranks are numbered host by host, in the hostfile's order.
-                "--map-by", "slot", "--bind-to", "none",
-                # Ranks on other hosts have no pipe to the node agent: it tells them by this.
-                "--tag-output", *forwarded, *rank_command,
+                *_mpi_options(exports), *rank_command,
             ]  # fmt: skip
         case "python":
             return list(rank_command)
+
+
+def _mpi_options(exports: Sequence[str]) -> list[str]:
+    """Options of mpirun, however it is started: how ranks are placed, and what they are told."""
+    names = dict.fromkeys(("MASTER_ADDR", "MASTER_PORT", *exports))
+    return [
+        # By slot: ranks are numbered host by host, in the hostfile's order.
+        "--map-by", "slot", "--bind-to", "none",
+        # Ranks on other hosts have no pipe to the node agent: it tells them by this.
+        "--tag-output", *(word for name in names for word in ("-x", name)),
+    ]  # fmt: skip
 
 
 def _torchrun(
@@ -216,7 +235,7 @@ def _torchrun(
     return [*argv, "--no-python", *rank_command]
 
 
-def rank_script(launcher: Launcher, topology: Topology) -> str:
+def rank_script(launcher: Launcher, topology: Topology, *, mpi: bool = False) -> str:
     """What every launcher starts for each rank: a POSIX ``sh`` script.
 
     It completes the environment of `rank_environment`, gives the rank a log of its own
@@ -234,9 +253,9 @@ def rank_script(launcher: Launcher, topology: Topology) -> str:
         f"LOCAL_RANK=$((RANK % {nproc})) NODE_RANK=$((RANK / {nproc}))",
         "python": f"export WORLD_SIZE={topology.world_size} LOCAL_WORLD_SIZE={nproc}\n"
         f"export RANK=$((NODE_RANK * {nproc} + LOCAL_RANK))",
-    }[launcher]
+    }["mpirun" if mpi else launcher]
     # With mpirun one host may stand for several nodes; its agent has one pipe per rank on it.
-    pipe = "OMPI_COMM_WORLD_LOCAL_RANK" if launcher == "mpirun" else "LOCAL_RANK"
+    pipe = "OMPI_COMM_WORLD_LOCAL_RANK" if launcher == "mpirun" or mpi else "LOCAL_RANK"
     return (
         "#!/bin/sh\n"
         f"# started by {launcher} once per rank: completes the rank's environment, gives it its "

@@ -229,7 +229,7 @@ class KubernetesBackend(Backend):
         run_dir = posixpath.join(kube.root, run_id)
         local = posixpath.join(facts.home, "runs", run_id)
         name = object_name(run_id)
-        mpirun = job.launcher == "mpirun"
+        mpi = flavor_name == "mpijob"
         rejoin, rejoin_origin = _rejoin(job, cluster, flavor_name)
         own = _own_program(job) if cluster.code == "baked" else None
         workdir, program = _places(job, cluster, facts, run_dir)
@@ -275,11 +275,11 @@ class KubernetesBackend(Backend):
             network_env={
                 "GLOO_SOCKET_IFNAME": facts.interface,
                 "NCCL_SOCKET_IFNAME": facts.interface,
-                **(mpirun_interface(facts.interface) if mpirun else {}),
+                **(mpirun_interface(facts.interface) if mpi else {}),
             },
             stop_grace=cluster.stop_grace,
             peers=None
-            if mpirun
+            if mpi
             else Peers(
                 names[0],
                 facts.watch_port or own_ports(facts.port)[1],
@@ -287,9 +287,10 @@ class KubernetesBackend(Backend):
                 REJOIN_SECONDS if rejoin else None,
             ),
             container=True,
+            mpi_interface=facts.interface if mpi and job.launcher == "deepspeed" else None,
         )
         files = [_moved(file, run_dir, local) for file in assembly.files]
-        awaited = names if mpirun else names[:1] if most > 1 else []
+        awaited = names if mpi else names[:1] if most > 1 else []
         files.append(
             PlanFile(
                 posixpath.join(local, "files", "pod.sh"),
@@ -309,8 +310,8 @@ class KubernetesBackend(Backend):
                 shape,
                 flavor,
                 objects,
-                nodes=1 if mpirun else most,
-                needed=1 if mpirun else least,
+                nodes=1 if mpi else most,
+                needed=1 if mpi else least,
                 replaces=topology.elastic or rejoin,
                 force=cluster.replace_lost,
                 restarts=job.restarts,
@@ -373,7 +374,7 @@ class KubernetesBackend(Backend):
             files=tuple(files),
             steps=(*_packing(cluster, local), _apply(kube, local, job)),
             hosts=(HOST,) * most,
-            nodes=1 if mpirun else most,
+            nodes=1 if mpi else most,
             world_size=topology.world_size,
             topology={"min_nodes": least, "nodes": most, "nproc_per_node": nproc},
             address=names[0],

@@ -39,6 +39,8 @@ OPERATORS = {
     "mpijob": "Kubeflow's MPI operator",
     "trainjob": "Kubeflow's trainer",
 }
+_MPI = ("mpirun", "deepspeed")
+"""Launchers that an MPIJob's pod can start the ranks of all others with."""
 _NOT_ELASTIC = ("mpijob", "trainjob", "job")
 
 
@@ -76,7 +78,7 @@ def choose(job: JobSpec, cluster: KubernetesCluster, facts: KubernetesFacts) -> 
         if name == "job":
             origin = "the cluster serves no kind of its own for training"
     flavor = FLAVORS[name]
-    if (name == "mpijob") != mpi:
+    if (mpi and name != "mpijob") or (name == "mpijob" and job.launcher not in _MPI):
         raise BadInput(
             f"flavor: {name} cannot run launcher {job.launcher}",
             hint="flavor: auto, or --set launcher=torchrun" if mpi else "flavor: auto",

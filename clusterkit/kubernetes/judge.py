@@ -16,6 +16,8 @@ from clusterkit.kubernetes.pods import ATTEMPT, ROLE
 from clusterkit.kubernetes.watcher import unix
 from clusterkit.status import NodeCause, NodeStatus, State
 
+PREEMPTED = "preempted for a pod of higher priority"
+"""What is known of it without its events."""
 PHASES: Mapping[str, State] = {
     "Pending": State.PENDING,
     "Running": State.RUNNING,
@@ -206,7 +208,7 @@ def _removal(
     said = str(condition.get("message") or "")
     match reason:
         case "PreemptionByScheduler":
-            return f"preempted for a pod of higher priority: {said}"
+            return f"{PREEMPTED}: {said}"
         case "EvictionByEvictionAPI":
             return "evicted: its node is being drained"
         case "TerminationByKubelet":
@@ -215,6 +217,17 @@ def _removal(
             return "its node is gone or tainted"
     if status.get("reason") == "Evicted":
         return f"evicted: {status.get('message') or 'its node was short of something'}"
+    return None
+
+
+def preemptor(events: Sequence[Mapping[str, Any]], namespace: str) -> str | None:
+    """Which pod a pod of this namespace had to make room for, by its events; None: none says."""
+    for event in reversed(events):
+        related = event.get("related") or {}
+        if event.get("reason") == "Preempted" and related.get("name"):
+            elsewhere = related.get("namespace", namespace)
+            of = "" if elsewhere == namespace else f" of namespace {elsewhere}"
+            return f"preempted for pod {related['name']}{of}, whose priority is higher"
     return None
 
 

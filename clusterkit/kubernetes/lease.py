@@ -133,7 +133,7 @@ class Holder:
                 return
 
     def _patch(self) -> bool:
-        """Whether nobody had changed it meanwhile."""
+        """Whether nobody had changed or removed it meanwhile."""
         now = time.time()
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
         body = {
@@ -150,7 +150,7 @@ class Holder:
         ]  # fmt: skip
         done = self._transport.run(HOST, argv)
         if done.exit_code:
-            if "(Conflict)" in done.stderr:
+            if "(Conflict)" in done.stderr or "(NotFound)" in done.stderr:
                 return False
             raise Unavailable(done.stderr.strip())
         self._version = str(json.loads(done.stdout)["metadata"]["resourceVersion"])

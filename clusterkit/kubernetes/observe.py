@@ -21,6 +21,7 @@ from clusterkit.backends.nodes import overall
 from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.kubernetes.flavors import FLAVORS, Flavor
 from clusterkit.kubernetes.judge import (
+    PREEMPTED,
     Pod,
     Rejoin,
     attempt_of,
@@ -29,6 +30,7 @@ from clusterkit.kubernetes.judge import (
     judge,
     newest,
     oom_kills_of,
+    preemptor,
     read_pod,
 )
 from clusterkit.kubernetes.pods import RUN
@@ -350,6 +352,7 @@ class PodWatcher:
         self._stream: Stream | None = None
         self._last: Observation | None = None
         self._given_up: dict[str, float] = {}
+        self._preempted: dict[str, str] = {}
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
@@ -482,7 +485,7 @@ class PodWatcher:
             raise _Stale
         if event["type"] != "BOOKMARK":
             name = told["metadata"]["name"]
-            read = _read(self._handle, [told])
+            read = self._with_preemptor(_read(self._handle, [told]))
             with self._lock:
                 self._news = True
                 # At once: its end may be told by this alone, and it may be gone the next moment.
@@ -492,6 +495,23 @@ class PodWatcher:
                 else:
                     self._pods.update(read)
         return str(told["metadata"]["resourceVersion"])
+
+    def _with_preemptor(self, pods: dict[str, Pod]) -> dict[str, Pod]:
+        """The pods, with the name of the one that they had to make room for."""
+        plan = self._handle.plan
+        for name, pod in pods.items():
+            if not (pod.removed_by or "").startswith(PREEMPTED):
+                continue
+            if pod.uid not in self._preempted:
+                with contextlib.suppress(ClusterkitError, ValueError):
+                    chosen = quote(f"involvedObject.uid={pod.uid}", safe="")
+                    path = f"/api/v1/namespaces/{namespace(plan)}/events?fieldSelector={chosen}"
+                    events = json.loads(raw(plan, path, self._transport))["items"]
+                    if said := preemptor(events, namespace(plan)):
+                        self._preempted[pod.uid] = said
+            said = self._preempted.get(pod.uid, pod.removed_by)
+            pods[name] = msgspec.structs.replace(pod, removed_by=said)
+        return pods
 
     def close(self) -> None:
         """Watch no more; the pods go on."""

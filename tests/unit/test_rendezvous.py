@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import typing
@@ -104,6 +105,22 @@ def test_deepspeed_starts_one_node_without_ssh():
     assert '--hostfile /run/hostfile --no_ssh --node_rank "$NODE_RANK"' in line
     assert "--master_addr 10.0.0.1 --master_port 29501" in line
     assert argv[-4:] == ["--no_python", "sh", "rank.sh", "train.py"]
+
+
+def test_deepspeed_by_way_of_mpirun_starts_all_nodes():
+    argv = argv_of("deepspeed", Topology(2, 2, 4), exports=["TOKEN"], mpi_interface="eth1")
+    line = join(argv)
+    assert "--no_ssh " not in line
+    assert "--hostfile /run/hostfile --force_multi --no_ssh_check --launcher openmpi" in line
+    (more,) = (word for word in argv if str(word).startswith("--launcher_args="))
+    assert shlex.split(str(more).partition("=")[2]) == [
+        "--mca", "btl_tcp_if_include", "eth1", "--map-by", "slot", "--bind-to", "none",
+        "--tag-output", "-x", "MASTER_ADDR", "-x", "MASTER_PORT", "-x", "TOKEN",
+    ]  # fmt: skip
+    assert argv[-4:] == ["--no_python", "sh", "rank.sh", "train.py"]
+    script = rendezvous.rank_script("deepspeed", Topology(2, 2, 4), mpi=True)
+    assert "OMPI_COMM_WORLD_RANK" in script
+    assert "CROSS_RANK" not in script
 
 
 def test_mpirun_starts_all_nodes_and_forwards_the_environment_by_name():

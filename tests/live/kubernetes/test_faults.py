@@ -132,7 +132,7 @@ def test_a_pod_that_is_preempted_says_by_whom(submit, begun, kube):
         file.write_text(json.dumps(pod))
         kube.kubectl("create", "-f", str(file))
         failure = failed(run)
-        assert failure.cause.startswith("preempted for a pod of higher priority")
+        assert failure.cause == "preempted for pod urgent, whose priority is higher"
         kube.kubectl("delete", "pod", "urgent", "--grace-period=0", "--force")
     finally:
         kube.kubectl("delete", "priorityclass", priority)

@@ -102,17 +102,19 @@ def losses(run):
 
 
 @pytest.mark.parametrize(
-    ("flavor", "name"),
+    ("flavor", "name", "launcher"),
     [
-        ("pytorchjob", "ddp"), ("pytorchjob", "zero0"), ("pytorchjob", "zero1"),
-        ("pytorchjob", "zero2"), ("pytorchjob", "zero3"), ("mpijob", "zero2"),
-        ("trainjob", "ddp"), ("job", "ddp"),
+        ("pytorchjob", "ddp", "torchrun"), ("pytorchjob", "zero0", "torchrun"),
+        ("pytorchjob", "zero1", "torchrun"), ("pytorchjob", "zero2", "deepspeed"),
+        ("pytorchjob", "zero3", "torchrun"), ("mpijob", "zero2", "mpirun"),
+        ("mpijob", "zero3", "deepspeed"), ("trainjob", "ddp", "torchrun"),
+        ("job", "ddp", "torchrun"),
     ],
 )  # fmt: skip
-def test_the_losses_are_those_of_this_machine(flavor, name, kube, reference):
-    launcher = ("launcher=mpirun",) if flavor == "mpijob" else ()
+def test_the_losses_are_those_of_this_machine(flavor, name, launcher, kube, reference):
     run = api.submit(
-        ROOT / "jobs" / f"{name}.yaml", nodes=2, gpus=2, more_args=STEPS, settings=launcher,
+        ROOT / "jobs" / f"{name}.yaml", nodes=2, gpus=2, more_args=STEPS,
+        settings=(f"launcher={launcher}",),
         **kube.entry(flavor=flavor, shm_size="256Mi"),
     )  # fmt: skip
     try:

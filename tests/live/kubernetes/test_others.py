@@ -58,9 +58,10 @@ def kill_rank(kube, pod: str, command: bytes) -> None:
     script = (
         "import os, pathlib\n"
         "for p in pathlib.Path('/proc').glob('[0-9]*/cmdline'):\n"
-        f"    if p.read_bytes().startswith({command!r}): os.kill(int(p.parent.name), 9)\n"
+        f"    if p.read_bytes().startswith({command!r}):\n"
+        "        print('found', flush=True); os.kill(int(p.parent.name), 9)\n"
     )
-    kube.kubectl("exec", pod, "--", "python3", "-c", script, check=False)
+    assert "found" in kube.kubectl("exec", pod, "--", "python3", "-c", script, check=False)
 
 
 def texts(run: api.Run) -> list[str]:
@@ -155,7 +156,7 @@ def test_a_copied_project_comes_back_with_it(kube, elsewhere, taken, tmp_path, m
         (project / "note").write_text("changed since")
         found = taken(run.id)
         found.wait_started(120)
-        kill_rank(kube, f"{run.id}-worker-0", b"python\0main.py\0")
+        kill_rank(kube, f"{run.id}-worker-0", b"python3\0-u\0main.py\0")
         assert found.wait(180).state is State.SUCCEEDED
         assert texts(found)[-1] == "not committed 2"
     finally:

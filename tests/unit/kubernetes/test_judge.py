@@ -12,6 +12,7 @@ from clusterkit.kubernetes.judge import (
     endings_of,
     judge,
     newest,
+    preemptor,
     read_pod,
 )
 from clusterkit.status import State
@@ -329,3 +330,16 @@ def test_ranks_that_the_agent_started_are_told_with_their_numbers():
 def test_every_kind_of_job_has_a_table_of_its_own_words(flavor):
     assert set(flavor.STATES.values()) >= {State.PENDING, State.SUCCEEDED, State.FAILED}
     assert flavors.by_kind(flavor.KIND) is flavor
+
+
+def test_a_preempted_pod_s_events_say_for_whom():
+    def event(reason, **related):
+        return {"reason": reason, "related": related or None}
+
+    other = event("Preempted", kind="Pod", name="urgent", namespace="theirs")
+    assert preemptor([other, event("Killing")], "ours") == (
+        "preempted for pod urgent of namespace theirs, whose priority is higher"
+    )
+    own = event("Preempted", kind="Pod", name="urgent", namespace="ours")
+    assert preemptor([other, own], "ours") == ("preempted for pod urgent, whose priority is higher")
+    assert preemptor([event("Preempted"), event("Killing", name="x")], "ours") is None

@@ -11,6 +11,7 @@ from kubernetes import client
 
 from clusterkit import backends, loader
 from clusterkit.cluster import Claim, KubernetesCluster, KubernetesFacts
+from clusterkit.errors import BadInput
 from clusterkit.kubernetes import by_hand
 from tests import manifests
 
@@ -103,7 +104,7 @@ def planned(make_facts):
     def plan(flavor, *, full=False, **changes):
         job = loader.load_job(ROOT / "jobs" / "zero2.yaml")
         if flavor == "mpijob":
-            changes["launcher"] = "mpirun"
+            changes = {"launcher": "mpirun"} | changes
         job = msgspec.structs.replace(job, **({"nodes": 2, "gpus_per_node": 2} | changes))
         kubernetes = KubernetesFacts(
             may_watch=True, version="v1.34.4", context="c", namespace="ns",
@@ -152,6 +153,27 @@ def test_the_plan_says_whether_a_lost_pod_is_replaced_and_why(
     assert ("node.kubernetes.io/unreachable" in str(pods)) == plan.rejoin
     assert ("restartPolicy: ExitCode" in text) == (plan.rejoin and flavor == "pytorchjob")
     assert ("podFailurePolicy" in text) == (plan.rejoin and flavor != "pytorchjob")
+
+
+def test_deepspeed_starts_an_mpijob_s_ranks_by_way_of_mpirun(planned):
+    plan = planned("mpijob", launcher="deepspeed")
+    node = next(file for file in plan.files if file.path.endswith("node.sh")).text
+    assert "--launcher openmpi '--launcher_args=--mca btl_tcp_if_include lo " in node
+    assert "--nproc 4 " in node
+    assert "OMPI_MCA_btl_tcp_if_include=lo" in node
+    rank = next(file for file in plan.files if file.path.endswith("rank.sh")).text
+    assert "OMPI_COMM_WORLD_RANK" in rank
+    pod = next(file for file in plan.files if file.path.endswith("pod.sh")).text
+    assert "await demo-1-worker-1.demo-1.ns.svc" in pod
+
+
+@pytest.mark.parametrize(
+    ("flavor", "launcher"),
+    [("mpijob", "torchrun"), ("mpijob", "python"), ("pytorchjob", "mpirun"), ("job", "mpirun")],
+)
+def test_launchers_that_a_kind_of_job_cannot_run(flavor, launcher, planned):
+    with pytest.raises(BadInput, match=f"flavor: {flavor} cannot run launcher {launcher}"):
+        planned(flavor, launcher=launcher)
 
 
 def test_an_elastic_run_keeps_to_torchrun_s_own_way(planned):
