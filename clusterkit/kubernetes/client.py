@@ -360,6 +360,8 @@ class RawStream:
 
 # ---------------------------------------------------------------- connecting
 
+_CONNECTING = threading.Lock()
+
 
 def connect(kubeconfig: str | None, context: str | None) -> ApiClient:
     """A client for a context of a kubeconfig; in a pod without one, for the pod's own cluster.
@@ -387,7 +389,8 @@ def connect(kubeconfig: str | None, context: str | None) -> ApiClient:
         if not there:
             config.load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
             return client.ApiClient(settings)
-        with tempfile.TemporaryDirectory(prefix="clusterkit-") as folder:
+        # The library remembers the files that it makes of the keys for all threads.
+        with _CONNECTING, tempfile.TemporaryDirectory(prefix="clusterkit-") as folder:
             try:
                 config.load_kube_config(  # type: ignore[no-untyped-call]
                     config_file=os.pathsep.join(map(str, there)),
@@ -398,7 +401,7 @@ def connect(kubeconfig: str | None, context: str | None) -> ApiClient:
                 )
                 return _holding(client.ApiClient(settings))
             finally:
-                # It would hand out again the files that it has made of the keys.
+                # It would hand out again those that go with this folder.
                 config.kube_config._cleanup_temp_files()  # type: ignore[no-untyped-call]
     except config.ConfigException as error:
         said = str(error).removeprefix("Invalid kube-config file. ")

@@ -45,9 +45,14 @@ def seen(run):
 # ---------------------------------------------------------------- what ranks see
 
 
-@pytest.mark.parametrize("flavor", ["pytorchjob", "job", "trainjob", "mpijob"])
-def test_every_rank_sees_the_whole_contract_on_every_kind_of_job(flavor, submit):
-    launcher = "mpirun" if flavor == "mpijob" else "python"
+@pytest.mark.parametrize(
+    ("flavor", "launcher"),
+    [
+        ("pytorchjob", "python"), ("job", "python"), ("trainjob", "python"),
+        ("mpijob", "mpirun"), ("mpijob", "deepspeed"),
+    ],
+)  # fmt: skip
+def test_every_rank_sees_the_whole_contract_on_every_kind_of_job(flavor, launcher, submit):
     run = submit(
         DUMP, on={"flavor": flavor}, launcher=launcher, gpus_per_node=2,
         env={**UGLY, "EXPANDED": "$(HOME) $$(HOME) $$"},
@@ -151,9 +156,20 @@ def failed(run, seconds=120):
     return status.failure
 
 
-def test_a_rank_that_fails_ends_the_run_with_its_exit_code(submit):
-    failure = failed(submit("[ $RANK = 1 ] && exit 7; exec sleep 3600"))
+@pytest.mark.parametrize(
+    ("flavor", "launcher"),
+    [("pytorchjob", "python"), ("mpijob", "mpirun"), ("mpijob", "deepspeed")],
+)
+def test_a_rank_that_fails_ends_the_run_with_its_exit_code(flavor, launcher, submit):
+    script = "[ $RANK = 1 ] && exit 7; exec sleep 3600"
+    failure = failed(submit(script, on={"flavor": flavor}, launcher=launcher))
     assert (failure.node, failure.rank, failure.exit_code) == (1, 1, 7)
+
+
+def test_a_cancel_ends_what_deepspeed_has_started_by_way_of_mpirun(submit, begun, kube):
+    run = begun(submit(FOREVER, on={"flavor": "mpijob"}, launcher="deepspeed"))
+    assert run.cancel().state is State.CANCELLED
+    assert kube.there() == set()
 
 
 def test_a_rank_that_is_killed(submit, begun, kube):

@@ -2,11 +2,19 @@
 
 import base64
 import json
+import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
 from clusterkit.errors import BadInput, SubmitFailed, Unavailable
 from clusterkit.kubernetes.client import KubeTransport, connect
@@ -237,6 +245,41 @@ def test_a_kubeconfig_that_cannot_be_used_is_refused(text, context, words, tmp_p
         file.write_text(text)
     with pytest.raises(BadInput, match=words):
         connect(str(file), context)
+
+
+@pytest.fixture
+def with_keys(tmp_path):
+    """A kubeconfig whose user has a certificate."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "ada")])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + timedelta(days=1))
+        .sign(key, hashes.SHA256())
+        .public_bytes(Encoding.PEM)
+    )
+    secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    user = {
+        "client-certificate-data": base64.b64encode(certificate).decode(),
+        "client-key-data": base64.b64encode(secret).decode(),
+    }
+    file = tmp_path / "config"
+    file.write_text(json.dumps({
+        "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
+        "clusters": [{"name": "k", "cluster": {"server": "https://127.0.0.1:1"}}],
+        "users": [{"name": "u", "user": user}], "current-context": "c",
+    }))  # fmt: skip
+    return str(file)
+
+
+def test_many_connect_at_once_and_no_key_stays_on_the_disk(with_keys, tmp_path, monkeypatch):
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with ThreadPoolExecutor(8) as pool:
+        clients = list(pool.map(lambda _: connect(with_keys, None), range(24)))
+    assert all(each.configuration.host == "https://127.0.0.1:1" for each in clients)
+    assert list(folder.iterdir()) == []
 
 
 # ---------------------------------------------------------------- logs
