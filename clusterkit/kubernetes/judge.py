@@ -31,6 +31,7 @@ BACK_OFF_SECONDS = 60.0
 """How long an image may be pulled in vain."""
 DELETED = "its pod was deleted, by somebody or by the cluster"
 NEXT = "another one takes its place"
+NOT_BEGUN = "it had not begun"
 _KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 _NODES = re.compile(r"\d+/\d+ nodes are available")
 
@@ -267,6 +268,8 @@ def judge(
         before = None
     if pod is None:
         if before is None:
+            if ours:
+                return status(State.CANCELLED, NOT_BEGUN)
             return status(State.PENDING, waits)
         if before.exit_code is not None:
             return _ended(node, before, ours=ours)
@@ -274,7 +277,7 @@ def judge(
             return status(State.FAILED, f"node {before.host} of the cluster does not answer")
         if ours:
             late = "killed: it did not end when it was asked to"
-            return status(State.CANCELLED, late if before.started else "it had not begun")
+            return status(State.CANCELLED, late if before.started else NOT_BEGUN)
         if replaced:
             return status(State.PENDING, "its pod was removed; another one takes its place")
         why = before.removed_by or "somebody deleted it, or the namespace"

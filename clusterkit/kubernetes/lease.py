@@ -46,6 +46,7 @@ from clusterkit.kubernetes.pods import ATTEMPT
 from clusterkit.kubernetes.watcher import WATCHER, lease_seconds
 from clusterkit.plan import Plan
 from clusterkit.runs import Event, RunFolder
+from clusterkit.status import State
 from clusterkit.transport import Transport
 
 AGAIN_SECONDS = 1.0
@@ -194,8 +195,9 @@ class LeasedWatcher:
             found = None
         if found is None:
             # What looks like a failure may be the watcher's work.
-            ended = any(node.state.final for node in seen.nodes)
-            return self._last if ended and self._last is not None else seen
+            states = {node.state for node in seen.nodes}
+            failed = bool(states & {State.FAILED, State.CANCELLED})
+            return self._last if failed and self._last is not None else seen
         self._holder.taken = False
         if found.attempt > self._handle.attempt or found.late:
             return msgspec.structs.replace(seen, superseded=found)

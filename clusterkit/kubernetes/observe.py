@@ -210,6 +210,8 @@ class Removed(msgspec.Struct, frozen=True):
     ended: frozenset[str] = frozenset()
     lost: frozenset[str] = frozenset()
     """Those of them whose nodes of the cluster did not answer."""
+    all: bool = False
+    """Whether nothing is there any more that could make others."""
 
 
 def removed(handle: Handle, transport: Transport) -> Removed | None:
@@ -281,7 +283,7 @@ def observation(
             replaced=replaces(handle.plan),
             rejoin=rejoin,
             waits=waits,
-            ours=named is not None and named.name in ours,
+            ours=by_us.all if named is None else named.name in ours,
         )
         if pod is not None and pod.name in unheard and found.state.final:
             found = msgspec.structs.replace(found, state=State.RUNNING, reason=None)

@@ -75,9 +75,12 @@ def remove(handle: Handle, transport: Transport) -> None:
             _delete(plan, object_path(plan, *kind, name), transport)
         for kind in _GUARD if guarded(plan) else ():
             _delete(plan, object_path(plan, *kind, watch), transport)
-        if lost := _await_gone(plan, transport):
+        lost = _await_gone(plan, transport)
+        if known(plan, transport):
             by_us = removed(handle, transport) or Removed()
-            put_removed(handle, msgspec.structs.replace(by_us, lost=by_us.lost | lost), transport)
+            after = msgspec.structs.replace(by_us, lost=by_us.lost | lost, all=True)
+            if after != by_us:
+                put_removed(handle, after, transport)
     except ClusterkitError as error:
         raise Unavailable(
             f"could not end run {plan.run_id}: {error.message}",

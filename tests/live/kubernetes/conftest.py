@@ -155,6 +155,7 @@ def submit(kube: Kube) -> Iterator[Callable[..., api.Run]]:
     yield start
     for run in started:
         run.cancel()
+        run.wait(60)
 
 
 @pytest.fixture

@@ -195,6 +195,7 @@ def test_no_pod_is_judged_by_what_was_seen_of_it_last():
     assert seen(None, running, ours=True) == (State.CANCELLED, None, late)
     unborn = document("Pending")
     assert seen(None, unborn, ours=True) == (State.CANCELLED, None, "it had not begun")
+    assert seen(None, ours=True) == (State.CANCELLED, None, "it had not begun")
 
 
 def test_a_pod_in_another_s_place_is_a_failure_unless_the_run_is_elastic():
