@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -47,6 +48,8 @@ WATCH_SECONDS = 280
 """How long one watch lasts; the server ends it."""
 LOG_SECONDS = 15.0
 """How long the log of a pod that has ended may take to come whole."""
+LOGS_AT_ONCE = 8
+"""Of a run that nobody watched."""
 NEWS_SECONDS = 5.0
 """How often it is asked why there are no pods, and states are judged anew although nothing came."""
 _LET_GO = ("--type", "merge", "--patch", '{"metadata":{"finalizers":null}}')
@@ -641,12 +644,18 @@ def collect(handle: Handle, transport: Transport) -> None:
     Raises:
         Unavailable: the API server does not answer.
     """
-    for pod in pods_of(handle, transport).values():
-        if pod.node is None or not pod.started:
-            continue
+
+    def bring(pod: Pod) -> None:
+        assert pod.node is not None
         catcher = Catcher(Path(node_file(handle, pod.node, "log")))
         where = log_path(handle.plan, pod, follow=False, since=catcher.since)
         catcher.append(raw(handle.plan, where, transport).encode())
+
+    begun = [
+        pod for pod in pods_of(handle, transport).values() if pod.node is not None and pod.started
+    ]
+    with ThreadPoolExecutor(LOGS_AT_ONCE) as pool:
+        list(pool.map(bring, begun))
 
 
 class Catcher:

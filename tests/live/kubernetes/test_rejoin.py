@@ -17,7 +17,7 @@ from tests.live.kubernetes.conftest import Kube, cluster
 
 ROOT = Path(__file__).parents[3]
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
-STEPS = 40
+STEPS = 80
 ARGS = (
     "--data", "jobs/data/reviews.csv", "--steps", str(STEPS), "--eval-every", "1000",
 )  # fmt: skip

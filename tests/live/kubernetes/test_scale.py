@@ -117,6 +117,7 @@ def test_200_pods_with_1600_gpus(flavor, kube, counting, measured, own_home):
         with measured("cancel") as cancel:
             after = run.cancel()
     assert after.state is State.CANCELLED
-    assert cancel.calls <= 150
+    # Nobody watched any more: each log is read once.
+    assert cancel.calls - counting.calls["GET pods/NAME/log"] <= 50
     left = kube.kubectl("get", "pods", "-o", "name").split()
     assert left == []
