@@ -36,6 +36,8 @@ from clusterkit.transport import write_atomic
 Document = TypeVar("Document")
 RUN_ID = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?\Z")
 RUN_ID_MAX = 63
+_MADE = re.compile(r"-\d{10}-")
+"""In the ids that `new_run_id` makes."""
 _ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"
 
 
@@ -264,7 +266,14 @@ def find(name: str) -> RunFolder:
     if RUN_ID.match(name) and os.path.isdir(exact):
         return RunFolder(exact)
     runs = list(all_runs())
-    chosen = resolve(name, [run.run_id for run in runs], f"under {home() / 'runs'}")
+    ids = [run.run_id for run in runs]
+    where = f"under {home() / 'runs'}"
+    if _MADE.search(name) and not any(each.startswith(name) for each in ids):
+        raise RunNotFound(
+            f"run {name!r} is unknown {where}",
+            hint=f"another machine's, on Kubernetes: clusterkit attach {name} --cluster CLUSTER",
+        )
+    chosen = resolve(name, ids, where)
     return next(run for run in runs if run.run_id == chosen)
 
 

@@ -272,6 +272,12 @@ def test_an_unknown_id_is_refused_with_the_newest_runs(three, clusterkit_home):
     assert error.value.hint == "the newest are zero3-1, ddp-2, ddp-1"
 
 
+def test_the_id_of_a_run_that_was_made_elsewhere_is_told_where_it_may_be(three):
+    with pytest.raises(RunNotFound, match="run 'ddp-1122110042-umuv' is unknown") as error:
+        runs.find("ddp-1122110042-umuv")
+    assert "clusterkit attach ddp-1122110042-umuv --cluster CLUSTER" in (error.value.hint or "")
+
+
 @pytest.mark.parametrize("name", ["", "last", "..", "../..", "/etc", "a/../..", "\0", "."])
 def test_no_name_leads_out_of_the_home(name, clusterkit_home):
     (clusterkit_home / "runs").mkdir(parents=True)
