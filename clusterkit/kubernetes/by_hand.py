@@ -250,7 +250,9 @@ def _pytorchjob(job: JobSpec, nodes: int, least: int | None = None) -> list[Obje
                         {"key": key, "value": value} for key, value in _ELASTIC_CONF.items()
                     ],
                 },
-                "runPolicy": {"cleanPodPolicy": "Running"},
+                # The job counts as done with the first pod that is, and the operator would end the
+                # others with their logs. But of an elastic job some may still wait for a place.
+                "runPolicy": {"cleanPodPolicy": "None" if least is None else "Running"},
                 "pytorchReplicaSpecs": {
                     "Worker": {
                         "replicas": Noted(nodes, "nodes; as maxReplicas above"),

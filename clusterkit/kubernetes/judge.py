@@ -33,6 +33,7 @@ DELETED = "its pod was deleted, by somebody or by the cluster"
 NEXT = "another one takes its place"
 NOT_BEGUN = "it had not begun"
 _KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
+_PROBE = re.compile(r"(Liveness|Startup) probe failed")
 _NODES = re.compile(r"\d+/\d+ nodes are available")
 
 
@@ -221,15 +222,31 @@ def _removal(
     return None
 
 
-def preemptor(events: Sequence[Mapping[str, Any]], namespace: str) -> str | None:
-    """Which pod a pod of this namespace had to make room for, by its events; None: none says."""
-    for event in reversed(events):
-        related = event.get("related") or {}
-        if event.get("reason") == "Preempted" and related.get("name"):
-            elsewhere = related.get("namespace", namespace)
-            of = "" if elsewhere == namespace else f" of namespace {elsewhere}"
-            return f"preempted for pod {related['name']}{of}, whose priority is higher"
-    return None
+def told_by_events(events: Sequence[Mapping[str, Any]], namespace: str) -> str | None:
+    """Why a pod of this namespace was ended, where only its events say so: which pod it had to make
+    room for, which probe of it failed. None: they do not say."""
+    killed, probe = False, None
+    for event in events:
+        related, message = event.get("related") or {}, str(event.get("message", "")).strip()
+        match event.get("reason"):
+            case "Preempted" if related.get("name"):
+                elsewhere = related.get("namespace", namespace)
+                of = "" if elsewhere == namespace else f" of namespace {elsewhere}"
+                return f"preempted for pod {related['name']}{of}, whose priority is higher"
+            case "Killing":
+                killed = True
+            case "Unhealthy" if _PROBE.match(message):
+                probe = message
+    return f"ended by its node: {probe}" if killed and probe is not None else None
+
+
+def unexplained(pod: Pod) -> bool:
+    """Whether its events may say more of why it was ended than the pod itself."""
+    if pod.removed_by is not None:
+        return pod.removed_by.startswith(PREEMPTED)
+    if pod.exit_code is None or pod.leaving or pod.reason == "OOMKilled":
+        return False
+    return _obeyed(pod) or (pod.exit_code in _KILLED and not _told(pod))
 
 
 def judge(

@@ -22,7 +22,6 @@ from clusterkit.backends.nodes import overall
 from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.kubernetes.flavors import FLAVORS, Flavor
 from clusterkit.kubernetes.judge import (
-    PREEMPTED,
     Pod,
     Rejoin,
     attempt_of,
@@ -31,8 +30,9 @@ from clusterkit.kubernetes.judge import (
     judge,
     newest,
     oom_kills_of,
-    preemptor,
     read_pod,
+    told_by_events,
+    unexplained,
 )
 from clusterkit.kubernetes.pods import RUN
 from clusterkit.mirror import NodeView, keeping
@@ -357,7 +357,7 @@ class PodWatcher:
         self._stream: Stream | None = None
         self._last: Observation | None = None
         self._given_up: dict[str, float] = {}
-        self._preempted: dict[str, str] = {}
+        self._events: dict[str, str] = {}
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
@@ -457,8 +457,9 @@ class PodWatcher:
     def _list(self) -> str:
         plan = self._handle.plan
         listed = json.loads(raw(plan, pods_path(plan), self._transport))
+        pods = self._explained(_read(self._handle, listed["items"]))
         with self._lock:
-            self._pods = _read(self._handle, listed["items"])
+            self._pods = pods
             self._listed, self._news, self._silent = True, True, None
         return str(listed["metadata"]["resourceVersion"])
 
@@ -490,7 +491,7 @@ class PodWatcher:
             raise _Stale
         if event["type"] != "BOOKMARK":
             name = told["metadata"]["name"]
-            read = self._with_preemptor(_read(self._handle, [told]))
+            read = self._explained(_read(self._handle, [told]))
             with self._lock:
                 self._news = True
                 # At once: its end may be told by this alone, and it may be gone the next moment.
@@ -501,20 +502,20 @@ class PodWatcher:
                     self._pods.update(read)
         return str(told["metadata"]["resourceVersion"])
 
-    def _with_preemptor(self, pods: dict[str, Pod]) -> dict[str, Pod]:
-        """The pods, with the name of the one that they had to make room for."""
+    def _explained(self, pods: dict[str, Pod]) -> dict[str, Pod]:
+        """The pods, with what their events say of why they were ended."""
         plan = self._handle.plan
         for name, pod in pods.items():
-            if not (pod.removed_by or "").startswith(PREEMPTED):
+            if not unexplained(pod):
                 continue
-            if pod.uid not in self._preempted:
+            if pod.uid not in self._events:
                 with contextlib.suppress(ClusterkitError, ValueError):
                     chosen = quote(f"involvedObject.uid={pod.uid}", safe="")
                     path = f"/api/v1/namespaces/{namespace(plan)}/events?fieldSelector={chosen}"
                     events = json.loads(raw(plan, path, self._transport))["items"]
-                    if said := preemptor(events, namespace(plan)):
-                        self._preempted[pod.uid] = said
-            said = self._preempted.get(pod.uid, pod.removed_by)
+                    if said := told_by_events(events, namespace(plan)):
+                        self._events[pod.uid] = said
+            said = self._events.get(pod.uid, pod.removed_by)
             pods[name] = msgspec.structs.replace(pod, removed_by=said)
         return pods
 

@@ -232,9 +232,10 @@ def test_what_admission_says(examine):
     told = at(examine(priority_class="highest", only="admission"), "admission")
     assert told.level == "fail"
     assert "no PriorityClass with name highest was found" in told.cause
-    report = examine(patch={"nodeNam": "node-1"}, only="admission")
-    assert [finding.level for finding in report.findings] == ["fail", "fail"]
-    assert all('unknown field "spec.' in f.cause and "nodeNam" in f.cause for f in report.findings)
+    told = at(examine(patch={"priority": 5}, only="admission"), "admission")
+    assert told.level == "fail"
+    assert told.cause.startswith("a pod (worker) is refused: ")
+    assert "the integer value of priority (5) must not be provided in pod spec" in told.cause
 
 
 def test_a_secret_of_the_registry(kube, examine):

@@ -139,6 +139,16 @@ def test_a_pod_that_is_preempted_says_by_whom(submit, begun, kube):
         kube.kubectl("delete", "priorityclass", priority)
 
 
+def test_a_pod_whose_probe_fails_says_which(submit):
+    probe = {"exec": {"command": ["cat", "/tmp/alive"]}, "periodSeconds": 1, "failureThreshold": 1}
+    patch = {"containers": [{"name": "pytorch", "livenessProbe": probe}]}
+    failure = failed(submit("touch /tmp/alive; sleep 5; rm /tmp/alive; exec sleep 3600",
+                            on={"patch": patch}))  # fmt: skip
+    assert failure.cause.startswith(
+        "ended by its node: Liveness probe failed: cat: /tmp/alive: No "
+    )
+
+
 def test_a_pod_that_writes_too_much_is_evicted_and_says_so(submit):
     script = "[ $RANK = 1 ] && head -c 60M /dev/zero >/tmp/big; exec sleep 3600"
     failure = failed(submit(script, on={"resources": {"ephemeral-storage": "20Mi"}}))

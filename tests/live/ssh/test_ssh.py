@@ -280,7 +280,7 @@ def test_a_killed_launcher_is_named_and_takes_the_others_down(submit: Submit, la
     [
         ("crash", "refuses connections"),
         ("cut", "does not answer"),
-        ("freeze", "does not answer|no sshd answers"),
+        pytest.param("freeze", "does not answer|no sshd answers", marks=pytest.mark.thorough),
     ],
 )
 def test_a_host_that_is_lost_is_named_and_cleaned_when_it_is_back(

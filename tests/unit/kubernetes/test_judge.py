@@ -12,8 +12,9 @@ from clusterkit.kubernetes.judge import (
     endings_of,
     judge,
     newest,
-    preemptor,
     read_pod,
+    told_by_events,
+    unexplained,
 )
 from clusterkit.status import State
 
@@ -333,14 +334,55 @@ def test_every_kind_of_job_has_a_table_of_its_own_words(flavor):
     assert flavors.by_kind(flavor.KIND) is flavor
 
 
-def test_a_preempted_pod_s_events_say_for_whom():
-    def event(reason, **related):
-        return {"reason": reason, "related": related or None}
+def event(reason, message="", **related):
+    return {"reason": reason, "message": message, "related": related or None}
 
+
+def test_a_preempted_pod_s_events_say_for_whom():
     other = event("Preempted", kind="Pod", name="urgent", namespace="theirs")
-    assert preemptor([other, event("Killing")], "ours") == (
+    assert told_by_events([other, event("Killing", "Stopping container x")], "ours") == (
         "preempted for pod urgent of namespace theirs, whose priority is higher"
     )
     own = event("Preempted", kind="Pod", name="urgent", namespace="ours")
-    assert preemptor([other, own], "ours") == ("preempted for pod urgent, whose priority is higher")
-    assert preemptor([event("Preempted"), event("Killing", name="x")], "ours") is None
+    assert told_by_events([own], "ours") == "preempted for pod urgent, whose priority is higher"
+    assert told_by_events([event("Preempted"), event("Killing", name="x")], "ours") is None
+
+
+def test_a_pod_whose_probe_failed_is_told_which_and_why():
+    events = [
+        event("Unhealthy", "Readiness probe failed: no"),
+        event("Unhealthy", "Liveness probe failed: cat: /tmp/alive: No such file or directory\n"),
+        event("Killing", "Stopping container pytorch"),
+    ]
+    assert told_by_events(events, "ours") == (
+        "ended by its node: Liveness probe failed: cat: /tmp/alive: No such file or directory"
+    )
+    assert told_by_events(events[:2], "ours") is None
+    assert told_by_events([events[0], events[2]], "ours") is None
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        (document(state=RUNS), False),
+        (document("Failed", ended(7, words_of(7))), False),
+        (document("Failed", ended(137, reason="OOMKilled")), False),
+        (document("Failed", ended(137)), True),
+        (document("Failed", ended(143, words_of(143, "stopped on request"))), True),
+        (
+            document(
+                "Failed", ended(143, words_of(143, "stopped on request")),
+                meta={"deletionTimestamp": AT},
+            ),
+            False,
+        ),
+        (
+            document(state=RUNS, conditions=[{
+                "type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler",
+            }]),
+            True,
+        ),
+    ],
+)  # fmt: skip
+def test_the_events_are_asked_for_where_they_may_say_more(told, expected):
+    assert unexplained(read_pod(told, INDEX, T0)) is expected
