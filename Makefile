@@ -162,11 +162,11 @@ live-nodes: .venv/.dev ## On SSH hosts, in containers, on Kubernetes: what there
 	@$(BIN)/pytest -m "not thorough" tests/live/ssh tests/live/compose tests/live/kubernetes
 
 .PHONY: thorough
-thorough: .venv/.dev ## The live tests that `make test` leaves out because they take long: 25 minutes; root
+thorough: .venv/.dev ## The live tests that `make test` leaves out because they take long: 20 minutes; root
 	@$(BIN)/pytest -m thorough tests/live
 
 .PHONY: kube-test
-kube-test: .venv/.dev ## All tests on Kubernetes, which ../shared/kube makes: 35 minutes; root
+kube-test: .venv/.dev ## All tests on Kubernetes, which ../shared/kube makes: 25 minutes; root
 	@$(BIN)/pytest tests/live/kubernetes
 
 .PHONY: format
