@@ -33,7 +33,7 @@ from clusterkit.rendezvous import (
     rank_script,
 )
 from clusterkit.shell import Word
-from clusterkit.spec import JobSpec
+from clusterkit.spec import JobSpec, Launcher
 
 OWNED = frozenset({
     "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE",
@@ -127,7 +127,7 @@ def assemble(
         BadInput: batch sizes that do not divide, a variable that is clusterkit's to set, an
             unknown ``${clusterkit.NAME}``.
     """
-    mpi = job.launcher == "mpirun" or mpi_interface is not None
+    starter: Launcher = job.launcher if mpi_interface is None else "mpirun"
     sizes, notes = solve_batch(job, topology)
     files: list[PlanFile] = []
     run_env = _run_environment(job, topology, endpoint, places, device, sizes)
@@ -145,16 +145,14 @@ def assemble(
         **network_env,
         **cluster_env,
         **job.env,
-        **node_environment(job.launcher, topology, endpoint, mpi=mpi),
+        **node_environment(starter, topology, endpoint),
         **run_env,
     }
     if clash := sorted((OWNED | run_env.keys()) & {*cluster_env, *job.env}):
         raise BadInput(f"env.{clash[0]}: clusterkit sets it", hint=f"take {clash[0]} out of env")
     program = program_argv(job, places.python, run_env, topology)
     files += [
-        PlanFile(
-            places.file("rank.sh"), text=rank_script(job.launcher, topology, mpi=mpi), mode=0o755
-        ),
+        PlanFile(places.file("rank.sh"), text=rank_script(starter, topology), mode=0o755),
         PlanFile(places.file("agent.py"), resource="agent.py"),
     ]
     if job.launcher in ("deepspeed", "mpirun"):
@@ -175,7 +173,7 @@ def assemble(
     )
     launcher = argv[: len(argv) - len(rank_command)]
     script = _node_script(
-        job, topology, places, env, [launcher, rank_command], stop_grace, peers, container, mpi
+        starter, topology, places, env, [launcher, rank_command], stop_grace, peers, container
     )
     node_sh = PlanFile(places.file("node.sh"), text=script, mode=0o755)
     return Assembly((node_sh, *files), tuple(notes), ("/bin/sh", node_sh.path))
@@ -323,7 +321,7 @@ def _run_environment(
 
 
 def _node_script(
-    job: JobSpec,
+    starter: Launcher,
     topology: Topology,
     places: Places,
     env: Mapping[str, str],
@@ -331,14 +329,14 @@ def _node_script(
     stop_grace: float,
     peers: Peers | None,
     container: bool,
-    mpi: bool,
 ) -> str:
+    mpi = starter == "mpirun"
     # mpirun starts the ranks of all nodes from the first.
     nproc = topology.world_size if mpi else topology.nproc_per_node
     agent: list[Word] = [
         places.python, "-I", places.file("agent.py"), "run", "--nproc", str(nproc),
         "--workdir", places.workdir, "--grace", f"{stop_grace:g}",
-        *(["--spawn"] if job.launcher == "python" else []),
+        *(["--spawn"] if starter == "python" else []),
         *(["--tagged"] if mpi else []),
         *(["--echo", "--last-words", LAST_WORDS] if container else []),
         *(peers.arguments(topology) if peers and not mpi else []), "--",

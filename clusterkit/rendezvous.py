@@ -108,16 +108,14 @@ def rank_environment(
     }
 
 
-def node_environment(
-    launcher: Launcher, topology: Topology, endpoint: Endpoint, *, mpi: bool = False
-) -> dict[str, str]:
+def node_environment(launcher: Launcher, topology: Topology, endpoint: Endpoint) -> dict[str, str]:
     """The part of the contract that is the same on all nodes, and a launcher's own switches."""
     env = {"MASTER_ADDR": endpoint.address, "MASTER_PORT": str(endpoint.port)}
     if launcher == "torchrun" and topology.elastic:
         # Without it, restarted ranks read the last round's addresses and a fresh agent waits
         # for a key that nobody writes (torch 2.13, dynamic_rendezvous.py).
         env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    if launcher == "mpirun" or mpi:
+    if launcher == "mpirun":
         env |= {
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -235,7 +233,7 @@ def _torchrun(
     return [*argv, "--no-python", *rank_command]
 
 
-def rank_script(launcher: Launcher, topology: Topology, *, mpi: bool = False) -> str:
+def rank_script(launcher: Launcher, topology: Topology) -> str:
     """What every launcher starts for each rank: a POSIX ``sh`` script.
 
     It completes the environment of `rank_environment`, gives the rank a log of its own
@@ -253,9 +251,9 @@ def rank_script(launcher: Launcher, topology: Topology, *, mpi: bool = False) ->
         f"LOCAL_RANK=$((RANK % {nproc})) NODE_RANK=$((RANK / {nproc}))",
         "python": f"export WORLD_SIZE={topology.world_size} LOCAL_WORLD_SIZE={nproc}\n"
         f"export RANK=$((NODE_RANK * {nproc} + LOCAL_RANK))",
-    }["mpirun" if mpi else launcher]
+    }[launcher]
     # With mpirun one host may stand for several nodes; its agent has one pipe per rank on it.
-    pipe = "OMPI_COMM_WORLD_LOCAL_RANK" if launcher == "mpirun" or mpi else "LOCAL_RANK"
+    pipe = "OMPI_COMM_WORLD_LOCAL_RANK" if launcher == "mpirun" else "LOCAL_RANK"
     return (
         "#!/bin/sh\n"
         f"# started by {launcher} once per rank: completes the rank's environment, gives it its "

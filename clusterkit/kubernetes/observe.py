@@ -123,6 +123,18 @@ def raw(plan: Plan, path: str, transport: Transport, *, timeout: float | None = 
     return done.stdout
 
 
+def events_of(plan: Plan, field: str, transport: Transport) -> list[dict[str, Any]]:
+    """The namespace's events of which this is true.
+
+    Raises:
+        Unavailable: the API server does not answer, or will not.
+    """
+    chosen = quote(field, safe="")
+    path = f"/api/v1/namespaces/{namespace(plan)}/events?fieldSelector={chosen}"
+    found: list[dict[str, Any]] = json.loads(raw(plan, path, transport))["items"]
+    return found
+
+
 # ---------------------------------------------------------------- what is seen
 
 
@@ -213,7 +225,7 @@ class Removed(msgspec.Struct, frozen=True):
     ended: frozenset[str] = frozenset()
     lost: frozenset[str] = frozenset()
     """Those of them whose nodes of the cluster did not answer."""
-    all: bool = False
+    complete: bool = False
     """Whether nothing is there any more that could make others."""
 
 
@@ -286,7 +298,7 @@ def observation(
             replaced=replaces(handle.plan),
             rejoin=rejoin,
             waits=waits,
-            ours=by_us.all if named is None else named.name in ours,
+            ours=by_us.complete if named is None else named.name in ours,
         )
         if pod is not None and pod.name in unheard and found.state.final:
             found = msgspec.structs.replace(found, state=State.RUNNING, reason=None)
@@ -325,8 +337,7 @@ def why_no_pods(plan: Plan, transport: Transport) -> str | None:
         if not job.get("status"):
             words.append(f"nobody acts on {flavor.KIND} {name}: is its operator up?")
     with contextlib.suppress(ClusterkitError, ValueError, KeyError, TypeError):
-        path = f"/api/v1/namespaces/{namespace(plan)}/events?fieldSelector=type%3DWarning"
-        for event in json.loads(raw(plan, path, transport))["items"]:
+        for event in events_of(plan, "type=Warning", transport):
             about = event["involvedObject"].get("name", "")
             if about == name or about.startswith(f"{name}-"):
                 words.append(str(event.get("message", "")).strip())
@@ -416,7 +427,7 @@ class PodWatcher:
         self._given_up[pod.uid] = now + NEWS_SECONDS
         plan = self._handle.plan
         with contextlib.suppress(ClusterkitError):
-            ready = _node_ready(plan, pod, self._transport)
+            ready = node_ready(plan, pod.host, self._transport)
             if ready is False or (ready is None and pod.lost):
                 path = object_path(plan, "v1", "pods", pod.name)
                 command = [*tool(plan), "delete", "--raw", f"{path}?gracePeriodSeconds=0"]
@@ -510,9 +521,7 @@ class PodWatcher:
                 continue
             if pod.uid not in self._events:
                 with contextlib.suppress(ClusterkitError, ValueError):
-                    chosen = quote(f"involvedObject.uid={pod.uid}", safe="")
-                    path = f"/api/v1/namespaces/{namespace(plan)}/events?fieldSelector={chosen}"
-                    events = json.loads(raw(plan, path, self._transport))["items"]
+                    events = events_of(plan, f"involvedObject.uid={pod.uid}", self._transport)
                     if said := told_by_events(events, namespace(plan)):
                         self._events[pod.uid] = said
             said = self._events.get(pod.uid, pod.removed_by)
@@ -531,9 +540,9 @@ class PodWatcher:
             log.thread.join(2 * AGAIN_SECONDS)
 
 
-def _node_ready(plan: Plan, pod: Pod, transport: Transport) -> bool | None:
-    """Whether the node of the cluster that a pod is on answers; None: we may not look."""
-    done = transport.run(HOST, [*tool(plan), "get", "--raw", f"/api/v1/nodes/{pod.host}"])
+def node_ready(plan: Plan, host: str, transport: Transport) -> bool | None:
+    """Whether a node of the cluster answers; None: we may not look."""
+    done = transport.run(HOST, [*tool(plan), "get", "--raw", f"/api/v1/nodes/{host}"])
     if done.exit_code:
         return False if "(NotFound)" in done.stderr else None
     conditions = json.loads(done.stdout).get("status", {}).get("conditions") or ()

@@ -24,6 +24,7 @@ from clusterkit.kubernetes.observe import (
     known,
     name_of,
     namespace,
+    node_ready,
     object_path,
     pods_of,
     pods_path,
@@ -78,7 +79,7 @@ def remove(handle: Handle, transport: Transport) -> None:
         lost = _await_gone(plan, transport)
         if known(plan, transport):
             by_us = removed(handle, transport) or Removed()
-            after = msgspec.structs.replace(by_us, lost=by_us.lost | lost, all=True)
+            after = msgspec.structs.replace(by_us, lost=by_us.lost | lost, complete=True)
             if after != by_us:
                 put_removed(handle, after, transport)
     except ClusterkitError as error:
@@ -173,22 +174,10 @@ def _end_lost(plan: Plan, items: list[dict[str, Any]], transport: Transport) -> 
             continue
         host = (told.get("spec") or {}).get("nodeName")
         if host not in gone:
-            gone[host] = _node_gone(plan, host, transport)
+            gone[host] = host is not None and node_ready(plan, host, transport) is False
         if gone[host] or read_pod(told, None).lost:
             name = told["metadata"]["name"]
             lost.add(name)
             path = object_path(plan, "v1", "pods", name)
             _delete(plan, path, transport, gracePeriodSeconds="0")
     return lost
-
-
-def _node_gone(plan: Plan, host: str | None, transport: Transport) -> bool:
-    """Whether a node of the cluster does not answer."""
-    if host is None:
-        return False
-    done = transport.run(HOST, [*tool(plan), "get", "--raw", f"/api/v1/nodes/{host}"])
-    if done.exit_code:  # gone from the cluster; or we may not look at nodes
-        return "(NotFound)" in done.stderr
-    conditions = json.loads(done.stdout).get("status", {}).get("conditions") or ()
-    ready = {each["type"]: each["status"] for each in conditions}.get("Ready")
-    return ready != "True"

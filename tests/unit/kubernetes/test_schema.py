@@ -163,6 +163,7 @@ def test_deepspeed_starts_an_mpijob_s_ranks_by_way_of_mpirun(planned):
     assert "OMPI_MCA_btl_tcp_if_include=lo" in node
     rank = next(file for file in plan.files if file.path.endswith("rank.sh")).text
     assert "OMPI_COMM_WORLD_RANK" in rank
+    assert "CROSS_RANK" not in rank
     pod = next(file for file in plan.files if file.path.endswith("pod.sh")).text
     assert "await demo-1-worker-1.demo-1.ns.svc" in pod
 
