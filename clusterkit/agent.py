@@ -38,6 +38,11 @@ from typing import Any, BinaryIO
 
 RANK_HEADER = b"@clusterkit-rank"
 _RANK_HEADER = re.compile(re.escape(RANK_HEADER) + rb" ([0-9]{1,9}) ([0-9]{1,9})\Z")
+RANK_ENDED = b"@clusterkit-rank-ended"
+# After a last line that has no end of its own.
+_RANK_ENDED = re.compile(
+    rb"(.*)" + re.escape(RANK_ENDED) + rb" ([0-9]{1,9}) ([0-9]{1,3})\Z", re.DOTALL
+)
 _TAG_OR_END = re.compile(rb"\[[^],\n]{1,40},([0-9]{1,9})\]<std(?:out|err|diag)>:|\n")
 _HALF_TAG = re.compile(rb"\[(?:[^]\n]{0,50}|[^]\n]{1,50}\](?:<[a-z]{0,7}>?)?)\Z")
 LONGEST_LINE = 1 << 16
@@ -73,6 +78,8 @@ LEFT = 143
 """Exit code of an agent whose node was taken away, and of no other whose node can come back."""
 AGAIN = "starting again"
 """Ends the line by which a node's log tells that its launcher is started once more."""
+TOLD_ENDS = 8
+"""How many ranks' own word of how they failed is kept; the first one matters."""
 LAST_WORDS_BYTES = 4096
 """What Kubernetes takes of a container's last words."""
 _PR_SET_PDEATHSIG = 1
@@ -220,6 +227,8 @@ class NodeLog:
         self._ranks = folder / "ranks.jsonl"
         self.ranks: list[dict[str, Any]] = []
         """Identities of the ranks that have started."""
+        self.told_ends: list[dict[str, Any]] = []
+        """How ranks failed that nobody here is the parent of."""
         self._size = os.fstat(self._handle).st_size
         self._lost = 0
 
@@ -261,6 +270,12 @@ class NodeLog:
         self.ranks.append(record)
         with contextlib.suppress(OSError), self._ranks.open("a") as file:
             file.write(json.dumps(record) + "\n")
+
+    def rank_ended(self, rank: int, code: int) -> None:
+        if len(self.told_ends) < TOLD_ENDS:
+            pid = next((each["pid"] for each in self.ranks if each["rank"] == rank), None)
+            end = {"pid": pid, "rank": rank, "exit_code": code, "at": time.time()}
+            self.told_ends.append(end)
 
 
 class Tagged:
@@ -366,8 +381,15 @@ class Stream:
         for rank, line in lines:
             if rank == "-":
                 self._emit([line])
-            else:
-                self._log.lines(rank, [line])
+            elif (said := self._without_end(line)) is not None:
+                self._log.lines(rank, [said])
+
+    def _without_end(self, line: bytes) -> bytes | None:
+        """A line without a rank's word of how it ended; None: it was that alone."""
+        if (end := _RANK_ENDED.match(line)) is None:
+            return line
+        self._log.rank_ended(int(end[2]), int(end[3]))
+        return end[1] or None
 
     def _emit(self, lines: list[bytes]) -> None:
         run: list[bytes] = []
@@ -378,8 +400,8 @@ class Stream:
                     run = []
                 self.rank = header[1].decode()
                 self._log.rank_started(int(header[1]), int(header[2]))
-            else:
-                run.append(line)
+            elif (said := self._without_end(line)) is not None:
+                run.append(said)
         if run:
             self._log.lines(self.rank, run)
 
@@ -1397,11 +1419,13 @@ class Node:
             self.comrades.close()
         with contextlib.suppress(OSError):
             (self.folder / ".reserve").unlink()
+        ranks = {rank["pid"]: rank["rank"] for rank in self.log.ranks}
+        own = [{**end, "rank": ranks.get(end["pid"])} for end in self.ended]
         ended = {
             "exit_code": code,
             "at": time.time(),
             "reason": self.reason,
-            "processes": self.ended,
+            "processes": own + self.log.told_ends,
             "oom_kills": _oom_kills() - self.oom_kills_before,
         }
         with contextlib.suppress(OSError):
@@ -1413,10 +1437,8 @@ class Node:
         return code
 
     def _last_words(self, ended: dict[str, Any]) -> bytes:
-        """How it ended, short enough for a place that takes little, with ranks by their number."""
-        numbers = {rank["pid"]: rank["rank"] for rank in self.log.ranks}
-        ranks = [{**end, "rank": numbers.get(end["pid"])} for end in self.ended]
-        whole = json.dumps({**ended, "processes": ranks}).encode()
+        """How it ended, short enough for a place that takes little."""
+        whole = json.dumps(ended).encode()
         short = json.dumps({**ended, "processes": []}).encode()
         return whole if len(whole) <= LAST_WORDS_BYTES else short
 

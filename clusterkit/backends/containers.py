@@ -282,8 +282,7 @@ def observation(
             # Its own word for it, if there is one, is only that it was asked to end.
             causes.append(NodeCause(node=node, words=found.reason, exit_code=found.exit_code or 1))
         if found.state is State.FAILED:
-            ranks = transport.get(HOST, node_file(handle, node, "ranks.jsonl"))
-            ends, counted_kills = endings(node, exit_json or b"", ranks or b"")
+            ends, counted_kills = endings(node, exit_json or b"")
             exits += ends
             kills = max(kills, counted_kills)
     return Observation(

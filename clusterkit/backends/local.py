@@ -192,11 +192,7 @@ class LocalBackend(Backend):
         state = overall({node.state for node in nodes})
         failed = [node.node for node in nodes if node.state is State.FAILED]
         told = [
-            endings(
-                node,
-                transport.get(HOST, node_file(handle, node, "exit.json")) or b"",
-                transport.get(HOST, node_file(handle, node, "ranks.jsonl")) or b"",
-            )
+            endings(node, transport.get(HOST, node_file(handle, node, "exit.json")) or b"")
             for node in failed
         ]
         return Observation(

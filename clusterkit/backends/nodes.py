@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import posixpath
@@ -242,19 +241,14 @@ def _was_stopped(reason: object) -> bool:
     return isinstance(reason, str) and (reason == STOPPED or reason.startswith(STOPPED_BY_PEERS))
 
 
-def endings(node: int, exit_json: bytes, ranks_jsonl: bytes) -> tuple[list[RankExit], int]:
-    """How the ranks that the node agent itself started ended, and the kernel's memory kills."""
+def endings(node: int, exit_json: bytes) -> tuple[list[RankExit], int]:
+    """How the ranks ended of which the node agent knows it, and the kernel's memory kills."""
     try:
         ended = _document(exit_json)
-        ranks = {}
-        for line in ranks_jsonl.splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # a torn line
-                record = json.loads(line)
-                ranks[record["pid"]] = record["rank"]
         exits = [
-            RankExit(node, ranks[end["pid"]], end["exit_code"], end["at"])
+            RankExit(node, end["rank"], end["exit_code"], end["at"])
             for end in ended.get("processes", [])
-            if end["pid"] in ranks
+            if isinstance(end["rank"], int)
         ]
         return exits, int(ended.get("oom_kills", 0))
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -625,7 +625,7 @@ def _observation(handle: Handle, views: list[NodeView], patience: float) -> Obse
         return None
     nodes = tuple(_judge(view, views, patience) for view in views)
     told = [
-        endings(view.node, view.files.get("exit.json", b""), _ranks(view))
+        endings(view.node, view.files.get("exit.json", b""))
         for view, node in zip(views, nodes, strict=True)
         if node.state is State.FAILED
     ]
@@ -661,15 +661,6 @@ def _judge(view: NodeView, views: list[NodeView], patience: float) -> NodeStatus
         exit_json=view.files.get("exit.json"),
         complaint=view.files.get("agent.log", b""),
     )
-
-
-def _ranks(view: NodeView) -> bytes:
-    if view.folder is None:
-        return view.files.get("ranks.jsonl", b"")
-    try:
-        return (view.folder / "ranks.jsonl").read_bytes()
-    except OSError:
-        return b""
 
 
 class _Watcher:

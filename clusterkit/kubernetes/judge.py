@@ -429,20 +429,3 @@ def _obeyed(pod: Pod) -> bool:
         return bool(json.loads(pod.last_words or "")["reason"] == STOPPED)
     except (ValueError, KeyError, TypeError):
         return False
-
-
-def endings_of(pod: Pod) -> list[dict[str, Any]]:
-    """How the ranks ended that the node agent itself had started."""
-    try:
-        processes = json.loads(pod.last_words or "")["processes"]
-        return [each for each in processes if isinstance(each.get("rank"), int)]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return []
-
-
-def oom_kills_of(pod: Pod) -> int:
-    """Processes that the kernel of its node killed for want of memory while it ran."""
-    try:
-        return int(json.loads(pod.last_words or "").get("oom_kills", 0))
-    except (ValueError, TypeError, AttributeError):
-        return 0

@@ -18,7 +18,7 @@ from urllib.parse import quote
 import msgspec
 
 from clusterkit.backends.base import Handle, Observation
-from clusterkit.backends.nodes import overall
+from clusterkit.backends.nodes import endings, overall
 from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.kubernetes.flavors import FLAVORS, Flavor
 from clusterkit.kubernetes.judge import (
@@ -26,10 +26,8 @@ from clusterkit.kubernetes.judge import (
     Rejoin,
     attempt_of,
     causes,
-    endings_of,
     judge,
     newest,
-    oom_kills_of,
     read_pod,
     told_by_events,
     unexplained,
@@ -38,7 +36,7 @@ from clusterkit.kubernetes.pods import RUN
 from clusterkit.mirror import NodeView, keeping
 from clusterkit.plan import Plan
 from clusterkit.runs import node_dir
-from clusterkit.status import RankExit, State
+from clusterkit.status import State
 from clusterkit.transport import Put, Stream, Transport
 
 HOST = "localhost"
@@ -307,11 +305,9 @@ def observation(
             found = msgspec.structs.replace(found, state=state, reason=silent)
         nodes.append(found)
         if found.state is State.FAILED and (ended := pod or then.get(node)) is not None:
-            kills = max(kills, oom_kills_of(ended))
-            exits += [
-                RankExit(node, each["rank"], each["exit_code"], each["at"])
-                for each in endings_of(ended)
-            ]
+            ends, counted_kills = endings(node, (ended.last_words or "").encode())
+            exits += ends
+            kills = max(kills, counted_kills)
     return Observation(
         state=overall({node.state for node in nodes}),
         nodes=tuple(nodes),

@@ -248,10 +248,6 @@ class Kubelet(LocalTransport):
         if (folder / "pod.json").exists():
             return json.loads((folder / "pod.json").read_bytes())
         ended = json.loads((folder / "exit.json").read_bytes())
-        ranks = [json.loads(line) for line in (folder / "ranks.jsonl").read_text().splitlines()]
-        numbers = {rank["pid"]: rank["rank"] for rank in ranks}
-        for process in ended["processes"]:
-            process["rank"] = numbers.get(process["pid"])
         return terminated(ended["exit_code"], json.dumps(ended))
 
 

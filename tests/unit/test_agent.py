@@ -30,8 +30,8 @@ def start(run_dir):
     """Start an agent for node 0; every one is ended with the test."""
     started = []
 
-    def begin(*argv, nproc=1, spawn=False, workdir=None, grace="5", **env):
-        options = ["--spawn"] if spawn else []
+    def begin(*argv, nproc=1, spawn=False, workdir=None, grace="5", options=(), **env):
+        options = [*options, *(["--spawn"] if spawn else [])]
         process = subprocess.Popen(
             [sys.executable, "-c", RUN, "run", "--nproc", str(nproc),
              "--workdir", str(workdir or run_dir), "--grace", grace, *options, "--", *argv],
@@ -309,9 +309,37 @@ def test_a_header_names_the_rank_of_the_lines_after_it(stream, tmp_path):
     ]
 
 
+def test_a_rank_s_word_of_how_it_failed_is_kept_and_is_no_line_of_its_log(stream, log, tmp_path):
+    stream.write(b"@clusterkit-rank 5 77\nhalf a line@clusterkit-rank-ended 5 7\n")
+    stream.write(b"@clusterkit-rank-ended 4 137\n")
+    stream.pump()
+    assert texts(tmp_path) == ["half a line"]
+    ends = [(end["pid"], end["rank"], end["exit_code"]) for end in log.told_ends]
+    assert ends == [(77, 5, 7), (None, 4, 137)]
+
+
+def test_of_many_ranks_that_fail_the_first_ones_are_kept(stream, log):
+    for rank in range(1000):
+        stream.write(f"@clusterkit-rank-ended {rank} 1\n".encode())
+    stream.pump()
+    assert [end["rank"] for end in log.told_ends] == [*range(agent.TOLD_ENDS)]
+
+
+def test_a_rank_s_word_of_how_it_failed_comes_through_mpirun_s_tags(start, node_dir):
+    said = "[1,1]<stdout>:half@clusterkit-rank-ended 1 7\n[1,1]<stdout>:more\n"
+    assert start("printf", "%s", said, options=["--tagged"]).wait() == 0
+    assert [(line.rank, line.text) for line in lines_of(node_dir)] == [(1, "half"), (1, "more")]
+    ends = [(end["rank"], end["exit_code"]) for end in exit_of(node_dir)["processes"]]
+    assert ends == [(None, 0), (1, 7)]
+
+
 @pytest.mark.parametrize(
     "line",
     [
+        b"@clusterkit-rank-ended ",
+        b"@clusterkit-rank-ended x 1",
+        b"@clusterkit-rank-ended 1 2 3",
+        b"@clusterkit-rank-ended 1 99999999999999999999",
         b"@clusterkit-rank ",
         b"@clusterkit-rank x y",
         b"@clusterkit-rank 1",

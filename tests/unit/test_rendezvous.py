@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -233,7 +234,9 @@ def test_a_rank_writes_into_its_own_pipe_whatever_the_user_s_environment(launche
     try:
         out, _ = rank.communicate()
         assert out == b""
-        assert os.read(pipe, 1000).decode() == f"@clusterkit-rank 5 {rank.pid}\nhello\n"
+        # Under mpirun the script stays its parent.
+        pid = rf"{rank.pid}" if launcher != "mpirun" else r"[0-9]+"
+        assert re.fullmatch(rf"@clusterkit-rank 5 {pid}\nhello\n", os.read(pipe, 1000).decode())
     finally:
         os.close(pipe)
 
@@ -247,6 +250,32 @@ def test_the_rank_script_becomes_the_program_so_that_exit_codes_are_its_own(tmp_
     assert done.returncode == 42
 
 
+@pytest.mark.parametrize(
+    ("script", "told", "code"),
+    [
+        ("exit 0", "", 0),
+        ("exit 7", "@clusterkit-rank-ended 5 7\n", 7),
+        ("exit 255", "@clusterkit-rank-ended 5 255\n", 255),
+        ("printf half; exit 7", "half@clusterkit-rank-ended 5 7\n", 7),
+        ("echo err >&2; kill -9 $$", "@clusterkit-rank-ended 5 137\n", -9),
+        ("ulimit -c 0; kill -SEGV $$", "@clusterkit-rank-ended 5 139\n", -11),
+        # What mpirun sends to its group is the program's to answer.
+        ("trap 'exit 5' TERM; kill -TERM 0; sleep 9", "@clusterkit-rank-ended 5 5\n", 5),
+        ("kill -TERM 0; sleep 9", "@clusterkit-rank-ended 5 143\n", -15),
+    ],
+)
+def test_a_rank_of_mpirun_tells_how_it_failed_and_ends_as_its_program_did(
+    script, told, code, tmp_path
+):
+    (tmp_path / "rank.sh").write_text(rank_script("mpirun", Topology(2, 2, 4)))
+    done = subprocess.run(
+        ["sh", "rank.sh", "sh", "-c", script], cwd=tmp_path, env=SET_BY["mpirun"],
+        capture_output=True, text=True, process_group=0, check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.returncode) == (told, code)
+    assert done.stderr == ("err\n" if "err" in script else "")
+
+
 def test_deepspeed_ranks_keep_the_gpus_that_their_node_was_given(tmp_path):
     env = SET_BY["deepspeed"] | {"CLUSTERKIT_GPUS": "4,5,6,7", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
     seen, _ = become(rank_script("deepspeed", Topology(2, 2, 4)), [], env, tmp_path)
@@ -257,7 +286,11 @@ def test_the_node_agent_knows_the_header_that_the_rank_script_writes():
     header = agent._RANK_HEADER.match(f"{rendezvous.RANK_HEADER} 5 77".encode())
     assert header is not None
     assert header.groups() == (b"5", b"77")
-    assert f'echo "{rendezvous.RANK_HEADER} $RANK $$"' in rank_script("python", Topology(1, 1, 1))
+    for launcher in LAUNCHERS:
+        assert f'echo "{rendezvous.RANK_HEADER} $RANK $$"' in rank_script(
+            launcher, Topology(1, 1, 1)
+        )
+    assert rendezvous.RANK_ENDED.encode() == agent.RANK_ENDED
 
 
 def test_stale_variables_of_every_rank_of_the_submitter_are_reset():

@@ -263,14 +263,21 @@ def test_what_cannot_be_told_is_unknown_and_names_the_file(complete, name, damag
     assert name in status.remark
 
 
-def test_a_torn_record_of_ranks_keeps_the_whole_ones(complete):
-    node = complete.path / "attempts/1/node-0"
-    with (node / "ranks.jsonl").open("a") as file:
-        file.write('{"rank": 1, "p')
-    ended = {"exit_code": 9, "at": 5.0, "processes": [{"pid": 5, "exit_code": 9, "at": 4.0}]}
-    (node / "exit.json").write_text(json.dumps(ended))
-    (node / "log").write_text("")
-    assert current(complete).failure.rank == 0
+def test_a_node_tells_how_its_ranks_ended(complete, hand):
+    launcher = {"pid": 5, "rank": None, "exit_code": 1, "at": 3.0}
+    rank = {"pid": None, "rank": 0, "exit_code": 9, "at": 4.0}
+    hand.node(exit_code=1, log="", processes=[launcher, rank], oom_kills=1)
+    failure = current(complete).failure
+    assert (failure.rank, failure.exit_code) == (0, 9)
+
+
+@pytest.mark.parametrize(
+    "processes", [3, [3], [{}], [{"rank": 0}], [{"rank": 0, "exit_code": 9}], {"rank": 0}]
+)
+def test_garbage_where_a_node_tells_of_its_ranks_is_nothing(complete, hand, processes):
+    hand.node(exit_code=1, log="", processes=processes)
+    failure = current(complete).failure
+    assert (failure.rank, failure.exit_code) == (None, 1)
 
 
 def test_a_run_without_its_plan_can_still_be_ended(complete):

@@ -211,6 +211,21 @@ def test_every_launcher_starts_ranks_on_all_hosts(
     ]
 
 
+def test_the_rank_that_failed_is_named_though_mpirun_does_not(
+    submit: Submit, lab: Lab, place: Path
+) -> None:
+    describe(lab, stop_grace=10, lost_after=30)
+    (place / "tick.py").write_text(
+        "import os, sys, time\nif os.environ['RANK'] == '3':\n    sys.exit(7)\ntime.sleep(600)\n"
+    )
+    quiet = "env={OMPI_MCA_orte_execute_quiet: '1'}"
+    run = submit(1, gpus=2, settings=("launcher=mpirun", quiet))
+    failure = ended(run, 60)[0].failure
+    assert failure is not None
+    assert (failure.node, failure.rank, failure.exit_code) == (1, 3, 7)
+    assert [line for line in run.logs() if "process" in line.text] == []
+
+
 def test_elastic_nodes_find_each_other_by_address(submit: Submit, lab: Lab, place: Path) -> None:
     describe(lab, stop_grace=10, lost_after=30)
     (place / "tick.py").write_text(

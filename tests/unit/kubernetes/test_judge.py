@@ -9,7 +9,6 @@ from clusterkit.kubernetes.judge import (
     DELETED,
     Rejoin,
     causes,
-    endings_of,
     judge,
     newest,
     read_pod,
@@ -319,13 +318,6 @@ def test_a_document_that_means_nothing_is_unknown_and_no_exception(status):
     told = document()
     told["status"] = status
     assert seen(told)[0] is State.UNKNOWN
-
-
-def test_ranks_that_the_agent_started_are_told_with_their_numbers():
-    ranks = [{"rank": 3, "exit_code": 7, "at": T0}, {"rank": None, "exit_code": 0, "at": T0}]
-    told = document("Failed", ended(7, words_of(7, processes=ranks)))
-    assert endings_of(read_pod(told, INDEX)) == [ranks[0]]
-    assert endings_of(read_pod(document("Failed", ended(7, "garbage")), INDEX)) == []
 
 
 @pytest.mark.parametrize("flavor", flavors.FLAVORS.values(), ids=list(flavors.FLAVORS))
