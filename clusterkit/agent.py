@@ -1513,6 +1513,12 @@ def report(folder: Path, out: BinaryIO, *, log: int, ranks: int, follow: bool) -
     offsets = {"log": log, "ranks.jsonl": ranks}
     last: dict[str, Any] = {}
     due = 0.0
+
+    def tell(name: str, whole: bytes | None) -> None:
+        if whole is not None and sent.get(name) != whole:
+            sent[name] = whole
+            _frame(out, {"file": name}, whole)
+
     while True:
         told = _tell(folder)
         # In this order: when the node has ended, its log is whole.
@@ -1523,14 +1529,14 @@ def report(folder: Path, out: BinaryIO, *, log: int, ranks: int, follow: bool) -
             if name in offsets:
                 more = offsets[name] >= 0
                 while more and (data := _tail(folder / name, offsets[name])):
+                    if "started.json" not in sent:
+                        # It began after we looked: whoever has its lines knows its process.
+                        tell("started.json", _tail(folder / "started.json", 0))
                     offsets[name] += len(data)
                     _frame(out, {"file": name}, data)
                     said = True
                 continue
-            whole = told["exit"] if name == "exit.json" else _tail(folder / name, 0)
-            if whole is not None and sent.get(name) != whole:
-                sent[name] = whole
-                _frame(out, {"file": name}, whole)
+            tell(name, told["exit"] if name == "exit.json" else _tail(folder / name, 0))
         state = {key: told[key] for key in ("begun", "alive", "ended")}
         if said or state != last or time.monotonic() >= due:
             _frame(out, state)

@@ -1,6 +1,7 @@
 """What nodes elsewhere write, brought here while they write it: by the real `agent.py report`."""
 
 import fcntl
+import io
 import json
 import os
 import random
@@ -75,6 +76,24 @@ def wait_for(condition, seconds=60.0):
     while not condition():
         assert time.monotonic() < deadline, "it did not come to pass"
         time.sleep(0.01)
+
+
+def test_lines_of_a_node_never_come_before_its_process_is_told(node_dir, monkeypatch):
+    tail = agent._tail
+
+    def slow(path, offset):
+        found = tail(path, offset)
+        if path.name == "started.json" and found is None:
+            # It begins between two looks.
+            begin(node_dir)
+            (node_dir / "log").write_bytes(b"hello\n")
+        return found
+
+    monkeypatch.setattr(agent, "_tail", slow)
+    out = io.BytesIO()
+    agent.report(node_dir, out, log=0, ranks=0, follow=False)
+    names = [header.get("file") for header, _ in Frames().feed(out.getvalue())]
+    assert names == ["started.json", "log", None]
 
 
 # ---------------------------------------------------------------- frames
