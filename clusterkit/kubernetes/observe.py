@@ -580,7 +580,7 @@ class _Log:
             while not self._closed.is_set():
                 began = time.monotonic()
                 try:
-                    if self._pull(view.folder / "log", follow=True) or self._given_up:
+                    if self._pull(view.folder / "log") or self._given_up:
                         self.whole.set()
                         return
                     # Where streams end at once, they would be opened for ever and ever.
@@ -593,10 +593,10 @@ class _Log:
                     return
                 self._hurry.wait(pause)
 
-    def _pull(self, path: Path, *, follow: bool) -> bool:
+    def _pull(self, path: Path) -> bool:
         """Take what is new; whether the log has ended."""
         splitter = Catcher(path)
-        where = log_path(self._plan, self._pod, follow=follow, since=splitter.since)
+        where = log_path(self._plan, self._pod, follow=True, since=splitter.since)
         stream = self._transport.open(HOST, [*tool(self._plan), "get", "--raw", where])
         with stream, path.open("ab", buffering=0) as file:
             self._stream = stream

@@ -61,10 +61,12 @@ def _judge(
         if only not in ("", namespace):
             others.append(f"{place} watches namespace {only} alone, not {namespace}")
             continue
-        if ready := (each.get("status") or {}).get("readyReplicas", 0):
+        ready = (each.get("status") or {}).get("readyReplicas", 0)
+        # One that is going is ready for a moment more.
+        if ready and wanted:
             return [Finding(NAME, CLUSTER, "ok", f"{place} is ready")]
         words = ("-n", meta["namespace"])
-        if wanted == 0:
+        if not wanted:
             cause = f"{place} is scaled to 0: nobody acts on the job"
             mend = kubectl(subject, *words, "scale", "deployment", meta["name"], "--replicas=1")
         else:
