@@ -33,7 +33,7 @@ NODE_ADDRESS = Var("CLUSTERKIT_NODE_ADDRESS")
 RANK_HEADER = "@clusterkit-rank"
 """First line of a rank's log: this word, its rank, its process id."""
 RANK_ENDED = "@clusterkit-rank-ended"
-"""Last line of a rank that mpirun started and that failed: this word, its rank, its exit code."""
+"""Last line of a rank that failed under deepspeed or mpirun: this word, its rank, its exit code."""
 
 RESET = (
     "CLUSTERKIT_GLOBAL_BATCH", "CLUSTERKIT_MICRO_BATCH", "CLUSTERKIT_ACCUMULATION",
@@ -242,10 +242,10 @@ def rank_script(launcher: Launcher, topology: Topology) -> str:
     (``$CLUSTERKIT_PIPE-N``, a named pipe that the node agent reads) and then
     *becomes* the program, so that signals and exit codes are the program's own.
 
-    Under mpirun it stays the program's parent, to tell how it failed: now and then mpirun
-    ends without the words that name the first rank that did (Open MPI 4.1.4: 1 of 25 times on
-    one host, 5 of 25 on three). Signals reach it and the program alike, and it ends as the
-    program did.
+    Under deepspeed and mpirun it stays the program's parent, to tell how it failed: DeepSpeed
+    never says which rank did, and mpirun now and then ends without those words (Open MPI 4.1.4:
+    1 of 25 times on one host, 5 of 25 on two pods). Signals reach it and the program alike, and
+    it ends as the program did.
     """
     nproc = topology.nproc_per_node
     completion = {
@@ -261,7 +261,8 @@ def rank_script(launcher: Launcher, topology: Topology) -> str:
     }[launcher]
     # With mpirun one host may stand for several nodes; its agent has one pipe per rank on it.
     pipe = "OMPI_COMM_WORLD_LOCAL_RANK" if launcher == "mpirun" else "LOCAL_RANK"
-    becomes = "starts" if launcher == "mpirun" else "becomes"
+    stays = launcher in ("deepspeed", "mpirun")
+    becomes = "starts" if stays else "becomes"
     head = (
         "#!/bin/sh\n"
         f"# started by {launcher} once per rank: completes the rank's environment, gives it its "
@@ -269,7 +270,7 @@ def rank_script(launcher: Launcher, topology: Topology) -> str:
         f"{completion}\n"
         f'CLUSTERKIT_PIPE="${{CLUSTERKIT_PIPE:-}}-${pipe}"\n'
     )
-    if launcher != "mpirun":
+    if not stays:
         return (
             f"{head}"
             'if [ -p "$CLUSTERKIT_PIPE" ]; then\n'

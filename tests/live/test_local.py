@@ -25,6 +25,7 @@ from clusterkit.cluster import LocalCluster
 from clusterkit.errors import PortTaken
 from clusterkit.status import State
 from clusterkit.transport import LocalTransport
+from tests.live import supervisors
 
 PROGRAMS = Path(__file__).parent / "programs"
 Submit = Callable[..., api.Run]
@@ -70,10 +71,6 @@ def rank_pid(run: api.Run, rank: int) -> int:
 def agent_pid(run: api.Run, node: int) -> int:
     started = json.loads((run.path / f"attempts/1/node-{node}/started.json").read_text())
     return int(started["pid"])
-
-
-def supervisor_pid(run: api.Run) -> int:
-    return int(json.loads((run.path / "supervisor.json").read_text())["pid"])
 
 
 def kill(pid: int) -> None:
@@ -146,7 +143,7 @@ def test_an_ordinary_command_line_runs_unchanged(
         ("signal", 137, "killed by SIGKILL"),
     ],
 )
-@pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "python"])
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "mpirun", "python"])
 def test_the_rank_that_failed_is_named_and_its_code_passed_on(
     submit: Submit, launcher: str, how: str, code: int, cause: str
 ) -> None:
@@ -182,7 +179,8 @@ def test_a_killed_rank_takes_the_run_down(submit: Submit, launcher: str) -> None
     status = run.wait(SOON)
     assert status.state is State.FAILED
     assert status.failure is not None
-    assert status.failure.node == 1
+    assert (status.failure.node, status.failure.rank) == (1, 1)
+    assert status.exit_code == 137
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "python"])
@@ -295,7 +293,7 @@ def test_a_node_that_cannot_start_all_its_ranks_leaves_none(submit: Submit) -> N
 def test_followers_end_when_the_folder_of_a_run_goes_away(submit: Submit) -> None:
     run = submit("beat.py", 6000)
     all_ready(run, 1)
-    kill(supervisor_pid(run))
+    supervisors.kill(run)
     backends.backend("local").cancel(Handle(run.plan), LocalTransport())
     lines = run.logs(follow=True)
     next(lines)
@@ -327,7 +325,7 @@ def test_a_killed_supervisor_leaves_a_run_that_tells_the_truth_and_can_be_cancel
 ) -> None:
     run = submit("beat.py", 6000, nodes=2)
     all_ready(run, 2)
-    kill(supervisor_pid(run))
+    supervisors.kill(run)
     status = run.status()
     assert status.state is State.RUNNING
     assert status.remark is not None
@@ -338,7 +336,7 @@ def test_a_killed_supervisor_leaves_a_run_that_tells_the_truth_and_can_be_cancel
 def test_a_run_without_supervisor_tells_how_it_ended(submit: Submit) -> None:
     run = submit("beat.py", 6000, nodes=2)
     all_ready(run, 2)
-    kill(supervisor_pid(run))
+    supervisors.kill(run)
     kill(rank_pid(run, 1))
     status = run.wait(SOON)
     assert status.state is State.FAILED

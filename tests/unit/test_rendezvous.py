@@ -234,8 +234,8 @@ def test_a_rank_writes_into_its_own_pipe_whatever_the_user_s_environment(launche
     try:
         out, _ = rank.communicate()
         assert out == b""
-        # Under mpirun the script stays its parent.
-        pid = rf"{rank.pid}" if launcher != "mpirun" else r"[0-9]+"
+        # Under these the script stays its parent.
+        pid = r"[0-9]+" if launcher in ("deepspeed", "mpirun") else str(rank.pid)
         assert re.fullmatch(rf"@clusterkit-rank 5 {pid}\nhello\n", os.read(pipe, 1000).decode())
     finally:
         os.close(pipe)
@@ -259,17 +259,18 @@ def test_the_rank_script_becomes_the_program_so_that_exit_codes_are_its_own(tmp_
         ("printf half; exit 7", "half@clusterkit-rank-ended 5 7\n", 7),
         ("echo err >&2; kill -9 $$", "@clusterkit-rank-ended 5 137\n", -9),
         ("ulimit -c 0; kill -SEGV $$", "@clusterkit-rank-ended 5 139\n", -11),
-        # What mpirun sends to its group is the program's to answer.
+        # What is sent to the group is the program's to answer.
         ("trap 'exit 5' TERM; kill -TERM 0; sleep 9", "@clusterkit-rank-ended 5 5\n", 5),
         ("kill -TERM 0; sleep 9", "@clusterkit-rank-ended 5 143\n", -15),
     ],
 )
-def test_a_rank_of_mpirun_tells_how_it_failed_and_ends_as_its_program_did(
-    script, told, code, tmp_path
+@pytest.mark.parametrize("launcher", ["deepspeed", "mpirun"])
+def test_a_rank_tells_how_it_failed_and_ends_as_its_program_did(
+    script, told, code, launcher, tmp_path
 ):
-    (tmp_path / "rank.sh").write_text(rank_script("mpirun", Topology(2, 2, 4)))
+    (tmp_path / "rank.sh").write_text(rank_script(launcher, Topology(2, 2, 4)))
     done = subprocess.run(
-        ["sh", "rank.sh", "sh", "-c", script], cwd=tmp_path, env=SET_BY["mpirun"],
+        ["sh", "rank.sh", "sh", "-c", script], cwd=tmp_path, env=SET_BY[launcher],
         capture_output=True, text=True, process_group=0, check=False,
     )  # fmt: skip
     assert (done.stdout, done.returncode) == (told, code)
