@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from clusterkit import agent, api, loader
 from clusterkit.compose_file import container_name
 from clusterkit.spec import CheckpointSpec, JobSpec
 from clusterkit.status import RunStatus, State
+from tests.live import supervisors
 
 ROOT = Path(__file__).parents[3]
 PROGRAMS = ROOT / "tests" / "live" / "programs"
@@ -132,17 +132,6 @@ def ended(run: api.Run, *, within: float = SOON) -> RunStatus:
 
 def node(run: api.Run, number: int) -> str:
     return container_name(run.id, number)
-
-
-def supervisor(run: api.Run) -> int:
-    return int(json.loads((run.path / "supervisor.json").read_text())["pid"])
-
-
-def end_supervisor(run: api.Run) -> None:
-    """SIGKILL, by its recorded id."""
-    pid = supervisor(run)
-    os.kill(pid, signal.SIGKILL)
-    agent.wait_gone([pid], SOON)
 
 
 # ---------------------------------------------------------------- runs
@@ -509,13 +498,13 @@ def test_cancel_ends_everything_and_may_be_repeated(start: Start, engine: Any) -
 def test_a_killed_supervisor_leaves_a_run_that_tells_the_truth(start: Start, engine: Any) -> None:
     run = start(words(WAIT))
     ready(run)
-    end_supervisor(run)
+    supervisors.kill(run)
     status = run.status()
     assert status.state is State.RUNNING
     assert "its supervisor is gone" in (status.remark or "")
     run.attach()
     assert agent.is_alive(json.loads((run.path / "supervisor.json").read_text()))
-    end_supervisor(run)
+    supervisors.kill(run)
     # The file is not needed to find what belongs to the run.
     (run.path / "files" / "compose.yaml").unlink()
     assert run.cancel().state is State.CANCELLED
@@ -531,7 +520,7 @@ def test_a_run_that_ends_unwatched_is_cleared_by_whoever_looks(
     job = msgspec.structs.replace(words(code), workdir=str(module_home))
     run = start(job, nodes=1)
     ready(run, 1)
-    end_supervisor(run)
+    supervisors.kill(run)
     go.write_text("went on")
     status = ended(run)
     assert status.state is State.SUCCEEDED
@@ -543,7 +532,7 @@ def test_a_run_that_ends_unwatched_is_cleared_by_whoever_looks(
 def test_a_run_whose_plan_is_damaged_can_be_cancelled(start: Start, engine: Any) -> None:
     run = start(words(WAIT))
     ready(run)
-    end_supervisor(run)
+    supervisors.kill(run)
     (run.path / "plan.json").write_text("{")
     run.cancel()
     assert left_over(engine) == []

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from clusterkit import api
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.status import State
 from tests.conftest import UGLY
+from tests.live import supervisors
 from tests.live.kubernetes.conftest import KUBECONFIG, api_up, cluster
 
 ROOT = Path(__file__).parents[3]
@@ -273,8 +273,7 @@ def test_the_api_server_may_be_away_and_no_line_is_lost(submit, begun, kube):
 
 def test_a_run_whose_supervisor_was_killed_goes_on_and_is_taken_over(submit, begun):
     run = begun(submit(FOREVER))
-    pid = json.loads((run.path / "supervisor.json").read_bytes())["pid"]
-    os.kill(pid, signal.SIGKILL)
+    supervisors.kill(run)
     status = run.wait(20, until=lambda s: bool(s.remark))
     assert (status.state, "attach" in (status.remark or "")) == (State.RUNNING, True)
     run.attach()

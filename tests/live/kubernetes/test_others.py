@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,14 +14,11 @@ from clusterkit import api
 from clusterkit.errors import BadInput, RunNotFound, Unavailable
 from clusterkit.kubernetes.others import USER
 from clusterkit.status import State
+from tests.live import supervisors
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[3]
 COUNT = "for i in 1 2 3; do echo line $i of $RANK; done; exec sleep 3600"
-
-
-def supervisor_of(run: api.Run) -> int:
-    return int(json.loads((run.path / "supervisor.json").read_text())["pid"])
 
 
 @pytest.fixture
@@ -73,7 +69,7 @@ def test_a_run_whose_submitter_is_gone_is_taken_up_from_elsewhere(
     flavor, submit, begun, kube, elsewhere, taken
 ):
     run = begun(submit(COUNT, on={"flavor": flavor}))
-    os.kill(supervisor_of(run), signal.SIGKILL)
+    supervisors.kill(run)
     before = sorted(texts(run))
     home = elsewhere()
     with pytest.raises(RunNotFound):
@@ -109,7 +105,7 @@ def test_a_run_whose_submitter_is_gone_is_taken_up_from_elsewhere(
 
 def test_what_it_was_made_of_is_the_same(submit, begun, elsewhere, taken):
     run = begun(submit(COUNT, env={"UGLY": "a 'b' $c\n\"d\""}, args=()))
-    os.kill(supervisor_of(run), signal.SIGKILL)
+    supervisors.kill(run)
     old = run.plan
     elsewhere()
     new = taken(run.id).plan
@@ -124,7 +120,7 @@ def test_a_run_that_is_taken_up_starts_again(submit, begun, kube, elsewhere, tak
         'echo "attempt $CLUSTERKIT_ATTEMPT"; [ $CLUSTERKIT_ATTEMPT != 1 ] || exec sleep 3600',
         restarts=1,
     ))  # fmt: skip
-    os.kill(supervisor_of(run), signal.SIGKILL)
+    supervisors.kill(run)
     elsewhere()
     found = taken(run.id)
     found.wait_started(120)
@@ -151,7 +147,7 @@ def test_a_copied_project_comes_back_with_it(kube, elsewhere, taken, tmp_path, m
     )  # fmt: skip
     try:
         next(line for line in run.logs(follow=True) if line.text == "not committed 1")
-        os.kill(supervisor_of(run), signal.SIGKILL)
+        supervisors.kill(run)
         elsewhere()
         (project / "note").write_text("changed since")
         found = taken(run.id)
@@ -168,7 +164,7 @@ def test_secrets_are_asked_for(submit, begun, elsewhere, kube, monkeypatch):
     run = begun(submit("echo here; exec sleep 3600", secrets=("API_TOKEN",)))
     shown = kube.kubectl("get", "configmaps", "-o", "json")
     assert "hunter2" not in shown
-    os.kill(supervisor_of(run), signal.SIGKILL)
+    supervisors.kill(run)
     home = elsewhere()
     monkeypatch.delenv("API_TOKEN")
     with pytest.raises(BadInput, match="API_TOKEN is not set in your environment") as refused:
@@ -218,7 +214,7 @@ def test_the_commands(submit, begun, kube, elsewhere, monkeypatch):
     own = clusterkit("ls", "--cluster", "k8s")
     assert own.stdout.splitlines()[1].split()[0] == run.id
     assert own.stdout.rstrip().endswith("this machine")
-    os.kill(supervisor_of(run), signal.SIGKILL)
+    supervisors.kill(run)
     elsewhere()
     theirs = clusterkit("ls", "--cluster", "k8s")
     assert theirs.returncode == 0, theirs.stderr

@@ -6,9 +6,7 @@ well. ``-s`` prints the figures.
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 from clusterkit import api
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
+from tests.live import supervisors
 from tests.live.kubernetes.conftest import KUBECONFIG, STATE, cluster
 from tests.live.kubernetes.counting import Counting
 
@@ -102,14 +101,14 @@ def test_200_pods_with_1600_gpus(flavor, kube, counting, measured, own_home):
         with measured("logs of a rank") as logs:
             assert list(run.logs(rank=0)) == []  # a fake pod says nothing of a rank
         assert logs.calls == 0
-        pid = json.loads((run.path / "supervisor.json").read_bytes())["pid"]
+        pid = supervisors.pid_of(run)
         before = resident(pid)
         with measured("followed") as followed:
             time.sleep(FOLLOWED_SECONDS)
         assert followed.calls <= 2
         assert resident(pid) - before <= 2
         print(f"\nmemory of the supervisor: {before}, then {resident(pid)} MiB")
-        os.kill(pid, signal.SIGKILL)
+        supervisors.kill(run)
         with measured("status that nobody watches") as alone:
             assert run.wait(10, until=lambda s: bool(s.remark)).state is State.RUNNING
         assert alone.calls <= 5

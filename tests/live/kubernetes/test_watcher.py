@@ -1,12 +1,12 @@
 """The watcher that a run has in the cluster: what happens while nobody outside watches over it."""
 
-import json
 import os
 import signal
 
 import pytest
 
 from clusterkit.status import State
+from tests.live import supervisors
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 # Rank 1 of the first attempt fails when its pod's /tmp/go is there.
@@ -19,17 +19,13 @@ FAILS_ONCE = (
 SOON = {"lost_after": 10}
 
 
-def supervisor(run):
-    return json.loads((run.path / "supervisor.json").read_bytes())["pid"]
-
-
 def fail(run, kube):
     kube.kubectl("exec", f"{run.id}-worker-1", "--", "touch", "/tmp/go")
 
 
 def test_a_run_starts_again_although_its_submitter_is_gone(submit, begun, kube):
     run = begun(submit(FAILS_ONCE, restarts=1, env={"AGAIN": "exec sleep 3600"}, on=SOON))
-    os.kill(supervisor(run), signal.SIGKILL)
+    supervisors.kill(run)
     assert "the watcher in the cluster goes on with it" in (run.status().remark or "")
     fail(run, kube)
     label = "jsonpath={.metadata.labels['clusterkit/attempt']}=2"
@@ -52,7 +48,7 @@ def test_a_run_starts_again_although_its_submitter_is_gone(submit, begun, kube):
 
 def test_a_submitter_that_slept_goes_on_with_what_the_watcher_has_begun(submit, begun, kube):
     run = begun(submit(FAILS_ONCE, restarts=1, env={"AGAIN": "sleep 20; exit 0"}, on=SOON))
-    asleep = supervisor(run)
+    asleep = supervisors.pid_of(run)
     os.kill(asleep, signal.SIGSTOP)
     try:
         fail(run, kube)
@@ -72,7 +68,7 @@ def test_the_time_limit_ends_a_run_that_nobody_watches(flavor, submit, begun, ku
     run = begun(
         submit("echo here; exec sleep 3600", time_limit="25s", on={"flavor": flavor, **SOON})
     )
-    os.kill(supervisor(run), signal.SIGKILL)
+    supervisors.kill(run)
     kube.kubectl("wait", f"{flavor}/{run.id}", "--for=delete", "--timeout=180s")
     status = run.wait(60)
     assert (status.state, status.exit_code) == (State.FAILED, 124), status
@@ -82,7 +78,7 @@ def test_the_time_limit_ends_a_run_that_nobody_watches(flavor, submit, begun, ku
 
 def test_a_run_that_ended_while_nobody_watched_is_told_as_it_was(submit, begun, kube):
     run = begun(submit("echo here; sleep 5; echo done; [ $RANK = 0 ] || exit 4", on=SOON))
-    os.kill(supervisor(run), signal.SIGKILL)
+    supervisors.kill(run)
     kube.kubectl("wait", f"job/{run.id}-watch", "--for=condition=Complete", "--timeout=180s")
     status = run.status()
     assert (status.state, status.exit_code) == (State.FAILED, 4), status
@@ -112,7 +108,7 @@ def test_its_role_covers_the_run_and_no_more(submit, begun, kube):
 def test_without_a_watcher_status_says_that_nobody_starts_it_again(submit, begun, kube):
     run = begun(submit("echo here; exec sleep 3600", restarts=2, on={"watcher": False}))
     assert not [name for name in kube.there() if "watch" in name]
-    os.kill(supervisor(run), signal.SIGKILL)
+    supervisors.kill(run)
     assert "nobody restarts it (2 restarts left)" in (run.status().remark or "")
     kube.kubectl("delete", "pytorchjob", run.id)
     status = run.wait(60)

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import secrets
-import signal
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailab
 from clusterkit.ssh import HostKeyProblem, HostUnreachable
 from clusterkit.status import RunStatus, State
 from tests.lab import Lab
+from tests.live import supervisors
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
@@ -122,12 +122,6 @@ def ended(run: api.Run, seconds: float = 60.0) -> tuple[RunStatus, float]:
     """The last status, and after how many seconds it was there."""
     began = time.monotonic()
     return run.wait(seconds), time.monotonic() - began
-
-
-def kill_supervisor(run: api.Run) -> None:
-    recorded = json.loads((run.path / "supervisor.json").read_text())
-    os.kill(recorded["pid"], signal.SIGKILL)
-    agent.wait_gone([recorded["pid"]], 10)
 
 
 # ---------------------------------------------------------------- runs that go well
@@ -347,7 +341,7 @@ def test_an_sshd_that_starts_anew_is_survived(submit: Submit, lab: Lab) -> None:
 def test_a_run_goes_on_without_its_supervisor_and_can_be_attached_to(submit: Submit) -> None:
     run = submit(100)
     saying(run, "hello", 2)
-    kill_supervisor(run)
+    supervisors.kill(run)
     status = run.status()
     assert status.state is State.RUNNING
     assert f"clusterkit attach {run.id}" in (status.remark or "")
@@ -362,7 +356,7 @@ def test_the_laptop_can_be_closed(submit: Submit) -> None:
     """Nobody watches while it ends; later everything is there."""
     run = submit(20)
     saying(run, "hello", 2)
-    kill_supervisor(run)
+    supervisors.kill(run)
     deadline = time.monotonic() + 60
     while not (status := run.status()).state.final:
         assert time.monotonic() < deadline
@@ -379,7 +373,7 @@ def test_the_nodes_end_together_although_nobody_watches(
     run = submit()
     saying(run, "hello", 2)
     time.sleep(2 * agent.PEER_SECONDS)  # until the nodes have met
-    kill_supervisor(run)
+    supervisors.kill(run)
     pid = rank_pid(run, node) if killed == "rank" else agent_pid(run, node)
     on(lab, f"h{node}", f"kill -9 {pid}")
     began = time.monotonic()
@@ -397,7 +391,7 @@ def test_the_nodes_end_together_although_nobody_watches(
 def test_a_run_is_cancelled_from_a_process_of_its_own(submit: Submit, lab: Lab) -> None:
     run = submit()
     saying(run, "hello", 2)
-    kill_supervisor(run)
+    supervisors.kill(run)
     done = subprocess.run(
         [sys.executable, "-m", "clusterkit", "cancel", run.id], capture_output=True, text=True
     )
