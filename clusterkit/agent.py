@@ -39,10 +39,7 @@ from typing import Any, BinaryIO
 RANK_HEADER = b"@clusterkit-rank"
 _RANK_HEADER = re.compile(re.escape(RANK_HEADER) + rb" ([0-9]{1,9}) ([0-9]{1,9})\Z")
 RANK_ENDED = b"@clusterkit-rank-ended"
-# After a last line that has no end of its own.
-_RANK_ENDED = re.compile(
-    rb"(.*)" + re.escape(RANK_ENDED) + rb" ([0-9]{1,9}) ([0-9]{1,3})\Z", re.DOTALL
-)
+_RANK_ENDED = re.compile(re.escape(RANK_ENDED) + rb" ([0-9]{1,9}) ([0-9]{1,3})\Z")
 _TAG_OR_END = re.compile(rb"\[[^],\n]{1,40},([0-9]{1,9})\]<std(?:out|err|diag)>:|\n")
 _HALF_TAG = re.compile(rb"\[(?:[^]\n]{0,50}|[^]\n]{1,50}\](?:<[a-z]{0,7}>?)?)\Z")
 LONGEST_LINE = 1 << 16
@@ -386,10 +383,11 @@ class Stream:
 
     def _without_end(self, line: bytes) -> bytes | None:
         """A line without a rank's word of how it ended; None: it was that alone."""
-        if (end := _RANK_ENDED.match(line)) is None:
+        if (end := _RANK_ENDED.search(line)) is None:
             return line
-        self._log.rank_ended(int(end[2]), int(end[3]))
-        return end[1] or None
+        self._log.rank_ended(int(end[1]), int(end[2]))
+        # Before it may stand a last line that had no end of its own.
+        return line[: end.start()] or None
 
     def _emit(self, lines: list[bytes]) -> None:
         run: list[bytes] = []

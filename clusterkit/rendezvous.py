@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from clusterkit import agent
 from clusterkit.errors import counted
 from clusterkit.shell import Joined, Var, Word, join
 from clusterkit.spec import Launcher
@@ -30,9 +31,9 @@ IS_HOST = Var("CLUSTERKIT_IS_HOST")
 """``1`` on node 0, which holds the c10d store, ``0`` elsewhere; set by the node script."""
 NODE_ADDRESS = Var("CLUSTERKIT_NODE_ADDRESS")
 """Address that the other nodes reach this one at; a step's, or else the head's."""
-RANK_HEADER = "@clusterkit-rank"
+RANK_HEADER = agent.RANK_HEADER.decode()
 """First line of a rank's log: this word, its rank, its process id."""
-RANK_ENDED = "@clusterkit-rank-ended"
+RANK_ENDED = agent.RANK_ENDED.decode()
 """Last line of a rank that failed under deepspeed or mpirun: this word, its rank, its exit code."""
 
 RESET = (
@@ -284,17 +285,14 @@ def rank_script(launcher: Launcher, topology: Topology) -> str:
     signals = "HUP INT TERM USR1 USR2"
     return (
         f"{head}"
-        'set -- "$CLUSTERKIT_PIPE" "$@"\n'
-        "unset CLUSTERKIT_PIPE\n"
-        'if [ -p "$1" ]; then\n'
-        '    exec >"$1" 2>&1; shift\n'
-        f'    set -- \'echo "{RANK_HEADER} $RANK $$"; exec "$@"\' sh "$@"\n'
-        "else\n"
-        '    shift; set -- \'exec "$@"\' sh "$@"\n'
-        "fi\n"
+        'if [ -p "$CLUSTERKIT_PIPE" ]; then exec >"$CLUSTERKIT_PIPE" 2>&1; fi\n'
         f"trap : {signals}\n"
         "exec 9>&2 2>/dev/null  # where this shell would tell of a signal\n"
-        '(exec /bin/sh -c "$@" 2>&9 9>&-)\n'
+        "(exec /bin/sh -c '\n"
+        f'    if [ -p "$CLUSTERKIT_PIPE" ]; then echo "{RANK_HEADER} $RANK $$"; fi\n'
+        "    unset CLUSTERKIT_PIPE\n"
+        '    exec "$@"\n'
+        '\' sh "$@" 2>&9 9>&-)\n'
         "code=$?\n"
         f'if [ "$code" -ne 0 ]; then echo "{RANK_ENDED} $RANK $code"; fi\n'
         "# ended by a signal: so is this, and without a core of its own\n"

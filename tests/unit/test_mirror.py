@@ -78,24 +78,6 @@ def wait_for(condition, seconds=60.0):
         time.sleep(0.01)
 
 
-def test_lines_of_a_node_never_come_before_its_process_is_told(node_dir, monkeypatch):
-    tail = agent._tail
-
-    def slow(path, offset):
-        found = tail(path, offset)
-        if path.name == "started.json" and found is None:
-            # It begins between two looks.
-            begin(node_dir)
-            (node_dir / "log").write_bytes(b"hello\n")
-        return found
-
-    monkeypatch.setattr(agent, "_tail", slow)
-    out = io.BytesIO()
-    agent.report(node_dir, out, log=0, ranks=0, follow=False)
-    names = [header.get("file") for header, _ in Frames().feed(out.getvalue())]
-    assert names == ["started.json", "log", None]
-
-
 # ---------------------------------------------------------------- frames
 
 
@@ -155,6 +137,24 @@ def test_a_node_writes_no_files_but_its_own(kept):
 
 
 # ---------------------------------------------------------------- one look
+
+
+def test_lines_of_a_node_never_come_before_its_process_is_told(node_dir, monkeypatch):
+    tail = agent._tail
+
+    def slow(path, offset):
+        found = tail(path, offset)
+        if path.name == "started.json" and found is None:
+            # It begins between two looks.
+            begin(node_dir)
+            (node_dir / "log").write_bytes(b"hello\n")
+        return found
+
+    monkeypatch.setattr(agent, "_tail", slow)
+    out = io.BytesIO()
+    agent.report(node_dir, out, log=0, ranks=0, follow=False)
+    names = [header.get("file") for header, _ in Frames().feed(out.getvalue())]
+    assert names == ["started.json", "log", None]
 
 
 def test_a_node_that_has_ended(node_dir, kept):
