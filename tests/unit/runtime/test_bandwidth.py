@@ -212,6 +212,29 @@ def test_the_time_is_the_mean_of_the_ranks_and_the_median_of_the_iterations(
     }  # fmt: skip
 
 
+def test_the_latency_is_half_the_quickest_round_trip_of_the_smallest_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Seconds of each pass: making the connection, getting warm and measuring, for each size.
+    told = iter(
+        [
+            [9.0, 0.5], [0.5], [0.75, 0.5, 4.0], [9.0, 1.0], [1.0], [1.0, 2.0, 3.0],
+            [9.0, 0.5], [0.5], [0.25, 0.5, 4.0], [9.0, 1.0], [1.0], [4.0, 5.0, 6.0],
+        ]
+    )  # fmt: skip
+    monkeypatch.setattr(bandwidth, "timed", lambda world, run, times: next(told))
+    for operation in ("send", "recv"):
+        monkeypatch.setattr(torch.distributed, operation, lambda tensor, peer: None)
+    asked = options(sizes=(64, 20000), iterations=3, warmup=1)
+    both = bandwidth.OneWay()
+    for _ in range(2):
+        both.add(bandwidth.one_way(world(size=2), asked, passes=2, peer=1, leads=True))
+    found = both.summary()
+    assert (found["latency_us"], found["latency_size"]) == (125_000.0, 64)
+    assert (found["min_us"], found["median_us"], found["max_us"]) == (1e6, 3.5e6, 6e6)
+    assert (found["size"], found["iterations"], found["wrong"]) == (20000, 6, 0)
+
+
 # ---------------------------------------------------------------- real ranks
 
 
@@ -277,7 +300,9 @@ def test_all_pairs_of_nodes_are_measured_both_ways(launch: Any, flags: list[str]
     for pair in pairs:
         assert (pair["size"], pair["latency_size"], pair["wrong"]) == (20000, 64, 0)
         assert pair["iterations"] == 5
-        assert 0 < pair["latency_us"] <= pair["median_us"]
+        # Which size is quicker is up to the machine: 5 messages of each, at different times.
+        assert pair["latency_us"] > 0
+        assert 0 < pair["min_us"] <= pair["median_us"] <= pair["max_us"]
     # Three nodes make three rounds of one pair, in each of three passes.
     assert [one["of"] for one in done.of("bench_doing")] == [9] * 9
     report = orchestrator.report("r", done.events)
