@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -365,7 +366,7 @@ def run_nodes(tmp_path: Path) -> Callable[..., list[int]]:
 
 
 @pytest.fixture
-def forbidden(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+def forbidden() -> Callable[[], Any]:
     """A context in which the outside world cannot be touched."""
     import builtins
     import contextlib
@@ -383,7 +384,7 @@ def forbidden(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
         (os, "mkdir"), (os, "access"), (os, "cpu_count"), (os, "sched_getaffinity"),
         (os, "sysconf"), (os, "uname"), (os, "fork"), (os, "posix_spawn"), (os, "readlink"),
         (socket, "socket"), (socket, "gethostname"), (socket, "getaddrinfo"),
-        (subprocess, "Popen"), (subprocess, "run"),
+        (subprocess, "Popen"), (subprocess, "run"), (threading.Thread, "start"),
         (time, "time"), (time, "time_ns"), (time, "monotonic"), (time, "perf_counter"),
         (time, "strftime"), (time, "localtime"), (time, "gmtime"), (time, "sleep"),
         (random, "random"), (random, "randrange"), (random, "sample"), (random, "choice"),
@@ -393,25 +394,51 @@ def forbidden(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
         (pathlib.Path, "expanduser"), (pathlib.Path, "resolve"),
     ]  # fmt: skip
 
+    mine = threading.get_ident()
+
     class Forbidden:
-        def __init__(self, name: str) -> None:
-            self._name = name
+        """Refuses whatever is done with it; for other threads, which plan nothing, the real one."""
 
-        def _refuse(self, *_: object, **__: object) -> Any:
-            raise AssertionError(f"a plan must not touch {self._name}")
+        def __init__(self, owner: Any, name: str) -> None:
+            self._name = f"{owner.__name__}.{name}"
+            self._there = vars(owner)[name]
 
-        __call__ = __getitem__ = __contains__ = __iter__ = __setitem__ = _refuse
+        def _real(self) -> Any:
+            if threading.get_ident() == mine:
+                raise AssertionError(f"a plan must not touch {self._name}")
+            return self._there
+
+        def __get__(self, instance: Any, owner: Any) -> Any:
+            return self if threading.get_ident() == mine else self._there.__get__(instance, owner)
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("__"):
                 raise AttributeError(name)
-            raise AssertionError(f"a plan must not touch {self._name}")
+            return getattr(self._real(), name)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self._real()(*args, **kwargs)
+
+        def __getitem__(self, key: Any) -> Any:
+            return self._real()[key]
+
+        def __setitem__(self, key: Any, value: Any) -> None:
+            self._real()[key] = value
+
+        def __contains__(self, key: Any) -> bool:
+            return key in self._real()
+
+        def __iter__(self) -> Any:
+            return iter(self._real())
+
+        def __instancecheck__(self, instance: Any) -> bool:
+            return isinstance(instance, self._real())
 
     @contextlib.contextmanager
     def context() -> Any:
         with pytest.MonkeyPatch.context() as patch:
             for owner, name in targets:
-                patch.setattr(owner, name, Forbidden(f"{owner.__name__}.{name}"))
+                patch.setattr(owner, name, Forbidden(owner, name))
             yield
 
     return context

@@ -6,8 +6,12 @@ A backend joins by standing in the registry and having a `Stage` in conftest.py.
 import copy
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -102,6 +106,7 @@ def test_the_ban_on_the_outside_world_works(forbidden):
         lambda: os.environ["PATH"],
         lambda: os.environ.get("PATH"),
         lambda: subprocess.run(["true"]),
+        lambda: threading.Thread(target=print).start(),
         lambda: __import__("time").time(),
         lambda: __import__("random").random(),
         lambda: __import__("uuid").uuid4(),
@@ -109,6 +114,26 @@ def test_the_ban_on_the_outside_world_works(forbidden):
     ):
         with forbidden(), pytest.raises(AssertionError, match="a plan must not touch"):
             touch()
+
+
+def test_the_ban_holds_for_who_plans_and_not_for_a_thread_of_another_test(forbidden):
+    begin = threading.Event()
+
+    def others():
+        begin.wait()
+        with open(os.devnull) as file, socket.socket() as made:
+            return (
+                file.read(), Path("/").exists(), os.environ["PATH"],
+                isinstance(made, socket.socket), subprocess.run(["true"]).returncode,
+                time.time() > 0,
+            )  # fmt: skip
+
+    with ThreadPoolExecutor() as pool:
+        seen = pool.submit(others)
+        with forbidden():
+            begin.set()
+            found = seen.result(60)
+    assert found == ("", True, os.environ["PATH"], True, 0, True)
 
 
 def test_planning_changes_neither_job_nor_cluster_nor_facts(stage, any_job):
