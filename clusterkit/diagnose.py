@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from clusterkit.agent import AGAIN
@@ -97,13 +97,11 @@ def diagnose(
         oom_kills: processes that the kernel killed for want of memory meanwhile.
         causes: why nodes or their ranks were killed, where the backend knows.
     """
-    suspects, last_words = _suspects(lines, nproc_per_node)
-    for end in rank_exits:
-        if end.exit_code:
-            suspect = suspects.setdefault(
-                (end.node, end.rank), _Suspect(end.node, end.rank, end.at)
-            )
-            suspect.exit_code = end.exit_code
+    failures = [end for end in rank_exits if end.exit_code]
+    suspects, last_words = _suspects(lines, nproc_per_node, {end.node for end in failures})
+    for end in failures:
+        suspect = suspects.setdefault((end.node, end.rank), _Suspect(end.node, end.rank, end.at))
+        suspect.exit_code = end.exit_code
     for key, suspect in suspects.items():
         # Without an exception: a word of the program's own before it went.
         suspect.words = suspect.words or last_words.get(key, "")
@@ -155,9 +153,12 @@ def shell_code(code: int) -> int:
 
 
 def _suspects(
-    lines: Iterable[LogLine], nproc: int
+    lines: Iterable[LogLine], nproc: int, known: Container[int]
 ) -> tuple[dict[_Source, _Suspect], dict[_Source, str]]:
-    """Whoever has a traceback or is named by a launcher; and everyone's last words."""
+    """Whoever has a traceback or is named by a launcher; and everyone's last words.
+
+    Of the nodes in ``known`` it is known which rank failed.
+    """
     suspects: dict[_Source, _Suspect] = {}
     last: dict[_Source, str] = {}
     open_blocks: set[_Source] = set()
@@ -171,7 +172,7 @@ def _suspects(
                     for old in [key for key in told if key[0] == line.node]:
                         del told[old]
                 open_blocks = {key for key in open_blocks if key[0] != line.node}
-            _read_launcher(line, nproc, suspects)
+            _read_launcher(line, nproc, suspects, known)
             continue
         if text.lstrip().startswith(_TRACEBACK):
             suspect = suspects.setdefault(key, _Suspect(line.node, line.rank, line.time))
@@ -196,7 +197,9 @@ def _suspects(
     return suspects, last
 
 
-def _read_launcher(line: LogLine, nproc: int, suspects: dict[_Source, _Suspect]) -> None:
+def _read_launcher(
+    line: LogLine, nproc: int, suspects: dict[_Source, _Suspect], known: Container[int]
+) -> None:
     if match := _TORCHRUN.search(line.text):
         rank = line.node * nproc + int(match[2])
         key: _Source = (line.node, rank)
@@ -214,7 +217,7 @@ def _read_launcher(line: LogLine, nproc: int, suspects: dict[_Source, _Suspect])
         for suspect in suspects.values():
             if suspect.exit_code == _UNTOLD:
                 suspect.exit_code = int(match[1])
-    elif match := _DEEPSPEED.search(line.text):
+    elif (match := _DEEPSPEED.search(line.text)) and line.node not in known:
         # It does not say which rank: the one whose traceback came first, if any.
         here = [s for s in suspects.values() if s.node == line.node and s.rank is not None]
         first = min(here, key=lambda s: s.time, default=None)

@@ -145,6 +145,16 @@ def test_deepspeed_s_report_belongs_to_the_first_traceback_of_its_node():
     assert found.exit_code == 7
 
 
+def test_deepspeed_s_report_accuses_nobody_where_it_is_known_who_failed():
+    lines = in_order(
+        said(0, 0, 1.0, "Traceback (most recent call last):\n  File a\nKeyError: 'survived'"),
+        [LogLine(9.0, 0, None, "[2026] [ERROR] [launch.py:341] exits with return code = 7")],
+    )
+    ends = [RankExit(0, 1, 7, 8.0)]
+    found = diagnose([node(0)], lines, rank_exits=ends, nproc_per_node=2)
+    assert (found.rank, found.exit_code, found.cause) == (1, 7, "exited with 7")
+
+
 def test_deepspeed_s_report_without_a_traceback_blames_the_node():
     lines = [LogLine(2.0, 0, None, "exits with return code = -9")]
     found = diagnose([node(0)], lines)
