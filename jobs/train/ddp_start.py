@@ -76,6 +76,8 @@ def launch(count: int, nodes: int, node_rank: int, rest: list[str]) -> None:
     words += [f"--nnodes={nodes}", f"--node-rank={node_rank}", f"--nproc-per-node={count}"]
     words += [f"--master-addr={os.environ['MASTER_ADDR']}"]
     words += [f"--master-port={os.environ['MASTER_PORT']}"]
+    if folder := os.environ.get("CLUSTERKIT_NODE_DIR"):
+        words += [f"--log-dir={folder}/torchrun"]  # else its folder stays in /tmp
     os.execv(sys.executable, [*words, str(PROGRAM), *rest])
 
 

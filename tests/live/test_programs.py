@@ -107,7 +107,10 @@ def test_collectives_give_what_they_must_on_three_ranks(run_job) -> None:
 # ---------------------------------------------------------------- data parallel
 
 
-def test_three_ways_to_start_ddp_train_the_same(run_job) -> None:
+def test_three_ways_to_start_ddp_train_the_same(run_job, tmp_path: Path, monkeypatch) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     runs = [
         run_job("ddp-torchrun", "--epochs", 1),
         run_job("ddp-spawn", "--epochs", 1),
@@ -122,6 +125,7 @@ def test_three_ways_to_start_ddp_train_the_same(run_job) -> None:
         assert losses(run) == losses(runs[0])
     assert len(losses(runs[0])) == 32
     assert losses(runs[0])[-1] < losses(runs[0])[0] / 100
+    assert list(temporary.iterdir()) == []
 
 
 def test_samples_that_the_ranks_cannot_share_are_filled_up() -> None:
