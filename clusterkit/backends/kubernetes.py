@@ -68,7 +68,7 @@ from clusterkit.kubernetes.patch import check_patch
 from clusterkit.kubernetes.pods import ATTEMPT, JOB, MANAGER, RUN, Shape
 from clusterkit.kubernetes.remove import remove
 from clusterkit.kubernetes.rights import access_review, to_watch
-from clusterkit.kubernetes.text import Object, documents, object_name, quantity
+from clusterkit.kubernetes.text import Object, object_name, quantity
 from clusterkit.logs import LogLine
 from clusterkit.plan import Note, Plan, PlanFile, Step, Tree
 from clusterkit.project import snapshot, words
@@ -77,6 +77,7 @@ from clusterkit.runs import home, resolve, slug
 from clusterkit.shell import quote as quoted
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
+from clusterkit.yaml_text import documents
 
 if TYPE_CHECKING:
     from clusterkit.doctor.base import Patient

@@ -18,7 +18,13 @@ LAYERS = [
     {"clusterkit.errors", "clusterkit.status", "clusterkit.marks"}
     | {"clusterkit.agent", "clusterkit.host_probe", "clusterkit.receiver"}
     | {"clusterkit.kubernetes.watcher"},
-    {"clusterkit.shell", "clusterkit.transport", "clusterkit.logs", "clusterkit.runtime.mesh"},
+    {
+        "clusterkit.shell",
+        "clusterkit.yaml_text",
+        "clusterkit.transport",
+        "clusterkit.logs",
+        "clusterkit.runtime.mesh",
+    },
     {"clusterkit.mirror", "clusterkit.ssh_files"},
     {"clusterkit.spec", "clusterkit.runs", "clusterkit.diagnose"},
     {"clusterkit.cluster"},
