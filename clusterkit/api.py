@@ -14,7 +14,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import clusterkit
-from clusterkit import agent, backends, execute, loader, logs, project, supervise
+from clusterkit import agent, backends, command, execute, loader, logs, project, supervise
 from clusterkit import runs as store
 from clusterkit.backends.base import Backend, Handle, check_capabilities
 from clusterkit.cluster import ClusterSpec, Facts
@@ -261,12 +261,9 @@ def prepare(
     Raises:
         ClusterkitError: anything that would keep the job from starting.
     """
-    spec, document = _job(job, settings)
-    flags = {"nodes": "--nodes"} if nodes is not None else {}
-    flags |= {"gpus_per_node": "--gpus"} if gpus is not None else {}
-    with document.locating(flags) if document else contextlib.nullcontext():
-        spec = msgspec.structs.replace(spec, args=(*spec.args, *more_args))
-        spec = _with_flags(spec, nodes, gpus)
+    asked = _asked(job, settings, nodes, gpus, more_args, cluster)
+    spec = asked.job
+    with asked.locating():
         _check_secrets(spec)
     entry = settled_cluster(cluster, clusters_file, include=include, exclude=exclude)
     kind = backends.backend_type(entry.backend)
@@ -283,12 +280,12 @@ def prepare(
         if facts is None:
 
             def probe() -> Facts:
-                with document.locating(flags) if document else contextlib.nullcontext():
+                with asked.locating():
                     return backend.probe(entry, transport, spec)
 
             subject = None
             if doctor and backend.elsewhere and not backend.managed:
-                with document.locating(flags) if document else contextlib.nullcontext():
+                with asked.locating():
                     subject = backend.subject(cluster, entry, spec)
             facts = probe() if subject is None else _probed(subject, transport, probe)
         if not facts.hosts:
@@ -296,13 +293,16 @@ def prepare(
         if callable(run_id):
             run_id = run_id(spec.name)
         run_id = store.check_run_id(run_id) if run_id else store.new_run_id(spec.name)
-        with document.locating(flags) if document else contextlib.nullcontext():
+        with asked.locating():
             plan = backend.plan(spec, entry, facts, run_id)
+        remarks = list(asked.remarks)
         if any(host.gpus for host in facts.hosts):
             from clusterkit import estimate as estimates
 
             if (warning := estimates.warning(spec, facts)) is not None:
-                plan = msgspec.structs.replace(plan, notes=(*plan.notes, Note("", warning, "")))
+                remarks.append(warning)
+        notes = (*plan.notes, *(Note("", remark, "") for remark in remarks))
+        plan = msgspec.structs.replace(plan, notes=notes)
         undo.pop_all()
     return Prepared(spec, cluster, entry, facts, backend, plan, transport, standby)
 
@@ -465,24 +465,70 @@ def _send_trees(ready: Prepared, progress: Progress | None = None) -> None:
         in_order(fan_out(execute.everyone(plan), send))
 
 
-def _job(job: Job, settings: Sequence[str]) -> tuple[JobSpec, loader.Document | None]:
-    """The job, and the file it stands in, if any."""
+@dataclass(frozen=True)
+class _Asked:
+    """The job that somebody asks for."""
+
+    job: JobSpec
+    document: loader.Document | None
+    """The file that it stands in, if any."""
+    flags: Mapping[str, str]
+    """Keys of the job that a flag has given."""
+    remarks: tuple[str, ...] = ()
+    """What is to be said of it in the plan."""
+
+    def locating(self) -> contextlib.AbstractContextManager[None]:
+        """As `clusterkit.loader.Document.locating`."""
+        return self.document.locating(self.flags) if self.document else contextlib.nullcontext()
+
+
+def _asked(
+    job: Job,
+    settings: Sequence[str],
+    nodes: int | str | None = None,
+    gpus: int | None = None,
+    more_args: Sequence[str] = (),
+    cluster: str = "local",
+) -> _Asked:
+    """Read a job: settings and flags applied, its command read, its program found.
+
+    Raises:
+        BadInput: anything wrong with it.
+    """
+    document: loader.Document | None = None
+    bases: Sequence[Path] = [loader.current_folder()]
     if isinstance(job, (str, os.PathLike)):
         loaded = loader.read_job(Path(job), settings)
-        return loaded.job, loaded.document
-    if not isinstance(job, JobSpec):
-        job = loader.job_from_command(list(job))
-    elif job.workdir is None:
-        check_job(job)
-        job = loader.locate_program(job, [loader.current_folder()])
-    if not settings:
-        return job, None
-    document = loader.Document("--set", _plain(job), {})
-    for setting in settings:
-        loader.apply_setting(document, setting)
-    changed = loader.convert(document, (), document.data, JobSpec)
-    check_job(changed)
-    return changed, None
+        spec, document, bases = loaded.job, loaded.document, loaded.bases
+        keys = list(document.data)
+    else:
+        spec = job if isinstance(job, JobSpec) else loader.job_from_command(list(job))
+        if settings:
+            changes = loader.Document("--set", _plain(spec), {})
+            for setting in settings:
+                loader.apply_setting(changes, setting)
+            spec = loader.convert(changes, (), changes.data, JobSpec)
+        keys = list(_plain(spec))
+    given = {key: f"{key}: {getattr(spec, key)}" for key in keys if hasattr(spec, key)}
+    flags, typed = {}, [] if cluster == "local" else ["--cluster", cluster]
+    for key, flag, value in (("nodes", "--nodes", nodes), ("gpus_per_node", "--gpus", gpus)):
+        if value is not None:
+            flags[key], given[key] = flag, f"{flag} {value}"
+            typed += [flag, str(value)]
+    asked = _Asked(spec, document, flags)
+    with asked.locating():
+        spec = msgspec.structs.replace(spec, args=(*spec.args, *more_args))
+        spec = _with_flags(spec, nodes, gpus)
+        typed += [word for setting in settings for word in ("--set", setting)]
+        taken = command.take_over(spec, given, None if document else typed)
+        spec = taken.job
+        if taken.note is not None:
+            check_job(spec)
+        if spec.workdir is None or document is not None:
+            spec = loader.locate_program(spec, bases)
+        spawns = command.check_source(taken, loader.program_source(spec))
+    remarks = tuple(remark for remark in (taken.note, spawns) if remark is not None)
+    return _Asked(spec, document, flags, remarks)
 
 
 def _plain(struct: Any) -> dict[str, Any]:
@@ -755,9 +801,7 @@ def estimate(
     asked = estimates.check(estimates.Question(**question))
     spec = None
     if job is not None:
-        spec, _ = _job(job, settings)
-        spec = msgspec.structs.replace(spec, args=(*spec.args, *more_args))
-        spec = _with_flags(spec, nodes, gpus)
+        spec = _asked(job, settings, nodes, gpus, more_args).job
     elif nodes is not None or gpus is not None:
         _with_flags(JobSpec(name="model", command=("none",)), nodes, gpus)
     counted = gpus is not None or (spec is not None and spec.gpus_per_node != "auto")
@@ -799,8 +843,7 @@ def doctor(
 
     spec = None
     if job is not None:
-        spec, _ = _job(job, settings)
-        spec = _with_flags(spec, nodes, gpus)
+        spec = _asked(job, settings, nodes, gpus).job
     elif nodes is not None or gpus is not None:
         spec = _with_flags(JobSpec(name="any", command=("true",)), nodes, gpus)
     entry = settled_cluster(cluster, clusters_file, include=include, exclude=exclude)

@@ -21,7 +21,7 @@ LAYERS = [
     {"clusterkit.shell", "clusterkit.transport", "clusterkit.logs", "clusterkit.runtime.mesh"},
     {"clusterkit.mirror", "clusterkit.ssh_files"},
     {"clusterkit.spec", "clusterkit.runs", "clusterkit.diagnose"},
-    {"clusterkit.cluster"},
+    {"clusterkit.cluster", "clusterkit.command"},
     {"clusterkit.batch", "clusterkit.rendezvous", "clusterkit.loader", "clusterkit.ssh"},
     {"clusterkit.plan", "clusterkit.inventory", "clusterkit.catalogue"},
     {"clusterkit.estimate.units", "clusterkit.estimate.memory"},
