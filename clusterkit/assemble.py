@@ -146,8 +146,7 @@ def assemble(
     env = {
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(threads),
-        # accelerate looks for GPUs alone without it: N ranks would be N worlds of one.
-        **({"ACCELERATE_USE_CPU": "true"} if device == "cpu" else {}),
+        **_accelerate_environment(job, device),
         **network_env,
         **cluster_env,
         **job.env,
@@ -326,6 +325,15 @@ def _run_environment(
             "CLUSTERKIT_CHECKPOINT_RESUME": job.checkpoint.resume,
         }
     return env
+
+
+def _accelerate_environment(job: JobSpec, device: str) -> dict[str, str]:
+    """Makes one world of accelerate's ranks on CPUs, which without it are N worlds of one."""
+    words = (job.launcher, *job.args, *(job.command or ()))
+    # With it, transformers' Trainer leaves DeepSpeed out without a word (5.0, training_args.py).
+    if device != "cpu" or job.deepspeed is not None or any("deepspeed" in w for w in words):
+        return {}
+    return {"ACCELERATE_USE_CPU": "true"}
 
 
 def _node_script(

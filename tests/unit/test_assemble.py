@@ -211,6 +211,9 @@ def test_the_batch_says_how_it_came_about():
 def test_on_the_cpu_accelerate_is_told_so():
     assert exported(assembled(job()))["ACCELERATE_USE_CPU"] == "true"
     assert "ACCELERATE_USE_CPU" not in exported(assembled(job(), device="cuda"))
+    # The Trainer would leave DeepSpeed out.
+    for fields in ({"deepspeed": {}}, {"launcher": "deepspeed"}, {"args": ("--deepspeed=x.json",)}):
+        assert "ACCELERATE_USE_CPU" not in exported(assembled(job(**fields)))
     own = assembled(job(env={"ACCELERATE_USE_CPU": "false"}))
     assert exported(own)["ACCELERATE_USE_CPU"] == "false"
 
