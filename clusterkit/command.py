@@ -249,7 +249,7 @@ def _launched(launcher: str, tool: _Tool, words: Sequence[str], python: str | No
     by_argument = tool.local_rank if _BY_ENVIRONMENT not in kinds else ""
     if tool is _MPIRUN:
         if ":" in rest:
-            refused[":"] = "every rank runs the same program"
+            raise BadInput(f"{launcher} starts several programs: all ranks of a job run the same")
         inner = read(rest)
         if inner.tool is not None:
             raise BadInput(f"{launcher} starts {inner.launcher}: only one of them starts ranks")
@@ -310,7 +310,8 @@ def take_over(job: JobSpec, given: Mapping[str, str], typed: Sequence[str] | Non
     if started.refused:
         option, why = next(iter(started.refused.items()))
         raise BadInput(
-            f"command: {started.launcher} {option}: {why or 'there is nothing like it here'}",
+            f"command: {started.launcher} {option} cannot be taken over: "
+            f"{why or 'there is nothing like it here'}",
             hint=_instead(started.words(), keys, given, typed),
         )
     for key, (value, written) in keys.items():
@@ -324,9 +325,10 @@ def take_over(job: JobSpec, given: Mapping[str, str], typed: Sequence[str] | Non
         job, program=started.program, module=started.module, command=started.command,
         args=started.args, env=env | job.env, **fields,
     )  # fmt: skip
-    said = [f"{key} {value} ({written})" for key, (value, written) in keys.items()]
+    said = [f"launcher {tool.launcher}"]
+    said += [f"{key} {value} ({written})" for key, (value, written) in [*keys.items()][1:]]
     left = f"; left to clusterkit: {' '.join(started.left_out)}" if started.left_out else ""
-    note = f"{started.launcher} is started by clusterkit itself: {', '.join(said)}{left}"
+    note = f"{started.launcher} in the command is taken over: {', '.join(said)}{left}"
     if not (started.local_rank and started.program):
         return Taken(taken, note)
     program = shell.join([started.python or "python", started.program])

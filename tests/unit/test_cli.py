@@ -259,7 +259,7 @@ def test_a_launcher_after_two_dashes_is_taken_over(cli, write_job):
     done = cli("plan", "-n", "2", "-g", "2", "--run-id", "train-plan", "--", *words)
     assert done.code == 0
     assert "2 nodes x 2 ranks" in done.out
-    assert "torchrun is started by clusterkit itself: launcher torchrun" in done.out
+    assert "torchrun in the command is taken over: launcher torchrun, gpus_per_node 2" in done.out
     assert done.out.count("torch.distributed.run") == 1
 
 

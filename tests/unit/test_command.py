@@ -57,7 +57,7 @@ def test_what_a_command_line_starts(line, fields):
 
 def test_what_is_taken_over_is_said():
     assert taken("torchrun --standalone --nproc_per_node=2 train.py").note == (
-        "torchrun is started by clusterkit itself: launcher torchrun (torchrun), "
+        "torchrun in the command is taken over: launcher torchrun, "
         "gpus_per_node 2 (--nproc_per_node=2); left to clusterkit: --standalone"
     )
     assert taken("python train.py").note is None
@@ -67,19 +67,18 @@ def test_what_is_taken_over_is_said():
     ("line", "said", "instead"),
     [
         ("torchrun --log_dir x --nproc_per_node=2 train.py --lr 1",
-         "torchrun --log_dir x: every rank's lines are kept",
+         "torchrun --log_dir x cannot be taken over: every rank's lines are kept",
          "clusterkit submit --gpus 2 -- python train.py --lr 1"),
-        ("torchrun -t 3 -m a.b", "torchrun -t 3:", "clusterkit submit -- python -m a.b"),
+        ("torchrun -t 3 -m a.b", "torchrun -t 3 cannot be taken over",
+         "clusterkit submit -- python -m a.b"),
         ("torchrun --nope 3 train.py", "clusterkit does not know this option of torchrun",
          "clusterkit submit -- python train.py"),
         ("deepspeed --include h1@h2 train.py", "the cluster entry names the hosts",
          "clusterkit submit --set launcher=deepspeed -- python train.py"),
-        ("mpirun -np 4 -x A=1 /p/python train.py", "mpirun -x A=1: --set env.NAME=VALUE",
+        ("mpirun -np 4 -x A=1 /p/python train.py", "mpirun -x A=1 cannot be taken over: --set env.",
          "clusterkit submit --set launcher=mpirun --gpus 4 -- /p/python train.py"),
-        ("mpirun --mca btl self ./a.out", "mpirun --mca btl self: --set env.OMPI_MCA_NAME",
+        ("mpirun --mca btl self ./a.out", "btl self cannot be taken over: --set env.OMPI_MCA_NAME",
          "clusterkit submit --set launcher=mpirun -- ./a.out"),
-        ("mpirun -np 1 ./a : -np 1 ./b", "mpirun :: every rank runs the same program",
-         "clusterkit submit --set launcher=mpirun --gpus 1 -- ./a : -np 1 ./b"),
         ("accelerate launch --config_file c.yaml train.py", "what stands in it is not read",
          "clusterkit submit -- python train.py"),
         ("accelerate launch --use_fsdp train.py", "does not know this option",
@@ -122,6 +121,7 @@ def test_the_line_to_type_keeps_what_was_typed_and_a_file_gets_its_keys():
         ("torchrun --nproc_per_node cpu train.py", {}, {}, "cpu is no number"),
         ("torchrun --nproc_per_node", {}, {}, "torchrun starts no program"),
         ("torchrun", {}, {}, "torchrun starts no program"),
+        ("mpirun -np 1 ./a : -np 1 ./b", {}, {}, "mpirun starts several programs"),
         ("mpirun -np 2 torchrun train.py", {}, {}, "mpirun starts torchrun: only one of them"),
     ],
 )  # fmt: skip
