@@ -14,7 +14,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import clusterkit
-from clusterkit import agent, backends, command, execute, loader, logs, project, supervise
+from clusterkit import agent, backends, execute, loader, logs, project, request, supervise
 from clusterkit import runs as store
 from clusterkit.backends.base import Backend, Handle, check_capabilities
 from clusterkit.cluster import ClusterSpec, Facts
@@ -30,7 +30,7 @@ from clusterkit.errors import EXIT_FAILURE, BadInput, ClusterkitError, RunFailed
 from clusterkit.logs import LogLine
 from clusterkit.plan import Note, Plan
 from clusterkit.runs import Event, RunFolder, Submission
-from clusterkit.spec import JobSpec, check_job, parse_nodes
+from clusterkit.spec import JobSpec, parse_nodes
 from clusterkit.status import RunStatus, State
 from clusterkit.transport import Transport, fan_out, in_order
 
@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from clusterkit.catalogue import CatalogueEntry
     from clusterkit.estimate import Estimate
 
-Job = str | os.PathLike[str] | JobSpec | Sequence[str]
-"""A job file's path, a `JobSpec`, or a command such as ``["python", "train.py", "--fast"]``."""
+Job = request.Job
 
 Progress = Callable[[str, int, int], None]
 """Told of a host, bytes sent to it, bytes to send."""
@@ -261,7 +260,7 @@ def prepare(
     Raises:
         ClusterkitError: anything that would keep the job from starting.
     """
-    asked = _asked(job, settings, nodes, gpus, more_args, cluster)
+    asked = request.read(job, settings, nodes, gpus, more_args, cluster)
     spec = asked.job
     with asked.locating():
         _check_secrets(spec)
@@ -364,18 +363,6 @@ def _check_secrets(spec: JobSpec, why: str = "") -> None:
         )
 
 
-def _with_flags(spec: JobSpec, nodes: int | str | None, gpus: int | None) -> JobSpec:
-    if gpus is not None and gpus < 1:
-        raise BadInput(f"gpus_per_node: {gpus}: a node needs at least 1 rank")
-    spec = msgspec.structs.replace(
-        spec,
-        nodes=spec.nodes if nodes is None else nodes,
-        gpus_per_node=spec.gpus_per_node if gpus is None else gpus,
-    )
-    check_job(spec)
-    return spec
-
-
 def plan(job: Job, **options: Any) -> Plan:
     """Exactly what `submit` would do, as data; options as for `prepare`."""
     if options.get("run_id") is None:
@@ -463,72 +450,6 @@ def _send_trees(ready: Prepared, progress: Progress | None = None) -> None:
 
     if plan.trees:
         in_order(fan_out(execute.everyone(plan), send))
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """The job that somebody asks for."""
-
-    job: JobSpec
-    document: loader.Document | None
-    """The file that it stands in, if any."""
-    flags: Mapping[str, str]
-    """Keys of the job that a flag has given."""
-    remarks: tuple[str, ...] = ()
-    """What is to be said of it in the plan."""
-
-    def locating(self) -> contextlib.AbstractContextManager[None]:
-        """As `clusterkit.loader.Document.locating`."""
-        return self.document.locating(self.flags) if self.document else contextlib.nullcontext()
-
-
-def _asked(
-    job: Job,
-    settings: Sequence[str],
-    nodes: int | str | None = None,
-    gpus: int | None = None,
-    more_args: Sequence[str] = (),
-    cluster: str = "local",
-) -> _Asked:
-    """Read a job: settings and flags applied, its command read, its program found.
-
-    Raises:
-        BadInput: anything wrong with it.
-    """
-    document: loader.Document | None = None
-    bases: Sequence[Path] = [loader.current_folder()]
-    if isinstance(job, (str, os.PathLike)):
-        loaded = loader.read_job(Path(job), settings)
-        spec, document, bases = loaded.job, loaded.document, loaded.bases
-        keys = list(document.data)
-    else:
-        spec = job if isinstance(job, JobSpec) else loader.job_from_command(list(job))
-        if settings:
-            changes = loader.Document("--set", _plain(spec), {})
-            for setting in settings:
-                loader.apply_setting(changes, setting)
-            spec = loader.convert(changes, (), changes.data, JobSpec)
-        keys = list(_plain(spec))
-    given = {key: f"{key}: {getattr(spec, key)}" for key in keys if hasattr(spec, key)}
-    flags, typed = {}, [] if cluster == "local" else ["--cluster", cluster]
-    for key, flag, value in (("nodes", "--nodes", nodes), ("gpus_per_node", "--gpus", gpus)):
-        if value is not None:
-            flags[key], given[key] = flag, f"{flag} {value}"
-            typed += [flag, str(value)]
-    asked = _Asked(spec, document, flags)
-    with asked.locating():
-        spec = msgspec.structs.replace(spec, args=(*spec.args, *more_args))
-        spec = _with_flags(spec, nodes, gpus)
-        typed += [word for setting in settings for word in ("--set", setting)]
-        taken = command.take_over(spec, given, None if document else typed)
-        spec = taken.job
-        if taken.note is not None:
-            check_job(spec)
-        if spec.workdir is None or document is not None:
-            spec = loader.locate_program(spec, bases)
-        spawns = command.check_source(taken, loader.program_source(spec))
-    remarks = tuple(remark for remark in (taken.note, spawns) if remark is not None)
-    return _Asked(spec, document, flags, remarks)
 
 
 def _plain(struct: Any) -> dict[str, Any]:
@@ -801,9 +722,9 @@ def estimate(
     asked = estimates.check(estimates.Question(**question))
     spec = None
     if job is not None:
-        spec = _asked(job, settings, nodes, gpus, more_args).job
+        spec = request.read(job, settings, nodes, gpus, more_args).job
     elif nodes is not None or gpus is not None:
-        _with_flags(JobSpec(name="model", command=("none",)), nodes, gpus)
+        request.read(JobSpec(name="model", command=("none",)), (), nodes, gpus)
     counted = gpus is not None or (spec is not None and spec.gpus_per_node != "auto")
     if facts is None and not (asked.gpu_memory is not None and counted):
         entry = settled_cluster(cluster, clusters_file)
@@ -843,9 +764,9 @@ def doctor(
 
     spec = None
     if job is not None:
-        spec = _asked(job, settings, nodes, gpus).job
+        spec = request.read(job, settings, nodes, gpus).job
     elif nodes is not None or gpus is not None:
-        spec = _with_flags(JobSpec(name="any", command=("true",)), nodes, gpus)
+        spec = request.read(JobSpec(name="any", command=("true",)), (), nodes, gpus).job
     entry = settled_cluster(cluster, clusters_file, include=include, exclude=exclude)
     subject = backends.backend(entry.backend).subject(cluster, entry, spec)
     transport = backends.transport_for(entry)

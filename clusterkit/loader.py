@@ -526,15 +526,6 @@ def check_program(path: Path) -> None:
         )
 
 
-def program_source(job: JobSpec) -> str:
-    """The first MiB of a program's text; empty where it is no file."""
-    path = Path(job.workdir or "", job.program or "")
-    if job.program is None or not path.is_file():
-        return ""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return file.read(1 << 20)
-
-
 def _python_files(folder: Path) -> list[str]:
     try:
         return [entry for entry in os.listdir(folder) if entry.endswith(".py")]

@@ -23,7 +23,7 @@ LAYERS = [
     {"clusterkit.spec", "clusterkit.runs", "clusterkit.diagnose"},
     {"clusterkit.cluster", "clusterkit.command"},
     {"clusterkit.batch", "clusterkit.rendezvous", "clusterkit.loader", "clusterkit.ssh"},
-    {"clusterkit.plan", "clusterkit.inventory", "clusterkit.catalogue"},
+    {"clusterkit.plan", "clusterkit.inventory", "clusterkit.catalogue", "clusterkit.request"},
     {"clusterkit.estimate.units", "clusterkit.estimate.memory"},
     {"clusterkit.estimate.models", "clusterkit.estimate.advice"},
     {"clusterkit.estimate.jobs"},
