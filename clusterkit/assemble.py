@@ -18,6 +18,7 @@ from clusterkit import batch as batches
 from clusterkit import shell
 from clusterkit.batch import Batch
 from clusterkit.cluster import HostFacts
+from clusterkit.command import PYTHONS
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.plan import Note, PlanFile
 from clusterkit.rendezvous import (
@@ -54,6 +55,8 @@ class Places:
     python: str
     shared: str | None = None
     """A folder of this run's on a disk that all nodes share, if there is one."""
+    python_origin: str = ""
+    """Why this interpreter, in words."""
 
     def file(self, name: str) -> str:
         return posixpath.join(self.run_dir, "files", name)
@@ -129,6 +132,7 @@ def assemble(
     """
     starter: Launcher = job.launcher if mpi_interface is None else "mpirun"
     sizes, notes = solve_batch(job, topology)
+    notes = [Note("python", places.python, places.python_origin), *notes]
     files: list[PlanFile] = []
     run_env = _run_environment(job, topology, endpoint, places, device, sizes)
     if job.deepspeed is not None:
@@ -142,6 +146,7 @@ def assemble(
     env = {
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(threads),
+        **_accelerate_environment(job, device),
         **network_env,
         **cluster_env,
         **job.env,
@@ -152,7 +157,9 @@ def assemble(
         raise BadInput(f"env.{clash[0]}: clusterkit sets it", hint=f"take {clash[0]} out of env")
     program = program_argv(job, places.python, run_env, topology)
     files += [
-        PlanFile(places.file("rank.sh"), text=rank_script(starter, topology), mode=0o755),
+        PlanFile(
+            places.file("rank.sh"), text=rank_script(starter, topology, places.python), mode=0o755
+        ),
         PlanFile(places.file("agent.py"), resource="agent.py"),
     ]
     if job.launcher in ("deepspeed", "mpirun"):
@@ -259,7 +266,7 @@ def program_argv(
 ) -> list[Word]:
     """What one rank executes, with every ``${clusterkit.NAME}`` of its arguments replaced."""
     if job.command is not None:
-        words = list(job.command)
+        words = [python if job.command[0] in PYTHONS else job.command[0], *job.command[1:]]
     elif job.module is not None:
         words = [python, "-u", "-m", job.module]
     else:
@@ -320,6 +327,15 @@ def _run_environment(
     return env
 
 
+def _accelerate_environment(job: JobSpec, device: str) -> dict[str, str]:
+    """Makes one world of accelerate's ranks on CPUs, which without it are N worlds of one."""
+    words = (job.launcher, *job.args, *(job.command or ()))
+    # With it, transformers' Trainer leaves DeepSpeed out without a word (5.0, training_args.py).
+    if device != "cpu" or job.deepspeed is not None or any("deepspeed" in w for w in words):
+        return {}
+    return {"ACCELERATE_USE_CPU": "true"}
+
+
 def _node_script(
     starter: Launcher,
     topology: Topology,
@@ -369,9 +385,15 @@ def require_packages(job: JobSpec, host: HostFacts) -> None:
     """Refuse a job whose launcher or config needs what the host's Python lacks.
 
     Raises:
+        BadInput: the job names another interpreter than the one that was looked at.
         Unavailable: names the package or tool, the interpreter and the remedy.
     """
     needed = []
+    if job.python not in (None, host.python, posixpath.basename(host.python)):
+        raise BadInput(
+            f"python: {job.python}, but the facts are of {host.python}",
+            hint="leave --facts out: the hosts are probed with the job's interpreter then",
+        )
     if job.launcher == "torchrun":
         needed.append(("torch", "launcher: torchrun"))
     if job.launcher == "deepspeed":

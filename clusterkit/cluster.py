@@ -39,7 +39,10 @@ class LocalCluster(
     ] = "auto"
     python: Annotated[
         str | None,
-        Meta(description="Interpreter of the ranks; by default the one that runs clusterkit."),
+        Meta(
+            description="Interpreter of the ranks; by default the active environment's, otherwise "
+            "the one that runs clusterkit."
+        ),
     ] = None
     env: JobEnv = {}
     stop_grace: Annotated[
@@ -371,6 +374,8 @@ class HostFacts(Struct, frozen=True, kw_only=True):
     gpus: tuple[Gpu, ...] = ()
     python: str
     """Interpreter that the ranks use."""
+    python_origin: str = "when probed"
+    """Why this one, in words."""
     versions: dict[str, str] = {}
     """Package to version in that interpreter; what is missing there is missing here."""
     tools: dict[str, str] = {}

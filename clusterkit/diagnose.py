@@ -46,7 +46,7 @@ _HINTS = (
     (re.compile(r"DefaultCPUAllocator: can't allocate|MemoryError"),
      "smaller batch.micro, fewer ranks on this machine, or a smaller model"),
     (re.compile(r"No module named '([\w.]+)'"),
-     "install it for the interpreter of the ranks (facts.json names it)"),
+     "install it for the interpreter of the ranks (`clusterkit plan` and facts.json name it)"),
     (re.compile(r"EADDRINUSE|[Aa]ddress already in use"),
      "another program, or an earlier one of yours, listens on that port"),
     (re.compile(r"No space left on device"), "make room on that disk"),
@@ -54,6 +54,12 @@ _HINTS = (
      "a rank waited for peers that did not come: look for the one that is behind (logs --rank)"),
     (re.compile(r"Error building extension|Ninja is required"),
      "DeepSpeed compiles here: install a C++ compiler and ninja"),
+    (re.compile(r"Found no NVIDIA driver|No CUDA GPUs are available|no CUDA-capable device"),
+     "no GPU on this node, or none that its ranks may use; the program asks for CUDA all the same"),
+    (re.compile(r"not compiled with CUDA enabled|compiled without CUDA support"),
+     "no GPU on this node, or its torch is one for CPUs; the program asks for CUDA all the same"),
+    (re.compile(r"exec: .*not found"),
+     "no such command on the ranks' PATH, where the folder of their Python stands first"),
 )  # fmt: skip
 
 _Source = tuple[int, int | None]

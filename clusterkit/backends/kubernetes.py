@@ -36,6 +36,7 @@ from clusterkit.backends.nodes import (
     TOOLS,
     attempt_logs,
     device_of,
+    interpreter,
     own_ports,
     threads_of,
 )
@@ -268,6 +269,7 @@ class KubernetesBackend(Backend):
                 workdir,
                 host.python,
                 posixpath.join(cluster.shared, run_id) if cluster.shared else None,
+                host.python_origin,
             ),
             device=device,
             threads=threads,
@@ -482,6 +484,7 @@ def _facts(
         BadInput: the project is too large.
     """
     port, watch_port = own_ports(cluster.port)
+    python, origin = interpreter(job, (cluster.python, "cluster: python"))
     return Facts(
         home=str(home()),
         hosts=(
@@ -491,7 +494,8 @@ def _facts(
                 cpus=max(1, math.floor(cluster.cpus or 1)),
                 memory_mib=0,
                 gpus=gpus,
-                python=cluster.python,
+                python=python,
+                python_origin=origin,
                 versions=dict.fromkeys(PACKAGES, _UNSEEN),
                 tools=dict.fromkeys(TOOLS, _UNSEEN),
             ),

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from clusterkit.agent import STOPPED_BY_PEERS
 from clusterkit.backends.base import Handle
 from clusterkit.cluster import Gpu, HostFacts
-from clusterkit.errors import BadInput, counted
+from clusterkit.errors import BadInput, Unavailable, counted
 from clusterkit.logs import LogLine, NodeLog, merged, selected
 from clusterkit.runs import node_dir
 from clusterkit.spec import JobSpec
@@ -35,6 +35,33 @@ GPU_QUERY = (
     "--query-gpu=index,uuid,name,memory.total",
     "--format=csv,noheader,nounits",
 )
+
+
+# ---------------------------------------------------------------- Python
+
+
+def interpreter(job: JobSpec | None, *entries: tuple[str | None, str]) -> tuple[str, str]:
+    """The ranks' Python and where it comes from: the job's, or the first that is there.
+
+    Args:
+        entries: interpreters, None for none, and where each comes from; the last is there.
+    """
+    own = None if job is None else job.python
+    found = next((python, origin) for python, origin in ((own, "job: python"), *entries) if python)
+    return found
+
+
+def check_version(version: Sequence[int], python: str, where: str) -> None:
+    """Refuse an interpreter that is too old for the node agent.
+
+    Raises:
+        Unavailable: names both versions.
+    """
+    if tuple(version) < OLDEST_PYTHON:
+        raise Unavailable(
+            f"{where}: python: {python} is Python {'.'.join(map(str, version))}",
+            hint=f"{'.'.join(map(str, OLDEST_PYTHON))} or newer is needed",
+        )
 
 
 # ---------------------------------------------------------------- GPUs

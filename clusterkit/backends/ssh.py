@@ -17,13 +17,14 @@ from clusterkit.assemble import Peers, Places, assemble, require_packages
 from clusterkit.backends.base import Backend, Handle, Observation, Watcher
 from clusterkit.backends.nodes import (
     GPU_QUERY,
-    OLDEST_PYTHON,
     PACKAGES,
     TOOLS,
     attempt_logs,
+    check_version,
     device_of,
     endings,
     gpu_share,
+    interpreter,
     judge_node,
     node_file,
     overall,
@@ -119,7 +120,7 @@ class SshBackend(Backend):
             )
         port = looking.result()
         alone = len(hosts) == 1
-        found = tuple(_host_facts(cluster, host, told[host.name], alone) for host in hosts)
+        found = tuple(_host_facts(cluster, host, told[host.name], alone, job) for host in hosts)
         homes = {told[host.name]["workdir"]: host.name for host in hosts}
         if len(homes) > 1:
             (one, first), (other, second) = list(homes.items())[:2]
@@ -157,7 +158,7 @@ class SshBackend(Backend):
                 Machine(
                     name=host.name,
                     address=host.cluster_address,
-                    python=host.python or cluster.python,
+                    python=_interpreter(cluster, host, job)[0],
                     slots=wanted or host.slots,
                 )
                 for host in _hosts_for(cluster, job)
@@ -203,7 +204,9 @@ class SshBackend(Backend):
             _as_copied(job, facts),
             topology=topology,
             endpoint=Endpoint(head.address, facts.port, run_id),
-            places=Places(run_dir, workdir, head.python, _shared(cluster, run_id)),
+            places=Places(
+                run_dir, workdir, head.python, _shared(cluster, run_id), head.python_origin
+            ),
             device=device,
             threads=threads,
             hosts=[host.address for host in hosts],
@@ -373,7 +376,7 @@ def _ask(
     cluster: SshCluster, name: str, transport: Transport, job: JobSpec | None
 ) -> dict[str, Any]:
     host = next(host for host in cluster.hosts if host.name == name)
-    python = host.python or cluster.python
+    python, _ = _interpreter(cluster, host, job)
     asked = {
         "workdir": cluster.workdir, "packages": PACKAGES, "tools": TOOLS, "gpu_query": GPU_QUERY,
     }  # fmt: skip
@@ -391,18 +394,20 @@ def _ask(
         said = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.exit_code}"
         raise Unavailable(
             f"host {name}: python: {python} does not work as an interpreter: {said}",
-            hint="`python` in the cluster entry, or `clusterkit_python` in the inventory, names "
-            "the interpreter of the ranks",
+            hint="`python` in the job or the cluster entry, or `clusterkit_python` in the "
+            "inventory, names the interpreter of the ranks",
         ) from None
-    if tuple(told["python_version"]) < OLDEST_PYTHON:
-        raise Unavailable(
-            f"host {name}: {python} is Python {'.'.join(map(str, told['python_version']))}",
-            hint=f"{'.'.join(map(str, OLDEST_PYTHON))} or newer is needed",
-        )
+    check_version(told["python_version"], python, f"host {name}")
     return told
 
 
-def _host_facts(cluster: SshCluster, host: Host, told: Mapping[str, Any], alone: bool) -> HostFacts:
+def _interpreter(cluster: SshCluster, host: Host, job: JobSpec | None) -> tuple[str, str]:
+    return interpreter(job, (host.python, "the host's own"), (cluster.python, "cluster: python"))
+
+
+def _host_facts(
+    cluster: SshCluster, host: Host, told: Mapping[str, Any], alone: bool, job: JobSpec | None
+) -> HostFacts:
     by_name = {found["name"]: found["address"] for found in told["interfaces"]}
     if cluster.interface != "auto":
         if cluster.interface not in by_name:
@@ -428,6 +433,7 @@ def _host_facts(cluster: SshCluster, host: Host, told: Mapping[str, Any], alone:
                 f"host {host.name}: GPU {gone[0]} is asked for, it has {counted(len(gpus), 'GPU')}"
             )
         gpus = tuple(by_index[str(device)] for device in host.devices if by_index)
+    python, origin = _interpreter(cluster, host, job)
     return HostFacts(
         host=host.name,
         address=address,
@@ -435,7 +441,8 @@ def _host_facts(cluster: SshCluster, host: Host, told: Mapping[str, Any], alone:
         memory_mib=told["memory_mib"],
         gpus=gpus,
         # As it was named: a virtual environment's own path matters.
-        python=host.python or cluster.python,
+        python=python,
+        python_origin=origin,
         versions=told["versions"],
         tools=told["tools"],
         interface=interface or None,

@@ -600,6 +600,16 @@ def test_a_run_without_logs_has_none(stage, handle):
     assert list(stage.backend.logs(handle, stage.transport)) == []
 
 
+def test_a_python_that_the_job_names_is_the_one_or_refused(stage, demo):
+    named = demo(python="/opt/venv/bin/python")
+    plan = stage.plan(named, stage.facts_of(python="/opt/venv/bin/python", python_origin="x"))
+    assert str(next(note for note in plan.notes if note.name == "python")) == (
+        "python=/opt/venv/bin/python (x)"
+    )
+    with pytest.raises(BadInput, match="python: /opt/venv/bin/python, but the facts are of /q/py"):
+        stage.plan(named, stage.facts_of(python="/q/py"))
+
+
 def test_python_is_the_one_that_the_facts_name(stage, demo):
     plan = stage.plan(demo(), stage.facts_of(python="/opt/venv/bin/python"))
     text = "".join(file.text or "" for file in plan.files)

@@ -208,6 +208,16 @@ def test_the_batch_says_how_it_came_about():
     ]
 
 
+def test_on_the_cpu_accelerate_is_told_so():
+    assert exported(assembled(job()))["ACCELERATE_USE_CPU"] == "true"
+    assert "ACCELERATE_USE_CPU" not in exported(assembled(job(), device="cuda"))
+    # The Trainer would leave DeepSpeed out.
+    for fields in ({"deepspeed": {}}, {"launcher": "deepspeed"}, {"args": ("--deepspeed=x.json",)}):
+        assert "ACCELERATE_USE_CPU" not in exported(assembled(job(**fields)))
+    own = assembled(job(env={"ACCELERATE_USE_CPU": "false"}))
+    assert exported(own)["ACCELERATE_USE_CPU"] == "false"
+
+
 def test_on_the_cpu_deepspeed_is_told_so():
     assert exported(assembled(job(deepspeed={})))["DS_ACCELERATOR"] == "cpu"
     assert "DS_ACCELERATOR" not in exported(assembled(job(deepspeed={}), device="cuda"))
@@ -218,6 +228,12 @@ def test_on_the_cpu_deepspeed_is_told_so():
 
 def run_env(**more):
     return {"CLUSTERKIT_RUN_ID": "r1", "CLUSTERKIT_RUN_DIR": "/runs/r1"} | more
+
+
+@pytest.mark.parametrize("word", ["python", "python3"])
+def test_python_in_a_command_is_the_ranks_own(word):
+    spec = job(program=None, command=(word, "-c", "python"))
+    assert program_argv(spec, "/v/bin/python", run_env(), ONE) == ["/v/bin/python", "-c", "python"]
 
 
 def test_names_in_arguments_are_replaced():

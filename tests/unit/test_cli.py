@@ -228,6 +228,69 @@ def test_a_job_or_a_command_is_needed(cli):
     assert "Give a job file, or a command after --." in done.err
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("train.py", "-- python train.py"),
+        ("train.py --lr 1 -n 2", "-n 2 -- python train.py --lr 1"),
+        ("-g2 train.py -- --lr 1", "-g2 -- python train.py --lr 1"),
+        ("--nodes=2 python train.py -x", "--nodes=2 -- python train.py -x"),
+        ("torchrun --standalone train.py", "-- torchrun --standalone train.py"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["plan", "submit"])
+def test_a_program_where_a_job_file_should_stand(verb, words, line, refused, write_job):
+    write_job()
+    said = refused(verb, *words.split()).splitlines()
+    assert said[0].endswith("is no job file: a command stands behind --")
+    assert said[1] == f" hint: clusterkit {verb} {line}"
+
+
+def test_a_python_file_after_two_dashes(refused, write_job):
+    write_job()
+    said = refused("submit", "--", "train.py", "--lr", "1").splitlines()
+    assert said[0] == "error: train.py is a Python file and no command"
+    assert said[1] == " hint: clusterkit submit -- python train.py --lr 1"
+
+
+def test_a_launcher_after_two_dashes_is_taken_over(cli, write_job):
+    write_job()
+    words = ["torchrun", "--nproc_per_node=2", "train.py", "--lr", "1"]
+    done = cli("plan", "-n", "2", "-g", "2", "--run-id", "train-plan", "--", *words)
+    assert done.code == 0
+    assert "2 nodes x 2 ranks" in done.out
+    assert "torchrun in the command is taken over: launcher torchrun, gpus_per_node 2" in done.out
+    assert done.out.count("torch.distributed.run") == 1
+
+
+def test_a_launcher_that_contradicts_a_flag_or_a_key_is_refused(refused, write_job):
+    write_job()
+    words = ["torchrun", "--nproc_per_node=2", "train.py"]
+    said = refused("plan", "-g", "4", "--", *words)
+    assert said.startswith("error: --gpus 4, but the command says --nproc_per_node=2\n")
+    said = refused(
+        "plan", "-g", "2", "--set", "nodes=2", "--", "torchrun", "--tee", "3", "train.py"
+    )
+    assert "clusterkit submit --gpus 2 --set nodes=2 -- python train.py" in said
+    job = write_job(f"command: [{', '.join(words)}]\ngpus_per_node: 4\n", base=False)
+    assert refused("plan", job).startswith(
+        "error: job.yaml:2: gpus_per_node: 4, but the command says --nproc_per_node=2\n"
+    )
+
+
+def test_the_source_of_a_program_is_read_for_ranks_of_its_own(cli, refused, write_job, cwd):
+    write_job()
+    (cwd / "train.py").write_text("import torch.multiprocessing as mp\nmp.spawn(main)\n")
+    done = cli("plan", "--", "python", "train.py")
+    assert "train.py starts its ranks itself (mp.spawn), but torchrun starts it once" in done.out
+    done = cli("plan", "--set", "launcher=python", "--", "python", "train.py")
+    assert (done.code, "mp.spawn" in done.out) == (0, False)
+    (cwd / "train.py").write_text("parser.add_argument('--local_rank', type=int)\n")
+    said = refused("plan", "--", "deepspeed", "--num_gpus", "2", "train.py")
+    assert said.startswith("error: command: train.py takes --local_rank, which its launcher gives")
+    assert "--set launcher=deepspeed --gpus 2 -- sh -c " in said
+
+
 # ---------------------------------------------------------------- bad input, end to end
 
 BAD = {

@@ -307,6 +307,18 @@ def test_facts_of_an_engine_and_an_image(tools: Path, clusterkit_home: Path) -> 
     assert len([words for words in docker.asked if "run" in words]) == 2
 
 
+def test_the_job_s_own_python_is_asked_in_the_image(tools: Path) -> None:
+    docker = Docker()
+    facts = BACKEND.probe(ComposeCluster(), docker, job(python="/p/python3.12"))
+    (asked,) = [words for words in docker.asked if "run" in words]
+    assert asked[asked.index("--entrypoint") + 1] == "/p/python3.12"
+    host = facts.hosts[0]
+    assert (host.python, host.python_origin) == ("/p/python3.12", "job: python")
+    missing = Docker(run=(127, "", 'exec: "/q/python": no such file or directory: unknown.'))
+    with pytest.raises(Unavailable, match="image clusterkit:cpu has no /q/python"):
+        BACKEND.probe(ComposeCluster(), missing, job(python="/q/python"))
+
+
 def test_a_rootless_engine_calls_the_submitter_root(tools: Path) -> None:
     info = INFO | {"SecurityOptions": ["name=seccomp,profile=builtin", "name=rootless"]}
     facts = BACKEND.probe(ComposeCluster(), Docker(info=(0, json.dumps(info), "")), job())

@@ -660,6 +660,16 @@ def test_a_host_s_own_python_is_asked(entry_of, tmp_path):
     )
     found = SSH.probe(entry, Hosts())
     assert [host.python for host in found.hosts] == [sys.executable, str(link)]
+    assert [host.python_origin for host in found.hosts] == ["cluster: python", "the host's own"]
+
+
+def test_the_job_s_own_python_is_asked(entry_of, tmp_path):
+    link = tmp_path / "other python"
+    link.symlink_to(sys.executable)
+    named = job(python=str(link))
+    (host,) = SSH.probe(entry_of(1, sync=False), Hosts(), named).hosts
+    assert (host.python, host.python_origin) == (str(link), "job: python")
+    assert SSH.subject("lab", entry_of(1), named).hosts[0].python == str(link)
 
 
 def test_the_user_s_own_packages_count_and_modules_of_the_home_folder_do_not(

@@ -476,6 +476,15 @@ def test_a_python_that_is_not_there_is_named(submit: Submit, lab: Lab) -> None:
     assert "/nowhere/python" in said or "host key" in said or "does not let" in said
 
 
+def test_a_python_that_the_job_names_runs_or_is_refused(submit: Submit) -> None:
+    for doctor in (True, False):
+        said = refused(submit, ClusterkitError, settings=["python=/nowhere/python"], doctor=doctor)
+        assert "/nowhere/python" in said
+    run = submit(2, settings=("python=/usr/bin/python3",))
+    assert ended(run)[0].state is State.SUCCEEDED
+    assert run.plan.note("python") == "/usr/bin/python3"
+
+
 def test_more_nodes_than_hosts(submit: Submit) -> None:
     said = refused(submit, BadInput, nodes=3)
     assert "nodes: 3 are wanted, the cluster has 2 hosts (h0, h1)" in said
