@@ -35,6 +35,8 @@ from clusterkit.shell import split
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9])?\Z")
 _RANGE = re.compile(r"\[([A-Za-z0-9]*):([A-Za-z0-9]+)(?::([0-9]+))?\]")
 _WITH_PORT = re.compile(r"(?:\[([^\[\]]*:[^\[\]]*)\]|((?:\[[^\]]*\]|[^:\[\]])+)):([0-9]+)\Z")
+_USER = re.compile(r"""[^\s\x00-\x1f'"`$;&<>|(){}\-][^\s\x00-\x1f'"`$;&<>|(){}]*\Z""")
+"""What OpenSSH's client takes; `me@corp.example` and `CORP\\me` are users of directories."""
 _BRACKETED = re.compile(r"\[([^\[\]]*:[^\[\]]*)\](?::(.*))?\Z")
 _NUMBERS = re.compile(r"\s*[0-9]{1,6}\s*(,\s*[0-9]{1,6}\s*)*\Z")
 _SLOTS = re.compile(r"(\S+)\s+slots\s*=\s*(\S+)(?:\s.*)?\Z")
@@ -88,7 +90,7 @@ def check_hosts(hosts: Sequence[Host], where: str) -> tuple[Host, ...]:
     """The hosts themselves.
 
     Raises:
-        BadInput: a name that no host has, the same name or the same address twice.
+        BadInput: a name that no host or no user has, the same name or the same address twice.
     """
     names: set[str] = set()
     addresses: dict[tuple[str, int, str | None], str] = {}
@@ -99,6 +101,11 @@ def check_hosts(hosts: Sequence[Host], where: str) -> tuple[Host, ...]:
                     f"{where}: host {host.name!r}: {text!r} is neither a host name nor an address",
                     hint="letters, digits, '-', '.', '_' and, in IPv6 addresses, ':'",
                 )
+        if host.user is not None and not _USER.match(host.user):
+            raise BadInput(
+                f"{where}: host {host.name}: user {host.user!r} is not the name of a user",
+                hint="no '-' in front, no blanks, quotes or other characters of the shell",
+            )
         if host.name in names:
             raise BadInput(f"{where}: host {host.name} stands there twice")
         names.add(host.name)
@@ -111,6 +118,11 @@ def check_hosts(hosts: Sequence[Host], where: str) -> tuple[Host, ...]:
             )
         addresses[key] = host.name
     return tuple(hosts)
+
+
+def absolute(path: str | None, folder: Path) -> str | None:
+    """A path that a file names: ``~`` is the home, and what is relative is so to the folder."""
+    return None if path is None else os.path.normpath(folder / os.path.expanduser(path))
 
 
 def _is_address(text: str) -> bool:
@@ -644,9 +656,7 @@ class _Variables:
 
     def path(self, value: str | None) -> str | None:
         """Absolute; what is relative is so to the inventory's folder."""
-        if value is None or value == "none":
-            return None
-        return os.path.normpath(self._folder() / os.path.expanduser(value))
+        return None if value == "none" else absolute(value, self._folder())
 
     def devices(self) -> tuple[int, ...] | None:
         value = self.given.get("clusterkit_devices")

@@ -791,6 +791,33 @@ def test_open_mpi_s_most_slots_do_no_harm(write):
     assert read_hosts(write("h0 slots=2 max_slots=4\n", "h"), "all") == (Host(name="h0", slots=2),)
 
 
+@pytest.mark.parametrize(
+    "user",
+    [
+        "-oProxyCommand=x",
+        "a b",
+        "a;reboot",
+        "$(reboot)",
+        "`reboot`",
+        "a'b",
+        'a"b',
+        "a\tb",
+        "a|b",
+        "",
+    ],
+)
+def test_a_user_that_no_host_has_is_refused(user):
+    with pytest.raises(BadInput, match=r"^hosts: host h0: user .* is not the name of a user"):
+        check_hosts((Host(name="h0", user=user),), "hosts")
+
+
+@pytest.mark.parametrize(
+    "user", ["me", "me.too", "m-e_1", "me@corp.example", r"CORP\me", "j\u00fcrg"]
+)
+def test_users_as_directories_have_them(user):
+    assert check_hosts((Host(name="h0", user=user),), "hosts")
+
+
 SAME_HOSTFILES = [
     "w0 slots=4\nw1 slots=4\n",
     "w0 slots=4",
