@@ -2,6 +2,8 @@
 
 import ipaddress
 import re
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -356,8 +358,44 @@ def test_an_interpreter_that_does_not_run_is_told_with_what_it_said(judged):
     none = make_answer(interpreter="", began=None, ended=None, stderr="")
     found = judged("python", make_subject(3), python(), h1=another, h2=none)
     assert "does not work: sh: 2: /opt/venv/bin/python: not found" in found["h1"].cause
-    assert found["h1"].remedy == "python3 -m venv /opt/venv"
+    assert found["h1"].remedy == (
+        "python3 -m venv /opt/venv && /opt/venv/bin/python -m pip install torch"
+    )
     assert "it says nothing" in found["h2"].cause
+
+
+@pytest.mark.parametrize(
+    ("interpreter", "begins", "installs"),
+    [
+        ("/opt/venv/bin/python", "python3 -m venv /opt/venv && ", "/opt/venv/bin/python"),
+        ("/opt/a b/bin/python", "python3 -m venv '/opt/a b' && ", "'/opt/a b/bin/python'"),
+        ("python3", "sudo apt-get install -y python3 python3-venv && sudo python3 -m venv "
+         "/opt/clusterkit/python3 && ", "sudo /opt/clusterkit/python3/bin/python"),
+    ],
+)  # fmt: skip
+def test_a_new_interpreter_gets_the_packages_of_the_others(judged, interpreter, begins, installs):
+    there = {"python": python(), "packages": packages(deepspeed=None)}
+    machines = tuple(
+        Machine(name=f"h{i}", address=f"10.0.0.{i}", python=interpreter) for i in range(3)
+    )
+    whole = make_answer(there, interpreter=interpreter)
+    none = make_answer(interpreter="", began=None, ended=None, stderr="")
+    found = judged("python", make_subject(hosts=machines), h0=whole, h1=whole, h2=none)
+    remedy = found["h2"].remedy
+    assert remedy.startswith(begins)
+    assert f"{installs} -m pip install torch==2.13.0 transformers==5.23.0" in remedy
+    named = "python: /opt/clusterkit/python3/bin/python in the cluster entry"
+    assert (named in remedy) == (interpreter == "python3")
+
+
+def test_another_python_comes_with_torch_as_well(judged):
+    whole = make_answer({"python": python(), "packages": packages()})
+    old = make_answer({"python": python((3, 10, 1)), "packages": packages()})
+    remedy = judged("python", make_subject(3), h0=whole, h1=old, h2=whole)["h1"].remedy
+    assert remedy.startswith(
+        "sudo apt-get install -y python3.11 python3.11-venv && sudo python3.11"
+    )
+    assert "pip install torch==2.13.0 deepspeed==0.19.8 transformers==5.23.0" in remedy
 
 
 def packages(**versions):
@@ -398,6 +436,35 @@ def test_nccl_differs(judged):
     found = judged("packages", make_subject(3), usual, h2=packages(nvidia_nccl_cu12="2.21.5"))
     assert found["h2"].level == "fail"
     assert found["h2"].cause == "nvidia-nccl-cu12 2.21.5, but 2.27.3 on the other hosts"
+
+
+def test_a_package_that_is_gone_and_was_not_uninstalled_is_missing(judged):
+    found = judged("packages", make_subject(3), packages(), h1=packages() | {"gone": ["torch"]})
+    assert found["h0"].level == "ok"
+    assert found["h1"].level == "fail"
+    assert found["h1"].cause == (
+        f"pip has a note of torch 2.13.0+cu130, but {PYTHON} does not find the package"
+    )
+    assert found["h1"].remedy == (
+        f"{PYTHON} -m pip install --force-reinstall --no-deps torch==2.13.0"
+    )
+
+
+def test_a_package_s_folder_is_looked_for_and_not_its_metadata_alone(tmp_path):
+    """In an interpreter of its own: this one may have imported them."""
+    for name in ("torch", "deepspeed", "numpy"):
+        (tmp_path / f"{name}-1.dist-info").mkdir()
+        (tmp_path / f"{name}-1.dist-info" / "METADATA").write_text("Version: 1\n")
+    (tmp_path / "numpy").mkdir()
+    (tmp_path / "numpy" / "__init__.py").write_text("raise SystemExit('it was imported')\n")
+    (tmp_path / "deepspeed").mkdir()  # without a file: pip leaves caches behind
+    text = (
+        "from __future__ import annotations\nimport sys\n"
+        f"sys.path[:] = [{str(tmp_path)!r}, *(p for p in sys.path if 'site-' not in p)]\n"
+        f"{PACKAGES.source}\nprint(sorted(collect_packages({{}})['gone']))"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", text], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("['deepspeed', 'torch']\n", "")
 
 
 def test_what_only_one_host_has_is_no_fault(judged):
