@@ -22,6 +22,7 @@ class Met(Struct):
     listening: str | None
     came: list[str]
     peers: dict[str, str | None] | None
+    rates: dict[str, float] = {}
 
 
 MEET = Script(

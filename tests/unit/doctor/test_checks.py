@@ -780,8 +780,9 @@ def test_the_port_is_free_or_its_holder_is_named(judged, port, level, words, rem
     assert found.all("h1") == []
 
 
-def met(head=None, listening=None, came=(), peers=None):
-    return {"head": head, "listening": listening, "came": list(came), "peers": peers}
+def met(head=None, listening=None, came=(), peers=None, rates=None):
+    told = {"head": head, "listening": listening, "came": list(came), "peers": peers}
+    return told | {"rates": rates or {}}
 
 
 @pytest.mark.parametrize(
@@ -851,6 +852,37 @@ def test_different_reasons_are_told_apart(judged):
     peers = {"h1": "timed out", "h2": "connection refused"}
     found = judged("mesh", make_subject(3), met(peers={"h0": None}), h0=met(peers=peers))
     assert {finding.cause.rpartition(": ")[2] for finding in found.all("h0")} == set(peers.values())
+
+
+def rated(**rates):
+    """Hosts in a ring, each with the rate at which the next took what it sent."""
+    names = list(rates)
+    peers = {name: {other: None for other in names if other != name} for name in names}
+    return {
+        name: met(peers=peers[name], rates={names[(place + 1) % len(names)]: rate})
+        for place, (name, rate) in enumerate(rates.items())
+    }  # fmt: skip
+
+
+def test_a_slow_link_is_that_of_the_host_with_both_ends(judged):
+    found = judged("mesh", make_subject(4), **rated(h0=2.14, h1=1.9, h2=940, h3=9400))
+    assert found.levels() == {"h0": ["ok"], "h1": ["warn"], "h2": ["ok"], "h3": ["ok"]}
+    assert found["h1"].cause == "its link is slow: 2.1 Mbit/s from h0, 1.9 Mbit/s to h2"
+    assert found["h1"].remedy.startswith("clusterkit bench --cluster lab --pairwise")
+
+
+def test_a_slow_link_of_two_hosts_may_be_either_s(judged):
+    found = judged("mesh", make_subject(2), **rated(h0=2.0, h1=2.0))
+    assert found.levels() == {"h0": ["warn"], "h1": ["warn"]}
+    found = judged("mesh", make_subject(3), **rated(h0=900, h1=900, h2=5))
+    assert found.levels() == {"h0": ["ok"], "h1": ["ok"], "h2": ["warn"]}
+
+
+def test_a_slow_link_beside_one_that_is_cut(judged):
+    answers = rated(h0=2.0, h1=900, h2=900)
+    answers["h0"]["peers"]["h2"] = "timed out"
+    assert [f.level for f in judged("mesh", make_subject(3), **answers).all("h0")] == [
+        "warn", "fail"]  # fmt: skip
 
 
 def test_a_host_that_met_nobody_has_nothing_to_tell(judged):
