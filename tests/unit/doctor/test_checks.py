@@ -1,7 +1,11 @@
 """Every judgement, from recorded outputs: what is well, what is wrong, what is ugly."""
 
+import contextlib
 import ipaddress
+import os
+import pwd
 import re
+import shutil
 import subprocess
 import sys
 
@@ -14,6 +18,7 @@ from clusterkit import errors
 from clusterkit.doctor.base import LEVELS, Machine, Output, common, parsed_address
 from clusterkit.doctor.checks import CHECKS
 from clusterkit.doctor.checks.clock import agreed, offset
+from clusterkit.doctor.checks.strays import STRAYS
 from clusterkit.doctor.hosts import judge
 from clusterkit.doctor.scripts import MEET, PACKAGES, Packages
 from tests.unit.doctor.conftest import PYTHON, make_answer, make_subject, named, needs, raw
@@ -1351,14 +1356,68 @@ def test_the_working_folder(judged, changed, level, words, remedy):
     assert remedy is None or remedy in found["h0"].remedy
 
 
+def strays(runs=None, others=None):
+    return {"runs": runs or {}, "others": others or {}}
+
+
 def test_strays_are_told_with_the_command_that_ends_them(judged):
-    found = judged("strays", make_subject(2), {}, h1={"ddp-1": [1, 2], "x y": [3]})
+    left = strays({"ddp-1": [1, 2], "x y": [3]})
+    found = judged("strays", make_subject(2), strays(), h1=left)
     assert found["h0"].level == "ok"
     assert [finding.remedy for finding in found.all("h1")] == [
         "clusterkit cancel ddp-1", "clusterkit cancel 'x y'",
     ]  # fmt: skip
     assert found.all("h1")[0].cause == "run ddp-1 has 2 processes there"
     assert found.all("h1")[1].cause == "run x y has 1 process there"
+
+
+def test_ranks_of_another_user_are_told_with_who_they_are(judged):
+    theirs = strays(others={"bob": {"7": "torchrun train.py", "9": "mpirun -np 2 x"}})
+    found = judged("strays", make_subject(2), strays(), h1=theirs)
+    assert found["h0"].level == "ok"
+    assert found["h1"].level == "warn"
+    assert found["h1"].cause == (
+        "bob has ranks there: process 7: torchrun train.py; process 9: mpirun -np 2 x"
+    )
+    assert found["h1"].remedy == "ask bob, or use the other hosts: --exclude h1"
+
+
+@pytest.mark.parametrize(
+    ("words", "seen"),
+    [
+        (["torchrun", "--nproc-per-node", "2", "train.py"], True),
+        (["python3", "/opt/venv/bin/torchrun", "train.py"], True),
+        (["python", "-u", "-m", "torch.distributed.run", "train.py"], True),
+        (["python3.11", "-m", "deepspeed.launcher.launch"], True),
+        (["mpirun", "-np", "2", "train"], True),
+        (["python", "-I", "/srv/runs/r/agent.py", "run", "--nproc", "2"], True),
+        (["python", "agent.py"], False),
+        (["python", "train.py", "torchrun"], False),
+        (["vim", "deepspeed"], False),
+        (["python", "-m"], False),
+        ([""], False),
+    ],
+)
+def test_ranks_of_another_user_are_recognized(monkeypatch, words, seen):
+    me, own = pwd.getpwuid(os.geteuid()).pw_name, os.geteuid()
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write, bytes(65536))
+    os.set_blocking(write, True)
+    # A program that takes any words and stays: it cannot get rid of them.
+    process = subprocess.Popen(words, executable=shutil.which("echo"), stdout=write)
+    try:
+        assert process.pid not in STRAYS.collect({})["others"].get(me, {})
+        monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+        found = STRAYS.collect({})["others"].get(me, {})
+        assert (process.pid in found) == seen
+    finally:
+        process.kill()
+        process.wait()
+        os.close(read)
+        os.close(write)
 
 
 # ---------------------------------------------------------------- the shared folder
