@@ -31,7 +31,7 @@ END = 13.0
 POUR = 1 << 20
 """Bytes for the next host; and seconds after which it counts what has come."""
 POUR_SECONDS = 1.0
-SLOW = 20.0
+SLOW = 10.0
 """Mbit/s: no network of a cluster is slower, and a busy host still takes in more."""
 
 
