@@ -281,19 +281,40 @@ def program_argv(
         "checkpoint_dir": run_env.get("CLUSTERKIT_CHECKPOINT_DIR"),
         "world_size": None if topology.elastic else str(topology.world_size),
     }
-    return [*words, *(_replaced(arg, values) for arg in job.args)]
+    return [*words, *(_replaced(arg, values, job, topology) for arg in job.args)]
 
 
-def _replaced(arg: str, values: Mapping[str, str | None]) -> str:
+def _replaced(arg: str, values: Mapping[str, str | None], job: JobSpec, topology: Topology) -> str:
     out, rest = "", arg
     while (start := rest.find("${clusterkit.")) >= 0 and (end := rest.find("}", start)) >= 0:
         name = rest[start + len("${clusterkit.") : end]
         if name not in values:
             raise BadInput(f"args: ${{clusterkit.{name}}} is unknown", hint=", ".join(values))
         if (value := values[name]) is None:
-            raise BadInput(f"args: ${{clusterkit.{name}}} has no value in this job")
+            raise BadInput(
+                f"args: ${{clusterkit.{name}}} has no value in this job",
+                hint=_what_gives_value(name, job, topology),
+            )
         out, rest = out + rest[:start] + value, rest[end + 1 :]
     return out + rest
+
+
+def _what_gives_value(name: str, job: JobSpec, topology: Topology) -> str:
+    """Why a name of `program_argv` has no value, and what gives it one."""
+    size = {"global_batch": "global", "micro_batch": "micro"}.get(name)
+    if name == "deepspeed_config":
+        return "the job has no `deepspeed` section"
+    if name == "checkpoint_dir":
+        return "the job has no `checkpoint` section"
+    if topology.elastic and (name == "world_size" or job.batch is not None):
+        follows = (
+            f"nodes: {topology.min_nodes}:{topology.nodes} is elastic, so it changes while the "
+            "job runs; "
+        )
+        if size is not None:
+            return f"{follows}`batch: {{{size}: N}}` fixes it"
+        return f"{follows}the program works it out from WORLD_SIZE"
+    return f"the job has no batch: `batch: {{{size or 'global'}: N}}`"
 
 
 def _run_environment(

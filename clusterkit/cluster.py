@@ -65,13 +65,17 @@ class Host(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     ] = None
     port: Annotated[Port | None, Meta(description="SSH port.")] = None
     user: Annotated[str | None, Meta(description="SSH user.")] = None
-    identity: Annotated[str | None, Meta(description="Private key file.")] = None
+    identity: Annotated[
+        str | None, Meta(description="Private key file, relative to the cluster file.")
+    ] = None
     known_hosts: Annotated[
-        str | None, Meta(description="Host keys, instead of `~/.ssh/known_hosts`.")
+        str | None,
+        Meta(description="Host keys, instead of `~/.ssh/known_hosts`; relative to the same file."),
     ] = None
     jump: Annotated[str | None, Meta(description="`[user@]host[:port]` to go through.")] = None
     ssh_config: Annotated[
-        str | None, Meta(description="SSH configuration, instead of `~/.ssh/config`.")
+        str | None,
+        Meta(description="SSH configuration, instead of `~/.ssh/config`; relative likewise."),
     ] = None
     slots: Annotated[
         Annotated[int, Meta(ge=1)] | None, Meta(description="Ranks that it takes at most.")

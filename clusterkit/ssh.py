@@ -84,6 +84,11 @@ class Target:
     jump: str | None = None
     proxy_command: str | None = None
 
+    @property
+    def login(self) -> str:
+        """User and address as a word of a shell command, for hints that people copy."""
+        return shell.quote(f"{self.user}@{self.address}")
+
     def __str__(self) -> str:
         at = "" if self.address == self.host.name and self.port == 22 else self._at()
         return f"host {self.host.name}{at}"
@@ -285,7 +290,7 @@ def _socket(
     except TimeoutError:
         raise HostUnreachable(
             f"{target} does not answer within {timeout:g} s",
-            hint=f"is it up? ssh -p {target.port} {target.user}@{target.address} true",
+            hint=f"is it up? ssh -p {target.port} {target.login} true",
         ) from None
     except ConnectionRefusedError:
         raise HostUnreachable(
@@ -330,7 +335,7 @@ def _check_key(target: Target, key: paramiko.PKey, known: Sequence[KnownKey]) ->
         )
     if same:
         return
-    add = f"ssh-keyscan {port}{target.address} >>{shell.quote(file)}"
+    add = f"ssh-keyscan {port}{shell.quote(target.address)} >>{shell.quote(file)}"
     its_own = [kept for kept in known_keys(target) if not kept.revoked]
     if kept_ones := [kept for kept in its_own if kept.kind == kind]:
         fingerprints = ", ".join(_fingerprint(kept) for kept in kept_ones)
@@ -347,8 +352,9 @@ def _check_key(target: Target, key: paramiko.PKey, known: Sequence[KnownKey]) ->
             f"it offers {offered}",
             hint=f"compare the fingerprint on the host, then {add}",
         )
+    missing = "" if os.path.exists(file) else f", there is no file {file}"
     raise HostKeyProblem(
-        f"{target}: its host key is not known: it offers {offered}",
+        f"{target}: its host key is not known{missing}: it offers {offered}",
         hint=f"compare the fingerprint on the host (ssh-keygen -lf /etc/ssh/ssh_host_*.pub), "
         f"then {add}",
     )
@@ -399,7 +405,7 @@ def _refused(target: Target, detail: object) -> HostUnreachable:
     key = f"-i {shell.quote(target.identities[0])} " if target.identities else ""
     return HostUnreachable(
         f"{target} does not let user {target.user} in: {detail}",
-        hint=f"ssh-copy-id {key}-p {target.port} {target.user}@{target.address}, "
+        hint=f"ssh-copy-id {key}-p {target.port} {target.login}, "
         "or name the right `ansible_user` and `ansible_ssh_private_key_file`",
     )
 

@@ -76,7 +76,15 @@ class SshBackend(Backend):
             path = folder / Path(cluster.inventory).expanduser()
             hosts = inventory.read_hosts(path, cluster.group)
         else:
-            hosts = inventory.check_hosts(cluster.hosts, "hosts")
+            hosts = tuple(
+                msgspec.structs.replace(
+                    host,
+                    identity=inventory.absolute(host.identity, folder),
+                    known_hosts=inventory.absolute(host.known_hosts, folder),
+                    ssh_config=inventory.absolute(host.ssh_config, folder),
+                )
+                for host in inventory.check_hosts(cluster.hosts, "hosts")
+            )
         if not include and not exclude:
             include, exclude = cluster.include, cluster.exclude
         return msgspec.structs.replace(

@@ -265,6 +265,28 @@ def test_a_name_without_a_value_in_this_job_is_refused():
 
 
 @pytest.mark.parametrize(
+    ("fields", "topology", "name", "hint"),
+    [
+        ({"batch": {"global": 64}}, Topology(1, 2, 1), "micro_batch",
+         "nodes: 1:2 is elastic, so it changes while the job runs; `batch: {micro: N}` fixes it"),
+        ({"batch": {"micro": 8}}, Topology(1, 2, 1), "global_batch", "`batch: {global: N}` fixes"),
+        ({"batch": {"micro": 8}}, Topology(1, 2, 1), "accumulation", "from WORLD_SIZE"),
+        ({}, Topology(2, 4, 1), "world_size", "nodes: 2:4 is elastic"),
+        ({}, Topology(2, 4, 1), "micro_batch", "the job has no batch: `batch: {micro: N}`"),
+        ({}, ONE, "global_batch", "the job has no batch: `batch: {global: N}`"),
+        ({}, ONE, "checkpoint_dir", "the job has no `checkpoint` section"),
+        ({}, ONE, "deepspeed_config", "the job has no `deepspeed` section"),
+    ],
+)  # fmt: skip
+def test_a_name_without_a_value_says_why(fields, topology, name, hint):
+    fields = {k: msgspec.convert(v, BatchSpec) for k, v in fields.items()}
+    spec = job(args=(f"${{clusterkit.{name}}}",), **fields)
+    with pytest.raises(BadInput, match="has no value in this job") as error:
+        program_argv(spec, "python", run_env(), topology)
+    assert hint in (error.value.hint or "")
+
+
+@pytest.mark.parametrize(
     ("fields", "argv"),
     [
         ({"program": "a b.py"}, ["/py", "-u", "a b.py", "x"]),

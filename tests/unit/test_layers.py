@@ -30,7 +30,7 @@ LAYERS = [
     {"clusterkit.cluster", "clusterkit.command"},
     {"clusterkit.batch", "clusterkit.rendezvous", "clusterkit.loader", "clusterkit.ssh"},
     {"clusterkit.plan", "clusterkit.inventory", "clusterkit.catalogue", "clusterkit.request"},
-    {"clusterkit.estimate.units", "clusterkit.estimate.memory"},
+    {"clusterkit.estimate.units", "clusterkit.estimate.memory", "clusterkit.estimate.published"},
     {"clusterkit.estimate.models", "clusterkit.estimate.advice"},
     {"clusterkit.estimate.jobs"},
     {"clusterkit.estimate"},

@@ -488,6 +488,12 @@ def test_a_user_that_is_not_there(sshd, home):
     assert "ansible_user" in hint
 
 
+def test_a_user_of_the_configuration_is_quoted_in_what_is_to_be_copied(sshd, home):
+    (home / ".ssh" / "config").write_text("Host *\n  User me;reboot\n")
+    _, hint, _ = refusal(sshd.host(user=None))
+    assert f"-p {sshd.port} 'me;reboot@127.0.0.1'" in hint
+
+
 def test_no_key_at_all(sshd, home):
     message, hint, _ = refusal(sshd.host(identity=None))
     assert "in: no key to try" in message
@@ -570,11 +576,17 @@ def test_an_agent_that_is_gone_does_no_harm(sshd, home, monkeypatch):
 # ---------------------------------------------------------------- who answers
 
 
-def test_a_host_key_that_is_not_known(sshd, home):
+@pytest.mark.parametrize("there", [True, False])
+def test_a_host_key_that_is_not_known(sshd, home, there):
+    if there:
+        (home / "none").write_text("")
     message, hint, kind = refusal(sshd.host(known_hosts=str(home / "none")))
     assert kind is HostKeyProblem
     fingerprint = fingerprint_of(sshd.folder / "host_key.pub")
-    assert message.endswith(f"its host key is not known: it offers ssh-ed25519 {fingerprint}")
+    missing = "" if there else f", there is no file {home}/none"
+    assert message.endswith(
+        f"its host key is not known{missing}: it offers ssh-ed25519 {fingerprint}"
+    )
     assert f"ssh-keyscan -p {sshd.port} 127.0.0.1 >>'{home}/none'" in hint
 
 

@@ -435,6 +435,21 @@ def test_a_flag_s_choice_of_hosts_takes_the_place_of_the_entry_s(tmp_path):
         assert [host.name for host in found.hosts] == names
 
 
+def test_files_of_a_host_are_relative_to_the_cluster_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    host = Host(name="h0", identity="keys/id", known_hosts="../known", ssh_config="~/config")
+    found = settled(tmp_path / "project", hosts=(host,))
+    assert found.hosts == (
+        Host(
+            name="h0",
+            identity=f"{tmp_path}/project/keys/id",
+            known_hosts=f"{tmp_path}/known",
+            ssh_config="/home/me/config",
+        ),
+    )
+    assert SSH.settled(found, Path("/nowhere"), None, None) == found
+
+
 def test_an_inventory_s_path_may_start_from_home_or_root(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / "hosts", "h0\n")
