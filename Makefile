@@ -152,15 +152,15 @@ unit: .venv/.dev ## Tests that need no cluster: WORKERS=2
 		tests/unit tests/contract tests/golden
 
 .PHONY: live
-live: live-here live-nodes ## Tests that start real runs
+live: live-here live-nodes ## Tests that start real runs; what fails is run once more, and named FLAKY if it passes
 
 .PHONY: live-here
 live-here: .venv/.dev ## On this machine alone: local runs, all programs, parity
-	@$(BIN)/pytest tests/live/test_*.py
+	@$(BIN)/python -m tests.again tests/live/test_*.py
 
 .PHONY: live-nodes
 live-nodes: .venv/.dev ## On SSH hosts, in containers, on Kubernetes: what there cannot be is skipped
-	@$(BIN)/pytest -m "not thorough" tests/live/ssh tests/live/compose tests/live/kubernetes
+	@$(BIN)/python -m tests.again -m "not thorough" tests/live/ssh tests/live/compose tests/live/kubernetes
 
 .PHONY: thorough
 thorough: .venv/.dev ## The live tests that `make test` leaves out because they take long: 20 minutes; root
