@@ -156,7 +156,7 @@ live: live-here live-nodes ## Tests that start real runs; what fails is run once
 
 .PHONY: live-here
 live-here: .venv/.dev ## On this machine alone: local runs, all programs, parity
-	@$(BIN)/python -m tests.again tests/live/test_*.py
+	@$(BIN)/python -m tests.again -m "not thorough" tests/live/test_*.py
 
 .PHONY: live-nodes
 live-nodes: .venv/.dev ## On SSH hosts, in containers, on Kubernetes: what there cannot be is skipped
