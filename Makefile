@@ -166,6 +166,10 @@ live-nodes: .venv/.dev ## On SSH hosts, in containers, on Kubernetes: what there
 thorough: .venv/.dev ## The live tests that `make test` leaves out because they take long: 20 minutes; root
 	@$(BIN)/pytest -m thorough tests/live
 
+.PHONY: lab-test
+lab-test: .venv/.dev ## The tests of `make lab` itself, for who changes tests/lab; root
+	@$(BIN)/pytest tests/live/ssh/test_lab.py && $(BIN)/python -m tests.lab.tested
+
 .PHONY: kube-test
 kube-test: .venv/.dev ## All tests on Kubernetes, which ../shared/kube makes: 25 minutes; root
 	@$(BIN)/pytest tests/live/kubernetes

@@ -28,7 +28,7 @@ EACH_TIME = (
     "ddp 2x1", "zero2-offload 2x1", "zero2-universal 1x2", "zero3-offload 2x1", "fsdp 1x2",
     "tp-autotp 1x2", "pp-deepspeed 1x4 --micro-batch", "3d 1x8 --micro-batch",
 )  # fmt: skip
-"""One of each way to divide. tests/unit/runtime/test_gpt.py compares all strategies, with ranks that
+"""One of each way to divide. tests/unit/runtime/test_gpt.py compares all strategies, where ranks
 start in a tenth of the time; here they come by their job files, the others in `make thorough`."""
 
 
