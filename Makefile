@@ -168,7 +168,11 @@ thorough: .venv/.dev ## The live tests that `make test` leaves out because they 
 
 .PHONY: lab-test
 lab-test: .venv/.dev ## The tests of `make lab` itself, for who changes tests/lab; root
-	@$(BIN)/pytest tests/live/ssh/test_lab.py && $(BIN)/python -m tests.lab.tested
+	@$(BIN)/pytest tests/live/ssh/test_lab.py && $(BIN)/python -m tests.tested lab
+
+.PHONY: ansible-test
+ansible-test: .venv/.dev ## All tests of the Ansible roles, for who changes ansible/; root
+	@$(BIN)/pytest tests/live/ssh/test_ansible.py && $(BIN)/python -m tests.tested ansible
 
 .PHONY: kube-test
 kube-test: .venv/.dev ## All tests on Kubernetes, which ../shared/kube makes: 25 minutes; root

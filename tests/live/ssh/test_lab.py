@@ -17,13 +17,13 @@ import pytest
 import yaml
 
 from clusterkit.errors import BadInput, ClusterkitError
-from tests.lab import CHECKOUT, Lab, faults, labs, machine, tested
+from tests import tested
+from tests.lab import CHECKOUT, Lab, faults, labs, machine
 from tests.lab import python as lab_python
 from tests.lab.__main__ import main
 from tests.lab.fixtures import made
 
-# `make test` leaves them out while the lab is as it was when they last passed (`make lab-test`).
-pytestmark = [pytest.mark.live, *([pytest.mark.thorough] if tested.unchanged() else [])]
+pytestmark = [pytest.mark.live, tested.when_changed("lab")]
 
 SOON = 60.0
 LAB = [sys.executable, "-m", "tests.lab"]
