@@ -163,7 +163,7 @@ live-nodes: .venv/.dev ## On SSH hosts, in containers, on Kubernetes: what there
 	@$(BIN)/python -m tests.again -m "not thorough" tests/live/ssh tests/live/compose tests/live/kubernetes
 
 .PHONY: thorough
-thorough: .venv/.dev ## The live tests that `make test` leaves out because they take long: 20 minutes; root
+thorough: .venv/.dev ## The live tests that `make test` leaves out because they take long: half an hour; root
 	@$(BIN)/pytest -m thorough tests/live
 
 .PHONY: lab-test
