@@ -17,30 +17,21 @@ import re
 import select
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
+
+import paramiko
 
 from clusterkit import shell
 from clusterkit.cluster import Host
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.ssh_files import KnownHosts, KnownKey, config_text
 from clusterkit.transport import START, Completed, Put, Stream, free_port_program
-
-# Half of the time that paramiko takes to import goes into `invoke`, with which it runs the command
-# of a `Match exec`, and which would read our standard input then. It gets `_Command` instead.
-_invoke: dict[str, Any] = {"invoke": sys.modules.get("invoke")}
-sys.modules |= {"invoke": None}  # type: ignore[dict-item]
-import paramiko  # noqa: E402
-
-del sys.modules["invoke"]
-sys.modules |= {name: module for name, module in _invoke.items() if module is not None}
 
 Result = TypeVar("Result")
 KEEPALIVE_SECONDS = 5
@@ -55,9 +46,10 @@ WINDOW_BYTES = 1 << 24
 CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes256-ctr")
 _BEGIN = b"@clusterkit-begin\n"
 _NO_SUCH_FILE = 44
-# What goes wrong is said by our own errors, not by paramiko's threads on stderr.
-logging.getLogger("paramiko").addHandler(logging.NullHandler())
-logging.getLogger("paramiko").propagate = False
+# Our connections log here: what goes wrong is said by our own errors, not by paramiko's threads.
+_LOG = "clusterkit.paramiko"
+logging.getLogger(_LOG).addHandler(logging.NullHandler())
+logging.getLogger(_LOG).propagate = False
 
 
 class HostUnreachable(Unavailable):
@@ -167,20 +159,34 @@ def _config_text(path: str) -> str:
     return config_text(Path(path))
 
 
-class _Command:
-    """What paramiko asks of `invoke`."""
+class _Config(paramiko.SSHConfig):
+    """Runs the command of a ``Match exec`` itself: paramiko's way would read our standard input."""
 
-    @staticmethod
-    def run(command: str, **_: object) -> SimpleNamespace:
-        nothing = subprocess.DEVNULL
-        done = subprocess.run(["/bin/sh", "-c", command], stdin=nothing, stdout=nothing)
-        return SimpleNamespace(ok=done.returncode == 0)
+    # This and _tokenize are methods of paramiko 5.1 that it neither documents nor types.
+    def _does_match(
+        self, criteria: Any, target: str, canonical: Any, final: Any, options: Any
+    ) -> Any:
+        commands = [one for one in criteria if one["type"] == "exec"]
+        others = [one for one in criteria if one["type"] != "exec"]
+        if others or not commands:
+            matched = super()._does_match(others, target, canonical, final, options)  # type: ignore[misc]
+            if not matched or not commands:
+                return matched
+        return all(
+            _succeeds(self._tokenize(options, target, "match-exec", one["param"])) != one["negate"]  # type: ignore[attr-defined]
+            for one in commands
+        )
+
+
+def _succeeds(command: str) -> bool:
+    nothing = subprocess.DEVNULL
+    words = ["/bin/sh", "-c", command]
+    return subprocess.run(words, stdin=nothing, stdout=nothing).returncode == 0
 
 
 @cache
 def _config(text: str) -> paramiko.SSHConfig:
-    vars(paramiko.config)["invoke"] = _Command
-    return paramiko.SSHConfig.from_text(text)
+    return _Config.from_text(text)
 
 
 @cache
@@ -246,6 +252,7 @@ def _connect(
     known = known_keys(target) or known_keys(target, target.address)
     kinds = {key.kind for key in known if not key.revoked}
     transport = paramiko.Transport(_socket(target, timeout, through), WINDOW_BYTES)
+    transport.set_log_channel(_LOG)
     try:
         transport.banner_timeout = transport.handshake_timeout = transport.auth_timeout = timeout
         options = transport.get_security_options()

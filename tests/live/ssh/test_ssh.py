@@ -365,8 +365,15 @@ def test_the_laptop_can_be_closed(submit: Submit) -> None:
     assert [line.text for line in run.logs(rank=1)] == ["hello from 1 h1", "done"]
 
 
-@pytest.mark.parametrize("killed", ["rank", "agent"])
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize(
+    ("killed", "node"),
+    [
+        ("rank", 0),
+        ("agent", 1),
+        pytest.param("rank", 1, marks=pytest.mark.thorough),
+        pytest.param("agent", 0, marks=pytest.mark.thorough),
+    ],
+)
 def test_the_nodes_end_together_although_nobody_watches(
     submit: Submit, lab: Lab, killed: str, node: int
 ) -> None:
