@@ -46,6 +46,7 @@ def render(
     run_dir: str,
     mounts: list[dict[str, Any]],
     command: Sequence[str],
+    secrets: Sequence[str],
 ) -> str:
     """The compose file: what all nodes share stands in it once."""
     run_id = posixpath.basename(run_dir)
@@ -53,7 +54,7 @@ def render(
     # Without a value: taken from the environment of `docker compose up`, to the letter.
     environment: dict[str, Any] = {
         "CLUSTERKIT_ATTEMPT": None,
-        **dict.fromkeys(job.secrets),
+        **dict.fromkeys(secrets),
         "HOME": f"{OURS}/home",
         "USER": "clusterkit",
         "LOGNAME": "clusterkit",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import getpass
 import io
 import json
@@ -253,7 +254,6 @@ class KubernetesBackend(Backend):
                 **cluster.labels,
             },
             command=("/bin/sh", posixpath.join(run_dir, "files", "pod.sh")),
-            secrets=job.secrets,
             copied=cluster.code == "copied",
             rejoin=rejoin,
         )
@@ -303,6 +303,7 @@ class KubernetesBackend(Backend):
                 mode=0o755,
             )
         )
+        shape = dataclasses.replace(shape, secrets=assembly.secrets)
         objects = flavor.render(shape)
         watched, watched_origin = _watched(cluster, kube)
         if watched:
@@ -372,7 +373,7 @@ class KubernetesBackend(Backend):
             notes=tuple(notes),
             trees=_trees(cluster, facts, local),
             files=tuple(files),
-            steps=(*_packing(cluster, local), _apply(kube, local, job)),
+            steps=(*_packing(cluster, local), _apply(kube, local, assembly.secrets)),
             hosts=(HOST,) * most,
             nodes=1 if mpi else most,
             world_size=topology.world_size,
@@ -840,7 +841,7 @@ def _kustomization(shape: Shape, files: list[str]) -> Object:
     }
 
 
-def _apply(kube: KubernetesFacts, local: str, job: JobSpec) -> Step:
+def _apply(kube: KubernetesFacts, local: str, secrets: tuple[str, ...]) -> Step:
     return Step(
         kind="run",
         host=HOST,
@@ -849,5 +850,5 @@ def _apply(kube: KubernetesFacts, local: str, job: JobSpec) -> Step:
             "--server-side", "--field-manager", MANAGER,
             "--kustomize", posixpath.join(local, "files"),
         ),
-        secrets=job.secrets,
+        secrets=secrets,
     )  # fmt: skip

@@ -171,7 +171,7 @@ class LocalBackend(Backend):
                         "NODE_RANK": str(node),
                         **gpu_share(host.gpus, device, node * nproc, nproc),
                     },
-                    secrets=job.secrets,
+                    secrets=assembly.secrets,
                 )
                 for node in range(started)
             ),

@@ -250,7 +250,7 @@ class SshBackend(Backend):
                         **_own(by_host.get(host.host, {}), job, cluster),
                         **gpu_share(host.gpus, device, 0, nproc),
                     },
-                    secrets=job.secrets,
+                    secrets=assembly.secrets,
                 )
                 for node, host in enumerate(started)
             ),
