@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 import signal
 import subprocess
 import sys
@@ -75,10 +74,7 @@ class Supervisor:
         self.plan = read_plan(folder)
         self.backend: Backend = backends.backend(self.submission.backend)
         self.transport = backends.transport_for(self.cluster)
-        # Besides the job's own, what this run's nodes know each other by.
-        values = {**os.environ, agent.PEER_TOKEN: secrets.token_hex(16)}
-        named = {name for step in self.plan.steps for name in step.secrets}
-        self.secrets = {name: Secret(name, values[name]) for name in named}
+        self.secrets = {name: Secret(name, os.environ[name]) for name in self.job.secrets}
         self.attempt = 1
         self.remark: str | None = None
         self.nodes: tuple[NodeStatus, ...] = ()

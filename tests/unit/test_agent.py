@@ -102,6 +102,11 @@ def test_spawn_starts_the_command_once_per_rank(start, node_dir):
     assert sorted(line.text for line in lines_of(node_dir)) == ["rank 0", "rank 1", "rank 2"]
 
 
+def test_the_ranks_do_not_see_the_token_of_the_nodes(start, node_dir):
+    assert start("sh", "-c", f'echo "<${agent.PEER_TOKEN}>"', CLUSTERKIT_PEER_TOKEN="t").wait() == 0
+    assert lines_of(node_dir)[0].text == "<>"
+
+
 def test_one_failed_rank_ends_the_others_and_its_code_is_the_node_s(start, node_dir):
     script = 'if [ "$LOCAL_RANK" = 1 ]; then exit 9; fi; exec sleep 600'
     assert start("sh", "-c", script, nproc=2, spawn=True).wait() == 9
