@@ -135,8 +135,10 @@ class SshBackend(Backend):
         return Facts(
             home=next(iter(homes)),
             hosts=found,
-            # Not probed, to save a round trip: nodes that cannot meet there say so and go on.
-            watch_port=port + 1 if port < LAST_PORT else port - 1,
+            # Beside a port that was chosen it is free: that saves a round trip.
+            watch_port=port + 1
+            if wanted is None
+            else transport.free_port(hosts[0].name, port + 1 if port < LAST_PORT else port - 1),
             port=port,
             port_origin=f"free on {hosts[0].name} when probed"
             if wanted is None
