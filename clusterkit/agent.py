@@ -238,10 +238,14 @@ class NodeLog:
         """Identities of the ranks that have started."""
         self.told_ends: list[dict[str, Any]] = []
         """How ranks failed that nobody here is the parent of."""
+        self.lost = 0
+        """Lines that the disk had no room for."""
         self._size = os.fstat(self._handle).st_size
-        self._lost = 0
+        self._missing = 0
+        """Of these, the ones whose place in the log does not say so yet."""
 
     def lines(self, rank: str, texts: list[bytes]) -> None:
+        """Append them; without any, only say how many are missing, where some are."""
         now = time.time()
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
         stamp = f"{stamp}.{int(now % 1 * 1e6):06d}Z"
@@ -249,12 +253,13 @@ class NodeLog:
         data = b"".join(head + text + b"\n" for text in texts)
         if self._echo:
             self._print(data)
-        if self._lost:
-            data = f"{stamp} - {self._lost} lines lost: disk full\n".encode() + data
+        if self._missing:
+            data = f"{stamp} - {lines_lost(self._missing)}\n".encode() + data
         if self._append(data):
-            self._lost = 0
+            self._missing = 0
         else:
-            self._lost += len(texts)
+            self.lost += len(texts)
+            self._missing += len(texts)
 
     @staticmethod
     def _print(data: bytes) -> None:
@@ -285,6 +290,10 @@ class NodeLog:
             pid = next((each["pid"] for each in self.ranks if each["rank"] == rank), None)
             end = {"pid": pid, "rank": rank, "exit_code": code, "at": time.time()}
             self.told_ends.append(end)
+
+
+def lines_lost(number: int) -> str:
+    return f"{number} log line{'s' if number > 1 else ''} lost: disk full"
 
 
 class Tagged:
@@ -1536,6 +1545,9 @@ class Node:
             self.comrades.close()
         with contextlib.suppress(OSError):
             (self.folder / ".reserve").unlink()
+        self.log.lines("-", [])
+        if self.log.lost and not self.options.echo:
+            self.remarks.append(lines_lost(self.log.lost))
         ranks = {rank["pid"]: rank["rank"] for rank in self.log.ranks}
         own = [{**end, "rank": ranks.get(end["pid"])} for end in self.ended]
         ended = {

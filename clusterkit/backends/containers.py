@@ -14,7 +14,14 @@ from typing import Any
 import msgspec
 
 from clusterkit.backends.base import Handle, Observation
-from clusterkit.backends.nodes import STOPPED, endings, judge_exit, node_file, overall
+from clusterkit.backends.nodes import (
+    STOPPED,
+    endings,
+    judge_exit,
+    node_file,
+    overall,
+    remarks,
+)
 from clusterkit.compose_file import LABEL, STOP_EXTRA, container_name
 from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.plan import Plan
@@ -276,6 +283,9 @@ def observation(
             silent=silent,
             patient=node not in lost,
         )
+        if not found.remarks:
+            began = transport.get(HOST, node_file(handle, node, "started.json"))
+            found = msgspec.structs.replace(found, remarks=remarks(exit_json or began))
         nodes.append(found)
         told = None if exit_json is None else judge_exit(node, found.host, exit_json)
         if found.state is State.FAILED and found.reason and found != told:

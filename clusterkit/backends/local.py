@@ -299,6 +299,7 @@ def _node_status(handle: Handle, node: int, transport: Transport) -> NodeStatus:
         # Read after the process was seen to be gone: then it is there, if it ever will be.
         exit_json=read("exit.json"),
         complaint=read("agent.log") or b"",
+        started=started,
     )
 
 

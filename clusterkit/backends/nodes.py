@@ -194,7 +194,14 @@ def overall(states: set[State]) -> State:
 
 
 def judge_node(
-    node: int, host: str, *, begun: bool, alive: bool, exit_json: bytes | None, complaint: bytes
+    node: int,
+    host: str,
+    *,
+    begun: bool,
+    alive: bool,
+    exit_json: bytes | None,
+    complaint: bytes,
+    started: bytes | None = None,
 ) -> NodeStatus:
     """A node's state from what its agent left behind.
 
@@ -203,9 +210,10 @@ def judge_node(
         alive: that process runs.
         exit_json: contents of ``exit.json``; None: there is none.
         complaint: contents of ``agent.log``.
+        started: contents of ``started.json``; None: there is none.
     """
     if alive:
-        return NodeStatus(node=node, host=host, state=State.RUNNING)
+        return NodeStatus(node=node, host=host, state=State.RUNNING, remarks=remarks(started))
     if exit_json is not None:
         return judge_exit(node, host, exit_json)
     if not begun:
@@ -216,6 +224,7 @@ def judge_node(
         host=host,
         state=State.FAILED,
         reason=f"its launcher's agent ended without a word{f': {last}' if last else ''}",
+        remarks=remarks(started),
     )
 
 
@@ -234,7 +243,14 @@ def judge_exit(node: int, host: str, data: bytes) -> NodeStatus:
         exit_code=code,
         reason=reason,
         ended_at=at if isinstance(at, float) else None,
+        remarks=remarks(data),
     )
+
+
+def remarks(data: bytes | None) -> tuple[str, ...]:
+    """What a node's agent remarks in its ``started.json`` or ``exit.json``."""
+    found = _document(data or b"").get("remarks")
+    return tuple(map(str, found)) if isinstance(found, list) else ()
 
 
 def _was_stopped(reason: object) -> bool:

@@ -662,6 +662,7 @@ def _judge(view: NodeView, views: list[NodeView], patience: float) -> NodeStatus
         alive=view.alive,
         exit_json=view.files.get("exit.json"),
         complaint=view.files.get("agent.log", b""),
+        started=view.files.get("started.json"),
     )
 
 

@@ -30,10 +30,10 @@ def start(run_dir):
     """Start an agent for node 0; every one is ended with the test."""
     started = []
 
-    def begin(*argv, nproc=1, spawn=False, workdir=None, grace="5", options=(), **env):
+    def begin(*argv, nproc=1, spawn=False, workdir=None, grace="5", options=(), run=RUN, **env):
         options = [*options, *(["--spawn"] if spawn else [])]
         process = subprocess.Popen(
-            [sys.executable, "-c", RUN, "run", "--nproc", str(nproc),
+            [sys.executable, "-c", run, "run", "--nproc", str(nproc),
              "--workdir", str(workdir or run_dir), "--grace", grace, *options, "--", *argv],
             env={"PATH": os.environ["PATH"], "CLUSTERKIT_RUN_DIR": str(run_dir),
                  "CLUSTERKIT_NODE_DIR": runs.node_dir(str(run_dir), 1, 0), **env},
@@ -368,7 +368,23 @@ def test_a_full_disk_loses_lines_and_says_how_many(log, tmp_path, monkeypatch):
     log.lines("0", [b"lost", b"lost too"])
     monkeypatch.setattr(agent.os, "write", real)
     log.lines("0", [b"after"])
-    assert texts(tmp_path) == ["before", "2 lines lost: disk full", "after"]
+    assert texts(tmp_path) == ["before", "2 log lines lost: disk full", "after"]
+    assert log.lost == 2
+
+
+def test_all_lines_that_a_full_disk_lost_are_counted_and_told(start, node_dir, run_dir):
+    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192)); "
+    # Some short ones still find room between the long ones that do not.
+    count = 'i=0; while [ $i -lt 200 ]; do echo "line $i"; echo "line $i $LONG"; i=$((i + 1)); done'
+    assert start("sh", "-c", count, run=full + RUN, LONG="x" * 500).wait() == 0
+    said = [line.text for line in lines_of(node_dir)]
+    kept = sum(text.startswith("line ") for text in said)
+    gaps = [int(text.split()[0]) for text in said if text.endswith(" lost: disk full")]
+    assert 0 < kept < 400
+    (remark,) = exit_of(node_dir)["remarks"]
+    lost = int(remark.removesuffix(" log lines lost: disk full"))
+    assert kept + lost == 400
+    assert sum(gaps) <= lost  # its last words may find no room either
 
 
 def test_a_disk_that_fills_up_in_the_middle_of_a_line_spoils_no_other(log, tmp_path, monkeypatch):
