@@ -655,7 +655,7 @@ def _judge(view: NodeView, views: list[NodeView], patience: float) -> NodeStatus
             node=view.node, host=view.host, state=State.UNKNOWN,
             reason=f"nothing is left of the run on host {view.host}",
         )  # fmt: skip
-    return judge_node(
+    found = judge_node(
         view.node,
         view.host,
         begun=view.begun,
@@ -664,6 +664,10 @@ def _judge(view: NodeView, views: list[NodeView], patience: float) -> NodeStatus
         complaint=view.files.get("agent.log", b""),
         started=view.files.get("started.json"),
     )
+    if view.unkept is not None:
+        remark = f"its log here is not whole: {view.unkept}"
+        found = msgspec.structs.replace(found, remarks=(*found.remarks, remark))
+    return found
 
 
 class _Watcher:
