@@ -253,13 +253,11 @@ class NodeLog:
         data = b"".join(head + text + b"\n" for text in texts)
         if self._echo:
             self._print(data)
-        if self._missing:
-            data = f"{stamp} - {lines_lost(self._missing)}\n".encode() + data
-        if self._append(data):
-            self._missing = 0
-        else:
-            self.lost += len(texts)
-            self._missing += len(texts)
+        gap = f"{stamp} - {lines_lost(self._missing)}\n".encode() if self._missing else b""
+        kept = self._append(gap + data)
+        lost = data.count(b"\n", max(0, kept - len(gap)))
+        self.lost += lost
+        self._missing = lost + (0 if kept >= len(gap) else self._missing)
 
     @staticmethod
     def _print(data: bytes) -> None:
@@ -267,17 +265,18 @@ class NodeLog:
             while data:
                 data = data[os.write(1, data) :]
 
-    def _append(self, data: bytes) -> bool:
-        """All of it, or, where the disk fills up half way, nothing."""
+    def _append(self, data: bytes) -> int:
+        """How many bytes of it the log has now: all, or the whole lines that there was room for."""
         try:
-            if os.write(self._handle, data) == len(data):
-                self._size += len(data)
-                return True
+            written = os.write(self._handle, data)
         except OSError:
-            return False
-        with contextlib.suppress(OSError):
-            os.ftruncate(self._handle, self._size)
-        return False
+            return 0
+        kept = data.rfind(b"\n", 0, written) + 1
+        if kept < written:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._handle, self._size + kept)
+        self._size += kept
+        return kept
 
     def rank_started(self, rank: int, pid: int) -> None:
         record = {"rank": rank, "at": time.time(), **identity(pid)}
