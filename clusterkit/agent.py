@@ -29,6 +29,7 @@ import re
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -46,6 +47,10 @@ _HALF_TAG = re.compile(rb"\[(?:[^]\n]{0,50}|[^]\n]{1,50}\](?:<[a-z]{0,7}>?)?)\Z"
 LONGEST_LINE = 1 << 16
 RESERVE_BYTES = 8192
 """Kept free for ``exit.json``, so that a disk full of logs does not hide how it ended."""
+STOPPED = "stopped on request"
+"""Why a node ended that was asked to by a signal."""
+LAUNCHER_WAITED = "its ranks had ended; its launcher waited for those of the other nodes"
+"""Why a node's launcher was stopped whose ranks have done their work."""
 STOPPED_BY_PEERS = "stopped: "
 """How the reason begins of a node that ended because another did."""
 PEERS_GRACE = 2.0
@@ -53,6 +58,12 @@ PEERS_GRACE = 2.0
 LAUNCHER_GRACE = 1.0
 """Seconds that a launcher has which is asked to stop and has no ranks left: torchrun may sit in
 its exit barrier, where it does not hear."""
+LOOK_SECONDS = 2.0
+"""How often an agent looks whether ranks were stopped (SIGSTOP)."""
+RECENT_SECONDS = 60.0
+"""For how long a stop of the agent itself may be why the run ends."""
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that ask an agent to end."""
 LEFTOVER_GRACE = 3.0
 """Seconds that processes have which outlive their launcher."""
 REPORT_SECONDS = 0.1
@@ -117,6 +128,56 @@ def process_start(stat: bytes | None) -> int | None:
         return None
     fields = stat.rpartition(b")")[2].split()
     return None if len(fields) < 20 or fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def is_stopped(recorded: dict[str, Any]) -> bool | None:
+    """Whether a recorded process is stopped (SIGSTOP); None: it is not there any more."""
+    try:
+        stat = Path(f"/proc/{recorded['pid']}/stat").read_bytes()
+    except OSError:
+        return None
+    if process_start(stat) != recorded.get("start_ticks"):
+        return None
+    return stat.rpartition(b")")[2].split()[0] == b"T"
+
+
+def signal_handle(signals: Iterable[int]) -> int:
+    """Have these signals come through a file, each as a `Signal`, and not otherwise; signalfd(2).
+
+    To be called before there are other threads; children inherit that the signals are blocked.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    mask = (ctypes.c_ulong * 16)()
+    _libc.sigemptyset(mask)
+    for signum in signals:
+        _libc.sigaddset(mask, signum)
+    handle: int = _libc.signalfd(-1, mask, os.O_NONBLOCK | os.O_CLOEXEC)
+    if handle < 0:
+        raise OSError(ctypes.get_errno(), "signalfd")
+    return handle
+
+
+def read_signals(handle: int) -> list[tuple[int, int, int]]:
+    """The signals that have come: number, and process and user id of whoever sent it."""
+    with contextlib.suppress(BlockingIOError):
+        data = os.read(handle, 32 * 128)
+        found = (struct.unpack_from("=IiiII", data, at) for at in range(0, len(data), 128))
+        return [(signum, pid, uid) for signum, _, _, pid, uid in found]
+    return []
+
+
+def sender(signum: int, pid: int, uid: int) -> tuple[str, bool]:
+    """Who sent a signal, and whether it says what for (``stop --reason``): then that, instead."""
+    words: list[str] = []
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    if "--reason" in words[:-1]:
+        return words[words.index("--reason") + 1], True
+    name = signal.Signals(signum).name
+    if not pid:
+        return f"{name} from the kernel, or from outside of this container", False
+    command = " ".join(words).strip()[:200]
+    return f"{name} from process {pid} of user {uid}{f' ({command})' if command else ''}", False
 
 
 def boot_id() -> str:
@@ -1279,7 +1340,19 @@ class Node:
         """When what still runs is killed."""
         self.stop_at: float | None = None
         """When the others are asked to stop, after one rank failed."""
-        self.asked = "stopped on request"
+        self.stopped_by: str | None = None
+        """Who asked this node to end, or what for."""
+        self.alone = False
+        """Whether the launcher had no ranks left when it was asked to stop."""
+        self.suspended: set[int] = set()
+        """Ranks that are stopped (SIGSTOP), or were when they were last there."""
+        self.look_at = 0.0
+        self.turned, self.late = time.monotonic(), 0.0
+        """When the last `select` returned, and by how many seconds too late."""
+        self.frozen: tuple[float, float] | None = None
+        """Until when (monotonic), and for how many seconds, this process itself was stopped."""
+        self.stops: queue.SimpleQueue[str] = queue.SimpleQueue()
+        """Reasons for which the peers end this node."""
         self.peers: Peers | None = None
         self.comrades: Comrades | None = None
         self.orders: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
@@ -1302,12 +1375,12 @@ class Node:
             print(f"this node already runs as process {started['pid']}", file=sys.stderr)
             return 75
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        wake_read, wake_write = os.pipe()
-        for handle in (wake_read, wake_write):
+        self.signals = signal_handle((*STOPS, signal.SIGCONT))
+        for signum in STOPS:  # a shell ignores SIGINT for what it starts in the background
+            signal.signal(signum, signal.SIG_DFL)
+        self.wake, self.waker = os.pipe()
+        for handle in (self.wake, self.waker):
             os.set_blocking(handle, False)
-        signal.set_wakeup_fd(wake_write)
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(signum, lambda *_: None)
         self.oom_kills_before = _oom_kills()
         self.started = {**identity(os.getpid()), "at": time.time(), "host": socket.gethostname()}
         write_json(self.folder / "started.json", self.started)
@@ -1315,14 +1388,15 @@ class Node:
             (self.folder / ".reserve").write_bytes(bytes(RESERVE_BYTES))
         self.log = NodeLog(self.folder, echo=self.options.echo)
         self.selector = selectors.DefaultSelector()
-        self.selector.register(wake_read, selectors.EVENT_READ, "signal")
+        self.selector.register(self.signals, selectors.EVENT_READ)
+        self.selector.register(self.wake, selectors.EVENT_READ)
         self.streams: list[Stream] = []
         self.launchers: list[Stream] = []
         try:
             self._open_pipes()
             os.chdir(self.options.workdir)
             if self.options.rejoin is not None:
-                return self._rounds(wake_read, wake_write)
+                return self._rounds()
             self._start()
         except OSError as error:
             code, self.reason = _no_start(error)
@@ -1335,9 +1409,12 @@ class Node:
             )  # fmt: skip
             self.peers.start()
         while self.children:
-            self._turn(wake_read)
+            self._turn()
         self._end_leftovers()
-        return self._finish(self._exit_code())
+        code = self._exit_code()
+        if self.alone and code == 128 + signal.SIGKILL:
+            code, self.reason = 0, LAUNCHER_WAITED
+        return self._finish(code)
 
     def _address(self) -> tuple[str, int]:
         host, _, port = self.options.peers.rpartition(":")
@@ -1353,13 +1430,12 @@ class Node:
         with contextlib.suppress(OSError):
             write_json(self.folder / "started.json", {**self.started, "remarks": self.remarks})
 
-    def _rounds(self, wake: int, waker: int) -> int:
+    def _rounds(self) -> int:
         """The launcher from its first start to the run's end, once more after each lost node."""
 
         def order(what: str, why: str) -> None:
             self.orders.put((what, why))
-            with contextlib.suppress(OSError):
-                os.write(waker, b"\0")
+            self._wake_up()
 
         if self.options.peers:
             self.comrades = Comrades(
@@ -1372,7 +1448,7 @@ class Node:
         up = False
         end: str | None = None
         while end is None or self.children:
-            self._turn(wake)
+            self._turn()
             while not self.left and not self.orders.empty():
                 what, why = self.orders.get()
                 if what == "go":
@@ -1422,8 +1498,12 @@ class Node:
             kill_all_below()
 
     def _stopped_by_peers(self, why: str) -> None:
-        self.asked = f"{STOPPED_BY_PEERS}{why}"
-        os.kill(os.getpid(), signal.SIGTERM)
+        self.stops.put(why)
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self.waker, b".")
 
     def _open_pipes(self) -> None:
         for slot in range(self.options.nproc):
@@ -1465,14 +1545,20 @@ class Node:
             os.close(stream.handle)
         self.launchers = []
 
-    def _turn(self, wake: int) -> None:
+    def _turn(self) -> None:
+        before = time.monotonic()
         due = [moment for moment in (self.deadline, self.stop_at) if moment is not None]
-        timeout = max(0.0, min(due) - time.monotonic()) if due else None
-        if self.deadline is not None and timeout is not None:
+        timeout = max(0.0, min([before + LOOK_SECONDS, *due]) - before)
+        if self.deadline is not None:
             timeout = min(timeout, LAUNCHER_GRACE / 4)
             if not any(map(is_alive, self.log.ranks)):
                 self.deadline = min(self.deadline, time.monotonic() + LAUNCHER_GRACE)
-        for key, _ in self.selector.select(timeout):
+        ready = self.selector.select(timeout)
+        # Of a select that came to its end meanwhile, only the next one knows what has come.
+        late, turned = self.late, self.turned
+        self.turned = time.monotonic()
+        self.late = self.turned - turned - timeout
+        for key, _ in ready:
             if isinstance(key.data, Stream):
                 if not key.data.pump():
                     self.selector.unregister(key.fileobj)
@@ -1480,15 +1566,17 @@ class Node:
                 self.selector.unregister(key.fileobj)
                 os.close(key.fd)
                 self._child_ended(key.data)
+            elif key.fd == self.wake:
+                os.read(self.wake, 512)
+                if not self.stops.empty() and self.reason is None:
+                    self._stop(f"{STOPPED_BY_PEERS}{self.stops.get()}", self.options.grace)
             else:
-                numbers = os.read(wake, 512)
-                wanted = set(numbers) & {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-                if wanted and self.reason is None:
-                    self.left = self.options.rejoin is not None
-                    if self.comrades is not None:
-                        self.comrades.leave()
-                    self._stop(self.asked, self.options.grace)
+                for signum, pid, uid in read_signals(self.signals):
+                    self._signalled(signum, pid, uid, max(late, self.late))
         now = time.monotonic()
+        if now >= self.look_at:
+            self.look_at = now + LOOK_SECONDS
+            self._look()
         if self.stop_at is not None and now >= self.stop_at:
             self.stop_at = None
             self._stop(None, self.options.grace)
@@ -1496,7 +1584,48 @@ class Node:
             self.deadline = now + 1
             send(descendants(os.getpid()), signal.SIGKILL)
 
+    def _signalled(self, signum: int, pid: int, uid: int, late: float) -> None:
+        if signum == signal.SIGCONT:
+            if late > LOOK_SECONDS:
+                self.frozen = time.monotonic(), late
+                self._warn(f"this node's agent was stopped (SIGSTOP) for {late:.0f} s")
+        elif self.reason is None:
+            self.stopped_by, meant = sender(signum, pid, uid)
+            if not meant and pid > 1:  # nor a container's own init, which passes it on
+                self.remarks.append(f"stopped by {self.stopped_by}")
+            self.left = self.options.rejoin is not None
+            if self.comrades is not None:
+                self.comrades.leave()
+            self._stop(STOPPED, self.options.grace)
+
+    def _look(self) -> None:
+        """Tell of ranks that were stopped, and of those that go on."""
+        if self.options.tagged:
+            return  # they are processes of other hosts
+        for rank in self.log.ranks:
+            stopped, number = is_stopped(rank), rank["rank"]
+            if stopped and number not in self.suspended:
+                self.suspended.add(number)
+                self._say(f"rank {number} was stopped (SIGSTOP)")
+            elif stopped is False and number in self.suspended:
+                self.suspended.remove(number)
+                self._say(f"rank {number} goes on")
+
+    def _causes(self) -> list[str]:
+        """What was done to this node that it, and others, may have failed of."""
+        found = [f"rank {number} was stopped (SIGSTOP)" for number in sorted(self.suspended)]
+        if self.frozen is not None and time.monotonic() < self.frozen[0] + RECENT_SECONDS:
+            found.append(f"its agent was stopped (SIGSTOP) for {self.frozen[1]:.0f} s")
+        return found
+
     def _stop(self, reason: str | None, grace: float) -> None:
+        self._look()
+        there = self.log.ranks
+        self.alone = (
+            not self.options.spawn
+            and len(there) >= self.options.nproc
+            and not any(map(is_alive, there))
+        )
         self.reason = reason or self.reason
         self.deadline = time.monotonic() + grace
         for pid in self.children:
@@ -1556,6 +1685,8 @@ class Node:
             "processes": own + self.log.told_ends,
             "oom_kills": _oom_kills() - self.oom_kills_before,
             "remarks": self.remarks,
+            "stopped_by": self.stopped_by,
+            "causes": self._causes(),
         }
         with contextlib.suppress(OSError):
             write_json(self.folder / "exit.json", ended)
@@ -1579,6 +1710,7 @@ def _no_start(error: OSError) -> tuple[int, str]:
 
 
 def _end_with_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPS, signal.SIGCONT))
     # If this agent is killed with -9, its launcher is told to end.
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
@@ -1598,16 +1730,22 @@ def _oom_kills() -> int:
 def stop(run_dir: str, grace: float) -> dict[str, Any]:
     """End every process of a run on this host; safe to repeat.
 
+    Agents look for the reason in the command line of whoever signals them (`sender`).
+
     Returns:
         ``{"asked": [...], "killed": [...]}``: process ids that got SIGTERM, and of those and
         their children the ones that needed SIGKILL.
     """
-    agents = []
+    agents: list[int] = []
+    frozen: list[int] = []
     for path in Path(run_dir).glob("attempts/*/node-*/started.json"):
         started = _read_json(path)
         if started and is_alive(started):
             agents.append(int(started["pid"]))
+            if is_stopped(started):
+                frozen.append(int(started["pid"]))
     send(agents, signal.SIGTERM)
+    send(frozen, signal.SIGCONT)  # they end as the others do, and say so
     wait_gone(agents, grace + LEFTOVER_GRACE + 2.0)
     orphans = [pid for pid in processes_of(run_dir) if pid not in agents]
     send(orphans, signal.SIGTERM)
@@ -1757,6 +1895,7 @@ def main(arguments: list[str]) -> int:
     end = verbs.add_parser("stop", help="end every process of a run on this host")
     end.add_argument("run_dir")
     end.add_argument("--grace", type=float, default=10.0, help="seconds from TERM to KILL")
+    end.add_argument("--reason", help="why; the agents write it down")
     tell = verbs.add_parser("report", help="tell what a node's folder holds")
     tell.add_argument("folder", type=Path)
     tell.add_argument("--log", type=int, default=0, help="bytes of the log that are known")

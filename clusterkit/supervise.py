@@ -268,7 +268,10 @@ class Supervisor:
     def _cancel(self) -> None:
         """End what runs; a host where that cannot be done is remembered, and told of."""
         try:
-            self.backend.cancel(Handle(self.plan, self.attempt), self.transport)
+            reason = "the run is over its time limit" if self.late else "another node has ended"
+            if self._to_be_ended():
+                reason = "cancelled"
+            self.backend.cancel(Handle(self.plan, self.attempt), self.transport, reason)
         except ClusterkitError as error:
             if error.message != self.remark:
                 self._event(f"not all could be ended: {error.message}")

@@ -424,7 +424,7 @@ class KubernetesBackend(Backend):
 
         return attempt_logs(handle, read, rank=rank, node=node, follow=follow)
 
-    def cancel(self, handle: Handle, transport: Transport) -> None:
+    def cancel(self, handle: Handle, transport: Transport, reason: str = "cancelled") -> None:
         remove(handle, transport)
 
     # -- runs of other machines -----------------------------------------------

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from clusterkit.agent import STOPPED_BY_PEERS
+from clusterkit.agent import STOPPED, STOPPED_BY_PEERS
 from clusterkit.backends.base import Handle
 from clusterkit.cluster import Gpu, HostFacts
 from clusterkit.errors import BadInput, counted
 from clusterkit.logs import LogLine, NodeLog, merged, selected
 from clusterkit.runs import node_dir
 from clusterkit.spec import JobSpec
-from clusterkit.status import NodeStatus, RankExit, State
+from clusterkit.status import NodeCause, NodeStatus, RankExit, State
 from clusterkit.transport import Transport
 
 PACKAGES = ("torch", "deepspeed", "transformers", "clusterkit")
@@ -28,8 +28,6 @@ OLDEST_PYTHON = (3, 11)
 """Of the ranks' interpreter."""
 GPU_IMAGE, CPU_IMAGE = "clusterkit:gpu", "clusterkit:cpu"
 """What `make image` makes."""
-STOPPED = "stopped on request"
-"""The node agent's reason for an end that it was asked for."""
 GPU_QUERY = (
     "nvidia-smi",
     "--query-gpu=index,uuid,name,memory.total",
@@ -269,6 +267,16 @@ def endings(node: int, exit_json: bytes) -> tuple[list[RankExit], int]:
         return exits, int(ended.get("oom_kills", 0))
     except (ValueError, KeyError, TypeError, AttributeError):
         return [], 0
+
+
+def causes(node: int, exit_json: bytes) -> list[NodeCause]:
+    """What was done to a node or its ranks, as its agent saw it."""
+    found = _document(exit_json).get("causes")
+    hint = "kill -CONT lets a process go on that was stopped"
+    return [
+        NodeCause(node=node, words=str(words), hint=hint, exit_code=1)
+        for words in (found if isinstance(found, list) else ())
+    ]
 
 
 def _document(data: bytes) -> Mapping[str, Any]:

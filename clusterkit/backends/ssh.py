@@ -21,6 +21,7 @@ from clusterkit.backends.nodes import (
     PACKAGES,
     TOOLS,
     attempt_logs,
+    causes,
     device_of,
     endings,
     gpu_share,
@@ -316,7 +317,7 @@ class SshBackend(Backend):
 
         return attempt_logs(handle, read, rank=rank, node=node, follow=follow)
 
-    def cancel(self, handle: Handle, transport: Transport) -> None:
+    def cancel(self, handle: Handle, transport: Transport, reason: str = "cancelled") -> None:
         plan = handle.plan
         # Our own agent, not the run folder's copy: that may be gone, its processes not.
         program = Path(agent.__file__).read_bytes()
@@ -325,7 +326,17 @@ class SshBackend(Backend):
         def stop(host: str) -> None:
             done = transport.run(
                 host,
-                [plan.python, "-I", "-", "stop", plan.run_dir, "--grace", f"{grace:g}"],
+                [
+                    plan.python,
+                    "-I",
+                    "-",
+                    "stop",
+                    plan.run_dir,
+                    "--grace",
+                    f"{grace:g}",
+                    "--reason",
+                    reason,
+                ],
                 stdin=program,
                 timeout=grace + 60,
             )
@@ -636,6 +647,9 @@ def _observation(handle: Handle, views: list[NodeView], patience: float) -> Obse
         nodes=nodes,
         rank_exits=tuple(end for ends, _ in told for end in ends),
         oom_kills=max((kills for _, kills in told), default=0),
+        causes=tuple(
+            cause for view in views for cause in causes(view.node, view.files.get("exit.json", b""))
+        ),
     )
 
 

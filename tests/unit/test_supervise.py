@@ -332,7 +332,7 @@ class Scripted(LocalBackend):
         )
         return msgspec.structs.replace(found, nodes=nodes)
 
-    def cancel(self, handle, transport):
+    def cancel(self, handle, transport, reason="cancelled"):
         self.cancelled += 1
 
 
