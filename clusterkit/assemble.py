@@ -16,6 +16,7 @@ import msgspec
 
 from clusterkit import batch as batches
 from clusterkit import shell
+from clusterkit.agent import PEER_TOKEN
 from clusterkit.batch import Batch
 from clusterkit.cluster import HostFacts
 from clusterkit.command import PYTHONS
@@ -39,7 +40,7 @@ from clusterkit.spec import JobSpec, Launcher
 OWNED = frozenset({
     "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE",
     "LOCAL_WORLD_SIZE", "CLUSTERKIT_ATTEMPT", "CLUSTERKIT_GPUS", "CLUSTERKIT_PIPE",
-    IS_HOST.name, NODE_ADDRESS.name, NODE_DIR.name,
+    IS_HOST.name, NODE_ADDRESS.name, NODE_DIR.name, PEER_TOKEN,
 })  # fmt: skip
 """Variables that only clusterkit may set, besides those of the run itself."""
 LAST_WORDS = "/dev/termination-log"
@@ -83,9 +84,9 @@ class Peers:
         found: list[str] = []
         if not topology.elastic and topology.nodes > 1:
             found += ["--peers", f"{self.address}:{self.port}"]
-            found += ["--lost-after", f"{self.lost_after:g}"]
+            found += ["--nodes", str(topology.nodes), "--lost-after", f"{self.lost_after:g}"]
         if not topology.elastic and self.rejoin is not None:
-            found += ["--rejoin", f"{self.rejoin:g}", "--nodes", str(topology.nodes)]
+            found += ["--rejoin", f"{self.rejoin:g}"]
         return found
 
 
@@ -97,6 +98,8 @@ class Assembly:
     notes: tuple[Note, ...]
     command: tuple[str, ...]
     """Starts one node, with NODE_RANK in the environment."""
+    secrets: tuple[str, ...]
+    """Variables that each node is started with besides: the job's, and the agents' own."""
 
 
 def assemble(
@@ -179,11 +182,13 @@ def assemble(
         mpi_interface=mpi_interface,
     )
     launcher = argv[: len(argv) - len(rank_command)]
+    watching = [] if peers is None or starter == "mpirun" else peers.arguments(topology)
     script = _node_script(
-        starter, topology, places, env, [launcher, rank_command], stop_grace, peers, container
+        starter, topology, places, env, [launcher, rank_command], stop_grace, watching, container
     )
     node_sh = PlanFile(places.file("node.sh"), text=script, mode=0o755)
-    return Assembly((node_sh, *files), tuple(notes), ("/bin/sh", node_sh.path))
+    secrets = (*job.secrets, PEER_TOKEN) if "--peers" in watching else job.secrets
+    return Assembly((node_sh, *files), tuple(notes), ("/bin/sh", node_sh.path), secrets)
 
 
 def solve_batch(job: JobSpec, topology: Topology) -> tuple[Batch | None, list[Note]]:
@@ -364,7 +369,7 @@ def _node_script(
     env: Mapping[str, str],
     command: Sequence[Sequence[Word]],
     stop_grace: float,
-    peers: Peers | None,
+    watching: Sequence[str],
     container: bool,
 ) -> str:
     mpi = starter == "mpirun"
@@ -376,7 +381,7 @@ def _node_script(
         *(["--spawn"] if starter == "python" else []),
         *(["--tagged"] if mpi else []),
         *(["--echo", "--last-words", LAST_WORDS] if container else []),
-        *(peers.arguments(topology) if peers and not mpi else []), "--",
+        *watching, "--",
     ]  # fmt: skip
     lines = " \\\n    ".join(shell.join(words) for words in (agent, *command) if words)
     # A plan for GPUs hands CLUSTERKIT_GPUS to each node by its step.

@@ -44,6 +44,7 @@ def render(
     run_dir: str,
     mounts: list[dict[str, Any]],
     command: Sequence[str],
+    secrets: Sequence[str],
 ) -> str:
     """The compose file: what all nodes share stands in it once."""
     run_id = posixpath.basename(run_dir)
@@ -53,7 +54,7 @@ def render(
         "environment",
         {
             "CLUSTERKIT_ATTEMPT": None,
-            **dict.fromkeys(job.secrets),
+            **dict.fromkeys(secrets),
             "HOME": f"{OURS}/home",
             "USER": "clusterkit",
             "LOGNAME": "clusterkit",

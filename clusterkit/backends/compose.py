@@ -206,8 +206,9 @@ class ComposeBackend(Backend):
         )
         mounts = mounts_of(job, cluster, engine, run_dir)
         text = render(
-            job, cluster, facts, engine, topology, device, run_dir, mounts, assembly.command
-        )
+            job, cluster, facts, engine, topology, device, run_dir, mounts,
+            assembly.command, assembly.secrets,
+        )  # fmt: skip
         files = [*assembly.files, PlanFile(posixpath.join(run_dir, "files", "compose.yaml"), text)]
         if mpirun:
             files += mpi_files(run_dir)
@@ -230,7 +231,10 @@ class ComposeBackend(Backend):
             f"{job.launcher}; world size {topology.world_size}",
             notes=tuple(notes),
             files=tuple(files),
-            steps=(*_folders(job, cluster, run_dir), _up(engine, run_id, run_dir, job)),
+            steps=(
+                *_folders(job, cluster, run_dir),
+                _up(engine, run_id, run_dir, assembly.secrets),
+            ),
             hosts=(HOST,) * most,
             nodes=1 if mpirun else most,
             world_size=topology.world_size,
@@ -270,7 +274,7 @@ class ComposeBackend(Backend):
 
         return attempt_logs(handle, read, rank=rank, node=node, follow=follow)
 
-    def cancel(self, handle: Handle, transport: Transport) -> None:
+    def cancel(self, handle: Handle, transport: Transport, reason: str = "cancelled") -> None:
         remove(handle, transport)
 
 
@@ -611,7 +615,7 @@ def _folders(job: JobSpec, cluster: ComposeCluster, run_dir: str) -> list[Step]:
     ]
 
 
-def _up(engine: Engine, run_id: str, run_dir: str, job: JobSpec) -> Step:
+def _up(engine: Engine, run_id: str, run_dir: str, secrets: tuple[str, ...]) -> Step:
     return Step(
         kind="run",
         host=HOST,
@@ -621,7 +625,7 @@ def _up(engine: Engine, run_id: str, run_dir: str, job: JobSpec) -> Step:
             "--file", posixpath.join(run_dir, "files", "compose.yaml"),
             "up", "--detach", "--no-build", "--force-recreate",
         ),
-        secrets=job.secrets,
+        secrets=secrets,
     )  # fmt: skip
 
 

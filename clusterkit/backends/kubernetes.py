@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import getpass
 import io
 import json
@@ -255,7 +256,6 @@ class KubernetesBackend(Backend):
                 **cluster.labels,
             },
             command=("/bin/sh", posixpath.join(run_dir, "files", "pod.sh")),
-            secrets=job.secrets,
             copied=cluster.code == "copied",
             rejoin=rejoin,
         )
@@ -306,6 +306,7 @@ class KubernetesBackend(Backend):
                 mode=0o755,
             )
         )
+        shape = dataclasses.replace(shape, secrets=assembly.secrets)
         objects = flavor.render(shape)
         watched, watched_origin = _watched(cluster, kube)
         if watched:
@@ -375,7 +376,7 @@ class KubernetesBackend(Backend):
             notes=tuple(notes),
             trees=_trees(cluster, facts, local),
             files=tuple(files),
-            steps=(*_packing(cluster, local), _apply(kube, local, job)),
+            steps=(*_packing(cluster, local), _apply(kube, local, assembly.secrets)),
             hosts=(HOST,) * most,
             nodes=1 if mpi else most,
             world_size=topology.world_size,
@@ -426,7 +427,7 @@ class KubernetesBackend(Backend):
 
         return attempt_logs(handle, read, rank=rank, node=node, follow=follow)
 
-    def cancel(self, handle: Handle, transport: Transport) -> None:
+    def cancel(self, handle: Handle, transport: Transport, reason: str = "cancelled") -> None:
         remove(handle, transport)
 
     # -- runs of other machines -----------------------------------------------
@@ -845,7 +846,7 @@ def _kustomization(shape: Shape, files: list[str]) -> Object:
     }
 
 
-def _apply(kube: KubernetesFacts, local: str, job: JobSpec) -> Step:
+def _apply(kube: KubernetesFacts, local: str, secrets: tuple[str, ...]) -> Step:
     return Step(
         kind="run",
         host=HOST,
@@ -854,5 +855,5 @@ def _apply(kube: KubernetesFacts, local: str, job: JobSpec) -> Step:
             "--server-side", "--field-manager", MANAGER,
             "--kustomize", posixpath.join(local, "files"),
         ),
-        secrets=job.secrets,
+        secrets=secrets,
     )  # fmt: skip

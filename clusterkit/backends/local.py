@@ -18,6 +18,7 @@ from clusterkit.backends.nodes import (
     PACKAGES,
     TOOLS,
     attempt_logs,
+    causes,
     check_version,
     device_of,
     divided_gpus,
@@ -178,7 +179,7 @@ class LocalBackend(Backend):
                         "NODE_RANK": str(node),
                         **gpu_share(host.gpus, device, node * nproc, nproc),
                     },
-                    secrets=job.secrets,
+                    secrets=assembly.secrets,
                 )
                 for node in range(started)
             ),
@@ -197,16 +198,19 @@ class LocalBackend(Backend):
             return None
         nodes = tuple(_node_status(handle, node, transport) for node in range(handle.plan.nodes))
         state = overall({node.state for node in nodes})
+        ended = {
+            node.node: transport.get(HOST, node_file(handle, node.node, "exit.json")) or b""
+            for node in nodes
+            if node.state in (State.FAILED, State.CANCELLED)
+        }
         failed = [node.node for node in nodes if node.state is State.FAILED]
-        told = [
-            endings(node, transport.get(HOST, node_file(handle, node, "exit.json")) or b"")
-            for node in failed
-        ]
+        told = [endings(node, ended[node]) for node in failed]
         return Observation(
             state=state,
             nodes=nodes,
             rank_exits=tuple(end for ends, _ in told for end in ends),
             oom_kills=max((kills for _, kills in told), default=0),
+            causes=tuple(cause for node, data in ended.items() for cause in causes(node, data)),
         )
 
     def logs(
@@ -223,13 +227,13 @@ class LocalBackend(Backend):
 
         return attempt_logs(handle, read, rank=rank, node=node, follow=follow)
 
-    def cancel(self, handle: Handle, transport: Transport) -> None:
+    def cancel(self, handle: Handle, transport: Transport, reason: str = "cancelled") -> None:
         grace = handle.plan.stop_grace
         # Our own agent, not the run folder's copy: that may be gone, its processes not.
         stop = [sys.executable, "-I", agent.__file__, "stop", handle.plan.run_dir]
         done = transport.run(
             HOST,
-            [*stop, "--grace", f"{grace:g}"],
+            [*stop, "--grace", f"{grace:g}", "--reason", reason],
             timeout=grace + 60,
         )
         if done.exit_code:
@@ -334,6 +338,7 @@ def _node_status(handle: Handle, node: int, transport: Transport) -> NodeStatus:
         # Read after the process was seen to be gone: then it is there, if it ever will be.
         exit_json=read("exit.json"),
         complaint=read("agent.log") or b"",
+        started=started,
     )
 
 

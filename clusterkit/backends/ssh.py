@@ -20,6 +20,7 @@ from clusterkit.backends.nodes import (
     PACKAGES,
     TOOLS,
     attempt_logs,
+    causes,
     check_version,
     device_of,
     endings,
@@ -144,8 +145,10 @@ class SshBackend(Backend):
         return Facts(
             home=next(iter(homes)),
             hosts=found,
-            # Not probed, to save a round trip: nodes that cannot meet there say so and go on.
-            watch_port=port + 1 if port < LAST_PORT else port - 1,
+            # Beside a port that was chosen it is free: that saves a round trip.
+            watch_port=port + 1
+            if wanted is None
+            else transport.free_port(hosts[0].name, port + 1 if port < LAST_PORT else port - 1),
             port=port,
             port_origin=f"free on {hosts[0].name} when probed"
             if wanted is None
@@ -261,7 +264,7 @@ class SshBackend(Backend):
                         **_own(by_host.get(host.host, {}), job, cluster),
                         **gpu_share(host.gpus, device, 0, nproc),
                     },
-                    secrets=job.secrets,
+                    secrets=assembly.secrets,
                 )
                 for node, host in enumerate(started)
             ),
@@ -325,7 +328,7 @@ class SshBackend(Backend):
 
         return attempt_logs(handle, read, rank=rank, node=node, follow=follow)
 
-    def cancel(self, handle: Handle, transport: Transport) -> None:
+    def cancel(self, handle: Handle, transport: Transport, reason: str = "cancelled") -> None:
         plan = handle.plan
         # Our own agent, not the run folder's copy: that may be gone, its processes not.
         program = Path(agent.__file__).read_bytes()
@@ -334,7 +337,17 @@ class SshBackend(Backend):
         def stop(host: str) -> None:
             done = transport.run(
                 host,
-                [plan.python, "-I", "-", "stop", plan.run_dir, "--grace", f"{grace:g}"],
+                [
+                    plan.python,
+                    "-I",
+                    "-",
+                    "stop",
+                    plan.run_dir,
+                    "--grace",
+                    f"{grace:g}",
+                    "--reason",
+                    reason,
+                ],
                 stdin=program,
                 timeout=grace + 60,
             )
@@ -649,6 +662,9 @@ def _observation(handle: Handle, views: list[NodeView], patience: float) -> Obse
         nodes=nodes,
         rank_exits=tuple(end for ends, _ in told for end in ends),
         oom_kills=max((kills for _, kills in told), default=0),
+        causes=tuple(
+            cause for view in views for cause in causes(view.node, view.files.get("exit.json", b""))
+        ),
     )
 
 
@@ -668,14 +684,19 @@ def _judge(view: NodeView, views: list[NodeView], patience: float) -> NodeStatus
             node=view.node, host=view.host, state=State.UNKNOWN,
             reason=f"nothing is left of the run on host {view.host}",
         )  # fmt: skip
-    return judge_node(
+    found = judge_node(
         view.node,
         view.host,
         begun=view.begun,
         alive=view.alive,
         exit_json=view.files.get("exit.json"),
         complaint=view.files.get("agent.log", b""),
+        started=view.files.get("started.json"),
     )
+    if view.unkept is not None:
+        remark = f"its log here is not whole: {view.unkept}"
+        found = msgspec.structs.replace(found, remarks=(*found.remarks, remark))
+    return found
 
 
 class _Watcher:

@@ -21,7 +21,7 @@ from clusterkit import api
 from clusterkit.logs import LogLine, without_rank
 from clusterkit.marks import is_number
 from clusterkit.status import RunStatus, State
-from clusterkit.ui.words import duration, failure_text, loss_text, source
+from clusterkit.ui.words import duration, failure_text, loss_text, remark_lines, source
 
 PLAIN_LINES = 20
 """How many progress lines a run gets where there is no terminal to redraw."""
@@ -117,6 +117,7 @@ class View:
             lines.append(f"  optimizer {self._optimizer_words()}")
         if times := self._time_words(status):
             lines.append(f"  time      {times}")
+        lines += [f"  note      {line}" for line in remark_lines(status)]
         lines.append(
             f"  again     clusterkit status {status.run}; clusterkit logs {status.run}"
             + (f"; clusterkit plot {status.run} -o loss.png" if self.losses else "")

@@ -43,6 +43,11 @@ def failure_text(status: RunStatus) -> str:
     return "\n".join(lines)
 
 
+def remark_lines(status: RunStatus) -> list[str]:
+    """What the nodes remark, a line each."""
+    return [f"node {node.node}: {text}" for node in status.nodes for text in node.remarks]
+
+
 def loss_text(loss: float) -> str:
     """Four decimals, or four digits of a small one."""
     return f"{loss:.4f}" if abs(loss) >= 0.001 else f"{loss:.4g}"

@@ -712,8 +712,15 @@ def test_a_disk_that_fills_up_during_training_does_not_end_it(
         f"pathlib.Path({str(done)!r}).touch()\n"
     )
     run = api.submit(["python", str(program)], settings=["launcher=python"])
-    assert run.wait(SOON).state is State.SUCCEEDED
+    status = run.wait(SOON)
+    assert status.state is State.SUCCEEDED
     assert done.exists()
+    said = [line.text for line in run.logs()]
+    kept = sum(text.endswith("x") for text in said)
+    gaps = [int(text.split()[0]) for text in said if text.endswith("lost: disk full")]
+    assert 0 < kept < 20000
+    assert sum(gaps) == 20000 - kept
+    assert status.nodes[0].remarks == (f"{20000 - kept} log lines lost: disk full",)
     assert agent.processes_of(str(run.path)) == []
 
 

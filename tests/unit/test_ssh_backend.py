@@ -3,6 +3,7 @@
 import json
 import os
 import posixpath
+import socket
 import subprocess
 import sys
 import time
@@ -630,6 +631,16 @@ def test_probing_tells_of_every_host(entry_of, tmp_path):
     assert found.port_origin == "free on h0 when probed"
     assert found.project is None
     assert not (tmp_path / "my work").exists()
+
+
+def test_the_port_where_nodes_watch_each_other_is_free_when_probed(entry_of):
+    port = LocalTransport().free_port("h0")
+    found = SSH.probe(entry_of(port=port), Hosts())
+    assert (found.port, found.watch_port) == (port, port + 1)
+    with socket.create_server(("", port + 1)):
+        found = SSH.probe(entry_of(port=port), Hosts())
+    assert found.port == port
+    assert found.watch_port not in (port, port + 1)
 
 
 def test_only_the_hosts_that_a_job_takes_are_asked(entry_of):

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from clusterkit.errors import BadInput, RunFolderError, Unavailable
 from clusterkit.logs import LogLine
-from clusterkit.status import Failure, RunStatus, State
+from clusterkit.status import Failure, NodeStatus, RunStatus, State
 from clusterkit.ui import follow, plots, words
 from clusterkit.ui.follow import View
 
@@ -161,6 +161,14 @@ def test_the_summary_tells_result_loss_speed_time_and_how_to_look_again():
         "  time      set-up 1.5 s, imports 2.0 s, rendezvous 0.5 s, first step 0.2 s",
         "  again     clusterkit status r1; clusterkit logs r1; clusterkit plot r1 -o loss.png",
     ]
+
+
+def test_the_summary_tells_what_nodes_remark():
+    nodes = (
+        NodeStatus(node=0, host="h0", state=State.SUCCEEDED),
+        NodeStatus(node=1, host="h1", state=State.SUCCEEDED, remarks=("93 lines lost",)),
+    )
+    assert "  note      node 1: 93 lines lost" in View().summary(status(nodes=nodes))
 
 
 def test_a_program_that_reports_nothing_has_a_short_summary():
