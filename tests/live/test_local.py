@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import pytest
@@ -23,6 +24,7 @@ from clusterkit import agent, api, backends, loader
 from clusterkit.backends.base import Handle
 from clusterkit.cluster import LocalCluster
 from clusterkit.errors import PortTaken
+from clusterkit.runs import RunFolder
 from clusterkit.status import State
 from clusterkit.transport import LocalTransport
 from tests.live import supervisors
@@ -219,7 +221,9 @@ def test_a_failed_run_is_started_again_and_says_so(submit: Submit) -> None:
     status = run.wait(SOON)
     assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
     (event,) = run.events()
-    assert event.text == ("attempt 1 failed: ValueError: boom é; starting again, 1 restarts left")
+    assert event.text == (
+        "attempt 1 failed: rank 1 on node 1: ValueError: boom é; starting again, 1 restart left"
+    )
     assert {line.attempt for line in run.logs()} == {1, 2}
 
 
@@ -490,8 +494,8 @@ def test_ctrl_c_while_the_supervisor_starts_leaves_nothing(
     spawn = supervise.spawn
     folders = []
 
-    def spawn_then_interrupted(folder: object) -> None:
-        spawn(folder)  # type: ignore[arg-type]
+    def spawn_then_interrupted(folder: RunFolder, lock: IO[bytes]) -> None:
+        spawn(folder, lock)
         folders.append(folder)
         raise KeyboardInterrupt
 
