@@ -348,6 +348,26 @@ def test_a_run_without_supervisor_tells_how_it_ended(submit: Submit) -> None:
     assert status.failure.rank == 1
 
 
+def test_attach_starts_a_run_again_that_failed_alone_and_only_once(
+    submit: Submit, tmp_path: Path
+) -> None:
+    program = tmp_path / "once.py"
+    program.write_text(
+        "import os, time\nprint('ready', flush=True)\n"
+        "time.sleep(600 if os.environ['CLUSTERKIT_ATTEMPT'] == '1' else 0)\n"
+    )
+    run = submit(str(program), restarts=1)
+    all_ready(run, 1)
+    supervisors.kill(run)
+    kill(rank_pid(run, 0))
+    assert run.wait(SOON).state is State.FAILED
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(lambda _: run.attach(), range(4))) == 1
+    status = run.wait(SOON)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
+    assert not run.attach()
+
+
 def test_submit_killed_with_9_leaves_the_run_going(clusterkit: list[str]) -> None:
     submitter = subprocess.Popen(
         [*clusterkit, "submit", "--nodes", "2", "--set", "launcher=python", "--",
