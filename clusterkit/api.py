@@ -10,7 +10,6 @@ print(run.wait().state, run.metrics()[-1]["loss"])
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import time
@@ -96,10 +95,14 @@ class Run:
                 raise TimeoutError(f"run {self.id} is {status.state} after {timeout:g} s")
             time.sleep(supervise.POLL_SECONDS / 2)
 
+    @property
+    def watched(self) -> bool:
+        """Whether its supervisor lives."""
+        return supervise.supervisor_alive(self._folder)
+
     def _lives(self) -> bool:
         """Whether any process of it runs on this machine, whatever its folder says."""
-        watched = supervise.supervisor_alive(self._folder)
-        return watched or bool(agent.processes_of(str(self.path)))
+        return self.watched or bool(agent.processes_of(str(self.path)))
 
     def wait_started(self, timeout: float = 60.0) -> RunStatus:
         """The status once every node runs (or the run has ended)."""
@@ -111,9 +114,17 @@ class Run:
         )
 
     def logs(
-        self, *, rank: int | None = None, node: int | None = None, follow: bool = False
+        self,
+        *,
+        rank: int | None = None,
+        node: int | None = None,
+        follow: bool = False,
+        note: Callable[[Event], None] = lambda event: None,
     ) -> Iterator[LogLine]:
         """Lines of all attempts, in order of time within each; with ``follow`` until the run ends.
+
+        Args:
+            note: gets the events of an attempt after its last line.
 
         Raises:
             BadInput: the run has no such node or rank.
@@ -123,10 +134,15 @@ class Run:
             raise BadInput(f"node {node}: run {self.id} has nodes 0 to {plan.nodes - 1}")
         if rank is not None and not 0 <= rank < plan.world_size:
             raise BadInput(f"rank {rank}: run {self.id} has ranks 0 to {plan.world_size - 1}")
-        return self._logs(plan, rank, node, follow)
+        return self._logs(plan, rank, node, follow, note)
 
     def _logs(
-        self, plan: Plan, rank: int | None, node: int | None, follow: bool
+        self,
+        plan: Plan,
+        rank: int | None,
+        node: int | None,
+        follow: bool,
+        note: Callable[[Event], None],
     ) -> Iterator[LogLine]:
         backend = backends.backend(plan.backend)
         transport = backends.transport_for(supervise.read_cluster(self._folder))
@@ -145,7 +161,11 @@ class Run:
                 node=node,
                 follow=goes_on if follow else None,
             )
-            if self.status().attempt <= attempt:
+            newest = self.status().attempt
+            for event in self.events():
+                if event.attempt == attempt:
+                    note(event)
+            if newest <= attempt:
                 return
             attempt += 1
 
@@ -157,18 +177,24 @@ class Run:
         """Every marked line's object (`clusterkit.marks`), metrics among them."""
         return [event for line in self.logs() if (event := line.event) is not None]
 
-    def attach(self) -> None:
-        """Have it watched over again if nobody does: its supervisor was killed, or the machine
-        it ran on.
+    def attach(self) -> bool:
+        """Have it watched over again: its supervisor was killed, or the machine it ran on. If the
+        run has failed meanwhile, its restarts are used.
+
+        Returns:
+            False: somebody watches over it already, or nothing of it is left to do.
 
         Raises:
             BadInput: a secret that a restart needs is not in the environment.
         """
-        if self.status().state.final or supervise.supervisor_alive(self._folder):
-            return
-        job = self._folder.read_json("job.json", JobSpec)
-        _check_secrets(job)
-        supervise.spawn(self._folder, adopt=True)
+        if not supervise.unfinished(self._folder):
+            return False
+        _check_secrets(self._folder.read_json("job.json", JobSpec))
+        if (lock := self._folder.hold()) is None:
+            return False
+        with lock:
+            supervise.spawn(self._folder, lock, adopt=True)
+        return True
 
     def cancel(self) -> RunStatus:
         """End it, with everything it started; fine to repeat."""
@@ -220,8 +246,6 @@ class Prepared:
     backend: Backend
     plan: Plan
     transport: Transport
-    standby: supervise.Standby | None = None
-    """Its supervisor, if one is starting up already."""
 
 
 def prepare(
@@ -238,7 +262,6 @@ def prepare(
     facts: Facts | None = None,
     doctor: bool = True,
     run_id: str | Callable[[str], str] | None = None,
-    to_launch: bool = False,
 ) -> Prepared:
     """Read the job and the cluster, probe the cluster, make the plan; nothing is written.
 
@@ -255,7 +278,6 @@ def prepare(
         facts: instead of probing.
         doctor: examine the hosts first, where the nodes are other machines.
         run_id: instead of a new one; or what makes one of the job's name.
-        to_launch: `launch` follows: have the run's supervisor start up meanwhile.
 
     Raises:
         ClusterkitError: anything that would keep the job from starting.
@@ -271,39 +293,33 @@ def prepare(
         check_capabilities(kind, spec, everyone)
     backend = kind()
     transport = backends.transport_for(entry)
-    with contextlib.ExitStack() as undo:
-        standby = None
-        if to_launch and (kind.elsewhere or kind.managed):
-            standby = supervise.Standby(kind.name)
-            undo.callback(standby.close)
-        if facts is None:
+    if facts is None:
 
-            def probe() -> Facts:
-                with asked.locating():
-                    return backend.probe(entry, transport, spec)
+        def probe() -> Facts:
+            with asked.locating():
+                return backend.probe(entry, transport, spec)
 
-            subject = None
-            if doctor and backend.elsewhere and not backend.managed:
-                with asked.locating():
-                    subject = backend.subject(cluster, entry, spec)
-            facts = probe() if subject is None else _probed(subject, transport, probe)
-        if not facts.hosts:
-            raise BadInput("facts: they name no host", hint="take the facts.json of a run")
-        if callable(run_id):
-            run_id = run_id(spec.name)
-        run_id = store.check_run_id(run_id) if run_id else store.new_run_id(spec.name)
-        with asked.locating():
-            plan = backend.plan(spec, entry, facts, run_id)
-        remarks = list(asked.remarks)
-        if any(host.gpus for host in facts.hosts):
-            from clusterkit import estimate as estimates
+        subject = None
+        if doctor and backend.elsewhere and not backend.managed:
+            with asked.locating():
+                subject = backend.subject(cluster, entry, spec)
+        facts = probe() if subject is None else _probed(subject, transport, probe)
+    if not facts.hosts:
+        raise BadInput("facts: they name no host", hint="take the facts.json of a run")
+    if callable(run_id):
+        run_id = run_id(spec.name)
+    run_id = store.check_run_id(run_id) if run_id else store.new_run_id(spec.name)
+    with asked.locating():
+        plan = backend.plan(spec, entry, facts, run_id)
+    remarks = list(asked.remarks)
+    if any(host.gpus for host in facts.hosts):
+        from clusterkit import estimate as estimates
 
-            if (warning := estimates.warning(spec, facts)) is not None:
-                remarks.append(warning)
-        notes = (*plan.notes, *(Note("", remark, "") for remark in remarks))
-        plan = msgspec.structs.replace(plan, notes=notes)
-        undo.pop_all()
-    return Prepared(spec, cluster, entry, facts, backend, plan, transport, standby)
+        if (warning := estimates.warning(spec, facts)) is not None:
+            remarks.append(warning)
+    notes = (*plan.notes, *(Note("", remark, "") for remark in remarks))
+    plan = msgspec.structs.replace(plan, notes=notes)
+    return Prepared(spec, cluster, entry, facts, backend, plan, transport)
 
 
 def _probed(subject: doctors.Patient, transport: Transport, probe: Callable[[], Facts]) -> Facts:
@@ -378,7 +394,7 @@ def submit(job: Job, **options: Any) -> Run:
     Raises:
         ClusterkitError: nothing was started and nothing is left behind.
     """
-    return launch(prepare(job, to_launch=True, **options))
+    return launch(prepare(job, **options))
 
 
 def launch(ready: Prepared, progress: Progress | None = None) -> Run:
@@ -392,28 +408,27 @@ def launch(ready: Prepared, progress: Progress | None = None) -> Run:
         ready.plan.run_id, store.home() if elsewhere else Path(ready.facts.home)
     )
     try:
-        folder.write_json("job.json", ready.job)
-        folder.write_json("cluster.json", {"backend": ready.backend.name} | _plain(ready.cluster))
-        supervise.save_plan(folder, ready.facts, ready.plan)
-        folder.write_json(
-            "run.json",
-            Submission(
-                run=folder.run_id,
-                job=ready.job.name,
-                cluster=ready.cluster_name,
-                backend=ready.backend.name,
-                created_at=time.time(),
-                clusterkit=clusterkit.__version__,
-            ),
-        )
-        _send_trees(ready, progress)
-        if ready.standby is None:
-            supervise.spawn(folder)
-        else:
-            ready.standby.take(folder)
+        lock = folder.hold()
+        assert lock is not None  # the folder is new
+        with lock:
+            folder.write_json("job.json", ready.job)
+            entry = {"backend": ready.backend.name} | _plain(ready.cluster)
+            folder.write_json("cluster.json", entry)
+            supervise.save_plan(folder, ready.facts, ready.plan)
+            folder.write_json(
+                "run.json",
+                Submission(
+                    run=folder.run_id,
+                    job=ready.job.name,
+                    cluster=ready.cluster_name,
+                    backend=ready.backend.name,
+                    created_at=time.time(),
+                    clusterkit=clusterkit.__version__,
+                ),
+            )
+            _send_trees(ready, progress)
+            supervise.spawn(folder, lock)
     except BaseException:
-        if ready.standby is not None:
-            ready.standby.close()
         supervise.abandon(folder)
         shutil.rmtree(folder.path, ignore_errors=True)
         raise
@@ -525,11 +540,9 @@ def status(run: str) -> RunStatus:
     return get(run).status()
 
 
-def log_lines(
-    run: str, *, rank: int | None = None, node: int | None = None, follow: bool = False
-) -> Iterator[LogLine]:
-    """`Run.logs` by id."""
-    return get(run).logs(rank=rank, node=node, follow=follow)
+def log_lines(run: str, **options: Any) -> Iterator[LogLine]:
+    """`Run.logs` by id; options as there."""
+    return get(run).logs(**options)
 
 
 def metrics(run: str) -> list[dict[str, Any]]:
@@ -599,7 +612,10 @@ def _taken_up(run: str, cluster: str, clusters_file: str | os.PathLike[str] | No
         folder.write_json("run.json", submission)
         text = f"taken up on this machine, in attempt {found.attempt}"
         folder.append("events.jsonl", Event(at=time.time(), attempt=found.attempt, text=text))
-        supervise.spawn(folder, adopt=True)
+        lock = folder.hold()
+        assert lock is not None  # the folder is new
+        with lock:
+            supervise.spawn(folder, lock, adopt=True)
     except BaseException:
         shutil.rmtree(folder.path, ignore_errors=True)
         raise

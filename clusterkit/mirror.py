@@ -8,17 +8,17 @@ from there, whether the hosts still answer or not.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from clusterkit.agent import awake
 from clusterkit.errors import ClusterkitError, SubmitFailed
-from clusterkit.transport import Stream, write_atomic
+from clusterkit.transport import Stream, locked, write_atomic
 
 QUIET_SECONDS = 8.0
 """A stream that said nothing for so long (agent.HEARTBEAT_SECONDS is 2) is given up."""
@@ -75,19 +75,21 @@ class NodeView:
     ended: bool = False
     files: dict[str, bytes] = field(default_factory=dict)
     """``started.json``, ``exit.json``, ``agent.log``, as far as they came."""
+    clock: Callable[[], float] = awake
+    """Seconds; those in which this process was stopped do not count."""
     heard_at: float | None = None
-    """Monotonic time of its last word."""
+    """When its last word came."""
     error: ClusterkitError | None = None
     """Why its host does not answer, while it does not."""
     unkept: str | None = None
     """Why what it has sent could not all be kept; None: it could."""
     silent_since: float | None = None
-    """Monotonic time from which its host did not answer; None: it answers."""
+    """From when on its host did not answer; None: it answers."""
 
     def silent_for(self) -> float | None:
         """Seconds for which its host has not answered; None: it does."""
         since = self.silent_since
-        return None if since is None else time.monotonic() - since
+        return None if since is None else self.clock() - since
 
     def offsets(self) -> dict[str, int]:
         """How much of the files that grow is here already; -1: not wanted."""
@@ -101,7 +103,7 @@ class NodeView:
         Raises:
             RunFolderError: it cannot be kept.
         """
-        self.heard_at = time.monotonic()
+        self.heard_at = self.clock()
         self.silent_since, self.error = None, None
         if (name := header.get("file")) is None:
             self.begun, self.alive = bool(header.get("begun")), bool(header.get("alive"))
@@ -132,7 +134,7 @@ class NodeView:
         """Its host does not answer."""
         self.error = error
         if self.silent_since is None:
-            self.silent_since = self.heard_at or time.monotonic()
+            self.silent_since = self.clock() if self.heard_at is None else self.heard_at
 
 
 def _size(path: Path) -> int:
@@ -155,8 +157,8 @@ def keeping(view: NodeView, again: Callable[[], bool] = lambda: False) -> Iterat
         try:
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
-                lock = stack.enter_context((folder / ".mirror").open("w"))
-                while not _locked(lock):
+                lock = stack.enter_context((folder / ".mirror").open("wb"))
+                while not locked(lock):
                     if not again():
                         view.folder = None
                         break
@@ -166,14 +168,6 @@ def keeping(view: NodeView, again: Callable[[], bool] = lambda: False) -> Iterat
             yield view
         finally:
             view.folder = folder
-
-
-def _locked(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def pull(view: NodeView, stream: Stream, stop: Callable[[], bool] = lambda: False) -> None:

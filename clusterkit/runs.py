@@ -8,6 +8,7 @@ $CLUSTERKIT_HOME/runs/RUN/
     steps.jsonl     every step carried out, and how it went
     events.jsonl    what the supervisor saw and did, in sentences
     supervisor.json process that watches the run
+    supervisor.lock locked as long as that process lives
     state.json      state, attempt, failure; final once the run has ended
     cancelled       there once someone has asked to cancel
     leftovers       there while a host that did not answer may still run some of it
@@ -17,6 +18,7 @@ $CLUSTERKIT_HOME/runs/RUN/
 
 from __future__ import annotations
 
+import contextlib
 import os
 import posixpath
 import re
@@ -24,20 +26,22 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from clusterkit.errors import BadInput, RunFolderError, RunNotFound
 from clusterkit.shell import check_text
-from clusterkit.transport import write_atomic
+from clusterkit.transport import locked, write_atomic
 
 Document = TypeVar("Document")
 RUN_ID = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?\Z")
 RUN_ID_MAX = 63
 _MADE = re.compile(r"-\d{10}-")
 """In the ids that `new_run_id` makes."""
+_LOCK = "supervisor.lock"
+_LOCK_TRIES = 20
 _ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"
 
 
@@ -219,6 +223,39 @@ class RunFolder:
             except msgspec.MsgspecError:
                 continue
         return found
+
+    # -- whose it is -------------------------------------------------------
+
+    def hold(self) -> IO[bytes] | None:
+        """Take the lock of whoever looks after the run; None: another process has it.
+
+        The lock is free again once the file is closed, here and in every process that inherited
+        it: a process that was killed holds nothing.
+
+        Raises:
+            RunFolderError: it cannot be made.
+        """
+        try:
+            with contextlib.ExitStack() as undo:
+                file = undo.enter_context((self.path / _LOCK).open("ab"))
+                for _ in range(_LOCK_TRIES):  # `is_held` has it for an instant
+                    if locked(file):
+                        undo.pop_all()
+                        return file
+                    time.sleep(0.01)
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot lock {self.path / _LOCK}: {error.strerror}", hint=_HOME_HINT
+            ) from error
+        return None
+
+    def is_held(self) -> bool:
+        """Whether a process, on this machine or (over NFS) another, looks after the run."""
+        try:
+            with (self.path / _LOCK).open("rb") as file:
+                return not locked(file, shared=True)
+        except OSError:
+            return False
 
     # -- cancel ------------------------------------------------------------
 

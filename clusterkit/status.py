@@ -68,6 +68,23 @@ class Failure(Struct, frozen=True, kw_only=True):
     hint: str | None = None
     traceback: str | None = None
 
+    @property
+    def who(self) -> str:
+        """``rank 3 on node 1``, ``node 1``, or ``the run`` where it was none of them."""
+        node = "the run" if self.node is None else f"node {self.node}"
+        return node if self.rank is None else f"rank {self.rank} on {node}"
+
+
+class AttemptStatus(Struct, frozen=True, kw_only=True):
+    """How an attempt ended after which another was started. Times are Unix seconds."""
+
+    attempt: int
+    state: State
+    failure: Failure | None
+    """None where the cluster went on with the run while nobody here watched."""
+    started_at: float
+    finished_at: float
+
 
 class RunStatus(Struct, frozen=True, kw_only=True):
     """The document that ``status --json`` prints. Times are Unix seconds."""
@@ -85,5 +102,7 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     running_since: float | None = None
     """When all nodes of the newest attempt were first seen to run."""
     finished_at: float | None = None
+    attempts: tuple[AttemptStatus, ...] = ()
+    """The attempts before the newest."""
     remark: str | None = None
     """What a person should know of this state, in one sentence."""

@@ -1,8 +1,8 @@
 """What happens while a run runs: starting it, watching it, restarts, and its end.
 
-``python -m clusterkit.supervise RUN_DIR`` is the process that does this, detached from the
-terminal and from `clusterkit submit`; whoever follows the run only reads its folder. With
-``--adopt`` it takes over a run whose supervisor is gone.
+``python -m clusterkit.supervise`` is the process that does this (`spawn`), detached from the
+terminal and from `clusterkit submit`; whoever follows the run only reads its folder. It holds the
+folder's lock, so that there is one of them.
 `current` tells the truth about a run whether its supervisor lives or not.
 """
 
@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
 import time
 from collections import deque
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -35,8 +37,8 @@ from clusterkit.plan import Plan, Step
 from clusterkit.runs import Event, RunFolder, StepRecord, Submission
 from clusterkit.shell import Secret
 from clusterkit.spec import JobSpec
-from clusterkit.status import Failure, NodeStatus, RunStatus, State
-from clusterkit.transport import LocalTransport, Transport
+from clusterkit.status import AttemptStatus, Failure, NodeStatus, RunStatus, State
+from clusterkit.transport import Transport
 
 POLL_SECONDS = 0.1
 PEERS_SECONDS = 2.0
@@ -48,16 +50,15 @@ CANCEL_SECONDS = 5.0
 PORT_TRIES = 3
 TAIL_LINES = 5000
 """Log lines per attempt that a diagnosis reads."""
-BIRTH_SECONDS = 10.0
-"""How long after a submit its supervisor may still be about to start."""
-ABANDON_SECONDS = 2.0
-"""How long an interrupted submit waits for a supervisor that it may have started."""
-STAND_BY = "--stand-by"
-_SUPERVISOR = (sys.executable, "-P", "-m", "clusterkit.supervise")
+BIRTH_SECONDS = 60.0
+"""How long a supervisor may take to start; one that ends meanwhile is noticed at once."""
+BORN = b"started\n"
+"""What a supervisor answers to whoever started it."""
 LATE_EXIT = 124
 """Exit code of a run that was ended at its time limit: that of timeout(1)."""
 LEFTOVERS = "leftovers"
 """File that is there while something of the run could not be ended, and says where."""
+RESERVE = ".reserve"
 RESERVE_BYTES = 1 << 16
 """Kept free for the last ``state.json``, so that a full disk does not hide how a run ended."""
 
@@ -76,11 +77,22 @@ class Supervisor:
         self.transport = backends.transport_for(self.cluster)
         self.secrets = {name: Secret(name, os.environ[name]) for name in self.job.secrets}
         self.attempt = 1
+        self.attempts: tuple[AttemptStatus, ...] = ()
         self.remark: str | None = None
         self.nodes: tuple[NodeStatus, ...] = ()
         self.running_since: float | None = None
         self.late = False
         self.terminated = False
+
+    def begin(self) -> None:
+        """Take the run over: from now on ``state.json`` says how it stands.
+
+        Raises:
+            RunFolderError: no space.
+        """
+        self.folder.write_json("supervisor.json", agent.identity(os.getpid()))
+        if not self.folder.file("state.json").exists():
+            self.folder.write_json("state.json", self._status(State.PENDING, None))
 
     def main(self, *, adopt: bool = False) -> None:
         """Run to the end; whatever happens, ``state.json`` says how it ended.
@@ -88,8 +100,6 @@ class Supervisor:
         Args:
             adopt: the newest attempt has been started already.
         """
-        self.folder.write_json("supervisor.json", agent.identity(os.getpid()))
-        self.folder.write(".reserve", bytes(RESERVE_BYTES))
         for signum in (signal.SIGHUP, signal.SIGINT):
             signal.signal(signum, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._terminated)
@@ -157,6 +167,7 @@ class Supervisor:
             seen = self._watch(handle)
             if (gone_on := seen.superseded) is not None:
                 self._event(f"attempt {gone_on.attempt} goes on; it was begun in the cluster")
+                self._attempt_ended(None)
                 continue
             if self.backend.managed:
                 self._cancel()  # what has ended would stay
@@ -176,25 +187,45 @@ class Supervisor:
             elif restarts_left:
                 restarts_left -= 1
                 self._event(
-                    f"attempt {self.attempt} failed: {failure.cause}; starting again, "
-                    f"{restarts_left} restarts left"
+                    f"attempt {self.attempt} failed: {failure.who}: {failure.cause}; "
+                    f"starting again, {counted(restarts_left, 'restart')} left"
                 )
             else:
                 return self._finish(State.FAILED, failure)
+            self._attempt_ended(failure)
             self._save(State.RESTARTING, failure=failure)
             self.attempt += 1
+
+    def _attempt_ended(self, failure: Failure | None) -> None:
+        now = time.time()
+        before = self.attempts[-1].finished_at if self.attempts else self.submission.created_at
+        ended = AttemptStatus(
+            attempt=self.attempt, state=State.FAILED, failure=failure, started_at=before,
+            finished_at=max((node.ended_at or 0.0 for node in self.nodes), default=0.0) or now,
+        )  # fmt: skip
+        self.attempts = (*self.attempts, ended)
 
     def _adopted(self) -> tuple[bool, Newest | None]:
         """Whether the newest attempt known here has been started; and what came after it."""
         saved = self.folder.maybe_json("state.json", RunStatus)
         begun = saved is None or saved.state is not State.RESTARTING
         if saved is not None:
+            self.attempts = saved.attempts
+            if saved.state is State.PENDING and not self._carried_out(saved.attempt):
+                # Its supervisor was killed meanwhile: nobody knows what runs.
+                self._cancel()
+                begun = False
             self.attempt = saved.attempt + (not begun)
             self.running_since = saved.running_since if begun else None
         handle = handle_of(self.folder, self.backend, self.plan, self.attempt)
         with contextlib.suppress(ClusterkitError):
             return begun, self.backend.newest(handle, self.transport)
         return begun, None
+
+    def _carried_out(self, attempt: int) -> bool:
+        """Whether all steps of the plan were."""
+        done = self.folder.records("steps.jsonl", StepRecord)
+        return sum(step.attempt == attempt for step in done) >= len(self.plan.steps)
 
     # -- one attempt --------------------------------------------------------
 
@@ -210,7 +241,7 @@ class Supervisor:
         needed = self.plan.topology.get("min_nodes", self.plan.nodes)
         if self.plan.nodes < self.plan.topology.get("nodes", self.plan.nodes):
             needed = self.plan.nodes  # one launcher for all nodes (mpirun)
-        started = time.monotonic()
+        started = agent.awake()
         give_up: float | None = None
         again = 0.0
         while True:
@@ -220,7 +251,7 @@ class Supervisor:
             if seen.superseded is not None:
                 return seen
             self._note_progress(seen, needed)
-            now = time.monotonic()
+            now = agent.awake()
             states = [node.state for node in seen.nodes]
             if State.PENDING in states and now > started + self.backend.start_seconds:
                 silent = states.index(State.PENDING)
@@ -237,7 +268,7 @@ class Supervisor:
                 give_up = now + PEERS_SECONDS
             if give_up is not None and now >= max(give_up, again):
                 self._cancel()
-                again = time.monotonic() + CANCEL_SECONDS
+                again = agent.awake() + CANCEL_SECONDS
             time.sleep(POLL_SECONDS)
 
     def _ended(self, seen: Observation, needed: int) -> Observation:
@@ -337,7 +368,7 @@ class Supervisor:
         status = msgspec.structs.replace(
             self._status(state, failure), exit_code=code, finished_at=time.time()
         )
-        self.folder.file(".reserve").unlink(missing_ok=True)
+        self.folder.file(RESERVE).unlink(missing_ok=True)
         self.folder.write_json("state.json", status)
 
     def _status(self, state: State, failure: Failure | None) -> RunStatus:
@@ -349,6 +380,7 @@ class Supervisor:
             state=state,
             attempt=self.attempt,
             nodes=self.nodes,
+            attempts=self.attempts,
             failure=failure,
             started_at=self.submission.created_at,
             running_since=self.running_since,
@@ -449,8 +481,8 @@ def leftover_words(folder: RunFolder, message: str) -> str:
 
 
 def supervisor_alive(folder: RunFolder) -> bool:
-    recorded = folder.maybe_json("supervisor.json", dict)
-    return recorded is not None and agent.is_alive(recorded)
+    """Whether somebody watches over the run: its supervisor, or the submit that is to start it."""
+    return folder.is_held()
 
 
 def current(folder: RunFolder) -> RunStatus:
@@ -458,10 +490,11 @@ def current(folder: RunFolder) -> RunStatus:
 
     Never raises for a damaged folder: what cannot be told is UNKNOWN, with a remark.
     """
+    watched = supervisor_alive(folder)
+    # In this order: where nobody watches any more, this is the supervisor's last word.
     saved = folder.maybe_json("state.json", RunStatus)
     if saved is not None and saved.state.final:
         return saved
-    watched = supervisor_alive(folder)
     if saved is not None and watched and saved.nodes:
         return saved
     try:
@@ -478,13 +511,11 @@ def current(folder: RunFolder) -> RunStatus:
         )  # fmt: skip
     attempt = saved.attempt if saved else 1
     handle = handle_of(folder, backend, plan, attempt)
-    newborn = time.time() - submission.created_at < BIRTH_SECONDS
-    newborn = newborn and folder.maybe_json("supervisor.json", dict) is None
     base = saved or RunStatus(
         run=folder.run_id, job=submission.job, cluster=submission.cluster,
         backend=submission.backend, state=State.PENDING, started_at=submission.created_at,
     )  # fmt: skip
-    if (backend.elsewhere or backend.managed) and (watched or newborn):
+    if (backend.elsewhere or backend.managed) and watched:
         return base  # its supervisor asks; nobody else needs to
     newest = Newest(attempt=attempt)
     with contextlib.suppress(ClusterkitError):
@@ -497,7 +528,7 @@ def current(folder: RunFolder) -> RunStatus:
     if seen is None:
         return msgspec.structs.replace(base, state=State.UNKNOWN, remark="nothing is left of it")
     base = msgspec.structs.replace(base, nodes=seen.nodes)
-    if watched or (newborn and not seen_life(seen)):
+    if watched:
         again = folder.maybe_json("state.json", RunStatus)
         if again is not None and again.state.final:
             return again  # it ended while we looked
@@ -508,13 +539,26 @@ def current(folder: RunFolder) -> RunStatus:
     if seen.state is not State.RUNNING:
         with contextlib.suppress(ClusterkitError):
             backend.collect(handle, transport)
-    found = _unwatched(folder, base, backend, handle, seen, transport, newest)
-    if found.state.final and backend.managed:
-        # Nobody else is there to clear up, and to record it.
-        with contextlib.suppress(ClusterkitError):
-            backend.cancel(handle, transport)
-            folder.write_json("state.json", found)
+    found, startable = _unwatched(folder, base, backend, handle, seen, transport, newest)
+    if found.state.final and backend.managed and not startable:
+        _record_end(folder, found, backend, handle, transport)
     return found
+
+
+def _record_end(
+    folder: RunFolder, found: RunStatus, backend: Backend, handle: Handle, transport: Transport
+) -> None:
+    """Nobody else is there to clear up, and to write down how a run ended."""
+    with contextlib.suppress(ClusterkitError):
+        if backend.managed:
+            backend.cancel(handle, transport)
+        folder.write_json("state.json", found)
+
+
+def unfinished(folder: RunFolder) -> bool:
+    """Whether there is anything left to do for a supervisor."""
+    saved = folder.maybe_json("state.json", RunStatus)
+    return not (saved or current(folder)).state.final
 
 
 def seen_life(seen: Observation) -> bool:
@@ -530,45 +574,53 @@ def _unwatched(
     seen: Observation,
     transport: Transport,
     newest: Newest,
-) -> RunStatus:
-    """The supervisor was killed: only the nodes can tell, and whatever watches where they are."""
+) -> tuple[RunStatus, bool]:
+    """The supervisor was killed: only the nodes can tell, and whatever watches where they are.
+
+    Returns:
+        The status, and whether `attach` would start the run again.
+    """
     replace = msgspec.structs.replace
     job = folder.maybe_json("job.json", JobSpec)
     restarts = 0 if job is None else max(0, job.restarts - (handle.attempt - 1))
+    attach = f"`clusterkit attach {folder.run_id}`"
     if seen.state is State.RUNNING:
-        return replace(
-            base,
-            state=State.RUNNING,
-            remark=f"its supervisor is gone: {_alone(backend, newest, restarts)}; "
-            f"`clusterkit attach {folder.run_id}` watches over it again, "
-            f"`clusterkit cancel {folder.run_id}` ends it",
+        remark = (
+            f"its supervisor is gone: {_alone(backend, newest, restarts)}; {attach} watches over "
+            f"it again, `clusterkit cancel {folder.run_id}` ends it"
         )
+        return replace(base, state=State.RUNNING, remark=remark), False
     if folder.is_cancelled():
-        return replace(base, state=State.CANCELLED, exit_code=EXIT_INTERRUPTED)
+        return replace(base, state=State.CANCELLED, exit_code=EXIT_INTERRUPTED), False
     finished = max((node.ended_at or 0.0 for node in seen.nodes), default=0.0) or None
+    again = not newest.late and not newest.settled and restarts > 0
+    left = counted(restarts, "restart")
+    remark = f"nobody was there to start it again ({left} left): {attach} does"
     if newest.late and job is not None:
         failure = over_time(job)
     elif seen.state is State.SUCCEEDED:
-        return replace(base, state=State.SUCCEEDED, exit_code=0, finished_at=finished)
+        return replace(base, state=State.SUCCEEDED, exit_code=0, finished_at=finished), False
     elif newest.watched and not newest.settled and (restarts or not seen_life(seen)):
-        words = f"it starts again; `clusterkit attach {folder.run_id}` follows it"
-        return replace(base, state=State.RESTARTING, remark=f"a watcher in the cluster: {words}")
+        remark = f"a watcher in the cluster: it starts again; {attach} follows it"
+        return replace(base, state=State.RESTARTING, remark=remark), False
     elif not seen_life(seen):
+        again = folder.file("state.json").exists()
+        remark = f"nobody was there to start it: {attach} does"
         failure = Failure(
             node=None, rank=None, exit_code=1, cause="clusterkit was killed before it started it",
-            hint="submit it again",
+            hint=f"{attach} starts it" if again else "submit it again",
         )  # fmt: skip
     else:
         failure = diagnosis(backend, handle, seen, transport)
-    left = f"nobody was there to start it again ({counted(restarts, 'restart')} left)"
-    return replace(
+    found = replace(
         base,
         state=State.UNKNOWN if seen.state is State.UNKNOWN else State.FAILED,
         exit_code=failure.exit_code or 1,
         failure=failure,
         finished_at=finished,
-        remark=left if restarts and not newest.late else base.remark,
+        remark=remark if again else base.remark,
     )
+    return found, again
 
 
 def _alone(backend: Backend, newest: Newest, restarts: int) -> str:
@@ -588,6 +640,12 @@ def cancel(folder: RunFolder) -> RunStatus:
     before = current(folder)
     leftovers = folder.file(LEFTOVERS)
     if before.state.final and not leftovers.exists():
+        if unfinished(folder):  # by now it is: `attach` starts it no more
+            before = msgspec.structs.replace(before, remark=None)
+            plan, cluster = read_plan(folder), read_cluster(folder)
+            transport = backends.transport_for(cluster)
+            handle = Handle(plan, before.attempt)
+            _record_end(folder, before, backends.backend(plan.backend), handle, transport)
         return before
     with contextlib.suppress(RunFolderError):  # a folder that is full or gone: end what runs
         folder.mark_cancelled()
@@ -638,7 +696,7 @@ def _remembered_cluster(folder: RunFolder) -> ClusterSpec:
 
 
 def forget(folder: RunFolder) -> None:
-    """Remove what a run left on other machines.
+    """Remove what a run that has ended left on other machines, and with a service.
 
     Raises:
         Unavailable: a host does not answer.
@@ -648,104 +706,72 @@ def forget(folder: RunFolder) -> None:
     except RunFolderError:
         return  # damaged: nobody knows of hosts
     backend = backends.backend(plan.backend)
+    handle, transport = handle_of(folder, backend, plan, 1), backends.transport_for(cluster)
+    if backend.managed and unfinished(folder):
+        backend.cancel(handle, transport)
     if backend.elsewhere:
-        backend.forget(handle_of(folder, backend, plan, 1), backends.transport_for(cluster))
+        backend.forget(handle, transport)
 
 
 def abandon(folder: RunFolder) -> None:
-    """End a submit that was interrupted: its supervisor may be about to come up."""
-    if not folder.file("supervisor.log").exists():
-        return  # it was not started
-    deadline = time.monotonic() + ABANDON_SECONDS
-    with contextlib.suppress(ClusterkitError):
-        folder.mark_cancelled()
-        while not folder.file("supervisor.json").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        cancel(folder)
+    """End a submit that was interrupted: its supervisor may have come up."""
+    if supervisor_alive(folder):
+        with contextlib.suppress(ClusterkitError):
+            cancel(folder)
 
 
-def spawn(folder: RunFolder, *, adopt: bool = False) -> None:
+def spawn(folder: RunFolder, lock: IO[bytes], *, adopt: bool = False) -> None:
     """Start the supervisor, detached from this process and from the terminal.
 
     Args:
+        lock: what `RunFolder.hold` gave; the supervisor keeps it for its life.
         adopt: it takes over a run whose supervisor is gone.
 
     Raises:
+        RunFolderError: no space for what it will write.
         SubmitFailed: it does not come up; the message holds what it said.
     """
-    log = str(folder.file("supervisor.log"))
-    argv = [*_SUPERVISOR, str(folder.path)]
-    if adopt:
-        argv.append("--adopt")
-        folder.file("supervisor.json").unlink(missing_ok=True)
-    LocalTransport().start("localhost", ["/bin/sh", "-c", 'exec "$@" >>"$0" 2>&1', log, *argv])
-    _await_birth(folder)
-
-
-def _await_birth(folder: RunFolder) -> None:
-    deadline = time.monotonic() + BIRTH_SECONDS
-    while not folder.file("supervisor.json").exists():
-        if time.monotonic() > deadline:
-            said = folder.read("supervisor.log").decode(errors="replace").strip()
-            raise SubmitFailed(f"the run's supervisor did not start: {said or 'no output'}")
-        time.sleep(0.01)
-
-
-class Standby:
-    """A supervisor that starts up while its run is still being prepared.
-
-    It imports what it needs and waits to be told the run's folder. It ends when it is not needed
-    (`close`), and with this process.
-    """
-
-    def __init__(self, backend: str) -> None:
-        # As in `LocalTransport.start`: the shell ends at once, so that it is nobody's child.
-        shell = subprocess.Popen(
-            ["/bin/sh", "-c", 'exec 3<&0; "$@" <&3 3<&- &', "sh", *_SUPERVISOR, STAND_BY, backend],
-            start_new_session=True, stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        shell.wait()
-        assert shell.stdin is not None
-        self._pipe = shell.stdin
-
-    def take(self, folder: RunFolder) -> None:
-        """Have it supervise the run; as `spawn`."""
-        folder.write("supervisor.log", b"")
-        try:
-            self._pipe.write(os.fsencode(folder.path))
-            self._pipe.close()
-        except BrokenPipeError:  # somebody has killed it
-            spawn(folder)
-        else:
-            _await_birth(folder)
-
-    def close(self) -> None:
-        """It is not needed; fine to repeat, and after `take`."""
-        with contextlib.suppress(BrokenPipeError):
-            self._pipe.close()
-
-
-def _stood_by(backend: str) -> Path | None:
-    """The folder of the run that this process was started for, once it is there."""
-    with contextlib.suppress(ImportError):  # which will be told when it is needed
-        backends.backend_type(backend).warm()
-    told = sys.stdin.buffer.read()
-    if not told:
-        return None
-    path = Path(os.fsdecode(told))
-    log = os.open(path / "supervisor.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for ours, theirs in ((nothing, 0), (log, 1), (log, 2)):
-        os.dup2(ours, theirs)
-    return path
+    if not folder.file(RESERVE).exists():
+        folder.write(RESERVE, bytes(RESERVE_BYTES))
+    read, write = os.pipe()
+    with open(read, "rb", buffering=0) as answer:
+        with open(write, "wb"), folder.file("supervisor.log").open("ab") as log:
+            files = (lock.fileno(), write)
+            argv = [sys.executable, "-P", "-m", "clusterkit.supervise", str(folder.path)]
+            argv += [*map(str, files), *(["--adopt"] if adopt else [])]
+            # The shell ends at once, so that it is nobody's child and leaves no zombie.
+            subprocess.run(
+                ["/bin/sh", "-c", '"$@" &', "sh", *argv], start_new_session=True, pass_fds=files,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True,
+            )  # fmt: skip
+        said = b""
+        while select.select([answer], [], [], BIRTH_SECONDS)[0] and (data := answer.read(4096)):
+            said += data
+    if said == BORN:
+        return
+    log_text = folder.read("supervisor.log").decode(errors="replace").strip()
+    words, _, hint = said.decode().partition("\n")
+    raise SubmitFailed(
+        f"the run's supervisor did not start: {words or log_text or 'no output'}", hint=hint or None
+    )
 
 
 def main(argv: list[str]) -> None:
-    """``RUN_DIR [--adopt]``, or ``--stand-by BACKEND``."""
-    path = _stood_by(argv[1]) if argv[0] == STAND_BY else Path(argv[0])
-    if path is not None:
-        Supervisor(RunFolder(path)).main(adopt="--adopt" in argv[1:])
+    """``RUN_DIR LOCK ANSWER [--adopt]``: LOCK and ANSWER are open files, the run folder's lock and
+    a pipe that takes `BORN`, or why this process cannot supervise the run."""
+    path, lock, answer = argv[:3]
+    os.set_inheritable(int(lock), False)
+    # Whoever started this may have been killed meanwhile.
+    with contextlib.suppress(BrokenPipeError), open(int(answer), "wb", buffering=0) as pipe:
+        os.set_inheritable(int(answer), False)
+        try:
+            supervisor = Supervisor(RunFolder(Path(path)))
+            supervisor.begin()
+        except ClusterkitError as error:
+            pipe.write(f"{error.message}\n{error.hint or ''}".encode())
+            raise
+        pipe.write(BORN)
+    supervisor.main(adopt="--adopt" in argv)
 
 
 if __name__ == "__main__":

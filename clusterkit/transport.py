@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import inspect
 import os
 import random
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import IO, Protocol, TypeVar
 
 from clusterkit.errors import ClusterkitError, RunFolderError, SubmitFailed, counted
 
@@ -318,12 +319,14 @@ def in_order(outcomes: Mapping[str, Result | ClusterkitError]) -> dict[str, Resu
 
 
 def _is_free(port: int) -> bool:
-    # Without SO_REUSEADDR: a port in TIME_WAIT is left alone too. Both families, because
-    # torch's store listens on [::] where there is IPv6.
+    # SO_REUSEADDR, as torch's store has it: the connections of the attempt that has just ended are
+    # in TIME_WAIT for a minute. Both families, because that store listens on [::] where there is
+    # IPv6.
     families = [(socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")]
     for family, address in families:
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if family == socket.AF_INET6:
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 probe.bind((address, port))
@@ -374,3 +377,16 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
             if isinstance(error, PermissionError)
             else f"make room on the disk that holds {path.parent}, or set CLUSTERKIT_HOME",
         ) from error
+
+
+def locked(file: IO[bytes], *, shared: bool = False) -> bool:
+    """Lock an open file for as long as it is open here or in a process that inherited it.
+
+    Returns:
+        False: somebody else has locked it.
+    """
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -6,10 +6,10 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import hypothesis
 import pytest
@@ -196,17 +196,28 @@ def refused(cli: Callable[..., Outcome], clusterkit_home: Path) -> Callable[...,
     return call
 
 
+HELD: dict[Path, IO[bytes]] = {}
+"""Locks of the run folders that this process looks after, in the place of supervisors."""
+
+
 @pytest.fixture
 def unstarted_run(
     monkeypatch: pytest.MonkeyPatch, write_job: Callable[..., str], facts: Facts
-) -> Callable[..., api.Run]:
-    """A submitted run whose supervisor never starts: its folder, and no process."""
+) -> Iterator[Callable[..., api.Run]]:
+    """A submitted run that is watched over, and for which nothing happens: its folder, and no
+    process."""
+
+    def spawn(folder: RunFolder, lock: IO[bytes], **_: Any) -> None:
+        HELD[folder.path] = os.fdopen(os.dup(lock.fileno()), "ab")
 
     def submit(text: str = "launcher: python\n", **options: Any) -> api.Run:
-        monkeypatch.setattr(supervise, "spawn", lambda folder: None)
-        return api.submit(write_job(text), facts=options.pop("facts", facts), **options)
+        with monkeypatch.context() as patched:
+            patched.setattr(supervise, "spawn", spawn)
+            return api.submit(write_job(text), facts=options.pop("facts", facts), **options)
 
-    return submit
+    yield submit
+    while HELD:
+        HELD.popitem()[1].close()
 
 
 @dataclass(frozen=True)
@@ -238,13 +249,9 @@ class HandMade:
             (path / "exit.json").write_text(json.dumps(ended))
         return path
 
-    def supervisor(self, *, alive: bool) -> None:
-        self.folder.write_json("supervisor.json", self.alive() if alive else self.dead())
-
-    def long_ago(self) -> None:
-        """Submitted so long ago that no supervisor is about to start any more."""
-        document = json.loads(self.folder.read("run.json"))
-        self.folder.write_json("run.json", document | {"created_at": 1.0})
+    def unwatched(self) -> None:
+        """Its supervisor was killed."""
+        HELD.pop(self.folder.path).close()
 
     @staticmethod
     def alive() -> dict[str, Any]:

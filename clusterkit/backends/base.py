@@ -148,10 +148,6 @@ class Backend(ABC):
             raise BadInput(f"{flag}: backend {cls.name} has no hosts to choose from")
         return cluster
 
-    @classmethod  # noqa: B027 (nothing to do)
-    def warm(cls) -> None:
-        """Import what `transport` will need, where that takes its time."""
-
     @classmethod
     def transport(cls, cluster: ClusterSpec) -> Transport:
         """What reaches the cluster's hosts."""

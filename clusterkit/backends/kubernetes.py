@@ -141,11 +141,6 @@ class KubernetesBackend(Backend):
         return msgspec.structs.replace(cluster, kubeconfig=path)
 
     @classmethod
-    def warm(cls) -> None:
-        import kubernetes.client
-        import kubernetes.config  # noqa: F401
-
-    @classmethod
     def transport(cls, cluster: ClusterSpec) -> Transport:
         return KubeTransport()
 

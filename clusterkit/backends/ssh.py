@@ -94,10 +94,6 @@ class SshBackend(Backend):
         )  # fmt: skip
 
     @classmethod
-    def warm(cls) -> None:
-        from clusterkit import ssh  # noqa: F401 (it takes its time to import)
-
-    @classmethod
     def transport(cls, cluster: ClusterSpec) -> Transport:
         try:
             from clusterkit.ssh import SshTransport
@@ -670,7 +666,8 @@ def _observation(handle: Handle, views: list[NodeView], patience: float) -> Obse
 
 def _judge(view: NodeView, views: list[NodeView], patience: float) -> NodeStatus:
     silence = view.silent_for()
-    if silence is not None and view.error is not None and not view.ended:
+    finished = view.ended or "exit.json" in view.files  # it has said how, as its last word
+    if silence is not None and view.error is not None and not finished:
         said = f"{view.error.message} (no answer for {silence:.0f} s)"
         # When nobody answers, it is the submitter that is cut off.
         alone = len(views) > 1 and all(other.silent_for() is not None for other in views)
@@ -688,7 +685,7 @@ def _judge(view: NodeView, views: list[NodeView], patience: float) -> NodeStatus
         view.node,
         view.host,
         begun=view.begun,
-        alive=view.alive,
+        alive=view.alive and not (finished and silence is not None),
         exit_json=view.files.get("exit.json"),
         complaint=view.files.get("agent.log", b""),
         started=view.files.get("started.json"),

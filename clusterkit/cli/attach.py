@@ -29,14 +29,18 @@ def command(
 
     A run goes on by itself, but when the process that watches over it is gone (its machine was
     switched off, it was killed), nobody restarts it or ends the other nodes when one fails:
-    attach starts that process again. Ctrl-C asks: detach or cancel.
+    attach starts that process again. A run that has failed meanwhile is started again if it has
+    restarts left. Ctrl-C asks: detach or cancel.
 
     With --cluster it takes up a run that somebody submitted from another machine or folder, where
     the cluster remembers what it was made of (Kubernetes): it becomes a run of this machine, its
     logs are read from the beginning, and status, logs, metrics and cancel work. Whoever else
     watched over it steps back.
     """
+    watched = cluster is None and api.get(run).watched
     found = api.attach(run, cluster=cluster, clusters_file=clusters_file)
+    if watched:
+        click.echo(f"note: {found.id} is watched over already", err=True)
     if detach:
         if as_json:
             print_json(found.status())

@@ -7,6 +7,7 @@ import msgspec
 
 from clusterkit import api
 from clusterkit.cli.common import json_option, print_json, run_argument
+from clusterkit.runs import Event
 from clusterkit.ui.words import log_text
 
 
@@ -23,9 +24,15 @@ def command(
     """Lines of all nodes and ranks, in order of time.
 
     RUN is a run's id, the beginning of one, or `last`. With --json a list of objects
-    {time node rank text attempt}; with --follow as well, one object per line.
+    {time node rank text attempt}; with --follow as well, one object per line. With --follow,
+    what happened beside the program (a restart, and what failed before it) goes to stderr.
     """
-    lines = api.log_lines(run, rank=rank, node=node, follow=follow)
+
+    def note(event: Event) -> None:
+        if follow:
+            click.echo(f"note: {event.text}", err=True)
+
+    lines = api.log_lines(run, rank=rank, node=node, follow=follow, note=note)
     if as_json and not follow:
         print_json(list(lines))
         return

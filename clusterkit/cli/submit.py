@@ -50,9 +50,7 @@ def command(
     everything else goes to stderr. Exits with the run's own exit code. With --json, prints the
     run's status as JSON instead of the id: when it has started (--detach), or when it has ended.
     """
-    ready = api.prepare(
-        **job_of(ctx, job), **prepare_options(**options), doctor=not no_doctor, to_launch=True
-    )
+    ready = api.prepare(**job_of(ctx, job), **prepare_options(**options), doctor=not no_doctor)
     for note in ready.plan.notes:
         if not note.name:
             click.echo(f"note: {note}", err=True)

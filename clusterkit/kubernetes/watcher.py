@@ -500,7 +500,10 @@ class Watcher:
         if again:
             # First: if this is cut short, whoever comes next goes on from here.
             event = f"attempt {attempt} failed: {why}; the watcher in the cluster starts it again"
-            self._write({"restarting": str(attempt + 1)}, f"{event}, {left - 1} restarts left")
+            self._write(
+                {"restarting": str(attempt + 1)},
+                f"{event}, {left - 1} restart{'' if left == 2 else 's'} left",
+            )
         else:
             event = f"attempt {attempt} ended by the watcher in the cluster: {why}"
             self._write(

@@ -18,6 +18,7 @@ from rich.progress import (
 from rich.text import Text
 
 from clusterkit import api
+from clusterkit.errors import counted
 from clusterkit.logs import LogLine, without_rank
 from clusterkit.marks import is_number
 from clusterkit.status import RunStatus, State
@@ -104,7 +105,7 @@ class View:
     def summary(self, status: RunStatus) -> list[str]:
         """The run in a few lines: result, loss, speed, where time went, how to look again."""
         spent = (status.finished_at or time.time()) - (status.started_at or time.time())
-        restarts = f" after {status.attempt - 1} restarts" if status.attempt > 1 else ""
+        restarts = f" after {counted(status.attempt - 1, 'restart')}" if status.attempt > 1 else ""
         lines = [f"{status.run} {status.state} in {duration(spent)}{restarts}"]
         if self.losses:
             (first, begun), (last, ended) = self.losses[0], self.losses[-1]
@@ -144,14 +145,12 @@ def follow(run: api.Run, console: Console | None = None) -> RunStatus:
     """Show a run's progress on stderr until it ends, then its summary."""
     console = console or Console(stderr=True, highlight=False)
     view = View()
-    lines = run.logs(follow=True)
+    lines = run.logs(follow=True, note=lambda event: _say(console, f"note: {event.text}"))
     if console.is_terminal:
         _live(view, lines, console)
     else:
         _plain(view, lines, console)
     status = run.status()
-    for event in run.events():
-        _say(console, f"note: {event.text}")
     if status.state is State.SUCCEEDED:
         for late in view.held:
             _show(console, late)

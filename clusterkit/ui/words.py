@@ -30,12 +30,9 @@ def failure_text(status: RunStatus) -> str:
     failure = status.failure
     if failure is None:
         return ""
-    who = "the run" if failure.node is None else f"node {failure.node}"
-    if failure.rank is not None:
-        who = f"rank {failure.rank} on {who}"
     told = failure.exit_code is None or failure.cause.startswith("exited with")
     code = "" if told else f" (exit code {failure.exit_code})"
-    lines = [f"{who} failed first: {failure.cause}{code}"]
+    lines = [f"{failure.who} failed first: {failure.cause}{code}"]
     if failure.traceback:
         lines += [f"  {line}" for line in failure.traceback.splitlines()]
     if failure.hint:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import pytest
@@ -24,6 +25,7 @@ from clusterkit import agent, api, backends, loader
 from clusterkit.backends.base import Handle
 from clusterkit.cluster import LocalCluster
 from clusterkit.errors import PortTaken
+from clusterkit.runs import RunFolder
 from clusterkit.status import State
 from clusterkit.transport import LocalTransport
 from tests.live import supervisors
@@ -300,7 +302,9 @@ def test_a_failed_run_is_started_again_and_says_so(submit: Submit) -> None:
     status = run.wait(SOON)
     assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
     (event,) = run.events()
-    assert event.text == ("attempt 1 failed: ValueError: boom é; starting again, 1 restarts left")
+    assert event.text == (
+        "attempt 1 failed: rank 1 on node 1: ValueError: boom é; starting again, 1 restart left"
+    )
     assert {line.attempt for line in run.logs()} == {1, 2}
 
 
@@ -423,6 +427,26 @@ def test_a_run_without_supervisor_tells_how_it_ended(submit: Submit) -> None:
     assert status.state is State.FAILED
     assert status.failure is not None
     assert status.failure.rank == 1
+
+
+def test_attach_starts_a_run_again_that_failed_alone_and_only_once(
+    submit: Submit, tmp_path: Path
+) -> None:
+    program = tmp_path / "once.py"
+    program.write_text(
+        "import os, time\nprint('ready', flush=True)\n"
+        "time.sleep(600 if os.environ['CLUSTERKIT_ATTEMPT'] == '1' else 0)\n"
+    )
+    run = submit(str(program), restarts=1)
+    all_ready(run, 1)
+    supervisors.kill(run)
+    kill(rank_pid(run, 0))
+    assert run.wait(SOON).state is State.FAILED
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(lambda _: run.attach(), range(4))) == 1
+    status = run.wait(SOON)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
+    assert not run.attach()
 
 
 def test_submit_killed_with_9_leaves_the_run_going(clusterkit: list[str]) -> None:
@@ -571,8 +595,8 @@ def test_ctrl_c_while_the_supervisor_starts_leaves_nothing(
     spawn = supervise.spawn
     folders = []
 
-    def spawn_then_interrupted(folder: object) -> None:
-        spawn(folder)  # type: ignore[arg-type]
+    def spawn_then_interrupted(folder: RunFolder, lock: IO[bytes]) -> None:
+        spawn(folder, lock)
         folders.append(folder)
         raise KeyboardInterrupt
 

@@ -84,7 +84,7 @@ def test_secrets_are_written_nowhere(unstarted_run, monkeypatch):
 
 
 def test_a_submit_that_cannot_start_leaves_nothing(write_job, facts, clusterkit_home, monkeypatch):
-    def broken(folder):
+    def broken(*_):
         raise SubmitFailed("no process")
 
     monkeypatch.setattr(supervise, "spawn", broken)
@@ -96,7 +96,7 @@ def test_a_submit_that_cannot_start_leaves_nothing(write_job, facts, clusterkit_
 def test_a_submit_interrupted_by_ctrl_c_leaves_nothing(
     write_job, facts, clusterkit_home, monkeypatch
 ):
-    def interrupted(folder):
+    def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(supervise, "spawn", interrupted)
@@ -117,7 +117,7 @@ def test_a_disk_that_fills_up_during_a_submit_leaves_nothing(
         real(self, name, data)
 
     monkeypatch.setattr(RunFolder, "write", write)
-    monkeypatch.setattr(supervise, "spawn", lambda folder: pytest.fail("it was started"))
+    monkeypatch.setattr(supervise, "spawn", lambda *_: pytest.fail("it was started"))
     with pytest.raises(RunFolderError, match="No space left"):
         api.submit(write_job("launcher: python\n"), facts=facts)
     assert os.listdir(clusterkit_home / "runs") == []

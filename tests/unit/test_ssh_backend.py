@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from clusterkit import api, backends, inventory, project
+from clusterkit import agent, api, backends, inventory, project
 from clusterkit.backends import ssh as module
 from clusterkit.backends.base import Handle
 from clusterkit.backends.ssh import SshBackend
@@ -861,7 +861,7 @@ def view(number, *, begun=True, alive=True, ended=False, silent=None, known=True
     made.files = dict(files)
     if silent is not None:
         made.error = Unavailable(f"host h{number} does not answer")
-        made.silent_since = time.monotonic() - silent
+        made.silent_since = agent.awake() - silent
     return made
 
 
@@ -888,6 +888,30 @@ def test_when_nobody_answers_it_is_the_submitter_that_is_cut_off():
         State.RUNNING,
         State.RUNNING,
     ]
+
+
+def test_a_pause_of_this_process_is_nobody_s_silence():
+    """SIGSTOP, a suspended machine: the hosts have spoken, this process has not listened."""
+    now = [100.0]
+    clock = agent.Awake(lambda: now[0])
+    views = [view(0), view(1)]
+    for each in views:
+        each.clock = clock
+        each.take({}, b"")
+        each.take({"begun": True, "alive": True, "ended": False}, b"")
+    now[0] += 3600
+    views[0].lost(Unavailable("host h0 does not answer"))  # its connection broke off meanwhile
+    assert judged(*views)[0][0] is State.RUNNING
+    for _ in range(31):
+        now[0] += 1
+        clock()
+    assert judged(*views)[0][0] is State.UNKNOWN
+
+
+def test_how_a_node_ended_outranks_its_silence():
+    files = {"exit.json": b'{"exit_code": 0, "at": 1.0, "reason": null}'}
+    half_heard = view(0, alive=True, ended=False, silent=99, files=files)
+    assert judged(half_heard, view(1))[0][0] is State.SUCCEEDED
 
 
 def test_a_single_look_does_not_guess():

@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 
 import msgspec
 import pytest
@@ -18,9 +17,11 @@ from clusterkit import agent, backends, supervise
 from clusterkit.backends.base import Handle, Newest, Observation
 from clusterkit.backends.local import LocalBackend
 from clusterkit.backends.nodes import overall
+from clusterkit.errors import SubmitFailed
 from clusterkit.runs import Event, RunFolder
-from clusterkit.status import Failure, NodeStatus, RunStatus, State
-from clusterkit.supervise import Supervisor, cancel, current, supervisor_alive
+from clusterkit.status import AttemptStatus, Failure, NodeStatus, RunStatus, State
+from clusterkit.supervise import Supervisor, cancel, current
+from tests.conftest import HELD
 
 STAMP = "2026-11-21T20:11:58.123456Z"
 TRACEBACK = (
@@ -50,8 +51,8 @@ def test_a_run_that_was_submitted_a_moment_ago_is_pending(folder):
     assert current(folder).state is State.PENDING
 
 
-def test_a_run_that_was_never_started_by_anybody_has_failed(folder, hand):
-    hand.long_ago()
+def test_a_run_whose_submit_was_killed_has_failed(folder, hand):
+    hand.unwatched()
     status = current(folder)
     assert status.state is State.FAILED
     assert status.exit_code == 1
@@ -60,7 +61,6 @@ def test_a_run_that_was_never_started_by_anybody_has_failed(folder, hand):
 
 
 def test_a_watched_run_is_running_once_a_node_lives(folder, hand):
-    hand.supervisor(alive=True)
     assert current(folder).state is State.PENDING
     hand.node(started=hand.alive())
     status = current(folder)
@@ -69,7 +69,7 @@ def test_a_watched_run_is_running_once_a_node_lives(folder, hand):
 
 
 def test_a_run_that_lost_its_supervisor_still_runs_and_says_so(folder, hand, run):
-    hand.supervisor(alive=False)
+    hand.unwatched()
     hand.node(started=hand.alive())
     status = current(folder)
     assert status.state is State.RUNNING
@@ -77,14 +77,14 @@ def test_a_run_that_lost_its_supervisor_still_runs_and_says_so(folder, hand, run
 
 
 def test_a_run_that_lost_its_supervisor_and_ended_well_has_succeeded(folder, hand):
-    hand.long_ago()
+    hand.unwatched()
     hand.node(started=hand.dead(), exit_code=0, at=1234.5)
     status = current(folder)
     assert (status.state, status.exit_code, status.finished_at) == (State.SUCCEEDED, 0, 1234.5)
 
 
 def test_a_run_that_lost_its_supervisor_and_failed_tells_why(folder, hand):
-    hand.long_ago()
+    hand.unwatched()
     hand.node(started=hand.dead(), exit_code=7, log=TRACEBACK)
     status = current(folder)
     assert (status.state, status.exit_code) == (State.FAILED, 7)
@@ -93,7 +93,7 @@ def test_a_run_that_lost_its_supervisor_and_failed_tells_why(folder, hand):
 
 
 def test_a_run_that_lost_its_supervisor_and_was_cancelled_is_cancelled(folder, hand):
-    hand.long_ago()
+    hand.unwatched()
     folder.mark_cancelled()
     hand.node(started=hand.dead(), exit_code=143, reason="stopped on request")
     status = current(folder)
@@ -101,7 +101,7 @@ def test_a_run_that_lost_its_supervisor_and_was_cancelled_is_cancelled(folder, h
 
 
 def test_an_agent_that_was_killed_without_a_word_is_a_failure(folder, hand):
-    hand.long_ago()
+    hand.unwatched()
     node = hand.node(started=hand.dead())
     (node / "agent.log").write_text("something\nsh: out of pipes\n")
     status = current(folder)
@@ -110,7 +110,6 @@ def test_an_agent_that_was_killed_without_a_word_is_a_failure(folder, hand):
 
 
 def test_a_node_script_that_has_not_become_an_agent_yet_is_running(folder, hand):
-    hand.supervisor(alive=True)
     (hand.node() / "pid").write_text(f"{os.getpid()}\n")
     assert current(folder).state is State.RUNNING
 
@@ -126,7 +125,6 @@ def test_the_final_word_of_the_supervisor_is_final(folder, hand):
 
 
 def test_a_run_between_two_attempts_is_restarting(folder, hand):
-    hand.supervisor(alive=True)
     hand.node(started=hand.dead(), exit_code=1)
     said = RunStatus(
         run=folder.run_id, job="demo", cluster="local", backend="local",
@@ -137,7 +135,7 @@ def test_a_run_between_two_attempts_is_restarting(folder, hand):
 
 
 def test_the_newest_attempt_is_the_one_that_counts(folder, hand):
-    hand.long_ago()
+    hand.unwatched()
     hand.node(attempt=1, started=hand.dead(), exit_code=1)
     hand.node(attempt=2, started=hand.dead(), exit_code=0)
     said = RunStatus(
@@ -155,23 +153,15 @@ def test_the_newest_attempt_is_the_one_that_counts(folder, hand):
     ids=lambda started: "+".join(started) or "nothing",
 )
 def test_half_a_record_of_a_process_is_no_sign_of_life(folder, hand, started):
-    hand.long_ago()
+    hand.unwatched()
     hand.node(started=started)
     assert current(folder).state is not State.RUNNING
 
 
 def test_a_process_of_before_the_reboot_is_no_sign_of_life(folder, hand):
-    hand.long_ago()
+    hand.unwatched()
     hand.node(started=hand.alive() | {"boot_id": "before"})
     assert current(folder).state is State.FAILED
-
-
-def test_a_supervisor_is_recognised_by_more_than_its_number(folder, hand):
-    assert not supervisor_alive(folder)
-    hand.supervisor(alive=False)
-    assert not supervisor_alive(folder)
-    hand.supervisor(alive=True)
-    assert supervisor_alive(folder)
 
 
 # ---------------------------------------------------------------- damaged folders
@@ -228,8 +218,7 @@ def spoil(path, damage):
 @pytest.fixture
 def complete(folder, hand, run):
     """A folder with every file that a run in its middle has."""
-    hand.long_ago()
-    hand.supervisor(alive=False)
+    hand.unwatched()
     folder.append("events.jsonl", Event(at=1.0, attempt=1, text="something"))
     folder.append("steps.jsonl", Event(at=1.0, attempt=1, text="something"))
     (folder.path / "files").mkdir()
@@ -294,7 +283,7 @@ def test_a_run_without_its_plan_can_still_be_ended(complete):
 
 
 def test_cancelling_a_run_that_has_ended_changes_nothing(folder, hand):
-    hand.long_ago()
+    hand.unwatched()
     hand.node(started=hand.dead(), exit_code=0)
     assert cancel(folder).state is State.SUCCEEDED
     assert not folder.is_cancelled()
@@ -302,7 +291,7 @@ def test_cancelling_a_run_that_has_ended_changes_nothing(folder, hand):
 
 def test_a_cancel_of_a_run_that_is_about_to_start_is_on_record(folder, hand):
     assert cancel(folder).state is State.PENDING
-    hand.long_ago()
+    hand.unwatched()
     assert current(folder).state is State.CANCELLED
     assert cancel(folder).state is State.CANCELLED
 
@@ -355,14 +344,16 @@ OK, BAD, UP = State.SUCCEEDED, State.FAILED, State.RUNNING
 def supervise_with(unstarted_run, monkeypatch):
     """Run a supervisor in this process over scripted attempts; gives what it left."""
 
-    def go(attempts, text="launcher: python\n", **options):
+    def go(attempts, text="launcher: python\n", adopt=None, **options):
         run = unstarted_run(text, **options)
         backend = Scripted(attempts)
         monkeypatch.setattr(backends, "backend", lambda name: backend)
         monkeypatch.setattr(supervise, "POLL_SECONDS", 0.0)
         monkeypatch.setattr(supervise, "PEERS_SECONDS", 0.0)
         supervisor = Supervisor(RunFolder(run.path))
-        supervisor._attempts()
+        if adopt is not None:
+            adopt(supervisor)
+        supervisor._attempts(adopt is not None)
         return backend, supervisor.folder.read_json("state.json", RunStatus), run.events()
 
     return go
@@ -380,8 +371,9 @@ def test_a_failed_run_is_restarted_as_often_as_the_job_says(supervise_with):
     backend, status, events = supervise_with(attempts, "launcher: python\nrestarts: 2\n")
     assert (status.state, status.attempt) == (State.SUCCEEDED, 3)
     assert [attempt for attempt, _ in backend.submitted] == [1, 2, 3]
+    assert events[0].text.startswith("attempt 1 failed: node 0: its launcher exited with 1;")
     assert [event.text.split("; ")[-1] for event in events] == [
-        "starting again, 1 restarts left",
+        "starting again, 1 restart left",
         "starting again, 0 restarts left",
     ]
 
@@ -541,49 +533,170 @@ def test_a_cancel_that_comes_after_the_end_does_not_rewrite_it(unstarted_run, mo
     assert run.status().state is State.SUCCEEDED
 
 
-# ---------------------------------------------------------------- one that stands by
+# ---------------------------------------------------------------- one supervisor, from its start on
 
 
 @pytest.fixture
-def standby(tmp_path, monkeypatch):
-    """A supervisor without a run; ``agent.processes_of(tmp_path)`` finds its process."""
-    with monkeypatch.context() as marked:
-        marked.setenv("CLUSTERKIT_RUN_DIR", str(tmp_path))
-        waiting = supervise.Standby("local")
-    yield waiting
-    waiting.close()
+def made(run):
+    """A run's folder whose lock nobody has."""
+    HELD.pop(run.path).close()
+    return RunFolder(run.path)
 
 
-def gone(tmp_path):
-    deadline = time.monotonic() + 30
-    while agent.processes_of(str(tmp_path)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return True
+def test_a_folder_is_held_by_one(folder, hand):
+    assert folder.is_held()
+    assert folder.hold() is None
+    hand.unwatched()
+    assert not folder.is_held()
+    with folder.hold():
+        assert folder.hold() is None
 
 
-def test_one_that_is_not_needed_ends(standby, tmp_path):
-    assert len(agent.processes_of(str(tmp_path))) == 1
-    standby.close()
-    standby.close()
-    assert gone(tmp_path)
+def test_a_supervisor_holds_the_folder_until_it_ends(made):
+    made.mark_cancelled()  # it has something to do, and nothing to start
+    with made.hold() as lock:
+        supervise.spawn(made, lock)
+    agent.wait_gone([made.read_json("supervisor.json", dict)["pid"]], 60)
+    assert not made.is_held()
+    assert current(made).state is State.CANCELLED
+    assert made.read("supervisor.log") == b""
 
 
-def test_one_that_stood_by_supervises(standby, tmp_path, folder):
-    folder.mark_cancelled()  # it has something to do, and nothing to start
-    standby.take(folder)
-    assert gone(tmp_path)
-    assert current(folder).state is State.CANCELLED
-    assert folder.read("supervisor.log") == b""
+def test_one_that_cannot_start_says_why(made):
+    spoil(made.path / "facts.json", b"[]")
+    words = r"did not start: run .*: facts.json is damaged"
+    with pytest.raises(SubmitFailed, match=words) as error, made.hold() as lock:
+        supervise.spawn(made, lock)
+    assert error.value.hint == f"look into {made.path} by hand"
 
 
-def test_one_that_was_killed_is_replaced(standby, tmp_path, folder, monkeypatch):
-    monkeypatch.undo()  # of `unstarted_run`: this one is to be started
-    for pid in agent.processes_of(str(tmp_path)):
-        os.kill(pid, signal.SIGKILL)
-    assert gone(tmp_path)
-    folder.mark_cancelled()
-    standby.take(folder)
-    other = json.loads(folder.read("supervisor.json"))["pid"]
-    agent.wait_gone([other], 30)
-    assert current(folder).state is State.CANCELLED
+def test_one_that_is_killed_while_it_starts_is_noticed_at_once(made, monkeypatch, tmp_path):
+    killed = tmp_path / "python"
+    killed.write_text("#!/bin/sh\nkill -9 $$\n")
+    killed.chmod(0o755)
+    monkeypatch.setattr(supervise.sys, "executable", str(killed))
+    with pytest.raises(SubmitFailed, match="did not start: no output"), made.hold() as lock:
+        supervise.spawn(made, lock)
+
+
+def test_a_run_that_is_watched_over_gets_no_second_supervisor(run, monkeypatch):
+    monkeypatch.setattr(supervise, "spawn", lambda *_, **__: pytest.fail("it was started"))
+    RunFolder(run.path).write_json("state.json", said_of(run, State.RUNNING))
+    assert run.watched
+    assert not run.attach()
+
+
+# ---------------------------------------------------------------- attach
+
+
+def said_of(run, state, **fields):
+    return RunStatus(
+        run=run.id, job="demo", cluster="local", backend="local", state=state, **fields
+    )
+
+
+@pytest.fixture
+def failed_alone(unstarted_run, by_hand, monkeypatch):
+    """A run that may be started again once, and failed after its supervisor was killed; gives it
+    and the arguments of the supervisors that are started for it."""
+    run = unstarted_run("launcher: python\nrestarts: 1\n")
+    hand = by_hand(run)
+    hand.folder.write_json("state.json", said_of(run, State.RUNNING))
+    hand.unwatched()
+    hand.node(started=hand.dead(), exit_code=7, log=TRACEBACK)
+    started = []
+    monkeypatch.setattr(supervise, "spawn", lambda *_, **options: started.append(options))
+    return run, started
+
+
+def test_a_run_that_failed_alone_says_what_attach_would_do(failed_alone):
+    run, _ = failed_alone
+    status = run.status()
+    assert (status.state, status.exit_code) == (State.FAILED, 7)
+    assert status.remark == (
+        f"nobody was there to start it again (1 restart left): `clusterkit attach {run.id}` does"
+    )
+
+
+def test_attach_uses_the_restarts_that_are_left(failed_alone):
+    run, started = failed_alone
+    assert run.attach()
+    assert started == [{"adopt": True}]
+
+
+def test_attach_does_nothing_for_a_run_that_was_given_up(failed_alone):
+    run, started = failed_alone
+    status = run.cancel()
+    assert (status.state, status.remark) == (State.FAILED, None)
+    assert run.status() == status
+    assert not run.attach()
+    assert started == []
+
+
+def test_a_service_keeps_what_attach_could_still_use(failed_alone, monkeypatch):
+    run, _ = failed_alone
+    ended = []
+    monkeypatch.setattr(LocalBackend, "managed", True)
+    monkeypatch.setattr(LocalBackend, "cancel", lambda *_: ended.append(1))
+    assert run.status().state is State.FAILED
+    assert ended == []
+    run.cancel()
+    assert ended == [1]
+
+
+def test_a_run_whose_submit_was_killed_is_not_attached_to(run, hand, monkeypatch):
+    monkeypatch.setattr(supervise, "spawn", lambda *_, **__: pytest.fail("it was started"))
+    hand.unwatched()
+    assert not run.attach()
+
+
+def saved(state, **fields):
+    def adopt(supervisor):
+        before = msgspec.structs.replace(supervisor._status(state, None), **fields)
+        supervisor.folder.write_json("state.json", before)
+
+    return adopt
+
+
+def test_an_attempt_that_failed_unwatched_is_followed_by_another(supervise_with):
+    job = "launcher: python\nrestarts: 1\n"
+    backend, status, _ = supervise_with(
+        [observed(BAD), observed(OK)], job, adopt=saved(State.RUNNING)
+    )
+    assert [attempt for attempt, _ in backend.submitted] == [2]
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
+
+
+def test_an_attempt_that_was_about_to_start_is_ended_and_followed_by_another(supervise_with):
+    backend, status, _ = supervise_with(
+        [observed(State.PENDING), observed(OK)], adopt=saved(State.PENDING)
+    )
+    assert [attempt for attempt, _ in backend.submitted] == [2]
+    assert backend.cancelled == 1
+    assert status.state is State.SUCCEEDED
+
+
+# ---------------------------------------------------------------- earlier attempts
+
+
+def test_earlier_attempts_are_on_record(supervise_with, by_hand):
+    job = "launcher: python\nrestarts: 2\n"
+    _, status, _ = supervise_with([observed(BAD, code=7), observed(BAD, code=9), observed(OK)], job)
+    assert [(a.attempt, a.state, a.failure.exit_code) for a in status.attempts] == [
+        (1, State.FAILED, 7),
+        (2, State.FAILED, 9),
+    ]
+    first, second = status.attempts
+    assert first.failure.who == "node 0"
+    assert status.started_at == first.started_at <= first.finished_at == second.started_at
+
+
+def test_earlier_attempts_are_kept_by_the_next_supervisor(supervise_with):
+    earlier = AttemptStatus(
+        attempt=1, state=State.FAILED, failure=None, started_at=1.0, finished_at=2.0
+    )
+    adopt = saved(State.RUNNING, attempt=2, attempts=(earlier,))
+    job = "launcher: python\nrestarts: 2\n"
+    _, status, _ = supervise_with([observed(BAD), observed(BAD), observed(OK)], job, adopt=adopt)
+    assert [attempt.attempt for attempt in status.attempts] == [1, 2]
+    assert status.attempts[0] == earlier

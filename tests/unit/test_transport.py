@@ -228,6 +228,15 @@ def test_a_port_is_taken_whatever_address_somebody_listens_on(address):
         assert LOCAL.free_port(HOST, port) != port
 
 
+def test_a_port_whose_connections_have_just_ended_is_free():
+    with socket.create_server(("127.0.0.1", 0)) as store:  # as torch's: with SO_REUSEADDR
+        port = store.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            store.accept()[0].close()  # first: its half goes through TIME_WAIT
+            assert client.recv(1) == b""
+    assert LOCAL.free_port(HOST, port) == port
+
+
 @pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")
 def test_a_port_is_taken_by_a_listener_on_ipv6_alone():
     with socket.socket(socket.AF_INET6) as server:

@@ -154,7 +154,7 @@ def test_the_summary_tells_result_loss_speed_time_and_how_to_look_again():
     ):
         view.feed(mark(**event))
     assert view.summary(status(attempt=2)) == [
-        "r1 SUCCEEDED in 1 min 00 s after 1 restarts",
+        "r1 SUCCEEDED in 1 min 00 s after 1 restart",
         "  loss      5.5000 at step 1, 4.2500 at step 2",
         "  tokens/s  2,000 (median of the steps)",
         "  optimizer each rank holds the state of 500 of 1,000 parameters",
@@ -218,7 +218,7 @@ class Ended:
     def __init__(self, lines, state):
         self._lines, self._state = lines, state
 
-    def logs(self, follow):
+    def logs(self, follow, note):
         return iter(self._lines)
 
     def status(self):

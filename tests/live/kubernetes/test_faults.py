@@ -247,7 +247,7 @@ def mine_says(kube, file):
 def test_a_submit_while_the_api_server_is_away_for_20_seconds(kube):
     job = JobSpec(name="live", command=("sh", "-c", "echo here"), nodes=2, launcher="python")
     # A kind of job that no operator keeps: those take a minute to come back by themselves.
-    ready = api.prepare(job, to_launch=True, **kube.entry(flavor="job"))
+    ready = api.prepare(job, **kube.entry(flavor="job"))
     cluster("api", "down")
     back = threading.Timer(20, cluster, ("api", "up"))
     back.start()

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -350,6 +351,50 @@ def test_a_run_goes_on_without_its_supervisor_and_can_be_attached_to(submit: Sub
     status, _ = ended(run)
     assert status.state is State.SUCCEEDED
     assert [line.text for line in run.logs(rank=1)] == ["hello from 1 h1", "done"]
+
+
+@pytest.mark.parametrize("ticks", [50, 150])
+def test_a_supervisor_that_was_stopped_for_long_ends_nothing(
+    submit: Submit, lab: Lab, ticks: int
+) -> None:
+    """Neither a run that has ended meanwhile nor one that still runs."""
+    run = submit(ticks)
+    saying(run, "hello", 2)
+    os.kill(supervisors.pid_of(run), signal.SIGSTOP)
+    time.sleep(12)  # three times `lost_after`
+    if ticks == 50:
+        for host in lab.hosts:
+            on(
+                lab,
+                host.name,
+                f"until [ -e {run.plan.run_dir}/attempts/1/*/exit.json ]; do :; done",
+            )
+    os.kill(supervisors.pid_of(run), signal.SIGCONT)
+    status, _ = ended(run)
+    assert status.state is State.SUCCEEDED, status
+    assert run.events() == []
+    assert [line.text for line in run.logs(rank=1)] == ["hello from 1 h1", "done"]
+
+
+def test_attach_starts_a_run_again_that_failed_while_nobody_watched(
+    submit: Submit, lab: Lab, place: Path
+) -> None:
+    (place / "tick.py").write_text(
+        "import os, time\nprint('hello', flush=True)\n"
+        "time.sleep(600 if os.environ['CLUSTERKIT_ATTEMPT'] == '1' else 0)\n"
+    )
+    run = submit(1, settings=("restarts=1",))
+    saying(run, "hello", 2)
+    time.sleep(2 * agent.PEER_SECONDS)  # until the nodes have met
+    supervisors.kill(run)
+    on(lab, "h1", f"kill -9 {rank_pid(run, 1)}")
+    status, _ = ended(run)
+    assert status.state is State.FAILED
+    assert f"`clusterkit attach {run.id}` does" in (status.remark or "")
+    api.attach(run.id)
+    status, _ = ended(run)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
+    assert [attempt.failure.node for attempt in status.attempts if attempt.failure] == [1]
 
 
 def test_the_laptop_can_be_closed(submit: Submit) -> None:
