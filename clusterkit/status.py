@@ -66,6 +66,12 @@ class Failure(Struct, frozen=True, kw_only=True):
     hint: str | None = None
     traceback: str | None = None
 
+    @property
+    def summary(self) -> str:
+        """The cause in one line; ``...`` stands for the rest of it."""
+        first, _, rest = self.cause.partition("\n")
+        return f"{first} ..." if rest else first
+
 
 class RunStatus(Struct, frozen=True, kw_only=True):
     """The document that ``status --json`` prints. Times are Unix seconds."""

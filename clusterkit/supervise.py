@@ -176,7 +176,7 @@ class Supervisor:
             elif restarts_left:
                 restarts_left -= 1
                 self._event(
-                    f"attempt {self.attempt} failed: {failure.cause}; starting again, "
+                    f"attempt {self.attempt} failed: {failure.summary}; starting again, "
                     f"{restarts_left} restarts left"
                 )
             else:

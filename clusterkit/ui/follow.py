@@ -17,8 +17,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from clusterkit import api
-from clusterkit.logs import LogLine, without_rank
+from clusterkit import api, tracebacks
+from clusterkit.logs import LogLine
 from clusterkit.marks import is_number
 from clusterkit.status import RunStatus, State
 from clusterkit.ui.words import duration, failure_text, loss_text, source
@@ -59,7 +59,7 @@ class View:
             return []
         if line.rank != 0:
             return []
-        if without_rank(line.text).startswith("Traceback (most recent call last)"):
+        if tracebacks.begins(line.text):
             self._in_traceback = True
         if self._in_traceback:
             self._held.append(line)

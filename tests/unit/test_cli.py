@@ -437,6 +437,26 @@ def test_logs_of_one_rank_raw(cli, ended):
     assert cli("logs", ended.id, "--node", "0", "--rank", "1", "--raw").out == "from rank one\n"
 
 
+def test_logs_fold_torchrun_s_own_traceback_unless_they_are_raw_or_json(
+    cli, unstarted_run, by_hand
+):
+    report = [
+        "Traceback (most recent call last):", '  File "run.py", line 1, in <module>',
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
+        "=" * 60, "train.py FAILED", "=" * 60,
+    ]  # fmt: skip
+    run = unstarted_run()
+    log = "".join(f"2026-11-21T20:00:00.000000Z - {text}\n" for text in report)
+    by_hand(run).node(exit_code=1, log=log.encode())
+    RunFolder(run.path).write_json("state.json", final(run.id, State.FAILED, 1))
+    (line,) = cli("logs", run.id).out.splitlines()
+    assert line.endswith(
+        "n0 - torchrun's own traceback (ChildFailedError): 6 lines; logs --raw shows them"
+    )
+    assert cli("logs", run.id, "--raw").out.splitlines() == report
+    assert [line["text"] for line in cli("logs", run.id, "--json").json] == report
+
+
 def test_logs_as_json_are_a_list_and_followed_one_object_per_line(cli, ended):
     listed = cli("logs", ended.id, "--json").json
     followed = [json.loads(x) for x in cli("logs", ended.id, "--json", "-f").out.splitlines()]

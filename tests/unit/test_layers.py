@@ -19,7 +19,7 @@ LAYERS = [
     | {"clusterkit.agent", "clusterkit.host_probe", "clusterkit.receiver"}
     | {"clusterkit.kubernetes.watcher"},
     {"clusterkit.shell", "clusterkit.transport", "clusterkit.logs", "clusterkit.runtime.mesh"},
-    {"clusterkit.mirror", "clusterkit.ssh_files"},
+    {"clusterkit.mirror", "clusterkit.ssh_files", "clusterkit.tracebacks"},
     {"clusterkit.spec", "clusterkit.runs", "clusterkit.diagnose"},
     {"clusterkit.cluster"},
     {"clusterkit.batch", "clusterkit.rendezvous", "clusterkit.loader", "clusterkit.ssh"},

@@ -70,6 +70,20 @@ def test_a_failure_names_who_why_and_the_remedy():
     )
 
 
+@pytest.mark.parametrize(
+    ("traceback", "shown"),
+    [
+        ("T\nE: first\n\tsecond", ["E: first ... (exit code 7)", "  T", "  E: first", "  \tsecond"]),
+        (None, ["E: first (exit code 7)", "  \tsecond"]),
+    ],
+)
+def test_all_lines_of_a_cause_are_shown_once(traceback, shown):
+    failure = Failure(node=0, rank=0, exit_code=7, cause="E: first\n\tsecond", traceback=traceback)
+    text = words.failure_text(status(State.FAILED, failure=failure))
+    assert text.removeprefix("rank 0 on node 0 failed first: ").split("\n") == shown
+    assert failure.summary == "E: first ..."
+
+
 def test_a_failure_of_nobody_in_particular():
     failure = Failure(node=None, rank=None, exit_code=None, cause="no room")
     assert words.failure_text(status(State.FAILED, failure=failure)) == (
