@@ -298,11 +298,13 @@ def prepare(
         run_id = store.check_run_id(run_id) if run_id else store.new_run_id(spec.name)
         with document.locating(flags) if document else contextlib.nullcontext():
             plan = backend.plan(spec, entry, facts, run_id)
+        warnings = [facts.project.remark] if facts.project is not None else []
         if any(host.gpus for host in facts.hosts):
             from clusterkit import estimate as estimates
 
-            if (warning := estimates.warning(spec, facts)) is not None:
-                plan = msgspec.structs.replace(plan, notes=(*plan.notes, Note("", warning, "")))
+            warnings.append(estimates.warning(spec, facts))
+        said = [Note("", warning, "") for warning in warnings if warning]
+        plan = msgspec.structs.replace(plan, notes=(*plan.notes, *said))
         undo.pop_all()
     return Prepared(spec, cluster, entry, facts, backend, plan, transport, standby)
 
@@ -450,7 +452,8 @@ def _send_trees(ready: Prepared, progress: Progress | None = None) -> None:
         )
         if found.digest != tree.digest:
             raise BadInput(
-                f"{tree.source} has changed since the run was planned", hint="submit again"
+                f"{tree.source} has changed since the run was planned",
+                hint="submit again; what is written all the time cannot be a part of it",
             )
         snapshots[tree.path] = found
 

@@ -73,7 +73,10 @@ def test_a_failure_names_who_why_and_the_remedy():
 @pytest.mark.parametrize(
     ("traceback", "shown"),
     [
-        ("T\nE: first\n\tsecond", ["E: first ... (exit code 7)", "  T", "  E: first", "  \tsecond"]),
+        (
+            "T\nE: first\n\tsecond",
+            ["E: first ... (exit code 7)", "  T", "  E: first", "  \tsecond"],
+        ),
         (None, ["E: first (exit code 7)", "  \tsecond"]),
     ],
 )
