@@ -650,14 +650,18 @@ def cancel(run: str) -> RunStatus:
 def plot(names: Sequence[str], output: str | os.PathLike[str]) -> Path:
     """Loss and tokens per second of one or several runs as a picture; the suffix says which kind.
 
+    A run is named in it after its job, or by its id where two have the same job.
+
     Raises:
         BadInput: a run without metrics, or a suffix that is no picture's.
         Unavailable: matplotlib is not installed.
     """
     from clusterkit.ui import plots
 
-    chosen = [get(name) for name in names]
-    return plots.draw({run.id: run.metrics() for run in chosen}, Path(output))
+    chosen = {run.id: run for run in map(get, names)}
+    jobs = {name: run._folder.read_json("run.json", Submission).job for name, run in chosen.items()}
+    labels = {name: name if [*jobs.values()].count(job) > 1 else job for name, job in jobs.items()}
+    return plots.draw({name: run.metrics() for name, run in chosen.items()}, Path(output), labels)
 
 
 def bench(

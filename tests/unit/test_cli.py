@@ -15,6 +15,7 @@ from clusterkit.cli import cli as group
 from clusterkit.cli.common import table
 from clusterkit.runs import RunFolder
 from clusterkit.status import Failure, NodeStatus, RunStatus, State
+from clusterkit.ui import plots
 
 STAMP = "2026-11-21T20:11:58.12345"
 LOG = (
@@ -508,6 +509,22 @@ def test_plot_writes_a_picture_and_prints_its_name(cli, ended, cwd):
     done = cli("plot", ended.id, "-o", "loss.svg")
     assert (done.code, done.out) == (0, "loss.svg\n")
     assert (cwd / "loss.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("jobs", "labels"), [(("a", "b"), ("a", "b")), (("a", "a"), ("one-1", "two-2"))]
+)
+def test_a_plot_names_runs_after_their_jobs_unless_two_have_the_same(
+    cli, unstarted_run, by_hand, monkeypatch, jobs, labels
+):
+    drawn = []
+    monkeypatch.setattr(plots, "draw", lambda *given: drawn.append(given) or given[1])
+    runs = ("one-1", "two-2")
+    for run_id, job in zip(runs, jobs, strict=True):
+        run = unstarted_run(run_id=run_id, settings=[f"name={job}"])
+        by_hand(run).node(exit_code=0, log=LOG)
+    cli("plot", *runs, "-o", "loss.svg")
+    assert drawn[0][2] == dict(zip(runs, labels, strict=True))
 
 
 def test_rm_removes_a_run_that_has_ended(cli, ended):

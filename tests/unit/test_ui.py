@@ -280,6 +280,19 @@ def test_every_run_is_named_in_the_picture(tmp_path):
     assert path.read_text().count("<!-- second-run -->") == 1
 
 
+def test_held_out_losses_that_agree_show_all(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr(plots, "_save", lambda picture, output: drawn.append(picture) or output)
+    plots.draw({"a": METRICS, "b": METRICS, "c": METRICS}, tmp_path / "l.svg")
+    points = [one for one in drawn[0].axes[0].lines if "held out" in one.get_label()]
+    assert len({one.get_marker() for one in points}) == 3
+    assert len({one.get_color() for one in points}) == 3
+    assert {one.get_markerfacecolor() for one in points} == {"none"}
+    sizes = [one.get_markersize() for one in points]
+    assert sizes == sorted(set(sizes))
+
+
 def test_a_suffix_that_is_no_picture_s_is_refused(tmp_path):
     with pytest.raises(BadInput, match=r"loss\.txt: not a picture's name") as error:
         plots.draw({"a": METRICS}, tmp_path / "loss.txt")
