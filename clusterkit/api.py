@@ -311,13 +311,12 @@ def prepare(
     run_id = store.check_run_id(run_id) if run_id else store.new_run_id(spec.name)
     with asked.locating():
         plan = backend.plan(spec, entry, facts, run_id)
-    remarks = list(asked.remarks)
+    warnings = [*asked.remarks, facts.project.remark if facts.project is not None else None]
     if any(host.gpus for host in facts.hosts):
         from clusterkit import estimate as estimates
 
-        if (warning := estimates.warning(spec, facts)) is not None:
-            remarks.append(warning)
-    notes = (*plan.notes, *(Note("", remark, "") for remark in remarks))
+        warnings.append(estimates.warning(spec, facts))
+    notes = (*plan.notes, *(Note("", warning, "") for warning in warnings if warning))
     plan = msgspec.structs.replace(plan, notes=notes)
     return Prepared(spec, cluster, entry, facts, backend, plan, transport)
 
@@ -452,7 +451,8 @@ def _send_trees(ready: Prepared, progress: Progress | None = None) -> None:
         )
         if found.digest != tree.digest:
             raise BadInput(
-                f"{tree.source} has changed since the run was planned", hint="submit again"
+                f"{tree.source} has changed since the run was planned",
+                hint="submit again; what is written all the time cannot be a part of it",
             )
         snapshots[tree.path] = found
 
@@ -630,14 +630,18 @@ def cancel(run: str) -> RunStatus:
 def plot(names: Sequence[str], output: str | os.PathLike[str]) -> Path:
     """Loss and tokens per second of one or several runs as a picture; the suffix says which kind.
 
+    A run is named in it after its job, or by its id where two have the same job.
+
     Raises:
         BadInput: a run without metrics, or a suffix that is no picture's.
         Unavailable: matplotlib is not installed.
     """
     from clusterkit.ui import plots
 
-    chosen = [get(name) for name in names]
-    return plots.draw({run.id: run.metrics() for run in chosen}, Path(output))
+    chosen = {run.id: run for run in map(get, names)}
+    jobs = {name: run._folder.read_json("run.json", Submission).job for name, run in chosen.items()}
+    labels = {name: name if [*jobs.values()].count(job) > 1 else job for name, job in jobs.items()}
+    return plots.draw({name: run.metrics() for name, run in chosen.items()}, Path(output), labels)
 
 
 def bench(

@@ -401,6 +401,8 @@ class Project(Struct, frozen=True, kw_only=True):
     bytes: int
     how: str
     """Which files of it count, in words."""
+    remark: str | None = None
+    """What a person should know before it is copied."""
 
 
 class Engine(Struct, frozen=True, kw_only=True):

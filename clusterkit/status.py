@@ -74,6 +74,12 @@ class Failure(Struct, frozen=True, kw_only=True):
         node = "the run" if self.node is None else f"node {self.node}"
         return node if self.rank is None else f"rank {self.rank} on {node}"
 
+    @property
+    def summary(self) -> str:
+        """The cause in one line; ``...`` stands for the rest of it."""
+        first, _, rest = self.cause.partition("\n")
+        return f"{first} ..." if rest else first
+
 
 class AttemptStatus(Struct, frozen=True, kw_only=True):
     """How an attempt ended after which another was started. Times are Unix seconds."""

@@ -187,7 +187,7 @@ class Supervisor:
             elif restarts_left:
                 restarts_left -= 1
                 self._event(
-                    f"attempt {self.attempt} failed: {failure.who}: {failure.cause}; "
+                    f"attempt {self.attempt} failed: {failure.who}: {failure.summary}; "
                     f"starting again, {counted(restarts_left, 'restart')} left"
                 )
             else:

@@ -17,9 +17,9 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from clusterkit import api
+from clusterkit import api, tracebacks
 from clusterkit.errors import counted
-from clusterkit.logs import LogLine, without_rank
+from clusterkit.logs import LogLine
 from clusterkit.marks import is_number
 from clusterkit.status import RunStatus, State
 from clusterkit.ui.words import duration, failure_text, loss_text, remark_lines, source
@@ -60,7 +60,7 @@ class View:
             return []
         if line.rank != 0:
             return []
-        if without_rank(line.text).startswith("Traceback (most recent call last)"):
+        if tracebacks.begins(line.text):
             self._in_traceback = True
         if self._in_traceback:
             self._held.append(line)

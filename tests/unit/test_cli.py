@@ -15,6 +15,7 @@ from clusterkit.cli import cli as group
 from clusterkit.cli.common import table
 from clusterkit.runs import RunFolder
 from clusterkit.status import Failure, NodeStatus, RunStatus, State
+from clusterkit.ui import plots
 
 STAMP = "2026-11-21T20:11:58.12345"
 LOG = (
@@ -500,6 +501,26 @@ def test_logs_of_one_rank_raw(cli, ended):
     assert cli("logs", ended.id, "--node", "0", "--rank", "1", "--raw").out == "from rank one\n"
 
 
+def test_logs_fold_torchrun_s_own_traceback_unless_they_are_raw_or_json(
+    cli, unstarted_run, by_hand
+):
+    report = [
+        "Traceback (most recent call last):", '  File "run.py", line 1, in <module>',
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
+        "=" * 60, "train.py FAILED", "=" * 60,
+    ]  # fmt: skip
+    run = unstarted_run()
+    log = "".join(f"2026-11-21T20:00:00.000000Z - {text}\n" for text in report)
+    by_hand(run).node(exit_code=1, log=log.encode())
+    RunFolder(run.path).write_json("state.json", final(run.id, State.FAILED, 1))
+    (line,) = cli("logs", run.id).out.splitlines()
+    assert line.endswith(
+        "n0 - torchrun's own traceback (ChildFailedError): 6 lines; logs --raw shows them"
+    )
+    assert cli("logs", run.id, "--raw").out.splitlines() == report
+    assert [line["text"] for line in cli("logs", run.id, "--json").json] == report
+
+
 def test_logs_as_json_are_a_list_and_followed_one_object_per_line(cli, ended):
     listed = cli("logs", ended.id, "--json").json
     followed = [json.loads(x) for x in cli("logs", ended.id, "--json", "-f").out.splitlines()]
@@ -551,6 +572,22 @@ def test_plot_writes_a_picture_and_prints_its_name(cli, ended, cwd):
     done = cli("plot", ended.id, "-o", "loss.svg")
     assert (done.code, done.out) == (0, "loss.svg\n")
     assert (cwd / "loss.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("jobs", "labels"), [(("a", "b"), ("a", "b")), (("a", "a"), ("one-1", "two-2"))]
+)
+def test_a_plot_names_runs_after_their_jobs_unless_two_have_the_same(
+    cli, unstarted_run, by_hand, monkeypatch, jobs, labels
+):
+    drawn = []
+    monkeypatch.setattr(plots, "draw", lambda *given: drawn.append(given) or given[1])
+    runs = ("one-1", "two-2")
+    for run_id, job in zip(runs, jobs, strict=True):
+        run = unstarted_run(run_id=run_id, settings=[f"name={job}"])
+        by_hand(run).node(exit_code=0, log=LOG)
+    cli("plot", *runs, "-o", "loss.svg")
+    assert drawn[0][2] == dict(zip(runs, labels, strict=True))
 
 
 def test_rm_removes_a_run_that_has_ended(cli, ended):

@@ -25,7 +25,7 @@ LAYERS = [
         "clusterkit.logs",
         "clusterkit.runtime.mesh",
     },
-    {"clusterkit.mirror", "clusterkit.ssh_files"},
+    {"clusterkit.mirror", "clusterkit.ssh_files", "clusterkit.tracebacks"},
     {"clusterkit.spec", "clusterkit.runs", "clusterkit.diagnose"},
     {"clusterkit.cluster", "clusterkit.command"},
     {"clusterkit.batch", "clusterkit.rendezvous", "clusterkit.loader", "clusterkit.ssh"},

@@ -128,6 +128,16 @@ def ended(run: api.Run, seconds: float = 60.0) -> tuple[RunStatus, float]:
 # ---------------------------------------------------------------- runs that go well
 
 
+def test_a_project_that_holds_clusterkit_home_runs(
+    submit: Submit, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As when it is started from $HOME: the run's own folder is written while the rest is copied.
+    monkeypatch.setenv("CLUSTERKIT_HOME", str(place / ".clusterkit"))
+    run = submit(1)
+    assert run.wait().state is State.SUCCEEDED
+    assert run.plan.trees[0].what.startswith("2 files, ")
+
+
 def test_ranks_run_on_their_hosts_and_their_lines_come_back(submit: Submit) -> None:
     run = submit(1)
     status, _ = ended(run)
