@@ -365,8 +365,6 @@ def _check_secrets(spec: JobSpec, why: str = "") -> None:
 
 
 def _with_flags(spec: JobSpec, nodes: int | str | None, gpus: int | None) -> JobSpec:
-    if gpus is not None and gpus < 1:
-        raise BadInput(f"gpus_per_node: {gpus}: a node needs at least 1 rank")
     spec = msgspec.structs.replace(
         spec,
         nodes=spec.nodes if nodes is None else nodes,

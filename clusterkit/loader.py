@@ -23,12 +23,12 @@ import yaml
 
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, LocalCluster
 from clusterkit.errors import BadInput
+from clusterkit.files import read_file, why
 from clusterkit.spec import JobSpec, check_environment, check_job
 
 Spec = TypeVar("Spec", bound=msgspec.Struct)
 Place = tuple[str | int, ...]
 CLUSTERS_FILE = "clusters.yaml"
-BIGGEST_FILE = 4 << 20
 MOST_VALUES = 100_000
 """Values in one document, each use of an alias counted: a few aliases of aliases make millions."""
 _TEXT = frozenset({"env", "args", "command"})
@@ -132,16 +132,12 @@ def read_yaml(path: Path, *, depth: int = 0) -> Document:
     """
     name = str(path)
     try:
-        if path.stat().st_size > BIGGEST_FILE:
-            raise BadInput(
-                f"{name}: larger than {BIGGEST_FILE >> 20} MiB: not a job or cluster file"
-            )
-        text = path.read_text(encoding="utf-8")
+        text = read_file(path).decode()
     except UnicodeDecodeError as error:
         raise BadInput(f"{name}: not a text file (byte {error.start} is not UTF-8)") from None
     except OSError as error:
         hint = _nearest_file(path) if isinstance(error, FileNotFoundError) else None
-        raise BadInput(f"{name}: {(error.strerror or 'unreadable').lower()}", hint) from None
+        raise BadInput(f"{name}: {why(error)}", hint) from None
     return parse_yaml(text, name, depth=depth)
 
 
@@ -499,13 +495,14 @@ def check_program(path: Path) -> None:
     Raises:
         BadInput: a folder, unreadable, or not Python by its name and first bytes.
     """
-    if path.is_dir():
-        raise BadInput(f"program: {path} is a folder", hint="name the file, or use `module:`")
     try:
-        with path.open("rb") as file:
-            head = file.read(4096)
+        head = read_file(path, 4096, whole=False)
+    except IsADirectoryError:
+        raise BadInput(
+            f"program: {path} is a folder", hint="name the file, or use `module:`"
+        ) from None
     except OSError as error:
-        raise BadInput(f"program: {path}: {(error.strerror or 'unreadable').lower()}") from None
+        raise BadInput(f"program: {path}: {why(error)}") from None
     shebang = head.split(b"\n", 1)[0] if head.startswith(b"#!") else b""
     if b"\0" in head or (path.suffix not in (".py", ".pyw") and b"python" not in shebang):
         raise BadInput(

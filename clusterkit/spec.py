@@ -21,6 +21,9 @@ Count = Annotated[int, Meta(ge=1)]
 Auto = Literal["auto"]
 
 JOB_NAME_MAX = 100
+MOST_NODES = 100_000
+MOST_RANKS = 10_000
+"""Of a node. No machine has as much; a larger number is a slip of the hand."""
 _JOB_NAME = re.compile(r"[\w][\w. -]*\Z")
 _NODES = re.compile(r"([0-9]{1,7})(?::([0-9]{1,7}))?\Z")
 _SECONDS = re.compile(r"[0-9]+(\.[0-9]+)?\Z")
@@ -179,6 +182,8 @@ def parse_nodes(nodes: int | str) -> tuple[int, int]:
     high = int(match[2] or low)
     if low < 1:
         raise BadInput(f"nodes: {nodes}: a run needs at least 1 node")
+    if high > MOST_NODES:
+        raise BadInput(f"nodes: {nodes}: a run has {MOST_NODES} nodes at most")
     if high < low:
         raise BadInput(
             f"nodes: {nodes}: the smaller number comes first", hint=f'did you mean "{high}:{low}"?'
@@ -231,6 +236,9 @@ def check_job(job: JobSpec) -> None:
     if job.command is not None and not job.command:
         raise BadInput("command: it is empty", hint="command: [./train.sh, --fast]")
     parse_nodes(job.nodes)
+    if job.gpus_per_node != "auto" and not 1 <= job.gpus_per_node <= MOST_RANKS:
+        few = "needs at least 1 rank" if job.gpus_per_node < 1 else f"has {MOST_RANKS} at most"
+        raise BadInput(f"gpus_per_node: {job.gpus_per_node}: a node {few}")
     if job.time_limit is not None:
         parse_duration(job.time_limit)
     if job.elastic and job.launcher != "torchrun":

@@ -9,6 +9,7 @@ import click
 import msgspec
 
 from clusterkit.errors import BadInput
+from clusterkit.files import read_file, why
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -75,12 +76,9 @@ def prepare_options(facts_file: str | None, **options: Any) -> dict[str, Any]:
         from clusterkit.cluster import Facts
 
         try:
-            with open(facts_file, "rb") as file:
-                options["facts"] = msgspec.json.decode(file.read(), type=Facts)
+            options["facts"] = msgspec.json.decode(read_file(facts_file, 64 << 20), type=Facts)
         except OSError as error:
-            raise BadInput(
-                f"--facts {facts_file}: {(error.strerror or 'unreadable').lower()}"
-            ) from None
+            raise BadInput(f"--facts {facts_file}: {why(error)}") from None
         except msgspec.MsgspecError as error:
             raise BadInput(f"--facts {facts_file}: not a facts.json: {error}") from None
     return options

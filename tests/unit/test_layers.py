@@ -15,7 +15,7 @@ DOCTOR_CHECKS = [path.stem for path in PACKAGE.glob("doctor/checks/[a-z]*.py")]
 KUBE_CHECKS = [path.stem for path in PACKAGE.glob("doctor/kubernetes/checks/[a-z]*.py")]
 LAYERS = [
     {"clusterkit"},
-    {"clusterkit.errors", "clusterkit.status", "clusterkit.marks"}
+    {"clusterkit.errors", "clusterkit.files", "clusterkit.status", "clusterkit.marks"}
     | {"clusterkit.agent", "clusterkit.host_probe", "clusterkit.receiver"}
     | {"clusterkit.kubernetes.watcher"},
     {"clusterkit.shell", "clusterkit.transport", "clusterkit.logs", "clusterkit.runtime.mesh"},

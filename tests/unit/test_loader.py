@@ -1,12 +1,14 @@
 """YAML to specs: what people mean is what arrives, and every mistake is named with its line."""
 
 import json
+import os
 import re
 from pathlib import Path
 
 import pytest
 
-from clusterkit import loader
+from clusterkit import inventory, loader
+from clusterkit.cli.common import prepare_options
 from clusterkit.cluster import LocalCluster
 from clusterkit.errors import BadInput
 from clusterkit.loader import job_from_command, load_cluster, load_job, parse_yaml
@@ -203,6 +205,39 @@ def test_a_file_that_is_no_job_at_all_is_refused(content, message, write_job):
 def test_a_file_of_many_megabytes_is_not_even_read(write_job):
     with pytest.raises(BadInput, match="larger than 4 MiB"):
         load_job(write_job("# " + "x" * (5 << 20)))
+
+
+SPECIAL = ["/dev/zero", "pipe"]
+"""Reading these would never end: one has no end, the other no writer."""
+
+
+@pytest.fixture
+def special(request, cwd):
+    """A file of `SPECIAL`, the pipe also under a program's name."""
+    os.mkfifo(cwd / "pipe")
+    (cwd / "pipe.py").symlink_to("pipe")
+    return request.param
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("special", SPECIAL, indirect=True)
+def test_what_is_no_regular_file_is_not_read(special, cwd):
+    with pytest.raises(BadInput, match=rf"\A{special}: not a regular file\Z"):
+        load_job(special)
+    with pytest.raises(BadInput, match=rf"\A{special}: not a regular file\Z"):
+        load_cluster("a", special)
+    with pytest.raises(BadInput, match=rf"{special}: not a regular file"):
+        inventory.read_hosts(cwd / special, "all")
+    with pytest.raises(BadInput, match=rf"--facts {special}: not a regular file"):
+        prepare_options(special)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("special", SPECIAL, indirect=True)
+def test_a_program_that_is_no_regular_file_is_refused(special, write_job):
+    program = "pipe.py" if special == "pipe" else special
+    with pytest.raises(BadInput, match=rf"job\.yaml:1: program: .*{program}: not a regular file"):
+        load_job(write_job(f"program: {program}\n", base=False))
 
 
 def test_a_missing_job_file_is_told_the_nearest_name(write_job):
