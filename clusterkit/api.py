@@ -11,6 +11,7 @@ print(run.wait().state, run.metrics()[-1]["loss"])
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import time
@@ -45,6 +46,12 @@ Job = str | os.PathLike[str] | JobSpec | Sequence[str]
 
 Progress = Callable[[str, int, int], None]
 """Told of a host, bytes sent to it, bytes to send."""
+
+
+_FLAGS = {
+    "nodes": "--nodes", "gpus_per_node": "--gpus", "include": "--include", "exclude": "--exclude",
+}  # fmt: skip
+"""Keys that the command line can give, and how."""
 
 
 class Run:
@@ -262,20 +269,23 @@ def prepare(
         ClusterkitError: anything that would keep the job from starting.
     """
     spec, document = _job(job, settings)
-    flags = {"nodes": "--nodes"} if nodes is not None else {}
-    flags |= {"gpus_per_node": "--gpus"} if gpus is not None else {}
-    with document.locating(flags) if document else contextlib.nullcontext():
+    given = {
+        "nodes": nodes, "gpus_per_node": gpus, "include": include, "exclude": exclude,
+    }  # fmt: skip
+    flags = {key: _FLAGS[key] for key, value in given.items() if value is not None}
+    with loader.locating(document, flags=flags):
         spec = msgspec.structs.replace(spec, args=(*spec.args, *more_args))
         spec = _with_flags(spec, nodes, gpus)
         _check_secrets(spec)
-    entry = settled_cluster(cluster, clusters_file, include=include, exclude=exclude)
+    loaded = _cluster(cluster, clusters_file, include, exclude)
+    entry = loaded.cluster
     kind = backends.backend_type(entry.backend)
     if kind.unsupported:
         everyone = {name: backends.backend_type(name) for name in backends.NAMES}
         check_capabilities(kind, spec, everyone)
     backend = kind()
     transport = backends.transport_for(entry)
-    with contextlib.ExitStack() as undo:
+    with contextlib.ExitStack() as undo, loader.locating(document, loaded, flags):
         standby = None
         if to_launch and (kind.elsewhere or kind.managed):
             standby = supervise.Standby(kind.name)
@@ -283,21 +293,18 @@ def prepare(
         if facts is None:
 
             def probe() -> Facts:
-                with document.locating(flags) if document else contextlib.nullcontext():
-                    return backend.probe(entry, transport, spec)
+                return backend.probe(entry, transport, spec)
 
             subject = None
             if doctor and backend.elsewhere and not backend.managed:
-                with document.locating(flags) if document else contextlib.nullcontext():
-                    subject = backend.subject(cluster, entry, spec)
+                subject = backend.subject(cluster, entry, spec)
             facts = probe() if subject is None else _probed(subject, transport, probe)
         if not facts.hosts:
             raise BadInput("facts: they name no host", hint="take the facts.json of a run")
         if callable(run_id):
             run_id = run_id(spec.name)
         run_id = store.check_run_id(run_id) if run_id else store.new_run_id(spec.name)
-        with document.locating(flags) if document else contextlib.nullcontext():
-            plan = backend.plan(spec, entry, facts, run_id)
+        plan = backend.plan(spec, entry, facts, run_id)
         if any(host.gpus for host in facts.hosts):
             from clusterkit import estimate as estimates
 
@@ -347,11 +354,22 @@ def settled_cluster(
     Raises:
         ClusterkitError: no such entry, an inventory that cannot be used.
     """
+    return _cluster(name, clusters_file, include, exclude).cluster
+
+
+def _cluster(
+    name: str,
+    clusters_file: str | os.PathLike[str] | None,
+    include: str | None,
+    exclude: str | None,
+) -> loader.LoadedCluster:
+    """As `settled_cluster`, with the file that the entry stands in."""
     loaded = loader.read_cluster(name, clusters_file)
     kind = backends.backend_type(loaded.cluster.backend)
-    flags = {"include": "--include", "exclude": "--exclude"} if include or exclude else None
-    with loaded.locating(flags):
-        return kind.settled(loaded.cluster, loaded.folder, include, exclude)
+    flags = {key: _FLAGS[key] for key in ("include", "exclude")} if include or exclude else {}
+    with loader.locating(None, loaded, flags):
+        cluster = kind.settled(loaded.cluster, loaded.folder, include, exclude)
+    return dataclasses.replace(loaded, cluster=cluster)
 
 
 def _check_secrets(spec: JobSpec, why: str = "") -> None:
@@ -361,6 +379,7 @@ def _check_secrets(spec: JobSpec, why: str = "") -> None:
         raise BadInput(
             f"secrets: {missing[0]} is not set in your environment",
             hint=f"{why}export {missing[0]}=...",
+            job="secrets",
         )
 
 

@@ -18,7 +18,7 @@ from clusterkit import batch as batches
 from clusterkit import shell
 from clusterkit.batch import Batch
 from clusterkit.cluster import HostFacts
-from clusterkit.errors import BadInput, Unavailable
+from clusterkit.errors import BadInput, Unavailable, about
 from clusterkit.plan import Note, PlanFile
 from clusterkit.rendezvous import (
     IS_HOST,
@@ -149,7 +149,8 @@ def assemble(
         **run_env,
     }
     if clash := sorted((OWNED | run_env.keys()) & {*cluster_env, *job.env}):
-        raise BadInput(f"env.{clash[0]}: clusterkit sets it", hint=f"take {clash[0]} out of env")
+        with about("job" if clash[0] in job.env else "cluster", "env", clash[0]):
+            raise BadInput(f"env.{clash[0]}: clusterkit sets it", f"take {clash[0]} out of env")
     program = program_argv(job, places.python, run_env, topology)
     files += [
         PlanFile(places.file("rank.sh"), text=rank_script(starter, topology), mode=0o755),
@@ -227,6 +228,7 @@ def deepspeed_config(
             raise BadInput(
                 f"deepspeed.{key}: {whole[key]}, but batch gives {value}",
                 hint=f"leave {key} to `batch`",
+                job=("deepspeed", key),
             )
         whole[key] = value
     if elastic and numbers:
@@ -282,9 +284,11 @@ def _replaced(arg: str, values: Mapping[str, str | None]) -> str:
     while (start := rest.find("${clusterkit.")) >= 0 and (end := rest.find("}", start)) >= 0:
         name = rest[start + len("${clusterkit.") : end]
         if name not in values:
-            raise BadInput(f"args: ${{clusterkit.{name}}} is unknown", hint=", ".join(values))
+            raise BadInput(
+                f"args: ${{clusterkit.{name}}} is unknown", hint=", ".join(values), job="args"
+            )
         if (value := values[name]) is None:
-            raise BadInput(f"args: ${{clusterkit.{name}}} has no value in this job")
+            raise BadInput(f"args: ${{clusterkit.{name}}} has no value in this job", job="args")
         out, rest = out + rest[:start] + value, rest[end + 1 :]
     return out + rest
 

@@ -22,12 +22,11 @@ import msgspec
 import yaml
 
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, LocalCluster
-from clusterkit.errors import BadInput
+from clusterkit.errors import BadInput, Place, dotted
 from clusterkit.files import read_file, why
 from clusterkit.spec import JobSpec, check_environment, check_job
 
 Spec = TypeVar("Spec", bound=msgspec.Struct)
-Place = tuple[str | int, ...]
 CLUSTERS_FILE = "clusters.yaml"
 MOST_VALUES = 100_000
 """Values in one document, each use of an alias counted: a few aliases of aliases make millions."""
@@ -47,25 +46,6 @@ class Document:
         key = dotted(place)
         return BadInput(f"{self.where(place)}: {key + ': ' if key else ''}{message}", hint)
 
-    @contextmanager
-    def locating(self, given: Mapping[str, str] | None = None) -> Iterator[None]:
-        """Within, an error that begins with a job's key gets its place in the file in front.
-
-        Args:
-            given: keys that a flag has overridden, and the flag.
-        """
-        try:
-            yield
-        except BadInput as error:
-            key = re.split(r"[.:\[ ]", error.message, maxsplit=1)[0]
-            if given and key in given:
-                message = given[key] + error.message.removeprefix(key)
-            elif key not in _fields(JobSpec):
-                raise  # the cluster's, or nobody's
-            else:
-                message = f"{self.where((key,))}: {error.message}"
-            raise type(error)(message, error.hint) from None
-
     def where(self, place: Place) -> str:
         """``file:line`` of a place, or of the nearest one above it that has a line."""
         while place and place not in self._lines:
@@ -74,10 +54,31 @@ class Document:
         return f"{self.name}:{line}" if line else self.name
 
 
-def dotted(place: Place) -> str:
-    """``("args", 1)`` as ``args[1]``."""
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in place]
-    return "".join(parts).lstrip(".")
+@contextmanager
+def locating(
+    job: Document | None, cluster: LoadedCluster | None = None, flags: Mapping[str, str] = {}
+) -> Iterator[None]:
+    """Within, an error about a key of the job or of the cluster's entry gets its place in front.
+
+    Args:
+        job: the job's file, if it has one.
+        cluster: the entry, once it has been read.
+        flags: keys that a flag has overridden, and the flag.
+    """
+    try:
+        yield
+    except BadInput as error:
+        if error.key and error.where is None:
+            key = str(error.key[0])
+            if key in flags:
+                error.locate(flags[key], flags[key] + error.message.removeprefix(key))
+            elif error.source == "job" and job is not None:
+                where = job.where(error.key)
+                error.locate(where, f"{where}: {error.message}")
+            elif error.source == "cluster" and cluster is not None and cluster.document is not None:
+                where = cluster.document.where((cluster.name, *error.key))
+                error.locate(where, f"{where}: {cluster.name}.{error.message}")
+        raise
 
 
 # ---------------------------------------------------------------- YAML
@@ -389,7 +390,7 @@ def read_job(path: str | Path, settings: Sequence[str] = ()) -> LoadedJob:
     for setting in settings:
         apply_setting(document, setting)
     job = convert(document, (), document.data, JobSpec)
-    with document.locating():
+    with locating(document):
         check_job(job)
         job = locate_program(job, [current_folder(), *path.absolute().parents])
     return LoadedJob(job, document)
@@ -472,7 +473,7 @@ def locate_program(job: JobSpec, bases: Sequence[Path]) -> JobSpec:
     if job.workdir is not None:
         bases = [Path(job.workdir).expanduser().absolute()]
         if not bases[0].is_dir():
-            raise BadInput(f"workdir: {job.workdir} is not a folder")
+            raise BadInput(f"workdir: {job.workdir} is not a folder", job="workdir")
     if job.program is None:
         return replace(job, workdir=str(bases[0]))
     for base in bases:
@@ -486,6 +487,7 @@ def locate_program(job: JobSpec, bases: Sequence[Path]) -> JobSpec:
     raise BadInput(
         f"program: {job.program} is neither in {bases[0]} nor in the job file's folder or above it",
         hint=f"did you mean {Path(job.program).with_name(near[0])}?" if near else None,
+        job="program",
     )
 
 
@@ -499,15 +501,16 @@ def check_program(path: Path) -> None:
         head = read_file(path, 4096, whole=False)
     except IsADirectoryError:
         raise BadInput(
-            f"program: {path} is a folder", hint="name the file, or use `module:`"
+            f"program: {path} is a folder", "name the file, or use `module:`", job="program"
         ) from None
     except OSError as error:
-        raise BadInput(f"program: {path}: {why(error)}") from None
+        raise BadInput(f"program: {path}: {why(error)}", job="program") from None
     shebang = head.split(b"\n", 1)[0] if head.startswith(b"#!") else b""
     if b"\0" in head or (path.suffix not in (".py", ".pyw") and b"python" not in shebang):
         raise BadInput(
             f"program: {path} is not a Python file",
             hint=f"command: [{path}] runs any other kind of program",
+            job="program",
         )
 
 
@@ -529,25 +532,6 @@ class LoadedCluster:
     cluster: ClusterSpec
     folder: Path
     document: Document | None = None
-
-    @contextmanager
-    def locating(self, given: Mapping[str, str] | None = None) -> Iterator[None]:
-        """Within, an error that begins with one of the entry's keys gets its place in front.
-
-        Args:
-            given: keys that a flag has overridden, and the flag.
-        """
-        try:
-            yield
-        except BadInput as error:
-            key = re.split(r"[.:\[ ]", error.message, maxsplit=1)[0]
-            if given and key in given:
-                message = given[key] + error.message.removeprefix(key)
-                raise type(error)(message, error.hint) from None
-            if self.document is None or key not in _fields(type(self.cluster)):
-                raise
-            where = self.document.where((self.name, key))
-            raise type(error)(f"{where}: {self.name}.{error.message}", error.hint) from None
 
 
 def load_cluster(name: str, path: str | os.PathLike[str] | None = None) -> ClusterSpec:
@@ -601,14 +585,11 @@ def read_cluster(name: str, path: str | os.PathLike[str] | None = None) -> Loade
             f"allowed: {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else ""),
         )
     cluster = convert(document, (name,), entry, CLUSTER_TYPES[backend])
-    try:
-        check_environment(cluster.env)
-    except BadInput as error:
-        raise document.error(
-            (name, "env"), error.message.removeprefix("env: "), error.hint
-        ) from None
     assert found is not None
-    return LoadedCluster(name, cluster, found.absolute().parent, document)
+    loaded = LoadedCluster(name, cluster, found.absolute().parent, document)
+    with locating(None, loaded):
+        check_environment(cluster.env, "cluster")
+    return loaded
 
 
 def find_clusters_file() -> Path | None:

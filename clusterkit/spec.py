@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from clusterkit.errors import BadInput
+from clusterkit.errors import BadInput, Source, about
 from clusterkit.shell import check_text, is_name
 
 Launcher = Literal["torchrun", "deepspeed", "mpirun", "python"]
@@ -177,16 +177,20 @@ def parse_nodes(nodes: int | str) -> tuple[int, int]:
     match = _NODES.match(str(nodes).strip())
     if match is None:
         shown = repr(nodes)[:40]
-        raise BadInput(f"nodes: {shown} is neither a number nor MIN:MAX", hint='2, or "2:4"')
+        raise BadInput(
+            f"nodes: {shown} is neither a number nor MIN:MAX", hint='2, or "2:4"', job="nodes"
+        )
     low = int(match[1])
     high = int(match[2] or low)
     if low < 1:
-        raise BadInput(f"nodes: {nodes}: a run needs at least 1 node")
+        raise BadInput(f"nodes: {nodes}: a run needs at least 1 node", job="nodes")
     if high > MOST_NODES:
-        raise BadInput(f"nodes: {nodes}: a run has {MOST_NODES} nodes at most")
+        raise BadInput(f"nodes: {nodes}: a run has {MOST_NODES} nodes at most", job="nodes")
     if high < low:
         raise BadInput(
-            f"nodes: {nodes}: the smaller number comes first", hint=f'did you mean "{high}:{low}"?'
+            f"nodes: {nodes}: the smaller number comes first",
+            hint=f'did you mean "{high}:{low}"?',
+            job="nodes",
         )
     return low, high
 
@@ -206,10 +210,14 @@ def parse_duration(duration: float | str) -> float:
         seconds = sum(float(number) * units[unit] for number, unit in parts)
     else:
         raise BadInput(
-            f"time_limit: {text[:40]!r} is no length of time", hint="such as 3600, 90m, 2h, 1d12h"
+            f"time_limit: {text[:40]!r} is no length of time",
+            hint="such as 3600, 90m, 2h, 1d12h",
+            job="time_limit",
         )
     if not 0 < seconds < 1e9:
-        raise BadInput(f"time_limit: {text[:40]}: it has to be above 0, and finite")
+        raise BadInput(
+            f"time_limit: {text[:40]}: it has to be above 0, and finite", job="time_limit"
+        )
     return seconds
 
 
@@ -226,50 +234,57 @@ def check_job(job: JobSpec) -> None:
         raise BadInput(
             f"name: {shown!r} cannot name a job",
             hint=f"letters, digits, '.', '_', '-' and spaces, {JOB_NAME_MAX} characters at most",
+            job="name",
         )
     given = [key for key in ("program", "module", "command") if getattr(job, key) is not None]
     if len(given) != 1:
         raise BadInput(
             f"{' and '.join(given)}: give only one of them" if given else "program: missing",
             hint="one of `program: train.py`, `module: package.train`, `command: [./train.sh]`",
+            job=given[0] if given else "program",
         )
     if job.command is not None and not job.command:
-        raise BadInput("command: it is empty", hint="command: [./train.sh, --fast]")
+        raise BadInput("command: it is empty", hint="command: [./train.sh, --fast]", job="command")
     parse_nodes(job.nodes)
     if job.gpus_per_node != "auto" and not 1 <= job.gpus_per_node <= MOST_RANKS:
         few = "needs at least 1 rank" if job.gpus_per_node < 1 else f"has {MOST_RANKS} at most"
-        raise BadInput(f"gpus_per_node: {job.gpus_per_node}: a node {few}")
+        raise BadInput(f"gpus_per_node: {job.gpus_per_node}: a node {few}", job="gpus_per_node")
     if job.time_limit is not None:
         parse_duration(job.time_limit)
     if job.elastic and job.launcher != "torchrun":
         raise BadInput(
             f"nodes: {job.nodes}: launcher {job.launcher} cannot run an elastic number of nodes",
             hint="launcher: torchrun",
+            job="nodes",
         )
     check_environment(job.env)
     for name in job.secrets:
         if not is_name(name):
-            raise BadInput(f"secrets: {name!r} cannot name an environment variable")
+            raise BadInput(f"secrets: {name!r} cannot name an environment variable", job="secrets")
     for key in ("program", "module", "workdir"):
-        check_text(key, getattr(job, key) or "")
+        with about("job", key):
+            check_text(key, getattr(job, key) or "")
     if job.checkpoint is not None:
-        check_text("checkpoint.dir", job.checkpoint.dir)
-        check_text("checkpoint.resume", job.checkpoint.resume)
+        for key in ("dir", "resume"):
+            with about("job", "checkpoint", key):
+                check_text(f"checkpoint.{key}", getattr(job.checkpoint, key))
     for key in ("args", "command"):
         for position, word in enumerate(getattr(job, key) or ()):
-            check_text(f"{key}[{position}]", word)
+            with about("job", key, position):
+                check_text(f"{key}[{position}]", word)
     twice = sorted(set(job.env) & set(job.secrets))
     if twice:
-        raise BadInput(f"secrets: {twice[0]} is set in env as well")
+        raise BadInput(f"secrets: {twice[0]} is set in env as well", job="secrets")
 
 
-def check_environment(env: Mapping[str, str]) -> None:
+def check_environment(env: Mapping[str, str], source: Source = "job") -> None:
     """Refuse what cannot be an environment variable.
 
     Raises:
-        BadInput: the message begins with ``env``.
+        BadInput: about ``env``.
     """
     for name, value in env.items():
-        if not is_name(name):
-            raise BadInput(f"env: {name!r} cannot name an environment variable")
-        check_text(f"env.{name}", value)
+        with about(source, "env", name):
+            if not is_name(name):
+                raise BadInput(f"env: {name!r} cannot name an environment variable")
+            check_text(f"env.{name}", value)
