@@ -24,7 +24,7 @@ import yaml
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, LocalCluster
 from clusterkit.errors import BadInput, Place, dotted
 from clusterkit.files import read_file, why
-from clusterkit.spec import JobSpec, check_environment, check_job
+from clusterkit.spec import SCHEMA, JobSpec, check_environment, check_job
 
 Spec = TypeVar("Spec", bound=msgspec.Struct)
 CLUSTERS_FILE = "clusters.yaml"
@@ -386,7 +386,8 @@ def read_job(path: str | Path, settings: Sequence[str] = ()) -> LoadedJob:
     document = read_yaml(path)
     if not isinstance(document.data, dict):
         raise BadInput(f"{path}: a job file is a mapping of keys like `name:` and `program:`")
-    document.data.setdefault("name", path.stem)
+    if document.data.get("name") is None:
+        document.data["name"] = path.stem
     for setting in settings:
         apply_setting(document, setting)
     job = convert(document, (), document.data, JobSpec)
@@ -622,6 +623,18 @@ def json_schema() -> dict[str, Any]:
     # `name` is taken from the file's own name when it is left out.
     required = definitions["JobSpec"].pop("required", [])
     assert required == ["name"]
+    definitions["JobSpec"] |= SCHEMA
+    for name in ("JobSpec", *(kind.__name__ for kind in kinds)):
+        for key, schema in definitions[name]["properties"].items():
+            if key in _TEXT:
+                _take_scalars(schema)
+            # A key with nothing after it is as good as none.
+            if "anyOf" in schema:
+                schema["anyOf"].append({"type": "null"})
+            elif "enum" in schema:
+                schema["enum"].append(None)
+            else:
+                schema["type"] = [schema["type"], "null"]
     definitions["clusters"] = {
         "type": "object",
         "description": f"{CLUSTERS_FILE}: names and entries",
@@ -633,3 +646,12 @@ def json_schema() -> dict[str, Any]:
         "$ref": "#/$defs/JobSpec",
         "$defs": definitions,
     }
+
+
+def _take_scalars(schema: dict[str, Any]) -> None:
+    """Let every scalar stand where text is wanted below: it is its own text there."""
+    for below in (schema.get("items"), schema.get("additionalProperties")):
+        if isinstance(below, dict):
+            below["type"] = ["string", "number", "boolean", "null"]
+    for alternative in schema.get("anyOf", ()):
+        _take_scalars(alternative)
