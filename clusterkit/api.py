@@ -290,7 +290,7 @@ def prepare(
         if to_launch and (kind.elsewhere or kind.managed):
             standby = supervise.Standby(kind.name)
             undo.callback(standby.close)
-        if facts is None:
+        if probed := facts is None:
 
             def probe() -> Facts:
                 return backend.probe(entry, transport, spec)
@@ -305,6 +305,12 @@ def prepare(
             run_id = run_id(spec.name)
         run_id = store.check_run_id(run_id) if run_id else store.new_run_id(spec.name)
         plan = backend.plan(spec, entry, facts, run_id)
+        if spec.deepspeed is not None:
+            from clusterkit import deepspeed_probe
+
+            asked = transport if probed and not backend.managed else None
+            notes = deepspeed_probe.examine(spec, plan, facts, asked)
+            plan = msgspec.structs.replace(plan, notes=(*plan.notes, *notes))
         if any(host.gpus for host in facts.hosts):
             from clusterkit import estimate as estimates
 

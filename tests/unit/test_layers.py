@@ -15,7 +15,13 @@ DOCTOR_CHECKS = [path.stem for path in PACKAGE.glob("doctor/checks/[a-z]*.py")]
 KUBE_CHECKS = [path.stem for path in PACKAGE.glob("doctor/kubernetes/checks/[a-z]*.py")]
 LAYERS = [
     {"clusterkit"},
-    {"clusterkit.errors", "clusterkit.files", "clusterkit.status", "clusterkit.marks"}
+    {
+        "clusterkit.errors",
+        "clusterkit.files",
+        "clusterkit.status",
+        "clusterkit.deepspeed_table",
+        "clusterkit.marks",
+    }
     | {"clusterkit.agent", "clusterkit.host_probe", "clusterkit.receiver"}
     | {"clusterkit.kubernetes.watcher"},
     {"clusterkit.shell", "clusterkit.transport", "clusterkit.logs", "clusterkit.runtime.mesh"},
@@ -23,7 +29,9 @@ LAYERS = [
     {"clusterkit.spec", "clusterkit.runs", "clusterkit.diagnose"},
     {"clusterkit.cluster"},
     {"clusterkit.batch", "clusterkit.rendezvous", "clusterkit.loader", "clusterkit.ssh"},
-    {"clusterkit.plan", "clusterkit.inventory", "clusterkit.catalogue"},
+    {"clusterkit.plan", "clusterkit.inventory", "clusterkit.catalogue"}
+    | {"clusterkit.deepspeed_config"},
+    {"clusterkit.deepspeed_probe"},
     {"clusterkit.estimate.units", "clusterkit.estimate.memory"},
     {"clusterkit.estimate.models", "clusterkit.estimate.advice"},
     {"clusterkit.estimate.jobs"},
