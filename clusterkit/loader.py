@@ -40,6 +40,7 @@ class Document:
         self.name = name
         self.data = data
         self._lines = lines
+        self._parts: dict[str | int, Document] = {}
 
     def error(self, place: Place, message: str, hint: str | None = None) -> BadInput:
         """An error at one place of the file."""
@@ -48,10 +49,30 @@ class Document:
 
     def where(self, place: Place) -> str:
         """``file:line`` of a place, or of the nearest one above it that has a line."""
+        if place and place[0] in self._parts:
+            return self._parts[place[0]].where(place)
         while place and place not in self._lines:
             place = place[:-1]
         line = self._lines.get(place)
         return f"{self.name}:{line}" if line else self.name
+
+    def include(self, key: str, folder: Path) -> None:
+        """Where a key names a file, put what that holds into its place: JSON, or YAML.
+
+        Args:
+            folder: where a relative path starts.
+
+        Raises:
+            BadInput: as `read_yaml`.
+        """
+        if isinstance(named := self.data.get(key), str):
+            try:
+                part = read_yaml(folder / Path(named).expanduser(), base=(key,))
+            except BadInput as error:
+                raise BadInput(
+                    f"{self.where((key,))}: {key}: {error.message}", error.hint
+                ) from None
+            self.data[key], self._parts[key] = part.data, part
 
 
 @contextmanager
@@ -125,8 +146,8 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _float)
 _Loader.add_constructor("tag:yaml.org,2002:int", _int)
 
 
-def read_yaml(path: Path, *, depth: int = 0) -> Document:
-    """Read one YAML file; ``depth`` as for `parse_yaml`.
+def read_yaml(path: Path, *, depth: int = 0, base: Place = ()) -> Document:
+    """Read one YAML file, or JSON; ``depth`` and ``base`` as for `parse_yaml`.
 
     Raises:
         BadInput: no such file, a folder, not text, too large, not YAML, empty, a key twice.
@@ -139,7 +160,9 @@ def read_yaml(path: Path, *, depth: int = 0) -> Document:
     except OSError as error:
         hint = _nearest_file(path) if isinstance(error, FileNotFoundError) else None
         raise BadInput(f"{name}: {why(error)}", hint) from None
-    return parse_yaml(text, name, depth=depth)
+    if path.suffix == ".json":
+        text = text.replace("\t", " ")  # which JSON allows between values, and only there
+    return parse_yaml(text, name, depth=depth, base=base)
 
 
 def parse_yaml(text: str, name: str, *, depth: int = 0, base: Place = ()) -> Document:
@@ -201,6 +224,9 @@ def _build(
         ]
     if _is_text(place, depth):
         return node.value
+    plain = isinstance(node, yaml.ScalarNode) and node.style is None
+    if plain and place[:1] == ("deepspeed",) and _COMMENT.search(node.value):
+        raise _no_comment(f"{name}:{node.start_mark.line + 1}")
     try:
         return loader.construct_object(node)
     except (ValueError, KeyError, AttributeError, TypeError):
@@ -209,6 +235,14 @@ def _build(
             f"{name}:{node.start_mark.line + 1}: {dotted(place)}: "
             f"{str(node.value)[:40]!r} is no {kind}"
         ) from None
+
+
+_COMMENT = re.compile(r"(^|\s)(//|/\*)")
+"""Of JavaScript, as people have it in JSON; to YAML it is the beginning of a word, or its end."""
+
+
+def _no_comment(where: str) -> BadInput:
+    return BadInput(f"{where}: a comment as in JavaScript", hint="take it out, or begin it with #")
 
 
 def _is_text(place: Place, depth: int) -> bool:
@@ -226,6 +260,9 @@ def _syntax_error(error: yaml.YAMLError, text: str, name: str) -> BadInput:
         return BadInput(
             f"{name}:{mark.line + 1}: a tab where YAML wants spaces", hint="indent with two spaces"
         )
+    for number in (mark.line, mark.line - 1):
+        if _COMMENT.search("".join(text.splitlines()[number : number + 1])):
+            return _no_comment(f"{name}:{number + 1}")
     return BadInput(
         f"{name}:{mark.line + 1}: not YAML: {problem}", hint=f"near {line.strip()[:60]!r}"
     )
@@ -388,8 +425,10 @@ def read_job(path: str | Path, settings: Sequence[str] = ()) -> LoadedJob:
         raise BadInput(f"{path}: a job file is a mapping of keys like `name:` and `program:`")
     if document.data.get("name") is None:
         document.data["name"] = path.stem
+    document.include("deepspeed", path.parent)
     for setting in settings:
         apply_setting(document, setting)
+    document.include("deepspeed", path.parent)
     job = convert(document, (), document.data, JobSpec)
     with locating(document):
         check_job(job)
@@ -624,6 +663,7 @@ def json_schema() -> dict[str, Any]:
     required = definitions["JobSpec"].pop("required", [])
     assert required == ["name"]
     definitions["JobSpec"] |= SCHEMA
+    definitions["JobSpec"]["properties"]["deepspeed"]["anyOf"].append({"type": "string"})
     for name in ("JobSpec", *(kind.__name__ for kind in kinds)):
         for key, schema in definitions[name]["properties"].items():
             if key in _TEXT:

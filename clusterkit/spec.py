@@ -152,8 +152,8 @@ class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omi
     deepspeed: Annotated[
         dict[str, Any] | None,
         Meta(
-            description="A DeepSpeed config. Batch sizes come from `batch`; gradient_clipping is "
-            "0 unless given."
+            description="A DeepSpeed config, or the path of one, from the job file's folder. Batch "
+            "sizes come from `batch`; gradient_clipping is 0 unless given."
         ),
     ] = None
     checkpoint: Annotated[

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from clusterkit import api, deepspeed_config, deepspeed_probe, runs
+from clusterkit import api, deepspeed_config, deepspeed_probe, loader, runs
 from clusterkit.deepspeed_table import VERSION
 from clusterkit.errors import BadInput
 from clusterkit.transport import Completed
@@ -347,6 +347,93 @@ def test_another_version_s_keys_are_its_own_business(examine):
     transport = Asking(None)
     assert examine(section, version="0.99.0", transport=transport) == []
     assert len(transport.asked) == 1
+
+
+JSON = """{
+\t"train_batch_size": 4,
+\t"zero_optimization": {
+\t\t"stage": %s,\t"env": {"FLAG": 10}
+\t}
+}
+"""
+
+
+@pytest.fixture
+def beside(write_job, cwd, monkeypatch):
+    """A job file in a folder of its own whose section is a file beside it; gives the job's path."""
+
+    def write(text, name="ds_config.json", section=None):
+        write_job(f"deepspeed: {section or name}\n")
+        folder = cwd / "jobs"
+        folder.mkdir(exist_ok=True)
+        (cwd / "job.yaml").rename(folder / "job.yaml")
+        (folder / name).write_text(text)
+        return "jobs/job.yaml"
+
+    return write
+
+
+def test_the_section_may_be_a_file_beside_the_job(beside, facts):
+    text = '{"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 1E-4}}}'
+    job = loader.load_job(beside(text))
+    assert job.deepspeed == json.loads(text)
+    assert api.plan(beside(text), facts=facts, gpus=2).files
+    job = loader.load_job(beside(text), ["deepspeed.train_batch_size=8"])
+    assert job.deepspeed["train_batch_size"] == 8
+    plain = beside(text, name="ds.yaml")
+    assert loader.load_job(plain, ["deepspeed=ds_config.json"]).deepspeed == json.loads(text)
+
+
+def test_tabs_between_the_values_of_a_json_file_are_as_good_as_spaces(beside):
+    assert loader.load_job(beside(JSON % "2")).deepspeed == json.loads(JSON % "2")
+
+
+def test_an_error_in_such_a_file_is_told_with_its_own_line(beside, refused):
+    text = '{\n"train_batch_size": 4,\n"zero_optimization":\n{"stage": 9}}'
+    said = refused("plan", beside(text), "--gpus", "2")
+    assert said.startswith("error: jobs/ds_config.json:4: deepspeed.zero_optimization.stage: 9 is")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"a": 1', "not YAML"),
+        ('{"a": 1,\n"a": 2}', "ds_config.json:2: deepspeed.a: stands in line 1 already"),
+        ("[1]", "is a list, not a mapping"),
+        ("", "the file is empty"),
+        ('{\n// why\n"a": 1}', "ds_config.json:2: a comment as in JavaScript"),
+        ('{"a": 1, // why\n"b": 2}', "ds_config.json:1: a comment as in JavaScript"),
+        ('{\n"a": 1 // why\n}', "ds_config.json:2: a comment as in JavaScript"),
+        ('{"a": 1, /* why */\n"b": 2}', "ds_config.json:1: a comment as in JavaScript"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused(text, said, beside, refused):
+    assert said in refused("plan", beside(text)).splitlines()[0]
+
+
+def test_a_file_that_is_not_there_is_refused_with_the_job_s_line(beside, refused):
+    said = refused("plan", beside("{}", section="ds_confg.json"))
+    assert said.startswith(
+        "error: jobs/job.yaml:3: deepspeed: jobs/ds_confg.json: no such file or directory"
+    )
+    assert "did you mean jobs/ds_config.json?" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('deepspeed: {\n  // why\n  "bf16": {"enabled": true}\n  }\n', "job.yaml:4: a comment as"),
+        ('deepspeed: {\n\t"bf16": {"enabled": true}\n  }\n', "job.yaml:4: a tab where YAML wants"),
+    ],
+)
+def test_comments_and_tabs_of_pasted_json_are_named(text, said, refused, write_job):
+    assert refused("plan", write_job(text)).startswith(f"error: {said}")
+
+
+def test_a_value_with_slashes_is_no_comment(write_job):
+    text = 'deepspeed: {tensorboard: {output_path: "a // b", job_name: http://x/y}}\n'
+    job = loader.load_job(write_job(f"description: a // b\n{text}"))
+    assert job.deepspeed == {"tensorboard": {"output_path": "a // b", "job_name": "http://x/y"}}
 
 
 @pytest.mark.parametrize("stage", [2, 3])
