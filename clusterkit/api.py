@@ -309,7 +309,8 @@ def prepare(
             from clusterkit import deepspeed_probe
 
             asked = transport if probed and not backend.managed else None
-            notes = deepspeed_probe.examine(spec, plan, facts, asked)
+            env = {**entry.env, **spec.env}
+            notes = deepspeed_probe.examine(spec, plan, facts, asked, env)
             plan = msgspec.structs.replace(plan, notes=(*plan.notes, *notes))
         if any(host.gpus for host in facts.hosts):
             from clusterkit import estimate as estimates

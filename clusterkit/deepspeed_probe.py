@@ -26,7 +26,7 @@ _COMPLETES = re.compile(
 )
 """In the text of a program that fills in, or checks, batch sizes and ``auto`` by itself."""
 _MOST_FILES = 200
-_SECONDS = 120
+_SECONDS = 60
 
 # Prints one line of JSON: null, or what DeepSpeed says, with the path of keys that it is about.
 _PROGRAM = """
@@ -53,11 +53,18 @@ print(json.dumps(said), file=out)
 """
 
 
-def examine(job: JobSpec, plan: Plan, facts: Facts, transport: Transport | None) -> list[Note]:
+def examine(
+    job: JobSpec,
+    plan: Plan,
+    facts: Facts,
+    transport: Transport | None,
+    env: Mapping[str, str] | None = None,
+) -> list[Note]:
     """Refuse a ``deepspeed`` section that DeepSpeed would refuse when the ranks have started.
 
     Args:
         transport: where the hosts that were probed can be asked; None: they cannot.
+        env: of their Python.
 
     Returns:
         Notes on what may be meant otherwise.
@@ -86,7 +93,7 @@ def examine(job: JobSpec, plan: Plan, facts: Facts, transport: Transport | None)
             for key in deepspeed_config.BATCH.values():
                 asked.pop(key, None)
             asked["train_micro_batch_size_per_gpu"] = 1
-        said = _asked({"config": asked, "ranks": ranks}, version, plan, transport)
+        said = _asked({"config": asked, "ranks": ranks}, version, plan, transport, env)
         if said is not None:
             raise _refusal(said, config, version)
     return [Note("", remark, "") for remark in remarks]
@@ -124,7 +131,11 @@ def _without_autos(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _asked(
-    question: Mapping[str, Any], version: str, plan: Plan, transport: Transport
+    question: Mapping[str, Any],
+    version: str,
+    plan: Plan,
+    transport: Transport,
+    env: Mapping[str, str] | None,
 ) -> dict[str, Any] | None:
     """What DeepSpeed says, None if nothing; asked once for each question, version and Python."""
     text = json.dumps([question, version, plan.python, _PROGRAM], sort_keys=True)
@@ -135,7 +146,7 @@ def _asked(
         return known
     try:
         done = transport.run(
-            plan.hosts[0], [plan.python, "-c", _PROGRAM], timeout=_SECONDS,
+            plan.hosts[0], [plan.python, "-c", _PROGRAM], env=env, timeout=_SECONDS,
             stdin=json.dumps(question).encode(),
         )  # fmt: skip
         said: dict[str, Any] | None = json.loads(done.stdout.strip().rpartition("\n")[2])
