@@ -10,6 +10,7 @@ print(run.wait().state, run.metrics()[-1]["loss"])
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import time
@@ -43,6 +44,12 @@ Job = request.Job
 
 Progress = Callable[[str, int, int], None]
 """Told of a host, bytes sent to it, bytes to send."""
+
+
+_FLAGS = {
+    "nodes": "--nodes", "gpus_per_node": "--gpus", "include": "--include", "exclude": "--exclude",
+}  # fmt: skip
+"""Keys that the command line can give, and how."""
 
 
 class Run:
@@ -286,38 +293,43 @@ def prepare(
     spec = asked.job
     with asked.locating():
         _check_secrets(spec)
-    entry = settled_cluster(cluster, clusters_file, include=include, exclude=exclude)
+    loaded = _cluster(cluster, clusters_file, include, exclude)
+    entry = loaded.cluster
     kind = backends.backend_type(entry.backend)
     if kind.unsupported:
         everyone = {name: backends.backend_type(name) for name in backends.NAMES}
         check_capabilities(kind, spec, everyone)
     backend = kind()
     transport = backends.transport_for(entry)
-    if facts is None:
+    with asked.locating(loaded):
+        if probed := facts is None:
 
-        def probe() -> Facts:
-            with asked.locating():
+            def probe() -> Facts:
                 return backend.probe(entry, transport, spec)
 
-        subject = None
-        if doctor and backend.elsewhere and not backend.managed:
-            with asked.locating():
+            subject = None
+            if doctor and backend.elsewhere and not backend.managed:
                 subject = backend.subject(cluster, entry, spec)
-        facts = probe() if subject is None else _probed(subject, transport, probe)
-    if not facts.hosts:
-        raise BadInput("facts: they name no host", hint="take the facts.json of a run")
-    if callable(run_id):
-        run_id = run_id(spec.name)
-    run_id = store.check_run_id(run_id) if run_id else store.new_run_id(spec.name)
-    with asked.locating():
+            facts = probe() if subject is None else _probed(subject, transport, probe)
+        if not facts.hosts:
+            raise BadInput("facts: they name no host", hint="take the facts.json of a run")
+        if callable(run_id):
+            run_id = run_id(spec.name)
+        run_id = store.check_run_id(run_id) if run_id else store.new_run_id(spec.name)
         plan = backend.plan(spec, entry, facts, run_id)
+        notes = list(plan.notes)
+        if spec.deepspeed is not None:
+            from clusterkit import deepspeed_probe
+
+            where = transport if probed and not backend.managed else None
+            notes += deepspeed_probe.examine(spec, plan, facts, where, {**entry.env, **spec.env})
     warnings = [*asked.remarks, facts.project.remark if facts.project is not None else None]
     if any(host.gpus for host in facts.hosts):
         from clusterkit import estimate as estimates
 
         warnings.append(estimates.warning(spec, facts))
-    notes = (*plan.notes, *(Note("", warning, "") for warning in warnings if warning))
-    plan = msgspec.structs.replace(plan, notes=notes)
+    notes += [Note("", warning, "") for warning in warnings if warning]
+    plan = msgspec.structs.replace(plan, notes=tuple(notes))
     return Prepared(spec, cluster, entry, facts, backend, plan, transport)
 
 
@@ -361,11 +373,22 @@ def settled_cluster(
     Raises:
         ClusterkitError: no such entry, an inventory that cannot be used.
     """
+    return _cluster(name, clusters_file, include, exclude).cluster
+
+
+def _cluster(
+    name: str,
+    clusters_file: str | os.PathLike[str] | None,
+    include: str | None,
+    exclude: str | None,
+) -> loader.LoadedCluster:
+    """As `settled_cluster`, with the file that the entry stands in."""
     loaded = loader.read_cluster(name, clusters_file)
     kind = backends.backend_type(loaded.cluster.backend)
-    flags = {"include": "--include", "exclude": "--exclude"} if include or exclude else None
-    with loaded.locating(flags):
-        return kind.settled(loaded.cluster, loaded.folder, include, exclude)
+    flags = {key: _FLAGS[key] for key in ("include", "exclude")} if include or exclude else {}
+    with loader.locating(None, loaded, flags):
+        cluster = kind.settled(loaded.cluster, loaded.folder, include, exclude)
+    return dataclasses.replace(loaded, cluster=cluster)
 
 
 def _check_secrets(spec: JobSpec, why: str = "") -> None:
@@ -375,6 +398,7 @@ def _check_secrets(spec: JobSpec, why: str = "") -> None:
         raise BadInput(
             f"secrets: {missing[0]} is not set in your environment",
             hint=f"{why}export {missing[0]}=...",
+            job="secrets",
         )
 
 

@@ -20,7 +20,7 @@ from clusterkit.agent import PEER_TOKEN
 from clusterkit.batch import Batch
 from clusterkit.cluster import HostFacts
 from clusterkit.command import PYTHONS
-from clusterkit.errors import BadInput, Unavailable
+from clusterkit.errors import BadInput, Unavailable, about
 from clusterkit.plan import Note, PlanFile
 from clusterkit.rendezvous import (
     IS_HOST,
@@ -157,7 +157,8 @@ def assemble(
         **run_env,
     }
     if clash := sorted((OWNED | run_env.keys()) & {*cluster_env, *job.env}):
-        raise BadInput(f"env.{clash[0]}: clusterkit sets it", hint=f"take {clash[0]} out of env")
+        with about("job" if clash[0] in job.env else "cluster", "env", clash[0]):
+            raise BadInput(f"env.{clash[0]}: clusterkit sets it", f"take {clash[0]} out of env")
     program = program_argv(job, places.python, run_env, topology)
     files += [
         PlanFile(
@@ -239,6 +240,7 @@ def deepspeed_config(
             raise BadInput(
                 f"deepspeed.{key}: {whole[key]}, but batch gives {value}",
                 hint=f"leave {key} to `batch`",
+                job=("deepspeed", key),
             )
         whole[key] = value
     if elastic and numbers:
@@ -294,11 +296,14 @@ def _replaced(arg: str, values: Mapping[str, str | None], job: JobSpec, topology
     while (start := rest.find("${clusterkit.")) >= 0 and (end := rest.find("}", start)) >= 0:
         name = rest[start + len("${clusterkit.") : end]
         if name not in values:
-            raise BadInput(f"args: ${{clusterkit.{name}}} is unknown", hint=", ".join(values))
+            raise BadInput(
+                f"args: ${{clusterkit.{name}}} is unknown", hint=", ".join(values), job="args"
+            )
         if (value := values[name]) is None:
             raise BadInput(
                 f"args: ${{clusterkit.{name}}} has no value in this job",
                 hint=_what_gives_value(name, job, topology),
+                job="args",
             )
         out, rest = out + rest[:start] + value, rest[end + 1 :]
     return out + rest

@@ -59,10 +59,12 @@ def solve(
     given = {"global": global_size, "micro": micro, "accumulation": accumulation}
     for name, value in {**given, "data-parallel size": data_parallel}.items():
         if value is not None and value < 1:
-            raise BadInput(f"batch: {name} is {value}; it must be at least 1")
+            raise BadInput(f"batch: {name} is {value}; it must be at least 1", job="batch")
     if global_size is None:
         if micro is None:
-            raise BadInput("batch: give `global` or `micro`", hint="batch: {global: 64, micro: 8}")
+            raise BadInput(
+                "batch: give `global` or `micro`", hint="batch: {global: 64, micro: 8}", job="batch"
+            )
         steps = accumulation or 1
         return Batch(micro * steps * data_parallel, micro, steps, data_parallel)
     if micro is not None:
@@ -71,7 +73,8 @@ def solve(
         steps = accumulation or 1
         unit, product = ("accumulation x ranks" if accumulation else "ranks"), steps * data_parallel
     if global_size % product:
-        raise BadInput(*_does_not_divide(global_size, micro, unit, product, data_parallel))
+        message, hint = _does_not_divide(global_size, micro, unit, product, data_parallel)
+        raise BadInput(message, hint, job="batch")
     if micro is None:
         return Batch(global_size, global_size // product, accumulation or 1, data_parallel)
     worked_out = global_size // product
@@ -80,6 +83,7 @@ def solve(
             f"batch: global {global_size} = micro {micro} x accumulation {accumulation} x "
             f"{counted(data_parallel, 'rank')} does not hold",
             hint=f"leave accumulation out: it is {worked_out} on {counted(data_parallel, 'rank')}",
+            job="batch",
         )
     return Batch(global_size, micro, worked_out, data_parallel)
 

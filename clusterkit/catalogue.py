@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from msgspec import Struct
@@ -117,7 +118,11 @@ def _ranks(job: JobSpec) -> str:
 
 def _imports(program: Path) -> set[str]:
     """Top-level names of what a program imports; modules beside it are followed."""
-    found: set[str] = set()
+    return {name for _, names in followed(program) for name in names}
+
+
+def followed(program: Path) -> Iterator[tuple[Path, set[str]]]:
+    """A program and each module beside it that it imports; the names of what else these import."""
     looked: set[Path] = set()
     queue = [program]
     while queue:
@@ -125,6 +130,7 @@ def _imports(program: Path) -> set[str]:
         if path in looked:
             continue
         looked.add(path)
+        found: set[str] = set()
         for name in _imported_names(path):
             beside = program.parent / f"{name}.py"
             if beside.is_file():
@@ -133,7 +139,7 @@ def _imports(program: Path) -> set[str]:
                 queue += (program.parent / name).rglob("*.py")
             elif name not in sys.stdlib_module_names and name != "clusterkit":
                 found.add(name)
-    return found
+        yield path, found
 
 
 def _imported_names(path: Path) -> set[str]:

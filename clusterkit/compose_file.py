@@ -155,7 +155,7 @@ def size_bytes(key: str, size: str) -> int:
     """
     match = _SIZE.match(size)
     if match is None:
-        raise BadInput(f"{key}: {size!r} is no size", hint="such as 512m, or 8g")
+        raise BadInput(f"{key}: {size!r} is no size", hint="such as 512m, or 8g", cluster=key)
     power = {"b": 0, "k": 1, "m": 2, "g": 3}[(match[2] or "b").lower()]
     return int(match[1]) << (10 * power)
 
@@ -197,6 +197,7 @@ def parse_volume(text: str) -> tuple[str, str, bool]:
         raise BadInput(
             f"volumes: {text!r} is not SOURCE:TARGET or SOURCE:TARGET:ro",
             hint="the target is an absolute path in the containers",
+            cluster="volumes",
         )
     return source, posixpath.normpath(target), mode == "ro"
 

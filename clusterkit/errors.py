@@ -5,6 +5,13 @@ Only the command line catches them; a notebook sees them as ordinary exceptions.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+Place = tuple[str | int, ...]
+Source = Literal["job", "cluster"]
+
 EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
 EXIT_UNAVAILABLE = 3
@@ -36,9 +43,54 @@ class ClusterkitError(Exception):
 
 
 class BadInput(ClusterkitError, ValueError):
-    """A job file, cluster file, flag or value that cannot be used; nothing was started."""
+    """A job file, cluster file, flag or value that cannot be used; nothing was started.
+
+    Args:
+        message: as ever; where there is a key, it begins with it, as `dotted` writes it.
+        hint: as ever.
+        job: the key of the job that holds the value; a path of keys, or one.
+        cluster: likewise, of the cluster's entry.
+    """
 
     exit_code = EXIT_BAD_INPUT
+
+    def __init__(
+        self,
+        message: str,
+        hint: str | None = None,
+        *,
+        job: str | Place = (),
+        cluster: str | Place = (),
+    ) -> None:
+        super().__init__(message, hint)
+        key = job or cluster
+        self.key: Place = (key,) if isinstance(key, str) else key
+        """Path of keys to the value; empty where it is no key's."""
+        self.source: Source = "job" if job else "cluster"
+        """What has that key."""
+        self.where: str | None = None
+        """File and line, or flag, once that is known; the message begins with it then."""
+
+    def locate(self, where: str, message: str) -> None:
+        """Say where the value was given, in a message that begins with it."""
+        self.where, self.message, self.args = where, message, (message,)
+
+
+def dotted(place: Place) -> str:
+    """``("args", 1)`` as ``args[1]``."""
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in place]
+    return "".join(parts).lstrip(".")
+
+
+@contextmanager
+def about(source: Source, *key: str | int) -> Iterator[None]:
+    """Within, an error that names no key is about this one."""
+    try:
+        yield
+    except BadInput as error:
+        if not error.key:
+            error.key, error.source = key, source
+        raise
 
 
 class CapabilityError(BadInput):

@@ -29,6 +29,7 @@ import msgspec
 
 from clusterkit.cluster import Host
 from clusterkit.errors import BadInput, Unavailable, counted
+from clusterkit.files import read_file, why
 from clusterkit.loader import Document, parse_yaml
 from clusterkit.shell import split
 
@@ -235,7 +236,7 @@ def _text(path: Path) -> str | None:
         if path.is_dir():
             return None
         program = os.access(path, os.X_OK)
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_file(path, 64 << 20).decode("utf-8-sig")
         return None if program and text.startswith("#!") else text
     except UnicodeDecodeError as error:
         if program:
@@ -244,7 +245,7 @@ def _text(path: Path) -> str | None:
             f"{path}: not a text file (byte {error.start} is not UTF-8)", hint=_FORMS
         ) from None
     except OSError as error:
-        raise BadInput(f"{path}: {(error.strerror or 'unreadable').lower()}", hint=_FORMS) from None
+        raise BadInput(f"{path}: {why(error)}", hint=_FORMS) from None
 
 
 _FORMS = "`inventory` names an Ansible inventory or a DeepSpeed hostfile (`host slots=N`)"

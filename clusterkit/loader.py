@@ -24,13 +24,12 @@ import yaml
 
 from clusterkit import command, shell
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, LocalCluster
-from clusterkit.errors import BadInput
-from clusterkit.spec import JobSpec, check_environment, check_job
+from clusterkit.errors import BadInput, Place, dotted
+from clusterkit.files import read_file, why
+from clusterkit.spec import SCHEMA, JobSpec, check_environment, check_job
 
 Spec = TypeVar("Spec", bound=msgspec.Struct)
-Place = tuple[str | int, ...]
 CLUSTERS_FILE = "clusters.yaml"
-BIGGEST_FILE = 4 << 20
 MOST_VALUES = 100_000
 """Values in one document, each use of an alias counted: a few aliases of aliases make millions."""
 _TEXT = frozenset({"env", "args", "command"})
@@ -43,43 +42,66 @@ class Document:
         self.name = name
         self.data = data
         self._lines = lines
+        self._parts: dict[str | int, Document] = {}
 
     def error(self, place: Place, message: str, hint: str | None = None) -> BadInput:
         """An error at one place of the file."""
         key = dotted(place)
         return BadInput(f"{self.where(place)}: {key + ': ' if key else ''}{message}", hint)
 
-    @contextmanager
-    def locating(self, given: Mapping[str, str] | None = None) -> Iterator[None]:
-        """Within, an error that begins with a job's key gets its place in the file in front.
-
-        Args:
-            given: keys that a flag has overridden, and the flag.
-        """
-        try:
-            yield
-        except BadInput as error:
-            key = re.split(r"[.:\[ ]", error.message, maxsplit=1)[0]
-            if given and key in given:
-                message = given[key] + error.message.removeprefix(key)
-            elif key not in _fields(JobSpec):
-                raise  # the cluster's, or nobody's
-            else:
-                message = f"{self.where((key,))}: {error.message}"
-            raise type(error)(message, error.hint) from None
-
     def where(self, place: Place) -> str:
         """``file:line`` of a place, or of the nearest one above it that has a line."""
+        if place and place[0] in self._parts:
+            return self._parts[place[0]].where(place)
         while place and place not in self._lines:
             place = place[:-1]
         line = self._lines.get(place)
         return f"{self.name}:{line}" if line else self.name
 
+    def include(self, key: str, folder: Path) -> None:
+        """Where a key names a file, put what that holds into its place: JSON, or YAML.
 
-def dotted(place: Place) -> str:
-    """``("args", 1)`` as ``args[1]``."""
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in place]
-    return "".join(parts).lstrip(".")
+        Args:
+            folder: where a relative path starts.
+
+        Raises:
+            BadInput: as `read_yaml`.
+        """
+        if isinstance(named := self.data.get(key), str):
+            try:
+                part = read_yaml(folder / Path(named).expanduser(), base=(key,))
+            except BadInput as error:
+                raise BadInput(
+                    f"{self.where((key,))}: {key}: {error.message}", error.hint
+                ) from None
+            self.data[key], self._parts[key] = part.data, part
+
+
+@contextmanager
+def locating(
+    job: Document | None, cluster: LoadedCluster | None = None, flags: Mapping[str, str] = {}
+) -> Iterator[None]:
+    """Within, an error about a key of the job or of the cluster's entry gets its place in front.
+
+    Args:
+        job: the job's file, if it has one.
+        cluster: the entry, once it has been read.
+        flags: keys that a flag has overridden, and the flag.
+    """
+    try:
+        yield
+    except BadInput as error:
+        if error.key and error.where is None:
+            key = str(error.key[0])
+            if key in flags:
+                error.locate(flags[key], flags[key] + error.message.removeprefix(key))
+            elif error.source == "job" and job is not None:
+                where = job.where(error.key)
+                error.locate(where, f"{where}: {error.message}")
+            elif error.source == "cluster" and cluster is not None and cluster.document is not None:
+                where = cluster.document.where((cluster.name, *error.key))
+                error.locate(where, f"{where}: {cluster.name}.{error.message}")
+        raise
 
 
 # ---------------------------------------------------------------- YAML
@@ -126,25 +148,23 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _float)
 _Loader.add_constructor("tag:yaml.org,2002:int", _int)
 
 
-def read_yaml(path: Path, *, depth: int = 0) -> Document:
-    """Read one YAML file; ``depth`` as for `parse_yaml`.
+def read_yaml(path: Path, *, depth: int = 0, base: Place = ()) -> Document:
+    """Read one YAML file, or JSON; ``depth`` and ``base`` as for `parse_yaml`.
 
     Raises:
         BadInput: no such file, a folder, not text, too large, not YAML, empty, a key twice.
     """
     name = str(path)
     try:
-        if path.stat().st_size > BIGGEST_FILE:
-            raise BadInput(
-                f"{name}: larger than {BIGGEST_FILE >> 20} MiB: not a job or cluster file"
-            )
-        text = path.read_text(encoding="utf-8")
+        text = read_file(path).decode()
     except UnicodeDecodeError as error:
         raise BadInput(f"{name}: not a text file (byte {error.start} is not UTF-8)") from None
     except OSError as error:
         hint = _nearest_file(path) if isinstance(error, FileNotFoundError) else None
-        raise BadInput(f"{name}: {(error.strerror or 'unreadable').lower()}", hint) from None
-    return parse_yaml(text, name, depth=depth)
+        raise BadInput(f"{name}: {why(error)}", hint) from None
+    if path.suffix == ".json":
+        text = text.replace("\t", " ")  # which JSON allows between values, and only there
+    return parse_yaml(text, name, depth=depth, base=base)
 
 
 def parse_yaml(text: str, name: str, *, depth: int = 0, base: Place = ()) -> Document:
@@ -206,6 +226,9 @@ def _build(
         ]
     if _is_text(place, depth):
         return node.value
+    plain = isinstance(node, yaml.ScalarNode) and node.style is None
+    if plain and place[:1] == ("deepspeed",) and _COMMENT.search(node.value):
+        raise _no_comment(f"{name}:{node.start_mark.line + 1}")
     try:
         return loader.construct_object(node)
     except (ValueError, KeyError, AttributeError, TypeError):
@@ -214,6 +237,14 @@ def _build(
             f"{name}:{node.start_mark.line + 1}: {dotted(place)}: "
             f"{str(node.value)[:40]!r} is no {kind}"
         ) from None
+
+
+_COMMENT = re.compile(r"(^|\s)(//|/\*)")
+"""Of JavaScript, as people have it in JSON; to YAML it is the beginning of a word, or its end."""
+
+
+def _no_comment(where: str) -> BadInput:
+    return BadInput(f"{where}: a comment as in JavaScript", hint="take it out, or begin it with #")
 
 
 def _is_text(place: Place, depth: int) -> bool:
@@ -231,6 +262,9 @@ def _syntax_error(error: yaml.YAMLError, text: str, name: str) -> BadInput:
         return BadInput(
             f"{name}:{mark.line + 1}: a tab where YAML wants spaces", hint="indent with two spaces"
         )
+    for number in (mark.line, mark.line - 1):
+        if _COMMENT.search("".join(text.splitlines()[number : number + 1])):
+            return _no_comment(f"{name}:{number + 1}")
     return BadInput(
         f"{name}:{mark.line + 1}: not YAML: {problem}", hint=f"near {line.strip()[:60]!r}"
     )
@@ -376,7 +410,7 @@ class LoadedJob:
 def load_job(path: str | Path, settings: Sequence[str] = ()) -> JobSpec:
     """The job of `read_job` with its program found."""
     loaded = read_job(path, settings)
-    with loaded.document.locating():
+    with locating(loaded.document):
         return locate_program(loaded.job, loaded.bases)
 
 
@@ -399,11 +433,14 @@ def read_job(path: str | Path, settings: Sequence[str] = ()) -> LoadedJob:
     document = read_yaml(path)
     if not isinstance(document.data, dict):
         raise BadInput(f"{path}: a job file is a mapping of keys like `name:` and `program:`")
-    document.data.setdefault("name", path.stem)
+    if document.data.get("name") is None:
+        document.data["name"] = path.stem
+    document.include("deepspeed", path.parent)
     for setting in settings:
         apply_setting(document, setting)
+    document.include("deepspeed", path.parent)
     job = convert(document, (), document.data, JobSpec)
-    with document.locating():
+    with locating(document):
         check_job(job)
     return LoadedJob(job, document, [current_folder(), *path.absolute().parents])
 
@@ -485,7 +522,7 @@ def locate_program(job: JobSpec, bases: Sequence[Path]) -> JobSpec:
     if job.workdir is not None:
         bases = [Path(job.workdir).expanduser().absolute()]
         if not bases[0].is_dir():
-            raise BadInput(f"workdir: {job.workdir} is not a folder")
+            raise BadInput(f"workdir: {job.workdir} is not a folder", job="workdir")
     for base in bases:
         path = base / (job.program or "")
         if path.exists():
@@ -502,6 +539,7 @@ def locate_program(job: JobSpec, bases: Sequence[Path]) -> JobSpec:
     raise BadInput(
         f"program: {job.program} is neither in {bases[0]} nor in the job file's folder or above it",
         hint=f"did you mean {Path(job.program).with_name(near[0])}?" if near else None,
+        job="program",
     )
 
 
@@ -511,18 +549,20 @@ def check_program(path: Path) -> None:
     Raises:
         BadInput: a folder, unreadable, or not Python by its name and first bytes.
     """
-    if path.is_dir():
-        raise BadInput(f"program: {path} is a folder", hint="name the file, or use `module:`")
     try:
-        with path.open("rb") as file:
-            head = file.read(4096)
+        head = read_file(path, 4096, whole=False)
+    except IsADirectoryError:
+        raise BadInput(
+            f"program: {path} is a folder", "name the file, or use `module:`", job="program"
+        ) from None
     except OSError as error:
-        raise BadInput(f"program: {path}: {(error.strerror or 'unreadable').lower()}") from None
+        raise BadInput(f"program: {path}: {why(error)}", job="program") from None
     shebang = head.split(b"\n", 1)[0] if head.startswith(b"#!") else b""
     if b"\0" in head or (path.suffix not in (".py", ".pyw") and b"python" not in shebang):
         raise BadInput(
             f"program: {path} is not a Python file",
             hint=f"command: [{path}] runs any other kind of program",
+            job="program",
         )
 
 
@@ -544,25 +584,6 @@ class LoadedCluster:
     cluster: ClusterSpec
     folder: Path
     document: Document | None = None
-
-    @contextmanager
-    def locating(self, given: Mapping[str, str] | None = None) -> Iterator[None]:
-        """Within, an error that begins with one of the entry's keys gets its place in front.
-
-        Args:
-            given: keys that a flag has overridden, and the flag.
-        """
-        try:
-            yield
-        except BadInput as error:
-            key = re.split(r"[.:\[ ]", error.message, maxsplit=1)[0]
-            if given and key in given:
-                message = given[key] + error.message.removeprefix(key)
-                raise type(error)(message, error.hint) from None
-            if self.document is None or key not in _fields(type(self.cluster)):
-                raise
-            where = self.document.where((self.name, key))
-            raise type(error)(f"{where}: {self.name}.{error.message}", error.hint) from None
 
 
 def load_cluster(name: str, path: str | os.PathLike[str] | None = None) -> ClusterSpec:
@@ -616,14 +637,11 @@ def read_cluster(name: str, path: str | os.PathLike[str] | None = None) -> Loade
             f"allowed: {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else ""),
         )
     cluster = convert(document, (name,), entry, CLUSTER_TYPES[backend])
-    try:
-        check_environment(cluster.env)
-    except BadInput as error:
-        raise document.error(
-            (name, "env"), error.message.removeprefix("env: "), error.hint
-        ) from None
     assert found is not None
-    return LoadedCluster(name, cluster, found.absolute().parent, document)
+    loaded = LoadedCluster(name, cluster, found.absolute().parent, document)
+    with locating(None, loaded):
+        check_environment(cluster.env, "cluster")
+    return loaded
 
 
 def find_clusters_file() -> Path | None:
@@ -656,6 +674,19 @@ def json_schema() -> dict[str, Any]:
     # `name` is taken from the file's own name when it is left out.
     required = definitions["JobSpec"].pop("required", [])
     assert required == ["name"]
+    definitions["JobSpec"] |= SCHEMA
+    definitions["JobSpec"]["properties"]["deepspeed"]["anyOf"].append({"type": "string"})
+    for name in ("JobSpec", *(kind.__name__ for kind in kinds)):
+        for key, schema in definitions[name]["properties"].items():
+            if key in _TEXT:
+                _take_scalars(schema)
+            # A key with nothing after it is as good as none.
+            if "anyOf" in schema:
+                schema["anyOf"].append({"type": "null"})
+            elif "enum" in schema:
+                schema["enum"].append(None)
+            else:
+                schema["type"] = [schema["type"], "null"]
     definitions["clusters"] = {
         "type": "object",
         "description": f"{CLUSTERS_FILE}: names and entries",
@@ -667,3 +698,12 @@ def json_schema() -> dict[str, Any]:
         "$ref": "#/$defs/JobSpec",
         "$defs": definitions,
     }
+
+
+def _take_scalars(schema: dict[str, Any]) -> None:
+    """Let every scalar stand where text is wanted below: it is its own text there."""
+    for below in (schema.get("items"), schema.get("additionalProperties")):
+        if isinstance(below, dict):
+            below["type"] = ["string", "number", "boolean", "null"]
+    for alternative in schema.get("anyOf", ()):
+        _take_scalars(alternative)

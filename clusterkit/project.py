@@ -228,6 +228,7 @@ def _root(workdir: Path, top: Path) -> Path:
         raise BadInput(
             f"workdir: {workdir} is a symbolic link into the checkout {top}",
             hint=f"start from {os.path.realpath(workdir)}",
+            job="workdir",
         )
     return root
 
@@ -238,6 +239,7 @@ def _check_program(found: Snapshot, workdir: Path, program: str, *, in_git: bool
         raise BadInput(
             f"program: {program} lies outside of {found.root}, the folder that the hosts get",
             hint="sync: false in the cluster entry, where the hosts have it under this path",
+            job="program",
         )
     there = {entry.path for entry in found.entries}
     above = [str(folder) for folder in Path(inside).parents]
@@ -254,10 +256,12 @@ def _check_program(found: Snapshot, workdir: Path, program: str, *, in_git: bool
         raise BadInput(
             f"program: {program} is ignored by git and would not be copied to the hosts",
             hint=f"git -C {found.root} check-ignore -v {inside} says by which rule",
+            job="program",
         )
     raise BadInput(
         f"program: {program} lies in a folder that is not copied to the hosts",
         hint=f"none of these is: {', '.join(sorted(_NEVER))}",
+        job="program",
     )
 
 

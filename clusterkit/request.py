@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 
 from clusterkit import command, loader
-from clusterkit.errors import BadInput
 from clusterkit.spec import JobSpec, check_job
 
 Job = str | os.PathLike[str] | JobSpec | Sequence[str]
@@ -32,9 +31,11 @@ class Request:
     remarks: tuple[str, ...] = ()
     """What is to be said of it in the plan."""
 
-    def locating(self) -> contextlib.AbstractContextManager[None]:
-        """As `clusterkit.loader.Document.locating`."""
-        return self.document.locating(self.flags) if self.document else contextlib.nullcontext()
+    def locating(
+        self, cluster: loader.LoadedCluster | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """As `clusterkit.loader.locating`."""
+        return loader.locating(self.document, cluster, self.flags)
 
 
 def read(
@@ -76,8 +77,6 @@ def read(
             typed += [flag, str(value)]
     typed += [word for setting in settings for word in ("--set", setting)]
     with Request(spec, document, flags).locating():
-        if gpus is not None and gpus < 1:
-            raise BadInput(f"gpus_per_node: {gpus}: a node needs at least 1 rank")
         spec = msgspec.structs.replace(
             spec,
             args=(*spec.args, *more_args),

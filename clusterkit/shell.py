@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from clusterkit.errors import BadInput
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+NAME = "[A-Za-z_][A-Za-z0-9_]*"
+"""What can name an environment variable, as a regular expression."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Secret:
 
 def is_name(text: str) -> bool:
     """Whether ``text`` can name an environment variable in every POSIX shell."""
-    return _NAME.match(text) is not None
+    return re.fullmatch(NAME, text) is not None
 
 
 def quote(word: Word) -> str:

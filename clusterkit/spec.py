@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from clusterkit.errors import BadInput
-from clusterkit.shell import check_text, is_name
+from clusterkit.errors import BadInput, Source, about
+from clusterkit.shell import NAME, check_text, is_name
 
 Launcher = Literal["torchrun", "deepspeed", "mpirun", "python"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -21,10 +21,30 @@ Count = Annotated[int, Meta(ge=1)]
 Auto = Literal["auto"]
 
 JOB_NAME_MAX = 100
-_JOB_NAME = re.compile(r"[\w][\w. -]*\Z")
-_NODES = re.compile(r"([0-9]{1,7})(?::([0-9]{1,7}))?\Z")
-_SECONDS = re.compile(r"[0-9]+(\.[0-9]+)?\Z")
-_DURATION = re.compile(r"([0-9]+(\.[0-9]+)?[dhms])+\Z")
+LONGEST = 1e9
+"""Seconds that a time limit stays below."""
+MOST_NODES = 100_000
+MOST_RANKS = 10_000
+"""Of a node. No machine has as much; a larger number is a slip of the hand."""
+_JOB_NAME = r"\w[\w. -]*"
+_NODES = "([0-9]{1,7})(?::([0-9]{1,7}))?"
+_SECONDS = r"[0-9]+(\.[0-9]+)?"
+_DURATION = r"([0-9]+(\.[0-9]+)?[dhms])+"
+
+RUNS = ("program", "module", "command")
+"""What a job can run; it has one of them."""
+
+# For the JSON schema alone: the loader's own errors, from `check_job`, say more.
+Text = Annotated[str, Meta(extra_json_schema={"pattern": r"^[^\u0000]*$"})]
+SCHEMA: dict[str, Any] = {
+    "oneOf": [{"required": [key], "properties": {key: {"not": {"type": "null"}}}} for key in RUNS],
+    "if": {
+        "required": ["nodes"],
+        "properties": {"nodes": {"type": "string", "pattern": r"^\s*0*([1-9][0-9]*):(?!0*\1\s*$)"}},
+    },
+    "then": {"properties": {"launcher": {"enum": ["torchrun", None]}}},
+}
+"""What `check_job` says of several keys at once: one thing to run; elastic jobs need torchrun."""
 
 
 class BatchSpec(
@@ -49,12 +69,12 @@ class CheckpointSpec(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """Where, how often and how many; given to the program as CLUSTERKIT_CHECKPOINT_*."""
 
     dir: Annotated[
-        str, Meta(description="Folder; a relative one lies in the run's folder.", min_length=1)
+        Text, Meta(description="Folder; a relative one lies in the run's folder.", min_length=1)
     ] = "checkpoints"
     every: Annotated[Count, Meta(description="Steps between checkpoints.")] = 100
     keep: Annotated[Count, Meta(description="How many of the newest are kept.")] = 2
     resume: Annotated[
-        str,
+        Text,
         Meta(
             description="`auto` (the newest whole one in `dir`), `never`, or the path of one.",
             min_length=1,
@@ -69,25 +89,30 @@ class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omi
         str,
         Meta(
             description=f"Letters, digits, `.`, `_`, `-` and spaces, {JOB_NAME_MAX} at most; "
-            "begins the run id."
+            "begins the run id.",
+            extra_json_schema={"pattern": f"^{_JOB_NAME}$", "maxLength": JOB_NAME_MAX},
         ),
     ]
     description: Annotated[str, Meta(description="One line for people.")] = ""
     program: Annotated[
-        str | None,
+        Text | None,
         Meta(
             description="Python file that every rank runs; sought from the current folder, "
             "then from the job file's folder upwards."
         ),
     ] = None
     module: Annotated[
-        str | None, Meta(description="Python module to run instead of a file (`python -m`).")
+        Text | None, Meta(description="Python module to run instead of a file (`python -m`).")
     ] = None
     command: Annotated[
-        tuple[str, ...] | None, Meta(description="Any command to run instead, as a list of words.")
+        tuple[Text, ...] | None,
+        Meta(
+            description="Any command to run instead, as a list of words.",
+            extra_json_schema={"minItems": 1},
+        ),
     ] = None
     args: Annotated[
-        tuple[str, ...],
+        tuple[Text, ...],
         Meta(
             description="Arguments of the program. `${clusterkit.NAME}` is replaced; NAME is one "
             "of global_batch, micro_batch, accumulation, deepspeed_config, run_id, run_dir, "
@@ -105,13 +130,22 @@ class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omi
         "torchrun"
     )
     nodes: Annotated[
-        int | str, Meta(description='How many nodes: `2`, or `"2:4"` for an elastic number.')
+        int | str,
+        Meta(
+            description='How many nodes: `2`, or `"2:4"` for an elastic number.',
+            extra_json_schema={
+                "minimum": 1,
+                "maximum": MOST_NODES,
+                "pattern": rf"^\s*(?=.*[1-9])(?!0+:){_NODES}\s*$",
+            },
+        ),
     ] = 1
     gpus_per_node: Annotated[
         Count | Auto,
         Meta(
             description="Ranks per node. `auto`: every GPU of the node, or one rank where there "
-            "is none."
+            "is none.",
+            extra_json_schema={"maximum": MOST_RANKS},
         ),
     ] = "auto"
     device: Annotated[
@@ -125,8 +159,8 @@ class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omi
     deepspeed: Annotated[
         dict[str, Any] | None,
         Meta(
-            description="A DeepSpeed config. Batch sizes come from `batch`; gradient_clipping is "
-            "0 unless given."
+            description="A DeepSpeed config, or the path of one, from the job file's folder. Batch "
+            "sizes come from `batch`; gradient_clipping is 0 unless given."
         ),
     ] = None
     checkpoint: Annotated[
@@ -137,22 +171,30 @@ class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omi
         float | str | None,
         Meta(
             description="How long an attempt may run, in seconds or as `90m`, `2h`, `1d12h`; "
-            "then the run is ended. Waiting for nodes does not count."
+            "then the run is ended. Waiting for nodes does not count.",
+            extra_json_schema={
+                "exclusiveMinimum": 0,
+                "exclusiveMaximum": LONGEST,
+                "pattern": rf"^\s*(?=.*[1-9])({_SECONDS}|{_DURATION})\s*$",
+            },
         ),
     ] = None
     env: Annotated[
-        dict[str, str],
-        Meta(description="Environment of every rank; values arrive exactly as written."),
+        dict[str, Text],
+        Meta(
+            description="Environment of every rank; values arrive exactly as written.",
+            extra_json_schema={"propertyNames": {"pattern": f"^{NAME}$"}},
+        ),
     ] = {}
     secrets: Annotated[
-        tuple[str, ...],
+        tuple[Annotated[str, Meta(extra_json_schema={"pattern": f"^{NAME}$"})], ...],
         Meta(
             description="Variables taken from the submitter's environment; never written to a "
             "file, an argument list or a log."
         ),
     ] = ()
     workdir: Annotated[
-        str | None,
+        Text | None,
         Meta(description="Folder the ranks start in; by default where the program was found."),
     ] = None
 
@@ -178,17 +220,23 @@ def parse_nodes(nodes: int | str) -> tuple[int, int]:
     Raises:
         BadInput: not of that form, below 1, or the smaller number second.
     """
-    match = _NODES.match(str(nodes).strip())
+    match = re.fullmatch(_NODES, str(nodes).strip())
     if match is None:
         shown = repr(nodes)[:40]
-        raise BadInput(f"nodes: {shown} is neither a number nor MIN:MAX", hint='2, or "2:4"')
+        raise BadInput(
+            f"nodes: {shown} is neither a number nor MIN:MAX", hint='2, or "2:4"', job="nodes"
+        )
     low = int(match[1])
     high = int(match[2] or low)
     if low < 1:
-        raise BadInput(f"nodes: {nodes}: a run needs at least 1 node")
+        raise BadInput(f"nodes: {nodes}: a run needs at least 1 node", job="nodes")
+    if high > MOST_NODES:
+        raise BadInput(f"nodes: {nodes}: a run has {MOST_NODES} nodes at most", job="nodes")
     if high < low:
         raise BadInput(
-            f"nodes: {nodes}: the smaller number comes first", hint=f'did you mean "{high}:{low}"?'
+            f"nodes: {nodes}: the smaller number comes first",
+            hint=f'did you mean "{high}:{low}"?',
+            job="nodes",
         )
     return low, high
 
@@ -201,17 +249,21 @@ def parse_duration(duration: float | str) -> float:
     """
     text = str(duration).strip()
     units = {"d": 86400, "h": 3600, "m": 60, "s": 1}
-    if isinstance(duration, int | float) or _SECONDS.match(text):
+    if isinstance(duration, int | float) or re.fullmatch(_SECONDS, text):
         seconds = float(duration)
-    elif _DURATION.match(text):
+    elif re.fullmatch(_DURATION, text):
         parts = re.findall(r"([0-9.]+)([dhms])", text)
         seconds = sum(float(number) * units[unit] for number, unit in parts)
     else:
         raise BadInput(
-            f"time_limit: {text[:40]!r} is no length of time", hint="such as 3600, 90m, 2h, 1d12h"
+            f"time_limit: {text[:40]!r} is no length of time",
+            hint="such as 3600, 90m, 2h, 1d12h",
+            job="time_limit",
         )
-    if not 0 < seconds < 1e9:
-        raise BadInput(f"time_limit: {text[:40]}: it has to be above 0, and finite")
+    if not 0 < seconds < LONGEST:
+        raise BadInput(
+            f"time_limit: {text[:40]}: it has to be above 0, and finite", job="time_limit"
+        )
     return seconds
 
 
@@ -221,54 +273,64 @@ def check_job(job: JobSpec) -> None:
     Raises:
         BadInput: the message begins with the key.
     """
-    if not _JOB_NAME.match(job.name) or len(job.name) > JOB_NAME_MAX:
+    if not re.fullmatch(_JOB_NAME, job.name) or len(job.name) > JOB_NAME_MAX:
         shown = (
             job.name if len(job.name) <= 40 else f"{job.name[:40]}... ({len(job.name)} characters)"
         )
         raise BadInput(
             f"name: {shown!r} cannot name a job",
             hint=f"letters, digits, '.', '_', '-' and spaces, {JOB_NAME_MAX} characters at most",
+            job="name",
         )
-    given = [key for key in ("program", "module", "command") if getattr(job, key) is not None]
+    given = [key for key in RUNS if getattr(job, key) is not None]
     if len(given) != 1:
         raise BadInput(
             f"{' and '.join(given)}: give only one of them" if given else "program: missing",
             hint="one of `program: train.py`, `module: package.train`, `command: [./train.sh]`",
+            job=given[0] if given else "program",
         )
     if job.command is not None and not job.command:
-        raise BadInput("command: it is empty", hint="command: [./train.sh, --fast]")
+        raise BadInput("command: it is empty", hint="command: [./train.sh, --fast]", job="command")
     parse_nodes(job.nodes)
+    if job.gpus_per_node != "auto" and not 1 <= job.gpus_per_node <= MOST_RANKS:
+        few = "needs at least 1 rank" if job.gpus_per_node < 1 else f"has {MOST_RANKS} at most"
+        raise BadInput(f"gpus_per_node: {job.gpus_per_node}: a node {few}", job="gpus_per_node")
     if job.time_limit is not None:
         parse_duration(job.time_limit)
     if job.elastic and job.launcher != "torchrun":
         raise BadInput(
             f"nodes: {job.nodes}: launcher {job.launcher} cannot run an elastic number of nodes",
             hint="launcher: torchrun",
+            job="nodes",
         )
     check_environment(job.env)
     for name in job.secrets:
         if not is_name(name):
-            raise BadInput(f"secrets: {name!r} cannot name an environment variable")
+            raise BadInput(f"secrets: {name!r} cannot name an environment variable", job="secrets")
     for key in ("program", "module", "python", "workdir"):
-        check_text(key, getattr(job, key) or "")
+        with about("job", key):
+            check_text(key, getattr(job, key) or "")
     if job.checkpoint is not None:
-        check_text("checkpoint.dir", job.checkpoint.dir)
-        check_text("checkpoint.resume", job.checkpoint.resume)
+        for key in ("dir", "resume"):
+            with about("job", "checkpoint", key):
+                check_text(f"checkpoint.{key}", getattr(job.checkpoint, key))
     for key in ("args", "command"):
         for position, word in enumerate(getattr(job, key) or ()):
-            check_text(f"{key}[{position}]", word)
+            with about("job", key, position):
+                check_text(f"{key}[{position}]", word)
     twice = sorted(set(job.env) & set(job.secrets))
     if twice:
-        raise BadInput(f"secrets: {twice[0]} is set in env as well")
+        raise BadInput(f"secrets: {twice[0]} is set in env as well", job="secrets")
 
 
-def check_environment(env: Mapping[str, str]) -> None:
+def check_environment(env: Mapping[str, str], source: Source = "job") -> None:
     """Refuse what cannot be an environment variable.
 
     Raises:
-        BadInput: the message begins with ``env``.
+        BadInput: about ``env``.
     """
     for name, value in env.items():
-        if not is_name(name):
-            raise BadInput(f"env: {name!r} cannot name an environment variable")
-        check_text(f"env.{name}", value)
+        with about(source, "env", name):
+            if not is_name(name):
+                raise BadInput(f"env: {name!r} cannot name an environment variable")
+            check_text(f"env.{name}", value)

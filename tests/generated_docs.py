@@ -131,7 +131,7 @@ def words(kind: types.Type) -> Iterator[str]:
             else:
                 numbers = isinstance(item, types.IntType)
                 yield f"a list of {'whole numbers' if numbers else 'text'}"
-        case types.DictType(value_type=types.StrType()):
+        case types.DictType(value_type=types.StrType() | types.Metadata(type=types.StrType())):
             yield "a mapping of names to text"
         case types.DictType():
             yield "a mapping"

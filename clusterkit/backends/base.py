@@ -145,7 +145,7 @@ class Backend(ABC):
         """
         if include or exclude:
             flag = "include" if include else "exclude"
-            raise BadInput(f"{flag}: backend {cls.name} has no hosts to choose from")
+            raise BadInput(f"{flag}: backend {cls.name} has no hosts to choose from", cluster=flag)
         return cluster
 
     @classmethod

@@ -103,10 +103,14 @@ class ComposeBackend(Backend):
             try:
                 ipaddress.IPv4Network(cluster.subnet)
             except ValueError as error:
-                raise BadInput(f"subnet: {error}", hint="such as 10.99.0.0/24, or auto") from None
+                raise BadInput(
+                    f"subnet: {error}", hint="such as 10.99.0.0/24, or auto", cluster="subnet"
+                ) from None
         for name, value in cluster.ulimits.items():
             if not re.match(r"[a-z]+\Z", name) or value < -1:
-                raise BadInput(f"ulimits: {name}: {value} is no limit", hint="{memlock: -1}")
+                raise BadInput(
+                    f"ulimits: {name}: {value} is no limit", hint="{memlock: -1}", cluster="ulimits"
+                )
         volumes = tuple(_settled_volume(text, folder) for text in cluster.volumes)
         return msgspec.structs.replace(cluster, volumes=volumes)
 
@@ -293,11 +297,13 @@ def _socket(cluster: ComposeCluster, transport: Transport) -> str:
             if cluster.context
             else f"context: docker says: {_last(done)}",
             hint="`docker context ls` lists them",
+            cluster="context",
         )
     if not socket.startswith("unix://"):
         raise BadInput(
             f"context: the engine at {socket} is another machine's, where the run's folder is not",
             hint="`context:` names an engine of this machine; backend ssh runs on other machines",
+            cluster="context",
         )
     return socket
 
@@ -359,6 +365,7 @@ def _gpus(
             raise BadInput(
                 f"gpus: {cluster.gpus} of this machine's {len(gpus)} GPUs cannot be had",
                 hint="auto: all that are visible",
+                cluster="gpus",
             )
         gpus = gpus[: cluster.gpus]
     if gpus and "nvidia" not in (info.get("Runtimes") or {}):
@@ -513,6 +520,7 @@ def _check_subnet(cluster: ComposeCluster, docker: Sequence[str], transport: Tra
             raise BadInput(
                 f"subnet: {wanted} is taken: {whose} has {subnet}",
                 hint="subnet: auto, or one that is not in `ip route`",
+                cluster="subnet",
             )
 
 
@@ -534,13 +542,16 @@ def _check_volumes(cluster: ComposeCluster, docker: Sequence[str], transport: Tr
         source, _, _ = parse_volume(text)
         if source.startswith("/"):
             if not os.path.exists(source):
-                raise BadInput(f"volumes: {source} is not there", hint=f"mkdir -p {source}")
+                raise BadInput(
+                    f"volumes: {source} is not there", hint=f"mkdir -p {source}", cluster="volumes"
+                )
             continue
         words = [*docker, "volume", "inspect", source]
         if transport.run(HOST, words, timeout=ENGINE_SECONDS).exit_code:
             raise BadInput(
                 f"volumes: docker has no volume {source}",
                 hint=f"docker volume create {source}; a folder is written /{source} or ./{source}",
+                cluster="volumes",
             )
 
 
@@ -549,7 +560,11 @@ def _settled_volume(text: str, folder: Path) -> str:
     if source.startswith(("/", ".", "~")):
         source = os.path.normpath(folder / Path(source).expanduser())
     elif not _VOLUME.match(source):
-        raise BadInput(f"volumes: {source!r} cannot name a volume", hint=f"a folder: ./{source}")
+        raise BadInput(
+            f"volumes: {source!r} cannot name a volume",
+            hint=f"a folder: ./{source}",
+            cluster="volumes",
+        )
     return f"{source}:{target}{':ro' if readonly else ''}"
 
 
@@ -577,6 +592,7 @@ def _check_room(cluster: ComposeCluster, nodes: int) -> None:
             raise BadInput(
                 f"subnet: {cluster.subnet} has room for {has}, not {nodes}",
                 hint="a larger one, or auto",
+                cluster="subnet",
             )
 
 
@@ -599,6 +615,7 @@ def _workdir(
             raise BadInput(
                 f"workdir: {workdir} would hide the image's own",
                 hint="start from the project's folder, or `code: baked` in the cluster entry",
+                job="workdir",
             )
         return workdir, job
     if job.program is not None and is_below(job.program, workdir):

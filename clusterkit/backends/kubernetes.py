@@ -50,7 +50,7 @@ from clusterkit.cluster import (
     KubernetesFacts,
     Project,
 )
-from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
+from clusterkit.errors import BadInput, ClusterkitError, Unavailable, about, counted
 from clusterkit.kubernetes.client import KUSTOMIZATION, KubeTransport
 from clusterkit.kubernetes.flavors import FLAVORS, choose, served
 from clusterkit.kubernetes.guard import PROGRAM, RULES, guard, rules_of, rules_text
@@ -120,13 +120,19 @@ class KubernetesBackend(Backend):
         assert isinstance(cluster, KubernetesCluster)
         for key in ("memory", "shm_size"):
             if (size := getattr(cluster, key)) is not None:
-                quantity(key, size)
-        for name, amount in cluster.resources.items():
-            quantity(f"resources: {name}", amount)
+                with about("cluster", key):
+                    quantity(key, size)
+        with about("cluster", "resources"):
+            for name, amount in cluster.resources.items():
+                quantity(f"resources: {name}", amount)
         check_patch(cluster.patch)
         paths = [each.path.rstrip("/") for each in cluster.volumes]
         if twice := sorted({path for path in paths if paths.count(path) > 1}):
-            raise BadInput(f"volumes: two of them on {twice[0]}", hint="give each its own path")
+            raise BadInput(
+                f"volumes: two of them on {twice[0]}",
+                hint="give each its own path",
+                cluster="volumes",
+            )
         if cluster.shared and not any(
             cluster.shared.rstrip("/") == path or cluster.shared.startswith(path + "/")
             for path in paths
@@ -134,6 +140,7 @@ class KubernetesBackend(Backend):
             raise BadInput(
                 f"shared: {cluster.shared} is in none of the volumes",
                 hint="volumes: [{claim: NAME, path: " + cluster.shared + "}]",
+                cluster="shared",
             )
         if cluster.kubeconfig is None:
             return cluster
@@ -560,6 +567,7 @@ def _project(job: JobSpec) -> Project:
         raise BadInput(
             f"code: {found.root} is too large for a config map ({words(found.facts())})",
             hint="code: baked, with the project in the image or in a volume",
+            cluster="code",
         )
     return found.facts()
 
@@ -570,6 +578,7 @@ def _check_namespace(tool: list[str], namespace: str, transport: Transport) -> N
         raise BadInput(
             f"namespace: the cluster has no {namespace}",
             hint=f"kubectl create namespace {namespace}",
+            cluster="namespace",
         )
 
 
@@ -667,6 +676,7 @@ def _ranks_per_node(job: JobSpec, host: HostFacts, device: str) -> tuple[int, st
                 f"gpus_per_node: {job.gpus_per_node}, but no node of the cluster has more than "
                 f"{counted(there, 'GPU')}",
                 hint=f"--gpus {there}, or --set device=cpu to run on CPU threads",
+                job="gpus_per_node",
             )
         return job.gpus_per_node, "job: gpus_per_node"
     if device == "cpu":
@@ -772,6 +782,7 @@ def _in_image(job: JobSpec, cluster: KubernetesCluster) -> JobSpec:
         f"program: {job.program} lies outside of the project, which the image holds in "
         f"{cluster.workdir}",
         hint="a path relative to the project's folder",
+        job="program",
     )
 
 

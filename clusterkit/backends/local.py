@@ -68,7 +68,8 @@ class LocalBackend(Backend):
         if cluster.gpus != "auto":
             if cluster.gpus > len(gpus):
                 raise BadInput(
-                    f"gpus: {cluster.gpus} of this machine's {len(gpus)} GPUs cannot be had"
+                    f"gpus: {cluster.gpus} of this machine's {len(gpus)} GPUs cannot be had",
+                    cluster="gpus",
                 )
             gpus = gpus[: cluster.gpus]
         host = HostFacts(
@@ -119,6 +120,7 @@ class LocalBackend(Backend):
             raise BadInput(
                 "launcher: mpirun cannot divide this machine's GPUs between simulated nodes",
                 hint=f"--nodes 1 --gpus {topology.world_size}, or launcher: torchrun",
+                job="launcher",
             )
         threads, threads_origin = threads_of(job, host.cpus, topology.world_size)
         require_packages(job, host)

@@ -110,7 +110,9 @@ def device_of(job: JobSpec, hosts: Sequence[HostFacts]) -> tuple[str, str]:
     """
     without = [host.host for host in hosts if not host.gpus]
     if job.device == "cuda" and without:
-        raise BadInput(f"device: cuda, but {without[0]} has no GPU", hint="device: auto, or cpu")
+        raise BadInput(
+            f"device: cuda, but {without[0]} has no GPU", hint="device: auto, or cpu", job="device"
+        )
     if job.device != "auto":
         return job.device, "job: device"
     if not without:
@@ -119,6 +121,7 @@ def device_of(job: JobSpec, hosts: Sequence[HostFacts]) -> tuple[str, str]:
         raise BadInput(
             f"device: auto: {without[0]} has no GPU, {_first_with(hosts)} has",
             hint="leave that host out (--exclude), or --set device=cpu",
+            job="device",
         )
     return "cpu", "no GPU found"
 
@@ -157,6 +160,7 @@ def divided_gpus(
                 f"gpus_per_node: {counted(nodes, 'node')} x {job.gpus_per_node} = "
                 f"{counted(wanted, 'GPU')}, but {place} has {there}",
                 hint=f"{fewer}--set device=cpu to run on CPU threads",
+                job="gpus_per_node",
             )
         return job.gpus_per_node, "job: gpus_per_node"
     if device == "cpu":
@@ -165,6 +169,7 @@ def divided_gpus(
         raise BadInput(
             f"nodes: {nodes} nodes cannot share {counted(there, 'GPU')} of {place}",
             hint=f"--nodes {there}, or --set device=cpu to run on CPU threads",
+            job="nodes",
         )
     return there // nodes, f"{counted(there, 'GPU')} / {counted(nodes, 'node')}"
 

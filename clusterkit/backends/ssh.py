@@ -33,7 +33,7 @@ from clusterkit.backends.nodes import (
     threads_of,
 )
 from clusterkit.cluster import ClusterSpec, Facts, Host, HostFacts, Project, SshCluster
-from clusterkit.errors import BadInput, ClusterkitError, PortTaken, Unavailable, counted
+from clusterkit.errors import BadInput, ClusterkitError, PortTaken, Unavailable, about, counted
 from clusterkit.logs import LogLine
 from clusterkit.mirror import NodeView, Watch
 from clusterkit.plan import Note, Plan, Step, Tree
@@ -68,15 +68,20 @@ class SshBackend(Backend):
             raise BadInput(
                 "inventory: a cluster has either an inventory or hosts",
                 hint="inventory: ansible/inventory.yaml, or a hostfile with `host slots=N` lines",
+                cluster="inventory",
             )
         if cluster.shared is not None and not cluster.shared.startswith("/"):
             raise BadInput(
-                f"shared: {cluster.shared} is no absolute path", hint="it is one on the hosts"
+                f"shared: {cluster.shared} is no absolute path",
+                hint="it is one on the hosts",
+                cluster="shared",
             )
         if cluster.inventory:
             path = folder / Path(cluster.inventory).expanduser()
             hosts = inventory.read_hosts(path, cluster.group)
         else:
+            with about("cluster", "hosts"):
+                given = inventory.check_hosts(cluster.hosts, "hosts")
             hosts = tuple(
                 msgspec.structs.replace(
                     host,
@@ -84,13 +89,14 @@ class SshBackend(Backend):
                     known_hosts=inventory.absolute(host.known_hosts, folder),
                     ssh_config=inventory.absolute(host.ssh_config, folder),
                 )
-                for host in inventory.check_hosts(cluster.hosts, "hosts")
+                for host in given
             )
         if not include and not exclude:
             include, exclude = cluster.include, cluster.exclude
+        with about("cluster", "include" if include else "exclude"):
+            hosts = inventory.chosen(hosts, include, exclude)
         return msgspec.structs.replace(
-            cluster, inventory=None, group="all", include=None, exclude=None,
-            hosts=inventory.chosen(hosts, include, exclude),
+            cluster, inventory=None, group="all", include=None, exclude=None, hosts=hosts,
         )  # fmt: skip
 
     @classmethod
@@ -132,6 +138,7 @@ class SshBackend(Backend):
             raise BadInput(
                 f"workdir: {cluster.workdir} is {one} on {first}, but {other} on {second}",
                 hint="give an absolute path",
+                cluster="workdir",
             )
         if wanted not in (None, port):
             raise PortTaken(int(cluster.port), f"host {hosts[0].name}")
@@ -199,6 +206,7 @@ class SshBackend(Backend):
                 raise BadInput(
                     f"python: {head.python} on {head.host}, but {host.python} on {host.host}",
                     hint="the ranks' interpreter must have one path on all hosts: a link will do",
+                    cluster="python",
                 )
         run_dir = posixpath.join(facts.home, "runs", run_id)
         workdir, trees = _trees(job, facts, run_dir)
@@ -372,7 +380,11 @@ class SshBackend(Backend):
 def _hosts_for(cluster: SshCluster, job: JobSpec | None) -> tuple[Host, ...]:
     """The hosts that a job of this many nodes gets: the first ones."""
     if not cluster.hosts:
-        raise BadInput("hosts: the cluster has none", hint="`inventory:` names a file of hosts")
+        raise BadInput(
+            "hosts: the cluster has none",
+            hint="`inventory:` names a file of hosts",
+            cluster="hosts",
+        )
     if job is None:
         return cluster.hosts
     least, most = job.node_range
@@ -386,6 +398,7 @@ def _too_few(wanted: int, there: int, cluster: SshCluster) -> BadInput:
         f"nodes: {wanted} are wanted, the cluster has {counted(there, 'host')}"
         f" ({_named([host.name for host in cluster.hosts])})",
         hint=f"--nodes {there}, or more hosts in the inventory",
+        job="nodes",
     )
 
 
@@ -431,6 +444,7 @@ def _host_facts(
             raise BadInput(
                 f"interface: host {host.name} has no {cluster.interface} with an IPv4 address",
                 hint=f"it has {', '.join(by_name)}",
+                cluster="interface",
             )
         address, interface = by_name[cluster.interface], cluster.interface
     else:
@@ -484,12 +498,14 @@ def _ranks_per_node(job: JobSpec, hosts: tuple[HostFacts, ...], device: str) -> 
                     f"gpus_per_node: {wanted}, but {host.host} has "
                     f"{counted(len(host.gpus), 'GPU')}",
                     hint=f"--gpus {len(host.gpus)}, or --exclude {host.host}",
+                    job="gpus_per_node",
                 )
             if host.slots is not None and host.slots < wanted:
                 raise BadInput(
                     f"gpus_per_node: {wanted}, but {host.host} has "
                     f"{counted(host.slots, 'slot')} in the inventory",
                     hint=f"--gpus {host.slots}, or slots: {wanted} for {host.host}",
+                    job="gpus_per_node",
                 )
         return wanted, "job: gpus_per_node"
     if device == "cuda":
@@ -513,6 +529,7 @@ def _check_devices(others: Sequence[HostFacts], device: str, nproc: int) -> None
             raise BadInput(
                 f"launcher: mpirun cannot keep {host.host} to GPUs {','.join(its)}",
                 hint="launcher: torchrun can",
+                job="launcher",
             )
 
 

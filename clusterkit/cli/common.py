@@ -11,6 +11,7 @@ import msgspec
 from clusterkit import shell
 from clusterkit.command import instead_of_a_job
 from clusterkit.errors import BadInput
+from clusterkit.files import read_file, why
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -105,12 +106,9 @@ def prepare_options(facts_file: str | None, **options: Any) -> dict[str, Any]:
         from clusterkit.cluster import Facts
 
         try:
-            with open(facts_file, "rb") as file:
-                options["facts"] = msgspec.json.decode(file.read(), type=Facts)
+            options["facts"] = msgspec.json.decode(read_file(facts_file, 64 << 20), type=Facts)
         except OSError as error:
-            raise BadInput(
-                f"--facts {facts_file}: {(error.strerror or 'unreadable').lower()}"
-            ) from None
+            raise BadInput(f"--facts {facts_file}: {why(error)}") from None
         except msgspec.MsgspecError as error:
             raise BadInput(f"--facts {facts_file}: not a facts.json: {error}") from None
     return options

@@ -384,6 +384,7 @@ def connect(kubeconfig: str | None, context: str | None) -> ApiClient:
         raise BadInput(
             f"kubeconfig: there is no {files[0]}",
             hint="kubeconfig: PATH in the cluster entry, or export KUBECONFIG=PATH",
+            cluster="kubeconfig",
         )
     try:
         if not there:
@@ -409,11 +410,16 @@ def connect(kubeconfig: str | None, context: str | None) -> ApiClient:
             raise BadInput(
                 f"context: {there[0]} has no context {context!r}",
                 hint="`kubectl config get-contexts` lists them",
+                cluster="context",
             ) from None
-        raise BadInput(f"kubeconfig: {there[0] if there else files[0]}: {said}") from None
+        raise BadInput(
+            f"kubeconfig: {there[0] if there else files[0]}: {said}", cluster="kubeconfig"
+        ) from None
     except (yaml.YAMLError, OSError, ValueError, TypeError, KeyError) as error:
         said = str(error).splitlines()[0]
-        raise BadInput(f"kubeconfig: {there[0]} cannot be read: {said}") from None
+        raise BadInput(
+            f"kubeconfig: {there[0]} cannot be read: {said}", cluster="kubeconfig"
+        ) from None
 
 
 def not_installed() -> Unavailable:

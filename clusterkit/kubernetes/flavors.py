@@ -82,11 +82,13 @@ def choose(job: JobSpec, cluster: KubernetesCluster, facts: KubernetesFacts) -> 
         raise BadInput(
             f"flavor: {name} cannot run launcher {job.launcher}",
             hint="flavor: auto, or --set launcher=torchrun" if mpi else "flavor: auto",
+            cluster="flavor",
         )
     if job.elastic and name in _NOT_ELASTIC:
         raise CapabilityError(
             f"nodes: {job.nodes}: flavor {name} cannot run an elastic number of nodes",
             hint="flavor: pytorchjob",
+            job="nodes",
         )
     if name != "job" and flavor.KIND not in facts.kinds:
         raise Unavailable(

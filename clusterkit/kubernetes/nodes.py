@@ -37,6 +37,7 @@ def gpus_of(
                 f"gpus: {cluster.gpus} {cluster.gpu_resource} of a pod, but no node has more "
                 f"than {count}",
                 hint=f"gpus: {count}, or `node_selector` for nodes that have them",
+                cluster="gpus",
             )
         count = cluster.gpus
     return tuple(Gpu(str(index), product, memory_mib) for index in range(count))

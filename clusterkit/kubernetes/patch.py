@@ -71,6 +71,7 @@ def _check(value: Any, kind: str, place: str, client: Any) -> None:
             raise BadInput(
                 f"patch: {where}: pods have no such key",
                 hint=f"did you mean {near[0]}?" if near else f"it goes into a pod's spec ({kind})",
+                cluster="patch",
             )
         _check(inner, model.openapi_types[names[key]], where, client)
 
@@ -83,4 +84,5 @@ def _wrong(place: str, value: Any, wanted: str) -> BadInput:
     return BadInput(
         f"patch: {place or 'it'} is {value!r}, but should be {wanted}",
         hint="`kubectl explain pod.spec` tells the keys and their types",
+        cluster="patch",
     )

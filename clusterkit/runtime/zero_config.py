@@ -16,36 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from clusterkit.batch import DEEPSPEED_KEYS, Batch
+from clusterkit.deepspeed_config import INSTEAD
+from clusterkit.deepspeed_table import KEYS, REMOVED
 from clusterkit.errors import BadInput, Unavailable
 
 Config = dict[str, Any]
-
-# Outermost keys of DeepSpeed 0.19.8: runtime/constants.py, runtime/config.py and the configs of
-# comm, monitor, profiling, autotuning, compile and activation checkpointing.
-_KEYS = frozenset(DEEPSPEED_KEYS.values()) | {
-    *("optimizer", "scheduler", "fp16", "bf16", "torch_autocast", "gradient_clipping"),
-    *("zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
-    *("managed_gradient_accumulation", "prescale_gradients", "gradient_predivide_factor"),
-    *("gradient_allreduce_op", "communication_data_type", "seq_parallel_communication_data_type"),
-    *("disable_allgather", "data_types", "steps_per_print", "dump_state", "log_level"),
-    *("wall_clock_breakdown", "memory_breakdown", "timers", "flops_profiler", "comms_logger"),
-    *("tensorboard", "wandb", "csv_monitor", "comet", "monitor_config", "autotuning"),
-    *("activation_checkpointing", "checkpoint", "aio", "dataloader_drop_last", "data_efficiency"),
-    *("tensor_parallel", "sequence_parallel_size", "expert_parallel", "pipeline", "hybrid_engine"),
-    *("use_data_before_expert_parallelism", "weight_quantization", "compile", "zenflow"),
-    *("datastates_ckpt", "disable_python_gc"),
-}
-# Runtime/config.py of 0.19.8 refuses these when the engine starts.
-_REMOVED = {
-    "amp": "use bf16, fp16 or torch_autocast",
-    "elasticity": "use an elastic job: nodes: MIN:MAX",
-    "curriculum_learning": "use data_efficiency.data_sampling.curriculum_learning",
-    **dict.fromkeys(
-        ("nebula", "compression_training", "quantize_training", "sparse_gradients", "eigenvalue",
-         "sparse_attention", "graph_harvesting", "progressive_layer_drop"),
-        "leave it out",
-    ),
-}  # fmt: skip
 
 _INCLUDES = ("/usr/include", "/usr/local/include")
 
@@ -136,10 +111,11 @@ def _read(path: Path) -> Config:
 
 def _check_keys(config: Config, path: Path | str) -> None:
     for key in config:
-        if key in _REMOVED:
-            raise BadInput(f"{path}: DeepSpeed 0.19 has no `{key}` any more", hint=_REMOVED[key])
-        if key not in _KEYS:
-            near = difflib.get_close_matches(key, _KEYS, 1)
+        if key in REMOVED[""]:
+            hint = INSTEAD.get(key, "leave it out")
+            raise BadInput(f"{path}: DeepSpeed 0.19 has no `{key}` any more", hint)
+        if key not in KEYS:
+            near = difflib.get_close_matches(key, KEYS, 1)
             raise BadInput(
                 f"{path}: DeepSpeed knows no key `{key}`, and would not say so",
                 hint=f"did you mean {near[0]}?" if near else "leave it out",

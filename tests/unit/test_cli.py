@@ -349,6 +349,14 @@ def test_words_that_are_no_utf_8_are_refused_and_no_traceback(refused, write_job
     assert "not valid U" in said
 
 
+def test_a_variable_of_ours_in_the_cluster_s_env_is_said_of_the_cluster_s_file(
+    refused, write_job, cwd
+):
+    (cwd / "clusters.yaml").write_text("lab:\n  backend: local\n  env:\n    RANK: 3\n")
+    said = refused("plan", write_job("env: {A: b}\n"), "--cluster", "lab")
+    assert f"{cwd}/clusters.yaml:4: lab.env.RANK: clusterkit sets it" in said
+
+
 def test_a_port_that_is_taken_is_named_with_the_cluster_s_remedy(cli, write_job, cwd):
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))

@@ -1,11 +1,17 @@
 """Errors carry a message, a remedy and an exit code."""
 
+import ast
 import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from clusterkit import errors
+from clusterkit import errors, loader
+from clusterkit.cluster import CLUSTER_TYPES
 from clusterkit.errors import BadInput, ClusterkitError, PortTaken, RunNotFound, Unavailable
+from clusterkit.spec import JobSpec
 
 
 def test_an_error_reads_as_its_message_and_its_hint_on_a_line_of_its_own():
@@ -54,3 +60,51 @@ def test_every_error_class_has_a_root_and_a_docstring():
     for kind in found:
         assert issubclass(kind, ClusterkitError)
         assert kind.__doc__
+
+
+ROOT = Path(errors.__file__).parent
+NO_KEYS = {"agent.py", "bandwidth.py", "errors.py", "inventory.py"}
+"""Their errors are about no file's keys; of an inventory's, the caller says whose they are."""
+
+
+def unattributed() -> Iterator[str]:
+    """Errors whose message begins with a key, and that do not say whose key that is."""
+    jobs = set(loader._fields(JobSpec))
+    keys = jobs.union(*(loader._fields(kind) for kind in CLUSTER_TYPES.values())) - {"backend"}
+    for path in sorted(ROOT.rglob("*.py")):
+        name = path.relative_to(ROOT)
+        if name.parts[0] in ("runtime", "estimate", "doctor") or str(name) in NO_KEYS:
+            continue
+        tree = ast.parse(path.read_text())
+        attributed = {
+            inner
+            for block in ast.walk(tree)
+            if isinstance(block, ast.With) and "about(" in ast.unparse(block.items[0])
+            for inner in ast.walk(block)
+        }
+        for call in ast.walk(tree):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "BadInput" and call.args:
+                text = ast.unparse(call.args[0]).lstrip("f").strip("'\"")
+                said = {keyword.arg for keyword in call.keywords} & {"job", "cluster"}
+                begins = re.match(r"([a-z_]+)[:.\[ ]", text)
+                if begins and begins[1] in keys and not said and call not in attributed:
+                    yield f"{name}:{call.lineno}: {text}"
+
+
+def test_an_error_that_begins_with_a_key_says_whose_it_is():
+    assert list(unattributed()) == []
+
+
+@pytest.mark.parametrize("kind", [BadInput, errors.CapabilityError])
+def test_an_error_knows_the_key_and_what_has_it(kind):
+    error = kind("batch.micro: 0", job=("batch", "micro"))
+    assert (error.key, error.source) == (("batch", "micro"), "job")
+    error = kind("port: 7", "8", cluster="port")
+    assert (error.key, error.source, error.hint) == (("port",), "cluster", "8")
+    assert kind("no key").key == ()
+    with pytest.raises(kind) as raised, errors.about("cluster", "hosts"), errors.about("job", "x"):
+        raise error
+    assert raised.value.key == ("port",)
+    with pytest.raises(kind) as raised, errors.about("cluster", "hosts"):
+        raise kind("two alike")
+    assert (raised.value.key, raised.value.source) == (("hosts",), "cluster")

@@ -15,7 +15,13 @@ DOCTOR_CHECKS = [path.stem for path in PACKAGE.glob("doctor/checks/[a-z]*.py")]
 KUBE_CHECKS = [path.stem for path in PACKAGE.glob("doctor/kubernetes/checks/[a-z]*.py")]
 LAYERS = [
     {"clusterkit"},
-    {"clusterkit.errors", "clusterkit.status", "clusterkit.marks"}
+    {
+        "clusterkit.errors",
+        "clusterkit.files",
+        "clusterkit.status",
+        "clusterkit.deepspeed_table",
+        "clusterkit.marks",
+    }
     | {"clusterkit.agent", "clusterkit.host_probe", "clusterkit.receiver"}
     | {"clusterkit.kubernetes.watcher"},
     {
@@ -29,7 +35,9 @@ LAYERS = [
     {"clusterkit.spec", "clusterkit.runs", "clusterkit.diagnose"},
     {"clusterkit.cluster", "clusterkit.command"},
     {"clusterkit.batch", "clusterkit.rendezvous", "clusterkit.loader", "clusterkit.ssh"},
-    {"clusterkit.plan", "clusterkit.inventory", "clusterkit.catalogue", "clusterkit.request"},
+    {"clusterkit.plan", "clusterkit.inventory", "clusterkit.catalogue", "clusterkit.request"}
+    | {"clusterkit.deepspeed_config"},
+    {"clusterkit.deepspeed_probe"},
     {"clusterkit.estimate.units", "clusterkit.estimate.memory", "clusterkit.estimate.published"},
     {"clusterkit.estimate.models", "clusterkit.estimate.advice"},
     {"clusterkit.estimate.jobs"},
@@ -134,7 +142,8 @@ def test_the_runtime_needs_little_of_the_orchestrator(name):
     """It runs inside the ranks, where neither a cluster nor a command line is."""
     ours = {other for other in imports(name) if other.startswith("clusterkit.")}
     outside = {other for other in ours if not other.startswith("clusterkit.runtime")}
-    assert outside <= {"clusterkit.errors", "clusterkit.batch", "clusterkit.marks"}
+    light = {"errors", "batch", "marks", "deepspeed_config", "deepspeed_table"}
+    assert outside <= {f"clusterkit.{module}" for module in light}
 
 
 @pytest.mark.parametrize("name", ["agent", "host_probe", "receiver", "kubernetes.watcher"])

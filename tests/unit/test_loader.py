@@ -1,12 +1,17 @@
 """YAML to specs: what people mean is what arrives, and every mistake is named with its line."""
 
 import json
+import os
 import re
 from pathlib import Path
 
+import jsonschema
 import pytest
+from hypothesis import HealthCheck, event, example, given, settings
+from hypothesis import strategies as st
 
-from clusterkit import loader
+from clusterkit import inventory, loader
+from clusterkit.cli.common import prepare_options
 from clusterkit.cluster import LocalCluster
 from clusterkit.errors import BadInput
 from clusterkit.loader import (
@@ -16,6 +21,7 @@ from clusterkit.loader import (
     locate_program,
     parse_yaml,
 )
+from clusterkit.spec import JobSpec
 
 HERE = Path(__file__).resolve()
 
@@ -209,6 +215,39 @@ def test_a_file_that_is_no_job_at_all_is_refused(content, message, write_job):
 def test_a_file_of_many_megabytes_is_not_even_read(write_job):
     with pytest.raises(BadInput, match="larger than 4 MiB"):
         load_job(write_job("# " + "x" * (5 << 20)))
+
+
+SPECIAL = ["/dev/zero", "pipe"]
+"""Reading these would never end: one has no end, the other no writer."""
+
+
+@pytest.fixture
+def special(request, cwd):
+    """A file of `SPECIAL`, the pipe also under a program's name."""
+    os.mkfifo(cwd / "pipe")
+    (cwd / "pipe.py").symlink_to("pipe")
+    return request.param
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("special", SPECIAL, indirect=True)
+def test_what_is_no_regular_file_is_not_read(special, cwd):
+    with pytest.raises(BadInput, match=rf"\A{special}: not a regular file\Z"):
+        load_job(special)
+    with pytest.raises(BadInput, match=rf"\A{special}: not a regular file\Z"):
+        load_cluster("a", special)
+    with pytest.raises(BadInput, match=rf"{special}: not a regular file"):
+        inventory.read_hosts(cwd / special, "all")
+    with pytest.raises(BadInput, match=rf"--facts {special}: not a regular file"):
+        prepare_options(special)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("special", SPECIAL, indirect=True)
+def test_a_program_that_is_no_regular_file_is_refused(special, write_job):
+    program = "pipe.py" if special == "pipe" else special
+    with pytest.raises(BadInput, match=rf"job\.yaml:1: program: .*{program}: not a regular file"):
+        load_job(write_job(f"program: {program}\n", base=False))
 
 
 def test_a_missing_job_file_is_told_the_nearest_name(write_job):
@@ -502,6 +541,84 @@ def test_the_schema_names_the_keys_that_the_loader_takes():
 
 def test_a_job_file_may_leave_the_name_out_in_the_schema_as_well():
     assert "required" not in loader.json_schema()["$defs"]["JobSpec"]
+
+
+def ends_at_the_end(validator, pattern, instance, schema):
+    """As in ECMAScript, JSON schema's dialect: ``$`` matches before no last line break."""
+    if isinstance(instance, str) and not re.search(re.sub(r"\$\Z", r"\\Z", pattern), instance):
+        yield jsonschema.ValidationError(f"{instance!r} does not match {pattern!r}")
+
+
+Validator = jsonschema.validators.extend(
+    jsonschema.Draft202012Validator, {"pattern": ends_at_the_end}
+)
+
+TEXTS = st.text(st.characters(max_codepoint=0xFFFF), max_size=4) | st.sampled_from(
+    ["train.py", "1:2", "2:2", "02:2", " 1:04 ", "4:2", "0", "007", "auto", "90m", "0s", "a\0"]
+)
+SCALARS = (
+    st.none() | st.booleans() | st.integers(-2, 3) | st.integers() | st.floats(-1e3, 1e3) | TEXTS
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(TEXTS | st.just("A"), inner, max_size=3)
+    ),
+    max_leaves=4,
+)
+WORDS = st.lists(SCALARS, min_size=1, max_size=3)
+NODES = st.sampled_from([0, 1, 100_000, 100_001, "1:2", "2:2", "02:2", " 1:04 ", "2", "0:2", "00"])
+LIKELY = {
+    "name": st.just("demo") | TEXTS,
+    "program": st.just("train.py"),
+    "command": WORDS,
+    "args": WORDS,
+    "nodes": NODES,
+    "gpus_per_node": st.sampled_from([0, 1, 10_000, 10_001, 10**9, "auto"]),
+    "launcher": st.sampled_from(["torchrun", "python", "deepspeed", "mpirun"]),
+    "batch": st.fixed_dictionaries({}, optional={"global": SCALARS, "micro": SCALARS}),
+    "checkpoint": st.fixed_dictionaries({}, optional={"dir": SCALARS, "every": SCALARS}),
+    "env": st.dictionaries(st.sampled_from(["A", "b_1", "1b", ""]), SCALARS, max_size=2),
+    "secrets": st.lists(st.sampled_from(["S", "T2", "2T", ""]), max_size=2),
+    "time_limit": st.sampled_from([0, 1, 0.5, 1e9, "90", "1d2h", "0m", " 5s ", "5 s", "1h\n"]),
+}
+KEYS = sorted(loader._fields(JobSpec))
+RUNS = st.sampled_from([{"program": "train.py"}] * 4 + [{"command": ["a"]}, {"module": "m"}, {}])
+CHANGES = st.lists(st.sampled_from(KEYS), max_size=3, unique=True).flatmap(
+    lambda keys: st.fixed_dictionaries({key: LIKELY.get(key, VALUES) | VALUES for key in keys})
+)
+UNSAYABLE = (
+    r"the smaller number comes first|is set in env as well|above 0, and finite"
+    r"|is neither in|is not a folder|not a Python file|is a folder|deepspeed"
+)
+"""What the loader alone can know: sums, files, two keys that hold the same."""
+
+
+@pytest.fixture(scope="session")
+def validator():
+    return Validator(loader.json_schema())
+
+
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.builds(dict.__or__, RUNS, CHANGES))
+@example(data={"program": "train.py", "args": ["--steps", 40]})
+@example(data={"program": "train.py", "nodes": 0})
+@example(data={"program": "train.py", "command": ["a"]})
+@example(data={"name": "demo"})
+@example(data={"command": ["a"], "nodes": "1:2", "launcher": "python"})
+@example(data={"command": ["a"], "nodes": "2:2", "launcher": "python"})
+@example(data={"command": ["a"], "env": {"A": True}, "name": None})
+def test_the_schema_takes_and_refuses_what_the_loader_does(data, cwd, validator):
+    (cwd / "train.py").write_text("")
+    (cwd / "job.yaml").write_text(json.dumps(data))
+    valid = validator.is_valid(data)
+    try:
+        load_job("job.yaml")
+        refusal = None
+    except BadInput as error:
+        refusal = error.message
+    event("taken" if refusal is None else "refused")
+    assert valid == (refusal is None) or (valid and re.search(UNSAYABLE, refusal)), refusal
 
 
 def test_two_schemas_are_the_same():

@@ -36,7 +36,7 @@ def test_what_is_no_length_of_time_is_refused(limit):
         check_job(job(time_limit=limit))
 
 
-@given(st.integers(1, 10**5), st.integers(0, 10**5))
+@given(st.integers(1, 10**4), st.integers(0, 9 * 10**4))
 def test_every_range_in_ascending_order_is_taken(low, more):
     assert parse_nodes(f"{low}:{low + more}") == (low, low + more)
 
@@ -65,6 +65,25 @@ def test_a_range_the_wrong_way_round_is_told_the_right_one():
 def test_a_number_of_nodes_with_thousands_of_digits_is_refused_and_no_accident():
     with pytest.raises(BadInput, match="nodes"):
         parse_nodes("9" * 5000)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"nodes": 100_001}, "nodes: 100001: a run has 100000 nodes at most"),
+        ({"nodes": "1:1000000"}, "nodes: 1:1000000: a run has 100000 nodes at most"),
+        ({"gpus_per_node": 1_000_000_000}, "gpus_per_node: 1000000000: a node has 10000 at most"),
+        ({"gpus_per_node": 0}, "gpus_per_node: 0: a node needs at least 1 rank"),
+    ],
+)
+def test_a_size_that_no_machine_has_is_refused(fields, message):
+    with pytest.raises(BadInput) as error:
+        check_job(job(**fields))
+    assert error.value.message == message
+
+
+def test_the_largest_sizes_are_taken():
+    check_job(job(nodes=100_000, gpus_per_node=10_000))
 
 
 def test_only_a_true_range_is_elastic():

@@ -728,6 +728,20 @@ def test_the_environment_of_entry_and_job_counts_for_what_is_found(entry_of, tmp
     assert host.versions["transformers"] == "66.6"
 
 
+def test_an_error_about_the_entry_s_workdir_is_not_said_of_the_job_s(
+    cwd, write_job, entry_of, monkeypatch
+):
+    text = "lab:\n  backend: ssh\n  hosts: [{name: h0}, {name: h1}]\n  workdir: ~/clusterkit\n"
+    (cwd / "clusters.yaml").write_text(f"{text}  python: {json.dumps(sys.executable)}\n")
+    transport = Hosts(h1={"workdir": "/home/other/clusterkit"})
+    monkeypatch.setattr(backends, "transport_for", lambda cluster: transport)
+    with pytest.raises(BadInput) as error:
+        api.plan(write_job("workdir: .\nnodes: 2\n"), cluster="lab", doctor=False)
+    assert error.value.message.startswith(f"{cwd}/clusters.yaml:4: lab.workdir: ~/clusterkit is ")
+    assert (error.value.key, error.value.source) == (("workdir",), "cluster")
+    assert error.value.where == f"{cwd}/clusters.yaml:4"
+
+
 def test_home_folders_that_differ_are_refused(entry_of):
     transport = Hosts(h1={"workdir": "/home/other/clusterkit"})
     with pytest.raises(BadInput) as error:
