@@ -741,7 +741,7 @@ class Peers(threading.Thread):
                 else:
                     self._follow()
             except OSError as error:
-                self._warn(unwatched(f"port {self._address[1]}: {error.strerror or error}"))
+                self._warn(unwatched(f"port {self._address[1]}: {plainly(error)}"))
 
     # -- node 0
 
@@ -851,6 +851,11 @@ class Peers(threading.Thread):
                     self._end(f"node 0 does not answer for {self._lost_after:g} s")
                 return heard is not None, heard
         return False, heard
+
+
+def plainly(error: OSError) -> str:
+    """What happened, without what `socket.create_server` adds to it."""
+    return os.strerror(error.errno) if error.errno else str(error)
 
 
 def unwatched(why: str) -> str:
@@ -1207,7 +1212,7 @@ class Comrades(threading.Thread):
                     lambda tell: Muster(self._nodes, self._lost_after, self._limit, tell),
                 )
             except OSError as error:
-                return self._alone(f"port {port}: {error.strerror or error}")
+                return self._alone(f"port {port}: {plainly(error)}")
             self._served.start()
             host = "127.0.0.1"
         began = time.monotonic()
@@ -1369,6 +1374,8 @@ class Node:
         """When the others are asked to stop, after one rank failed."""
         self.stopped_by: str | None = None
         """Who asked this node to end, or what for."""
+        self.stray: str | None = None
+        """The same in a sentence, where it was nobody of the run."""
         self.alone = False
         """Whether the launcher had no ranks left when it was asked to stop."""
         self.suspended: set[int] = set()
@@ -1619,7 +1626,8 @@ class Node:
         elif self.reason is None:
             self.stopped_by, meant = sender(signum, pid, uid)
             if not meant and pid > 1:  # nor a container's own init, which passes it on
-                self.remarks.append(f"stopped by {self.stopped_by}")
+                self.stray = f"stopped by {self.stopped_by}"
+                self.remarks.append(self.stray)
             self.left = self.options.rejoin is not None
             if self.comrades is not None:
                 self.comrades.leave()
@@ -1643,7 +1651,7 @@ class Node:
         found = [f"rank {number} was stopped (SIGSTOP)" for number in sorted(self.suspended)]
         if self.frozen is not None and time.monotonic() < self.frozen[0] + RECENT_SECONDS:
             found.append(f"its agent was stopped (SIGSTOP) for {self.frozen[1]:.0f} s")
-        return found
+        return [*found, self.stray] if self.stray else found
 
     def _stop(self, reason: str | None, grace: float) -> None:
         self._look()

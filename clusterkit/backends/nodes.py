@@ -303,10 +303,15 @@ def endings(node: int, exit_json: bytes) -> tuple[list[RankExit], int]:
 
 def causes(node: int, exit_json: bytes) -> list[NodeCause]:
     """What was done to a node or its ranks, as its agent saw it."""
-    found = _document(exit_json).get("causes")
-    hint = "kill -CONT lets a process go on that was stopped"
+    ended = _document(exit_json)
+    found, code = ended.get("causes"), ended.get("exit_code")
     return [
-        NodeCause(node=node, words=str(words), hint=hint, exit_code=1)
+        NodeCause(
+            node=node,
+            words=str(words),
+            hint="kill -CONT lets a stopped process go on" if "SIGSTOP" in str(words) else None,
+            exit_code=code if isinstance(code, int) and code else 1,
+        )
         for words in (found if isinstance(found, list) else ())
     ]
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from clusterkit import agent, runs
+from clusterkit.backends.nodes import judge_node
 from clusterkit.logs import parse_line
 
 RUN = (
@@ -174,6 +176,22 @@ def test_term_ends_everything_and_says_that_it_was_asked_for(start, node_dir, ru
     assert agent.start_ticks(sleeper) is None
 
 
+def test_a_watch_port_that_is_taken_is_in_the_status_while_the_node_runs(start, node_dir, run_dir):
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        options = ["--peers", f"127.0.0.1:{port}", "--nodes", "2"]
+        names = {"NODE_RANK": "0", "CLUSTERKIT_RUN_ID": "r", "CLUSTERKIT_ATTEMPT": "1"}
+        waiting(start, run_dir, options=options, **names)
+        wait_until(lambda: b"remarks" in (node_dir / "started.json").read_bytes())
+    found = judge_node(
+        0, "h0", begun=True, alive=True, exit_json=None, complaint=b"",
+        started=(node_dir / "started.json").read_bytes(),
+    )  # fmt: skip
+    words = f"the other nodes are not watched: port {port}: Address already in use"
+    assert found.remarks == (words,)
+    assert lines_of(node_dir)[-1].text == words
+
+
 def test_whoever_ends_a_node_is_written_down(start, node_dir, run_dir):
     process, _ = waiting(start, run_dir)
     process.terminate()
@@ -181,8 +199,7 @@ def test_whoever_ends_a_node_is_written_down(start, node_dir, run_dir):
     ended = exit_of(node_dir)
     expected = f"SIGTERM from process {os.getpid()} of user {os.getuid()} ("
     assert ended["stopped_by"].startswith(expected)
-    assert "pytest" in ended["stopped_by"]
-    assert ended["remarks"] == [f"stopped by {ended['stopped_by']}"]
+    assert ended["remarks"] == ended["causes"] == [f"stopped by {ended['stopped_by']}"]
 
 
 def test_a_node_that_is_ended_on_purpose_is_told_what_for(start, node_dir, run_dir):
@@ -192,7 +209,7 @@ def test_a_node_that_is_ended_on_purpose_is_told_what_for(start, node_dir, run_d
     assert process.wait() == 143
     ended = exit_of(node_dir)
     assert (ended["reason"], ended["stopped_by"]) == ("stopped on request", "over its time")
-    assert ended["remarks"] == []
+    assert ended["remarks"] == ended["causes"] == []
 
 
 def test_a_signal_that_the_agent_waits_for_is_as_ever_for_the_ranks(start, node_dir, run_dir):
@@ -227,7 +244,7 @@ def test_a_rank_that_was_stopped_is_named(start, node_dir, run_dir):
     fifo = run_dir / "fifo"
     os.mkfifo(fifo)
     rank = 'echo "@clusterkit-rank 3 $$" >"$CLUSTERKIT_PIPE-0"; echo $$ >"$FIFO"; exec sleep 60'
-    process = start("sh", "-c", rank, run=QUICK, FIFO=str(fifo))
+    process = start("sh", "-c", rank, run=QUICK, grace="0.1", FIFO=str(fifo))
     pid = int(wait_for_line(fifo))
     wait_until((node_dir / "ranks.jsonl").exists)
     for signum, words in (
@@ -239,7 +256,7 @@ def test_a_rank_that_was_stopped_is_named(start, node_dir, run_dir):
         wait_until(lambda words=words: lines_of(node_dir)[-1:] and says(node_dir, words))
     process.terminate()
     process.wait()
-    assert exit_of(node_dir)["causes"] == ["rank 3 was stopped (SIGSTOP)"]
+    assert exit_of(node_dir)["causes"][0] == "rank 3 was stopped (SIGSTOP)"
 
 
 def test_an_agent_that_was_stopped_ends_with_the_run_and_says_so(start, node_dir, run_dir):
@@ -252,8 +269,7 @@ def test_an_agent_that_was_stopped_ends_with_the_run_and_says_so(start, node_dir
     assert agent.start_ticks(rank) is None
     ended = exit_of(node_dir)
     assert ended["reason"] == "stopped on request"
-    (cause,) = ended["causes"]
-    assert cause.startswith("its agent was stopped (SIGSTOP) for ")
+    assert ended["causes"][0].startswith("its agent was stopped (SIGSTOP) for ")
     assert any(text.startswith("this node's agent was stopped") for text in ended["remarks"])
 
 

@@ -1,9 +1,11 @@
 """Who failed first, and why: told from exit codes and log lines alone."""
 
+import json
 import signal
 
 import pytest
 
+from clusterkit.backends.nodes import causes
 from clusterkit.diagnose import PORT_TAKEN, diagnose, shell_code
 from clusterkit.logs import LogLine
 from clusterkit.status import NodeStatus, RankExit, State
@@ -44,6 +46,26 @@ def test_the_rank_with_the_exception_is_blamed_with_its_traceback():
     assert (found.node, found.rank, found.exit_code) == (0, 1, 1)
     assert found.cause == "ValueError: the loss is not finite"
     assert found.traceback == VALUE_ERROR
+
+
+@pytest.mark.parametrize(
+    ("told", "hint"),
+    [
+        ("rank 3 was stopped (SIGSTOP)", "kill -CONT lets a stopped process go on"),
+        ("stopped by SIGTERM from process 7 of user 0 (bash)", None),
+    ],
+)
+def test_who_waited_in_vain_is_not_blamed_for_what_was_done_to_another_node(told, hint):
+    waited = VALUE_ERROR.replace("ValueError: the loss is not finite", "RuntimeError: Timed out "
+                                 "waiting 30000ms for recv operation to complete")  # fmt: skip
+    ended = json.dumps({"exit_code": 137, "causes": [told]}).encode()
+    found = diagnose(
+        [node(0), node(1, 137, State.CANCELLED)],
+        in_order(said(0, 0, 1.0, waited), torchrun_says(0, 1, 0, 1.5)),
+        causes=causes(1, ended),
+    )
+    assert (found.node, found.rank, found.exit_code) == (1, None, 137)
+    assert (found.cause, found.hint) == (told, hint)
 
 
 def test_torch_s_prefix_is_not_part_of_a_traceback():
