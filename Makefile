@@ -152,19 +152,27 @@ unit: .venv/.dev ## Tests that need no cluster: WORKERS=2
 		tests/unit tests/contract tests/golden
 
 .PHONY: live
-live: live-here live-nodes ## Tests that start real runs
+live: live-here live-nodes ## Tests that start real runs; what fails is run once more, and named FLAKY if it passes
 
 .PHONY: live-here
 live-here: .venv/.dev ## On this machine alone: local runs, all programs, parity
-	@$(BIN)/pytest tests/live/test_*.py
+	@$(BIN)/python -m tests.again -m "not thorough" tests/live/test_*.py
 
 .PHONY: live-nodes
 live-nodes: .venv/.dev ## On SSH hosts, in containers, on Kubernetes: what there cannot be is skipped
-	@$(BIN)/pytest -m "not thorough" tests/live/ssh tests/live/compose tests/live/kubernetes
+	@$(BIN)/python -m tests.again -m "not thorough" tests/live/ssh tests/live/compose tests/live/kubernetes
 
 .PHONY: thorough
-thorough: .venv/.dev ## The live tests that `make test` leaves out because they take long: 20 minutes; root
+thorough: .venv/.dev ## The live tests that `make test` leaves out because they take long: half an hour; root
 	@$(BIN)/pytest -m thorough tests/live
+
+.PHONY: lab-test
+lab-test: .venv/.dev ## The tests of `make lab` itself, for who changes tests/lab; root
+	@$(BIN)/pytest tests/live/ssh/test_lab.py && $(BIN)/python -m tests.tested lab
+
+.PHONY: ansible-test
+ansible-test: .venv/.dev ## All tests of the Ansible roles, for who changes ansible/; root
+	@$(BIN)/pytest tests/live/ssh/test_ansible.py && $(BIN)/python -m tests.tested ansible
 
 .PHONY: kube-test
 kube-test: .venv/.dev ## All tests on Kubernetes, which ../shared/kube makes: 25 minutes; root

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import hmac
 import json
 import os
 import queue
@@ -28,6 +29,7 @@ import re
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -45,6 +47,10 @@ _HALF_TAG = re.compile(rb"\[(?:[^]\n]{0,50}|[^]\n]{1,50}\](?:<[a-z]{0,7}>?)?)\Z"
 LONGEST_LINE = 1 << 16
 RESERVE_BYTES = 8192
 """Kept free for ``exit.json``, so that a disk full of logs does not hide how it ended."""
+STOPPED = "stopped on request"
+"""Why a node ended that was asked to by a signal."""
+LAUNCHER_WAITED = "its ranks had ended; its launcher waited for those of the other nodes"
+"""Why a node's launcher was stopped whose ranks have done their work."""
 STOPPED_BY_PEERS = "stopped: "
 """How the reason begins of a node that ended because another did."""
 PEERS_GRACE = 2.0
@@ -52,6 +58,12 @@ PEERS_GRACE = 2.0
 LAUNCHER_GRACE = 1.0
 """Seconds that a launcher has which is asked to stop and has no ranks left: torchrun may sit in
 its exit barrier, where it does not hear."""
+LOOK_SECONDS = 2.0
+"""How often an agent looks whether ranks were stopped (SIGSTOP)."""
+RECENT_SECONDS = 60.0
+"""For how long a stop of the agent itself may be why the run ends."""
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that ask an agent to end."""
 LEFTOVER_GRACE = 3.0
 """Seconds that processes have which outlive their launcher."""
 REPORT_SECONDS = 0.1
@@ -73,6 +85,17 @@ PEER_AGAIN_SECONDS = 0.5
 """Pause before a node 0 that is not there is sought again."""
 FIRST_SECONDS = 1.0
 """How long a node waits, before it starts, for a node 0 that is there to say whether it may."""
+PEER_TOKEN = "CLUSTERKIT_PEER_TOKEN"
+"""Environment variable with the secret by which the nodes of a run know each other."""
+HELLO_SECONDS = 5.0
+"""How long a connection may take to say which node it is."""
+STRANGERS = 64
+"""How many connections may be open that have not said it yet."""
+NOT_NODE_0 = "another program listens there"
+LINE_BYTES = 4096
+"""The longest line that nodes send each other."""
+UNSENT_BYTES = 1 << 16
+"""How much may wait for a node that does not read; beyond that its connection is closed."""
 LEFT = 143
 """Exit code of an agent whose node was taken away, and of no other whose node can come back."""
 AGAIN = "starting again"
@@ -107,6 +130,56 @@ def process_start(stat: bytes | None) -> int | None:
         return None
     fields = stat.rpartition(b")")[2].split()
     return None if len(fields) < 20 or fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def is_stopped(recorded: dict[str, Any]) -> bool | None:
+    """Whether a recorded process is stopped (SIGSTOP); None: it is not there any more."""
+    try:
+        stat = Path(f"/proc/{recorded['pid']}/stat").read_bytes()
+    except OSError:
+        return None
+    if process_start(stat) != recorded.get("start_ticks"):
+        return None
+    return stat.rpartition(b")")[2].split()[0] == b"T"
+
+
+def signal_handle(signals: Iterable[int]) -> int:
+    """Have these signals come through a file, each as a `Signal`, and not otherwise; signalfd(2).
+
+    To be called before there are other threads; children inherit that the signals are blocked.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    mask = (ctypes.c_ulong * 16)()
+    _libc.sigemptyset(mask)
+    for signum in signals:
+        _libc.sigaddset(mask, signum)
+    handle: int = _libc.signalfd(-1, mask, os.O_NONBLOCK | os.O_CLOEXEC)
+    if handle < 0:
+        raise OSError(ctypes.get_errno(), "signalfd")
+    return handle
+
+
+def read_signals(handle: int) -> list[tuple[int, int, int]]:
+    """The signals that have come: number, and process and user id of whoever sent it."""
+    with contextlib.suppress(BlockingIOError):
+        data = os.read(handle, 32 * 128)
+        found = (struct.unpack_from("=IiiII", data, at) for at in range(0, len(data), 128))
+        return [(signum, pid, uid) for signum, _, _, pid, uid in found]
+    return []
+
+
+def sender(signum: int, pid: int, uid: int) -> tuple[str, bool]:
+    """Who sent a signal, and whether it says what for (``stop --reason``): then that, instead."""
+    words: list[str] = []
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    if "--reason" in words[:-1]:
+        return words[words.index("--reason") + 1], True
+    name = signal.Signals(signum).name
+    if not pid:
+        return f"{name} from the kernel, or from outside of this container", False
+    command = " ".join(words).strip()[:200]
+    return f"{name} from process {pid} of user {uid}{f' ({command})' if command else ''}", False
 
 
 def boot_id() -> str:
@@ -253,10 +326,14 @@ class NodeLog:
         """Identities of the ranks that have started."""
         self.told_ends: list[dict[str, Any]] = []
         """How ranks failed that nobody here is the parent of."""
+        self.lost = 0
+        """Lines that the disk had no room for."""
         self._size = os.fstat(self._handle).st_size
-        self._lost = 0
+        self._missing = 0
+        """Of these, the ones whose place in the log does not say so yet."""
 
     def lines(self, rank: str, texts: list[bytes]) -> None:
+        """Append them; without any, only say how many are missing, where some are."""
         now = time.time()
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
         stamp = f"{stamp}.{int(now % 1 * 1e6):06d}Z"
@@ -264,12 +341,11 @@ class NodeLog:
         data = b"".join(head + text + b"\n" for text in texts)
         if self._echo:
             self._print(data)
-        if self._lost:
-            data = f"{stamp} - {self._lost} lines lost: disk full\n".encode() + data
-        if self._append(data):
-            self._lost = 0
-        else:
-            self._lost += len(texts)
+        gap = f"{stamp} - {lines_lost(self._missing)}\n".encode() if self._missing else b""
+        kept = self._append(gap + data)
+        lost = data.count(b"\n", max(0, kept - len(gap)))
+        self.lost += lost
+        self._missing = lost + (0 if kept >= len(gap) else self._missing)
 
     @staticmethod
     def _print(data: bytes) -> None:
@@ -277,17 +353,18 @@ class NodeLog:
             while data:
                 data = data[os.write(1, data) :]
 
-    def _append(self, data: bytes) -> bool:
-        """All of it, or, where the disk fills up half way, nothing."""
+    def _append(self, data: bytes) -> int:
+        """How many bytes of it the log has now: all, or the whole lines that there was room for."""
         try:
-            if os.write(self._handle, data) == len(data):
-                self._size += len(data)
-                return True
+            written = os.write(self._handle, data)
         except OSError:
-            return False
-        with contextlib.suppress(OSError):
-            os.ftruncate(self._handle, self._size)
-        return False
+            return 0
+        kept = data.rfind(b"\n", 0, written) + 1
+        if kept < written:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._handle, self._size + kept)
+        self._size += kept
+        return kept
 
     def rank_started(self, rank: int, pid: int) -> None:
         record = {"rank": rank, "at": time.time(), **identity(pid)}
@@ -300,6 +377,10 @@ class NodeLog:
             pid = next((each["pid"] for each in self.ranks if each["rank"] == rank), None)
             end = {"pid": pid, "rank": rank, "exit_code": code, "at": time.time()}
             self.told_ends.append(end)
+
+
+def lines_lost(number: int) -> str:
+    return f"{number} log line{'s' if number > 1 else ''} lost: disk full"
 
 
 class Tagged:
@@ -431,6 +512,180 @@ class Stream:
             self._log.lines(self.rank, run)
 
 
+# ---------------------------------------------------------------- connections between nodes
+
+
+class Line:
+    """Lines of JSON over a socket that a selector watches, with this as its data.
+
+    What the socket does not take at once is kept and sent when it does (`turn`). The connection
+    is closed when the other side is gone, does not read, or sends too long a line.
+    """
+
+    def __init__(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
+        self.node: int | None = None
+        """Which node is at the other end, once it has said so."""
+        self.trusted = False
+        """Whether it has sent the run's token."""
+        self.since = time.monotonic()
+        self.closed = False
+        self._socket = connection
+        self._selector = selector
+        self._received = self._unsent = b""
+        connection.setblocking(False)
+        selector.register(connection, selectors.EVENT_READ, self)
+
+    def turn(self, events: int) -> list[bytes]:
+        """Send and receive what the selector's ``events`` allow; the lines that have come."""
+        if events & selectors.EVENT_WRITE:
+            self._send(b"")
+        if self.closed or not events & selectors.EVENT_READ:
+            return []
+        try:
+            data = self._socket.recv(1 << 16)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        *lines, self._received = (self._received + data).split(b"\n")
+        if not data or max(map(len, (*lines, self._received))) > LINE_BYTES:
+            self.close()
+            return []
+        return lines
+
+    def messages(self, events: int) -> list[dict[str, Any]]:
+        """`turn`, for a side that is trusted; what cannot be read closes the connection."""
+        try:
+            found = [json.loads(line) for line in self.turn(events)]
+            if all(isinstance(message, dict) for message in found):
+                return found
+        except (ValueError, RecursionError):
+            pass
+        self.close()
+        return []
+
+    def write(self, message: dict[str, Any]) -> None:
+        self._send(json.dumps(message).encode() + b"\n")
+
+    def introduce(self, token: bytes, message: dict[str, Any]) -> None:
+        """The first that a node sends."""
+        self._send(token + b"\n")
+        self.write(message)
+
+    def flush(self, deadline: float) -> None:
+        """Send what is left to be sent, unless that takes longer than ``deadline`` (monotonic)."""
+        if self._unsent and not self.closed:
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            with contextlib.suppress(OSError):
+                self._socket.sendall(self._unsent)
+            self._unsent = b""
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._selector.unregister(self._socket)
+            self._socket.close()
+
+    def _send(self, data: bytes) -> None:
+        if self.closed:
+            return
+        self._unsent += data
+        try:
+            if self._unsent:
+                self._unsent = self._unsent[self._socket.send(self._unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            return self.close()
+        if len(self._unsent) > UNSENT_BYTES:
+            return self.close()
+        wanted = selectors.EVENT_WRITE if self._unsent else 0
+        self._selector.modify(self._socket, selectors.EVENT_READ | wanted, self)
+        return None
+
+
+class Listener:
+    """Node 0's port, which anybody can reach: tells the run's nodes from everybody else.
+
+    A node first sends the run's token on a line of its own; before that nothing is parsed. Then it
+    says which run, attempt and node it is. A connection that does anything else, or nothing for
+    HELLO_SECONDS, is closed and has no other effect.
+
+    Args:
+        run: what a node's first message must hold.
+        nodes: how many there are.
+
+    Raises:
+        OSError: the port is taken.
+    """
+
+    def __init__(self, port: int, run: dict[str, str], token: bytes, nodes: int) -> None:
+        self._server = socket.create_server(("", port), backlog=1024)
+        self._server.setblocking(False)
+        self._run_of = run
+        self._token = token
+        self._nodes = nodes
+        self._strangers: list[Line] = []
+        """Connections that have not said who they are, the oldest first."""
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self._server, selectors.EVENT_READ)
+
+    def turn(self, seconds: float, hear: Callable[[Line, dict[str, Any]], None]) -> None:
+        """Wait for at most ``seconds``; hand over what nodes say, with ``node`` in the first."""
+        for key, events in self.selector.select(seconds):
+            if key.fileobj is self._server:
+                with contextlib.suppress(OSError):
+                    self._strangers.append(Line(self._server.accept()[0], self.selector))
+            elif isinstance(key.data, Line) and not key.data.closed:
+                try:
+                    self._read(key.data, events, hear)
+                except Exception:  # whatever it was that came, the other nodes are watched
+                    key.data.close()
+        latest = time.monotonic() - HELLO_SECONDS
+        for line in self._strangers[:-STRANGERS]:
+            line.close()
+        for line in self._strangers:
+            if line.since < latest:
+                line.close()
+        self._strangers = [line for line in self._strangers if not line.closed]
+
+    def _read(self, line: Line, events: int, hear: Callable[[Line, dict[str, Any]], None]) -> None:
+        for text in line.turn(events):
+            if not line.trusted:
+                if not hmac.compare_digest(text, self._token):
+                    return line.close()
+                line.trusted = True
+                continue
+            message = json.loads(text)
+            if line.node is None:
+                node = message["node"]
+                ours = self._run_of.items() <= message.items()
+                if not ours or type(node) is not int or node not in range(self._nodes):
+                    return line.close()
+                line.node = node
+                self._strangers.remove(line)
+            hear(line, message)
+        return None
+
+    def close(self) -> None:
+        """Listen no more; what has been written is sent first."""
+        deadline = time.monotonic() + PEER_SECONDS
+        for key in list(self.selector.get_map().values()):
+            if isinstance(key.data, Line):
+                key.data.flush(deadline)
+                key.data.close()
+        self.selector.close()
+        self._server.close()
+
+
+def run_of_node() -> dict[str, str]:
+    """What all nodes of an attempt say of themselves."""
+    return {
+        "run": os.environ["CLUSTERKIT_RUN_ID"],
+        "attempt": os.environ["CLUSTERKIT_ATTEMPT"],
+    }
+
+
 # ---------------------------------------------------------------- peers
 
 
@@ -439,33 +694,36 @@ class Peers(threading.Thread):
 
     Every node keeps a connection to node 0 and says every PEER_SECONDS that it lives, and at
     its end with which code. When one fails, goes away without a word or falls silent, node 0
-    tells the others to stop; when node 0 does, each of them stops by itself. Lines of JSON:
-    ``{"run": ID, "attempt": K, "node": N}`` first, then ``{}`` as a sign of life,
-    ``{"exit": CODE}``, and from node 0 ``{"stop": WHY}``.
+    tells the others to stop; when node 0 does, each of them stops by itself. After what `Listener`
+    asks for come ``{}`` as a sign of life, ``{"exit": CODE}``, and from node 0 ``{"stop": WHY}``.
 
     Args:
+        nodes: how many there are.
+        token: the run's own.
         stop: called once with the reason, when this node must end.
-        say: takes a line for this node's log.
+        warn: takes a sentence for people, when the nodes cannot watch each other.
     """
 
     def __init__(
         self,
         address: tuple[str, int],
+        nodes: int,
+        token: bytes,
         lost_after: float,
         stop: Callable[[str], None],
-        say: Callable[[str], None],
+        warn: Callable[[str], None],
     ) -> None:
         super().__init__(daemon=True)
         self._address = address
+        self._nodes = nodes
+        self._token = token
         self._lost_after = lost_after
         self._end = stop
-        self._say = say
+        self._warn = warn
         self._node = int(os.environ["NODE_RANK"])
-        self._hello = {
-            "run": os.environ["CLUSTERKIT_RUN_ID"],
-            "attempt": os.environ["CLUSTERKIT_ATTEMPT"],
-        }
+        self._run_of = run_of_node()
         self._code: int | None = None
+        self._peers: dict[int, dict[str, Any]] = {}
         self._wake, self._waker = socket.socketpair()
 
     def ended(self, code: int) -> None:
@@ -476,152 +734,128 @@ class Peers(threading.Thread):
         self.join(PEER_SECONDS)
 
     def run(self) -> None:
-        try:
-            if self._node == 0:
-                self._lead()
-            else:
-                self._follow()
-        except OSError as error:
-            self._say(f"the other nodes are not watched: {error.strerror or error}")
+        with self._wake, self._waker:
+            try:
+                if self._node == 0:
+                    self._lead()
+                else:
+                    self._follow()
+            except OSError as error:
+                self._warn(unwatched(f"port {self._address[1]}: {error.strerror or error}"))
 
     # -- node 0
 
     def _lead(self) -> None:
-        server = socket.create_server(("", self._address[1]), backlog=1024)
-        peers: dict[int, dict[str, Any]] = {}
-        with server, selectors.DefaultSelector() as selector:
-            server.setblocking(False)
-            selector.register(server, selectors.EVENT_READ, None)
-            selector.register(self._wake, selectors.EVENT_READ, "wake")
+        listener = Listener(self._address[1], self._run_of, self._token, self._nodes)
+        with contextlib.closing(listener):
+            listener.selector.register(self._wake, selectors.EVENT_READ)
             beat = 0.0
             while True:
-                for key, _ in selector.select(PEER_SECONDS / 2):
-                    if key.data is None:
-                        with contextlib.suppress(OSError):
-                            line = Line(server.accept()[0])
-                            selector.register(line.socket, selectors.EVENT_READ, line)
-                    elif isinstance(key.data, Line):
-                        self._hear(key.data, peers, selector)
+                listener.turn(PEER_SECONDS / 2, self._hear)
                 now = time.monotonic()
                 if self._code is not None:
-                    why = {"stop": "node 0 failed"} if self._code else {"exit": 0}
-                    self._tell(peers, why)
-                    return
-                why_stop = self._lost(peers, now)
-                if why_stop is not None:
-                    self._tell(peers, {"stop": why_stop})
-                    self._end(why_stop)
-                    return
+                    return self._tell({"stop": "node 0 failed"} if self._code else {"exit": 0})
+                why = self._lost(now)
+                if why is not None:
+                    self._tell({"stop": why})
+                    return self._end(why)
                 if now >= beat:
-                    self._tell(peers, {})
+                    self._tell({})
                     beat = now + PEER_SECONDS
 
-    def _hear(
-        self, line: Line, peers: dict[int, dict[str, Any]], selector: selectors.BaseSelector
-    ) -> None:
-        messages, open_still = line.read()
-        for message in messages:
-            if line.node is None:
-                if not self._hello.items() <= message.items():
-                    open_still = False
-                    break
-                line.node = int(message["node"])
-                peers[line.node] = {"line": line, "exit": None}
-            peer = peers[line.node]
-            peer["heard"] = time.monotonic()
-            if "exit" in message:
-                peer["exit"] = int(message["exit"])
-        if not open_still:
-            selector.unregister(line.socket)
-            line.socket.close()
-            if line.node is not None and peers[line.node]["line"] is line:
-                peers[line.node] |= {"line": None, "closed": time.monotonic()}
+    def _hear(self, line: Line, message: dict[str, Any]) -> None:
+        if "node" in message:
+            self._peers[message["node"]] = {"line": line, "exit": None, "closed": None}
+        peer = self._peers[line.node or 0]
+        peer["heard"] = time.monotonic()
+        if "exit" in message:
+            peer["exit"] = int(message["exit"])
 
-    def _lost(self, peers: dict[int, dict[str, Any]], now: float) -> str | None:
-        for node, peer in sorted(peers.items()):
+    def _lost(self, now: float) -> str | None:
+        for node, peer in sorted(self._peers.items()):
             if peer["exit"] is not None:
                 if peer["exit"]:
                     return f"node {node} failed"
                 continue
-            if peer["line"] is None and now - peer["closed"] > PEER_GONE_SECONDS:
-                return f"the launcher of node {node} is gone"
+            if peer["line"].closed:
+                peer["closed"] = peer["closed"] or now
+                if now - peer["closed"] > PEER_GONE_SECONDS:
+                    return f"the launcher of node {node} is gone"
             if now - peer["heard"] > self._lost_after:
                 return f"node {node} does not answer node 0 for {self._lost_after:g} s"
         return None
 
-    @staticmethod
-    def _tell(peers: dict[int, dict[str, Any]], message: dict[str, Any]) -> None:
-        for peer in peers.values():
-            if peer["line"] is not None:
-                peer["line"].write(message)
+    def _tell(self, message: dict[str, Any]) -> None:
+        for peer in self._peers.values():
+            peer["line"].write(message)
 
     # -- the others
 
     def _follow(self) -> None:
-        met = False
-        heard = time.monotonic()
+        began = time.monotonic()
+        heard: float | None = None
+        """When node 0 was last heard; before that, nothing that happens to it is its end."""
         gone: float | None = None
-        while self._code is None:
-            try:
-                line = Line(socket.create_connection(self._address, PEER_SECONDS))
-            except OSError as error:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake, selectors.EVENT_READ)
+            while self._code is None:
+                trouble: OSError | None = None
+                last: float | None = None
+                try:
+                    line = Line(socket.create_connection(self._address, PEER_SECONDS), selector)
+                except OSError as error:
+                    trouble = error
+                else:
+                    done, last = self._listen(line, selector)
+                    line.close()
+                    if done:
+                        return
                 now = time.monotonic()
-                if not met and now - heard > PEER_MEET_SECONDS:
-                    self._say(f"the other nodes are not watched: node 0 cannot be reached: {error}")
-                    return
-                if met and gone is not None and now - gone > PEER_GONE_SECONDS:
-                    if isinstance(error, ConnectionRefusedError):
+                if last is not None or gone is None:
+                    heard, gone = last or heard, now
+                if heard is None:
+                    if now - began > PEER_MEET_SECONDS:
+                        why = trouble or NOT_NODE_0
+                        return self._warn(unwatched(f"node 0 cannot be reached: {why}"))
+                elif now - gone > PEER_GONE_SECONDS:
+                    if isinstance(trouble, ConnectionRefusedError):
                         return self._end("the launcher of node 0 is gone")
                     if now - heard > self._lost_after:
                         return self._end(f"node 0 does not answer for {self._lost_after:g} s")
-                self._pause(1.0)
-                continue
-            with line.socket:
-                line.write({**self._hello, "node": self._node})
-                done, last = self._listen(line)
-            if done:
-                return None
-            if last is not None:
-                met, heard = True, last
-            gone = gone if gone is not None and last is None else time.monotonic()
-            self._pause(1.0)
-        return None
+                selector.select(1.0)
 
-    def _listen(self, line: Line) -> tuple[bool, float | None]:
+    def _listen(self, line: Line, selector: selectors.BaseSelector) -> tuple[bool, float | None]:
         """Whether there is nothing more to watch, and when node 0 was last heard."""
+        line.introduce(self._token, {**self._run_of, "node": self._node})
         heard: float | None = None
         began = beat = time.monotonic()
-        with selectors.DefaultSelector() as selector:
-            selector.register(line.socket, selectors.EVENT_READ)
-            selector.register(self._wake, selectors.EVENT_READ)
-            while True:
-                ready = selector.select(PEER_SECONDS / 2)
-                if self._code is not None:
-                    line.write({"exit": self._code})
+        while not line.closed:
+            ready = selector.select(PEER_SECONDS / 2)
+            if self._code is not None:
+                line.write({"exit": self._code})
+                line.flush(time.monotonic() + PEER_SECONDS)
+                return True, heard
+            for message in (m for key, events in ready if key.data is line
+                            for m in line.messages(events)):  # fmt: skip
+                heard = time.monotonic()
+                if "stop" in message:
+                    self._end(str(message["stop"]))
                     return True, heard
-                if any(key.fileobj is line.socket for key, _ in ready):
-                    messages, open_still = line.read()
-                    for message in messages:
-                        heard = time.monotonic()
-                        if "stop" in message:
-                            self._end(str(message["stop"]))
-                            return True, heard
-                        if "exit" in message:
-                            return True, heard
-                    if not open_still:
-                        return False, heard
-                if time.monotonic() >= beat:
-                    if not line.write({}):
-                        return False, heard
-                    beat = time.monotonic() + PEER_SECONDS
-                if time.monotonic() - (heard or began) > self._lost_after:
+                if "exit" in message:
+                    return True, heard
+            if time.monotonic() >= beat:
+                line.write({})
+                beat = time.monotonic() + PEER_SECONDS
+            if time.monotonic() - (heard or began) > self._lost_after:
+                if heard is not None:
                     self._end(f"node 0 does not answer for {self._lost_after:g} s")
-                    return True, heard
+                return heard is not None, heard
+        return False, heard
 
-    def _pause(self, seconds: float) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wake, selectors.EVENT_READ)
-            selector.select(seconds)
+
+def unwatched(why: str) -> str:
+    """What a person is told when the nodes cannot watch each other."""
+    return f"the other nodes are not watched: {why}"
 
 
 # ---------------------------------------------------------------- peers that come back
@@ -830,19 +1064,13 @@ def _lost_words(nodes: list[int]) -> str:
 
 
 class Hub(threading.Thread):
-    """Node 0's ear and mouth: brings a `Muster` together with the nodes' connections.
+    """Node 0's ear and mouth: brings a `Muster` together with the nodes' connections."""
 
-    Raises:
-        OSError: the port is taken.
-    """
-
-    def __init__(self, port: int, run: dict[str, str], muster: Callable[..., Muster]) -> None:
+    def __init__(self, listener: Listener, muster: Callable[..., Muster]) -> None:
         super().__init__(daemon=True)
-        self._server = socket.create_server(("", port), backlog=1024)
-        self._run_of = run
+        self._listener = listener
         self._lines: dict[int, Line] = {}
         self._muster = muster(self._tell)
-        self._selector = selectors.DefaultSelector()
 
     @property
     def decided(self) -> bool:
@@ -850,22 +1078,15 @@ class Hub(threading.Thread):
         return self._muster.verdict is not None
 
     def run(self) -> None:
-        self._server.setblocking(False)
-        muster, selector = self._muster, self._selector
-        with self._server, selector:
-            selector.register(self._server, selectors.EVENT_READ, None)
+        muster = self._muster
+        with contextlib.closing(self._listener):
             beat = 0.0
-            while True:
-                for key, _ in selector.select(PEER_AGAIN_SECONDS):
-                    if key.data is None:
-                        with contextlib.suppress(OSError):
-                            line = Line(self._server.accept()[0])
-                            selector.register(line.socket, selectors.EVENT_READ, line)
-                    else:
-                        self._hear(key.data)
+            while muster.verdict is None or self._lines:
+                self._listener.turn(PEER_AGAIN_SECONDS, self._hear)
+                for node in [node for node, line in self._lines.items() if line.closed]:
+                    del self._lines[node]
+                    muster.closed(node, time.monotonic())
                 muster.turn(time.monotonic())
-                if muster.verdict is not None and not self._lines:
-                    return
                 if time.monotonic() >= beat:
                     for node in list(self._lines):
                         self._tell(node, {})
@@ -875,75 +1096,63 @@ class Hub(threading.Thread):
         if node in self._lines:
             self._lines[node].write(message)
 
-    def _hear(self, line: Line) -> None:
-        messages, open_still = line.read()
-        for message in messages:
-            now = time.monotonic()
-            if line.node is None:
-                if not self._run_of.items() <= message.items():
-                    open_still = False
-                    break
-                line.node = int(message["node"])
-                line.write({"hub": self._muster.identity})
-                if line.node in self._lines:
-                    self._close(self._lines[line.node])
-                self._lines[line.node] = line
-                self._muster.arrives(line.node, message, now)
-                continue
-            self._muster.hears(line.node, now)
-            if "ended" in message:
-                self._muster.ended(line.node, int(message["round"]), int(message["ended"]), now)
-            if "leaving" in message:
-                self._muster.leaves(line.node, now)
-        if not open_still:
-            self._close(line)
-            if line.node is not None and self._lines.get(line.node) is line:
-                del self._lines[line.node]
-                self._muster.closed(line.node, time.monotonic())
-
-    def _close(self, line: Line) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(line.socket)
-        line.socket.close()
+    def _hear(self, line: Line, message: dict[str, Any]) -> None:
+        now = time.monotonic()
+        node = line.node or 0
+        if "node" in message:
+            line.write({"hub": self._muster.identity})
+            if node in self._lines:
+                self._lines[node].close()
+            self._lines[node] = line
+            return self._muster.arrives(node, message, now)
+        self._muster.hears(node, now)
+        if "ended" in message:
+            self._muster.ended(node, int(message["round"]), int(message["ended"]), now)
+        if "leaving" in message:
+            self._muster.leaves(node, now)
+        return None
 
 
 class Comrades(threading.Thread):
     """As `Peers`, where lost nodes come back: what node 0's `Muster` decides, for this node.
 
-    Lines of JSON. To node 0: who it is and how things stand with it; then ``{}`` as a sign of life,
+    To node 0, after what `Listener` asks for, and how things stand: ``{}`` as a sign of life,
     ``{"ended": CODE, "round": N}``, ``{"leaving": true}``. From it: ``{"hub": ID}``, ``{}``,
     ``{"go": N, "say": TEXT}``, ``{"again": WHY}``, ``{"stop": WHY}``, ``{"exit": 0}``.
 
     Args:
         nodes: how many there are.
+        token: the run's own.
         lost_after: seconds of silence after which a node is lost.
         wait: seconds that a lost node has to come back.
         tell: takes an order for this node: ``go`` (start the launcher), ``again`` (end it, and be
             ready), ``stop`` (end, for the reason given), ``exit`` (end as the launcher has).
         say: takes a line for this node's log.
+        warn: takes a sentence for people, when the nodes cannot watch each other.
     """
 
     def __init__(
         self,
         address: tuple[str, int],
         nodes: int,
+        token: bytes,
         lost_after: float,
         wait: float,
         tell: Callable[[str, str], None],
         say: Callable[[str], None],
+        warn: Callable[[str], None],
     ) -> None:
         super().__init__(daemon=True)
         self._address = address
         self._nodes = nodes
+        self._token = token
+        self._warn = warn
         self._lost_after = lost_after
         self._limit = wait
         self._order = tell
         self._say = say
         self._node = int(os.environ["NODE_RANK"])
-        self._run_of = {
-            "run": os.environ["CLUSTERKIT_RUN_ID"],
-            "attempt": os.environ["CLUSTERKIT_ATTEMPT"],
-        }
+        self._run_of = run_of_node()
         self._agent = os.urandom(8).hex()
         self._hub = ""
         self._round = 0
@@ -986,13 +1195,17 @@ class Comrades(threading.Thread):
     # -- the thread
 
     def run(self) -> None:
+        with self._wake, self._waker:
+            self._until_done()
+
+    def _until_done(self) -> None:
         host, port = self._address
         if self._node == 0:
             try:
                 self._served = Hub(
-                    port, self._run_of,
+                    Listener(port, self._run_of, self._token, self._nodes),
                     lambda tell: Muster(self._nodes, self._lost_after, self._limit, tell),
-                )  # fmt: skip
+                )
             except OSError as error:
                 return self._alone(f"port {port}: {error.strerror or error}")
             self._served.start()
@@ -1000,21 +1213,26 @@ class Comrades(threading.Thread):
         began = time.monotonic()
         gone: float | None = None
         while not self._done:
+            why, spoke = NOT_NODE_0, False
             try:
                 first = not self._hub and not self._up and self._code is None
                 seconds = FIRST_SECONDS if first else PEER_SECONDS
-                line = Line(socket.create_connection((host, port), seconds))
+                connection = socket.create_connection((host, port), seconds)
             except OSError as error:
-                now = time.monotonic()
-                gone = gone or now
+                why = str(error)
+            else:
+                with selectors.DefaultSelector() as selector:
+                    line = Line(connection, selector)
+                    spoke = self._talk(line, selector)
+                    line.close()
+            now = time.monotonic()
+            if spoke or gone is None:
+                gone = now
+            if not self._done:
                 if not self._hub:
-                    self._first(error, now - began)
+                    self._first(why, now - began)
                 elif now - gone > PEER_GONE_SECONDS:
                     self._give_up(now)
-            else:
-                with line.socket:
-                    spoke = self._talk(line)
-                gone = gone if gone is not None and not spoke else time.monotonic()
             if self._lost_at is not None and time.monotonic() - self._lost_at > self._limit:
                 self._end("stop", f"{_lost_words([0])} within {self._limit:g} s")
             if not self._done:
@@ -1022,17 +1240,17 @@ class Comrades(threading.Thread):
                 self._pause()
         return None
 
-    def _first(self, error: OSError, seconds: float) -> None:
+    def _first(self, why: str, seconds: float) -> None:
         """Node 0 is not there yet, and was never met."""
         if not self._up and self._code is None:
             self._go(0)
         elif seconds > PEER_MEET_SECONDS:
-            self._alone(f"node 0 cannot be reached: {error}")
+            self._alone(f"node 0 cannot be reached: {why}")
         elif self._ended_at is not None and time.monotonic() > self._ended_at + PEER_GONE_SECONDS:
             self._end("exit", "")  # nobody was ever met who could say more
 
     def _alone(self, why: str) -> None:
-        self._say(f"the other nodes are not watched: {why}")
+        self._warn(unwatched(why))
         if not self._up and self._code is None:
             self._go(0)
         self._end("exit", "")
@@ -1042,44 +1260,41 @@ class Comrades(threading.Thread):
             self._lost_at = now
             self._again("node 0 was lost")
 
-    def _talk(self, line: Line) -> bool:
+    def _talk(self, line: Line, selector: selectors.BaseSelector) -> bool:
         """Whether node 0 said anything before the connection or the run came to an end."""
-        line.write({
+        line.introduce(self._token, {
             **self._run_of, "node": self._node, "agent": self._agent, "hub": self._hub,
             "round": self._round, "up": self._up, "code": self._code,
             "lost": self._lost_at is not None, "leaving": self._leaving,
         })  # fmt: skip
         heard = beat = began = time.monotonic()
         spoke = False
-        with selectors.DefaultSelector() as selector:
-            selector.register(line.socket, selectors.EVENT_READ)
-            selector.register(self._wake, selectors.EVENT_READ)
-            while True:
-                ready = selector.select(PEER_AGAIN_SECONDS)
-                now = time.monotonic()
-                if any(key.fileobj is line.socket for key, _ in ready):
-                    messages, open_still = line.read()
-                    for message in messages:
-                        heard, spoke = now, True
-                        self._hear(message)
-                    if self._done or not open_still:
-                        return spoke
-                if any(key.fileobj is self._wake for key, _ in ready):
+        selector.register(self._wake, selectors.EVENT_READ)
+        while not line.closed:
+            ready = selector.select(PEER_AGAIN_SECONDS)
+            now = time.monotonic()
+            for key, events in ready:
+                if key.data is not line:
                     self._wake.recv(4096)
-                self._take(line)
-                if self._done:
-                    return spoke
-                new = not self._hub and not self._up and self._code is None
-                if new and now > began + FIRST_SECONDS:
-                    self._go(0)
-                if now >= beat:
-                    if not line.write({}):
-                        return spoke
-                    beat = now + PEER_SECONDS
-                if now - heard > self._lost_after:
-                    if self._hub:
-                        self._give_up(now)
-                    return spoke
+                    continue
+                for message in line.messages(events):
+                    heard, spoke = now, True
+                    self._hear(message)
+            self._take(line)
+            if self._done:
+                line.flush(now + PEER_SECONDS)
+                break
+            new = not self._hub and not self._up and self._code is None
+            if new and now > began + FIRST_SECONDS:
+                self._go(0)
+            if now >= beat:
+                line.write({})
+                beat = now + PEER_SECONDS
+            if now - heard > self._lost_after:
+                if self._hub:
+                    self._give_up(now)
+                break
+        return spoke
 
     def _hear(self, message: dict[str, Any]) -> None:
         if "hub" in message:
@@ -1136,43 +1351,6 @@ class Comrades(threading.Thread):
                 self._wake.recv(4096)
 
 
-class Line:
-    """Lines of JSON over a socket."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
-        self.node: int | None = None
-        self._rest = b""
-        connection.setblocking(False)
-
-    def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """What has come, and whether the other side is still there."""
-        try:
-            data = self.socket.recv(1 << 16)
-        except BlockingIOError:
-            return [], True
-        except OSError:
-            return [], False
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        messages = []
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                message = json.loads(line)
-                if isinstance(message, dict):
-                    messages.append(message)
-        return messages, bool(data) and len(self._rest) < LONGEST_LINE
-
-    def write(self, message: dict[str, Any]) -> bool:
-        """False: the other side is gone."""
-        try:
-            self.socket.send(json.dumps(message).encode() + b"\n")
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return True
-
-
 # ---------------------------------------------------------------- run
 
 
@@ -1189,7 +1367,19 @@ class Node:
         """When what still runs is killed."""
         self.stop_at: float | None = None
         """When the others are asked to stop, after one rank failed."""
-        self.asked = "stopped on request"
+        self.stopped_by: str | None = None
+        """Who asked this node to end, or what for."""
+        self.alone = False
+        """Whether the launcher had no ranks left when it was asked to stop."""
+        self.suspended: set[int] = set()
+        """Ranks that are stopped (SIGSTOP), or were when they were last there."""
+        self.look_at = 0.0
+        self.turned, self.late = time.monotonic(), 0.0
+        """When the last `select` returned, and by how many seconds too late."""
+        self.frozen: tuple[float, float] | None = None
+        """Until when (monotonic), and for how many seconds, this process itself was stopped."""
+        self.stops: queue.SimpleQueue[str] = queue.SimpleQueue()
+        """Reasons for which the peers end this node."""
         self.peers: Peers | None = None
         self.comrades: Comrades | None = None
         self.orders: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
@@ -1200,6 +1390,10 @@ class Node:
         """Whether the launcher ends because the comrades said so."""
         self.trouble: str | None = None
         """Why the launcher could not be started."""
+        self.remarks: list[str] = []
+        """What a person should know of this node, however it ends."""
+        # The ranks have no use for it.
+        self.token = os.environ.pop(PEER_TOKEN, "").encode()
 
     def main(self) -> int:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -1208,29 +1402,28 @@ class Node:
             print(f"this node already runs as process {started['pid']}", file=sys.stderr)
             return 75
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        wake_read, wake_write = os.pipe()
-        for handle in (wake_read, wake_write):
+        self.signals = signal_handle((*STOPS, signal.SIGCONT))
+        for signum in STOPS:  # a shell ignores SIGINT for what it starts in the background
+            signal.signal(signum, signal.SIG_DFL)
+        self.wake, self.waker = os.pipe()
+        for handle in (self.wake, self.waker):
             os.set_blocking(handle, False)
-        signal.set_wakeup_fd(wake_write)
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(signum, lambda *_: None)
         self.oom_kills_before = _oom_kills()
-        write_json(
-            self.folder / "started.json",
-            {**identity(os.getpid()), "at": time.time(), "host": socket.gethostname()},
-        )
+        self.started = {**identity(os.getpid()), "at": time.time(), "host": socket.gethostname()}
+        write_json(self.folder / "started.json", self.started)
         with contextlib.suppress(OSError):
             (self.folder / ".reserve").write_bytes(bytes(RESERVE_BYTES))
         self.log = NodeLog(self.folder, echo=self.options.echo)
         self.selector = selectors.DefaultSelector()
-        self.selector.register(wake_read, selectors.EVENT_READ, "signal")
+        self.selector.register(self.signals, selectors.EVENT_READ)
+        self.selector.register(self.wake, selectors.EVENT_READ)
         self.streams: list[Stream] = []
         self.launchers: list[Stream] = []
         try:
             self._open_pipes()
             os.chdir(self.options.workdir)
             if self.options.rejoin is not None:
-                return self._rounds(wake_read, wake_write)
+                return self._rounds()
             self._start()
         except OSError as error:
             code, self.reason = _no_start(error)
@@ -1238,13 +1431,17 @@ class Node:
             return self._finish(code)
         if self.options.peers:
             self.peers = Peers(
-                self._address(), self.options.lost_after, self._stopped_by_peers, self._say
-            )
+                self._address(), self.options.nodes, self.token, self.options.lost_after,
+                self._stopped_by_peers, self._warn,
+            )  # fmt: skip
             self.peers.start()
         while self.children:
-            self._turn(wake_read)
+            self._turn()
         self._end_leftovers()
-        return self._finish(self._exit_code())
+        code = self._exit_code()
+        if self.alone and code == 128 + signal.SIGKILL:
+            code, self.reason = 0, LAUNCHER_WAITED
+        return self._finish(code)
 
     def _address(self) -> tuple[str, int]:
         host, _, port = self.options.peers.rpartition(":")
@@ -1253,18 +1450,24 @@ class Node:
     def _say(self, text: str) -> None:
         self.log.lines("-", [text.encode()])
 
-    def _rounds(self, wake: int, waker: int) -> int:
+    def _warn(self, text: str) -> None:
+        """A line of the log that `clusterkit status` shows as well."""
+        self._say(text)
+        self.remarks.append(text)
+        with contextlib.suppress(OSError):
+            write_json(self.folder / "started.json", {**self.started, "remarks": self.remarks})
+
+    def _rounds(self) -> int:
         """The launcher from its first start to the run's end, once more after each lost node."""
 
         def order(what: str, why: str) -> None:
             self.orders.put((what, why))
-            with contextlib.suppress(OSError):
-                os.write(waker, b"\0")
+            self._wake_up()
 
         if self.options.peers:
             self.comrades = Comrades(
-                self._address(), self.options.nodes, self.options.lost_after, self.options.rejoin,
-                order, self._say,
+                self._address(), self.options.nodes, self.token, self.options.lost_after,
+                self.options.rejoin, order, self._say, self._warn,
             )  # fmt: skip
             self.comrades.start()
         else:
@@ -1272,7 +1475,7 @@ class Node:
         up = False
         end: str | None = None
         while end is None or self.children:
-            self._turn(wake)
+            self._turn()
             while not self.left and not self.orders.empty():
                 what, why = self.orders.get()
                 if what == "go":
@@ -1322,8 +1525,12 @@ class Node:
             kill_all_below()
 
     def _stopped_by_peers(self, why: str) -> None:
-        self.asked = f"{STOPPED_BY_PEERS}{why}"
-        os.kill(os.getpid(), signal.SIGTERM)
+        self.stops.put(why)
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self.waker, b".")
 
     def _open_pipes(self) -> None:
         for slot in range(self.options.nproc):
@@ -1365,14 +1572,20 @@ class Node:
             os.close(stream.handle)
         self.launchers = []
 
-    def _turn(self, wake: int) -> None:
+    def _turn(self) -> None:
+        before = time.monotonic()
         due = [moment for moment in (self.deadline, self.stop_at) if moment is not None]
-        timeout = max(0.0, min(due) - time.monotonic()) if due else None
-        if self.deadline is not None and timeout is not None:
+        timeout = max(0.0, min([before + LOOK_SECONDS, *due]) - before)
+        if self.deadline is not None:
             timeout = min(timeout, LAUNCHER_GRACE / 4)
             if not any(map(is_alive, self.log.ranks)):
                 self.deadline = min(self.deadline, time.monotonic() + LAUNCHER_GRACE)
-        for key, _ in self.selector.select(timeout):
+        ready = self.selector.select(timeout)
+        # Of a select that came to its end meanwhile, only the next one knows what has come.
+        late, turned = self.late, self.turned
+        self.turned = time.monotonic()
+        self.late = self.turned - turned - timeout
+        for key, _ in ready:
             if isinstance(key.data, Stream):
                 if not key.data.pump():
                     self.selector.unregister(key.fileobj)
@@ -1380,15 +1593,17 @@ class Node:
                 self.selector.unregister(key.fileobj)
                 os.close(key.fd)
                 self._child_ended(key.data)
+            elif key.fd == self.wake:
+                os.read(self.wake, 512)
+                if not self.stops.empty() and self.reason is None:
+                    self._stop(f"{STOPPED_BY_PEERS}{self.stops.get()}", self.options.grace)
             else:
-                numbers = os.read(wake, 512)
-                wanted = set(numbers) & {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-                if wanted and self.reason is None:
-                    self.left = self.options.rejoin is not None
-                    if self.comrades is not None:
-                        self.comrades.leave()
-                    self._stop(self.asked, self.options.grace)
+                for signum, pid, uid in read_signals(self.signals):
+                    self._signalled(signum, pid, uid, max(late, self.late))
         now = time.monotonic()
+        if now >= self.look_at:
+            self.look_at = now + LOOK_SECONDS
+            self._look()
         if self.stop_at is not None and now >= self.stop_at:
             self.stop_at = None
             self._stop(None, self.options.grace)
@@ -1396,7 +1611,48 @@ class Node:
             self.deadline = now + 1
             send(descendants(os.getpid()), signal.SIGKILL)
 
+    def _signalled(self, signum: int, pid: int, uid: int, late: float) -> None:
+        if signum == signal.SIGCONT:
+            if late > LOOK_SECONDS:
+                self.frozen = time.monotonic(), late
+                self._warn(f"this node's agent was stopped (SIGSTOP) for {late:.0f} s")
+        elif self.reason is None:
+            self.stopped_by, meant = sender(signum, pid, uid)
+            if not meant and pid > 1:  # nor a container's own init, which passes it on
+                self.remarks.append(f"stopped by {self.stopped_by}")
+            self.left = self.options.rejoin is not None
+            if self.comrades is not None:
+                self.comrades.leave()
+            self._stop(STOPPED, self.options.grace)
+
+    def _look(self) -> None:
+        """Tell of ranks that were stopped, and of those that go on."""
+        if self.options.tagged:
+            return  # they are processes of other hosts
+        for rank in self.log.ranks:
+            stopped, number = is_stopped(rank), rank["rank"]
+            if stopped and number not in self.suspended:
+                self.suspended.add(number)
+                self._say(f"rank {number} was stopped (SIGSTOP)")
+            elif stopped is False and number in self.suspended:
+                self.suspended.remove(number)
+                self._say(f"rank {number} goes on")
+
+    def _causes(self) -> list[str]:
+        """What was done to this node that it, and others, may have failed of."""
+        found = [f"rank {number} was stopped (SIGSTOP)" for number in sorted(self.suspended)]
+        if self.frozen is not None and time.monotonic() < self.frozen[0] + RECENT_SECONDS:
+            found.append(f"its agent was stopped (SIGSTOP) for {self.frozen[1]:.0f} s")
+        return found
+
     def _stop(self, reason: str | None, grace: float) -> None:
+        self._look()
+        there = self.log.ranks
+        self.alone = (
+            not self.options.spawn
+            and len(there) >= self.options.nproc
+            and not any(map(is_alive, there))
+        )
         self.reason = reason or self.reason
         self.deadline = time.monotonic() + grace
         for pid in self.children:
@@ -1444,6 +1700,9 @@ class Node:
             self.comrades.close()
         with contextlib.suppress(OSError):
             (self.folder / ".reserve").unlink()
+        self.log.lines("-", [])
+        if self.log.lost and not self.options.echo:
+            self.remarks.append(lines_lost(self.log.lost))
         ranks = {rank["pid"]: rank["rank"] for rank in self.log.ranks}
         own = [{**end, "rank": ranks.get(end["pid"])} for end in self.ended]
         ended = {
@@ -1452,6 +1711,9 @@ class Node:
             "reason": self.reason,
             "processes": own + self.log.told_ends,
             "oom_kills": _oom_kills() - self.oom_kills_before,
+            "remarks": self.remarks,
+            "stopped_by": self.stopped_by,
+            "causes": self._causes(),
         }
         with contextlib.suppress(OSError):
             write_json(self.folder / "exit.json", ended)
@@ -1475,6 +1737,7 @@ def _no_start(error: OSError) -> tuple[int, str]:
 
 
 def _end_with_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPS, signal.SIGCONT))
     # If this agent is killed with -9, its launcher is told to end.
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
@@ -1494,16 +1757,22 @@ def _oom_kills() -> int:
 def stop(run_dir: str, grace: float) -> dict[str, Any]:
     """End every process of a run on this host; safe to repeat.
 
+    Agents look for the reason in the command line of whoever signals them (`sender`).
+
     Returns:
         ``{"asked": [...], "killed": [...]}``: process ids that got SIGTERM, and of those and
         their children the ones that needed SIGKILL.
     """
-    agents = []
+    agents: list[int] = []
+    frozen: list[int] = []
     for path in Path(run_dir).glob("attempts/*/node-*/started.json"):
         started = _read_json(path)
         if started and is_alive(started):
             agents.append(int(started["pid"]))
+            if is_stopped(started):
+                frozen.append(int(started["pid"]))
     send(agents, signal.SIGTERM)
+    send(frozen, signal.SIGCONT)  # they end as the others do, and say so
     wait_gone(agents, grace + LEFTOVER_GRACE + 2.0)
     orphans = [pid for pid in processes_of(run_dir) if pid not in agents]
     send(orphans, signal.SIGTERM)
@@ -1646,13 +1915,14 @@ def main(arguments: list[str]) -> int:
     run.add_argument("--peers", metavar="ADDRESS:PORT", help="where node 0 watches the others")
     run.add_argument("--lost-after", type=float, default=30.0, help="seconds without a sign")
     run.add_argument("--rejoin", type=float, metavar="SECONDS", help="wait for lost nodes")
-    run.add_argument("--nodes", type=int, default=1, help="how many there are (--rejoin)")
+    run.add_argument("--nodes", type=int, default=1, help="how many there are (--peers)")
     run.add_argument("--echo", action="store_true", help="print the log's lines as well")
     run.add_argument("--last-words", type=Path, metavar="FILE", help="exit.json goes there, too")
     run.add_argument("argv", nargs="+", help="the command, after --")
     end = verbs.add_parser("stop", help="end every process of a run on this host")
     end.add_argument("run_dir")
     end.add_argument("--grace", type=float, default=10.0, help="seconds from TERM to KILL")
+    end.add_argument("--reason", help="why; the agents write it down")
     tell = verbs.add_parser("report", help="tell what a node's folder holds")
     tell.add_argument("folder", type=Path)
     tell.add_argument("--log", type=int, default=0, help="bytes of the log that are known")

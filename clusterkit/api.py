@@ -10,7 +10,6 @@ print(run.wait().state, run.metrics()[-1]["loss"])
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import time
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import clusterkit
-from clusterkit import agent, backends, execute, loader, logs, project, supervise
+from clusterkit import agent, backends, execute, loader, logs, project, request, supervise
 from clusterkit import runs as store
 from clusterkit.backends.base import Backend, Handle, check_capabilities
 from clusterkit.cluster import ClusterSpec, Facts
@@ -30,7 +29,7 @@ from clusterkit.errors import EXIT_FAILURE, BadInput, ClusterkitError, RunFailed
 from clusterkit.logs import LogLine
 from clusterkit.plan import Note, Plan
 from clusterkit.runs import Event, RunFolder, Submission
-from clusterkit.spec import JobSpec, check_job, parse_nodes
+from clusterkit.spec import JobSpec, parse_nodes
 from clusterkit.status import RunStatus, State
 from clusterkit.transport import Transport, fan_out, in_order
 
@@ -40,8 +39,7 @@ if TYPE_CHECKING:
     from clusterkit.catalogue import CatalogueEntry
     from clusterkit.estimate import Estimate
 
-Job = str | os.PathLike[str] | JobSpec | Sequence[str]
-"""A job file's path, a `JobSpec`, or a command such as ``["python", "train.py", "--fast"]``."""
+Job = request.Job
 
 Progress = Callable[[str, int, int], None]
 """Told of a host, bytes sent to it, bytes to send."""
@@ -284,12 +282,9 @@ def prepare(
     Raises:
         ClusterkitError: anything that would keep the job from starting.
     """
-    spec, document = _job(job, settings)
-    flags = {"nodes": "--nodes"} if nodes is not None else {}
-    flags |= {"gpus_per_node": "--gpus"} if gpus is not None else {}
-    with document.locating(flags) if document else contextlib.nullcontext():
-        spec = msgspec.structs.replace(spec, args=(*spec.args, *more_args))
-        spec = _with_flags(spec, nodes, gpus)
+    asked = request.read(job, settings, nodes, gpus, more_args, cluster)
+    spec = asked.job
+    with asked.locating():
         _check_secrets(spec)
     entry = settled_cluster(cluster, clusters_file, include=include, exclude=exclude)
     kind = backends.backend_type(entry.backend)
@@ -301,12 +296,12 @@ def prepare(
     if facts is None:
 
         def probe() -> Facts:
-            with document.locating(flags) if document else contextlib.nullcontext():
+            with asked.locating():
                 return backend.probe(entry, transport, spec)
 
         subject = None
         if doctor and backend.elsewhere and not backend.managed:
-            with document.locating(flags) if document else contextlib.nullcontext():
+            with asked.locating():
                 subject = backend.subject(cluster, entry, spec)
         facts = probe() if subject is None else _probed(subject, transport, probe)
     if not facts.hosts:
@@ -314,13 +309,15 @@ def prepare(
     if callable(run_id):
         run_id = run_id(spec.name)
     run_id = store.check_run_id(run_id) if run_id else store.new_run_id(spec.name)
-    with document.locating(flags) if document else contextlib.nullcontext():
+    with asked.locating():
         plan = backend.plan(spec, entry, facts, run_id)
+    warnings = [*asked.remarks, facts.project.remark if facts.project is not None else None]
     if any(host.gpus for host in facts.hosts):
         from clusterkit import estimate as estimates
 
-        if (warning := estimates.warning(spec, facts)) is not None:
-            plan = msgspec.structs.replace(plan, notes=(*plan.notes, Note("", warning, "")))
+        warnings.append(estimates.warning(spec, facts))
+    notes = (*plan.notes, *(Note("", warning, "") for warning in warnings if warning))
+    plan = msgspec.structs.replace(plan, notes=notes)
     return Prepared(spec, cluster, entry, facts, backend, plan, transport)
 
 
@@ -379,18 +376,6 @@ def _check_secrets(spec: JobSpec, why: str = "") -> None:
             f"secrets: {missing[0]} is not set in your environment",
             hint=f"{why}export {missing[0]}=...",
         )
-
-
-def _with_flags(spec: JobSpec, nodes: int | str | None, gpus: int | None) -> JobSpec:
-    if gpus is not None and gpus < 1:
-        raise BadInput(f"gpus_per_node: {gpus}: a node needs at least 1 rank")
-    spec = msgspec.structs.replace(
-        spec,
-        nodes=spec.nodes if nodes is None else nodes,
-        gpus_per_node=spec.gpus_per_node if gpus is None else gpus,
-    )
-    check_job(spec)
-    return spec
 
 
 def plan(job: Job, **options: Any) -> Plan:
@@ -466,7 +451,8 @@ def _send_trees(ready: Prepared, progress: Progress | None = None) -> None:
         )
         if found.digest != tree.digest:
             raise BadInput(
-                f"{tree.source} has changed since the run was planned", hint="submit again"
+                f"{tree.source} has changed since the run was planned",
+                hint="submit again; what is written all the time cannot be a part of it",
             )
         snapshots[tree.path] = found
 
@@ -479,26 +465,6 @@ def _send_trees(ready: Prepared, progress: Progress | None = None) -> None:
 
     if plan.trees:
         in_order(fan_out(execute.everyone(plan), send))
-
-
-def _job(job: Job, settings: Sequence[str]) -> tuple[JobSpec, loader.Document | None]:
-    """The job, and the file it stands in, if any."""
-    if isinstance(job, (str, os.PathLike)):
-        loaded = loader.read_job(Path(job), settings)
-        return loaded.job, loaded.document
-    if not isinstance(job, JobSpec):
-        job = loader.job_from_command(list(job))
-    elif job.workdir is None:
-        check_job(job)
-        job = loader.locate_program(job, [loader.current_folder()])
-    if not settings:
-        return job, None
-    document = loader.Document("--set", _plain(job), {})
-    for setting in settings:
-        loader.apply_setting(document, setting)
-    changed = loader.convert(document, (), document.data, JobSpec)
-    check_job(changed)
-    return changed, None
 
 
 def _plain(struct: Any) -> dict[str, Any]:
@@ -664,14 +630,18 @@ def cancel(run: str) -> RunStatus:
 def plot(names: Sequence[str], output: str | os.PathLike[str]) -> Path:
     """Loss and tokens per second of one or several runs as a picture; the suffix says which kind.
 
+    A run is named in it after its job, or by its id where two have the same job.
+
     Raises:
         BadInput: a run without metrics, or a suffix that is no picture's.
         Unavailable: matplotlib is not installed.
     """
     from clusterkit.ui import plots
 
-    chosen = [get(name) for name in names]
-    return plots.draw({run.id: run.metrics() for run in chosen}, Path(output))
+    chosen = {run.id: run for run in map(get, names)}
+    jobs = {name: run._folder.read_json("run.json", Submission).job for name, run in chosen.items()}
+    labels = {name: name if [*jobs.values()].count(job) > 1 else job for name, job in jobs.items()}
+    return plots.draw({name: run.metrics() for name, run in chosen.items()}, Path(output), labels)
 
 
 def bench(
@@ -772,11 +742,9 @@ def estimate(
     asked = estimates.check(estimates.Question(**question))
     spec = None
     if job is not None:
-        spec, _ = _job(job, settings)
-        spec = msgspec.structs.replace(spec, args=(*spec.args, *more_args))
-        spec = _with_flags(spec, nodes, gpus)
+        spec = request.read(job, settings, nodes, gpus, more_args).job
     elif nodes is not None or gpus is not None:
-        _with_flags(JobSpec(name="model", command=("none",)), nodes, gpus)
+        request.read(JobSpec(name="model", command=("none",)), (), nodes, gpus)
     counted = gpus is not None or (spec is not None and spec.gpus_per_node != "auto")
     if facts is None and not (asked.gpu_memory is not None and counted):
         entry = settled_cluster(cluster, clusters_file)
@@ -816,10 +784,9 @@ def doctor(
 
     spec = None
     if job is not None:
-        spec, _ = _job(job, settings)
-        spec = _with_flags(spec, nodes, gpus)
+        spec = request.read(job, settings, nodes, gpus).job
     elif nodes is not None or gpus is not None:
-        spec = _with_flags(JobSpec(name="any", command=("true",)), nodes, gpus)
+        spec = request.read(JobSpec(name="any", command=("true",)), (), nodes, gpus).job
     entry = settled_cluster(cluster, clusters_file, include=include, exclude=exclude)
     subject = backends.backend(entry.backend).subject(cluster, entry, spec)
     transport = backends.transport_for(entry)

@@ -16,8 +16,10 @@ import msgspec
 
 from clusterkit import batch as batches
 from clusterkit import shell
+from clusterkit.agent import PEER_TOKEN
 from clusterkit.batch import Batch
 from clusterkit.cluster import HostFacts
+from clusterkit.command import PYTHONS
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.plan import Note, PlanFile
 from clusterkit.rendezvous import (
@@ -38,7 +40,7 @@ from clusterkit.spec import JobSpec, Launcher
 OWNED = frozenset({
     "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE",
     "LOCAL_WORLD_SIZE", "CLUSTERKIT_ATTEMPT", "CLUSTERKIT_GPUS", "CLUSTERKIT_PIPE",
-    IS_HOST.name, NODE_ADDRESS.name, NODE_DIR.name,
+    IS_HOST.name, NODE_ADDRESS.name, NODE_DIR.name, PEER_TOKEN,
 })  # fmt: skip
 """Variables that only clusterkit may set, besides those of the run itself."""
 LAST_WORDS = "/dev/termination-log"
@@ -54,6 +56,8 @@ class Places:
     python: str
     shared: str | None = None
     """A folder of this run's on a disk that all nodes share, if there is one."""
+    python_origin: str = ""
+    """Why this interpreter, in words."""
 
     def file(self, name: str) -> str:
         return posixpath.join(self.run_dir, "files", name)
@@ -80,9 +84,9 @@ class Peers:
         found: list[str] = []
         if not topology.elastic and topology.nodes > 1:
             found += ["--peers", f"{self.address}:{self.port}"]
-            found += ["--lost-after", f"{self.lost_after:g}"]
+            found += ["--nodes", str(topology.nodes), "--lost-after", f"{self.lost_after:g}"]
         if not topology.elastic and self.rejoin is not None:
-            found += ["--rejoin", f"{self.rejoin:g}", "--nodes", str(topology.nodes)]
+            found += ["--rejoin", f"{self.rejoin:g}"]
         return found
 
 
@@ -94,6 +98,8 @@ class Assembly:
     notes: tuple[Note, ...]
     command: tuple[str, ...]
     """Starts one node, with NODE_RANK in the environment."""
+    secrets: tuple[str, ...]
+    """Variables that each node is started with besides: the job's, and the agents' own."""
 
 
 def assemble(
@@ -129,6 +135,7 @@ def assemble(
     """
     starter: Launcher = job.launcher if mpi_interface is None else "mpirun"
     sizes, notes = solve_batch(job, topology)
+    notes = [Note("python", places.python, places.python_origin), *notes]
     files: list[PlanFile] = []
     run_env = _run_environment(job, topology, endpoint, places, device, sizes)
     if job.deepspeed is not None:
@@ -142,6 +149,7 @@ def assemble(
     env = {
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(threads),
+        **_accelerate_environment(job, device),
         **network_env,
         **cluster_env,
         **job.env,
@@ -152,7 +160,9 @@ def assemble(
         raise BadInput(f"env.{clash[0]}: clusterkit sets it", hint=f"take {clash[0]} out of env")
     program = program_argv(job, places.python, run_env, topology)
     files += [
-        PlanFile(places.file("rank.sh"), text=rank_script(starter, topology), mode=0o755),
+        PlanFile(
+            places.file("rank.sh"), text=rank_script(starter, topology, places.python), mode=0o755
+        ),
         PlanFile(places.file("agent.py"), resource="agent.py"),
     ]
     if job.launcher in ("deepspeed", "mpirun"):
@@ -172,11 +182,13 @@ def assemble(
         mpi_interface=mpi_interface,
     )
     launcher = argv[: len(argv) - len(rank_command)]
+    watching = [] if peers is None or starter == "mpirun" else peers.arguments(topology)
     script = _node_script(
-        starter, topology, places, env, [launcher, rank_command], stop_grace, peers, container
+        starter, topology, places, env, [launcher, rank_command], stop_grace, watching, container
     )
     node_sh = PlanFile(places.file("node.sh"), text=script, mode=0o755)
-    return Assembly((node_sh, *files), tuple(notes), ("/bin/sh", node_sh.path))
+    secrets = (*job.secrets, PEER_TOKEN) if "--peers" in watching else job.secrets
+    return Assembly((node_sh, *files), tuple(notes), ("/bin/sh", node_sh.path), secrets)
 
 
 def solve_batch(job: JobSpec, topology: Topology) -> tuple[Batch | None, list[Note]]:
@@ -259,7 +271,7 @@ def program_argv(
 ) -> list[Word]:
     """What one rank executes, with every ``${clusterkit.NAME}`` of its arguments replaced."""
     if job.command is not None:
-        words = list(job.command)
+        words = [python if job.command[0] in PYTHONS else job.command[0], *job.command[1:]]
     elif job.module is not None:
         words = [python, "-u", "-m", job.module]
     else:
@@ -274,19 +286,40 @@ def program_argv(
         "checkpoint_dir": run_env.get("CLUSTERKIT_CHECKPOINT_DIR"),
         "world_size": None if topology.elastic else str(topology.world_size),
     }
-    return [*words, *(_replaced(arg, values) for arg in job.args)]
+    return [*words, *(_replaced(arg, values, job, topology) for arg in job.args)]
 
 
-def _replaced(arg: str, values: Mapping[str, str | None]) -> str:
+def _replaced(arg: str, values: Mapping[str, str | None], job: JobSpec, topology: Topology) -> str:
     out, rest = "", arg
     while (start := rest.find("${clusterkit.")) >= 0 and (end := rest.find("}", start)) >= 0:
         name = rest[start + len("${clusterkit.") : end]
         if name not in values:
             raise BadInput(f"args: ${{clusterkit.{name}}} is unknown", hint=", ".join(values))
         if (value := values[name]) is None:
-            raise BadInput(f"args: ${{clusterkit.{name}}} has no value in this job")
+            raise BadInput(
+                f"args: ${{clusterkit.{name}}} has no value in this job",
+                hint=_what_gives_value(name, job, topology),
+            )
         out, rest = out + rest[:start] + value, rest[end + 1 :]
     return out + rest
+
+
+def _what_gives_value(name: str, job: JobSpec, topology: Topology) -> str:
+    """Why a name of `program_argv` has no value, and what gives it one."""
+    size = {"global_batch": "global", "micro_batch": "micro"}.get(name)
+    if name == "deepspeed_config":
+        return "the job has no `deepspeed` section"
+    if name == "checkpoint_dir":
+        return "the job has no `checkpoint` section"
+    if topology.elastic and (name == "world_size" or job.batch is not None):
+        follows = (
+            f"nodes: {topology.min_nodes}:{topology.nodes} is elastic, so it changes while the "
+            "job runs; "
+        )
+        if size is not None:
+            return f"{follows}`batch: {{{size}: N}}` fixes it"
+        return f"{follows}the program works it out from WORLD_SIZE"
+    return f"the job has no batch: `batch: {{{size or 'global'}: N}}`"
 
 
 def _run_environment(
@@ -320,6 +353,15 @@ def _run_environment(
     return env
 
 
+def _accelerate_environment(job: JobSpec, device: str) -> dict[str, str]:
+    """Makes one world of accelerate's ranks on CPUs, which without it are N worlds of one."""
+    words = (job.launcher, *job.args, *(job.command or ()))
+    # With it, transformers' Trainer leaves DeepSpeed out without a word (5.0, training_args.py).
+    if device != "cpu" or job.deepspeed is not None or any("deepspeed" in w for w in words):
+        return {}
+    return {"ACCELERATE_USE_CPU": "true"}
+
+
 def _node_script(
     starter: Launcher,
     topology: Topology,
@@ -327,7 +369,7 @@ def _node_script(
     env: Mapping[str, str],
     command: Sequence[Sequence[Word]],
     stop_grace: float,
-    peers: Peers | None,
+    watching: Sequence[str],
     container: bool,
 ) -> str:
     mpi = starter == "mpirun"
@@ -339,7 +381,7 @@ def _node_script(
         *(["--spawn"] if starter == "python" else []),
         *(["--tagged"] if mpi else []),
         *(["--echo", "--last-words", LAST_WORDS] if container else []),
-        *(peers.arguments(topology) if peers and not mpi else []), "--",
+        *watching, "--",
     ]  # fmt: skip
     lines = " \\\n    ".join(shell.join(words) for words in (agent, *command) if words)
     # A plan for GPUs hands CLUSTERKIT_GPUS to each node by its step.
@@ -369,9 +411,15 @@ def require_packages(job: JobSpec, host: HostFacts) -> None:
     """Refuse a job whose launcher or config needs what the host's Python lacks.
 
     Raises:
+        BadInput: the job names another interpreter than the one that was looked at.
         Unavailable: names the package or tool, the interpreter and the remedy.
     """
     needed = []
+    if job.python not in (None, host.python, posixpath.basename(host.python)):
+        raise BadInput(
+            f"python: {job.python}, but the facts are of {host.python}",
+            hint="leave --facts out: the hosts are probed with the job's interpreter then",
+        )
     if job.launcher == "torchrun":
         needed.append(("torch", "launcher: torchrun"))
     if job.launcher == "deepspeed":

@@ -11,6 +11,13 @@ from dataclasses import dataclass
 
 from clusterkit.errors import BadInput, counted
 
+DEEPSPEED_KEYS = {
+    "global_size": "train_batch_size",
+    "micro": "train_micro_batch_size_per_gpu",
+    "accumulation": "gradient_accumulation_steps",
+}
+"""The sizes under the names of a DeepSpeed config."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -30,11 +37,7 @@ class Batch:
 
     def deepspeed(self) -> dict[str, int]:
         """The three numbers under the names of a DeepSpeed config."""
-        return {
-            "train_batch_size": self.global_size,
-            "train_micro_batch_size_per_gpu": self.micro,
-            "gradient_accumulation_steps": self.accumulation,
-        }
+        return {key: getattr(self, name) for name, key in DEEPSPEED_KEYS.items()}
 
 
 def solve(

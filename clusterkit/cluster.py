@@ -39,7 +39,10 @@ class LocalCluster(
     ] = "auto"
     python: Annotated[
         str | None,
-        Meta(description="Interpreter of the ranks; by default the one that runs clusterkit."),
+        Meta(
+            description="Interpreter of the ranks; by default the active environment's, otherwise "
+            "the one that runs clusterkit."
+        ),
     ] = None
     env: JobEnv = {}
     stop_grace: Annotated[
@@ -62,13 +65,17 @@ class Host(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     ] = None
     port: Annotated[Port | None, Meta(description="SSH port.")] = None
     user: Annotated[str | None, Meta(description="SSH user.")] = None
-    identity: Annotated[str | None, Meta(description="Private key file.")] = None
+    identity: Annotated[
+        str | None, Meta(description="Private key file, relative to the cluster file.")
+    ] = None
     known_hosts: Annotated[
-        str | None, Meta(description="Host keys, instead of `~/.ssh/known_hosts`.")
+        str | None,
+        Meta(description="Host keys, instead of `~/.ssh/known_hosts`; relative to the same file."),
     ] = None
     jump: Annotated[str | None, Meta(description="`[user@]host[:port]` to go through.")] = None
     ssh_config: Annotated[
-        str | None, Meta(description="SSH configuration, instead of `~/.ssh/config`.")
+        str | None,
+        Meta(description="SSH configuration, instead of `~/.ssh/config`; relative likewise."),
     ] = None
     slots: Annotated[
         Annotated[int, Meta(ge=1)] | None, Meta(description="Ranks that it takes at most.")
@@ -371,6 +378,8 @@ class HostFacts(Struct, frozen=True, kw_only=True):
     gpus: tuple[Gpu, ...] = ()
     python: str
     """Interpreter that the ranks use."""
+    python_origin: str = "when probed"
+    """Why this one, in words."""
     versions: dict[str, str] = {}
     """Package to version in that interpreter; what is missing there is missing here."""
     tools: dict[str, str] = {}
@@ -392,6 +401,8 @@ class Project(Struct, frozen=True, kw_only=True):
     bytes: int
     how: str
     """Which files of it count, in words."""
+    remark: str | None = None
+    """What a person should know before it is copied."""
 
 
 class Engine(Struct, frozen=True, kw_only=True):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import posixpath
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from clusterkit.cluster import ComposeCluster, Engine, Facts
@@ -15,6 +14,7 @@ from clusterkit.plan import PlanFile
 from clusterkit.rendezvous import NODE_ADDRESS, Topology, mpirun_interface
 from clusterkit.shell import quote
 from clusterkit.spec import JobSpec
+from clusterkit.yaml_text import Shared, documents, merged
 
 LABEL = "clusterkit.run_dir"
 """Marks what belongs to a run, whatever becomes of its files."""
@@ -23,8 +23,6 @@ OURS = "/run/clusterkit"
 STOP_EXTRA = 5
 """Seconds that a container has beyond its ranks' own to end."""
 _SIZE = re.compile(r"([1-9]\d*)([bkmg])?b?\Z", re.IGNORECASE)
-_WORD = re.compile(r"[A-Za-z/_][A-Za-z0-9/_.-]*\Z")
-_RESERVED = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
 
 
 def project_name(run_id: str) -> str:
@@ -46,24 +44,31 @@ def render(
     run_dir: str,
     mounts: list[dict[str, Any]],
     command: Sequence[str],
+    secrets: Sequence[str],
 ) -> str:
     """The compose file: what all nodes share stands in it once."""
     run_id = posixpath.basename(run_dir)
     uid, _, gid = engine.user.partition(":")
     # Without a value: taken from the environment of `docker compose up`, to the letter.
-    environment: dict[str, Any] = {
-        "CLUSTERKIT_ATTEMPT": None,
-        **dict.fromkeys(job.secrets),
-        "HOME": f"{OURS}/home",
-        "USER": "clusterkit",
-        "LOGNAME": "clusterkit",
-    }
-    labels = {
-        "clusterkit.run": run_id,
-        LABEL: run_dir,
-        "clusterkit.attempt": Raw('"${CLUSTERKIT_ATTEMPT:-1}"'),
-    }
-    node: dict[str, Any] = {
+    environment = _shared(
+        "environment",
+        {
+            "CLUSTERKIT_ATTEMPT": None,
+            **dict.fromkeys(secrets),
+            "HOME": f"{OURS}/home",
+            "USER": "clusterkit",
+            "LOGNAME": "clusterkit",
+        },
+    )
+    labels = _shared(
+        "labels",
+        {
+            "clusterkit.run": run_id,
+            LABEL: run_dir,
+            "clusterkit.attempt": _Interpolated("${CLUSTERKIT_ATTEMPT:-1}"),
+        },
+    )
+    common: dict[str, Any] = {
         "image": engine.image,
         "pull_policy": "never",
         "init": True,
@@ -77,30 +82,32 @@ def render(
     }
     if cluster.memory is not None:
         size = size_bytes("memory", cluster.memory)
-        node |= {"mem_limit": size, "memswap_limit": size}
+        common |= {"mem_limit": size, "memswap_limit": size}
     if cluster.cpus is not None:
-        node["cpus"] = cluster.cpus
+        common["cpus"] = cluster.cpus
     if cluster.ulimits:
-        node["ulimits"] = dict(cluster.ulimits)
-    node |= {
+        common["ulimits"] = dict(cluster.ulimits)
+    common |= {
         "tmpfs": [f"{OURS}/home:exec,mode=0700,uid={uid},gid={gid}"],
         "volumes": mounts,
     }
+    node = _shared("node", common)
     services = {}
     for number in range(topology.nodes):
         own: dict[str, Any] = {
-            "<<": Raw("*node"),
             "container_name": container_name(run_id, number),
             "hostname": f"node-{number}",
         }
         if number and job.launcher == "mpirun":
             own["entrypoint"] = ["/bin/sh", f"{run_dir}/files/mpi-node.sh"]
-        own["environment"] = {
-            "<<": Raw("*environment"),
-            "NODE_RANK": str(number),
-            **({NODE_ADDRESS.name: f"node-{number}"} if topology.elastic else {}),
-        }
-        own["labels"] = {"<<": Raw("*labels"), "clusterkit.node": str(number)}
+        own["environment"] = merged(
+            environment,
+            {
+                "NODE_RANK": str(number),
+                **({NODE_ADDRESS.name: f"node-{number}"} if topology.elastic else {}),
+            },
+        )
+        own["labels"] = merged(labels, {"clusterkit.node": str(number)})
         if device == "cuda":
             first = number * topology.nproc_per_node
             share = facts.hosts[0].gpus[first : first + topology.nproc_per_node]
@@ -117,15 +124,15 @@ def render(
                     }
                 }
             }
-        services[f"node-{number}"] = own
-    network: dict[str, Any] = {"labels": {"<<": Raw("*labels")}}
+        services[f"node-{number}"] = merged(node, own)
+    network: dict[str, Any] = {"labels": merged(labels, {})}
     if cluster.subnet != "auto":
         network["ipam"] = {"config": [{"subnet": cluster.subnet}]}
     document: dict[str, Any] = {
         "name": project_name(run_id),
-        "x-environment": Anchored("environment", environment),
-        "x-labels": Anchored("labels", labels),
-        "x-node": Anchored("node", node),
+        "x-environment": environment,
+        "x-labels": labels,
+        "x-node": node,
         "services": services,
         "networks": {"default": network},
     }
@@ -133,11 +140,11 @@ def render(
     if named:
         document["volumes"] = named
     head = (
-        f"# run {run_id}: {topology}\n"
-        "# by hand: docker compose --file compose.yaml up\n"
-        "# values without a value come from the environment of that command\n"
+        f"run {run_id}: {topology}\n"
+        "by hand: docker compose --file compose.yaml up\n"
+        "variables without a value come from the environment of that command"
     )
-    return head + yaml_text(document)
+    return documents([_literal(document)], head)
 
 
 def size_bytes(key: str, size: str) -> int:
@@ -153,72 +160,26 @@ def size_bytes(key: str, size: str) -> int:
     return int(match[1]) << (10 * power)
 
 
-class Raw(str):
-    """YAML that is written as it stands."""
+class _Interpolated(str):
+    """A value in which compose is to replace variables."""
 
 
-class Anchored:
-    """A mapping that others can refer to by ``*name``."""
-
-    def __init__(self, name: str, content: dict[str, Any]) -> None:
-        self.name = name
-        self.content = content
+def _shared(anchor: str, content: dict[str, Any]) -> Shared:
+    return Shared(anchor, _literal(content))
 
 
-def yaml_text(document: Mapping[str, Any]) -> str:
-    """Block YAML in the order given; what compose would replace in a value (``$``) is kept from it.
-
-    Strings that could be read as anything else, or hold anything unusual, are written as JSON
-    strings, which every YAML reader takes.
-    """
-    return "".join(line + "\n" for line in _yaml(document, ""))
-
-
-def _yaml(value: Any, indent: str) -> Iterator[str]:
-    items = value.items() if isinstance(value, Mapping) else ((None, item) for item in value)
-    for key, item in items:
-        head = f"{indent}-" if key is None else f"{indent}{_plain(key)}:"
-        if isinstance(item, Anchored):
-            yield f"{head} &{item.name}"
-            yield from _yaml(item.content, indent + "  ")
-        elif isinstance(item, Mapping) and item:
-            if key is None:
-                inner = list(_yaml(item, indent + "  "))
-                yield f"{head} {inner[0].lstrip()}"
-                yield from inner[1:]
-            else:
-                yield head
-                yield from _yaml(item, indent + "  ")
-        elif isinstance(item, list | tuple):
-            if all(not isinstance(part, Mapping) for part in item):
-                yield f"{head} [{', '.join(map(_scalar, item))}]"
-            else:
-                yield head
-                yield from _yaml(item, indent + "  ")
-        elif item is None:
-            yield head
-        else:
-            yield f"{head} {_scalar(item)}"
-
-
-def _scalar(value: Any) -> str:
-    if isinstance(value, Raw):
-        return str(value)
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return f"{value:g}" if isinstance(value, float) else str(value)
-    if isinstance(value, Mapping):
-        return "{}"
-    return _plain(str(value).replace("$", "$$"))
-
-
-def _plain(text: str) -> str:
-    if text == "<<" or (_WORD.match(text) and text.lower() not in _RESERVED):
-        return text
-    quoted = json.dumps(text, ensure_ascii=False)
-    # JSON leaves some characters as they are that end a line, or cannot stand, in YAML.
-    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in quoted)
+def _literal(value: Any) -> Any:
+    """``value`` with each ``$`` kept from compose, which would replace variables; shared parts are
+    so already."""
+    if isinstance(value, Shared):
+        return value
+    if isinstance(value, dict):
+        return {key: _literal(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_literal(inner) for inner in value]
+    if isinstance(value, str) and not isinstance(value, _Interpolated):
+        return value.replace("$", "$$")
+    return value
 
 
 # ---------------------------------------------------------------- what they see

@@ -13,14 +13,10 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from clusterkit.agent import AGAIN
-from clusterkit.logs import LogLine, without_rank
+from clusterkit.logs import LogLine
 from clusterkit.status import Failure, NodeCause, NodeStatus, RankExit, State
+from clusterkit.tracebacks import Output
 
-_TRACEBACK = "Traceback (most recent call last):"
-_CHAINS = (
-    "During handling of the above exception",
-    "The above exception was the direct cause",
-)
 # "failed (exitcode: -9) local_rank: 0 (pid: 123) of binary: sh", torch 2.13, multiprocessing/api.py
 _TORCHRUN = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
 # "mpirun noticed that process rank 1 with PID 12 on node x exited on signal 9", Open MPI 4.1
@@ -38,6 +34,8 @@ _ECHOES = re.compile(
 )
 _UNTOLD = 256
 """Stands for an exit code whose line has not come yet."""
+_OF_ITS_OWN = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+"""Signals by which a program ends itself."""
 _NEVER_PRIMARY = frozenset({-signal.SIGTERM, 128 + signal.SIGTERM})
 
 _HINTS = (
@@ -46,7 +44,7 @@ _HINTS = (
     (re.compile(r"DefaultCPUAllocator: can't allocate|MemoryError"),
      "smaller batch.micro, fewer ranks on this machine, or a smaller model"),
     (re.compile(r"No module named '([\w.]+)'"),
-     "install it for the interpreter of the ranks (facts.json names it)"),
+     "install it for the interpreter of the ranks (`clusterkit plan` and facts.json name it)"),
     (re.compile(r"EADDRINUSE|[Aa]ddress already in use"),
      "another program, or an earlier one of yours, listens on that port"),
     (re.compile(r"No space left on device"), "make room on that disk"),
@@ -54,6 +52,12 @@ _HINTS = (
      "a rank waited for peers that did not come: look for the one that is behind (logs --rank)"),
     (re.compile(r"Error building extension|Ninja is required"),
      "DeepSpeed compiles here: install a C++ compiler and ninja"),
+    (re.compile(r"Found no NVIDIA driver|No CUDA GPUs are available|no CUDA-capable device"),
+     "no GPU on this node, or none that its ranks may use; the program asks for CUDA all the same"),
+    (re.compile(r"not compiled with CUDA enabled|compiled without CUDA support"),
+     "no GPU on this node, or its torch is one for CPUs; the program asks for CUDA all the same"),
+    (re.compile(r"exec: .*not found"),
+     "no such command on the ranks' PATH, where the folder of their Python stands first"),
 )  # fmt: skip
 
 _Source = tuple[int, int | None]
@@ -70,12 +74,18 @@ class _Suspect:
     rank: int | None
     time: float
     exit_code: int | None = None
-    traceback: list[str] = field(default_factory=list)
-    words: str = ""
+    output: Output = field(default_factory=Output)
+
+    @property
+    def words(self) -> str:
+        """The message of its exception; without one a word of the program's own before it went."""
+        return self.output.message or self.output.last_words()
 
     @property
     def echo(self) -> bool:
-        return bool(_ECHOES.search(self.words)) or self.exit_code in _NEVER_PRIMARY
+        # Further lines of a message may quote what a peer, or a server of data, has said.
+        said = self.words.partition("\n")[0] if self.output.traceback else self.words
+        return bool(_ECHOES.search(said)) or self.exit_code in _NEVER_PRIMARY
 
 
 def diagnose(
@@ -98,14 +108,13 @@ def diagnose(
         causes: why nodes or their ranks were killed, where the backend knows.
     """
     failures = [end for end in rank_exits if end.exit_code]
-    suspects, last_words = _suspects(lines, nproc_per_node, {end.node for end in failures})
+    suspects, outputs = _suspects(lines, nproc_per_node, {end.node for end in failures})
     for end in failures:
         suspect = suspects.setdefault((end.node, end.rank), _Suspect(end.node, end.rank, end.at))
         suspect.exit_code = end.exit_code
     for key, suspect in suspects.items():
-        # Without an exception: a word of the program's own before it went.
-        suspect.words = suspect.words or last_words.get(key, "")
-    accused = [s for s in suspects.values() if s.exit_code or s.traceback]
+        suspect.output = outputs.get(key, suspect.output)
+    accused = [s for s in suspects.values() if s.exit_code or s.output.traceback]
     blamed = _blame(accused)
     # A node on a host that does not answer any more has failed as well.
     failed = [node for node in nodes if node.state in (State.FAILED, State.UNKNOWN)]
@@ -130,7 +139,7 @@ def diagnose(
         exit_code=None if exit_code is None else shell_code(exit_code),
         cause=cause,
         hint=hint,
-        traceback="\n".join(blamed.traceback) or None,
+        traceback=blamed.output.traceback_text(),
     )
 
 
@@ -154,47 +163,29 @@ def shell_code(code: int) -> int:
 
 def _suspects(
     lines: Iterable[LogLine], nproc: int, known: Container[int]
-) -> tuple[dict[_Source, _Suspect], dict[_Source, str]]:
-    """Whoever has a traceback or is named by a launcher; and everyone's last words.
+) -> tuple[dict[_Source, _Suspect], dict[_Source, Output]]:
+    """Whoever has a traceback or is named by a launcher; and what everyone wrote last.
 
     Of the nodes in ``known`` it is known which rank failed.
     """
     suspects: dict[_Source, _Suspect] = {}
-    last: dict[_Source, str] = {}
-    open_blocks: set[_Source] = set()
+    outputs: dict[_Source, Output] = {}
     for line in lines:
         key = (line.node, line.rank)
-        text = without_rank(line.text)
         if line.rank is None:
             if line.text.endswith(AGAIN):
                 # Lost nodes have come back: what its ranks said before ended nothing.
-                for told in (suspects, last):
+                for told in (suspects, outputs):
                     for old in [key for key in told if key[0] == line.node]:
                         del told[old]
-                open_blocks = {key for key in open_blocks if key[0] != line.node}
             _read_launcher(line, nproc, suspects, known)
             continue
-        if text.lstrip().startswith(_TRACEBACK):
-            suspect = suspects.setdefault(key, _Suspect(line.node, line.rank, line.time))
-            if suspect.words and not last.get(key, "").startswith(_CHAINS):
-                # An earlier traceback that the program survived.
-                suspect.traceback, suspect.time = [], line.time
-            suspect.traceback.append(text)
-            open_blocks.add(key)
-        elif key in open_blocks:
-            suspect = suspects[key]
-            suspect.traceback.append(text)
-            if text and not text[0].isspace() and not text.startswith(_CHAINS):
-                suspect.words = text
-                open_blocks.discard(key)
-        elif key in suspects and suspects[key].traceback and (text.startswith(_CHAINS) or not text):
-            suspects[key].traceback.append(text)
-        if text:
-            last[key] = "" if line.event is not None else text
-    for suspect in suspects.values():
-        while suspect.traceback and not suspect.traceback[-1]:
-            suspect.traceback.pop()
-    return suspects, last
+        output = outputs.setdefault(key, Output())
+        output.read(line)
+        if output.traceback:
+            suspect = suspects.setdefault(key, _Suspect(line.node, line.rank, output.began))
+            suspect.time = output.began
+    return suspects, outputs
 
 
 def _read_launcher(
@@ -234,13 +225,18 @@ def _blame(suspects: Sequence[_Suspect]) -> _Suspect | None:
 
 
 def _words(suspect: _Suspect, exit_code: int | None, oom_kills: int) -> tuple[str, str | None]:
-    if suspect.traceback and suspect.words:
-        return suspect.words, _hint(suspect.words)
+    output, said = suspect.output, suspect.words
+    if output.message and not output.fatal:
+        return said, _hint(said)
     code = exit_code or 0
     if number := _signal_number(code):
-        return _signal_words(number, oom_kills)
-    said = f": {suspect.words}" if suspect.words else ""
-    return f"exited with {code}{said}", _hint(suspect.words)
+        words, hint = _signal_words(number, oom_kills)
+        if output.fatal:
+            return words, None  # its traceback says where
+        if number in _OF_ITS_OWN and (said := output.error_line()):
+            return f"{words}: {said}", _hint(said)
+        return words, hint
+    return f"exited with {code}{f': {said}' if said else ''}", _hint(said)
 
 
 def _signal_number(code: int) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import secrets as tokens
 import threading
 from collections.abc import Callable, Mapping
 
 from clusterkit import shell
+from clusterkit.agent import PEER_TOKEN
 from clusterkit.errors import ClusterkitError, SubmitFailed
 from clusterkit.plan import Plan, Step
 from clusterkit.shell import Secret
@@ -41,17 +43,19 @@ def run_steps(
 ) -> None:
     """The plan's commands, in order; starts that follow each other, on all hosts at once.
 
-    The attempt's number is all that a restart adds.
+    The attempt's number is all that a restart adds, and a new token by which its nodes know each
+    other where they do.
 
     Raises:
         SubmitFailed: a command could not be started or did not exit with 0; the message
             holds the command, its exit status and its stderr.
     """
     lock = threading.Lock()
+    values = {PEER_TOKEN: Secret(PEER_TOKEN, tokens.token_hex(16)), **(secrets or {})}
 
     def carry_out(step: Step) -> None:
         env = {**step.env, "CLUSTERKIT_ATTEMPT": str(attempt)}
-        env |= {name: (secrets or {})[name].reveal() for name in step.secrets}
+        env |= {name: values[name].reveal() for name in step.secrets}
         try:
             outcome = _carry_out(step, transport, env)
         except ClusterkitError as error:

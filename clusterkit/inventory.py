@@ -35,7 +35,11 @@ from clusterkit.shell import split
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9])?\Z")
 _RANGE = re.compile(r"\[([A-Za-z0-9]*):([A-Za-z0-9]+)(?::([0-9]+))?\]")
 _WITH_PORT = re.compile(r"(?:\[([^\[\]]*:[^\[\]]*)\]|((?:\[[^\]]*\]|[^:\[\]])+)):([0-9]+)\Z")
-_SLOTS = re.compile(r"(\S+)\s+slots\s*=\s*(\S+)(\s+max[_-]slots\s*=\s*\S+)?\s*\Z")
+_USER = re.compile(r"""[^\s\x00-\x1f'"`$;&<>|(){}\-][^\s\x00-\x1f'"`$;&<>|(){}]*\Z""")
+"""What OpenSSH's client takes; `me@corp.example` and `CORP\\me` are users of directories."""
+_BRACKETED = re.compile(r"\[([^\[\]]*:[^\[\]]*)\](?::(.*))?\Z")
+_NUMBERS = re.compile(r"\s*[0-9]{1,6}\s*(,\s*[0-9]{1,6}\s*)*\Z")
+_SLOTS = re.compile(r"(\S+)\s+slots\s*=\s*(\S+)(?:\s.*)?\Z")
 _INI = re.compile(
     r"""^\[[^\],]+\]\s*([#;].*)?$        # [group]
       | ^(?![#;\-])\S*[^\s:]\s+\w+\s*=   # host name=value
@@ -86,7 +90,7 @@ def check_hosts(hosts: Sequence[Host], where: str) -> tuple[Host, ...]:
     """The hosts themselves.
 
     Raises:
-        BadInput: a name that no host has, the same name or the same address twice.
+        BadInput: a name that no host or no user has, the same name or the same address twice.
     """
     names: set[str] = set()
     addresses: dict[tuple[str, int, str | None], str] = {}
@@ -97,6 +101,11 @@ def check_hosts(hosts: Sequence[Host], where: str) -> tuple[Host, ...]:
                     f"{where}: host {host.name!r}: {text!r} is neither a host name nor an address",
                     hint="letters, digits, '-', '.', '_' and, in IPv6 addresses, ':'",
                 )
+        if host.user is not None and not _USER.match(host.user):
+            raise BadInput(
+                f"{where}: host {host.name}: user {host.user!r} is not the name of a user",
+                hint="no '-' in front, no blanks, quotes or other characters of the shell",
+            )
         if host.name in names:
             raise BadInput(f"{where}: host {host.name} stands there twice")
         names.add(host.name)
@@ -111,6 +120,11 @@ def check_hosts(hosts: Sequence[Host], where: str) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
+def absolute(path: str | None, folder: Path) -> str | None:
+    """A path that a file names: ``~`` is the home, and what is relative is so to the folder."""
+    return None if path is None else os.path.normpath(folder / os.path.expanduser(path))
+
+
 def _is_address(text: str) -> bool:
     try:
         ipaddress.ip_address(text)
@@ -120,21 +134,25 @@ def _is_address(text: str) -> bool:
 
 
 def chosen(hosts: Sequence[Host], include: str | None, exclude: str | None) -> tuple[Host, ...]:
-    """The hosts that ``--include`` names or ``--exclude`` leaves.
+    """The hosts that ``--include`` names or ``--exclude`` leaves; those without slots never.
 
-    The form is DeepSpeed's: ``host1@host2:0,2`` is all of host1 and GPUs 0 and 2 of host2.
+    The form is DeepSpeed's: ``host1@host2:0,2`` is all of host1 and GPUs 0 and 2 of host2. A host
+    that is named several times means all GPUs that were named. IPv6 addresses stand in brackets.
 
     Raises:
         BadInput: both are given, an unknown host, a GPU that the host does not have, nothing left.
     """
     if include and exclude:
         raise BadInput("include and exclude: only one of the two can be given")
+    usable = [host for host in hosts if host.slots != 0]
     if not include and not exclude:
-        return tuple(hosts)
+        if hosts and not usable:
+            raise BadInput("every host has slots=0", hint="slots=8")
+        return tuple(usable)
     flag, text = ("include", include) if include else ("exclude", exclude)
     named = _filter(flag, text or "", {host.name: host for host in hosts})
     found = []
-    for host in hosts:
+    for host in usable:
         devices = named.get(host.name)
         if flag == "include":
             if devices is not None:
@@ -151,28 +169,39 @@ def chosen(hosts: Sequence[Host], include: str | None, exclude: str | None) -> t
 
 
 def _filter(flag: str, text: str, hosts: Mapping[str, Host]) -> dict[str, list[int]]:
-    named: dict[str, list[int]] = {}
+    """Host to the GPUs that are named of it; none where the host alone is."""
+    named: dict[str, set[int]] = {}
     for part in text.split("@"):
-        name, colon, numbers = part.strip().partition(":")
+        name, numbers = _named_host(part.strip(), hosts)
         if name not in hosts:
             near = difflib.get_close_matches(name, hosts, 1)
             raise BadInput(
                 f"{flag} {text}: host {name!r} is unknown",
                 hint=f"did you mean {near[0]}?" if near else f"known: {_listed(hosts)}",
             )
-        if colon and not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", numbers):
+        if numbers is not None and not _NUMBERS.match(numbers):
             raise BadInput(f"{flag} {text}: {numbers!r} is no list of GPUs", hint=f"{name}:0,1")
-        devices = sorted({int(number) for number in numbers.split(",")}) if colon else []
+        devices = sorted(map(int, numbers.split(","))) if numbers else []
         there = hosts[name]
         if devices and (there.slots is not None or there.devices is not None):
             its = _all_devices(there)
             if gone := [device for device in devices if device not in its]:
                 raise BadInput(
                     f"{flag} {text}: {name} has {counted(len(its), 'slot')}, no number {gone[0]}",
-                    hint=f"its numbers: {', '.join(map(str, its))}",
+                    hint=f"its numbers: {', '.join(map(str, its)) or 'none'}",
                 )
-        named[name] = devices
-    return named
+        named.setdefault(name, set()).update(devices)
+    return {name: sorted(devices) for name, devices in named.items()}
+
+
+def _named_host(part: str, hosts: Mapping[str, Host]) -> tuple[str, str | None]:
+    """The host and what stands behind its colon, if there is one."""
+    if part in hosts:
+        return part, None
+    if match := _BRACKETED.match(part):
+        return match[1], match[2]
+    name, colon, numbers = part.partition(":")
+    return name, numbers if colon else None
 
 
 def _all_devices(host: Host) -> list[int]:
@@ -231,27 +260,50 @@ def _hostfile_lines(text: str) -> list[tuple[int, str]] | None:
     words = [line.split() for _, line in lines]
     if not lines or words[0][0].startswith(("---", "{", "$ANSIBLE_VAULT;")):
         return None
-    if any(re.match(r"\[|\S+\s.*\b(ansible|clusterkit)_\w+\s*=", line) for _, line in lines):
-        return None  # an INI inventory
-    with_slots = any(re.search(r"\sslots\s*=", line) for _, line in lines)
+    if any(_INI_LINE.match(line) and not _BRACKETED.match(line) for _, line in lines):
+        return None
+    with_slots = any(re.search(r"\sslots?\s*=", line, re.IGNORECASE) for _, line in lines)
     bare = all(len(found) == 1 and not found[0].endswith(":") for found in words)
     return lines if with_slots or bare else None
 
 
+_INI_LINE = re.compile(r"\[[^\]]*\]\Z|\S+\s.*\b(ansible|clusterkit)_\w+\s*=")
+"""A line of an INI inventory that no hostfile has: a group, variables of Ansible's or ours."""
+
+
 def _hostfile(path: Path, lines: Sequence[tuple[int, str]]) -> list[Host]:
+    """``[user@]host[:port] slots=N`` on each line, or no slots on any.
+
+    Raises:
+        BadInput: naming file and line.
+    """
     hosts = []
+    without = all(len(line.split()) == 1 for _, line in lines)
     for number, line in lines:
-        if len(line.split()) == 1:
-            hosts.append(Host(name=line))
-            continue
         match = _SLOTS.match(line)
-        if match is None:
-            raise BadInput(f"{path}:{number}: {line!r} is not `host slots=N`")
-        if not re.fullmatch(r"[1-9][0-9]{0,5}", match[2]):
+        if match is None and not without:
+            raise BadInput(
+                f"{path}:{number}: {line!r} is not `host slots=N`",
+                hint="slots on every line, or names alone on every line",
+            )
+        if match is not None and not re.fullmatch(r"[0-9]{1,6}", match[2]):
             raise BadInput(
                 f"{path}:{number}: slots={match[2]}: not a number of ranks", hint="slots=8"
             )
-        hosts.append(Host(name=match[1], slots=int(match[2])))
+        user, at, place = (match[1] if match else line).rpartition("@")
+        name, port = _without_port(place)
+        if bracketed := _BRACKETED.match(name):
+            name = bracketed[1]
+        if port and not 0 < port["ansible_port"] < 1 << 16:
+            raise BadInput(f"{path}:{number}: {place!r}: not a port", hint="1 to 65535")
+        hosts.append(
+            Host(
+                name=name,
+                port=port.get("ansible_port"),
+                user=user if at else None,
+                slots=int(match[2]) if match else None,
+            )
+        )
     return hosts
 
 
@@ -604,9 +656,7 @@ class _Variables:
 
     def path(self, value: str | None) -> str | None:
         """Absolute; what is relative is so to the inventory's folder."""
-        if value is None or value == "none":
-            return None
-        return os.path.normpath(self._folder() / os.path.expanduser(value))
+        return None if value == "none" else absolute(value, self._folder())
 
     def devices(self) -> tuple[int, ...] | None:
         value = self.given.get("clusterkit_devices")

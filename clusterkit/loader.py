@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shutil
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 import yaml
 
+from clusterkit import command, shell
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, LocalCluster
 from clusterkit.errors import BadInput
 from clusterkit.spec import JobSpec, check_environment, check_job
@@ -364,28 +366,36 @@ def _choices(kind: Any, place: Place) -> list[str]:
 
 @dataclass(frozen=True)
 class LoadedJob:
-    """A job and the file it came from, for errors that are found later."""
+    """A job, the file it came from, for errors that are found later, and its program's folders."""
 
     job: JobSpec
     document: Document
+    bases: Sequence[Path]
 
 
 def load_job(path: str | Path, settings: Sequence[str] = ()) -> JobSpec:
-    """The job of `read_job`."""
-    return read_job(path, settings).job
+    """The job of `read_job` with its program found."""
+    loaded = read_job(path, settings)
+    with loaded.document.locating():
+        return locate_program(loaded.job, loaded.bases)
 
 
 def read_job(path: str | Path, settings: Sequence[str] = ()) -> LoadedJob:
-    """A job file as a `JobSpec`, with ``key=value`` settings applied and its program found.
+    """A job file as a `JobSpec`, with ``key=value`` settings applied.
 
     Args:
         path: the job file.
         settings: ``key=value``, with dots for keys below (``batch.micro=4``); the value is YAML.
 
     Raises:
-        BadInput: anything wrong with the file, a setting or the program.
+        BadInput: anything wrong with the file or a setting.
     """
     path = Path(path)
+    if (words := command.instead_of_a_job([str(path)])) is not None:
+        raise BadInput(
+            f"{path} is no job file, but a program",
+            hint=shell.join(["clusterkit", "submit", "--", *words]),
+        )
     document = read_yaml(path)
     if not isinstance(document.data, dict):
         raise BadInput(f"{path}: a job file is a mapping of keys like `name:` and `program:`")
@@ -395,8 +405,7 @@ def read_job(path: str | Path, settings: Sequence[str] = ()) -> LoadedJob:
     job = convert(document, (), document.data, JobSpec)
     with document.locating():
         check_job(job)
-        job = locate_program(job, [current_folder(), *path.absolute().parents])
-    return LoadedJob(job, document)
+    return LoadedJob(job, document, [current_folder(), *path.absolute().parents])
 
 
 def apply_setting(document: Document, setting: str) -> None:
@@ -426,32 +435,30 @@ def job_from_command(argv: Sequence[str], **fields: Any) -> JobSpec:
     """A job from a command line such as ``python my_script.py --flag``.
 
     ``python FILE.py ...`` and ``python -m MODULE ...`` become a program or a module; anything
-    else is a command that every rank runs.
+    else is a command, a launcher's too (`clusterkit.command.take_over`).
 
     Raises:
-        BadInput: the command is empty, or its program missing.
+        BadInput: the command is empty, or no command.
     """
     if not argv:
         raise BadInput(
             "no command after --", hint="clusterkit submit -- python train.py --steps 10"
         )
-    first = Path(argv[0]).name
-    rest = list(argv[1:])
-    while re.match(r"python[\d.]*\Z", first) and rest[:1] == ["-u"]:
-        rest = rest[1:]
-    if re.match(r"python[\d.]*\Z", first) and rest and rest[0] == "-m" and len(rest) > 1:
-        what: dict[str, Any] = {"module": rest[1], "args": tuple(rest[2:])}
-        name = rest[1].rpartition(".")[2]
-    elif re.match(r"python[\d.]*\Z", first) and rest and not rest[0].startswith("-"):
-        what = {"program": rest[0], "args": tuple(rest[1:])}
-        name = Path(rest[0]).stem
-    else:
-        what = {"command": tuple(argv)}
-        name = Path(argv[0]).stem
-    name = re.sub(r"[^\w. -]+", "-", name).lstrip("-. ")[:40] or "command"
-    job = JobSpec(name=name, **what, **fields)
+    if argv[0].endswith(".py") and shutil.which(argv[0]) is None:
+        raise BadInput(
+            f"{argv[0]} is a Python file and no command",
+            hint=shell.join(["clusterkit", "submit", "--", "python", *argv]),
+        )
+    started = command.read(argv)
+    name = re.sub(r"[^\w. -]+", "-", started.name).lstrip("-. ")[:40] or "command"
+    job = JobSpec(name=name, command=tuple(argv), **fields)
+    if started.tool is None:
+        job = msgspec.structs.replace(
+            job, program=started.program, module=started.module, command=started.command,
+            args=started.args, python=started.python,
+        )  # fmt: skip
     check_job(job)
-    return locate_program(job, [current_folder()])
+    return job
 
 
 def current_folder() -> Path:
@@ -469,6 +476,8 @@ def current_folder() -> Path:
 def locate_program(job: JobSpec, bases: Sequence[Path]) -> JobSpec:
     """The job with its working folder filled in: the first of ``bases`` that holds the program.
 
+    A relative path of its interpreter counts from there.
+
     Raises:
         BadInput: the program is nowhere, or is not Python.
     """
@@ -477,13 +486,16 @@ def locate_program(job: JobSpec, bases: Sequence[Path]) -> JobSpec:
         bases = [Path(job.workdir).expanduser().absolute()]
         if not bases[0].is_dir():
             raise BadInput(f"workdir: {job.workdir} is not a folder")
-    if job.program is None:
-        return replace(job, workdir=str(bases[0]))
     for base in bases:
-        path = base / job.program
+        path = base / (job.program or "")
         if path.exists():
-            check_program(path)
-            return replace(job, workdir=str(base))
+            python = job.python
+            if python is not None and "/" in python:
+                python = str(base / Path(python).expanduser())
+            if job.program is not None:
+                check_program(path)
+            return replace(job, workdir=str(base), python=python)
+    assert job.program is not None
     near = difflib.get_close_matches(
         Path(job.program).name, _python_files((bases[0] / job.program).parent), 1
     )

@@ -81,6 +81,8 @@ class NodeView:
     """When its last word came."""
     error: ClusterkitError | None = None
     """Why its host does not answer, while it does not."""
+    unkept: str | None = None
+    """Why what it has sent could not all be kept; None: it could."""
     silent_since: float | None = None
     """From when on its host did not answer; None: it answers."""
 
@@ -187,8 +189,10 @@ def pull(view: NodeView, stream: Stream, stop: Callable[[], bool] = lambda: Fals
             except ClusterkitError as error:
                 # A full disk here must not hide how the node is: that frame is still to come.
                 problem = error
-            if problem is not None and "file" not in header:
-                raise problem
+            if "file" not in header:
+                view.unkept = None if problem is None else problem.message
+                if problem is not None:
+                    raise problem
 
 
 class Watch:

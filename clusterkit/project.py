@@ -2,7 +2,8 @@
 
 In a git checkout these are the tracked files and those that are new and not ignored, as they lie
 there now, uncommitted changes included. Elsewhere it is every file but those that no program
-needs (`_NEVER`). Only what a host does not have is sent; see `clusterkit.receiver`.
+needs (`_NEVER`). CLUSTERKIT_HOME is never a part of it: a run's own folder is written while the
+project is copied. Only what a host does not have is sent; see `clusterkit.receiver`.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 import clusterkit
 from clusterkit import receiver
 from clusterkit.cluster import Project
 from clusterkit.errors import BadInput, RunFolderError, SubmitFailed, counted
 from clusterkit.plan import Tree
+from clusterkit.runs import home
 from clusterkit.transport import Stream, Transport
 
 MOST_BYTES = 2 << 30
@@ -108,10 +112,18 @@ class Snapshot:
 
     def facts(self) -> Project:
         """What a plan needs to know of it."""
-        return Project(
+        found = Project(
             root=str(self.root), digest=self.digest, files=len(self.entries), bytes=self.size,
             how=self.how,
         )  # fmt: skip
+        own = os.path.expanduser("~")  # stays "~" for a user without one
+        if os.path.isabs(own) and Path(own).resolve().is_relative_to(self.root.resolve()):
+            remark = (
+                f"the project is {self.root}, a home folder: all of it is copied to the hosts, "
+                f"keys and histories too ({words(found)}); start from the job's own folder"
+            )
+            return msgspec.structs.replace(found, remark=remark)
+        return found
 
     def packed(self) -> bytes:
         """The list of entries, as `clusterkit.receiver` reads it."""
@@ -167,20 +179,40 @@ def snapshot(workdir: Path, program: str | None = None) -> Snapshot:
         program: a file that must be part of it, relative to ``workdir``.
 
     Raises:
-        BadInput: the program lies elsewhere or is ignored; far too much data.
+        BadInput: the program lies elsewhere or is ignored; far too much data; no project's folder.
     """
     workdir = workdir.absolute()
     top = _git(workdir, "rev-parse", "--show-toplevel")
     ignored = top is not None and _git(workdir, "check-ignore", "-q", ".") is not None
     if top is not None and not ignored:
         root = _root(workdir, Path(os.fsdecode(top.rstrip(b"\n"))))
-        found = Snapshot(root, _entries(root, _git_files(root)), "tracked or new, not ignored")
     else:
         root = workdir
-        found = Snapshot(root, _entries(root, _all_files(root)), "all but caches")
+    runs = _runs(root)
+    if top is not None and not ignored:
+        tracked = [name for name in _git_files(root) if not Path(name).is_relative_to(runs)]
+        found = Snapshot(root, _entries(root, tracked), "tracked or new, not ignored")
+    else:
+        found = Snapshot(root, _entries(root, _all_files(root, runs)), "all but caches")
     if program is not None:
         _check_program(found, workdir, program, in_git=top is not None and not ignored)
     return found
+
+
+def _runs(root: Path) -> Path:
+    """CLUSTERKIT_HOME as a path from the project's folder.
+
+    Raises:
+        BadInput: the folder is itself CLUSTERKIT_HOME, or the root of the file system.
+    """
+    below = Path(os.path.relpath(os.path.realpath(home()), os.path.realpath(root)))
+    if below == Path() or os.path.realpath(root) == "/":
+        what = "CLUSTERKIT_HOME" if below == Path() else "the whole machine"
+        raise BadInput(
+            f"the project is {root}, {what}: it cannot be copied to the hosts",
+            hint="start from the job's own folder",
+        )
+    return below
 
 
 def _root(workdir: Path, top: Path) -> Path:
@@ -213,6 +245,11 @@ def _check_program(found: Snapshot, workdir: Path, program: str, *, in_git: bool
     # Either itself, or by way of a link to a folder, both in the project.
     if inside in there or (real in there and any(folder in there for folder in above)):
         return
+    if Path(inside).is_relative_to(_runs(found.root)):
+        raise BadInput(
+            f"program: {program} lies in CLUSTERKIT_HOME, which is not copied to the hosts",
+            hint="put it into the project's folder",
+        )
     if in_git:
         raise BadInput(
             f"program: {program} is ignored by git and would not be copied to the hosts",
@@ -274,15 +311,20 @@ def _git_files(root: Path) -> list[str]:
     return sorted(names)
 
 
-def _all_files(root: Path) -> list[str]:
+def _all_files(root: Path, without: Path | None = None) -> list[str]:
     names = []
+    left_out = without and str(root / without)
 
     def refuse(error: OSError) -> None:
         raise _unreadable(error.filename, error) from None
 
     for folder, below, files in os.walk(root, onerror=refuse):
         links = [name for name in below if os.path.islink(os.path.join(folder, name))]
-        below[:] = [name for name in below if name not in _NEVER and name not in links]
+        below[:] = [
+            name
+            for name in below
+            if name not in _NEVER and name not in links and os.path.join(folder, name) != left_out
+        ]
         names += [
             os.path.relpath(os.path.join(folder, name), root)
             for name in [*files, *links]

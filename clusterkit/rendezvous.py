@@ -15,13 +15,14 @@ OMPI_COMM_WORLD_*; ``deepspeed/launcher/launch.py`` 0.19 for LOCAL_SIZE and CROS
 from __future__ import annotations
 
 import math
+import posixpath
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clusterkit import agent
 from clusterkit.errors import counted
-from clusterkit.shell import Joined, Var, Word, join
+from clusterkit.shell import Joined, Var, Word, join, quote
 from clusterkit.spec import Launcher
 
 NODE_RANK = Var("NODE_RANK")
@@ -236,12 +237,13 @@ def _torchrun(
     return [*argv, "--no-python", *rank_command]
 
 
-def rank_script(launcher: Launcher, topology: Topology) -> str:
+def rank_script(launcher: Launcher, topology: Topology, python: str) -> str:
     """What every launcher starts for each rank: a POSIX ``sh`` script.
 
     It completes the environment of `rank_environment`, gives the rank a log of its own
     (``$CLUSTERKIT_PIPE-N``, a named pipe that the node agent reads) and then
-    *becomes* the program, so that signals and exit codes are the program's own.
+    *becomes* the program, so that signals and exit codes are the program's own. The folder of
+    ``python`` stands first on the program's PATH.
 
     Under deepspeed and mpirun it stays the program's parent, to tell how it failed: DeepSpeed
     never says which rank did, and mpirun now and then ends without those words (Open MPI 4.1.4:
@@ -260,6 +262,9 @@ def rank_script(launcher: Launcher, topology: Topology) -> str:
         "python": f"export WORLD_SIZE={topology.world_size} LOCAL_WORLD_SIZE={nproc}\n"
         f"export RANK=$((NODE_RANK * {nproc} + LOCAL_RANK))",
     }[launcher]
+    folder = posixpath.dirname(python)
+    # A name was found on the PATH, so that its folder stands there.
+    path = f'export PATH={quote(folder)}":$PATH"\n' if folder else ""
     # With mpirun one host may stand for several nodes; its agent has one pipe per rank on it.
     pipe = "OMPI_COMM_WORLD_LOCAL_RANK" if launcher == "mpirun" else "LOCAL_RANK"
     stays = launcher in ("deepspeed", "mpirun")
@@ -268,7 +273,7 @@ def rank_script(launcher: Launcher, topology: Topology) -> str:
         "#!/bin/sh\n"
         f"# started by {launcher} once per rank: completes the rank's environment, gives it its "
         f"own log, {becomes} the program\n"
-        f"{completion}\n"
+        f"{completion}\n{path}"
         f'CLUSTERKIT_PIPE="${{CLUSTERKIT_PIPE:-}}-${pipe}"\n'
     )
     if not stays:

@@ -94,6 +94,13 @@ class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omi
             "checkpoint_dir, world_size."
         ),
     ] = ()
+    python: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="Interpreter of the ranks: a path, or a command of the hosts; by default "
+            "the cluster entry's."
+        ),
+    ] = None
     launcher: Annotated[Launcher, Meta(description="What starts the ranks of one node.")] = (
         "torchrun"
     )
@@ -242,7 +249,7 @@ def check_job(job: JobSpec) -> None:
     for name in job.secrets:
         if not is_name(name):
             raise BadInput(f"secrets: {name!r} cannot name an environment variable")
-    for key in ("program", "module", "workdir"):
+    for key in ("program", "module", "python", "workdir"):
         check_text(key, getattr(job, key) or "")
     if job.checkpoint is not None:
         check_text("checkpoint.dir", job.checkpoint.dir)

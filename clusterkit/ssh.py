@@ -17,30 +17,21 @@ import re
 import select
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
+
+import paramiko
 
 from clusterkit import shell
 from clusterkit.cluster import Host
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.ssh_files import KnownHosts, KnownKey, config_text
 from clusterkit.transport import START, Completed, Put, Stream, free_port_program
-
-# Half of the time that paramiko takes to import goes into `invoke`, with which it runs the command
-# of a `Match exec`, and which would read our standard input then. It gets `_Command` instead.
-_invoke: dict[str, Any] = {"invoke": sys.modules.get("invoke")}
-sys.modules |= {"invoke": None}  # type: ignore[dict-item]
-import paramiko  # noqa: E402
-
-del sys.modules["invoke"]
-sys.modules |= {name: module for name, module in _invoke.items() if module is not None}
 
 Result = TypeVar("Result")
 KEEPALIVE_SECONDS = 5
@@ -55,9 +46,10 @@ WINDOW_BYTES = 1 << 24
 CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes256-ctr")
 _BEGIN = b"@clusterkit-begin\n"
 _NO_SUCH_FILE = 44
-# What goes wrong is said by our own errors, not by paramiko's threads on stderr.
-logging.getLogger("paramiko").addHandler(logging.NullHandler())
-logging.getLogger("paramiko").propagate = False
+# Our connections log here: what goes wrong is said by our own errors, not by paramiko's threads.
+_LOG = "clusterkit.paramiko"
+logging.getLogger(_LOG).addHandler(logging.NullHandler())
+logging.getLogger(_LOG).propagate = False
 
 
 class HostUnreachable(Unavailable):
@@ -83,6 +75,11 @@ class Target:
     """Under which name the host's key is known."""
     jump: str | None = None
     proxy_command: str | None = None
+
+    @property
+    def login(self) -> str:
+        """User and address as a word of a shell command, for hints that people copy."""
+        return shell.quote(f"{self.user}@{self.address}")
 
     def __str__(self) -> str:
         at = "" if self.address == self.host.name and self.port == 22 else self._at()
@@ -162,20 +159,34 @@ def _config_text(path: str) -> str:
     return config_text(Path(path))
 
 
-class _Command:
-    """What paramiko asks of `invoke`."""
+class _Config(paramiko.SSHConfig):
+    """Runs the command of a ``Match exec`` itself: paramiko's way would read our standard input."""
 
-    @staticmethod
-    def run(command: str, **_: object) -> SimpleNamespace:
-        nothing = subprocess.DEVNULL
-        done = subprocess.run(["/bin/sh", "-c", command], stdin=nothing, stdout=nothing)
-        return SimpleNamespace(ok=done.returncode == 0)
+    # This and _tokenize are methods of paramiko 5.1 that it neither documents nor types.
+    def _does_match(
+        self, criteria: Any, target: str, canonical: Any, final: Any, options: Any
+    ) -> Any:
+        commands = [one for one in criteria if one["type"] == "exec"]
+        others = [one for one in criteria if one["type"] != "exec"]
+        if others or not commands:
+            matched = super()._does_match(others, target, canonical, final, options)  # type: ignore[misc]
+            if not matched or not commands:
+                return matched
+        return all(
+            _succeeds(self._tokenize(options, target, "match-exec", one["param"])) != one["negate"]  # type: ignore[attr-defined]
+            for one in commands
+        )
+
+
+def _succeeds(command: str) -> bool:
+    nothing = subprocess.DEVNULL
+    words = ["/bin/sh", "-c", command]
+    return subprocess.run(words, stdin=nothing, stdout=nothing).returncode == 0
 
 
 @cache
 def _config(text: str) -> paramiko.SSHConfig:
-    vars(paramiko.config)["invoke"] = _Command
-    return paramiko.SSHConfig.from_text(text)
+    return _Config.from_text(text)
 
 
 @cache
@@ -241,6 +252,7 @@ def _connect(
     known = known_keys(target) or known_keys(target, target.address)
     kinds = {key.kind for key in known if not key.revoked}
     transport = paramiko.Transport(_socket(target, timeout, through), WINDOW_BYTES)
+    transport.set_log_channel(_LOG)
     try:
         transport.banner_timeout = transport.handshake_timeout = transport.auth_timeout = timeout
         options = transport.get_security_options()
@@ -285,7 +297,7 @@ def _socket(
     except TimeoutError:
         raise HostUnreachable(
             f"{target} does not answer within {timeout:g} s",
-            hint=f"is it up? ssh -p {target.port} {target.user}@{target.address} true",
+            hint=f"is it up? ssh -p {target.port} {target.login} true",
         ) from None
     except ConnectionRefusedError:
         raise HostUnreachable(
@@ -330,7 +342,7 @@ def _check_key(target: Target, key: paramiko.PKey, known: Sequence[KnownKey]) ->
         )
     if same:
         return
-    add = f"ssh-keyscan {port}{target.address} >>{shell.quote(file)}"
+    add = f"ssh-keyscan {port}{shell.quote(target.address)} >>{shell.quote(file)}"
     its_own = [kept for kept in known_keys(target) if not kept.revoked]
     if kept_ones := [kept for kept in its_own if kept.kind == kind]:
         fingerprints = ", ".join(_fingerprint(kept) for kept in kept_ones)
@@ -347,8 +359,9 @@ def _check_key(target: Target, key: paramiko.PKey, known: Sequence[KnownKey]) ->
             f"it offers {offered}",
             hint=f"compare the fingerprint on the host, then {add}",
         )
+    missing = "" if os.path.exists(file) else f", there is no file {file}"
     raise HostKeyProblem(
-        f"{target}: its host key is not known: it offers {offered}",
+        f"{target}: its host key is not known{missing}: it offers {offered}",
         hint=f"compare the fingerprint on the host (ssh-keygen -lf /etc/ssh/ssh_host_*.pub), "
         f"then {add}",
     )
@@ -399,7 +412,7 @@ def _refused(target: Target, detail: object) -> HostUnreachable:
     key = f"-i {shell.quote(target.identities[0])} " if target.identities else ""
     return HostUnreachable(
         f"{target} does not let user {target.user} in: {detail}",
-        hint=f"ssh-copy-id {key}-p {target.port} {target.user}@{target.address}, "
+        hint=f"ssh-copy-id {key}-p {target.port} {target.login}, "
         "or name the right `ansible_user` and `ansible_ssh_private_key_file`",
     )
 

@@ -36,6 +36,8 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     reason: str | None = None
     """Why it ended, where an exit code does not say."""
     ended_at: float | None = None
+    remarks: tuple[str, ...] = ()
+    """What a person should know of it, however it ended: log lines that were lost, and the like."""
 
 
 class RankExit(Struct, frozen=True):
@@ -71,6 +73,12 @@ class Failure(Struct, frozen=True, kw_only=True):
         """``rank 3 on node 1``, ``node 1``, or ``the run`` where it was none of them."""
         node = "the run" if self.node is None else f"node {self.node}"
         return node if self.rank is None else f"rank {self.rank} on {node}"
+
+    @property
+    def summary(self) -> str:
+        """The cause in one line; ``...`` stands for the rest of it."""
+        first, _, rest = self.cause.partition("\n")
+        return f"{first} ..." if rest else first
 
 
 class AttemptStatus(Struct, frozen=True, kw_only=True):

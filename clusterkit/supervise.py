@@ -187,7 +187,7 @@ class Supervisor:
             elif restarts_left:
                 restarts_left -= 1
                 self._event(
-                    f"attempt {self.attempt} failed: {failure.who}: {failure.cause}; "
+                    f"attempt {self.attempt} failed: {failure.who}: {failure.summary}; "
                     f"starting again, {counted(restarts_left, 'restart')} left"
                 )
             else:
@@ -299,7 +299,10 @@ class Supervisor:
     def _cancel(self) -> None:
         """End what runs; a host where that cannot be done is remembered, and told of."""
         try:
-            self.backend.cancel(Handle(self.plan, self.attempt), self.transport)
+            reason = "the run is over its time limit" if self.late else "another node has ended"
+            if self._to_be_ended():
+                reason = "cancelled"
+            self.backend.cancel(Handle(self.plan, self.attempt), self.transport, reason)
         except ClusterkitError as error:
             if error.message != self.remark:
                 self._event(f"not all could be ended: {error.message}")
@@ -317,7 +320,15 @@ class Supervisor:
         host = self.facts.hosts[0].host
         found = self.transport.free_port(host, self.plan.port)
         if found != self.plan.port:
-            self._new_port(found, f"port {self.plan.port} was taken meanwhile")
+            return self._new_port(found, f"port {self.plan.port} was taken meanwhile")
+        if (watch := self.facts.watch_port) is not None:
+            free = self.transport.free_port(host, watch)
+            if free != watch:
+                self._event(
+                    f"port {watch} was taken meanwhile; the nodes watch each other at {free}"
+                )
+                self._plan_anew(msgspec.structs.replace(self.facts, watch_port=free))
+        return None
 
     def _new_port(self, port: int | None, why: str) -> None:
         if self.cluster.port != "auto":
@@ -328,7 +339,13 @@ class Supervisor:
         chosen = port or self.transport.free_port(self.facts.hosts[0].host)
         self._event(f"{why}; {chosen} chosen instead")
         origin = f"{why}; free when probed again"
-        self.facts = msgspec.structs.replace(self.facts, port=chosen, port_origin=origin)
+        watch = self.facts.watch_port and chosen + 1
+        self._plan_anew(
+            msgspec.structs.replace(self.facts, port=chosen, port_origin=origin, watch_port=watch)
+        )
+
+    def _plan_anew(self, facts: Facts) -> None:
+        self.facts = facts
         self.plan = self.backend.plan(self.job, self.cluster, self.facts, self.folder.run_id)
         save_plan(self.folder, self.facts, self.plan)
 

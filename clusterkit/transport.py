@@ -142,7 +142,10 @@ class Transport(Protocol):
         ...
 
     def free_port(self, host: str, wanted: int | None = None) -> int:
-        """``wanted`` if nothing listens there, otherwise (or without it) another free TCP port."""
+        """``wanted`` if nothing listens there, otherwise (or without it) another free TCP port.
+
+        The one after a port that was chosen is free as well: nodes may watch each other there.
+        """
         ...
 
     def close(self) -> None:
@@ -337,7 +340,8 @@ def _free_port(wanted: int | None) -> int | None:
     if wanted is not None and _is_free(wanted):
         return wanted
     # At random, so that two submits at the same moment do not get the same one.
-    return next((port for port in random.sample(PORTS, 200) if _is_free(port)), None)
+    ports = random.sample(PORTS, 200)
+    return next((port for port in ports if _is_free(port) and _is_free(port + 1)), None)
 
 
 def free_port_program(wanted: int | None) -> str:

@@ -1,7 +1,7 @@
 """Check the image from inside: `make image-test`, or python docker/check.py [--quick] [IMAGE].
 
 Once as the image's own user, once as one that the image does not know, with a read-only root file
-system, as a Kubernetes cluster might run it.
+system, as a Kubernetes cluster might run it; the home also as one of group 0, as OpenShift does.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from common import ROOT, default_image, require_engine, require_image, told
 
 STRANGER = "4242:4242"
+OF_GROUP_0 = "4242:0"
 READ_ONLY = ("--read-only", "--tmpfs", "/tmp:exec", "--cap-drop", "ALL")
 
 
@@ -30,6 +31,7 @@ def main() -> int:
     for flags, more in (
         ((), () if options.quick else ("--slow",)),
         (("--user", STRANGER, *READ_ONLY), ()),
+        (("--user", OF_GROUP_0), ("--home",)),
     ):
         print(f"{image} {' '.join(flags)}".rstrip(), flush=True)
         words = ["docker", "run", "--rm", "-i", *gpus, *flags, image, "python", "-", *more]

@@ -1,6 +1,6 @@
 """The image's own checks: `make image-test`, or
 
-    docker run --rm -i IMAGE python - [--slow] < docker/image_test.py
+    docker run --rm -i IMAGE python - [--slow | --home] < docker/image_test.py
 
 They run inside the image, as whoever the container runs as. Each prints one line; the exit code is
 the number of those that failed.
@@ -8,6 +8,7 @@ the number of those that failed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import getpass
 import importlib.metadata
@@ -15,12 +16,13 @@ import json
 import os
 import pwd
 import re
+import stat
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 HOME = Path(os.environ["HOME"])
@@ -103,6 +105,11 @@ def home_and_user() -> str:
     (HOME / ".cache").mkdir(exist_ok=True)
     with tempfile.TemporaryFile(dir=HOME):
         pass
+    for folder in (Path("/home/clusterkit"), *Path("/etc/clusterkit").rglob("*")):
+        assert not folder.stat().st_mode & stat.S_IWOTH, f"anyone may write to {folder}"
+    assert os.getuid() == 0 or not os.access("/etc/clusterkit", os.W_OK), "a user may add keys"
+    if 0 in (os.getgid(), *os.getgroups()):
+        assert Path("/home/clusterkit") == HOME, f"group 0 has {HOME} for a home"
     return f"uid {os.getuid()}, {getpass.getuser()}, {HOME}"
 
 
@@ -139,7 +146,7 @@ def mpirun() -> str:
 
 
 def ssh_to_itself() -> str:
-    """As Kubernetes' MPI jobs do: a plain user, a high port, keys that are mounted."""
+    """As Kubernetes' MPI jobs do: a plain user, a high port; mounted keys and no others."""
     try:
         pwd.getpwuid(os.getuid())
     except KeyError:
@@ -148,20 +155,31 @@ def ssh_to_itself() -> str:
     folder.mkdir(exist_ok=True)
     key = folder / "id_ed25519"
     run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
-    (folder / "authorized_keys").write_text(key.with_suffix(".pub").read_text())
-    sshd = subprocess.Popen(["clusterkit-sshd"], stderr=subprocess.PIPE, text=True)
-    try:
-        assert sshd.stderr is not None
-        for line in sshd.stderr:
-            if "Server listening" in line:
-                break
+    keys = folder / "authorized_keys"
+    keys.write_text(key.with_suffix(".pub").read_text())
+    with sshd("-o", f"AuthorizedKeysFile={keys}"):
         text = "import sys, torch; print(sys.executable, torch.__version__)"
         out = run("ssh", "localhost", f'python -c "{text}"').split()
         assert out[0] == sys.executable, out
-    finally:
-        sshd.terminate()
-        sshd.wait(10)
-    return f"port {PORT}, {out[0]}"
+    with sshd():
+        done = subprocess.run(["ssh", "localhost", "true"], capture_output=True, text=True)
+        assert "Permission denied" in done.stderr, "a key that its user added lets in"
+    return f"port {PORT}, {out[0]}; not with a key that its user added"
+
+
+@contextlib.contextmanager
+def sshd(*options: str) -> Iterator[None]:
+    """Within, the image's sshd runs as whoever this is."""
+    server = subprocess.Popen(["clusterkit-sshd", *options], stderr=subprocess.PIPE, text=True)
+    with server:
+        assert server.stderr is not None
+        try:
+            for line in server.stderr:
+                if "Server listening" in line:
+                    break
+            yield
+        finally:
+            server.terminate()
 
 
 def health() -> str:
@@ -219,6 +237,8 @@ QUICK: tuple[Callable[[], str], ...] = (
 def main() -> int:
     failed = 0
     checks = (*QUICK, cpu_adam) if "--slow" in sys.argv[1:] else QUICK
+    if "--home" in sys.argv[1:]:
+        checks = (home_and_user,)
     for check in checks:
         began = time.monotonic()
         try:

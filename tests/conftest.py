@@ -64,6 +64,9 @@ def clusterkit_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CLUSTERKIT_HOME", str(home))
     monkeypatch.delenv("CLUSTERKIT_CLUSTERS", raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)
+    # An active environment's Python would run the ranks.
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)
+    monkeypatch.delenv("CONDA_PREFIX", raising=False)
     return home
 
 

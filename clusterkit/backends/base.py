@@ -252,8 +252,11 @@ class Backend(ABC):
         """One attempt's lines in order of time; ``follow`` as in `clusterkit.logs.merged`."""
 
     @abstractmethod
-    def cancel(self, handle: Handle, transport: Transport) -> None:
+    def cancel(self, handle: Handle, transport: Transport, reason: str = "cancelled") -> None:
         """End everything that belongs to the run; fine to repeat, and on a run that has ended.
+
+        Args:
+            reason: for the nodes' records, where their agents can be told.
 
         Raises:
             Unavailable: a host does not answer; on the others it is done.

@@ -39,12 +39,13 @@ from clusterkit.backends.nodes import (
     CPU_IMAGE,
     GPU_IMAGE,
     GPU_QUERY,
-    OLDEST_PYTHON,
     PACKAGES,
     TOOLS,
     attempt_logs,
+    check_version,
     device_of,
     divided_gpus,
+    interpreter,
     node_file,
     own_ports,
     probe_gpus,
@@ -131,7 +132,8 @@ class ComposeBackend(Backend):
         # In a rootless engine, root is the submitter, and every other id is nobody's.
         user = "0:0" if _secured(info, "rootless") else f"{os.getuid()}:{os.getgid()}"
         port, watch_port = own_ports(cluster.port)
-        told = _inside(cluster, docker, info, image, user, remapped, bool(gpus), transport)
+        python, origin = interpreter(job, (cluster.python, "cluster: python"))
+        told = _inside(cluster, python, docker, info, image, user, remapped, bool(gpus), transport)
         return Facts(
             home=str(home()),
             hosts=(
@@ -141,7 +143,8 @@ class ComposeBackend(Backend):
                     cpus=int(info["NCPU"]),
                     memory_mib=int(info["MemTotal"]) >> 20,
                     gpus=gpus,
-                    python=told["python"],
+                    python=python if "/" in python else told["python"],
+                    python_origin=origin,
                     versions=told["versions"],
                     tools=told["tools"],
                 ),
@@ -187,7 +190,7 @@ class ComposeBackend(Backend):
             program,
             topology=topology,
             endpoint=Endpoint("node-0", facts.port, run_id),
-            places=Places(run_dir, workdir, host.python),
+            places=Places(run_dir, workdir, host.python, python_origin=host.python_origin),
             device=device,
             threads=threads,
             hosts=[f"node-{node}" for node in range(most)],
@@ -203,8 +206,9 @@ class ComposeBackend(Backend):
         )
         mounts = mounts_of(job, cluster, engine, run_dir)
         text = render(
-            job, cluster, facts, engine, topology, device, run_dir, mounts, assembly.command
-        )
+            job, cluster, facts, engine, topology, device, run_dir, mounts,
+            assembly.command, assembly.secrets,
+        )  # fmt: skip
         files = [*assembly.files, PlanFile(posixpath.join(run_dir, "files", "compose.yaml"), text)]
         if mpirun:
             files += mpi_files(run_dir)
@@ -227,7 +231,10 @@ class ComposeBackend(Backend):
             f"{job.launcher}; world size {topology.world_size}",
             notes=tuple(notes),
             files=tuple(files),
-            steps=(*_folders(job, cluster, run_dir), _up(engine, run_id, run_dir, job)),
+            steps=(
+                *_folders(job, cluster, run_dir),
+                _up(engine, run_id, run_dir, assembly.secrets),
+            ),
             hosts=(HOST,) * most,
             nodes=1 if mpirun else most,
             world_size=topology.world_size,
@@ -267,7 +274,7 @@ class ComposeBackend(Backend):
 
         return attempt_logs(handle, read, rank=rank, node=node, follow=follow)
 
-    def cancel(self, handle: Handle, transport: Transport) -> None:
+    def cancel(self, handle: Handle, transport: Transport, reason: str = "cancelled") -> None:
         remove(handle, transport)
 
 
@@ -388,6 +395,7 @@ def _image(
 
 def _inside(
     cluster: ComposeCluster,
+    python: str,
     docker: Sequence[str],
     info: Mapping[str, Any],
     image: Mapping[str, Any],
@@ -412,7 +420,7 @@ def _inside(
     asked = {
         "workdir": str(place), "packages": PACKAGES, "tools": TOOLS, "gpu_query": GPU_QUERY,
     }  # fmt: skip
-    key = [image["Id"], info.get("ID"), info.get("ServerVersion"), cluster.python, *options]
+    key = [image["Id"], info.get("ID"), info.get("ServerVersion"), python, *options]
     digest = hashlib.sha256(json.dumps([key, asked]).encode()).hexdigest()[:32]
     saved = place / "cache" / "images" / f"{digest}.json"
     with contextlib.suppress(OSError, ValueError):
@@ -422,20 +430,15 @@ def _inside(
     done = transport.run(
         HOST,
         [*docker, "run", "--rm", "--interactive", "--pull", "never", *options,
-         "--entrypoint", cluster.python, image["Id"], "-", json.dumps(asked)],
+         "--entrypoint", python, image["Id"], "-", json.dumps(asked)],
         stdin=Path(host_probe.__file__).read_bytes(),
         timeout=2 * ENGINE_SECONDS,
     )  # fmt: skip
     try:
         told: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
-        raise _unfit(cluster, str(image["name"]), place, done) from None
-    if tuple(told["python_version"]) < OLDEST_PYTHON:
-        raise Unavailable(
-            f"python: {cluster.python} in {image['name']} is Python "
-            f"{'.'.join(map(str, told['python_version']))}",
-            hint=f"{'.'.join(map(str, OLDEST_PYTHON))} or newer is needed",
-        )
+        raise _unfit(cluster, python, str(image["name"]), place, done) from None
+    check_version(told["python_version"], python, f"image {image['name']}")
     if not told["writable"]:
         raise Unavailable(
             f"containers cannot write into {place} as user {user}",
@@ -445,7 +448,9 @@ def _inside(
     return told
 
 
-def _unfit(cluster: ComposeCluster, image: str, place: Path, done: Completed) -> ClusterkitError:
+def _unfit(
+    cluster: ComposeCluster, python: str, image: str, place: Path, done: Completed
+) -> ClusterkitError:
     """Why no container could be had, in words and with the remedy."""
     said = done.stderr
     if "rlimit" in said:
@@ -462,8 +467,8 @@ def _unfit(cluster: ComposeCluster, image: str, place: Path, done: Completed) ->
         )
     if "executable file not found" in said or "no such file or directory" in said:
         return Unavailable(
-            f"python: image {image} has no {cluster.python}",
-            hint="`python` in the cluster entry names the interpreter of the ranks",
+            f"python: image {image} has no {python}",
+            hint="`python` in the job, or in the cluster entry, names the interpreter of the ranks",
         )
     if "bind source path does not exist" in said:
         return Unavailable(
@@ -477,7 +482,7 @@ def _unfit(cluster: ComposeCluster, image: str, place: Path, done: Completed) ->
         )
     return Unavailable(
         f"image: no container of {image} could be run: {_last(done)}",
-        hint=f"docker run --rm --entrypoint {cluster.python} {image} --version",
+        hint=f"docker run --rm --entrypoint {python} {image} --version",
     )
 
 
@@ -610,7 +615,7 @@ def _folders(job: JobSpec, cluster: ComposeCluster, run_dir: str) -> list[Step]:
     ]
 
 
-def _up(engine: Engine, run_id: str, run_dir: str, job: JobSpec) -> Step:
+def _up(engine: Engine, run_id: str, run_dir: str, secrets: tuple[str, ...]) -> Step:
     return Step(
         kind="run",
         host=HOST,
@@ -620,7 +625,7 @@ def _up(engine: Engine, run_id: str, run_dir: str, job: JobSpec) -> Step:
             "--file", posixpath.join(run_dir, "files", "compose.yaml"),
             "up", "--detach", "--no-build", "--force-recreate",
         ),
-        secrets=job.secrets,
+        secrets=secrets,
     )  # fmt: skip
 
 

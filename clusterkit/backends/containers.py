@@ -13,8 +13,10 @@ from typing import Any
 
 import msgspec
 
+from clusterkit.agent import STOPPED
 from clusterkit.backends.base import Handle, Observation
-from clusterkit.backends.nodes import STOPPED, endings, judge_exit, node_file, overall
+from clusterkit.backends.nodes import causes as causes_told
+from clusterkit.backends.nodes import endings, judge_exit, node_file, overall, remarks
 from clusterkit.compose_file import LABEL, STOP_EXTRA, container_name
 from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.plan import Plan
@@ -264,7 +266,7 @@ def observation(
         lost: nodes whose containers have been paused or cut off for too long.
     """
     kept = _snapshot(handle, transport)
-    nodes, exits, causes, kills = [], [], [], 0
+    nodes, exits, causes, suspended, kills = [], [], [], [], 0
     for node in range(handle.plan.nodes):
         exit_json = transport.get(HOST, node_file(handle, node, "exit.json"))
         found = judge(
@@ -276,11 +278,15 @@ def observation(
             silent=silent,
             patient=node not in lost,
         )
+        if not found.remarks:
+            began = transport.get(HOST, node_file(handle, node, "started.json"))
+            found = msgspec.structs.replace(found, remarks=remarks(exit_json or began))
         nodes.append(found)
         told = None if exit_json is None else judge_exit(node, found.host, exit_json)
         if found.state is State.FAILED and found.reason and found != told:
             # Its own word for it, if there is one, is only that it was asked to end.
             causes.append(NodeCause(node=node, words=found.reason, exit_code=found.exit_code or 1))
+        suspended += causes_told(node, exit_json or b"")
         if found.state is State.FAILED:
             ends, counted_kills = endings(node, exit_json or b"")
             exits += ends
@@ -290,7 +296,7 @@ def observation(
         nodes=tuple(nodes),
         rank_exits=tuple(exits),
         oom_kills=kills,
-        causes=(*_causes(handle.plan, kept, live), *causes),
+        causes=(*_causes(handle.plan, kept, live), *causes, *suspended),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import getpass
 import io
 import json
@@ -36,6 +37,7 @@ from clusterkit.backends.nodes import (
     TOOLS,
     attempt_logs,
     device_of,
+    interpreter,
     own_ports,
     threads_of,
 )
@@ -68,7 +70,7 @@ from clusterkit.kubernetes.patch import check_patch
 from clusterkit.kubernetes.pods import ATTEMPT, JOB, MANAGER, RUN, Shape
 from clusterkit.kubernetes.remove import remove
 from clusterkit.kubernetes.rights import access_review, to_watch
-from clusterkit.kubernetes.text import Object, documents, object_name, quantity
+from clusterkit.kubernetes.text import Object, object_name, quantity
 from clusterkit.logs import LogLine
 from clusterkit.plan import Note, Plan, PlanFile, Step, Tree
 from clusterkit.project import snapshot, words
@@ -77,6 +79,7 @@ from clusterkit.runs import home, resolve, slug
 from clusterkit.shell import quote as quoted
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
+from clusterkit.yaml_text import documents
 
 if TYPE_CHECKING:
     from clusterkit.doctor.base import Patient
@@ -248,7 +251,6 @@ class KubernetesBackend(Backend):
                 **cluster.labels,
             },
             command=("/bin/sh", posixpath.join(run_dir, "files", "pod.sh")),
-            secrets=job.secrets,
             copied=cluster.code == "copied",
             rejoin=rejoin,
         )
@@ -262,6 +264,7 @@ class KubernetesBackend(Backend):
                 workdir,
                 host.python,
                 posixpath.join(cluster.shared, run_id) if cluster.shared else None,
+                host.python_origin,
             ),
             device=device,
             threads=threads,
@@ -298,6 +301,7 @@ class KubernetesBackend(Backend):
                 mode=0o755,
             )
         )
+        shape = dataclasses.replace(shape, secrets=assembly.secrets)
         objects = flavor.render(shape)
         watched, watched_origin = _watched(cluster, kube)
         if watched:
@@ -367,7 +371,7 @@ class KubernetesBackend(Backend):
             notes=tuple(notes),
             trees=_trees(cluster, facts, local),
             files=tuple(files),
-            steps=(*_packing(cluster, local), _apply(kube, local, job)),
+            steps=(*_packing(cluster, local), _apply(kube, local, assembly.secrets)),
             hosts=(HOST,) * most,
             nodes=1 if mpi else most,
             world_size=topology.world_size,
@@ -418,7 +422,7 @@ class KubernetesBackend(Backend):
 
         return attempt_logs(handle, read, rank=rank, node=node, follow=follow)
 
-    def cancel(self, handle: Handle, transport: Transport) -> None:
+    def cancel(self, handle: Handle, transport: Transport, reason: str = "cancelled") -> None:
         remove(handle, transport)
 
     # -- runs of other machines -----------------------------------------------
@@ -476,6 +480,7 @@ def _facts(
         BadInput: the project is too large.
     """
     port, watch_port = own_ports(cluster.port)
+    python, origin = interpreter(job, (cluster.python, "cluster: python"))
     return Facts(
         home=str(home()),
         hosts=(
@@ -485,7 +490,8 @@ def _facts(
                 cpus=max(1, math.floor(cluster.cpus or 1)),
                 memory_mib=0,
                 gpus=gpus,
-                python=cluster.python,
+                python=python,
+                python_origin=origin,
                 versions=dict.fromkeys(PACKAGES, _UNSEEN),
                 tools=dict.fromkeys(TOOLS, _UNSEEN),
             ),
@@ -835,7 +841,7 @@ def _kustomization(shape: Shape, files: list[str]) -> Object:
     }
 
 
-def _apply(kube: KubernetesFacts, local: str, job: JobSpec) -> Step:
+def _apply(kube: KubernetesFacts, local: str, secrets: tuple[str, ...]) -> Step:
     return Step(
         kind="run",
         host=HOST,
@@ -844,5 +850,5 @@ def _apply(kube: KubernetesFacts, local: str, job: JobSpec) -> Step:
             "--server-side", "--field-manager", MANAGER,
             "--kustomize", posixpath.join(local, "files"),
         ),
-        secrets=job.secrets,
+        secrets=secrets,
     )  # fmt: skip

@@ -18,10 +18,13 @@ from clusterkit.backends.nodes import (
     PACKAGES,
     TOOLS,
     attempt_logs,
+    causes,
+    check_version,
     device_of,
     divided_gpus,
     endings,
     gpu_share,
+    interpreter,
     judge_node,
     node_file,
     overall,
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 
 HOST = "localhost"
 ADDRESS = "127.0.0.1"
+_NAMES_PYTHON = "`python` in the job, or in the cluster entry, names the interpreter of the ranks"
 
 
 class LocalBackend(Backend):
@@ -55,7 +59,8 @@ class LocalBackend(Backend):
         self, cluster: ClusterSpec, transport: Transport, job: JobSpec | None = None
     ) -> Facts:
         assert isinstance(cluster, LocalCluster)
-        python = cluster.python or sys.executable
+        python, origin = _interpreter(cluster, job)
+        python = _found(python)
         port = transport.free_port(HOST, None if cluster.port == "auto" else cluster.port)
         if cluster.port not in ("auto", port):
             raise PortTaken(int(cluster.port), ADDRESS)
@@ -73,6 +78,7 @@ class LocalBackend(Backend):
             memory_mib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20,
             gpus=gpus,
             python=python,
+            python_origin=origin,
             versions=_probe_versions(python, transport),
             tools=_probe_tools(transport),
         )
@@ -91,7 +97,7 @@ class LocalBackend(Backend):
         ranks = None
         if job is not None and job.gpus_per_node != "auto":
             ranks = job.gpus_per_node * job.node_range[1]
-        python = cluster.python or sys.executable
+        python, _ = _interpreter(cluster, job)
         return Subject(
             cluster=name,
             hosts=(Machine(name=HOST, address=ADDRESS, python=python, slots=ranks),),
@@ -122,7 +128,9 @@ class LocalBackend(Backend):
             job,
             topology=topology,
             endpoint=endpoint,
-            places=Places(run_dir, job.workdir or run_dir, host.python),
+            places=Places(
+                run_dir, job.workdir or run_dir, host.python, python_origin=host.python_origin
+            ),
             device=device,
             threads=threads,
             hosts=[f"node-{node}" for node in range(nodes)]
@@ -171,7 +179,7 @@ class LocalBackend(Backend):
                         "NODE_RANK": str(node),
                         **gpu_share(host.gpus, device, node * nproc, nproc),
                     },
-                    secrets=job.secrets,
+                    secrets=assembly.secrets,
                 )
                 for node in range(started)
             ),
@@ -190,16 +198,19 @@ class LocalBackend(Backend):
             return None
         nodes = tuple(_node_status(handle, node, transport) for node in range(handle.plan.nodes))
         state = overall({node.state for node in nodes})
+        ended = {
+            node.node: transport.get(HOST, node_file(handle, node.node, "exit.json")) or b""
+            for node in nodes
+            if node.state in (State.FAILED, State.CANCELLED)
+        }
         failed = [node.node for node in nodes if node.state is State.FAILED]
-        told = [
-            endings(node, transport.get(HOST, node_file(handle, node, "exit.json")) or b"")
-            for node in failed
-        ]
+        told = [endings(node, ended[node]) for node in failed]
         return Observation(
             state=state,
             nodes=nodes,
             rank_exits=tuple(end for ends, _ in told for end in ends),
             oom_kills=max((kills for _, kills in told), default=0),
+            causes=tuple(cause for node, data in ended.items() for cause in causes(node, data)),
         )
 
     def logs(
@@ -216,13 +227,13 @@ class LocalBackend(Backend):
 
         return attempt_logs(handle, read, rank=rank, node=node, follow=follow)
 
-    def cancel(self, handle: Handle, transport: Transport) -> None:
+    def cancel(self, handle: Handle, transport: Transport, reason: str = "cancelled") -> None:
         grace = handle.plan.stop_grace
         # Our own agent, not the run folder's copy: that may be gone, its processes not.
         stop = [sys.executable, "-I", agent.__file__, "stop", handle.plan.run_dir]
         done = transport.run(
             HOST,
-            [*stop, "--grace", f"{grace:g}"],
+            [*stop, "--grace", f"{grace:g}", "--reason", reason],
             timeout=grace + 60,
         )
         if done.exit_code:
@@ -232,25 +243,53 @@ class LocalBackend(Backend):
 # ---------------------------------------------------------------- probing
 
 
+def _interpreter(cluster: LocalCluster, job: JobSpec | None) -> tuple[str, str]:
+    """The ranks' Python as it was named, and where it comes from."""
+    active = []
+    for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        folder = os.environ.get(variable, "")
+        python = sys.executable if folder == sys.prefix else os.path.join(folder, "bin/python")
+        # A shell may outlive the environment that was active in it.
+        if folder and os.access(python, os.X_OK):
+            active.append((python, f"the active environment, {variable}"))
+    return interpreter(
+        job, (cluster.python, "cluster: python"), *active, (sys.executable, "clusterkit's own")
+    )
+
+
+def _found(python: str) -> str:
+    """A Python's absolute path.
+
+    Raises:
+        Unavailable: there is none of that name.
+    """
+    if (path := _which(python)) is None:
+        raise Unavailable(
+            f"python: {python} is not there, or cannot be executed", hint=_NAMES_PYTHON
+        )
+    return os.path.abspath(path)
+
+
 def _probe_versions(python: str, transport: Transport) -> dict[str, str]:
     if python == sys.executable:
         return installed_versions()
     code = (
-        "import json, importlib.metadata as m\nfound = {}\n"
+        "import json, sys, importlib.metadata as m\nfound = {}\n"
         f"for name in {PACKAGES!r}:\n"
         "    try: found[name] = m.version(name)\n"
         "    except m.PackageNotFoundError: pass\n"
-        "print(json.dumps(found))"
+        "print(json.dumps([list(sys.version_info[:3]), found]))"
     )
     try:
         done = transport.run(HOST, [python, "-c", code], timeout=30)
-        versions: dict[str, str] = json.loads(done.stdout)
+        version, versions = json.loads(done.stdout)
     except (SubmitFailed, ValueError):
         raise Unavailable(
-            f"python: {python} does not work as an interpreter",
-            hint="the cluster entry's `python` names the interpreter of the ranks",
+            f"python: {python} does not work as an interpreter", hint=_NAMES_PYTHON
         ) from None
-    return versions
+    check_version(version, python, HOST)
+    found: dict[str, str] = versions
+    return found
 
 
 def installed_versions() -> dict[str, str]:
@@ -299,6 +338,7 @@ def _node_status(handle: Handle, node: int, transport: Transport) -> NodeStatus:
         # Read after the process was seen to be gone: then it is there, if it ever will be.
         exit_json=read("exit.json"),
         complaint=read("agent.log") or b"",
+        started=started,
     )
 
 

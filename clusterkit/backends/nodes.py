@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from clusterkit.agent import STOPPED_BY_PEERS
+from clusterkit.agent import STOPPED, STOPPED_BY_PEERS
 from clusterkit.backends.base import Handle
 from clusterkit.cluster import Gpu, HostFacts
-from clusterkit.errors import BadInput, counted
+from clusterkit.errors import BadInput, Unavailable, counted
 from clusterkit.logs import LogLine, NodeLog, merged, selected
 from clusterkit.runs import node_dir
 from clusterkit.spec import JobSpec
-from clusterkit.status import NodeStatus, RankExit, State
+from clusterkit.status import NodeCause, NodeStatus, RankExit, State
 from clusterkit.transport import Transport
 
 PACKAGES = ("torch", "deepspeed", "transformers", "clusterkit")
@@ -28,13 +28,38 @@ OLDEST_PYTHON = (3, 11)
 """Of the ranks' interpreter."""
 GPU_IMAGE, CPU_IMAGE = "clusterkit:gpu", "clusterkit:cpu"
 """What `make image` makes."""
-STOPPED = "stopped on request"
-"""The node agent's reason for an end that it was asked for."""
 GPU_QUERY = (
     "nvidia-smi",
     "--query-gpu=index,uuid,name,memory.total",
     "--format=csv,noheader,nounits",
 )
+
+
+# ---------------------------------------------------------------- Python
+
+
+def interpreter(job: JobSpec | None, *entries: tuple[str | None, str]) -> tuple[str, str]:
+    """The ranks' Python and where it comes from: the job's, or the first that is there.
+
+    Args:
+        entries: interpreters, None for none, and where each comes from; the last is there.
+    """
+    own = None if job is None else job.python
+    found = next((python, origin) for python, origin in ((own, "job: python"), *entries) if python)
+    return found
+
+
+def check_version(version: Sequence[int], python: str, where: str) -> None:
+    """Refuse an interpreter that is too old for the node agent.
+
+    Raises:
+        Unavailable: names both versions.
+    """
+    if tuple(version) < OLDEST_PYTHON:
+        raise Unavailable(
+            f"{where}: python: {python} is Python {'.'.join(map(str, version))}",
+            hint=f"{'.'.join(map(str, OLDEST_PYTHON))} or newer is needed",
+        )
 
 
 # ---------------------------------------------------------------- GPUs
@@ -194,7 +219,14 @@ def overall(states: set[State]) -> State:
 
 
 def judge_node(
-    node: int, host: str, *, begun: bool, alive: bool, exit_json: bytes | None, complaint: bytes
+    node: int,
+    host: str,
+    *,
+    begun: bool,
+    alive: bool,
+    exit_json: bytes | None,
+    complaint: bytes,
+    started: bytes | None = None,
 ) -> NodeStatus:
     """A node's state from what its agent left behind.
 
@@ -203,9 +235,10 @@ def judge_node(
         alive: that process runs.
         exit_json: contents of ``exit.json``; None: there is none.
         complaint: contents of ``agent.log``.
+        started: contents of ``started.json``; None: there is none.
     """
     if alive:
-        return NodeStatus(node=node, host=host, state=State.RUNNING)
+        return NodeStatus(node=node, host=host, state=State.RUNNING, remarks=remarks(started))
     if exit_json is not None:
         return judge_exit(node, host, exit_json)
     if not begun:
@@ -216,6 +249,7 @@ def judge_node(
         host=host,
         state=State.FAILED,
         reason=f"its launcher's agent ended without a word{f': {last}' if last else ''}",
+        remarks=remarks(started),
     )
 
 
@@ -234,7 +268,14 @@ def judge_exit(node: int, host: str, data: bytes) -> NodeStatus:
         exit_code=code,
         reason=reason,
         ended_at=at if isinstance(at, float) else None,
+        remarks=remarks(data),
     )
+
+
+def remarks(data: bytes | None) -> tuple[str, ...]:
+    """What a node's agent remarks in its ``started.json`` or ``exit.json``."""
+    found = _document(data or b"").get("remarks")
+    return tuple(map(str, found)) if isinstance(found, list) else ()
 
 
 def _was_stopped(reason: object) -> bool:
@@ -253,6 +294,16 @@ def endings(node: int, exit_json: bytes) -> tuple[list[RankExit], int]:
         return exits, int(ended.get("oom_kills", 0))
     except (ValueError, KeyError, TypeError, AttributeError):
         return [], 0
+
+
+def causes(node: int, exit_json: bytes) -> list[NodeCause]:
+    """What was done to a node or its ranks, as its agent saw it."""
+    found = _document(exit_json).get("causes")
+    hint = "kill -CONT lets a process go on that was stopped"
+    return [
+        NodeCause(node=node, words=str(words), hint=hint, exit_code=1)
+        for words in (found if isinstance(found, list) else ())
+    ]
 
 
 def _document(data: bytes) -> Mapping[str, Any]:

@@ -17,13 +17,15 @@ from clusterkit.assemble import Peers, Places, assemble, require_packages
 from clusterkit.backends.base import Backend, Handle, Observation, Watcher
 from clusterkit.backends.nodes import (
     GPU_QUERY,
-    OLDEST_PYTHON,
     PACKAGES,
     TOOLS,
     attempt_logs,
+    causes,
+    check_version,
     device_of,
     endings,
     gpu_share,
+    interpreter,
     judge_node,
     node_file,
     overall,
@@ -75,7 +77,15 @@ class SshBackend(Backend):
             path = folder / Path(cluster.inventory).expanduser()
             hosts = inventory.read_hosts(path, cluster.group)
         else:
-            hosts = inventory.check_hosts(cluster.hosts, "hosts")
+            hosts = tuple(
+                msgspec.structs.replace(
+                    host,
+                    identity=inventory.absolute(host.identity, folder),
+                    known_hosts=inventory.absolute(host.known_hosts, folder),
+                    ssh_config=inventory.absolute(host.ssh_config, folder),
+                )
+                for host in inventory.check_hosts(cluster.hosts, "hosts")
+            )
         if not include and not exclude:
             include, exclude = cluster.include, cluster.exclude
         return msgspec.structs.replace(
@@ -115,7 +125,7 @@ class SshBackend(Backend):
             )
         port = looking.result()
         alone = len(hosts) == 1
-        found = tuple(_host_facts(cluster, host, told[host.name], alone) for host in hosts)
+        found = tuple(_host_facts(cluster, host, told[host.name], alone, job) for host in hosts)
         homes = {told[host.name]["workdir"]: host.name for host in hosts}
         if len(homes) > 1:
             (one, first), (other, second) = list(homes.items())[:2]
@@ -131,8 +141,10 @@ class SshBackend(Backend):
         return Facts(
             home=next(iter(homes)),
             hosts=found,
-            # Not probed, to save a round trip: nodes that cannot meet there say so and go on.
-            watch_port=port + 1 if port < LAST_PORT else port - 1,
+            # Beside a port that was chosen it is free: that saves a round trip.
+            watch_port=port + 1
+            if wanted is None
+            else transport.free_port(hosts[0].name, port + 1 if port < LAST_PORT else port - 1),
             port=port,
             port_origin=f"free on {hosts[0].name} when probed"
             if wanted is None
@@ -153,7 +165,7 @@ class SshBackend(Backend):
                 Machine(
                     name=host.name,
                     address=host.cluster_address,
-                    python=host.python or cluster.python,
+                    python=_interpreter(cluster, host, job)[0],
                     slots=wanted or host.slots,
                 )
                 for host in _hosts_for(cluster, job)
@@ -199,7 +211,9 @@ class SshBackend(Backend):
             _as_copied(job, facts),
             topology=topology,
             endpoint=Endpoint(head.address, facts.port, run_id),
-            places=Places(run_dir, workdir, head.python, _shared(cluster, run_id)),
+            places=Places(
+                run_dir, workdir, head.python, _shared(cluster, run_id), head.python_origin
+            ),
             device=device,
             threads=threads,
             hosts=[host.address for host in hosts],
@@ -246,7 +260,7 @@ class SshBackend(Backend):
                         **_own(by_host.get(host.host, {}), job, cluster),
                         **gpu_share(host.gpus, device, 0, nproc),
                     },
-                    secrets=job.secrets,
+                    secrets=assembly.secrets,
                 )
                 for node, host in enumerate(started)
             ),
@@ -310,7 +324,7 @@ class SshBackend(Backend):
 
         return attempt_logs(handle, read, rank=rank, node=node, follow=follow)
 
-    def cancel(self, handle: Handle, transport: Transport) -> None:
+    def cancel(self, handle: Handle, transport: Transport, reason: str = "cancelled") -> None:
         plan = handle.plan
         # Our own agent, not the run folder's copy: that may be gone, its processes not.
         program = Path(agent.__file__).read_bytes()
@@ -319,7 +333,17 @@ class SshBackend(Backend):
         def stop(host: str) -> None:
             done = transport.run(
                 host,
-                [plan.python, "-I", "-", "stop", plan.run_dir, "--grace", f"{grace:g}"],
+                [
+                    plan.python,
+                    "-I",
+                    "-",
+                    "stop",
+                    plan.run_dir,
+                    "--grace",
+                    f"{grace:g}",
+                    "--reason",
+                    reason,
+                ],
                 stdin=program,
                 timeout=grace + 60,
             )
@@ -369,7 +393,7 @@ def _ask(
     cluster: SshCluster, name: str, transport: Transport, job: JobSpec | None
 ) -> dict[str, Any]:
     host = next(host for host in cluster.hosts if host.name == name)
-    python = host.python or cluster.python
+    python, _ = _interpreter(cluster, host, job)
     asked = {
         "workdir": cluster.workdir, "packages": PACKAGES, "tools": TOOLS, "gpu_query": GPU_QUERY,
     }  # fmt: skip
@@ -387,18 +411,20 @@ def _ask(
         said = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.exit_code}"
         raise Unavailable(
             f"host {name}: python: {python} does not work as an interpreter: {said}",
-            hint="`python` in the cluster entry, or `clusterkit_python` in the inventory, names "
-            "the interpreter of the ranks",
+            hint="`python` in the job or the cluster entry, or `clusterkit_python` in the "
+            "inventory, names the interpreter of the ranks",
         ) from None
-    if tuple(told["python_version"]) < OLDEST_PYTHON:
-        raise Unavailable(
-            f"host {name}: {python} is Python {'.'.join(map(str, told['python_version']))}",
-            hint=f"{'.'.join(map(str, OLDEST_PYTHON))} or newer is needed",
-        )
+    check_version(told["python_version"], python, f"host {name}")
     return told
 
 
-def _host_facts(cluster: SshCluster, host: Host, told: Mapping[str, Any], alone: bool) -> HostFacts:
+def _interpreter(cluster: SshCluster, host: Host, job: JobSpec | None) -> tuple[str, str]:
+    return interpreter(job, (host.python, "the host's own"), (cluster.python, "cluster: python"))
+
+
+def _host_facts(
+    cluster: SshCluster, host: Host, told: Mapping[str, Any], alone: bool, job: JobSpec | None
+) -> HostFacts:
     by_name = {found["name"]: found["address"] for found in told["interfaces"]}
     if cluster.interface != "auto":
         if cluster.interface not in by_name:
@@ -424,6 +450,7 @@ def _host_facts(cluster: SshCluster, host: Host, told: Mapping[str, Any], alone:
                 f"host {host.name}: GPU {gone[0]} is asked for, it has {counted(len(gpus), 'GPU')}"
             )
         gpus = tuple(by_index[str(device)] for device in host.devices if by_index)
+    python, origin = _interpreter(cluster, host, job)
     return HostFacts(
         host=host.name,
         address=address,
@@ -431,7 +458,8 @@ def _host_facts(cluster: SshCluster, host: Host, told: Mapping[str, Any], alone:
         memory_mib=told["memory_mib"],
         gpus=gpus,
         # As it was named: a virtual environment's own path matters.
-        python=host.python or cluster.python,
+        python=python,
+        python_origin=origin,
         versions=told["versions"],
         tools=told["tools"],
         interface=interface or None,
@@ -630,6 +658,9 @@ def _observation(handle: Handle, views: list[NodeView], patience: float) -> Obse
         nodes=nodes,
         rank_exits=tuple(end for ends, _ in told for end in ends),
         oom_kills=max((kills for _, kills in told), default=0),
+        causes=tuple(
+            cause for view in views for cause in causes(view.node, view.files.get("exit.json", b""))
+        ),
     )
 
 
@@ -650,14 +681,19 @@ def _judge(view: NodeView, views: list[NodeView], patience: float) -> NodeStatus
             node=view.node, host=view.host, state=State.UNKNOWN,
             reason=f"nothing is left of the run on host {view.host}",
         )  # fmt: skip
-    return judge_node(
+    found = judge_node(
         view.node,
         view.host,
         begun=view.begun,
         alive=view.alive and not (finished and silence is not None),
         exit_json=view.files.get("exit.json"),
         complaint=view.files.get("agent.log", b""),
+        started=view.files.get("started.json"),
     )
+    if view.unkept is not None:
+        remark = f"its log here is not whole: {view.unkept}"
+        found = msgspec.structs.replace(found, remarks=(*found.remarks, remark))
+    return found
 
 
 class _Watcher:

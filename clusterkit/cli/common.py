@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
+from clusterkit import shell
+from clusterkit.command import instead_of_a_job
 from clusterkit.errors import BadInput
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -20,11 +22,39 @@ class PlanCommand(click.Command):
     """A command that takes a job file, and words after ``--``: see `job_of`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        after: list[str] = []
         if "--" in args:
             split = args.index("--")
-            ctx.meta[COMMAND] = args[split + 1 :]
-            args = args[:split]
+            args, after = args[:split], args[split + 1 :]
+            ctx.meta[COMMAND] = after
+        own, others = self._divided(ctx, args)
+        if others and (words := instead_of_a_job([*others, *after])) is not None:
+            raise BadInput(
+                f"{others[0]} is no job file: a command stands behind --",
+                hint=shell.join(["clusterkit", str(ctx.info_name), *own, "--", *words]),
+            )
         return super().parse_args(ctx, args)
+
+    def _divided(self, ctx: click.Context, args: Sequence[str]) -> tuple[list[str], list[str]]:
+        """This command's options with their values, and all other words."""
+        takes = {
+            name: isinstance(param, click.Option) and not (param.is_flag or param.count)
+            for param in self.get_params(ctx)
+            for name in (*param.opts, *param.secondary_opts)
+        }
+        own, others = [], []
+        rest = list(args)
+        while rest:
+            word = rest.pop(0)
+            name, equals, _ = word.partition("=")
+            short = word[:2] if word[:2] in takes and not word.startswith("--") else ""
+            if not word.startswith("-") or not (name in takes or short):
+                others.append(word)
+                continue
+            own.append(word)
+            if rest and takes.get(word, False) and not equals:
+                own.append(rest.pop(0))
+        return own, others
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "[-- ARGS...|COMMAND...]"]

@@ -96,15 +96,25 @@ def _list(as_json: bool) -> None:
         click.echo(table(rows, ("CHECK", "OF", "", "WHAT IT LOOKS AT")))
 
 
+def _doing(phase: int, waiting: Sequence[str], visited: Sequence[str]) -> str:
+    """What is being done, on which hosts, and who has not answered yet."""
+    if not waiting:
+        return "judging"
+    verb = {1: "looking at", 2: "letting meet"}.get(phase, "tidying up on")
+    left = f", waiting for {ranges(waiting)}" if len(waiting) < len(visited) else ""
+    return f"{verb} {ranges(visited)}{left}"
+
+
 @contextlib.contextmanager
 def _progress() -> Iterator[Progress]:
     """Tell on stderr whom is waited for, when it takes longer than a second."""
     words = ["looking"]
+    visited: dict[int, Sequence[str]] = {}
     done = threading.Event()
 
     def progress(phase: int, waiting: Sequence[str]) -> None:
-        verb = {1: "looking at", 2: "letting meet"}.get(phase, "tidying up on")
-        words[0] = f"{verb} {ranges(waiting)}" if waiting else "judging"
+        # A phase begins with all its hosts.
+        words[0] = _doing(phase, waiting, visited.setdefault(phase, waiting))
 
     def tell() -> None:
         if done.wait(PATIENCE):

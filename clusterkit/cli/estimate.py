@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -17,11 +19,13 @@ from clusterkit.cli.common import (
     print_json,
     table,
 )
-from clusterkit.estimate import Estimate
+from clusterkit.estimate import Estimate, models, published
 from clusterkit.estimate.advice import Row
 from clusterkit.estimate.units import gib
 
 _COLUMNS = 100
+_INDENT = " " * 8
+_COUNT = re.compile(r"[0-9.]+[KMBT]\Z", re.IGNORECASE)
 _HEADER = (
     "STRATEGY", "MESH", "PARAMS", "GRADS", "OPTIM", "ACTIV", "LOSS", "COMM", "TOTAL", "FITS",
     "MICRO", "HOST",
@@ -30,16 +34,24 @@ _HEADER = (
 
 def _options(function: Any) -> Any:
     for option in reversed([
-        click.argument("job", required=False, type=click.Path()),
+        click.argument("job", required=False, type=click.Path(), metavar="[JOB|MODEL|COUNT]"),
         click.option("--gpu-memory", metavar="SIZE", help="Of one GPU: 80GB, 80GiB, 40960MiB."),
         click.option("-n", "--nodes", type=int, metavar="N", help="How many nodes."),
         click.option("-g", "--gpus", type=int, metavar="N", help="GPUs per node."),
         click.option("--model", metavar="NAME",
-                     help="Instead of the job's: tiny ... 1.5b, or a Hugging Face name or folder."),
+                     help="Instead of the job's: llama-3-8b, qwen2-1.5b, mistral-7b, gpt2-xl ..., "
+                     "tiny ... 1.5b of gpt.py, or a Hugging Face name or folder."),
         click.option("--parameters", metavar="COUNT", help="Any transformer of so many: 7B."),
         click.option("--layers", type=int, metavar="N", help="Of --parameters."),
         click.option("--hidden", type=int, metavar="N", help="Of --parameters: width of a layer."),
         click.option("--heads", type=int, metavar="N", help="Of --parameters: attention heads."),
+        click.option("--kv-heads", type=int, metavar="N",
+                     help="Of --parameters: heads of keys and values, if fewer."),
+        click.option("--intermediate", type=int, metavar="N",
+                     help="Of --parameters: width of the perceptron (intermediate_size)."),
+        click.option("--gated/--no-gated", default=None,
+                     help="Of --parameters: whether the perceptron has a gate (SwiGLU) as Llama's "
+                     "has, or none as GPT-2's; gated, which takes more, if not said."),
         click.option("--vocabulary", type=int, metavar="N", help="Of --parameters: tokens."),
         click.option("--context", type=int, metavar="N", help="Tokens in a sample."),
         click.option("--micro-batch", type=int, metavar="N",
@@ -82,9 +94,12 @@ def command(ctx: click.Context, /, job: str | None, as_json: bool, **options: An
     gradients, optimizer states, activations and buckets at every moment of a step; TOTAL is the
     largest moment. Without --gpu-memory the cluster is probed for its GPUs. No weights are
     needed, and nothing is written or started. What follows -- are further arguments of the
-    program. Without JOB, give --model or --parameters.
+    program. Instead of a job file, MODEL stands for --model MODEL and a COUNT such as 7B for
+    --parameters 7B.
     """
     words: list[str] | None = ctx.meta.get(COMMAND)
+    if job is not None and (name := _instead_of_a_job(job)) and options[name] is None:
+        job, options[name] = None, job
     what: Any = job
     if job is None and words:
         what, words = words, None
@@ -100,6 +115,15 @@ def command(ctx: click.Context, /, job: str | None, as_json: bool, **options: An
         click.echo(f"note: {note}", err=True)
 
 
+def _instead_of_a_job(word: str) -> str | None:
+    """Which option is meant where a model stands in the place of the job file; None: a file is."""
+    if os.path.exists(word):
+        return None
+    if _COUNT.match(word):
+        return "parameters"
+    return "model" if published.config(word) or word in models.presets() else None
+
+
 def _text(found: Estimate) -> Iterator[str]:
     """The answer for people, at most 100 columns wide."""
     model = found.model
@@ -109,7 +133,8 @@ def _text(found: Estimate) -> Iterator[str]:
         f"model   {model.name}: {model.parameters:,} parameters, {model.layers} layers x "
         f"{model.hidden}, {model.vocabulary:,} tokens"
     )
-    yield f"        ({model.origin})"
+    yield textwrap.fill(f"({model.origin})", _COLUMNS, initial_indent=_INDENT,
+                        subsequent_indent=_INDENT)  # fmt: skip
     first = found.rows[0]
     yield (
         f"step    micro batch {first.micro_batch} x {model.context} tokens, accumulation "
@@ -121,13 +146,14 @@ def _text(found: Estimate) -> Iterator[str]:
         f"{memory} ({found.gpu_origin})"
     )
     yield ""
-    yield "GiB per GPU; TOTAL is the largest moment of a step, not the sum; * the job as it stands"
+    own = "; * the job as it stands" if first.own else ""
+    yield f"GiB per GPU; TOTAL is the largest moment of a step, not the sum{own}"
     yield ""
     yield table([_cells(row) for row in found.rows], _HEADER)
     if found.advice is not None:
         yield ""
         said = f"choose  {found.advice.reason}" if found.advice.strategy else found.advice.reason
-        yield textwrap.fill(said, _COLUMNS, subsequent_indent=" " * 8)
+        yield textwrap.fill(said, _COLUMNS, subsequent_indent=_INDENT)
 
 
 def _cells(row: Row) -> tuple[str, ...]:

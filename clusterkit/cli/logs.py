@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 import msgspec
 
-from clusterkit import api
+from clusterkit import api, tracebacks
 from clusterkit.cli.common import json_option, print_json, run_argument
 from clusterkit.runs import Event
 from clusterkit.ui.words import log_text
@@ -26,6 +26,9 @@ def command(
     RUN is a run's id, the beginning of one, or `last`. With --json a list of objects
     {time node rank text attempt}; with --follow as well, one object per line. With --follow,
     what happened beside the program (a restart, and what failed before it) goes to stderr.
+
+    torchrun's own traceback, which follows every failure of a rank, is shown as one line; --raw
+    and --json give all of it.
     """
 
     def note(event: Event) -> None:
@@ -36,7 +39,7 @@ def command(
     if as_json and not follow:
         print_json(list(lines))
         return
-    for line in lines:
+    for line in lines if as_json or raw else tracebacks.folded(lines):
         if as_json:
             click.echo(msgspec.json.encode(line).decode())
         else:

@@ -8,7 +8,7 @@ import click
 
 from clusterkit import api
 from clusterkit.cli.common import STATE_COLOURS, json_option, print_json, run_argument, table
-from clusterkit.ui.words import failure_text
+from clusterkit.ui.words import failure_text, remark_lines
 
 
 @click.command("status", epilog="Example: clusterkit status last")
@@ -45,6 +45,8 @@ def command(run: str, as_json: bool) -> None:
         ]
         text = table(rows, ("NODE", "HOST", "STATE", "EXIT", "WHY"))
         click.echo("  " + text.replace("\n", "\n  "))
+    for line in remark_lines(status):
+        click.echo(f"  {line}")
     for event in found.events():
         click.echo(f"  {time.strftime('%H:%M:%S', time.localtime(event.at))} {event.text}")
     if status.remark:

@@ -3,7 +3,8 @@
 It is sent as text and needs nothing but the standard library of Python 3.8. The head listens on
 the rendezvous port, as rank 0 will. Every other host says its name there and gets the token
 back. With ``mesh`` each host listens on a port of the kernel's choice as well, as the ranks of
-gloo and NCCL do; the head tells everyone these ports, and everyone tries them all.
+gloo and NCCL do; the head tells everyone these ports, everyone tries them all, and sends the next
+host a megabyte, so that each link carries one each way.
 
 Whoever closes a connection resets it, so that no port stays in TIME_WAIT afterwards.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import select
 import socket
 import struct
 import threading
@@ -26,6 +28,12 @@ DIAL = 2.0
 END = 13.0
 """Seconds after which every host goes home. All of them are longer where hosts are slow."""
 
+POUR = 1 << 20
+"""Bytes for the next host; and seconds after which it counts what has come."""
+POUR_SECONDS = 1.0
+SLOW = 10.0
+"""Mbit/s: no network of a cluster is slower, and a busy host still takes in more."""
+
 
 def meet(given: dict[str, Any]) -> dict[str, Any]:
     """What one host saw.
@@ -33,7 +41,8 @@ def meet(given: dict[str, Any]) -> dict[str, Any]:
     Returns:
         ``head``: why the head could not be reached, or None; ``listening``: (head) why the port
         could not be had, or None; ``came``: (head) hosts that came; ``peers``: host to why it
-        could not be reached, or None; null where the hosts did not get that far.
+        could not be reached, or None; null where the hosts did not get that far; ``rates``: the
+        next host, to the Mbit/s at which it took a megabyte.
     """
     meeting = Meeting(given)
     try:
@@ -62,6 +71,7 @@ class Meeting:
 
     def held(self) -> dict[str, Any]:
         told: dict[str, Any] = {"head": None, "listening": None, "came": [], "peers": None}
+        told["rates"] = {}
         number = 0
         if self.mesh:
             number = self.open(0, self.greet)
@@ -139,6 +149,11 @@ class Meeting:
             with ThreadPoolExecutor(64) as pool:
                 dials = {name: pool.submit(self.dial, name, ports[name]) for name in others}
                 told["peers"] = {name: dial.result() for name, dial in dials.items()}
+            ring = sorted(ports)
+            following = ring[(ring.index(self.me) + 1) % len(ring)]
+            # Hosts that are slow to answer would measure themselves.
+            if self.patience == 1 and told["peers"].get(following, "it is us") is None:
+                told["rates"] = self.measured(following, ports[following])
             send(file, {"done": True})
             # The others may still be about to connect to us.
             line.settimeout(self.left(END))
@@ -160,11 +175,34 @@ class Meeting:
             return "another program answers at its address"
         return None
 
+    def measured(self, name: str, port: int) -> dict[str, float]:
+        """The next host and the better of two rates; nothing where it does not say."""
+        rates: list[float] = []
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            while len(rates) < 2 and max(rates, default=0.0) < SLOW:
+                rates.append(self.pour(name, port))
+        return {name: max(rates)} if rates else {}
+
+    def pour(self, name: str, port: int) -> float:
+        """Send another host a megabyte; gives the Mbit/s that it saw."""
+        with dialled(self.addresses[name], port, DIAL) as line:
+            file = line.makefile("rwb")
+            send(file, {"token": self.token, "pour": True})
+            receive(file)
+            rest = memoryview(bytes(POUR))
+            # It answers before all has come, if that takes too long.
+            while rest and not select.select([line], [], [], 0)[0]:
+                rest = rest[line.send(rest[:65536]) :]
+            return float(receive(file)["rate"])
+
     def greet(self, line: socket.socket) -> None:
         """Answer one peer."""
         file = line.makefile("rwb")
-        if receive(file).get("token") == self.token:
+        hello = receive(file)
+        if hello.get("token") == self.token:
             send(file, {"token": self.token, "me": self.me})
+            if "pour" in hello:
+                send(file, {"rate": rate_of(line)})
             file.readline()
 
     # ---------------------------------------------------------- the head
@@ -234,6 +272,22 @@ def served(server: socket.socket, answer: Any, timeout: float) -> None:
             threading.Thread(target=one, args=(line,), daemon=True).start()
 
     threading.Thread(target=loop, daemon=True).start()
+
+
+def rate_of(line: socket.socket) -> float:
+    """Mbit/s at which ``POUR`` bytes come, or as many as do in ``POUR_SECONDS``."""
+    came, first, now = 0, len(line.recv(65536)), time.monotonic()
+    began, end = now, now + POUR_SECONDS
+    while first + came < POUR and now < end:
+        line.settimeout(end - now)
+        with contextlib.suppress(socket.timeout):
+            chunk = line.recv(65536)
+            if not chunk:
+                raise ConnectionError("it went away")
+            came += len(chunk)
+        now = time.monotonic()
+    line.settimeout(DIAL)
+    return came * 8e-6 / max(now - began, 1e-6)
 
 
 def dialled(address: str, port: int, timeout: float) -> socket.socket:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
 
+from clusterkit import shell
 from clusterkit.doctor import meeting
 from clusterkit.doctor.base import Answers, Finding, Script, Subject, read, shortened
 
@@ -21,6 +22,7 @@ class Met(Struct):
     listening: str | None
     came: list[str]
     peers: dict[str, str | None] | None
+    rates: dict[str, float] = {}
 
 
 MEET = Script(
@@ -201,6 +203,8 @@ class Packages(Struct):
 
     interpreter: str
     versions: dict[str, str]
+    gone: list[str] = []
+    """Those that pip knows of and Python does not find."""
 
     def cuda(self) -> int | None:
         """CUDA's major version that torch was built for; None: a CPU build, or not told."""
@@ -214,9 +218,18 @@ class Packages(Struct):
 
 
 def collect_packages(given: dict[str, Any]) -> Any:
+    import importlib.util
     import os
     import re
     import sys
+
+    def there(name: str) -> bool:
+        try:
+            found = importlib.util.find_spec(name)
+        except (ImportError, ValueError):
+            return False
+        # A folder without the package's own files has no origin.
+        return found is not None and found.origin is not None
 
     # What importlib.metadata does, which takes 20 ms to import.
     wanted = r"(torch|deepspeed|transformers|numpy|nvidia-(nccl|cuda-runtime)(-cu\d+)?)\Z"
@@ -241,10 +254,34 @@ def collect_packages(given: dict[str, Any]) -> Any:
                 if found is not None:
                     versions.setdefault(name, found[1])
                 break
-    return {"interpreter": sys.executable, "versions": versions}
+    gone = [name for name in versions if not name.startswith("nvidia-") and not there(name)]
+    return {"interpreter": sys.executable, "versions": versions, "gone": gone}
 
 
 PACKAGES = Script("packages", collect_packages)
+
+
+def needed_packages(subject: Subject) -> dict[str, str]:
+    """Package to what of the job needs it."""
+    needs = subject.needs
+    found = {}
+    if needs.launcher in ("torchrun", "deepspeed"):
+        found["torch"] = f"launcher: {needs.launcher}"
+    if needs.launcher == "deepspeed":
+        found["deepspeed"] = "launcher: deepspeed"
+    elif needs.deepspeed:
+        found["deepspeed"] = "the job's deepspeed section"
+    return found
+
+
+def pip_install(python: str, versions: Mapping[str, str], *flags: str) -> str:
+    """The command that installs packages; one of no certain version has ``""``."""
+    # What stands behind a + says which index it came from; pip finds it where it found the rest.
+    pinned = [
+        f"{name}=={version.partition('+')[0]}" if version else name
+        for name, version in versions.items()
+    ]
+    return shell.join([python, "-m", "pip", "install", *flags, *pinned])
 
 
 # ---------------------------------------------------------------- nvidia-smi

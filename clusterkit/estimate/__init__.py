@@ -19,6 +19,9 @@ from clusterkit.estimate.memory import OPTIMIZERS, Model, Precision, Setup, pred
 from clusterkit.estimate.units import gib, parse_count, parse_size
 from clusterkit.spec import JobSpec
 
+_SHAPE = ("layers", "hidden", "heads", "kv_heads", "intermediate", "gated", "vocabulary")
+"""What describes a model of ``parameters``."""
+_LONG_CONTEXT = 8192
 OVERHEAD = 1536 << 20
 """CUDA context, cuBLAS workspaces, NCCL buffers and fragmentation, assumed and not measured."""
 ATTENTION = ("fused", "eager")
@@ -35,6 +38,9 @@ class Question(Struct, frozen=True, kw_only=True):
     layers: int | None = None
     hidden: int | None = None
     heads: int | None = None
+    kv_heads: int | None = None
+    intermediate: int | None = None
+    gated: bool | None = None
     vocabulary: int | None = None
     context: int | None = None
     gpu_memory: str | None = None
@@ -82,10 +88,10 @@ def check(question: Question) -> Question:
     Raises:
         BadInput: naming the flag and its value.
     """
-    for name in ("layers", "hidden", "heads", "vocabulary", "context", "micro_batch"):
+    for name in (*_SHAPE, "context", "micro_batch"):
         value = getattr(question, name)
-        if value is not None and value < 1:
-            raise BadInput(f"--{name.replace('_', '-')}: {value} is below 1")
+        if value is not None and name != "gated" and value < 1:
+            raise BadInput(f"{_flag(name)}: {value} is below 1")
     for name, value, allowed in (
         ("--dtype", question.dtype, get_args(Precision)),
         ("--optimizer", question.optimizer, tuple(OPTIMIZERS)),
@@ -96,15 +102,19 @@ def check(question: Question) -> Question:
     if question.model is not None and question.parameters is not None:
         raise BadInput("--model and --parameters: give only one of them")
     if question.parameters is None:
-        for name in ("layers", "hidden", "heads", "vocabulary"):
+        for name in _SHAPE:
             if getattr(question, name) is not None:
                 raise BadInput(
-                    f"--{name} describes a model of --parameters", hint="--parameters 7B"
+                    f"{_flag(name)} describes a model of --parameters", hint="--parameters 7B"
                 )
     for flag, text in (("--gpu-memory", question.gpu_memory), ("--overhead", question.overhead)):
         if text is not None and not (flag == "--overhead" and text.strip() == "0"):
             parse_size(text, flag)
     return question
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def estimate(
@@ -149,7 +159,9 @@ def estimate(
             told.add(key)
             setups.append(setup)
     rows = [
-        advice.row(model, setup, own=setup is own, limit=limit, host_limit=host_limit)
+        advice.row(
+            model, setup, own=job is not None and setup is own, limit=limit, host_limit=host_limit
+        )
         for setup in setups
     ]
     chosen = None if limit is None else advice.choose(model, setups, rows, limit)
@@ -162,7 +174,8 @@ def estimate(
         nodes=nodes, gpus_per_node=local, gpu_memory=limit, gpu_origin=origin,
         precision=own.precision, optimizer=own.optimizer, attention=own.attention,
         activation_checkpointing=own.recompute,
-        rows=tuple(rows), advice=chosen, notes=tuple(_notes(spec, program, own, job, limit)),
+        rows=tuple(rows), advice=chosen,
+        notes=tuple(_notes(spec, program, own, job, limit, model, question)),
     )  # fmt: skip
 
 
@@ -214,9 +227,9 @@ def _model(spec: JobSpec, program: jobs.Program, question: Question) -> Model:
     if question.parameters is not None:
         return models.from_numbers(
             parse_count(question.parameters, "--parameters"),
-            layers=question.layers, hidden=question.hidden, heads=question.heads,
-            vocabulary=question.vocabulary, context=question.context,
-        )  # fmt: skip
+            context=question.context,
+            **{name: getattr(question, name) for name in _SHAPE},
+        )
     if question.model is not None:
         if question.model in models.presets():
             return models.gpt(question.model, question.context)
@@ -226,7 +239,7 @@ def _model(spec: JobSpec, program: jobs.Program, question: Question) -> Model:
         what = spec.program or spec.module or "this command"
         raise BadInput(
             f"{what}: clusterkit does not know which model it trains",
-            hint="--model NAME (a preset of gpt.py, or a Hugging Face name or folder), or "
+            hint="--model NAME (llama-3-8b, a preset of gpt.py, a Hugging Face name or folder), or "
             "--parameters 7B --layers 32 --hidden 4096",
         )
     return model if question.context is None else replace(model, context=question.context)
@@ -264,8 +277,9 @@ def _limit(question: Question, facts: Facts | None) -> tuple[int | None, str]:
 
 
 def _notes(
-    spec: JobSpec, program: jobs.Program, own: Setup, job: JobSpec | None, limit: int | None
-) -> list[str]:
+    spec: JobSpec, program: jobs.Program, own: Setup, job: JobSpec | None, limit: int | None,
+    model: Model, question: Question,
+) -> list[str]:  # fmt: skip
     notes = []
     if limit is None:
         notes.append("no GPU was found: --gpu-memory 80GB says what would fit one")
@@ -276,6 +290,15 @@ def _notes(
         )
     if job is not None and not program.ours and own.strategy == "ddp":
         notes.append("the program is not one of ours: its first line assumes ddp")
-    if job is not None and not program.ours and spec.batch is None:
+    if (
+        job is not None
+        and question.micro_batch is None
+        and not (program.ours or jobs.batch_of(spec, program))
+    ):
         notes.append("the job has no batch: a micro batch of 1 is assumed, --micro-batch says more")
+    if question.model and question.context is None and model.context > _LONG_CONTEXT:
+        notes.append(
+            f"samples of {model.context:,} tokens, the most that {model.name} takes: --context "
+            "says how many yours have"
+        )
     return notes

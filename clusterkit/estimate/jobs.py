@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clusterkit.batch import solve
+from clusterkit.batch import DEEPSPEED_KEYS, solve
 from clusterkit.errors import BadInput
 from clusterkit.estimate import models
 from clusterkit.estimate.memory import ZERO, Model, Precision, Setup, Zero
@@ -233,15 +233,17 @@ def _with_zero(setup: Setup, config: Mapping[str, Any]) -> Setup:
         usable = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
         return float(value) if usable else default
 
-    def offloaded(key: str) -> bool:
+    def offloaded(key: str, older: str) -> bool:
         value = section.get(key)
+        if value is None:
+            return section.get(older) is True  # its older spelling
         return isinstance(value, dict) and value.get("device", "none") != "none"
 
     usual = Zero()
     return replace(
         setup,
-        offload_optimizer=offloaded("offload_optimizer"),
-        offload_parameters=offloaded("offload_param"),
+        offload_optimizer=offloaded("offload_optimizer", "cpu_offload"),
+        offload_parameters=offloaded("offload_param", "cpu_offload_param"),
         zero=Zero(
             reduce_bucket=number("reduce_bucket_size", usual.reduce_bucket),
             prefetch=number("stage3_prefetch_bucket_size", usual.prefetch),
@@ -270,19 +272,29 @@ def _precision(program: Program, config: Mapping[str, Any] | None, device: str) 
     return "fp32" if device == "cpu" else "bf16"
 
 
+def batch_of(job: JobSpec, program: Program) -> dict[str, int]:
+    """The batch sizes that are said, under the names that ``batch.solve`` takes: by flags of our
+    programs, by the job's ``batch``, else by its DeepSpeed config."""
+    asked = job.batch
+    sizes = {
+        "global_size": asked.global_size if asked else None,
+        "micro": asked.micro if asked else None,
+        "accumulation": asked.accumulation if asked else None,
+    }
+    if program.ours:
+        for name, flag in (("global_size", "--global-batch"), ("micro", "--micro-batch")):
+            sizes[name] = _number(program.flags.get(flag)) or sizes[name]
+    if not any(sizes.values()):
+        config = _deepspeed_config(job, program) or {}
+        sizes = {name: config.get(key) for name, key in DEEPSPEED_KEYS.items()}
+    # A config may say "auto".
+    return {name: size for name, size in sizes.items() if type(size) is int and size > 0}
+
+
 def _batch(job: JobSpec, program: Program, data_parallel: int) -> tuple[int, int]:
     """Micro batch and accumulation."""
-    size = job.batch.global_size if job.batch else None
-    micro = job.batch.micro if job.batch else None
-    accumulation = job.batch.accumulation if job.batch else None
-    if program.ours:
-        size = _number(program.flags.get("--global-batch")) or size
-        micro = _number(program.flags.get("--micro-batch")) or micro
-    if size is None and micro is None:
-        if not program.ours:
-            return 1, 1
-        size = _DEFAULT_GLOBAL_BATCH
-    batch = solve(
-        data_parallel=data_parallel, global_size=size, micro=micro, accumulation=accumulation
-    )
+    sizes = batch_of(job, program)
+    if not sizes.keys() & {"global_size", "micro"}:
+        sizes |= {"global_size": _DEFAULT_GLOBAL_BATCH} if program.ours else {"micro": 1}
+    batch = solve(data_parallel=data_parallel, **sizes)
     return batch.micro, batch.accumulation

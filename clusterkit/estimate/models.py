@@ -1,8 +1,9 @@
-"""How large a model is: our GPT's presets, a Hugging Face config, or numbers from a person."""
+"""How large a model is: our GPT's presets, a config on disk or published, or bare numbers."""
 
 from __future__ import annotations
 
 import ast
+import difflib
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterkit.errors import BadInput, Unavailable
+from clusterkit.estimate import published
 from clusterkit.estimate.memory import Model
 
 GPT_FILE = Path(__file__).parents[1] / "runtime" / "gpt.py"
@@ -83,13 +85,32 @@ def gpt(name: str, context: int | None = None) -> Model:
     )
 
 
-def _gpt_activations(width: int, heads: int, feed_forward: int) -> dict[str, Any]:
-    """Elements a token and layer saves: see docs/estimate.md, and memory.Model for the names."""
+def _gpt_activations(
+    width: int, heads: int, feed_forward: int, keys: int | None = None
+) -> dict[str, Any]:
+    """Elements a token and layer saves: see docs/estimate.md, and memory.Model for the names.
+
+    Args:
+        keys: width of keys, and of values; that of the layer if not given.
+    """
+    keys = width if keys is None else keys
     return {
         "residual": 2 * width,  # inputs of the two norms
         "kept": 2 * width,  # their outputs, inputs of the linear layers
-        "divided": 4 * width + 2 * feed_forward,  # q, k, v, mixed; around the GELU
+        "divided": 2 * (width + keys + feed_forward),  # q, mixed, k, v; around the GELU
         "wide": 4 + heads,  # mean and deviation of two norms, log-sum-exp of the softmax
+    }
+
+
+def _llama_activations(
+    width: int, heads: int, feed_forward: int, query: int, keys: int
+) -> dict[str, Any]:
+    """The same of a layer with RMS norms and a gated perceptron."""
+    return {
+        "residual": 0,
+        "kept": 4 * width,  # the two norms: normalised, and scaled
+        "divided": 2 * query + 2 * keys + 4 * feed_forward,
+        "wide": 2 * width + 2 + heads,  # the norms' inputs, in float32
     }
 
 
@@ -102,22 +123,28 @@ def from_numbers(
     layers: int | None = None,
     hidden: int | None = None,
     heads: int | None = None,
+    kv_heads: int | None = None,
+    intermediate: int | None = None,
+    gated: bool | None = None,
     vocabulary: int | None = None,
     context: int | None = None,
 ) -> Model:
     """A transformer of so many parameters; what is not given is guessed, and ``origin`` says so.
 
+    Args:
+        kv_heads: heads of keys and values; as many as ``heads`` if not given.
+        intermediate: width of the perceptron; by default what the parameters leave for it.
+        gated: whether the perceptron has a gate, as Llama's has (SwiGLU). If not given it has: of
+            as many parameters, such a layer saves more.
+
     Raises:
-        BadInput: the embeddings alone are larger than the model.
+        BadInput: the embeddings, or those and attention, are larger than the model.
     """
-    guessed = [
-        name
-        for name, value in (
-            ("layers", layers), ("hidden", hidden), ("vocabulary", vocabulary),
-            ("context", context),
-        )
-        if value is None
-    ]  # fmt: skip
+    given = {
+        "layers": layers, "hidden": hidden, "key-value heads": kv_heads or heads,
+        "intermediate size": intermediate, "vocabulary": vocabulary, "context": context,
+    }  # fmt: skip
+    guessed = [name for name, value in given.items() if value is None]
     if layers is None:
         # Of 12 x layers x hidden^2 parameters.
         wide = (12 * hidden**2) if hidden else 0
@@ -125,34 +152,54 @@ def from_numbers(
     if hidden is None:
         hidden = max(_ASPECT, round(math.sqrt(parameters / (12 * layers)) / _ASPECT) * _ASPECT)
     heads = heads or max(1, hidden // _ASPECT)
+    keys = hidden * (kv_heads or heads) // heads
     vocabulary = _GUESSED_VOCABULARY if vocabulary is None else vocabulary
-    context = context or _GUESSED_CONTEXT
     ends = vocabulary * hidden
-    rest = parameters - ends - 2 * hidden
-    if rest < layers:
+    layer = (parameters - ends - 2 * hidden) // layers
+    if layer < 1:
         raise BadInput(
             f"--parameters {parameters}: an embedding of {vocabulary} x {hidden} is larger",
             hint="give --vocabulary and --hidden",
         )
-    layer = rest // layers
+    matrices = 2 if gated is False else 3
+    attention = 2 * hidden * (hidden + keys)
+    left = (layer - attention) // (matrices * hidden)
+    if intermediate is None and left < 1:
+        raise BadInput(
+            f"--parameters {parameters}: the attention of {layers} layers x {hidden} is larger",
+            hint="give --layers, --hidden and --kv-heads as the model's config has them",
+        )
+    inner = intermediate or left
+    activations = (
+        _gpt_activations(hidden, heads, inner, keys)
+        if gated is False
+        else _llama_activations(hidden, heads, inner, hidden, keys)
+    )
+    origin = f"your numbers; guessed: {', '.join(guessed)}" if guessed else "your numbers"
+    if gated is None:
+        origin += (
+            "; a gated perceptron (SwiGLU) is assumed, which saves more than a plain one: "
+            "--no-gated if it has none"
+        )
     return Model(
         name="a transformer",
         parameters=parameters,
         layers=layers,
         hidden=hidden,
         heads=heads,
-        context=context,
+        context=context or _GUESSED_CONTEXT,
         vocabulary=vocabulary,
         layer_parameters=layer,
-        matrix_parameters=max(0, layer - 13 * hidden),
-        largest=layer // 3,
-        feed_forward=4 * hidden,
+        matrix_parameters=min(layer, attention + matrices * hidden * inner),
+        largest=hidden * max(hidden, inner),
+        feed_forward=inner,
         first=ends,
         last=2 * hidden,
         tied=True,
-        **_gpt_activations(hidden, heads, 4 * hidden),
+        **activations,
+        gated=gated is not False,
         divisible=True,
-        origin=f"your numbers; guessed: {', '.join(guessed)}" if guessed else "your numbers",
+        origin=origin,
     )
 
 
@@ -166,15 +213,16 @@ def _deep(parameters: int) -> float:
 
 @dataclass(frozen=True)
 class Located:
-    """A Hugging Face model's config on this disk."""
+    """A Hugging Face model's config: on this disk, or as it was published."""
 
     name: str
-    folder: Path
+    folder: Path | None
     config: Mapping[str, Any]
 
 
 def locate(name: str) -> Located | None:
-    """The config of a folder, or of a name in the hub's cache; None if it is in neither.
+    """The config of a folder, of a name in the hub's cache, or of one in the table of published
+    models; None if it is nowhere.
 
     Raises:
         BadInput: there is a ``config.json``, and it is no JSON object.
@@ -183,7 +231,8 @@ def locate(name: str) -> Located | None:
     if not (folder / "config.json").is_file():
         cached = _cached(name)
         if cached is None:
-            return None
+            known = published.config(name)
+            return None if known is None else Located(known[0], None, known[1])
         folder = cached
     path = folder / "config.json"
     try:
@@ -219,10 +268,17 @@ def hugging_face(name: str, context: int | None = None) -> Model:
     """
     found = locate(name)
     if found is None:
+        near = difflib.get_close_matches(name.rpartition("/")[2].lower(), published.NAMES, 1)
         raise BadInput(
-            f"--model {name}: no folder with config.json, and not in the Hugging Face cache",
-            hint=f"hf download {name} config.json, or give --parameters, --layers, --hidden",
+            f"--model {name}: no folder with config.json, not in the Hugging Face cache, and none "
+            "of the published models known here",
+            hint=(f"did you mean {near[0]}? Or " if near else "")
+            + f"hf download {name} config.json, or give --parameters, --layers, --hidden",
         )
+    if found.folder is None:
+        model = from_config(found, context)
+        assert model is not None  # the table has only kinds that the formulas know
+        return model
     argv = [sys.executable, "-m", "clusterkit.runtime.model_shapes", str(found.folder)]
     argv += ["--context", str(context)] if context else []
     try:
@@ -284,6 +340,8 @@ def from_config(found: Located, context: int | None = None) -> Model | None:
             return None
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
+    if found.folder is None:
+        model = replace(model, origin=f"its config as published: {kind}")
     return replace(model, context=context) if context else model
 
 
@@ -346,10 +404,7 @@ def _llama(name: str, config: Mapping[str, Any], kind: str) -> Model:
         first=ends,
         last=width + (0 if tied else ends),
         tied=tied,
-        residual=0,
-        kept=4 * width,  # the two norms: normalised, and scaled
-        divided=2 * query + 2 * few + 4 * inner,
-        wide=2 * width + 2 + heads,  # the norms' inputs, in float32
+        **_llama_activations(width, heads, inner, query, few),
         gated=True,
         origin=f"its config: {kind}",
     )

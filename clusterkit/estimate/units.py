@@ -13,13 +13,14 @@ _BYTES = {
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
 }  # fmt: skip
+_BYTES |= {unit[:-1]: factor for unit, factor in _BYTES.items() if len(unit) > 1}
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\Z")
 _LARGEST = 1 << 60
 
 
 def parse_size(text: str, what: str) -> int:
-    """``80GB`` (10^9 bytes), ``80GiB`` (2^30), ``40960MiB`` in bytes.
+    """``80GB`` or ``80G`` (10^9 bytes), ``80GiB`` or ``80Gi`` (2^30), ``40960MiB`` in bytes.
 
     Args:
         text: a number and a unit; upper or lower case.

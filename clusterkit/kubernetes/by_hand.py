@@ -17,8 +17,9 @@ from clusterkit.kubernetes import mpijob, pytorchjob, trainjob
 from clusterkit.kubernetes.pods import MANAGER, TMP, container_security, pod_security
 from clusterkit.kubernetes.pods import ROLE as POD_ROLE
 from clusterkit.kubernetes.rights import BESIDES, ROLE, WATCHING, Rule, jobs_rules
-from clusterkit.kubernetes.text import Noted, Object, documents, literal
+from clusterkit.kubernetes.text import Object, literal
 from clusterkit.spec import JobSpec
+from clusterkit.yaml_text import Commented, documents
 
 NODES, GPUS = 2, 1
 IMAGE = "clusterkit:gpu"
@@ -136,14 +137,14 @@ def _pod(
     variables: list[Any] = [
         {"name": name, "value": literal(value)} for name, value in values.items()
     ]
-    variables[0] = Noted(
+    variables[0] = Commented(
         variables[0],
         "network: name the interface if a pod has several (NCCL_SOCKET_IFNAME: eth0), and\n"
         "NCCL_IB_HCA with RDMA",
     )
     body: Object = {
         "name": container,
-        "image": Noted(IMAGE, "where your nodes can pull it from: REGISTRY/clusterkit:gpu"),
+        "image": Commented(IMAGE, "where your nodes can pull it from: REGISTRY/clusterkit:gpu"),
         "command": command,
         **({} if bare else {"env": variables}),
         **(more or {}),
@@ -152,7 +153,7 @@ def _pod(
     if gpus:
         body["resources"] = {
             "limits": {
-                "nvidia.com/gpu": Noted(
+                "nvidia.com/gpu": Commented(
                     GPUS, "GPUs of a node; the number of ranks above is the same. RDMA: rdma/hca: 1"
                 )
             }
@@ -169,7 +170,7 @@ def _pod(
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
         {"name": "checkpoints", **kept}
         if claim
-        else Noted(
+        else Commented(
             {"name": "checkpoints", **gone},
             "gone with the pod; k8s/pvc.yaml makes a volume that stays:\n"
             "persistentVolumeClaim: {claimName: checkpoints}",
@@ -240,7 +241,7 @@ def _pytorchjob(job: JobSpec, nodes: int, least: int | None = None) -> list[Obje
             "kind": pytorchjob.KIND,
             "metadata": {"name": job.name, "labels": _labels(job)},
             "spec": {
-                "nprocPerNode": Noted(str(GPUS), "ranks of a node: one per GPU"),
+                "nprocPerNode": Commented(str(GPUS), "ranks of a node: one per GPU"),
                 "elasticPolicy": {
                     "rdzvBackend": "c10d",
                     "minReplicas": least or nodes,
@@ -255,7 +256,7 @@ def _pytorchjob(job: JobSpec, nodes: int, least: int | None = None) -> list[Obje
                 "runPolicy": {"cleanPodPolicy": "None" if least is None else "Running"},
                 "pytorchReplicaSpecs": {
                     "Worker": {
-                        "replicas": Noted(nodes, "nodes; as maxReplicas above"),
+                        "replicas": Commented(nodes, "nodes; as maxReplicas above"),
                         "restartPolicy": "OnFailure",
                         "template": pod,
                     }
@@ -312,14 +313,16 @@ def _mpijob(job: JobSpec) -> list[Object]:
             "kind": mpijob.KIND,
             "metadata": {"name": name, "labels": _labels(job)},
             "spec": {
-                "slotsPerWorker": Noted(GPUS, "ranks of a node: one per GPU; -np: of all nodes"),
+                "slotsPerWorker": Commented(
+                    GPUS, "ranks of a node: one per GPU; -np: of all nodes"
+                ),
                 "sshAuthMountPath": mpijob.KEYS,
                 "launcherCreationPolicy": "WaitForWorkersReady",
                 "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": 2},
                 "mpiReplicaSpecs": {
                     "Launcher": {"replicas": 1, "restartPolicy": "Never", "template": launcher},
                     "Worker": {
-                        "replicas": Noted(NODES, "nodes"),
+                        "replicas": Commented(NODES, "nodes"),
                         "restartPolicy": "Never",
                         "template": worker,
                     },
@@ -338,7 +341,7 @@ def _runtime(job: JobSpec) -> list[Object]:
         "spec": {
             "mlPolicy": {
                 "numNodes": NODES,
-                "torch": {"numProcPerNode": Noted(GPUS, "ranks of a node: one per GPU")},
+                "torch": {"numProcPerNode": Commented(GPUS, "ranks of a node: one per GPU")},
             },
             "template": {
                 "spec": {
@@ -374,7 +377,7 @@ def _trainjob(job: JobSpec) -> list[Object]:
                 "name": TRAINJOB,
             },
             # Without it trainer 2.1 tells torchrun nothing, and every pod trains by itself.
-            "trainer": {"numNodes": Noted(NODES, "nodes")},
+            "trainer": {"numNodes": Commented(NODES, "nodes")},
         },
     }
     return [train]
@@ -406,7 +409,7 @@ def _job(job: JobSpec) -> list[Object]:
         "metadata": {"name": name, "labels": _labels(job)},
         "spec": {
             "completionMode": "Indexed",
-            "completions": Noted(NODES, "nodes, three times: here, below and --nnodes"),
+            "completions": Commented(NODES, "nodes, three times: here, below and --nnodes"),
             "parallelism": NODES,
             "backoffLimit": 0,
             "template": pod,
@@ -426,8 +429,8 @@ def _claim() -> list[Object]:
             "metadata": {"name": "checkpoints"},
             "spec": {
                 "accessModes": ["ReadWriteMany"],
-                "storageClassName": Noted("shared", "`kubectl get storageclass` lists yours"),
-                "resources": {"requests": {"storage": Noted("100Gi", "how much")}},
+                "storageClassName": Commented("shared", "`kubectl get storageclass` lists yours"),
+                "resources": {"requests": {"storage": Commented("100Gi", "how much")}},
             },
         }
     ]
@@ -436,8 +439,8 @@ def _claim() -> list[Object]:
 def _roles() -> list[Object]:
     kinds, besides = jobs_rules(), [*BESIDES, *WATCHING]
     rules: list[Any] = [_rule(rule) for rule in kinds]
-    rules[0] = Noted(rules[0], "the kinds of jobs; leave out what the cluster does not have")
-    rules += [Noted(_rule(rule), rule.why) if rule.why else _rule(rule) for rule in besides]
+    rules[0] = Commented(rules[0], "the kinds of jobs; leave out what the cluster does not have")
+    rules += [Commented(_rule(rule), rule.why) if rule.why else _rule(rule) for rule in besides]
     return [
         {
             "apiVersion": "rbac.authorization.k8s.io/v1",
@@ -467,10 +470,10 @@ def _policy() -> list[Object]:
             "spec": {
                 "podSelector": {
                     "matchLabels": {
-                        "clusterkit/run": Noted("RUN", "the run's id, three times"),
+                        "clusterkit/run": Commented("RUN", "the run's id, three times"),
                     },
                     "matchExpressions": [
-                        Noted(
+                        Commented(
                             {"key": POD_ROLE, "operator": "NotIn", "values": ["watcher"]},
                             "a run's watcher talks to the API server",
                         )

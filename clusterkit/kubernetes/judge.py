@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from clusterkit.backends.nodes import STOPPED, judge_exit
+from clusterkit.agent import STOPPED
+from clusterkit.backends.nodes import judge_exit
 from clusterkit.kubernetes.pods import ATTEMPT, ROLE
 from clusterkit.kubernetes.watcher import unix
 from clusterkit.status import NodeCause, NodeStatus, State

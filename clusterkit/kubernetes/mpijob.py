@@ -12,8 +12,8 @@ KIND, API, PLURAL = "MPIJob", "kubeflow.org/v2beta1", "mpijobs"
 INDEX = None
 """There is one launcher, and it is node 0."""
 SSH_PORT = 2222
-KEYS = "/home/clusterkit/.ssh"
-"""Where sshd and ssh of the image look for keys, whatever HOME is."""
+KEYS = "/etc/clusterkit/ssh"
+"""Where sshd and ssh of the image look for keys, whatever HOME is, and only root may put some."""
 STATES: Mapping[str, State] = {
     "Created": State.PENDING,
     "Suspended": State.PENDING,

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from clusterkit.agent import PEER_TOKEN
 from clusterkit.cluster import KubernetesCluster
 from clusterkit.kubernetes import watcher
 from clusterkit.kubernetes.text import Object, literal
@@ -107,7 +108,7 @@ def template(
     ]
     if node:
         env += [
-            {"name": name, "valueFrom": {"secretKeyRef": {"name": shape.name, "key": name}}}
+            {"name": name, "valueFrom": {"secretKeyRef": _key(shape, name)}}
             for name in shape.secrets
         ]
     spec: Object = {
@@ -202,6 +203,12 @@ def container_security(*, read_only: bool = True) -> Object:
         "readOnlyRootFilesystem": read_only,
         "capabilities": {"drop": ["ALL"]},
     }
+
+
+def _key(shape: Shape, name: str) -> Object:
+    """Of the run's Secret; a run that a person applies by hand may do without clusterkit's own."""
+    found: Object = {"name": shape.name, "key": name}
+    return found | {"optional": True} if name == PEER_TOKEN else found
 
 
 def _field(path: str) -> Object:

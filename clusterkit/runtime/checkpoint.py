@@ -12,6 +12,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -159,9 +160,9 @@ class Checkpoints:
                 f"rank 0 resumes from {seen[0]}, rank {other} from {seen[other]}",
                 hint="put checkpoint.dir on a disk that all nodes share",
             )
-        with _readable(checkpoint):
+        with readable(checkpoint):
             strategy.load(checkpoint.path)
-        states = torch.load(checkpoint.path / _RANDOM, weights_only=False)
+            states = torch.load(checkpoint.path / _RANDOM, weights_only=True)
         if world.rank < len(states):
             _set_random_state(states[world.rank])
         if world.is_first:
@@ -284,7 +285,7 @@ def _explained(final: Path, draft: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _readable(checkpoint: Checkpoint) -> Iterator[None]:
+def readable(checkpoint: Checkpoint) -> Iterator[None]:
     """Within, files that cannot be read, or hold something else, are one clear error."""
     try:
         yield
@@ -297,11 +298,19 @@ def _readable(checkpoint: Checkpoint) -> Iterator[None]:
             raise
         # torch says in the first line what failed, in the second why.
         reason = " ".join(str(error).split("\n", 2)[:2]).replace("\t", "").strip()
-        reason = reason or type(error).__name__
+        reason = more_than_data(str(error)) or reason or type(error).__name__
         raise BadInput(
             f"checkpoint {checkpoint.path} cannot be read: {reason}",
             hint="resume from an earlier one (checkpoint.resume: FOLDER), or from none (never)",
         ) from error
+
+
+def more_than_data(said: str) -> str | None:
+    """The reason in torch's words about a file that names a class or a function; else None."""
+    named = re.search(r"GLOBAL (\S+)", said)
+    if named is None:
+        return None
+    return f"it holds {named[1]}, which is neither a tensor nor a plain value and might run code"
 
 
 def _seal(checkpoint: Checkpoint, final: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from clusterkit.errors import BadInput
-from clusterkit.runtime.checkpoint import file_sizes
+from clusterkit.runtime.checkpoint import file_sizes, more_than_data
 from clusterkit.runtime.distributed import World
 from clusterkit.runtime.eager import deferred_compile
 from clusterkit.runtime.mesh import Mesh
@@ -33,6 +33,7 @@ from clusterkit.runtime.strategy import (
     set_learning_rate,
 )
 from clusterkit.runtime.zero_config import Config, batch_numbers, config_dtype, load_config
+from clusterkit.runtime.zero_files import read_as_data
 
 __all__ = [
     "Config",
@@ -233,9 +234,10 @@ class DeepSpeed(Strategy):
             self._world.barrier()
         groups = self.optimizer().param_groups
         settings = [{key: group[key] for key in group if key != "params"} for group in groups]
-        found, _ = self._engine.load_checkpoint(
-            str(folder), tag=_CONVERTED if self._universal else "zero"
-        )
+        with read_as_data():
+            found, _ = self._engine.load_checkpoint(
+                str(folder), tag=_CONVERTED if self._universal else "zero"
+            )
         if found is None:
             raise RuntimeError("DeepSpeed finds nothing in it")
         if self._universal:
@@ -360,13 +362,14 @@ def _convert(folder: Path) -> None:
     for leftover in (whole, draft):
         shutil.rmtree(leftover, ignore_errors=True)
     done = subprocess.run(
-        [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state",
+        [sys.executable, "-m", "clusterkit.runtime.zero_files", "--inject_missing_state",
          "--input_folder", str(folder / "zero"), "--output_folder", str(draft)],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
     )  # fmt: skip
     if done.returncode != 0:
         said = done.stdout.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise BadInput(f"checkpoint {folder} cannot be made universal: {said[-1]}")
+        reason = more_than_data(done.stdout) or said[-1]
+        raise BadInput(f"checkpoint {folder} cannot be made universal: {reason}")
     sizes.write_text(json.dumps(file_sizes(draft)))
     draft.rename(whole)
 

@@ -14,13 +14,12 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from clusterkit.errors import BadInput
-from clusterkit.runtime.checkpoint import Checkpoint
+from clusterkit.runtime.checkpoint import Checkpoint, readable
 from clusterkit.runtime.distributed import run
 from clusterkit.runtime.gpt import GPT, Shape
 
@@ -39,7 +38,8 @@ def export(source: Path, target: Path) -> Path:
         raise BadInput(
             f"{source} is not a complete checkpoint", hint="a folder such as step-00000200"
         )
-    state = weights(checkpoint)
+    with readable(checkpoint):
+        state = weights(checkpoint)
     target.mkdir(parents=True, exist_ok=True)
     if {field.name for field in fields(Shape)} <= checkpoint.model.keys():
         sizes = {field.name: checkpoint.model[field.name] for field in fields(Shape)}
@@ -63,14 +63,14 @@ def weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def _from_shards(folder: Path) -> dict[str, Tensor]:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    reader = FileSystemReader(folder)
-    held: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    from clusterkit.runtime.shard_files import Reader
+
+    reader = Reader(folder)
     state = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in held.items()
+        for key, entry in reader.sizes().items()
         if key.startswith(("model/", "buffer/"))
     }
     with warnings.catch_warnings():
@@ -82,13 +82,16 @@ def _from_shards(folder: Path) -> dict[str, Tensor]:
 def _from_zero(folder: Path) -> dict[str, Tensor]:
     if not any((folder / "zero").glob("*optim_states.pt")):  # stage 0 in fp32
         saved = torch.load(
-            folder / "zero" / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False
+            folder / "zero" / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=True
         )
         plain: dict[str, Tensor] = saved["module"]
         return plain
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    merged: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag="zero")
+    from clusterkit.runtime.zero_files import read_as_data
+
+    with read_as_data():
+        merged: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(folder), "zero")
     return merged
 
 

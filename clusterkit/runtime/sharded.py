@@ -180,12 +180,13 @@ class Sharded(Strategy):
 
     def load(self, folder: Path) -> None:
         from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict_loader import load
 
+        from clusterkit.runtime.shard_files import Reader
+
         try:
-            reader = FileSystemReader(folder / _SHARDS)
-            held = reader.read_metadata().state_dict_metadata
+            reader = Reader(folder / _SHARDS)
+            held = reader.sizes()
             self._check_holds(folder, held)
             self._expect_optimizer(held)
             load(self._state(), storage_reader=reader)

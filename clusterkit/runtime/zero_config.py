@@ -15,20 +15,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from clusterkit.batch import Batch
+from clusterkit.batch import DEEPSPEED_KEYS, Batch
 from clusterkit.errors import BadInput, Unavailable
 
 Config = dict[str, Any]
 
-_BATCH_KEYS = {
-    "global_size": "train_batch_size",
-    "micro": "train_micro_batch_size_per_gpu",
-    "accumulation": "gradient_accumulation_steps",
-}
-
 # Outermost keys of DeepSpeed 0.19.8: runtime/constants.py, runtime/config.py and the configs of
 # comm, monitor, profiling, autotuning, compile and activation checkpointing.
-_KEYS = frozenset(_BATCH_KEYS.values()) | {
+_KEYS = frozenset(DEEPSPEED_KEYS.values()) | {
     *("optimizer", "scheduler", "fp16", "bf16", "torch_autocast", "gradient_clipping"),
     *("zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
     *("managed_gradient_accumulation", "prescale_gradients", "gradient_predivide_factor"),
@@ -110,7 +104,7 @@ def batch_numbers(path: Path | str) -> dict[str, int]:
         BadInput: not a JSON object, or a number that is none.
     """
     config, numbers = _read(Path(path)), {}
-    for name, key in _BATCH_KEYS.items():
+    for name, key in DEEPSPEED_KEYS.items():
         value = config.get(key, "auto")
         if value == "auto":
             continue

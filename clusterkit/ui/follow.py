@@ -17,12 +17,12 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from clusterkit import api
+from clusterkit import api, tracebacks
 from clusterkit.errors import counted
-from clusterkit.logs import LogLine, without_rank
+from clusterkit.logs import LogLine
 from clusterkit.marks import is_number
 from clusterkit.status import RunStatus, State
-from clusterkit.ui.words import duration, failure_text, loss_text, source
+from clusterkit.ui.words import duration, failure_text, loss_text, remark_lines, source
 
 PLAIN_LINES = 20
 """How many progress lines a run gets where there is no terminal to redraw."""
@@ -60,7 +60,7 @@ class View:
             return []
         if line.rank != 0:
             return []
-        if without_rank(line.text).startswith("Traceback (most recent call last)"):
+        if tracebacks.begins(line.text):
             self._in_traceback = True
         if self._in_traceback:
             self._held.append(line)
@@ -118,6 +118,7 @@ class View:
             lines.append(f"  optimizer {self._optimizer_words()}")
         if times := self._time_words(status):
             lines.append(f"  time      {times}")
+        lines += [f"  note      {line}" for line in remark_lines(status)]
         lines.append(
             f"  again     clusterkit status {status.run}; clusterkit logs {status.run}"
             + (f"; clusterkit plot {status.run} -o loss.png" if self.losses else "")

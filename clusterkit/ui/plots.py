@@ -14,14 +14,20 @@ from clusterkit.marks import is_number
 SUFFIXES = (".png", ".svg", ".pdf")
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 """Okabe and Ito's palette: told apart by people with any kind of colour vision."""
+_MARKERS = "os^Dv<>"
 
 
-def draw(runs: Mapping[str, Sequence[Mapping[str, Any]]], output: Path) -> Path:
+def draw(
+    runs: Mapping[str, Sequence[Mapping[str, Any]]],
+    output: Path,
+    labels: Mapping[str, str] | None = None,
+) -> Path:
     """Draw several runs over one another: loss above, tokens/s below, both over steps.
 
     Args:
-        runs: name to metrics, a mapping per step with ``step``, ``loss``, ``tokens_per_second``.
+        runs: id to metrics, a mapping per step with ``step``, ``loss``, ``tokens_per_second``.
         output: the file to write; its suffix says which kind of picture.
+        labels: id to what the run is called in the picture; its id by default.
 
     Raises:
         BadInput: no metrics, or a suffix that is no picture's.
@@ -33,7 +39,8 @@ def draw(runs: Mapping[str, Sequence[Mapping[str, Any]]], output: Path) -> Path:
         raise BadInput(f"run {without[0]} reported no losses", hint=f"clusterkit logs {without[0]}")
     picture = _picture()
     loss, speed = picture.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    for number, (name, metrics) in enumerate(runs.items()):
+    for number, (run, metrics) in enumerate(runs.items()):
+        name = (labels or {}).get(run, run)
         # Runs that agree lie on one another: the later ones are dashed, so that both show.
         style: dict[str, Any] = {
             "color": _COLOURS[number % len(_COLOURS)],
@@ -43,7 +50,12 @@ def draw(runs: Mapping[str, Sequence[Mapping[str, Any]]], output: Path) -> Path:
         loss.plot(*_series(metrics, "loss"), label=name, **style)
         steps, evaluated = _series(metrics, "eval_loss")
         if steps:
-            loss.plot(steps, evaluated, "o", color=style["color"], label=f"{name}, held out")
+            # Hollow and each larger than the one before: equal values show as one in the other.
+            loss.plot(
+                steps, evaluated, linestyle="", marker=_MARKERS[number % len(_MARKERS)],
+                markersize=6 + 2 * number, markerfacecolor="none", color=style["color"],
+                label=f"{name}, held out",
+            )  # fmt: skip
         speed.plot(*_series(metrics, "tokens_per_second"), **style)
     loss.set_ylabel("loss (nats per token)")
     speed.set_ylabel("tokens/s")

@@ -32,12 +32,19 @@ def failure_text(status: RunStatus) -> str:
         return ""
     told = failure.exit_code is None or failure.cause.startswith("exited with")
     code = "" if told else f" (exit code {failure.exit_code})"
-    lines = [f"{failure.who} failed first: {failure.cause}{code}"]
+    # The traceback ends with the whole of the cause.
+    cause, *more = [failure.summary] if failure.traceback else failure.cause.split("\n")
+    lines = [f"{failure.who} failed first: {cause}{code}", *(f"  {line}" for line in more)]
     if failure.traceback:
         lines += [f"  {line}" for line in failure.traceback.splitlines()]
     if failure.hint:
         lines.append(f"hint: {failure.hint}")
     return "\n".join(lines)
+
+
+def remark_lines(status: RunStatus) -> list[str]:
+    """What the nodes remark, a line each."""
+    return [f"node {node.node}: {text}" for node in status.nodes for text in node.remarks]
 
 
 def loss_text(loss: float) -> str:

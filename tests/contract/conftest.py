@@ -152,6 +152,7 @@ class SshStage(LocalStage):
                     msgspec.structs.replace(found.hosts[0], host=f"h{number}")
                     for number in range(4)
                 ),
+                watch_port=found.port + 1,
             )
 
         super().__init__(several)

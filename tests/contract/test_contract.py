@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 from clusterkit import backends, loader, runs
+from clusterkit.agent import PEER_TOKEN
 from clusterkit.backends.base import Backend, Handle, Observation, check_capabilities
 from clusterkit.cluster import CLUSTER_TYPES
 from clusterkit.errors import BadInput, CapabilityError, SubmitFailed, Unavailable
@@ -339,6 +340,25 @@ def test_the_steps_that_are_recorded_hold_no_secret(stage, demo, recording):
     assert TOKEN not in repr(records)
 
 
+def test_nodes_that_watch_each_other_share_a_token_that_is_new_with_each_attempt(
+    stage, demo, recording
+):
+    alone, several = stage.plan(demo()), stage.plan(demo(nodes=2))
+    assert not any(PEER_TOKEN in step.secrets for step in alone.steps)
+    watching = any("--peers" in (file.text or "") for file in several.files)
+    assert watching == (stage.backend.elsewhere or stage.backend.managed)
+    given = []
+    for attempt in (1, 2):
+        transport = recording()
+        stage.backend.submit(several, transport, attempt=attempt)
+        given.append({env[PEER_TOKEN] for *_, env in transport.commands if PEER_TOKEN in env})
+        for token in given[-1]:
+            assert all(token.encode() not in put[2] for put in transport.puts)
+            assert all(token not in word for command in transport.commands for word in command[2])
+    assert [len(tokens) for tokens in given] == [watching, watching]
+    assert not given[0] & given[1]
+
+
 # ---------------------------------------------------------------- 6: capabilities
 
 
@@ -393,7 +413,8 @@ def test_a_run_of_a_very_long_name_runs(stage, demo, run_nodes, dump_dir):
 
 def test_submitting_does_exactly_what_the_plan_says_in_order(stage, any_job, recording):
     plan, transport = stage.plan(any_job), recording()
-    handle = stage.backend.submit(plan, transport)
+    given = {name: Secret(name, TOKEN) for step in plan.steps for name in step.secrets}
+    handle = stage.backend.submit(plan, transport, secrets=given)
     assert handle == Handle(plan, 1)
     # Hosts are served at once; on each of them the order is the plan's.
     for host in dict.fromkeys((*plan.hosts, *(step.host for step in plan.steps))):
@@ -401,7 +422,12 @@ def test_submitting_does_exactly_what_the_plan_says_in_order(stage, any_job, rec
             (file.path, file.content(), file.mode) for file in plan.files
         ]
         assert [command for command in transport.commands if command[1] == host] == [
-            (step.kind, step.host, step.argv, {**step.env, "CLUSTERKIT_ATTEMPT": "1"})
+            (
+                step.kind,
+                step.host,
+                step.argv,
+                {**step.env, "CLUSTERKIT_ATTEMPT": "1", **dict.fromkeys(step.secrets, TOKEN)},
+            )
             for step in plan.steps
             if step.host == host
         ]
@@ -598,6 +624,16 @@ def test_logs_of_one_rank_or_one_node(stage, handle):
 
 def test_a_run_without_logs_has_none(stage, handle):
     assert list(stage.backend.logs(handle, stage.transport)) == []
+
+
+def test_a_python_that_the_job_names_is_the_one_or_refused(stage, demo):
+    named = demo(python="/opt/venv/bin/python")
+    plan = stage.plan(named, stage.facts_of(python="/opt/venv/bin/python", python_origin="x"))
+    assert str(next(note for note in plan.notes if note.name == "python")) == (
+        "python=/opt/venv/bin/python (x)"
+    )
+    with pytest.raises(BadInput, match="python: /opt/venv/bin/python, but the facts are of /q/py"):
+        stage.plan(named, stage.facts_of(python="/q/py"))
 
 
 def test_python_is_the_one_that_the_facts_name(stage, demo):

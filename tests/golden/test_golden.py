@@ -1,9 +1,13 @@
-"""Whole plans, letter by letter: what `clusterkit plan` prints must not change by accident.
+"""Plans, letter by letter: what `clusterkit plan` prints must not change by accident.
 
-``pytest --update-golden`` writes them anew; read the difference before you commit it.
+``expected/BACKEND/CASE.txt`` is a whole plan, one for each kind of job; ``launchers.txt`` beside it
+has of all cases what the plan says of them and the command of a node. ``pytest tests/golden
+--update-golden`` writes them anew and removes what no case has any more; read the difference before
+you commit it.
 """
 
 import difflib
+import pprint
 import subprocess
 from pathlib import Path
 
@@ -35,6 +39,8 @@ CASES = {
     "command": ("command.yaml", 0, {}),
     "module": ("module.yaml", 0, {}),
 }
+
+WHOLE = ("torchrun-2x2", "deepspeed-zero3-2-nodes-of-4-gpus", "mpirun-ugly")
 
 
 def on_two_hosts(facts, nodes):
@@ -111,21 +117,39 @@ def in_pods(kind, facts, nodes):
     return entry, found
 
 
-@pytest.fixture(params=backends.NAMES)
-def planned(request, make_facts):
-    """Plan a case on one backend; the same on every machine."""
+def plan(backend, case, make_facts):
+    """The plan of a case on one backend; the same on every machine."""
+    name, gpus, changes = CASES[case]
+    job = msgspec.structs.replace(
+        loader.load_job(HERE / "jobs" / name), workdir="/srv/my project", **changes
+    )
+    facts = make_facts(gpus=gpus, home="/home/u/.clusterkit", python="/opt/venv/bin/python")
+    cluster, found = place(backend, facts, job.node_range[1])
+    return backends.backend(backend).plan(job, cluster, found, "demo-1121201158-abcd")
 
-    def plan(case):
-        name, gpus, changes = CASES[case]
-        job = msgspec.structs.replace(
-            loader.load_job(HERE / "jobs" / name), workdir="/srv/my project", **changes
+
+def whole(plan):
+    """The plan as people see it; JSON is told in fewer lines than there."""
+    files = [
+        msgspec.structs.replace(
+            file,
+            text=pprint.pformat(
+                msgspec.json.decode(file.text), width=160, compact=True, sort_dicts=False
+            ),
         )
-        facts = make_facts(gpus=gpus, home="/home/u/.clusterkit", python="/opt/venv/bin/python")
-        cluster, found = place(request.param, facts, job.node_range[1])
-        made = backends.backend(request.param).plan(job, cluster, found, "demo-1121201158-abcd")
-        return request.param, made
+        if file.path.endswith(".json")
+        else file
+        for file in plan.files
+    ]
+    return msgspec.structs.replace(plan, files=tuple(files)).to_text()
 
-    return plan
+
+def launcher(case, plan):
+    """What the plan says of a case, and the command of each node in its own words."""
+    (script,) = (file.text for file in plan.files if file.path.endswith("/node.sh"))
+    command = script[script.rindex("\nexec ") + 1 :].rstrip("\n")
+    head = plan.to_text().partition("\n\nfile ")[0].partition("\n\ntree ")[0]
+    return f"== {case}\n{head}\n\n{command}\n"
 
 
 def compare(path: Path, text: str, update: bool) -> None:
@@ -145,44 +169,50 @@ def compare(path: Path, text: str, update: bool) -> None:
         )
 
 
+@pytest.mark.parametrize("backend", backends.NAMES)
+@pytest.mark.parametrize("case", WHOLE)
+def test_the_plan_is_letter_by_letter_the_same(backend, case, make_facts, pytestconfig):
+    text = whole(plan(backend, case, make_facts))
+    compare(EXPECTED / backend / f"{case}.txt", text, pytestconfig.option.update_golden)
+
+
+@pytest.mark.parametrize("backend", backends.NAMES)
+def test_every_launcher_starts_as_the_table_says(backend, make_facts, pytestconfig):
+    text = "\n".join(launcher(case, plan(backend, case, make_facts)) for case in CASES)
+    compare(EXPECTED / backend / "launchers.txt", text, pytestconfig.option.update_golden)
+
+
+@pytest.mark.parametrize("backend", backends.NAMES)
 @pytest.mark.parametrize("case", CASES)
-def test_the_plan_for_people_is_letter_by_letter_the_same(case, planned, pytestconfig):
-    backend, plan = planned(case)
-    compare(EXPECTED / backend / f"{case}.txt", plan.to_text(), pytestconfig.option.update_golden)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_plan_as_json_is_letter_by_letter_the_same(case, planned, pytestconfig):
-    backend, plan = planned(case)
-    text = plan.to_json().decode() + "\n"
-    compare(EXPECTED / backend / f"{case}.json", text, pytestconfig.option.update_golden)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_every_script_of_a_plan_is_posix_shell(case, planned):
-    _, plan = planned(case)
-    scripts = [file for file in plan.files if file.path.endswith(".sh")]
+def test_every_script_of_a_plan_is_posix_shell_and_all_json_is_json(backend, case, make_facts):
+    made = plan(backend, case, make_facts)
+    scripts = [file for file in made.files if file.path.endswith(".sh")]
     assert len(scripts) >= 2
     for script in scripts:
         for shell in ("sh", "bash"):
             done = subprocess.run([shell, "-n"], input=script.content(), capture_output=True)
             assert (done.returncode, done.stderr) == (0, b""), script.path
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_every_json_file_of_a_plan_is_json(case, planned):
-    _, plan = planned(case)
-    for file in plan.files:
+    for file in made.files:
         if file.path.endswith(".json"):
             assert isinstance(msgspec.json.decode(file.content()), dict)
 
 
-def test_no_expectation_is_left_over_from_a_case_that_is_gone():
+@pytest.mark.parametrize("backend", backends.NAMES)
+@pytest.mark.parametrize("case", CASES)
+def test_a_plan_as_json_is_the_same_plan(backend, case, make_facts):
+    made = plan(backend, case, make_facts)
+    assert msgspec.json.decode(made.to_json(), type=type(made)) == made
+
+
+def test_no_expectation_is_left_over_from_a_case_that_is_gone(pytestconfig):
     wanted = {
-        f"{backend}/{case}.{kind}"
+        EXPECTED / backend / f"{name}.txt"
         for backend in backends.NAMES
-        for case in CASES
-        for kind in ("txt", "json")
+        for name in (*WHOLE, "launchers")
     }
-    there = {str(path.relative_to(EXPECTED)) for path in EXPECTED.rglob("*") if path.is_file()}
-    assert there == wanted
+    there = {path for path in EXPECTED.rglob("*") if path.is_file()}
+    if pytestconfig.option.update_golden:
+        for path in there - wanted:
+            path.unlink()
+        there &= wanted
+    assert sorted(there - wanted) == []

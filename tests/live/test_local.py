@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import venv
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -132,6 +133,86 @@ def test_an_ordinary_command_line_runs_unchanged(
     assert done.returncode == 0, done.stderr
     run = api.get(done.stdout.strip())
     assert [line.text for line in run.logs(rank=0)][-1] == "beat 2 2"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["python", "who.py"],
+        ["python3", "-X", "dev", "who.py"],
+        ["python", "-c", "import who"],
+        ["sh", "-c", "tool"],
+        ["named/bin/python", "who.py"],
+        ["job.yaml"],
+    ],
+    ids=" ".join,
+)
+def test_every_way_to_start_python_starts_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    environment, named = tmp_path / "active", tmp_path / "named"
+    for folder in (environment, named):
+        venv.create(folder, symlinks=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VIRTUAL_ENV", str(environment))
+    (tmp_path / "who.py").write_text("import sys; print(sys.prefix, sys.executable)")
+    (tmp_path / "job.yaml").write_text("launcher: python\ncommand: [python, who.py]\n")
+    tool = environment / "bin/tool"
+    tool.write_text('#!/bin/sh\nexec python who.py "$@"\n')
+    tool.chmod(0o755)
+    job: api.Job = words[0] if words == ["job.yaml"] else words
+    run = api.submit(job, settings=["launcher=python"])
+    assert run.wait(SOON).state is State.SUCCEEDED, list(run.logs())
+    expected = named if "named" in words[0] else environment
+    prefix, executable = next(run.logs(rank=0)).text.split()
+    assert prefix == str(expected)
+    assert run.plan.note("python") == executable == str(expected / "bin/python")
+
+
+def test_a_named_interpreter_that_is_not_there_is_refused(
+    tmp_path: Path, own_home: Path, clusterkit: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "who.py").write_text("")
+    done = subprocess.run(
+        [*clusterkit, "submit", "--", "/opt/nope/python3.9", "who.py"],
+        capture_output=True, text=True, timeout=SOON,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "python: /opt/nope/python3.9 is not there" in done.stderr
+    assert list(own_home.glob("runs/*")) == []
+
+
+def test_a_launcher_in_a_command_line_makes_one_world(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(PROGRAMS / "environment.py", tmp_path)
+    words = ["torchrun", "--nproc_per_node=2", "environment.py", "--fast"]
+    run = api.submit(words, nodes=2, gpus=2)
+    assert run.wait(SOON).state is State.SUCCEEDED, list(run.logs())
+    seen = [json.loads(line.text) for line in run.logs() if line.rank is not None]
+    assert sorted(told["env"]["RANK"] for told in seen) == ["0", "1", "2", "3"]
+    assert {told["env"]["WORLD_SIZE"] for told in seen} == {"4"}
+    assert [told["argv"] for told in seen] == [["--fast"]] * 4
+
+
+def test_accelerate_on_the_cpu_makes_one_world(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("accelerate")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "who.py").write_text(
+        "from accelerate import Accelerator\n"
+        "state = Accelerator()\n"
+        "print('world', state.num_processes, state.device)\n"
+        "state.end_training()\n"
+    )
+    words = ["accelerate", "launch", "--num_processes", "2", "who.py"]
+    run = api.submit(words, settings=["device=cpu"])
+    assert run.wait(SOON).state is State.SUCCEEDED, list(run.logs())
+    said = [line.text for line in run.logs() if line.text.startswith("world")]
+    assert said == ["world 2 cpu:0"] * 2
 
 
 # ---------------------------------------------------------------- failures
@@ -655,8 +736,15 @@ def test_a_disk_that_fills_up_during_training_does_not_end_it(
         f"pathlib.Path({str(done)!r}).touch()\n"
     )
     run = api.submit(["python", str(program)], settings=["launcher=python"])
-    assert run.wait(SOON).state is State.SUCCEEDED
+    status = run.wait(SOON)
+    assert status.state is State.SUCCEEDED
     assert done.exists()
+    said = [line.text for line in run.logs()]
+    kept = sum(text.endswith("x") for text in said)
+    gaps = [int(text.split()[0]) for text in said if text.endswith("lost: disk full")]
+    assert 0 < kept < 20000
+    assert sum(gaps) == 20000 - kept
+    assert status.nodes[0].remarks == (f"{20000 - kept} log lines lost: disk full",)
     assert agent.processes_of(str(run.path)) == []
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,10 @@ def start(run_dir):
     """Start an agent for node 0; every one is ended with the test."""
     started = []
 
-    def begin(*argv, nproc=1, spawn=False, workdir=None, grace="5", options=(), **env):
+    def begin(*argv, nproc=1, spawn=False, workdir=None, grace="5", options=(), run=RUN, **env):
         options = [*options, *(["--spawn"] if spawn else [])]
         process = subprocess.Popen(
-            [sys.executable, "-c", RUN, "run", "--nproc", str(nproc),
+            [sys.executable, "-c", run, "run", "--nproc", str(nproc),
              "--workdir", str(workdir or run_dir), "--grace", grace, *options, "--", *argv],
             env={"PATH": os.environ["PATH"], "CLUSTERKIT_RUN_DIR": str(run_dir),
                  "CLUSTERKIT_NODE_DIR": runs.node_dir(str(run_dir), 1, 0), **env},
@@ -102,6 +103,11 @@ def test_spawn_starts_the_command_once_per_rank(start, node_dir):
     assert sorted(line.text for line in lines_of(node_dir)) == ["rank 0", "rank 1", "rank 2"]
 
 
+def test_the_ranks_do_not_see_the_token_of_the_nodes(start, node_dir):
+    assert start("sh", "-c", f'echo "<${agent.PEER_TOKEN}>"', CLUSTERKIT_PEER_TOKEN="t").wait() == 0
+    assert lines_of(node_dir)[0].text == "<>"
+
+
 def test_one_failed_rank_ends_the_others_and_its_code_is_the_node_s(start, node_dir):
     script = 'if [ "$LOCAL_RANK" = 1 ]; then exit 9; fi; exec sleep 600'
     assert start("sh", "-c", script, nproc=2, spawn=True).wait() == 9
@@ -130,6 +136,29 @@ def test_a_signal_is_told_as_128_and_its_number(start, node_dir):
     assert exit_of(node_dir)["exit_code"] == 137
 
 
+QUICK = RUN.replace("agent.PEERS_GRACE", "agent.LOOK_SECONDS = 0.05; agent.PEERS_GRACE")
+IGNORE_INT = "signal.signal(signal.SIGINT, signal.SIG_IGN); "
+
+
+def wait_until(true):
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def says(node_dir, words):
+    return lines_of(node_dir)[-1].text == words
+
+
+def waiting(start, run_dir, **options):
+    """An agent, and its rank, which waits."""
+    fifo = run_dir / "fifo"
+    os.mkfifo(fifo)
+    process = start("sh", "-c", 'echo $$ >"$FIFO"; exec sleep 60', FIFO=str(fifo), **options)
+    return process, int(wait_for_line(fifo))
+
+
 def wait_for_line(fifo: Path) -> str:
     with fifo.open() as reader:  # waits for the writer
         return reader.readline().strip()
@@ -143,6 +172,89 @@ def test_term_ends_everything_and_says_that_it_was_asked_for(start, node_dir, ru
     assert process.wait() == 143
     assert exit_of(node_dir)["reason"] == "stopped on request"
     assert agent.start_ticks(sleeper) is None
+
+
+def test_whoever_ends_a_node_is_written_down(start, node_dir, run_dir):
+    process, _ = waiting(start, run_dir)
+    process.terminate()
+    assert process.wait() == 143
+    ended = exit_of(node_dir)
+    expected = f"SIGTERM from process {os.getpid()} of user {os.getuid()} ("
+    assert ended["stopped_by"].startswith(expected)
+    assert "pytest" in ended["stopped_by"]
+    assert ended["remarks"] == [f"stopped by {ended['stopped_by']}"]
+
+
+def test_a_node_that_is_ended_on_purpose_is_told_what_for(start, node_dir, run_dir):
+    process, _ = waiting(start, run_dir)
+    stop = [sys.executable, agent.__file__, "stop", str(run_dir), "--reason", "over its time"]
+    subprocess.run(stop, check=True, capture_output=True)
+    assert process.wait() == 143
+    ended = exit_of(node_dir)
+    assert (ended["reason"], ended["stopped_by"]) == ("stopped on request", "over its time")
+    assert ended["remarks"] == []
+
+
+def test_a_signal_that_the_agent_waits_for_is_as_ever_for_the_ranks(start, node_dir, run_dir):
+    blocked = "grep -E '^Sig(Blk|Ign)' /proc/self/status"
+    process = start("sh", "-c", blocked, run=f"import signal; {IGNORE_INT}{RUN}")
+    assert process.wait() == 0
+    said = dict(line.text.split(":\t") for line in lines_of(node_dir))
+    assert int(said["SigBlk"], 16) == 0
+    assert not int(said["SigIgn"], 16) & 1 << (signal.SIGINT - 1)
+
+
+def test_ranks_that_have_ended_well_have_done_so_although_their_launcher_is_stopped(
+    start, node_dir, run_dir
+):
+    """torchrun waits in its exit barrier for the ranks of other nodes, and hears nothing there."""
+    launcher = (
+        "trap '' TERM; sh -c 'echo \"@clusterkit-rank 0 $$\" >\"$CLUSTERKIT_PIPE-0\"'; "
+        'echo ended >"$FIFO"; while :; do sleep 60; done'
+    )
+    fifo = run_dir / "fifo"
+    os.mkfifo(fifo)
+    process = start("sh", "-c", launcher, FIFO=str(fifo))
+    assert wait_for_line(fifo) == "ended"
+    wait_until((node_dir / "ranks.jsonl").exists)
+    process.terminate()
+    assert process.wait() == 0
+    ended = exit_of(node_dir)
+    assert (ended["exit_code"], ended["reason"]) == (0, agent.LAUNCHER_WAITED)
+
+
+def test_a_rank_that_was_stopped_is_named(start, node_dir, run_dir):
+    fifo = run_dir / "fifo"
+    os.mkfifo(fifo)
+    rank = 'echo "@clusterkit-rank 3 $$" >"$CLUSTERKIT_PIPE-0"; echo $$ >"$FIFO"; exec sleep 60'
+    process = start("sh", "-c", rank, run=QUICK, FIFO=str(fifo))
+    pid = int(wait_for_line(fifo))
+    wait_until((node_dir / "ranks.jsonl").exists)
+    for signum, words in (
+        (signal.SIGSTOP, "rank 3 was stopped (SIGSTOP)"),
+        (signal.SIGCONT, "rank 3 goes on"),
+        (signal.SIGSTOP, "rank 3 was stopped (SIGSTOP)"),
+    ):
+        os.kill(pid, signum)
+        wait_until(lambda words=words: lines_of(node_dir)[-1:] and says(node_dir, words))
+    process.terminate()
+    process.wait()
+    assert exit_of(node_dir)["causes"] == ["rank 3 was stopped (SIGSTOP)"]
+
+
+def test_an_agent_that_was_stopped_ends_with_the_run_and_says_so(start, node_dir, run_dir):
+    process, rank = waiting(start, run_dir, run=QUICK)
+    process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: agent.is_stopped(agent.identity(process.pid)))
+    time.sleep(0.2)  # as long as this is what it says
+    assert agent.stop(str(run_dir), 5.0)["asked"] == [process.pid]
+    assert process.wait() == 143
+    assert agent.start_ticks(rank) is None
+    ended = exit_of(node_dir)
+    assert ended["reason"] == "stopped on request"
+    (cause,) = ended["causes"]
+    assert cause.startswith("its agent was stopped (SIGSTOP) for ")
+    assert any(text.startswith("this node's agent was stopped") for text in ended["remarks"])
 
 
 def test_what_ignores_term_is_killed_after_the_grace(start, node_dir, run_dir):
@@ -363,7 +475,27 @@ def test_a_full_disk_loses_lines_and_says_how_many(log, tmp_path, monkeypatch):
     log.lines("0", [b"lost", b"lost too"])
     monkeypatch.setattr(agent.os, "write", real)
     log.lines("0", [b"after"])
-    assert texts(tmp_path) == ["before", "2 lines lost: disk full", "after"]
+    assert texts(tmp_path) == ["before", "2 log lines lost: disk full", "after"]
+    assert log.lost == 2
+
+
+def test_all_lines_that_a_full_disk_lost_are_counted_and_told(start, node_dir, run_dir):
+    # After the imports: Python would keep compiled modules that were cut short.
+    full = RUN.replace(
+        "sys.exit",
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192)); sys.exit",
+    )
+    # Some short ones still find room between the long ones that do not.
+    count = 'i=0; while [ $i -lt 200 ]; do echo "line $i"; echo "line $i $LONG"; i=$((i + 1)); done'
+    assert start("sh", "-c", count, run=full, LONG="x" * 500).wait() == 0
+    said = [line.text for line in lines_of(node_dir)]
+    kept = sum(text.startswith("line ") for text in said)
+    gaps = [int(text.split()[0]) for text in said if text.endswith(" lost: disk full")]
+    assert 0 < kept < 400
+    (remark,) = exit_of(node_dir)["remarks"]
+    lost = int(remark.removesuffix(" log lines lost: disk full"))
+    assert kept + lost == 400
+    assert sum(gaps) <= lost  # its last words may find no room either
 
 
 def test_a_disk_that_fills_up_in_the_middle_of_a_line_spoils_no_other(log, tmp_path, monkeypatch):

@@ -4,9 +4,11 @@ import json
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from clusterkit import api, supervise
+from clusterkit.cluster import Project
 from clusterkit.errors import BadInput, RunFolderError, RunNotFound, SubmitFailed
 from clusterkit.runs import Event, RunFolder
 from clusterkit.spec import JobSpec
@@ -38,6 +40,12 @@ def test_a_job_is_a_file_a_spec_or_a_command(write_job, facts):
 def test_planning_twice_gives_the_same_plan(write_job, facts):
     job = write_job("launcher: python\n")
     assert api.plan(job, facts=facts) == api.plan(job, facts=facts)
+
+
+def test_what_a_person_should_know_of_the_project_is_a_note_of_the_plan(program, facts):
+    found = Project(root="/root", digest="d", files=1, bytes=1, how="all", remark="a home folder")
+    plan = api.plan(python_job(), facts=msgspec.structs.replace(facts, project=found))
+    assert "\n  a home folder\n" in plan.to_text()
 
 
 def test_planning_writes_nothing(write_job, clusterkit_home, cwd):

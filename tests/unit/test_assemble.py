@@ -208,6 +208,16 @@ def test_the_batch_says_how_it_came_about():
     ]
 
 
+def test_on_the_cpu_accelerate_is_told_so():
+    assert exported(assembled(job()))["ACCELERATE_USE_CPU"] == "true"
+    assert "ACCELERATE_USE_CPU" not in exported(assembled(job(), device="cuda"))
+    # The Trainer would leave DeepSpeed out.
+    for fields in ({"deepspeed": {}}, {"launcher": "deepspeed"}, {"args": ("--deepspeed=x.json",)}):
+        assert "ACCELERATE_USE_CPU" not in exported(assembled(job(**fields)))
+    own = assembled(job(env={"ACCELERATE_USE_CPU": "false"}))
+    assert exported(own)["ACCELERATE_USE_CPU"] == "false"
+
+
 def test_on_the_cpu_deepspeed_is_told_so():
     assert exported(assembled(job(deepspeed={})))["DS_ACCELERATOR"] == "cpu"
     assert "DS_ACCELERATOR" not in exported(assembled(job(deepspeed={}), device="cuda"))
@@ -218,6 +228,12 @@ def test_on_the_cpu_deepspeed_is_told_so():
 
 def run_env(**more):
     return {"CLUSTERKIT_RUN_ID": "r1", "CLUSTERKIT_RUN_DIR": "/runs/r1"} | more
+
+
+@pytest.mark.parametrize("word", ["python", "python3"])
+def test_python_in_a_command_is_the_ranks_own(word):
+    spec = job(program=None, command=(word, "-c", "python"))
+    assert program_argv(spec, "/v/bin/python", run_env(), ONE) == ["/v/bin/python", "-c", "python"]
 
 
 def test_names_in_arguments_are_replaced():
@@ -246,6 +262,28 @@ def test_an_unknown_name_in_arguments_is_refused_with_the_known_ones():
 def test_a_name_without_a_value_in_this_job_is_refused():
     with pytest.raises(BadInput, match=r"\$\{clusterkit\.micro_batch\} has no value in this job"):
         program_argv(job(args=("${clusterkit.micro_batch}",)), "python", run_env(), ONE)
+
+
+@pytest.mark.parametrize(
+    ("fields", "topology", "name", "hint"),
+    [
+        ({"batch": {"global": 64}}, Topology(1, 2, 1), "micro_batch",
+         "nodes: 1:2 is elastic, so it changes while the job runs; `batch: {micro: N}` fixes it"),
+        ({"batch": {"micro": 8}}, Topology(1, 2, 1), "global_batch", "`batch: {global: N}` fixes"),
+        ({"batch": {"micro": 8}}, Topology(1, 2, 1), "accumulation", "from WORLD_SIZE"),
+        ({}, Topology(2, 4, 1), "world_size", "nodes: 2:4 is elastic"),
+        ({}, Topology(2, 4, 1), "micro_batch", "the job has no batch: `batch: {micro: N}`"),
+        ({}, ONE, "global_batch", "the job has no batch: `batch: {global: N}`"),
+        ({}, ONE, "checkpoint_dir", "the job has no `checkpoint` section"),
+        ({}, ONE, "deepspeed_config", "the job has no `deepspeed` section"),
+    ],
+)  # fmt: skip
+def test_a_name_without_a_value_says_why(fields, topology, name, hint):
+    fields = {k: msgspec.convert(v, BatchSpec) for k, v in fields.items()}
+    spec = job(args=(f"${{clusterkit.{name}}}",), **fields)
+    with pytest.raises(BadInput, match="has no value in this job") as error:
+        program_argv(spec, "python", run_env(), topology)
+    assert hint in (error.value.hint or "")
 
 
 @pytest.mark.parametrize(

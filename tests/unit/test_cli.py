@@ -15,6 +15,7 @@ from clusterkit.cli import cli as group
 from clusterkit.cli.common import table
 from clusterkit.runs import Event, RunFolder
 from clusterkit.status import Failure, NodeStatus, RunStatus, State
+from clusterkit.ui import plots
 
 STAMP = "2026-11-21T20:11:58.12345"
 LOG = (
@@ -226,6 +227,69 @@ def test_a_job_or_a_command_is_needed(cli):
     done = cli("plan")
     assert (done.code, done.out) == (2, "")
     assert "Give a job file, or a command after --." in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("train.py", "-- python train.py"),
+        ("train.py --lr 1 -n 2", "-n 2 -- python train.py --lr 1"),
+        ("-g2 train.py -- --lr 1", "-g2 -- python train.py --lr 1"),
+        ("--nodes=2 python train.py -x", "--nodes=2 -- python train.py -x"),
+        ("torchrun --standalone train.py", "-- torchrun --standalone train.py"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["plan", "submit"])
+def test_a_program_where_a_job_file_should_stand(verb, words, line, refused, write_job):
+    write_job()
+    said = refused(verb, *words.split()).splitlines()
+    assert said[0].endswith("is no job file: a command stands behind --")
+    assert said[1] == f" hint: clusterkit {verb} {line}"
+
+
+def test_a_python_file_after_two_dashes(refused, write_job):
+    write_job()
+    said = refused("submit", "--", "train.py", "--lr", "1").splitlines()
+    assert said[0] == "error: train.py is a Python file and no command"
+    assert said[1] == " hint: clusterkit submit -- python train.py --lr 1"
+
+
+def test_a_launcher_after_two_dashes_is_taken_over(cli, write_job):
+    write_job()
+    words = ["torchrun", "--nproc_per_node=2", "train.py", "--lr", "1"]
+    done = cli("plan", "-n", "2", "-g", "2", "--run-id", "train-plan", "--", *words)
+    assert done.code == 0
+    assert "2 nodes x 2 ranks" in done.out
+    assert "torchrun in the command is taken over: launcher torchrun, gpus_per_node 2" in done.out
+    assert done.out.count("torch.distributed.run") == 1
+
+
+def test_a_launcher_that_contradicts_a_flag_or_a_key_is_refused(refused, write_job):
+    write_job()
+    words = ["torchrun", "--nproc_per_node=2", "train.py"]
+    said = refused("plan", "-g", "4", "--", *words)
+    assert said.startswith("error: --gpus 4, but the command says --nproc_per_node=2\n")
+    said = refused(
+        "plan", "-g", "2", "--set", "nodes=2", "--", "torchrun", "--tee", "3", "train.py"
+    )
+    assert "clusterkit submit --gpus 2 --set nodes=2 -- python train.py" in said
+    job = write_job(f"command: [{', '.join(words)}]\ngpus_per_node: 4\n", base=False)
+    assert refused("plan", job).startswith(
+        "error: job.yaml:2: gpus_per_node: 4, but the command says --nproc_per_node=2\n"
+    )
+
+
+def test_the_source_of_a_program_is_read_for_ranks_of_its_own(cli, refused, write_job, cwd):
+    write_job()
+    (cwd / "train.py").write_text("import torch.multiprocessing as mp\nmp.spawn(main)\n")
+    done = cli("plan", "--", "python", "train.py")
+    assert "train.py starts its ranks itself (mp.spawn), but torchrun starts it once" in done.out
+    done = cli("plan", "--set", "launcher=python", "--", "python", "train.py")
+    assert (done.code, "mp.spawn" in done.out) == (0, False)
+    (cwd / "train.py").write_text("parser.add_argument('--local_rank', type=int)\n")
+    said = refused("plan", "--", "deepspeed", "--num_gpus", "2", "train.py")
+    assert said.startswith("error: command: train.py takes --local_rank, which its launcher gives")
+    assert "--set launcher=deepspeed --gpus 2 -- sh -c " in said
 
 
 # ---------------------------------------------------------------- bad input, end to end
@@ -445,6 +509,26 @@ def test_logs_of_one_rank_raw(cli, ended):
     assert cli("logs", ended.id, "--node", "0", "--rank", "1", "--raw").out == "from rank one\n"
 
 
+def test_logs_fold_torchrun_s_own_traceback_unless_they_are_raw_or_json(
+    cli, unstarted_run, by_hand
+):
+    report = [
+        "Traceback (most recent call last):", '  File "run.py", line 1, in <module>',
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
+        "=" * 60, "train.py FAILED", "=" * 60,
+    ]  # fmt: skip
+    run = unstarted_run()
+    log = "".join(f"2026-11-21T20:00:00.000000Z - {text}\n" for text in report)
+    by_hand(run).node(exit_code=1, log=log.encode())
+    RunFolder(run.path).write_json("state.json", final(run.id, State.FAILED, 1))
+    (line,) = cli("logs", run.id).out.splitlines()
+    assert line.endswith(
+        "n0 - torchrun's own traceback (ChildFailedError): 6 lines; logs --raw shows them"
+    )
+    assert cli("logs", run.id, "--raw").out.splitlines() == report
+    assert [line["text"] for line in cli("logs", run.id, "--json").json] == report
+
+
 def test_logs_as_json_are_a_list_and_followed_one_object_per_line(cli, ended):
     listed = cli("logs", ended.id, "--json").json
     followed = [json.loads(x) for x in cli("logs", ended.id, "--json", "-f").out.splitlines()]
@@ -496,6 +580,22 @@ def test_plot_writes_a_picture_and_prints_its_name(cli, ended, cwd):
     done = cli("plot", ended.id, "-o", "loss.svg")
     assert (done.code, done.out) == (0, "loss.svg\n")
     assert (cwd / "loss.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("jobs", "labels"), [(("a", "b"), ("a", "b")), (("a", "a"), ("one-1", "two-2"))]
+)
+def test_a_plot_names_runs_after_their_jobs_unless_two_have_the_same(
+    cli, unstarted_run, by_hand, monkeypatch, jobs, labels
+):
+    drawn = []
+    monkeypatch.setattr(plots, "draw", lambda *given: drawn.append(given) or given[1])
+    runs = ("one-1", "two-2")
+    for run_id, job in zip(runs, jobs, strict=True):
+        run = unstarted_run(run_id=run_id, settings=[f"name={job}"])
+        by_hand(run).node(exit_code=0, log=LOG)
+    cli("plot", *runs, "-o", "loss.svg")
+    assert drawn[0][2] == dict(zip(runs, labels, strict=True))
 
 
 def test_rm_removes_a_run_that_has_ended(cli, ended):

@@ -20,7 +20,7 @@ from clusterkit.backends.base import Handle
 from clusterkit.backends.compose import ComposeBackend
 from clusterkit.backends.containers import STATES, Container, Watcher, inspect, judge
 from clusterkit.cluster import ComposeCluster, Engine, Gpu
-from clusterkit.compose_file import Anchored, Raw, size_bytes, yaml_text
+from clusterkit.compose_file import size_bytes
 from clusterkit.diagnose import diagnose
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.logs import LogLine
@@ -63,29 +63,19 @@ def planned(make_facts: Callable[..., Any]) -> Callable[..., Any]:
 # ---------------------------------------------------------------- the file
 
 
-ODD = ("yes", "No", "~", "0o14", "1_0", "1e3", "a: b", "- x", "#x", "&a", "*a", "0x1", ".5", "=")
-ODD += ("2026-01-01", "12:30:45", "\x7f\x85\ufeff", "é")
+@pytest.mark.parametrize("value", [value for value in UGLY.values() if value])
+def test_a_folder_of_any_name_is_mounted_and_its_dollars_are_kept_from_compose(
+    planned: Callable[..., Any], value: str
+) -> None:
+    _, document = planned(workdir=f"/srv/{value}")
+    sources = [mount["source"] for mount in document["x-node"]["volumes"]]
+    assert f"/srv/{value}".replace("$", "$$") in sources
 
 
-@pytest.mark.parametrize("value", [*UGLY.values(), *ODD])
-def test_any_text_stands_in_the_file_as_text(value: str) -> None:
-    text = yaml_text({"list": [value], "map": {"key": value}, "deep": [{"a": value, "b": 1}]})
-    assert yaml.safe_load(text.replace("$$", "$")) == {
-        "list": [value],
-        "map": {"key": value},
-        "deep": [{"a": value, "b": 1}],
-    }
-
-
-def test_a_dollar_is_kept_from_compose() -> None:
-    assert yaml_text({"a": "$HOME $$ ${X}"}) == 'a: "$$HOME $$$$ $${X}"\n'
-    assert yaml_text({"a": Raw('"${X}"')}) == 'a: "${X}"\n'
-
-
-def test_what_is_shared_is_written_once_and_referred_to() -> None:
-    text = yaml_text({"x-a": Anchored("a", {"k": None, "n": 1.5}), "b": {"<<": Raw("*a")}, "c": {}})
-    assert yaml.safe_load(text) == {"x-a": {"k": None, "n": 1.5}, "b": {"k": None, "n": 1.5},
-                                    "c": {}}  # fmt: skip
+def test_compose_itself_replaces_the_number_of_the_attempt(planned: Callable[..., Any]) -> None:
+    _, document = planned()
+    assert document["x-labels"]["clusterkit.attempt"] == "${CLUSTERKIT_ATTEMPT:-1}"
+    assert document["services"]["node-0"]["labels"]["clusterkit.attempt"].startswith("${")
 
 
 @pytest.mark.parametrize(
@@ -315,6 +305,18 @@ def test_facts_of_an_engine_and_an_image(tools: Path, clusterkit_home: Path) -> 
     # Another limit may be refused: that is asked anew.
     BACKEND.probe(ComposeCluster(ulimits={"core": 0}), docker, job())
     assert len([words for words in docker.asked if "run" in words]) == 2
+
+
+def test_the_job_s_own_python_is_asked_in_the_image(tools: Path) -> None:
+    docker = Docker()
+    facts = BACKEND.probe(ComposeCluster(), docker, job(python="/p/python3.12"))
+    (asked,) = [words for words in docker.asked if "run" in words]
+    assert asked[asked.index("--entrypoint") + 1] == "/p/python3.12"
+    host = facts.hosts[0]
+    assert (host.python, host.python_origin) == ("/p/python3.12", "job: python")
+    missing = Docker(run=(127, "", 'exec: "/q/python": no such file or directory: unknown.'))
+    with pytest.raises(Unavailable, match="image clusterkit:cpu has no /q/python"):
+        BACKEND.probe(ComposeCluster(), missing, job(python="/q/python"))
 
 
 def test_a_rootless_engine_calls_the_submitter_root(tools: Path) -> None:

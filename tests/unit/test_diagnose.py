@@ -213,6 +213,14 @@ def test_a_signal_is_named(code, words):
         ("OSError: [Errno 98] Address already in use", "listens on that port"),
         ("OSError: [Errno 28] No space left on device", "make room"),
         ("RuntimeError: Error building extension 'cpu_adam'", "ninja"),
+        ("AssertionError: Torch not compiled with CUDA enabled", "no GPU on this node"),
+        (
+            "RuntimeError: Found no NVIDIA driver on your system. Please check",
+            "no GPU on this node",
+        ),
+        ("RuntimeError: No CUDA GPUs are available", "no GPU on this node"),
+        ("RuntimeError: CUDA error: no CUDA-capable device is detected", "no GPU on this node"),
+        ("/r/files/rank.sh: 12: exec: frobnicate: not found", "no such command"),
     ],
 )
 def test_a_known_cause_has_a_remedy(last, hint):

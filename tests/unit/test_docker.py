@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from clusterkit.kubernetes import mpijob
+
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
 DOCKERFILE = (DOCKER / "Dockerfile").read_text("utf-8")
@@ -52,6 +54,23 @@ def test_it_runs_as_a_plain_user_under_an_init() -> None:
     assert instructions("USER") == ["1000:1000"]
     assert instructions("ENTRYPOINT")[0].startswith('["tini", "--",')
     assert len(instructions("HEALTHCHECK")) == 1
+
+
+def test_nobody_in_a_container_but_root_can_add_a_key() -> None:
+    """sshd runs without strict modes there: where its keys lie is what keeps others out."""
+    settings = dict(
+        line.split(maxsplit=1)
+        for line in (DOCKER / "sshd_config").read_text("utf-8").splitlines()
+        if line and not line.startswith("#")
+    )
+    assert settings["AuthorizedKeysFile"] == f"{mpijob.KEYS}/authorized_keys"
+    assert mpijob.KEYS.startswith("/etc/clusterkit/")
+    client = (DOCKER / "ssh_config").read_text("utf-8")
+    assert f"IdentityFile {mpijob.KEYS}/id_rsa\n" in client
+    open_to_all = re.findall(r"(?:chmod|-m) 0?7?77[67]\S* (\S+)", DOCKERFILE)
+    assert open_to_all == ["/checkpoints"]
+    assert "chown 1000:0 /home/clusterkit" in DOCKERFILE
+    assert "chmod 0770 /home/clusterkit" in DOCKERFILE
 
 
 def test_what_changes_often_comes_last() -> None:

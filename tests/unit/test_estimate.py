@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from clusterkit import estimate as estimates
 from clusterkit import loader
 from clusterkit.errors import BadInput, Unavailable
-from clusterkit.estimate import jobs, models
+from clusterkit.estimate import jobs, models, published
 from clusterkit.estimate.memory import (
     Model,
     Setup,
@@ -72,6 +72,9 @@ def folder(tmp_path: Path) -> Callable[[dict[str, Any]], str]:
         ("1.5TB", 1.5e12),
         (".5GB", 5 * 10**8),
         ("80,000MB", 80 * 10**9),
+        ("80G", 80 * 10**9),
+        ("80Gi", 80 << 30),
+        ("40960mi", 40960 << 20),
     ],
 )
 def test_sizes_are_read_as_people_write_them(text: str, size: float) -> None:
@@ -361,9 +364,10 @@ def test_a_model_that_is_nowhere_is_refused_without_asking_the_network(
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setattr(models.subprocess, "run", lambda *_, **__: pytest.fail("it was started"))
     with pytest.raises(BadInput, match="not in the Hugging Face cache") as caught:
-        models.hugging_face("Qwen/Qwen2-1.5B")
+        models.hugging_face("Qwen/Qwen2-1.5C")
     assert caught.value.hint == (
-        "hf download Qwen/Qwen2-1.5B config.json, or give --parameters, --layers, --hidden"
+        "did you mean qwen2-1.5b? Or hf download Qwen/Qwen2-1.5C config.json, or give "
+        "--parameters, --layers, --hidden"
     )
 
 
@@ -390,11 +394,83 @@ def test_what_is_not_given_of_any_model_is_guessed_and_said() -> None:
     model = models.from_numbers(7_000_000_000)
     assert 30 <= model.layers <= 36
     assert 3584 <= model.hidden <= 4608
-    assert model.origin == "your numbers; guessed: layers, hidden, vocabulary, context"
-    given = models.from_numbers(7_000_000_000, layers=32, hidden=4096, vocabulary=1, context=8)
+    assert model.origin == (
+        "your numbers; guessed: layers, hidden, key-value heads, intermediate size, vocabulary, "
+        "context; a gated perceptron (SwiGLU) is assumed, which saves more than a plain one: "
+        "--no-gated if it has none"
+    )
+    given = models.from_numbers(
+        7_000_000_000, layers=32, hidden=4096, heads=32, intermediate=11008, gated=True,
+        vocabulary=1, context=8,
+    )  # fmt: skip
     assert given.origin == "your numbers"
-    with pytest.raises(BadInput, match="is larger"):
+    with pytest.raises(BadInput, match="an embedding of"):
         models.from_numbers(1000)
+    with pytest.raises(BadInput, match="the attention of 32 layers x 8192 is larger"):
+        models.from_numbers(7_000_000_000, layers=32, hidden=8192)
+
+
+def activations(model: Model) -> float:
+    """GiB that a rank of ZeRO-2 saves of one sample."""
+    return predict(model, Setup("zero2", Mesh(shard=8), "bf16")).activations / (1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "size"),
+    [
+        ("llama-2-7b", {"layers": 32, "hidden": 4096}, 22.8),
+        ("qwen2-1.5b", {"layers": 28, "hidden": 1536, "heads": 12, "kv_heads": 2,
+                        "vocabulary": 151936}, 11.1),
+        ("mistral-7b", {"layers": 32, "hidden": 4096, "kv_heads": 8}, 24.6),
+    ],
+)  # fmt: skip
+def test_numbers_alone_never_give_less_than_the_model_s_real_shape(
+    name: str, numbers: dict[str, int], size: float
+) -> None:
+    real = models.hugging_face(name, 4096)
+    assert activations(real) == pytest.approx(size, abs=0.1)
+    guess = models.from_numbers(real.parameters, context=4096, **numbers)
+    assert real.parameters == guess.parameters
+    assert 0.99 < activations(guess) / activations(real) < 1.15
+    exact = {"gated": True, "intermediate": real.feed_forward, "vocabulary": real.vocabulary}
+    given = models.from_numbers(
+        real.parameters, context=4096, **(numbers | exact | {"heads": real.heads})
+    )
+    assert activations(given) == pytest.approx(activations(real), rel=1e-6)
+    plain = models.from_numbers(real.parameters, context=4096, gated=False, **numbers)
+    assert activations(plain) < activations(guess)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("gpt2", 124_439_808), ("gpt2-medium", 354_823_168), ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200), ("llama-7b", 6_738_415_616), ("llama-2-7b", 6_738_415_616),
+        ("llama-2-13b", 13_015_864_320), ("llama-2-70b", 68_976_648_192),
+        ("llama-3-8b", 8_030_261_248), ("llama-3-70b", 70_553_706_496),
+        ("llama-3.1-8b", 8_030_261_248), ("llama-3.1-70b", 70_553_706_496),
+        ("llama-3.1-405b", 405_853_388_800), ("llama-3.2-1b", 1_235_814_400),
+        ("llama-3.2-3b", 3_212_749_824), ("tinyllama-1.1b", 1_100_048_384),
+        ("mistral-7b", 7_241_732_096), ("qwen2-0.5b", 494_032_768), ("qwen2-1.5b", 1_543_714_304),
+        ("qwen2-7b", 7_615_616_512), ("qwen2-72b", 72_706_203_648), ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-1.5b", 1_543_714_304), ("qwen2.5-3b", 3_085_938_688),
+        ("qwen2.5-7b", 7_615_616_512), ("qwen2.5-14b", 14_770_033_664),
+        ("qwen2.5-32b", 32_763_876_352), ("qwen2.5-72b", 72_706_203_648),
+        ("qwen3-0.6b", 596_049_920), ("qwen3-1.7b", 1_720_574_976), ("qwen3-4b", 4_022_468_096),
+        ("qwen3-8b", 8_190_735_360), ("qwen3-14b", 14_768_307_200), ("qwen3-32b", 32_762_123_264),
+    ],
+)  # fmt: skip
+def test_well_known_models_have_their_published_count(name: str, parameters: int) -> None:
+    assert name in published.NAMES
+    found = models.hugging_face(name)
+    assert found.parameters == parameters
+    assert models.hugging_face(found.name.upper()) == found
+    assert "as published" in found.origin
+
+
+def test_every_published_model_is_counted_above() -> None:
+    marks = test_well_known_models_have_their_published_count.pytestmark  # type: ignore[attr-defined]
+    assert {name for name, _ in marks[0].args[1]} == set(published.NAMES)
 
 
 # ---------------------------------------------------------------- jobs
@@ -440,6 +516,63 @@ def test_flags_of_our_programs_are_understood(args: list[str], expected: dict[st
     _, setup = setup_of(spec)
     for name, value in expected.items():
         assert getattr(setup, name) == value
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"train_micro_batch_size_per_gpu": 8}, (8, 1)),
+        ({"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4}, (8, 4)),
+        ({"train_batch_size": 64}, (8, 1)),
+        ({"train_batch_size": 64, "gradient_accumulation_steps": 2}, (4, 2)),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": "auto"}, (8, 1)),
+        ({"train_micro_batch_size_per_gpu": "auto"}, (1, 1)),
+        ({"gradient_accumulation_steps": 2}, (1, 2)),
+    ],
+)
+def test_a_deepspeed_section_says_the_batch(
+    cwd: Path, config: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    (cwd / "train.py").write_text("import deepspeed\n")
+    spec = JobSpec(name="x", program="train.py", deepspeed=config, workdir=str(cwd))
+    setup = jobs.setup_of(
+        spec, jobs.read_program(spec), ranks=8, local_ranks=8, device="cuda",
+        model=models.hugging_face("gpt2"),
+    )  # fmt: skip
+    assert (setup.micro, setup.accumulation) == expected
+
+
+def test_a_batch_of_a_deepspeed_section_that_does_not_divide_is_refused(cwd: Path) -> None:
+    (cwd / "train.py").write_text("import deepspeed\n")
+    spec = JobSpec(
+        name="x", program="train.py", deepspeed={"train_batch_size": 7}, workdir=str(cwd)
+    )
+    with pytest.raises(BadInput, match="global 7 is not a multiple of 8 ranks"):
+        jobs.setup_of(
+            spec, jobs.read_program(spec), ranks=8, local_ranks=8, device="cuda",
+            model=models.hugging_face("gpt2"),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("section", "optimizer", "parameters"),
+    [
+        ({"stage": 3, "cpu_offload": True}, True, False),
+        ({"stage": 3, "cpu_offload": True, "cpu_offload_param": True}, True, True),
+        ({"stage": 3, "cpu_offload": False}, False, False),
+        ({"stage": 3, "cpu_offload": True, "offload_optimizer": {"device": "none"}}, False, False),
+        ({"stage": 3, "offload_param": {"device": "cpu"}}, False, True),
+    ],
+)
+def test_offload_is_read_in_its_old_and_its_new_spelling(
+    section: dict[str, Any], optimizer: bool, parameters: bool
+) -> None:
+    spec = JobSpec(
+        name="x", program="jobs/train/gpt.py", workdir=str(ROOT), args=("--model", "tiny"),
+        deepspeed={"zero_optimization": section},
+    )  # fmt: skip
+    _, setup = setup_of(spec)
+    assert (setup.offload_optimizer, setup.offload_parameters) == (optimizer, parameters)
 
 
 @pytest.mark.parametrize(
@@ -527,6 +660,8 @@ def test_the_warning_knows_a_hugging_face_config_on_disk(
         (["--attention", "sparse"], "--attention sparse: unknown"),
         (["--micro-batch", "0"], "--micro-batch: 0 is below 1"),
         (["--layers", "4"], "--layers describes a model of --parameters"),
+        (["--no-gated"], "--gated describes a model of --parameters"),
+        (["--parameters", "7B", "--kv-heads", "0"], "--kv-heads: 0 is below 1"),
         (["--model", "tiny", "--parameters", "7B"], "give only one of them"),
         (["--parameters", "7X"], "--parameters: '7X'"),
         (["--gpus", "0"], "a node needs at least 1 rank"),
@@ -548,6 +683,50 @@ def test_a_program_whose_model_is_not_known_is_told_how_to_say_it(
     said = refused("estimate", write_job(), "--gpus", "1", "--gpu-memory", "80GB")
     assert "train.py: clusterkit does not know which model it trains" in said
     assert "--parameters 7B --layers 32 --hidden 4096" in said
+
+
+@pytest.mark.parametrize(
+    ("word", "flag"),
+    [("7B", "--parameters"), ("350m", "--parameters"), ("1.5B", "--parameters"),
+     ("llama-3-8b", "--model"), ("Qwen/Qwen2-1.5B", "--model"), ("small", "--model")],
+)  # fmt: skip
+def test_a_model_may_stand_in_the_place_of_the_job(
+    cli: Callable[..., Any], cwd: Path, word: str, flag: str
+) -> None:
+    rest = ["--gpus", "2", "--gpu-memory", "80G", "--json"]
+    assert cli("estimate", word, *rest).json == cli("estimate", flag, word, *rest).json
+
+
+def test_a_file_goes_before_a_model_of_its_name(refused: Callable[..., str], cwd: Path) -> None:
+    (cwd / "7B").write_text("nope: 1\n")
+    assert "7B:1" in refused("estimate", "7B", "--gpus", "1", "--gpu-memory", "80G")
+
+
+def test_without_a_job_nothing_is_called_the_job(cli: Callable[..., Any]) -> None:
+    done = cli("estimate", "--parameters", "7B", "--gpus", "8", "--gpu-memory", "80G")
+    assert done.code == 0
+    assert "*" not in done.out
+    assert "the job" not in done.out + done.err
+    assert "a gated perceptron (SwiGLU) is" in done.out
+    assert max(map(len, done.out.splitlines())) <= 100
+
+
+def test_a_job_with_a_batch_in_its_deepspeed_section_is_not_called_without_one(
+    cli: Callable[..., Any], write_job: Callable[..., str]
+) -> None:
+    job = write_job("deepspeed: {train_micro_batch_size_per_gpu: 8}\n")
+    words = ["--model", "gpt2", "--gpus", "1", "--gpu-memory", "80G"]
+    done = cli("estimate", job, *words)
+    assert "micro batch 8 x 1024 tokens" in done.out
+    assert "no batch" not in done.err
+    assert "no batch" in cli("estimate", write_job(), *words).err
+    assert "no batch" not in cli("estimate", write_job(), *words, "--micro-batch", "2").err
+
+
+def test_a_sample_as_long_as_a_model_takes_is_named(cli: Callable[..., Any]) -> None:
+    words = ["estimate", "qwen2-1.5b", "--gpus", "8", "--gpu-memory", "80G"]
+    assert "samples of 131,072 tokens, the most that Qwen/Qwen2-1.5B takes" in cli(*words).err
+    assert "samples of" not in cli(*words, "--context", "4096").err
 
 
 def test_nothing_to_estimate_is_refused(cli: Callable[..., Any]) -> None:
@@ -582,7 +761,9 @@ def test_json_holds_every_moment(cli: Callable[..., Any]) -> None:
         assert row["total"] == max(row["moments"].values()) + row["overhead"]
         assert row["fits"] is (row["total"] <= 80 << 30)
         assert (row["largest_micro_batch"] >= row["micro_batch"]) is row["fits"]
-    assert [row["own"] for row in found["rows"]].count(True) == 1
+    assert not any(row["own"] for row in found["rows"])  # there is no job
+    done = cli("estimate", str(JOBS / "ddp.yaml"), "--gpus", "8", "--gpu-memory", "80GiB", "--json")
+    assert [row["own"] for row in done.json["rows"]].count(True) == 1
 
 
 def test_what_fits_nowhere_is_told_how_many_gpus_would_do(cli: Callable[..., Any]) -> None:

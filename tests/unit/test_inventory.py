@@ -791,20 +791,159 @@ def test_open_mpi_s_most_slots_do_no_harm(write):
     assert read_hosts(write("h0 slots=2 max_slots=4\n", "h"), "all") == (Host(name="h0", slots=2),)
 
 
-def test_a_hostfile_is_what_deepspeed_reads_of_it(write, deepspeed):
-    text = "# c\nworker-0 slots=8\n\n  worker-1\tslots=4\n10.0.0.7 slots=16 # x\n"
+@pytest.mark.parametrize(
+    "user",
+    [
+        "-oProxyCommand=x",
+        "a b",
+        "a;reboot",
+        "$(reboot)",
+        "`reboot`",
+        "a'b",
+        'a"b',
+        "a\tb",
+        "a|b",
+        "",
+    ],
+)
+def test_a_user_that_no_host_has_is_refused(user):
+    with pytest.raises(BadInput, match=r"^hosts: host h0: user .* is not the name of a user"):
+        check_hosts((Host(name="h0", user=user),), "hosts")
+
+
+@pytest.mark.parametrize(
+    "user", ["me", "me.too", "m-e_1", "me@corp.example", r"CORP\me", "j\u00fcrg"]
+)
+def test_users_as_directories_have_them(user):
+    assert check_hosts((Host(name="h0", user=user),), "hosts")
+
+
+SAME_HOSTFILES = [
+    "w0 slots=4\nw1 slots=4\n",
+    "w0 slots=4",
+    "# c\nw0 slots=8\n\n  w1\tslots=4\n10.0.0.7 slots=16 # x\n",
+    "w0 slots=4\r\nw1 slots=2\r\n",
+    "\n\n\t\nw0 slots=4\n",
+    "   # indented comment\nw0 slots=4\n",
+    "w0 slots=4#close\n",
+    "w0 slots=4 max_slots=8\n",
+    "w0 slots=4 max-slots=8\n",
+    "w0 slots=4 max_slots=8 # both\n",
+    "w0 slots=4 gpu=a100\n",
+    "w0 slots=4 ; half of it\n",
+    "w0 slots=04\n",
+    "w0 slots=00\nw1 slots=1\n",
+    "w0 slots=1\nw1 slots=0\n",
+    "w0 slots=0\n",
+    "w0 slots=999999\n",
+    "10.0.0.1 slots=1\n10.0.0.2 slots=1\n",
+    "2001:db8::1 slots=2\n",
+    "::1 slots=2\n",
+    "w0.example.org slots=2\n",
+    "w_0 slots=2\n",
+    "W0 slots=2\n",
+    "0 slots=2\n",
+    "gpu-01 slots=2\ngpu-02 slots=3\ngpu-03 slots=1\n",
+    "w1 slots=1\nw0 slots=1\n",
+    "xn--bcher-kva.example slots=1\n",
+]
+BOTH_REFUSE = [
+    "",
+    "\n\n",
+    "# nothing\n",
+    "w0 slots=\n",
+    "w0 slots=-1\n",
+    "w0 slots=two\n",
+    "w0 slots=+4\n",
+    "w0 slot=4\n",
+    "w0 slots 4\n",
+    "w0 SLOTS=4\n",
+    "w0 slots:4\n",
+    "w0 gpus=4 slots=4\n",
+    "slots=4 w0\n",
+    "w0, slots=4\nw1\n",
+    "w0 slots=1\nw0 slots=2\n",
+    "w0 slots=1\nw0 slots=0\n",
+    "w0 slots=4\nw1\n",
+    "w0\nw1 slots=4\n",
+    "w0 slots=4\nw1 slots=\n",
+    "w0 slots=4\nw1 slot=4\n",
+    "w0 w1 slots=4\n",
+    "[nodes] w0 slots=4\n",
+]
+OURS_ONLY = {
+    # Names alone, Open MPI's form with spaces.
+    "w0\nw1\n": {"w0": None, "w1": None},
+    "w0 slots = 4\n": {"w0": 4},
+    "w0 slots= 4\n": {"w0": 4},
+    "w0 slots =4\n": {"w0": 4},
+}
+DEEPSPEED_ONLY = [
+    # Names that are none, two names of one machine, something attached to the number.
+    "w;id slots=1\n",
+    "-oProxyCommand=x slots=1\n",
+    "w0- slots=1\n",
+    "b\u00fccher slots=1\n",
+    "w0 slots=4abc\n",
+    "w0 slots=4,5\n",
+    "w0 slots=\u0664\n",
+    "w0 slots=9999999\n",
+    "w0 slots=1\nW0 slots=1\n",
+    "me@w0 slots=1\nw0 slots=1\n",
+    "w0:0 slots=1\n",
+    "w0:70000 slots=1\n",
+]
+# DeepSpeed takes these as names, which it hands to ssh or pdsh.
+TAKEN_APART = {
+    "me@w0 slots=2\n": Host(name="w0", user="me", slots=2),
+    "me@corp.example@w0 slots=2\n": Host(name="w0", user="me@corp.example", slots=2),
+    "w0:2222 slots=2\n": Host(name="w0", port=2222, slots=2),
+    "me@w0:2222 slots=2\n": Host(name="w0", user="me", port=2222, slots=2),
+    "[2001:db8::1] slots=2\n": Host(name="2001:db8::1", slots=2),
+    "[2001:db8::1]:2222 slots=2\n": Host(name="2001:db8::1", port=2222, slots=2),
+    "me@[2001:db8::1]:2222 slots=2\n": Host(name="2001:db8::1", user="me", port=2222, slots=2),
+}
+
+
+@pytest.mark.parametrize("text", SAME_HOSTFILES)
+def test_a_hostfile_is_what_deepspeed_reads_of_it(write, deepspeed, text):
     found = read_hosts(write(text, "hostfile"), "all")
-    assert {host.name: host.slots for host in found} == dict(
+    theirs = deepspeed["_parse_hostfile"](text.splitlines(keepends=True))
+    assert [(host.name, host.slots) for host in found] == list(theirs.items())
+
+
+@pytest.mark.parametrize("text", BOTH_REFUSE)
+def test_a_hostfile_that_deepspeed_refuses_is_refused(write, deepspeed, text):
+    with pytest.raises(ValueError, match="Hostfile"):
         deepspeed["_parse_hostfile"](text.splitlines(keepends=True))
-    )
+    assert refusal(write, text, name="hostfile")[0]
+
+
+@pytest.mark.parametrize("text", OURS_ONLY)
+def test_a_hostfile_that_deepspeed_refuses_and_open_mpi_takes(write, deepspeed, text):
+    with pytest.raises(ValueError, match="bad entry"):
+        deepspeed["_parse_hostfile"](text.splitlines(keepends=True))
+    found = read_hosts(write(text, "hostfile"), "all")
+    assert {host.name: host.slots for host in found} == OURS_ONLY[text]
+
+
+@pytest.mark.parametrize("text", DEEPSPEED_ONLY)
+def test_a_hostfile_that_deepspeed_takes_and_could_not_use(write, deepspeed, text):
+    assert deepspeed["_parse_hostfile"](text.splitlines(keepends=True))
+    assert refusal(write, text, name="hostfile")[0]
+
+
+@pytest.mark.parametrize("text", TAKEN_APART)
+def test_user_port_and_brackets_in_a_hostfile_are_taken_apart(write, deepspeed, text):
+    assert list(deepspeed["_parse_hostfile"]([text]).values()) == [2]
+    assert read_hosts(write(text, "hostfile"), "all") == (TAKEN_APART[text],)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("h0 slots=2\nh1 slot=2\n", ":2: 'h1 slot=2' is not `host slots=N`"),
-        ("h0 slots=2\nh1\nslots=2 h2\n", ":3: 'slots=2 h2' is not `host slots=N`"),
-        ("h0 slots=0\n", ":1: slots=0: not a number of ranks"),
+        ("h0 slots=2\nh1\nh2 slots=2\n", ":2: 'h1' is not `host slots=N`"),
         ("h0 slots=-1\n", ":1: slots=-1: not a number of ranks"),
         ("h0 slots=two\n", ":1: slots=two: not a number of ranks"),
         ("h0 slots=²\n", ":1: slots=²: not a number of ranks"),
@@ -812,7 +951,7 @@ def test_a_hostfile_is_what_deepspeed_reads_of_it(write, deepspeed):
         ("h0 slots=\n", ":1: 'h0 slots=' is not `host slots=N`"),
         ("h0 slots=1\nh0 slots=2\n", ": host h0 stands there twice"),
         ("h0 slots=1\n\nh;id slots=2\n", ": host 'h;id': 'h;id' is neither a host name"),
-        ("h0:22\nh1:22\n", ": host 'h0:22': 'h0:22' is neither a host name"),
+        ("h0:22\nh1:0\n", ":2: 'h1:0': not a port"),
     ],
 )
 def test_a_hostfile_that_cannot_be_used(write, text, said):
@@ -900,14 +1039,69 @@ def test_choices_that_cannot_be_made(include, exclude, said, hint):
     assert hint in (error.value.hint or "")
 
 
-@pytest.mark.parametrize("numbers", [{"include": "h0:0,2@h1"}, {"exclude": "h0:3@h1:1,0"}])
-def test_choices_are_deepspeed_s(numbers, deepspeed):
-    pool = {"h0": list(range(4)), "h1": list(range(2))}
-    theirs = deepspeed["parse_resource_filter"](
-        pool, include_str=numbers.get("include", ""), exclude_str=numbers.get("exclude", "")
-    )
-    hosts = [Host(name=name, slots=len(slots)) for name, slots in pool.items()]
-    ours = chosen(hosts, numbers.get("include"), numbers.get("exclude"))
-    assert {host.name: list(host.devices or range(host.slots or 0)) for host in ours} == dict(
-        theirs
-    )
+POOL = {"w0": 4, "w1": 2, "w2": 1, "w3": 0}
+FILTERS = [
+    "", "w0", "w1", "w0@w1", "w1@w0", "w0@w0", "w0:0", "w0:3", "w0:0,1", "w0:1,0", "w0:0,0,2",
+    "w0:0,2@w1", "w1:1@w0:3", "w0:1@w0:2", "w0:1@w0:2@w0:1", "w0@w0:2", "w0:2@w0", "w0:0@w1:0@w0:3",
+    "w0:0,1,2,3", "w0:0,1,2,3@w1:0,1@w2:0", "w0@w1@w2", "w0@w3", "w2:0", "w2@w2:0", "w0: 1",
+    "w0:1 , 2", "w0: 0,3@w1: 1", "w0:01", "w1@w2@w0:1", "w0:3@w1@w0:0",
+]  # fmt: skip
+BAD_FILTERS = [
+    "w9", "w0@w9", "w0:4", "w1:0,2", "w0:-1", "w0:", "w0:a", "w0:0-3", "w0:1,", "w0:,1", "w0:1,,2",
+    "w0:1:2", "@", "w0@", "@w0", "w0@@w1", "w3:0", ":0", "w0,w1", "w0;w1", "[w0]", "me@w0",
+    "w0:2222", "w0:0.5", "w0:0x1", "W0", "*", "w*", "w[0-1]", "w0 w1", "all", "w0:*",
+]  # fmt: skip
+
+
+def both(deepspeed, text, flag):
+    """What DeepSpeed and what clusterkit make of a filter: GPUs by host, in order."""
+    pool = {name: list(range(slots)) for name, slots in POOL.items()}
+    theirs = lambda: deepspeed["parse_resource_filter"](pool, **{f"{flag}_str": text})  # noqa: E731
+    hosts = [Host(name=name, slots=slots) for name, slots in POOL.items()]
+    ours = lambda: chosen(hosts, **({"include": None, "exclude": None} | {flag: text}))  # noqa: E731
+    return theirs, ours
+
+
+@pytest.mark.parametrize("flag", ["include", "exclude"])
+@pytest.mark.parametrize("text", FILTERS)
+def test_choices_are_deepspeed_s(deepspeed, text, flag):
+    theirs, ours = both(deepspeed, text, flag)
+    # Without a filter DeepSpeed keeps hosts without slots, and starts nothing there.
+    expected = [(name, slots) for name, slots in theirs().items() if slots]
+    if not expected:
+        with pytest.raises(BadInput, match="no host is left"):
+            ours()
+        return
+    found = ours()
+    devices = [(host.name, list(host.devices or range(host.slots))) for host in found]
+    assert devices == expected
+
+
+@pytest.mark.parametrize("flag", ["include", "exclude"])
+@pytest.mark.parametrize("text", BAD_FILTERS)
+def test_choices_that_deepspeed_refuses_are_refused(deepspeed, text, flag):
+    theirs, ours = both(deepspeed, text, flag)
+    with pytest.raises(ValueError):  # noqa: PT011 (int() has words of its own)
+        theirs()
+    with pytest.raises(BadInput, match=f"^{flag} "):
+        ours()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[2001:db8::1]", {"2001:db8::1": None}),
+        ("2001:db8::1", {"2001:db8::1": None}),
+        ("[2001:db8::1]:0,2@w0", {"2001:db8::1": (0, 2), "w0": None}),
+        (" w0 ", {"w0": None}),
+    ],
+)
+def test_choices_that_deepspeed_has_no_form_for(text, expected):
+    hosts = (Host(name="2001:db8::1", slots=4), Host(name="w0", slots=4))
+    found = chosen(hosts, text, None)
+    assert {host.name: host.devices for host in found} == expected
+
+
+def test_hosts_without_slots_alone_are_refused():
+    with pytest.raises(BadInput, match="every host has slots=0"):
+        chosen((Host(name="w0", slots=0),), None, None)

@@ -9,7 +9,13 @@ import pytest
 from clusterkit import loader
 from clusterkit.cluster import LocalCluster
 from clusterkit.errors import BadInput
-from clusterkit.loader import job_from_command, load_cluster, load_job, parse_yaml
+from clusterkit.loader import (
+    job_from_command,
+    load_cluster,
+    load_job,
+    locate_program,
+    parse_yaml,
+)
 
 HERE = Path(__file__).resolve()
 
@@ -338,7 +344,7 @@ def test_a_setting_that_cannot_be_used_is_refused(setting, message, write_job):
 )
 def test_a_command_line_becomes_a_job(argv, fields, cwd, write_job):
     write_job()
-    job = job_from_command(argv)
+    job = locate_program(job_from_command(argv), [cwd])
     assert {key: getattr(job, key) for key in fields} == fields
     assert job.workdir == str(cwd)
 
@@ -350,7 +356,38 @@ def test_an_empty_command_is_refused():
 
 def test_a_command_whose_program_is_missing_is_refused(cwd):
     with pytest.raises(BadInput, match=r"program: nope\.py is neither in"):
-        job_from_command(["python", "nope.py"])
+        locate_program(job_from_command(["python", "nope.py"]), [cwd])
+
+
+@pytest.mark.parametrize(
+    ("named", "found"),
+    [
+        (".venv/bin/python", "{cwd}/.venv/bin/python"),
+        ("~/v/bin/python", "{home}/v/bin/python"),
+        ("/p/python3.12", "/p/python3.12"),
+        ("python3.12", "python3.12"),
+    ],
+)
+def test_a_relative_interpreter_counts_from_the_folder_of_the_program(
+    named, found, write_job, cwd, monkeypatch
+):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert load_job(write_job(f"python: {named}\n")).python == found.format(
+        cwd=cwd, home="/home/me"
+    )
+
+
+def test_a_python_file_is_no_command(write_job):
+    write_job()
+    with pytest.raises(BadInput, match=r"train\.py is a Python file and no command") as error:
+        job_from_command(["./train.py", "--a b"])
+    assert error.value.hint == "clusterkit submit -- python ./train.py '--a b'"
+
+
+def test_a_python_file_that_can_be_executed_is_a_command(write_job, cwd):
+    write_job()
+    (cwd / "train.py").chmod(0o755)
+    assert job_from_command(["./train.py"]).command == ("./train.py",)
 
 
 # ---------------------------------------------------------------- clusters

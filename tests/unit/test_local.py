@@ -180,6 +180,71 @@ def test_an_interpreter_that_does_not_work_is_unavailable_and_named(tmp_path, co
     assert error.value.exit_code == 3
 
 
+@pytest.fixture
+def environment(tmp_path, monkeypatch):
+    """Make an active environment of a kind: VIRTUAL_ENV, CONDA_PREFIX."""
+
+    def make(variable):
+        folder = tmp_path / variable
+        (folder / "bin").mkdir(parents=True)
+        python = folder / "bin/python"
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+        monkeypatch.setenv(variable, str(folder))
+        return str(python)
+
+    return make
+
+
+def test_the_ranks_interpreter_is_named_or_active_or_clusterkit_s_own(environment, monkeypatch):
+    def chosen(named=None, **entry):
+        facts = LOCAL.probe(LocalCluster(**entry), LocalTransport(), job(python=named))
+        host = facts.hosts[0]
+        subject = LOCAL.subject("local", LocalCluster(**entry), job(python=named))
+        assert subject.hosts[0].python == host.python
+        return host.python, plan(facts, python=named).notes
+
+    def origin(notes):
+        return next(note.origin for note in notes if note.name == "python")
+
+    python, notes = chosen()
+    assert (python, origin(notes)) == (sys.executable, "clusterkit's own")
+    conda = environment("CONDA_PREFIX")
+    python, notes = chosen()
+    assert (python, origin(notes)) == (conda, "the active environment, CONDA_PREFIX")
+    virtual = environment("VIRTUAL_ENV")
+    python, notes = chosen()
+    assert (python, origin(notes)) == (virtual, "the active environment, VIRTUAL_ENV")
+    python, notes = chosen(python=conda)
+    assert (python, origin(notes)) == (conda, "cluster: python")
+    python, notes = chosen(virtual, python=conda)
+    assert (python, origin(notes)) == (virtual, "job: python")
+    # clusterkit's own environment, and one that is gone.
+    monkeypatch.setenv("VIRTUAL_ENV", sys.prefix)
+    assert chosen()[0] == sys.executable
+    monkeypatch.setenv("VIRTUAL_ENV", "/nowhere")
+    assert chosen()[0] == conda
+
+
+def test_an_interpreter_is_found_by_its_name(environment, monkeypatch):
+    python = environment("VIRTUAL_ENV")
+    os.symlink(python, f"{os.path.dirname(python)}/python3.99")
+    monkeypatch.setenv("PATH", os.path.dirname(python), prepend=os.pathsep)
+    found = LOCAL.probe(LocalCluster(), LocalTransport(), job(python="python3.99"))
+    assert found.hosts[0].python == f"{os.path.dirname(python)}/python3.99"
+    with pytest.raises(Unavailable, match=r"python: python3\.98 is not there") as error:
+        LOCAL.probe(LocalCluster(), LocalTransport(), job(python="python3.98"))
+    assert error.value.exit_code == 3
+
+
+def test_an_interpreter_that_is_too_old_is_refused(tmp_path):
+    python = tmp_path / "python3.9"
+    python.write_text("#!/bin/sh\necho '[[3, 9, 2], {}]'\n")
+    python.chmod(0o755)
+    with pytest.raises(Unavailable, match=r"localhost: python: .*/python3\.9 is Python 3\.9\.2"):
+        LOCAL.probe(LocalCluster(), LocalTransport(), job(python=str(python)))
+
+
 # ---------------------------------------------------------------- planning
 
 

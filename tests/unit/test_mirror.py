@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from clusterkit import agent, mirror
+from clusterkit.backends import ssh
 from clusterkit.errors import RunFolderError, SubmitFailed, Unavailable
 from clusterkit.mirror import Frames, NodeView, Watch, keeping, pull
 from clusterkit.transport import LocalTransport
@@ -274,10 +275,14 @@ def test_what_does_not_fit_here_comes_once_there_is_room(node_dir, kept, full_di
     view = NodeView(0, "h0", kept)
     with pytest.raises(SubmitFailed, match=r"cannot write .*log: No space left"):
         look(node_dir, view)
+    assert view.unkept == f"cannot write {kept / 'log'}: No space left on device"
+    (remark,) = ssh._judge(view, [view], 0.0).remarks
+    assert remark == f"its log here is not whole: {view.unkept}"
     assert data.startswith((kept / "log").read_bytes())
     subprocess.run(["mount", "-o", "remount,size=1m", str(full_disk)], check=True)
     look(node_dir, view)
     assert (kept / "log").read_bytes() == data
+    assert view.unkept is None
 
 
 def test_a_file_that_cannot_be_kept_whole_is_not_kept_half(kept, full_disk):

@@ -285,6 +285,44 @@ def test_outside_of_git_every_file_counts_but_caches(folder):
     assert (found.root, found.how) == (folder, "all but caches")
 
 
+@pytest.mark.parametrize("in_git", [True, False])
+@pytest.mark.parametrize("way", ["itself", "by a link"])
+def test_clusterkit_home_is_no_part_of_the_project(
+    checkout, folder, tmp_path, monkeypatch, in_git, way
+):
+    root = checkout if in_git else folder
+    runs = root / ".clusterkit"
+    monkeypatch.setenv("CLUSTERKIT_HOME", str(runs))
+    before = snapshot(root, "train.py")
+    write(runs / "runs" / "r-1" / "run.json", "{}")
+    write(root / ".clusterkit-notes", "stay\n")
+    if way == "by a link":
+        (tmp_path / "link").symlink_to(root)
+        root = tmp_path / "link"
+    found = snapshot(root, "train.py")
+    assert paths(found) == sorted([*paths(before), ".clusterkit-notes"])
+    with pytest.raises(BadInput, match="lies in CLUSTERKIT_HOME"):
+        snapshot(root, ".clusterkit/runs/r-1/run.json")
+
+
+@pytest.mark.parametrize("place", ["home", "/"])
+def test_what_can_be_no_project_is_refused_before_it_is_read(folder, monkeypatch, place):
+    monkeypatch.setenv("CLUSTERKIT_HOME", str(folder))
+    monkeypatch.setattr(project, "_all_files", None)
+    with pytest.raises(BadInput, match="it cannot be copied to the hosts"):
+        snapshot(folder if place == "home" else Path("/"))
+
+
+def test_a_home_folder_is_remarked_upon(folder, monkeypatch):
+    assert snapshot(folder).facts().remark is None
+    monkeypatch.setenv("HOME", str(folder))
+    assert "keys and histories too (1 file, 0.0 MB)" in (snapshot(folder).facts().remark or "")
+    monkeypatch.setenv("HOME", str(folder / "below"))
+    assert snapshot(folder).facts().remark is not None
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert snapshot(folder).facts().remark is None
+
+
 def test_without_git_on_path_every_file_counts(checkout, monkeypatch):
     write(checkout / "noise.log", "x")
     monkeypatch.setenv("PATH", "/nowhere")

@@ -197,7 +197,7 @@ def become(script: str, argv: list[str], env: dict[str, str], cwd: Path):
 def test_the_rank_script_completes_what_the_launcher_leaves_out(launcher, tmp_path):
     topology = Topology(2, 2, 4)
     given_env = SET_BY[launcher] | node_environment(launcher, topology, ENDPOINT)
-    seen, _ = become(rank_script(launcher, topology), [], given_env, tmp_path)
+    seen, _ = become(rank_script(launcher, topology, "python3"), [], given_env, tmp_path)
     expected = rank_environment(topology, ENDPOINT, node_rank=1, local_rank=1)
     assert set(expected) == CONTRACT
     assert {name: seen.get(name) for name in expected} == expected
@@ -206,15 +206,29 @@ def test_the_rank_script_completes_what_the_launcher_leaves_out(launcher, tmp_pa
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_rank_script_hands_arguments_on_unchanged(launcher, tmp_path, ugly_values):
     words = [*ugly_values.values(), "--", "-c"]
-    _, argv = become(rank_script(launcher, Topology(2, 2, 4)), words, SET_BY[launcher], tmp_path)
+    _, argv = become(
+        rank_script(launcher, Topology(2, 2, 4), "python3"), words, SET_BY[launcher], tmp_path
+    )
     assert argv == words
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_interpreter_s_folder_stands_first_on_the_path(launcher, weird_tmp_path):
+    def path_with(python):
+        script = rank_script(launcher, Topology(2, 2, 4), python)
+        seen, _ = become(script, [], SET_BY[launcher] | {"PATH": "/usr/bin:/bin"}, weird_tmp_path)
+        return seen["PATH"]
+
+    assert path_with("/opt/my venv/bin/python") == "/opt/my venv/bin:/usr/bin:/bin"
+    # A name was found on the PATH as it is.
+    assert path_with("python3") == "/usr/bin:/bin"
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_variables_of_the_user_s_are_not_mistaken_for_the_script_s_own(launcher, tmp_path):
     theirs = {"slot": "7", "pipe": "dream", "node": "x", "rank": "y", "PIPE": "z"}
     seen, _ = become(
-        rank_script(launcher, Topology(2, 2, 4)), [], SET_BY[launcher] | theirs, tmp_path
+        rank_script(launcher, Topology(2, 2, 4), "python3"), [], SET_BY[launcher] | theirs, tmp_path
     )
     assert {name: seen.get(name) for name in theirs} == theirs
 
@@ -223,7 +237,7 @@ def test_variables_of_the_user_s_are_not_mistaken_for_the_script_s_own(launcher,
 def test_a_rank_writes_into_its_own_pipe_whatever_the_user_s_environment(launcher, tmp_path):
     number = SET_BY[launcher].get("OMPI_COMM_WORLD_LOCAL_RANK", "1")
     os.mkfifo(tmp_path / f"p-{number}")
-    (tmp_path / "rank.sh").write_text(rank_script(launcher, Topology(2, 2, 4)))
+    (tmp_path / "rank.sh").write_text(rank_script(launcher, Topology(2, 2, 4), "python3"))
     rank = subprocess.Popen(
         ["sh", "rank.sh", "echo", "hello"],
         cwd=tmp_path, stdout=subprocess.PIPE,
@@ -242,7 +256,7 @@ def test_a_rank_writes_into_its_own_pipe_whatever_the_user_s_environment(launche
 
 
 def test_the_rank_script_becomes_the_program_so_that_exit_codes_are_its_own(tmp_path):
-    (tmp_path / "rank.sh").write_text(rank_script("python", Topology(1, 1, 1)))
+    (tmp_path / "rank.sh").write_text(rank_script("python", Topology(1, 1, 1), "python3"))
     done = subprocess.run(
         ["sh", "rank.sh", "sh", "-c", "exit 42"],
         cwd=tmp_path, env={"NODE_RANK": "0", "LOCAL_RANK": "0"}, check=False,
@@ -268,7 +282,7 @@ def test_the_rank_script_becomes_the_program_so_that_exit_codes_are_its_own(tmp_
 def test_a_rank_tells_how_it_failed_and_ends_as_its_program_did(
     script, told, code, launcher, tmp_path
 ):
-    (tmp_path / "rank.sh").write_text(rank_script(launcher, Topology(2, 2, 4)))
+    (tmp_path / "rank.sh").write_text(rank_script(launcher, Topology(2, 2, 4), "python3"))
     done = subprocess.run(
         ["sh", "rank.sh", "sh", "-c", script], cwd=tmp_path, env=SET_BY[launcher],
         capture_output=True, text=True, process_group=0, check=False,
@@ -279,7 +293,7 @@ def test_a_rank_tells_how_it_failed_and_ends_as_its_program_did(
 
 def test_deepspeed_ranks_keep_the_gpus_that_their_node_was_given(tmp_path):
     env = SET_BY["deepspeed"] | {"CLUSTERKIT_GPUS": "4,5,6,7", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
-    seen, _ = become(rank_script("deepspeed", Topology(2, 2, 4)), [], env, tmp_path)
+    seen, _ = become(rank_script("deepspeed", Topology(2, 2, 4), "python3"), [], env, tmp_path)
     assert seen["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
 
 
@@ -289,7 +303,7 @@ def test_the_node_agent_knows_the_header_that_the_rank_script_writes():
     assert header.groups() == (b"5", b"77")
     for launcher in LAUNCHERS:
         assert f'echo "{rendezvous.RANK_HEADER} $RANK $$"' in rank_script(
-            launcher, Topology(1, 1, 1)
+            launcher, Topology(1, 1, 1), "python3"
         )
     assert rendezvous.RANK_ENDED.encode() == agent.RANK_ENDED
 

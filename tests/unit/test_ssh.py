@@ -20,6 +20,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from clusterkit import api, inventory, ssh
@@ -488,6 +489,12 @@ def test_a_user_that_is_not_there(sshd, home):
     assert "ansible_user" in hint
 
 
+def test_a_user_of_the_configuration_is_quoted_in_what_is_to_be_copied(sshd, home):
+    (home / ".ssh" / "config").write_text("Host *\n  User me;reboot\n")
+    _, hint, _ = refusal(sshd.host(user=None))
+    assert f"-p {sshd.port} 'me;reboot@127.0.0.1'" in hint
+
+
 def test_no_key_at_all(sshd, home):
     message, hint, _ = refusal(sshd.host(identity=None))
     assert "in: no key to try" in message
@@ -570,11 +577,17 @@ def test_an_agent_that_is_gone_does_no_harm(sshd, home, monkeypatch):
 # ---------------------------------------------------------------- who answers
 
 
-def test_a_host_key_that_is_not_known(sshd, home):
+@pytest.mark.parametrize("there", [True, False])
+def test_a_host_key_that_is_not_known(sshd, home, there):
+    if there:
+        (home / "none").write_text("")
     message, hint, kind = refusal(sshd.host(known_hosts=str(home / "none")))
     assert kind is HostKeyProblem
     fingerprint = fingerprint_of(sshd.folder / "host_key.pub")
-    assert message.endswith(f"its host key is not known: it offers ssh-ed25519 {fingerprint}")
+    missing = "" if there else f", there is no file {home}/none"
+    assert message.endswith(
+        f"its host key is not known{missing}: it offers ssh-ed25519 {fingerprint}"
+    )
     assert f"ssh-keyscan -p {sshd.port} 127.0.0.1 >>'{home}/none'" in hint
 
 
@@ -1095,3 +1108,60 @@ def test_the_ssh_transport_has_the_methods_of_the_protocol_and_their_signatures(
     for name in wanted:
         ours = inspect.signature(getattr(SshTransport, name))
         assert ours == inspect.signature(getattr(Transport, name)), name
+
+
+USED = """
+import contextlib, logging, sys
+{first}
+def state():
+    kept = {{m: dict(vars(sys.modules[m])) for m in sorted(sys.modules)
+            if m.partition(".")[0] in ("paramiko", "invoke")}}
+    return kept | {{"logging": {{
+        name: (logger.propagate, logger.level, *logger.handlers)
+        for name in ("paramiko", "paramiko.transport") for logger in [logging.getLogger(name)]
+    }}}}
+before = state()
+from clusterkit.cluster import Host
+from clusterkit.ssh import SshTransport, resolve
+assert resolve(Host(name="asked")).user == "exec"
+host = Host(**{host!r})
+transport = SshTransport([host], python=sys.executable, connect_timeout=20)
+with contextlib.closing(transport):
+    assert transport.run("h0", ["echo", "hello"]).stdout == "hello\\n"
+import paramiko.config, invoke
+assert paramiko.config.invoke is invoke
+after = state()
+print([(name, key) for name in before for key in before[name] | after[name]
+       if before[name].get(key) != after[name].get(key)])
+"""
+
+
+@needs_sshd
+@pytest.mark.parametrize("first", ["import paramiko.config, invoke", ""])
+def test_paramiko_is_left_as_it_is_for_the_rest_of_the_process(sshd, home, first):
+    configured(home, CONFIG)
+    host = {key: value for key, value in msgspec.structs.asdict(sshd.host()).items() if value}
+    code = USED.format(first=first, host=host)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_what_paramikos_threads_say_is_not_printed(home):
+    """A server that is none: paramiko's own thread logs a traceback."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        code = f"""
+import contextlib
+from clusterkit.cluster import Host
+from clusterkit.ssh import HostUnreachable, SshTransport
+host = Host(name="h0", address="127.0.0.1", port={server.getsockname()[1]})
+with contextlib.closing(SshTransport([host], python="python3", connect_timeout=20)) as transport:
+    try:
+        transport.run("h0", ["true"])
+    except HostUnreachable:
+        print("refused")
+"""
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen([sys.executable, "-c", code], text=True, **pipes)
+        with process, server.accept()[0] as connection:
+            connection.sendall(b"SSH-1.0-none\r\n")
+            assert process.communicate() == ("refused\n", "")

@@ -3,6 +3,7 @@
 import json
 import os
 import posixpath
+import socket
 import subprocess
 import sys
 import time
@@ -435,6 +436,21 @@ def test_a_flag_s_choice_of_hosts_takes_the_place_of_the_entry_s(tmp_path):
         assert [host.name for host in found.hosts] == names
 
 
+def test_files_of_a_host_are_relative_to_the_cluster_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    host = Host(name="h0", identity="keys/id", known_hosts="../known", ssh_config="~/config")
+    found = settled(tmp_path / "project", hosts=(host,))
+    assert found.hosts == (
+        Host(
+            name="h0",
+            identity=f"{tmp_path}/project/keys/id",
+            known_hosts=f"{tmp_path}/known",
+            ssh_config="/home/me/config",
+        ),
+    )
+    assert SSH.settled(found, Path("/nowhere"), None, None) == found
+
+
 def test_an_inventory_s_path_may_start_from_home_or_root(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / "hosts", "h0\n")
@@ -617,6 +633,16 @@ def test_probing_tells_of_every_host(entry_of, tmp_path):
     assert not (tmp_path / "my work").exists()
 
 
+def test_the_port_where_nodes_watch_each_other_is_free_when_probed(entry_of):
+    port = LocalTransport().free_port("h0")
+    found = SSH.probe(entry_of(port=port), Hosts())
+    assert (found.port, found.watch_port) == (port, port + 1)
+    with socket.create_server(("", port + 1)):
+        found = SSH.probe(entry_of(port=port), Hosts())
+    assert found.port == port
+    assert found.watch_port not in (port, port + 1)
+
+
 def test_only_the_hosts_that_a_job_takes_are_asked(entry_of):
     transport = Hosts(h2=Unavailable("host h2 does not answer"))
     found = SSH.probe(entry_of(3), transport, job(nodes=2))
@@ -660,6 +686,16 @@ def test_a_host_s_own_python_is_asked(entry_of, tmp_path):
     )
     found = SSH.probe(entry, Hosts())
     assert [host.python for host in found.hosts] == [sys.executable, str(link)]
+    assert [host.python_origin for host in found.hosts] == ["cluster: python", "the host's own"]
+
+
+def test_the_job_s_own_python_is_asked(entry_of, tmp_path):
+    link = tmp_path / "other python"
+    link.symlink_to(sys.executable)
+    named = job(python=str(link))
+    (host,) = SSH.probe(entry_of(1, sync=False), Hosts(), named).hosts
+    assert (host.python, host.python_origin) == (str(link), "job: python")
+    assert SSH.subject("lab", entry_of(1), named).hosts[0].python == str(link)
 
 
 def test_the_user_s_own_packages_count_and_modules_of_the_home_folder_do_not(

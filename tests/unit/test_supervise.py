@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 
 import msgspec
@@ -320,7 +321,7 @@ class Scripted(LocalBackend):
         )
         return msgspec.structs.replace(found, nodes=nodes)
 
-    def cancel(self, handle, transport):
+    def cancel(self, handle, transport, reason="cancelled"):
         self.cancelled += 1
 
 
@@ -506,6 +507,24 @@ def test_a_restart_changes_the_plan_on_record_when_it_changes_the_port(unstarted
     assert (before.port, after.port) == (29501, 30123)
     assert "30123" in folder.read("plan.txt").decode()
     assert json.loads(folder.read("facts.json"))["port"] == 30123
+
+
+def test_a_watch_port_that_was_taken_meanwhile_is_replaced(unstarted_run):
+    run = unstarted_run()
+    folder = RunFolder(run.path)
+    supervisor = Supervisor(folder)
+    port = supervisor.transport.free_port("localhost")
+    facts = msgspec.structs.replace(supervisor.facts, port=port, watch_port=port + 1)
+    supervisor._plan_anew(facts)
+    supervisor._settle_port()
+    assert supervisor.facts == facts
+    with socket.create_server(("", port + 1)):
+        supervisor._settle_port()
+    kept = json.loads(folder.read("facts.json"))
+    assert kept["port"] == port
+    assert kept["watch_port"] not in (port, port + 1)
+    (event,) = folder.records("events.jsonl", Event)
+    assert event.text.startswith(f"port {port + 1} was taken meanwhile; the nodes watch each other")
 
 
 def test_the_identity_of_a_process_survives_json(folder):

@@ -213,6 +213,12 @@ def test_a_wanted_port_that_is_taken_gives_another(listener):
     assert other in PORTS
 
 
+def test_the_port_after_a_chosen_one_is_free_as_well(monkeypatch):
+    monkeypatch.setattr(transport, "PORTS", range(30000, 30200))
+    monkeypatch.setattr(transport, "_is_free", lambda port: port % 7 in (3, 5, 6))
+    assert {LOCAL.free_port(HOST) % 7 for _ in range(20)} == {5}
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
 def test_a_port_is_taken_whatever_address_somebody_listens_on(address):
     with socket.socket() as server:

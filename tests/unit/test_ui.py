@@ -8,7 +8,7 @@ from rich.console import Console
 from clusterkit.errors import BadInput, RunFolderError, Unavailable
 from clusterkit.logs import LogLine
 from clusterkit.runs import Event
-from clusterkit.status import Failure, RunStatus, State
+from clusterkit.status import Failure, NodeStatus, RunStatus, State
 from clusterkit.ui import follow, plots, words
 from clusterkit.ui.follow import View
 
@@ -69,6 +69,23 @@ def test_a_failure_names_who_why_and_the_remedy():
     assert words.failure_text(status(State.FAILED, failure=failure)) == (
         "rank 3 on node 1 failed first: ValueError: bad (exit code 7)\n  T\n    F\nhint: mend it"
     )
+
+
+@pytest.mark.parametrize(
+    ("traceback", "shown"),
+    [
+        (
+            "T\nE: first\n\tsecond",
+            ["E: first ... (exit code 7)", "  T", "  E: first", "  \tsecond"],
+        ),
+        (None, ["E: first (exit code 7)", "  \tsecond"]),
+    ],
+)
+def test_all_lines_of_a_cause_are_shown_once(traceback, shown):
+    failure = Failure(node=0, rank=0, exit_code=7, cause="E: first\n\tsecond", traceback=traceback)
+    text = words.failure_text(status(State.FAILED, failure=failure))
+    assert text.removeprefix("rank 0 on node 0 failed first: ").split("\n") == shown
+    assert failure.summary == "E: first ..."
 
 
 def test_a_failure_of_nobody_in_particular():
@@ -162,6 +179,14 @@ def test_the_summary_tells_result_loss_speed_time_and_how_to_look_again():
         "  time      set-up 1.5 s, imports 2.0 s, rendezvous 0.5 s, first step 0.2 s",
         "  again     clusterkit status r1; clusterkit logs r1; clusterkit plot r1 -o loss.png",
     ]
+
+
+def test_the_summary_tells_what_nodes_remark():
+    nodes = (
+        NodeStatus(node=0, host="h0", state=State.SUCCEEDED),
+        NodeStatus(node=1, host="h1", state=State.SUCCEEDED, remarks=("93 lines lost",)),
+    )
+    assert "  note      node 1: 93 lines lost" in View().summary(status(nodes=nodes))
 
 
 def test_a_program_that_reports_nothing_has_a_short_summary():
@@ -271,6 +296,19 @@ def test_every_run_is_named_in_the_picture(tmp_path):
     path = plots.draw({"first-run": METRICS, "second-run": METRICS}, tmp_path / "l.svg")
     assert path.read_text().count("<!-- first-run -->") == 1
     assert path.read_text().count("<!-- second-run -->") == 1
+
+
+def test_held_out_losses_that_agree_show_all(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr(plots, "_save", lambda picture, output: drawn.append(picture) or output)
+    plots.draw({"a": METRICS, "b": METRICS, "c": METRICS}, tmp_path / "l.svg")
+    points = [one for one in drawn[0].axes[0].lines if "held out" in one.get_label()]
+    assert len({one.get_marker() for one in points}) == 3
+    assert len({one.get_color() for one in points}) == 3
+    assert {one.get_markerfacecolor() for one in points} == {"none"}
+    sizes = [one.get_markersize() for one in points]
+    assert sizes == sorted(set(sizes))
 
 
 def test_a_suffix_that_is_no_picture_s_is_refused(tmp_path):

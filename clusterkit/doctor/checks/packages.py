@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from clusterkit import shell
 from clusterkit.doctor.base import Answers, Check, Finding, Level, Subject, common, read
-from clusterkit.doctor.scripts import PACKAGES, Packages
+from clusterkit.doctor.scripts import PACKAGES, Packages, needed_packages, pip_install
 
 NAME = "packages"
 _MUST_AGREE = ("torch", "deepspeed", "nvidia-nccl")
@@ -26,40 +25,32 @@ def judge(answers: Answers, subject: Subject) -> list[Finding]:
         name: common(
             {host: packages.versions.get(name, _NONE) for host, packages in seen.items()}, _NONE
         )
-        for name in (*names, *_needed(subject))
+        for name in (*names, *needed_packages(subject))
     }
     for host, packages in seen.items():
         findings += _one(host, packages, subject, usual, wanted[host])
     return findings
 
 
-def _needed(subject: Subject) -> dict[str, str]:
-    """Package to what needs it."""
-    needs = subject.needs
-    found = {}
-    if needs.launcher in ("torchrun", "deepspeed"):
-        found["torch"] = f"launcher: {needs.launcher}"
-    if needs.launcher == "deepspeed":
-        found["deepspeed"] = "launcher: deepspeed"
-    elif needs.deepspeed:
-        found["deepspeed"] = "the job's deepspeed section"
-    return found
-
-
 def _one(
     host: str, packages: Packages, subject: Subject, usual: dict[str, str], python: str
 ) -> list[Finding]:
     found = []
-    needed = _needed(subject)
+    needed = needed_packages(subject)
     for name, most in usual.items():
         version = packages.versions.get(name, _NONE)
+        pinned = {name: "" if most == _NONE else most}
         if version == _NONE and name in needed:
             cause = f"{needed[name]} needs {name}, which {python} does not have"
-            found.append(Finding(NAME, host, "fail", cause, _install(python, name, most)))
+            found.append(Finding(NAME, host, "fail", cause, pip_install(python, pinned)))
+        elif name in packages.gone:
+            cause = f"pip has a note of {name} {version}, but {python} does not find the package"
+            mend = pip_install(python, {name: version}, "--force-reinstall", "--no-deps")
+            found.append(Finding(NAME, host, "fail", cause, mend))
         elif version != most and most != _NONE:
             level: Level = "fail" if name.startswith(_MUST_AGREE) else "warn"
             cause = f"{name} {version}, but {most} on the other hosts"
-            found.append(Finding(NAME, host, level, cause, _install(python, name, most)))
+            found.append(Finding(NAME, host, level, cause, pip_install(python, pinned)))
     if found:
         return found
     told = [
@@ -70,16 +61,10 @@ def _one(
     return [Finding(NAME, host, "ok", ", ".join(told))]
 
 
-def _install(python: str, package: str, version: str) -> str:
-    # What stands behind a + says which index it came from; pip finds it where it found the rest.
-    pinned = package if version == _NONE else f"{package}=={version.partition('+')[0]}"
-    return shell.join([python, "-m", "pip", "install", pinned])
-
-
 CHECK = Check(
     NAME,
     "torch (and the CUDA it is built for), NCCL, DeepSpeed and transformers are there as the job "
-    "needs them, and the same everywhere.",
+    "needs them, where Python finds them, and the same everywhere.",
     judge,
     (PACKAGES,),
 )

@@ -8,10 +8,10 @@ from msgspec import Struct
 
 from clusterkit import shell
 from clusterkit.doctor.base import Answers, Check, Finding, Script, Subject, common, read, shortened
+from clusterkit.doctor.scripts import PACKAGES, Packages, needed_packages, pip_install
 
 NAME = "python"
 OLDEST = (3, 11)
-_SYSTEM = "sudo apt-get install -y python3 python3-venv"
 
 
 class Seen(Struct):
@@ -40,13 +40,15 @@ def judge(answers: Answers, subject: Subject) -> list[Finding]:
     wanted = {machine.name: machine.python for machine in subject.hosts}
     findings = []
     working = {}
+    packages = _packages(answers, subject)
     for host, answer in answers.items():
         if answer.error is not None:
             findings.append(Finding(NAME, host, "skip", "it did not answer"))
         elif answer.began is None or answer.interpreter != wanted[host]:
             said = shortened(answer.stderr) or "it says nothing"
             cause = f"{wanted[host]} does not work: {said}"
-            findings.append(Finding(NAME, host, "fail", cause, _make(wanted[host])))
+            remedy = _make(wanted[host], packages)
+            findings.append(Finding(NAME, host, "fail", cause, remedy))
         else:
             working[host] = answer
     seen, unread = read(NAME, PYTHON, working, subject, Seen)
@@ -54,7 +56,8 @@ def judge(answers: Answers, subject: Subject) -> list[Finding]:
     usual = common({host: python.version for host, python in seen.items()}, (0, 0, 0))
     for host, python in seen.items():
         version = ".".join(map(str, python.version))
-        remedy = _another(max(usual[:2], OLDEST))
+        other = ".".join(map(str, max(usual[:2], OLDEST)))
+        remedy = _another(f"python{other}", packages)
         if python.version < OLDEST:
             oldest = ".".join(map(str, OLDEST))
             cause = f"{wanted[host]} is Python {version}; {oldest} or newer is needed"
@@ -75,14 +78,47 @@ def judge(answers: Answers, subject: Subject) -> list[Finding]:
     return findings
 
 
-def _another(version: tuple[int, ...]) -> str:
-    name = f"python{version[0]}.{version[1]}"
-    return f"sudo apt-get install -y {name} {name}-venv  # then name it in the cluster entry"
+def _packages(answers: Answers, subject: Subject) -> dict[str, str]:
+    """What a new interpreter has to be given: what the job needs, in the others' versions."""
+    wanted = {machine.name: machine.python for machine in subject.hosts}
+    right = {host: answer for host, answer in answers.items() if answer.interpreter == wanted[host]}
+    seen, _ = read(NAME, PACKAGES, right, subject, Packages)
+    names = [*needed_packages(subject), "torch", "deepspeed", "transformers"]
+    found = {
+        name: common({host: there.versions.get(name, "") for host, there in seen.items()}, "")
+        for name in dict.fromkeys(names)
+    }
+    return {
+        name: version
+        for name, version in found.items()
+        if version or name in needed_packages(subject)
+    }
 
 
-def _make(python: str) -> str:
+def _make(python: str, packages: dict[str, str]) -> str:
+    """Makes an interpreter that is not there, with the packages."""
     folder, _, _ = python.rpartition("/bin/")
-    return _SYSTEM if folder in ("", "/usr") else shell.join(["python3", "-m", "venv", folder])
+    if folder in ("", "/usr", "/usr/local"):
+        return _another("python3", packages)
+    return _environment("python3", folder, packages)
+
+
+def _another(base: str, packages: dict[str, str]) -> str:
+    """Makes one beside what there is: pip may not write into the system's."""
+    place = f"/opt/clusterkit/{base}"
+    made = _environment(base, place, packages, "sudo")
+    return (
+        f"sudo apt-get install -y {base} {base}-venv && {made}"
+        f"  # then python: {place}/bin/python in the cluster entry"
+    )
+
+
+def _environment(base: str, folder: str, packages: dict[str, str], *sudo: str) -> str:
+    steps = [shell.join([*sudo, base, "-m", "venv", folder])]
+    if packages:
+        install = pip_install(f"{folder}/bin/python", packages)
+        steps.append(shell.join(sudo) + " " + install if sudo else install)
+    return " && ".join(steps)
 
 
 CHECK = Check(
@@ -90,6 +126,6 @@ CHECK = Check(
     f"The interpreter of the ranks works, is Python {OLDEST[0]}.{OLDEST[1]} or newer, and the same "
     "everywhere.",
     judge,
-    (PYTHON,),
+    (PYTHON, PACKAGES),
     silent_too=True,
 )

@@ -69,7 +69,7 @@ def judge(answers: Answers, subject: Subject) -> list[Finding]:
             findings.append(Finding(NAME, host, "fail", cause, mend))
         elif subject.shared is not None and user.uid != usual:
             cause = f"{name} is number {user.uid}, but {usual} on the other hosts"
-            mend = f"sudo usermod -u {usual} {name}"
+            mend = shell.join(["sudo", "usermod", "-u", str(usual), name])
             findings.append(Finding(NAME, host, "fail", f"{cause}: they share a folder", mend))
         else:
             findings.append(Finding(NAME, host, "ok", f"{name}, no sudo"))

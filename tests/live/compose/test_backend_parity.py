@@ -33,7 +33,9 @@ def expected(home: Path) -> list[float]:
         return parity.measure(Case("ddp", 1, 1, TEXT), steps=STEPS).losses
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize(
+    "job", [*(pytest.param(job, marks=pytest.mark.thorough) for job in JOBS[:-1]), JOBS[-1]]
+)
 def test_two_containers(
     job: str, expected: list[float], home: Path, engine: Any, image: str,
     monkeypatch: pytest.MonkeyPatch,

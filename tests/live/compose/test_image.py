@@ -39,9 +39,10 @@ def test_the_images_own_checks_pass_as_its_user_and_as_a_stranger(
     done = script("check.py", "--quick", image, **engine.env)
     assert done.returncode == 0, done.stdout
     lines = done.stdout.splitlines()
-    assert sum(line.startswith("ok ") for line in lines) == len(lines) - 2 >= 18
+    assert sum(line.startswith("ok ") for line in lines) == len(lines) - 3 >= 19
     assert "uid 1000" in done.stdout
-    assert "uid 4242" in done.stdout
+    assert "uid 4242, clusterkit, /tmp" in done.stdout
+    assert "uid 4242, clusterkit, /home/clusterkit" in done.stdout
 
 
 def test_labels_user_and_entry_point(engine: Engine, image: str) -> None:
@@ -108,6 +109,27 @@ def test_an_sshd_is_well_when_it_greets(engine: Engine, image: str) -> None:
         listening = "for n in $(seq 200); do clusterkit-health && exit; sleep 0.05; done; exit 1"
         engine.run("exec", name, "sh", "-c", listening)
         engine.run("exec", name, "grep", "--quiet", f":{2345:04X} ", "/proc/net/tcp")
+    finally:
+        engine.run("rm", "--force", name)
+
+
+def test_only_keys_that_root_put_there_let_a_plain_user_in(
+    engine: Engine, image: str, tmp_path: Path
+) -> None:
+    """The keys lie where Kubernetes mounts them, root's and with other modes than sshd likes."""
+    keys = tmp_path / "ssh"
+    keys.mkdir()
+    subprocess.run(["ssh-keygen", "-q", "-t", "rsa", "-N", "", "-f", keys / "id_rsa"], check=True)
+    shutil.copy(keys / "id_rsa.pub", keys / "authorized_keys")
+    (keys / "id_rsa").chmod(0o644)
+    keys.chmod(0o1777)
+    name = engine.out("create", image, "clusterkit-sshd")
+    try:
+        engine.run("cp", str(keys), f"{name}:/etc/clusterkit/ssh")
+        engine.run("start", name)
+        listening = "for n in $(seq 200); do clusterkit-health && exit; sleep 0.05; done; exit 1"
+        engine.run("exec", name, "sh", "-c", listening)
+        assert engine.out("exec", name, "ssh", "localhost", "id", "-u") == "1000"
     finally:
         engine.run("rm", "--force", name)
 

@@ -68,6 +68,7 @@ def test_the_doctor_finds_the_hosts_fit(clusterkit: list[str]) -> None:
     assert "2.13.0" in findings
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("clusters")
 def test_two_hosts_compute_the_losses_of_one_rank_here() -> None:
     text = ("--data", "README.md")  # the default is Python's own source, another version's there

@@ -109,10 +109,11 @@ def losses(run):
 @pytest.mark.parametrize(
     ("flavor", "name", "launcher"),
     [
-        ("pytorchjob", "ddp", "torchrun"), ("pytorchjob", "zero2", "deepspeed"),
-        ("pytorchjob", "zero3", "torchrun"), ("mpijob", "zero2", "mpirun"),
-        ("mpijob", "zero3", "deepspeed"), ("trainjob", "ddp", "torchrun"),
-        ("job", "ddp", "torchrun"),
+        ("pytorchjob", "zero2", "deepspeed"), ("mpijob", "zero3", "deepspeed"),
+        ("trainjob", "ddp", "torchrun"), ("job", "ddp", "torchrun"),
+        pytest.param("pytorchjob", "ddp", "torchrun", marks=pytest.mark.thorough),
+        pytest.param("pytorchjob", "zero3", "torchrun", marks=pytest.mark.thorough),
+        pytest.param("mpijob", "zero2", "mpirun", marks=pytest.mark.thorough),
         pytest.param("pytorchjob", "zero0", "torchrun", marks=pytest.mark.thorough),
         pytest.param("pytorchjob", "zero1", "torchrun", marks=pytest.mark.thorough),
     ],

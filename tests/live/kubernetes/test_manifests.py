@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.golden import test_golden
 from tests.live.kubernetes.conftest import Kube
 from tests.unit.kubernetes.test_schema import (
     FLAVORS,
@@ -18,7 +19,6 @@ from tests.unit.kubernetes.test_schema import (
 )
 
 ROOT = Path(__file__).parents[3]
-GOLDEN = sorted((ROOT / "tests" / "golden" / "expected" / "kubernetes").glob("*.json"))
 BY_HAND = sorted(path for path in (ROOT / "k8s").glob("*.yaml") if path.stem != "kustomization")
 # What this cluster does not have, or "restricted" does not admit; jobs of golden files ask for it.
 ELSEWHERE = ("priorityClassName", "serviceAccountName", "hostNetwork")
@@ -72,14 +72,11 @@ def trainjob_with_its_runtime(path, kube):
         kube.kubectl("delete", "-f", runtime)
 
 
-def test_the_api_server_takes_every_plan_that_is_written_down(kube, tmp_path):
-    for path in GOLDEN:
-        (file,) = (
-            file
-            for file in json.loads(path.read_text())["files"]
-            if file["path"].endswith("manifests.yaml")
-        )
-        assert "pod" in dry_run(kube, file["text"], tmp_path / path.name), path.name
+def test_the_api_server_takes_the_plan_of_every_golden_case(kube, make_facts, tmp_path):
+    for case in test_golden.CASES:
+        plan = test_golden.plan("kubernetes", case, make_facts)
+        (file,) = (file for file in plan.files if file.path.endswith("manifests.yaml"))
+        assert "pod" in dry_run(kube, file.content().decode(), tmp_path / f"{case}.yaml"), case
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)

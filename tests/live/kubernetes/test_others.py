@@ -64,7 +64,7 @@ def texts(run: api.Run) -> list[str]:
     return [line.text for line in run.logs() if line.rank is not None]
 
 
-@pytest.mark.parametrize("flavor", ["pytorchjob", "job"])
+@pytest.mark.parametrize("flavor", ["pytorchjob", pytest.param("job", marks=pytest.mark.thorough)])
 def test_a_run_whose_submitter_is_gone_is_taken_up_from_elsewhere(
     flavor, submit, begun, kube, elsewhere, taken
 ):

@@ -32,10 +32,13 @@ import pytest
 import yaml
 
 from clusterkit import api
+from tests import tested
 from tests.lab import CHECKOUT, Lab, machine
 
 # The first test that needs it pays for three runs of the whole playbook.
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+# What the roles alone refuse; the rest is run with every change of clusterkit.
+WHEN_CHANGED = tested.when_changed("ansible")
 
 PLAYBOOK = CHECKOUT / "ansible" / "site.yml"
 BIN = Path(sys.executable).parent
@@ -640,7 +643,6 @@ def later(story: Story) -> dict[str, Play]:
                 "python_env_python": "/srv/new/bin/python",
             },
         ),
-        "preflight": ("--tags preflight", {"clusterkit_cluster": "no-such-cluster"}),
     }
     with ThreadPoolExecutor(max_workers=3) as pool:
         started = {
@@ -650,6 +652,7 @@ def later(story: Story) -> dict[str, Play]:
         return {name: play.result() for name, play in started.items()}
 
 
+@WHEN_CHANGED
 def test_a_host_that_is_missing_is_named(later: dict[str, Play]) -> None:
     play = later["one host"]
     assert play.code == 2
@@ -657,6 +660,7 @@ def test_a_host_that_is_missing_is_named(later: dict[str, Play]) -> None:
     assert play.changes() == {"h0": 0}
 
 
+@WHEN_CHANGED
 def test_one_role_runs_alone_on_one_host(later: dict[str, Play]) -> None:
     play = later["one role"]
     assert play.code == 0, play.said
@@ -665,12 +669,14 @@ def test_one_role_runs_alone_on_one_host(later: dict[str, Play]) -> None:
     assert "TASK [base : Make the user]" not in play.said
 
 
+@WHEN_CHANGED
 def test_a_package_that_apt_does_not_have_is_named(later: dict[str, Play]) -> None:
     play = later["package"]
     assert play.code == 2
     assert "h1 needs no-such-package, and apt cannot install them" in play.flat()
 
 
+@WHEN_CHANGED
 def test_a_toolkit_without_a_source_is_refused_with_what_to_set(later: dict[str, Play]) -> None:
     play = later["toolkit"]
     assert play.code == 2
@@ -678,6 +684,7 @@ def test_a_toolkit_without_a_source_is_refused_with_what_to_set(later: dict[str,
     assert play.recap["h0"]["failed"] == 0
 
 
+@WHEN_CHANGED
 def test_an_address_that_no_interface_has_is_refused(story: Story, later: dict[str, Play]) -> None:
     play = later["address"]
     assert play.code == 2
@@ -686,6 +693,7 @@ def test_an_address_that_no_interface_has_is_refused(story: Story, later: dict[s
     assert play.recap["h1"]["changed"] == 0
 
 
+@WHEN_CHANGED
 def test_two_hosts_with_one_name_are_refused(later: dict[str, Play]) -> None:
     play = later["names"]
     assert play.code == 2
@@ -693,6 +701,7 @@ def test_two_hosts_with_one_name_are_refused(later: dict[str, Play]) -> None:
     assert set(play.changes().values()) == {0}
 
 
+@WHEN_CHANGED
 def test_an_environment_of_someone_elses_is_compared_and_left_alone(
     later: dict[str, Play],
 ) -> None:
@@ -705,6 +714,7 @@ def test_an_environment_of_someone_elses_is_compared_and_left_alone(
     assert set(play.changes().values()) == {0}
 
 
+@WHEN_CHANGED
 def test_a_python_that_is_too_old_is_refused(story: Story, later: dict[str, Play]) -> None:
     play = later["old python"]
     assert play.code == 2
@@ -712,8 +722,8 @@ def test_a_python_that_is_too_old_is_refused(story: Story, later: dict[str, Play
     assert not (story.site.lab.root("h1") / "srv/new").exists()
 
 
-def test_a_preflight_that_fails_fails_the_play(later: dict[str, Play]) -> None:
-    play = later["preflight"]
+def test_a_preflight_that_fails_fails_the_play(story: Story) -> None:
+    play = story.site.play("--tags", "preflight", clusterkit_cluster="no-such-cluster")
     assert play.code == 2
     assert "doctor --cluster no-such-cluster: exit code 2" in play.flat()
     # What doctor said stands above the refusal.

@@ -1,5 +1,6 @@
 """The doctor on real hosts over SSH: every fault is named, with its host and its remedy."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -74,6 +75,13 @@ def test_a_clock_that_is_ten_minutes_off(lab4, examine):
     assert found.level == "fail"
     assert "10 min ahead" in found.cause
     assert "chrony" in found.remedy
+
+
+def test_a_link_of_two_megabits(lab4, examine):
+    lab4.fault("slow", "h1", "2mbit")
+    found = only_fault(examine("mesh", "head-port"), "mesh", "h1")
+    assert found.level == "warn"
+    assert re.match(r"its link is slow: \d\.\d Mbit/s from h0, \d\.\d Mbit/s to h2", found.cause)
 
 
 def test_another_torch(lab4, examine):

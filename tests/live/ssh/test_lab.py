@@ -17,12 +17,13 @@ import pytest
 import yaml
 
 from clusterkit.errors import BadInput, ClusterkitError
+from tests import tested
 from tests.lab import CHECKOUT, Lab, faults, labs, machine
 from tests.lab import python as lab_python
 from tests.lab.__main__ import main
 from tests.lab.fixtures import made
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, tested.when_changed("lab")]
 
 SOON = 60.0
 LAB = [sys.executable, "-m", "tests.lab"]

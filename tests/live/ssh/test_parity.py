@@ -43,6 +43,7 @@ def agree(lab: Lab, job: str, expected: list[float], home: Path, patch: pytest.M
     assert set(found.held.values()) == {found.total // shards}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("job", JOBS)
 def test_two_hosts(
     lab: Lab, job: str, expected: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -128,6 +128,16 @@ def ended(run: api.Run, seconds: float = 60.0) -> tuple[RunStatus, float]:
 # ---------------------------------------------------------------- runs that go well
 
 
+def test_a_project_that_holds_clusterkit_home_runs(
+    submit: Submit, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As when it is started from $HOME: the run's own folder is written while the rest is copied.
+    monkeypatch.setenv("CLUSTERKIT_HOME", str(place / ".clusterkit"))
+    run = submit(1)
+    assert run.wait().state is State.SUCCEEDED
+    assert run.plan.trees[0].what.startswith("2 files, ")
+
+
 def test_ranks_run_on_their_hosts_and_their_lines_come_back(submit: Submit) -> None:
     run = submit(1)
     status, _ = ended(run)
@@ -410,8 +420,15 @@ def test_the_laptop_can_be_closed(submit: Submit) -> None:
     assert [line.text for line in run.logs(rank=1)] == ["hello from 1 h1", "done"]
 
 
-@pytest.mark.parametrize("killed", ["rank", "agent"])
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize(
+    ("killed", "node"),
+    [
+        ("rank", 0),
+        ("agent", 1),
+        pytest.param("rank", 1, marks=pytest.mark.thorough),
+        pytest.param("agent", 0, marks=pytest.mark.thorough),
+    ],
+)
 def test_the_nodes_end_together_although_nobody_watches(
     submit: Submit, lab: Lab, killed: str, node: int
 ) -> None:
@@ -519,6 +536,15 @@ def test_a_python_that_is_not_there_is_named(submit: Submit, lab: Lab) -> None:
     describe(lab, python="/nowhere/python", inventory=str(lab.hostfile))
     said = refused(submit, ClusterkitError)
     assert "/nowhere/python" in said or "host key" in said or "does not let" in said
+
+
+def test_a_python_that_the_job_names_runs_or_is_refused(submit: Submit) -> None:
+    for doctor in (True, False):
+        said = refused(submit, ClusterkitError, settings=["python=/nowhere/python"], doctor=doctor)
+        assert "/nowhere/python" in said
+    run = submit(2, settings=("python=/usr/bin/python3",))
+    assert ended(run)[0].state is State.SUCCEEDED
+    assert run.plan.note("python") == "/usr/bin/python3"
 
 
 def test_more_nodes_than_hosts(submit: Submit) -> None:

@@ -1,7 +1,13 @@
 """Every judgement, from recorded outputs: what is well, what is wrong, what is ugly."""
 
+import contextlib
 import ipaddress
+import os
+import pwd
 import re
+import shutil
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -12,6 +18,7 @@ from clusterkit import errors
 from clusterkit.doctor.base import LEVELS, Machine, Output, common, parsed_address
 from clusterkit.doctor.checks import CHECKS
 from clusterkit.doctor.checks.clock import agreed, offset
+from clusterkit.doctor.checks.strays import STRAYS
 from clusterkit.doctor.hosts import judge
 from clusterkit.doctor.scripts import MEET, PACKAGES, Packages
 from tests.unit.doctor.conftest import PYTHON, make_answer, make_subject, named, needs, raw
@@ -356,8 +363,44 @@ def test_an_interpreter_that_does_not_run_is_told_with_what_it_said(judged):
     none = make_answer(interpreter="", began=None, ended=None, stderr="")
     found = judged("python", make_subject(3), python(), h1=another, h2=none)
     assert "does not work: sh: 2: /opt/venv/bin/python: not found" in found["h1"].cause
-    assert found["h1"].remedy == "python3 -m venv /opt/venv"
+    assert found["h1"].remedy == (
+        "python3 -m venv /opt/venv && /opt/venv/bin/python -m pip install torch"
+    )
     assert "it says nothing" in found["h2"].cause
+
+
+@pytest.mark.parametrize(
+    ("interpreter", "begins", "installs"),
+    [
+        ("/opt/venv/bin/python", "python3 -m venv /opt/venv && ", "/opt/venv/bin/python"),
+        ("/opt/a b/bin/python", "python3 -m venv '/opt/a b' && ", "'/opt/a b/bin/python'"),
+        ("python3", "sudo apt-get install -y python3 python3-venv && sudo python3 -m venv "
+         "/opt/clusterkit/python3 && ", "sudo /opt/clusterkit/python3/bin/python"),
+    ],
+)  # fmt: skip
+def test_a_new_interpreter_gets_the_packages_of_the_others(judged, interpreter, begins, installs):
+    there = {"python": python(), "packages": packages(deepspeed=None)}
+    machines = tuple(
+        Machine(name=f"h{i}", address=f"10.0.0.{i}", python=interpreter) for i in range(3)
+    )
+    whole = make_answer(there, interpreter=interpreter)
+    none = make_answer(interpreter="", began=None, ended=None, stderr="")
+    found = judged("python", make_subject(hosts=machines), h0=whole, h1=whole, h2=none)
+    remedy = found["h2"].remedy
+    assert remedy.startswith(begins)
+    assert f"{installs} -m pip install torch==2.13.0 transformers==5.23.0" in remedy
+    named = "python: /opt/clusterkit/python3/bin/python in the cluster entry"
+    assert (named in remedy) == (interpreter == "python3")
+
+
+def test_another_python_comes_with_torch_as_well(judged):
+    whole = make_answer({"python": python(), "packages": packages()})
+    old = make_answer({"python": python((3, 10, 1)), "packages": packages()})
+    remedy = judged("python", make_subject(3), h0=whole, h1=old, h2=whole)["h1"].remedy
+    assert remedy.startswith(
+        "sudo apt-get install -y python3.11 python3.11-venv && sudo python3.11"
+    )
+    assert "pip install torch==2.13.0 deepspeed==0.19.8 transformers==5.23.0" in remedy
 
 
 def packages(**versions):
@@ -398,6 +441,35 @@ def test_nccl_differs(judged):
     found = judged("packages", make_subject(3), usual, h2=packages(nvidia_nccl_cu12="2.21.5"))
     assert found["h2"].level == "fail"
     assert found["h2"].cause == "nvidia-nccl-cu12 2.21.5, but 2.27.3 on the other hosts"
+
+
+def test_a_package_that_is_gone_and_was_not_uninstalled_is_missing(judged):
+    found = judged("packages", make_subject(3), packages(), h1=packages() | {"gone": ["torch"]})
+    assert found["h0"].level == "ok"
+    assert found["h1"].level == "fail"
+    assert found["h1"].cause == (
+        f"pip has a note of torch 2.13.0+cu130, but {PYTHON} does not find the package"
+    )
+    assert found["h1"].remedy == (
+        f"{PYTHON} -m pip install --force-reinstall --no-deps torch==2.13.0"
+    )
+
+
+def test_a_package_s_folder_is_looked_for_and_not_its_metadata_alone(tmp_path):
+    """In an interpreter of its own: this one may have imported them."""
+    for name in ("torch", "deepspeed", "numpy"):
+        (tmp_path / f"{name}-1.dist-info").mkdir()
+        (tmp_path / f"{name}-1.dist-info" / "METADATA").write_text("Version: 1\n")
+    (tmp_path / "numpy").mkdir()
+    (tmp_path / "numpy" / "__init__.py").write_text("raise SystemExit('it was imported')\n")
+    (tmp_path / "deepspeed").mkdir()  # without a file: pip leaves caches behind
+    text = (
+        "from __future__ import annotations\nimport sys\n"
+        f"sys.path[:] = [{str(tmp_path)!r}, *(p for p in sys.path if 'site-' not in p)]\n"
+        f"{PACKAGES.source}\nprint(sorted(collect_packages({{}})['gone']))"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", text], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("['deepspeed', 'torch']\n", "")
 
 
 def test_what_only_one_host_has_is_no_fault(judged):
@@ -713,8 +785,9 @@ def test_the_port_is_free_or_its_holder_is_named(judged, port, level, words, rem
     assert found.all("h1") == []
 
 
-def met(head=None, listening=None, came=(), peers=None):
-    return {"head": head, "listening": listening, "came": list(came), "peers": peers}
+def met(head=None, listening=None, came=(), peers=None, rates=None):
+    told = {"head": head, "listening": listening, "came": list(came), "peers": peers}
+    return told | {"rates": rates or {}}
 
 
 @pytest.mark.parametrize(
@@ -784,6 +857,37 @@ def test_different_reasons_are_told_apart(judged):
     peers = {"h1": "timed out", "h2": "connection refused"}
     found = judged("mesh", make_subject(3), met(peers={"h0": None}), h0=met(peers=peers))
     assert {finding.cause.rpartition(": ")[2] for finding in found.all("h0")} == set(peers.values())
+
+
+def rated(**rates):
+    """Hosts in a ring, each with the rate at which the next took what it sent."""
+    names = list(rates)
+    peers = {name: {other: None for other in names if other != name} for name in names}
+    return {
+        name: met(peers=peers[name], rates={names[(place + 1) % len(names)]: rate})
+        for place, (name, rate) in enumerate(rates.items())
+    }  # fmt: skip
+
+
+def test_a_slow_link_is_that_of_the_host_with_both_ends(judged):
+    found = judged("mesh", make_subject(4), **rated(h0=2.14, h1=1.9, h2=940, h3=9400))
+    assert found.levels() == {"h0": ["ok"], "h1": ["warn"], "h2": ["ok"], "h3": ["ok"]}
+    assert found["h1"].cause == "its link is slow: 2.1 Mbit/s from h0, 1.9 Mbit/s to h2"
+    assert found["h1"].remedy.startswith("clusterkit bench --cluster lab --pairwise")
+
+
+def test_a_slow_link_of_two_hosts_may_be_either_s(judged):
+    found = judged("mesh", make_subject(2), **rated(h0=2.0, h1=2.0))
+    assert found.levels() == {"h0": ["warn"], "h1": ["warn"]}
+    found = judged("mesh", make_subject(3), **rated(h0=900, h1=900, h2=5))
+    assert found.levels() == {"h0": ["ok"], "h1": ["ok"], "h2": ["warn"]}
+
+
+def test_a_slow_link_beside_one_that_is_cut(judged):
+    answers = rated(h0=2.0, h1=900, h2=900)
+    answers["h0"]["peers"]["h2"] = "timed out"
+    assert [f.level for f in judged("mesh", make_subject(3), **answers).all("h0")] == [
+        "warn", "fail"]  # fmt: skip
 
 
 def test_a_host_that_met_nobody_has_nothing_to_tell(judged):
@@ -1252,14 +1356,68 @@ def test_the_working_folder(judged, changed, level, words, remedy):
     assert remedy is None or remedy in found["h0"].remedy
 
 
+def strays(runs=None, others=None):
+    return {"runs": runs or {}, "others": others or {}}
+
+
 def test_strays_are_told_with_the_command_that_ends_them(judged):
-    found = judged("strays", make_subject(2), {}, h1={"ddp-1": [1, 2], "x y": [3]})
+    left = strays({"ddp-1": [1, 2], "x y": [3]})
+    found = judged("strays", make_subject(2), strays(), h1=left)
     assert found["h0"].level == "ok"
     assert [finding.remedy for finding in found.all("h1")] == [
         "clusterkit cancel ddp-1", "clusterkit cancel 'x y'",
     ]  # fmt: skip
     assert found.all("h1")[0].cause == "run ddp-1 has 2 processes there"
     assert found.all("h1")[1].cause == "run x y has 1 process there"
+
+
+def test_ranks_of_another_user_are_told_with_who_they_are(judged):
+    theirs = strays(others={"bob": {"7": "torchrun train.py", "9": "mpirun -np 2 x"}})
+    found = judged("strays", make_subject(2), strays(), h1=theirs)
+    assert found["h0"].level == "ok"
+    assert found["h1"].level == "warn"
+    assert found["h1"].cause == (
+        "bob has ranks there: process 7: torchrun train.py; process 9: mpirun -np 2 x"
+    )
+    assert found["h1"].remedy == "ask bob, or use the other hosts: --exclude h1"
+
+
+@pytest.mark.parametrize(
+    ("words", "seen"),
+    [
+        (["torchrun", "--nproc-per-node", "2", "train.py"], True),
+        (["python3", "/opt/venv/bin/torchrun", "train.py"], True),
+        (["python", "-u", "-m", "torch.distributed.run", "train.py"], True),
+        (["python3.11", "-m", "deepspeed.launcher.launch"], True),
+        (["mpirun", "-np", "2", "train"], True),
+        (["python", "-I", "/srv/runs/r/agent.py", "run", "--nproc", "2"], True),
+        (["python", "agent.py"], False),
+        (["python", "train.py", "torchrun"], False),
+        (["vim", "deepspeed"], False),
+        (["python", "-m"], False),
+        ([""], False),
+    ],
+)
+def test_ranks_of_another_user_are_recognized(monkeypatch, words, seen):
+    me, own = pwd.getpwuid(os.geteuid()).pw_name, os.geteuid()
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write, bytes(65536))
+    os.set_blocking(write, True)
+    # A program that takes any words and stays: it cannot get rid of them.
+    process = subprocess.Popen(words, executable=shutil.which("echo"), stdout=write)
+    try:
+        assert process.pid not in STRAYS.collect({})["others"].get(me, {})
+        monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+        found = STRAYS.collect({})["others"].get(me, {})
+        assert (process.pid in found) == seen
+    finally:
+        process.kill()
+        process.wait()
+        os.close(read)
+        os.close(write)
 
 
 # ---------------------------------------------------------------- the shared folder

@@ -165,6 +165,22 @@ def test_what_is_waited_for_is_told_after_a_second(cli, monkeypatch):
     assert cli("doctor").err in ("looking at h3-h5\n", "looking\n")
 
 
+@pytest.mark.parametrize(
+    ("phase", "waiting", "words"),
+    [
+        (1, ["h0", "h1", "h2", "h3"], "looking at h0-h3"),
+        (1, ["h0", "h1"], "looking at h0-h3, waiting for h0, h1"),
+        (2, ["h3"], "letting meet h0-h3, waiting for h3"),
+        (3, ["h3"], "tidying up on h0-h3, waiting for h3"),
+        (2, [], "judging"),
+    ],
+)
+def test_progress_names_all_hosts_and_those_that_are_waited_for(phase, waiting, words):
+    from clusterkit.cli.doctor import _doing
+
+    assert _doing(phase, waiting, ["h0", "h1", "h2", "h3"]) == words
+
+
 def test_no_color_is_honoured(cli, examined, monkeypatch):
     examined(FAULTS)
     monkeypatch.setenv("NO_COLOR", "1")

@@ -527,7 +527,8 @@ def quota(replies, hard, used=None, **spec):
         ({"requests.cpu": "3500m"}, None, "fail", "3500m of requests.cpu"),
         ({"limits.memory": "8Gi"}, None, "ok", "room"),
         ({"count/pytorchjobs.kubeflow.org": "0"}, None, "fail", "the job needs 1"),
-        ({"services": "0", "secrets": "0"}, None, "ok", "room"),
+        ({"services": "0"}, None, "ok", "room"),
+        ({"secrets": "0"}, None, "fail", "the job needs 1"),
     ],
 )
 def test_quotas(hard, used, level, words):

@@ -5,12 +5,13 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 
 import msgspec
 import pytest
 
-from clusterkit.doctor import bundle
+from clusterkit.doctor import bundle, meeting
 from clusterkit.doctor.scripts import MEET, Met
 from clusterkit.transport import LocalTransport
 
@@ -58,11 +59,52 @@ def left_on(port):
 
 def test_all_reach_the_head_and_each_other(port):
     head, *others = together(port)
-    assert head == Met(
-        head=None, listening=None, came=["h0", "h1", "h2"], peers={"h1": None, "h2": None}
-    )
+    assert (head.head, head.listening, head.came) == (None, None, ["h0", "h1", "h2"])
+    assert head.peers == {"h1": None, "h2": None}
     assert others[0].peers == {"h0": None, "h2": None}
     assert others[1].peers == {"h0": None, "h1": None}
+
+
+def test_every_host_measures_its_link_to_the_next(port):
+    found = together(port)
+    for met, following in zip(found, ("h1", "h2", "h0"), strict=True):
+        assert list(met.rates) == [following]
+        assert met.rates[following] > 0
+
+
+def test_hosts_that_are_slow_to_answer_do_not_measure_themselves(port):
+    assert [met.rates for met in together(port, patience=1.5)] == [{}, {}, {}]
+
+
+@pytest.mark.parametrize(("pieces", "rate"), [(16, "fast"), (3, "slow"), (0, "none")])
+def test_a_rate_counts_what_comes_in_its_time(pieces, rate):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sender = threading.Thread(
+            target=lambda: (
+                [theirs.sendall(bytes(65536)) for _ in range(pieces)] or theirs.send(b"x")
+            )
+        )
+        sender.start()
+        began = time.monotonic()
+        found = meeting.rate_of(ours)
+        spent = time.monotonic() - began
+        sender.join()
+    if rate == "fast":
+        assert found > 0
+    else:
+        # All that came, over the whole time that it waited for the rest.
+        assert found <= pieces * 65536 * 8e-6 / meeting.POUR_SECONDS
+        assert spent >= meeting.POUR_SECONDS
+
+
+def test_a_sender_that_goes_away_has_no_rate():
+    ours, theirs = socket.socketpair()
+    with ours:
+        theirs.sendall(b"x")
+        theirs.close()
+        with pytest.raises(ConnectionError):
+            meeting.rate_of(ours)
 
 
 def test_the_port_can_be_had_again_at_once(port):

@@ -1,4 +1,4 @@
-"""YAML as it is written, names, values that Kubernetes would expand."""
+"""Names, values that Kubernetes would expand."""
 
 import json
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from clusterkit.errors import BadInput
 from clusterkit.kubernetes.client import as_yaml
-from clusterkit.kubernetes.text import Noted, documents, literal, object_name, plain, quantity
+from clusterkit.kubernetes.text import literal, object_name, quantity
 
 SCALARS = (
     st.text(st.characters(exclude_categories=("Cs",)))
@@ -19,22 +19,8 @@ SCALARS = (
         ["yes", "no", "1e3", "0x1", "~", "null", "8Gi", "--", "-", "a: b", ".5", ".inf", "#", "1_0"]
     )
 )
-KEYS = st.text(st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp")), min_size=1)
-# No list stands in a list: no manifest has that.
-VALUES = st.recursive(
-    SCALARS | st.lists(SCALARS, max_size=3),
-    lambda inner: (
-        st.dictionaries(KEYS, inner, max_size=3)
-        | st.lists(st.dictionaries(KEYS, inner, max_size=3), max_size=3)
-    ),
-    max_leaves=8,
-)
-DOCUMENTS = st.dictionaries(KEYS, VALUES, min_size=1, max_size=4)
-
-
-@given(DOCUMENTS)
-def test_what_is_written_is_read_back(document):
-    assert list(yaml.safe_load_all(documents([document, {"a": 1}]))) == [document, {"a": 1}]
+# YAML takes a key of 1,024 characters at most, escapes counted (\u plus four digits each).
+KEYS = st.text(st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp")), min_size=1, max_size=80)
 
 
 @given(
@@ -45,15 +31,6 @@ def test_what_is_written_is_read_back(document):
 def test_what_is_applied_is_yaml_whatever_characters_it_holds(value):
     assert yaml.safe_load(as_yaml({"value": value})) == {"value": value}
     assert json.loads(json.dumps(value)) == value
-
-
-def test_comments_stand_above_their_key_and_are_no_part_of_the_value():
-    document = {"a": Noted(1, "why\nso"), "b": [Noted({"c": Noted("x", "deep"), "d": 2}, "item")]}
-    text = documents([document], "head\n\nmore")
-    assert text == (
-        "# head\n#\n# more\n# why\n# so\na: 1\nb:\n  # item\n  -\n    # deep\n    c: x\n    d: 2\n"
-    )
-    assert yaml.safe_load(text) == plain(document) == {"a": 1, "b": [{"c": "x", "d": 2}]}
 
 
 @pytest.mark.parametrize(

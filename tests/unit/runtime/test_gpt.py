@@ -114,6 +114,7 @@ CPU = {"device": "cpu"}
 DIVIDED: dict[str, tuple[list[Any], int, list[int]]] = {
     "ddp": (["--strategy", "ddp"], 2, [STATE, STATE]),
     "zero-0": ([{"stage": 0}], 2, [STATE, STATE]),
+    "zero-1": ([{"stage": 1}], 2, [STATE // 2] * 2),
     "zero-2": ([{"stage": 2}], 2, [STATE // 2] * 2),
     "zero-2 offload": ([{"stage": 2, "offload_optimizer": CPU}], 2, [STATE // 2] * 2),
     "zero-3": ([{"stage": 3}], 2, [STATE // 2] * 2),
@@ -124,6 +125,10 @@ DIVIDED: dict[str, tuple[list[Any], int, list[int]]] = {
     "autotp": ([{"stage": 1}, "--mesh", "tp=2"], 2, [234_112] * 2),
     "deepspeed pp": ([{"stage": 1}, "--mesh", "pp=2"], 4, [116_544] * 2 + [115_648] * 2),
     "fsdp": (["--strategy", "fsdp", "--checkpoint-async"], 2, [STATE // 2] * 2),
+    "fsdp kept": (
+        ["--strategy", "fsdp", "--no-reshard-after-forward", "--activation-checkpointing"],
+        2, [STATE // 2] * 2,
+    ),
     "fsdp offload": (["--strategy", "fsdp", "--offload"], 2, [STATE // 2] * 2),
     "hsdp": (["--strategy", "fsdp", "--mesh", "replicate=2"], 4, [STATE // 2] * 4),
     "tp": (["--strategy", "tp", "--mesh", "tp=2"], 4, [108_864] * 4),
@@ -194,13 +199,17 @@ def test_the_numbers_agree_however_the_ranks_share_the_work(
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_pipeline_tells_its_bubble(launch, schedule: str) -> None:
+def test_a_pipeline_tells_its_bubble_and_computes_the_same(
+    launch, alone: list[dict[str, Any]], schedule: str
+) -> None:
     result = launch(*SHORT, "--strategy", "pp", "--schedule", schedule, ranks=2)
     assert result.codes == [0, 0], result.stderr
     (start,) = result.of("start")
     # (p - 1) / (m + p - 1) with 2 stages and 8 / 2 micro batches.
     assert (start["schedule"], start["micro_batches"], start["bubble"]) == (schedule, 4, 1 / 5)
     assert start["mesh"] == "pp=2"
+    expected = {row["step"]: row["loss"] for row in alone}
+    assert result.losses() == pytest.approx(expected, abs=TOLERANCE)
 
 
 def test_recomputed_activations_change_no_number(launch) -> None:
@@ -224,7 +233,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
     assert rest.of("end") == run.result.of("end")
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("ddp", 1), ("fsdp", 1), ("tp", 2), ("pp", 4)])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("ddp", 1), ("zero-0", 1), ("fsdp", 1), ("tp", 2), ("pp", 4)]
+)
 def test_a_run_is_resumed_on_another_number_of_ranks(
     launch, whole: Callable[[str], Whole], name: str, ranks: int
 ) -> None:

@@ -98,7 +98,7 @@ def _wanted(seen: Seen, subject: KubeSubject) -> dict[str, Decimal]:
     copied = subject.entry.code == "copied"
     for name, number in (
         ("configmaps", 1 + copied + sum(each["kind"] == "ConfigMap" for each in seen.objects)),
-        ("secrets", bool(subject.job.secrets)),
+        ("secrets", "secretKeyRef" in str(seen.objects)),
         ("services", sum(each["kind"] == "Service" for each in seen.objects)),
     ):
         if number:

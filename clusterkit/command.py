@@ -1,0 +1,423 @@
+"""What a command line starts: a program, by which Python, and under which launcher. Pure.
+
+``torchrun --nproc_per_node=2 train.py`` as a command would start torchrun once per rank, each a
+world of its own. `take_over` makes a job of it that clusterkit starts with that launcher itself.
+What stands inside ``bash -c`` is not read.
+
+Sources: ``torch/distributed/run.py`` and ``launch.py`` 2.13, ``deepspeed/launcher/runner.py`` 0.19,
+``accelerate/commands/launch.py`` 1.15, Open MPI's mpirun(1) 4.1.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from clusterkit import shell
+from clusterkit.errors import BadInput, counted
+from clusterkit.spec import JobSpec, Launcher
+
+_PYTHON = re.compile(r"python[\d.]*\Z")
+PYTHONS = ("python", "python3")
+"""As the first word of a command: the interpreter of the ranks, whichever that is."""
+_LOCAL_RANK = re.compile(r"--local[_-]rank\b")
+_SPAWN = re.compile(r"\b(mp|multiprocessing)\.spawn\(|multiprocessing(\.spawn)? import .*\bspawn\b")
+
+_OURS = "ours"
+"""clusterkit decides what the option says."""
+_MODULE, _COMMAND, _BY_ENVIRONMENT = "module", "command", "environment"
+"""The program is a module, or any command; it gets no ``--local_rank``."""
+_HOSTS = "!the cluster entry names the hosts; --include and --exclude choose among them"
+_LOGS = "!every rank's lines are kept: `clusterkit logs`"
+_BINDING = "!ranks are placed by slot and not bound to cores"
+
+
+@dataclass(frozen=True)
+class _Tool:
+    """How a launcher's options are read.
+
+    An option means the job's key whose value it gives (``key=value``: it alone says so), one of the
+    words above, ``ranks`` (of all nodes together) or, behind ``!``, why it cannot be taken over.
+    Underscores in an option are written as dashes here.
+    """
+
+    launcher: Launcher
+    flags: Mapping[str, str]
+    values: Mapping[str, str]
+    pairs: Mapping[str, str] = field(default_factory=dict)
+    local_rank: str = ""
+    """How it hands its program the local rank as an argument, if it does."""
+
+
+def _each(names: str, meaning: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), meaning)
+
+
+_TORCHRUN = _Tool(
+    launcher="torchrun",
+    flags=_each("--standalone", _OURS)
+    | _each("-m --module", _MODULE)
+    | _each("--no-python", _COMMAND)
+    | _each("--run-path --virtual-local-rank", "!"),
+    values=_each("--nnodes", "nodes")
+    | _each("--nproc-per-node", "gpus_per_node")
+    | _each("--max-restarts", "restarts")
+    | _each("--rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --local-addr", _OURS)
+    | _each("--node-rank --master-addr --master-port --monitor-interval --role", _OURS)
+    | _each("--start-method", _OURS)
+    | _each("--shutdown-timeout", "!`stop_grace` of the cluster entry is that time")
+    | _each("--log-dir -r --redirects -t --tee --logs-specs --local-ranks-filter", _LOGS)
+    | _each("--duplicate-stdout-filters --duplicate-stderr-filters --event-log-handler", _LOGS)
+    | _each("--numa-binding", _BINDING)
+    | _each("--signals-to-handle", "!"),
+)
+_DEEPSPEED = _Tool(
+    launcher="deepspeed",
+    flags=_each("--no-ssh --no-ssh-check --force-multi -q --quiet", _OURS)
+    | _each("--module", _MODULE)
+    | _each("--no-python", _COMMAND)
+    | _each("--no-local-rank", _BY_ENVIRONMENT)
+    | _each("--bind-cores-to-rank", _BINDING)
+    | _each("--save-pid", "!"),
+    values=_each("--num-nodes", "nodes")
+    | _each("--num-gpus --num-accelerators", "gpus_per_node")
+    | _each("--master-port --master-addr --node-rank --launcher --ssh-port --log-level", _OURS)
+    | _each("-H --hostfile -i --include -e --exclude", _HOSTS)
+    | _each("--enable-each-rank-log", _LOGS)
+    | _each("--bind-core-list", _BINDING)
+    | _each("--launcher-args --venv-script --autotuning", "!"),
+    local_rank="--local_rank",
+)
+_MPIRUN = _Tool(
+    launcher="mpirun",
+    flags=_each("--allow-run-as-root --oversubscribe --tag-output -q --quiet", _OURS),
+    values=_each("-np --np -n --n -c", "ranks")
+    | _each("-N -npernode --npernode -ppn", "gpus_per_node")
+    | _each("-H -host --host -hostfile --hostfile -machinefile --machinefile", _HOSTS)
+    | _each("--map-by -map-by --bind-to -bind-to --rank-by", _BINDING)
+    | _each("-x", "!--set env.NAME=VALUE sets a variable of the ranks")
+    | _each("-wdir --wdir -wd", "!--set workdir=FOLDER starts the ranks there"),
+    pairs=_each("-mca --mca -gmca --gmca", "!--set env.OMPI_MCA_NAME=VALUE says the same")
+    | _each("-genv", "!--set env.NAME=VALUE sets a variable of the ranks"),
+)
+_ACCELERATE = _Tool(
+    launcher="torchrun",
+    flags=_each("--multi-gpu --same-network", _OURS)
+    | _each("--cpu --use-cpu", "device=cpu")
+    | _each("-m --module", _MODULE)
+    | _each("--no-python", _COMMAND)
+    | _each("--use-deepspeed", "!launcher: deepspeed, and a `deepspeed` section in a job file"),
+    values=_each("--num-processes", "ranks")
+    | _each("--num-machines", "nodes")
+    | _each("--num-cpu-threads-per-process", "threads_per_rank")
+    | _each("--max-restarts", "restarts")
+    | _each("--mixed-precision", "env.ACCELERATE_MIXED_PRECISION")
+    | _each("--gradient-accumulation-steps", "env.ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    | _each("--machine-rank --main-process-ip --main-process-port --monitor-interval", _OURS)
+    | _each("--rdzv-backend --rdzv-conf --role", _OURS)
+    | _each("--log-dir --tee", _LOGS)
+    | _each("--config-file", "!what stands in it is not read: give its values as options"),
+)
+_LAUNCH = replace(
+    _TORCHRUN,
+    flags={**_TORCHRUN.flags, "--use-env": _BY_ENVIRONMENT},
+    local_rank="--local-rank",
+)
+_SCRIPTS = {
+    ("torchrun",): _TORCHRUN,
+    ("deepspeed",): _DEEPSPEED,
+    ("mpirun",): _MPIRUN,
+    ("mpiexec",): _MPIRUN,
+    ("accelerate", "launch"): _ACCELERATE,
+    ("accelerate-launch",): _ACCELERATE,
+}
+_MODULES = {
+    "torch.distributed.run": _TORCHRUN,
+    "torch.distributed.launch": _LAUNCH,
+    "deepspeed": _DEEPSPEED,
+    "deepspeed.launcher.runner": _DEEPSPEED,
+    "accelerate.commands.launch": _ACCELERATE,
+}
+
+
+@dataclass(frozen=True)
+class Started:
+    """What a command line starts: one of ``program``, ``module`` and ``command``.
+
+    ``python`` is the interpreter that the line names, None where it says ``python`` or nothing.
+    """
+
+    program: str | None = None
+    module: str | None = None
+    command: tuple[str, ...] | None = None
+    args: tuple[str, ...] = ()
+    python: str | None = None
+    launcher: str = ""
+    """The words that name a launcher, ``python -m torch.distributed.run`` for one."""
+    tool: _Tool | None = None
+    says: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Job key, or ``ranks``: its value by the launcher's options, and the option as written."""
+    left_out: tuple[str, ...] = ()
+    """Options whose values clusterkit decides."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Options that cannot be taken over, and why not."""
+    local_rank: str = ""
+    """The argument by which its program learns its local rank, such as ``--local_rank``."""
+
+    @property
+    def name(self) -> str:
+        """For a job that has no name of its own."""
+        if self.module is not None:
+            return self.module.rpartition(".")[2]
+        return posixpath.splitext(posixpath.basename(self.program or (self.command or ("",))[0]))[0]
+
+    def words(self) -> list[str]:
+        """The line without a launcher."""
+        python = self.python or "python"
+        if self.module is not None:
+            return [python, "-m", self.module, *self.args]
+        if self.program is not None:
+            return [python, self.program, *self.args]
+        return [*(self.command or ()), *self.args]
+
+
+def read(words: Sequence[str]) -> Started:
+    """What a command line starts."""
+    first = posixpath.basename(words[0])
+    if _PYTHON.match(first):
+        return _python(words)
+    for name, tool in _SCRIPTS.items():
+        if (first, *words[1 : len(name)]) == name:
+            # The script of an environment runs on its Python.
+            folder = posixpath.dirname(words[0])
+            python = posixpath.join(folder, "python3") if folder and tool is not _MPIRUN else None
+            return _launched(" ".join(name), tool, words[len(name) :], python)
+    return Started(command=tuple(words))
+
+
+def _python(words: Sequence[str]) -> Started:
+    named = None if words[0] in PYTHONS else words[0]
+    rest = list(words[1:])
+    while rest[:1] == ["-u"]:
+        rest = rest[1:]
+    if rest[:1] == ["-m"] and len(rest) > 1:
+        if (tool := _MODULES.get(rest[1])) is not None:
+            return _launched(f"python -m {rest[1]}", tool, rest[2:], named)
+        return Started(module=rest[1], args=tuple(rest[2:]), python=named)
+    if rest and not rest[0].startswith("-"):
+        return Started(program=rest[0], args=tuple(rest[1:]), python=named)
+    return Started(command=("python", *words[1:]), python=named)
+
+
+def _launched(launcher: str, tool: _Tool, words: Sequence[str], python: str | None) -> Started:
+    rest = list(words)
+    says: dict[str, tuple[str, str]] = {}
+    left_out, refused, kinds = [], {}, set()
+    while rest and rest[0].startswith("-") and len(rest[0]) > 1:
+        word = rest.pop(0)
+        if word == "--":
+            break
+        name, equals, value = word.partition("=")
+        name = name[:2] + name[2:].replace("_", "-")
+        meaning = tool.flags.get(name)
+        written = word
+        if meaning is None and (meaning := tool.values.get(name, tool.pairs.get(name))):
+            count = (2 if name in tool.pairs else 1) - bool(equals)
+            value = value if equals else "".join(rest[:1])
+            written = shell.join([word, *rest[:count]])
+            rest = rest[count:]
+        elif meaning is None:
+            meaning = f"!clusterkit does not know this option of {launcher}"
+            if not equals and rest and not rest[0].startswith("-") and not rest[0].endswith(".py"):
+                written = shell.join([word, rest.pop(0)])
+        if meaning.startswith("!"):
+            refused[written] = meaning[1:]
+        elif meaning == _OURS:
+            left_out.append(written)
+        elif meaning in (_MODULE, _COMMAND, _BY_ENVIRONMENT):
+            kinds.add(meaning)
+        else:
+            key, is_set, constant = meaning.partition("=")
+            says[key] = (constant if is_set else value, written)
+    if not rest:
+        raise BadInput(f"{launcher} starts no program", hint=f"{launcher} train.py --lr 0.1")
+    by_argument = tool.local_rank if _BY_ENVIRONMENT not in kinds else ""
+    if tool is _MPIRUN:
+        if ":" in rest:
+            raise BadInput(f"{launcher} starts several programs: all ranks of a job run the same")
+        inner = read(rest)
+        if inner.tool is not None:
+            raise BadInput(f"{launcher} starts {inner.launcher}: only one of them starts ranks")
+    elif _COMMAND in kinds:
+        inner = Started(command=tuple(rest))
+    elif _MODULE in kinds:
+        inner = Started(module=rest[0], args=tuple(rest[1:]), local_rank=by_argument)
+    else:
+        inner = Started(program=rest[0], args=tuple(rest[1:]), local_rank=by_argument)
+    return replace(
+        inner, python=inner.python or python, launcher=launcher, tool=tool, says=says,
+        left_out=tuple(left_out), refused=refused,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- as a job
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A job whose command has been read."""
+
+    job: JobSpec
+    note: str | None = None
+    """What was taken over from a launcher's options."""
+    local_rank: str = ""
+    """As in `Started`."""
+    instead: str = ""
+    """What to type where the program needs that argument."""
+
+
+def take_over(job: JobSpec, given: Mapping[str, str], typed: Sequence[str] | None = None) -> Taken:
+    """The job with the interpreter that its command names, and with the launcher that it starts.
+
+    Args:
+        given: keys of the job that somebody gave a value, and how: ``--gpus 4``.
+        typed: options of the command line in front of ``--``; None for a job file.
+
+    Raises:
+        BadInput: an option of the launcher cannot be taken over, or says something else than the
+            job; the hint is the line to type instead.
+    """
+    words = job.command
+    if not words:
+        return Taken(job)
+    started = read(words)
+    if started.python is not None:
+        if job.python not in (None, started.python):
+            raise BadInput(
+                f"python: {job.python}, but the command names {started.python}",
+                hint="leave one of the two out",
+            )
+        job = msgspec.structs.replace(job, python=started.python, command=("python", *words[1:]))
+    if (tool := started.tool) is None:
+        return Taken(job)
+    started = replace(started, args=(*started.args, *job.args))
+    keys = {"launcher": (tool.launcher, started.launcher), **_values(started, job)}
+    if started.refused:
+        option, why = next(iter(started.refused.items()))
+        raise BadInput(
+            f"command: {started.launcher} {option} cannot be taken over: "
+            f"{why or 'there is nothing like it here'}",
+            hint=_instead(started.words(), keys, given, typed),
+        )
+    for key, (value, written) in keys.items():
+        if key in given and str(getattr(job, key)) != str(value):
+            raise BadInput(
+                f"{given[key]}, but the command says {written}", hint="leave one of the two out"
+            )
+    env = {key[4:]: value for key, (value, _) in keys.items() if key.startswith("env.")}
+    fields: dict[str, Any] = {key: value for key, (value, _) in keys.items() if "." not in key}
+    taken = msgspec.structs.replace(
+        job, program=started.program, module=started.module, command=started.command,
+        args=started.args, env=env | job.env, **fields,
+    )  # fmt: skip
+    said = [f"launcher {tool.launcher}"]
+    said += [f"{key} {value} ({written})" for key, (value, written) in [*keys.items()][1:]]
+    left = f"; left to clusterkit: {' '.join(started.left_out)}" if started.left_out else ""
+    note = f"{started.launcher} in the command is taken over: {', '.join(said)}{left}"
+    if not (started.local_rank and started.program):
+        return Taken(taken, note)
+    program = shell.join([started.python or "python", started.program])
+    script = f'exec {program} {started.local_rank}="$LOCAL_RANK" "$@"'
+    by_shell = ["sh", "-c", script, "sh", *started.args]
+    return Taken(taken, note, started.local_rank, _instead(by_shell, keys, given, typed))
+
+
+def _values(started: Started, job: JobSpec) -> dict[str, tuple[Any, str]]:
+    """Job keys that the launcher's options give, with their values."""
+    found: dict[str, tuple[Any, str]] = {}
+    for key, (value, written) in started.says.items():
+        number = int(value) if value.isdecimal() else None
+        if key == "nodes":
+            found[key] = (value if number is None else number, written)
+        elif key == "gpus_per_node" and value in ("auto", "gpu", "-1"):
+            found[key] = ("auto", written)
+        elif key in ("gpus_per_node", "threads_per_rank", "restarts", "ranks"):
+            if number is None:
+                raise BadInput(
+                    f"command: {started.launcher} {written}: {value or 'nothing'} is no number",
+                    hint="--gpus N says how many ranks a node has",
+                )
+            found[key] = (number, written)
+        else:
+            found[key] = (value, written)
+    if "ranks" in found:
+        ranks, written = found.pop("ranks")
+        nodes = found["nodes"][0] if "nodes" in found else job.nodes
+        if not str(nodes).isdecimal() or not int(nodes) or ranks % int(nodes):
+            raise BadInput(
+                f"command: {started.launcher} {written}: {counted(ranks, 'rank')} cannot be "
+                f"divided among {nodes} nodes",
+                hint="--gpus N says how many ranks a node has",
+            )
+        found["gpus_per_node"] = (ranks // int(nodes), written)
+    return found
+
+
+def _instead(
+    words: Sequence[str],
+    keys: Mapping[str, tuple[Any, str]],
+    given: Mapping[str, str],
+    typed: Sequence[str] | None,
+) -> str:
+    """What to type, or to write into the job file, in place of the launcher's line."""
+    wanted = {key: value for key, (value, _) in keys.items() if key not in given}
+    if wanted.get("launcher") == "torchrun":
+        del wanted["launcher"]
+    if typed is None:
+        return "; ".join(
+            [*(f"{key}: {value}" for key, value in wanted.items()), f"command: {list(words)}"]
+        )
+    options = list(typed)
+    for key, value in wanted.items():
+        short = {"nodes": "--nodes", "gpus_per_node": "--gpus"}.get(key)
+        options += [short, str(value)] if short else ["--set", f"{key}={value}"]
+    return shell.join(["clusterkit", "submit", *options, "--", *words])
+
+
+def check_source(taken: Taken, source: str) -> str | None:
+    """A remark on a program's source text: that it starts its ranks itself.
+
+    Raises:
+        BadInput: it takes its local rank from an argument that only its launcher gives.
+    """
+    job = taken.job
+    if taken.local_rank and _LOCAL_RANK.search(source):
+        raise BadInput(
+            f"command: {job.program} takes {taken.local_rank}, which its launcher gives it; here "
+            "LOCAL_RANK stands in the environment instead",
+            hint=taken.instead,
+        )
+    if job.launcher != "python" and _SPAWN.search(source):
+        return (
+            f"{job.program} starts its ranks itself (mp.spawn), but {job.launcher} starts it once "
+            "per rank: they would wait for each other for ever. launcher: python with "
+            "gpus_per_node: 1 starts it once on each node; jobs/ddp-spawn.yaml is an example"
+        )
+    return None
+
+
+def instead_of_a_job(words: Sequence[str]) -> list[str] | None:
+    """The command that was meant where a job file should stand: ``train.py --lr 1``; or None."""
+    first = posixpath.basename(words[0])
+    suffix = posixpath.splitext(first)[1]
+    if suffix == ".py":
+        return ["python", *words]
+    if suffix == ".sh":
+        return ["bash", *words]
+    started = read(words)
+    return list(words) if started.tool is not None or _PYTHON.match(first) else None

@@ -1,0 +1,104 @@
+"""The job that somebody asks for: a file, a command or a spec, with settings and flags applied."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from clusterkit import command, loader
+from clusterkit.errors import BadInput
+from clusterkit.spec import JobSpec, check_job
+
+Job = str | os.PathLike[str] | JobSpec | Sequence[str]
+"""A job file's path, a `JobSpec`, or a command such as ``["python", "train.py", "--fast"]``."""
+SOURCE_BYTES = 1 << 20
+"""Of a program's source text that is read."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job that can be planned, and where its keys come from."""
+
+    job: JobSpec
+    document: loader.Document | None
+    """The file that it stands in, if any."""
+    flags: Mapping[str, str]
+    """Keys of the job that a flag has given."""
+    remarks: tuple[str, ...] = ()
+    """What is to be said of it in the plan."""
+
+    def locating(self) -> contextlib.AbstractContextManager[None]:
+        """As `clusterkit.loader.Document.locating`."""
+        return self.document.locating(self.flags) if self.document else contextlib.nullcontext()
+
+
+def read(
+    job: Job,
+    settings: Sequence[str] = (),
+    nodes: int | str | None = None,
+    gpus: int | None = None,
+    more_args: Sequence[str] = (),
+    cluster: str = "local",
+) -> Request:
+    """Read a job, apply settings and flags, read its command, find its program.
+
+    Args:
+        cluster: what it is asked for with, for the line to type that an error may end with.
+
+    Raises:
+        BadInput: anything wrong with it.
+    """
+    document: loader.Document | None = None
+    bases: Sequence[Path] = [loader.current_folder()]
+    if isinstance(job, (str, os.PathLike)):
+        loaded = loader.read_job(Path(job), settings)
+        spec, document, bases = loaded.job, loaded.document, loaded.bases
+        keys = list(document.data)
+    else:
+        spec = job if isinstance(job, JobSpec) else loader.job_from_command(list(job))
+        if settings:
+            changes = loader.Document("--set", msgspec.to_builtins(spec), {})
+            for setting in settings:
+                loader.apply_setting(changes, setting)
+            spec = loader.convert(changes, (), changes.data, JobSpec)
+        keys = list(msgspec.to_builtins(spec))
+    given = {key: f"{key}: {getattr(spec, key)}" for key in keys if hasattr(spec, key)}
+    flags: dict[str, str] = {}
+    typed = [] if cluster == "local" else ["--cluster", cluster]
+    for key, flag, value in (("nodes", "--nodes", nodes), ("gpus_per_node", "--gpus", gpus)):
+        if value is not None:
+            flags[key], given[key] = flag, f"{flag} {value}"
+            typed += [flag, str(value)]
+    typed += [word for setting in settings for word in ("--set", setting)]
+    with Request(spec, document, flags).locating():
+        if gpus is not None and gpus < 1:
+            raise BadInput(f"gpus_per_node: {gpus}: a node needs at least 1 rank")
+        spec = msgspec.structs.replace(
+            spec,
+            args=(*spec.args, *more_args),
+            nodes=spec.nodes if nodes is None else nodes,
+            gpus_per_node=spec.gpus_per_node if gpus is None else gpus,
+        )
+        check_job(spec)
+        taken = command.take_over(spec, given, None if document else typed)
+        spec = taken.job
+        check_job(spec)
+        if spec.workdir is None or document is not None:
+            spec = loader.locate_program(spec, bases)
+        remark = command.check_source(taken, _source(spec))
+    remarks = tuple(said for said in (taken.note, remark) if said is not None)
+    return Request(spec, document, flags, remarks)
+
+
+def _source(job: JobSpec) -> str:
+    """The beginning of a program's text; empty where it is no file."""
+    path = Path(job.workdir or "", job.program or "")
+    if job.program is None or not path.is_file():
+        return ""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.read(SOURCE_BYTES)

@@ -1,0 +1,100 @@
+"""A checkpoint lies on a disk that others may write to: reading it never runs what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clusterkit.errors import BadInput
+from clusterkit.runtime.checkpoint import Checkpoint
+from clusterkit.runtime.export import export
+
+SAVE = ["--steps", "2", "--checkpoint-every", "1", "--checkpoint-keep", "0",
+        "--global-batch", "4", "--micro-batch", "2", "--context", "16"]  # fmt: skip
+
+
+@dataclass
+class Touch:
+    """Unpickled by pickle itself, it makes a file."""
+
+    path: Path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mknod, (str(self.path),)
+
+
+def torch_file(path: Path, trap: Touch) -> None:
+    torch.save({"model": trap}, path)
+
+
+def shard_metadata(path: Path, trap: Touch) -> None:
+    path.write_bytes(pickle.dumps(trap))
+
+
+def metadata_of_an_object(path: Path, trap: Touch) -> None:
+    """Metadata as torch writes them, of an object that torch would unpickle from a shard."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+    metadata = pickle.loads(path.read_bytes())
+    name = next(key for key in metadata.state_dict_metadata if key.startswith("optimizer/"))
+    metadata.state_dict_metadata[name] = BytesStorageMetadata()
+    path.write_bytes(pickle.dumps(metadata))
+
+
+CASES = {
+    "ddp": ("ddp", "state.pt", torch_file),
+    "random": ("ddp", "random.pt", torch_file),
+    "fsdp": ("fsdp", "shards/.metadata", shard_metadata),
+    "fsdp-object": ("fsdp", "shards/.metadata", metadata_of_an_object),
+    "zero-0": (0, "zero/mp_rank_00_model_states.pt", torch_file),
+    "zero-2": (2, "zero/zero_pp_rank_1_mp_rank_00_optim_states.pt", torch_file),
+    "universal": (2, "zero/zero_pp_rank_1_mp_rank_00_optim_states.pt", torch_file),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_checkpoint_with_code_in_it_is_refused_and_the_code_not_run(
+    launch, zero: Callable[..., list[str]], tmp_path: Path, name: str
+) -> None:
+    strategy, file, replace = CASES[name]
+    how = zero(strategy) if isinstance(strategy, int) else ["--strategy", strategy]
+    run = [*SAVE, *how, "--checkpoint-dir", str(tmp_path / "c")]
+    ranks = 1 if strategy == "ddp" else 2
+    saved = launch(*run, ranks=ranks)
+    assert set(saved.codes) == {0}, saved.stderr
+    path = tmp_path / "c" / "step-00000001"
+    trap = Touch(tmp_path / "trap")
+    replace(path / file, trap)
+    counts_as_whole(path)
+    if name == "universal":
+        config = json.loads(Path(how[-1]).read_text())
+        Path(how[-1]).write_text(json.dumps(config | {"checkpoint": {"load_universal": True}}))
+
+    resumed = launch(*run, "--checkpoint-resume", path, ranks=ranks)
+
+    assert not trap.path.exists()
+    assert 2 in resumed.codes, resumed.stderr
+    told = "".join(resumed.stderr)
+    unwanted = "BytesStorageMetadata" if name == "fsdp-object" else "posix.mknod"
+    assert f"checkpoint {path} " in told
+    assert f"{unwanted}, which is neither a tensor nor a plain value" in told
+    if name != "random":
+        with pytest.raises(BadInput, match="which is neither a tensor nor a plain value"):
+            export(path, tmp_path / "exported")
+        assert not trap.path.exists()
+
+
+def counts_as_whole(path: Path) -> None:
+    """Write down the present sizes of the files, as anyone who replaces one can."""
+    manifest = json.loads((path / "checkpoint.json").read_text())
+    manifest["files"] = {name: (path / name).stat().st_size for name in manifest["files"]}
+    (path / "checkpoint.json").write_text(json.dumps(manifest))
+    assert Checkpoint.read(path) is not None

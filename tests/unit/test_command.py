@@ -1,0 +1,196 @@
+"""What command lines start, by which Python, and what a launcher's options become."""
+
+import shlex
+
+import pytest
+
+from clusterkit.command import check_source, instead_of_a_job, read, take_over
+from clusterkit.errors import BadInput
+from clusterkit.spec import JobSpec
+
+TRAIN = {"program": "train.py", "args": ("--lr", "1")}
+
+
+def taken(line, given=None, typed=(), **fields):
+    job = JobSpec(name="demo", command=tuple(shlex.split(line)), **fields)
+    return take_over(job, given or {}, typed)
+
+
+@pytest.mark.parametrize(
+    ("line", "fields"),
+    [
+        ("torchrun train.py --lr 1", TRAIN | {"launcher": "torchrun", "gpus_per_node": "auto"}),
+        ("torchrun --nproc_per_node=2 train.py --lr 1", TRAIN | {"gpus_per_node": 2}),
+        ("torchrun --nproc-per-node 2 train.py --lr 1", TRAIN | {"gpus_per_node": 2}),
+        ("torchrun --nproc_per_node gpu train.py", {"gpus_per_node": "auto"}),
+        ("torchrun --nnodes 1:4 --max_restarts 3 train.py", {"nodes": "1:4", "restarts": 3}),
+        ("torchrun --standalone --nnodes=2 -m a.b", {"nodes": 2, "module": "a.b", "args": ()}),
+        ("torchrun --no_python ./go --fast", {"command": ("./go", "--fast")}),
+        ("torchrun train.py --nproc_per_node 3", {"gpus_per_node": "auto"}),
+        ("/venv/bin/torchrun train.py", {"python": "/venv/bin/python3"}),
+        ("python -u -m torch.distributed.run train.py --lr 1", TRAIN | {"python": None}),
+        ("/p/python3.12 -m torch.distributed.launch train.py", {"python": "/p/python3.12"}),
+        ("deepspeed --num_gpus 2 --num_nodes 3 train.py --lr 1",
+         TRAIN | {"launcher": "deepspeed", "gpus_per_node": 2, "nodes": 3}),
+        ("deepspeed --master_port 1 --module a.b", {"launcher": "deepspeed", "module": "a.b"}),
+        ("mpirun -np 4 --allow-run-as-root python train.py --lr 1",
+         TRAIN | {"launcher": "mpirun", "gpus_per_node": 4}),
+        ("mpiexec -n 2 /p/python3.12 train.py", {"python": "/p/python3.12", "program": "train.py"}),
+        ("mpirun -np 2 ./a.out 3", {"command": ("./a.out", "3"), "args": ()}),
+        ("accelerate launch --multi_gpu --num_machines 2 --num_processes 8 train.py --lr 1",
+         TRAIN | {"launcher": "torchrun", "gpus_per_node": 4, "nodes": 2}),
+        ("accelerate launch --cpu --mixed_precision bf16 train.py",
+         {"device": "cpu", "env": {"ACCELERATE_MIXED_PRECISION": "bf16"}}),
+        ("python -m accelerate.commands.launch --num_cpu_threads_per_process 4 -m a.b",
+         {"threads_per_rank": 4, "module": "a.b"}),
+        # Nothing to take over.
+        ("accelerate config", {"command": ("accelerate", "config")}),
+        ("bash -c 'torchrun train.py'", {"command": ("bash", "-c", "torchrun train.py")}),
+        ("python -X dev who.py", {"command": ("python", "-X", "dev", "who.py"), "python": None}),
+        ("python3.9 who.py", {"command": ("python", "who.py"), "python": "python3.9"}),
+    ],
+)  # fmt: skip
+def test_what_a_command_line_starts(line, fields):
+    job = taken(line).job
+    assert {key: getattr(job, key) for key in fields} == fields
+
+
+def test_what_is_taken_over_is_said():
+    assert taken("torchrun --standalone --nproc_per_node=2 train.py").note == (
+        "torchrun in the command is taken over: launcher torchrun, "
+        "gpus_per_node 2 (--nproc_per_node=2); left to clusterkit: --standalone"
+    )
+    assert taken("python train.py").note is None
+
+
+@pytest.mark.parametrize(
+    ("line", "said", "instead"),
+    [
+        ("torchrun --log_dir x --nproc_per_node=2 train.py --lr 1",
+         "torchrun --log_dir x cannot be taken over: every rank's lines are kept",
+         "clusterkit submit --gpus 2 -- python train.py --lr 1"),
+        ("torchrun -t 3 -m a.b", "torchrun -t 3 cannot be taken over",
+         "clusterkit submit -- python -m a.b"),
+        ("torchrun --nope 3 train.py", "clusterkit does not know this option of torchrun",
+         "clusterkit submit -- python train.py"),
+        ("deepspeed --include h1@h2 train.py", "the cluster entry names the hosts",
+         "clusterkit submit --set launcher=deepspeed -- python train.py"),
+        ("mpirun -np 4 -x A=1 /p/python train.py", "mpirun -x A=1 cannot be taken over: --set env.",
+         "clusterkit submit --set launcher=mpirun --gpus 4 -- /p/python train.py"),
+        ("mpirun --mca btl self ./a.out", "btl self cannot be taken over: --set env.OMPI_MCA_NAME",
+         "clusterkit submit --set launcher=mpirun -- ./a.out"),
+        ("accelerate launch --config_file c.yaml train.py", "what stands in it is not read",
+         "clusterkit submit -- python train.py"),
+        ("accelerate launch --use_fsdp train.py", "does not know this option",
+         "clusterkit submit -- python train.py"),
+    ],
+)  # fmt: skip
+def test_an_option_that_cannot_be_taken_over_is_refused_with_the_line_to_type(line, said, instead):
+    with pytest.raises(BadInput) as error:
+        taken(line)
+    assert said in error.value.message
+    assert error.value.hint == instead
+
+
+def test_the_line_to_type_keeps_what_was_typed_and_a_file_gets_its_keys():
+    line = "torchrun --tee 3 --nproc_per_node 2 --nnodes 4 train.py"
+    with pytest.raises(BadInput) as error:
+        taken(line, {"nodes": "--nodes 4"}, ["--cluster", "lab", "--nodes", "4"], nodes=4)
+    assert error.value.hint == (
+        "clusterkit submit --cluster lab --nodes 4 --gpus 2 -- python train.py"
+    )
+    with pytest.raises(BadInput) as error:
+        taken(line, typed=None)
+    assert error.value.hint == "gpus_per_node: 2; nodes: 4; command: ['python', 'train.py']"
+
+
+@pytest.mark.parametrize(
+    ("line", "given", "fields", "said"),
+    [
+        ("torchrun --nproc_per_node=2 train.py", {"gpus_per_node": "--gpus 4"},
+         {"gpus_per_node": 4}, "--gpus 4, but the command says --nproc_per_node=2"),
+        ("torchrun --nnodes=2 train.py", {"nodes": "nodes: 1"}, {"nodes": 1},
+         "nodes: 1, but the command says --nnodes=2"),
+        ("mpirun -np 4 ./a", {"gpus_per_node": "--gpus 1"}, {"gpus_per_node": 1, "nodes": 2},
+         "--gpus 1, but the command says -np 4"),
+        ("deepspeed train.py", {"launcher": "launcher: mpirun"}, {"launcher": "mpirun"},
+         "launcher: mpirun, but the command says deepspeed"),
+        ("/p/python train.py", {}, {"python": "/q/python"},
+         "python: /q/python, but the command names /p/python"),
+        ("mpirun -np 3 ./a", {}, {"nodes": 2}, "-np 3: 3 ranks cannot be divided among 2 nodes"),
+        ("torchrun --nproc_per_node cpu train.py", {}, {}, "cpu is no number"),
+        ("torchrun --nproc_per_node", {}, {}, "torchrun starts no program"),
+        ("torchrun", {}, {}, "torchrun starts no program"),
+        ("mpirun -np 1 ./a : -np 1 ./b", {}, {}, "mpirun starts several programs"),
+        ("mpirun -np 2 torchrun train.py", {}, {}, "mpirun starts torchrun: only one of them"),
+    ],
+)  # fmt: skip
+def test_what_contradicts_is_refused_naming_both(line, given, fields, said):
+    with pytest.raises(BadInput) as error:
+        taken(line, given, **fields)
+    assert said in error.value.message
+
+
+def test_what_agrees_is_taken():
+    job = taken("torchrun --nproc_per_node=2 train.py", {"gpus_per_node": "--gpus 2"},
+                gpus_per_node=2, args=("--more",)).job  # fmt: skip
+    assert (job.gpus_per_node, job.args) == (2, ("--more",))
+
+
+@pytest.mark.parametrize("written", ["--local_rank", "--local-rank"])
+def test_a_program_that_takes_its_local_rank_from_the_launcher_is_refused(written):
+    source = f"parser.add_argument('{written}', type=int)"
+    with pytest.raises(BadInput, match=r"train\.py takes --local_rank") as error:
+        check_source(taken("deepspeed --num_gpus=2 train.py -x 'a b'"), source)
+    assert shlex.split(error.value.hint) == [
+        "clusterkit", "submit", "--set", "launcher=deepspeed", "--gpus", "2", "--", "sh", "-c",
+        'exec python train.py --local_rank="$LOCAL_RANK" "$@"', "sh", "-x", "a b",
+    ]  # fmt: skip
+    for line in ("deepspeed --no_local_rank train.py", "torchrun train.py", "python train.py",
+                 "python -m torch.distributed.launch --use_env train.py"):  # fmt: skip
+        assert check_source(taken(line), source) is None
+
+
+@pytest.mark.parametrize(
+    ("source", "starts"),
+    [
+        ("mp.spawn(main, nprocs=2)", True),
+        ("torch.multiprocessing.spawn(main)", True),
+        ("from torch.multiprocessing import Queue, spawn", True),
+        ("from torch.multiprocessing.spawn import spawn", True),
+        ("mp.set_start_method('spawn')", False),
+        ("import torch.multiprocessing as mp", False),
+        ("processes.respawn(1)", False),
+    ],
+)
+def test_a_program_that_starts_its_own_ranks_is_known_by_its_source(source, starts):
+    said = check_source(taken("torchrun train.py"), source)
+    assert (said is not None) == starts
+    assert said is None or "launcher: python with gpus_per_node: 1" in said
+    alone = take_over(JobSpec(name="demo", program="train.py", launcher="python"), {})
+    assert check_source(alone, source) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("train.py --lr 1", "python train.py --lr 1"),
+        ("./go.sh", "bash ./go.sh"),
+        ("python train.py", "python train.py"),
+        ("torchrun train.py", "torchrun train.py"),
+        ("job.yaml", None),
+        ("job", None),
+    ],
+)
+def test_a_program_is_no_job_file(words, meant):
+    found = instead_of_a_job(words.split())
+    assert (None if found is None else " ".join(found)) == meant
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [("torchrun a/train.py", "train"), ("python -m a.b", "b"), ("./go.sh 1", "go"),
+     ("mpirun -np 2 ./a.out", "a")],
+)  # fmt: skip
+def test_a_job_is_named_after_what_runs(line, name):
+    assert read(line.split()).name == name

@@ -1,0 +1,319 @@
+"""What a rank's output says of its end: tracebacks, messages of several lines, last words."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+
+from clusterkit import tracebacks
+from clusterkit.diagnose import diagnose
+from clusterkit.logs import LogLine
+from clusterkit.status import NodeStatus, RankExit, State
+
+RANK = 0
+
+
+def said(text, at=1.0, rank=RANK, prefix=""):
+    return [LogLine(at, 0, rank, line and prefix + line) for line in text.splitlines()]
+
+
+def failure(lines, code=1):
+    nodes = [NodeStatus(node=0, host="h", state=State.FAILED, exit_code=1, ended_at=10.0)]
+    exits = [RankExit(node=0, rank=RANK, exit_code=code, at=9.0)]
+    return diagnose(nodes, lines, rank_exits=exits)
+
+
+def of_program(text, tmp_path, *arguments):
+    """How a run of this program is diagnosed."""
+    (tmp_path / "train.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "train.py", *arguments],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode, "the program was to fail"
+    return failure(said(done.stdout + done.stderr), done.returncode), done.stderr
+
+
+TRACEBACK = (
+    'Traceback (most recent call last):\n  File "train.py", line 2, in <module>\n    main()\n'
+)
+LOAD_STATE_DICT = (
+    "RuntimeError: Error(s) in loading state_dict for Linear:\n"
+    '\tMissing key(s) in state_dict: "weight", "bias". \n'
+    '\tUnexpected key(s) in state_dict: "w". '
+)
+PYDANTIC = """\
+pydantic_core._pydantic_core.ValidationError: 2 validation errors for DeepSpeedZeroConfig
+stage
+  Input should be 0, 1, 2, 3 or 3 [type=enum, input_value=9, input_type=int]
+    For further information visit https://errors.pydantic.dev/2.14/v/enum
+bogus
+  Extra inputs are not permitted [type=extra_forbidden, input_value=1, input_type=int]
+    For further information visit https://errors.pydantic.dev/2.14/v/extra_forbidden"""
+CUDA = (
+    "torch.AcceleratorError: CUDA error: device-side assert triggered\n"
+    "CUDA kernel errors might be asynchronously reported at some other API call.\n"
+    "\n"
+    "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."
+)
+MPIRUN = """\
+mpirun detected that one or more processes exited with non-zero status, thus causing
+the job to be terminated. The first process to do so was:
+
+  Process name: [[21697,1],1]
+  Exit code:    14"""
+BANNER = f"{'-' * 74}\n{MPIRUN}\n{'-' * 74}"
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank0]: "])
+@pytest.mark.parametrize("message", [LOAD_STATE_DICT, PYDANTIC, CUDA])
+def test_a_message_is_kept_to_its_end(message, prefix):
+    found = failure(said(TRACEBACK + message, prefix=prefix))
+    assert found.cause == message
+    assert found.traceback == TRACEBACK + message
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        "[rank0]:[W1122 10:11:12.1 ProcessGroupNCCL.cpp:1524] Warning: destroy_process_group()",
+        "W1122 10:11:12.100000 42 torch/distributed/elastic/x.py:1] going",
+        "[2026-11-22 23:29:19,509] [INFO] [launch.py:1:main] done",
+        "/lib/resource_tracker.py:254: UserWarning: There appear to be 1 leaked objects",
+        '@clusterkit {"event": "end"}',
+        "Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.",
+        BANNER,
+    ],
+)
+def test_what_comes_after_a_message_is_not_part_of_it(after):
+    found = failure(said(f"{TRACEBACK}{LOAD_STATE_DICT}\n\n{after}"))
+    assert found.cause == LOAD_STATE_DICT
+    assert found.traceback == TRACEBACK + LOAD_STATE_DICT
+
+
+def test_with_torch_s_prefix_a_message_ends_where_the_prefix_does():
+    lines = said(TRACEBACK + LOAD_STATE_DICT, prefix="[rank0]: ") + said("saving what is left")
+    assert failure(lines).cause == LOAD_STATE_DICT
+
+
+def test_what_a_program_prints_after_a_pause_is_not_part_of_a_message():
+    lines = said(TRACEBACK + LOAD_STATE_DICT, at=1.0) + said("saving what is left", at=5.0)
+    assert failure(lines).cause == LOAD_STATE_DICT
+
+
+def test_a_pause_between_frames_does_not_cut_a_traceback():
+    lines = said(TRACEBACK, at=1.0) + said(LOAD_STATE_DICT, at=5.0)
+    assert failure(lines).cause == LOAD_STATE_DICT
+
+
+def test_an_endless_message_keeps_its_beginning_and_its_end():
+    message = "\n".join(["ValueError: many", *(f"detail {n}" for n in range(1000)), "the very end"])
+    found = failure(said(TRACEBACK + message))
+    lines = found.cause.splitlines()
+    assert (lines[0], lines[-1]) == ("ValueError: many", "the very end")
+    assert len(lines) <= tracebacks.MESSAGE_LINES + 1
+    assert any("962 lines left out" in line for line in lines)
+
+
+def test_an_endless_line_is_cut_in_its_middle():
+    found = failure(said(f"{TRACEBACK}ValueError: {'x' * 100_000} the end"))
+    assert found.cause.startswith("ValueError: xx")
+    assert found.cause.endswith("xx the end")
+    assert "characters left out" in found.cause
+    assert len(found.cause) < tracebacks.MESSAGE_CHARACTERS + 100
+
+
+def test_an_exception_group_is_named_with_its_members(tmp_path):
+    found, printed = of_program(
+        "def one():\n    raise ValueError('a\\nb')\n"
+        "errors = [KeyError('never raised')]\n"
+        "try:\n    one()\nexcept ValueError as error:\n    errors.append(error)\n"
+        "raise ExceptionGroup('several', errors)\n",
+        tmp_path,
+    )
+    assert found.cause.splitlines() == [
+        "ExceptionGroup: several (2 sub-exceptions)", "KeyError: 'never raised'",
+        "ValueError: a", "b",
+    ]  # fmt: skip
+    assert found.traceback == printed.rstrip()
+
+
+def test_an_exception_that_follows_from_a_group_is_the_cause(tmp_path):
+    found, printed = of_program(
+        "try:\n    raise ExceptionGroup('several', [KeyError('k')])\n"
+        "except ExceptionGroup as group:\n    raise OSError('no more') from group\n",
+        tmp_path,
+    )
+    assert found.cause == "OSError: no more"
+    assert found.traceback == printed.rstrip()
+
+
+def test_a_syntax_error_of_the_program_has_its_place(tmp_path):
+    found, printed = of_program("import sys\ndef f(:\n    pass\n", tmp_path)
+    assert found.cause == "SyntaxError: invalid syntax"
+    assert found.traceback == printed.rstrip()
+    assert 'train.py", line 2' in found.traceback
+
+
+def test_what_a_finalizer_raises_at_the_end_is_not_the_cause(tmp_path):
+    found, printed = of_program(
+        "class Engine:\n    def __del__(self):\n        raise RuntimeError('in __del__')\n"
+        "engine = Engine()\nraise ValueError('the real one')\n",
+        tmp_path,
+    )
+    assert "RuntimeError: in __del__" in printed
+    assert found.cause == "ValueError: the real one"
+    assert "__del__" not in (found.traceback or "")
+
+
+def test_what_a_pool_s_worker_raised_is_told_with_both_tracebacks(tmp_path):
+    found, printed = of_program(
+        "from concurrent.futures import ProcessPoolExecutor\n"
+        "def work():\n    raise ValueError('in the pool\\nsecond line')\n"
+        "if __name__ == '__main__':\n"
+        "    with ProcessPoolExecutor(1) as pool:\n        pool.submit(work).result()\n",
+        tmp_path,
+    )
+    assert found.cause == "ValueError: in the pool\nsecond line"
+    assert (found.traceback or "").count("Traceback") == printed.count("\nTraceback")
+
+
+def test_a_crash_that_faulthandler_saw_has_its_place(tmp_path):
+    found, printed = of_program(
+        "import ctypes, faulthandler\nfaulthandler.enable()\nctypes.string_at(0)\n", tmp_path
+    )
+    assert found.exit_code == 139
+    assert found.cause == "crashed (SIGSEGV) in native code"
+    assert found.traceback == printed.rstrip()
+    assert 'train.py", line 3' in found.traceback
+    assert found.hint is None
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "cause"),
+    [
+        (
+            "import argparse\nparser = argparse.ArgumentParser()\n"
+            "parser.add_argument('--lr', type=float)\nparser.parse_args()\n",
+            ["--lr", "x"],
+            "exited with 2: train.py: error: argument --lr: invalid float value: 'x'",
+        ),
+        (
+            "import click\nclick.command()(lambda: None)()\n",
+            ["--foo"],
+            "exited with 2: Error: No such option '--foo'.",
+        ),
+        ("import os\nos.write(2, b'step 1\\ndisk check failed\\n')\nos._exit(3)\n", [],
+         "exited with 3: disk check failed"),
+        ("import sys\nsys.exit('no data: /data is empty\\n  mount it first')\n", [],
+         "exited with 1: no data: /data is empty\n  mount it first"),
+    ],
+)  # fmt: skip
+def test_without_a_traceback_the_line_that_says_why_is_the_cause(text, arguments, cause, tmp_path):
+    found, _ = of_program(text, tmp_path, *arguments)
+    assert found.cause == cause
+    assert found.traceback is None
+
+
+# What programs have printed that are not here, or not everywhere.
+TERMINATE = "terminate called after throwing an instance of 'std::runtime_error'\n  what():  boom"
+HYDRA = "\nSet the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace."
+MISSING = (
+    "omegaconf.errors.MissingMandatoryValue: Missing mandatory value: db.port\n"
+    "    full_key: db.port\n    object_type=dict"
+)
+NOT_IN_STRUCT = "Key 'foo' is not in struct\n    full_key: db.foo\n    object_type=dict"
+KILLED = "killed by SIGKILL: somebody's kill -9; the kernel counted no out-of-memory kill"
+NOT_FOUND = """\
+mpirun was unable to launch the specified application as it could not access
+or execute an executable:
+
+Executable: /nope/x
+Node: vm
+
+while attempting to start process rank 0."""
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "cause"),
+    [
+        (f"step 5\n{TERMINATE}", -6, f"aborted (SIGABRT) in native code: {TERMINATE}"),
+        ("python: x.c:12: main: Assertion `n > 0' failed.", 134,
+         "aborted (SIGABRT) in native code: python: x.c:12: main: Assertion `n > 0' failed."),
+        ("ValueError: of long ago", -9, KILLED),
+        (f"starting\n{BANNER}\n", 14, f"exited with 14: {MPIRUN}"),
+        (f"{'-' * 74}\n{NOT_FOUND}\n{'-' * 74}\n", 1, f"exited with 1: {NOT_FOUND}"),
+        (f"Error executing job with overrides: []\n{TRACEBACK}{MISSING}\n{HYDRA}", 1, MISSING),
+        (f"Error executing job with overrides: []\n{MISSING}\n{HYDRA}", 1,
+         f"exited with 1: {MISSING}"),
+        (f"Could not override 'db.foo'.\n{NOT_IN_STRUCT}\n{HYDRA}", 1,
+         f"exited with 1: {NOT_IN_STRUCT}"),
+        (f"│ train.py:7 in main │\n╰{'─' * 20}╯\nValueError: boxed by rich", 1,
+         "exited with 1: ValueError: boxed by rich"),
+        (f"Usage: train [OPTIONS]\n╭─ Error {'─' * 12}╮\n│ No such option: --foo │\n╰{'─' * 20}╯",
+         2, "exited with 2: No such option: --foo"),
+        (f"disk check failed\n{'=' * 40}\n", 3, "exited with 3: disk check failed"),
+        ("----\n\n====", 3, "exited with 3"),
+    ],
+)  # fmt: skip
+def test_rulers_and_advice_are_no_cause(text, code, cause):
+    found = failure(said(text), code)
+    assert found.cause == cause
+
+
+def test_an_error_that_was_printed_long_before_the_end_is_not_the_cause():
+    lines = said("OSError: trying once more", at=1.0) + said("no data", at=60.0)
+    assert failure(lines, 3).cause == "exited with 3: no data"
+
+
+# ---------------------------------------------------------------- torchrun's own traceback
+
+REPORT = f"""\
+Traceback (most recent call last):
+  File "torch/distributed/run.py", line 1032, in <module>
+    main()
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+{"=" * 60}
+train.py FAILED
+{"-" * 60}
+Root Cause (first observed failure):
+[0]:
+  rank      : 1 (local_rank: 1)
+{"=" * 60}"""
+ASKED = (
+    f"{TRACEBACK}torch.distributed.elastic.multiprocessing.api.SignalException: "
+    "Process 7 got signal: 15"
+)
+
+
+@pytest.mark.parametrize(
+    ("report", "words"),
+    [(REPORT, "(ChildFailedError): 11 lines"),
+     (ASKED, "(SignalException: Process 7 got signal: 15): 4 lines")],
+)  # fmt: skip
+def test_torchrun_s_report_is_one_line_and_says_where_it_stands(report, words):
+    before, after = said("E1122 failed", rank=None), said("bye", rank=None)
+    lines = [*before, *said(report, rank=None), *after]
+    shown = list(tracebacks.folded(lines))
+    assert [shown[0], shown[2]] == [*before, *after]
+    assert words in shown[1].text
+    assert "logs --raw" in shown[1].text
+    assert (shown[1].rank, shown[1].time) == (None, lines[1].time)
+
+
+def test_reports_of_two_nodes_that_mix_are_folded_each():
+    one, two = ([LogLine(1.0, node, None, text) for text in REPORT.splitlines()] for node in (0, 1))
+    mixed = list(itertools.chain(*zip(one, two, strict=True)))
+    assert [line.node for line in tracebacks.folded(mixed)] == [0, 1]
+
+
+def test_a_rank_s_traceback_and_another_of_the_launcher_s_stay():
+    own = said(REPORT, rank=3)
+    other = said(f"{TRACEBACK}torch.distributed.DistNetworkError: port 29500 is taken", rank=None)
+    assert list(tracebacks.folded([*own, *other])) == [*own, *other]
+
+
+def test_a_report_that_breaks_off_is_shown_as_far_as_it_came():
+    lines = said(REPORT, rank=None)[:5]
+    assert list(tracebacks.folded(lines)) == lines

@@ -1,0 +1,279 @@
+"""The port at which a run's nodes watch each other: who is heard there, and who is not."""
+
+import contextlib
+import json
+import queue
+import socket
+import threading
+import time
+
+import pytest
+
+from clusterkit import agent
+from clusterkit.agent import Comrades, Line, Listener, Peers
+
+TOKEN = b"0123456789abcdef"
+RUN = {"run": "r", "attempt": "1"}
+HELLO = {**RUN, "node": 1}
+DEEP = b"[" * 5000
+WAIT = 60
+
+
+@pytest.fixture(autouse=True)
+def node(monkeypatch):
+    monkeypatch.setenv("CLUSTERKIT_RUN_ID", "r")
+    monkeypatch.setenv("CLUSTERKIT_ATTEMPT", "1")
+    monkeypatch.setenv("NODE_RANK", "0")
+    for name in ("PEER_SECONDS", "PEER_GONE_SECONDS", "PEER_AGAIN_SECONDS", "PEERS_GRACE"):
+        monkeypatch.setattr(agent, name, 0.1)
+
+
+@pytest.fixture
+def port():
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
+
+
+class Watched:
+    """What node 0 of two would do."""
+
+    def __init__(self, port, node=0, lost_after=30.0):
+        self.said = queue.SimpleQueue()
+        self.thread = Peers(
+            ("127.0.0.1", port), 2, TOKEN, lost_after,
+            lambda why: self.said.put(("stop", why)), lambda text: self.said.put(("warn", text)),
+        )  # fmt: skip
+        self.thread._node = node
+        self.thread.start()
+
+    def hears(self):
+        return self.said.get(timeout=WAIT)
+
+    def end(self, code=0):
+        self.thread.ended(code)
+        self.thread.join(WAIT)
+        assert not self.thread.is_alive()
+
+
+class Mustered:
+    """The same where lost nodes come back."""
+
+    def __init__(self, port, **_):
+        self.said = queue.SimpleQueue()
+        self.thread = Comrades(
+            ("127.0.0.1", port), 2, TOKEN, 30.0, 60.0,
+            lambda *order: self.said.put(order), lambda text: None,
+            lambda text: self.said.put(("warn", text)),
+        )  # fmt: skip
+        self.thread.start()
+        assert self.hears() == ("go", "")
+
+    def hears(self):
+        return self.said.get(timeout=WAIT)
+
+    def end(self, code=0):
+        self.thread.ended(code)
+        self.thread.close()
+        self.thread.join(WAIT)
+
+
+def connect(port):
+    deadline = time.monotonic() + WAIT
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), WAIT)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+
+
+def say(connection, *lines):
+    data = b"".join(
+        (line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines
+    )
+    with contextlib.suppress(OSError):  # closed meanwhile
+        connection.sendall(data)
+
+
+def closed(connection):
+    """Whether the other side closes it, whatever it says before."""
+    with contextlib.suppress(ConnectionResetError):
+        while connection.recv(4096):
+            pass
+    return True
+
+
+STRANGERS = [
+    (DEEP,),
+    (b"x" * 100_000,),
+    (b"",),
+    (HELLO, {"exit": 1}),
+    (b"wrong", HELLO, {"exit": 1}),
+    (TOKEN[:-1], HELLO, {"exit": 1}),
+    (TOKEN + b"\r", HELLO, {"exit": 1}),
+    (TOKEN, DEEP),
+    (TOKEN, b"no JSON"),
+    (TOKEN, [1]),
+    (TOKEN, RUN),
+    *((TOKEN, {**RUN, "node": node}, {"exit": 1})
+      for node in ("zz", "1", None, True, 1.0, -1, 2, 99, [], {})),
+    (TOKEN, {**HELLO, "run": "another"}, {"exit": 1}),
+    (TOKEN, {**HELLO, "attempt": "2"}, {"exit": 1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [Watched, Mustered])
+def test_whoever_is_no_node_is_turned_away_and_changes_nothing(port, kind):
+    there = kind(port)
+    for lines in STRANGERS:
+        with connect(port) as stranger:
+            say(stranger, *lines)
+            assert closed(stranger), lines
+    assert there.thread.is_alive()
+    assert there.said.empty()
+    # And a node is heard still.
+    with connect(port) as one:
+        say(one, TOKEN, HELLO, {"exit": 7} if kind is Watched else {"leaving": True})
+        expected = ("stop", "node 1 failed") if kind is Watched else None
+        assert expected is None or there.hears() == expected
+    there.end()
+
+
+def test_a_node_that_says_what_cannot_be_read_loses_its_connection_alone(port):
+    there = Watched(port)
+    with connect(port) as one:
+        say(one, TOKEN, HELLO, DEEP[:4000])
+        assert closed(one)
+        with connect(port) as again:
+            say(again, TOKEN, HELLO, {"exit": "x"})
+            assert closed(again)
+    assert there.hears() == ("stop", "the launcher of node 1 is gone")
+
+
+def test_connections_that_say_nothing_are_closed(monkeypatch):
+    monkeypatch.setattr(agent, "HELLO_SECONDS", 0.0)
+    with contextlib.closing(Listener(0, RUN, TOKEN, 2)) as listener:
+        silent = connect(listener._server.getsockname()[1])
+        with silent:
+            silent.settimeout(0.01)
+            while True:
+                listener.turn(0.01, lambda *_: None)
+                with contextlib.suppress(TimeoutError):
+                    assert silent.recv(1) == b""
+                    break
+
+
+def test_no_more_than_so_many_strangers_are_kept_and_a_node_still_comes_in(monkeypatch):
+    monkeypatch.setattr(agent, "STRANGERS", 3)
+    heard = []
+    with (
+        contextlib.closing(Listener(0, RUN, TOKEN, 2)) as listener,
+        contextlib.ExitStack() as stack,
+    ):
+        port = listener._server.getsockname()[1]
+        for _ in range(20):
+            stack.enter_context(connect(port))
+        one = stack.enter_context(connect(port))
+        say(one, TOKEN, HELLO)
+        while not heard:
+            listener.turn(1.0, lambda line, message: heard.append((line.node, message)))
+            assert len(listener._strangers) <= 3
+        assert heard == [(1, HELLO)]
+        assert len(listener.selector.get_map()) <= 1 + 3 + 1
+
+
+def test_what_a_full_buffer_does_not_take_is_sent_later():
+    here, there = socket.socketpair()
+    with here, there, agent.selectors.DefaultSelector() as selector:
+        here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        line = Line(here, selector)
+        sent = [{"n": number, "text": "x" * 100} for number in range(200)]
+        for message in sent:
+            line.write(message)
+        assert line._unsent
+        received = b""
+        while received.count(b"\n") < len(sent):
+            received += there.recv(1 << 16)
+            for key, events in selector.select(0):
+                key.data.turn(events)
+        assert [json.loads(text) for text in received.splitlines()] == sent
+        assert not line.closed
+        for _ in range(2000):
+            line.write(sent[0])
+        assert line.closed  # nobody reads: that much is not kept
+        line.write(sent[0])
+
+
+def test_what_was_said_last_is_sent_before_the_connection_ends(monkeypatch):
+    monkeypatch.setattr(agent, "PEER_SECONDS", float(WAIT))
+    listener = Listener(0, RUN, TOKEN, 2)
+    with connect(listener._server.getsockname()[1]) as one:
+        heard = []
+        say(one, TOKEN, HELLO)
+        while not heard:
+            listener.turn(1.0, lambda line, message: heard.append(line))
+        (line,) = heard
+        line._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        while not line._unsent:
+            line.write({"text": "x" * 1000})
+        line.write({"stop": "why"})
+        received = []
+        reader = threading.Thread(target=lambda: received.extend(one.makefile("rb")))
+        reader.start()
+        listener.close()
+        reader.join(WAIT)
+    assert json.loads(received[-1]) == {"stop": "why"}
+
+
+def test_a_program_that_holds_node_0_s_port_is_nobody_s_failure(port, monkeypatch):
+    monkeypatch.setattr(agent, "PEER_MEET_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", port)) as other:
+        there = Watched(port, node=1, lost_after=0.2)
+        connection, _ = other.accept()
+        with connection:
+            kind, words = there.hears()
+    assert (kind, words) == (
+        "warn",
+        "the other nodes are not watched: node 0 cannot be reached: another program listens there",
+    )
+
+
+def test_one_that_answers_in_another_language_does_not_keep_a_node_from_starting(port, monkeypatch):
+    monkeypatch.setenv("NODE_RANK", "1")
+    with socket.create_server(("127.0.0.1", port)) as other:
+        threading.Thread(target=_answer, args=(other,), daemon=True).start()
+        there = Mustered(port)
+        there.end()
+
+
+def _answer(server):
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+
+@pytest.mark.parametrize("kind", [Watched, Mustered])
+def test_a_port_that_is_taken_is_told(port, kind):
+    with socket.create_server(("", port)):
+        if kind is Watched:
+            there = Watched(port)
+            assert there.hears()[0] == "warn"
+        else:
+            said = queue.SimpleQueue()
+            Comrades(
+                ("127.0.0.1", port), 2, TOKEN, 30.0, 60.0, lambda *order: said.put(order),
+                lambda text: None, lambda text: said.put(("warn", text)),
+            ).start()  # fmt: skip
+            assert said.get(timeout=WAIT)[0] == "warn"
+
+
+def test_node_0_and_another_meet(port):
+    first, second = Watched(port), Watched(port, node=1)
+    deadline = time.monotonic() + WAIT
+    while not first.thread._peers:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    second.end(3)
+    assert first.hears() == ("stop", "node 1 failed")
+    assert second.said.empty()

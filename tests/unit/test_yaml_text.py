@@ -1,0 +1,84 @@
+"""YAML as it is written: what a reader gets back, comments, shared parts."""
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clusterkit.yaml_text import Commented, Shared, documents, merged
+from tests.conftest import UGLY
+
+SCALARS = (
+    st.text(st.characters(exclude_categories=("Cs",)))
+    | st.integers(-(2**31), 2**31)
+    | st.booleans()
+    | st.none()
+    | st.sampled_from(
+        ["yes", "no", "1e3", "0x1", "~", "null", "8Gi", "--", "-", "a: b", ".5", ".inf", "#", "1_0"]
+    )
+)
+# YAML takes a key of 1,024 characters at most, escapes counted (\u plus four digits each).
+KEYS = st.text(st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp")), min_size=1, max_size=80)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.dictionaries(KEYS, inner, max_size=3) | st.lists(inner, max_size=3),
+    max_leaves=8,
+)
+DOCUMENTS = st.dictionaries(KEYS, VALUES, min_size=1, max_size=4)
+
+
+@given(DOCUMENTS)
+def test_what_is_written_is_read_back(document):
+    assert list(yaml.safe_load_all(documents([document, {"a": 1}]))) == [document, {"a": 1}]
+
+
+@pytest.mark.parametrize("value", UGLY.values())
+def test_any_text_arrives(value):
+    document = {"list": [value], "map": {"key": value}, "deep": [{"a": value, "b": 1}]}
+    assert yaml.safe_load(documents([document])) == document
+
+
+@given(DOCUMENTS)
+def test_a_comment_changes_nothing_that_is_read(document):
+    commented = {key: Commented(value, "a key\nx: y") for key, value in document.items()}
+    items = [Commented(value, "an item") for value in document.values()]
+    text = documents([commented, {"items": items}])
+    read = list(yaml.safe_load_all(text))
+    assert read == [document, {"items": [*document.values()]}]
+    assert text.count("# a key\n") >= len(document)
+    assert text.count("# an item\n") >= len(document)
+
+
+def test_comments_stand_above_their_key_and_are_no_part_of_the_value():
+    document = {
+        "a": Commented(1, "why\nso"),
+        "b": [Commented({"c": Commented("x", "deep"), "d": 2}, "item"), Commented("z", "last")],
+    }
+    assert documents([document], "head\n\nmore") == (
+        "# head\n#\n# more\n# why\n# so\na: 1\nb:\n  # item\n  - # deep\n    c: x\n    d: 2\n"
+        "  # last\n  - z\n"
+    )
+
+
+@pytest.mark.parametrize("text", ["1e3", "0o17", "1", "on", "y", "~", "", "1:30", "<<", "=", ".5"])
+def test_a_string_that_some_reader_takes_for_something_else_is_quoted(text):
+    # PyYAML reads YAML 1.1, compose and Kubernetes read 1.2 and some of 1.1.
+    assert documents([{"key": text}]) == f'key: "{text}"\n'
+
+
+def test_text_of_several_lines_is_written_as_such():
+    assert documents([{"script": "one\n  two\n"}]) == "script: |\n  one\n    two\n"
+
+
+def test_a_short_list_stands_in_one_line_and_a_long_one_does_not():
+    assert documents([{"verbs": ["get", "list"], "empty": []}]) == "verbs: [get, list]\nempty: []\n"
+    assert documents([{"args": ["a" * 50, "b" * 50]}]).count("\n  - ") == 2
+
+
+def test_what_is_shared_is_written_once():
+    shared = Shared("common", {"k": None, "m": 1.5})
+    text = documents([{"x-common": shared, "a": merged(shared, {"m": 2}), "b": merged(shared, {})}])
+    assert text == (
+        "x-common: &common\n  k: null\n  m: 1.5\na:\n  <<: *common\n  m: 2\nb:\n  <<: *common\n"
+    )
+    assert yaml.safe_load(text)["a"] == {"k": None, "m": 2}
