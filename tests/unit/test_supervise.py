@@ -13,7 +13,7 @@ import subprocess
 import msgspec
 import pytest
 
-from clusterkit import agent, backends, supervise
+from clusterkit import agent, backends, mirror, supervise
 from clusterkit.backends.base import Handle, Newest, Observation
 from clusterkit.backends.local import LocalBackend
 from clusterkit.backends.nodes import overall
@@ -404,7 +404,7 @@ def test_waiting_does_not_count_for_the_time_limit(supervise_with):
 
 def test_a_pause_of_the_supervisor_is_no_node_s_fault(supervise_with, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(agent, "awake", agent.Awake(lambda: now[0]))
+    monkeypatch.setattr(mirror, "awake", mirror.Awake(lambda: now[0]))
     status = Scripted.status
 
     def paused(self, handle, transport):
