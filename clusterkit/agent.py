@@ -71,8 +71,6 @@ REPORT_SECONDS = 0.1
 HEARTBEAT_SECONDS = 2.0
 """How often `report` says something although there is no news."""
 REPORT_BYTES = 1 << 18
-GAP_SECONDS = 5.0
-"""Longer than any step of the loops that use `awake`."""
 PEER_SECONDS = 2.0
 """How often nodes tell each other that they live."""
 PEER_GONE_SECONDS = 5.0
@@ -266,31 +264,6 @@ def kill_all_below() -> None:
     while left := descendants(os.getpid()):
         send(left, signal.SIGKILL)
         wait_gone(left, 1.0)
-
-
-class Awake:
-    """Seconds that this process has been running: a pause of it (SIGSTOP, a suspended machine) does
-    not count, so that nobody seems to have been silent while it was this process that did not hear.
-
-    A step of GAP_SECONDS or more from one call to the next is such a pause.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._last = clock()
-        self._awake = 0.0
-
-    def __call__(self) -> float:
-        with self._lock:
-            now = self._clock()
-            if now - self._last < GAP_SECONDS:
-                self._awake += now - self._last
-            self._last = now
-            return self._awake
-
-
-awake = Awake()
 
 
 def wait_gone(pids: Iterable[int], seconds: float) -> None:

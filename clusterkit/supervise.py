@@ -22,7 +22,7 @@ from typing import IO
 
 import msgspec
 
-from clusterkit import agent, backends
+from clusterkit import agent, backends, mirror
 from clusterkit.backends.base import Backend, HandedOver, Handle, Newest, Observation, Watcher
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, Facts, LocalCluster
 from clusterkit.diagnose import PORT_TAKEN, diagnose
@@ -241,7 +241,7 @@ class Supervisor:
         needed = self.plan.topology.get("min_nodes", self.plan.nodes)
         if self.plan.nodes < self.plan.topology.get("nodes", self.plan.nodes):
             needed = self.plan.nodes  # one launcher for all nodes (mpirun)
-        started = agent.awake()
+        started = mirror.awake()
         give_up: float | None = None
         again = 0.0
         while True:
@@ -251,7 +251,7 @@ class Supervisor:
             if seen.superseded is not None:
                 return seen
             self._note_progress(seen, needed)
-            now = agent.awake()
+            now = mirror.awake()
             states = [node.state for node in seen.nodes]
             if State.PENDING in states and now > started + self.backend.start_seconds:
                 silent = states.index(State.PENDING)
@@ -268,7 +268,7 @@ class Supervisor:
                 give_up = now + PEERS_SECONDS
             if give_up is not None and now >= max(give_up, again):
                 self._cancel()
-                again = agent.awake() + CANCEL_SECONDS
+                again = mirror.awake() + CANCEL_SECONDS
             time.sleep(POLL_SECONDS)
 
     def _ended(self, seen: Observation, needed: int) -> Observation:

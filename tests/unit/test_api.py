@@ -10,7 +10,7 @@ import pytest
 from clusterkit import api, supervise
 from clusterkit.cluster import Project
 from clusterkit.errors import BadInput, RunFolderError, RunNotFound, SubmitFailed
-from clusterkit.runs import RunFolder
+from clusterkit.runs import Event, RunFolder
 from clusterkit.spec import JobSpec
 from clusterkit.status import RunStatus, State
 
@@ -181,6 +181,21 @@ def test_the_logs_of_all_attempts_follow_one_another(unstarted_run, by_hand):
     final(run, attempt=2)
     assert [(line.attempt, line.text) for line in run.logs()] == [(1, "first"), (2, "second")]
     assert list(run.logs(follow=True)) == list(run.logs())
+
+
+def test_an_attempt_that_failed_is_told_between_its_lines_and_the_next_ones(unstarted_run, by_hand):
+    run = unstarted_run()
+    hand = by_hand(run)
+    hand.node(attempt=1, log=f"{STAMP}9Z 0 first\n", exit_code=1)
+    hand.node(attempt=2, log=f"{STAMP}1Z 0 second\n", started=hand.alive())
+    hand.folder.append("events.jsonl", Event(at=1.0, attempt=1, text="attempt 1 failed"))
+    final(run, attempt=2, state=State.RUNNING)
+    told = []
+    for line in run.logs(follow=True, note=lambda event: told.append(event.text)):
+        told.append(line.text)
+        if line.text == "second":
+            break  # the run goes on
+    assert told == ["first", "attempt 1 failed", "second"]
 
 
 def test_metrics_and_marks_come_from_the_log(unstarted_run, by_hand):

@@ -13,7 +13,7 @@ from clusterkit import supervise
 from clusterkit.cli import VERBS
 from clusterkit.cli import cli as group
 from clusterkit.cli.common import table
-from clusterkit.runs import RunFolder
+from clusterkit.runs import Event, RunFolder
 from clusterkit.status import Failure, NodeStatus, RunStatus, State
 from clusterkit.ui import plots
 
@@ -502,6 +502,14 @@ def test_logs_show_all_lines_with_source_and_events_as_words(cli, ended):
         "n0 r0 step 2  loss 1.25  tokens_per_second 2000  step_seconds 0.25",
         "n0 r0 cut o",
     ]
+
+
+def test_a_follower_of_logs_hears_of_a_restart_on_stderr(cli, ended):
+    folder = RunFolder(ended.path)
+    text = "attempt 1 failed: rank 1 on node 0: because"
+    folder.append("events.jsonl", Event(at=1.0, attempt=1, text=text))
+    assert cli("logs", "-f", ended.id).err == f"note: {text}\n"
+    assert cli("logs", ended.id).err == ""
 
 
 def test_logs_of_one_rank_raw(cli, ended):

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from clusterkit import agent, api, backends, inventory, project
+from clusterkit import api, backends, inventory, mirror, project
 from clusterkit.backends import ssh as module
 from clusterkit.backends.base import Handle
 from clusterkit.backends.ssh import SshBackend
@@ -875,7 +875,7 @@ def view(number, *, begun=True, alive=True, ended=False, silent=None, known=True
     made.files = dict(files)
     if silent is not None:
         made.error = Unavailable(f"host h{number} does not answer")
-        made.silent_since = agent.awake() - silent
+        made.silent_since = mirror.awake() - silent
     return made
 
 
@@ -907,7 +907,7 @@ def test_when_nobody_answers_it_is_the_submitter_that_is_cut_off():
 def test_a_pause_of_this_process_is_nobody_s_silence():
     """SIGSTOP, a suspended machine: the hosts have spoken, this process has not listened."""
     now = [100.0]
-    clock = agent.Awake(lambda: now[0])
+    clock = mirror.Awake(lambda: now[0])
     views = [view(0), view(1)]
     for each in views:
         each.clock = clock

@@ -13,11 +13,11 @@ import subprocess
 import msgspec
 import pytest
 
-from clusterkit import agent, backends, supervise
+from clusterkit import agent, backends, mirror, supervise
 from clusterkit.backends.base import Handle, Newest, Observation
 from clusterkit.backends.local import LocalBackend
 from clusterkit.backends.nodes import overall
-from clusterkit.errors import SubmitFailed
+from clusterkit.errors import ClusterkitError, SubmitFailed
 from clusterkit.runs import Event, RunFolder
 from clusterkit.status import AttemptStatus, Failure, NodeStatus, RunStatus, State
 from clusterkit.supervise import Supervisor, cancel, current
@@ -402,6 +402,21 @@ def test_waiting_does_not_count_for_the_time_limit(supervise_with):
     assert (status.state, status.exit_code) == (State.SUCCEEDED, 0)
 
 
+def test_a_pause_of_the_supervisor_is_no_node_s_fault(supervise_with, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(mirror, "awake", mirror.Awake(lambda: now[0]))
+    status = Scripted.status
+
+    def paused(self, handle, transport):
+        now[0] += 3600
+        return status(self, handle, transport)
+
+    monkeypatch.setattr(Scripted, "status", paused)
+    waiting = observed(State.PENDING)
+    _, ended, _ = supervise_with([[waiting, waiting, observed(OK)]])
+    assert ended.state is State.SUCCEEDED
+
+
 def test_a_run_that_has_gone_on_elsewhere_is_followed_and_not_started_again(supervise_with):
     gone_on = Newest(attempt=3, watched=True)
     left = msgspec.structs.replace(observed(BAD), superseded=gone_on)
@@ -577,6 +592,40 @@ def test_one_that_is_killed_while_it_starts_is_noticed_at_once(made, monkeypatch
     monkeypatch.setattr(supervise.sys, "executable", str(killed))
     with pytest.raises(SubmitFailed, match="did not start: no output"), made.hold() as lock:
         supervise.spawn(made, lock)
+
+
+@pytest.fixture
+def fill(tmp_path, monkeypatch):
+    """CLUSTERKIT_HOME on a disk of 512 KiB; ``fill(8)`` leaves 8 KiB of it."""
+    disk = tmp_path / "small"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "none", str(disk)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.decode().strip()}")
+    monkeypatch.setenv("CLUSTERKIT_HOME", str(disk))
+
+    def fill(left):
+        free = shutil.disk_usage(disk).free
+        (disk / "filler").write_bytes(bytes(free - left * 1024))
+
+    yield fill
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.parametrize(("left", "file"), [(40, ".reserve"), (64, "supervisor.json")])
+def test_a_disk_that_is_nearly_full_refuses_the_start(fill, unstarted_run, make_facts, left, file):
+    facts = make_facts(home=os.environ["CLUSTERKIT_HOME"])
+    made = RunFolder(unstarted_run(facts=facts).path)
+    HELD.pop(made.path).close()
+    fill(left)
+    words = rf"cannot write {made.path}/{file}: No space left on device"
+    with pytest.raises(ClusterkitError, match=words) as error, made.hold() as lock:
+        supervise.spawn(made, lock)
+    assert error.value.hint == (
+        f"make room on the disk that holds {made.path}, or set CLUSTERKIT_HOME"
+    )
 
 
 def test_a_run_that_is_watched_over_gets_no_second_supervisor(run, monkeypatch):

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from clusterkit.errors import BadInput, RunFolderError, Unavailable
 from clusterkit.logs import LogLine
+from clusterkit.runs import Event
 from clusterkit.status import Failure, NodeStatus, RunStatus, State
 from clusterkit.ui import follow, plots, words
 from clusterkit.ui.follow import View
@@ -236,13 +237,22 @@ class Ended:
         self._lines, self._state = lines, state
 
     def logs(self, follow, note):
-        return iter(self._lines)
+        for line in self._lines:
+            if isinstance(line, Event):
+                note(line)
+            else:
+                yield line
 
     def status(self):
         return self._state
 
-    def events(self):
-        return []
+
+def test_a_restart_is_told_when_it_happens():
+    failed = Event(at=1.0, attempt=1, text="attempt 1 failed: rank 1 on node 0: because")
+    console, out = recording_console()
+    follow.follow(Ended([line("one"), failed, line("two")], status()), console)
+    told = [text for text in out.getvalue().splitlines() if "note" in text or "n0 r0" in text]
+    assert told == ["n0 r0 one", f"note: {failed.text}", "n0 r0 two"]
 
 
 def test_a_traceback_is_shown_once_and_from_the_failure():
