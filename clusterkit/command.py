@@ -108,7 +108,7 @@ _MPIRUN = _Tool(
 _ACCELERATE = _Tool(
     launcher="torchrun",
     flags=_each("--multi-gpu --same-network", _OURS)
-    | _each("--cpu --use-cpu", "device=cpu")
+    | _each("--cpu", "device=cpu")
     | _each("-m --module", _MODULE)
     | _each("--no-python", _COMMAND)
     | _each("--use-deepspeed", "!launcher: deepspeed, and a `deepspeed` section in a job file"),

@@ -194,3 +194,25 @@ def test_a_program_is_no_job_file(words, meant):
 )  # fmt: skip
 def test_a_job_is_named_after_what_runs(line, name):
     assert read(line.split()).name == name
+
+
+@pytest.mark.parametrize(
+    ("words", "parser"),
+    [
+        ("torchrun", "torch.distributed.run:get_args_parser"),
+        ("accelerate launch", "accelerate.commands.launch:launch_command_parser"),
+    ],
+)
+def test_an_option_takes_as_many_words_as_the_launcher_s_own_parser_takes(words, parser):
+    module, _, function = parser.partition(":")
+    made = getattr(pytest.importorskip(module), function)()
+    takes = {
+        option.replace("_", "-"): action.nargs != 0
+        for action in made._actions
+        for option in action.option_strings
+    }
+    tool = read([*words.split(), "train.py"]).tool
+    ours = dict.fromkeys(tool.flags, False) | dict.fromkeys(tool.values, True)
+    assert {option: takes.get(option) for option in ours} == ours
+    if words == "torchrun":
+        assert set(takes) - set(ours) == {"-h", "--help"}
