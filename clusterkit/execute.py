@@ -55,11 +55,14 @@ def run_steps(
 
     def carry_out(step: Step) -> None:
         env = {**step.env, "CLUSTERKIT_ATTEMPT": str(attempt)}
-        env |= {name: values[name].reveal() for name in step.secrets}
         try:
+            env |= {name: values[name].reveal() for name in step.secrets}
             outcome = _carry_out(step, transport, env)
         except ClusterkitError as error:
             outcome = error.message
+            raise
+        except BaseException as error:
+            outcome = f"{type(error).__name__}: {error}"
             raise
         finally:
             with lock:

@@ -76,3 +76,31 @@ def test_files_reach_every_host_once():
         ("put", "a", "/r/files/f", "é".encode(), 0o755),
         ("put", "b", "/r/files/f", "é".encode(), 0o755),
     ]
+
+
+@pytest.mark.parametrize("error", [OSError(11, "no more processes"), KeyboardInterrupt()])
+@pytest.mark.parametrize("step", [RUN, START])
+def test_an_error_that_is_not_ours_stays_itself_and_is_recorded(error, step):
+    class Broken(Recording):
+        def run(self, *_, **__):
+            raise error
+
+        start = run
+
+    records = []
+    with pytest.raises(type(error)) as raised:
+        execute.run_steps(
+            plan(step), Broken(), secrets={"TOKEN": Secret("TOKEN", "hunter2")},
+            record=lambda step, outcome: records.append(outcome),
+        )  # fmt: skip
+    assert raised.value is error
+    assert records == [f"{type(error).__name__}: {error}"]
+
+
+def test_a_step_whose_secret_is_missing_is_recorded():
+    records = []
+    with pytest.raises(KeyError):
+        execute.run_steps(
+            plan(START), Recording(), record=lambda step, outcome: records.append(outcome)
+        )
+    assert records == ["KeyError: 'TOKEN'"]
