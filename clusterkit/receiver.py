@@ -326,6 +326,7 @@ def _say(document: dict[str, Any]) -> None:
 
 def main() -> int:
     source = sys.stdin.buffer
+    os.umask(0o077)  # the folders: a copy is its owner's alone
     with contextlib.suppress(BrokenPipeError):  # nobody listens any more
         _converse(source)
     return 0

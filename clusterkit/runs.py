@@ -42,6 +42,8 @@ _MADE = re.compile(r"-\d{10}-")
 """In the ids that `new_run_id` makes."""
 _LOCK = "supervisor.lock"
 _LOCK_TRIES = 20
+LAST = "last"
+"""Instead of a run's id: the newest."""
 _ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"
 
 
@@ -112,6 +114,8 @@ def check_run_id(run_id: str) -> str:
     """
     if not RUN_ID.match(run_id) or len(run_id) > RUN_ID_MAX:
         raise BadInput(
+    if run_id == LAST:
+        raise BadInput(f"run id {run_id!r}: means the newest run", hint="choose another")
             f"run id {run_id!r}: cannot be one",
             hint=f"lower-case letters, digits and '-', {RUN_ID_MAX} characters at most",
         )
@@ -127,19 +131,25 @@ class RunFolder:
 
     @classmethod
     def create(cls, run_id: str, base: Path | None = None) -> RunFolder:
-        """A new, empty folder.
+        """A new, empty folder: for its owner alone, unless CLUSTERKIT_RUN_MODE says otherwise.
 
         Raises:
-            BadInput: the run exists already.
+            BadInput: the run exists already, or CLUSTERKIT_RUN_MODE is no such mode.
             RunFolderError: it cannot be made.
         """
         path = (base or home()) / "runs" / check_run_id(run_id)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir(mode=0o755)
+            path.mkdir(mode=int(mode, 8))
         except FileExistsError:
             if path.is_dir():
                 raise BadInput(
+        mode = os.environ.get("CLUSTERKIT_RUN_MODE") or "700"
+        if not re.fullmatch("0*7[0-7]{2}", mode):
+            raise BadInput(
+                f"CLUSTERKIT_RUN_MODE: {mode}: not the mode of a folder that you can use",
+                hint="750 lets your group read new runs, 755 everybody",
+            )
                     f"run {run_id} exists already", hint=f"clusterkit status {run_id}"
                 ) from None
             raise RunFolderError(f"{path.parent} is not a folder", hint=_HOME_HINT) from None
@@ -323,7 +333,7 @@ def resolve(name: str, ids: Sequence[str], where: str) -> str:
     """
     if name in ids:
         return name
-    if name == "last" and ids:
+    if name == LAST and ids:
         return ids[0]
     matching = [each for each in ids if each.startswith(name)] if name else []
     if len(matching) == 1:

@@ -702,7 +702,7 @@ class SshTransport:
         self.put_all(host, [Put(path, data, mode)])
 
     def put_all(self, host: str, files: Sequence[Put]) -> None:
-        lines = ["set -e\n"]
+        lines = ["set -e\numask 077\n"]  # the folders: a run is its owner's alone
         for number, file in enumerate(files):
             folder, _, name = file.path.rpartition("/")
             draft = shell.quote(f"{folder}/.{name}.{os.getpid()}.{number}")

@@ -63,7 +63,8 @@ def clusterkit_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home = tmp_path / "clusterkit-home"
     monkeypatch.setenv("CLUSTERKIT_HOME", str(home))
     monkeypatch.delenv("CLUSTERKIT_CLUSTERS", raising=False)
-    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name in ("NO_COLOR", "COLUMNS", "CLUSTERKIT_RUN_MODE"):
+        monkeypatch.delenv(name, raising=False)
     # An active environment's Python would run the ranks.
     monkeypatch.delenv("VIRTUAL_ENV", raising=False)
     monkeypatch.delenv("CONDA_PREFIX", raising=False)

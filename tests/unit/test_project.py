@@ -642,7 +642,7 @@ def test_a_file_that_changes_while_it_is_sent_gives_no_tree(folder, tmp_path, ch
     write(folder / "train.py", change)
     with pytest.raises(SubmitFailed, match=r"host h0: .* train\.py changed while it was copied"):
         deliver(tmp_path, found)
-    assert contents(tmp_path / "host") == {"projects/p/.lock": (0o644, b"")}
+    assert contents(tmp_path / "host") == {"projects/p/.lock": (0o600, b"")}
 
 
 def test_a_file_that_only_grows_is_sent_as_it_was(folder, tmp_path):
@@ -744,7 +744,7 @@ def test_a_full_disk_on_a_host_is_said_and_leaves_nothing(folder, tmp_path, smal
     with pytest.raises(SubmitFailed, match=r"host h0: .* No space left on device") as error:
         deliver(tmp_path, found)
     assert "make room there" in (error.value.hint or "")
-    assert contents(small_disk) == {"projects/p/.lock": (0o644, b"")}
+    assert contents(small_disk) == {"projects/p/.lock": (0o600, b"")}
     (folder / "g").unlink()
     found = snapshot(folder)
     _, path = deliver(tmp_path, found)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 import subprocess
 import threading
 import time
@@ -55,6 +56,31 @@ def test_two_ids_made_in_the_same_second_differ(monkeypatch):
     first, second = runs.new_run_id("demo"), runs.new_run_id("demo")
     assert first != second
     assert first[:-4] == second[:-4] == "demo-1121201158-"
+
+
+def test_the_word_for_the_newest_run_is_no_id():
+    with pytest.raises(BadInput, match="run id 'last': means the newest run"):
+        RunFolder.create("last")
+
+
+@pytest.mark.parametrize(("asked", "mode"), [(None, 0o700), ("", 0o700), ("750", 0o750)])
+def test_a_run_is_its_owner_s_alone_unless_asked_otherwise(monkeypatch, asked, mode):
+    if asked is not None:
+        monkeypatch.setenv("CLUSTERKIT_RUN_MODE", asked)
+    before = os.umask(0)
+    try:
+        path = RunFolder.create("demo-1").path
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
+@pytest.mark.parametrize("asked", ["rwx", "600", "1777", "788", "0o700", "-700"])
+def test_a_mode_that_would_lock_the_owner_out_is_refused(monkeypatch, asked):
+    monkeypatch.setenv("CLUSTERKIT_RUN_MODE", asked)
+    with pytest.raises(BadInput, match=f"CLUSTERKIT_RUN_MODE: {asked}: not the mode"):
+        RunFolder.create("demo-1")
+    assert not runs.home().exists()
 
 
 @pytest.mark.parametrize("bad", ["", "A", "a b", "-a", "a-", "a/b", "..", "a\n", "é", "x" * 64])

@@ -345,6 +345,9 @@ def test_files_of_any_name_and_content(shared, weird_tmp_path):
         assert stat.S_IMODE(path.stat().st_mode) == file.mode
         assert shared.get("h0", file.path) == file.data
     assert len(os.listdir(folder)) == len(files)
+    # Secret or not, what a run keeps on a host is its owner's alone.
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
 
 
 def test_a_file_is_replaced_whole(shared, tmp_path):
