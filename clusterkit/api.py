@@ -11,6 +11,7 @@ print(run.wait().state, run.metrics()[-1]["loss"])
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import shutil
 import time
@@ -24,7 +25,7 @@ import msgspec
 import clusterkit
 from clusterkit import agent, backends, execute, loader, logs, project, request, supervise
 from clusterkit import runs as store
-from clusterkit.backends.base import Backend, Handle, check_capabilities
+from clusterkit.backends.base import Backend, check_capabilities
 from clusterkit.cluster import ClusterSpec, Facts
 from clusterkit.errors import EXIT_FAILURE, BadInput, ClusterkitError, RunFailed, RunFolderError
 from clusterkit.logs import LogLine
@@ -92,15 +93,16 @@ class Run:
             TimeoutError: not within ``timeout`` seconds.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            status = self.status()
-            if status.state.final or (until is not None and until(status)):
-                return status
-            if status.state is State.UNKNOWN and not self._lives():
-                return status  # it will not get any better
-            if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError(f"run {self.id} is {status.state} after {timeout:g} s")
-            time.sleep(supervise.POLL_SECONDS / 2)
+        with supervise.Connections() as connections:
+            while True:
+                status = supervise.current(self._folder, connections)
+                if status.state.final or (until is not None and until(status)):
+                    return status
+                if status.state is State.UNKNOWN and not self._lives():
+                    return status  # it will not get any better
+                if deadline is not None and time.monotonic() > deadline:
+                    raise TimeoutError(f"run {self.id} is {status.state} after {timeout:g} s")
+                time.sleep(supervise.POLL_SECONDS / 2)
 
     @property
     def watched(self) -> bool:
@@ -136,45 +138,51 @@ class Run:
         Raises:
             BadInput: the run has no such node or rank.
         """
+        batches = self.log_batches(rank=rank, node=node, follow=follow, note=note)
+        return itertools.chain.from_iterable(batches)
+
+    def log_batches(
+        self,
+        *,
+        rank: int | None = None,
+        node: int | None = None,
+        follow: bool = False,
+        note: Callable[[Event], None] = lambda event: None,
+    ) -> Iterator[list[LogLine]]:
+        """`logs`, some thousand lines at a time: for those who have a use for more than one.
+
+        Raises:
+            BadInput: the run has no such node or rank.
+        """
         plan = self.plan
         if node is not None and not 0 <= node < plan.nodes:
             raise BadInput(f"node {node}: run {self.id} has nodes 0 to {plan.nodes - 1}")
         if rank is not None and not 0 <= rank < plan.world_size:
             raise BadInput(f"rank {rank}: run {self.id} has ranks 0 to {plan.world_size - 1}")
-        return self._logs(plan, rank, node, follow, note)
+        nodes = range(plan.nodes) if node is None else (node,)
+        return self._batches(nodes, rank, follow, note)
 
-    def _logs(
-        self,
-        plan: Plan,
-        rank: int | None,
-        node: int | None,
-        follow: bool,
-        note: Callable[[Event], None],
-    ) -> Iterator[LogLine]:
-        backend = backends.backend(plan.backend)
-        transport = backends.transport_for(supervise.read_cluster(self._folder))
-        attempt = 1
-        while True:
+    def _batches(
+        self, nodes: Sequence[int], rank: int | None, follow: bool, note: Callable[[Event], None]
+    ) -> Iterator[list[LogLine]]:
+        with supervise.Connections() as connections:
+            # Where nobody watches over the run, this brings what only its hosts have.
+            status = supervise.current(self._folder, connections)
 
-            def goes_on(attempt: int = attempt) -> bool:
-                status = self.status()
+            def goes_on() -> bool:
+                nonlocal status
+                status = supervise.current(self._folder, connections)
                 lost = status.state is State.UNKNOWN and not self._lives()
                 return not status.state.final and not lost and status.attempt == attempt
 
-            yield from backend.logs(
-                Handle(plan, attempt),
-                transport,
-                rank=rank,
-                node=node,
-                follow=goes_on if follow else None,
-            )
-            newest = self.status().attempt
-            for event in self.events():
-                if event.attempt == attempt:
-                    note(event)
-            if newest <= attempt:
-                return
-            attempt += 1
+            for attempt in itertools.count(1):
+                for batch in self._folder.log(attempt, nodes, goes_on if follow else None):
+                    yield batch if rank is None else [x for x in batch if x.rank == rank]
+                for event in self.events():
+                    if event.attempt == attempt:
+                        note(event)
+                if status.attempt <= attempt:
+                    return
 
     def metrics(self) -> list[dict[str, Any]]:
         """What rank 0 reported: a dict per step with ``step``, ``loss``, ``tokens_per_second``."""

@@ -12,20 +12,23 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 from msgspec import Struct
 
-from clusterkit.marks import parse_mark
+from clusterkit.marks import MARK, parse_mark
 
 POLL_SECONDS = 0.1
-_CHUNK = 1 << 20
+BATCH_LINES = 4096
+_CHUNK = 1 << 18
 # 2026-11-21T20:11:58.123456Z 3 text
-_LINE = re.compile(r"(?s)([0-9T:-]{19})\.([0-9]{6})Z (-|[0-9]{1,9}) (.*)\Z")
+_LINE = re.compile(r"^(?:([0-9T:-]{19})\.([0-9]{6})Z (-|[0-9]{1,9}) )?(.*)$", re.MULTILINE)
 _TORCH_PREFIX = re.compile(r"\A\[rank\d+\]:(?: |\Z)")
 
 
-class LogLine(Struct, frozen=True):
+class LogLine(Struct, frozen=True, gc=False):
     """One line of output: Unix time, node rank, rank (None: the launcher), text without newline."""
 
     time: float
@@ -37,18 +40,23 @@ class LogLine(Struct, frozen=True):
     @property
     def event(self) -> dict[str, Any] | None:
         """The JSON object of a marked line; None for any other line."""
-        return parse_mark(self.text)
+        return parse_mark(self.text) if self.text.startswith(MARK) else None
 
 
-def parse_line(raw: bytes, node: int, attempt: int = 1) -> LogLine:
-    """One line of a node's log; one of another form becomes the text of a line without a time."""
-    text = raw.decode(errors="replace")
-    match = _LINE.match(text)
-    second = _unix_second(match[1]) if match else None
-    if match is None or second is None:
-        return LogLine(0.0, node, None, text, attempt)
-    rank = None if match[3] == "-" else int(match[3])
-    return LogLine(second + int(match[2]) / 1e6, node, rank, match[4], attempt)
+def parse_lines(data: bytes, node: int, attempt: int = 1) -> Iterator[LogLine]:
+    """The lines of a piece of a node's log that does not end with a newline.
+
+    One of another form becomes the text of a line without a time.
+    """
+    # One search over all of it: a log may have millions of lines.
+    for stamp, micros, rank, text in _LINE.findall(data.decode(errors="replace")):
+        second = _unix_second(stamp)
+        if second is None:
+            whole = f"{stamp}.{micros}Z {rank} {text}" if stamp else text
+            yield LogLine(0.0, node, None, whole, attempt)
+        else:
+            number = None if rank == "-" else int(rank)
+            yield LogLine(second + int(micros) / 1e6, node, number, text, attempt)
 
 
 @lru_cache(maxsize=1024)
@@ -69,25 +77,29 @@ class NodeLog:
         self._get = get
         self._offset = 0
         self._rest = b""
-        self._last = (b"", 0.0)
 
     def available(self) -> Iterator[LogLine]:
         """The whole lines that are there by now and were not given before."""
         while data := self._get(self._offset, _CHUNK):
             self._offset += len(data)
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            for raw in lines:
-                yield parse_line(raw, self._node, self._attempt)
+            whole, newline, rest = data.rpartition(b"\n")
+            if newline:
+                whole, self._rest = self._rest + whole, rest
+                yield from parse_lines(whole, self._node, self._attempt)
+            else:
+                self._rest += data
 
     def remainder(self) -> Iterator[LogLine]:
         """A last line that never got its newline."""
         if self._rest:
             rest, self._rest = self._rest, b""
-            yield parse_line(rest, self._node, self._attempt)
+            yield from parse_lines(rest, self._node, self._attempt)
 
 
-def merged(logs: Sequence[NodeLog], follow: Callable[[], bool] | None = None) -> Iterator[LogLine]:
-    """The lines of several nodes in the order of their times.
+def merged(
+    logs: Sequence[NodeLog], follow: Callable[[], bool] | None = None
+) -> Iterator[list[LogLine]]:
+    """The lines of several nodes in the order of their times, at most BATCH_LINES at once.
 
     Args:
         follow: asked when there is nothing new; while it says True, more is waited for.
@@ -95,24 +107,17 @@ def merged(logs: Sequence[NodeLog], follow: Callable[[], bool] | None = None) ->
     """
     while True:
         more = follow is not None and follow()
-        yield from heapq.merge(*(log.available() for log in logs), key=_time)
+        yield from _batches(log.available() for log in logs)
         if not more:
             break
         time.sleep(POLL_SECONDS)
-    yield from heapq.merge(*(log.remainder() for log in logs), key=_time)
+    yield from _batches(log.remainder() for log in logs)
 
 
-def _time(line: LogLine) -> float:
-    return line.time
-
-
-def selected(
-    lines: Iterable[LogLine], *, rank: int | None = None, node: int | None = None
-) -> Iterator[LogLine]:
-    """Only the lines of one rank, of one node, or of both."""
-    for line in lines:
-        if (rank is None or line.rank == rank) and (node is None or line.node == node):
-            yield line
+def _batches(parts: Iterable[Iterator[LogLine]]) -> Iterator[list[LogLine]]:
+    lines = heapq.merge(*parts, key=attrgetter("time"))
+    while batch := list(islice(lines, BATCH_LINES)):
+        yield batch
 
 
 def metrics(lines: Iterable[LogLine]) -> Iterator[dict[str, Any]]:

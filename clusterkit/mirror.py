@@ -112,6 +112,18 @@ class NodeView:
     silent_since: float | None = None
     """From when on its host did not answer; None: it answers."""
 
+    @classmethod
+    def of(cls, node: int, host: str, folder: Path) -> NodeView:
+        """A view that knows of a node's end what is in its folder already.
+
+        ``exit.json`` comes after all that the node wrote: its host need not be asked again.
+        """
+        view = cls(node, host, folder)
+        with contextlib.suppress(OSError):
+            view.files["exit.json"] = (folder / "exit.json").read_bytes()
+            view.begun = view.ended = True
+        return view
+
     def silent_for(self) -> float | None:
         """Seconds for which its host has not answered; None: it does."""
         since = self.silent_since

@@ -24,7 +24,8 @@ import posixpath
 import re
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -32,6 +33,7 @@ import msgspec
 from msgspec import Struct
 
 from clusterkit.errors import BadInput, RunFolderError, RunNotFound
+from clusterkit.logs import LogLine, NodeLog, merged
 from clusterkit.shell import check_text
 from clusterkit.transport import locked, write_atomic
 
@@ -110,12 +112,12 @@ def check_run_id(run_id: str) -> str:
     """``run_id`` itself.
 
     Raises:
-        BadInput: not a DNS label.
+        BadInput: not a DNS label, or the word that means the newest run.
     """
-    if not RUN_ID.match(run_id) or len(run_id) > RUN_ID_MAX:
-        raise BadInput(
     if run_id == LAST:
         raise BadInput(f"run id {run_id!r}: means the newest run", hint="choose another")
+    if not RUN_ID.match(run_id) or len(run_id) > RUN_ID_MAX:
+        raise BadInput(
             f"run id {run_id!r}: cannot be one",
             hint=f"lower-case letters, digits and '-', {RUN_ID_MAX} characters at most",
         )
@@ -138,18 +140,18 @@ class RunFolder:
             RunFolderError: it cannot be made.
         """
         path = (base or home()) / "runs" / check_run_id(run_id)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir(mode=int(mode, 8))
-        except FileExistsError:
-            if path.is_dir():
-                raise BadInput(
         mode = os.environ.get("CLUSTERKIT_RUN_MODE") or "700"
         if not re.fullmatch("0*7[0-7]{2}", mode):
             raise BadInput(
                 f"CLUSTERKIT_RUN_MODE: {mode}: not the mode of a folder that you can use",
                 hint="750 lets your group read new runs, 755 everybody",
             )
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=int(mode, 8))
+        except FileExistsError:
+            if path.is_dir():
+                raise BadInput(
                     f"run {run_id} exists already", hint=f"clusterkit status {run_id}"
                 ) from None
             raise RunFolderError(f"{path.parent} is not a folder", hint=_HOME_HINT) from None
@@ -266,6 +268,27 @@ class RunFolder:
                 return not locked(file, shared=True)
         except OSError:
             return False
+
+    # -- nodes -------------------------------------------------------------
+
+    def node_dir(self, attempt: int, node: int) -> Path:
+        """What one node wrote in one attempt."""
+        return Path(node_dir(str(self.path), attempt, node))
+
+    def log(
+        self, attempt: int, nodes: Iterable[int], follow: Callable[[], bool] | None = None
+    ) -> Iterator[list[LogLine]]:
+        """One attempt's lines of these nodes; `clusterkit.logs.merged` says in which order."""
+
+        def read(node: int, offset: int, limit: int) -> bytes | None:
+            try:
+                with (self.node_dir(attempt, node) / "log").open("rb") as file:
+                    file.seek(offset)
+                    return file.read(limit)
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                return None
+
+        return merged([NodeLog(node, attempt, partial(read, node)) for node in nodes], follow)
 
     # -- cancel ------------------------------------------------------------
 

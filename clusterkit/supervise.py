@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from itertools import chain
 from pathlib import Path
 from typing import IO
 
@@ -163,7 +164,7 @@ class Supervisor:
                     record=self._record,
                 )
             adopt = False
-            handle = handle_of(self.folder, self.backend, self.plan, self.attempt)
+            handle = Handle(self.folder, self.plan, self.attempt)
             seen = self._watch(handle)
             if (gone_on := seen.superseded) is not None:
                 self._event(f"attempt {gone_on.attempt} goes on; it was begun in the cluster")
@@ -179,7 +180,7 @@ class Supervisor:
                 return self._finish(State.CANCELLED)
             if self.late:
                 return self._finish(State.FAILED, over_time(self.job))
-            failure = diagnosis(self.backend, handle, seen, self.transport)
+            failure = diagnosis(handle, seen)
             if self._port_was_taken(failure) and port_tries:
                 port_tries -= 1
                 why = f"port {self.plan.port} was taken before the run could listen there"
@@ -217,7 +218,7 @@ class Supervisor:
                 begun = False
             self.attempt = saved.attempt + (not begun)
             self.running_since = saved.running_since if begun else None
-        handle = handle_of(self.folder, self.backend, self.plan, self.attempt)
+        handle = Handle(self.folder, self.plan, self.attempt)
         with contextlib.suppress(ClusterkitError):
             return begun, self.backend.newest(handle, self.transport)
         return begun, None
@@ -302,7 +303,8 @@ class Supervisor:
             reason = "the run is over its time limit" if self.late else "another node has ended"
             if self._to_be_ended():
                 reason = "cancelled"
-            self.backend.cancel(Handle(self.plan, self.attempt), self.transport, reason)
+            handle = Handle(self.folder, self.plan, self.attempt)
+            self.backend.cancel(handle, self.transport, reason)
         except ClusterkitError as error:
             if error.message != self.remark:
                 self._event(f"not all could be ended: {error.message}")
@@ -411,10 +413,11 @@ def over_time(job: JobSpec) -> Failure:
     )
 
 
-def diagnosis(backend: Backend, handle: Handle, seen: Observation, transport: Transport) -> Failure:
+def diagnosis(handle: Handle, seen: Observation) -> Failure:
     """Why an attempt that has ended did not succeed."""
     plan = handle.plan
-    tail = deque(backend.logs(handle, transport), maxlen=TAIL_LINES)
+    lines = chain.from_iterable(handle.folder.log(handle.attempt, range(plan.nodes)))
+    tail = deque(lines, maxlen=TAIL_LINES)
     nproc = plan.topology.get("nproc_per_node", 1)
     failure = diagnose(
         seen.nodes,
@@ -468,9 +471,27 @@ def save_plan(folder: RunFolder, facts: Facts, plan: Plan) -> None:
 # ---------------------------------------------------------------- telling the truth later
 
 
-def handle_of(folder: RunFolder, backend: Backend, plan: Plan, attempt: int) -> Handle:
-    """One attempt; its nodes' files come to the run's folder where they are elsewhere."""
-    return Handle(plan, attempt, folder.path if backend.elsewhere else None)
+class Connections:
+    """What reaches a run's hosts: made when it is first needed, kept until this is closed.
+
+    A context manager; with it, whoever looks often at a run logs in to its hosts once.
+    """
+
+    def __init__(self) -> None:
+        self._transport: Transport | None = None
+
+    def to(self, cluster: ClusterSpec) -> Transport:
+        """The run's cluster is one and the same each time."""
+        if self._transport is None:
+            self._transport = backends.transport_for(cluster)
+        return self._transport
+
+    def __enter__(self) -> Connections:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._transport is not None:
+            self._transport.close()
 
 
 def leftover_words(folder: RunFolder, message: str) -> str:
@@ -485,11 +506,17 @@ def supervisor_alive(folder: RunFolder) -> bool:
     return folder.is_held()
 
 
-def current(folder: RunFolder) -> RunStatus:
+def current(folder: RunFolder, connections: Connections | None = None) -> RunStatus:
     """How a run stands now, from its folder and from the processes it recorded.
 
     Never raises for a damaged folder: what cannot be told is UNKNOWN, with a remark.
+
+    Args:
+        connections: of a caller that asks several times.
     """
+    if connections is None:
+        with Connections() as connections:
+            return current(folder, connections)
     watched = supervisor_alive(folder)
     # In this order: where nobody watches any more, this is the supervisor's last word.
     saved = folder.maybe_json("state.json", RunStatus)
@@ -500,7 +527,7 @@ def current(folder: RunFolder) -> RunStatus:
     try:
         submission = folder.read_json("run.json", Submission)
         plan = read_plan(folder)
-        transport = backends.transport_for(read_cluster(folder))
+        transport = connections.to(read_cluster(folder))
         backend = backends.backend(submission.backend)
     except ClusterkitError as error:
         if saved is not None:
@@ -510,7 +537,7 @@ def current(folder: RunFolder) -> RunStatus:
             remark=error.message,
         )  # fmt: skip
     attempt = saved.attempt if saved else 1
-    handle = handle_of(folder, backend, plan, attempt)
+    handle = Handle(folder, plan, attempt)
     base = saved or RunStatus(
         run=folder.run_id, job=submission.job, cluster=submission.cluster,
         backend=submission.backend, state=State.PENDING, started_at=submission.created_at,
@@ -522,7 +549,7 @@ def current(folder: RunFolder) -> RunStatus:
         if not watched:
             newest = backend.newest(handle, transport)
     if newest.attempt > attempt:
-        handle = handle_of(folder, backend, plan, newest.attempt)
+        handle = Handle(folder, plan, newest.attempt)
         base = msgspec.structs.replace(base, attempt=newest.attempt, state=State.RUNNING)
     seen = backend.status(handle, transport)
     if seen is None:
@@ -539,7 +566,7 @@ def current(folder: RunFolder) -> RunStatus:
     if seen.state is not State.RUNNING:
         with contextlib.suppress(ClusterkitError):
             backend.collect(handle, transport)
-    found, startable = _unwatched(folder, base, backend, handle, seen, transport, newest)
+    found, startable = _unwatched(folder, base, backend, handle, seen, newest)
     if found.state.final and backend.managed and not startable:
         _record_end(folder, found, backend, handle, transport)
     return found
@@ -572,7 +599,6 @@ def _unwatched(
     backend: Backend,
     handle: Handle,
     seen: Observation,
-    transport: Transport,
     newest: Newest,
 ) -> tuple[RunStatus, bool]:
     """The supervisor was killed: only the nodes can tell, and whatever watches where they are.
@@ -611,7 +637,7 @@ def _unwatched(
             hint=f"{attach} starts it" if again else "submit it again",
         )  # fmt: skip
     else:
-        failure = diagnosis(backend, handle, seen, transport)
+        failure = diagnosis(handle, seen)
     found = replace(
         base,
         state=State.UNKNOWN if seen.state is State.UNKNOWN else State.FAILED,
@@ -637,14 +663,19 @@ def _alone(backend: Backend, newest: Newest, restarts: int) -> str:
 
 def cancel(folder: RunFolder) -> RunStatus:
     """End a run, whoever watches it; fine to repeat, on a run that has ended, on a damaged one."""
-    before = current(folder)
+    with Connections() as connections:
+        return _cancel(folder, connections)
+
+
+def _cancel(folder: RunFolder, connections: Connections) -> RunStatus:
+    before = current(folder, connections)
     leftovers = folder.file(LEFTOVERS)
     if before.state.final and not leftovers.exists():
         if unfinished(folder):  # by now it is: `attach` starts it no more
             before = msgspec.structs.replace(before, remark=None)
             plan, cluster = read_plan(folder), read_cluster(folder)
-            transport = backends.transport_for(cluster)
-            handle = Handle(plan, before.attempt)
+            transport = connections.to(cluster)
+            handle = Handle(folder, plan, before.attempt)
             _record_end(folder, before, backends.backend(plan.backend), handle, transport)
         return before
     with contextlib.suppress(RunFolderError):  # a folder that is full or gone: end what runs
@@ -660,26 +691,27 @@ def cancel(folder: RunFolder) -> RunStatus:
             nodes=0, world_size=0,
         )  # fmt: skip
     backend = backends.backend(plan.backend)
-    transport = backends.transport_for(cluster)
+    transport = connections.to(cluster)
+    handle = Handle(folder, plan, before.attempt)
     deadline = time.monotonic() + plan.stop_grace + 10
     while supervisor_alive(folder) and time.monotonic() < deadline:
-        if current(folder).state.final:
+        if current(folder, connections).state.final:
             break
         time.sleep(POLL_SECONDS / 2)
     if not supervisor_alive(folder):
         with contextlib.suppress(ClusterkitError):
-            backend.collect(handle_of(folder, backend, plan, before.attempt), transport)
+            backend.collect(handle, transport)
     try:
-        backend.cancel(Handle(plan, before.attempt), transport)
+        backend.cancel(handle, transport)
     except ClusterkitError as error:
         with contextlib.suppress(RunFolderError):
             folder.write(LEFTOVERS, f"{error.message}\n")
         after = msgspec.structs.replace(
-            current(folder), remark=leftover_words(folder, error.message)
+            current(folder, connections), remark=leftover_words(folder, error.message)
         )
     else:
         leftovers.unlink(missing_ok=True)
-        after = msgspec.structs.replace(current(folder), remark=None)
+        after = msgspec.structs.replace(current(folder, connections), remark=None)
     if after.state.final and folder.maybe_json("state.json", RunStatus) != after:
         # Nobody else is there to record it.
         folder.write_json("state.json", after)
@@ -706,11 +738,12 @@ def forget(folder: RunFolder) -> None:
     except RunFolderError:
         return  # damaged: nobody knows of hosts
     backend = backends.backend(plan.backend)
-    handle, transport = handle_of(folder, backend, plan, 1), backends.transport_for(cluster)
-    if backend.managed and unfinished(folder):
-        backend.cancel(handle, transport)
-    if backend.elsewhere:
-        backend.forget(handle, transport)
+    handle = Handle(folder, plan)
+    with Connections() as connections:
+        if backend.managed and unfinished(folder):
+            backend.cancel(handle, connections.to(cluster))
+        if backend.elsewhere:
+            backend.forget(handle, connections.to(cluster))
 
 
 def abandon(folder: RunFolder) -> None:

@@ -1,9 +1,9 @@
-"""What a backend is: six methods, and what it cannot do, as data."""
+"""What a backend is: five methods, and what it cannot do, as data."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -14,8 +14,8 @@ from clusterkit import execute
 from clusterkit.cluster import ClusterSpec, Facts
 from clusterkit.errors import BadInput, CapabilityError, ClusterkitError
 from clusterkit.execute import Record
-from clusterkit.logs import LogLine
 from clusterkit.plan import Plan
+from clusterkit.runs import RunFolder
 from clusterkit.shell import Secret
 from clusterkit.spec import JobSpec
 from clusterkit.status import NodeCause, NodeStatus, RankExit, State
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Handle:
-    """What is needed to speak of a submitted run: its plan and which attempt is meant."""
+    """One attempt of a submitted run."""
 
+    folder: RunFolder
+    """On this machine, wherever the nodes write."""
     plan: Plan
     attempt: int = 1
-    folder: Path | None = None
-    """The run's folder on this machine, for backends whose nodes write elsewhere."""
 
 
 class HandedOver(ClusterkitError):
@@ -204,7 +204,7 @@ class Backend(ABC):
         attempt: int = 1,
         secrets: Mapping[str, Secret] | None = None,
         record: Record | None = None,
-    ) -> Handle:
+    ) -> None:
         """Carry the plan out: exactly its files and its steps.
 
         Raises:
@@ -214,7 +214,6 @@ class Backend(ABC):
         execute.run_steps(
             plan, transport, attempt=attempt, secrets=secrets, record=record or (lambda *_: None)
         )
-        return Handle(plan, attempt)
 
     @abstractmethod
     def status(self, handle: Handle, transport: Transport) -> Observation | None:
@@ -238,18 +237,6 @@ class Backend(ABC):
         Raises:
             Unavailable: what keeps it does not answer.
         """
-
-    @abstractmethod
-    def logs(
-        self,
-        handle: Handle,
-        transport: Transport,
-        *,
-        rank: int | None = None,
-        node: int | None = None,
-        follow: Callable[[], bool] | None = None,
-    ) -> Iterator[LogLine]:
-        """One attempt's lines in order of time; ``follow`` as in `clusterkit.logs.merged`."""
 
     @abstractmethod
     def cancel(self, handle: Handle, transport: Transport, reason: str = "cancelled") -> None:

@@ -16,7 +16,7 @@ import os
 import posixpath
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -41,12 +41,10 @@ from clusterkit.backends.nodes import (
     GPU_QUERY,
     PACKAGES,
     TOOLS,
-    attempt_logs,
     check_version,
     device_of,
     divided_gpus,
     interpreter,
-    node_file,
     own_ports,
     probe_gpus,
     threads_of,
@@ -65,7 +63,6 @@ from clusterkit.compose_file import (
     size_bytes,
 )
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
-from clusterkit.logs import LogLine
 from clusterkit.plan import Note, Plan, PlanFile, Step
 from clusterkit.rendezvous import Endpoint, Topology
 from clusterkit.runs import home
@@ -263,20 +260,6 @@ class ComposeBackend(Backend):
 
     def watch(self, handle: Handle, transport: Transport) -> Watcher:
         return Watcher(handle, transport)
-
-    def logs(
-        self,
-        handle: Handle,
-        transport: Transport,
-        *,
-        rank: int | None = None,
-        node: int | None = None,
-        follow: Callable[[], bool] | None = None,
-    ) -> Iterator[LogLine]:
-        def read(number: int, offset: int, limit: int) -> bytes | None:
-            return transport.get(HOST, node_file(handle, number, "log"), offset, limit)
-
-        return attempt_logs(handle, read, rank=rank, node=node, follow=follow)
 
     def cancel(self, handle: Handle, transport: Transport, reason: str = "cancelled") -> None:
         remove(handle, transport)

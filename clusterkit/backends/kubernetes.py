@@ -11,7 +11,6 @@ import os
 import posixpath
 import re
 import tarfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import quote
@@ -35,7 +34,6 @@ from clusterkit.backends.nodes import (
     GPU_IMAGE,
     PACKAGES,
     TOOLS,
-    attempt_logs,
     device_of,
     interpreter,
     own_ports,
@@ -61,7 +59,6 @@ from clusterkit.kubernetes.observe import (
     PodWatcher,
     collect,
     known,
-    node_file,
     observation,
     pods_of,
 )
@@ -71,7 +68,6 @@ from clusterkit.kubernetes.pods import ATTEMPT, JOB, MANAGER, RUN, Shape
 from clusterkit.kubernetes.remove import remove
 from clusterkit.kubernetes.rights import access_review, to_watch
 from clusterkit.kubernetes.text import Object, object_name, quantity
-from clusterkit.logs import LogLine
 from clusterkit.plan import Note, Plan, PlanFile, Step, Tree
 from clusterkit.project import snapshot, words
 from clusterkit.rendezvous import Endpoint, Topology, mpirun_interface
@@ -414,20 +410,6 @@ class KubernetesBackend(Backend):
 
     def collect(self, handle: Handle, transport: Transport) -> None:
         collect(handle, transport)
-
-    def logs(
-        self,
-        handle: Handle,
-        transport: Transport,
-        *,
-        rank: int | None = None,
-        node: int | None = None,
-        follow: Callable[[], bool] | None = None,
-    ) -> Iterator[LogLine]:
-        def read(number: int, offset: int, limit: int) -> bytes | None:
-            return transport.get(HOST, node_file(handle, number, "log"), offset, limit)
-
-        return attempt_logs(handle, read, rank=rank, node=node, follow=follow)
 
     def cancel(self, handle: Handle, transport: Transport, reason: str = "cancelled") -> None:
         remove(handle, transport)

@@ -7,7 +7,6 @@ import json
 import os
 import posixpath
 import sys
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from clusterkit import agent
@@ -17,7 +16,6 @@ from clusterkit.backends.base import Backend, Handle, Observation
 from clusterkit.backends.nodes import (
     PACKAGES,
     TOOLS,
-    attempt_logs,
     causes,
     check_version,
     device_of,
@@ -33,7 +31,6 @@ from clusterkit.backends.nodes import (
 )
 from clusterkit.cluster import ClusterSpec, Facts, HostFacts, LocalCluster
 from clusterkit.errors import BadInput, PortTaken, SubmitFailed, Unavailable, counted
-from clusterkit.logs import LogLine
 from clusterkit.plan import Note, Plan, Step
 from clusterkit.rendezvous import Endpoint, Topology
 from clusterkit.runs import home
@@ -214,20 +211,6 @@ class LocalBackend(Backend):
             oom_kills=max((kills for _, kills in told), default=0),
             causes=tuple(cause for node, data in ended.items() for cause in causes(node, data)),
         )
-
-    def logs(
-        self,
-        handle: Handle,
-        transport: Transport,
-        *,
-        rank: int | None = None,
-        node: int | None = None,
-        follow: Callable[[], bool] | None = None,
-    ) -> Iterator[LogLine]:
-        def read(number: int, offset: int, limit: int) -> bytes | None:
-            return transport.get(HOST, node_file(handle, number, "log"), offset, limit)
-
-        return attempt_logs(handle, read, rank=rank, node=node, follow=follow)
 
     def cancel(self, handle: Handle, transport: Transport, reason: str = "cancelled") -> None:
         grace = handle.plan.stop_grace

@@ -6,15 +6,13 @@ import json
 import os
 import posixpath
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from clusterkit.agent import STOPPED, STOPPED_BY_PEERS
 from clusterkit.backends.base import Handle
 from clusterkit.cluster import Gpu, HostFacts
 from clusterkit.errors import BadInput, Unavailable, counted
-from clusterkit.logs import LogLine, NodeLog, merged, selected
 from clusterkit.runs import node_dir
 from clusterkit.spec import JobSpec
 from clusterkit.status import NodeCause, NodeStatus, RankExit, State
@@ -193,24 +191,6 @@ def threads_of(job: JobSpec, cpus: int, ranks: int) -> tuple[int, str]:
 def node_file(handle: Handle, node: int, name: str) -> str:
     """A file that a node's agent writes, where the node keeps it."""
     return posixpath.join(node_dir(handle.plan.run_dir, handle.attempt, node), name)
-
-
-def attempt_logs(
-    handle: Handle,
-    read: Callable[[int, int, int], bytes | None],
-    *,
-    rank: int | None,
-    node: int | None,
-    follow: Callable[[], bool] | None,
-) -> Iterator[LogLine]:
-    """`Backend.logs`, by reading the nodes' log files.
-
-    Args:
-        read: given node, offset and limit, what is there of that node's file; None: no such file.
-    """
-    wanted = range(handle.plan.nodes) if node is None else (node,)
-    logs = [NodeLog(number, handle.attempt, partial(read, number)) for number in wanted]
-    return selected(merged(logs, follow), rank=rank, node=node)
 
 
 def overall(states: set[State]) -> State:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import posixpath
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,7 +19,6 @@ from clusterkit.backends.nodes import (
     GPU_QUERY,
     PACKAGES,
     TOOLS,
-    attempt_logs,
     causes,
     check_version,
     device_of,
@@ -27,14 +26,12 @@ from clusterkit.backends.nodes import (
     gpu_share,
     interpreter,
     judge_node,
-    node_file,
     overall,
     parse_gpus,
     threads_of,
 )
 from clusterkit.cluster import ClusterSpec, Facts, Host, HostFacts, Project, SshCluster
 from clusterkit.errors import BadInput, ClusterkitError, PortTaken, Unavailable, about, counted
-from clusterkit.logs import LogLine
 from clusterkit.mirror import NodeView, Watch
 from clusterkit.plan import Note, Plan, Step, Tree
 from clusterkit.rendezvous import NODE_ADDRESS, Endpoint, Topology, mpirun_interface
@@ -301,7 +298,7 @@ class SshBackend(Backend):
                             f"host {view.host}: the node's report failed: {stream.stderr.strip()}"
                         )
 
-        errors = fan_out([str(view.node) for view in views], ask)
+        errors = fan_out([str(view.node) for view in views if not view.ended], ask)
         for name, error in errors.items():
             if isinstance(error, ClusterkitError):
                 views[int(name)].lost(error)
@@ -309,28 +306,6 @@ class SshBackend(Backend):
 
     def watch(self, handle: Handle, transport: Transport) -> Watcher:
         return _Watcher(handle, transport)
-
-    def logs(
-        self,
-        handle: Handle,
-        transport: Transport,
-        *,
-        rank: int | None = None,
-        node: int | None = None,
-        follow: Callable[[], bool] | None = None,
-    ) -> Iterator[LogLine]:
-        def read(number: int, offset: int, limit: int) -> bytes | None:
-            if handle.folder is None:
-                path = node_file(handle, number, "log")
-                return transport.get(handle.plan.hosts[number], path, offset, limit)
-            try:
-                with open(_mirrored(handle, number) / "log", "rb") as file:
-                    file.seek(offset)
-                    return file.read(limit)
-            except FileNotFoundError:
-                return None
-
-        return attempt_logs(handle, read, rank=rank, node=node, follow=follow)
 
     def cancel(self, handle: Handle, transport: Transport, reason: str = "cancelled") -> None:
         plan = handle.plan
@@ -637,14 +612,9 @@ def _named(names: list[str], most: int = 4) -> str:
 def _views(handle: Handle) -> list[NodeView]:
     plan = handle.plan
     return [
-        NodeView(node, plan.hosts[node], _mirrored(handle, node) if handle.folder else None)
+        NodeView.of(node, plan.hosts[node], handle.folder.node_dir(handle.attempt, node))
         for node in range(plan.nodes)
     ]
-
-
-def _mirrored(handle: Handle, node: int) -> Path:
-    assert handle.folder is not None
-    return Path(node_dir(str(handle.folder), handle.attempt, node))
 
 
 def _report(handle: Handle, view: NodeView, transport: Transport, *, follow: bool) -> Stream:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+
 import click
 import msgspec
 
 from clusterkit import api, tracebacks
-from clusterkit.cli.common import json_option, print_json, run_argument
+from clusterkit.cli.common import json_option, run_argument
+from clusterkit.logs import BATCH_LINES, LogLine
 from clusterkit.runs import Event
-from clusterkit.ui.words import log_text
+from clusterkit.ui.words import log_text, shown_on
 
 
 @click.command("logs", epilog="Example: clusterkit logs -f last --rank 0")
@@ -27,6 +32,9 @@ def command(
     {time node rank text attempt}; with --follow as well, one object per line. With --follow,
     what happened beside the program (a restart, and what failed before it) goes to stderr.
 
+    A terminal gets a program's colours, but no other escape sequences; a file or pipe gets all as
+    it was written.
+
     torchrun's own traceback, which follows every failure of a rank, is shown as one line; --raw
     and --json give all of it.
     """
@@ -35,12 +43,36 @@ def command(
         if follow:
             click.echo(f"note: {event.text}", err=True)
 
-    lines = api.log_lines(run, rank=rank, node=node, follow=follow, note=note)
+    batches = api.get(run).log_batches(rank=rank, node=node, follow=follow, note=note)
     if as_json and not follow:
-        print_json(list(lines))
+        _print_list(batches)
         return
-    for line in lines if as_json or raw else tracebacks.folded(lines):
+    if not (as_json or raw):
+        batches = _folded(batches, 1 if follow else BATCH_LINES)
+    shown = shown_on(sys.stdout)
+    # Thousands of lines at once: written one by one, two million would take a minute.
+    for batch in batches:
         if as_json:
-            click.echo(msgspec.json.encode(line).decode())
+            text = msgspec.json.Encoder().encode_lines(batch).decode()
+        elif raw:
+            text = "".join([f"{shown(line.text)}\n" for line in batch])
         else:
-            click.echo(line.text if raw else log_text(line))
+            text = "".join([f"{shown(log_text(line))}\n" for line in batch])
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def _folded(batches: Iterable[list[LogLine]], most: int) -> Iterator[list[LogLine]]:
+    lines = tracebacks.folded(chain.from_iterable(batches))
+    while batch := list(islice(lines, most)):
+        yield batch
+
+
+def _print_list(batches: Iterable[list[LogLine]]) -> None:
+    """As `clusterkit.cli.common.print_json` would print all lines, without holding them all."""
+    before = "[\n"
+    for batch in filter(None, batches):
+        inside = msgspec.json.format(msgspec.json.encode(batch), indent=2)[2:-2]
+        sys.stdout.write(before + inside.decode())
+        before = ",\n"
+    sys.stdout.write("[]\n" if before == "[\n" else "\n]\n")

@@ -7,6 +7,7 @@ when nobody has renewed it for a while.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import getpass
 import json
 import math
@@ -263,7 +264,7 @@ def _restore(handle: Handle, record: Mapping[str, str], transport: Transport) ->
     for key, text in record.items():
         prefix, _, number = key.partition("-")
         if prefix == "attempt" and number.isdigit():
-            one = Handle(handle.plan, int(number), handle.folder)
+            one = dataclasses.replace(handle, attempt=int(number))
             _restore_attempt(one, json.loads(text), transport)
 
 

@@ -2,10 +2,41 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import TextIO
 
 from clusterkit.logs import LogLine, readable
 from clusterkit.status import RunStatus
+
+_SEQUENCE = re.compile(
+    r"(\x1b\[[0-9;:]*m)"  # colours
+    r"|\x1b\[[0-?]*[ -/]*[@-~]"  # cursor, screen, modes
+    r"|\x1b[]PX^_][^\x07\x1b\n]*(?:\x07|\x1b\\)?"  # titles, links, clipboard
+    r"|\x1b[ -/]*[0-~]?"
+)
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]")
+
+
+def printable(text: str, *, colours: bool = True) -> str:
+    """What a program printed, so that a terminal shows it and does nothing else.
+
+    Colours stay, unless NO_COLOR is set, and end with the text; other escape sequences are left
+    out. Other control characters are shown as ``\\x07``.
+    """
+    if "\x1b" in text:
+        kept = r"\1" if colours and not os.environ.get("NO_COLOR") else ""
+        text = _SEQUENCE.sub(kept, text)
+        text += "\x1b[0m" if "\x1b" in text else ""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def shown_on(stream: TextIO, *, colours: bool = True) -> Callable[[str], str]:
+    """`printable` for a terminal; a file or pipe gets a program's words as they were written."""
+    return partial(printable, colours=colours) if stream.isatty() else str
 
 
 def log_text(line: LogLine) -> str:
@@ -22,7 +53,14 @@ def source(line: LogLine) -> str:
 
 def clock(moment: float) -> str:
     """Local time with milliseconds."""
-    return f"{time.strftime('%H:%M:%S', time.localtime(moment))}.{int(moment % 1 * 1000):03d}"
+    second = int(moment)
+    # A third quicker than an f-string, and asked for each line of a log.
+    return "%s.%03d" % (_second(second), (moment - second) * 1000)  # noqa: UP031
+
+
+@lru_cache(maxsize=1024)
+def _second(moment: int) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(moment))
 
 
 def failure_text(status: RunStatus) -> str:

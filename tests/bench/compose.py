@@ -14,10 +14,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from clusterkit import api, backends, execute, runs
-from clusterkit.backends.base import Handle
+from clusterkit import api, execute, runs
 from clusterkit.cli.common import table
 from clusterkit.errors import ClusterkitError
+from clusterkit.runs import RunFolder
 from clusterkit.transport import LocalTransport
 from tests.bench.__main__ import BIN, SECONDS, Program, Row, compare
 
@@ -53,13 +53,14 @@ def first_step(rounds: int, program: Program) -> Row:
         up = [*compose, "up", "--detach"]
         subprocess.run(up, check=True, capture_output=True, timeout=SECONDS)
         try:
-            backend = backends.backend("compose")
             deadline = begun + SECONDS
-            lines = backend.logs(
-                Handle(plan), transport, rank=0, follow=lambda: time.time() < deadline
-            )
+            folder = RunFolder(Path(plan.run_dir))
+            batches = folder.log(1, [0], lambda: time.time() < deadline)
             return next(
-                line.time for line in lines if (line.event or {}).get("event") == "metrics"
+                line.time
+                for batch in batches
+                for line in batch
+                if line.rank == 0 and (line.event or {}).get("event") == "metrics"
             ) - begun  # fmt: skip
         finally:
             subprocess.run([*compose, "down"], check=True, capture_output=True, timeout=SECONDS)

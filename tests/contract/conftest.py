@@ -27,6 +27,7 @@ from clusterkit.cluster import (
     Host,
     KubernetesFacts,
 )
+from clusterkit.logs import LogLine
 from clusterkit.plan import Plan, Step
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Completed, LocalTransport, Transport
@@ -92,6 +93,9 @@ class Stage:
         for file in plan.files:
             self.transport.put("localhost", file.path, file.content(), file.mode)
 
+    def handle(self, plan: Plan, attempt: int = 1) -> Handle:
+        return Handle(runs.RunFolder(Path(plan.run_dir)), plan, attempt)
+
     def node_steps(self, plan: Plan) -> list[Step]:
         """The steps that start a node."""
         return [step for step in plan.steps if step.kind == "start"]
@@ -106,6 +110,15 @@ class Stage:
 
     def node_log(self, handle: Handle, node: int, data: bytes) -> None:
         raise NotImplementedError
+
+    def lines(
+        self,
+        handle: Handle,
+        nodes: Sequence[int] = (0, 1),
+        follow: Callable[[], bool] | None = None,
+    ) -> list[LogLine]:
+        """What the run's folder has of an attempt's log."""
+        return [x for batch in handle.folder.log(handle.attempt, nodes, follow) for x in batch]
 
     NATIVE: Mapping[str, object]
     """State to a native word that means it."""
@@ -160,6 +173,13 @@ class SshStage(LocalStage):
     def cluster(self, **fields: Any) -> ClusterSpec:
         hosts = tuple(Host(name=f"h{number}") for number in range(4))
         return super().cluster(hosts=hosts, **fields)
+
+    def handle(self, plan: Plan, attempt: int = 1) -> Handle:
+        return Handle(runs.RunFolder(Path(plan.run_dir).parents[1] / "here"), plan, attempt)
+
+    def lines(self, handle: Handle, *args: Any, **options: Any) -> list[LogLine]:
+        self.backend.status(handle, self.transport)  # brings it from the hosts
+        return super().lines(handle, *args, **options)
 
     def begin(self, plan: Plan) -> None:
         self.write_files(plan)

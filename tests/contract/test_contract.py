@@ -19,7 +19,7 @@ import pytest
 
 from clusterkit import backends, loader, runs
 from clusterkit.agent import PEER_TOKEN
-from clusterkit.backends.base import Backend, Handle, Observation, check_capabilities
+from clusterkit.backends.base import Backend, Observation, check_capabilities
 from clusterkit.cluster import CLUSTER_TYPES
 from clusterkit.errors import BadInput, CapabilityError, SubmitFailed, Unavailable
 from clusterkit.plan import Plan
@@ -414,8 +414,7 @@ def test_a_run_of_a_very_long_name_runs(stage, demo, run_nodes, dump_dir):
 def test_submitting_does_exactly_what_the_plan_says_in_order(stage, any_job, recording):
     plan, transport = stage.plan(any_job), recording()
     given = {name: Secret(name, TOKEN) for step in plan.steps for name in step.secrets}
-    handle = stage.backend.submit(plan, transport, secrets=given)
-    assert handle == Handle(plan, 1)
+    stage.backend.submit(plan, transport, secrets=given)
     # Hosts are served at once; on each of them the order is the plan's.
     for host in dict.fromkeys((*plan.hosts, *(step.host for step in plan.steps))):
         assert [put[1:] for put in transport.puts if put[0] == host] == [
@@ -439,7 +438,7 @@ def test_submitting_does_exactly_what_the_plan_says_in_order(stage, any_job, rec
 def test_another_attempt_adds_nothing_but_its_number(stage, demo, recording):
     plan, first, third = stage.plan(demo()), recording(), recording()
     stage.backend.submit(plan, first, attempt=1)
-    assert stage.backend.submit(plan, third, attempt=3) == Handle(plan, 3)
+    stage.backend.submit(plan, third, attempt=3)
     assert third.puts == first.puts
     assert [(*command[:3], command[3] | {"CLUSTERKIT_ATTEMPT": "1"}) for command in third.commands]
     for one, other in zip(first.commands, third.commands, strict=True):
@@ -479,7 +478,7 @@ def test_the_recording_transport_is_a_whole_transport(recording):
 
 @pytest.fixture
 def handle(stage, demo):
-    return Handle(stage.plan(demo(nodes=2)), 1)
+    return stage.handle(stage.plan(demo(nodes=2)))
 
 
 def test_a_run_that_nobody_knows_has_no_status(stage, handle):
@@ -495,7 +494,8 @@ def test_a_run_that_has_not_begun_is_pending(stage, handle):
 
 
 def test_every_known_native_word_is_a_state(stage, handle):
-    for state, native in stage.NATIVE.items():
+    for attempt, (state, native) in enumerate(stage.NATIVE.items(), 1):
+        handle = stage.handle(handle.plan, attempt)
         stage.begin(handle.plan)
         for node in (0, 1):
             stage.node_ended(handle, node, native)
@@ -505,7 +505,8 @@ def test_every_known_native_word_is_a_state(stage, handle):
 
 
 def test_a_native_word_that_means_nothing_is_unknown_and_no_exception(stage, handle):
-    for native in stage.GARBAGE:
+    for attempt, native in enumerate(stage.GARBAGE, 1):
+        handle = stage.handle(handle.plan, attempt)
         stage.begin(handle.plan)
         stage.node_ended(handle, 0, stage.NATIVE["SUCCEEDED"])
         stage.node_ended(handle, 1, native)
@@ -516,7 +517,7 @@ def test_a_native_word_that_means_nothing_is_unknown_and_no_exception(stage, han
 
 def test_states_are_told_per_attempt(stage, handle):
     stage.begin(handle.plan)
-    second = Handle(handle.plan, 2)
+    second = stage.handle(handle.plan, 2)
     for node in (0, 1):
         stage.node_ended(handle, node, stage.NATIVE["FAILED"])
         stage.node_ended(second, node, stage.NATIVE["SUCCEEDED"])
@@ -529,10 +530,10 @@ def test_a_real_run_is_seen_to_have_succeeded(stage, demo, run_nodes, dump_dir):
     plan = stage.plan(job)
     stage.begin(plan)
     run_nodes(stage, plan)
-    seen = stage.backend.status(Handle(plan), stage.transport)
+    seen = stage.backend.status(stage.handle(plan), stage.transport)
     assert seen.state is State.SUCCEEDED
     assert [node.exit_code for node in seen.nodes] == [0, 0]
-    texts = sorted((x.rank, x.text) for x in stage.backend.logs(Handle(plan), stage.transport))
+    texts = sorted((x.rank, x.text) for x in stage.lines(stage.handle(plan)))
     assert texts == [(0, "dumped 0"), (1, "dumped 1")]
 
 
@@ -540,7 +541,7 @@ def test_a_real_run_that_fails_is_seen_with_its_exit_code(stage, demo, run_nodes
     plan = stage.plan(demo(program=None, command=("sh", "-c", "exit 7")))
     stage.begin(plan)
     assert run_nodes(stage, plan) == [7]
-    seen = stage.backend.status(Handle(plan), stage.transport)
+    seen = stage.backend.status(stage.handle(plan), stage.transport)
     assert seen.state is State.FAILED
     assert [end.exit_code for end in seen.rank_exits] == [7]
 
@@ -557,10 +558,10 @@ def test_cancelling_a_run_that_has_ended_changes_nothing(stage, demo, run_nodes,
     plan = stage.plan(demo(env={"DUMP_DIR": str(dump_dir)}), cluster=stage.cluster(stop_grace=0.1))
     stage.begin(plan)
     run_nodes(stage, plan)
-    before = stage.backend.status(Handle(plan), stage.transport)
+    before = stage.backend.status(stage.handle(plan), stage.transport)
     for _ in range(2):
-        stage.backend.cancel(Handle(plan), stage.transport)
-    assert stage.backend.status(Handle(plan), stage.transport) == before
+        stage.backend.cancel(stage.handle(plan), stage.transport)
+    assert stage.backend.status(stage.handle(plan), stage.transport) == before
     assert before.state is State.SUCCEEDED
 
 
@@ -569,7 +570,7 @@ def test_a_cancel_that_fails_says_so(stage, demo, recording):
     stage.begin(plan)
     stage.write_files(plan)
     with pytest.raises(Unavailable, match=f"could not end run {plan.run_id}: it complained"):
-        stage.backend.cancel(Handle(plan), recording(exit_code=1))
+        stage.backend.cancel(stage.handle(plan), recording(exit_code=1))
 
 
 # ---------------------------------------------------------------- 13: what is missing
@@ -599,7 +600,7 @@ def test_logs_keep_rank_and_order_and_survive_a_torn_last_line(stage, handle):
         handle, 0, STAMP % 1 + b" 0 a\n" + STAMP % 4 + b" - b\n" + STAMP % 5 + b" 0 torn \xe2\x82"
     )
     stage.node_log(handle, 1, STAMP % 2 + b" 1 c\n" + STAMP % 3 + b" 1 d\n2026-11-21T20")
-    lines = list(stage.backend.logs(handle, stage.transport))
+    lines = stage.lines(handle)
     assert [(x.node, x.rank, x.text) for x in lines if x.time] == [
         (0, 0, "a"),
         (1, 1, "c"),
@@ -610,20 +611,17 @@ def test_logs_keep_rank_and_order_and_survive_a_torn_last_line(stage, handle):
     assert [(x.node, x.rank, x.text) for x in lines if not x.time] == [(1, None, "2026-11-21T20")]
 
 
-def test_logs_of_one_rank_or_one_node(stage, handle):
+def test_logs_of_one_node(stage, handle):
     stage.begin(handle.plan)
     stage.node_log(handle, 0, STAMP % 1 + b" 0 a\n" + STAMP % 2 + b" - b\n")
     stage.node_log(handle, 1, STAMP % 3 + b" 1 c\n")
-    texts = lambda **only: [x.text for x in stage.backend.logs(handle, stage.transport, **only)]  # noqa: E731
-    assert texts() == ["a", "b", "c"]
-    assert texts(rank=0) == ["a"]
-    assert texts(node=1) == ["c"]
-    assert texts(node=0, rank=1) == []
-    assert texts(follow=lambda: False) == ["a", "b", "c"]
+    assert [line.text for line in stage.lines(handle)] == ["a", "b", "c"]
+    assert [line.text for line in stage.lines(handle, nodes=[1])] == ["c"]
+    assert [line.text for line in stage.lines(handle, follow=lambda: False)] == ["a", "b", "c"]
 
 
 def test_a_run_without_logs_has_none(stage, handle):
-    assert list(stage.backend.logs(handle, stage.transport)) == []
+    assert stage.lines(handle) == []
 
 
 def test_a_python_that_the_job_names_is_the_one_or_refused(stage, demo):

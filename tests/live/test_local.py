@@ -379,7 +379,7 @@ def test_followers_end_when_the_folder_of_a_run_goes_away(submit: Submit) -> Non
     run = submit("beat.py", 6000)
     all_ready(run, 1)
     supervisors.kill(run)
-    backends.backend("local").cancel(Handle(run.plan), LocalTransport())
+    backends.backend("local").cancel(Handle(RunFolder(run.path), run.plan), LocalTransport())
     lines = run.logs(follow=True)
     next(lines)
     shutil.rmtree(run.path)

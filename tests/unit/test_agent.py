@@ -13,7 +13,7 @@ import pytest
 
 from clusterkit import agent, runs
 from clusterkit.backends.nodes import judge_node
-from clusterkit.logs import parse_line
+from clusterkit.logs import parse_lines
 
 RUN = (
     "import sys; from clusterkit import agent; agent.PEERS_GRACE = 0.0; "
@@ -57,7 +57,8 @@ def node_dir(run_dir):
 
 
 def lines_of(node_dir):
-    return [parse_line(raw, 0) for raw in (node_dir / "log").read_bytes().splitlines()]
+    lines = (node_dir / "log").read_bytes().splitlines()
+    return [line for raw in lines for line in parse_lines(raw, 0)]
 
 
 def exit_of(node_dir):
@@ -385,7 +386,8 @@ def stream(log):
 
 
 def texts(tmp_path):
-    return [parse_line(raw, 0).text for raw in (tmp_path / "log").read_bytes().split(b"\n")[:-1]]
+    lines = (tmp_path / "log").read_bytes().split(b"\n")[:-1]
+    return [line.text for raw in lines for line in parse_lines(raw, 0)]
 
 
 def test_lines_are_logged_once_they_are_whole(stream, tmp_path):
@@ -431,7 +433,7 @@ def test_a_header_names_the_rank_of_the_lines_after_it(stream, tmp_path):
     stream.write(f"before\n@clusterkit-rank 5 {os.getpid()}\nafter\n".encode())
     stream.pump()
     raws = (tmp_path / "log").read_bytes().splitlines()
-    assert [(parse_line(raw, 0).rank, parse_line(raw, 0).text) for raw in raws] == [
+    assert [(line.rank, line.text) for raw in raws for line in parse_lines(raw, 0)] == [
         (None, "before"),
         (5, "after"),
     ]

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from clusterkit.compose_file import size_bytes
 from clusterkit.diagnose import diagnose
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.logs import LogLine
-from clusterkit.runs import node_dir
+from clusterkit.runs import RunFolder, node_dir
 from clusterkit.spec import CheckpointSpec, JobSpec
 from clusterkit.status import NodeCause, NodeStatus, RankExit, State
 from clusterkit.transport import Completed, LocalTransport
@@ -583,14 +584,14 @@ def handle(planned: Callable[..., Any], tmp_path: Path) -> Handle:
         folder.mkdir(parents=True)
         (folder / "pid").write_text("7\n")
     Path(plan.run_dir, "run.json").write_text("{}")
-    return Handle(plan)
+    return Handle(RunFolder(Path(plan.run_dir)), plan)
 
 
 def test_containers_of_another_attempt_or_run_are_not_ours(handle: Handle) -> None:
     engine = Speaking()
     engine.containers(handle, node0={}, node1={})
     assert set(inspect(handle, engine)) == {0, 1}
-    assert inspect(Handle(handle.plan, 2), engine) == {}
+    assert inspect(replace(handle, attempt=2), engine) == {}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from clusterkit.backends.local import LocalBackend
 from clusterkit.backends.nodes import judge_exit, overall, parse_gpus
 from clusterkit.cluster import Gpu, LocalCluster
 from clusterkit.errors import BadInput, CapabilityError, PortTaken, Unavailable
+from clusterkit.runs import RunFolder
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
 from clusterkit.transport import LocalTransport
@@ -415,7 +417,7 @@ def test_a_run_folder_that_lost_its_files_does_not_keep_a_run_from_being_ended(f
     LocalTransport().put("localhost", f"{found.run_dir}/run.json", b"{}")
     left = subprocess.Popen(["sleep", "600"], env={"CLUSTERKIT_RUN_DIR": found.run_dir})
     try:
-        LOCAL.cancel(Handle(found), LocalTransport())
+        LOCAL.cancel(Handle(RunFolder(Path(found.run_dir)), found), LocalTransport())
         assert left.poll() is not None
     finally:
         left.kill()

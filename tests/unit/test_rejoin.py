@@ -12,7 +12,7 @@ import pytest
 
 from clusterkit import agent, runs
 from clusterkit.agent import Muster
-from clusterkit.logs import parse_line
+from clusterkit.logs import parse_lines
 
 # ---------------------------------------------------------------- node 0's decisions
 
@@ -321,7 +321,7 @@ class Nodes:
 
     def log_of(self, node):
         raw = (Path(self.path(node)) / "log").read_bytes().splitlines()
-        return [parse_line(line, 0).text for line in raw if parse_line(line, 0).rank is None]
+        return [x.text for line in raw for x in parse_lines(line, 0) if x.rank is None]
 
     def close(self):
         for process in self.started:

@@ -7,21 +7,22 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from clusterkit import api, backends, inventory, mirror, project
+from clusterkit import api, backends, inventory, mirror, project, supervise
 from clusterkit.backends import ssh as module
 from clusterkit.backends.base import Handle
 from clusterkit.backends.ssh import SshBackend
 from clusterkit.cluster import Facts, Gpu, Host, HostFacts, Project, SshCluster
 from clusterkit.errors import BadInput, PortTaken, SubmitFailed, Unavailable
 from clusterkit.mirror import NodeView
-from clusterkit.runs import node_dir
+from clusterkit.runs import RunFolder, node_dir
 from clusterkit.spec import CheckpointSpec, JobSpec
-from clusterkit.status import State
+from clusterkit.status import RunStatus, State
 from clusterkit.transport import LocalTransport
 
 SSH = SshBackend()
@@ -880,7 +881,7 @@ def view(number, *, begun=True, alive=True, ended=False, silent=None, known=True
 
 
 def judged(*views, patience=30.0):
-    handle = Handle(plan(facts(), nodes=2))
+    handle = Handle(RunFolder(Path("no", "folder")), plan(facts(), nodes=2))
     seen = module._observation(handle, list(views), patience)
     return None if seen is None else [(node.state, node.reason) for node in seen.nodes]
 
@@ -961,8 +962,8 @@ def test_a_run_on_two_hosts_that_are_this_machine(tmp_path, entry_of, cwd):
     for host in made.hosts:
         for tree in made.trees[:1]:
             project.send(snapshot, tree, host, made.python, transport)
-    handle = SSH.submit(made, transport)
-    handle = Handle(made, 1, tmp_path / "mirror")
+    SSH.submit(made, transport)
+    handle = Handle(RunFolder(tmp_path / "mirror"), made)
     watcher = SSH.watch(handle, transport)
     deadline = time.monotonic() + 120
     while True:
@@ -977,7 +978,7 @@ def test_a_run_on_two_hosts_that_are_this_machine(tmp_path, entry_of, cwd):
         (State.FAILED, 3),
     ]
     assert [(end.rank, end.exit_code) for end in seen.rank_exits] == [(1, 3)]
-    lines = [line.text for line in SSH.logs(handle, transport)]
+    lines = [line.text for batch in handle.folder.log(1, (0, 1)) for line in batch]
     assert sorted(lines) == [f"rank {n} in {made.trees[0].path}" for n in range(2)]
     local = tmp_path / "mirror" / "attempts" / "1" / "node-1" / "log"
     assert local.read_bytes() == Path(node_dir(made.run_dir, 1, 1), "log").read_bytes()
@@ -986,5 +987,61 @@ def test_a_run_on_two_hosts_that_are_this_machine(tmp_path, entry_of, cwd):
     SSH.forget(handle, transport)
     assert not Path(made.run_dir).exists()
     assert Path(made.trees[0].path).exists()
-    assert SSH.status(Handle(made, 1), transport) is None
+    assert SSH.status(Handle(RunFolder(tmp_path / "other"), made), transport) is None
     assert posixpath.dirname(made.run_dir) == str(tmp_path / "my work" / "runs")
+
+
+# ---------------------------------------------------------------- when hosts are gone
+
+
+class Gone(LocalTransport):
+    """No host answers."""
+
+    def open(self, host, argv, *, env=None):
+        raise Unavailable(f"host {host} does not answer")
+
+
+def brought(node, handle, text, exit_json=b'{"exit_code": 0, "at": 1.0, "reason": null}'):
+    """What a node has written, as it is in the run's folder here."""
+    path = handle.folder.node_dir(handle.attempt, node)
+    path.mkdir(parents=True)
+    (path / "log").write_text(f"2026-11-21T20:11:58.{node:06d}Z {node} {text}\n")
+    if exit_json is not None:
+        (path / "exit.json").write_bytes(exit_json)
+
+
+def test_a_node_whose_end_is_known_here_is_not_asked_for():
+    handle = Handle(RunFolder.create("demo-1"), plan(facts(), nodes=2))
+    brought(0, handle, "zero")
+    brought(1, handle, "one", exit_json=None)
+    seen = SSH.status(handle, Gone())
+    assert [node.state for node in seen.nodes] == [State.SUCCEEDED, State.UNKNOWN]
+    brought(1, replace(handle, attempt=2), "one")
+    (handle.folder.node_dir(1, 1) / "exit.json").write_bytes(
+        b'{"exit_code": 3, "at": 1.0, "reason": null}'
+    )
+    seen = SSH.status(handle, Gone())
+    assert [(node.state, node.exit_code) for node in seen.nodes] == [
+        (State.SUCCEEDED, 0),
+        (State.FAILED, 3),
+    ]
+    watcher = SSH.watch(handle, Gone())
+    assert watcher.status().nodes == seen.nodes
+    watcher.close()
+
+
+def test_a_finished_run_is_read_without_any_host(monkeypatch):
+    monkeypatch.setattr(backends, "transport_for", lambda cluster: pytest.fail("asks the hosts"))
+    folder = RunFolder.create("demo-1")
+    made = plan(facts(), nodes=2)
+    supervise.save_plan(folder, facts(), made)
+    folder.write_json(
+        "state.json",
+        RunStatus(run="demo-1", job="demo", cluster="lab", backend="ssh", state=State.SUCCEEDED),
+    )
+    brought(0, Handle(folder, made), '@clusterkit {"event": "metrics", "step": 1, "loss": 2.0}')
+    brought(1, Handle(folder, made), "hello")
+    run = api.get("demo-1")
+    assert [(line.node, line.rank) for line in run.logs()] == [(0, 0), (1, 1)]
+    assert [line.text for line in run.logs(node=1, follow=True)] == ["hello"]
+    assert run.metrics() == [{"step": 1, "loss": 2.0}]

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from clusterkit import agent, backends, mirror, supervise
-from clusterkit.backends.base import Handle, Newest, Observation
+from clusterkit.backends.base import Newest, Observation
 from clusterkit.backends.local import LocalBackend
 from clusterkit.backends.nodes import overall
 from clusterkit.errors import ClusterkitError, SubmitFailed
@@ -309,7 +309,6 @@ class Scripted(LocalBackend):
 
     def submit(self, plan, transport, *, attempt=1, secrets=None, record=None):
         self.submitted.append((attempt, plan.port))
-        return Handle(plan, attempt)
 
     def status(self, handle, transport):
         seen = self.attempts[handle.attempt - 1]
@@ -542,7 +541,7 @@ def test_a_cancel_that_comes_after_the_end_does_not_rewrite_it(unstarted_run, mo
         folder.mark_cancelled()
         return Observation(state=State.SUCCEEDED, nodes=(ended,))
 
-    monkeypatch.setattr(supervisor.backend, "submit", lambda plan, *_, **__: Handle(plan))
+    monkeypatch.setattr(supervisor.backend, "submit", lambda *_, **__: None)
     monkeypatch.setattr(supervisor.backend, "status", status)
     supervisor._attempts()
     assert run.status().state is State.SUCCEEDED

@@ -12,10 +12,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from clusterkit import agent, api, backends
+from clusterkit import agent, api, backends, ssh
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.ssh import HostKeyProblem, HostUnreachable
 from clusterkit.status import RunStatus, State
@@ -448,6 +449,50 @@ def test_the_nodes_end_together_although_nobody_watches(
     assert "stopped: " in (status.nodes[1 - node].reason or "")
     for host in lab.hosts:
         assert processes(lab, host.name, run) == []
+
+
+METRIC = '@clusterkit {"event": "metrics", "step": 1, "loss": 2.0}'
+
+
+def all_hosts_gone(lab: Lab) -> None:
+    for host in lab.hosts:
+        lab.fault("crash", host.name)
+
+
+def test_a_finished_run_is_read_without_its_hosts(submit: Submit, lab: Lab, place: Path) -> None:
+    with (place / "tick.py").open("a") as program:
+        program.write(f"print({METRIC!r})\n")
+    run = submit(1)
+    assert ended(run)[0].state is State.SUCCEEDED
+    assert on(lab, "h0", f"stat -c %a {run.plan.run_dir}").stdout == "700\n"
+    all_hosts_gone(lab)
+    for rank in (0, 1):
+        texts = [line.text for line in run.logs(rank=rank)]
+        assert texts == [f"hello from {rank} h{rank}", "done", METRIC]
+    assert api.metrics(run) == [{"step": 1, "loss": 2.0}] * 2
+
+
+def test_a_run_that_nobody_watches_is_followed_over_one_login_per_host(
+    submit: Submit, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = submit(60)
+    saying(run, "hello", 2)
+    supervisors.kill(run)
+    logins = []
+
+    def counted(target: ssh.Target, *args: Any, **options: Any) -> Any:
+        logins.append(target.host.name)
+        return connect(target, *args, **options)
+
+    connect = ssh.connect
+    monkeypatch.setattr(ssh, "connect", counted)
+    lines = [line.text for line in run.logs(follow=True)]
+    assert (lines.count("done"), len(lines)) == (2, 4)
+    assert sorted(logins) == ["h0", "h1"]
+    # What has been brought here is not asked for again.
+    all_hosts_gone(lab)
+    assert [line.text for line in run.logs()] == lines
+    assert run.status().state is State.SUCCEEDED
 
 
 def test_a_run_is_cancelled_from_a_process_of_its_own(submit: Submit, lab: Lab) -> None:
