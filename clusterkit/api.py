@@ -5,7 +5,9 @@ from clusterkit import api
 run = api.submit("jobs/ddp.yaml", nodes=2)
 for line in run.logs(follow=True):
     print(line.rank, line.text)
-print(run.wait().state, run.metrics()[-1]["loss"])
+print(run.wait().state)
+for metrics in run.metrics()[-1:]:  # none, if it failed before its first step
+    print(metrics["loss"])
 """
 
 from __future__ import annotations
@@ -250,7 +252,7 @@ class ListedRun(RunStatus, frozen=True, kw_only=True):
     """How many nodes it asks for, where they are not listed."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prepared:
     """A job, a cluster and the plan they make."""
 
@@ -261,6 +263,9 @@ class Prepared:
     backend: Backend
     plan: Plan
     transport: Transport
+
+    def __repr__(self) -> str:
+        return f"<Prepared {self.job.name} for {self.cluster_name}: {self.plan.summary}>"
 
 
 def prepare(
@@ -504,13 +509,13 @@ def _plain(struct: Any) -> dict[str, Any]:
     return plain
 
 
-def get(run: str) -> Run:
-    """A run by its id, the beginning of its id, or ``last``.
+def get(run: str | Run) -> Run:
+    """A run by its id, the beginning of its id, or ``last``; a `Run` is itself.
 
     Raises:
         RunNotFound: none, or several.
     """
-    return Run(store.find(run))
+    return run if isinstance(run, Run) else Run(store.find(run))
 
 
 def runs() -> list[RunStatus]:
@@ -567,23 +572,23 @@ def runs_of(
     return sorted(found, key=lambda run: run.started_at or 0.0, reverse=True)
 
 
-def status(run: str) -> RunStatus:
+def status(run: str | Run) -> RunStatus:
     """`Run.status` by id."""
     return get(run).status()
 
 
-def log_lines(run: str, **options: Any) -> Iterator[LogLine]:
+def log_lines(run: str | Run, **options: Any) -> Iterator[LogLine]:
     """`Run.logs` by id; options as there."""
     return get(run).logs(**options)
 
 
-def metrics(run: str) -> list[dict[str, Any]]:
+def metrics(run: str | Run) -> list[dict[str, Any]]:
     """`Run.metrics` by id."""
     return get(run).metrics()
 
 
 def attach(
-    run: str,
+    run: str | Run,
     *,
     cluster: str | None = None,
     clusters_file: str | os.PathLike[str] | None = None,
@@ -600,9 +605,10 @@ def attach(
         RunNotFound: neither this machine nor the cluster knows of it.
         BadInput: a secret that a restart needs is not in the environment.
     """
-    known = cluster is None or (store.RUN_ID.match(run) and (store.home() / "runs" / run).is_dir())
-    if cluster is not None and not known:
-        return _taken_up(run, cluster, clusters_file)
+    if cluster is not None and isinstance(run, str):
+        known = store.RUN_ID.match(run) and (store.home() / "runs" / run).is_dir()
+        if not known:
+            return _taken_up(run, cluster, clusters_file)
     found = get(run)
     found.attach()
     return found
@@ -654,12 +660,12 @@ def _taken_up(run: str, cluster: str, clusters_file: str | os.PathLike[str] | No
     return Run(folder)
 
 
-def cancel(run: str) -> RunStatus:
+def cancel(run: str | Run) -> RunStatus:
     """`Run.cancel` by id."""
     return get(run).cancel()
 
 
-def plot(names: Sequence[str], output: str | os.PathLike[str]) -> Path:
+def plot(names: Sequence[str | Run], output: str | os.PathLike[str]) -> Path:
     """Loss and tokens per second of one or several runs as a picture; the suffix says which kind.
 
     A run is named in it after its job, or by its id where two have the same job.

@@ -168,6 +168,9 @@ class Pairs(Struct, frozen=True, kw_only=True):
 class Report(Struct, frozen=True, kw_only=True):
     """The document that ``clusterkit bench --json`` prints."""
 
+    def __repr__(self) -> str:
+        return f"<Report of {self.run}: {self.world_size} ranks, {self.backend}>"
+
     run: str
     world_size: int
     nodes: tuple[Node, ...]

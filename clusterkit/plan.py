@@ -108,6 +108,9 @@ class Plan(Struct, frozen=True, kw_only=True):
         """The value noted under ``name``."""
         return next((note.value for note in self.notes if note.name == name), None)
 
+    def __repr__(self) -> str:
+        return f"<Plan {self.run_id}: {self.backend}, {self.summary}>"
+
     def to_json(self) -> bytes:
         """The plan as one indented JSON document, in a stable order."""
         return msgspec.json.format(msgspec.json.encode(self, order="deterministic"), indent=2)

@@ -82,7 +82,10 @@ class CheckpointSpec(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     ] = "auto"
 
 
-class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class JobSpec(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True,
+    repr_omit_defaults=True,
+):  # fmt: skip
     """One job: a program, its arguments, how many nodes and ranks, and what they need."""
 
     name: Annotated[

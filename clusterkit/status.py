@@ -112,3 +112,8 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     """The attempts before the newest."""
     remark: str | None = None
     """What a person should know of this state, in one sentence."""
+
+    def __repr__(self) -> str:
+        code = "" if self.exit_code is None else f" ({self.exit_code})"
+        cause = "" if self.failure is None else f": {self.failure.cause.partition(chr(10))[0]:.80}"
+        return f"<{type(self).__name__} {self.run} {self.state}{code}{cause}>"

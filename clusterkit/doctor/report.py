@@ -32,6 +32,10 @@ class Report(Struct, frozen=True, kw_only=True):
     everything: str = ""
     """What all of the hosts are together, where that is not ``N hosts``."""
 
+    def __repr__(self) -> str:
+        verdict = "ok" if self.ok else "not ok"
+        return f"<Report on {self.cluster}: {counted(len(self.hosts), 'host')}, {verdict}>"
+
     @property
     def ok(self) -> bool:
         """Whether no check failed."""

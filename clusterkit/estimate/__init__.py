@@ -68,6 +68,9 @@ class ModelSize(Struct, frozen=True, kw_only=True):
 class Estimate(Struct, frozen=True, kw_only=True):
     """The answer: a row for every way, the job's own first."""
 
+    def __repr__(self) -> str:
+        return f"<Estimate of {self.model.name} on {self.nodes * self.gpus_per_node} GPUs>"
+
     model: ModelSize
     nodes: int
     gpus_per_node: int

@@ -2,17 +2,19 @@
 
 import json
 import os
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from clusterkit import api, supervise
+from clusterkit import api, backends, supervise
 from clusterkit.cluster import Project
 from clusterkit.errors import BadInput, RunFolderError, RunNotFound, SubmitFailed
 from clusterkit.runs import Event, RunFolder
 from clusterkit.spec import JobSpec
-from clusterkit.status import RunStatus, State
+from clusterkit.status import Failure, NodeStatus, RunStatus, State
+from clusterkit.transport import LocalTransport
 
 pytestmark = pytest.mark.usefixtures("no_gpus")
 
@@ -224,3 +226,118 @@ def test_the_facade_has_a_function_for_every_verb():
     names = {"ls": "runs", "logs": "log_lines", "rm": "get", "ls-jobs": "jobs"}
     for verb in set(VERBS) - {"completion"}:
         assert callable(getattr(api, names.get(verb, verb))), verb
+
+
+def test_a_run_may_stand_for_its_id_everywhere(unstarted_run, by_hand, tmp_path):
+    run = unstarted_run()
+    mark = '@clusterkit {"event": "metrics", "step": 1, "loss": 2.0}'
+    by_hand(run).node(log=f"{STAMP}1Z 0 {mark}\n", exit_code=0)
+    status = final(run)
+    assert api.get(run) is run
+    assert api.status(run) == status
+    assert list(api.log_lines(run)) == list(run.logs())
+    assert api.metrics(run) == [{"step": 1, "loss": 2.0}]
+    assert api.cancel(run) == status
+    assert api.attach(run) is run
+    assert api.attach(run, cluster="anywhere") is run
+    assert api.plot([run, run.id], tmp_path / "loss.svg").exists()
+
+
+def first_example(text):
+    """The first block of Python in a page or docstring."""
+    fenced = text.partition("```python\n")[2].partition("```")[0]
+    return fenced or text.partition("\n\n")[2]
+
+
+@pytest.mark.parametrize(
+    "text", [api.__doc__, (Path(__file__).parents[2] / "docs/python-api.md").read_text()]
+)
+def test_the_first_example_works_with_a_run_that_fails(unstarted_run, text, monkeypatch, capsys):
+    run = unstarted_run()
+    final(run, State.FAILED)
+    monkeypatch.setattr(api, "submit", lambda *_, **__: run)
+    exec(compile(first_example(text), "example", "exec"), {})
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_what_a_prompt_shows_is_short(write_job, facts):
+    ready = api.prepare(write_job("launcher: python\n"), facts=facts, nodes=2)
+    failure = Failure(
+        node=1, rank=3, exit_code=1, cause="ValueError: " + "very " * 50 + "bad\nand more",
+        hint="mend it", traceback="Traceback\n" * 30,
+    )  # fmt: skip
+    nodes = tuple(NodeStatus(node=n, host=f"h{n}", state=State.FAILED) for n in range(8))
+    status = RunStatus(
+        run="demo-1", job="demo", cluster="lab", backend="ssh", state=State.FAILED, exit_code=1,
+        nodes=nodes, failure=failure,
+    )  # fmt: skip
+    listed = api.ListedRun(**msgspec.structs.asdict(status))
+    for what, begins in (
+        (status, "<RunStatus demo-1 FAILED (1): ValueError: very very"),
+        (listed, "<ListedRun demo-1 FAILED (1): ValueError"),
+        (ready, "<Prepared demo for local: 2 nodes"),
+        (ready.plan, f"<Plan {ready.plan.run_id}: local, 2 nodes"),
+        (ready.job, "JobSpec(name='demo', program='train.py'"),
+    ):
+        assert repr(what).startswith(begins)
+        assert len(repr(what)) < 200
+        assert "\n" not in repr(what)
+
+
+class Counted(LocalTransport):
+    """This machine; counts how often it was asked, and whether it was let go."""
+
+    def __init__(self, every):
+        every.append(self)
+        self.asked, self.closed = 0, False
+
+    def get(self, *args, **options):
+        self.asked += 1
+        return super().get(*args, **options)
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.mark.parametrize("verb", ["logs", "wait", "cancel", "status"])
+def test_hosts_are_connected_to_once_and_let_go(unstarted_run, by_hand, monkeypatch, verb):
+    run = unstarted_run()
+    hand = by_hand(run)
+    hand.long_ago()
+    hand.supervisor(alive=False)
+    hand.node(started=hand.alive(), log=f"{STAMP}1Z 0 hello\n")
+    transports = []
+    monkeypatch.setattr(backends, "transport_for", lambda cluster: Counted(transports))
+
+    polls = []
+
+    def end_later(seconds):
+        polls.append(seconds)
+        if len(polls) == 10:
+            final(run)
+
+    if verb in ("logs", "wait"):
+        monkeypatch.setattr(time, "sleep", end_later)
+    else:
+        hand.node(exit_code=0, started=hand.dead())
+    asked = {
+        "logs": lambda: [line.text for line in run.logs(follow=True)],
+        "wait": run.wait, "cancel": run.cancel, "status": run.status,
+    }[verb]()  # fmt: skip
+    assert verb != "logs" or asked == ["hello"]
+    assert [transport.closed for transport in transports] == [True]
+    assert transports[0].asked > 1
+
+
+def test_a_log_that_is_not_read_to_its_end_lets_the_hosts_go(unstarted_run, by_hand, monkeypatch):
+    run = unstarted_run()
+    hand = by_hand(run)
+    hand.long_ago()
+    hand.supervisor(alive=False)
+    hand.node(started=hand.alive(), log=f"{STAMP}1Z 0 hello\n")
+    transports = []
+    monkeypatch.setattr(backends, "transport_for", lambda cluster: Counted(transports))
+    lines = run.log_batches(follow=True)
+    assert next(lines)[0].text == "hello"
+    lines.close()
+    assert [transport.closed for transport in transports] == [True]
