@@ -78,10 +78,13 @@ def cli(debug: bool) -> None:
 
 
 def _say_error(message: str, hint: str | None) -> None:
+    from clusterkit.ui.words import shown_on
+
+    shown = shown_on(sys.stderr)
     click.secho("error: ", fg="red", bold=True, nl=False, err=True)
-    click.echo(message, err=True)
+    click.echo(shown(message), err=True)
     if hint:
-        click.echo(f" hint: {hint}", err=True)
+        click.echo(f" hint: {shown(hint)}", err=True)
 
 
 def main(argv: list[str] | None = None) -> None:

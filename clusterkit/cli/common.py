@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import os
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import click
@@ -78,6 +84,8 @@ def plan_options(function: Function) -> Function:
         click.option("--facts", "facts_file", metavar="FILE", type=click.Path(),
                      help="Facts of an earlier run (facts.json) instead of probing."),
         click.option("--run-id", metavar="ID", help="Instead of a new id."),
+        click.option("--no-doctor", "doctor", is_flag=True, flag_value=False, default=True,
+                     help="Do not look first whether the hosts are fit."),
     ]):  # fmt: skip
         function = option(function)
     return function
@@ -119,7 +127,7 @@ def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) ->
     from clusterkit import runs
 
     names = [folder.run_id for folder in runs.all_runs()]
-    return [name for name in [*names, "last"] if name.startswith(incomplete)]
+    return [name for name in [*names, runs.LAST] if name.startswith(incomplete)]
 
 
 def complete_cluster(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -146,11 +154,55 @@ STATE_COLOURS = {
 }  # fmt: skip
 
 
-def table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
-    """Left-aligned columns, two spaces apart."""
-    everything = [tuple(header), *map(tuple, rows)]
-    widths = [max(len(row[column]) for row in everything) for column in range(len(header))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in everything
-    )
+def table(rows: Sequence[Sequence[str]], header: Sequence[str], *, indent: int = 0) -> str:
+    """Left-aligned columns, two spaces apart, wrapped to the terminal less ``indent``."""
+    from clusterkit.ui.words import shown_on
+
+    shown = shown_on(sys.stdout, colours=False)
+    everything = [tuple(header), *(tuple(map(shown, row)) for row in rows)]
+    gap, widths = _layout(everything, _room() - indent)
+    lines = []
+    for row in everything:
+        cells = [
+            [cell] if len(cell) <= width else textwrap.wrap(cell, width)
+            for cell, width in zip(row, widths, strict=True)
+        ]
+        for parts in zip_longest(*cells, fillvalue=""):
+            padded = (part.ljust(width) for part, width in zip(parts, widths, strict=True))
+            lines.append((" " * gap).join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def _room() -> float:
+    """How wide a table may be: a file or pipe has no width, unless COLUMNS gives it one."""
+    if sys.stdout.isatty() or "COLUMNS" in os.environ:
+        return shutil.get_terminal_size().columns
+    return math.inf
+
+
+def _layout(rows: Sequence[Sequence[str]], room: float) -> tuple[int, list[int]]:
+    """The space between columns, and the widths with which they fit.
+
+    The widest give way first, down to their longest words. Only if nothing else helps are words
+    broken, down to 4 characters: with less nothing is readable, and the table does not fit.
+    """
+    columns = list(zip(*rows, strict=True))
+    natural = [max(map(len, column)) for column in columns]
+    words = [
+        max((len(word) for cell in column for word in cell.replace("-", "- ").split()), default=0)
+        for column in columns
+    ]
+    widths = list(natural)
+    for gap, size, least in (
+        (2, widths, words),
+        (1, widths, words),
+        (1, natural, [4] * len(words)),
+    ):
+        while sum(widths) + gap * (len(widths) - 1) > room:
+            able = [number for number, width in enumerate(widths) if width > least[number]]
+            if not able:
+                break
+            widths[max(able, key=size.__getitem__)] -= 1
+        else:
+            break
+    return gap, widths

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import textwrap
 import time
 
 import click
 
 from clusterkit import api
 from clusterkit.cli.common import STATE_COLOURS, json_option, print_json, run_argument, table
-from clusterkit.ui.words import failure_text, remark_lines
+from clusterkit.ui.words import failure_text, remark_lines, shown_on
 
 
 @click.command("status", epilog="Example: clusterkit status last")
@@ -24,6 +26,7 @@ def command(run: str, as_json: bool) -> None:
     if as_json:
         print_json(status)
         return
+    shown = shown_on(sys.stdout)
     click.echo(f"{status.run}  ", nl=False)
     click.secho(status.state, fg=STATE_COLOURS[status.state], bold=True)
     if status.started_at is not None:
@@ -43,13 +46,13 @@ def command(run: str, as_json: bool) -> None:
             )
             for node in status.nodes
         ]
-        text = table(rows, ("NODE", "HOST", "STATE", "EXIT", "WHY"))
-        click.echo("  " + text.replace("\n", "\n  "))
+        header = ("NODE", "HOST", "STATE", "EXIT", "WHY")
+        click.echo(textwrap.indent(table(rows, header, indent=2), "  "))
     for line in remark_lines(status):
-        click.echo(f"  {line}")
+        click.echo(f"  {shown(line)}")
     for event in found.events():
-        click.echo(f"  {time.strftime('%H:%M:%S', time.localtime(event.at))} {event.text}")
+        click.echo(f"  {time.strftime('%H:%M:%S', time.localtime(event.at))} {shown(event.text)}")
     if status.remark:
-        click.echo(f"  {status.remark}")
+        click.echo(f"  {shown(status.remark)}")
     if status.failure is not None:
-        click.echo(failure_text(status))
+        click.echo(shown(failure_text(status)))

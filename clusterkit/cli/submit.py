@@ -31,7 +31,6 @@ from clusterkit.ui.sending import sending
 )
 @plan_options
 @click.option("-d", "--detach", is_flag=True, help="Return when the run has started.")
-@click.option("--no-doctor", is_flag=True, help="Do not look first whether the hosts are fit.")
 @json_option
 @click.pass_context
 def command(
@@ -39,7 +38,6 @@ def command(
     /,
     job: str | None,
     detach: bool,
-    no_doctor: bool,
     as_json: bool,
     **options: Any,
 ) -> int:
@@ -50,7 +48,7 @@ def command(
     everything else goes to stderr. Exits with the run's own exit code. With --json, prints the
     run's status as JSON instead of the id: when it has started (--detach), or when it has ended.
     """
-    ready = api.prepare(**job_of(ctx, job), **prepare_options(**options), doctor=not no_doctor)
+    ready = api.prepare(**job_of(ctx, job), **prepare_options(**options))
     for note in ready.plan.notes:
         if not note.name:
             click.echo(f"note: {note}", err=True)

@@ -204,7 +204,10 @@ def refusal(report: Report) -> ClusterkitError | None:
         for finding, hosts in bad[:_TOLD]
         if finding.remedy
     ]
-    command = f"clusterkit doctor --cluster {report.cluster} says more; --no-doctor skips this"
+    command = (
+        f"clusterkit doctor --cluster {report.cluster} says more; "
+        "submit and plan skip this with --no-doctor"
+    )
     kind = Unavailable if bad[0][0].check in ("reachable", "host-key") else BadInput
     return kind(
         f"cluster {report.cluster} is not fit: " + "\n  ".join(lines),

@@ -12,9 +12,11 @@ from rich.progress import (
     BarColumn,
     Progress,
     SpinnerColumn,
+    Task,
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 from rich.text import Text
 
 from clusterkit import api, tracebacks
@@ -22,7 +24,14 @@ from clusterkit.errors import counted
 from clusterkit.logs import LogLine
 from clusterkit.marks import is_number
 from clusterkit.status import RunStatus, State
-from clusterkit.ui.words import duration, failure_text, loss_text, remark_lines, source
+from clusterkit.ui.words import (
+    duration,
+    failure_text,
+    loss_text,
+    printable,
+    remark_lines,
+    source,
+)
 
 PLAIN_LINES = 20
 """How many progress lines a run gets where there is no terminal to redraw."""
@@ -43,6 +52,8 @@ class View:
         self.program_started_at: float | None = None
         self.optimizers: dict[int, tuple[int, int]] = {}
         self.attempt = 1
+        self.last: LogLine | None = None
+        """What was printed last, by whichever rank or launcher."""
         self._held: list[LogLine] = []
         self._in_traceback = False
 
@@ -58,6 +69,8 @@ class View:
         if event is not None:
             self._take(event)
             return []
+        if line.text.strip():
+            self.last = line
         if line.rank != 0:
             return []
         if tracebacks.begins(line.text):
@@ -93,13 +106,21 @@ class View:
         elif kind == "optimizer" and {"rank", "parameters", "total"} <= number.keys():
             self.optimizers[number["rank"]] = (number["parameters"], number["total"])
 
+    def count(self) -> str:
+        """Steps done and to do, as far as the program says."""
+        if self.steps:
+            return f"{self.step}/{self.steps}"
+        return f"step {self.step}" if self.step else ""
+
     def describe(self) -> str:
-        """Loss and tokens/s of now, in a few words."""
+        """Loss and tokens/s of now; where a program tells neither, what was printed last."""
         parts = []
         if self.losses:
             parts.append(f"loss {loss_text(self.losses[-1][1])}")
         if self.speeds:
             parts.append(f"{statistics.median(self.speeds[-_WINDOW:]):,.0f} tokens/s")
+        if not parts and self.last is not None:
+            return f"{source(self.last)} {printable(self.last.text, colours=False).strip()}"
         return "  ".join(parts)
 
     def summary(self, status: RunStatus) -> list[str]:
@@ -161,27 +182,39 @@ def follow(run: api.Run, console: Console | None = None) -> RunStatus:
     return status
 
 
+class _Clock(TimeRemainingColumn):
+    """The time left, or where a program does not say how many steps there are, the time so far."""
+
+    def render(self, task: Task) -> Text:
+        if task.total:
+            return super().render(task)
+        return Text(duration(task.elapsed or 0.0), style="progress.elapsed")
+
+
 def _live(view: View, lines: Iterable[LogLine], console: Console) -> None:
     columns = (
         SpinnerColumn(),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.fields[steps]}"),
-        TextColumn("{task.description}"),
-        TimeRemainingColumn(),
+        BarColumn(20),
+        TextColumn("{task.fields[count]}", markup=False),
+        _Clock(),
+        TextColumn(
+            "{task.description}",
+            markup=False,
+            table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
+        ),
     )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=None, steps="?")
+    with Progress(*columns, console=console, transient=True, expand=True) as bar:
+        task = bar.add_task("starting", total=None, count="")
         for line in lines:
             for shown in view.feed(line):
                 _show(console, shown)
-            if line.event is not None:
-                bar.update(
-                    task,
-                    completed=view.step,
-                    total=view.steps,
-                    steps=view.steps or "?",
-                    description=view.describe() or "starting",
-                )
+            bar.update(
+                task,
+                completed=view.step,
+                total=view.steps,
+                count=view.count(),
+                description=view.describe() or "starting",
+            )
 
 
 def _plain(view: View, lines: Iterable[LogLine], console: Console) -> None:
@@ -210,7 +243,7 @@ def _show(console: Console, line: LogLine) -> None:
 
 def _say(console: Console, text: str, style: str | None = None) -> None:
     if console.is_terminal:
-        # As it was printed: no markup, no emoji codes, but the program's own colours.
-        console.print(Text.from_ansi(text, style=style or ""), soft_wrap=True)
+        # No markup, no emoji codes, but the program's own colours.
+        console.print(Text.from_ansi(printable(text), style=style or ""), soft_wrap=True)
     else:
         console.file.write(f"{text}\n")

@@ -1,16 +1,18 @@
 """The command line: every verb, its output for machines and for people, its exit codes."""
 
 import json
+import math
 import os
 import socket
 import subprocess
 import sys
 
 import click
+import msgspec
 import pytest
 
-from clusterkit import supervise
-from clusterkit.cli import VERBS
+from clusterkit import api, supervise
+from clusterkit.cli import VERBS, common
 from clusterkit.cli import cli as group
 from clusterkit.cli.common import table
 from clusterkit.runs import Event, RunFolder
@@ -693,3 +695,100 @@ def test_columns_are_aligned():
     assert table([("a", "long cell"), ("longer", "b")], ("X", "Y")) == (
         "X       Y\na       long cell\nlonger  b"
     )
+
+
+def test_tables_are_wrapped_to_the_columns_there_are(cli, ended, monkeypatch):
+    reason = "its agent ended: " + "no space left on device, " * 4
+    status = final(ended.id)
+    node = msgspec.structs.replace(status.nodes[0], reason=reason)
+    folder = RunFolder(ended.path)
+    folder.write_json("state.json", msgspec.structs.replace(status, nodes=(node,)))
+    wide = cli("ls").out
+    assert ended.id in wide
+    monkeypatch.setenv("COLUMNS", "40")
+    narrow = cli("ls").out.splitlines()
+    assert max(map(len, narrow)) <= 40
+    width = narrow[0].index("STATE")
+    assert "".join(line[:width].strip() for line in narrow[1:]) == ended.id
+    assert "SUCCEEDED" in narrow[1]
+    table = cli("status", ended.id).out.splitlines()[2:]
+    assert max(map(len, table)) <= 40
+    width = table[0].index("WHY")
+    assert " ".join(line[width:].strip() for line in table[1:]) == reason.strip()
+
+
+def test_a_table_as_narrow_as_can_be_is_still_a_table():
+    rows = [("abcdef-ghijkl", "xy")]
+    assert common._layout(rows, math.inf) == (2, [13, 2])
+    assert common._layout(rows, 11) == (2, [7, 2])
+    assert common._layout(rows, 10) == (1, [7, 2])
+    assert common._layout(rows, 8) == (1, [5, 2])
+    assert common._layout(rows, 1) == (1, [4, 2])
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[2Jover\x1b[31mred\x1b[0m"
+
+
+def terminal(monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+
+
+@pytest.fixture
+def hostile(ended):
+    log = f"2026-11-21T20:11:58.000000Z 0 {HOSTILE}\n"
+    RunFolder(ended.path).node_dir(1, 0).joinpath("log").write_text(log)
+    failure = Failure(node=0, rank=0, exit_code=1, cause=HOSTILE, traceback=f"T\n{HOSTILE}")
+    status = final(ended.id, State.FAILED, 1, failure=failure)
+    node = msgspec.structs.replace(status.nodes[0], reason=HOSTILE)
+    status = msgspec.structs.replace(status, nodes=(node,))
+    RunFolder(ended.path).write_json("state.json", status)
+    return ended
+
+
+@pytest.mark.parametrize("argv", [("logs",), ("logs", "--raw"), ("logs", "-f"), ("status",)])
+def test_a_terminal_gets_a_program_s_text_and_colours_alone(cli, hostile, argv, monkeypatch):
+    terminal(monkeypatch)
+    out = cli(argv[0], hostile.id, *argv[1:]).out
+    assert "over\x1b[31mred\x1b[0m" in out
+    assert argv != ("status",) or "1     overred\n" in out
+    assert "title" not in out
+    assert "\x1b[2J" not in out
+
+
+@pytest.mark.parametrize("option", [(), ("--raw",), ("-f",)])
+def test_a_pipe_gets_the_log_as_it_was_written(cli, hostile, option):
+    assert cli("logs", hostile.id, *option).out.endswith(f"{HOSTILE}\n")
+
+
+def test_a_long_log_is_written_in_large_pieces(cli, ended, monkeypatch):
+    stamp = "2026-11-21T20:11:58.000000Z"
+    log = "".join(f"{stamp} 0 line {number}\n" for number in range(10_000))
+    RunFolder(ended.path).node_dir(1, 0).joinpath("log").write_text(log)
+    pieces = []
+
+    def write(text):
+        pieces.append(text)
+        return len(text)
+
+    for option in ((), ("-f",), ("--json",), ("--json", "-f")):
+        pieces.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys.stdout, "write", write)
+            cli("logs", ended.id, *option)
+        assert "".join(pieces).count("line 9999") == 1
+        assert len(pieces) < 10, option
+
+
+def test_plan_takes_no_doctor_as_submit_does(cli, write_job, monkeypatch):
+    seen = []
+    prepare = api.prepare
+
+    def watched(job, **options):
+        seen.append(options["doctor"])
+        return prepare(job, **options)
+
+    monkeypatch.setattr(api, "prepare", watched)
+    job = write_job("launcher: python\n")
+    assert cli("plan", job).code == 0
+    assert cli("plan", job, "--no-doctor").code == 0
+    assert seen == [True, False]

@@ -1,6 +1,7 @@
 """What people see: words, the view of a run over its log, plots."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -94,6 +95,35 @@ def test_a_failure_of_nobody_in_particular():
         "the run failed first: no room"
     )
     assert words.failure_text(status()) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain\ttext\nof two lines", "plain\ttext\nof two lines"),
+        ("\x1b[1;31mred\x1b[0m", "\x1b[1;31mred\x1b[0m\x1b[0m"),
+        ("\x1b[31mstill red", "\x1b[31mstill red\x1b[0m"),
+        ("\x1b[2J\x1b[H\x1b[?1049hgone", "gone"),
+        ("\x1b[1A\x1b[2Kover the line before", "over the line before"),
+        ("\x1b]0;title\x07text", "text"),
+        ("\x1b]52;c;ZXZpbA==\x1b\\text", "text"),
+        ("\x1b]0;never ended", ""),
+        ("\x1bPq#0\x1b\\text\x1bc", "text"),
+        ("\x1b(0lqk", "lqk"),
+        ("\x1b", ""),
+        ("was 0%\r50%", "was 0%\\x0d50%"),
+        (
+            "bell \x07 back \x08 csi \x9b31m nul \x00",
+            "bell \\x07 back \\x08 csi \\x9b31m nul \\x00",
+        ),
+    ],
+)
+def test_a_terminal_is_shown_text_and_colours_and_told_to_do_nothing(monkeypatch, text, shown):
+    assert words.printable(text) == shown
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in words.printable(text)
+    monkeypatch.delenv("NO_COLOR")
+    assert "\x1b" not in words.printable(text, colours=False)
 
 
 # ---------------------------------------------------------------- the view
@@ -228,6 +258,26 @@ def test_a_terminal_gets_a_progress_bar():
     follow._live(View(), lines, console)
     assert "n0 r0 hello" in out.getvalue()
     assert "4/4" in out.getvalue()
+
+
+def test_a_program_that_reports_no_steps_shows_its_last_line_and_the_time():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=60, highlight=False, color_system=None)
+    noisy = "\x1b[2J\x1b]0;title\x07[/red] epoch 3 of a program that knows nothing of us"
+    follow._live(View(), [line("hello", rank=1), line(noisy, rank=1), line("  ", rank=1)], console)
+    shown = out.getvalue()
+    assert "0/?" not in shown
+    assert re.search(r" \d s +n0 r1 \[/red\] epoch 3 of a prog.*\u2026", shown)
+    assert "title" not in shown
+    assert "\x1b[2J" not in shown
+
+
+def test_what_rank_0_prints_reaches_a_terminal_without_what_would_change_it():
+    console, out = recording_console(terminal=True)
+    follow._live(View(), [line("\x1b]0;title\x07\x1b[31mred\x1b[0m\x1b[5Atext")], console)
+    assert "title" not in out.getvalue()
+    assert "\x1b[5A" not in out.getvalue()
+    assert "\x1b[31mred\x1b[0mtext" in out.getvalue()
 
 
 class Ended:
