@@ -582,10 +582,10 @@ def _record_end(
         folder.write_json("state.json", found)
 
 
-def unfinished(folder: RunFolder) -> bool:
+def unfinished(folder: RunFolder, connections: Connections | None = None) -> bool:
     """Whether there is anything left to do for a supervisor."""
     saved = folder.maybe_json("state.json", RunStatus)
-    return not (saved or current(folder)).state.final
+    return not (saved or current(folder, connections)).state.final
 
 
 def seen_life(seen: Observation) -> bool:
@@ -671,7 +671,7 @@ def _cancel(folder: RunFolder, connections: Connections) -> RunStatus:
     before = current(folder, connections)
     leftovers = folder.file(LEFTOVERS)
     if before.state.final and not leftovers.exists():
-        if unfinished(folder):  # by now it is: `attach` starts it no more
+        if unfinished(folder, connections):  # by now it is: `attach` starts it no more
             before = msgspec.structs.replace(before, remark=None)
             plan, cluster = read_plan(folder), read_cluster(folder)
             transport = connections.to(cluster)
@@ -740,7 +740,7 @@ def forget(folder: RunFolder) -> None:
     backend = backends.backend(plan.backend)
     handle = Handle(folder, plan)
     with Connections() as connections:
-        if backend.managed and unfinished(folder):
+        if backend.managed and unfinished(folder, connections):
             backend.cancel(handle, connections.to(cluster))
         if backend.elsewhere:
             backend.forget(handle, connections.to(cluster))

@@ -303,8 +303,7 @@ class Counted(LocalTransport):
 def test_hosts_are_connected_to_once_and_let_go(unstarted_run, by_hand, monkeypatch, verb):
     run = unstarted_run()
     hand = by_hand(run)
-    hand.long_ago()
-    hand.supervisor(alive=False)
+    hand.unwatched()
     hand.node(started=hand.alive(), log=f"{STAMP}1Z 0 hello\n")
     transports = []
     monkeypatch.setattr(backends, "transport_for", lambda cluster: Counted(transports))
@@ -332,8 +331,7 @@ def test_hosts_are_connected_to_once_and_let_go(unstarted_run, by_hand, monkeypa
 def test_a_log_that_is_not_read_to_its_end_lets_the_hosts_go(unstarted_run, by_hand, monkeypatch):
     run = unstarted_run()
     hand = by_hand(run)
-    hand.long_ago()
-    hand.supervisor(alive=False)
+    hand.unwatched()
     hand.node(started=hand.alive(), log=f"{STAMP}1Z 0 hello\n")
     transports = []
     monkeypatch.setattr(backends, "transport_for", lambda cluster: Counted(transports))
