@@ -184,27 +184,30 @@ def begins(text: str) -> bool:
     return _BEGINS.match(without_rank(text)) is not None
 
 
-def folded(lines: Iterable[LogLine]) -> Iterator[LogLine]:
+def folded(batches: Iterable[list[LogLine]]) -> Iterator[list[LogLine]]:
     """The same lines, but torchrun's report of a failure, a traceback of its own, as one line.
 
     A launcher's traceback of another kind may be the failure itself, and stays.
     """
     held: dict[int, list[LogLine]] = {}
-    for line in lines:
-        if line.rank is not None or (line.node not in held and not begins(line.text)):
-            yield line
-            continue
-        block = held.setdefault(line.node, [])
-        block.append(line)
-        report = next((one for one in block if _REPORT.match(one.text)), None)
-        if report is None and (line is block[0] or line.text[:1].isspace()):
-            continue  # its frames
-        rulers = sum(one.text.startswith("=====") for one in block)
-        if report is not None and "ChildFailedError" in report.text and rulers < 2:
-            continue
-        yield from _fold(held.pop(line.node), report)
-    for block in held.values():
-        yield from block
+    for batch in batches:
+        yield [shown for line in batch for shown in _unless_report(line, held)]
+    yield from held.values()
+
+
+def _unless_report(line: LogLine, held: dict[int, list[LogLine]]) -> list[LogLine]:
+    """What can be shown once ``line`` has come; ``held`` keeps each node's begun traceback."""
+    if line.rank is not None or (line.node not in held and not begins(line.text)):
+        return [line]
+    block = held.setdefault(line.node, [])
+    block.append(line)
+    report = next((one for one in block if _REPORT.match(one.text)), None)
+    if report is None and (line is block[0] or line.text[:1].isspace()):
+        return []  # its frames
+    rulers = sum(one.text.startswith("=====") for one in block)
+    if report is not None and "ChildFailedError" in report.text and rulers < 2:
+        return []
+    return _fold(held.pop(line.node), report)
 
 
 def _fold(block: list[LogLine], report: LogLine | None) -> list[LogLine]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from collections.abc import Iterable
 
 import click
 import msgspec
 
 from clusterkit import api, tracebacks
 from clusterkit.cli.common import json_option, run_argument
-from clusterkit.logs import BATCH_LINES, LogLine
+from clusterkit.logs import LogLine
 from clusterkit.runs import Event
 from clusterkit.ui.words import log_text, shown_on
 
@@ -33,10 +32,8 @@ def command(
     what happened beside the program (a restart, and what failed before it) goes to stderr.
 
     A terminal gets a program's colours, but no other escape sequences; a file or pipe gets all as
-    it was written.
-
-    torchrun's own traceback, which follows every failure of a rank, is shown as one line; --raw
-    and --json give all of it.
+    it was written. torchrun's own traceback, which follows every failure of a rank, is shown as
+    one line; --raw and --json give all of it.
     """
 
     def note(event: Event) -> None:
@@ -47,11 +44,9 @@ def command(
     if as_json and not follow:
         _print_list(batches)
         return
-    if not (as_json or raw):
-        batches = _folded(batches, 1 if follow else BATCH_LINES)
     shown = shown_on(sys.stdout)
     # Thousands of lines at once: written one by one, two million would take a minute.
-    for batch in batches:
+    for batch in batches if as_json or raw else tracebacks.folded(batches):
         if as_json:
             text = msgspec.json.Encoder().encode_lines(batch).decode()
         elif raw:
@@ -60,12 +55,6 @@ def command(
             text = "".join([f"{shown(log_text(line))}\n" for line in batch])
         sys.stdout.write(text)
         sys.stdout.flush()
-
-
-def _folded(batches: Iterable[list[LogLine]], most: int) -> Iterator[list[LogLine]]:
-    lines = tracebacks.folded(chain.from_iterable(batches))
-    while batch := list(islice(lines, most)):
-        yield batch
 
 
 def _print_list(batches: Iterable[list[LogLine]]) -> None:

@@ -770,7 +770,7 @@ def test_a_long_log_is_written_in_large_pieces(cli, ended, monkeypatch):
         pieces.append(text)
         return len(text)
 
-    for option in ((), ("--raw", "-f"), ("--json",), ("--json", "-f")):
+    for option in ((), ("-f",), ("--raw", "-f"), ("--json",), ("--json", "-f")):
         pieces.clear()
         with monkeypatch.context() as patch:
             patch.setattr(sys.stdout, "write", write)

@@ -287,6 +287,13 @@ ASKED = (
 )
 
 
+def folded(lines: list[LogLine]) -> list[LogLine]:
+    """As `tracebacks.folded`, with batches of one line and of all of them."""
+    one = [line for batch in tracebacks.folded([line] for line in lines) for line in batch]
+    assert one == [line for batch in tracebacks.folded([lines]) for line in batch]
+    return one
+
+
 @pytest.mark.parametrize(
     ("report", "words"),
     [(REPORT, "(ChildFailedError): 11 lines"),
@@ -295,7 +302,7 @@ ASKED = (
 def test_torchrun_s_report_is_one_line_and_says_where_it_stands(report, words):
     before, after = said("E1122 failed", rank=None), said("bye", rank=None)
     lines = [*before, *said(report, rank=None), *after]
-    shown = list(tracebacks.folded(lines))
+    shown = folded(lines)
     assert [shown[0], shown[2]] == [*before, *after]
     assert words in shown[1].text
     assert "logs --raw" in shown[1].text
@@ -305,15 +312,15 @@ def test_torchrun_s_report_is_one_line_and_says_where_it_stands(report, words):
 def test_reports_of_two_nodes_that_mix_are_folded_each():
     one, two = ([LogLine(1.0, node, None, text) for text in REPORT.splitlines()] for node in (0, 1))
     mixed = list(itertools.chain(*zip(one, two, strict=True)))
-    assert [line.node for line in tracebacks.folded(mixed)] == [0, 1]
+    assert [line.node for line in folded(mixed)] == [0, 1]
 
 
 def test_a_rank_s_traceback_and_another_of_the_launcher_s_stay():
     own = said(REPORT, rank=3)
     other = said(f"{TRACEBACK}torch.distributed.DistNetworkError: port 29500 is taken", rank=None)
-    assert list(tracebacks.folded([*own, *other])) == [*own, *other]
+    assert folded([*own, *other]) == [*own, *other]
 
 
 def test_a_report_that_breaks_off_is_shown_as_far_as_it_came():
     lines = said(REPORT, rank=None)[:5]
-    assert list(tracebacks.folded(lines)) == lines
+    assert folded(lines) == lines
