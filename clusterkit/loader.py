@@ -296,6 +296,9 @@ def convert(document: Document, place: Place, data: Any, kind: type[Spec]) -> Sp
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
         raise _type_error(document, place, data, kind, error) from None
+    except UnicodeEncodeError as error:
+        half = str(error.object)[error.start : error.end].encode("unicode-escape").decode()
+        raise document.error(place, f"half a character ({half}), which no text can hold") from None
 
 
 def _refuse_unknown_keys(document: Document, place: Place, data: Any, kind: Any) -> None:
