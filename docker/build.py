@@ -45,10 +45,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--base", help="base image; any Debian or Ubuntu with Python 3.11 or newer")
     parser.add_argument("--tag", help="its name (default: clusterkit:gpu or clusterkit:cpu)")
+    parser.add_argument("--cache-from", metavar="IMAGE", help="take layers of one so built before")
     options = parser.parse_args()
     require_engine(builder=True)
     tag = options.tag or default_image()
     words = arguments(options.base or None, tag)
+    if options.cache_from:
+        words += ["--build-arg", "BUILDKIT_INLINE_CACHE=1"]
+        if docker("images", "--quiet", options.cache_from).strip():  # else a registry is asked
+            words += ["--cache-from", options.cache_from]
     began = time.monotonic()
     # Older clients have BuildKit, but use it only if told to.
     build = subprocess.Popen(

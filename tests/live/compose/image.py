@@ -7,8 +7,11 @@ two conftests they would be two: the second would wait for the first's engine to
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,17 +47,56 @@ def base(engine: Engine) -> str:
 
 @pytest.fixture(scope="session")
 def image(engine: Engine, base: str) -> str:
-    """The training image of this checkout, built as `make image` builds it."""
+    """The training image of this checkout, built as `make image` builds it.
+
+    An engine that has none takes the slow layers from the image of an earlier session, if that was
+    made of the same packages; it is kept, with its wheels, in the engine's cache.
+    """
+    kept = engines.CACHE / f"image-{packages(engine, base)}"
+    new = not engine.out("images", "--quiet", IMAGE)
+    if new and kept.exists():
+        engine.run("load", "--input", str(kept / "image.tar"))
+        shutil.copytree(kept / "wheelhouse", ROOT / "wheelhouse", dirs_exist_ok=True)
+        (ROOT / "wheelhouse" / ".made").touch()
     made = subprocess.run(["make", "wheelhouse"], cwd=ROOT, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr[-3000:]
-    build(engine, base)
+    build(engine, base, cache_from=IMAGE)
+    if new and not kept.exists():
+        keep(engine, kept)
     return IMAGE
 
 
-def build(engine: Engine, base: str, root: Path = ROOT, tag: str = IMAGE) -> str:
+def packages(engine: Engine, base: str) -> str:
+    """A digest of what the image's slow layers are made of."""
+    layers = engine.out("image", "inspect", "--format", "{{json .RootFS.Layers}}", base)
+    whole = hashlib.sha256(f"{layers} {sys.version}".encode())
+    for name in (
+        "pyproject.toml",
+        "constraints.txt",
+        "docker/requirements.py",
+        "docker/Dockerfile",
+    ):
+        whole.update((ROOT / name).read_bytes())
+    return whole.hexdigest()[:16]
+
+
+def keep(engine: Engine, kept: Path) -> None:
+    """Put the image aside for later sessions, instead of the one before."""
+    for old in kept.parent.glob("image-*"):
+        shutil.rmtree(old, ignore_errors=True)
+    draft = Path(tempfile.mkdtemp(prefix="image-", dir=kept.parent))
+    engine.run("save", IMAGE, "--output", str(draft / "image.tar"))
+    shutil.copytree(ROOT / "wheelhouse", draft / "wheelhouse")
+    draft.rename(kept)
+
+
+def build(
+    engine: Engine, base: str, root: Path = ROOT, tag: str = IMAGE, cache_from: str | None = None
+) -> str:
     """Build the image of a checkout; gives what the build said."""
+    more = ("--cache-from", cache_from) if cache_from else ()
     done = subprocess.run(
-        [sys.executable, root / "docker" / "build.py", "--base", base, "--tag", tag],
+        [sys.executable, root / "docker" / "build.py", "--base", base, "--tag", tag, *more],
         env=engine.env,
         capture_output=True,
         text=True,
