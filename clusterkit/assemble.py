@@ -424,6 +424,7 @@ def require_packages(job: JobSpec, host: HostFacts) -> None:
         raise BadInput(
             f"python: {job.python}, but the facts are of {host.python}",
             hint="leave --facts out: the hosts are probed with the job's interpreter then",
+            job="python",
         )
     if job.launcher == "torchrun":
         needed.append(("torch", "launcher: torchrun"))

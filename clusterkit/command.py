@@ -301,6 +301,7 @@ def take_over(job: JobSpec, given: Mapping[str, str], typed: Sequence[str] | Non
             raise BadInput(
                 f"python: {job.python}, but the command names {started.python}",
                 hint="leave one of the two out",
+                job="python",
             )
         job = msgspec.structs.replace(job, python=started.python, command=("python", *words[1:]))
     if (tool := started.tool) is None:
@@ -313,11 +314,14 @@ def take_over(job: JobSpec, given: Mapping[str, str], typed: Sequence[str] | Non
             f"command: {started.launcher} {option} cannot be taken over: "
             f"{why or 'there is nothing like it here'}",
             hint=_instead(started.words(), keys, given, typed),
+            job="command",
         )
     for key, (value, written) in keys.items():
         if key in given and str(getattr(job, key)) != str(value):
             raise BadInput(
-                f"{given[key]}, but the command says {written}", hint="leave one of the two out"
+                f"{given[key]}, but the command says {written}",
+                hint="leave one of the two out",
+                job=key if given[key].startswith(f"{key}:") else (),
             )
     env = {key[4:]: value for key, (value, _) in keys.items() if key.startswith("env.")}
     fields: dict[str, Any] = {key: value for key, (value, _) in keys.items() if "." not in key}
@@ -351,6 +355,7 @@ def _values(started: Started, job: JobSpec) -> dict[str, tuple[Any, str]]:
                 raise BadInput(
                     f"command: {started.launcher} {written}: {value or 'nothing'} is no number",
                     hint="--gpus N says how many ranks a node has",
+                    job="command",
                 )
             found[key] = (number, written)
         else:
@@ -363,6 +368,7 @@ def _values(started: Started, job: JobSpec) -> dict[str, tuple[Any, str]]:
                 f"command: {started.launcher} {written}: {counted(ranks, 'rank')} cannot be "
                 f"divided among {nodes} nodes",
                 hint="--gpus N says how many ranks a node has",
+                job="command",
             )
         found["gpus_per_node"] = (ranks // int(nodes), written)
     return found
@@ -401,6 +407,7 @@ def check_source(taken: Taken, source: str) -> str | None:
             f"command: {job.program} takes {taken.local_rank}, which its launcher gives it; here "
             "LOCAL_RANK stands in the environment instead",
             hint=taken.instead,
+            job="command",
         )
     if job.launcher != "python" and _SPAWN.search(source):
         return (

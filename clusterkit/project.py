@@ -251,6 +251,7 @@ def _check_program(found: Snapshot, workdir: Path, program: str, *, in_git: bool
         raise BadInput(
             f"program: {program} lies in CLUSTERKIT_HOME, which is not copied to the hosts",
             hint="put it into the project's folder",
+            job="program",
         )
     if in_git:
         raise BadInput(

@@ -784,7 +784,7 @@ def test_without_nodes_every_host_takes_part(
         (["-n", "0"], "a run needs at least 1 node"),
         (["-n", "-2"], "nodes: "),
         (["-n", "2:4"], "'2:4' is not a valid integer"),
-        (["-g", "0"], "gpus_per_node: 0"),
+        (["-g", "0"], "--gpus: 0: a node needs at least 1 rank"),
         (["-g", "2", "--pairwise"], "pairwise: 1 node x 2 ranks"),
         (["-n", "2", "--sizes", "999G"], "of buffers, localhost has"),
         (["-n", "2", "-o", "bus.txt"], "bus.txt: not a picture's name"),
