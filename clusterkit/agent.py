@@ -85,6 +85,8 @@ FIRST_SECONDS = 1.0
 """How long a node waits, before it starts, for a node 0 that is there to say whether it may."""
 PEER_TOKEN = "CLUSTERKIT_PEER_TOKEN"
 """Environment variable with the secret by which the nodes of a run know each other."""
+GAP_SECONDS = 5.0
+"""Longer than a step of any loop that uses an `Awake`."""
 HELLO_SECONDS = 5.0
 """How long a connection may take to say which node it is."""
 STRANGERS = 64
@@ -488,6 +490,32 @@ class Stream:
 # ---------------------------------------------------------------- connections between nodes
 
 
+class Awake:
+    """Seconds that this process has been running: a pause of it (SIGSTOP, a suspended machine) does
+    not count, so that nobody seems to have been silent while it was this process that did not hear.
+
+    A step of GAP_SECONDS or more from one call to the next is such a pause.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._last = clock()
+        self._awake = 0.0
+
+    def __call__(self) -> float:
+        with self._lock:
+            now = self._clock()
+            if now - self._last < GAP_SECONDS:
+                self._awake += now - self._last
+            self._last = now
+            return self._awake
+
+
+awake = Awake()
+"""By it, the other nodes are silent."""
+
+
 class Line:
     """Lines of JSON over a socket that a selector watches, with this as its data.
 
@@ -545,10 +573,10 @@ class Line:
         self._send(token + b"\n")
         self.write(message)
 
-    def flush(self, deadline: float) -> None:
-        """Send what is left to be sent, unless that takes longer than ``deadline`` (monotonic)."""
+    def flush(self, seconds: float) -> None:
+        """Send what is left to be sent, unless that takes longer."""
         if self._unsent and not self.closed:
-            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            self._socket.settimeout(max(0.001, seconds))
             with contextlib.suppress(OSError):
                 self._socket.sendall(self._unsent)
             self._unsent = b""
@@ -645,7 +673,7 @@ class Listener:
         deadline = time.monotonic() + PEER_SECONDS
         for key in list(self.selector.get_map().values()):
             if isinstance(key.data, Line):
-                key.data.flush(deadline)
+                key.data.flush(deadline - time.monotonic())
                 key.data.close()
         self.selector.close()
         self._server.close()
@@ -725,7 +753,7 @@ class Peers(threading.Thread):
             beat = 0.0
             while True:
                 listener.turn(PEER_SECONDS / 2, self._hear)
-                now = time.monotonic()
+                now = awake()
                 if self._code is not None:
                     return self._tell({"stop": "node 0 failed"} if self._code else {"exit": 0})
                 why = self._lost(now)
@@ -740,7 +768,7 @@ class Peers(threading.Thread):
         if "node" in message:
             self._peers[message["node"]] = {"line": line, "exit": None, "closed": None}
         peer = self._peers[line.node or 0]
-        peer["heard"] = time.monotonic()
+        peer["heard"] = awake()
         if "exit" in message:
             peer["exit"] = int(message["exit"])
 
@@ -765,7 +793,7 @@ class Peers(threading.Thread):
     # -- the others
 
     def _follow(self) -> None:
-        began = time.monotonic()
+        began = awake()
         heard: float | None = None
         """When node 0 was last heard; before that, nothing that happens to it is its end."""
         gone: float | None = None
@@ -783,7 +811,7 @@ class Peers(threading.Thread):
                     line.close()
                     if done:
                         return
-                now = time.monotonic()
+                now = awake()
                 if last is not None or gone is None:
                     heard, gone = last or heard, now
                 if heard is None:
@@ -801,25 +829,25 @@ class Peers(threading.Thread):
         """Whether there is nothing more to watch, and when node 0 was last heard."""
         line.introduce(self._token, {**self._run_of, "node": self._node})
         heard: float | None = None
-        began = beat = time.monotonic()
+        began = beat = awake()
         while not line.closed:
             ready = selector.select(PEER_SECONDS / 2)
             if self._code is not None:
                 line.write({"exit": self._code})
-                line.flush(time.monotonic() + PEER_SECONDS)
+                line.flush(PEER_SECONDS)
                 return True, heard
             for message in (m for key, events in ready if key.data is line
                             for m in line.messages(events)):  # fmt: skip
-                heard = time.monotonic()
+                heard = awake()
                 if "stop" in message:
                     self._end(str(message["stop"]))
                     return True, heard
                 if "exit" in message:
                     return True, heard
-            if time.monotonic() >= beat:
+            if awake() >= beat:
                 line.write({})
-                beat = time.monotonic() + PEER_SECONDS
-            if time.monotonic() - (heard or began) > self._lost_after:
+                beat = awake() + PEER_SECONDS
+            if awake() - (heard or began) > self._lost_after:
                 if heard is not None:
                     self._end(f"node 0 does not answer for {self._lost_after:g} s")
                 return heard is not None, heard
@@ -1063,19 +1091,19 @@ class Hub(threading.Thread):
                 self._listener.turn(PEER_AGAIN_SECONDS, self._hear)
                 for node in [node for node, line in self._lines.items() if line.closed]:
                     del self._lines[node]
-                    muster.closed(node, time.monotonic())
-                muster.turn(time.monotonic())
-                if time.monotonic() >= beat:
+                    muster.closed(node, awake())
+                muster.turn(awake())
+                if awake() >= beat:
                     for node in list(self._lines):
                         self._tell(node, {})
-                    beat = time.monotonic() + PEER_SECONDS
+                    beat = awake() + PEER_SECONDS
 
     def _tell(self, node: int, message: dict[str, Any]) -> None:
         if node in self._lines:
             self._lines[node].write(message)
 
     def _hear(self, line: Line, message: dict[str, Any]) -> None:
-        now = time.monotonic()
+        now = awake()
         node = line.node or 0
         if "node" in message:
             line.write({"hub": self._muster.identity})
@@ -1188,7 +1216,7 @@ class Comrades(threading.Thread):
                 return self._alone(f"port {port}: {plainly(error)}")
             self._served.start()
             host = "127.0.0.1"
-        began = time.monotonic()
+        began = awake()
         gone: float | None = None
         while not self._done:
             why, spoke = NOT_NODE_0, False
@@ -1203,7 +1231,7 @@ class Comrades(threading.Thread):
                     line = Line(connection, selector)
                     spoke = self._talk(line, selector)
                     line.close()
-            now = time.monotonic()
+            now = awake()
             if spoke or gone is None:
                 gone = now
             if not self._done:
@@ -1211,7 +1239,7 @@ class Comrades(threading.Thread):
                     self._first(why, now - began)
                 elif now - gone > PEER_GONE_SECONDS:
                     self._give_up(now)
-            if self._lost_at is not None and time.monotonic() - self._lost_at > self._limit:
+            if self._lost_at is not None and awake() - self._lost_at > self._limit:
                 self._end("stop", f"{_lost_words([0])} within {self._limit:g} s")
             if not self._done:
                 self._take(None)
@@ -1224,7 +1252,7 @@ class Comrades(threading.Thread):
             self._go(0)
         elif seconds > PEER_MEET_SECONDS:
             self._alone(f"node 0 cannot be reached: {why}")
-        elif self._ended_at is not None and time.monotonic() > self._ended_at + PEER_GONE_SECONDS:
+        elif self._ended_at is not None and awake() > self._ended_at + PEER_GONE_SECONDS:
             self._end("exit", "")  # nobody was ever met who could say more
 
     def _alone(self, why: str) -> None:
@@ -1245,12 +1273,12 @@ class Comrades(threading.Thread):
             "round": self._round, "up": self._up, "code": self._code,
             "lost": self._lost_at is not None, "leaving": self._leaving,
         })  # fmt: skip
-        heard = beat = began = time.monotonic()
+        heard = beat = began = awake()
         spoke = False
         selector.register(self._wake, selectors.EVENT_READ)
         while not line.closed:
             ready = selector.select(PEER_AGAIN_SECONDS)
-            now = time.monotonic()
+            now = awake()
             for key, events in ready:
                 if key.data is not line:
                     self._wake.recv(4096)
@@ -1260,7 +1288,7 @@ class Comrades(threading.Thread):
                     self._hear(message)
             self._take(line)
             if self._done:
-                line.flush(now + PEER_SECONDS)
+                line.flush(PEER_SECONDS)
                 break
             new = not self._hub and not self._up and self._code is None
             if new and now > began + FIRST_SECONDS:
@@ -1298,7 +1326,7 @@ class Comrades(threading.Thread):
             while True:
                 what, code = self._news.get_nowait()
                 if what == "ended":
-                    self._up, self._code, self._ended_at = False, code, time.monotonic()
+                    self._up, self._code, self._ended_at = False, code, awake()
                     if line is not None:
                         line.write({"ended": code, "round": self._round})
                 elif what == "leave":

@@ -16,13 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from clusterkit.agent import Awake
 from clusterkit.errors import ClusterkitError, SubmitFailed
 from clusterkit.transport import Stream, locked, write_atomic
 
 QUIET_SECONDS = 8.0
 """A stream that said nothing for so long (agent.HEARTBEAT_SECONDS is 2) is given up."""
-GAP_SECONDS = 5.0
-"""Longer than a step of any loop that uses `awake`."""
 AGAIN_SECONDS = 1.0
 """Pause before a host that was lost is tried again."""
 LOCK_SECONDS = 30.0
@@ -33,29 +32,8 @@ _LARGEST = 1 << 24
 """Far more than `agent.report` puts into a frame."""
 
 
-class Awake:
-    """Seconds that this process has been running: a pause of it (SIGSTOP, a suspended machine) does
-    not count, so that nobody seems to have been silent while it was this process that did not hear.
-
-    A step of GAP_SECONDS or more from one call to the next is such a pause.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._last = clock()
-        self._awake = 0.0
-
-    def __call__(self) -> float:
-        with self._lock:
-            now = self._clock()
-            if now - self._last < GAP_SECONDS:
-                self._awake += now - self._last
-            self._last = now
-            return self._awake
-
-
 awake = Awake()
+"""By it, hosts and nodes are silent."""
 
 
 class Frames:

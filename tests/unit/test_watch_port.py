@@ -277,3 +277,21 @@ def test_node_0_and_another_meet(port):
     second.end(3)
     assert first.hears() == ("stop", "node 1 failed")
     assert second.said.empty()
+
+
+@pytest.mark.parametrize("kind", [Watched, Mustered])
+def test_a_pause_of_node_0_is_nobody_s_silence(port, kind, monkeypatch):
+    """As when all machines of a host are suspended: nobody has spoken, and nobody could hear."""
+    pause = [0.0]
+    clock = agent.Awake(lambda: time.monotonic() + pause[0])
+    monkeypatch.setattr(agent, "awake", clock)
+    there = kind(port)
+    with connect(port) as one, one.makefile("rb") as lines:
+        say(one, TOKEN, {**HELLO, "agent": "a", "hub": "", "round": 0, "up": True, "code": None})
+        assert lines.readline()
+        pause[0] = 1000.0
+        turned = clock()
+        while clock() < turned + 1.0:
+            assert "stop" not in json.loads(lines.readline())  # a sign of life: it looks around
+    assert there.said.empty()
+    there.end()
