@@ -28,6 +28,8 @@ PHASES: Mapping[str, State] = {
 """Phases of a pod."""
 WAITS_FOR_EVER = ("InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError")
 """A container that waits for one of these waits for a change of its manifest."""
+# A kubelet that could not read a Secret within 1 s tries again (pkg/kubelet/util/manager, 1.34).
+_TRIED_AGAIN = re.compile(r"failed to sync \w+ cache: timed out waiting for the condition")
 BACK_OFF_SECONDS = 60.0
 """How long an image may be pulled in vain."""
 DELETED = "its pod was deleted, by somebody or by the cluster"
@@ -182,7 +184,8 @@ def _waits(
             late or reason in WAITS_FOR_EVER
         )
     if reason in WAITS_FOR_EVER:
-        return f"its container cannot be made: {message or reason}", True
+        again = _TRIED_AGAIN.search(message) is not None
+        return f"its container cannot be made: {message or reason}", not again
     if reason in ("ContainerCreating", "PodInitializing"):
         since = unix(scheduled.get("lastTransitionTime"))
         for_ = f" for {now - since:.0f} s" if now and since and now - since >= 5 else ""

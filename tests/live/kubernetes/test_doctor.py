@@ -61,6 +61,11 @@ def well(kube: Kube) -> None:
         ("jobset-controller-manager", "jobset-system"), ("coredns", "kube-system"),
     ):  # fmt: skip
         ready(name, namespace)
+    # A kubelet looks for new images every 30 s, and tells of them later.
+    deadline = time.monotonic() + 180
+    while kube.kubectl("get", "nodes", "-o", "json").count('/clusterkit:cpu"') < 2:
+        assert time.monotonic() < deadline
+        time.sleep(1)
 
 
 @pytest.mark.parametrize("flavor", ["pytorchjob", "mpijob", "trainjob", "job"])

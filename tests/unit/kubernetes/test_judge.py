@@ -107,6 +107,10 @@ def test_what_a_pod_means(told, expected):
     assert seen(told) == expected
 
 
+SLOW = "failed to sync secret cache: timed out waiting for the condition"
+"""What a kubelet says that is busy, and tries again."""
+
+
 @pytest.mark.parametrize(
     ("told", "words", "state"),
     [
@@ -152,6 +156,11 @@ def test_what_a_pod_means(told, expected):
             document("Pending", waiting("CreateContainerConfigError", 'secret "r" not found'),
                      conditions=[SCHEDULED]),
             'its container cannot be made: secret "r" not found', State.FAILED,
+        ),
+        (
+            document("Pending", waiting("CreateContainerConfigError", SLOW),
+                     conditions=[SCHEDULED]),
+            f"its container cannot be made: {SLOW}", State.PENDING,
         ),
     ],
 )  # fmt: skip
