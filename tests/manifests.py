@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from clusterkit import loader
-from clusterkit.kubernetes import by_hand
+from clusterkit.backends.kubernetes import by_hand
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "k8s"

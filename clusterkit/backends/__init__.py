@@ -10,10 +10,10 @@ from clusterkit.errors import BadInput
 from clusterkit.transport import Transport
 
 _MODULES = {
-    "local": "clusterkit.backends.local:LocalBackend",
-    "ssh": "clusterkit.backends.ssh:SshBackend",
-    "compose": "clusterkit.backends.compose:ComposeBackend",
-    "kubernetes": "clusterkit.backends.kubernetes:KubernetesBackend",
+    "local": "clusterkit.backends.local.backend:LocalBackend",
+    "ssh": "clusterkit.backends.ssh.backend:SshBackend",
+    "compose": "clusterkit.backends.compose.backend:ComposeBackend",
+    "kubernetes": "clusterkit.backends.kubernetes.backend:KubernetesBackend",
 }
 
 NAMES = tuple(_MODULES)

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from clusterkit import api, execute, runs
+from clusterkit.backends.kubernetes.client import KubeTransport
 from clusterkit.cli.common import table
 from clusterkit.errors import ClusterkitError, RunNotFound
-from clusterkit.kubernetes.client import KubeTransport
 from clusterkit.marks import parse_mark
 from clusterkit.spec import JobSpec
 from clusterkit.transport import LocalTransport

@@ -28,8 +28,8 @@ ROOT = Path(__file__).parents[2]
 
 OURS = """
 import sys, json
-from clusterkit import inventory
-from clusterkit.ssh import SshTransport
+from clusterkit.backends.ssh import inventory
+from clusterkit.backends.ssh.transport import SshTransport
 from clusterkit.transport import fan_out, in_order
 from pathlib import Path
 hosts = inventory.read_hosts(Path(sys.argv[1]), "nodes")

@@ -572,7 +572,8 @@ def test_ctrl_c_without_a_terminal_cancels(clusterkit: list[str]) -> None:
 @pytest.mark.parametrize(
     "phase",
     ["clusterkit.loader.job_from_command", "clusterkit.loader.read_cluster",
-     "clusterkit.backends.local.LocalBackend.probe", "clusterkit.backends.local.LocalBackend.plan",
+     "clusterkit.backends.local.backend.LocalBackend.probe",
+     "clusterkit.backends.local.backend.LocalBackend.plan",
      "clusterkit.supervise.save_plan", "clusterkit.supervise.spawn"],
 )  # fmt: skip
 def test_ctrl_c_before_the_start_leaves_nothing(

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from jinja2 import Environment, TemplateError, nodes
 
-from clusterkit.inventory import read_hosts
+from clusterkit.backends.ssh.inventory import read_hosts
 
 CHECKOUT = Path(__file__).parents[2]
 ANSIBLE = CHECKOUT / "ansible"

@@ -749,7 +749,7 @@ def test_from_python_it_gives_the_report(played: Any) -> None:
 def test_without_nodes_every_host_takes_part(
     played: Any, monkeypatch: pytest.MonkeyPatch, facts: Facts
 ) -> None:
-    from clusterkit.backends.local import LocalBackend
+    from clusterkit.backends.local.backend import LocalBackend
 
     asked = []
     one = facts.hosts[0]

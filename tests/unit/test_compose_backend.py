@@ -16,12 +16,13 @@ import pytest
 import yaml
 
 from clusterkit import agent
-from clusterkit.backends import compose, containers
 from clusterkit.backends.base import Handle
-from clusterkit.backends.compose import ComposeBackend
-from clusterkit.backends.containers import STATES, Container, Watcher, inspect, judge
+from clusterkit.backends.compose import backend as compose
+from clusterkit.backends.compose import containers
+from clusterkit.backends.compose.backend import ComposeBackend
+from clusterkit.backends.compose.compose_file import size_bytes
+from clusterkit.backends.compose.containers import STATES, Container, Watcher, inspect, judge
 from clusterkit.cluster import ComposeCluster, Engine, Gpu
-from clusterkit.compose_file import size_bytes
 from clusterkit.diagnose import diagnose
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.logs import LogLine

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from clusterkit.kubernetes import mpijob
+from clusterkit.backends.kubernetes import mpijob
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from clusterkit import inventory
+from clusterkit.backends.ssh import inventory
+from clusterkit.backends.ssh.inventory import check_hosts, chosen, host_of, read_hosts
 from clusterkit.cluster import Host
 from clusterkit.errors import BadInput, Unavailable
-from clusterkit.inventory import check_hosts, chosen, host_of, read_hosts
 
 TOOL = Path(sys.executable).with_name("ansible-inventory")
 

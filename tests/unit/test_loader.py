@@ -11,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
-from clusterkit import inventory, loader
+from clusterkit import loader
+from clusterkit.backends.ssh import inventory
 from clusterkit.cli.common import prepare_options
 from clusterkit.cluster import LocalCluster
 from clusterkit.errors import BadInput

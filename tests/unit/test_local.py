@@ -11,7 +11,7 @@ import pytest
 from clusterkit import backends
 from clusterkit.agent import process_start
 from clusterkit.backends.base import Backend, Handle, check_capabilities
-from clusterkit.backends.local import LocalBackend
+from clusterkit.backends.local.backend import LocalBackend
 from clusterkit.backends.nodes import judge_exit, overall, parse_gpus
 from clusterkit.cluster import Gpu, LocalCluster
 from clusterkit.errors import BadInput, CapabilityError, PortTaken, Unavailable

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from clusterkit import agent, mirror
-from clusterkit.backends import ssh
+from clusterkit.backends.ssh import backend as ssh
 from clusterkit.errors import RunFolderError, SubmitFailed, Unavailable
 from clusterkit.mirror import Frames, NodeView, Watch, keeping, pull
 from clusterkit.transport import LocalTransport

@@ -23,11 +23,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from clusterkit import api, inventory, ssh
+from clusterkit import api
+from clusterkit.backends.ssh import inventory
+from clusterkit.backends.ssh import transport as ssh
+from clusterkit.backends.ssh.files import KnownHosts, config_text
+from clusterkit.backends.ssh.transport import HostKeyProblem, HostUnreachable, SshTransport, resolve
 from clusterkit.cluster import Host
 from clusterkit.errors import SubmitFailed, Unavailable
-from clusterkit.ssh import HostKeyProblem, HostUnreachable, SshTransport, resolve
-from clusterkit.ssh_files import KnownHosts, config_text
 from clusterkit.status import State
 from clusterkit.transport import PORTS, LocalTransport, Put, Transport, fan_out, in_order
 
@@ -1125,7 +1127,7 @@ def state():
     }}}}
 before = state()
 from clusterkit.cluster import Host
-from clusterkit.ssh import SshTransport, resolve
+from clusterkit.backends.ssh.transport import SshTransport, resolve
 assert resolve(Host(name="asked")).user == "exec"
 host = Host(**{host!r})
 transport = SshTransport([host], python=sys.executable, connect_timeout=20)
@@ -1155,7 +1157,7 @@ def test_what_paramikos_threads_say_is_not_printed(home):
         code = f"""
 import contextlib
 from clusterkit.cluster import Host
-from clusterkit.ssh import HostUnreachable, SshTransport
+from clusterkit.backends.ssh.transport import HostUnreachable, SshTransport
 host = Host(name="h0", address="127.0.0.1", port={server.getsockname()[1]})
 with contextlib.closing(SshTransport([host], python="python3", connect_timeout=20)) as transport:
     try:

@@ -13,10 +13,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from clusterkit import api, backends, inventory, mirror, project, supervise
-from clusterkit.backends import ssh as module
+from clusterkit import api, backends, mirror, project, supervise
 from clusterkit.backends.base import Handle
-from clusterkit.backends.ssh import SshBackend
+from clusterkit.backends.ssh import backend as module
+from clusterkit.backends.ssh import inventory
+from clusterkit.backends.ssh.backend import SshBackend
 from clusterkit.cluster import Facts, Gpu, Host, HostFacts, Project, SshCluster
 from clusterkit.errors import BadInput, PortTaken, SubmitFailed, Unavailable
 from clusterkit.mirror import NodeView
@@ -861,7 +862,7 @@ def test_an_entry_without_hosts(entry_of):
 def test_without_paramiko_it_is_said_what_to_install(monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "paramiko"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "clusterkit.ssh", raising=False)
+    monkeypatch.delitem(sys.modules, "clusterkit.backends.ssh.transport", raising=False)
     monkeypatch.setitem(sys.modules, "paramiko", None)
     with pytest.raises(Unavailable, match="backend ssh needs paramiko") as error:
         backends.transport_for(cluster())

@@ -15,7 +15,7 @@ import pytest
 
 from clusterkit import agent, backends, mirror, supervise
 from clusterkit.backends.base import Newest, Observation
-from clusterkit.backends.local import LocalBackend
+from clusterkit.backends.local.backend import LocalBackend
 from clusterkit.backends.nodes import overall
 from clusterkit.errors import ClusterkitError, SubmitFailed
 from clusterkit.runs import Event, RunFolder

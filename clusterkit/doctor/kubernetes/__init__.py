@@ -9,6 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from clusterkit.backends.kubernetes.flavors import FLAVORS, choose, served
+from clusterkit.backends.kubernetes.nodes import gpus_of
+from clusterkit.backends.kubernetes.rights import to_watch
 from clusterkit.cluster import Gpu, KubernetesFacts
 from clusterkit.doctor.base import Finding, shortened
 from clusterkit.doctor.kubernetes.base import (
@@ -31,9 +34,6 @@ from clusterkit.doctor.kubernetes.base import (
 from clusterkit.doctor.kubernetes.checks import CHECKS
 from clusterkit.doctor.report import Progress, Report
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
-from clusterkit.kubernetes.flavors import FLAVORS, choose, served
-from clusterkit.kubernetes.nodes import gpus_of
-from clusterkit.kubernetes.rights import to_watch
 from clusterkit.transport import Transport
 
 __all__ = ["CHECKS", "look"]

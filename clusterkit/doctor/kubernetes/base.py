@@ -15,14 +15,14 @@ from typing import Any, ClassVar
 
 from msgspec import Struct
 
+from clusterkit.backends.kubernetes.flavors import FLAVORS, Flavor
+from clusterkit.backends.kubernetes.nodes import selected
+from clusterkit.backends.kubernetes.pods import ATTEMPT
+from clusterkit.backends.kubernetes.rights import access_review, to_watch
+from clusterkit.backends.kubernetes.text import Object
 from clusterkit.cluster import Gpu, KubernetesCluster, KubernetesFacts
 from clusterkit.doctor.base import Finding, Level, shortened
 from clusterkit.errors import ClusterkitError
-from clusterkit.kubernetes.flavors import FLAVORS, Flavor
-from clusterkit.kubernetes.nodes import selected
-from clusterkit.kubernetes.pods import ATTEMPT
-from clusterkit.kubernetes.rights import access_review, to_watch
-from clusterkit.kubernetes.text import Object
 from clusterkit.spec import JobSpec
 
 CLUSTER = "cluster"

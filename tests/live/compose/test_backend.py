@@ -20,7 +20,7 @@ import msgspec
 import pytest
 
 from clusterkit import agent, api, loader
-from clusterkit.compose_file import container_name
+from clusterkit.backends.compose.compose_file import container_name
 from clusterkit.spec import CheckpointSpec, JobSpec
 from clusterkit.status import RunStatus, State
 from tests.live import supervisors

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from clusterkit import api
+from clusterkit.backends.kubernetes.others import USER
 from clusterkit.errors import BadInput, RunNotFound, Unavailable
-from clusterkit.kubernetes.others import USER
 from clusterkit.status import State
 from tests.live import supervisors
 

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from clusterkit import agent, api, backends, ssh
+from clusterkit import agent, api, backends
+from clusterkit.backends.ssh import transport as ssh
+from clusterkit.backends.ssh.transport import HostKeyProblem, HostUnreachable
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
-from clusterkit.ssh import HostKeyProblem, HostUnreachable
 from clusterkit.status import RunStatus, State
 from tests.lab import Lab
 from tests.live import supervisors

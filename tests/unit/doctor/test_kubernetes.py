@@ -11,6 +11,8 @@ import msgspec
 import pytest
 
 from clusterkit import backends
+from clusterkit.backends.kubernetes.flavors import FLAVORS
+from clusterkit.backends.kubernetes.rights import needed, to_watch
 from clusterkit.cluster import Claim, KubernetesCluster
 from clusterkit.doctor.kubernetes import CHECKS, gathered, look, planned
 from clusterkit.doctor.kubernetes.base import (
@@ -26,8 +28,6 @@ from clusterkit.doctor.kubernetes.base import (
 )
 from clusterkit.doctor.kubernetes.checks.image import full_name
 from clusterkit.errors import BadInput, Unavailable
-from clusterkit.kubernetes.flavors import FLAVORS
-from clusterkit.kubernetes.rights import needed, to_watch
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Completed
 

@@ -16,9 +16,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
+from clusterkit.backends.kubernetes.client import KubeTransport, connect
+from clusterkit.backends.kubernetes.observe import Catcher
 from clusterkit.errors import BadInput, SubmitFailed, Unavailable
-from clusterkit.kubernetes.client import KubeTransport, connect
-from clusterkit.kubernetes.observe import Catcher
 
 
 class Server(ThreadingHTTPServer):

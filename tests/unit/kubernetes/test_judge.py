@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from clusterkit.kubernetes import flavors
-from clusterkit.kubernetes.judge import (
+from clusterkit.backends.kubernetes import flavors
+from clusterkit.backends.kubernetes.judge import (
     DELETED,
     Rejoin,
     causes,

@@ -8,10 +8,10 @@ import pytest
 
 from clusterkit import backends
 from clusterkit.backends.base import HandedOver
+from clusterkit.backends.kubernetes import lease
+from clusterkit.backends.kubernetes.guard import SUBMITTER
+from clusterkit.backends.kubernetes.watcher import WATCHER
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
-from clusterkit.kubernetes import lease
-from clusterkit.kubernetes.guard import SUBMITTER
-from clusterkit.kubernetes.watcher import WATCHER
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Completed, LocalTransport
 

@@ -8,10 +8,8 @@ import pytest
 
 from clusterkit import backends
 from clusterkit.backends.base import RemoteRun
-from clusterkit.cluster import KubernetesCluster, KubernetesFacts, LocalCluster
-from clusterkit.errors import CapabilityError, RunFolderError, RunNotFound, Unavailable
-from clusterkit.kubernetes.flavors import FLAVORS
-from clusterkit.kubernetes.others import (
+from clusterkit.backends.kubernetes.flavors import FLAVORS
+from clusterkit.backends.kubernetes.others import (
     PROJECT,
     RECORD,
     Record,
@@ -20,6 +18,8 @@ from clusterkit.kubernetes.others import (
     read,
     state_of,
 )
+from clusterkit.cluster import KubernetesCluster, KubernetesFacts, LocalCluster
+from clusterkit.errors import CapabilityError, RunFolderError, RunNotFound, Unavailable
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
 from clusterkit.transport import Completed, LocalTransport

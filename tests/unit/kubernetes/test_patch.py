@@ -2,8 +2,8 @@
 
 import pytest
 
+from clusterkit.backends.kubernetes.patch import check_patch
 from clusterkit.errors import BadInput
-from clusterkit.kubernetes.patch import check_patch
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import pytest
 
 import clusterkit
 from clusterkit import backends, bandwidth
+from clusterkit.backends.kubernetes.nodes import usable as may_be_used
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
 from clusterkit.errors import Unavailable
-from clusterkit.kubernetes.nodes import usable as may_be_used
 from clusterkit.transport import Completed, LocalTransport
 
 CONTROL = {"key": "node-role.kubernetes.io/control-plane", "effect": "NoSchedule"}

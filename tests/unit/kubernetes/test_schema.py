@@ -10,9 +10,9 @@ import yaml
 from kubernetes import client
 
 from clusterkit import backends, loader
+from clusterkit.backends.kubernetes import by_hand
 from clusterkit.cluster import Claim, KubernetesCluster, KubernetesFacts
 from clusterkit.errors import BadInput
-from clusterkit.kubernetes import by_hand
 from tests import manifests
 
 ROOT = Path(__file__).resolve().parents[3]

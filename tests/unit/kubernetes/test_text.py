@@ -7,9 +7,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clusterkit.backends.kubernetes.client import as_yaml
+from clusterkit.backends.kubernetes.text import literal, object_name, quantity
 from clusterkit.errors import BadInput
-from clusterkit.kubernetes.client import as_yaml
-from clusterkit.kubernetes.text import literal, object_name, quantity
 
 SCALARS = (
     st.text(st.characters(exclude_categories=("Cs",)))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from clusterkit.kubernetes.watcher import (
+from clusterkit.backends.kubernetes.watcher import (
     GONE_SECONDS,
     Memory,
     Pod,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from clusterkit.backends.kubernetes.nodes import gpu_count, usable
 from clusterkit.doctor.base import Finding
 from clusterkit.doctor.kubernetes.base import (
     CLUSTER,
@@ -17,7 +18,6 @@ from clusterkit.doctor.kubernetes.base import (
     unknown,
 )
 from clusterkit.errors import counted
-from clusterkit.kubernetes.nodes import gpu_count, usable
 
 NAME = "gpus"
 

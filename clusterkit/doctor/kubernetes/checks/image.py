@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from clusterkit.backends.kubernetes.nodes import usable
 from clusterkit.doctor.base import Finding
 from clusterkit.doctor.kubernetes.base import (
     CLUSTER,
@@ -15,7 +16,6 @@ from clusterkit.doctor.kubernetes.base import (
     unknown,
     unplanned,
 )
-from clusterkit.kubernetes.nodes import usable
 
 NAME = "image"
 LISTED = 50

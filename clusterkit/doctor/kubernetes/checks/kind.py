@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from clusterkit.backends.kubernetes.flavors import FLAVORS, OPERATORS, served
 from clusterkit.doctor.base import Finding
 from clusterkit.doctor.kubernetes.base import (
     CLUSTER,
@@ -12,7 +13,6 @@ from clusterkit.doctor.kubernetes.base import (
     Seen,
     unknown,
 )
-from clusterkit.kubernetes.flavors import FLAVORS, OPERATORS, served
 
 NAME = "kind"
 

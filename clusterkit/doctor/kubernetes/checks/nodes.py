@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from clusterkit.backends.kubernetes.nodes import tolerates
 from clusterkit.doctor.base import Finding
 from clusterkit.doctor.kubernetes.base import (
     CLUSTER,
@@ -16,7 +17,6 @@ from clusterkit.doctor.kubernetes.base import (
     nodes_of,
     unknown,
 )
-from clusterkit.kubernetes.nodes import tolerates
 
 NAME = "nodes"
 _PRESSURE = {"MemoryPressure": "memory", "DiskPressure": "disk", "PIDPressure": "process ids"}

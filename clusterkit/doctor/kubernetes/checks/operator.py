@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from clusterkit.backends.kubernetes.flavors import OPERATORS
 from clusterkit.doctor.base import Finding
 from clusterkit.doctor.kubernetes.base import (
     CLUSTER,
@@ -16,7 +17,6 @@ from clusterkit.doctor.kubernetes.base import (
     one,
     unknown,
 )
-from clusterkit.kubernetes.flavors import OPERATORS
 
 NAME = "operator"
 DEPLOYMENTS = Look("deployments", one("/apis/apps/v1/deployments"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from clusterkit.backends.kubernetes.rights import ROLE, needed, to_watch
 from clusterkit.doctor.base import Finding
 from clusterkit.doctor.kubernetes.base import (
     ALONE,
@@ -17,7 +18,6 @@ from clusterkit.doctor.kubernetes.base import (
     kubectl,
     unknown,
 )
-from clusterkit.kubernetes.rights import ROLE, needed, to_watch
 
 NAME = "rights"
 _WHO = "/apis/authentication.k8s.io/v1/selfsubjectreviews"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
 
+from clusterkit.backends.kubernetes.nodes import usable
+from clusterkit.backends.kubernetes.text import Object
 from clusterkit.doctor.base import Finding
 from clusterkit.doctor.kubernetes.base import (
     CLUSTER,
@@ -25,8 +27,6 @@ from clusterkit.doctor.kubernetes.base import (
     unplanned,
 )
 from clusterkit.errors import counted
-from clusterkit.kubernetes.nodes import usable
-from clusterkit.kubernetes.text import Object
 
 NAME = "room"
 Amounts = dict[str, Decimal]

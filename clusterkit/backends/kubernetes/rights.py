@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from clusterkit.kubernetes.flavors import FLAVORS
+from clusterkit.backends.kubernetes.flavors import FLAVORS
 
 ROLE = "clusterkit-submitter"
 """What `k8s/rbac.yaml` calls the role."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from clusterkit.agent import LEFT
-from clusterkit.kubernetes.pods import Shape, metadata, template
-from clusterkit.kubernetes.text import Object
+from clusterkit.backends.kubernetes.pods import Shape, metadata, template
+from clusterkit.backends.kubernetes.text import Object
 from clusterkit.status import State
 
 KIND, API, PLURAL = "Job", "batch/v1", "jobs"

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from clusterkit.kubernetes.job import INDEX, replacing
-from clusterkit.kubernetes.pods import Shape, metadata, template
-from clusterkit.kubernetes.text import Object
+from clusterkit.backends.kubernetes.job import INDEX, replacing
+from clusterkit.backends.kubernetes.pods import Shape, metadata, template
+from clusterkit.backends.kubernetes.text import Object
 from clusterkit.status import State
 
 KIND, API, PLURAL = "TrainJob", "trainer.kubeflow.org/v1alpha1", "trainjobs"

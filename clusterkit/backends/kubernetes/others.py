@@ -13,13 +13,13 @@ import msgspec
 from msgspec import Struct
 
 from clusterkit.backends.base import RemoteRun
+from clusterkit.backends.kubernetes.client import document
+from clusterkit.backends.kubernetes.flavors import FLAVORS, Flavor
+from clusterkit.backends.kubernetes.pods import ATTEMPT, JOB, RUN
+from clusterkit.backends.kubernetes.text import object_name
+from clusterkit.backends.kubernetes.watcher import unix
 from clusterkit.cluster import Facts, KubernetesCluster
 from clusterkit.errors import RunFolderError, RunNotFound, Unavailable
-from clusterkit.kubernetes.client import document
-from clusterkit.kubernetes.flavors import FLAVORS, Flavor
-from clusterkit.kubernetes.pods import ATTEMPT, JOB, RUN
-from clusterkit.kubernetes.text import object_name
-from clusterkit.kubernetes.watcher import unix
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
 from clusterkit.transport import Transport

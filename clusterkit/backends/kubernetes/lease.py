@@ -1,7 +1,7 @@
 """Taking turns with the watcher that a run has in the cluster, and reading what it wrote.
 
-The Lease ``NAME-watch`` says who watches over the run; `clusterkit.kubernetes.watcher` takes it
-when nobody has renewed it for a while.
+The Lease ``NAME-watch`` says who watches over the run; `clusterkit.backends.kubernetes.watcher`
+takes it when nobody has renewed it for a while.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from typing import Any
 import msgspec
 
 from clusterkit.backends.base import HandedOver, Handle, Newest, Observation
-from clusterkit.errors import ClusterkitError, Unavailable
-from clusterkit.kubernetes.client import document
-from clusterkit.kubernetes.guard import SUBMITTER, watch_name
-from clusterkit.kubernetes.judge import Pod, read_pod
-from clusterkit.kubernetes.observe import (
+from clusterkit.backends.kubernetes.client import document
+from clusterkit.backends.kubernetes.guard import SUBMITTER, watch_name
+from clusterkit.backends.kubernetes.judge import Pod, read_pod
+from clusterkit.backends.kubernetes.observe import (
     HOST,
     Catcher,
     PodWatcher,
@@ -43,8 +42,9 @@ from clusterkit.kubernetes.observe import (
     snapshot,
     tool,
 )
-from clusterkit.kubernetes.pods import ATTEMPT
-from clusterkit.kubernetes.watcher import WATCHER, lease_seconds
+from clusterkit.backends.kubernetes.pods import ATTEMPT
+from clusterkit.backends.kubernetes.watcher import WATCHER, lease_seconds
+from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.plan import Plan
 from clusterkit.runs import Event, RunFolder
 from clusterkit.status import State

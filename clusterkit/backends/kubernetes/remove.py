@@ -11,11 +11,10 @@ from urllib.parse import quote
 import msgspec
 
 from clusterkit.backends.base import Handle
-from clusterkit.errors import ClusterkitError, Unavailable
-from clusterkit.kubernetes.guard import watch_name
-from clusterkit.kubernetes.judge import read_pod
-from clusterkit.kubernetes.lease import guarded
-from clusterkit.kubernetes.observe import (
+from clusterkit.backends.kubernetes.guard import watch_name
+from clusterkit.backends.kubernetes.judge import read_pod
+from clusterkit.backends.kubernetes.lease import guarded
+from clusterkit.backends.kubernetes.observe import (
     HOST,
     Removed,
     flavor_of,
@@ -35,7 +34,8 @@ from clusterkit.kubernetes.observe import (
     tool,
     with_seen,
 )
-from clusterkit.kubernetes.pods import STOP_EXTRA
+from clusterkit.backends.kubernetes.pods import STOP_EXTRA
+from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.plan import Plan
 from clusterkit.transport import Transport
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from clusterkit.backends.kubernetes.client import not_installed
 from clusterkit.errors import BadInput
-from clusterkit.kubernetes.client import not_installed
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "str": (str,),

@@ -24,10 +24,10 @@ from urllib.parse import quote
 
 import yaml
 
+from clusterkit.backends.kubernetes.pods import MANAGER, ROLE
+from clusterkit.backends.kubernetes.text import Object
+from clusterkit.backends.kubernetes.watcher import reference, renumber
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
-from clusterkit.kubernetes.pods import MANAGER, ROLE
-from clusterkit.kubernetes.text import Object
-from clusterkit.kubernetes.watcher import reference, renumber
 from clusterkit.transport import Completed, LocalTransport, Stream, Transport
 
 if TYPE_CHECKING:

@@ -28,9 +28,9 @@ from typing import Any, TypeVar
 import paramiko
 
 from clusterkit import shell
+from clusterkit.backends.ssh.files import KnownHosts, KnownKey, config_text
 from clusterkit.cluster import Host
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
-from clusterkit.ssh_files import KnownHosts, KnownKey, config_text
 from clusterkit.transport import START, Completed, Put, Stream, free_port_program
 
 Result = TypeVar("Result")

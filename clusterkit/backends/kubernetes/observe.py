@@ -18,10 +18,8 @@ from urllib.parse import quote
 import msgspec
 
 from clusterkit.backends.base import Handle, Observation
-from clusterkit.backends.nodes import endings, overall
-from clusterkit.errors import ClusterkitError, Unavailable
-from clusterkit.kubernetes.flavors import FLAVORS, Flavor
-from clusterkit.kubernetes.judge import (
+from clusterkit.backends.kubernetes.flavors import FLAVORS, Flavor
+from clusterkit.backends.kubernetes.judge import (
     Pod,
     Rejoin,
     attempt_of,
@@ -32,7 +30,9 @@ from clusterkit.kubernetes.judge import (
     told_by_events,
     unexplained,
 )
-from clusterkit.kubernetes.pods import RUN
+from clusterkit.backends.kubernetes.pods import RUN
+from clusterkit.backends.nodes import endings, overall
+from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.mirror import NodeView, keeping
 from clusterkit.plan import Plan
 from clusterkit.runs import node_dir

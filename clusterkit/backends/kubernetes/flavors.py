@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from clusterkit.backends.kubernetes import job, mpijob, pytorchjob, trainjob
+from clusterkit.backends.kubernetes.pods import Shape
+from clusterkit.backends.kubernetes.text import Object
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
 from clusterkit.errors import BadInput, CapabilityError, Unavailable
-from clusterkit.kubernetes import job, mpijob, pytorchjob, trainjob
-from clusterkit.kubernetes.pods import Shape
-from clusterkit.kubernetes.text import Object
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
 

@@ -1,7 +1,6 @@
 """The watcher that a run has in the cluster: its objects, and what it is told. Pure.
 
-`clusterkit.kubernetes.watcher` is what runs there, `clusterkit.kubernetes.lease` how it and the
-submitter's side take turns.
+`watcher` is what runs there, `lease` how it and the submitter's side take turns.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ import posixpath
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from clusterkit.kubernetes.client import collection
-from clusterkit.kubernetes.flavors import Flavor
-from clusterkit.kubernetes.pods import (
+from clusterkit.backends.kubernetes.client import collection
+from clusterkit.backends.kubernetes.flavors import Flavor
+from clusterkit.backends.kubernetes.pods import (
     ATTEMPT,
     ROLE,
     RUN,
@@ -25,8 +24,8 @@ from clusterkit.kubernetes.pods import (
     pod_security,
     silent_for,
 )
-from clusterkit.kubernetes.text import Object, literal
-from clusterkit.kubernetes.watcher import Rules, lease_seconds
+from clusterkit.backends.kubernetes.text import Object, literal
+from clusterkit.backends.kubernetes.watcher import Rules, lease_seconds
 
 RULES, PROGRAM = "watch.json", "watcher.py"
 """Its files in the run's config map."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from clusterkit import agent, execute, host_probe, inventory, mirror, project
+from clusterkit import agent, execute, host_probe, mirror, project
 from clusterkit.assemble import Peers, Places, assemble, require_packages
 from clusterkit.backends.base import Backend, Handle, Observation, Watcher
 from clusterkit.backends.nodes import (
@@ -30,6 +30,7 @@ from clusterkit.backends.nodes import (
     parse_gpus,
     threads_of,
 )
+from clusterkit.backends.ssh import inventory
 from clusterkit.cluster import ClusterSpec, Facts, Host, HostFacts, Project, SshCluster
 from clusterkit.errors import BadInput, ClusterkitError, PortTaken, Unavailable, about, counted
 from clusterkit.mirror import NodeView, Watch
@@ -99,7 +100,7 @@ class SshBackend(Backend):
     @classmethod
     def transport(cls, cluster: ClusterSpec) -> Transport:
         try:
-            from clusterkit.ssh import SshTransport
+            from clusterkit.backends.ssh.transport import SshTransport
         except ModuleNotFoundError as error:
             if error.name != "paramiko":
                 raise

@@ -12,9 +12,9 @@ import msgspec
 from msgspec import Struct
 
 from clusterkit.agent import STOPPED
+from clusterkit.backends.kubernetes.pods import ATTEMPT, ROLE
+from clusterkit.backends.kubernetes.watcher import unix
 from clusterkit.backends.nodes import judge_exit
-from clusterkit.kubernetes.pods import ATTEMPT, ROLE
-from clusterkit.kubernetes.watcher import unix
 from clusterkit.status import NodeCause, NodeStatus, State
 
 PREEMPTED = "preempted for a pod of higher priority"

@@ -26,7 +26,19 @@ import clusterkit
 from clusterkit import host_probe
 from clusterkit.assemble import Peers, Places, assemble, require_packages
 from clusterkit.backends.base import Backend, Handle, Observation
-from clusterkit.backends.containers import (
+from clusterkit.backends.compose.compose_file import (
+    OURS,
+    checkpoint_folders,
+    is_below,
+    mounts_of,
+    mpi_env,
+    mpi_files,
+    parse_volume,
+    project_name,
+    render,
+    size_bytes,
+)
+from clusterkit.backends.compose.containers import (
     ENGINE_SECONDS,
     HOST,
     Watcher,
@@ -50,18 +62,6 @@ from clusterkit.backends.nodes import (
     threads_of,
 )
 from clusterkit.cluster import ClusterSpec, ComposeCluster, Engine, Facts, Gpu, HostFacts
-from clusterkit.compose_file import (
-    OURS,
-    checkpoint_folders,
-    is_below,
-    mounts_of,
-    mpi_env,
-    mpi_files,
-    parse_volume,
-    project_name,
-    render,
-    size_bytes,
-)
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
 from clusterkit.plan import Note, Plan, PlanFile, Step
 from clusterkit.rendezvous import Endpoint, Topology

@@ -15,9 +15,9 @@ import msgspec
 
 from clusterkit.agent import STOPPED
 from clusterkit.backends.base import Handle, Observation
+from clusterkit.backends.compose.compose_file import LABEL, STOP_EXTRA, container_name
 from clusterkit.backends.nodes import causes as causes_told
 from clusterkit.backends.nodes import endings, judge_exit, node_file, overall, remarks
-from clusterkit.compose_file import LABEL, STOP_EXTRA, container_name
 from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.plan import Plan
 from clusterkit.status import NodeCause, NodeStatus, State

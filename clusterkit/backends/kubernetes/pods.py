@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from clusterkit.agent import PEER_TOKEN
+from clusterkit.backends.kubernetes import watcher
+from clusterkit.backends.kubernetes.text import Object, literal
 from clusterkit.cluster import KubernetesCluster
-from clusterkit.kubernetes import watcher
-from clusterkit.kubernetes.text import Object, literal
 from clusterkit.rendezvous import NODE_ADDRESS
 
 # The watcher goes into the cluster as one file, and so has them itself.

@@ -29,6 +29,25 @@ from clusterkit.backends.base import (
     RemoteRun,
     Watcher,
 )
+from clusterkit.backends.kubernetes.client import KUSTOMIZATION, KubeTransport
+from clusterkit.backends.kubernetes.flavors import FLAVORS, choose, served
+from clusterkit.backends.kubernetes.guard import PROGRAM, RULES, guard, rules_of, rules_text
+from clusterkit.backends.kubernetes.lease import LeasedWatcher, guarded, newest
+from clusterkit.backends.kubernetes.nodes import gpus_of, selected, usable
+from clusterkit.backends.kubernetes.observe import (
+    HOST,
+    PodWatcher,
+    collect,
+    known,
+    observation,
+    pods_of,
+)
+from clusterkit.backends.kubernetes.others import PROJECT, RECORD, USER, Record, kept, listing
+from clusterkit.backends.kubernetes.patch import check_patch
+from clusterkit.backends.kubernetes.pods import ATTEMPT, JOB, MANAGER, RUN, Shape
+from clusterkit.backends.kubernetes.remove import remove
+from clusterkit.backends.kubernetes.rights import access_review, to_watch
+from clusterkit.backends.kubernetes.text import Object, object_name, quantity
 from clusterkit.backends.nodes import (
     CPU_IMAGE,
     GPU_IMAGE,
@@ -49,25 +68,6 @@ from clusterkit.cluster import (
     Project,
 )
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable, about, counted
-from clusterkit.kubernetes.client import KUSTOMIZATION, KubeTransport
-from clusterkit.kubernetes.flavors import FLAVORS, choose, served
-from clusterkit.kubernetes.guard import PROGRAM, RULES, guard, rules_of, rules_text
-from clusterkit.kubernetes.lease import LeasedWatcher, guarded, newest
-from clusterkit.kubernetes.nodes import gpus_of, selected, usable
-from clusterkit.kubernetes.observe import (
-    HOST,
-    PodWatcher,
-    collect,
-    known,
-    observation,
-    pods_of,
-)
-from clusterkit.kubernetes.others import PROJECT, RECORD, USER, Record, kept, listing
-from clusterkit.kubernetes.patch import check_patch
-from clusterkit.kubernetes.pods import ATTEMPT, JOB, MANAGER, RUN, Shape
-from clusterkit.kubernetes.remove import remove
-from clusterkit.kubernetes.rights import access_review, to_watch
-from clusterkit.kubernetes.text import Object, object_name, quantity
 from clusterkit.plan import Note, Plan, PlanFile, Step, Tree
 from clusterkit.project import snapshot, words
 from clusterkit.rendezvous import Endpoint, Topology, mpirun_interface
@@ -322,7 +322,9 @@ class KubernetesBackend(Backend):
             )
             objects = [*guard(shape, flavor, objects, host.python), *objects]
             at = posixpath.join(local, "files")
-            files.append(PlanFile(posixpath.join(at, PROGRAM), resource="kubernetes/watcher.py"))
+            files.append(
+                PlanFile(posixpath.join(at, PROGRAM), resource="backends/kubernetes/watcher.py")
+            )
             files.append(PlanFile(posixpath.join(at, RULES), text=rules_text(rules)))
         if own is not None:
             name_there = posixpath.join(local, "files", posixpath.basename(own))

@@ -1,0 +1,1 @@
+"""Containers of a docker engine as a cluster."""

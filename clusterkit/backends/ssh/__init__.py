@@ -1,0 +1,1 @@
+"""Machines reached over SSH as a cluster."""

@@ -1,1 +1,0 @@
-"""Kubernetes: manifests as data, one module per kind of job; the API server; what pods tell."""
