@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from clusterkit.agent import STOPPED, STOPPED_BY_PEERS
-from clusterkit.backends.base import Handle
+from clusterkit.backends.base import Handle, Observation
 from clusterkit.cluster import Gpu, HostFacts
 from clusterkit.errors import BadInput, Unavailable, counted
+from clusterkit.plan import Plan
 from clusterkit.runs import node_dir
 from clusterkit.spec import JobSpec
 from clusterkit.status import NodeCause, NodeStatus, RankExit, State
@@ -263,11 +264,16 @@ def remarks(data: bytes | None) -> tuple[str, ...]:
     return tuple(map(str, found)) if isinstance(found, list) else ()
 
 
+def stop_arguments(plan: Plan, reason: str) -> list[str]:
+    """For the node agent's program: end everything of a run on a host."""
+    return ["stop", plan.run_dir, "--grace", f"{plan.stop_grace:g}", "--reason", reason]
+
+
 def _was_stopped(reason: object) -> bool:
     return isinstance(reason, str) and (reason == STOPPED or reason.startswith(STOPPED_BY_PEERS))
 
 
-def endings(node: int, exit_json: bytes) -> tuple[list[RankExit], int]:
+def _endings(node: int, exit_json: bytes) -> tuple[list[RankExit], int]:
     """How the ranks ended of which the node agent knows it, and the kernel's memory kills."""
     try:
         ended = _document(exit_json)
@@ -281,7 +287,20 @@ def endings(node: int, exit_json: bytes) -> tuple[list[RankExit], int]:
         return [], 0
 
 
-def causes(node: int, exit_json: bytes) -> list[NodeCause]:
+def observed(nodes: Sequence[NodeStatus], exit_json: Mapping[int, bytes]) -> Observation:
+    """An attempt, from its nodes' states and the ``exit.json`` of those that left one."""
+    failed = [node.node for node in nodes if node.state is State.FAILED]
+    told = [_endings(node, exit_json.get(node, b"")) for node in failed]
+    return Observation(
+        state=overall({node.state for node in nodes}),
+        nodes=tuple(nodes),
+        rank_exits=tuple(end for ends, _ in told for end in ends),
+        oom_kills=max((kills for _, kills in told), default=0),
+        causes=tuple(cause for node, data in exit_json.items() for cause in _causes(node, data)),
+    )
+
+
+def _causes(node: int, exit_json: bytes) -> list[NodeCause]:
     """What was done to a node or its ranks, as its agent saw it."""
     ended = _document(exit_json)
     found, code = ended.get("causes"), ended.get("exit_code")

@@ -16,8 +16,7 @@ import msgspec
 from clusterkit.agent import STOPPED
 from clusterkit.backends.base import Handle, Observation
 from clusterkit.backends.compose.compose_file import LABEL, STOP_EXTRA, container_name
-from clusterkit.backends.nodes import causes as causes_told
-from clusterkit.backends.nodes import endings, judge_exit, node_file, overall, remarks
+from clusterkit.backends.nodes import judge_exit, node_file, observed, remarks
 from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.plan import Plan
 from clusterkit.status import NodeCause, NodeStatus, State
@@ -266,7 +265,7 @@ def observation(
         lost: nodes whose containers have been paused or cut off for too long.
     """
     kept = _snapshot(handle, transport)
-    nodes, exits, causes, suspended, kills = [], [], [], [], 0
+    nodes, ended, causes = [], {}, []
     for node in range(handle.plan.nodes):
         exit_json = transport.get(HOST, node_file(handle, node, "exit.json"))
         found = judge(
@@ -286,18 +285,10 @@ def observation(
         if found.state is State.FAILED and found.reason and found != told:
             # Its own word for it, if there is one, is only that it was asked to end.
             causes.append(NodeCause(node=node, words=found.reason, exit_code=found.exit_code or 1))
-        suspended += causes_told(node, exit_json or b"")
-        if found.state is State.FAILED:
-            ends, counted_kills = endings(node, exit_json or b"")
-            exits += ends
-            kills = max(kills, counted_kills)
-    return Observation(
-        state=overall({node.state for node in nodes}),
-        nodes=tuple(nodes),
-        rank_exits=tuple(exits),
-        oom_kills=kills,
-        causes=(*_causes(handle.plan, kept, live), *causes, *suspended),
-    )
+        ended[node] = exit_json or b""
+    seen = observed(nodes, ended)
+    done_to_containers = _causes(handle.plan, kept, live)
+    return msgspec.structs.replace(seen, causes=(*done_to_containers, *causes, *seen.causes))
 
 
 def _causes(

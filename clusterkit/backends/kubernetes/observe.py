@@ -31,7 +31,7 @@ from clusterkit.backends.kubernetes.judge import (
     unexplained,
 )
 from clusterkit.backends.kubernetes.pods import RUN
-from clusterkit.backends.nodes import endings, overall
+from clusterkit.backends.nodes import observed
 from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.mirror import NodeView, keeping
 from clusterkit.plan import Plan
@@ -285,7 +285,7 @@ def observation(
         with contextlib.suppress(ClusterkitError):
             if away and not _goes_on(handle.plan, transport):
                 rejoin = None
-    nodes, exits, kills = [], [], 0
+    nodes, last_words = [], {}
     for node in range(handle.plan.nodes):
         pod = now.get(node)
         named = pod or then.get(node)
@@ -304,17 +304,10 @@ def observation(
             state = found.state if before else unseen
             found = msgspec.structs.replace(found, state=state, reason=silent)
         nodes.append(found)
-        if found.state is State.FAILED and (ended := pod or then.get(node)) is not None:
-            ends, counted_kills = endings(node, (ended.last_words or "").encode())
-            exits += ends
-            kills = max(kills, counted_kills)
-    return Observation(
-        state=overall({node.state for node in nodes}),
-        nodes=tuple(nodes),
-        rank_exits=tuple(exits),
-        oom_kills=kills,
-        causes=causes(_blamable(handle.plan, [*{**before, **pods}.values()]), ours),
-    )
+        if named is not None:
+            last_words[node] = (named.last_words or "").encode()
+    blamed = causes(_blamable(handle.plan, [*{**before, **pods}.values()]), ours)
+    return msgspec.structs.replace(observed(nodes, last_words), causes=blamed)
 
 
 def _blamable(plan: Plan, pods: Sequence[Pod]) -> Sequence[Pod]:

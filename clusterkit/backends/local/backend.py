@@ -16,17 +16,16 @@ from clusterkit.backends.base import Backend, Handle, Observation
 from clusterkit.backends.nodes import (
     PACKAGES,
     TOOLS,
-    causes,
     check_version,
     device_of,
     divided_gpus,
-    endings,
     gpu_share,
     interpreter,
     judge_node,
     node_file,
-    overall,
+    observed,
     probe_gpus,
+    stop_arguments,
     threads_of,
 )
 from clusterkit.cluster import ClusterSpec, Facts, HostFacts, LocalCluster
@@ -196,31 +195,17 @@ class LocalBackend(Backend):
         if transport.get(HOST, posixpath.join(handle.plan.run_dir, "run.json"), 0, 1) is None:
             return None
         nodes = tuple(_node_status(handle, node, transport) for node in range(handle.plan.nodes))
-        state = overall({node.state for node in nodes})
         ended = {
             node.node: transport.get(HOST, node_file(handle, node.node, "exit.json")) or b""
             for node in nodes
             if node.state in (State.FAILED, State.CANCELLED)
         }
-        failed = [node.node for node in nodes if node.state is State.FAILED]
-        told = [endings(node, ended[node]) for node in failed]
-        return Observation(
-            state=state,
-            nodes=nodes,
-            rank_exits=tuple(end for ends, _ in told for end in ends),
-            oom_kills=max((kills for _, kills in told), default=0),
-            causes=tuple(cause for node, data in ended.items() for cause in causes(node, data)),
-        )
+        return observed(nodes, ended)
 
     def cancel(self, handle: Handle, transport: Transport, reason: str = "cancelled") -> None:
-        grace = handle.plan.stop_grace
         # Our own agent, not the run folder's copy: that may be gone, its processes not.
-        stop = [sys.executable, "-I", agent.__file__, "stop", handle.plan.run_dir]
-        done = transport.run(
-            HOST,
-            [*stop, "--grace", f"{grace:g}", "--reason", reason],
-            timeout=grace + 60,
-        )
+        stop = [sys.executable, "-I", agent.__file__, *stop_arguments(handle.plan, reason)]
+        done = transport.run(HOST, stop, timeout=handle.plan.stop_grace + 60)
         if done.exit_code:
             raise Unavailable(f"could not end run {handle.plan.run_id}: {done.stderr.strip()}")
 

@@ -19,15 +19,14 @@ from clusterkit.backends.nodes import (
     GPU_QUERY,
     PACKAGES,
     TOOLS,
-    causes,
     check_version,
     device_of,
-    endings,
     gpu_share,
     interpreter,
     judge_node,
-    overall,
+    observed,
     parse_gpus,
+    stop_arguments,
     threads_of,
 )
 from clusterkit.backends.ssh import inventory
@@ -312,24 +311,13 @@ class SshBackend(Backend):
         plan = handle.plan
         # Our own agent, not the run folder's copy: that may be gone, its processes not.
         program = Path(agent.__file__).read_bytes()
-        grace = plan.stop_grace
 
         def stop(host: str) -> None:
             done = transport.run(
                 host,
-                [
-                    plan.python,
-                    "-I",
-                    "-",
-                    "stop",
-                    plan.run_dir,
-                    "--grace",
-                    f"{grace:g}",
-                    "--reason",
-                    reason,
-                ],
+                [plan.python, "-I", "-", *stop_arguments(plan, reason)],
                 stdin=program,
-                timeout=grace + 60,
+                timeout=plan.stop_grace + 60,
             )
             if done.exit_code:
                 raise Unavailable(
@@ -636,20 +624,7 @@ def _observation(handle: Handle, views: list[NodeView], patience: float) -> Obse
     if all(not view.known for view in views):
         return None
     nodes = tuple(_judge(view, views, patience) for view in views)
-    told = [
-        endings(view.node, view.files.get("exit.json", b""))
-        for view, node in zip(views, nodes, strict=True)
-        if node.state is State.FAILED
-    ]
-    return Observation(
-        state=overall({node.state for node in nodes}),
-        nodes=nodes,
-        rank_exits=tuple(end for ends, _ in told for end in ends),
-        oom_kills=max((kills for _, kills in told), default=0),
-        causes=tuple(
-            cause for view in views for cause in causes(view.node, view.files.get("exit.json", b""))
-        ),
-    )
+    return observed(nodes, {view.node: view.files.get("exit.json", b"") for view in views})
 
 
 def _judge(view: NodeView, views: list[NodeView], patience: float) -> NodeStatus:
