@@ -49,12 +49,6 @@ Progress = Callable[[str, int, int], None]
 """Told of a host, bytes sent to it, bytes to send."""
 
 
-_FLAGS = {
-    "nodes": "--nodes", "gpus_per_node": "--gpus", "include": "--include", "exclude": "--exclude",
-}  # fmt: skip
-"""Keys that the command line can give, and how."""
-
-
 class Run:
     """One submitted run, found again by its id from any process."""
 
@@ -398,7 +392,7 @@ def _cluster(
     """As `settled_cluster`, with the file that the entry stands in."""
     loaded = loader.read_cluster(name, clusters_file)
     kind = backends.backend_type(loaded.cluster.backend)
-    flags = {key: _FLAGS[key] for key in ("include", "exclude")} if include or exclude else {}
+    flags = {"include": "--include", "exclude": "--exclude"} if include or exclude else {}
     with loader.locating(None, loaded, flags):
         cluster = kind.settled(loaded.cluster, loaded.folder, include, exclude)
     return dataclasses.replace(loaded, cluster=cluster)

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from clusterkit import command, loader
+from clusterkit.files import read_file
 from clusterkit.spec import JobSpec, check_job
 
 Job = str | os.PathLike[str] | JobSpec | Sequence[str]
@@ -96,8 +97,8 @@ def read(
 
 def _source(job: JobSpec) -> str:
     """The beginning of a program's text; empty where it is no file."""
-    path = Path(job.workdir or "", job.program or "")
-    if job.program is None or not path.is_file():
-        return ""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return file.read(SOURCE_BYTES)
+    with contextlib.suppress(OSError):
+        if job.program is not None:
+            path = Path(job.workdir or "", job.program)
+            return read_file(path, SOURCE_BYTES, whole=False).decode(errors="replace")
+    return ""

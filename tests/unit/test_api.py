@@ -299,15 +299,21 @@ class Counted(LocalTransport):
         self.closed = True
 
 
-@pytest.mark.parametrize("verb", ["logs", "wait", "cancel", "status"])
-def test_hosts_are_connected_to_once_and_let_go(unstarted_run, by_hand, monkeypatch, verb):
+@pytest.fixture
+def unwatched(unstarted_run, by_hand, monkeypatch):
+    """A run that goes on without its supervisor, what makes its files, and transports to it."""
     run = unstarted_run()
     hand = by_hand(run)
     hand.unwatched()
     hand.node(started=hand.alive(), log=f"{STAMP}1Z 0 hello\n")
     transports = []
     monkeypatch.setattr(backends, "transport_for", lambda cluster: Counted(transports))
+    return run, hand, transports
 
+
+@pytest.mark.parametrize("verb", ["logs", "wait", "cancel", "status"])
+def test_hosts_are_connected_to_once_and_let_go(unwatched, monkeypatch, verb):
+    run, hand, transports = unwatched
     polls = []
 
     def end_later(seconds):
@@ -328,13 +334,8 @@ def test_hosts_are_connected_to_once_and_let_go(unstarted_run, by_hand, monkeypa
     assert transports[0].asked > 1
 
 
-def test_a_log_that_is_not_read_to_its_end_lets_the_hosts_go(unstarted_run, by_hand, monkeypatch):
-    run = unstarted_run()
-    hand = by_hand(run)
-    hand.unwatched()
-    hand.node(started=hand.alive(), log=f"{STAMP}1Z 0 hello\n")
-    transports = []
-    monkeypatch.setattr(backends, "transport_for", lambda cluster: Counted(transports))
+def test_a_log_that_is_not_read_to_its_end_lets_the_hosts_go(unwatched):
+    run, _, transports = unwatched
     lines = run.log_batches(follow=True)
     assert next(lines)[0].text == "hello"
     lines.close()
