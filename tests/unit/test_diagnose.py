@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from clusterkit.backends.nodes import causes
+from clusterkit.backends.nodes import observed
 from clusterkit.diagnose import PORT_TAKEN, diagnose, shell_code
 from clusterkit.logs import LogLine
 from clusterkit.status import NodeStatus, RankExit, State
@@ -59,11 +59,9 @@ def test_who_waited_in_vain_is_not_blamed_for_what_was_done_to_another_node(told
     waited = VALUE_ERROR.replace("ValueError: the loss is not finite", "RuntimeError: Timed out "
                                  "waiting 30000ms for recv operation to complete")  # fmt: skip
     ended = json.dumps({"exit_code": 137, "causes": [told]}).encode()
-    found = diagnose(
-        [node(0), node(1, 137, State.CANCELLED)],
-        in_order(said(0, 0, 1.0, waited), torchrun_says(0, 1, 0, 1.5)),
-        causes=causes(1, ended),
-    )
+    nodes = [node(0), node(1, 137, State.CANCELLED)]
+    lines = in_order(said(0, 0, 1.0, waited), torchrun_says(0, 1, 0, 1.5))
+    found = diagnose(nodes, lines, causes=observed(nodes, {1: ended}).causes)
     assert (found.node, found.rank, found.exit_code) == (1, None, 137)
     assert (found.cause, found.hint) == (told, hint)
 
