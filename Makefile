@@ -152,7 +152,8 @@ unit: .venv/.dev ## Tests that need no cluster: WORKERS=2
 		tests/unit tests/contract tests/golden
 
 .PHONY: live
-live: live-here live-nodes ## Tests that start real runs; what fails is run once more, and named FLAKY if it passes
+live: .venv/.dev ## Tests that start real runs; what fails is run once more, and named FLAKY if it passes
+	@$(BIN)/python -m tests.again -m "not thorough" --numprocesses 4 --dist loadscope tests/live
 
 .PHONY: live-here
 live-here: .venv/.dev ## On this machine alone: local runs, all programs, parity

@@ -2,22 +2,62 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import posixpath
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import NodeManager
 
 from clusterkit import agent, api
 from clusterkit.spec import JobSpec
+from tests.live.compose import engine as engines
 from tests.live.compose.image import base, engine, image
 
 __all__ = ["base", "engine", "image"]
-PROGRAMS = Path(__file__).parent / "programs"
-
-
+LIVE = Path(__file__).parent
+PROGRAMS = LIVE / "programs"
 IMAGE_SECONDS = 1500
 """For a test that may be the first to need the image, and then has it built."""
+SHARED = pytest.StashKey[contextlib.ExitStack]()
+"""What all workers of pytest-xdist use, and the process that starts them ends."""
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """With several workers, one docker engine for all of them: a second one would wait for the
+    first one's end."""
+    config = session.config
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        return
+    config.stash[SHARED] = contextlib.ExitStack()
+    # When the session is interrupted, workers have this long to end their labs and clusters.
+    NodeManager.EXIT_TIMEOUT = 120
+    with contextlib.suppress(engines.NoEngine):  # the tests that need it say so
+        found = config.stash[SHARED].enter_context(engines.engine())
+        os.environ.update(found.env)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    session.config.stash.get(SHARED, contextlib.ExitStack()).close()
+
+
+class ByFolder(LoadScopeScheduling):
+    """One worker has this machine's ports, one the SSH hosts, one the engine, one the cluster.
+
+    Their tests wait more than they compute, so they do it beside each other.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return posixpath.dirname(nodeid.partition("::")[0])
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFolder | None:
+    return ByFolder(config, log) if config.getvalue("dist") == "loadscope" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

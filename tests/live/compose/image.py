@@ -7,6 +7,7 @@ two conftests they would be two: the second would wait for the first's engine to
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import shutil
 import subprocess
@@ -53,16 +54,18 @@ def image(engine: Engine, base: str) -> str:
     made of the same packages; it is kept, with its wheels, in the engine's cache.
     """
     kept = engines.CACHE / f"image-{packages(engine, base)}"
-    new = not engine.out("images", "--quiet", IMAGE)
-    if new and kept.exists():
-        engine.run("load", "--input", str(kept / "image.tar"))
-        shutil.copytree(kept / "wheelhouse", ROOT / "wheelhouse", dirs_exist_ok=True)
-        (ROOT / "wheelhouse" / ".made").touch()
-    made = subprocess.run(["make", "wheelhouse"], cwd=ROOT, capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr[-3000:]
-    build(engine, base, cache_from=IMAGE)
-    if new and not kept.exists():
-        keep(engine, kept)
+    with (engines.CACHE / "image-lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker of pytest-xdist may be at it
+        new = not engine.out("images", "--quiet", IMAGE)
+        if new and kept.exists():
+            engine.run("load", "--input", str(kept / "image.tar"))
+            shutil.copytree(kept / "wheelhouse", ROOT / "wheelhouse", dirs_exist_ok=True)
+            (ROOT / "wheelhouse" / ".made").touch()
+        made = subprocess.run(["make", "wheelhouse"], cwd=ROOT, capture_output=True, text=True)
+        assert made.returncode == 0, made.stderr[-3000:]
+        build(engine, base, cache_from=IMAGE)
+        if new and not kept.exists():
+            keep(engine, kept)
     return IMAGE
 
 
