@@ -62,7 +62,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFolde
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "image" in getattr(item, "fixturenames", ()):
+        if {"image", "running"}.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.timeout(IMAGE_SECONDS), append=False)
 
 

@@ -1,4 +1,8 @@
-"""A real Kubernetes for tests: `../shared/kube/cluster`, where there is one."""
+"""A real Kubernetes for tests: `../shared/kube/cluster` makes one where it is there.
+
+Elsewhere CLUSTERKIT_TEST_KUBECONFIG names a cluster to use (docs/kubernetes.md, "A cluster to try
+it on"). It is used as it is: tests that break nodes or the API server are skipped.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,9 @@ from tests.live.compose.engine import Engine
 ROOT = Path(__file__).parents[3]
 SCRIPT = Path(os.environ.get("KUBE_CLUSTER") or ROOT.parent / "shared" / "kube" / "cluster")
 STATE = Path(os.environ.get("KUBE_TEST_DIR") or "/var/lib/kube-test")
-KUBECONFIG = STATE / "admin.conf"
+GIVEN = os.environ.get("CLUSTERKIT_TEST_KUBECONFIG")
+KUBECONFIG = Path(GIVEN or STATE / "admin.conf")
+KUBECTL = ("kubectl" if GIVEN else str(STATE / "bin" / "kubectl"), "--kubeconfig", str(KUBECONFIG))
 MADE_BY = STATE / "tests.json"
 """The process whose tests made the cluster: what a killed one leaves, the next one ends."""
 # What a namespace has of itself.
@@ -34,7 +40,9 @@ KINDS = (
 
 
 def cluster(*words: str | Path) -> str:
-    """Run the script that makes and breaks the cluster."""
+    """Run the script that makes and breaks the cluster; skips the test if it is another's."""
+    if GIVEN:
+        pytest.skip("CLUSTERKIT_TEST_KUBECONFIG: only its owner may break that cluster")
     done = subprocess.run([SCRIPT, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -44,7 +52,7 @@ def api_up() -> None:
     """Start the API server again, and wait for the operators, which have ended meanwhile: until
     they are back nobody can make jobs of theirs."""
     cluster("api", "up")
-    command = [STATE / "bin" / "kubectl", "--kubeconfig", KUBECONFIG, "create", "--dry-run=server"]
+    command = [*KUBECTL, "create", "--dry-run=server"]
     deadline = time.monotonic() + 180
     for name in ("pytorchjob", "trainjob-runtime"):
         manifest = ROOT / "k8s" / f"{name}.yaml"
@@ -62,10 +70,15 @@ class Kube:
     """A cluster file with the entry ``k8s``."""
 
     def kubectl(self, *words: str, check: bool = True) -> str:
-        command = [STATE / "bin" / "kubectl", "--kubeconfig", KUBECONFIG, "-n", self.namespace]
-        done = subprocess.run([*command, *words], capture_output=True, text=True)
+        command = [*KUBECTL, "-n", self.namespace, *words]
+        done = subprocess.run(command, capture_output=True, text=True)
         assert not check or done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout + ("" if check else done.stderr)
+
+    def nodes(self) -> list[str]:
+        """The nodes that take pods."""
+        every = json.loads(self.kubectl("get", "nodes", "-o", "json"))["items"]
+        return sorted(n["metadata"]["name"] for n in every if not n["spec"].get("taints"))
 
     def there(self) -> set[str]:
         """Everything in the namespace that was not there before any run."""
@@ -84,8 +97,11 @@ class Kube:
 @pytest.fixture(scope="session")
 def nodes() -> Iterator[None]:
     """The cluster; one that was not up before is down afterwards."""
+    if GIVEN:
+        yield
+        return
     if not SCRIPT.exists():
-        pytest.skip(f"{SCRIPT} is not there: KUBE_CLUSTER names the script that makes a Kubernetes")
+        pytest.skip(f"{SCRIPT} is not there, and CLUSTERKIT_TEST_KUBECONFIG names no cluster")
     ours = not KUBECONFIG.exists() or left_behind()
     try:
         if ours:
@@ -102,8 +118,12 @@ def nodes() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def running(nodes: None, engine: Engine, image: str, tmp_path_factory: Any) -> None:
+def running(nodes: None, request: pytest.FixtureRequest, tmp_path_factory: Any) -> None:
     """The cluster with the image on its nodes."""
+    if GIVEN:  # its owner puts it there
+        return
+    engine: Engine = request.getfixturevalue("engine")
+    image: str = request.getfixturevalue("image")
     made = json.loads(engine.run("image", "inspect", image).stdout)[0]["Id"]
     loaded = STATE / "clusterkit-image"
     if not loaded.exists() or loaded.read_text() != made:

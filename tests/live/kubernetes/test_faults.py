@@ -49,6 +49,7 @@ def operator(kube):
 
 @pytest.mark.parametrize(("fault", "remedy"), [("crash", "restore"), ("cut", "join")])
 def test_a_node_that_is_gone_is_named_and_its_pods_are_removed(fault, remedy, submit, begun, kube):
+    cluster("status")  # it is ours
     # Two of these do not fit on one node.
     run = begun(submit(FOREVER, on={"lost_after": 5.0, "cpus": 1.1}))
     (lost,) = (each.node for each in run.status().nodes if each.host == "node-2")

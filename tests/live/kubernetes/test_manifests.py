@@ -145,7 +145,7 @@ def gpus(kube):
     where = "/status/capacity/nvidia.com~1gpu"
 
     def change(operation: dict) -> None:
-        for node in ("node-1", "node-2"):
+        for node in kube.nodes():
             patch = ("--subresource=status", "--type=json", "-p", json.dumps([operation]))
             kube.kubectl("patch", "node", node, *patch)
 
@@ -163,7 +163,7 @@ def test_the_gpu_overlay_gets_a_whole_node_for_each_pod(kube, gpus, tmp_path):
         "--timeout=60s",
     )  # fmt: skip
     pods = json.loads(kube.kubectl("get", "pods", "-o", "json"))["items"]
-    assert {pod["spec"]["nodeName"] for pod in pods} == {"node-1", "node-2"}
+    assert {pod["spec"]["nodeName"] for pod in pods} == set(kube.nodes())
     for pod in pods:
         (container,) = pod["spec"]["containers"]
         assert container["image"] == "clusterkit:gpu"

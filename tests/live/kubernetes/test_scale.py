@@ -17,7 +17,7 @@ from clusterkit import api
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
 from tests.live import supervisors
-from tests.live.kubernetes.conftest import KUBECONFIG, STATE, cluster
+from tests.live.kubernetes.conftest import KUBECONFIG, KUBECTL, cluster
 from tests.live.kubernetes.counting import Counting
 
 pytestmark = [pytest.mark.live, pytest.mark.thorough, pytest.mark.timeout(900)]
@@ -36,9 +36,8 @@ def counting(running, tmp_path):
         with Counting(KUBECONFIG, folder) as found:
             yield found
     finally:
-        kubectl = [STATE / "bin" / "kubectl", "--kubeconfig", KUBECONFIG]
         words = ["delete", "nodes", "--selector", "kube-test/fake=true", "--wait=false"]
-        subprocess.run([*kubectl, *words], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([*KUBECTL, *words], check=True, stdout=subprocess.DEVNULL)
 
 
 @pytest.fixture
