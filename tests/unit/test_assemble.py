@@ -8,15 +8,14 @@ import pytest
 
 from clusterkit.assemble import (
     OWNED,
+    Placement,
     Places,
     assemble,
-    deepspeed_config,
-    program_argv,
     require_packages,
-    solve_batch,
 )
 from clusterkit.batch import Batch
 from clusterkit.errors import BadInput, Unavailable
+from clusterkit.program import deepspeed_config, program_argv, solve_batch
 from clusterkit.rendezvous import Endpoint, Topology
 from clusterkit.spec import BatchSpec, CheckpointSpec, JobSpec
 
@@ -30,20 +29,24 @@ def job(**fields):
 
 def assembled(spec, topology=ONE, **options):
     return assemble(
-        spec,
-        **(
-            {
-                "topology": topology,
-                "endpoint": Endpoint("10.0.0.1", 29501, "r1"),
-                "places": PLACES,
-                "device": "cpu",
-                "threads": 2,
-                "hosts": ["h"] * topology.nodes,
-                "cluster_env": {},
-                "network_env": {"GLOO_SOCKET_IFNAME": "lo"},
-                "stop_grace": 10.0,
-            }
-            | options
+        Placement(
+            **(
+                {
+                    "job": spec,
+                    "topology": topology,
+                    "endpoint": Endpoint("10.0.0.1", 29501, "r1"),
+                    "places": PLACES,
+                    "device": "cpu",
+                    "threads": 2,
+                    "where": "here",
+                    "hosts": ("h",) * topology.nodes,
+                    "names": ("h",) * topology.nodes,
+                    "cluster_env": {},
+                    "network_env": {"GLOO_SOCKET_IFNAME": "lo"},
+                    "stop_grace": 10.0,
+                }
+                | options
+            )
         ),
     )
 

@@ -19,7 +19,7 @@ import msgspec
 import yaml
 
 import clusterkit
-from clusterkit.assemble import Peers, Places, assemble, require_packages
+from clusterkit.assemble import Peers, Placement, Places, assemble, require_packages
 from clusterkit.backends.base import (
     Backend,
     Handle,
@@ -48,16 +48,14 @@ from clusterkit.backends.kubernetes.pods import ATTEMPT, JOB, MANAGER, RUN, Shap
 from clusterkit.backends.kubernetes.remove import remove
 from clusterkit.backends.kubernetes.rights import access_review, to_watch
 from clusterkit.backends.kubernetes.text import Object, object_name, quantity
-from clusterkit.backends.nodes import (
+from clusterkit.backends.placing import (
     CPU_IMAGE,
     GPU_IMAGE,
-    PACKAGES,
-    TOOLS,
     device_of,
-    interpreter,
     own_ports,
     threads_of,
 )
+from clusterkit.backends.probing import PACKAGES, TOOLS, interpreter
 from clusterkit.cluster import (
     ClusterSpec,
     Facts,
@@ -258,8 +256,8 @@ class KubernetesBackend(Backend):
             rejoin=rejoin,
         )
         names = [flavor.node_name(shape, node) for node in range(most)]
-        assembly = assemble(
-            program,
+        placement = Placement(
+            job=program,
             topology=topology,
             endpoint=Endpoint(names[0], facts.port, run_id),
             places=Places(
@@ -271,7 +269,9 @@ class KubernetesBackend(Backend):
             ),
             device=device,
             threads=threads,
-            hosts=names,
+            where="",
+            hosts=(HOST,) * most,
+            names=tuple(names),
             cluster_env=cluster.env,
             network_env={
                 "GLOO_SOCKET_IFNAME": facts.interface,
@@ -290,6 +290,7 @@ class KubernetesBackend(Backend):
             container=True,
             mpi_interface=facts.interface if mpi and job.launcher == "deepspeed" else None,
         )
+        assembly = assemble(placement)
         files = [_moved(file, run_dir, local) for file in assembly.files]
         awaited = names if mpi else names[:1] if most > 1 else []
         files.append(
@@ -381,6 +382,7 @@ class KubernetesBackend(Backend):
             nodes=1 if mpi else most,
             world_size=topology.world_size,
             topology={"min_nodes": least, "nodes": most, "nproc_per_node": nproc},
+            device=device,
             address=names[0],
             port=facts.port,
             # What takes the working tree apart runs on this machine.

@@ -11,13 +11,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from clusterkit.assemble import deepspeed_config
 from clusterkit.backends.kubernetes import job as plain_job
 from clusterkit.backends.kubernetes import mpijob, pytorchjob, trainjob
 from clusterkit.backends.kubernetes.pods import MANAGER, TMP, container_security, pod_security
 from clusterkit.backends.kubernetes.pods import ROLE as POD_ROLE
 from clusterkit.backends.kubernetes.rights import BESIDES, ROLE, WATCHING, Rule, jobs_rules
 from clusterkit.backends.kubernetes.text import Object, literal
+from clusterkit.program import deepspeed_config
 from clusterkit.spec import JobSpec
 from clusterkit.yaml_text import Commented, documents
 
