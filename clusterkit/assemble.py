@@ -32,7 +32,7 @@ from clusterkit.rendezvous import (
     node_environment,
     rank_script,
 )
-from clusterkit.shell import Var, Word
+from clusterkit.shell import Joined, Var, Word
 from clusterkit.spec import JobSpec, Launcher
 
 OWNED = frozenset({
@@ -71,17 +71,17 @@ class Places:
 class Peers:
     """How the nodes watch each other (`clusterkit.agent.Peers`)."""
 
-    address: str
+    address: str | Var
     port: int
     lost_after: float
     rejoin: float | None = None
     """Seconds that a lost node has to come back; None: it ends the run."""
 
-    def arguments(self, topology: Topology) -> list[str]:
+    def arguments(self, topology: Topology) -> list[Word]:
         """For the node agent. An elastic run's launchers watch each other."""
-        found: list[str] = []
+        found: list[Word] = []
         if not topology.elastic and topology.nodes > 1:
-            found += ["--peers", f"{self.address}:{self.port}"]
+            found += ["--peers", Joined((self.address, f":{self.port}"))]
             found += ["--nodes", str(topology.nodes), "--lost-after", f"{self.lost_after:g}"]
         if not topology.elastic and self.rejoin is not None:
             found += ["--rejoin", f"{self.rejoin:g}"]

@@ -37,7 +37,7 @@ backends.base
 backends backends.nodes backends.placing backends.probing
 backends.local backends.ssh backends.compose backends.kubernetes
 backends.ssh.files backends.ssh.inventory backends.compose.compose_file backends.compose.engine
-backends.*.probe
+backends.*.probe backends.ssh.observe
 backends.*.place
 backends.kubernetes.text backends.kubernetes.watcher
 backends.ssh.transport backends.compose.containers backends.kubernetes.pods

@@ -15,8 +15,7 @@ import pytest
 
 from clusterkit import api, backends, mirror, project, supervise
 from clusterkit.backends.base import Handle
-from clusterkit.backends.ssh import backend as module
-from clusterkit.backends.ssh import inventory
+from clusterkit.backends.ssh import inventory, observe
 from clusterkit.backends.ssh import place as placing
 from clusterkit.backends.ssh.backend import SshBackend
 from clusterkit.cluster import Facts, Gpu, Host, HostFacts, Project, SshCluster
@@ -884,7 +883,7 @@ def view(number, *, begun=True, alive=True, ended=False, silent=None, known=True
 
 def judged(*views, patience=30.0):
     handle = Handle(RunFolder(Path("no", "folder")), plan(facts(), nodes=2))
-    seen = module._observation(handle, list(views), patience)
+    seen = observe.observation(handle, list(views), patience)
     return None if seen is None else [(node.state, node.reason) for node in seen.nodes]
 
 

@@ -5,14 +5,57 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
+
 from clusterkit import project
 from clusterkit.backends.probing import HostReport, ask, interpreter, no_python, report
+from clusterkit.backends.ssh import inventory
 from clusterkit.cluster import Facts, Host, HostFacts, SshCluster
-from clusterkit.errors import BadInput, PortTaken, counted
+from clusterkit.errors import BadInput, PortTaken, about, counted
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport, fan_out, in_order
 
 LAST_PORT = 65535
+
+
+def resolved(
+    cluster: SshCluster, folder: Path, include: str | None, exclude: str | None
+) -> SshCluster:
+    """The entry with its hosts read and chosen; `Backend.settled` says of what."""
+    if bool(cluster.inventory) == bool(cluster.hosts):
+        raise BadInput(
+            "inventory: a cluster has either an inventory or hosts",
+            hint="inventory: ansible/inventory.yaml, or a hostfile with `host slots=N` lines",
+            cluster="inventory",
+        )
+    if cluster.shared is not None and not cluster.shared.startswith("/"):
+        raise BadInput(
+            f"shared: {cluster.shared} is no absolute path",
+            hint="it is one on the hosts",
+            cluster="shared",
+        )
+    if cluster.inventory:
+        path = folder / Path(cluster.inventory).expanduser()
+        hosts = inventory.read_hosts(path, cluster.group)
+    else:
+        with about("cluster", "hosts"):
+            given = inventory.check_hosts(cluster.hosts, "hosts")
+        hosts = tuple(
+            msgspec.structs.replace(
+                host,
+                identity=inventory.absolute(host.identity, folder),
+                known_hosts=inventory.absolute(host.known_hosts, folder),
+                ssh_config=inventory.absolute(host.ssh_config, folder),
+            )
+            for host in given
+        )
+    if not include and not exclude:
+        include, exclude = cluster.include, cluster.exclude
+    with about("cluster", "include" if include else "exclude"):
+        hosts = inventory.chosen(hosts, include, exclude)
+    return msgspec.structs.replace(
+        cluster, inventory=None, group="all", include=None, exclude=None, hosts=hosts,
+    )  # fmt: skip
 
 
 def probe(cluster: SshCluster, transport: Transport, job: JobSpec | None) -> Facts:
