@@ -12,8 +12,8 @@ for metrics in run.metrics()[-1:]:  # none, if it failed before its first step
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import itertools
 import os
 import shutil
 import time
@@ -25,13 +25,28 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import clusterkit
-from clusterkit import agent, backends, execute, loader, logs, project, request, supervise
+from clusterkit import backends, execute, loader, project, request, run_state, supervise
 from clusterkit import runs as store
-from clusterkit.backends.base import Backend, check_capabilities
+from clusterkit.backends.base import (
+    Backend,
+    SupportsDoctor,
+    SupportsListing,
+    SupportsRecovery,
+    check_capabilities,
+)
 from clusterkit.cluster import ClusterSpec, Facts
-from clusterkit.errors import EXIT_FAILURE, BadInput, ClusterkitError, RunFailed, RunFolderError
+from clusterkit.errors import (
+    EXIT_FAILURE,
+    BadInput,
+    CapabilityError,
+    ClusterkitError,
+    RunFailed,
+    RunFolderError,
+)
 from clusterkit.logs import LogLine
 from clusterkit.plan import Note, Plan
+from clusterkit.run import Run as Run
+from clusterkit.run import check_secrets
 from clusterkit.runs import Event, RunFolder, Submission
 from clusterkit.spec import JobSpec, parse_nodes
 from clusterkit.status import RunStatus, State
@@ -49,192 +64,6 @@ Progress = Callable[[str, int, int], None]
 """Told of a host, bytes sent to it, bytes to send."""
 
 
-class Run:
-    """One submitted run, found again by its id from any process."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-
-    def __repr__(self) -> str:
-        return f"<Run {self.id}>"
-
-    @property
-    def id(self) -> str:
-        return self._folder.run_id
-
-    @property
-    def path(self) -> Path:
-        """The run's folder."""
-        return self._folder.path
-
-    @property
-    def plan(self) -> Plan:
-        """What was carried out."""
-        return supervise.read_plan(self._folder)
-
-    def status(self) -> RunStatus:
-        """How it stands now."""
-        return supervise.current(self._folder)
-
-    def events(self) -> list[Event]:
-        """What the supervisor did beyond the plan: another port, a restart."""
-        return self._folder.records("events.jsonl", Event)
-
-    def wait(
-        self, timeout: float | None = None, *, until: Callable[[RunStatus], bool] | None = None
-    ) -> RunStatus:
-        """The status once the run has ended, or once ``until`` holds of it.
-
-        Raises:
-            TimeoutError: not within ``timeout`` seconds.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with supervise.Connections() as connections:
-            while True:
-                status = supervise.current(self._folder, connections)
-                if status.state.final or (until is not None and until(status)):
-                    return status
-                if status.state is State.UNKNOWN and not self._lives():
-                    return status  # it will not get any better
-                if deadline is not None and time.monotonic() > deadline:
-                    raise TimeoutError(f"run {self.id} is {status.state} after {timeout:g} s")
-                time.sleep(supervise.POLL_SECONDS / 2)
-
-    @property
-    def watched(self) -> bool:
-        """Whether its supervisor lives."""
-        return supervise.supervisor_alive(self._folder)
-
-    def _lives(self) -> bool:
-        """Whether any process of it runs on this machine, whatever its folder says."""
-        return self.watched or bool(agent.processes_of(str(self.path)))
-
-    def wait_started(self, timeout: float = 60.0) -> RunStatus:
-        """The status once every node runs (or the run has ended)."""
-        return self.wait(
-            timeout,
-            until=lambda status: (
-                bool(status.nodes) and all(node.state is not State.PENDING for node in status.nodes)
-            ),
-        )
-
-    def logs(
-        self,
-        *,
-        rank: int | None = None,
-        node: int | None = None,
-        follow: bool = False,
-        note: Callable[[Event], None] = lambda event: None,
-    ) -> Iterator[LogLine]:
-        """Lines of all attempts, in order of time within each; with ``follow`` until the run ends.
-
-        Args:
-            note: gets the events of an attempt after its last line.
-
-        Raises:
-            BadInput: the run has no such node or rank.
-        """
-        batches = self.log_batches(rank=rank, node=node, follow=follow, note=note)
-        return itertools.chain.from_iterable(batches)
-
-    def log_batches(
-        self,
-        *,
-        rank: int | None = None,
-        node: int | None = None,
-        follow: bool = False,
-        note: Callable[[Event], None] = lambda event: None,
-    ) -> Iterator[list[LogLine]]:
-        """`logs`, some thousand lines at a time: for those who have a use for more than one.
-
-        Raises:
-            BadInput: the run has no such node or rank.
-        """
-        plan = self.plan
-        if node is not None and not 0 <= node < plan.nodes:
-            raise BadInput(f"node {node}: run {self.id} has nodes 0 to {plan.nodes - 1}")
-        if rank is not None and not 0 <= rank < plan.world_size:
-            raise BadInput(f"rank {rank}: run {self.id} has ranks 0 to {plan.world_size - 1}")
-        nodes = range(plan.nodes) if node is None else (node,)
-        return self._batches(nodes, rank, follow, note)
-
-    def _batches(
-        self, nodes: Sequence[int], rank: int | None, follow: bool, note: Callable[[Event], None]
-    ) -> Iterator[list[LogLine]]:
-        with supervise.Connections() as connections:
-            # Where nobody watches over the run, this brings what only its hosts have.
-            status = supervise.current(self._folder, connections)
-
-            def goes_on() -> bool:
-                nonlocal status
-                status = supervise.current(self._folder, connections)
-                lost = status.state is State.UNKNOWN and not self._lives()
-                return not status.state.final and not lost and status.attempt == attempt
-
-            for attempt in itertools.count(1):
-                for batch in self._folder.log(attempt, nodes, goes_on if follow else None):
-                    yield batch if rank is None else [x for x in batch if x.rank == rank]
-                for event in self.events():
-                    if event.attempt == attempt:
-                        note(event)
-                if status.attempt <= attempt:
-                    return
-
-    def metrics(self) -> list[dict[str, Any]]:
-        """What rank 0 reported: a dict per step with ``step``, ``loss``, ``tokens_per_second``."""
-        return list(logs.metrics(self.logs()))
-
-    def marks(self) -> list[dict[str, Any]]:
-        """Every marked line's object (`clusterkit.marks`), metrics among them."""
-        return [event for line in self.logs() if (event := line.event) is not None]
-
-    def attach(self) -> bool:
-        """Have it watched over again: its supervisor was killed, or the machine it ran on. If the
-        run has failed meanwhile, its restarts are used.
-
-        Returns:
-            False: somebody watches over it already, or nothing of it is left to do.
-
-        Raises:
-            BadInput: a secret that a restart needs is not in the environment.
-        """
-        if not supervise.unfinished(self._folder):
-            return False
-        _check_secrets(self._folder.read_json("job.json", JobSpec))
-        if (lock := self._folder.hold()) is None:
-            return False
-        with lock:
-            supervise.spawn(self._folder, lock, adopt=True)
-        return True
-
-    def cancel(self) -> RunStatus:
-        """End it, with everything it started; fine to repeat."""
-        return supervise.cancel(self._folder)
-
-    def delete(self, *, force: bool = False) -> None:
-        """Remove the run's folder, here and on its hosts: logs, metrics, checkpoints in it.
-
-        Args:
-            force: here also where a host does not answer.
-
-        Raises:
-            BadInput: the run has not ended.
-            Unavailable: a host does not answer; the folder here stays.
-        """
-        status = self.status()
-        if not status.state.final and (status.state is not State.UNKNOWN or self._lives()):
-            raise BadInput(f"run {self.id} is {status.state}", hint=f"clusterkit cancel {self.id}")
-        try:
-            supervise.forget(self._folder)
-        except ClusterkitError:
-            if not force:
-                raise
-        try:
-            shutil.rmtree(self._folder.path)
-        except OSError as error:
-            raise RunFolderError(f"cannot remove {error.filename}: {error.strerror}") from error
-
-
 class ListedRun(RunStatus, frozen=True, kw_only=True):
     """A run of a cluster, this machine's or not."""
 
@@ -248,7 +77,7 @@ class ListedRun(RunStatus, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, repr=False)
 class Prepared:
-    """A job, a cluster and the plan they make."""
+    """A job, a cluster and the plan they make; as a context manager, closed at its end."""
 
     job: JobSpec
     cluster_name: str
@@ -260,6 +89,16 @@ class Prepared:
 
     def __repr__(self) -> str:
         return f"<Prepared {self.job.name} for {self.cluster_name}: {self.plan.summary}>"
+
+    def __enter__(self) -> Prepared:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections to the cluster's hosts."""
+        self.transport.close()
 
 
 def prepare(
@@ -299,7 +138,7 @@ def prepare(
     asked = request.read(job, settings, nodes, gpus, more_args, cluster)
     spec = asked.job
     with asked.locating():
-        _check_secrets(spec)
+        check_secrets(spec)
     loaded = _cluster(cluster, clusters_file, include, exclude)
     entry = loaded.cluster
     kind = backends.backend_type(entry.backend)
@@ -307,16 +146,14 @@ def prepare(
         everyone = {name: backends.backend_type(name) for name in backends.NAMES}
         check_capabilities(kind, spec, everyone)
     backend = kind()
-    transport = backends.transport_for(entry)
-    with asked.locating(loaded):
+    with contextlib.ExitStack() as undo, asked.locating(loaded):
+        transport = undo.enter_context(contextlib.closing(backends.transport_for(entry)))
         if probed := facts is None:
 
             def probe() -> Facts:
                 return backend.probe(entry, transport, spec)
 
-            subject = None
-            if doctor and backend.elsewhere and not backend.managed:
-                subject = backend.subject(cluster, entry, spec)
+            subject = backend.preflight(cluster, entry, spec) if doctor else None
             facts = probe() if subject is None else _probed(subject, transport, probe)
         if not facts.hosts:
             raise BadInput("facts: they name no host", hint="take the facts.json of a run")
@@ -328,8 +165,11 @@ def prepare(
         if spec.deepspeed is not None:
             from clusterkit import deepspeed_probe
 
-            where = transport if probed and not backend.managed else None
+            # Ranks that the transport starts have the hosts' own Python: it can be asked.
+            here = any(step.kind == "start" for step in plan.steps)
+            where = transport if probed and here else None
             notes += deepspeed_probe.examine(spec, plan, facts, where, {**entry.env, **spec.env})
+        undo.pop_all()
     warnings = [*asked.remarks, facts.project.remark if facts.project is not None else None]
     if any(host.gpus for host in facts.hosts):
         from clusterkit import estimate as estimates
@@ -368,7 +208,7 @@ def _probed(subject: doctors.Patient, transport: Transport, probe: Callable[[], 
     return facts
 
 
-def settled_cluster(
+def resolved_cluster(
     name: str,
     clusters_file: str | os.PathLike[str] | None = None,
     *,
@@ -389,31 +229,21 @@ def _cluster(
     include: str | None,
     exclude: str | None,
 ) -> loader.LoadedCluster:
-    """As `settled_cluster`, with the file that the entry stands in."""
+    """As `resolved_cluster`, with the file that the entry stands in."""
     loaded = loader.read_cluster(name, clusters_file)
     kind = backends.backend_type(loaded.cluster.backend)
     flags = {"include": "--include", "exclude": "--exclude"} if include or exclude else {}
     with loader.locating(None, loaded, flags):
-        cluster = kind.settled(loaded.cluster, loaded.folder, include, exclude)
+        cluster = kind.resolved(loaded.cluster, loaded.folder, include, exclude)
     return dataclasses.replace(loaded, cluster=cluster)
-
-
-def _check_secrets(spec: JobSpec, why: str = "") -> None:
-    """Refuse a job whose secrets are not in the environment."""
-    missing = [name for name in spec.secrets if name not in os.environ]
-    if missing:
-        raise BadInput(
-            f"secrets: {missing[0]} is not set in your environment",
-            hint=f"{why}export {missing[0]}=...",
-            job="secrets",
-        )
 
 
 def plan(job: Job, **options: Any) -> Plan:
     """Exactly what `submit` would do, as data; options as for `prepare`."""
     if options.get("run_id") is None:
         options["run_id"] = lambda name: f"{store.slug(name)}-plan"
-    return prepare(job, **options).plan
+    with prepare(job, **options) as ready:
+        return ready.plan
 
 
 def submit(job: Job, **options: Any) -> Run:
@@ -428,40 +258,53 @@ def submit(job: Job, **options: Any) -> Run:
 
 
 def launch(ready: Prepared, progress: Progress | None = None) -> Run:
-    """Write the run folder, send the project, start the run's supervisor.
+    """Write the run folder, send the project, start the run's supervisor; closes ``ready``.
 
     Args:
         progress: told of a host, the bytes sent to it and the bytes to send.
     """
-    elsewhere = ready.backend.elsewhere
-    folder = RunFolder.create(
-        ready.plan.run_id, store.home() if elsewhere else Path(ready.facts.home)
-    )
-    try:
-        lock = folder.hold()
-        assert lock is not None  # the folder is new
-        with lock:
-            folder.write_json("job.json", ready.job)
-            entry = {"backend": ready.backend.name} | _plain(ready.cluster)
-            folder.write_json("cluster.json", entry)
-            supervise.save_plan(folder, ready.facts, ready.plan)
-            folder.write_json(
-                "run.json",
-                Submission(
+    return _start(ready, lambda folder: _send_trees(ready, progress), time.time())
+
+
+def _start(
+    ready: Prepared,
+    complete: Callable[[RunFolder], None],
+    created_at: float,
+    *,
+    adopt: bool = False,
+) -> Run:
+    """A run with a folder and a supervisor.
+
+    Args:
+        complete: what is to be done, or written, between the two.
+        adopt: the run has been started already; it is not ended if this fails.
+    """
+    with ready:
+        folder = RunFolder.create(ready.plan.run_id, ready.backend.home(ready.facts))
+        try:
+            lock = folder.hold()
+            assert lock is not None  # the folder is new
+            with lock:
+                folder.write_json("job.json", ready.job)
+                entry = {"backend": ready.backend.name} | msgspec.to_builtins(ready.cluster)
+                folder.write_json("cluster.json", entry)
+                folder.save_plan(ready.facts, ready.plan)
+                submission = Submission(
                     run=folder.run_id,
                     job=ready.job.name,
                     cluster=ready.cluster_name,
                     backend=ready.backend.name,
-                    created_at=time.time(),
+                    created_at=created_at,
                     clusterkit=clusterkit.__version__,
-                ),
-            )
-            _send_trees(ready, progress)
-            supervise.spawn(folder, lock)
-    except BaseException:
-        supervise.abandon(folder)
-        shutil.rmtree(folder.path, ignore_errors=True)
-        raise
+                )
+                folder.write_json("run.json", submission)
+                complete(folder)
+                supervise.spawn(folder, lock, adopt=adopt)
+        except BaseException:
+            if not adopt:
+                run_state.abandon(folder)
+            shutil.rmtree(folder.path, ignore_errors=True)
+            raise
     return Run(folder)
 
 
@@ -498,11 +341,6 @@ def _send_trees(ready: Prepared, progress: Progress | None = None) -> None:
         in_order(fan_out(execute.everyone(plan), send))
 
 
-def _plain(struct: Any) -> dict[str, Any]:
-    plain: dict[str, Any] = msgspec.to_builtins(struct)
-    return plain
-
-
 def get(run: str | Run) -> Run:
     """A run by its id, the beginning of its id, or ``last``; a `Run` is itself.
 
@@ -514,7 +352,7 @@ def get(run: str | Run) -> Run:
 
 def runs() -> list[RunStatus]:
     """Every run's status, newest first."""
-    return [supervise.current(folder) for folder in store.all_runs()]
+    return [run_state.reconcile(folder) for folder in store.all_runs()]
 
 
 def _unpack(packed: bytes, path: Path) -> None:
@@ -541,9 +379,12 @@ def runs_of(
     Raises:
         Unavailable: the cluster does not answer.
     """
-    entry = settled_cluster(cluster, clusters_file)
+    entry = resolved_cluster(cluster, clusters_file)
     backend = backends.backend(entry.backend)
-    there = {run.run: run for run in backend.listing(entry, backends.transport_for(entry))}
+    there = {}
+    if isinstance(backend, SupportsListing):
+        with contextlib.closing(backends.transport_for(entry)) as transport:
+            there = {run.run: run for run in backend.listing(entry, transport)}
     found = []
     for status in runs():
         if status.cluster == cluster or status.run in there:
@@ -610,48 +451,34 @@ def attach(
 
 def _taken_up(run: str, cluster: str, clusters_file: str | os.PathLike[str] | None) -> Run:
     """A run of another machine, with a folder here and a supervisor that watches over it."""
-    entry = settled_cluster(cluster, clusters_file)
+    entry = resolved_cluster(cluster, clusters_file)
     backend = backends.backend(entry.backend)
-    transport = backends.transport_for(entry)
-    found = backend.recover(run, entry, transport)
-    if (store.home() / "runs" / found.run).is_dir():
-        return attach(found.run)
-    _check_secrets(found.job, f"a restart of run {found.run} needs it: ")
-    plan = backend.plan(found.job, found.cluster, found.facts, found.run)
-    folder = RunFolder.create(found.run)
-    try:
-        folder.write_json("job.json", found.job)
-        folder.write_json("cluster.json", {"backend": backend.name} | _plain(found.cluster))
-        supervise.save_plan(folder, found.facts, plan)
-        execute.write_files(plan, transport)
-        if found.project is not None:
-            _unpack(found.project, Path(plan.trees[0].path))
-        submission = Submission(
-            run=found.run,
-            job=found.job.name,
-            cluster=cluster,
-            backend=backend.name,
-            created_at=found.created_at,
-            clusterkit=clusterkit.__version__,
+    if not isinstance(backend, SupportsRecovery):
+        raise CapabilityError(
+            f"backend {backend.name}: its clusters do not remember what a run was made of",
+            hint="attach on the machine and with the CLUSTERKIT_HOME that submitted it",
         )
-        folder.write_json(
-            "state.json",
-            RunStatus(
+    with contextlib.closing(backends.transport_for(entry)) as transport:
+        found = backend.recover(run, entry, transport)
+        if (store.home() / "runs" / found.run).is_dir():
+            return attach(found.run)
+        check_secrets(found.job, f"a restart of run {found.run} needs it: ")
+        plan = backend.plan(found.job, found.cluster, found.facts, found.run)
+
+        def complete(folder: RunFolder) -> None:
+            execute.write_files(plan, transport)
+            if found.project is not None:
+                _unpack(found.project, Path(plan.trees[0].path))
+            status = RunStatus(
                 run=found.run, job=found.job.name, cluster=cluster, backend=backend.name,
                 state=State.RUNNING, attempt=found.attempt, started_at=found.created_at,
-            ),
-        )  # fmt: skip
-        folder.write_json("run.json", submission)
-        text = f"taken up on this machine, in attempt {found.attempt}"
-        folder.append("events.jsonl", Event(at=time.time(), attempt=found.attempt, text=text))
-        lock = folder.hold()
-        assert lock is not None  # the folder is new
-        with lock:
-            supervise.spawn(folder, lock, adopt=True)
-    except BaseException:
-        shutil.rmtree(folder.path, ignore_errors=True)
-        raise
-    return Run(folder)
+            )  # fmt: skip
+            folder.write_json("state.json", status)
+            text = f"taken up on this machine, in attempt {found.attempt}"
+            folder.append("events.jsonl", Event(at=time.time(), attempt=found.attempt, text=text))
+
+        ready = Prepared(found.job, cluster, found.cluster, found.facts, backend, plan, transport)
+        return _start(ready, complete, found.created_at, adopt=True)
 
 
 def cancel(run: str | Run) -> RunStatus:
@@ -708,9 +535,10 @@ def bench(
 
     options = bandwidth.choose(**choices)
     if nodes is None:
-        entry = settled_cluster(cluster, clusters_file, include=include, exclude=exclude)
+        entry = resolved_cluster(cluster, clusters_file, include=include, exclude=exclude)
         backend = backends.backend_type(entry.backend)()
-        nodes = max(1, backend.places(entry, backends.transport_for(entry)))
+        with contextlib.closing(backends.transport_for(entry)) as transport:
+            nodes = max(1, backend.places(entry, transport))
     ready = prepare(
         bandwidth.job_of(options),
         cluster=cluster,
@@ -779,9 +607,10 @@ def estimate(
         request.read(JobSpec(name="model", command=("none",)), (), nodes, gpus)
     counted = gpus is not None or (spec is not None and spec.gpus_per_node != "auto")
     if facts is None and not (asked.gpu_memory is not None and counted):
-        entry = settled_cluster(cluster, clusters_file)
+        entry = resolved_cluster(cluster, clusters_file)
         backend = backends.backend(entry.backend)
-        facts = backend.probe(entry, backends.transport_for(entry), spec)
+        with contextlib.closing(backends.transport_for(entry)) as transport:
+            facts = backend.probe(entry, transport, spec)
     count = None if nodes is None else parse_nodes(nodes)[1]
     return estimates.estimate(spec, facts, nodes=count, gpus=gpus, question=asked)
 
@@ -819,15 +648,15 @@ def doctor(
         spec = request.read(job, settings, nodes, gpus).job
     elif nodes is not None or gpus is not None:
         spec = request.read(JobSpec(name="any", command=("true",)), (), nodes, gpus).job
-    entry = settled_cluster(cluster, clusters_file, include=include, exclude=exclude)
-    subject = backends.backend(entry.backend).subject(cluster, entry, spec)
-    transport = backends.transport_for(entry)
-    try:
+    entry = resolved_cluster(cluster, clusters_file, include=include, exclude=exclude)
+    backend = backends.backend(entry.backend)
+    if not isinstance(backend, SupportsDoctor):
+        raise CapabilityError(f"backend {backend.name} has no doctor yet")
+    subject = backend.subject(cluster, entry, spec)
+    with contextlib.closing(backends.transport_for(entry)) as transport:
         return doctors.examine(
             subject, transport, quick=quick, only=only, progress=progress or (lambda *_: None)
         )
-    finally:
-        transport.close()
 
 
 def jobs() -> list[CatalogueEntry]:

@@ -18,14 +18,14 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
 import clusterkit
 from clusterkit import host_probe
 from clusterkit.assemble import Peers, Places, assemble, require_packages
-from clusterkit.backends.base import Backend, Handle, Observation
+from clusterkit.backends.base import Backend, Observation
 from clusterkit.backends.compose.compose_file import (
     OURS,
     checkpoint_folders,
@@ -41,7 +41,7 @@ from clusterkit.backends.compose.compose_file import (
 from clusterkit.backends.compose.containers import (
     ENGINE_SECONDS,
     HOST,
-    Watcher,
+    ContainerMonitor,
     inspect,
     known,
     observation,
@@ -65,7 +65,7 @@ from clusterkit.cluster import ClusterSpec, ComposeCluster, Engine, Facts, Gpu, 
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
 from clusterkit.plan import Note, Plan, PlanFile, Step
 from clusterkit.rendezvous import Endpoint, Topology
-from clusterkit.runs import home
+from clusterkit.runs import RunHandle, home
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Completed, Transport
 
@@ -84,14 +84,12 @@ class ComposeBackend(Backend):
 
     name = "compose"
     summary = "containers of a docker engine on this machine, one node each"
-    managed: ClassVar[bool] = True
-    own_network: ClassVar[bool] = True
 
     @classmethod
-    def settled(
+    def resolved(
         cls, cluster: ClusterSpec, folder: Path, include: str | None, exclude: str | None
     ) -> ClusterSpec:
-        super().settled(cluster, folder, include, exclude)
+        super().resolved(cluster, folder, include, exclude)
         assert isinstance(cluster, ComposeCluster)
         for key in ("shm_size", "memory"):
             if (size := getattr(cluster, key)) is not None:
@@ -108,7 +106,7 @@ class ComposeBackend(Backend):
                 raise BadInput(
                     f"ulimits: {name}: {value} is no limit", hint="{memlock: -1}", cluster="ulimits"
                 )
-        volumes = tuple(_settled_volume(text, folder) for text in cluster.volumes)
+        volumes = tuple(_resolved_volume(text, folder) for text in cluster.volumes)
         return msgspec.structs.replace(cluster, volumes=volumes)
 
     # -- probing --------------------------------------------------------------
@@ -249,7 +247,7 @@ class ComposeBackend(Backend):
 
     # -- carrying out ---------------------------------------------------------
 
-    def status(self, handle: Handle, transport: Transport) -> Observation | None:
+    def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
         if not known(handle.plan, transport):
             return None
         try:
@@ -258,10 +256,13 @@ class ComposeBackend(Backend):
             return observation(handle, {}, transport, silent=error.message)
         return observation(handle, live, transport)
 
-    def watch(self, handle: Handle, transport: Transport) -> Watcher:
-        return Watcher(handle, transport)
+    def watch(self, handle: RunHandle, transport: Transport) -> ContainerMonitor:
+        return ContainerMonitor(handle, transport)
 
-    def cancel(self, handle: Handle, transport: Transport, reason: str = "cancelled") -> None:
+    def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
+        remove(handle, transport)
+
+    def after_attempt(self, handle: RunHandle, transport: Transport) -> None:
         remove(handle, transport)
 
 
@@ -538,7 +539,7 @@ def _check_volumes(cluster: ComposeCluster, docker: Sequence[str], transport: Tr
             )
 
 
-def _settled_volume(text: str, folder: Path) -> str:
+def _resolved_volume(text: str, folder: Path) -> str:
     source, target, readonly = parse_volume(text)
     if source.startswith(("/", ".", "~")):
         source = os.path.normpath(folder / Path(source).expanduser())

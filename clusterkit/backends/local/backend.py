@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from clusterkit import agent
 from clusterkit.agent import process_start
 from clusterkit.assemble import Places, assemble, require_packages
-from clusterkit.backends.base import Backend, Handle, Observation
+from clusterkit.backends.base import Backend, Observation, SupportsDoctor
 from clusterkit.backends.nodes import (
     PACKAGES,
     TOOLS,
@@ -24,6 +24,7 @@ from clusterkit.backends.nodes import (
     judge_node,
     node_file,
     observed,
+    ports_taken,
     probe_gpus,
     stop_arguments,
     threads_of,
@@ -32,7 +33,7 @@ from clusterkit.cluster import ClusterSpec, Facts, HostFacts, LocalCluster
 from clusterkit.errors import BadInput, PortTaken, SubmitFailed, Unavailable, counted
 from clusterkit.plan import Note, Plan, Step
 from clusterkit.rendezvous import Endpoint, Topology
-from clusterkit.runs import home
+from clusterkit.runs import RunHandle, home
 from clusterkit.spec import JobSpec
 from clusterkit.status import NodeStatus, State
 from clusterkit.transport import Transport
@@ -45,7 +46,7 @@ ADDRESS = "127.0.0.1"
 _NAMES_PYTHON = "`python` in the job, or in the cluster entry, names the interpreter of the ranks"
 
 
-class LocalBackend(Backend):
+class LocalBackend(Backend, SupportsDoctor):
     """Nodes are processes on this machine; see `clusterkit.agent` for what each one is."""
 
     name = "local"
@@ -191,7 +192,12 @@ class LocalBackend(Backend):
             stop_grace=cluster.stop_grace,
         )
 
-    def status(self, handle: Handle, transport: Transport) -> Observation | None:
+    def before_attempt(
+        self, cluster: ClusterSpec, facts: Facts, transport: Transport, *, fresh: bool
+    ) -> tuple[Facts, str] | None:
+        return ports_taken(cluster, facts, transport)
+
+    def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
         if transport.get(HOST, posixpath.join(handle.plan.run_dir, "run.json"), 0, 1) is None:
             return None
         nodes = tuple(_node_status(handle, node, transport) for node in range(handle.plan.nodes))
@@ -202,7 +208,7 @@ class LocalBackend(Backend):
         }
         return observed(nodes, ended)
 
-    def cancel(self, handle: Handle, transport: Transport, reason: str = "cancelled") -> None:
+    def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
         # Our own agent, not the run folder's copy: that may be gone, its processes not.
         stop = [sys.executable, "-I", agent.__file__, *stop_arguments(handle.plan, reason)]
         done = transport.run(HOST, stop, timeout=handle.plan.stop_grace + 60)
@@ -288,7 +294,7 @@ def _which(tool: str) -> str | None:
 # ---------------------------------------------------------------- watching
 
 
-def _node_status(handle: Handle, node: int, transport: Transport) -> NodeStatus:
+def _node_status(handle: RunHandle, node: int, transport: Transport) -> NodeStatus:
     def read(name: str) -> bytes | None:
         return transport.get(HOST, node_file(handle, node, name))
 

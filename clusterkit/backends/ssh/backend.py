@@ -8,13 +8,19 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from clusterkit import agent, execute, host_probe, mirror, project
 from clusterkit.assemble import Peers, Places, assemble, require_packages
-from clusterkit.backends.base import Backend, Handle, Observation, Watcher
+from clusterkit.backends.base import (
+    Backend,
+    Monitor,
+    Observation,
+    SupportsDoctor,
+    SupportsForget,
+)
 from clusterkit.backends.nodes import (
     GPU_QUERY,
     PACKAGES,
@@ -26,6 +32,7 @@ from clusterkit.backends.nodes import (
     judge_node,
     observed,
     parse_gpus,
+    ports_taken,
     stop_arguments,
     threads_of,
 )
@@ -35,7 +42,7 @@ from clusterkit.errors import BadInput, ClusterkitError, PortTaken, Unavailable,
 from clusterkit.mirror import NodeView, Watch
 from clusterkit.plan import Note, Plan, Step, Tree
 from clusterkit.rendezvous import NODE_ADDRESS, Endpoint, Topology, mpirun_interface
-from clusterkit.runs import node_dir
+from clusterkit.runs import RunHandle, home, node_dir
 from clusterkit.spec import JobSpec
 from clusterkit.status import NodeStatus, State
 from clusterkit.transport import Stream, Transport, fan_out, in_order
@@ -49,15 +56,14 @@ _REPORT_GONE = 2
 """Exit code of a Python that does not find its program."""
 
 
-class SshBackend(Backend):
+class SshBackend(Backend, SupportsDoctor, SupportsForget):
     """Nodes are machines; see `clusterkit.agent` for what runs on each of them."""
 
     name = "ssh"
     summary = "machines reached over SSH, one node each"
-    elsewhere: ClassVar[bool] = True
 
     @classmethod
-    def settled(
+    def resolved(
         cls, cluster: ClusterSpec, folder: Path, include: str | None, exclude: str | None
     ) -> ClusterSpec:
         assert isinstance(cluster, SshCluster)
@@ -182,6 +188,9 @@ class SshBackend(Backend):
             over_ssh=True,
         )
 
+    def preflight(self, name: str, cluster: ClusterSpec, job: JobSpec) -> Subject:
+        return self.subject(name, cluster, job)
+
     # -- planning -------------------------------------------------------------
 
     def plan(self, job: JobSpec, cluster: ClusterSpec, facts: Facts, run_id: str) -> Plan:
@@ -283,7 +292,15 @@ class SshBackend(Backend):
 
     # -- carrying out ---------------------------------------------------------
 
-    def status(self, handle: Handle, transport: Transport) -> Observation | None:
+    def home(self, facts: Facts) -> Path:
+        return home()  # the facts' is the hosts' own
+
+    def before_attempt(
+        self, cluster: ClusterSpec, facts: Facts, transport: Transport, *, fresh: bool
+    ) -> tuple[Facts, str] | None:
+        return None if fresh else ports_taken(cluster, facts, transport)
+
+    def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
         views = _views(handle)
 
         def ask(name: str) -> None:
@@ -304,10 +321,10 @@ class SshBackend(Backend):
                 views[int(name)].lost(error)
         return _observation(handle, views, 0.0)
 
-    def watch(self, handle: Handle, transport: Transport) -> Watcher:
-        return _Watcher(handle, transport)
+    def watch(self, handle: RunHandle, transport: Transport) -> Monitor:
+        return _SshMonitor(handle, transport)
 
-    def cancel(self, handle: Handle, transport: Transport, reason: str = "cancelled") -> None:
+    def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
         plan = handle.plan
         # Our own agent, not the run folder's copy: that may be gone, its processes not.
         program = Path(agent.__file__).read_bytes()
@@ -326,7 +343,7 @@ class SshBackend(Backend):
 
         _everywhere(plan, stop, transport, f"clusterkit cancel {plan.run_id} again")
 
-    def forget(self, handle: Handle, transport: Transport) -> None:
+    def forget(self, handle: RunHandle, transport: Transport) -> None:
         plan = handle.plan
 
         def remove(host: str) -> None:
@@ -598,7 +615,7 @@ def _named(names: list[str], most: int = 4) -> str:
 # ---------------------------------------------------------------- watching
 
 
-def _views(handle: Handle) -> list[NodeView]:
+def _views(handle: RunHandle) -> list[NodeView]:
     plan = handle.plan
     return [
         NodeView.of(node, plan.hosts[node], handle.folder.node_dir(handle.attempt, node))
@@ -606,7 +623,7 @@ def _views(handle: Handle) -> list[NodeView]:
     ]
 
 
-def _report(handle: Handle, view: NodeView, transport: Transport, *, follow: bool) -> Stream:
+def _report(handle: RunHandle, view: NodeView, transport: Transport, *, follow: bool) -> Stream:
     plan = handle.plan
     known = view.offsets()
     return transport.open(
@@ -620,7 +637,7 @@ def _report(handle: Handle, view: NodeView, transport: Transport, *, follow: boo
     )  # fmt: skip
 
 
-def _observation(handle: Handle, views: list[NodeView], patience: float) -> Observation | None:
+def _observation(handle: RunHandle, views: list[NodeView], patience: float) -> Observation | None:
     if all(not view.known for view in views):
         return None
     nodes = tuple(_judge(view, views, patience) for view in views)
@@ -659,10 +676,10 @@ def _judge(view: NodeView, views: list[NodeView], patience: float) -> NodeStatus
     return found
 
 
-class _Watcher:
+class _SshMonitor:
     """All nodes through one stream per host."""
 
-    def __init__(self, handle: Handle, transport: Transport) -> None:
+    def __init__(self, handle: RunHandle, transport: Transport) -> None:
         self._handle = handle
         self._patience = handle.plan.lost_after
         self._watch = Watch(
