@@ -108,7 +108,7 @@ def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunS
     with contextlib.suppress(ClusterkitError):
         progress = backend.catch_up(handle, transport)
     if progress.attempt > handle.attempt:
-        handle = RunHandle(folder, handle.plan, progress.attempt)
+        handle = folder.handle(progress.attempt, handle.plan)
         base = _replace(base, attempt=progress.attempt, state=State.RUNNING)
     seen = backend.status(handle, transport)
     if seen is None:
@@ -270,7 +270,7 @@ def _ending(
             run_id=folder.run_id, run_dir=str(folder.path), backend=cluster.backend, summary="",
             nodes=0, world_size=0,
         )  # fmt: skip
-        handle = RunHandle(folder, plan, attempt)
+        handle = folder.handle(attempt, plan)
     return backends.backend(cluster.backend), handle, connections.to(cluster)
 
 

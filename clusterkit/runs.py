@@ -280,13 +280,16 @@ class RunFolder:
         except msgspec.ValidationError as error:
             raise RunFolderError(f"run {self.run_id}: cluster.json is damaged ({error})") from error
 
-    def handle(self, attempt: int = 1) -> RunHandle:
+    def handle(self, attempt: int = 1, plan: Plan | None = None) -> RunHandle:
         """One attempt, for a backend.
+
+        Args:
+            plan: the run's, of a caller that has read it.
 
         Raises:
             RunFolderError: the plan is missing or damaged.
         """
-        return RunHandle(self, self.plan(), attempt)
+        return RunHandle(self, plan or self.plan(), attempt)
 
     # -- whose it is -------------------------------------------------------
 

@@ -170,12 +170,11 @@ class Supervisor:
                 self.backend.after_attempt(handle, self.transport)
             except ClusterkitError as error:
                 self._left_over(error)
-            if self.remark is not None:
-                self._cancel()  # once more, now that the nodes have ended
+            lost = any(node.state is State.UNKNOWN for node in seen.nodes)
+            if self.remark is not None or (lost and seen.state is not State.SUCCEEDED):
+                self._cancel()  # something may still run there
             if seen.state is State.SUCCEEDED:
                 return self._finish(State.SUCCEEDED)
-            if any(node.state is State.UNKNOWN for node in seen.nodes):
-                self._cancel()  # something may still run there
             if self._to_be_ended():
                 return self._finish(State.CANCELLED)
             if self.late:
@@ -315,7 +314,7 @@ class Supervisor:
             self.folder.write(LEFTOVERS, f"{error.message}\n")
 
     def _handle(self) -> RunHandle:
-        return RunHandle(self.folder, self.plan, self.attempt)
+        return self.folder.handle(self.attempt, self.plan)
 
     # -- the facts ----------------------------------------------------------
 

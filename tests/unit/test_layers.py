@@ -57,6 +57,7 @@ backends.*.backend
 supervise
 run_state
 run
+launch
 ui ui.words
 ui.plots
 api
