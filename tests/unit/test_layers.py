@@ -16,11 +16,11 @@ LAYERS = """
 errors files status marks deepspeed_table agent host_probe receiver
 shell transport logs yaml_text runtime.mesh
 mirror tracebacks
-spec runs diagnose
+spec diagnose
 cluster command
 batch rendezvous loader
 plan request catalogue deepspeed_config
-program
+program runs
 deepspeed_probe estimate.units estimate.memory estimate.published
 estimate.models estimate.advice
 estimate.jobs
@@ -57,6 +57,9 @@ backends.kubernetes.lease
 backends.kubernetes.remove
 backends.*.backend
 supervise
+run_state
+run
+launch
 ui ui.words
 ui.plots
 api

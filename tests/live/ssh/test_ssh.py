@@ -677,7 +677,7 @@ def test_a_login_shell_that_greets_disturbs_nothing(submit: Submit, lab: Lab) ->
 
 def test_connections_are_made_once(lab: Lab) -> None:
     describe(lab)
-    cluster = api.settled_cluster("lab")
+    cluster = api.resolved_cluster("lab")
     transport = backends.transport_for(cluster)
     first = transport.connection("h0")
     for _ in range(5):
