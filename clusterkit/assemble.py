@@ -17,6 +17,7 @@ import msgspec
 from clusterkit import batch as batches
 from clusterkit import shell
 from clusterkit.agent import PEER_TOKEN
+from clusterkit.agent.archive import ARCHIVE
 from clusterkit.batch import Batch
 from clusterkit.cluster import HostFacts
 from clusterkit.command import PYTHONS
@@ -70,22 +71,22 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Peers:
-    """How the nodes watch each other (`clusterkit.agent.Peers`)."""
+class Watching:
+    """How the nodes watch each other (`clusterkit.agent.membership`)."""
 
     address: str
     port: int
     lost_after: float
-    rejoin: float | None = None
-    """Seconds that a lost node has to come back; None: it ends the run."""
+    rejoin: float = 0.0
+    """Seconds that a lost node has to come back; 0: it ends the run."""
 
     def arguments(self, topology: Topology) -> list[str]:
         """For the node agent. An elastic run's launchers watch each other."""
         found: list[str] = []
         if not topology.elastic and topology.nodes > 1:
-            found += ["--peers", f"{self.address}:{self.port}"]
+            found += ["--coordinator", f"{self.address}:{self.port}"]
             found += ["--nodes", str(topology.nodes), "--lost-after", f"{self.lost_after:g}"]
-        if not topology.elastic and self.rejoin is not None:
+        if not topology.elastic and self.rejoin:
             found += ["--rejoin", f"{self.rejoin:g}"]
         return found
 
@@ -114,7 +115,7 @@ def assemble(
     cluster_env: Mapping[str, str],
     network_env: Mapping[str, str],
     stop_grace: float,
-    peers: Peers | None = None,
+    watching: Watching | None = None,
     container: bool = False,
     mpi_interface: str | None = None,
 ) -> Assembly:
@@ -124,7 +125,7 @@ def assemble(
         hosts: one name per node, for the hostfile.
         cluster_env: environment of the cluster entry; the job's own goes first.
         network_env: which interface to use; both go before it.
-        peers: how the nodes watch each other; None: somebody else does.
+        watching: how the nodes watch each other; None: somebody else does.
         container: a node's output is what becomes of it: its log goes there as well.
         mpi_interface: network interface of deepspeed's ranks where it starts those of all nodes
             with mpirun, from node 0; None: each node starts its own.
@@ -164,7 +165,7 @@ def assemble(
         PlanFile(
             places.file("rank.sh"), text=rank_script(starter, topology, places.python), mode=0o755
         ),
-        PlanFile(places.file("agent.py"), resource="agent.py"),
+        PlanFile(places.file(ARCHIVE), resource=ARCHIVE),
     ]
     if job.launcher in ("deepspeed", "mpirun"):
         files.append(
@@ -183,12 +184,12 @@ def assemble(
         mpi_interface=mpi_interface,
     )
     launcher = argv[: len(argv) - len(rank_command)]
-    watching = [] if peers is None or starter == "mpirun" else peers.arguments(topology)
+    watch = [] if watching is None or starter == "mpirun" else watching.arguments(topology)
     script = _node_script(
-        starter, topology, places, env, [launcher, rank_command], stop_grace, watching, container
+        starter, topology, places, env, [launcher, rank_command], stop_grace, watch, container
     )
     node_sh = PlanFile(places.file("node.sh"), text=script, mode=0o755)
-    secrets = (*job.secrets, PEER_TOKEN) if "--peers" in watching else job.secrets
+    secrets = (*job.secrets, PEER_TOKEN) if "--coordinator" in watch else job.secrets
     return Assembly((node_sh, *files), tuple(notes), ("/bin/sh", node_sh.path), secrets)
 
 
@@ -374,19 +375,19 @@ def _node_script(
     env: Mapping[str, str],
     command: Sequence[Sequence[Word]],
     stop_grace: float,
-    watching: Sequence[str],
+    watch: Sequence[str],
     container: bool,
 ) -> str:
     mpi = starter == "mpirun"
     # mpirun starts the ranks of all nodes from the first.
     nproc = topology.world_size if mpi else topology.nproc_per_node
     agent: list[Word] = [
-        places.python, "-I", places.file("agent.py"), "run", "--nproc", str(nproc),
+        places.python, "-I", places.file(ARCHIVE), "run", "--nproc", str(nproc),
         "--workdir", places.workdir, "--grace", f"{stop_grace:g}",
         *(["--spawn"] if starter == "python" else []),
         *(["--tagged"] if mpi else []),
         *(["--echo", "--last-words", LAST_WORDS] if container else []),
-        *watching, "--",
+        *watch, "--",
     ]  # fmt: skip
     lines = " \\\n    ".join(shell.join(words) for words in (agent, *command) if words)
     # A plan for GPUs hands CLUSTERKIT_GPUS to each node by its step.

@@ -653,7 +653,7 @@ def _alone(backend: Backend, newest: Newest, restarts: int) -> str:
     """What does not happen to a run that goes on without its supervisor."""
     if newest.watched:
         return "the watcher in the cluster goes on with it"
-    # Nodes on other machines, and in containers, watch each other (clusterkit.agent.Peers).
+    # Nodes on other machines, and in containers, watch each other (clusterkit.agent.membership).
     together = backend.elsewhere or backend.managed
     again = f" ({counted(restarts, 'restart')} left)" if restarts else ""
     return (

@@ -11,8 +11,10 @@ from clusterkit import runs
 from clusterkit.logs import parse_lines
 
 RUN = (
-    "import sys; from clusterkit import agent; agent.PEERS_GRACE = agent.PEER_GONE_SECONDS = 0.3; "
-    "agent.PEER_AGAIN_SECONDS = 0.05; agent.PEER_SECONDS = 0.2; sys.exit(agent.main(sys.argv[1:]))"
+    "import sys; from clusterkit.agent import __main__, limits; "
+    "limits.RANKS_GRACE = limits.FAILURE_GRACE = limits.PEER_GONE_SECONDS = 0.3; "
+    "limits.PEER_AGAIN_SECONDS = 0.05; limits.PEER_SECONDS = 0.2; "
+    "sys.exit(__main__.main(sys.argv[1:]))"
 )
 # Each start of a rank says who it is, and takes its exit code from its node's pipe.
 RANK = 'echo "$NODE_RANK $$" >"$DIR/up"; read code <"$DIR/code-$NODE_RANK"; exit "$code"'
@@ -34,7 +36,7 @@ class Nodes:
         if wait:
             options += ["--rejoin", str(wait)]
         if nodes > 1:
-            options += ["--peers", f"127.0.0.1:{self.port}"]
+            options += ["--coordinator", f"127.0.0.1:{self.port}"]
         self.agents[node] = subprocess.Popen(
             [sys.executable, "-c", run, "run", *options, "--", *argv],
             env={"PATH": os.environ["PATH"], "CLUSTERKIT_RUN_DIR": str(self.folder),

@@ -312,10 +312,10 @@ def test_mpirun_is_told_each_variable_once():
 @pytest.mark.parametrize(
     ("launcher", "names"),
     [
-        ("torchrun", {"node.sh", "rank.sh", "agent.py"}),
-        ("python", {"node.sh", "rank.sh", "agent.py"}),
-        ("deepspeed", {"node.sh", "rank.sh", "agent.py", "hostfile"}),
-        ("mpirun", {"node.sh", "rank.sh", "agent.py", "hostfile"}),
+        ("torchrun", {"node.sh", "rank.sh", "agent.pyz"}),
+        ("python", {"node.sh", "rank.sh", "agent.pyz"}),
+        ("deepspeed", {"node.sh", "rank.sh", "agent.pyz", "hostfile"}),
+        ("mpirun", {"node.sh", "rank.sh", "agent.pyz", "hostfile"}),
     ],
 )
 def test_each_launcher_gets_the_files_that_it_needs(launcher, names):
@@ -332,7 +332,7 @@ def test_the_agent_needs_only_the_standard_library():
     import ast
     import sys
 
-    tree = ast.parse(file_of(assembled(job()), "agent.py").content())
+    tree = ast.parse(file_of(assembled(job()), "agent.pyz").content())
     imported = {
         name.split(".")[0]
         for node in ast.walk(tree)

@@ -13,7 +13,7 @@ from tests.agents import RUN, Nodes
 
 # None of these may be waited for before a node starts, or tells of its failure.
 PATIENT = RUN.replace(
-    "sys.exit", "agent.PEERS_GRACE = agent.FIRST_SECONDS = agent.LAUNCHER_GRACE = 100; sys.exit"
+    "sys.exit", "limits.RANKS_GRACE = limits.FAILURE_GRACE = limits.FIRST_SECONDS = 100; sys.exit"
 )
 
 
@@ -31,7 +31,7 @@ def begin(nodes, count=2, **options):
         nodes.start(node, count, wait=0, **options)
         ranks |= nodes.running(node)
     deadline = time.monotonic() + 60
-    while connections(nodes.port) < count - 1:
+    while connections(nodes.port) < count:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     time.sleep(0.3)  # connected is not yet introduced
@@ -39,7 +39,7 @@ def begin(nodes, count=2, **options):
 
 
 def connections(port):
-    """Established ones to a port of this machine, of other nodes than node 0."""
+    """Established ones to a port of this machine; node 0 has one to itself."""
     table = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return sum(line[1].endswith(f":{port:04X}") and line[3] == "01" for line in table)
 
@@ -124,7 +124,7 @@ def test_a_rank_that_ends_well_when_its_node_is_stopped_has_done_so(nodes):
     nodes.running(0)
     nodes.start(1, wait=0, argv=["sh", "-c", ready])
     nodes.running(1)
-    while not connections(nodes.port):
+    while connections(nodes.port) < 2:
         time.sleep(0.01)
     time.sleep(0.3)
     nodes.end(0, 7)
@@ -133,7 +133,7 @@ def test_a_rank_that_ends_well_when_its_node_is_stopped_has_done_so(nodes):
 
 
 def test_a_node_0_that_never_comes_is_remarked_and_the_node_goes_on(nodes):
-    soon = RUN.replace("sys.exit", "agent.PEER_MEET_SECONDS = 0.5; sys.exit")
+    soon = RUN.replace("sys.exit", "limits.PEER_MEET_SECONDS = 0.5; sys.exit")
     nodes.start(1, wait=0, run=soon)
     nodes.running(1)
     started = Path(nodes.path(1), "started.json")

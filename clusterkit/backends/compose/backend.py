@@ -24,7 +24,7 @@ import msgspec
 
 import clusterkit
 from clusterkit import host_probe
-from clusterkit.assemble import Peers, Places, assemble, require_packages
+from clusterkit.assemble import Places, Watching, assemble, require_packages
 from clusterkit.backends.base import Backend, Handle, Observation
 from clusterkit.backends.compose.compose_file import (
     OURS,
@@ -186,7 +186,8 @@ class ComposeBackend(Backend):
         run_dir = posixpath.join(facts.home, "runs", run_id)
         workdir, program = _workdir(job, cluster, engine, run_dir)
         mpirun = job.launcher == "mpirun"
-        peers = Peers("node-0", facts.watch_port or own_ports(facts.port)[1], cluster.lost_after)
+        watch_port = facts.watch_port or own_ports(facts.port)[1]
+        watching = Watching("node-0", watch_port, cluster.lost_after)
         assembly = assemble(
             program,
             topology=topology,
@@ -203,7 +204,7 @@ class ComposeBackend(Backend):
                 **(mpi_env(facts.interface) if mpirun else {}),
             },
             stop_grace=cluster.stop_grace,
-            peers=None if mpirun else peers,
+            watching=None if mpirun else watching,
         )
         mounts = mounts_of(job, cluster, engine, run_dir)
         text = render(

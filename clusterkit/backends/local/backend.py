@@ -9,8 +9,7 @@ import posixpath
 import sys
 from typing import TYPE_CHECKING, Any
 
-from clusterkit import agent
-from clusterkit.agent import process_start
+from clusterkit.agent import archive, process_start
 from clusterkit.assemble import Places, assemble, require_packages
 from clusterkit.backends.base import Backend, Handle, Observation
 from clusterkit.backends.nodes import (
@@ -204,8 +203,9 @@ class LocalBackend(Backend):
 
     def cancel(self, handle: Handle, transport: Transport, reason: str = "cancelled") -> None:
         # Our own agent, not the run folder's copy: that may be gone, its processes not.
-        stop = [sys.executable, "-I", agent.__file__, *stop_arguments(handle.plan, reason)]
-        done = transport.run(HOST, stop, timeout=handle.plan.stop_grace + 60)
+        stop = [sys.executable, "-I", "-", *stop_arguments(handle.plan, reason)]
+        seconds = handle.plan.stop_grace + 60
+        done = transport.run(HOST, stop, stdin=archive.as_text(), timeout=seconds)
         if done.exit_code:
             raise Unavailable(f"could not end run {handle.plan.run_id}: {done.stderr.strip()}")
 

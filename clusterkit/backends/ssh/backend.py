@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from clusterkit import agent, execute, host_probe, mirror, project
-from clusterkit.assemble import Peers, Places, assemble, require_packages
+from clusterkit import execute, host_probe, mirror, project
+from clusterkit.agent import archive
+from clusterkit.assemble import Places, Watching, assemble, require_packages
 from clusterkit.backends.base import Backend, Handle, Observation, Watcher
 from clusterkit.backends.nodes import (
     GPU_QUERY,
@@ -225,7 +226,7 @@ class SshBackend(Backend):
             cluster_env=cluster.env,
             network_env=interface_env | _shipped_env(job, cluster, facts),
             stop_grace=cluster.stop_grace,
-            peers=Peers(head.address, facts.watch_port, cluster.lost_after)
+            watching=Watching(head.address, facts.watch_port, cluster.lost_after)
             if facts.watch_port
             else None,
         )
@@ -310,7 +311,7 @@ class SshBackend(Backend):
     def cancel(self, handle: Handle, transport: Transport, reason: str = "cancelled") -> None:
         plan = handle.plan
         # Our own agent, not the run folder's copy: that may be gone, its processes not.
-        program = Path(agent.__file__).read_bytes()
+        program = archive.as_text()
 
         def stop(host: str) -> None:
             done = transport.run(
@@ -612,7 +613,7 @@ def _report(handle: Handle, view: NodeView, transport: Transport, *, follow: boo
     return transport.open(
         view.host,
         [
-            plan.python, "-I", posixpath.join(plan.run_dir, "files", "agent.py"), "report",
+            plan.python, "-I", posixpath.join(plan.run_dir, "files", archive.ARCHIVE), "report",
             node_dir(plan.run_dir, handle.attempt, view.node),
             "--log", str(known["log"]), "--ranks", str(known["ranks.jsonl"]),
             *(["--follow"] if follow else []),
