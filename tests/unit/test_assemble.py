@@ -328,22 +328,6 @@ def test_scripts_can_be_executed():
     assert modes["/runs/r1/files/node.sh"] == modes["/runs/r1/files/rank.sh"] == 0o755
 
 
-def test_the_agent_needs_only_the_standard_library():
-    import ast
-    import sys
-
-    tree = ast.parse(file_of(assembled(job()), "agent.pyz").content())
-    imported = {
-        name.split(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in (
-            [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module]
-        )
-    }
-    assert imported <= set(sys.stdlib_module_names)
-
-
 # ---------------------------------------------------------------- what a host lacks
 
 

@@ -19,6 +19,7 @@ class Table:
     def __init__(self, nodes=2, wait=60.0):
         self.now = 0.0
         self.membership = Membership(nodes, 30.0, wait)
+        self.identity = self.membership.identity
 
     def arrives(self, node, name="", **hello):
         given = {
@@ -124,14 +125,11 @@ def test_a_connection_that_breaks_off_for_a_moment_changes_nothing():
     table = Table().all_arrive()
     table.membership.closed(1, table.now)
     table.turn(limits.PEER_GONE_SECONDS - 1)
-    assert table.arrives(1, running=True, round=1, coordinator=table.membership.identity) == []
+    assert table.arrives(1, running=True, round=1, coordinator=table.identity) == []
     assert table.turn(100) == []
     # What was said meanwhile is made good.
     table.membership.closed(1, table.now)
-    assert (
-        table.arrives(1, running=False, round=1, code=5, coordinator=table.membership.identity)
-        == []
-    )
+    assert table.arrives(1, running=False, round=1, code=5, coordinator=table.identity) == []
     assert table.turn(3) == [(0, "stop", "node 1 failed"), (1, "stop", "node 1 failed")]
 
 
@@ -142,7 +140,7 @@ def test_a_start_that_was_not_heard_is_said_again():
     table.arrives(1, "another")
     assert table.turn(0) == [(0, "start", 2), (1, "start", 2)]
     table.membership.closed(0, table.now)
-    again = table.arrives(0, round=1, code=143, coordinator=table.membership.identity)
+    again = table.arrives(0, round=1, code=143, coordinator=table.identity)
     assert again == [(0, "start", 2)]
     assert table.turn(10) == []
 
@@ -216,7 +214,7 @@ def test_one_that_fell_silent_is_lost_and_may_come_back_itself():
         "running": False,
         "round": 1,
         "code": 137,
-        "coordinator": table.membership.identity,
+        "coordinator": table.identity,
         "lost": True,
     }
     table.arrives(1, **hello)
@@ -229,7 +227,7 @@ def test_one_that_had_given_node_0_up_is_no_failure():
         "running": False,
         "round": 1,
         "code": 143,
-        "coordinator": table.membership.identity,
+        "coordinator": table.identity,
         "lost": True,
     }
     assert table.arrives(1, **hello) == [(0, "wait", "node 1 was lost")]

@@ -22,10 +22,7 @@ WAIT = 60
 
 
 @pytest.fixture(autouse=True)
-def node(monkeypatch):
-    monkeypatch.setenv("CLUSTERKIT_RUN_ID", "r")
-    monkeypatch.setenv("CLUSTERKIT_ATTEMPT", "1")
-    monkeypatch.setenv("NODE_RANK", "0")
+def quick(monkeypatch):
     for name in ("PEER_SECONDS", "PEER_GONE_SECONDS", "PEER_AGAIN_SECONDS", "FAILURE_GRACE"):
         monkeypatch.setattr(limits, name, 0.1)
 
@@ -99,18 +96,18 @@ STRANGERS = [
     (DEEP,),
     (b"x" * 100_000,),
     (b"",),
-    (HELLO, {"exit": 1}),
-    (b"wrong", HELLO, {"exit": 1}),
-    (TOKEN[:-1], HELLO, {"exit": 1}),
-    (TOKEN + b"\r", HELLO, {"exit": 1}),
+    (HELLO, {"ended": 1, "round": 1}),
+    (b"wrong", HELLO, {"ended": 1, "round": 1}),
+    (TOKEN[:-1], HELLO, {"ended": 1, "round": 1}),
+    (TOKEN + b"\r", HELLO, {"ended": 1, "round": 1}),
     (TOKEN, DEEP),
     (TOKEN, b"no JSON"),
     (TOKEN, [1]),
     (TOKEN, RUN),
-    *((TOKEN, {**RUN, "node": node}, {"exit": 1})
+    *((TOKEN, {**RUN, "node": node}, {"ended": 1, "round": 1})
       for node in ("zz", "1", None, True, 1.0, -1, 2, 99, [], {})),
-    (TOKEN, {**HELLO, "run": "another"}, {"exit": 1}),
-    (TOKEN, {**HELLO, "attempt": "2"}, {"exit": 1}),
+    (TOKEN, {**HELLO, "run": "another"}, {"ended": 1, "round": 1}),
+    (TOKEN, {**HELLO, "attempt": "2"}, {"ended": 1, "round": 1}),
 ]  # fmt: skip
 
 
@@ -125,7 +122,7 @@ def test_whoever_is_no_node_is_turned_away_and_changes_nothing(port, kind):
     assert there.said.empty()
     # And a node is heard still.
     with connect(port) as one:
-        say(one, TOKEN, HELLO, {"exit": 7} if kind is Watched else {"leaving": True})
+        say(one, TOKEN, HELLO, {"ended": 7, "round": 1} if kind is Watched else {"leaving": True})
         expected = ("stop", "node 1 failed") if kind is Watched else None
         assert expected is None or there.hears() == expected
     there.end()
@@ -137,7 +134,7 @@ def test_a_node_that_says_what_cannot_be_read_loses_its_connection_alone(port):
         say(one, TOKEN, HELLO, DEEP[:4000])
         assert closed(one)
         with connect(port) as again:
-            say(again, TOKEN, HELLO, {"exit": "x"})
+            say(again, TOKEN, HELLO, {"ended": "x", "round": 1})
             assert closed(again)
     assert there.hears() == ("stop", "the launcher of node 1 is gone")
 
@@ -230,11 +227,10 @@ def test_a_program_that_holds_node_0_s_port_is_nobody_s_failure(port, monkeypatc
     )
 
 
-def test_one_that_answers_in_another_language_does_not_keep_a_node_from_starting(port, monkeypatch):
-    monkeypatch.setenv("NODE_RANK", "1")
+def test_one_that_answers_in_another_language_does_not_keep_a_node_from_starting(port):
     with socket.create_server(("127.0.0.1", port)) as other:
         threading.Thread(target=_answer, args=(other,), daemon=True).start()
-        there = Rejoining(port)
+        there = Rejoining(port, node=1)
         there.end()
 
 
@@ -246,25 +242,20 @@ def _answer(server):
                 connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
 
-@pytest.mark.parametrize("kind", [Watched, Rejoining])
-def test_a_port_that_is_taken_is_told(port, kind):
+@pytest.mark.parametrize("wait", [0.0, 60.0])
+def test_a_port_that_is_taken_is_told(port, wait, monkeypatch):
+    monkeypatch.setattr(Watched, "wait", wait)
     with socket.create_server(("", port)):
-        if kind is Watched:
-            there = Watched(port)
-            assert there.hears()[0] == "warn"
-        else:
-            said = queue.SimpleQueue()
-            Comrades(
-                ("127.0.0.1", port), 2, TOKEN, 30.0, 60.0, lambda *order: said.put(order),
-                lambda text: None, lambda text: said.put(("warn", text)),
-            ).start()  # fmt: skip
-            assert said.get(timeout=WAIT)[0] == "warn"
+        there = Watched(port)
+        words = f"the other nodes are not watched: port {port}: Address already in use"
+        assert there.hears() == ("warn", words)
+        assert [there.hears() for _ in range(2 if wait else 1)][-1] == ("exit", "")
 
 
 def test_node_0_and_another_meet(port):
     first, second = Watched(port), Watched(port, node=1)
     deadline = time.monotonic() + WAIT
-    while not first.thread._peers:
+    while not second.thread._met:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     second.end(3)
@@ -280,7 +271,7 @@ def test_a_pause_of_node_0_is_nobody_s_silence(port, kind, monkeypatch):
     monkeypatch.setattr(clock, "awake", paused)
     there = kind(port)
     with connect(port) as one, one.makefile("rb") as lines:
-        say(one, TOKEN, {**HELLO, "agent": "a", "hub": "", "round": 0, "up": True, "code": None})
+        say(one, TOKEN, {**HELLO, "agent": "a", "running": True})
         assert lines.readline()
         pause[0] = 1000.0
         turned = paused()
