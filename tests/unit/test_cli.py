@@ -169,7 +169,7 @@ def test_plan_writes_its_files_to_a_folder(cli, write_job, cwd):
     assert done.out == ""
     assert done.err == "5 files written to out dir\n"
     there = sorted(str(p.relative_to(cwd / "out dir")) for p in (cwd / "out dir").rglob("*.*"))
-    assert there == ["files/agent.py", "files/node.sh", "files/rank.sh", "plan.json", "plan.txt"]
+    assert there == ["files/agent.pyz", "files/node.sh", "files/rank.sh", "plan.json", "plan.txt"]
     assert os.access(cwd / "out dir" / "files" / "node.sh", os.X_OK)
 
 

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import yaml
 
-from clusterkit import agent
+import clusterkit
 from clusterkit.backends.compose import containers
 from clusterkit.backends.compose import probe as compose
 from clusterkit.backends.compose.backend import ComposeBackend
@@ -735,5 +735,5 @@ def test_mpirun_s_first_node_speaks_for_all() -> None:
 
 def test_the_probe_s_text_is_what_runs_in_the_image() -> None:
     """Standard library only: an image need not hold clusterkit."""
-    assert "clusterkit" not in re.sub(r'""".*?"""', "", Path(agent.__file__).with_name(
+    assert "clusterkit" not in re.sub(r'""".*?"""', "", Path(clusterkit.__file__).with_name(
         "host_probe.py").read_text(), count=1, flags=re.S)  # fmt: skip

@@ -189,7 +189,7 @@ FILES = [
     "events.jsonl",
     "steps.jsonl",
     "files/node.sh",
-    "files/agent.py",
+    "files/agent.pyz",
     "attempts/1/node-0/log",
     "attempts/1/node-0/started.json",
     "attempts/1/node-0/exit.json",
@@ -234,7 +234,7 @@ def complete(folder, hand, run):
     folder.append("steps.jsonl", Event(at=1.0, attempt=1, text="something"))
     (folder.path / "files").mkdir()
     # Not the true agent: whatever `cancel` starts here must not look for processes.
-    (folder.path / "files" / "agent.py").write_text("print('{}')\n")
+    (folder.path / "files" / "agent.pyz").write_text("print('{}')\n")
     (folder.path / "files" / "node.sh").write_text("exit 0\n")
     node = hand.node(started=hand.dead(), exit_code=7, log=TRACEBACK)
     (node / "ranks.jsonl").write_text('{"rank": 0, "pid": 5}\n')

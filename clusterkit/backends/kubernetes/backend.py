@@ -19,7 +19,7 @@ import msgspec
 import yaml
 
 import clusterkit
-from clusterkit.assemble import Peers, Placement, Places, assemble, require_packages
+from clusterkit.assemble import Placement, Places, Watching, assemble, require_packages
 from clusterkit.backends.base import (
     Backend,
     ClusterProgress,
@@ -279,13 +279,13 @@ class KubernetesBackend(Backend, SupportsDoctor, SupportsSync, SupportsListing, 
                 **(mpirun_interface(facts.interface) if mpi else {}),
             },
             stop_grace=cluster.stop_grace,
-            peers=None
+            watching=None
             if mpi
-            else Peers(
+            else Watching(
                 names[0],
                 facts.watch_port or own_ports(facts.port)[1],
                 cluster.lost_after,
-                REJOIN_SECONDS if rejoin else None,
+                REJOIN_SECONDS if rejoin else 0,
             ),
             container=True,
             mpi_interface=facts.interface if mpi and job.launcher == "deepspeed" else None,

@@ -8,8 +8,7 @@ import posixpath
 import sys
 from typing import TYPE_CHECKING, Any
 
-from clusterkit import agent
-from clusterkit.agent import process_start
+from clusterkit.agent import archive, process_start
 from clusterkit.assemble import Placement, Places, require_packages
 from clusterkit.backends.base import Backend, Observation, SupportsDoctor
 from clusterkit.backends.local.probe import ADDRESS, HOST, probe, ranks_python
@@ -135,8 +134,9 @@ class LocalBackend(Backend, SupportsDoctor):
 
     def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
         # Our own agent, not the run folder's copy: that may be gone, its processes not.
-        stop = [sys.executable, "-I", agent.__file__, *stop_arguments(handle.plan, reason)]
-        done = transport.run(HOST, stop, timeout=handle.plan.stop_grace + 60)
+        stop = [sys.executable, "-I", "-", *stop_arguments(handle.plan, reason)]
+        seconds = handle.plan.stop_grace + 60
+        done = transport.run(HOST, stop, stdin=archive.as_text(), timeout=seconds)
         if done.exit_code:
             raise Unavailable(f"could not end run {handle.plan.run_id}: {done.stderr.strip()}")
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clusterkit import agent, execute, mirror
+from clusterkit import execute, mirror
+from clusterkit.agent import archive
 from clusterkit.assemble import Placement
 from clusterkit.backends.base import (
     Backend,
@@ -141,7 +142,7 @@ class SshBackend(Backend, SupportsDoctor, SupportsForget):
     def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
         plan = handle.plan
         # Our own agent, not the run folder's copy: that may be gone, its processes not.
-        program = Path(agent.__file__).read_bytes()
+        program = archive.as_text()
 
         def stop(host: str) -> None:
             done = transport.run(

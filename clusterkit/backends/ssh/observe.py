@@ -6,6 +6,7 @@ import posixpath
 
 import msgspec
 
+from clusterkit.agent import archive
 from clusterkit.backends.base import Observation
 from clusterkit.backends.nodes import judge_node, observed
 from clusterkit.mirror import NodeView, Watch
@@ -28,7 +29,7 @@ def report(handle: RunHandle, view: NodeView, transport: Transport, *, follow: b
     return transport.open(
         view.host,
         [
-            plan.python, "-I", posixpath.join(plan.run_dir, "files", "agent.py"), "report",
+            plan.python, "-I", posixpath.join(plan.run_dir, "files", archive.ARCHIVE), "report",
             node_dir(plan.run_dir, handle.attempt, view.node),
             "--log", str(known["log"]), "--ranks", str(known["ranks.jsonl"]),
             *(["--follow"] if follow else []),
