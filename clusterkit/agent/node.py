@@ -196,7 +196,7 @@ class Node:
             if late > limits.LOOK_SECONDS:
                 self.frozen = time.monotonic(), late
                 self._warn(f"this node's agent was stopped (SIGSTOP) for {late:.0f} s")
-        elif self.reason is None:
+        elif self.reason is None or not self.running:
             self.stopped_by, meant = sender(signum, pid, uid)
             if not meant and pid > 1:  # nor a container's own init, which passes it on
                 self.stray = f"stopped by {self.stopped_by}"

@@ -1,6 +1,7 @@
 """Nodes that are lost and come back: what node 0 decides, and agents that follow it."""
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from clusterkit import agent
 from clusterkit.agent import limits
 from clusterkit.agent.membership import Membership
-from tests.agents import Nodes
+from tests.agents import RANK, RUN, Nodes
 
 # ---------------------------------------------------------------- node 0's decisions
 
@@ -442,6 +443,19 @@ def test_a_launcher_that_cannot_start_ends_the_run(nodes):
     assert nodes.agents[1].wait(60) == 127
     assert nodes.exit_of(1)["reason"] == "No such file or directory: /nope"
     assert nodes.agents[0].wait(60) == 1
+
+
+def test_a_node_whose_launcher_could_not_start_may_be_taken_away(nodes):
+    patient = RUN.replace("sys.exit", "limits.FAILURE_GRACE = 100; sys.exit")
+    for node, argv in ((0, ("sh", "-c", RANK)), (1, ("/nope",))):
+        nodes.start(node, argv=argv, run=patient)
+    deadline = time.monotonic() + 60
+    while not (nodes.folder / "met-1").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    nodes.agents[1].terminate()
+    assert nodes.agents[1].wait(60) == agent.LEFT
+    assert nodes.exit_of(1)["reason"] == "stopped on request"
 
 
 def test_a_single_node_that_is_taken_away_says_so_by_its_exit_code(nodes):
