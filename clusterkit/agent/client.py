@@ -57,17 +57,14 @@ class Client(threading.Thread):
         self._lost_after, self._wait = lost_after, wait
         self._order, self._say, self._warn = order, say, warn
         self._agent = os.urandom(8).hex()
-        self._met = ""
-        """Which coordinator was met last."""
+        self._met = ""  # which coordinator was met last
         self._round = 0
         self._running = not wait
         self._code: int | None = None
         self._ended_at: float | None = None
         self._heard = 0.0
-        self._given_up_at: float | None = None
-        """Since when node 0 is lost."""
-        self._waiting = ""
-        """Why the launcher may not run."""
+        self._given_up_at: float | None = None  # since when node 0 is lost
+        self._waiting = ""  # why the launcher may not run
         self._done = False
         self._leaving = False
         self._server: Server | None = None
@@ -101,7 +98,8 @@ class Client(threading.Thread):
     # -- the thread
 
     def run(self) -> None:
-        with self._wake, self._waker:
+        with self._wake, self._waker, selectors.DefaultSelector() as self._selector:
+            self._selector.register(self._wake, selectors.EVENT_READ)
             try:
                 if self._node == 0:
                     listener = Listener(self._port, self._run, self._token, self._nodes)
@@ -128,10 +126,9 @@ class Client(threading.Thread):
             except OSError as error:
                 trouble = error
             else:
-                with selectors.DefaultSelector() as selector:
-                    line = Line(connection, selector)
-                    self._talk(line, selector)
-                    line.close()
+                line = Line(connection, self._selector)
+                self._talk(line)
+                line.close()
             now = clock.awake()
             if self._heard != before or not self._met:
                 gone = now
@@ -146,7 +143,7 @@ class Client(threading.Thread):
             if self._given_up_at is not None and clock.awake() - self._given_up_at > self._wait:
                 self._end("stop", not_back([0], self._wait))
             if not self._done:
-                self._pause()
+                self._wait_for_news()
 
     @property
     def _new(self) -> bool:
@@ -180,7 +177,7 @@ class Client(threading.Thread):
             self._given_up_at = clock.awake()
             self._hold("node 0 was lost")
 
-    def _talk(self, line: Line, selector: selectors.BaseSelector) -> None:
+    def _talk(self, line: Line) -> None:
         """Until the connection or the run comes to an end."""
         line.introduce(self._token, {
             **self._run, "node": self._node, "agent": self._agent, "coordinator": self._met,
@@ -188,17 +185,12 @@ class Client(threading.Thread):
             "lost": self._given_up_at is not None, "leaving": self._leaving,
         })  # fmt: skip
         heard = beat = began = clock.awake()
-        selector.register(self._wake, selectors.EVENT_READ)
         while not line.closed:
-            ready = selector.select(limits.PEER_AGAIN_SECONDS)
+            events = self._wait_for_news()
             now = clock.awake()
-            for key, events in ready:
-                if key.data is not line:
-                    self._wake.recv(4096)
-                    continue
-                for message in line.messages(events):
-                    heard = self._heard = now
-                    self._hear(message)
+            for message in line.messages(events):
+                heard = self._heard = now
+                self._hear(message)
             if self._take_news(line):
                 return line.flush(limits.PEER_SECONDS)
             if self._new and now > began + limits.FIRST_SECONDS:
@@ -267,8 +259,12 @@ class Client(threading.Thread):
         self._done = True
         self._order(order, why)
 
-    def _pause(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wake, selectors.EVENT_READ)
-            if selector.select(limits.PEER_AGAIN_SECONDS):
+    def _wait_for_news(self) -> int:
+        """Wait for the main loop or the connection; what has happened on that, if anything."""
+        found = 0
+        for key, events in self._selector.select(limits.PEER_AGAIN_SECONDS):
+            if key.data is None:
                 self._wake.recv(4096)
+            else:
+                found = events
+        return found

@@ -22,10 +22,8 @@ class Line:
     """
 
     def __init__(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
-        self.node: int | None = None
-        """Which node is at the other end, once it has said so."""
-        self.trusted = False
-        """Whether it has sent the run's token."""
+        self.node: int | None = None  # which node is at the other end, once it has said so
+        self.trusted = False  # whether it has sent the run's token
         self.since = time.monotonic()
         self.closed = False
         self._socket = connection

@@ -38,10 +38,8 @@ class Launcher:
         self._log = log
         self._selector = selector
         self.children: dict[int, subprocess.Popen[bytes]] = {}
-        self.ended: list[Document] = []
-        """How the processes of this start ended."""
-        self.deadline: float | None = None
-        """When what still runs is killed."""
+        self.ended: list[Document] = []  # how the processes of this start ended
+        self.deadline: float | None = None  # when what still runs is killed
         self.stop_at: float | None = None
         """When the other ranks are asked to stop, after one failed."""
         self.without_ranks = False

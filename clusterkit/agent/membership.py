@@ -14,17 +14,12 @@ class Member:
     def __init__(self, agent: str) -> None:
         self.agent = agent
         self.heard = 0.0
-        self.closed: float | None = None
-        """When its connection broke off; None: there is one."""
-        self.present = True
-        """Whether it is not lost."""
+        self.closed: float | None = None  # when its connection broke off; None: there is one
+        self.present = True  # whether it is not lost
         self.leaving = False
-        self.running = False
-        """Whether its launcher runs."""
-        self.joined = False
-        """Whether its launcher was started in this round."""
-        self.code: int | None = None
-        """How that ended by itself."""
+        self.running = False  # whether its launcher runs
+        self.joined = False  # whether its launcher was started in this round
+        self.code: int | None = None  # how that ended by itself
 
 
 class Membership:
@@ -55,8 +50,7 @@ class Membership:
         self.members: dict[int, Member] = {}
         self.orders: list[tuple[int, Document]] = []
         """Messages to nodes that nobody has sent yet; for the caller to take."""
-        self.verdict: Document = {}
-        """What ends the run, once that is decided."""
+        self.verdict: Document = {}  # what ends the run, once that is decided
         self._nodes = nodes
         self._lost_after = lost_after
         self._wait = wait
@@ -82,7 +76,7 @@ class Membership:
             self.members[node] = member
             over = self._over_at is not None
             if before is not None and before.present and (before.joined or over):
-                self._end_round(node, now, f"the launcher of node {node} is gone")
+                self._end_round(node, now)
                 if self.decided:
                     return None
         member.heard, member.closed, member.present, member.leaving = now, None, True, False
@@ -92,7 +86,7 @@ class Membership:
             self._replaces(now)
         elif met and hello.get("lost") and member.joined:
             # It had given this node 0 up, and ended its launcher.
-            self._end_round(node, now, f"the launcher of node {node} is gone")
+            self._end_round(node, now)
         if hello.get("leaving"):
             return self.leaves(node, now)
         if self._over_at is not None:
@@ -113,7 +107,7 @@ class Membership:
             self._start(node, _REPLACES if late else "node 0 is back" if met else "")
         elif met:
             # Its ranks may have reached those that were started here.
-            self._end_round(0, now, "the launcher of node 0 is gone")
+            self._end_round(0, now)
         else:
             member.joined = True  # the first to come do not wait for node 0
         return None
@@ -135,7 +129,7 @@ class Membership:
     def leaves(self, node: int, now: float) -> None:
         """It was asked to: its pod is being removed."""
         self.members[node].leaving = True
-        self._lose(node, now, f"the launcher of node {node} is gone")
+        self._lose(node, now)
 
     def ended(self, node: int, number: int, code: int, now: float) -> None:
         """Its launcher has, in the round of that number (0: before it had met anyone)."""
@@ -157,7 +151,7 @@ class Membership:
             if not member.present or (member.code is not None and not self._wait):
                 continue
             if member.closed is not None and now - member.closed > limits.PEER_GONE_SECONDS:
-                self._lose(node, now, f"the launcher of node {node} is gone")
+                self._lose(node, now)
             elif now - member.heard > self._lost_after:
                 silent = f"node {node} does not answer node 0 for {self._lost_after:g} s"
                 self._lose(node, now, silent)
@@ -202,18 +196,18 @@ class Membership:
         for node in sorted(self.members):
             self._start(node, f"all {self._nodes} nodes are here")
 
-    def _lose(self, node: int, now: float, why: str) -> None:
+    def _lose(self, node: int, now: float, why: str = "") -> None:
         member = self.members[node]
         member.present = False
         if member.joined or self._over_at is not None:
             self._end_round(node, now, why)
 
-    def _end_round(self, lost: int, now: float, why: str) -> None:
-        """``why``: what to say where nobody waits for the lost node."""
+    def _end_round(self, lost: int, now: float, why: str = "") -> None:
+        """``why``: what to say where nobody waits for the lost node, besides that it is gone."""
         if self.decided:
             return
         if not self._wait:
-            return self._decide({"stop": why})
+            return self._decide({"stop": why or f"the launcher of node {lost} is gone"})
         self._why, self._over_at, self._failed = f"node {lost} was lost", now, None
         for node, member in sorted(self.members.items()):
             member.joined, member.code = False, None
@@ -238,6 +232,5 @@ _REPLACES = "this node takes the place of one that was lost"
 
 def not_back(nodes: list[int], seconds: float) -> str:
     """That these nodes were lost and have not come back in time."""
-    names, were = ", ".join(map(str, nodes)), "were" if len(nodes) > 1 else "was"
-    node = "nodes" if len(nodes) > 1 else "node"
-    return f"{node} {names} {were} lost and did not come back within {seconds:g} s"
+    names = f"nodes {', '.join(map(str, nodes))} were" if len(nodes) > 1 else f"node {nodes[0]} was"
+    return f"{names} lost and did not come back within {seconds:g} s"

@@ -38,14 +38,11 @@ class Node:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.folder = Path(os.environ["CLUSTERKIT_NODE_DIR"])
-        self.running = False
-        """Whether the launcher was started and its end has not been dealt with."""
+        self.running = False  # whether the launcher was started and its end has not been dealt with
         self.reason: str | None = None
         """Why this node ends, where its launcher's exit code does not say it."""
-        self.stopped_by: str | None = None
-        """Who asked this node to end, or what for."""
-        self.stray: str | None = None
-        """The same in a sentence, where it was nobody of the run."""
+        self.stopped_by: str | None = None  # who asked this node to end, or what for
+        self.stray: str | None = None  # the same in a sentence, where it was nobody of the run
         self.suspended: set[int] = set()
         """Ranks that are stopped (SIGSTOP), or were when they were last there."""
         self.look_at = 0.0
@@ -56,14 +53,11 @@ class Node:
         self.client: Client | None = None
         self.orders: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         """Of the coordinator, each with why."""
-        self.finished = False
-        """Whether the run is over, for this node."""
+        self.finished = False  # whether the run is over, for this node
         self.left = False
         """Whether this node is being taken away from a run that goes on with another one."""
-        self.obeyed = False
-        """Whether the launcher ends because the coordinator said so."""
-        self.remarks: list[str] = []
-        """What a person should know of this node, however it ends."""
+        self.obeyed = False  # whether the launcher ends because the coordinator said so
+        self.remarks: list[str] = []  # what a person should know of this node, however it ends
         # The ranks have no use for it.
         self.token = os.environ.pop(PEER_TOKEN, "").encode()
 
@@ -202,7 +196,7 @@ class Node:
             if late > limits.LOOK_SECONDS:
                 self.frozen = time.monotonic(), late
                 self._warn(f"this node's agent was stopped (SIGSTOP) for {late:.0f} s")
-        elif self.reason is None:
+        elif self.reason is None or not self.running:
             self.stopped_by, meant = sender(signum, pid, uid)
             if not meant and pid > 1:  # nor a container's own init, which passes it on
                 self.stray = f"stopped by {self.stopped_by}"

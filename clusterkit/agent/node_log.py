@@ -20,15 +20,12 @@ class NodeLog:
         self._echo = echo
         self._handle = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._ranks = folder / "ranks.jsonl"
-        self.ranks: list[Document] = []
-        """Identities of the ranks that have started."""
+        self.ranks: list[Document] = []  # identities of the ranks that have started
         self.rank_ends: list[Document] = []
         """How ranks failed that this agent is not the parent of, by their own words."""
-        self.lost = 0
-        """Lines that the disk had no room for."""
+        self.lost = 0  # lines that the disk had no room for
         self._size = os.fstat(self._handle).st_size
-        self._missing = 0
-        """Of these, the ones whose place in the log does not say so yet."""
+        self._missing = 0  # of these, the ones whose place in the log does not say so yet
 
     def lines(self, rank: str, texts: list[bytes]) -> None:
         """Append them; without any, only say how many are missing, where some are."""

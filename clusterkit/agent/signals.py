@@ -10,8 +10,7 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals that ask an agent to end."""
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # signals that ask an agent to end
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)

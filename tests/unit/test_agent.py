@@ -15,7 +15,7 @@ from clusterkit import agent, runs
 from clusterkit.agent import limits, processes
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.protocol import LAUNCHER_WAITED
-from clusterkit.agent.streams import Stream, Tagged
+from clusterkit.agent.streams import Lines, Stream
 from clusterkit.backends.nodes import judge_node
 from clusterkit.logs import parse_lines
 
@@ -562,7 +562,7 @@ TOLD = [("2", b"rank 2"), ("3", b"rank 3"), ("-", b"mpirun has a word"), ("2", b
 
 @pytest.mark.parametrize("size", [*range(1, 20), 1000])
 def test_pieces_of_several_ranks_become_their_lines(size):
-    tagged = Tagged()
+    tagged = Lines(tagged=True)
     told = []
     for at in range(0, len(PIECES), size):
         told += tagged.feed(PIECES[at : at + size])
@@ -572,6 +572,6 @@ def test_pieces_of_several_ranks_become_their_lines(size):
 
 
 def test_a_line_without_an_end_is_not_kept_for_ever():
-    tagged = Tagged()
+    tagged = Lines(tagged=True)
     assert tagged.feed(b"[1,4]<stdout>:" + b"x" * limits.LONGEST_LINE) == []
     assert tagged.feed(b"yz") == [("4", b"x" * limits.LONGEST_LINE + b"yz")]

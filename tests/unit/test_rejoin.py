@@ -1,6 +1,7 @@
 """Nodes that are lost and come back: what node 0 decides, and agents that follow it."""
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from clusterkit import agent
 from clusterkit.agent import limits
 from clusterkit.agent.membership import Membership
-from tests.agents import Nodes
+from tests.agents import RANK, RUN, Nodes
 
 # ---------------------------------------------------------------- node 0's decisions
 
@@ -271,6 +272,79 @@ def test_those_who_never_come_to_a_new_node_0_end_the_run():
     assert table.turn(61)[0] == (0, "stop", "node 2 was lost and did not come back within 60 s")
 
 
+# ---------------------------------------------------------------- nobody comes back
+
+
+def alone(nodes=3):
+    """All run, and have started before they met node 0."""
+    table = Table(nodes, wait=0.0)
+    for node in range(nodes):
+        assert table.arrives(node, running=True) == []
+    return table
+
+
+def to_all(*order, nodes=3):
+    return [(node, *order) for node in range(nodes)]
+
+
+@pytest.mark.parametrize("node", [0, 1, 2])
+def test_without_a_return_a_failure_ends_the_run_in_the_same_moment(node):
+    table = alone()
+    table.membership.ended(node, 0, 7, table.now)
+    assert table.orders() == to_all("stop", f"node {node} failed")
+    assert table.turn(1000) == []
+
+
+def test_without_a_return_a_node_that_failed_before_it_met_node_0_ends_the_run():
+    table = Table(2, wait=0.0)
+    table.arrives(0, running=True)
+    assert table.arrives(1, code=127) == to_all("stop", "node 1 failed", nodes=2)
+
+
+def test_without_a_return_a_node_that_ended_well_is_not_lost():
+    table = alone()
+    assert table.ended(1, 0) == []
+    table.membership.closed(1, table.now)
+    assert table.turn(1000, but={1}) == []
+    assert table.ended(0, 0) == [(0, "exit", 0), (2, "exit", 0)]  # and nobody watches node 2
+
+
+def test_without_a_return_a_node_that_is_gone_ends_the_run():
+    table = alone()
+    table.membership.closed(1, table.now)
+    assert table.turn(limits.PEER_GONE_SECONDS, but={1}) == []
+    words = "the launcher of node 1 is gone"
+    assert table.turn(0.1, but={1}) == [(0, "stop", words), (2, "stop", words)]
+
+
+def test_without_a_return_a_node_may_connect_again():
+    table = alone()
+    table.membership.closed(1, table.now)
+    table.turn(limits.PEER_GONE_SECONDS - 1, but={1})
+    assert table.arrives(1, running=True, coordinator=table.identity) == []
+    assert table.turn(1000) == []
+
+
+def test_without_a_return_a_silent_node_ends_the_run():
+    table = alone()
+    assert table.turn(30, but={2}) == []
+    assert table.turn(0.1, but={2}) == to_all("stop", "node 2 does not answer node 0 for 30 s")
+
+
+def test_without_a_return_another_agent_in_a_node_s_place_ends_the_run():
+    table = alone()
+    assert table.arrives(1, "another") == to_all("stop", "the launcher of node 1 is gone")
+
+
+def test_a_node_that_started_by_itself_and_ended_while_it_was_cut_off_is_heard():
+    table = Table()
+    table.arrives(0)
+    table.arrives(1, running=True)
+    table.membership.closed(1, table.now)
+    assert table.arrives(1, code=5, coordinator=table.identity) == []
+    assert table.turn(3) == to_all("stop", "node 1 failed", nodes=2)
+
+
 # ---------------------------------------------------------------- agents
 
 
@@ -369,6 +443,19 @@ def test_a_launcher_that_cannot_start_ends_the_run(nodes):
     assert nodes.agents[1].wait(60) == 127
     assert nodes.exit_of(1)["reason"] == "No such file or directory: /nope"
     assert nodes.agents[0].wait(60) == 1
+
+
+def test_a_node_whose_launcher_could_not_start_may_be_taken_away(nodes):
+    patient = RUN.replace("sys.exit", "limits.FAILURE_GRACE = 100; sys.exit")
+    for node, argv in ((0, ("sh", "-c", RANK)), (1, ("/nope",))):
+        nodes.start(node, argv=argv, run=patient)
+    deadline = time.monotonic() + 60
+    while not (nodes.folder / "met-1").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    nodes.agents[1].terminate()
+    assert nodes.agents[1].wait(60) == agent.LEFT
+    assert nodes.exit_of(1)["reason"] == "stopped on request"
 
 
 def test_a_single_node_that_is_taken_away_says_so_by_its_exit_code(nodes):

@@ -30,18 +30,17 @@ def begin(nodes, count=2, **options):
     for node in range(count):
         nodes.start(node, count, wait=0, **options)
         ranks |= nodes.running(node)
-    deadline = time.monotonic() + 60
-    while connections(nodes.port) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    time.sleep(0.3)  # connected is not yet introduced
+    for node in range(count):
+        met(nodes, node)
     return ranks
 
 
-def connections(port):
-    """Established ones to a port of this machine; node 0 has one to itself."""
-    table = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return sum(line[1].endswith(f":{port:04X}") and line[3] == "01" for line in table)
+def met(nodes, node):
+    """Return when this node has heard of node 0, which knows of it then."""
+    deadline = time.monotonic() + 60
+    while not (nodes.folder / f"met-{node}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_node_starts_although_nobody_is_node_0_yet(nodes):
@@ -71,7 +70,7 @@ def test_a_failure_is_told_to_the_others_at_once(nodes, failing):
         ended = nodes.exit_of(other)
         assert (ended["exit_code"], ended["reason"]) == (143, f"stopped: node {failing} failed")
         assert (ended["stopped_by"], ended["remarks"]) == (None, [])
-    assert time.monotonic() - began < 5  # on a busy machine; alone it is 0.1
+    assert time.monotonic() - began < 50  # nor for a pause of 100 s; alone it takes 0.1 s
 
 
 def test_a_node_that_ended_well_leaves_the_others_alone(nodes):
@@ -124,9 +123,8 @@ def test_a_rank_that_ends_well_when_its_node_is_stopped_has_done_so(nodes):
     nodes.running(0)
     nodes.start(1, wait=0, argv=["sh", "-c", ready])
     nodes.running(1)
-    while connections(nodes.port) < 2:
-        time.sleep(0.01)
-    time.sleep(0.3)
+    met(nodes, 0)
+    met(nodes, 1)
     nodes.end(0, 7)
     assert [nodes.agents[node].wait(60) for node in (0, 1)] == [7, 0]
     assert nodes.exit_of(1)["reason"] == "stopped: node 0 failed"
