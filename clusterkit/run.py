@@ -115,8 +115,9 @@ class Run:
         Raises:
             BadInput: the run has no such node or rank.
         """
-        batches = self.log_batches(rank=rank, node=node, follow=follow, note=note)
-        return itertools.chain.from_iterable(batches)
+        return itertools.chain.from_iterable(
+            self.log_batches(rank=rank, node=node, follow=follow, note=note)
+        )
 
     def log_batches(
         self,

@@ -24,7 +24,7 @@ import msgspec
 
 from clusterkit import agent, backends, mirror
 from clusterkit.backends.base import Backend, ClusterProgress, HandedOver, Monitor, Observation
-from clusterkit.backends.nodes import moved_port
+from clusterkit.backends.ports import moved_port
 from clusterkit.cluster import Facts
 from clusterkit.diagnose import PORT_TAKEN, diagnose
 from clusterkit.errors import (
@@ -109,18 +109,13 @@ class Supervisor:
             self._event(error.message)
         except ClusterkitError as error:
             self._cancel()
-            failure = Failure(
-                node=None, rank=None, exit_code=error.exit_code, cause=error.message,
-                hint=error.hint,
-            )  # fmt: skip
+            failure = Failure(exit_code=error.exit_code, cause=error.message, hint=error.hint)
             self._finish(State.FAILED, failure)
         except Exception as error:
             self._cancel()
             cause = f"clusterkit's supervisor failed: {type(error).__name__}: {error}"
             hint = f"a bug of clusterkit's; {self.folder.file('supervisor.log')} holds the details"
-            self._finish(
-                State.FAILED, Failure(node=None, rank=None, exit_code=1, cause=cause, hint=hint)
-            )
+            self._finish(State.FAILED, Failure(exit_code=1, cause=cause, hint=hint))
             raise
 
     def _terminated(self, signum: int, frame: object) -> None:
@@ -386,8 +381,6 @@ class Supervisor:
 def over_time(job: JobSpec) -> Failure:
     """Why a run failed that was ended at its time limit."""
     return Failure(
-        node=None,
-        rank=None,
         exit_code=LATE_EXIT,
         cause=f"it was ended at its time_limit of {job.time_limit}",
         hint="a larger time_limit; a checkpoint is what another run can go on from",
@@ -401,13 +394,9 @@ def diagnosis(handle: RunHandle, seen: Observation) -> Failure:
     tail = deque(lines, maxlen=TAIL_LINES)
     nproc = plan.topology.get("nproc_per_node", 1)
     failure = diagnose(
-        seen.nodes,
-        tail,
-        rank_exits=seen.rank_exits,
-        nproc_per_node=nproc,
-        oom_kills=seen.oom_kills,
-        causes=seen.causes,
-    )
+        seen.nodes, tail, rank_exits=seen.rank_exits, nproc_per_node=nproc,
+        oom_kills=seen.oom_kills, causes=seen.causes,
+    )  # fmt: skip
     if plan.nodes < plan.topology.get("nodes", plan.nodes) and failure.rank is not None:
         # One launcher for all nodes (mpirun): its log does not tell them apart, the rank does.
         failure = msgspec.structs.replace(failure, node=failure.rank // nproc)

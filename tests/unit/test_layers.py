@@ -34,7 +34,7 @@ doctor.checks
 doctor.preflight doctor.hosts
 doctor
 backends.base
-backends backends.nodes
+backends backends.nodes backends.ports
 backends.local backends.ssh backends.compose backends.kubernetes
 backends.ssh.files backends.ssh.inventory backends.compose.compose_file
 backends.kubernetes.text backends.kubernetes.watcher

@@ -16,12 +16,15 @@ import pytest
 from clusterkit import agent, backends, mirror, supervise
 from clusterkit.backends.base import ClusterProgress, Observation
 from clusterkit.backends.local.backend import LocalBackend
-from clusterkit.backends.nodes import moved_port, overall
-from clusterkit.errors import ClusterkitError, SubmitFailed
+from clusterkit.backends.nodes import overall
+from clusterkit.backends.ports import moved_port
+from clusterkit.cluster import CLUSTER_TYPES
+from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.run_state import cancel, current, reconcile
 from clusterkit.runs import Event, RunFolder
 from clusterkit.status import AttemptStatus, Failure, NodeStatus, RunStatus, State
 from clusterkit.supervise import Supervisor
+from clusterkit.transport import LocalTransport
 from tests.conftest import HELD
 
 STAMP = "2026-11-21T20:11:58.123456Z"
@@ -369,6 +372,29 @@ def supervise_with(unstarted_run, monkeypatch):
     return go
 
 
+def test_what_an_attempt_leaves_with_a_service_is_removed_after_each(supervise_with, monkeypatch):
+    removed = []
+    monkeypatch.setattr(
+        Scripted, "after_attempt", lambda self, handle, _: removed.append(handle.attempt)
+    )
+    backend, _, _ = supervise_with([observed(BAD), observed(OK)], "launcher: python\nrestarts: 1\n")
+    assert removed == [1, 2]
+    assert backend.cancelled == 0
+
+
+def test_what_a_service_did_not_remove_is_tried_once_more(supervise_with, monkeypatch):
+    def silent(*_):
+        raise Unavailable("the engine does not answer")
+
+    monkeypatch.setattr(Scripted, "after_attempt", silent)
+    backend, status, events = supervise_with([observed(OK)])
+    assert backend.cancelled == 1
+    assert [event.text for event in events] == [
+        "not all could be ended: the engine does not answer"
+    ]
+    assert (status.state, status.remark) == (State.SUCCEEDED, None)
+
+
 def test_a_run_that_succeeds_is_not_repeated(supervise_with):
     backend, status, events = supervise_with([observed(OK)], "launcher: python\nrestarts: 3\n")
     assert (status.state, status.exit_code, status.attempt) == (State.SUCCEEDED, 0, 1)
@@ -536,6 +562,33 @@ def test_a_watch_port_that_was_taken_meanwhile_is_replaced(unstarted_run):
     assert kept["watch_port"] not in (port, port + 1)
     (event,) = folder.records("events.jsonl", Event)
     assert event.text.startswith(f"port {port + 1} was taken meanwhile; the nodes watch each other")
+
+
+class Busy(LocalTransport):
+    """Every port that is asked for has been taken."""
+
+    def free_port(self, host, wanted=None):
+        return (wanted or 30000) + 100
+
+
+@pytest.mark.parametrize(
+    ("name", "fresh", "port"),
+    [
+        ("local", True, 29601), ("local", False, 29601),
+        ("ssh", True, None), ("ssh", False, 29601),
+        ("compose", False, None), ("kubernetes", False, None),
+    ],
+)  # fmt: skip
+def test_a_port_is_checked_again_where_other_programs_could_take_it(name, fresh, port, facts):
+    cluster = CLUSTER_TYPES[name]()
+    backend = backends.backend(name)
+    found = backend.before_attempt(cluster, facts, Busy(), fresh=fresh)
+    assert (found and found[0].port) == port
+    if found:
+        assert found[1] == "port 29501 was taken meanwhile; 29601 chosen instead"
+        fixed = msgspec.structs.replace(cluster, port=29501)
+        with pytest.raises(ClusterkitError, match="the cluster entry asks for that one"):
+            backend.before_attempt(fixed, facts, Busy(), fresh=fresh)
 
 
 def test_the_identity_of_a_process_survives_json(folder):

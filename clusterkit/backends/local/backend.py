@@ -7,10 +7,10 @@ import json
 import os
 import posixpath
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from clusterkit import agent
-from clusterkit.agent import process_start
+from clusterkit.agent import is_alive, start_ticks
 from clusterkit.assemble import Places, assemble, require_packages
 from clusterkit.backends.base import Backend, Observation, SupportsDoctor
 from clusterkit.backends.nodes import (
@@ -24,11 +24,11 @@ from clusterkit.backends.nodes import (
     judge_node,
     node_file,
     observed,
-    ports_taken,
     probe_gpus,
     stop_arguments,
     threads_of,
 )
+from clusterkit.backends.ports import ports_taken
 from clusterkit.cluster import ClusterSpec, Facts, HostFacts, LocalCluster
 from clusterkit.errors import BadInput, PortTaken, SubmitFailed, Unavailable, counted
 from clusterkit.plan import Note, Plan, Step
@@ -300,12 +300,11 @@ def _node_status(handle: RunHandle, node: int, transport: Transport) -> NodeStat
 
     started, alive = read("started.json"), False
     pid = read("pid")
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):
         if started is not None:
-            alive = _is_alive(json.loads(started), transport)
+            alive = is_alive(json.loads(started))
         elif pid is not None:
-            stat = transport.get(HOST, f"/proc/{int(pid)}/stat")
-            alive = process_start(stat) is not None
+            alive = start_ticks(int(pid)) is not None
     return judge_node(
         node,
         HOST,
@@ -315,17 +314,4 @@ def _node_status(handle: RunHandle, node: int, transport: Transport) -> NodeStat
         exit_json=read("exit.json"),
         complaint=read("agent.log") or b"",
         started=started,
-    )
-
-
-def _is_alive(started: Any, transport: Transport) -> bool:
-    """`clusterkit.agent.is_alive`, through the transport."""
-    if not isinstance(started, dict):
-        return False
-    ticks = started.get("start_ticks")
-    boot = transport.get(HOST, "/proc/sys/kernel/random/boot_id") or b"unknown"
-    return (
-        isinstance(ticks, int)
-        and boot.decode().strip() == started.get("boot_id")
-        and process_start(transport.get(HOST, f"/proc/{started.get('pid')}/stat")) == ticks
     )

@@ -32,10 +32,10 @@ from clusterkit.backends.nodes import (
     judge_node,
     observed,
     parse_gpus,
-    ports_taken,
     stop_arguments,
     threads_of,
 )
+from clusterkit.backends.ports import ports_taken
 from clusterkit.backends.ssh import inventory
 from clusterkit.cluster import ClusterSpec, Facts, Host, HostFacts, Project, SshCluster
 from clusterkit.errors import BadInput, ClusterkitError, PortTaken, Unavailable, about, counted
