@@ -1,7 +1,7 @@
 """The truth about a run, whether its supervisor lives or not; cancelling and forgetting it.
 
 `current` only reads what is on record. Where nobody keeps that up to date, `reconcile` asks the
-backend, brings what the nodes wrote, and records how the run has ended.
+backend, brings what the nodes wrote, and clears up what a service keeps of a run that has ended.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from clusterkit.backends.base import (
     Backend,
     ClusterProgress,
     Observation,
+    SupportsCleanup,
     SupportsForget,
     SupportsSync,
 )
@@ -72,7 +73,7 @@ def _submitted(submission: Submission) -> RunStatus:
 
 
 def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunStatus:
-    """How a run stands now; where nobody watches over it, that is recorded once it has ended.
+    """How a run stands now; its end is recorded where what could tell of it is removed.
 
     Never raises for a damaged folder: what cannot be told is UNKNOWN, with a remark.
 
@@ -108,7 +109,7 @@ def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunS
     if seen.state is not State.RUNNING:
         _sync(backend, handle, transport)
     found, startable = _judged(_replace(base, nodes=seen.nodes), handle, seen, progress)
-    if found.state.final and not startable:
+    if found.state.final and not startable and isinstance(backend, SupportsCleanup):
         _record_end(found, backend, handle, transport)
     return found
 
@@ -124,7 +125,8 @@ def _record_end(
 ) -> None:
     """Clear up, and write down how the run ended: nobody else is there to do it."""
     with contextlib.suppress(ClusterkitError):
-        backend.after_attempt(handle, transport)
+        if isinstance(backend, SupportsCleanup):
+            backend.clean_up(handle, transport)
         handle.folder.write_json("state.json", found)
 
 
@@ -267,8 +269,8 @@ def forget(folder: RunFolder) -> None:
         return  # damaged: nobody knows of hosts
     backend = backends.backend(handle.plan.backend)
     with Connections() as connections:
-        if unfinished(folder, connections):
-            backend.after_attempt(handle, connections.to(cluster))
+        if isinstance(backend, SupportsCleanup) and unfinished(folder, connections):
+            backend.clean_up(handle, connections.to(cluster))
         if isinstance(backend, SupportsForget):
             backend.forget(handle, connections.to(cluster))
 

@@ -16,6 +16,8 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import IO
@@ -23,7 +25,14 @@ from typing import IO
 import msgspec
 
 from clusterkit import agent, backends, mirror
-from clusterkit.backends.base import Backend, ClusterProgress, HandedOver, Monitor, Observation
+from clusterkit.backends.base import (
+    Backend,
+    ClusterProgress,
+    HandedOver,
+    Monitor,
+    Observation,
+    SupportsCleanup,
+)
 from clusterkit.backends.ports import moved_port
 from clusterkit.cluster import Facts
 from clusterkit.diagnose import PORT_TAKEN, diagnose
@@ -161,15 +170,12 @@ class Supervisor:
                 self._event(f"attempt {gone_on.attempt} goes on; it was begun in the cluster")
                 self._attempt_ended(None)
                 continue
-            try:
-                self.backend.after_attempt(handle, self.transport)
-            except ClusterkitError as error:
-                self._left_over(error)
-            lost = any(node.state is State.UNKNOWN for node in seen.nodes)
-            if self.remark is not None or (lost and seen.state is not State.SUCCEEDED):
-                self._cancel()  # something may still run there
+            if isinstance(self.backend, SupportsCleanup):
+                self._end(partial(self.backend.clean_up, handle, self.transport))
             if seen.state is State.SUCCEEDED:
                 return self._finish(State.SUCCEEDED)
+            if any(node.state is State.UNKNOWN for node in seen.nodes):
+                self._cancel()  # something may still run there
             if self._to_be_ended():
                 return self._finish(State.CANCELLED)
             if self.late:
@@ -289,24 +295,24 @@ class Supervisor:
             self._save(state)
 
     def _cancel(self) -> None:
+        reason = "the run is over its time limit" if self.late else "another node has ended"
+        if self._to_be_ended():
+            reason = "cancelled"
+        self._end(partial(self.backend.cancel, self._handle(), self.transport, reason))
+
+    def _end(self, work: Callable[[], None]) -> None:
         """End what runs; a host where that cannot be done is remembered, and told of."""
         try:
-            reason = "the run is over its time limit" if self.late else "another node has ended"
-            if self._to_be_ended():
-                reason = "cancelled"
-            self.backend.cancel(self._handle(), self.transport, reason)
+            work()
         except ClusterkitError as error:
-            self._left_over(error)
+            if error.message != self.remark:
+                self._event(f"not all could be ended: {error.message}")
+            self.remark = str(error.message)
+            with contextlib.suppress(RunFolderError):
+                self.folder.write(LEFTOVERS, f"{error.message}\n")
         else:
             self.remark = None
             self.folder.file(LEFTOVERS).unlink(missing_ok=True)
-
-    def _left_over(self, error: ClusterkitError) -> None:
-        if error.message != self.remark:
-            self._event(f"not all could be ended: {error.message}")
-        self.remark = str(error.message)
-        with contextlib.suppress(RunFolderError):
-            self.folder.write(LEFTOVERS, f"{error.message}\n")
 
     def _handle(self) -> RunHandle:
         return self.folder.handle(self.attempt, self.plan)

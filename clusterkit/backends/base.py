@@ -238,13 +238,6 @@ class Backend(ABC):
             Unavailable: a host does not answer; on the others it is done.
         """
 
-    def after_attempt(self, handle: RunHandle, transport: Transport) -> None:  # noqa: B027
-        """Remove what an attempt that has ended leaves behind with a service: containers, pods.
-
-        Raises:
-            Unavailable: the service does not answer.
-        """
-
     # -- a run whose supervisor is gone ---------------------------------------
 
     def catch_up(self, handle: RunHandle, transport: Transport) -> ClusterProgress:
@@ -286,6 +279,18 @@ class SupportsDoctor(ABC):
 
         Raises:
             BadInput: the job asks for more hosts than there are.
+        """
+
+
+class SupportsCleanup(ABC):
+    """Backends whose ended nodes stay with a service: an engine, an API server."""
+
+    @abstractmethod
+    def clean_up(self, handle: RunHandle, transport: Transport) -> None:
+        """Remove what an attempt that has ended left with the service; fine to repeat.
+
+        Raises:
+            Unavailable: it does not answer.
         """
 
 

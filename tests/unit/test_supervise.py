@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from clusterkit import agent, backends, mirror, supervise
-from clusterkit.backends.base import ClusterProgress, Observation
+from clusterkit.backends.base import ClusterProgress, Observation, SupportsCleanup
 from clusterkit.backends.local.backend import LocalBackend
 from clusterkit.backends.nodes import overall
 from clusterkit.backends.ports import moved_port
@@ -357,9 +357,9 @@ OK, BAD, UP = State.SUCCEEDED, State.FAILED, State.RUNNING
 def supervise_with(unstarted_run, monkeypatch):
     """Run a supervisor in this process over scripted attempts; gives what it left."""
 
-    def go(attempts, text="launcher: python\n", adopt=None, **options):
+    def go(attempts, text="launcher: python\n", adopt=None, kind=Scripted, **options):
         run = unstarted_run(text, **options)
-        backend = Scripted(attempts)
+        backend = kind(attempts)
         monkeypatch.setattr(backends, "backend", lambda name: backend)
         monkeypatch.setattr(supervise, "POLL_SECONDS", 0.0)
         monkeypatch.setattr(supervise, "PEERS_SECONDS", 0.0)
@@ -372,27 +372,35 @@ def supervise_with(unstarted_run, monkeypatch):
     return go
 
 
-def test_what_an_attempt_leaves_with_a_service_is_removed_after_each(supervise_with, monkeypatch):
-    removed = []
-    monkeypatch.setattr(
-        Scripted, "after_attempt", lambda self, handle, _: removed.append(handle.attempt)
-    )
-    backend, _, _ = supervise_with([observed(BAD), observed(OK)], "launcher: python\nrestarts: 1\n")
-    assert removed == [1, 2]
-    assert backend.cancelled == 0
+class Kept(Scripted, SupportsCleanup):
+    """One whose nodes stay with a service, which does not answer the first few times."""
+
+    silent = 0
+
+    def clean_up(self, handle, transport):
+        self.cancelled += 1
+        if self.cancelled <= self.silent:
+            raise Unavailable("the engine does not answer")
 
 
-def test_what_a_service_did_not_remove_is_tried_once_more(supervise_with, monkeypatch):
-    def silent(*_):
-        raise Unavailable("the engine does not answer")
+def test_what_an_attempt_leaves_with_a_service_is_removed_after_each(supervise_with):
+    job = "launcher: python\nrestarts: 1\n"
+    backend, status, _ = supervise_with([observed(BAD), observed(OK)], job, kind=Kept)
+    assert backend.cancelled == 2
+    assert (status.state, status.remark) == (State.SUCCEEDED, None)
 
-    monkeypatch.setattr(Scripted, "after_attempt", silent)
-    backend, status, events = supervise_with([observed(OK)])
-    assert backend.cancelled == 1
+
+def test_what_a_service_did_not_remove_is_told_of_until_it_is(supervise_with, monkeypatch):
+    monkeypatch.setattr(Kept, "silent", 1)
+    _, status, events = supervise_with([observed(OK)], kind=Kept)
     assert [event.text for event in events] == [
         "not all could be ended: the engine does not answer"
     ]
-    assert (status.state, status.remark) == (State.SUCCEEDED, None)
+    assert "the engine does not answer; `clusterkit cancel" in status.remark
+    _, status, _ = supervise_with(
+        [observed(BAD), observed(OK)], "launcher: python\nrestarts: 1\n", kind=Kept
+    )
+    assert status.remark is None
 
 
 def test_a_run_that_succeeds_is_not_repeated(supervise_with):
@@ -749,7 +757,12 @@ def test_attach_does_nothing_for_a_run_that_was_given_up(failed_alone):
 def test_a_service_keeps_what_attach_could_still_use(failed_alone, monkeypatch):
     run, _ = failed_alone
     ended = []
-    monkeypatch.setattr(LocalBackend, "after_attempt", lambda *_: ended.append(1))
+
+    class Served(LocalBackend, SupportsCleanup):
+        def clean_up(self, handle, transport):
+            ended.append(1)
+
+    monkeypatch.setattr(backends, "backend", lambda name: Served())
     assert run.status().state is State.FAILED
     assert ended == []
     run.cancel()

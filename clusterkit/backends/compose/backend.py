@@ -25,7 +25,7 @@ import msgspec
 import clusterkit
 from clusterkit import host_probe
 from clusterkit.assemble import Peers, Places, assemble, require_packages
-from clusterkit.backends.base import Backend, Observation
+from clusterkit.backends.base import Backend, Observation, SupportsCleanup
 from clusterkit.backends.compose.compose_file import (
     OURS,
     checkpoint_folders,
@@ -79,7 +79,7 @@ SYSTEM = frozenset({
 _VOLUME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
 
 
-class ComposeBackend(Backend):
+class ComposeBackend(Backend, SupportsCleanup):
     """Nodes are containers; see `clusterkit.agent` for what runs in each of them."""
 
     name = "compose"
@@ -262,7 +262,7 @@ class ComposeBackend(Backend):
     def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
         remove(handle, transport)
 
-    def after_attempt(self, handle: RunHandle, transport: Transport) -> None:
+    def clean_up(self, handle: RunHandle, transport: Transport) -> None:
         remove(handle, transport)
 
 

@@ -27,6 +27,7 @@ from clusterkit.backends.base import (
     Observation,
     Recovered,
     RemoteRun,
+    SupportsCleanup,
     SupportsDoctor,
     SupportsListing,
     SupportsRecovery,
@@ -101,7 +102,9 @@ _PET = (
 _UNSEEN = "the image's; not looked at"
 
 
-class KubernetesBackend(Backend, SupportsDoctor, SupportsSync, SupportsListing, SupportsRecovery):
+class KubernetesBackend(
+    Backend, SupportsCleanup, SupportsDoctor, SupportsSync, SupportsListing, SupportsRecovery
+):
     """Nodes are pods; see `clusterkit.agent` for what runs in each of them."""
 
     name = "kubernetes"
@@ -416,7 +419,7 @@ class KubernetesBackend(Backend, SupportsDoctor, SupportsSync, SupportsListing, 
     def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
         remove(handle, transport)
 
-    def after_attempt(self, handle: RunHandle, transport: Transport) -> None:
+    def clean_up(self, handle: RunHandle, transport: Transport) -> None:
         remove(handle, transport)
 
     # -- runs of other machines -----------------------------------------------
