@@ -318,7 +318,7 @@ class SupportsForget(ABC):
         """
 
 
-class SupportsListing(ABC):
+class SupportsRemoteRuns(ABC):
     """Backends whose clusters know of runs that other machines submitted."""
 
     @abstractmethod
@@ -329,13 +329,9 @@ class SupportsListing(ABC):
             Unavailable: it does not answer.
         """
 
-
-class SupportsRecovery(ABC):
-    """Backends whose clusters remember what a run was made of."""
-
     @abstractmethod
     def recover(self, run: str, cluster: ClusterSpec, transport: Transport) -> Recovered:
-        """A run that another machine submitted.
+        """What the cluster keeps of a run.
 
         Args:
             run: its id, the beginning of its id, or ``last``.

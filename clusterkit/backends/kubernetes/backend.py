@@ -29,8 +29,7 @@ from clusterkit.backends.base import (
     RemoteRun,
     SupportsCleanup,
     SupportsDoctor,
-    SupportsListing,
-    SupportsRecovery,
+    SupportsRemoteRuns,
     SupportsSync,
 )
 from clusterkit.backends.kubernetes.client import KUSTOMIZATION, KubeTransport
@@ -102,9 +101,7 @@ _PET = (
 _UNSEEN = "the image's; not looked at"
 
 
-class KubernetesBackend(
-    Backend, SupportsCleanup, SupportsDoctor, SupportsSync, SupportsListing, SupportsRecovery
-):
+class KubernetesBackend(Backend, SupportsCleanup, SupportsDoctor, SupportsRemoteRuns, SupportsSync):
     """Nodes are pods; see `clusterkit.agent` for what runs in each of them."""
 
     name = "kubernetes"
