@@ -171,8 +171,8 @@ class Run:
         return [event for line in self.logs() if (event := line.event) is not None]
 
     def attach(self) -> bool:
-        """Have it watched over again: its supervisor was killed, or the machine it ran on. If the
-        run has failed meanwhile, its restarts are used.
+        """Start another supervisor for a run whose own was killed, with its machine or alone. If
+        the run has failed meanwhile, its restarts are used.
 
         Returns:
             False: somebody watches over it already, or nothing of it is left to do.

@@ -59,7 +59,7 @@ class NodeCause(Struct, frozen=True, kw_only=True):
 
 
 class Failure(Struct, frozen=True, kw_only=True):
-    """Who failed first and why; times are elsewhere, words are here."""
+    """Who failed first, and why."""
 
     node: int | None = None
     rank: int | None = None

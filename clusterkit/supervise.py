@@ -59,9 +59,9 @@ CANCEL_SECONDS = 5.0
 PORT_TRIES = 3
 TAIL_LINES = 5000
 """Log lines per attempt that a diagnosis reads."""
-BIRTH_SECONDS = 60.0
+START_SECONDS = 60.0
 """How long a supervisor may take to start; one that ends meanwhile is noticed at once."""
-BORN = b"started\n"
+STARTED = b"started\n"
 """What a supervisor answers to whoever started it."""
 LATE_EXIT = 124
 """Exit code of a run that was ended at its time limit: that of timeout(1)."""
@@ -444,9 +444,9 @@ def spawn(folder: RunFolder, lock: IO[bytes], *, adopt: bool = False) -> None:
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True,
             )  # fmt: skip
         said = b""
-        while select.select([answer], [], [], BIRTH_SECONDS)[0] and (data := answer.read(4096)):
+        while select.select([answer], [], [], START_SECONDS)[0] and (data := answer.read(4096)):
             said += data
-    if said == BORN:
+    if said == STARTED:
         return
     log_text = folder.read("supervisor.log").decode(errors="replace").strip()
     words, _, hint = said.decode().partition("\n")
@@ -457,7 +457,7 @@ def spawn(folder: RunFolder, lock: IO[bytes], *, adopt: bool = False) -> None:
 
 def main(argv: list[str]) -> None:
     """``RUN_DIR LOCK ANSWER [--adopt]``: LOCK and ANSWER are open files, the run folder's lock and
-    a pipe that takes `BORN`, or why this process cannot supervise the run."""
+    a pipe that takes `STARTED`, or why this process cannot supervise the run."""
     path, lock, answer = argv[:3]
     os.set_inheritable(int(lock), False)
     # Whoever started this may have been killed meanwhile.
@@ -469,7 +469,7 @@ def main(argv: list[str]) -> None:
         except ClusterkitError as error:
             pipe.write(f"{error.message}\n{error.hint or ''}".encode())
             raise
-        pipe.write(BORN)
+        pipe.write(STARTED)
     supervisor.main(adopt="--adopt" in argv)
 
 

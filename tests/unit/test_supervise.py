@@ -461,7 +461,7 @@ def test_a_pause_of_the_supervisor_is_no_node_s_fault(supervise_with, monkeypatc
     assert ended.state is State.SUCCEEDED
 
 
-def test_a_run_that_has_gone_on_elsewhere_is_followed_and_not_started_again(supervise_with):
+def test_a_run_that_has_gone_on_in_its_cluster_is_followed_and_not_started_again(supervise_with):
     gone_on = ClusterProgress(attempt=3, watched=True)
     left = msgspec.structs.replace(observed(BAD), superseded=gone_on)
     job = "launcher: python\nrestarts: 3\n"
@@ -474,7 +474,7 @@ def test_a_run_that_has_gone_on_elsewhere_is_followed_and_not_started_again(supe
     assert events[1].text.endswith("starting again, 0 restarts left")
 
 
-def test_an_attempt_that_was_announced_elsewhere_and_never_begun_is_started(supervise_with):
+def test_an_attempt_that_was_announced_in_the_cluster_and_never_begun_is_started(supervise_with):
     announced = ClusterProgress(attempt=2, begun=False)
     left = msgspec.structs.replace(observed(BAD), superseded=announced)
     job = "launcher: python\nrestarts: 1\n"
