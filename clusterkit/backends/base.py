@@ -179,7 +179,7 @@ class Backend(ABC):
         """
 
     def home(self, facts: Facts) -> Path:
-        """The folder on this machine that holds ``runs/RUN``, and what is to be written there."""
+        """The folder on this machine whose ``runs`` holds the run folders."""
         return Path(facts.home)
 
     # -- an attempt -----------------------------------------------------------
