@@ -135,17 +135,17 @@ class Supervisor:
         return self.terminated or self.folder.is_cancelled()
 
     def _attempts(self, adopt: bool = False) -> None:
-        gone_on: ClusterProgress | None = None
+        progress: ClusterProgress | None = None
         if adopt:
-            adopt, gone_on = self._adopted()
+            adopt, progress = self._adopted()
         restarts_left = max(0, self.job.restarts - (self.attempt - 1))
         port_tries = PORT_TRIES
         while True:
-            if gone_on is not None:
-                restarts_left = max(0, restarts_left - (gone_on.attempt - self.attempt))
-                adopt = gone_on.begun if gone_on.watched else adopt
-                self.attempt = gone_on.attempt
-                if gone_on.late:
+            if progress is not None:
+                restarts_left = max(0, restarts_left - (progress.attempt - self.attempt))
+                adopt = progress.begun if progress.watched else adopt
+                self.attempt = progress.attempt
+                if progress.late:
                     self._cancel()
                     return self._finish(State.FAILED, over_time(self.job))
             if self._to_be_ended():
@@ -166,8 +166,8 @@ class Supervisor:
             adopt = False
             handle = self._handle()
             seen = self._watch(handle)
-            if (gone_on := seen.superseded) is not None:
-                self._event(f"attempt {gone_on.attempt} goes on; it was begun in the cluster")
+            if (progress := seen.superseded) is not None:
+                self._event(f"attempt {progress.attempt} goes on; it was begun in the cluster")
                 self._attempt_ended(None)
                 continue
             if isinstance(self.backend, SupportsCleanup):
