@@ -22,7 +22,7 @@ import msgspec
 
 from clusterkit import backends, loader, request, run_state
 from clusterkit import runs as store
-from clusterkit.backends.base import SupportsDoctor, SupportsListing
+from clusterkit.backends.base import SupportsDoctor, SupportsRemoteRuns
 from clusterkit.cluster import Facts
 from clusterkit.errors import EXIT_FAILURE, CapabilityError, RunFailed
 from clusterkit.launch import Prepared as Prepared
@@ -102,7 +102,7 @@ def runs_of(
     entry = resolved_cluster(cluster, clusters_file)
     backend = backends.backend(entry.backend)
     there = {}
-    if isinstance(backend, SupportsListing):
+    if isinstance(backend, SupportsRemoteRuns):
         with contextlib.closing(backends.transport_for(entry)) as transport:
             there = {run.run: run for run in backend.listing(entry, transport)}
     found = []

@@ -19,7 +19,7 @@ import msgspec
 import clusterkit
 from clusterkit import backends, execute, loader, project, request, run_state, supervise
 from clusterkit import runs as store
-from clusterkit.backends.base import Backend, SupportsRecovery, check_capabilities
+from clusterkit.backends.base import Backend, SupportsRemoteRuns, check_capabilities
 from clusterkit.cluster import ClusterSpec, Facts
 from clusterkit.errors import BadInput, CapabilityError, ClusterkitError, RunFolderError
 from clusterkit.plan import Note, Plan
@@ -37,8 +37,8 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, repr=False)
-class Prepared:
-    """A job, a cluster and the plan they make; as a context manager, closed at its end."""
+class Prepared(contextlib.AbstractContextManager["Prepared"]):
+    """A job, a cluster and the plan they make; as a context manager, it closes its connections."""
 
     job: JobSpec
     cluster_name: str
@@ -51,14 +51,7 @@ class Prepared:
     def __repr__(self) -> str:
         return f"<Prepared {self.job.name} for {self.cluster_name}: {self.plan.summary}>"
 
-    def __enter__(self) -> Prepared:
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connections to the cluster's hosts."""
         self.transport.close()
 
 
@@ -296,7 +289,7 @@ def take_up(run: str, cluster: str, clusters_file: str | os.PathLike[str] | None
     """
     entry = resolved_cluster(cluster, clusters_file)
     backend = backends.backend(entry.backend)
-    if not isinstance(backend, SupportsRecovery):
+    if not isinstance(backend, SupportsRemoteRuns):
         raise CapabilityError(
             f"backend {backend.name}: its clusters do not remember what a run was made of",
             hint="attach on the machine and with the CLUSTERKIT_HOME that submitted it",

@@ -115,8 +115,9 @@ class Run:
         Raises:
             BadInput: the run has no such node or rank.
         """
-        batches = self.log_batches(rank=rank, node=node, follow=follow, note=note)
-        return itertools.chain.from_iterable(batches)
+        return itertools.chain.from_iterable(
+            self.log_batches(rank=rank, node=node, follow=follow, note=note)
+        )
 
     def log_batches(
         self,
@@ -170,8 +171,8 @@ class Run:
         return [event for line in self.logs() if (event := line.event) is not None]
 
     def attach(self) -> bool:
-        """Have it watched over again: its supervisor was killed, or the machine it ran on. If the
-        run has failed meanwhile, its restarts are used.
+        """Start another supervisor for a run whose own was killed, with its machine or alone. If
+        the run has failed meanwhile, its restarts are used.
 
         Returns:
             False: somebody watches over it already, or nothing of it is left to do.

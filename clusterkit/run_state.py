@@ -1,14 +1,13 @@
 """The truth about a run, whether its supervisor lives or not; cancelling and forgetting it.
 
 `current` only reads what is on record. Where nobody keeps that up to date, `reconcile` asks the
-backend, brings what the nodes wrote, and records how the run has ended.
+backend, brings what the nodes wrote, and clears up what a service keeps of a run that has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
 
 import msgspec
 
@@ -17,6 +16,7 @@ from clusterkit.backends.base import (
     Backend,
     ClusterProgress,
     Observation,
+    SupportsCleanup,
     SupportsForget,
     SupportsSync,
 )
@@ -32,27 +32,20 @@ from clusterkit.transport import Transport
 _replace = msgspec.structs.replace
 
 
-class Connections:
+class Connections(contextlib.ExitStack):
     """What reaches a run's hosts: made when it is first needed, kept until this is closed.
 
-    A context manager; with it, whoever looks often at a run logs in to its hosts once.
+    With it, whoever looks often at a run logs in to its hosts once.
     """
 
-    def __init__(self) -> None:
-        self._transport: Transport | None = None
+    _transport: Transport | None = None
 
     def to(self, cluster: ClusterSpec) -> Transport:
         """The run's cluster is one and the same each time."""
         if self._transport is None:
-            self._transport = backends.transport_for(cluster)
+            made = contextlib.closing(backends.transport_for(cluster))
+            self._transport = self.enter_context(made)
         return self._transport
-
-    def __enter__(self) -> Connections:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._transport is not None:
-            self._transport.close()
 
 
 def current(folder: RunFolder) -> RunStatus | None:
@@ -80,7 +73,7 @@ def _submitted(submission: Submission) -> RunStatus:
 
 
 def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunStatus:
-    """How a run stands now; where nobody watches over it, that is recorded once it has ended.
+    """How a run stands now; its end is recorded where what could tell of it is removed.
 
     Never raises for a damaged folder: what cannot be told is UNKNOWN, with a remark.
 
@@ -115,9 +108,8 @@ def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunS
         return _replace(base, state=State.UNKNOWN, remark="nothing is left of it")
     if seen.state is not State.RUNNING:
         _sync(backend, handle, transport)
-    look = _Look(folder, _replace(base, nodes=seen.nodes), handle, seen, progress)
-    found, startable = look.judged()
-    if found.state.final and not startable:
+    found, startable = _judged(_replace(base, nodes=seen.nodes), handle, seen, progress)
+    if found.state.final and not startable and isinstance(backend, SupportsCleanup):
         _record_end(found, backend, handle, transport)
     return found
 
@@ -133,7 +125,8 @@ def _record_end(
 ) -> None:
     """Clear up, and write down how the run ended: nobody else is there to do it."""
     with contextlib.suppress(ClusterkitError):
-        backend.after_attempt(handle, transport)
+        if isinstance(backend, SupportsCleanup):
+            backend.clean_up(handle, transport)
         handle.folder.write_json("state.json", found)
 
 
@@ -143,74 +136,64 @@ def unfinished(folder: RunFolder, connections: Connections | None = None) -> boo
     return not (saved or reconcile(folder, connections)).state.final
 
 
-@dataclass(frozen=True)
-class _Look:
-    """What is seen of a run whose supervisor was killed: only the nodes can tell how it stands, and
-    whatever goes on with it where they are."""
-
-    folder: RunFolder
-    base: RunStatus
-    """With the nodes as they are seen."""
-    handle: RunHandle
-    seen: Observation
-    progress: ClusterProgress
-
-    def judged(self) -> tuple[RunStatus, bool]:
-        """The status, and whether `attach` would start the run again."""
-        base, seen, progress = self.base, self.seen, self.progress
-        job = self.folder.maybe_json("job.json", JobSpec)
-        restarts = 0 if job is None else max(0, job.restarts - (self.handle.attempt - 1))
-        begun = any(node.state is not State.PENDING for node in seen.nodes)
-        attach = f"`clusterkit attach {self.folder.run_id}`"
-        if seen.state is State.RUNNING:
-            remark = (
-                f"its supervisor is gone: {self._alone(restarts)}; {attach} watches over "
-                f"it again, `clusterkit cancel {self.folder.run_id}` ends it"
-            )
-            return _replace(base, state=State.RUNNING, remark=remark), False
-        if self.folder.is_cancelled():
-            return _replace(base, state=State.CANCELLED, exit_code=EXIT_INTERRUPTED), False
-        finished = max((node.ended_at or 0.0 for node in seen.nodes), default=0.0) or None
-        again = not progress.late and not progress.finished and restarts > 0
-        left = counted(restarts, "restart")
-        remark = f"nobody was there to start it again ({left} left): {attach} does"
-        if progress.late and job is not None:
-            failure = over_time(job)
-        elif seen.state is State.SUCCEEDED:
-            found = _replace(base, state=State.SUCCEEDED, exit_code=0, finished_at=finished)
-            return found, False
-        elif progress.watched and not progress.finished and (restarts or not begun):
-            remark = f"a watcher in the cluster: it starts again; {attach} follows it"
-            return _replace(base, state=State.RESTARTING, remark=remark), False
-        elif not begun:
-            again = self.folder.file("state.json").exists()
-            remark = f"nobody was there to start it: {attach} does"
-            failure = Failure(
-                node=None, rank=None, exit_code=1,
-                cause="clusterkit was killed before it started it",
-                hint=f"{attach} starts it" if again else "submit it again",
-            )  # fmt: skip
-        else:
-            failure = diagnosis(self.handle, seen)
-        found = _replace(
-            base,
-            state=State.UNKNOWN if seen.state is State.UNKNOWN else State.FAILED,
-            exit_code=failure.exit_code or 1,
-            failure=failure,
-            finished_at=finished,
-            remark=remark if again else base.remark,
+def _judged(
+    base: RunStatus, handle: RunHandle, seen: Observation, progress: ClusterProgress
+) -> tuple[RunStatus, bool]:
+    """The status of a run whose supervisor is gone, and whether `attach` would start it again."""
+    folder = handle.folder
+    job = folder.maybe_json("job.json", JobSpec)
+    restarts = 0 if job is None else max(0, job.restarts - (handle.attempt - 1))
+    begun = any(node.state is not State.PENDING for node in seen.nodes)
+    attach = f"`clusterkit attach {folder.run_id}`"
+    if seen.state is State.RUNNING:
+        remark = (
+            f"its supervisor is gone: {_alone(folder, progress, restarts)}; {attach} watches over "
+            f"it again, `clusterkit cancel {folder.run_id}` ends it"
         )
-        return found, again
+        return _replace(base, state=State.RUNNING, remark=remark), False
+    if folder.is_cancelled():
+        return _replace(base, state=State.CANCELLED, exit_code=EXIT_INTERRUPTED), False
+    finished = max((node.ended_at or 0.0 for node in seen.nodes), default=0.0) or None
+    again = not progress.late and not progress.finished and restarts > 0
+    left = counted(restarts, "restart")
+    remark = f"nobody was there to start it again ({left} left): {attach} does"
+    if progress.late and job is not None:
+        failure = over_time(job)
+    elif seen.state is State.SUCCEEDED:
+        return _replace(base, state=State.SUCCEEDED, exit_code=0, finished_at=finished), False
+    elif progress.watched and not progress.finished and (restarts or not begun):
+        remark = f"a watcher in the cluster: it starts again; {attach} follows it"
+        return _replace(base, state=State.RESTARTING, remark=remark), False
+    elif not begun:
+        again = folder.file("state.json").exists()
+        remark = f"nobody was there to start it: {attach} does"
+        failure = Failure(
+            exit_code=1,
+            cause="clusterkit was killed before it started it",
+            hint=f"{attach} starts it" if again else "submit it again",
+        )
+    else:
+        failure = diagnosis(handle, seen)
+    found = _replace(
+        base,
+        state=State.UNKNOWN if seen.state is State.UNKNOWN else State.FAILED,
+        exit_code=failure.exit_code or 1,
+        failure=failure,
+        finished_at=finished,
+        remark=remark if again else base.remark,
+    )
+    return found, again
 
-    def _alone(self, restarts: int) -> str:
-        """What does not happen to a run that goes on without its supervisor."""
-        if self.progress.watched:
-            return "the watcher in the cluster goes on with it"
-        facts = self.folder.maybe_json("facts.json", Facts)
-        together = facts is not None and facts.watch_port is not None  # its nodes watch each other
-        again = f" ({counted(restarts, 'restart')} left)" if restarts else ""
-        ends = "" if together else " or ends the other nodes when one fails"
-        return f"nobody restarts it{again}{ends}"
+
+def _alone(folder: RunFolder, progress: ClusterProgress, restarts: int) -> str:
+    """What does not happen to a run that goes on without its supervisor."""
+    if progress.watched:
+        return "the watcher in the cluster goes on with it"
+    facts = folder.maybe_json("facts.json", Facts)
+    together = facts is not None and facts.watch_port is not None  # its nodes watch each other
+    again = f" ({counted(restarts, 'restart')} left)" if restarts else ""
+    ends = "" if together else " or ends the other nodes when one fails"
+    return f"nobody restarts it{again}{ends}"
 
 
 # ---------------------------------------------------------------- ending a run
@@ -286,8 +269,8 @@ def forget(folder: RunFolder) -> None:
         return  # damaged: nobody knows of hosts
     backend = backends.backend(handle.plan.backend)
     with Connections() as connections:
-        if unfinished(folder, connections):
-            backend.after_attempt(handle, connections.to(cluster))
+        if isinstance(backend, SupportsCleanup) and unfinished(folder, connections):
+            backend.clean_up(handle, connections.to(cluster))
         if isinstance(backend, SupportsForget):
             backend.forget(handle, connections.to(cluster))
 

@@ -16,6 +16,8 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import IO
@@ -23,8 +25,15 @@ from typing import IO
 import msgspec
 
 from clusterkit import agent, backends, mirror
-from clusterkit.backends.base import Backend, ClusterProgress, HandedOver, Monitor, Observation
-from clusterkit.backends.nodes import moved_port
+from clusterkit.backends.base import (
+    Backend,
+    ClusterProgress,
+    HandedOver,
+    Monitor,
+    Observation,
+    SupportsCleanup,
+)
+from clusterkit.backends.ports import moved_port
 from clusterkit.cluster import Facts
 from clusterkit.diagnose import PORT_TAKEN, diagnose
 from clusterkit.errors import (
@@ -50,9 +59,9 @@ CANCEL_SECONDS = 5.0
 PORT_TRIES = 3
 TAIL_LINES = 5000
 """Log lines per attempt that a diagnosis reads."""
-BIRTH_SECONDS = 60.0
+START_SECONDS = 60.0
 """How long a supervisor may take to start; one that ends meanwhile is noticed at once."""
-BORN = b"started\n"
+STARTED = b"started\n"
 """What a supervisor answers to whoever started it."""
 LATE_EXIT = 124
 """Exit code of a run that was ended at its time limit: that of timeout(1)."""
@@ -109,18 +118,13 @@ class Supervisor:
             self._event(error.message)
         except ClusterkitError as error:
             self._cancel()
-            failure = Failure(
-                node=None, rank=None, exit_code=error.exit_code, cause=error.message,
-                hint=error.hint,
-            )  # fmt: skip
+            failure = Failure(exit_code=error.exit_code, cause=error.message, hint=error.hint)
             self._finish(State.FAILED, failure)
         except Exception as error:
             self._cancel()
             cause = f"clusterkit's supervisor failed: {type(error).__name__}: {error}"
             hint = f"a bug of clusterkit's; {self.folder.file('supervisor.log')} holds the details"
-            self._finish(
-                State.FAILED, Failure(node=None, rank=None, exit_code=1, cause=cause, hint=hint)
-            )
+            self._finish(State.FAILED, Failure(exit_code=1, cause=cause, hint=hint))
             raise
 
     def _terminated(self, signum: int, frame: object) -> None:
@@ -131,17 +135,17 @@ class Supervisor:
         return self.terminated or self.folder.is_cancelled()
 
     def _attempts(self, adopt: bool = False) -> None:
-        gone_on: ClusterProgress | None = None
+        progress: ClusterProgress | None = None
         if adopt:
-            adopt, gone_on = self._adopted()
+            adopt, progress = self._adopted()
         restarts_left = max(0, self.job.restarts - (self.attempt - 1))
         port_tries = PORT_TRIES
         while True:
-            if gone_on is not None:
-                restarts_left = max(0, restarts_left - (gone_on.attempt - self.attempt))
-                adopt = gone_on.begun if gone_on.watched else adopt
-                self.attempt = gone_on.attempt
-                if gone_on.late:
+            if progress is not None:
+                restarts_left = max(0, restarts_left - (progress.attempt - self.attempt))
+                adopt = progress.begun if progress.watched else adopt
+                self.attempt = progress.attempt
+                if progress.late:
                     self._cancel()
                     return self._finish(State.FAILED, over_time(self.job))
             if self._to_be_ended():
@@ -162,19 +166,16 @@ class Supervisor:
             adopt = False
             handle = self._handle()
             seen = self._watch(handle)
-            if (gone_on := seen.superseded) is not None:
-                self._event(f"attempt {gone_on.attempt} goes on; it was begun in the cluster")
+            if (progress := seen.superseded) is not None:
+                self._event(f"attempt {progress.attempt} goes on; it was begun in the cluster")
                 self._attempt_ended(None)
                 continue
-            try:
-                self.backend.after_attempt(handle, self.transport)
-            except ClusterkitError as error:
-                self._left_over(error)
-            lost = any(node.state is State.UNKNOWN for node in seen.nodes)
-            if self.remark is not None or (lost and seen.state is not State.SUCCEEDED):
-                self._cancel()  # something may still run there
+            if isinstance(self.backend, SupportsCleanup):
+                self._end(partial(self.backend.clean_up, handle, self.transport))
             if seen.state is State.SUCCEEDED:
                 return self._finish(State.SUCCEEDED)
+            if any(node.state is State.UNKNOWN for node in seen.nodes):
+                self._cancel()  # something may still run there
             if self._to_be_ended():
                 return self._finish(State.CANCELLED)
             if self.late:
@@ -294,24 +295,24 @@ class Supervisor:
             self._save(state)
 
     def _cancel(self) -> None:
+        reason = "the run is over its time limit" if self.late else "another node has ended"
+        if self._to_be_ended():
+            reason = "cancelled"
+        self._end(partial(self.backend.cancel, self._handle(), self.transport, reason))
+
+    def _end(self, work: Callable[[], None]) -> None:
         """End what runs; a host where that cannot be done is remembered, and told of."""
         try:
-            reason = "the run is over its time limit" if self.late else "another node has ended"
-            if self._to_be_ended():
-                reason = "cancelled"
-            self.backend.cancel(self._handle(), self.transport, reason)
+            work()
         except ClusterkitError as error:
-            self._left_over(error)
+            if error.message != self.remark:
+                self._event(f"not all could be ended: {error.message}")
+            self.remark = str(error.message)
+            with contextlib.suppress(RunFolderError):
+                self.folder.write(LEFTOVERS, f"{error.message}\n")
         else:
             self.remark = None
             self.folder.file(LEFTOVERS).unlink(missing_ok=True)
-
-    def _left_over(self, error: ClusterkitError) -> None:
-        if error.message != self.remark:
-            self._event(f"not all could be ended: {error.message}")
-        self.remark = str(error.message)
-        with contextlib.suppress(RunFolderError):
-            self.folder.write(LEFTOVERS, f"{error.message}\n")
 
     def _handle(self) -> RunHandle:
         return self.folder.handle(self.attempt, self.plan)
@@ -386,8 +387,6 @@ class Supervisor:
 def over_time(job: JobSpec) -> Failure:
     """Why a run failed that was ended at its time limit."""
     return Failure(
-        node=None,
-        rank=None,
         exit_code=LATE_EXIT,
         cause=f"it was ended at its time_limit of {job.time_limit}",
         hint="a larger time_limit; a checkpoint is what another run can go on from",
@@ -401,13 +400,9 @@ def diagnosis(handle: RunHandle, seen: Observation) -> Failure:
     tail = deque(lines, maxlen=TAIL_LINES)
     nproc = plan.topology.get("nproc_per_node", 1)
     failure = diagnose(
-        seen.nodes,
-        tail,
-        rank_exits=seen.rank_exits,
-        nproc_per_node=nproc,
-        oom_kills=seen.oom_kills,
-        causes=seen.causes,
-    )
+        seen.nodes, tail, rank_exits=seen.rank_exits, nproc_per_node=nproc,
+        oom_kills=seen.oom_kills, causes=seen.causes,
+    )  # fmt: skip
     if plan.nodes < plan.topology.get("nodes", plan.nodes) and failure.rank is not None:
         # One launcher for all nodes (mpirun): its log does not tell them apart, the rank does.
         failure = msgspec.structs.replace(failure, node=failure.rank // nproc)
@@ -449,9 +444,9 @@ def spawn(folder: RunFolder, lock: IO[bytes], *, adopt: bool = False) -> None:
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True,
             )  # fmt: skip
         said = b""
-        while select.select([answer], [], [], BIRTH_SECONDS)[0] and (data := answer.read(4096)):
+        while select.select([answer], [], [], START_SECONDS)[0] and (data := answer.read(4096)):
             said += data
-    if said == BORN:
+    if said == STARTED:
         return
     log_text = folder.read("supervisor.log").decode(errors="replace").strip()
     words, _, hint = said.decode().partition("\n")
@@ -462,7 +457,7 @@ def spawn(folder: RunFolder, lock: IO[bytes], *, adopt: bool = False) -> None:
 
 def main(argv: list[str]) -> None:
     """``RUN_DIR LOCK ANSWER [--adopt]``: LOCK and ANSWER are open files, the run folder's lock and
-    a pipe that takes `BORN`, or why this process cannot supervise the run."""
+    a pipe that takes `STARTED`, or why this process cannot supervise the run."""
     path, lock, answer = argv[:3]
     os.set_inheritable(int(lock), False)
     # Whoever started this may have been killed meanwhile.
@@ -474,7 +469,7 @@ def main(argv: list[str]) -> None:
         except ClusterkitError as error:
             pipe.write(f"{error.message}\n{error.hint or ''}".encode())
             raise
-        pipe.write(BORN)
+        pipe.write(STARTED)
     supervisor.main(adopt="--adopt" in argv)
 
 

@@ -188,7 +188,7 @@ class Backend(ABC):
         return self.place(job, cluster, facts, run_id).plan(self.name)
 
     def home(self, facts: Facts) -> Path:
-        """The folder on this machine that holds ``runs/RUN``, and what is to be written there."""
+        """The folder on this machine whose ``runs`` holds the run folders."""
         return Path(facts.home)
 
     # -- an attempt -----------------------------------------------------------
@@ -247,13 +247,6 @@ class Backend(ABC):
             Unavailable: a host does not answer; on the others it is done.
         """
 
-    def after_attempt(self, handle: RunHandle, transport: Transport) -> None:  # noqa: B027
-        """Remove what an attempt that has ended leaves behind with a service: containers, pods.
-
-        Raises:
-            Unavailable: the service does not answer.
-        """
-
     # -- a run whose supervisor is gone ---------------------------------------
 
     def catch_up(self, handle: RunHandle, transport: Transport) -> ClusterProgress:
@@ -298,6 +291,18 @@ class SupportsDoctor(ABC):
         """
 
 
+class SupportsCleanup(ABC):
+    """Backends whose ended nodes stay with a service: an engine, an API server."""
+
+    @abstractmethod
+    def clean_up(self, handle: RunHandle, transport: Transport) -> None:
+        """Remove what an attempt that has ended left with the service; fine to repeat.
+
+        Raises:
+            Unavailable: it does not answer.
+        """
+
+
 class SupportsSync(ABC):
     """Backends whose nodes write what `status` does not bring here."""
 
@@ -322,7 +327,7 @@ class SupportsForget(ABC):
         """
 
 
-class SupportsListing(ABC):
+class SupportsRemoteRuns(ABC):
     """Backends whose clusters know of runs that other machines submitted."""
 
     @abstractmethod
@@ -333,13 +338,9 @@ class SupportsListing(ABC):
             Unavailable: it does not answer.
         """
 
-
-class SupportsRecovery(ABC):
-    """Backends whose clusters remember what a run was made of."""
-
     @abstractmethod
     def recover(self, run: str, cluster: ClusterSpec, transport: Transport) -> Recovered:
-        """A run that another machine submitted.
+        """What the cluster keeps of a run.
 
         Args:
             run: its id, the beginning of its id, or ``last``.

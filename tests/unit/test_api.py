@@ -1,5 +1,6 @@
 """Every verb as a function."""
 
+import contextlib
 import json
 import os
 import time
@@ -113,6 +114,42 @@ def test_a_submit_interrupted_by_ctrl_c_leaves_nothing(
     with pytest.raises(KeyboardInterrupt):
         api.submit(write_job("launcher: python\n"), facts=facts)
     assert os.listdir(clusterkit_home / "runs") == []
+
+
+@pytest.fixture
+def transports(monkeypatch):
+    """The local transports that are made, each with whether it was closed."""
+    made = []
+
+    class Counted(LocalTransport):
+        closed = False
+
+        def close(self):
+            self.closed = True
+
+    def transport_for(cluster):
+        made.append(Counted())
+        return made[-1]
+
+    monkeypatch.setattr(backends, "transport_for", transport_for)
+    return made
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda job, facts: api.plan(job, facts=facts),
+        lambda job, facts: api.submit(job, facts=facts),
+        lambda job, facts: api.prepare(job, facts=facts, run_id="No"),
+        lambda job, facts: api.estimate(job),
+    ],
+    ids=["plan", "submit", "a prepare that fails", "estimate"],
+)
+def test_connections_are_closed(use, write_job, facts, transports, monkeypatch, clusterkit_home):
+    monkeypatch.setattr(supervise, "spawn", lambda *_, **__: None)
+    with contextlib.suppress(BadInput):
+        use(write_job("launcher: python\n"), facts)
+    assert [transport.closed for transport in transports] == [True]
 
 
 @pytest.mark.parametrize("failing", ["job.json", "cluster.json", "plan.json", "run.json"])

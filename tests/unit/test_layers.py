@@ -42,7 +42,7 @@ doctor.checks
 doctor.preflight doctor.hosts
 doctor
 backends.base
-backends backends.nodes backends.placing backends.probing
+backends backends.nodes backends.ports backends.placing backends.probing
 backends.local backends.ssh backends.compose backends.kubernetes
 backends.ssh.files backends.ssh.inventory backends.compose.compose_file backends.compose.engine
 backends.*.probe backends.ssh.observe

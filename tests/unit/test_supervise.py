@@ -14,14 +14,17 @@ import msgspec
 import pytest
 
 from clusterkit import agent, backends, mirror, supervise
-from clusterkit.backends.base import ClusterProgress, Observation
+from clusterkit.backends.base import ClusterProgress, Observation, SupportsCleanup
 from clusterkit.backends.local.backend import LocalBackend
-from clusterkit.backends.nodes import moved_port, overall
-from clusterkit.errors import ClusterkitError, SubmitFailed
+from clusterkit.backends.nodes import overall
+from clusterkit.backends.ports import moved_port
+from clusterkit.cluster import CLUSTER_TYPES
+from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.run_state import cancel, current, reconcile
 from clusterkit.runs import Event, RunFolder
 from clusterkit.status import AttemptStatus, Failure, NodeStatus, RunStatus, State
 from clusterkit.supervise import Supervisor
+from clusterkit.transport import LocalTransport
 from tests.conftest import HELD
 
 STAMP = "2026-11-21T20:11:58.123456Z"
@@ -354,9 +357,9 @@ OK, BAD, UP = State.SUCCEEDED, State.FAILED, State.RUNNING
 def supervise_with(unstarted_run, monkeypatch):
     """Run a supervisor in this process over scripted attempts; gives what it left."""
 
-    def go(attempts, text="launcher: python\n", adopt=None, **options):
+    def go(attempts, text="launcher: python\n", adopt=None, kind=Scripted, **options):
         run = unstarted_run(text, **options)
-        backend = Scripted(attempts)
+        backend = kind(attempts)
         monkeypatch.setattr(backends, "backend", lambda name: backend)
         monkeypatch.setattr(supervise, "POLL_SECONDS", 0.0)
         monkeypatch.setattr(supervise, "PEERS_SECONDS", 0.0)
@@ -367,6 +370,37 @@ def supervise_with(unstarted_run, monkeypatch):
         return backend, supervisor.folder.read_json("state.json", RunStatus), run.events()
 
     return go
+
+
+class Kept(Scripted, SupportsCleanup):
+    """One whose nodes stay with a service, which does not answer the first few times."""
+
+    silent = 0
+
+    def clean_up(self, handle, transport):
+        self.cancelled += 1
+        if self.cancelled <= self.silent:
+            raise Unavailable("the engine does not answer")
+
+
+def test_what_an_attempt_leaves_with_a_service_is_removed_after_each(supervise_with):
+    job = "launcher: python\nrestarts: 1\n"
+    backend, status, _ = supervise_with([observed(BAD), observed(OK)], job, kind=Kept)
+    assert backend.cancelled == 2
+    assert (status.state, status.remark) == (State.SUCCEEDED, None)
+
+
+def test_what_a_service_did_not_remove_is_told_of_until_it_is(supervise_with, monkeypatch):
+    monkeypatch.setattr(Kept, "silent", 1)
+    _, status, events = supervise_with([observed(OK)], kind=Kept)
+    assert [event.text for event in events] == [
+        "not all could be ended: the engine does not answer"
+    ]
+    assert "the engine does not answer; `clusterkit cancel" in status.remark
+    _, status, _ = supervise_with(
+        [observed(BAD), observed(OK)], "launcher: python\nrestarts: 1\n", kind=Kept
+    )
+    assert status.remark is None
 
 
 def test_a_run_that_succeeds_is_not_repeated(supervise_with):
@@ -427,7 +461,7 @@ def test_a_pause_of_the_supervisor_is_no_node_s_fault(supervise_with, monkeypatc
     assert ended.state is State.SUCCEEDED
 
 
-def test_a_run_that_has_gone_on_elsewhere_is_followed_and_not_started_again(supervise_with):
+def test_a_run_that_has_gone_on_in_its_cluster_is_followed_and_not_started_again(supervise_with):
     gone_on = ClusterProgress(attempt=3, watched=True)
     left = msgspec.structs.replace(observed(BAD), superseded=gone_on)
     job = "launcher: python\nrestarts: 3\n"
@@ -440,7 +474,7 @@ def test_a_run_that_has_gone_on_elsewhere_is_followed_and_not_started_again(supe
     assert events[1].text.endswith("starting again, 0 restarts left")
 
 
-def test_an_attempt_that_was_announced_elsewhere_and_never_begun_is_started(supervise_with):
+def test_an_attempt_that_was_announced_in_the_cluster_and_never_begun_is_started(supervise_with):
     announced = ClusterProgress(attempt=2, begun=False)
     left = msgspec.structs.replace(observed(BAD), superseded=announced)
     job = "launcher: python\nrestarts: 1\n"
@@ -536,6 +570,33 @@ def test_a_watch_port_that_was_taken_meanwhile_is_replaced(unstarted_run):
     assert kept["watch_port"] not in (port, port + 1)
     (event,) = folder.records("events.jsonl", Event)
     assert event.text.startswith(f"port {port + 1} was taken meanwhile; the nodes watch each other")
+
+
+class Busy(LocalTransport):
+    """Every port that is asked for has been taken."""
+
+    def free_port(self, host, wanted=None):
+        return (wanted or 30000) + 100
+
+
+@pytest.mark.parametrize(
+    ("name", "fresh", "port"),
+    [
+        ("local", True, 29601), ("local", False, 29601),
+        ("ssh", True, None), ("ssh", False, 29601),
+        ("compose", False, None), ("kubernetes", False, None),
+    ],
+)  # fmt: skip
+def test_a_port_is_checked_again_where_other_programs_could_take_it(name, fresh, port, facts):
+    cluster = CLUSTER_TYPES[name]()
+    backend = backends.backend(name)
+    found = backend.before_attempt(cluster, facts, Busy(), fresh=fresh)
+    assert (found and found[0].port) == port
+    if found:
+        assert found[1] == "port 29501 was taken meanwhile; 29601 chosen instead"
+        fixed = msgspec.structs.replace(cluster, port=29501)
+        with pytest.raises(ClusterkitError, match="the cluster entry asks for that one"):
+            backend.before_attempt(fixed, facts, Busy(), fresh=fresh)
 
 
 def test_the_identity_of_a_process_survives_json(folder):
@@ -696,7 +757,12 @@ def test_attach_does_nothing_for_a_run_that_was_given_up(failed_alone):
 def test_a_service_keeps_what_attach_could_still_use(failed_alone, monkeypatch):
     run, _ = failed_alone
     ended = []
-    monkeypatch.setattr(LocalBackend, "after_attempt", lambda *_: ended.append(1))
+
+    class Served(LocalBackend, SupportsCleanup):
+        def clean_up(self, handle, transport):
+            ended.append(1)
+
+    monkeypatch.setattr(backends, "backend", lambda name: Served())
     assert run.status().state is State.FAILED
     assert ended == []
     run.cancel()

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from clusterkit.assemble import Placement
-from clusterkit.backends.base import Backend, Observation
+from clusterkit.backends.base import Backend, Observation, SupportsCleanup
 from clusterkit.backends.compose.compose_file import parse_volume, size_bytes
 from clusterkit.backends.compose.containers import (
     ContainerMonitor,
@@ -35,7 +35,7 @@ from clusterkit.transport import Transport
 _VOLUME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
 
 
-class ComposeBackend(Backend):
+class ComposeBackend(Backend, SupportsCleanup):
     """Nodes are containers; see `clusterkit.agent` for what runs in each of them."""
 
     name = "compose"
@@ -90,7 +90,7 @@ class ComposeBackend(Backend):
     def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
         remove(handle, transport)
 
-    def after_attempt(self, handle: RunHandle, transport: Transport) -> None:
+    def clean_up(self, handle: RunHandle, transport: Transport) -> None:
         remove(handle, transport)
 
 

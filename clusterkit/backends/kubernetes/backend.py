@@ -27,9 +27,9 @@ from clusterkit.backends.base import (
     Observation,
     Recovered,
     RemoteRun,
+    SupportsCleanup,
     SupportsDoctor,
-    SupportsListing,
-    SupportsRecovery,
+    SupportsRemoteRuns,
     SupportsSync,
 )
 from clusterkit.backends.kubernetes.client import KUSTOMIZATION, KubeTransport
@@ -99,7 +99,7 @@ _PET = (
 _UNSEEN = "the image's; not looked at"
 
 
-class KubernetesBackend(Backend, SupportsDoctor, SupportsSync, SupportsListing, SupportsRecovery):
+class KubernetesBackend(Backend, SupportsCleanup, SupportsDoctor, SupportsRemoteRuns, SupportsSync):
     """Nodes are pods; see `clusterkit.agent` for what runs in each of them."""
 
     name = "kubernetes"
@@ -418,7 +418,7 @@ class KubernetesBackend(Backend, SupportsDoctor, SupportsSync, SupportsListing, 
     def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
         remove(handle, transport)
 
-    def after_attempt(self, handle: RunHandle, transport: Transport) -> None:
+    def clean_up(self, handle: RunHandle, transport: Transport) -> None:
         remove(handle, transport)
 
     # -- runs of other machines -----------------------------------------------

@@ -6,9 +6,9 @@ import contextlib
 import json
 import posixpath
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from clusterkit.agent import archive, process_start
+from clusterkit.agent import archive, is_alive, start_ticks
 from clusterkit.assemble import Placement, Places, require_packages
 from clusterkit.backends.base import Backend, Observation, SupportsDoctor
 from clusterkit.backends.local.probe import ADDRESS, HOST, probe, ranks_python
@@ -16,7 +16,6 @@ from clusterkit.backends.nodes import (
     judge_node,
     node_file,
     observed,
-    ports_taken,
     stop_arguments,
 )
 from clusterkit.backends.placing import (
@@ -26,6 +25,7 @@ from clusterkit.backends.placing import (
     interface_env,
     threads_of,
 )
+from clusterkit.backends.ports import ports_taken
 from clusterkit.cluster import ClusterSpec, Facts, LocalCluster
 from clusterkit.errors import BadInput, Unavailable, counted
 from clusterkit.plan import Note
@@ -150,12 +150,11 @@ def _node_status(handle: RunHandle, node: int, transport: Transport) -> NodeStat
 
     started, alive = read("started.json"), False
     pid = read("pid")
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):
         if started is not None:
-            alive = _is_alive(json.loads(started), transport)
+            alive = is_alive(json.loads(started))
         elif pid is not None:
-            stat = transport.get(HOST, f"/proc/{int(pid)}/stat")
-            alive = process_start(stat) is not None
+            alive = start_ticks(int(pid)) is not None
     return judge_node(
         node,
         HOST,
@@ -165,17 +164,4 @@ def _node_status(handle: RunHandle, node: int, transport: Transport) -> NodeStat
         exit_json=read("exit.json"),
         complaint=read("agent.log") or b"",
         started=started,
-    )
-
-
-def _is_alive(started: Any, transport: Transport) -> bool:
-    """`clusterkit.agent.is_alive`, through the transport."""
-    if not isinstance(started, dict):
-        return False
-    ticks = started.get("start_ticks")
-    boot = transport.get(HOST, "/proc/sys/kernel/random/boot_id") or b"unknown"
-    return (
-        isinstance(ticks, int)
-        and boot.decode().strip() == started.get("boot_id")
-        and process_start(transport.get(HOST, f"/proc/{started.get('pid')}/stat")) == ticks
     )

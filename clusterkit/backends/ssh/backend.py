@@ -16,7 +16,8 @@ from clusterkit.backends.base import (
     SupportsDoctor,
     SupportsForget,
 )
-from clusterkit.backends.nodes import ports_taken, stop_arguments
+from clusterkit.backends.nodes import stop_arguments
+from clusterkit.backends.ports import ports_taken
 from clusterkit.backends.ssh.observe import SshMonitor, observation, report, views
 from clusterkit.backends.ssh.place import place
 from clusterkit.backends.ssh.probe import hosts_for, probe, ranks_python, resolved
