@@ -109,10 +109,6 @@ def known(plan: Plan, transport: Transport) -> bool:
     return transport.get(HOST, posixpath.join(plan.run_dir, "run.json"), 0, 1) is not None
 
 
-def _containers(plan: Plan) -> int:
-    return plan.topology.get("nodes", plan.nodes)
-
-
 def inspect(handle: Handle, transport: Transport) -> dict[int, Container]:
     """The attempt's containers that there are, by node.
 
@@ -120,9 +116,7 @@ def inspect(handle: Handle, transport: Transport) -> dict[int, Container]:
         Unavailable: the engine does not answer.
     """
     plan = handle.plan
-    names = [container_name(plan.run_id, node) for node in range(_containers(plan))]
-    if not names:
-        return {}
+    names = [container_name(plan.run_id, node) for node in range(len(plan.hosts))]
     words = ["inspect", "--type", "container", "--format", _INSPECT, *names]
     done = docker_of(plan, transport).run(*words, seconds=INSPECT_SECONDS)
     complaints = [line for line in done.stderr.splitlines() if line and not _GONE.search(line)]
@@ -295,7 +289,7 @@ def _causes(
 ) -> tuple[NodeCause, ...]:
     """What was done to containers, where their nodes could not tell or not know."""
     causes = []
-    for node in range(_containers(plan)):
+    for node in range(len(plan.hosts)):
         found = kept.get(node) or live.get(node)
         if found is not None and found.oom:
             causes.append(

@@ -35,7 +35,6 @@ from clusterkit.backends.probing import (
     limited,
     parse_gpus,
     questions,
-    report,
 )
 from clusterkit.cluster import ComposeCluster, Engine, Facts, Gpu, HostFacts
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
@@ -235,9 +234,16 @@ def _inside(
         *docker.tool, "run", "--rm", "--interactive", "--pull", "never", *options,
         "--entrypoint", python, str(image["Id"]),
     ]  # fmt: skip
-    done = ask(docker.transport, HOST, container, str(place), seconds=2 * ENGINE_SECONDS)
-    if (told := report(done, python, f"image {image['name']}")) is None:
-        raise _unfit(cluster, python, str(image["name"]), place, done)
+    told = ask(
+        docker.transport,
+        HOST,
+        container,
+        python=python,
+        where=f"image {image['name']}",
+        workdir=str(place),
+        seconds=2 * ENGINE_SECONDS,
+        refusal=lambda done: _unfit(cluster, python, str(image["name"]), place, done),
+    )
     if not told.writable:
         user = options[options.index("--user") + 1]
         raise Unavailable(
@@ -252,37 +258,45 @@ def _unfit(
     cluster: ComposeCluster, python: str, image: str, place: Path, done: Completed
 ) -> ClusterkitError:
     """Why no container could be had, in words and with the remedy."""
-    said = done.stderr
-    if "rlimit" in said:
-        return Unavailable(
-            f"ulimits: the docker engine may not set {cluster.ulimits}: {last_words(done)}",
-            hint="give the engine that limit itself (LimitMEMLOCK=infinity in docker.service), or "
+    last = last_words(done)
+    known = (
+        (
+            "rlimit",
+            f"ulimits: the docker engine may not set {cluster.ulimits}: {last}",
+            "give the engine that limit itself (LimitMEMLOCK=infinity in docker.service), or "
             "leave it out of `ulimits`",
-        )
-    if "could not select device driver" in said or "nvidia-container" in said:
-        return Unavailable(
-            f"the docker engine cannot hand GPUs to containers: {last_words(done)}",
-            hint="nvidia-ctk runtime configure --runtime=docker, systemctl restart docker; or "
+        ),
+        (
+            "could not select device driver|nvidia-container",
+            f"the docker engine cannot hand GPUs to containers: {last}",
+            "nvidia-ctk runtime configure --runtime=docker, systemctl restart docker; or "
             "--set device=cpu",
-        )
-    if "executable file not found" in said or "no such file or directory" in said:
-        return Unavailable(
+        ),
+        (
+            "executable file not found|no such file or directory",
             f"python: image {image} has no {python}",
-            hint=NAMES_PYTHON,
-        )
-    if "bind source path does not exist" in said:
-        return Unavailable(
+            NAMES_PYTHON,
+        ),
+        (
+            "bind source path does not exist",
             f"the docker engine does not see this machine's {place}",
-            hint="share that folder with the engine's own machine, or set CLUSTERKIT_HOME",
-        )
-    if "exec format error" in said:
-        return Unavailable(
+            "share that folder with the engine's own machine, or set CLUSTERKIT_HOME",
+        ),
+        (
+            "exec format error",
             f"image: {image} was made for another kind of processor",
-            hint="`make image` makes one for this machine",
-        )
-    return Unavailable(
-        f"image: no container of {image} could be run: {last_words(done)}",
-        hint=f"docker run --rm --entrypoint {python} {image} --version",
+            "`make image` makes one for this machine",
+        ),
+        (
+            "",
+            f"image: no container of {image} could be run: {last}",
+            f"docker run --rm --entrypoint {python} {image} --version",
+        ),
+    )
+    return next(
+        Unavailable(message, hint)
+        for pattern, message, hint in known
+        if re.search(pattern, done.stderr)
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from clusterkit import project
-from clusterkit.backends.probing import HostReport, ask, interpreter, no_python, report
+from clusterkit.backends.probing import HostReport, ask, interpreter
 from clusterkit.backends.ssh import inventory
 from clusterkit.cluster import Facts, Host, HostFacts, SshCluster
 from clusterkit.errors import BadInput, PortTaken, about, counted
@@ -139,18 +139,18 @@ def ranks_python(cluster: SshCluster, host: Host, job: JobSpec | None) -> tuple[
 def _ask(cluster: SshCluster, name: str, transport: Transport, job: JobSpec | None) -> HostReport:
     host = next(host for host in cluster.hosts if host.name == name)
     python, _ = ranks_python(cluster, host, job)
-    # Without -I: what the ranks will find, in the user's own packages too, counts.
-    env = {**cluster.env, **(job.env if job else {}), "PYTHONSAFEPATH": "1"}
-    done = ask(transport, name, [python], cluster.workdir, env=env)
-    if (found := report(done, python, f"host {name}")) is None:
-        raise no_python(
-            python,
-            done.stderr or f"exit code {done.exit_code}",
-            f"host {name}",
-            hint="`python` in the job or the cluster entry, or `clusterkit_python` in the "
-            "inventory, names the interpreter of the ranks",
-        )
-    return found
+    return ask(
+        transport,
+        name,
+        [python],
+        python=python,
+        where=f"host {name}",
+        workdir=cluster.workdir,
+        # Without -I: what the ranks will find, in the user's own packages too, counts.
+        env={**cluster.env, **(job.env if job else {}), "PYTHONSAFEPATH": "1"},
+        hint="`python` in the job or the cluster entry, or `clusterkit_python` in the inventory, "
+        "names the interpreter of the ranks",
+    )
 
 
 def _host_facts(
