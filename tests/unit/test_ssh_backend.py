@@ -662,7 +662,7 @@ def test_of_several_hosts_that_do_not_answer_all_are_named(entry_of):
 
 
 def test_a_python_that_does_not_work_is_said_with_host_and_key(entry_of, tmp_path):
-    with pytest.raises(Unavailable, match="host h0: python: /nope/python .*: cannot start /nope"):
+    with pytest.raises(Unavailable, match=r"host h0: python: /nope/python .*: cannot start /nope"):
         SSH.probe(entry_of(1, python="/nope/python"), Hosts())
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho out of order >&2; exit 3\n")
