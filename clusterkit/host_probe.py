@@ -1,4 +1,4 @@
-"""What one host tells of itself before a submit; read-only, one JSON document on stdout.
+"""Looks at one host before a submit; read-only, prints one JSON document.
 
 Standard library only; its text is sent to the host and run there by the job's Python:
 
@@ -66,7 +66,11 @@ def gpus(query: Sequence[str]) -> str:
 
 
 def document(asked: dict[str, Any]) -> dict[str, Any]:
-    """What is told; ``asked`` holds ``workdir``, ``packages``, ``tools`` and ``gpu_query``."""
+    """What this Python and its host have.
+
+    Args:
+        asked: ``workdir``, ``packages``, ``tools``, ``gpu_query``.
+    """
     return {
         "workdir": os.path.abspath(os.path.expanduser(asked["workdir"])),
         "writable": os.access(os.path.expanduser(asked["workdir"]), os.W_OK),

@@ -1,4 +1,4 @@
-"""What a Python and its host tell of themselves: `clusterkit.host_probe`, for every backend."""
+"""What a Python and its host have, found by `clusterkit.host_probe` for every backend."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Interface(Struct, frozen=True):
 
 
 class HostReport(Struct, frozen=True, kw_only=True):
-    """What a Python tells of itself and of its host: the document of `clusterkit.host_probe`."""
+    """What a Python and its host have: the document of `clusterkit.host_probe`."""
 
     workdir: str
     """The folder that was asked for, as an absolute path."""
@@ -67,7 +67,7 @@ def questions(workdir: str) -> dict[str, object]:
 
 
 def own_report(workdir: str) -> HostReport:
-    """What this very Python tells."""
+    """The report of this very Python."""
     return msgspec.convert(host_probe.document(questions(workdir)), HostReport)
 
 
@@ -84,14 +84,14 @@ def ask(
     hint: str = NAMES_PYTHON,
     refusal: Callable[[Completed], ClusterkitError] | None = None,
 ) -> HostReport:
-    """Have a Python tell of itself and its host; `clusterkit.host_probe` is its input.
+    """The report of another Python; it runs `clusterkit.host_probe`, from its standard input.
 
     Args:
         start: the command that starts it.
         python: what it is called.
         where: which host or image it is of, for messages.
-        workdir: folder to be told of.
-        refusal: what to raise where it tells nothing; by default that it does not work.
+        workdir: folder to look at.
+        refusal: the error where it prints no report; by default that it does not work.
 
     Raises:
         Unavailable: it does not work, or is too old for the node agent.

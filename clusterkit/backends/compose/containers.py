@@ -25,7 +25,7 @@ from clusterkit.transport import Completed, Put, Stream, Transport
 
 INSPECT_SECONDS = 10.0
 LOOK_SECONDS = 3.0
-"""How often containers are looked at although the engine told of nothing."""
+"""How often containers are looked at although the engine reports no event."""
 AGAIN_SECONDS = 1.0
 """Pause before an engine that does not answer is asked again."""
 STATES: Mapping[str, State] = {
@@ -37,7 +37,7 @@ STATES: Mapping[str, State] = {
     "exited": State.FAILED,
     "dead": State.FAILED,
 }
-"""The engine's words for a container, for a node that has not told its own end."""
+"""The engine's words for a container, for a node that has left no exit.json."""
 _INSPECT = (
     '{"name":{{json .Name}},"labels":{{json .Config.Labels}},"state":{{json .State}},'
     '"networks":{{json .NetworkSettings.Networks}},"memory":{{json .HostConfig.Memory}}}'
@@ -96,7 +96,7 @@ def _words(size: int) -> str:
 
 def docker_of(plan: Plan, transport: Transport) -> Docker:
     """The engine that the run was planned for."""
-    # The plans of older versions do not tell which.
+    # Plans of older versions do not hold it.
     socket = plan.native.socket if isinstance(plan.native, ComposeNative) else None
     return Docker(socket, transport)
 
@@ -125,24 +125,24 @@ def inspect(handle: Handle, transport: Transport) -> dict[int, Container]:
     found = {}
     for line in done.stdout.splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-            told = json.loads(line)
-            labels = told["labels"]
+            entry = json.loads(line)
+            labels = entry["labels"]
             if labels[LABEL] == plan.run_dir and labels["clusterkit.attempt"] == str(
                 handle.attempt
             ):
-                found[int(labels["clusterkit.node"])] = _container(told)
+                found[int(labels["clusterkit.node"])] = _container(entry)
     return found
 
 
-def _container(told: Mapping[str, Any]) -> Container:
-    state = told["state"]
+def _container(entry: Mapping[str, Any]) -> Container:
+    state = entry["state"]
     return Container(
         state=str(state["Status"]),
         exit_code=int(state.get("ExitCode") or 0),
         oom=bool(state.get("OOMKilled")),
         error=str(state.get("Error") or ""),
-        connected=bool(told.get("networks")),
-        memory=int(told.get("memory") or 0),
+        connected=bool(entry.get("networks")),
+        memory=int(entry.get("memory") or 0),
     )
 
 
@@ -160,7 +160,7 @@ def _snapshot(handle: Handle, transport: Transport) -> dict[int, Container]:
 
 
 def _keep(handle: Handle, transport: Transport) -> None:
-    """Write down how the containers are: their ends are told by nothing else once they are gone."""
+    """Write down how the containers are: nothing else shows their ends once they are gone."""
     if transport.get(HOST, _snapshot_path(handle), 0, 1) or not known(handle.plan, transport):
         return
     # What cannot be kept is no reason to leave containers behind.
@@ -212,7 +212,7 @@ def judge(
         ended = judge_exit(node, host, exit_json)
         before = kept or live
         if ended.state is State.CANCELLED and before is not None:
-            # It obeyed, but what made us, or the other nodes, tell it to?
+            # It was asked to end; by whom, and because of what?
             reason = before.trouble()
             if reason is None and before.over and ended.reason == STOPPED:
                 reason = "its container was stopped from outside (docker stop)"
@@ -274,8 +274,8 @@ def observation(
             began = transport.get(HOST, node_file(handle, node, "started.json"))
             found = msgspec.structs.replace(found, remarks=remarks(exit_json or began))
         nodes.append(found)
-        told = None if exit_json is None else judge_exit(node, found.host, exit_json)
-        if found.state is State.FAILED and found.reason and found != told:
+        own = None if exit_json is None else judge_exit(node, found.host, exit_json)
+        if found.state is State.FAILED and found.reason and found != own:
             # Its own word for it, if there is one, is only that it was asked to end.
             causes.append(NodeCause(node=node, words=found.reason, exit_code=found.exit_code or 1))
         ended[node] = exit_json or b""
@@ -287,7 +287,7 @@ def observation(
 def _causes(
     plan: Plan, kept: Mapping[int, Container], live: Mapping[int, Container]
 ) -> tuple[NodeCause, ...]:
-    """What was done to containers, where their nodes could not tell or not know."""
+    """What was done to containers, where their nodes could not know or write it."""
     causes = []
     for node in range(len(plan.hosts)):
         found = kept.get(node) or live.get(node)
@@ -300,7 +300,7 @@ def _causes(
                 )
             )
         elif node >= plan.nodes and found is not None:
-            # mpirun's other nodes have no agent that could tell.
+            # mpirun's other nodes have no agent.
             words = found.trouble()
             if words is None and found.over and found.exit_code in (137, 143):
                 words = found.ending()
@@ -310,7 +310,7 @@ def _causes(
 
 
 class Watcher:
-    """Looks at the containers when the engine tells that something happened to one of them."""
+    """Looks at the containers when the engine reports an event of one of them."""
 
     def __init__(self, handle: Handle, transport: Transport) -> None:
         self._handle = handle
@@ -330,11 +330,11 @@ class Watcher:
         if not known(self._handle.plan, self._transport):
             return None
         now = time.monotonic()
-        if self._told() or now >= self._look_at:
+        if self._happened() or now >= self._look_at:
             self._look(now)
         seen = self._observed(now)
         if seen.nodes != self._last and self._silent_since is None:
-            # The files have told something: what does the engine say by now?
+            # The files have changed: what does the engine say by now?
             self._look(now)
             seen = self._observed(now)
         self._last = seen.nodes
@@ -369,8 +369,8 @@ class Watcher:
                 if found.trouble() is not None
             }
 
-    def _told(self) -> bool:
-        """Whether the engine told of something since it was asked last."""
+    def _happened(self) -> bool:
+        """Whether the engine has reported an event since the last call."""
         now = time.monotonic()
         if self._events is None:
             if now < self._open_at:
@@ -385,12 +385,12 @@ class Watcher:
                 self._events = self._transport.open(HOST, words)
             except ClusterkitError:
                 return False
-        told = False
+        happened = False
         try:
             while self._events.read(0):
-                told = True
+                happened = True
         except SubmitFailed:
-            return told  # nothing more for now
+            return happened  # nothing more for now
         # The engine is gone, or going.
         self._since = time.time()
         self.close()

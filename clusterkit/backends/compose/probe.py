@@ -1,4 +1,4 @@
-"""What a docker engine and a container of the image tell of themselves before a submit."""
+"""Looking at a docker engine, and into a container of the image, before a submit."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def probe(cluster: ComposeCluster, transport: Transport, job: JobSpec | None) ->
     options = ["--user", user, "--network", "none"]
     options += ["--userns", "host"] if remapped else []
     options += ["--gpus", "all"] if gpus else []
-    told = _inside(cluster, python, docker, info, image, options)
+    report = _inside(cluster, python, docker, info, image, options)
     return Facts(
         home=str(home()),
         hosts=(
@@ -78,10 +78,10 @@ def probe(cluster: ComposeCluster, transport: Transport, job: JobSpec | None) ->
                 cpus=int(info["NCPU"]),
                 memory_mib=int(info["MemTotal"]) >> 20,
                 gpus=gpus,
-                python=python if "/" in python else told.python,
+                python=python if "/" in python else report.python,
                 python_origin=origin,
-                versions=told.versions,
-                tools=told.tools,
+                versions=report.versions,
+                tools=report.tools,
             ),
         ),
         port=port,
@@ -125,7 +125,7 @@ def _socket(cluster: ComposeCluster, transport: Transport) -> str:
 
 
 def _info(docker: Docker) -> dict[str, Any]:
-    """What the engine and the client tell of themselves, if they will do."""
+    """What ``docker info`` says of the engine and the client, if they will do."""
     done = docker.run("info", "--format", "{{json .}}")
     try:
         info: dict[str, Any] = json.loads(done.stdout)
@@ -234,7 +234,7 @@ def _inside(
         *docker.tool, "run", "--rm", "--interactive", "--pull", "never", *options,
         "--entrypoint", python, str(image["Id"]),
     ]  # fmt: skip
-    told = ask(
+    report = ask(
         docker.transport,
         HOST,
         container,
@@ -244,14 +244,14 @@ def _inside(
         seconds=2 * ENGINE_SECONDS,
         refusal=lambda done: _unfit(cluster, python, str(image["name"]), place, done),
     )
-    if not told.writable:
+    if not report.writable:
         user = options[options.index("--user") + 1]
         raise Unavailable(
             f"containers cannot write into {place} as user {user}",
             hint="CLUSTERKIT_HOME on a disk of this machine, in a folder of your own",
         )
-    docker.transport.put(HOST, str(saved), msgspec.json.encode(told))
-    return told
+    docker.transport.put(HOST, str(saved), msgspec.json.encode(report))
+    return report
 
 
 def _unfit(

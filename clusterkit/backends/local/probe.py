@@ -1,4 +1,4 @@
-"""What this machine tells of itself before a submit."""
+"""Looking at this machine before a submit."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def probe(cluster: LocalCluster, transport: Transport, job: JobSpec | None) -> F
     if cluster.port not in ("auto", port):
         raise PortTaken(int(cluster.port), ADDRESS)
     if python == sys.executable:
-        told = own_report(str(home()))
+        report = own_report(str(home()))
     else:
-        told = ask(transport, HOST, [python], python=python, where=HOST, workdir=str(home()))
+        report = ask(transport, HOST, [python], python=python, where=HOST, workdir=str(home()))
     host = HostFacts(
         host=HOST,
         address=ADDRESS,
-        cpus=told.cpus,
-        memory_mib=told.memory_mib,
-        gpus=limited(told.visible_gpus(), cluster.gpus),
+        cpus=report.cpus,
+        memory_mib=report.memory_mib,
+        gpus=limited(report.visible_gpus(), cluster.gpus),
         python=python,
         python_origin=origin,
-        versions=told.versions,
-        tools=told.tools,
+        versions=report.versions,
+        tools=report.tools,
     )
     return Facts(
         home=str(home()),

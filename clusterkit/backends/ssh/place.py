@@ -179,8 +179,10 @@ def _version_notes(hosts: tuple[HostFacts, ...]) -> list[Note]:
         for host in hosts:
             found.setdefault(host.versions.get(package, "none"), []).append(host.host)
         if len(found) > 1:
-            told = "; ".join(f"{version} on {named(names)}" for version, names in found.items())
-            notes.append(Note("", f"the hosts differ in {package}: {told}", ""))
+            differing = "; ".join(
+                f"{version} on {named(names)}" for version, names in found.items()
+            )
+            notes.append(Note("", f"the hosts differ in {package}: {differing}", ""))
     return notes
 
 
