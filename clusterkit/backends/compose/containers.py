@@ -117,6 +117,8 @@ def inspect(handle: Handle, transport: Transport) -> dict[int, Container]:
     """
     plan = handle.plan
     names = [container_name(plan.run_id, node) for node in range(len(plan.hosts))]
+    if not names:  # the run's plan is damaged
+        return {}
     words = ["inspect", "--type", "container", "--format", _INSPECT, *names]
     done = docker_of(plan, transport).run(*words, seconds=INSPECT_SECONDS)
     complaints = [line for line in done.stderr.splitlines() if line and not _GONE.search(line)]
