@@ -61,12 +61,6 @@ class Places:
     def file(self, name: str) -> str:
         return posixpath.join(self.run_dir, "files", name)
 
-    def checkpoints(self, job: JobSpec) -> str | None:
-        """A relative folder lies in the run's, so that two runs never share one by accident."""
-        if job.checkpoint is None:
-            return None
-        return posixpath.join(self.shared or self.run_dir, job.checkpoint.dir)
-
 
 @dataclass(frozen=True)
 class Watching:
@@ -284,8 +278,10 @@ def _run_environment(placement: Placement, sizes: Batch | None) -> dict[str, str
         if not topology.elastic:
             env["CLUSTERKIT_ACCUMULATION"] = str(sizes.accumulation)
     if job.checkpoint is not None:
+        # A relative folder lies in the run's, so that two runs never share one by accident.
+        folder = posixpath.join(places.shared or places.run_dir, job.checkpoint.dir)
         env |= {
-            "CLUSTERKIT_CHECKPOINT_DIR": places.checkpoints(job) or "",
+            "CLUSTERKIT_CHECKPOINT_DIR": folder,
             "CLUSTERKIT_CHECKPOINT_EVERY": str(job.checkpoint.every),
             "CLUSTERKIT_CHECKPOINT_KEEP": str(job.checkpoint.keep),
             "CLUSTERKIT_CHECKPOINT_RESUME": job.checkpoint.resume,
@@ -344,8 +340,14 @@ def _node_script(
     )
 
 
-def require_packages(job: JobSpec, host: HostFacts) -> None:
+def require_packages(
+    job: JobSpec, host: HostFacts, where: str | None = None, hint: str | None = None
+) -> None:
     """Refuse a job whose launcher or config needs what the host's Python lacks.
+
+    Args:
+        where: what holds that Python; by default the host.
+        hint: the remedy; by default to install it there.
 
     Raises:
         BadInput: the job names another interpreter than the one that was looked at.
@@ -367,11 +369,11 @@ def require_packages(job: JobSpec, host: HostFacts) -> None:
     for package, why in needed:
         if package not in host.versions:
             raise Unavailable(
-                f"{why} needs {package}, which {host.python} on {host.host} does not have",
-                hint=f"{host.python} -m pip install 'clusterkit[train]'",
+                f"{why} needs {package}, which {host.python} on {where or host.host} does not have",
+                hint=hint or f"{host.python} -m pip install 'clusterkit[train]'",
             )
     if job.launcher == "mpirun" and "mpirun" not in host.tools:
         raise Unavailable(
-            f"launcher: mpirun needs Open MPI, which {host.host} does not have",
-            hint="apt-get install openmpi-bin",
+            f"launcher: mpirun needs Open MPI, which {where or host.host} does not have",
+            hint=hint or "apt-get install openmpi-bin",
         )

@@ -1,4 +1,4 @@
-"""What one host tells of itself before a submit; read-only, one JSON document on stdout.
+"""Looks at one host before a submit; read-only, prints one JSON document.
 
 Standard library only; its text is sent to the host and run there by the job's Python:
 
@@ -25,8 +25,8 @@ _SIOCGIFADDR = 0x8915
 NVIDIA_SECONDS = 20
 
 
-def interfaces() -> list[dict[str, Any]]:
-    """Name, IPv4 address and MTU of the interfaces that have one (netdevice(7))."""
+def interfaces() -> list[dict[str, str]]:
+    """Name and IPv4 address of the interfaces that have one (netdevice(7))."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -36,10 +36,7 @@ def interfaces() -> list[dict[str, Any]]:
             except OSError:
                 continue
             address = socket.inet_ntoa(bytes(request[20:24]))
-            mtu = 0
-            with contextlib.suppress(OSError, ValueError), open(f"/sys/class/net/{name}/mtu") as f:
-                mtu = int(f.read())
-            found.append({"name": name, "address": address, "mtu": mtu})
+            found.append({"name": name, "address": address})
     return found
 
 
@@ -69,13 +66,16 @@ def gpus(query: Sequence[str]) -> str:
 
 
 def document(asked: dict[str, Any]) -> dict[str, Any]:
-    """What is told; ``asked`` holds ``workdir``, ``packages``, ``tools`` and ``gpu_query``."""
+    """What this Python and its host have.
+
+    Args:
+        asked: ``workdir``, ``packages``, ``tools``, ``gpu_query``.
+    """
     return {
         "workdir": os.path.abspath(os.path.expanduser(asked["workdir"])),
         "writable": os.access(os.path.expanduser(asked["workdir"]), os.W_OK),
         "python": sys.executable,
         "python_version": list(sys.version_info[:3]),
-        "hostname": socket.gethostname(),
         "cpus": len(os.sched_getaffinity(0)),
         "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20,
         "interfaces": interfaces(),

@@ -132,7 +132,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     rejoin: bool = False
     """Whether a lost node may come back, and the run goes on."""
     replace_lost: bool = False
-    """Whether one whose host does not answer is given up, so that it can come back elsewhere."""
+    """Whether one whose host does not answer is given up, so that another can take its place."""
     native: Native | None = None
 
     def note(self, name: str) -> str | None:

@@ -30,7 +30,7 @@ NODE_RANK = Var("NODE_RANK")
 NODE_DIR = Var("CLUSTERKIT_NODE_DIR")
 """The node's own folder in the run folder; set by the node script."""
 IS_HOST = Var("CLUSTERKIT_IS_HOST")
-"""``1`` on node 0, which holds the c10d store, ``0`` elsewhere; set by the node script."""
+"""``1`` on node 0, which holds the c10d store, ``0`` on the others; set by the node script."""
 NODE_ADDRESS = Var("CLUSTERKIT_NODE_ADDRESS")
 """Address that the other nodes reach this one at; a step's, or else the head's."""
 RANK_HEADER = agent.RANK_HEADER.decode()
@@ -87,7 +87,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where rank 0 listens: its address, its TCP port, and the id that tells runs apart.
+    """Where rank 0 listens: its address, its TCP port, and the run's id.
 
     The address may be a variable that stands in the environment of every node.
     """
@@ -154,7 +154,7 @@ def launcher_argv(
             if mpi_interface is None:
                 how: list[Word] = ["--no_ssh", "--node_rank", NODE_RANK]
             else:
-                # It names eth0 itself unless it is told of another.
+                # By itself it names eth0.
                 more = ["--mca", "btl_tcp_if_include", mpi_interface, *_mpi_options(exports)]
                 how = [
                     # One node alone, too, is reached by mpirun: this is not it.
@@ -177,12 +177,12 @@ def launcher_argv(
 
 
 def _mpi_options(exports: Sequence[str]) -> list[str]:
-    """Options of mpirun, however it is started: how ranks are placed, and what they are told."""
+    """Options of mpirun, however it is started: the placement of ranks, their environment."""
     names = dict.fromkeys(("MASTER_ADDR", "MASTER_PORT", *exports))
     return [
         # By slot: ranks are numbered host by host, in the hostfile's order.
         "--map-by", "slot", "--bind-to", "none",
-        # Ranks on other hosts have no pipe to the node agent: it tells them by this.
+        # Ranks on other hosts have no pipe to the node agent: it knows their lines by this.
         "--tag-output", *(word for name in names for word in ("-x", name)),
     ]  # fmt: skip
 
@@ -196,7 +196,7 @@ def _torchrun(topology: Topology, endpoint: Endpoint, python: str, grace: str) -
             "--rdzv-backend", "c10d", "--rdzv-id", endpoint.run_id,
             "--rdzv-endpoint", Joined((endpoint.address, f":{endpoint.port}")),
             "--rdzv-conf", Joined((f"{_ELASTIC_CONF},is_host=", IS_HOST)),
-            # Otherwise it tells the others its host name, which they may not resolve.
+            # By default it is the host's name, which the other nodes may not resolve.
             "--local-addr", NODE_ADDRESS,
             "--max-restarts", "100",
         ]  # fmt: skip
@@ -222,7 +222,7 @@ def rank_script(launcher: Launcher, topology: Topology, python: str) -> str:
     *becomes* the program, so that signals and exit codes are the program's own. The folder of
     ``python`` stands first on the program's PATH.
 
-    Under deepspeed and mpirun it stays the program's parent, to tell how it failed: DeepSpeed
+    Under deepspeed and mpirun it stays the program's parent, to report how it failed: DeepSpeed
     never says which rank did, and mpirun now and then ends without those words (Open MPI 4.1.4:
     1 of 25 times on one host, 5 of 25 on two pods). Signals reach it and the program alike, and
     it ends as the program did.

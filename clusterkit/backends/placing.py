@@ -29,16 +29,13 @@ def device_of(job: JobSpec, hosts: Sequence[HostFacts]) -> tuple[str, str]:
     if not without:
         return "cuda", f"{len(hosts[0].gpus)} x {hosts[0].gpus[0].name}"
     if len(without) < len(hosts):
+        having = next(host.host for host in hosts if host.gpus)
         raise BadInput(
-            f"device: auto: {without[0]} has no GPU, {_first_with(hosts)} has",
+            f"device: auto: {without[0]} has no GPU, {having} has",
             hint="leave that host out (--exclude), or --set device=cpu",
             job="device",
         )
     return "cpu", "no GPU found"
-
-
-def _first_with(hosts: Sequence[HostFacts]) -> str:
-    return next(host.host for host in hosts if host.gpus)
 
 
 def gpu_share(gpus: Sequence[Gpu], device: str, first: int, nproc: int) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""What a Python and its host tell of themselves: `clusterkit.host_probe`, for every backend."""
+"""What a Python and its host have, found by `clusterkit.host_probe` for every backend."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from typing import Literal
 
@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from clusterkit import host_probe
 from clusterkit.cluster import Gpu
-from clusterkit.errors import BadInput, Unavailable
+from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Completed, Transport
 
@@ -38,7 +38,7 @@ class Interface(Struct, frozen=True):
 
 
 class HostReport(Struct, frozen=True, kw_only=True):
-    """What a Python tells of itself and of its host: the document of `clusterkit.host_probe`."""
+    """What a Python and its host have: the document of `clusterkit.host_probe`."""
 
     workdir: str
     """The folder that was asked for, as an absolute path."""
@@ -67,53 +67,55 @@ def questions(workdir: str) -> dict[str, object]:
 
 
 def own_report(workdir: str) -> HostReport:
-    """What this very Python tells."""
+    """The report of this very Python."""
     return msgspec.convert(host_probe.document(questions(workdir)), HostReport)
 
 
 def ask(
     transport: Transport,
     host: str,
-    python: Sequence[str],
-    workdir: str,
+    start: Sequence[str],
     *,
+    python: str,
+    where: str,
+    workdir: str,
     env: Mapping[str, str] | None = None,
     seconds: float = PROBE_SECONDS,
-) -> Completed:
-    """Have a Python tell of itself and its host; `report` reads what it says.
+    hint: str = NAMES_PYTHON,
+    refusal: Callable[[Completed], ClusterkitError] | None = None,
+) -> HostReport:
+    """The report of another Python; it runs `clusterkit.host_probe`, from its standard input.
 
     Args:
-        python: what starts it; `clusterkit.host_probe` is its input.
-        workdir: folder to be told of.
+        start: the command that starts it.
+        python: what it is called.
+        where: which host or image it is of, for messages.
+        workdir: folder to look at.
+        refusal: the error where it prints no report; by default that it does not work.
+
+    Raises:
+        Unavailable: it does not work, or is too old for the node agent.
     """
     program = (resources.files("clusterkit") / "host_probe.py").read_bytes()
     question = msgspec.json.encode(questions(workdir)).decode()
-    argv = [*python, "-", question]
-    return transport.run(host, argv, env=env, stdin=program, timeout=seconds)
-
-
-def report(done: Completed, python: str, where: str) -> HostReport | None:
-    """What a Python has told; None if it did not.
-
-    Raises:
-        Unavailable: it is too old for the node agent.
-    """
+    failure = f"{where}: python: {python} does not work as an interpreter"
     try:
-        found = msgspec.json.decode(done.stdout, type=HostReport)
+        done = transport.run(host, [*start, "-", question], env=env, stdin=program, timeout=seconds)
+    except SubmitFailed as error:
+        raise Unavailable(f"{failure}: {error.message}", hint) from None
+    try:
+        report = msgspec.json.decode(done.stdout, type=HostReport)
     except msgspec.MsgspecError:
-        return None
-    if found.python_version < OLDEST_PYTHON:
+        if refusal is not None:
+            raise refusal(done) from None
+        said = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.exit_code}"
+        raise Unavailable(f"{failure}: {said}", hint) from None
+    if report.python_version < OLDEST_PYTHON:
         raise Unavailable(
-            f"{where}: python: {python} is Python {'.'.join(map(str, found.python_version))}",
+            f"{where}: python: {python} is Python {'.'.join(map(str, report.python_version))}",
             hint=f"{'.'.join(map(str, OLDEST_PYTHON))} or newer is needed",
         )
-    return found
-
-
-def no_python(python: str, said: str, where: str, hint: str = NAMES_PYTHON) -> Unavailable:
-    """The error of an interpreter that does not work."""
-    last = said.strip().rpartition("\n")[2]
-    return Unavailable(f"{where}: python: {python} does not work as an interpreter: {last}", hint)
+    return report
 
 
 def interpreter(job: JobSpec | None, *entries: tuple[str | None, str]) -> tuple[str, str]:

@@ -3,7 +3,15 @@
 import msgspec
 import pytest
 
-from clusterkit.plan import Note, Plan, PlanFile, Step, relative
+from clusterkit.plan import (
+    ComposeNative,
+    KubernetesNative,
+    Note,
+    Plan,
+    PlanFile,
+    Step,
+    relative,
+)
 
 
 def plan(**fields):
@@ -39,6 +47,27 @@ WHOLE = plan(
 def test_a_plan_survives_its_json_form():
     assert Plan.from_json(WHOLE.to_json()) == WHOLE
     assert Plan.from_json(WHOLE.to_json()).to_json() == WHOLE.to_json()
+
+
+@pytest.mark.parametrize(
+    "native",
+    [
+        None,
+        ComposeNative("unix:///run/docker.sock"),
+        KubernetesNative(
+            kubeconfig=None, context="c", namespace="n", name="demo-1", flavor="job", watched=True
+        ),
+    ],
+)
+def test_what_a_backend_must_know_later_survives_as_well(native):
+    whole = msgspec.structs.replace(WHOLE, native=native, device="cuda")
+    assert Plan.from_json(whole.to_json()) == whole
+
+
+def test_a_plan_of_an_older_version_is_read():
+    document = msgspec.json.decode(WHOLE.to_json())
+    del document["native"], document["device"]
+    assert Plan.from_json(msgspec.json.encode(document)) == WHOLE
 
 
 def test_json_does_not_depend_on_the_order_in_which_things_were_put_in():

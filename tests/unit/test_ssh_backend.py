@@ -18,7 +18,7 @@ from clusterkit.backends.ssh import inventory, observe
 from clusterkit.backends.ssh import place as placing
 from clusterkit.backends.ssh.backend import SshBackend
 from clusterkit.cluster import Facts, Gpu, Host, HostFacts, Project, SshCluster
-from clusterkit.errors import BadInput, PortTaken, SubmitFailed, Unavailable
+from clusterkit.errors import BadInput, PortTaken, Unavailable
 from clusterkit.mirror import NodeView
 from clusterkit.runs import RunFolder, RunHandle, node_dir
 from clusterkit.spec import CheckpointSpec, JobSpec
@@ -149,13 +149,13 @@ def test_a_python_path_of_one_s_own_is_kept(where):
     ],
 )
 def test_a_tree_lies_in_a_folder_of_the_project_s_name(root, name):
-    path = placing._tree_path(facts(), msgspec.structs.replace(PROJECT, root=root))
+    path = placing._tree(facts(), msgspec.structs.replace(PROJECT, root=root)).path
     assert path == f"/home/u/cluster kit/projects/{name}/{'d' * 16}"
 
 
 def test_two_projects_never_share_a_tree():
     other = msgspec.structs.replace(PROJECT, digest="e" * 32)
-    assert placing._tree_path(facts(), PROJECT) != placing._tree_path(facts(), other)
+    assert placing._tree(facts(), PROJECT).path != placing._tree(facts(), other).path
 
 
 def test_checkpoints_lie_on_the_shared_folder_where_there_is_one():
@@ -661,7 +661,7 @@ def test_of_several_hosts_that_do_not_answer_all_are_named(entry_of):
 
 
 def test_a_python_that_does_not_work_is_said_with_host_and_key(entry_of, tmp_path):
-    with pytest.raises(SubmitFailed, match="cannot start /nope/python on h0"):
+    with pytest.raises(Unavailable, match=r"host h0: python: /nope/python .*: cannot start /nope"):
         SSH.probe(entry_of(1, python="/nope/python"), Hosts())
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho out of order >&2; exit 3\n")

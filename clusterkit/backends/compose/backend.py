@@ -2,7 +2,7 @@
 
 A run's folder is mounted into its containers at its own path, so that everything the node agents
 write is at once on this machine, where the supervisor reads it as it does for local runs. From the
-engine come the states of the containers alone: they tell why an agent fell silent.
+engine come the states of the containers alone: they say why an agent fell silent.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from clusterkit.transport import Completed, Put, Stream, Transport
 
 INSPECT_SECONDS = 10.0
 LOOK_SECONDS = 3.0
-"""How often containers are looked at although the engine told of nothing."""
+"""How often containers are looked at although the engine reports no event."""
 AGAIN_SECONDS = 1.0
 """Pause before an engine that does not answer is asked again."""
 STATES: Mapping[str, State] = {
@@ -38,7 +38,7 @@ STATES: Mapping[str, State] = {
     "exited": State.FAILED,
     "dead": State.FAILED,
 }
-"""The engine's words for a container, for a node that has not told its own end."""
+"""The engine's words for a container, for a node that has left no exit.json."""
 _INSPECT = (
     '{"name":{{json .Name}},"labels":{{json .Config.Labels}},"state":{{json .State}},'
     '"networks":{{json .NetworkSettings.Networks}},"memory":{{json .HostConfig.Memory}}}'
@@ -97,7 +97,7 @@ def _words(size: int) -> str:
 
 def docker_of(plan: Plan, transport: Transport) -> Docker:
     """The engine that the run was planned for."""
-    # The plans of older versions do not tell which.
+    # Plans of older versions do not hold it.
     socket = plan.native.socket if isinstance(plan.native, ComposeNative) else None
     return Docker(socket, transport)
 
@@ -110,10 +110,6 @@ def known(plan: Plan, transport: Transport) -> bool:
     return transport.get(HOST, posixpath.join(plan.run_dir, "run.json"), 0, 1) is not None
 
 
-def _containers(plan: Plan) -> int:
-    return plan.topology.get("nodes", plan.nodes)
-
-
 def inspect(handle: RunHandle, transport: Transport) -> dict[int, Container]:
     """The attempt's containers that there are, by node.
 
@@ -121,8 +117,8 @@ def inspect(handle: RunHandle, transport: Transport) -> dict[int, Container]:
         Unavailable: the engine does not answer.
     """
     plan = handle.plan
-    names = [container_name(plan.run_id, node) for node in range(_containers(plan))]
-    if not names:
+    names = [container_name(plan.run_id, node) for node in range(len(plan.hosts))]
+    if not names:  # the run's plan is damaged
         return {}
     words = ["inspect", "--type", "container", "--format", _INSPECT, *names]
     done = docker_of(plan, transport).run(*words, seconds=INSPECT_SECONDS)
@@ -132,24 +128,24 @@ def inspect(handle: RunHandle, transport: Transport) -> dict[int, Container]:
     found = {}
     for line in done.stdout.splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-            told = json.loads(line)
-            labels = told["labels"]
+            entry = json.loads(line)
+            labels = entry["labels"]
             if labels[LABEL] == plan.run_dir and labels["clusterkit.attempt"] == str(
                 handle.attempt
             ):
-                found[int(labels["clusterkit.node"])] = _container(told)
+                found[int(labels["clusterkit.node"])] = _container(entry)
     return found
 
 
-def _container(told: Mapping[str, Any]) -> Container:
-    state = told["state"]
+def _container(entry: Mapping[str, Any]) -> Container:
+    state = entry["state"]
     return Container(
         state=str(state["Status"]),
         exit_code=int(state.get("ExitCode") or 0),
         oom=bool(state.get("OOMKilled")),
         error=str(state.get("Error") or ""),
-        connected=bool(told.get("networks")),
-        memory=int(told.get("memory") or 0),
+        connected=bool(entry.get("networks")),
+        memory=int(entry.get("memory") or 0),
     )
 
 
@@ -167,7 +163,7 @@ def _snapshot(handle: RunHandle, transport: Transport) -> dict[int, Container]:
 
 
 def _keep(handle: RunHandle, transport: Transport) -> None:
-    """Write down how the containers are: their ends are told by nothing else once they are gone."""
+    """Write down how the containers are: nothing else shows their ends once they are gone."""
     if transport.get(HOST, _snapshot_path(handle), 0, 1) or not known(handle.plan, transport):
         return
     # What cannot be kept is no reason to leave containers behind.
@@ -219,7 +215,7 @@ def judge(
         ended = judge_exit(node, host, exit_json)
         before = kept or live
         if ended.state is State.CANCELLED and before is not None:
-            # It obeyed, but what made us, or the other nodes, tell it to?
+            # It was asked to end; by whom, and because of what?
             reason = before.trouble()
             if reason is None and before.over and ended.reason == STOPPED:
                 reason = "its container was stopped from outside (docker stop)"
@@ -281,8 +277,8 @@ def observation(
             began = transport.get(HOST, node_file(handle, node, "started.json"))
             found = msgspec.structs.replace(found, remarks=remarks(exit_json or began))
         nodes.append(found)
-        told = None if exit_json is None else judge_exit(node, found.host, exit_json)
-        if found.state is State.FAILED and found.reason and found != told:
+        own = None if exit_json is None else judge_exit(node, found.host, exit_json)
+        if found.state is State.FAILED and found.reason and found != own:
             # Its own word for it, if there is one, is only that it was asked to end.
             causes.append(NodeCause(node=node, words=found.reason, exit_code=found.exit_code or 1))
         ended[node] = exit_json or b""
@@ -294,9 +290,9 @@ def observation(
 def _causes(
     plan: Plan, kept: Mapping[int, Container], live: Mapping[int, Container]
 ) -> tuple[NodeCause, ...]:
-    """What was done to containers, where their nodes could not tell or not know."""
+    """What was done to containers, where their nodes could not know or write it."""
     causes = []
-    for node in range(_containers(plan)):
+    for node in range(len(plan.hosts)):
         found = kept.get(node) or live.get(node)
         if found is not None and found.oom:
             causes.append(
@@ -307,7 +303,7 @@ def _causes(
                 )
             )
         elif node >= plan.nodes and found is not None:
-            # mpirun's other nodes have no agent that could tell.
+            # mpirun's other nodes have no agent.
             words = found.trouble()
             if words is None and found.over and found.exit_code in (137, 143):
                 words = found.ending()
@@ -317,7 +313,7 @@ def _causes(
 
 
 class ContainerMonitor:
-    """Looks at the containers when the engine tells that something happened to one of them."""
+    """Looks at the containers when the engine reports an event of one of them."""
 
     def __init__(self, handle: RunHandle, transport: Transport) -> None:
         self._handle = handle
@@ -337,11 +333,11 @@ class ContainerMonitor:
         if not known(self._handle.plan, self._transport):
             return None
         now = time.monotonic()
-        if self._told() or now >= self._look_at:
+        if self._happened() or now >= self._look_at:
             self._look(now)
         seen = self._observed(now)
         if seen.nodes != self._last and self._silent_since is None:
-            # The files have told something: what does the engine say by now?
+            # The files have changed: what does the engine say by now?
             self._look(now)
             seen = self._observed(now)
         self._last = seen.nodes
@@ -376,8 +372,8 @@ class ContainerMonitor:
                 if found.trouble() is not None
             }
 
-    def _told(self) -> bool:
-        """Whether the engine told of something since it was asked last."""
+    def _happened(self) -> bool:
+        """Whether the engine has reported an event since the last call."""
         now = time.monotonic()
         if self._events is None:
             if now < self._open_at:
@@ -392,12 +388,12 @@ class ContainerMonitor:
                 self._events = self._transport.open(HOST, words)
             except ClusterkitError:
                 return False
-        told = False
+        happened = False
         try:
             while self._events.read(0):
-                told = True
+                happened = True
         except SubmitFailed:
-            return told  # nothing more for now
+            return happened  # nothing more for now
         # The engine is gone, or going.
         self._since = time.time()
         self.close()

@@ -29,8 +29,8 @@ class Docker:
 def last_words(done: Completed) -> str:
     """What a docker command said last, without its advice."""
     lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
-    telling = [line for line in lines if line.strip() and "--help'" not in line]
-    said = telling[-1] if telling else f"exit code {done.exit_code}"
+    words = [line for line in lines if line.strip() and "--help'" not in line]
+    said = words[-1] if words else f"exit code {done.exit_code}"
     return one_line(said.removeprefix("docker: "))
 
 

@@ -31,8 +31,8 @@ from clusterkit.backends.placing import (
     own_ports,
     threads_of,
 )
-from clusterkit.cluster import ComposeCluster, Engine, Facts, HostFacts
-from clusterkit.errors import BadInput, Unavailable, counted
+from clusterkit.cluster import ComposeCluster, Engine, Facts
+from clusterkit.errors import BadInput, counted
 from clusterkit.plan import ComposeNative, Note, PlanFile, Step
 from clusterkit.rendezvous import NODE_ADDRESS, Endpoint, Topology
 from clusterkit.spec import JobSpec
@@ -85,12 +85,15 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
     _check_room(cluster, most)
     cores = math.floor(cluster.cpus) if cluster.cpus else host.cpus // most
     threads, threads_origin = threads_of(job, max(1, cores), nproc)
-    _require(job, host, engine)
+    remedy = "install it in the image; `make image` makes one with everything"
+    require_packages(job, host, where=engine.image, hint=remedy)
     run_dir = posixpath.join(facts.home, "runs", run_id)
     workdir, program = _workdir(job, cluster, engine, run_dir)
     topology = Topology(least, most, nproc)
     names = tuple(f"node-{node}" for node in range(most))
     mounted = cluster.code == "mounted"
+    code = "this machine's, read-only" if mounted else "the image's own"
+    image = "cluster: image" if cluster.image else "by what this machine has"
     return ComposePlacement(
         job=program,
         topology=topology,
@@ -116,19 +119,8 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
         notes=(
             Note("device", device, device_origin),
             Note("nproc_per_node", str(nproc), nproc_origin),
-            Note(
-                "image",
-                engine.image,
-                f"{engine.image_id[:19]}, "
-                + ("cluster: image" if cluster.image else "by what this machine has"),
-            ),
-            Note(
-                "workdir",
-                workdir,
-                "this machine's, read-only (cluster: code)"
-                if mounted
-                else "the image's own (cluster: code)",
-            ),
+            Note("image", engine.image, f"{engine.image_id[:19]}, {image}"),
+            Note("workdir", workdir, f"{code} (cluster: code)"),
             Note("user", engine.user, "you, as the engine sees you"),
             Note("master_addr", names[0], "name of the first container"),
             Note("master_port", str(facts.port), facts.port_origin),
@@ -146,25 +138,16 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
 
 
 def _check_room(cluster: ComposeCluster, nodes: int) -> None:
-    if cluster.subnet != "auto":
-        # Three are the network's own: its first, its last, and the engine's.
-        room = IPv4Network(cluster.subnet).num_addresses - 3
-        if nodes > room:
-            has = counted(max(0, room), "node")
-            raise BadInput(
-                f"subnet: {cluster.subnet} has room for {has}, not {nodes}",
-                hint="a larger one, or auto",
-                cluster="subnet",
-            )
-
-
-def _require(job: JobSpec, host: HostFacts, engine: Engine) -> None:
-    try:
-        require_packages(job, msgspec.structs.replace(host, host=engine.image))
-    except Unavailable as error:
-        raise Unavailable(
-            error.message, hint="install it in the image; `make image` makes one with everything"
-        ) from None
+    if cluster.subnet == "auto":
+        return
+    # Three are the network's own: its first, its last, and the engine's.
+    room = max(0, IPv4Network(cluster.subnet).num_addresses - 3)
+    if nodes > room:
+        raise BadInput(
+            f"subnet: {cluster.subnet} has room for {counted(room, 'node')}, not {nodes}",
+            hint="a larger one, or auto",
+            cluster="subnet",
+        )
 
 
 def _workdir(

@@ -1,4 +1,4 @@
-"""What a docker engine and a container of the image tell of themselves before a submit."""
+"""Looking at a docker engine, and into a container of the image, before a submit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ from clusterkit.backends.probing import (
     limited,
     parse_gpus,
     questions,
-    report,
 )
 from clusterkit.cluster import ComposeCluster, Engine, Facts, Gpu, HostFacts
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
@@ -69,7 +68,7 @@ def probe(cluster: ComposeCluster, transport: Transport, job: JobSpec | None) ->
     options = ["--user", user, "--network", "none"]
     options += ["--userns", "host"] if remapped else []
     options += ["--gpus", "all"] if gpus else []
-    told = _inside(cluster, python, docker, info, image, options)
+    report = _inside(cluster, python, docker, info, image, options)
     return Facts(
         home=str(home()),
         hosts=(
@@ -79,10 +78,10 @@ def probe(cluster: ComposeCluster, transport: Transport, job: JobSpec | None) ->
                 cpus=int(info["NCPU"]),
                 memory_mib=int(info["MemTotal"]) >> 20,
                 gpus=gpus,
-                python=python if "/" in python else told.python,
+                python=python if "/" in python else report.python,
                 python_origin=origin,
-                versions=told.versions,
-                tools=told.tools,
+                versions=report.versions,
+                tools=report.tools,
             ),
         ),
         port=port,
@@ -126,7 +125,7 @@ def _socket(cluster: ComposeCluster, transport: Transport) -> str:
 
 
 def _info(docker: Docker) -> dict[str, Any]:
-    """What the engine and the client tell of themselves, if they will do."""
+    """What ``docker info`` says of the engine and the client, if they will do."""
     done = docker.run("info", "--format", "{{json .}}")
     try:
         info: dict[str, Any] = json.loads(done.stdout)
@@ -235,54 +234,69 @@ def _inside(
         *docker.tool, "run", "--rm", "--interactive", "--pull", "never", *options,
         "--entrypoint", python, str(image["Id"]),
     ]  # fmt: skip
-    done = ask(docker.transport, HOST, container, str(place), seconds=2 * ENGINE_SECONDS)
-    if (told := report(done, python, f"image {image['name']}")) is None:
-        raise _unfit(cluster, python, str(image["name"]), place, done)
-    if not told.writable:
+    report = ask(
+        docker.transport,
+        HOST,
+        container,
+        python=python,
+        where=f"image {image['name']}",
+        workdir=str(place),
+        seconds=2 * ENGINE_SECONDS,
+        refusal=lambda done: _unfit(cluster, python, str(image["name"]), place, done),
+    )
+    if not report.writable:
         user = options[options.index("--user") + 1]
         raise Unavailable(
             f"containers cannot write into {place} as user {user}",
             hint="CLUSTERKIT_HOME on a disk of this machine, in a folder of your own",
         )
-    docker.transport.put(HOST, str(saved), msgspec.json.encode(told))
-    return told
+    docker.transport.put(HOST, str(saved), msgspec.json.encode(report))
+    return report
 
 
 def _unfit(
     cluster: ComposeCluster, python: str, image: str, place: Path, done: Completed
 ) -> ClusterkitError:
     """Why no container could be had, in words and with the remedy."""
-    said = done.stderr
-    if "rlimit" in said:
-        return Unavailable(
-            f"ulimits: the docker engine may not set {cluster.ulimits}: {last_words(done)}",
-            hint="give the engine that limit itself (LimitMEMLOCK=infinity in docker.service), or "
+    last = last_words(done)
+    known = (
+        (
+            "rlimit",
+            f"ulimits: the docker engine may not set {cluster.ulimits}: {last}",
+            "give the engine that limit itself (LimitMEMLOCK=infinity in docker.service), or "
             "leave it out of `ulimits`",
-        )
-    if "could not select device driver" in said or "nvidia-container" in said:
-        return Unavailable(
-            f"the docker engine cannot hand GPUs to containers: {last_words(done)}",
-            hint="nvidia-ctk runtime configure --runtime=docker, systemctl restart docker; or "
+        ),
+        (
+            "could not select device driver|nvidia-container",
+            f"the docker engine cannot hand GPUs to containers: {last}",
+            "nvidia-ctk runtime configure --runtime=docker, systemctl restart docker; or "
             "--set device=cpu",
-        )
-    if "executable file not found" in said or "no such file or directory" in said:
-        return Unavailable(
+        ),
+        (
+            "executable file not found|no such file or directory",
             f"python: image {image} has no {python}",
-            hint=NAMES_PYTHON,
-        )
-    if "bind source path does not exist" in said:
-        return Unavailable(
+            NAMES_PYTHON,
+        ),
+        (
+            "bind source path does not exist",
             f"the docker engine does not see this machine's {place}",
-            hint="share that folder with the engine's own machine, or set CLUSTERKIT_HOME",
-        )
-    if "exec format error" in said:
-        return Unavailable(
+            "share that folder with the engine's own machine, or set CLUSTERKIT_HOME",
+        ),
+        (
+            "exec format error",
             f"image: {image} was made for another kind of processor",
-            hint="`make image` makes one for this machine",
-        )
-    return Unavailable(
-        f"image: no container of {image} could be run: {last_words(done)}",
-        hint=f"docker run --rm --entrypoint {python} {image} --version",
+            "`make image` makes one for this machine",
+        ),
+        (
+            "",
+            f"image: no container of {image} could be run: {last}",
+            f"docker run --rm --entrypoint {python} {image} --version",
+        ),
+    )
+    return next(
+        Unavailable(message, hint)
+        for pattern, message, hint in known
+        if re.search(pattern, done.stderr)
     )
 
 

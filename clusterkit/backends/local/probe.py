@@ -1,4 +1,4 @@
-"""What this machine tells of itself before a submit."""
+"""Looking at this machine before a submit."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ import sys
 
 from clusterkit.backends.probing import (
     NAMES_PYTHON,
-    HostReport,
     ask,
     interpreter,
     limited,
-    no_python,
     own_report,
-    report,
 )
 from clusterkit.cluster import Facts, HostFacts, LocalCluster
-from clusterkit.errors import PortTaken, SubmitFailed, Unavailable
+from clusterkit.errors import PortTaken, Unavailable
 from clusterkit.runs import home
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
@@ -35,17 +32,20 @@ def probe(cluster: LocalCluster, transport: Transport, job: JobSpec | None) -> F
     port = transport.free_port(HOST, None if cluster.port == "auto" else cluster.port)
     if cluster.port not in ("auto", port):
         raise PortTaken(int(cluster.port), ADDRESS)
-    told = _report(python, transport)
+    if python == sys.executable:
+        report = own_report(str(home()))
+    else:
+        report = ask(transport, HOST, [python], python=python, where=HOST, workdir=str(home()))
     host = HostFacts(
         host=HOST,
         address=ADDRESS,
-        cpus=told.cpus,
-        memory_mib=told.memory_mib,
-        gpus=limited(told.visible_gpus(), cluster.gpus),
+        cpus=report.cpus,
+        memory_mib=report.memory_mib,
+        gpus=limited(report.visible_gpus(), cluster.gpus),
         python=python,
         python_origin=origin,
-        versions=told.versions,
-        tools=told.tools,
+        versions=report.versions,
+        tools=report.tools,
     )
     return Facts(
         home=str(home()),
@@ -68,15 +68,3 @@ def ranks_python(cluster: LocalCluster, job: JobSpec | None) -> tuple[str, str]:
     return interpreter(
         job, (cluster.python, "cluster: python"), *active, (sys.executable, "clusterkit's own")
     )
-
-
-def _report(python: str, transport: Transport) -> HostReport:
-    if python == sys.executable:
-        return own_report(str(home()))
-    try:
-        done = ask(transport, HOST, [python], str(home()))
-    except SubmitFailed as error:
-        raise no_python(python, error.message, HOST) from None
-    if (found := report(done, python, HOST)) is None:
-        raise no_python(python, done.stderr or f"exit code {done.exit_code}", HOST)
-    return found

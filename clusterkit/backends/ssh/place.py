@@ -40,7 +40,13 @@ def place(job: JobSpec, cluster: SshCluster, facts: Facts, run_id: str) -> Place
                 cluster="python",
             )
     run_dir = posixpath.join(facts.home, "runs", run_id)
-    workdir, trees = _trees(job, facts, run_dir)
+    workdir, program = job.workdir or run_dir, job.program
+    tree, shipped = _tree(facts, facts.project), _tree(facts, facts.shipped, "clusterkit")
+    if tree is not None:
+        workdir = posixpath.normpath(_copied(tree, workdir))
+        if program is not None and posixpath.isabs(program):
+            program = _copied(tree, program)
+    trees = tuple(each for each in (tree, shipped) if each is not None)
     if job.launcher == "mpirun":
         _check_devices(hosts[1:], device, nproc)
     network_env = interface_env(facts.interface)
@@ -51,7 +57,7 @@ def place(job: JobSpec, cluster: SshCluster, facts: Facts, run_id: str) -> Place
     if nodes < most:
         remarks.append(Note("", f"{most} nodes are wanted, {counted(nodes, 'host')} there", ""))
     return Placement(
-        job=_as_copied(job, facts),
+        job=msgspec.structs.replace(job, program=program),
         topology=topology,
         endpoint=Endpoint(head.address, facts.port, run_id),
         places=Places(run_dir, workdir, head.python, shared, head.python_origin),
@@ -61,7 +67,8 @@ def place(job: JobSpec, cluster: SshCluster, facts: Facts, run_id: str) -> Place
         hosts=tuple(host.host for host in hosts),
         names=tuple(host.address for host in hosts),
         cluster_env=cluster.env,
-        network_env=network_env | _shipped_env(job, cluster, facts),
+        network_env=network_env
+        | (_own({"PYTHONPATH": shipped.path}, job, cluster) if shipped else {}),
         node_env=tuple(
             {
                 **({NODE_ADDRESS.name: host.address} if topology.elastic else {}),
@@ -109,8 +116,9 @@ def _ranks_per_node(job: JobSpec, hosts: tuple[HostFacts, ...], device: str) -> 
                 )
         return wanted, "job: gpus_per_node"
     if device == "cuda":
-        fewest = min(hosts, key=_room)
-        return _room(fewest), f"the fewest GPUs of a host: {fewest.host}"
+        room = {host.host: min(len(host.gpus), host.slots or len(host.gpus)) for host in hosts}
+        fewest = min(room, key=room.__getitem__)
+        return room[fewest], f"the fewest GPUs of a host: {fewest}"
     slots = [host.slots for host in hosts if host.slots is not None]
     if slots:
         return min(slots), "inventory: slots"
@@ -118,11 +126,7 @@ def _ranks_per_node(job: JobSpec, hosts: tuple[HostFacts, ...], device: str) -> 
 
 
 def _check_devices(others: Sequence[HostFacts], device: str, nproc: int) -> None:
-    """Refuse GPUs of other hosts than the first that mpirun could not confine the ranks to.
-
-    Raises:
-        BadInput: names the host.
-    """
+    """Refuse GPUs of other hosts than the first that mpirun could not confine the ranks to."""
     for host in others if device == "cuda" else ():
         its = [gpu.index for gpu in host.gpus[:nproc]]
         if its != [str(number) for number in range(nproc)]:
@@ -133,52 +137,18 @@ def _check_devices(others: Sequence[HostFacts], device: str, nproc: int) -> None
             )
 
 
-def _as_copied(job: JobSpec, facts: Facts) -> JobSpec:
-    """The job with a program that was named by its whole path named as it is on the hosts."""
-    if facts.project is None or job.program is None or not posixpath.isabs(job.program):
-        return job
-    below = posixpath.relpath(job.program, facts.project.root)
-    path = posixpath.join(_tree_path(facts, facts.project), below)
-    return msgspec.structs.replace(job, program=path)
-
-
-def _room(host: HostFacts) -> int:
-    return min(len(host.gpus), host.slots or len(host.gpus))
-
-
-def _trees(job: JobSpec, facts: Facts, run_dir: str) -> tuple[str, tuple[Tree, ...]]:
-    """Where the ranks start, and what is copied for it."""
-    workdir = job.workdir or run_dir
-    trees = []
-    if facts.project is not None:
-        path = _tree_path(facts, facts.project)
-        below = posixpath.relpath(workdir, facts.project.root)
-        workdir = posixpath.normpath(posixpath.join(path, below))
-        trees.append(_tree(facts.project, path))
-    if facts.shipped is not None:
-        trees.append(_tree(facts.shipped, _tree_path(facts, facts.shipped, "clusterkit")))
-    return workdir, tuple(trees)
-
-
-def _tree_path(facts: Facts, found: Project, name: str | None = None) -> str:
+def _tree(facts: Facts, found: Project | None, name: str | None = None) -> Tree | None:
+    """Where a copy of a project lies on the hosts."""
+    if found is None:
+        return None
     name = name or re.sub(r"[^A-Za-z0-9_.-]+", "-", posixpath.basename(found.root)) or "project"
-    return posixpath.join(facts.home, "projects", name, found.digest[:16])
-
-
-def _tree(found: Project, path: str) -> Tree:
+    path = posixpath.join(facts.home, "projects", name, found.digest[:16])
     return Tree(found.root, path, found.digest, f"{project.words(found)}; {found.how}")
 
 
-def _shared(cluster: SshCluster, run_id: str) -> str | None:
-    if cluster.shared is None:
-        return None
-    return posixpath.join(cluster.shared, "runs", run_id)
-
-
-def _shipped_env(job: JobSpec, cluster: SshCluster, facts: Facts) -> dict[str, str]:
-    if facts.shipped is None or "PYTHONPATH" in job.env or "PYTHONPATH" in cluster.env:
-        return {}
-    return {"PYTHONPATH": _tree_path(facts, facts.shipped, "clusterkit")}
+def _copied(tree: Tree, path: str) -> str:
+    """A path of the submitter's in the copy."""
+    return posixpath.join(tree.path, posixpath.relpath(path, tree.source))
 
 
 def _own(env: Mapping[str, str], job: JobSpec, cluster: SshCluster) -> dict[str, str]:
@@ -209,8 +179,10 @@ def _version_notes(hosts: tuple[HostFacts, ...]) -> list[Note]:
         for host in hosts:
             found.setdefault(host.versions.get(package, "none"), []).append(host.host)
         if len(found) > 1:
-            told = "; ".join(f"{version} on {named(names)}" for version, names in found.items())
-            notes.append(Note("", f"the hosts differ in {package}: {told}", ""))
+            differing = "; ".join(
+                f"{version} on {named(names)}" for version, names in found.items()
+            )
+            notes.append(Note("", f"the hosts differ in {package}: {differing}", ""))
     return notes
 
 

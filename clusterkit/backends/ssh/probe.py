@@ -1,4 +1,4 @@
-"""What the hosts tell of themselves before a submit, and which of them a job gets."""
+"""Looking at the hosts before a submit; which of them a job gets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from clusterkit import project
-from clusterkit.backends.probing import HostReport, ask, interpreter, no_python, report
+from clusterkit.backends.probing import HostReport, ask, interpreter
 from clusterkit.backends.ssh import inventory
 from clusterkit.cluster import Facts, Host, HostFacts, SshCluster
 from clusterkit.errors import BadInput, PortTaken, about, counted
@@ -64,13 +64,13 @@ def probe(cluster: SshCluster, transport: Transport, job: JobSpec | None) -> Fac
     wanted = None if cluster.port == "auto" else cluster.port
     with ThreadPoolExecutor(1) as pool:
         looking = pool.submit(transport.free_port, hosts[0].name, wanted)
-        told = in_order(
+        reports = in_order(
             fan_out([h.name for h in hosts], lambda name: _ask(cluster, name, transport, job))
         )
     port = looking.result()
     alone = len(hosts) == 1
-    found = tuple(_host_facts(cluster, host, told[host.name], alone, job) for host in hosts)
-    homes = {told[host.name].workdir: host.name for host in hosts}
+    found = tuple(_host_facts(cluster, host, reports[host.name], alone, job) for host in hosts)
+    homes = {reports[host.name].workdir: host.name for host in hosts}
     if len(homes) > 1:
         (one, first), (other, second) = list(homes.items())[:2]
         raise BadInput(
@@ -139,24 +139,24 @@ def ranks_python(cluster: SshCluster, host: Host, job: JobSpec | None) -> tuple[
 def _ask(cluster: SshCluster, name: str, transport: Transport, job: JobSpec | None) -> HostReport:
     host = next(host for host in cluster.hosts if host.name == name)
     python, _ = ranks_python(cluster, host, job)
-    # Without -I: what the ranks will find, in the user's own packages too, counts.
-    env = {**cluster.env, **(job.env if job else {}), "PYTHONSAFEPATH": "1"}
-    done = ask(transport, name, [python], cluster.workdir, env=env)
-    if (found := report(done, python, f"host {name}")) is None:
-        raise no_python(
-            python,
-            done.stderr or f"exit code {done.exit_code}",
-            f"host {name}",
-            hint="`python` in the job or the cluster entry, or `clusterkit_python` in the "
-            "inventory, names the interpreter of the ranks",
-        )
-    return found
+    return ask(
+        transport,
+        name,
+        [python],
+        python=python,
+        where=f"host {name}",
+        workdir=cluster.workdir,
+        # Without -I: what the ranks will find, in the user's own packages too, counts.
+        env={**cluster.env, **(job.env if job else {}), "PYTHONSAFEPATH": "1"},
+        hint="`python` in the job or the cluster entry, or `clusterkit_python` in the inventory, "
+        "names the interpreter of the ranks",
+    )
 
 
 def _host_facts(
-    cluster: SshCluster, host: Host, told: HostReport, alone: bool, job: JobSpec | None
+    cluster: SshCluster, host: Host, report: HostReport, alone: bool, job: JobSpec | None
 ) -> HostFacts:
-    by_name = {found.name: found.address for found in told.interfaces}
+    by_name = {found.name: found.address for found in report.interfaces}
     if cluster.interface != "auto":
         if cluster.interface not in by_name:
             raise BadInput(
@@ -166,7 +166,7 @@ def _host_facts(
             )
         address, interface = by_name[cluster.interface], cluster.interface
     else:
-        address = str(host.cluster_address or told.reached_at or "127.0.0.1")
+        address = str(host.cluster_address or report.reached_at or "127.0.0.1")
         interface = next((name for name, own in by_name.items() if own == address), "")
     address = host.cluster_address or address
     if address.startswith("127.") and not alone:
@@ -174,7 +174,7 @@ def _host_facts(
             f"host {host.name}: it was reached at {address}, where the other hosts cannot reach it",
             hint="clusterkit_address in the inventory, or `interface:` in the cluster entry",
         )
-    gpus = told.visible_gpus()
+    gpus = report.visible_gpus()
     if host.devices is not None:
         by_index = {gpu.index: gpu for gpu in gpus}
         if gpus and (gone := [d for d in host.devices if str(d) not in by_index]):
@@ -186,14 +186,14 @@ def _host_facts(
     return HostFacts(
         host=host.name,
         address=address,
-        cpus=told.cpus,
-        memory_mib=told.memory_mib,
+        cpus=report.cpus,
+        memory_mib=report.memory_mib,
         gpus=gpus,
         # As it was named: a virtual environment's own path matters.
         python=python,
         python_origin=origin,
-        versions=told.versions,
-        tools=told.tools,
+        versions=report.versions,
+        tools=report.tools,
         interface=interface or None,
         slots=host.slots,
     )
