@@ -10,7 +10,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from clusterkit import batch as batches
 from clusterkit.deepspeed_table import KEYS, REMOVED, VERSION
@@ -50,6 +50,15 @@ def check_keys(config: Mapping[str, Any]) -> list[str]:
     if len(halves) > 1:
         raise _error(("bf16", "enabled"), "fp16 and bf16 are both enabled", "enable one of them")
     return remarks
+
+
+def precision(config: Mapping[str, Any]) -> Literal["fp32", "bf16", "fp16"]:
+    """The number format that a config asks for."""
+    for name in ("bf16", "fp16"):
+        section = config.get(name)
+        if isinstance(section, dict) and section.get("enabled"):
+            return "bf16" if name == "bf16" else "fp16"
+    return "fp32"
 
 
 def _enabled(section: Any) -> bool:

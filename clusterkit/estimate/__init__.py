@@ -9,14 +9,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, get_args
 
+import msgspec
 from msgspec import Struct
 
 from clusterkit.cluster import Facts
 from clusterkit.errors import BadInput, ClusterkitError, counted
 from clusterkit.estimate import advice, jobs, models
 from clusterkit.estimate.advice import Advice, Row
-from clusterkit.estimate.memory import OPTIMIZERS, Model, Precision, Setup, predict
+from clusterkit.estimate.memory import predict
+from clusterkit.estimate.setup import OPTIMIZERS, Model, Precision, Setup
 from clusterkit.estimate.units import gib, parse_count, parse_size
+from clusterkit.runtime.gpt_shape import PRESETS
 from clusterkit.spec import JobSpec
 
 _SHAPE = ("layers", "hidden", "heads", "kv_heads", "intermediate", "gated", "vocabulary")
@@ -169,11 +172,7 @@ def estimate(
     ]
     chosen = None if limit is None else advice.choose(model, setups, rows, limit)
     return Estimate(
-        model=ModelSize(
-            name=model.name, parameters=model.parameters, layers=model.layers,
-            hidden=model.hidden, heads=model.heads, context=model.context,
-            vocabulary=model.vocabulary, origin=model.origin,
-        ),
+        model=msgspec.convert(model, ModelSize, from_attributes=True),
         nodes=nodes, gpus_per_node=local, gpu_memory=limit, gpu_origin=origin,
         precision=own.precision, optimizer=own.optimizer, attention=own.attention,
         activation_checkpointing=own.recompute,
@@ -234,7 +233,7 @@ def _model(spec: JobSpec, program: jobs.Program, question: Question) -> Model:
             **{name: getattr(question, name) for name in _SHAPE},
         )
     if question.model is not None:
-        if question.model in models.presets():
+        if question.model in PRESETS:
             return models.gpt(question.model, question.context)
         return models.hugging_face(question.model, question.context)
     model = jobs.model_of(program, count=True)

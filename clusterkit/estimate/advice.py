@@ -9,7 +9,8 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit.errors import counted
-from clusterkit.estimate.memory import Memory, Model, Setup, largest_micro, predict
+from clusterkit.estimate.memory import largest_micro, predict
+from clusterkit.estimate.setup import Model, Setup
 from clusterkit.estimate.units import gib
 from clusterkit.runtime.mesh import Mesh
 
@@ -31,7 +32,13 @@ _WHY = {
 }
 
 
-class Row(Struct, frozen=True, kw_only=True, omit_defaults=False):
+_SIZES = (
+    "parameters", "gradients", "optimizer", "activations", "loss", "buffers", "communication",
+    "temporary", "overhead",
+)  # fmt: skip
+
+
+class Row(Struct, frozen=True, kw_only=True):
     """One way to train; sizes in bytes, on the GPU that needs most."""
 
     strategy: str
@@ -132,7 +139,7 @@ def row(model: Model, setup: Setup, *, own: bool, limit: int | None, host_limit:
         strategy=label(setup),
         mesh=str(setup.mesh),
         own=own,
-        **_whole(memory),
+        **{name: round(getattr(memory, name)) for name in _SIZES},
         total=round(memory.total),
         moment=memory.moment,
         moments={name: round(size) for name, size in memory.moments.items()},
@@ -143,14 +150,6 @@ def row(model: Model, setup: Setup, *, own: bool, limit: int | None, host_limit:
         largest_micro_batch=None if limit is None else largest_micro(model, setup, limit),
         host_fits=host_fits,
     )
-
-
-def _whole(memory: Memory) -> dict[str, int]:
-    names = (
-        "parameters", "gradients", "optimizer", "activations", "loss", "buffers",
-        "communication", "temporary", "overhead",
-    )  # fmt: skip
-    return {name: round(getattr(memory, name)) for name in names}
 
 
 def choose(model: Model, setups: list[Setup], rows: list[Row], limit: int) -> Advice:

@@ -8,41 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from clusterkit.runtime.gpt_shape import PRESETS, Shape
+
+__all__ = ["GPT", "PRESETS", "Shape", "Stage", "cross_entropy"]
+
 _STD = 0.02
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a GPT. ``width`` is split over ``heads``; ``context`` is the longest sample."""
-
-    layers: int
-    heads: int
-    width: int
-    context: int
-    vocabulary: int = 256  # one token per byte
-
-    @property
-    def output_std(self) -> float:
-        """Of the weights that add to the residual stream, so that its variance stays near one."""
-        return _STD / math.sqrt(2 * self.layers)
-
-
-# The four sizes with GPT-2's vocabulary have GPT-2's parameter counts; bytes use 256 of its tokens.
-PRESETS = {
-    "tiny": Shape(layers=2, heads=4, width=128, context=64),
-    "small": Shape(layers=6, heads=6, width=384, context=256),
-    "124m": Shape(layers=12, heads=12, width=768, context=1024, vocabulary=50257),
-    "355m": Shape(layers=24, heads=16, width=1024, context=1024, vocabulary=50257),
-    "774m": Shape(layers=36, heads=20, width=1280, context=1024, vocabulary=50257),
-    "1.5b": Shape(layers=48, heads=25, width=1600, context=1024, vocabulary=50257),
-}
 
 
 class Linear(nn.Linear):
@@ -69,6 +45,11 @@ class Embedding(nn.Embedding):
         nn.init.normal_(self.weight, std=_STD)
 
 
+def _output_std(shape: Shape) -> float:
+    """Of the weights that add to the residual stream, so that its variance stays near one."""
+    return _STD / math.sqrt(2 * shape.layers)
+
+
 class Attention(nn.Module):
     """Causal self-attention with several heads: (batch, length, width) to the same."""
 
@@ -77,7 +58,7 @@ class Attention(nn.Module):
         self.head_width = shape.width // shape.heads
         # The rows of one head lie together, so that a slice of the rows is a number of heads.
         self.heads_in = Linear(shape.width, 3 * shape.width)
-        self.output = Linear(shape.width, shape.width, std=shape.output_std)
+        self.output = Linear(shape.width, shape.width, std=_output_std(shape))
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.heads_in(x)
@@ -99,7 +80,7 @@ class Block(nn.Module):
         self.attention = Attention(shape)
         self.perceptron_norm = nn.LayerNorm(shape.width)
         self.expand = Linear(shape.width, 4 * shape.width)
-        self.output = Linear(4 * shape.width, shape.width, std=shape.output_std)
+        self.output = Linear(4 * shape.width, shape.width, std=_output_std(shape))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))

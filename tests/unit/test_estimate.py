@@ -17,14 +17,8 @@ from clusterkit import estimate as estimates
 from clusterkit import loader
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.estimate import jobs, models, published
-from clusterkit.estimate.memory import (
-    Model,
-    Setup,
-    Zero,
-    largest_micro,
-    layer_activations,
-    predict,
-)
+from clusterkit.estimate.memory import largest_micro, layer_activations, predict
+from clusterkit.estimate.setup import Model, Setup, Zero
 from clusterkit.estimate.units import gib, parse_count, parse_size
 from clusterkit.runtime.mesh import Mesh
 from clusterkit.spec import JobSpec
@@ -283,20 +277,6 @@ def test_the_first_stage_of_a_pipeline_keeps_the_micro_batches_in_flight() -> No
 )
 def test_presets_have_gpt_2_s_counts(name: str, parameters: int) -> None:
     assert models.gpt(name).parameters == parameters
-
-
-def test_presets_are_read_from_the_model_s_own_source(tmp_path: Path) -> None:
-    source = tmp_path / "gpt.py"
-    source.write_text(
-        "class Shape:\n    layers: int\n    vocabulary: int = 300\n"
-        'PRESETS = {"x": Shape(layers=3, heads=1, width=8, context=4)}\n'
-    )
-    assert models.presets(source) == {
-        "x": {"layers": 3, "heads": 1, "width": 8, "context": 4, "vocabulary": 300}
-    }
-    source.write_text("PRESETS = 5\n")
-    with pytest.raises(ValueError, match="no PRESETS"):
-        models.presets(source)
 
 
 @pytest.mark.parametrize(

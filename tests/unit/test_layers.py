@@ -14,13 +14,14 @@ PACKAGE = ROOT / "clusterkit"
 
 LAYERS = """
 errors files status marks deepspeed_table agent host_probe receiver
-shell transport logs yaml_text runtime.mesh
+shell transport logs yaml_text runtime.mesh runtime.gpt_shape
 mirror tracebacks
 spec runs diagnose
 cluster command
 batch rendezvous loader
 plan request catalogue deepspeed_config
-deepspeed_probe estimate.units estimate.memory estimate.published
+deepspeed_probe estimate.units estimate.setup estimate.published
+estimate.memory
 estimate.models estimate.advice
 estimate.jobs
 estimate
