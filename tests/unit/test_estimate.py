@@ -21,7 +21,7 @@ from clusterkit.estimate.memory import largest_micro, layer_activations, predict
 from clusterkit.estimate.setup import Model, Setup, Zero
 from clusterkit.estimate.units import gib, parse_count, parse_size
 from clusterkit.runtime.mesh import Mesh
-from clusterkit.spec import JobSpec
+from clusterkit.spec import BatchSpec, JobSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = ROOT / "jobs"
@@ -515,6 +515,29 @@ def test_a_deepspeed_section_says_the_batch(
 ) -> None:
     (cwd / "train.py").write_text("import deepspeed\n")
     spec = JobSpec(name="x", program="train.py", deepspeed=config, workdir=str(cwd))
+    setup = jobs.setup_of(
+        spec, jobs.read_program(spec), ranks=8, local_ranks=8, device="cuda",
+        model=models.hugging_face("gpt2"),
+    )  # fmt: skip
+    assert (setup.micro, setup.accumulation) == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "more", "expected"),
+    [
+        (["--per_device_train_batch_size", "8"], {}, (8, 1)),
+        (["--per-device-train-batch-size=8", "--gradient_accumulation_steps=4"], {}, (8, 4)),
+        (["--gradient_accumulation_steps", "4"], {}, (1, 1)),
+        (["--per_device_train_batch_size", "8"],
+         {"deepspeed": {"train_micro_batch_size_per_gpu": "auto"}}, (8, 1)),
+        (["--per_device_train_batch_size", "8"], {"batch": BatchSpec(micro=2)}, (2, 1)),
+    ],
+)  # fmt: skip
+def test_flags_of_the_trainer_say_the_batch(
+    cwd: Path, args: list[str], more: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    (cwd / "train.py").write_text("from transformers import Trainer\n")
+    spec = JobSpec(name="x", program="train.py", args=tuple(args), workdir=str(cwd), **more)
     setup = jobs.setup_of(
         spec, jobs.read_program(spec), ranks=8, local_ranks=8, device="cuda",
         model=models.hugging_face("gpt2"),
