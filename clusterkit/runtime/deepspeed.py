@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clusterkit.deepspeed_config import precision
 from clusterkit.errors import BadInput
 from clusterkit.runtime.checkpoint import file_sizes, more_than_data
 from clusterkit.runtime.distributed import World
@@ -32,17 +33,10 @@ from clusterkit.runtime.strategy import (
     recompute,
     set_learning_rate,
 )
-from clusterkit.runtime.zero_config import Config, batch_numbers, config_dtype, load_config
+from clusterkit.runtime.zero_config import Config, load_config
 from clusterkit.runtime.zero_files import read_as_data
 
-__all__ = [
-    "Config",
-    "DeepSpeed",
-    "batch_numbers",
-    "config_dtype",
-    "load_config",
-    "recipe",
-]
+__all__ = ["Config", "DeepSpeed", "load_config", "recipe"]  # copied programs call load_config here
 
 _TELLING = ("wall_clock_breakdown", "memory_breakdown", "flops_profiler", "dump_state")
 
@@ -58,7 +52,7 @@ def recipe(config: Config, mesh: Mesh | None = None, *, divided: bool = False) -
         BadInput: ``divided`` without stage 3, the only one that divides parameters, or a mesh
             that DeepSpeed has no use for.
     """
-    dtype = config_dtype(config)
+    dtype = precision(config)
     stage = config["zero_optimization"].get("stage", 0)
     if divided and stage != 3:
         raise BadInput(
@@ -176,7 +170,7 @@ class DeepSpeed(Strategy):
             config = {**config, "zero_force_ds_cpu_optimizer": False}
         config = _with_torch_adam(config, world)
         deepspeed = _import_deepspeed(world)
-        _check_dtype(deepspeed, config_dtype(config), world)
+        _check_dtype(deepspeed, precision(config), world)
         if any(config.get(key) for key in _TELLING):
             logging.getLogger("DeepSpeed").setLevel(logging.INFO)
         if "activation_checkpointing" in config:
