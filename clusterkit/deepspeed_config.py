@@ -138,14 +138,17 @@ def _in_words(kind: str) -> str:
     return " ".join([words.get(name, f"one of {', '.join(name.split('|'))}"), *bounds])
 
 
-def autos(config: Mapping[str, Any], place: Place = ()) -> Iterator[Place]:
-    """Where ``auto`` stands for a number that the program fills in."""
+def walk(config: Mapping[str, Any], place: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """Every key, of all sections, by its path, with its value."""
     for key, value in config.items():
-        at = (*place, key)
-        if value == "auto" and at not in _OWN_AUTO:
-            yield at
-        elif isinstance(value, Mapping):
-            yield from autos(value, at)
+        yield (*place, key), value
+        if isinstance(value, Mapping):
+            yield from walk(value, (*place, key))
+
+
+def autos(config: Mapping[str, Any]) -> list[Place]:
+    """Where ``auto`` stands for a number that the program fills in."""
+    return [at for at, value in walk(config) if value == "auto" and at not in _OWN_AUTO]
 
 
 def check_sizes(config: Mapping[str, Any], ranks: int) -> None:

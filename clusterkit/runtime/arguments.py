@@ -187,11 +187,7 @@ def choose_strategy(
         schedule=getattr(args, "schedule", "1f1b"),
         micro_batches=batch.accumulation,
     )
-    if mesh.pp == 1:
-        return sharded.recipe(settings)
-    from clusterkit.runtime import pipeline
-
-    return pipeline.recipe(settings)
+    return sharded.recipe(settings)
 
 
 def _refuse_unused(args: argparse.Namespace) -> None:
