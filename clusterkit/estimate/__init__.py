@@ -159,10 +159,10 @@ def estimate(
     known_hosts = facts is not None and question.gpu_memory is None
     host_limit = min(h.memory_mib for h in facts.hosts) << 20 if facts and known_hosts else None
     setups = [own]
-    told = {(advice.label(own), str(own.mesh))}
+    seen = {(advice.label(own), str(own.mesh))}
     for setup in advice.alternatives(model, own, nodes * local):
-        if (key := (advice.label(setup), str(setup.mesh))) not in told:
-            told.add(key)
+        if (key := (advice.label(setup), str(setup.mesh))) not in seen:
+            seen.add(key)
             setups.append(setup)
     rows = [
         advice.row(

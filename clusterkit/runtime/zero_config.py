@@ -52,9 +52,9 @@ def load_config(
     config = _read(Path(path))
     _check_keys(config, path)
     for key, number in batch.deepspeed().items():
-        _settle(config, path, key, number, "the job's batch")
+        _fill(config, path, key, number, "the job's batch")
     if clip is not None:
-        _settle(config, path, "gradient_clipping", clip, "--clip")
+        _fill(config, path, "gradient_clipping", clip, "--clip")
     config.setdefault("gradient_clipping", 1.0)
     zero = config.setdefault("zero_optimization", {})
     if not isinstance(zero, dict) or zero.get("stage", 0) not in (0, 1, 2, 3):
@@ -121,7 +121,7 @@ def _check_keys(config: Config, path: Path | str) -> None:
         raise BadInput(f"{path}: {' and '.join(on)} are both enabled", hint="enable one of them")
 
 
-def _settle(config: Config, path: Path | str, key: str, value: float, source: str) -> None:
+def _fill(config: Config, path: Path | str, key: str, value: float, source: str) -> None:
     if config.get(key, "auto") == "auto":
         config[key] = value
     elif config[key] != value:
