@@ -259,12 +259,9 @@ def _with_question(setup: Setup, question: Question) -> Setup:
         }
     if question.activation_checkpointing:
         changes["recompute"] = True
-    if setup.device != "cpu":
-        text = question.overhead
-        if text is None:
-            changes["overhead"] = OVERHEAD
-        elif text.strip() != "0":
-            changes["overhead"] = parse_size(text, "--overhead")
+    text = question.overhead
+    if setup.device != "cpu" and (text is None or text.strip() != "0"):
+        changes["overhead"] = OVERHEAD if text is None else parse_size(text, "--overhead")
     return replace(setup, **changes)
 
 
@@ -292,11 +289,8 @@ def _notes(
         )
     if job is not None and not program.ours and own.strategy == "ddp":
         notes.append("the program is not one of ours: its first line assumes ddp")
-    if (
-        job is not None
-        and question.micro_batch is None
-        and not (program.ours or jobs.batch_of(spec, program))
-    ):
+    said = question.micro_batch or program.ours or jobs.batch_of(spec, program)
+    if job is not None and not said:
         notes.append("the job has no batch: a micro batch of 1 is assumed, --micro-batch says more")
     if question.model and question.context is None and model.context > _LONG_CONTEXT:
         notes.append(

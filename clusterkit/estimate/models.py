@@ -133,9 +133,11 @@ def from_numbers(
     }  # fmt: skip
     guessed = [name for name, value in given.items() if value is None]
     if layers is None:
-        # Of 12 x layers x hidden^2 parameters.
-        wide = (12 * hidden**2) if hidden else 0
-        layers = max(1, round(parameters / wide if wide else _deep(parameters)))
+        # Of 12 x layers x hidden^2 parameters; of an unknown width, _ASPECT times the layers.
+        deep = (
+            parameters / (12 * hidden**2) if hidden else (parameters / (12 * _ASPECT**2)) ** (1 / 3)
+        )
+        layers = max(1, round(deep))
     if hidden is None:
         hidden = max(_ASPECT, round(math.sqrt(parameters / (12 * layers)) / _ASPECT) * _ASPECT)
     heads = heads or max(1, hidden // _ASPECT)
@@ -188,11 +190,6 @@ def from_numbers(
         divisible=True,
         origin=origin,
     )
-
-
-def _deep(parameters: int) -> float:
-    """Layers of a model whose width is ``_ASPECT`` times its layers."""
-    return float((parameters / (12 * _ASPECT**2)) ** (1 / 3))
 
 
 # ---------------------------------------------------------------- Hugging Face
