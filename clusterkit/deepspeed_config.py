@@ -10,7 +10,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from clusterkit import batch as batches
 from clusterkit.deepspeed_table import KEYS, REMOVED, VERSION
@@ -50,6 +50,15 @@ def check_keys(config: Mapping[str, Any]) -> list[str]:
     if len(halves) > 1:
         raise _error(("bf16", "enabled"), "fp16 and bf16 are both enabled", "enable one of them")
     return remarks
+
+
+def precision(config: Mapping[str, Any]) -> Literal["fp32", "bf16", "fp16"]:
+    """The number format that a config asks for."""
+    for name in ("bf16", "fp16"):
+        section = config.get(name)
+        if isinstance(section, dict) and section.get("enabled"):
+            return "bf16" if name == "bf16" else "fp16"
+    return "fp32"
 
 
 def _enabled(section: Any) -> bool:
@@ -129,14 +138,17 @@ def _in_words(kind: str) -> str:
     return " ".join([words.get(name, f"one of {', '.join(name.split('|'))}"), *bounds])
 
 
-def autos(config: Mapping[str, Any], place: Place = ()) -> Iterator[Place]:
-    """Where ``auto`` stands for a number that the program fills in."""
+def walk(config: Mapping[str, Any], place: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """Every key, of all sections, by its path, with its value."""
     for key, value in config.items():
-        at = (*place, key)
-        if value == "auto" and at not in _OWN_AUTO:
-            yield at
-        elif isinstance(value, Mapping):
-            yield from autos(value, at)
+        yield (*place, key), value
+        if isinstance(value, Mapping):
+            yield from walk(value, (*place, key))
+
+
+def autos(config: Mapping[str, Any]) -> list[Place]:
+    """Where ``auto`` stands for a number that the program fills in."""
+    return [at for at, value in walk(config) if value == "auto" and at not in _OWN_AUTO]
 
 
 def check_sizes(config: Mapping[str, Any], ranks: int) -> None:

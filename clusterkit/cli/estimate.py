@@ -19,9 +19,10 @@ from clusterkit.cli.common import (
     print_json,
     table,
 )
-from clusterkit.estimate import Estimate, models, published
+from clusterkit.estimate import Estimate, published
 from clusterkit.estimate.advice import Row
 from clusterkit.estimate.units import gib
+from clusterkit.runtime.gpt_shape import PRESETS
 
 _COLUMNS = 100
 _INDENT = " " * 8
@@ -121,7 +122,7 @@ def _instead_of_a_job(word: str) -> str | None:
         return None
     if _COUNT.match(word):
         return "parameters"
-    return "model" if published.config(word) or word in models.presets() else None
+    return "model" if published.config(word) or word in PRESETS else None
 
 
 def _text(found: Estimate) -> Iterator[str]:

@@ -72,8 +72,3 @@ def gib(size: float) -> str:
     if 0 < value < 0.005:
         return "<0.01"
     return f"{value:.2f}" if value < 99.95 else f"{value:,.0f}"
-
-
-def in_words(size: float) -> str:
-    """Bytes with the unit that suits: ``335 MB``, ``1.46 GiB``."""
-    return f"{size / 10**6:.1f} MB" if size < GIB else f"{gib(size)} GiB"

@@ -22,14 +22,15 @@ agent.launcher
 agent.node
 agent.__main__ agent
 errors files status marks deepspeed_table host_probe receiver
-shell transport logs yaml_text runtime.mesh
+shell transport logs yaml_text runtime.mesh runtime.gpt_shape
 mirror tracebacks
 spec diagnose
 cluster command
 batch rendezvous loader
 plan request catalogue deepspeed_config
 program runs
-deepspeed_probe estimate.units estimate.memory estimate.published
+deepspeed_probe estimate.units estimate.setup estimate.published
+estimate.memory
 estimate.models estimate.advice
 estimate.jobs
 estimate

@@ -7,16 +7,12 @@ from typing import Any
 import pytest
 
 from clusterkit.batch import Batch, solve
+from clusterkit.deepspeed_config import precision
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.runtime import zero_config
-from clusterkit.runtime.deepspeed import (
-    batch_numbers,
-    comms_table,
-    config_dtype,
-    load_config,
-    recipe,
-)
+from clusterkit.runtime.deepspeed import comms_table, recipe
 from clusterkit.runtime.mesh import Mesh
+from clusterkit.runtime.zero_config import batch_numbers, load_config
 
 SIXTY_FOUR_ON_FOUR = solve(data_parallel=4, global_size=64, micro=8)
 
@@ -205,10 +201,10 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_number_format_comes_from_either_side(tmp_path: Path) -> None:
-    assert config_dtype(load(tmp_path, {})) == "fp32"
-    assert config_dtype(load(tmp_path, {}, dtype="bf16")) == "bf16"
-    assert config_dtype(load(tmp_path, {"fp16": {"enabled": True, "loss_scale": 0}})) == "fp16"
-    assert config_dtype(load(tmp_path, {"fp16": {"enabled": False}}, dtype="fp32")) == "fp32"
+    assert precision(load(tmp_path, {})) == "fp32"
+    assert precision(load(tmp_path, {}, dtype="bf16")) == "bf16"
+    assert precision(load(tmp_path, {"fp16": {"enabled": True, "loss_scale": 0}})) == "fp16"
+    assert precision(load(tmp_path, {"fp16": {"enabled": False}}, dtype="fp32")) == "fp32"
     filled = load(tmp_path, {"fp16": {"initial_scale_power": 8}}, dtype="fp16")
     assert filled["fp16"] == {"initial_scale_power": 8, "enabled": True}
 
