@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 import clusterkit
-from clusterkit.errors import EXIT_FAILURE, EXIT_INTERRUPTED, ClusterkitError
+from clusterkit.errors import EXIT_FAILURE, EXIT_INTERRUPTED, ClusterkitError, did_you_mean
 
 VERBS = {
     "submit": "Start a job and follow it.",
@@ -54,11 +54,8 @@ class _Verbs(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in VERBS and not args[0].startswith("-"):
-            import difflib
-
-            near = difflib.get_close_matches(args[0], VERBS, 1)
-            meant = f" Did you mean {near[0]}?" if near else ""
-            ctx.fail(f"No such command {args[0]!r}.{meant}")
+            meant = did_you_mean(args[0], VERBS).capitalize()
+            ctx.fail(f"No such command {args[0]!r}. {meant}".rstrip())
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

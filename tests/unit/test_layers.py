@@ -15,10 +15,10 @@ PACKAGE = ROOT / "clusterkit"
 LAYERS = """
 errors files status marks deepspeed_table agent host_probe receiver
 shell transport logs yaml_text runtime.mesh
-mirror tracebacks
+mirror tracebacks yaml_file
 spec runs diagnose
 cluster command
-batch rendezvous loader
+batch rendezvous loader schema
 plan request catalogue deepspeed_config
 deepspeed_probe estimate.units estimate.memory estimate.published
 estimate.models estimate.advice
