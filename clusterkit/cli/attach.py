@@ -5,10 +5,8 @@ from __future__ import annotations
 import click
 
 from clusterkit import api
-from clusterkit.cli.common import complete_cluster, json_option, print_json, run_argument
-from clusterkit.cli.following import follow, interrupted
-from clusterkit.errors import EXIT_FAILURE
-from clusterkit.status import State
+from clusterkit.cli.common import cluster_options, json_option, print_json, run_argument
+from clusterkit.cli.following import follow
 
 
 @click.command(
@@ -16,10 +14,7 @@ from clusterkit.status import State
     epilog="Examples: clusterkit attach last;  clusterkit attach ddp-1122 --cluster k8s",
 )
 @run_argument
-@click.option("-c", "--cluster", metavar="NAME", shell_complete=complete_cluster,
-              help="Where the run is, if another machine has submitted it.")  # fmt: skip
-@click.option("--clusters", "clusters_file", metavar="FILE", type=click.Path(),
-              help="Cluster file; by default clusters.yaml here or above.")  # fmt: skip
+@cluster_options("Where the run is, if another machine has submitted it.")
 @click.option("-d", "--detach", is_flag=True, help="Return as soon as it is watched over.")
 @json_option
 def command(
@@ -47,13 +42,4 @@ def command(
         else:
             click.echo(found.id)
         return 0
-    try:
-        status = follow(found)
-    except KeyboardInterrupt:
-        status = interrupted(found)
-    if as_json:
-        print_json(status)
-    if status.state is State.UNKNOWN:
-        click.echo(status.remark, err=True)
-        return EXIT_FAILURE
-    return status.exit_code or 0
+    return follow(found, as_json)

@@ -245,7 +245,7 @@ def test_a_job_or_a_command_is_needed(cli):
 def test_a_program_where_a_job_file_should_stand(verb, words, line, refused, write_job):
     write_job()
     said = refused(verb, *words.split()).splitlines()
-    assert said[0].endswith("is no job file: a command stands behind --")
+    assert said[0].endswith("is not a job file: a command stands after --")
     assert said[1] == f" hint: clusterkit {verb} {line}"
 
 
