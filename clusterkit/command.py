@@ -312,7 +312,7 @@ def take_over(job: JobSpec, given: Mapping[str, str], typed: Sequence[str] | Non
         option, why = next(iter(started.refused.items()))
         raise BadInput(
             f"command: {started.launcher} {option} cannot be taken over: "
-            f"{why or 'there is nothing like it here'}",
+            f"{why or 'clusterkit has no equivalent'}",
             hint=_instead(started.words(), keys, given, typed),
             job="command",
         )

@@ -53,9 +53,9 @@ _HINTS = (
     (re.compile(r"Error building extension|Ninja is required"),
      "DeepSpeed compiles here: install a C++ compiler and ninja"),
     (re.compile(r"Found no NVIDIA driver|No CUDA GPUs are available|no CUDA-capable device"),
-     "no GPU on this node, or none that its ranks may use; the program asks for CUDA all the same"),
+     "no GPU on this node, or none that its ranks may use, but the program asks for CUDA"),
     (re.compile(r"not compiled with CUDA enabled|compiled without CUDA support"),
-     "no GPU on this node, or its torch is one for CPUs; the program asks for CUDA all the same"),
+     "no GPU on this node, or its torch is one for CPUs, but the program asks for CUDA"),
     (re.compile(r"exec: .*not found"),
      "no such command on the ranks' PATH, where the folder of their Python stands first"),
 )  # fmt: skip
@@ -248,12 +248,12 @@ def _signal_words(number: int, oom_kills: int) -> tuple[str, str | None]:
     name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
     if number == signal.SIGKILL and oom_kills:
         return (
-            "killed by the kernel for want of memory (SIGKILL; its count of such kills rose)",
+            "killed by the kernel: out of memory (SIGKILL; the kernel counted such a kill)",
             "smaller batch.micro, fewer ranks per node, or a machine with more memory",
         )
     if number == signal.SIGKILL:
         return (
-            "killed by SIGKILL: somebody's kill -9; the kernel counted no out-of-memory kill",
+            "killed by SIGKILL from outside (kill -9): the kernel counted no out-of-memory kill",
             "in a container or a batch system, look for its memory limit",
         )
     if number == signal.SIGSEGV:
@@ -275,7 +275,9 @@ def _from_nodes(nodes: Sequence[NodeStatus], oom_kills: int) -> Failure:
     ended = [node for node in nodes if node.exit_code or node.reason]
     first = min(ended, key=lambda node: node.ended_at or 0.0, default=None)
     if first is None:
-        return Failure(node=None, rank=None, exit_code=1, cause="the run ended without a word")
+        return Failure(
+            node=None, rank=None, exit_code=1, cause="the run ended, and no node reported why"
+        )
     code = first.exit_code if first.exit_code is not None else 1
     cause, hint = first.reason, None
     if cause is None and (number := _signal_number(code)):
@@ -290,5 +292,5 @@ def _from_nodes(nodes: Sequence[NodeStatus], oom_kills: int) -> Failure:
         rank=None,
         exit_code=code,
         cause=cause or f"its launcher exited with {code}",
-        hint=hint or "`clusterkit logs` with the run's id shows what it said last",
+        hint=hint or "`clusterkit logs` with the run's id shows its last output",
     )

@@ -71,7 +71,9 @@ def convert(document: Document, place: Place, data: Any, kind: type[Spec]) -> Sp
         raise _type_error(document, place, data, kind, error) from None
     except UnicodeEncodeError as error:
         half = str(error.object)[error.start : error.end].encode("unicode-escape").decode()
-        raise document.error(place, f"half a character ({half}), which no text can hold") from None
+        raise document.error(
+            place, f"{half} is half of a surrogate pair, which text cannot hold"
+        ) from None
 
 
 def fields_of(kind: type[msgspec.Struct]) -> dict[str, inspect.Type]:
@@ -192,7 +194,7 @@ def read_job(path: str | Path, settings: Sequence[str] = ()) -> LoadedJob:
     path = Path(path)
     if (words := command.instead_of_a_job([str(path)])) is not None:
         raise BadInput(
-            f"{path} is no job file, but a program",
+            f"{path} is a program, not a job file",
             hint=shell.join(["clusterkit", "submit", "--", *words]),
         )
     document = read_yaml(path)
@@ -229,7 +231,7 @@ def apply_setting(document: Document, setting: str) -> None:
     for depth, part in enumerate(parts[:-1]):
         target = target.setdefault(part, {})
         if not isinstance(target, dict):
-            raise BadInput(f"--set {setting!r}: {'.'.join(parts[: depth + 1])} holds no keys")
+            raise BadInput(f"--set {setting!r}: {'.'.join(parts[: depth + 1])} is not a mapping")
     target[parts[-1]] = value
 
 
@@ -248,7 +250,7 @@ def job_from_command(argv: Sequence[str], **fields: Any) -> JobSpec:
         )
     if argv[0].endswith(".py") and shutil.which(argv[0]) is None:
         raise BadInput(
-            f"{argv[0]} is a Python file and no command",
+            f"{argv[0]} is a Python file, not a command",
             hint=shell.join(["clusterkit", "submit", "--", "python", *argv]),
         )
     started = command.read(argv)
@@ -272,7 +274,9 @@ def current_folder() -> Path:
     try:
         return Path.cwd()
     except OSError:
-        raise BadInput("the current folder is gone", hint="cd to one that is there") from None
+        raise BadInput(
+            "the current folder no longer exists", hint="cd to a folder that exists"
+        ) from None
 
 
 def locate_program(job: JobSpec, bases: Sequence[Path]) -> JobSpec:
@@ -345,7 +349,7 @@ class LoadedCluster:
 
 
 def load_cluster(name: str, path: str | os.PathLike[str] | None = None) -> ClusterSpec:
-    """The cluster of `read_cluster`."""
+    """The entry of `read_cluster`."""
     return read_cluster(name, path).cluster
 
 

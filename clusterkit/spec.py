@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from clusterkit.errors import BadInput, Source, about
+from clusterkit.errors import BadInput, Place, Source, about, dotted
 from clusterkit.shell import NAME, check_text, is_name
 
 Launcher = Literal["torchrun", "deepspeed", "mpirun", "python"]
@@ -205,7 +205,7 @@ def parse_duration(duration: float | str) -> float:
         seconds = sum(float(number) * units[unit] for number, unit in parts)
     else:
         raise BadInput(
-            f"time_limit: {text[:40]!r} is no length of time",
+            f"time_limit: {text[:40]!r} is not a length of time",
             hint="such as 3600, 90m, 2h, 1d12h",
             job="time_limit",
         )
@@ -223,11 +223,10 @@ def check_job(job: JobSpec) -> None:
         BadInput: the message begins with the key.
     """
     if not re.fullmatch(_JOB_NAME, job.name) or len(job.name) > JOB_NAME_MAX:
-        shown = (
-            job.name if len(job.name) <= 40 else f"{job.name[:40]}... ({len(job.name)} characters)"
-        )
+        long = f"... ({len(job.name)} characters)" if len(job.name) > 40 else ""
+        shown = job.name[:40] + long
         raise BadInput(
-            f"name: {shown!r} cannot name a job",
+            f"name: {shown!r} is not a valid job name",
             hint=f"letters, digits, '.', '_', '-' and spaces, {JOB_NAME_MAX} characters at most",
             job="name",
         )
@@ -255,18 +254,19 @@ def check_job(job: JobSpec) -> None:
     check_environment(job.env)
     for name in job.secrets:
         if not is_name(name):
-            raise BadInput(f"secrets: {name!r} cannot name an environment variable", job="secrets")
-    for key in ("program", "module", "python", "workdir"):
-        with about("job", key):
-            check_text(key, getattr(job, key) or "")
+            raise BadInput(
+                f"secrets: {name!r} is not a valid name of an environment variable", job="secrets"
+            )
+    texts: list[tuple[Place, str]] = [
+        ((key,), getattr(job, key) or "") for key in ("program", "module", "python", "workdir")
+    ]
     if job.checkpoint is not None:
-        for key in ("dir", "resume"):
-            with about("job", "checkpoint", key):
-                check_text(f"checkpoint.{key}", getattr(job.checkpoint, key))
+        texts += [(("checkpoint", key), getattr(job.checkpoint, key)) for key in ("dir", "resume")]
     for key in ("args", "command"):
-        for position, word in enumerate(getattr(job, key) or ()):
-            with about("job", key, position):
-                check_text(f"{key}[{position}]", word)
+        texts += [((key, number), word) for number, word in enumerate(getattr(job, key) or ())]
+    for place, text in texts:
+        with about("job", *place):
+            check_text(dotted(place), text)
     twice = sorted(set(job.env) & set(job.secrets))
     if twice:
         raise BadInput(f"secrets: {twice[0]} is set in env as well", job="secrets")
@@ -281,5 +281,5 @@ def check_environment(env: Mapping[str, str], source: Source = "job") -> None:
     for name, value in env.items():
         with about(source, "env", name):
             if not is_name(name):
-                raise BadInput(f"env: {name!r} cannot name an environment variable")
+                raise BadInput(f"env: {name!r} is not a valid name of an environment variable")
             check_text(f"env.{name}", value)

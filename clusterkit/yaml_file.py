@@ -170,7 +170,7 @@ def _build(
                 raise BadInput(f"{name}:{line}: a key must be a word")
             if key in own and key != "<<":
                 raise BadInput(
-                    f"{name}:{line}: {dotted((*place, key))}: stands in line {own[key]} already",
+                    f"{name}:{line}: {dotted((*place, key))}: is set in line {own[key]} already",
                     hint="keep one of the two",
                 )
             own[key] = line
@@ -197,7 +197,7 @@ def _build(
         kind = node.tag.rpartition(":")[2]
         raise BadInput(
             f"{name}:{node.start_mark.line + 1}: {dotted(place)}: "
-            f"{str(node.value)[:40]!r} is no {kind}"
+            f"{str(node.value)[:40]!r} is not a valid {kind}"
         ) from None
 
 
@@ -206,7 +206,9 @@ _COMMENT = re.compile(r"(^|\s)(//|/\*)")
 
 
 def _no_comment(where: str) -> BadInput:
-    return BadInput(f"{where}: a comment as in JavaScript", hint="take it out, or begin it with #")
+    return BadInput(
+        f"{where}: a comment of JavaScript (// or /*)", hint="remove it, or begin it with #"
+    )
 
 
 def is_text(place: Place, depth: int) -> bool:

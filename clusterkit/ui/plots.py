@@ -135,7 +135,7 @@ def _draw_pairs(picture: Any, axes: Any, pairs: Pairs) -> None:
 
 def _check_name(output: Path) -> None:
     if output.suffix not in SUFFIXES:
-        raise BadInput(f"{output}: not a picture's name", hint=f"one of {', '.join(SUFFIXES)}")
+        raise BadInput(f"{output}: not the name of a picture", hint=f"one of {', '.join(SUFFIXES)}")
 
 
 def _picture() -> Any:

@@ -252,7 +252,7 @@ def test_a_program_where_a_job_file_should_stand(verb, words, line, refused, wri
 def test_a_python_file_after_two_dashes(refused, write_job):
     write_job()
     said = refused("submit", "--", "train.py", "--lr", "1").splitlines()
-    assert said[0] == "error: train.py is a Python file and no command"
+    assert said[0] == "error: train.py is a Python file, not a command"
     assert said[1] == " hint: clusterkit submit -- python train.py --lr 1"
 
 
@@ -323,7 +323,7 @@ BAD = {
     "bad run id": ("", ("--run-id", "A b"), "run id 'A b': cannot be one"),
     "bad setting": ("", ("--set", "nodes"), "--set 'nodes': not of the form key=value"),
     "long name": ("", ("--set", "name=" + "x" * 300), "name: 'xxxxxxxxxx"),
-    "name with slashes": ("", ("--set", "name=a/b"), "name: 'a/b' cannot name a job"),
+    "name with slashes": ("", ("--set", "name=a/b"), "name: 'a/b' is not a valid job name"),
 }
 
 
