@@ -145,7 +145,10 @@ BAD_JOBS = {
     "NUL in a folder": ('checkpoint: {dir: "a\\0b"}\n', r"job\.yaml:3: checkpoint.*NUL"),
     "half a character in env": ('env: {A: "\\ud800"}\n', r"job\.yaml:3: env\.A: "),
     "half a character in args": ('args: ["\\ud800"]\n', r"job\.yaml:3: args"),
-    "bad variable name": ("env: {1A: x}\n", r"job\.yaml:3: env: '1A' is not a valid name of an environment"),
+    "bad variable name": (
+        "env: {1A: x}\n",
+        r"job\.yaml:3: env: '1A' is not a valid name of an environment",
+    ),
     "set twice": ("env: {A: 1}\nsecrets: [A]\n", r"job\.yaml:4: secrets: A is set in env as well"),
     "two programs": ("module: pkg.train\n", r"job\.yaml:\d+: program and module: give only one"),
     "unknown folder": ("workdir: nowhere\n", r"job\.yaml:3: workdir: nowhere is not a folder"),
