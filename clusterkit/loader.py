@@ -245,9 +245,7 @@ def job_from_command(argv: Sequence[str], **fields: Any) -> JobSpec:
         BadInput: the command is empty, or no command.
     """
     if not argv:
-        raise BadInput(
-            "no command after --", hint="clusterkit submit -- python train.py --steps 10"
-        )
+        raise BadInput("no command after --", "clusterkit submit -- python train.py --steps 10")
     if argv[0].endswith(".py") and shutil.which(argv[0]) is None:
         raise BadInput(
             f"{argv[0]} is a Python file, not a command",

@@ -49,10 +49,7 @@ class Document:
         return f"{self.name}:{line}" if line else self.name
 
     def include(self, key: str, folder: Path) -> None:
-        """Where a key names a file, put what that holds into its place: JSON, or YAML.
-
-        Args:
-            folder: where a relative path starts.
+        """Where a key names a file below ``folder``, put what that holds into its place.
 
         Raises:
             BadInput: as `read_yaml`.
@@ -61,36 +58,73 @@ class Document:
             try:
                 part = read_yaml(folder / Path(named).expanduser(), base=(key,))
             except BadInput as error:
-                raise BadInput(
-                    f"{self.where((key,))}: {key}: {error.message}", error.hint
-                ) from None
+                raise self.error((key,), error.message, error.hint) from None
             self.data[key], self._parts[key] = part.data, part
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with YAML 1.2's idea of what a plain scalar is."""
+    """SafeLoader with YAML 1.2's idea of what a plain scalar is, and with the line of every key."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 (pyyaml's own form)
 
+    def __init__(self, text: str, file: str, depth: int) -> None:
+        super().__init__(text)
+        self.file = file
+        self.depth = depth
+        self.lines: dict[Place, int] = {}
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"(true|True|TRUE|false|False|FALSE)\Z"), list("tTfF")
-)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:int", re.compile(r"([-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+)\Z"),
-    list("-+0123456789"),
-)  # fmt: skip
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN))\Z"
-    ),
-    list("-+0123456789."),
-)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:null", re.compile(r"(~|null|Null|NULL|)\Z"), ["~", "n", "N", ""]
-)
-_Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"<<\Z"), ["<"])
+    def build(self, node: yaml.Node, place: Place) -> Any:
+        """The value of a node, which stands at ``place``, and of all below it."""
+        line = node.start_mark.line + 1
+        self.lines.setdefault(place, line)
+        if len(self.lines) > MOST_VALUES:
+            raise BadInput(f"{self.file}: more than {MOST_VALUES:,} values, aliases unfolded")
+        if isinstance(node, yaml.MappingNode):
+            self._refuse_repeated_keys(node, place)
+            self.flatten_mapping(node)
+            found = {}
+            for key_node, value_node in node.value:
+                below = (*place, str(key_node.value))
+                self.lines[below] = key_node.start_mark.line + 1
+                found[str(key_node.value)] = self.build(value_node, below)
+            return found
+        if isinstance(node, yaml.SequenceNode):
+            return [self.build(item, (*place, number)) for number, item in enumerate(node.value)]
+        if is_text(place, self.depth):
+            return node.value
+        plain = isinstance(node, yaml.ScalarNode) and node.style is None
+        if plain and place[:1] == ("deepspeed",) and _COMMENT.search(node.value):
+            raise _no_comment(f"{self.file}:{line}")
+        try:
+            return self.construct_object(node)
+        except (ValueError, KeyError, AttributeError, TypeError):
+            kind, shown = node.tag.rpartition(":")[2], repr(str(node.value)[:40])
+            message = f"{self.file}:{line}: {dotted(place)}: {shown} is not a valid {kind}"
+            raise BadInput(message) from None
+
+    def _refuse_repeated_keys(self, node: yaml.MappingNode, place: Place) -> None:
+        own: dict[str, int] = {}
+        for key_node, _ in node.value:
+            key, line = key_node.value, key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise BadInput(f"{self.file}:{line}: a key must be a word")
+            if key in own and key != "<<":
+                where = f"{self.file}:{line}: {dotted((*place, key))}"
+                raise BadInput(f"{where}: is set in line {own[key]} already", "keep one of the two")
+            own[key] = line
+
+
+for _tag, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
+              r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN)", "-+0123456789."),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("merge", r"<<", "<"),
+):  # fmt: skip
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(rf"({_pattern})\Z"), list(_first)
+    )
 
 
 def _float(loader: _Loader, node: yaml.Node) -> float:
@@ -120,7 +154,7 @@ def read_yaml(path: Path, *, depth: int = 0, base: Place = ()) -> Document:
     except UnicodeDecodeError as error:
         raise BadInput(f"{name}: not a text file (byte {error.start} is not UTF-8)") from None
     except OSError as error:
-        beside = [str(path.with_name(each)) for each in names_in(path.parent)]
+        beside = [str(path.parent / each) for each in names_in(path.parent)]
         missing = isinstance(error, FileNotFoundError)
         hint = did_you_mean(name, beside) if missing else ""
         raise BadInput(f"{name}: {why(error)}", hint or None) from None
@@ -138,67 +172,16 @@ def parse_yaml(text: str, name: str, *, depth: int = 0, base: Place = ()) -> Doc
         depth: where ``env`` and ``args`` are: at the top (0), or in the entries below it (1).
         base: where in a job the document will stand.
     """
-    loader = None
     try:
-        loader = _Loader(text)
+        loader = _Loader(text, name, depth)
         root = loader.get_single_node()
         if root is None:
             raise BadInput(f"{name}: the file is empty")
-        lines: dict[Place, int] = {}
-        data = _build(loader, root, base, lines, name, depth)
+        return Document(name, loader.build(root, base), loader.lines)
     except yaml.YAMLError as error:
         raise _syntax_error(error, text, name) from None
     except RecursionError:
         raise BadInput(f"{name}: nested too deeply, or an alias that holds itself") from None
-    finally:
-        if loader is not None:
-            loader.dispose()
-    return Document(name, data, lines)
-
-
-def _build(
-    loader: _Loader, node: yaml.Node, place: Place, lines: dict[Place, int], name: str, depth: int
-) -> Any:
-    lines.setdefault(place, node.start_mark.line + 1)
-    if len(lines) > MOST_VALUES:
-        raise BadInput(f"{name}: more than {MOST_VALUES:,} values, aliases unfolded")
-    if isinstance(node, yaml.MappingNode):
-        own: dict[str, int] = {}
-        for key_node, _ in node.value:
-            key, line = key_node.value, key_node.start_mark.line + 1
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise BadInput(f"{name}:{line}: a key must be a word")
-            if key in own and key != "<<":
-                raise BadInput(
-                    f"{name}:{line}: {dotted((*place, key))}: is set in line {own[key]} already",
-                    hint="keep one of the two",
-                )
-            own[key] = line
-        loader.flatten_mapping(node)
-        found = {}
-        for key_node, value_node in node.value:
-            below = (*place, str(key_node.value))
-            lines[below] = key_node.start_mark.line + 1
-            found[str(key_node.value)] = _build(loader, value_node, below, lines, name, depth)
-        return found
-    if isinstance(node, yaml.SequenceNode):
-        return [
-            _build(loader, item, (*place, number), lines, name, depth)
-            for number, item in enumerate(node.value)
-        ]
-    if is_text(place, depth):
-        return node.value
-    plain = isinstance(node, yaml.ScalarNode) and node.style is None
-    if plain and place[:1] == ("deepspeed",) and _COMMENT.search(node.value):
-        raise _no_comment(f"{name}:{node.start_mark.line + 1}")
-    try:
-        return loader.construct_object(node)
-    except (ValueError, KeyError, AttributeError, TypeError):
-        kind = node.tag.rpartition(":")[2]
-        raise BadInput(
-            f"{name}:{node.start_mark.line + 1}: {dotted(place)}: "
-            f"{str(node.value)[:40]!r} is not a valid {kind}"
-        ) from None
 
 
 _COMMENT = re.compile(r"(^|\s)(//|/\*)")
@@ -206,9 +189,7 @@ _COMMENT = re.compile(r"(^|\s)(//|/\*)")
 
 
 def _no_comment(where: str) -> BadInput:
-    return BadInput(
-        f"{where}: a comment of JavaScript (// or /*)", hint="remove it, or begin it with #"
-    )
+    return BadInput(f"{where}: a comment of JavaScript (// or /*)", "remove it, or begin it with #")
 
 
 def is_text(place: Place, depth: int) -> bool:
@@ -221,17 +202,15 @@ def _syntax_error(error: yaml.YAMLError, text: str, name: str) -> BadInput:
     problem = getattr(error, "problem", None) or str(error).splitlines()[0]
     if mark is None:
         return BadInput(f"{name}: not YAML: {problem}")
-    line = text.splitlines()[mark.line] if mark.line < len(text.splitlines()) else ""
+    where = f"{name}:{mark.line + 1}"
+    lines = text.splitlines()
+    line = lines[mark.line] if mark.line < len(lines) else ""
     if "\t" in line[: mark.column + 1] or "'\\t'" in problem:
-        return BadInput(
-            f"{name}:{mark.line + 1}: a tab where YAML wants spaces", hint="indent with two spaces"
-        )
+        return BadInput(f"{where}: a tab where YAML wants spaces", "indent with two spaces")
     for number in (mark.line, mark.line - 1):
-        if _COMMENT.search("".join(text.splitlines()[number : number + 1])):
+        if _COMMENT.search("".join(lines[number : number + 1])):
             return _no_comment(f"{name}:{number + 1}")
-    return BadInput(
-        f"{name}:{mark.line + 1}: not YAML: {problem}", hint=f"near {line.strip()[:60]!r}"
-    )
+    return BadInput(f"{where}: not YAML: {problem}", f"near {line.strip()[:60]!r}")
 
 
 def names_in(folder: Path) -> list[str]:
