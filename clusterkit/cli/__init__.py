@@ -78,7 +78,9 @@ def _say_error(message: str, hint: str | None) -> None:
     from clusterkit.ui.words import shown_on
 
     shown = shown_on(sys.stderr)
-    click.secho("error: ", fg="red", bold=True, nl=False, err=True)
+    # The context that knows of NO_COLOR has ended by now.
+    colour = False if os.environ.get("NO_COLOR") else None
+    click.secho("error: ", fg="red", bold=True, nl=False, err=True, color=colour)
     click.echo(shown(message), err=True)
     if hint:
         click.echo(f" hint: {shown(hint)}", err=True)

@@ -34,19 +34,37 @@ class PlanCommand(click.Command):
             split = args.index("--")
             args, after = args[:split], args[split + 1 :]
             ctx.meta[COMMAND] = after
-        parser = self.make_parser(ctx)
-        parser.ignore_unknown_options = True
-        given, rest, _ = parser.parse_args(list(args))
-        others = [given["job"], *rest] if isinstance(given.get("job"), str) else rest
+        own, others = self._divided(ctx, args)
         if others and (words := instead_of_a_job([*others, *after])) is not None:
-            own = list(args)
-            for word in others:
-                own.remove(word)
             raise BadInput(
                 f"{others[0]} is not a job file: a command stands after --",
                 hint=shell.join(["clusterkit", str(ctx.info_name), *own, "--", *words]),
             )
         return super().parse_args(ctx, args)
+
+    def _divided(self, ctx: click.Context, args: Sequence[str]) -> tuple[list[str], list[str]]:
+        """This command's options with their values, and all other words.
+
+        Click's own parser would read `-epochs`, which is the program's, as `-e -p -o chs`.
+        """
+        takes = {
+            name: isinstance(param, click.Option) and not (param.is_flag or param.count)
+            for param in self.get_params(ctx)
+            for name in (*param.opts, *param.secondary_opts)
+        }
+        own, others = [], []
+        rest = list(args)
+        while rest:
+            word = rest.pop(0)
+            name, equals, _ = word.partition("=")
+            short = word[:2] if word[:2] in takes and not word.startswith("--") else ""
+            if not word.startswith("-") or not (name in takes or short):
+                others.append(word)
+                continue
+            own.append(word)
+            if rest and takes.get(word, False) and not equals:
+                own.append(rest.pop(0))
+        return own, others
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "[-- ARGS...|COMMAND...]"]

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pty
 import socket
 import subprocess
 import sys
@@ -238,6 +239,7 @@ def test_a_job_or_a_command_is_needed(cli):
         ("train.py --lr 1 -n 2", "-n 2 -- python train.py --lr 1"),
         ("-g2 train.py -- --lr 1", "-g2 -- python train.py --lr 1"),
         ("--nodes=2 python train.py -x", "--nodes=2 -- python train.py -x"),
+        ("train.py -epochs 3", "-- python train.py -epochs 3"),
         ("torchrun --standalone train.py", "-- torchrun --standalone train.py"),
     ],
 )
@@ -689,6 +691,14 @@ def test_no_verb_ends_in_a_traceback_over_a_half_deleted_folder(cli, ended, name
 def test_no_color_is_honoured(cli, ended, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[" not in cli("status", ended.id).out
+
+
+@pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
+def test_no_color_is_honoured_in_errors(no_color, coloured):
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"NO_COLOR": no_color, "TERM": "xterm"}
+    subprocess.run([sys.executable, "-m", "clusterkit", "x"], stderr=theirs, env=environment)
+    assert (b"\x1b[" in os.read(ours, 4096)) is coloured
 
 
 def test_columns_are_aligned():
