@@ -139,7 +139,7 @@ class ComposeCluster(Spec, frozen=True, kw_only=True):
     env: dict[str, str] = {}
     """Environment of every job here; a job's `env` goes first."""
     lost_after: Seconds = 30.0
-    """Seconds without a sign of life after which a node counts as lost."""
+    """Seconds without an answer after which a node counts as lost."""
     stop_grace: Grace = 10.0
     """Seconds between SIGTERM and SIGKILL when a run is ended."""
 
@@ -230,7 +230,7 @@ class KubernetesCluster(Spec, frozen=True, kw_only=True):
     env: dict[str, str] = {}
     """Environment of every job here; a job's `env` goes first."""
     lost_after: Seconds = 30.0
-    """Seconds without a sign of life after which a node counts as lost."""
+    """Seconds without an answer after which a node counts as lost."""
     replace_lost: bool = True
     """Whether a pod whose node of the cluster does not answer for `lost_after` is removed by force,
     so that another can take its place. `false`: somebody has to."""

@@ -1,4 +1,4 @@
-"""Who failed first, on which node, why, and what to do: told from exit codes and log lines.
+"""Who failed first, on which node, why, and what to do: read from exit codes and log lines.
 
 When one rank dies, its peers die of it a moment later with errors of their own. The first
 failure is therefore the earliest among those that are not an echo (see `_ECHOES`); only
@@ -32,7 +32,7 @@ _ECHOES = re.compile(
     r"|Timed out waiting \d+ms|connectFullMesh|remote process exited|NCCL communicator was aborted"
     r"|DistNetworkError|DistStoreError|SignalException|Watchdog caught collective operation timeout"
 )
-_UNTOLD = 256
+_NO_CODE_YET = 256
 """Stands for an exit code whose line has not come yet."""
 _OF_ITS_OWN = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """Signals by which a program ends itself."""
@@ -183,9 +183,9 @@ def _suspects(
         if line.rank is None:
             if line.text.endswith(AGAIN):
                 # Lost nodes have come back: what its ranks said before ended nothing.
-                for told in (suspects, outputs):
-                    for old in [key for key in told if key[0] == line.node]:
-                        del told[old]
+                for each in (suspects, outputs):
+                    for old in [key for key in each if key[0] == line.node]:
+                        del each[old]
             _read_launcher(line, nproc, suspects, known)
             continue
         output = outputs.setdefault(key, Output())
@@ -208,10 +208,10 @@ def _read_launcher(
         suspect(int(match[1])).exit_code = -int(match[2])
     elif match := _MPIRUN_NAME.search(line.text):
         named = suspect(int(match[1]))
-        named.exit_code = named.exit_code or _UNTOLD
+        named.exit_code = named.exit_code or _NO_CODE_YET
     elif match := _MPIRUN_CODE.match(line.text):
         for one in suspects.values():
-            if one.exit_code == _UNTOLD:
+            if one.exit_code == _NO_CODE_YET:
                 one.exit_code = int(match[1])
     elif (match := _DEEPSPEED.search(line.text)) and line.node not in known:
         # It does not say which rank: the one whose traceback came first, if any.

@@ -108,7 +108,7 @@ class Output:
             self._part = ""
             return
         if self._part != "chain":
-            # The program survived what it has told before.
+            # The program survived what it printed before.
             self.traceback, self.began = [], time
         self._prefixed, self._grouped = prefixed, "Exception Group" in text
         self._message = [text] if text.startswith(_FATAL) else []

@@ -26,7 +26,7 @@ _WINDOW = 20
 
 
 class View:
-    """What has been told of a run so far; `feed` takes its log line by line."""
+    """What is known of a run so far; `feed` takes its log line by line."""
 
     def __init__(self) -> None:
         self.steps: int | None = None
@@ -65,7 +65,7 @@ class View:
         return [line]
 
     def _take(self, event: dict[str, Any]) -> None:
-        # Any program may print marked lines: what is not a number is as good as not told.
+        # Any program may print marked lines: what is not a number counts as missing.
         number = {key: value for key, value in event.items() if is_number(value)}
         kind = event["event"]
         if kind == "start":
@@ -92,7 +92,7 @@ class View:
         return f"step {self.step}" if self.step else ""
 
     def describe(self) -> str:
-        """Loss and tokens/s of now; where a program tells neither, what was printed last."""
+        """Loss and tokens/s of now; where a program reports neither, what was printed last."""
         parts = []
         if self.losses:
             parts.append(f"loss {loss_text(self.losses[-1][1])}")

@@ -152,7 +152,7 @@ def _save(picture: Any, output: Path) -> Path:
 
 
 def _series(metrics: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Steps and values; a step told twice (after a restart) counts as told last."""
+    """Steps and values; of a step that was reported twice (after a restart), the last value."""
     found = {
         row["step"]: row[key]
         for row in metrics
