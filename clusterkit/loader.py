@@ -16,7 +16,7 @@ from msgspec import inspect
 
 from clusterkit import command, shell
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, LocalCluster
-from clusterkit.errors import BadInput, Place, choices, did_you_mean
+from clusterkit.errors import BadInput, Place, choices, did_you_mean, nearest
 from clusterkit.files import read_file, why
 from clusterkit.spec import JobSpec, check_environment, check_job
 from clusterkit.yaml_file import Document, is_text, names_in, parse_yaml, read_yaml
@@ -272,9 +272,8 @@ def current_folder() -> Path:
     try:
         return Path.cwd()
     except OSError:
-        raise BadInput(
-            "the current folder no longer exists", hint="cd to a folder that exists"
-        ) from None
+        gone = "the current folder no longer exists"
+        raise BadInput(gone, "cd to a folder that exists") from None
 
 
 def locate_program(job: JobSpec, bases: Sequence[Path]) -> JobSpec:
@@ -300,12 +299,12 @@ def locate_program(job: JobSpec, bases: Sequence[Path]) -> JobSpec:
                 check_program(path)
             return replace(job, workdir=str(base), python=python)
     assert job.program is not None
-    beside = [
-        Path(job.program).with_name(name) for name in names_in((bases[0] / job.program).parent)
-    ]
+    program = Path(job.program)
+    beside = [name for name in names_in((bases[0] / program).parent) if name.endswith(".py")]
+    near = nearest(program.name, beside)
     raise BadInput(
-        f"program: {job.program} is neither in {bases[0]} nor in the job file's folder or above it",
-        did_you_mean(job.program, [str(path) for path in beside if path.suffix == ".py"]) or None,
+        f"program: {program} is neither in {bases[0]} nor in the job file's folder or above it",
+        hint=f"did you mean {program.with_name(near)}?" if near else None,
         job="program",
     )
 
