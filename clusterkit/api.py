@@ -362,4 +362,6 @@ def jobs() -> list[CatalogueEntry]:
 
 def schema() -> dict[str, Any]:
     """JSON schema of job files, for editors."""
-    return loader.json_schema()
+    from clusterkit.schema import json_schema
+
+    return json_schema()

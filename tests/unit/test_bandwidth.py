@@ -787,7 +787,7 @@ def test_without_nodes_every_host_takes_part(
         (["-g", "0"], "--gpus: 0: a node needs at least 1 rank"),
         (["-g", "2", "--pairwise"], "pairwise: 1 node x 2 ranks"),
         (["-n", "2", "--sizes", "999G"], "of buffers, localhost has"),
-        (["-n", "2", "-o", "bus.txt"], "bus.txt: not a picture's name"),
+        (["-n", "2", "-o", "bus.txt"], "bus.txt: not the name of a picture"),
         (["-c", "nowhere", "-n", "2"], "nowhere"),
     ],
 )

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pty
 import socket
 import subprocess
 import sys
@@ -238,6 +239,7 @@ def test_a_job_or_a_command_is_needed(cli):
         ("train.py --lr 1 -n 2", "-n 2 -- python train.py --lr 1"),
         ("-g2 train.py -- --lr 1", "-g2 -- python train.py --lr 1"),
         ("--nodes=2 python train.py -x", "--nodes=2 -- python train.py -x"),
+        ("train.py -epochs 3", "-- python train.py -epochs 3"),
         ("torchrun --standalone train.py", "-- torchrun --standalone train.py"),
     ],
 )
@@ -245,14 +247,14 @@ def test_a_job_or_a_command_is_needed(cli):
 def test_a_program_where_a_job_file_should_stand(verb, words, line, refused, write_job):
     write_job()
     said = refused(verb, *words.split()).splitlines()
-    assert said[0].endswith("is no job file: a command stands behind --")
+    assert said[0].endswith("is not a job file: a command stands after --")
     assert said[1] == f" hint: clusterkit {verb} {line}"
 
 
 def test_a_python_file_after_two_dashes(refused, write_job):
     write_job()
     said = refused("submit", "--", "train.py", "--lr", "1").splitlines()
-    assert said[0] == "error: train.py is a Python file and no command"
+    assert said[0] == "error: train.py is a Python file, not a command"
     assert said[1] == " hint: clusterkit submit -- python train.py --lr 1"
 
 
@@ -323,7 +325,7 @@ BAD = {
     "bad run id": ("", ("--run-id", "A b"), "run id 'A b': cannot be one"),
     "bad setting": ("", ("--set", "nodes"), "--set 'nodes': not of the form key=value"),
     "long name": ("", ("--set", "name=" + "x" * 300), "name: 'xxxxxxxxxx"),
-    "name with slashes": ("", ("--set", "name=a/b"), "name: 'a/b' cannot name a job"),
+    "name with slashes": ("", ("--set", "name=a/b"), "name: 'a/b' is not a valid job name"),
 }
 
 
@@ -689,6 +691,14 @@ def test_no_verb_ends_in_a_traceback_over_a_half_deleted_folder(cli, ended, name
 def test_no_color_is_honoured(cli, ended, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[" not in cli("status", ended.id).out
+
+
+@pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
+def test_no_color_is_honoured_in_errors(no_color, coloured):
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"NO_COLOR": no_color, "TERM": "xterm"}
+    subprocess.run([sys.executable, "-m", "clusterkit", "x"], stderr=theirs, env=environment)
+    assert (b"\x1b[" in os.read(ours, 4096)) is coloured
 
 
 def test_columns_are_aligned():

@@ -69,8 +69,8 @@ NO_KEYS = {"bandwidth.py", "errors.py", "backends/ssh/inventory.py"}
 
 def unattributed() -> Iterator[str]:
     """Errors whose message begins with a key, and that do not say whose key that is."""
-    jobs = set(loader._fields(JobSpec))
-    keys = jobs.union(*(loader._fields(kind) for kind in CLUSTER_TYPES.values())) - {"backend"}
+    jobs = set(loader.fields_of(JobSpec))
+    keys = jobs.union(*(loader.fields_of(kind) for kind in CLUSTER_TYPES.values())) - {"backend"}
     for path in sorted(ROOT.rglob("*.py")):
         name = path.relative_to(ROOT)
         if name.parts[0] in ("runtime", "estimate", "doctor") or str(name) in NO_KEYS:

@@ -23,10 +23,10 @@ agent.node
 agent.__main__ agent
 errors files status marks deepspeed_table host_probe receiver
 shell transport logs yaml_text runtime.mesh runtime.gpt_shape
-mirror tracebacks
+mirror tracebacks yaml_file
 spec diagnose
 cluster command
-batch rendezvous loader
+batch rendezvous loader schema
 plan request catalogue deepspeed_config
 program runs
 deepspeed_probe estimate.units estimate.setup estimate.published

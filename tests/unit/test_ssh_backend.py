@@ -518,7 +518,7 @@ def entry(cwd):
             "lab:\n  backend: ssh\n  hosts: [{name: a, port: 0}]\n",
             "clusters.yaml:3: lab.hosts[0].port: 0: ",
         ),
-        ("lab:\n  backend: shh\n", "clusters.yaml:2: lab.backend: 'shh' is no backend"),
+        ("lab:\n  backend: shh\n", "clusters.yaml:2: lab.backend: 'shh' is not a backend"),
     ],
 )
 def test_what_is_wrong_in_an_entry_is_said_with_file_line_and_key(entry, text, said):

@@ -30,8 +30,8 @@ import msgspec
 from clusterkit.cluster import Host
 from clusterkit.errors import BadInput, Unavailable, counted
 from clusterkit.files import read_file, why
-from clusterkit.loader import Document, parse_yaml
 from clusterkit.shell import split
+from clusterkit.yaml_file import Document, parse_yaml
 
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9])?\Z")
 _RANGE = re.compile(r"\[([A-Za-z0-9]*):([A-Za-z0-9]+)(?::([0-9]+))?\]")
