@@ -35,9 +35,9 @@ doctor
 backends.base
 backends backends.nodes
 backends.local backends.ssh backends.compose backends.kubernetes
-backends.ssh.files backends.ssh.inventory backends.compose.compose_file
+backends.ssh.files backends.ssh.filters backends.ssh.variables backends.compose.compose_file
 backends.kubernetes.text backends.kubernetes.watcher
-backends.ssh.transport backends.compose.containers backends.kubernetes.pods
+backends.ssh.inventory backends.ssh.transport backends.compose.containers backends.kubernetes.pods
 backends.kubernetes.job backends.kubernetes.client backends.kubernetes.judge
 backends.kubernetes.nodes
 backends.kubernetes.pytorchjob backends.kubernetes.mpijob backends.kubernetes.trainjob
