@@ -79,9 +79,11 @@ class Stream(Protocol):
     def close(self) -> None:
         """Have nothing more to do with it; it ends when it next reads or writes."""
 
-    def __enter__(self) -> Stream: ...
+    def __enter__(self) -> Stream:
+        return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Transport(Protocol):
@@ -131,7 +133,7 @@ class Transport(Protocol):
         Raises:
             ClusterkitError: no space, no permission.
         """
-        ...
+        self.put_all(host, [Put(path, data, mode)])
 
     def put_all(self, host: str, files: Sequence[Put]) -> None:
         """`put` several files, in this order and in one go where that is faster."""
@@ -153,7 +155,7 @@ class Transport(Protocol):
         ...
 
 
-class LocalTransport:
+class LocalTransport(Transport):
     """This machine; every host name means it."""
 
     def run(
@@ -197,12 +199,9 @@ class LocalTransport:
         if done.returncode:
             raise SubmitFailed(f"cannot start {argv[0]} on {host}: {done.stderr.strip()}")
 
-    def put(self, host: str, path: str, data: bytes, mode: int = 0o644) -> None:
-        write_atomic(Path(path), data, mode)
-
     def put_all(self, host: str, files: Sequence[Put]) -> None:
         for file in files:
-            self.put(host, file.path, file.data, file.mode)
+            write_atomic(Path(file.path), file.data, file.mode)
 
     def get(self, host: str, path: str, offset: int = 0, limit: int | None = None) -> bytes | None:
         try:
@@ -221,7 +220,7 @@ class LocalTransport:
         pass
 
 
-class LocalStream:
+class LocalStream(Stream):
     """A command on this machine; see `Stream`."""
 
     def __init__(self, host: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
@@ -272,12 +271,6 @@ class LocalStream:
             self._process.kill()
         self._process.wait()
         self._errors.close()
-
-    def __enter__(self) -> LocalStream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def fan_out(

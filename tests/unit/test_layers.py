@@ -35,11 +35,11 @@ doctor
 backends.base
 backends backends.nodes
 backends.local backends.ssh backends.compose backends.kubernetes
-backends.ssh.files backends.ssh.filters backends.ssh.variables backends.compose.compose_file
+backends.ssh.config backends.ssh.filters backends.ssh.variables backends.compose.compose_file
 backends.kubernetes.text backends.kubernetes.watcher
-backends.ssh.inventory backends.ssh.transport backends.compose.containers backends.kubernetes.pods
-backends.kubernetes.job backends.kubernetes.client backends.kubernetes.judge
-backends.kubernetes.nodes
+backends.ssh.inventory backends.ssh.known_hosts backends.compose.containers backends.kubernetes.pods
+backends.ssh.connection backends.kubernetes.job backends.kubernetes.client backends.kubernetes.judge
+backends.ssh.transport backends.kubernetes.nodes
 backends.kubernetes.pytorchjob backends.kubernetes.mpijob backends.kubernetes.trainjob
 backends.kubernetes.patch
 backends.kubernetes.flavors
