@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import stat
-import struct
 import subprocess
 import threading
 import time
@@ -53,7 +52,6 @@ _OF_A_CHECKOUT = frozenset({
     "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY",
     "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_COMMON_DIR", "GIT_NAMESPACE",
 })  # fmt: skip
-_COUNT = struct.Struct(">Q")
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ class Snapshot:
     def packed(self) -> bytes:
         """The list of entries, as `clusterkit.receiver` reads it."""
         zipped = zlib.compress(self._listing, 1)
-        return _COUNT.pack(len(zipped)) + zipped
+        return receiver.COUNT.pack(len(zipped)) + zipped
 
     def payload(self, missing: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         """What must be sent for the entries that a host misses: pieces, and bytes of file in each.
@@ -179,23 +177,21 @@ def snapshot(workdir: Path, program: str | None = None) -> Snapshot:
         program: a file that must be part of it, relative to ``workdir``.
 
     Raises:
-        BadInput: the program lies elsewhere or is ignored; far too much data; no project's folder.
+        BadInput: the program lies outside or is ignored; far too much data; no project's folder.
     """
     workdir = workdir.absolute()
     top = _git(workdir, "rev-parse", "--show-toplevel")
-    ignored = top is not None and _git(workdir, "check-ignore", "-q", ".") is not None
-    if top is not None and not ignored:
+    in_git = top is not None and _git(workdir, "check-ignore", "-q", ".") is None
+    if top is not None and in_git:
         root = _root(workdir, Path(os.fsdecode(top.rstrip(b"\n"))))
+        runs = _runs(root)
+        names = [name for name in _git_files(root) if not Path(name).is_relative_to(runs)]
+        found = Snapshot(root, _entries(root, names), "tracked or new, not ignored")
     else:
-        root = workdir
-    runs = _runs(root)
-    if top is not None and not ignored:
-        tracked = [name for name in _git_files(root) if not Path(name).is_relative_to(runs)]
-        found = Snapshot(root, _entries(root, tracked), "tracked or new, not ignored")
-    else:
-        found = Snapshot(root, _entries(root, _all_files(root, runs)), "all but caches")
+        names = _all_files(workdir, _runs(workdir))
+        found = Snapshot(workdir, _entries(workdir, names), "all but caches")
     if program is not None:
-        _check_program(found, workdir, program, in_git=top is not None and not ignored)
+        _check_program(found, workdir, program, in_git=in_git)
     return found
 
 
@@ -248,22 +244,15 @@ def _check_program(found: Snapshot, workdir: Path, program: str, *, in_git: bool
     if inside in there or (real in there and any(folder in there for folder in above)):
         return
     if Path(inside).is_relative_to(_runs(found.root)):
-        raise BadInput(
-            f"program: {program} lies in CLUSTERKIT_HOME, which is not copied to the hosts",
-            hint="put it into the project's folder",
-            job="program",
-        )
-    if in_git:
-        raise BadInput(
-            f"program: {program} is ignored by git and would not be copied to the hosts",
-            hint=f"git -C {found.root} check-ignore -v {inside} says by which rule",
-            job="program",
-        )
-    raise BadInput(
-        f"program: {program} lies in a folder that is not copied to the hosts",
-        hint=f"none of these is: {', '.join(sorted(_NEVER))}",
-        job="program",
-    )
+        why = "lies in CLUSTERKIT_HOME, which is not copied to the hosts"
+        hint = "put it into the project's folder"
+    elif in_git:
+        why = "is ignored by git and would not be copied to the hosts"
+        hint = f"git -C {found.root} check-ignore -v {inside} says by which rule"
+    else:
+        why = "lies in a folder that is not copied to the hosts"
+        hint = f"none of these is: {', '.join(sorted(_NEVER))}"
+    raise BadInput(f"program: {program} {why}", hint=hint, job="program")
 
 
 def own_package() -> Snapshot:
@@ -416,7 +405,7 @@ def send(
     """Have a host's folder ``tree.path`` hold exactly this snapshot.
 
     Args:
-        progress: told of host, bytes sent and bytes to send.
+        progress: gets the host, bytes sent and bytes to send.
 
     Returns:
         Files that had to be sent.
@@ -431,8 +420,8 @@ def send(
     with transport.open(host, argv) as stream:
         request = json.dumps({"path": tree.path}).encode() + b"\n"
         stream.write(text + request + found.packed())
-        reader = _Lines(stream, host)
-        answer = reader.next(QUIET_SECONDS)
+        answers = _answers(stream, host)
+        answer = next(answers)
         missing = answer.get("missing", [])
         whole = sum(found.entries[number].size for number in missing)
         done = 0
@@ -442,44 +431,37 @@ def send(
                 stream.write(piece)
                 done += size
                 progress(host, done, whole)
-            answer = reader.next(QUIET_SECONDS)
+            answer = next(answers)
         if "error" in answer:
-            changed = "changed while" in str(answer["error"])
+            hint = "make room there, or choose another `workdir` that this user may write to"
+            if "changed while" in str(answer["error"]):
+                hint = "submit again"
             raise SubmitFailed(
-                f"host {host}: cannot copy {found.root} to {tree.path}: {answer['error']}",
-                hint="submit again"
-                if changed
-                else "make room there, or choose another `workdir` that this user may write to",
+                f"host {host}: cannot copy {found.root} to {tree.path}: {answer['error']}", hint
             )
         stream.close_input()
         return len(missing)
 
 
-class _Lines:
-    def __init__(self, stream: Stream, host: str) -> None:
-        self._stream, self._host, self._rest = stream, host, b""
-
-    def next(self, timeout: float) -> dict[str, Any]:
-        """What the host says next, once it is its turn."""
-        while "waiting" in (document := self._line(timeout)):
-            pass
-        return document
-
-    def _line(self, timeout: float) -> dict[str, Any]:
-        while b"\n" not in self._rest:
-            data = self._stream.read(timeout)
+def _answers(stream: Stream, host: str) -> Iterator[dict[str, Any]]:
+    """What the host says, except that it has to wait for its turn."""
+    rest = b""
+    while True:
+        while b"\n" not in rest:
+            data = stream.read(QUIET_SECONDS)
             if not data:
-                said = self._stream.stderr.strip().rpartition("\n")[2]
-                raise SubmitFailed(f"host {self._host}: copying the project broke off: {said}")
-            self._rest += data
-        line, _, self._rest = self._rest.partition(b"\n")
+                said = stream.stderr.strip().rpartition("\n")[2]
+                raise SubmitFailed(f"host {host}: copying the project broke off: {said}")
+            rest += data
+        line, _, rest = rest.partition(b"\n")
         try:
-            document: dict[str, Any] = json.loads(line)
+            answer = json.loads(line)
         except ValueError:
             raise SubmitFailed(
-                f"host {self._host}: copying the project broke off: {line[:200]!r}"
+                f"host {host}: copying the project broke off: {line[:200]!r}"
             ) from None
-        return document
+        if "waiting" not in answer:
+            yield answer
 
 
 def words(project: Project) -> str:
