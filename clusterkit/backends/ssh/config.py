@@ -71,7 +71,7 @@ def resolve(host: Host) -> Target:
     asked = host.address or host.name
     found = _looked_up(host, asked)
     address = found.get("hostname", asked)
-    port = host.port or _port(host, found.get("port", "22"))
+    port = host.port or int(found.get("port", 22))
     identities = [host.identity] if host.identity else list(found.get("identityfile", ()))
     usual = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
     own = [host.known_hosts] if host.known_hosts else _paths(found.get("userknownhostsfile", usual))
@@ -111,24 +111,18 @@ def _paths(text: str) -> list[str]:
     return text.split()
 
 
-def _port(host: Host, text: str) -> int:
-    if text.isascii() and text.isdigit() and 0 < int(text) < 1 << 16:
-        return int(text)
-    raise Unavailable(
-        f"host {host.name}: {text!r} is no port", hint=f"Port in {host.ssh_config or _CONFIG}"
-    )
-
-
 def _looked_up(host: Host, asked: str) -> Mapping[str, Any]:
     path = host.ssh_config or _CONFIG
     try:
-        text = _config_text(os.path.expanduser(path))
+        text = _config_text(Path(path).expanduser())
         found = _config(text).lookup(asked)
         if "proxycommand" in found and (host.port or host.user):
             # Its %p and %r are what the inventory says.
             first = f"Port {host.port}\n" if host.port else ""
             first += f"User {host.user}\n" if host.user else ""
             found = _config(f"{first}Host *\n{text}").lookup(asked)
+        if not 0 < int(found.get("port", 22)) < 1 << 16:
+            raise ValueError(f"Port {found['port']}")
         return found
     except FileNotFoundError:
         if host.ssh_config is None:
@@ -136,11 +130,6 @@ def _looked_up(host: Host, asked: str) -> Mapping[str, Any]:
         raise Unavailable(f"{path}: no such file", hint="the hosts' ssh_config names it") from None
     except (OSError, ValueError, KeyError, paramiko.SSHException) as error:
         raise Unavailable(f"{path}: cannot be read as an SSH configuration: {error}") from None
-
-
-@cache
-def _config_text(path: str) -> str:
-    return config_text(Path(path))
 
 
 class _Config(paramiko.SSHConfig):
@@ -156,16 +145,13 @@ class _Config(paramiko.SSHConfig):
             matched = super()._does_match(others, target, canonical, final, options)  # type: ignore[misc]
             if not matched or not commands:
                 return matched
-        return all(
-            _succeeds(self._tokenize(options, target, "match-exec", one["param"])) != one["negate"]  # type: ignore[attr-defined]
-            for one in commands
-        )
-
-
-def _succeeds(command: str) -> bool:
-    nothing = subprocess.DEVNULL
-    words = ["/bin/sh", "-c", command]
-    return subprocess.run(words, stdin=nothing, stdout=nothing).returncode == 0
+        for one in commands:
+            command = self._tokenize(options, target, "match-exec", one["param"])  # type: ignore[attr-defined]
+            nothing = subprocess.DEVNULL
+            ended = subprocess.run(["/bin/sh", "-c", command], stdin=nothing, stdout=nothing)
+            if (ended.returncode == 0) == one["negate"]:
+                return False
+        return True
 
 
 @cache
@@ -198,3 +184,6 @@ def config_text(path: Path, depth: int = 0) -> str:
         # The blocks of an included file end with it.
         lines.append(block)
     return "\n".join(lines) + "\n"
+
+
+_config_text = cache(config_text)
