@@ -1,9 +1,9 @@
 """The project's folder on its way to hosts that do not see it: which files, and how they get there.
 
 In a git checkout these are the tracked files and those that are new and not ignored, as they lie
-there now, uncommitted changes included. Elsewhere it is every file but those that no program
-needs (`_NEVER`). CLUSTERKIT_HOME is never a part of it: a run's own folder is written while the
-project is copied. Only what a host does not have is sent; see `clusterkit.receiver`.
+there now, uncommitted changes included. Of another folder it is every file but those that no
+program needs (`_NEVER`). CLUSTERKIT_HOME is never a part of it: a run's own folder is written while
+the project is copied. Only what a host does not have is sent; see `clusterkit.receiver`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import subprocess
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -54,8 +54,7 @@ _OF_A_CHECKOUT = frozenset({
 })  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One file or symbolic link, by its path below the root."""
 
     path: str
@@ -66,7 +65,7 @@ class Entry:
 
 
 class _Kept:
-    """Pieces that were made for one host and will do for the others."""
+    """The pieces of files that were read for one host, for the other hosts."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -101,8 +100,7 @@ class Snapshot:
 
     @cached_property
     def _listing(self) -> bytes:
-        rows = [(e.path, e.mode, e.size, e.digest, e.target) for e in self.entries]
-        return json.dumps(rows).encode()
+        return json.dumps(self.entries).encode()
 
     @property
     def size(self) -> int:
@@ -129,10 +127,10 @@ class Snapshot:
         return receiver.COUNT.pack(len(zipped)) + zipped
 
     def payload(self, missing: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """What must be sent for the entries that a host misses: pieces, and bytes of file in each.
+        """What to send for the entries that a host misses: a piece's bytes of file, and the piece.
 
         Raises:
-            SubmitFailed: a file has gone since.
+            SubmitFailed: a file cannot be read any more.
         """
         for number in missing:
             entry = self.entries[number]
@@ -141,20 +139,19 @@ class Snapshot:
 
     def _pieces(self, number: int) -> Iterator[tuple[int, bytes]]:
         entry = self.entries[number]
-        flags = None
         left = entry.size  # what has been appended since is of no concern
+        more = receiver.MORE
         try:
             with (self.root / entry.path).open("rb") as file:
-                while flags is None or left:
+                while more:
                     data = file.read(min(left, PIECE_BYTES))
                     left = left - len(data) if data else 0
-                    if flags is None:
-                        flags = receiver.ZIPPED if _shrinks(data) else 0
-                    packed = zlib.compress(data, 1) if flags else data
                     more = receiver.MORE if left else 0
+                    zipped = receiver.ZIPPED if _shrinks(data) else 0
+                    packed = zlib.compress(data, 1) if zipped else data
                     yield (
                         len(data),
-                        receiver.HEADER.pack(number, flags | more, len(packed)) + packed,
+                        receiver.HEADER.pack(number, zipped | more, len(packed)) + packed,
                     )
         except OSError as error:
             raise SubmitFailed(
@@ -328,17 +325,24 @@ def _all_files(root: Path, without: Path | None = None) -> list[str]:
 
 
 def _entries(root: Path, names: Sequence[str]) -> tuple[Entry, ...]:
-    files: list[tuple[str, os.stat_result]] = []
+    files: dict[str, os.stat_result] = {}
     for name in names:
         try:
-            files.append((name, os.lstat(root / name)))
+            files[name] = os.lstat(root / name)
         except (FileNotFoundError, NotADirectoryError):
             continue  # tracked, and deleted
         except OSError as error:
             raise _unreadable(root / name, error) from None
-    _check_size(root, {name: status.st_size for name, status in files})
+    # Far too much data is refused before all of it is read.
+    if (whole := sum(status.st_size for status in files.values())) > MOST_BYTES:
+        biggest = max(files, key=lambda name: files[name].st_size)
+        raise BadInput(
+            f"the project {root} is {whole >> 20} MiB: too much to copy to every host "
+            f"(the biggest file is {biggest}, {files[biggest].st_size >> 20} MiB)",
+            hint="put data into .gitignore and on the hosts, or set sync: false",
+        )
     found = []
-    for name, status in files:
+    for name, status in files.items():
         try:
             if stat.S_ISLNK(status.st_mode):
                 found.append(Entry(name, 0o777, 0, "", os.readlink(root / name)))
@@ -352,19 +356,19 @@ def _entries(root: Path, names: Sequence[str]) -> tuple[Entry, ...]:
     return tuple(found)
 
 
+_blake2b = partial(hashlib.blake2b, digest_size=receiver.DIGEST_BYTES)
 _digests: dict[tuple[int, int, int, int, int], str] = {}
-"""Of files that this process has read: a submit looks twice, the second time as it copies."""
+"""Of files that this process has read: a submit reads the project twice, again as it copies."""
 
 
 def _digest(path: Path, status: os.stat_result) -> str:
-    known = (
-        status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns,
-    )  # fmt: skip
+    size, changed = status.st_size, status.st_ctime_ns
+    known = (status.st_dev, status.st_ino, size, status.st_mtime_ns, changed)
     if (digest := _digests.get(known)) is None:
         with path.open("rb") as file:
-            digest = hashlib.file_digest(file, _hash).hexdigest()
+            digest = hashlib.file_digest(file, _blake2b).hexdigest()
         # The kernel's clock ticks: what was written within the last tick may be written again.
-        if time.time_ns() - status.st_ctime_ns > _TICK_NS:
+        if time.time_ns() - changed > _TICK_NS:
             _digests[known] = digest
     return digest
 
@@ -374,21 +378,6 @@ def _unreadable(path: str | Path, error: OSError) -> RunFolderError:
         f"{path}: {(error.strerror or 'unreadable').lower()}",
         hint="it belongs to the project that is copied to the hosts; ignore it, or mend it",
     )
-
-
-def _check_size(root: Path, sizes: Mapping[str, int]) -> None:
-    """Refuse far too much data, before all of it is read."""
-    if (whole := sum(sizes.values())) > MOST_BYTES:
-        biggest = max(sizes, key=lambda name: sizes[name])
-        raise BadInput(
-            f"the project {root} is {whole >> 20} MiB: too much to copy to every host "
-            f"(the biggest file is {biggest}, {sizes[biggest] >> 20} MiB)",
-            hint="put data into .gitignore and on the hosts, or set sync: false",
-        )
-
-
-def _hash() -> hashlib.blake2b:
-    return hashlib.blake2b(digest_size=receiver.DIGEST_BYTES)
 
 
 # ---------------------------------------------------------------- sending

@@ -75,7 +75,7 @@ def _is_as_made(tree: Path, name: str, entry: list[Any]) -> bool:
 
 
 def receive(request: dict[str, Any], entries: list[Entry], source: BinaryIO) -> int:
-    """Make the tree that ``entries`` describe; gives how many files had to come."""
+    """Make the tree that ``entries`` describe; return how many files had to come."""
     final = Path(request["path"])
     final.parent.mkdir(parents=True, exist_ok=True)
     with _locked(final.parent):
@@ -197,7 +197,7 @@ def _known(final: Path) -> dict[tuple[str, int], tuple[str, list[Any]]]:
 def _link_known(
     entries: list[Entry], into: Path, known: dict[tuple[str, int], tuple[str, list[Any]]]
 ) -> tuple[Record, list[int]]:
-    """Make what can be made of what is here; gives its record and the numbers of the rest."""
+    """Make what can be made of what is here; return its record and the numbers of the rest."""
     record: Record = {}
     missing = []
     made = {""}
@@ -220,7 +220,7 @@ def _link_known(
 
 
 def _take_file(number: int, entry: Entry, path: Path, source: BinaryIO) -> list[Any]:
-    """Write one file as its pieces come; gives its record."""
+    """Write one file as its pieces come; return its record."""
     name, mode, _, digest, _ = entry
     hashed = hashlib.blake2b(digest_size=DIGEST_BYTES)
     flags = MORE

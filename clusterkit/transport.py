@@ -50,10 +50,10 @@ class Put:
 
 
 class Stream(Protocol):
-    """A command that runs on a host, and can be spoken with; a context manager."""
+    """A command that runs on a host, with its input and output; a context manager."""
 
     def write(self, data: bytes) -> None:
-        """Feed its standard input; nothing happens where it reads no more."""
+        """Feed its standard input; nothing happens if it has closed that."""
 
     def close_input(self) -> None:
         """End its standard input."""
@@ -67,7 +67,7 @@ class Stream(Protocol):
 
     @property
     def stderr(self) -> str:
-        """What it has complained of so far."""
+        """Its standard error so far."""
 
     def exit_code(self, timeout: float | None = None) -> int:
         """Its exit code, once its output has ended.
@@ -77,7 +77,7 @@ class Stream(Protocol):
         """
 
     def close(self) -> None:
-        """Have nothing more to do with it; it ends when it next reads or writes."""
+        """Close its input and output; a remote command ends when it next reads or writes."""
 
     def __enter__(self) -> Stream:
         return self
@@ -109,7 +109,7 @@ class Transport(Protocol):
     def open(
         self, host: str, argv: Sequence[str], *, env: Mapping[str, str] | None = None
     ) -> Stream:
-        """Start a command to speak with.
+        """Start a command whose input and output are a stream.
 
         Raises:
             SubmitFailed: it cannot be started.
@@ -151,7 +151,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the hosts; used again, it connects again."""
+        """End all connections; a later call connects again."""
         ...
 
 
@@ -278,7 +278,7 @@ def fan_out(
     work: Callable[[str], Result],
     limit: int = 64,
 ) -> dict[str, Result | ClusterkitError]:
-    """``work(host)`` for all hosts at once, ``limit`` at a time; what one host raises is its own.
+    """``work(host)`` for all hosts at once, ``limit`` at a time; an error of one stops no other.
 
     Returns:
         Host to result or error, in the order of ``hosts``.
@@ -297,10 +297,10 @@ def fan_out(
 
 
 def in_order(outcomes: Mapping[str, Result | ClusterkitError]) -> dict[str, Result]:
-    """What `fan_out` gave, where all went well.
+    """The results of `fan_out`, if there was no error.
 
     Raises:
-        ClusterkitError: the first host's error; the message tells of the others.
+        ClusterkitError: the first host's error; the message names the other hosts that failed.
     """
     errors = {host: found for host, found in outcomes.items() if isinstance(found, ClusterkitError)}
     for error in errors.values():
@@ -338,7 +338,7 @@ def _free_port(wanted: int | None) -> int | None:
 
 
 def free_port_program(wanted: int | None) -> str:
-    """Python text that prints what `Transport.free_port` gives; for hosts elsewhere."""
+    """Python text that prints what `Transport.free_port` returns; for remote hosts."""
     functions = "".join(inspect.getsource(function) for function in (_is_free, _free_port))
     return (
         "import errno, random, socket\n"
