@@ -38,7 +38,7 @@ _FORMS = "`inventory` names an Ansible inventory or a DeepSpeed hostfile (`host 
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9])?\Z")
 _USER = re.compile(r"""[^\s\x00-\x1f'"`$;&<>|(){}\-][^\s\x00-\x1f'"`$;&<>|(){}]*\Z""")
 """What OpenSSH's client takes; `me@corp.example` and `CORP\\me` are users of directories."""
-_WITH_PORT = re.compile(r"(?:\[([^\[\]]*:[^\[\]]*)\]|((?:\[[^\]]*\]|[^:\[\]])+)):([0-9]+)\Z")
+_WITH_PORT = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]+)(?=:))(?::([0-9]+))?\Z")
 _RANGE = re.compile(r"\[([0-9]*):([0-9]+)(?::[0-9]+)?\]")
 _SLOTS = re.compile(r"(\S+)\s+slots\s*=\s*(\S+)(?:\s.*)?\Z")
 _INI_LINE = re.compile(r"\[[^\]]*\]\Z|\S+\s.*\b(ansible|clusterkit)_\w+\s*=")
@@ -186,8 +186,6 @@ def _hostfile(path: Path, lines: Sequence[tuple[int, str]]) -> list[Host]:
             )
         user, at, place = (match[1] if match else line).rpartition("@")
         name, port = _without_port(place)
-        if bracketed := BRACKETED.match(name):
-            name = bracketed[1]
         if port is not None and not 0 < port < 1 << 16:
             raise BadInput(f"{path}:{number}: {place!r}: not a port", hint="1 to 65535")
         slots = int(match[2]) if match else None
@@ -196,9 +194,11 @@ def _hostfile(path: Path, lines: Sequence[tuple[int, str]]) -> list[Host]:
 
 
 def _without_port(name: str) -> tuple[str, int | None]:
-    """``host:2222`` and ``[2001:db8::1]:2222`` taken apart."""
+    """``host:2222``, ``[2001:db8::1]`` and ``[2001:db8::1]:2222`` taken apart."""
     match = _WITH_PORT.match(name)
-    return (name, None) if match is None else (match[1] or match[2], int(match[3]))
+    if match is None or (match[1] and not _is_address(match[1])):
+        return name, None
+    return match[1] or match[2], int(match[3]) if match[3] else None
 
 
 # ---------------------------------------------------------------- inventories
@@ -228,9 +228,19 @@ class _Inventory:
                 hint=(f"did you mean {near[0]}? " if near else "")
                 + f"groups: {listed(sorted(names))}",
             )
-        hosts = self.hosts if wanted == "all" else self.below(wanted)
-        shared = self._shared_variables()
-        return [host_of(self.where, host, shared[host] | self.hosts[host]) for host in hosts]
+        depth, above = self._ancestors()
+        groups_of = {host: {"all"} & depth.keys() for host in self.hosts}
+        for name, group in self.groups.items():
+            for host in group.hosts:
+                groups_of[host] |= above[name]
+        hosts = []
+        for host in self.hosts if wanted == "all" else self.below(wanted):
+            variables: dict[str, Any] = {}
+            # As for Ansible the deeper group wins, then by name, then the host's own.
+            for name in sorted(groups_of[host], key=lambda name: (depth[name], name)):
+                variables |= self.groups[name].variables
+            hosts.append(host_of(self.where, host, variables | self.hosts[host]))
+        return hosts
 
     def below(self, name: str) -> dict[str, None]:
         """The hosts of a group and its descendants, each once: its own first."""
@@ -244,8 +254,8 @@ class _Inventory:
                 waiting += reversed(self.groups[current].children)
         return hosts
 
-    def _shared_variables(self) -> dict[str, dict[str, Any]]:
-        """What each host has from its groups; as for Ansible the deeper one wins, then by name."""
+    def _ancestors(self) -> tuple[dict[str, int], dict[str, set[str]]]:
+        """The depth of every group, and the groups that it is in, itself included."""
         parents: dict[str, list[str]] = {name: [] for name in self.groups}
         for name, group in self.groups.items():
             for child in group.children:
@@ -261,17 +271,7 @@ class _Inventory:
             raise BadInput(
                 f"{self.where}: a group is its own child: {' > '.join(error.args[1])}"
             ) from None
-        groups_of: dict[str, list[str]] = {host: [] for host in self.hosts}
-        for name, group in self.groups.items():
-            for host in group.hosts:
-                groups_of[host].append(name)
-        merged: dict[tuple[str, ...], dict[str, Any]] = {}
-        for direct in {tuple(names) for names in groups_of.values()}:
-            ancestors = {"all"} & depth.keys() | set().union(*(above[name] for name in direct))
-            merged[direct] = {}
-            for name in sorted(ancestors, key=lambda name: (depth[name], name)):
-                merged[direct] |= self.groups[name].variables
-        return {host: merged[tuple(names)] for host, names in groups_of.items()}
+        return depth, above
 
 
 def _yaml(path: Path, text: str, group: str) -> list[Host]:

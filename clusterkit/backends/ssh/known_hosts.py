@@ -7,7 +7,6 @@ of lines.
 from __future__ import annotations
 
 import base64
-import binascii
 import contextlib
 import fnmatch
 import hashlib
@@ -41,57 +40,42 @@ class KnownHosts:
     """The lines of one file; what is no such line is passed over, as OpenSSH does."""
 
     def __init__(self, text: str) -> None:
-        self._by_name: dict[str, list[KnownKey]] = {}
-        self._by_pattern: list[tuple[list[str], KnownKey]] = []
-        self._hashed: list[tuple[bytes, bytes, KnownKey]] = []
+        self._lines: list[tuple[str, KnownKey]] = []
         for line in text.splitlines():
             fields = line.split()
-            if not fields or fields[0].startswith("#"):
-                continue
-            marker = fields.pop(0) if fields[0].startswith("@") else ""
-            if len(fields) >= 3 and marker in ("", "@revoked"):
-                self._add(fields[0], KnownKey(fields[1], fields[2], marker == "@revoked"))
-
-    def _add(self, names: str, key: KnownKey) -> None:
-        if names.startswith("|1|"):
-            with contextlib.suppress(ValueError, binascii.Error):
-                salt, digest = map(base64.b64decode, names[3:].split("|"))
-                self._hashed.append((salt, digest, key))
-            return
-        patterns = names.lower().split(",")
-        if any(set(pattern) & set("*?!") for pattern in patterns):
-            self._by_pattern.append((patterns, key))
-            return
-        for name in patterns:
-            self._by_name.setdefault(name, []).append(key)
+            marker = fields.pop(0) if line.lstrip().startswith("@") else ""
+            if len(fields) >= 3 and not fields[0].startswith("#") and marker in ("", "@revoked"):
+                key = KnownKey(fields[1], fields[2], marker == "@revoked")
+                self._lines.append((fields[0], key))
 
     def keys(self, name: str) -> list[KnownKey]:
         """The keys of a host, called ``name`` or, for another port than 22, ``[name]:port``."""
         name = name.lower()
-        found = list(self._by_name.get(name, ()))
-        found += [key for patterns, key in self._by_pattern if _matches(name, patterns)]
-        for salt, digest, key in self._hashed:
-            if hmac.compare_digest(hmac.digest(salt, name.encode(), hashlib.sha1), digest):
-                found.append(key)
-        return found
+        return [key for names, key in self._lines if _is_among(name, names)]
 
 
-def _matches(name: str, patterns: list[str]) -> bool:
-    def fits(pattern: str) -> bool:
-        # Brackets stand for themselves there.
-        return fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
+def _is_among(name: str, names: str) -> bool:
+    if names.startswith("|1|"):
+        try:
+            salt, digest = map(base64.b64decode, names[3:].split("|"))
+        except ValueError:
+            return False
+        return hmac.compare_digest(hmac.digest(salt, name.encode(), hashlib.sha1), digest)
+    patterns = names.lower().split(",")
+    refused = any(pattern[0] == "!" and _fits(name, pattern[1:]) for pattern in patterns if pattern)
+    return not refused and any(_fits(name, pattern) for pattern in patterns)
 
-    if any(pattern.startswith("!") and fits(pattern[1:]) for pattern in patterns):
-        return False
-    return any(fits(pattern) for pattern in patterns if not pattern.startswith("!"))
+
+def _fits(name: str, pattern: str) -> bool:
+    if "*" not in pattern and "?" not in pattern:
+        return name == pattern
+    # Brackets stand for themselves there.
+    return fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
 
 
 @cache
 def _known(path: str, changed: float) -> KnownHosts:
-    try:
-        return KnownHosts(Path(path).read_text(errors="replace"))
-    except OSError:
-        return KnownHosts("")
+    return KnownHosts(Path(path).read_text(errors="replace"))
 
 
 def known_keys(target: Target, name: str) -> list[KnownKey]:
