@@ -28,6 +28,8 @@ START = """command -v "$1" >/dev/null || { echo "$1: not found" >&2; exit 127; }
 ${detach:-} "$@" </dev/null >/dev/null 2>&1 &"""
 """Starts ``"$@"`` so that it is nobody's child; with ``detach=setsid`` in a session of its own."""
 Result = TypeVar("Result")
+Environment = Mapping[str, str] | None
+"""Variables that a command gets besides the ones of its host."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class Transport(Protocol):
         host: str,
         argv: Sequence[str],
         *,
-        env: Mapping[str, str] | None = None,
+        env: Environment = None,
         timeout: float | None = None,
         stdin: bytes = b"",
     ) -> Completed:
@@ -104,28 +106,21 @@ class Transport(Protocol):
             SubmitFailed: it cannot be started, or did not end within ``timeout`` seconds.
             Unavailable: the host cannot be reached.
         """
-        ...
 
-    def open(
-        self, host: str, argv: Sequence[str], *, env: Mapping[str, str] | None = None
-    ) -> Stream:
+    def open(self, host: str, argv: Sequence[str], *, env: Environment = None) -> Stream:
         """Start a command whose input and output are a stream.
 
         Raises:
             SubmitFailed: it cannot be started.
             Unavailable: the host cannot be reached.
         """
-        ...
 
-    def start(
-        self, host: str, argv: Sequence[str], *, env: Mapping[str, str] | None = None
-    ) -> None:
+    def start(self, host: str, argv: Sequence[str], *, env: Environment = None) -> None:
         """Start a command that outlives this process, in a session of its own, without output.
 
         Raises:
             SubmitFailed: it cannot be started.
         """
-        ...
 
     def put(self, host: str, path: str, data: bytes, mode: int = 0o644) -> None:
         """Write a file, whole or not at all; its folder is made.
@@ -137,22 +132,18 @@ class Transport(Protocol):
 
     def put_all(self, host: str, files: Sequence[Put]) -> None:
         """`put` several files, in this order and in one go where that is faster."""
-        ...
 
     def get(self, host: str, path: str, offset: int = 0, limit: int | None = None) -> bytes | None:
         """A file's bytes from ``offset`` on, at most ``limit``; None when there is no such file."""
-        ...
 
     def free_port(self, host: str, wanted: int | None = None) -> int:
         """``wanted`` if nothing listens there, otherwise (or without it) another free TCP port.
 
         The one after a port that was chosen is free as well: nodes may watch each other there.
         """
-        ...
 
     def close(self) -> None:
         """End all connections; a later call connects again."""
-        ...
 
 
 class LocalTransport(Transport):
@@ -163,7 +154,7 @@ class LocalTransport(Transport):
         host: str,
         argv: Sequence[str],
         *,
-        env: Mapping[str, str] | None = None,
+        env: Environment = None,
         timeout: float | None = None,
         stdin: bytes = b"",
     ) -> Completed:
@@ -179,14 +170,10 @@ class LocalTransport(Transport):
         out, err = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
         return Completed(tuple(argv), done.returncode, out, err)
 
-    def open(
-        self, host: str, argv: Sequence[str], *, env: Mapping[str, str] | None = None
-    ) -> Stream:
+    def open(self, host: str, argv: Sequence[str], *, env: Environment = None) -> Stream:
         return LocalStream(host, argv, {**os.environ, **(env or {})})
 
-    def start(
-        self, host: str, argv: Sequence[str], *, env: Mapping[str, str] | None = None
-    ) -> None:
+    def start(self, host: str, argv: Sequence[str], *, env: Environment = None) -> None:
         # The shell starts it and ends at once, so that it is nobody's child and leaves no zombie.
         try:
             done = subprocess.run(

@@ -12,7 +12,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -23,7 +23,15 @@ from clusterkit.backends.ssh.config import HostUnreachable, Target, jump_host, r
 from clusterkit.backends.ssh.connection import connect
 from clusterkit.cluster import Host
 from clusterkit.errors import SubmitFailed
-from clusterkit.transport import START, Completed, Put, Stream, Transport, free_port_program
+from clusterkit.transport import (
+    START,
+    Completed,
+    Environment,
+    Put,
+    Stream,
+    Transport,
+    free_port_program,
+)
 
 Result = TypeVar("Result")
 OPEN_SECONDS = 10.0
@@ -181,9 +189,7 @@ class SshTransport(Transport):
 
     # -- commands -----------------------------------------------------------
 
-    def open(
-        self, host: str, argv: Sequence[str], *, env: Mapping[str, str] | None = None
-    ) -> Stream:
+    def open(self, host: str, argv: Sequence[str], *, env: Environment = None) -> Stream:
         return self._script(host, f"{shell.exports(env or {})}exec {shell.join(argv)}\n")
 
     def _script(self, host: str, script: str) -> SshStream:
@@ -217,16 +223,14 @@ class SshTransport(Transport):
         host: str,
         argv: Sequence[str],
         *,
-        env: Mapping[str, str] | None = None,
+        env: Environment = None,
         timeout: float | None = None,
         stdin: bytes = b"",
     ) -> Completed:
         with self.open(host, argv, env=env) as stream:
             return _finish(host, argv, stream, timeout, stdin)
 
-    def start(
-        self, host: str, argv: Sequence[str], *, env: Mapping[str, str] | None = None
-    ) -> None:
+    def start(self, host: str, argv: Sequence[str], *, env: Environment = None) -> None:
         script = (
             f"{shell.exports(env or {})}set -- {shell.join(argv)}\n"
             "if command -v setsid >/dev/null; then detach=setsid; else detach=; fi\n"
