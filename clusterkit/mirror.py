@@ -233,25 +233,26 @@ class Watch:
 
     def _watch(self, view: NodeView) -> None:
         deadline = time.monotonic() + LOCK_SECONDS
+        closed = self._closed.is_set
         with keeping(view, lambda: not self._closed.wait(0.1) and time.monotonic() < deadline):
-            while not self._closed.is_set() and not view.ended:
+            while not closed() and not view.ended:
                 try:
                     with self._open(view) as stream:
                         self._streams[view.node] = stream
-                        pull(view, stream, self._closed.is_set)
-                        if not view.ended and not self._closed.is_set():
+                        pull(view, stream, closed)
+                        if not view.ended and not closed():
                             code = stream.exit_code(QUIET_SECONDS)
                             view.known = code != 2 or view.begun
+                            said = stream.stderr.strip()[-300:]
                             raise SubmitFailed(
-                                f"host {view.host}: reporting ended with {code}: "
-                                f"{stream.stderr.strip()[-300:]}"
+                                f"host {view.host}: reporting ended with {code}: {said}"
                             )
                 except ClusterkitError as error:
-                    if not self._closed.is_set():
+                    if not closed():
                         view.lost(error)
                         self._closed.wait(AGAIN_SECONDS)
                 except (OSError, ValueError):
-                    if not self._closed.is_set():  # by `close`, while this thread was reading
+                    if not closed():  # by `close`, while this thread was reading
                         raise
 
     def close(self) -> None:

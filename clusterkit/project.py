@@ -214,9 +214,8 @@ def _root(workdir: Path, top: Path) -> Path:
     Raises:
         BadInput: a link leads into the middle of it.
     """
-    below = os.path.relpath(os.path.realpath(workdir), os.path.realpath(top))
-    steps = 0 if below == "." else len(Path(below).parts)
-    root = Path(os.path.normpath(os.path.join(workdir, *[".."] * steps)))
+    below = Path(os.path.relpath(os.path.realpath(workdir), os.path.realpath(top)))
+    root = Path(os.path.normpath(os.path.join(workdir, *[".."] * len(below.parts))))
     if not os.path.samefile(root, top):
         raise BadInput(
             f"workdir: {workdir} is a symbolic link into the checkout {top}",
@@ -228,19 +227,16 @@ def _root(workdir: Path, top: Path) -> Path:
 
 def _check_program(found: Snapshot, workdir: Path, program: str, *, in_git: bool) -> None:
     inside = os.path.relpath((workdir / program).absolute(), found.root)
-    if inside.startswith("../"):
-        raise BadInput(
-            f"program: {program} lies outside of {found.root}, the folder that the hosts get",
-            hint="sync: false in the cluster entry, where the hosts have it under this path",
-            job="program",
-        )
     there = {entry.path for entry in found.entries}
     above = [str(folder) for folder in Path(inside).parents]
     real = os.path.relpath(os.path.realpath(found.root / inside), os.path.realpath(found.root))
     # Either itself, or by way of a link to a folder, both in the project.
     if inside in there or (real in there and any(folder in there for folder in above)):
         return
-    if Path(inside).is_relative_to(_runs(found.root)):
+    if inside.startswith("../"):
+        why = f"lies outside of {found.root}, the folder that the hosts get"
+        hint = "sync: false in the cluster entry, where the hosts have it under this path"
+    elif Path(inside).is_relative_to(_runs(found.root)):
         why = "lies in CLUSTERKIT_HOME, which is not copied to the hosts"
         hint = "put it into the project's folder"
     elif in_git:
