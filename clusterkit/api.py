@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from clusterkit import backends, loader, request, run_state
+from clusterkit import backends, request, run_state
 from clusterkit import runs as store
 from clusterkit.backends.base import SupportsDoctor, SupportsRemoteRuns
 from clusterkit.cluster import Facts

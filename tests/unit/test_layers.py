@@ -45,13 +45,14 @@ doctor
 backends.base
 backends backends.nodes backends.ports backends.placing backends.probing
 backends.local backends.ssh backends.compose backends.kubernetes
-backends.ssh.files backends.ssh.inventory backends.compose.compose_file backends.compose.engine
+backends.ssh.config backends.ssh.filters backends.ssh.variables backends.compose.compose_file
+backends.compose.engine
+backends.kubernetes.text backends.kubernetes.watcher
+backends.ssh.inventory backends.ssh.known_hosts backends.compose.containers backends.kubernetes.pods
+backends.ssh.connection backends.kubernetes.job backends.kubernetes.client backends.kubernetes.judge
+backends.ssh.transport backends.kubernetes.nodes
 backends.*.probe backends.ssh.observe
 backends.*.place
-backends.kubernetes.text backends.kubernetes.watcher
-backends.ssh.transport backends.compose.containers backends.kubernetes.pods
-backends.kubernetes.job backends.kubernetes.client backends.kubernetes.judge
-backends.kubernetes.nodes
 backends.kubernetes.pytorchjob backends.kubernetes.mpijob backends.kubernetes.trainjob
 backends.kubernetes.patch
 backends.kubernetes.flavors
@@ -73,7 +74,8 @@ ui ui.words
 ui.plots
 api
 ui.follow ui.sending
-cli cli.common cli.following
+cli cli.common
+cli.following
 cli.*
 __main__
 """.strip().splitlines()

@@ -809,7 +809,7 @@ def test_what_the_sender_says_wrongly_is_answered_and_leaves_nothing(tmp_path):
         request = json.dumps({"path": str(path)}).encode() + b"\n"
         done = subprocess.run(
             [sys.executable, "-I", receiver.__file__], capture_output=True,
-            input=request + project._COUNT.pack(len(listing)) + listing + data,
+            input=request + receiver.COUNT.pack(len(listing)) + listing + data,
         )  # fmt: skip
         assert done.stderr == b""
         return json.loads(done.stdout.splitlines()[-1])
@@ -863,14 +863,14 @@ def test_who_has_to_wait_says_so_again_and_again(tmp_path):
         with LOCAL.open("h0", [sys.executable, "-I", str(quick)]) as stream:
             request = json.dumps({"path": str(tmp_path / "p" / "tree")}).encode() + b"\n"
             listing = receiver.zlib.compress(b"[]")
-            stream.write(request + project._COUNT.pack(len(listing)) + listing)
-            lines = project._Lines(stream, "h0")
-            waited = [lines._line(60)["waiting"] for _ in range(3)]
+            stream.write(request + receiver.COUNT.pack(len(listing)) + listing)
+            waited = [json.loads(stream.read(60))["waiting"] for _ in range(3)]
             assert waited == sorted(waited)
             assert not (tmp_path / "p" / "tree").exists()
             fcntl.flock(lock, fcntl.LOCK_UN)
-            assert lines.next(60) == {"missing": []}
-            assert lines.next(60) == {"done": 0}
+            answers = project._answers(stream, "h0")
+            assert next(answers) == {"missing": []}
+            assert next(answers) == {"done": 0}
 
 
 def test_a_host_that_has_to_wait_is_waited_for(folder, tmp_path):

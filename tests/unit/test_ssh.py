@@ -25,9 +25,9 @@ import pytest
 
 from clusterkit import api
 from clusterkit.backends.ssh import inventory
-from clusterkit.backends.ssh import transport as ssh
-from clusterkit.backends.ssh.files import KnownHosts, config_text
-from clusterkit.backends.ssh.transport import HostKeyProblem, HostUnreachable, SshTransport, resolve
+from clusterkit.backends.ssh.config import HostUnreachable, config_text, jump_host, resolve
+from clusterkit.backends.ssh.known_hosts import HostKeyProblem, KnownHosts
+from clusterkit.backends.ssh.transport import SshTransport
 from clusterkit.cluster import Host
 from clusterkit.errors import SubmitFailed, Unavailable
 from clusterkit.status import State
@@ -818,7 +818,7 @@ def test_a_jump_host(sshd, other_sshd, home):
     ],
 )
 def test_how_a_jump_host_is_named(hop, expected):
-    host = ssh._jump_host(hop, Host(name="h0", identity="/k"))
+    host = jump_host(hop, Host(name="h0", identity="/k"))
     assert (host.name, host.user, host.port) == expected
     assert host.identity == "/k"
 

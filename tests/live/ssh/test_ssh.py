@@ -19,7 +19,8 @@ import pytest
 from clusterkit import api, backends
 from clusterkit.agent import limits
 from clusterkit.backends.ssh import transport as ssh
-from clusterkit.backends.ssh.transport import HostKeyProblem, HostUnreachable
+from clusterkit.backends.ssh.config import HostUnreachable
+from clusterkit.backends.ssh.known_hosts import HostKeyProblem
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.status import RunStatus, State
 from tests.lab import Lab
