@@ -22,7 +22,7 @@ from clusterkit.status import NodeCause, NodeStatus, RankExit, State
 from clusterkit.transport import LocalTransport, Transport
 
 if TYPE_CHECKING:
-    from clusterkit.doctor.base import Patient
+    from clusterkit.doctor.base import Subject
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Backend(ABC):
         """
         return len(self.probe(cluster, transport).hosts)
 
-    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> Patient:
+    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> Subject:
         """What `clusterkit.doctor` examines, and what for. Pure.
 
         Args:

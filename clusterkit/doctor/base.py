@@ -2,7 +2,7 @@
 
 A check of hosts has three parts. `Script.collect` is a function of the standard library alone; its
 text is sent to the host, where it only reads (`clusterkit.doctor.driver` runs it). `Check.judge`
-is a pure function of what all hosts answered. A `Finding` says what is wrong and which command
+is a pure function of what all hosts answered. Its verdicts say what is wrong and which command
 mends it. Where there are no hosts to run anything on, something else is looked at
 (`clusterkit.doctor.kubernetes`); findings are the same.
 """
@@ -10,10 +10,10 @@ mends it. Where there are no hosts to run anything on, something else is looked 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -28,7 +28,6 @@ Level = Literal["ok", "warn", "fail", "skip"]
 LEVELS: tuple[Level, ...] = ("skip", "ok", "warn", "fail")
 """From harmless to worst."""
 
-Where = Literal["all", "head", "others"]
 T = TypeVar("T")
 V = TypeVar("V", bound=Hashable)
 
@@ -48,7 +47,7 @@ class Finding(Struct, frozen=True):
 # ---------------------------------------------------------------- whom to examine
 
 
-class Patient(Protocol):
+class Subject(Protocol):
     """Whatever can be examined, and what it is to be fit for."""
 
     way: ClassVar[str]
@@ -64,19 +63,14 @@ class Patient(Protocol):
 
 
 class Rule(Protocol):
-    """What every check has, whatever it looks at."""
+    """What every check has, whatever it looks at; see `Check`."""
 
     @property
-    def name(self) -> str:
-        """As ``--only`` takes it."""
-
+    def name(self) -> str: ...
     @property
-    def purpose(self) -> str:
-        """One line: what has to be right."""
-
+    def purpose(self) -> str: ...
     @property
-    def quick(self) -> bool:
-        """Whether a submit makes sure of it as well."""
+    def quick(self) -> bool: ...
 
 
 class Machine(Struct, frozen=True, kw_only=True):
@@ -118,7 +112,7 @@ class Needs(Struct, frozen=True, kw_only=True):
         )
 
 
-class Subject(Struct, frozen=True, kw_only=True):
+class HostSubject(Struct, frozen=True, kw_only=True):
     """Hosts to examine, and what they are to be fit for."""
 
     way: ClassVar[str] = "hosts"
@@ -145,14 +139,15 @@ class Subject(Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Script:
+class Script(Generic[T]):
     """A function that runs on hosts and looks at something.
 
     Attributes:
         name: unlike any other script's.
-        collect: given `given` of the host, gives something that JSON can hold. Its text is
-            what is sent: it imports what it needs, from the standard library alone, and must be
-            understood by Python 3.8.
+        collect: called with what `clusterkit.doctor.hosts` gives every script. Its text is what
+            is sent: it imports what it needs, from the standard library alone, may call what
+            `driver.HELPERS` names, and must be understood by Python 3.8.
+        kind: type of what it gives, as JSON.
         limit: seconds after which it is ended.
         phase: 1, 2 or 3; the hosts begin a phase together, when the one before has ended.
         where: on all hosts, on the head, or on the others.
@@ -163,9 +158,10 @@ class Script:
 
     name: str
     collect: Callable[[dict[str, Any]], Any]
+    kind: type[T]
     limit: float = 10.0
     phase: int = 1
-    where: Where = "all"
+    where: Literal["all", "head", "others"] = "all"
     with_head: bool = False
     safe: bool = False
     whole_module: bool = False
@@ -174,11 +170,10 @@ class Script:
     def source(self) -> str:
         import inspect
 
-        return inspect.getsource(
-            inspect.getmodule(self.collect) or self.collect if self.whole_module else self.collect
-        )
+        module = inspect.getmodule(self.collect) if self.whole_module else None
+        return inspect.getsource(module or self.collect)
 
-    def runs_on(self, host: str, subject: Subject) -> bool:
+    def runs_on(self, host: str, subject: HostSubject) -> bool:
         return self.where == "all" or (self.where == "head") == (host == subject.head.name)
 
 
@@ -219,9 +214,107 @@ class Answer:
     outputs: Mapping[str, Output] = field(default_factory=dict)
 
 
-Answers = Mapping[str, Answer]
-"""Host to answer, in the subject's order."""
-Judge = Callable[[Answers, Subject], list[Finding]]
+# ---------------------------------------------------------------- judging
+
+
+class Verdict(NamedTuple):
+    """What a judge says of one host; see `Finding`."""
+
+    host: str
+    level: Level
+    cause: str = ""
+    remedy: str | None = None
+
+
+def ok(host: str, cause: str = "") -> Verdict:
+    return Verdict(host, "ok", cause)
+
+
+def skip(host: str, reason: str) -> Verdict:
+    return Verdict(host, "skip", reason)
+
+
+def warn(host: str, cause: str, remedy: str | None) -> Verdict:
+    return Verdict(host, "warn", cause, remedy)
+
+
+def fail(host: str, cause: str, remedy: str | None) -> Verdict:
+    return Verdict(host, "fail", cause, remedy)
+
+
+@dataclass
+class Answers:
+    """What hosts answered, as the judge of one check sees it.
+
+    Attributes:
+        of: each host's answer, in the subject's order.
+        unread: verdicts on hosts of which something could not be read; they stand before the
+            judge's own.
+    """
+
+    subject: HostSubject
+    of: Mapping[str, Answer]
+    unread: list[Verdict] = field(default_factory=list)
+
+    @cached_property
+    def machines(self) -> dict[str, Machine]:
+        return {machine.name: machine for machine in self.subject.hosts}
+
+    def read(
+        self, script: Script[T], among: Collection[str] | None = None, *, quiet: bool = False
+    ) -> dict[str, T]:
+        """What a script collected, by host; what could not be had becomes a verdict.
+
+        Args:
+            among: only these hosts.
+            quiet: without a verdict.
+        """
+        seen: dict[str, T] = {}
+        for host, answer in self.of.items():
+            if not script.runs_on(host, self.subject) or (among is not None and host not in among):
+                continue
+            output = answer.outputs.get(script.name)
+            verdict = _unread(host, answer, output, script.limit)
+            if output is not None and verdict is None:
+                try:
+                    seen[host] = msgspec.json.decode(output.value, type=script.kind)
+                except msgspec.MsgspecError as error:
+                    verdict = warn(host, f"answered with something unreadable: {error}", None)
+            if verdict is not None and not quiet:
+                self.unread.append(verdict)
+        return seen
+
+
+def _unread(host: str, answer: Answer, output: Output | None, limit: float) -> Verdict | None:
+    """Why a script gave nothing, if it did not."""
+    if output is None and answer.lost is not None:
+        return fail(host, answer.lost.message, None)
+    if output is None:
+        complaint = shortened(answer.stderr.strip().rpartition("\n")[2])
+        cause = "no answer: the host's output was cut short"
+        return warn(host, f"{cause}: {complaint}" if complaint else cause, None)
+    if output.timed_out == "D":
+        cause = f"no answer within {limit:g} s: a disk or a mount does not answer"
+        return fail(host, cause, None)
+    if output.timed_out is not None:
+        cause = f"no answer within {limit:g} s: the host is slow, or it hangs"
+        return warn(host, cause, None)
+    if output.error is not None:
+        return warn(host, f"could not look: {output.error}", None)
+    return None
+
+
+def always(subject: HostSubject) -> str | None:
+    """No reason to leave a check out."""
+    return None
+
+
+def alone(subject: HostSubject) -> str | None:
+    return "one host has no others" if len(subject.hosts) == 1 else None
+
+
+def without_ssh(subject: HostSubject) -> str | None:
+    return None if subject.over_ssh else "not reached over SSH"
 
 
 @dataclass(frozen=True)
@@ -230,10 +323,10 @@ class Check:
 
     Attributes:
         name: as ``--only`` takes it.
-        purpose: one line: what it looks at, and why.
+        purpose: one line: what has to be right.
+        judge: pure; is given the hosts that answered. About a host that it does not concern it
+            says nothing.
         scripts: what it needs from the hosts.
-        judge: pure; is given the hosts that answered, in the subject's order. About a host that
-            it does not concern it says nothing.
         quick: cheap enough for every submit: below 50 ms where all is well.
         silent_too: judges hosts that did not answer as well.
         pointless: the reason why the check says nothing of this subject, or None.
@@ -241,51 +334,45 @@ class Check:
 
     name: str
     purpose: str
-    judge: Judge
-    scripts: tuple[Script, ...] = ()
+    judge: Callable[[Answers], Iterator[Verdict]]
+    scripts: tuple[Script[Any], ...] = ()
     quick: bool = True
     silent_too: bool = False
-    pointless: Callable[[Subject], str | None] = lambda subject: None
+    pointless: Callable[[HostSubject], str | None] = always
 
 
 # ---------------------------------------------------------------- helpers of judges
 
 
-def read(
-    check: str, script: Script, answers: Answers, subject: Subject, kind: type[T]
-) -> tuple[dict[str, T], list[Finding]]:
-    """What a script collected, by host; and findings for hosts where it could not be had."""
-    seen: dict[str, T] = {}
-    findings = []
-    for host, answer in answers.items():
-        if not script.runs_on(host, subject):
-            continue
-        output = answer.outputs.get(script.name)
-        if output is None:
-            level: Level = "warn" if answer.lost is None else "fail"
-            said = shortened(answer.stderr.strip().rpartition("\n")[2])
-            cut = f"no answer: the host's output was cut short{': ' if said else ''}{said}"
-            cause = cut if answer.lost is None else answer.lost.message
-        elif output.timed_out is not None:
-            hangs = output.timed_out == "D"
-            level = "fail" if hangs else "warn"
-            why = "a disk or a mount does not answer" if hangs else "the host is slow, or it hangs"
-            cause = f"no answer within {script.limit:g} s: {why}"
-        elif output.error is not None:
-            level, cause = "warn", f"could not look: {output.error}"
-        else:
-            try:
-                seen[host] = msgspec.json.decode(output.value, type=kind)
-                continue
-            except msgspec.MsgspecError as error:
-                level, cause = "warn", f"answered with something unreadable: {error}"
-        findings.append(Finding(check, host, level, cause))
-    return seen, findings
+class Process(Struct):
+    """A process on a host that holds what the job needs."""
+
+    pid: int
+    user: str
+    command: str
 
 
-def common(values: Mapping[str, V], of_none: V) -> V:
+def end_processes(processes: Iterable[Process], me: str) -> str:
+    """What frees what these processes hold: ``kill`` for those of user ``me``; the owners of the
+    others are to be asked."""
+    own = [str(process.pid) for process in processes if process.user == me]
+    asked = [
+        f"ask {process.user} to end process {process.pid} ({process.command})"
+        for process in processes
+        if process.user != me
+    ]
+    return "; ".join([*(["kill " + " ".join(own)] if own else []), *asked])
+
+
+def common(values: Iterable[V], of_none: V) -> V:
     """What most hosts have; between equals, what the first of them has; ``of_none`` of no hosts."""
-    return Counter(values.values()).most_common(1)[0][0] if values else of_none
+    return next((value for value, _ in Counter(values).most_common(1)), of_none)
+
+
+def listed(words: Collection[str], most: int = 6) -> str:
+    """``a, b and 3 more``."""
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return ", ".join(list(words)[:most]) + more
 
 
 def worst(levels: Iterable[Level]) -> Level:
@@ -299,16 +386,14 @@ def is_about_host_key(message: str) -> bool:
 
 
 def parsed_address(text: str) -> IPv4Address | IPv6Address | None:
-    """An address, None for a name; an IPv4 address in the clothes of an IPv6 one as itself."""
+    """An address, None for a name; an IPv4 address written as an IPv6 one as itself."""
     import ipaddress
 
     try:
         address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
         return None
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        return address.ipv4_mapped
-    return address
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def size(count: float) -> str:

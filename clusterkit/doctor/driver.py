@@ -11,6 +11,7 @@ import __future__ as future
 import contextlib
 import json
 import os
+import pwd
 import select
 import signal
 import socket  # noqa: F401  (most scripts need it: once here is cheaper than once in each)
@@ -22,6 +23,27 @@ from typing import Any
 MARK = "@clusterkit-doctor "
 MOST = 1 << 18
 """Bytes that one script may give."""
+
+
+def text_of(path: str) -> str:
+    """A file's text; empty where it cannot be read."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def user_of(uid: int) -> str:
+    """A user's name; the number of one without a name."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+HELPERS = {"text_of": text_of, "user_of": user_of}
+"""What every script may call."""
 
 
 def main(tasks: list[dict[str, Any]], given: dict[str, Any], interpreter: str) -> None:
@@ -92,7 +114,7 @@ def _carry_out(task: dict[str, Any], given: dict[str, Any]) -> bytes:
     try:
         # Annotations stay unread: they may be newer than this Python.
         code = compile(task["source"], "<doctor>", "exec", flags=future.annotations.compiler_flag)
-        space: dict[str, Any] = {}
+        space: dict[str, Any] = dict(HELPERS)
         exec(code, space)
         answer = {"value": space[task["function"]](given)}
         # Names of files need not be text: what is no character becomes a question mark.

@@ -27,10 +27,11 @@ estimate
 project
 assemble execute bandwidth
 doctor.driver doctor.meeting doctor.base
-doctor.scripts doctor.bundle doctor.report
+doctor.nvidia doctor.bundle doctor.report
+doctor.checks.head_port doctor.checks.packages
 doctor.checks.*
 doctor.checks
-doctor.preflight doctor.hosts
+doctor.hosts
 doctor
 backends.base
 backends backends.nodes

@@ -38,7 +38,7 @@ from clusterkit.status import NodeStatus, State
 from clusterkit.transport import Transport
 
 if TYPE_CHECKING:
-    from clusterkit.doctor.base import Subject
+    from clusterkit.doctor.base import HostSubject
 
 HOST = "localhost"
 ADDRESS = "127.0.0.1"
@@ -87,15 +87,15 @@ class LocalBackend(Backend):
             interface="lo",
         )
 
-    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> Subject:
-        from clusterkit.doctor.base import Machine, Needs, Subject
+    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> HostSubject:
+        from clusterkit.doctor.base import HostSubject, Machine, Needs
 
         assert isinstance(cluster, LocalCluster)
         ranks = None
         if job is not None and job.gpus_per_node != "auto":
             ranks = job.gpus_per_node * job.node_range[1]
         python, _ = _interpreter(cluster, job)
-        return Subject(
+        return HostSubject(
             cluster=name,
             hosts=(Machine(name=HOST, address=ADDRESS, python=python, slots=ranks),),
             workdir=str(home()),

@@ -41,7 +41,7 @@ from clusterkit.status import NodeStatus, State
 from clusterkit.transport import Stream, Transport, fan_out, in_order
 
 if TYPE_CHECKING:
-    from clusterkit.doctor.base import Subject
+    from clusterkit.doctor.base import HostSubject
 
 PROBE_SECONDS = 60.0
 LAST_PORT = 65535
@@ -158,12 +158,12 @@ class SshBackend(Backend):
             shipped=project.own_package().facts() if copied and lacking else None,
         )
 
-    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> Subject:
-        from clusterkit.doctor.base import Machine, Needs, Subject
+    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> HostSubject:
+        from clusterkit.doctor.base import HostSubject, Machine, Needs
 
         assert isinstance(cluster, SshCluster)
         wanted = None if job is None or job.gpus_per_node == "auto" else job.gpus_per_node
-        return Subject(
+        return HostSubject(
             cluster=name,
             hosts=tuple(
                 Machine(
