@@ -25,7 +25,8 @@ estimate.models estimate.advice
 estimate.jobs
 estimate
 project
-assemble execute bandwidth
+assemble execute slow_links
+bandwidth
 doctor.driver doctor.meeting doctor.base
 doctor.nvidia doctor.bundle doctor.report
 doctor.checks.head_port doctor.checks.packages
