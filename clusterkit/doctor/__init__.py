@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from clusterkit.doctor.base import Check, Finding, HostSubject, Machine, Needs, Rule, Subject
+from clusterkit.doctor.base import Finding, HostSubject, Machine, Needs, Rule, Subject
+from clusterkit.doctor.check import Check
 from clusterkit.doctor.report import Progress, Report, refusal
 from clusterkit.errors import BadInput
 from clusterkit.transport import Transport

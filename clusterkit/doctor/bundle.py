@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from clusterkit.doctor import driver
-from clusterkit.doctor.base import Answer, Output, Script
+from clusterkit.doctor.check import Answer, Output, Script
 
 # Tried in turn until one does its work: where the interpreter of the ranks does not run, any
 # other still tells what is right and wrong with the rest of the host.

@@ -12,7 +12,8 @@ from typing import Any
 from msgspec.structs import replace as replace_fields
 
 from clusterkit.doctor import bundle
-from clusterkit.doctor.base import Answer, Answers, Check, Finding, HostSubject, Machine, Script
+from clusterkit.doctor.base import Finding, HostSubject, Machine
+from clusterkit.doctor.check import Answer, Answers, Check, Script
 from clusterkit.doctor.checks import CHECKS as CHECKS
 from clusterkit.doctor.checks.interface import INTERFACES
 from clusterkit.doctor.checks.port import PORT

@@ -7,7 +7,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from clusterkit.doctor.base import Answers, HostSubject, Script, shortened, skip
+from clusterkit.doctor.base import HostSubject, shortened, skip
+from clusterkit.doctor.check import Answers, Script
 from clusterkit.doctor.driver import text_of, user_of
 
 _GPU_COLUMNS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version")

@@ -28,7 +28,8 @@ project
 assemble execute slow_links
 bandwidth
 doctor.driver doctor.meeting doctor.base
-doctor.nvidia doctor.bundle doctor.report
+doctor.check doctor.report
+doctor.nvidia doctor.bundle
 doctor.checks.head_port doctor.checks.packages
 doctor.checks.*
 doctor.checks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clusterkit.doctor.base import Check
+from clusterkit.doctor.check import Check
 from clusterkit.doctor.checks import (
     clock,
     compiler,

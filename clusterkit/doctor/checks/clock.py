@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from clusterkit.doctor.base import Answer, Answers, Check, Level, Verdict, ok
+from clusterkit.doctor.base import Level, Verdict, ok
+from clusterkit.doctor.check import Answer, Answers, Check
 
 WARN = 0.5
 FAIL = 5.0

@@ -8,7 +8,8 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import Answers, Check, HostSubject, Script, Verdict, fail, ok, warn
+from clusterkit.doctor.base import HostSubject, Verdict, fail, ok, warn
+from clusterkit.doctor.check import Answers, Check, Script
 from clusterkit.doctor.driver import text_of
 
 STALE = 600.0

@@ -8,7 +8,8 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import Answers, Check, Level, Script, Verdict, fail, ok, size, worst
+from clusterkit.doctor.base import Level, Verdict, fail, ok, size, worst
+from clusterkit.doctor.check import Answers, Check, Script
 
 WARN_BYTES = 5 << 30
 FAIL_BYTES = 500 << 20

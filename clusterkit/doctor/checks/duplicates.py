@@ -8,7 +8,8 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import Answers, Check, Script, Verdict, alone, fail, ok
+from clusterkit.doctor.base import Verdict, fail, ok
+from clusterkit.doctor.check import Answers, Check, Script, alone
 from clusterkit.doctor.driver import text_of
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from clusterkit.doctor.base import Answers, Check, Verdict, common, fail, ok, warn
+from clusterkit.doctor.base import Verdict, common, fail, ok, warn
+from clusterkit.doctor.check import Answers, Check
 from clusterkit.doctor.checks.packages import PACKAGES, Packages
 from clusterkit.doctor.nvidia import NVIDIA, Nvidia, gpus_of, no_gpus_wanted
 

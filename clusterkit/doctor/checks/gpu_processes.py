@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from clusterkit.doctor.base import Answers, Check, Process, Verdict, end_processes, ok
+from clusterkit.doctor.base import Process, Verdict, end_processes, ok
+from clusterkit.doctor.check import Answers, Check
 from clusterkit.doctor.nvidia import NVIDIA, Nvidia, gpus_of, no_gpus_wanted
 from clusterkit.errors import counted
 

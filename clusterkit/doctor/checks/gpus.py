@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from clusterkit.doctor.base import Answers, Check, Verdict, common, fail, ok, shortened, warn
+from clusterkit.doctor.base import Verdict, common, fail, ok, shortened, warn
+from clusterkit.doctor.check import Answers, Check
 from clusterkit.doctor.nvidia import NVIDIA, Nvidia, gpus_of, no_gpus_wanted
 from clusterkit.errors import counted
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from msgspec import Struct
 
 from clusterkit.doctor import meeting
-from clusterkit.doctor.base import Answers, Check, HostSubject, Script, Verdict, fail, ok, skip
+from clusterkit.doctor.base import HostSubject, Verdict, fail, ok, skip
+from clusterkit.doctor.check import Answers, Check, Script
 
 
 class Met(Struct):

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from clusterkit.doctor.base import (
-    Answers,
-    Check,
-    Verdict,
-    fail,
-    is_about_host_key,
-    ok,
-    skip,
-    without_ssh,
-)
+from clusterkit.doctor.base import Verdict, fail, is_about_host_key, ok, skip
+from clusterkit.doctor.check import Answers, Check, without_ssh
 
 
 def judge(answers: Answers) -> Iterator[Verdict]:

@@ -9,11 +9,8 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit.doctor.base import (
-    Answers,
-    Check,
     HostSubject,
     Machine,
-    Script,
     Verdict,
     common,
     fail,
@@ -21,6 +18,7 @@ from clusterkit.doctor.base import (
     parsed_address,
     warn,
 )
+from clusterkit.doctor.check import Answers, Check, Script
 from clusterkit.doctor.driver import text_of
 
 _SHOWN = 6

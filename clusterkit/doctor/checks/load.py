@@ -7,7 +7,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from clusterkit.doctor.base import Answers, Check, Script, Verdict, common, ok, warn
+from clusterkit.doctor.base import Verdict, common, ok, warn
+from clusterkit.doctor.check import Answers, Check, Script
 from clusterkit.errors import counted
 
 

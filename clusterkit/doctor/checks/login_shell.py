@@ -7,16 +7,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from clusterkit.doctor.base import (
-    Answers,
-    Check,
-    Script,
-    Verdict,
-    ok,
-    shortened,
-    warn,
-    without_ssh,
-)
+from clusterkit.doctor.base import Verdict, ok, shortened, warn
+from clusterkit.doctor.check import Answers, Check, Script, without_ssh
 
 _RETURN_EARLY = "sed -i '1i case $- in *i*) ;; *) return ;; esac' ~/.bashrc"
 

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from clusterkit import shell
-from clusterkit.doctor.base import Answers, Check, Verdict, alone, fail, listed, ok, skip, warn
+from clusterkit.doctor.base import Verdict, fail, listed, ok, skip, warn
+from clusterkit.doctor.check import Answers, Check, alone
 from clusterkit.doctor.checks.head_port import MEET, Met, met_of, open_firewall
 from clusterkit.doctor.meeting import SLOW
 

@@ -8,19 +8,8 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import (
-    Answers,
-    Check,
-    Level,
-    Machine,
-    Script,
-    Verdict,
-    alone,
-    listed,
-    ok,
-    parsed_address,
-    warn,
-)
+from clusterkit.doctor.base import Level, Machine, Verdict, listed, ok, parsed_address, warn
+from clusterkit.doctor.check import Answers, Check, Script, alone
 
 WARN = 1.0
 FAIL = 2.0

@@ -9,18 +9,8 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import (
-    Answers,
-    Check,
-    HostSubject,
-    Level,
-    Script,
-    Verdict,
-    common,
-    fail,
-    ok,
-    skip,
-)
+from clusterkit.doctor.base import HostSubject, Level, Verdict, common, fail, ok, skip
+from clusterkit.doctor.check import Answers, Check, Script
 
 _MUST_AGREE = ("torch", "deepspeed", "nvidia-nccl")
 _NONE = "none"

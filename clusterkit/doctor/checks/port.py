@@ -7,16 +7,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from clusterkit.doctor.base import (
-    Answers,
-    Check,
-    Process,
-    Script,
-    Verdict,
-    end_processes,
-    fail,
-    ok,
-)
+from clusterkit.doctor.base import Process, Verdict, end_processes, fail, ok
+from clusterkit.doctor.check import Answers, Check, Script
 from clusterkit.doctor.driver import text_of, user_of
 
 

@@ -8,18 +8,8 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import (
-    Answers,
-    Check,
-    Level,
-    Script,
-    Verdict,
-    common,
-    fail,
-    ok,
-    shortened,
-    skip,
-)
+from clusterkit.doctor.base import Level, Verdict, common, fail, ok, shortened, skip
+from clusterkit.doctor.check import Answers, Check, Script
 from clusterkit.doctor.checks.packages import (
     PACKAGES,
     needed_packages,

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from clusterkit.doctor.base import (
-    Answers,
-    Check,
-    Verdict,
-    fail,
-    is_about_host_key,
-    ok,
-    skip,
-    warn,
-)
+from clusterkit.doctor.base import Verdict, fail, is_about_host_key, ok, skip, warn
+from clusterkit.doctor.check import Answers, Check
 
 SLOW = 8.0
 """Seconds until a host begins to answer; a look-up that fails takes 10."""

@@ -7,7 +7,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from clusterkit.doctor.base import Answers, Check, Script, Verdict, fail, ok, size
+from clusterkit.doctor.base import Verdict, fail, ok, size
+from clusterkit.doctor.check import Answers, Check, Script
 
 WARN_BYTES = 1 << 30
 FAIL_BYTES = 64 << 20

@@ -7,7 +7,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from clusterkit.doctor.base import Answers, Check, Level, Script, Verdict, common, ok
+from clusterkit.doctor.base import Level, Verdict, common, ok
+from clusterkit.doctor.check import Answers, Check, Script
 from clusterkit.doctor.driver import text_of
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import Answers, Check, Script, Verdict, common, fail, ok, warn
+from clusterkit.doctor.base import Verdict, common, fail, ok, warn
+from clusterkit.doctor.check import Answers, Check, Script
 
 
 class Seen(Struct):

@@ -8,16 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from clusterkit.doctor.base import (
-    Answer,
-    Check,
-    Finding,
-    HostSubject,
-    Machine,
-    Needs,
-    Output,
-    Script,
-)
+from clusterkit.doctor.base import Finding, HostSubject, Machine, Needs
+from clusterkit.doctor.check import Answer, Check, Output, Script
 from clusterkit.doctor.checks import CHECKS
 from clusterkit.doctor.hosts import judge
 

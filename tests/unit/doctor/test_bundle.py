@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from clusterkit.doctor import bundle, driver, meeting
-from clusterkit.doctor.base import Script
+from clusterkit.doctor.check import Script
 from clusterkit.doctor.checks import CHECKS
 
 SCRIPTS = list({script.name: script for check in CHECKS for script in check.scripts}.values())

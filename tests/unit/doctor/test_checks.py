@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterkit import errors
-from clusterkit.doctor.base import LEVELS, Machine, Output, common, parsed_address
+from clusterkit.doctor.base import LEVELS, Machine, common, parsed_address
+from clusterkit.doctor.check import Output
 from clusterkit.doctor.checks import CHECKS
 from clusterkit.doctor.checks.clock import agreed, offset
 from clusterkit.doctor.checks.head_port import MEET
