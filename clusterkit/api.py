@@ -12,6 +12,7 @@ for metrics in run.metrics()[-1:]:  # none, if it failed before its first step
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -308,7 +309,7 @@ def prepare(
         check_capabilities(kind, spec, everyone)
     backend = kind()
     transport = backends.transport_for(entry)
-    with asked.locating(loaded):
+    with _closing_on_error(transport), asked.locating(loaded):
         if probed := facts is None:
 
             def probe() -> Facts:
@@ -338,6 +339,15 @@ def prepare(
     notes += [Note("", warning, "") for warning in warnings if warning]
     plan = msgspec.structs.replace(plan, notes=tuple(notes))
     return Prepared(spec, cluster, entry, facts, backend, plan, transport)
+
+
+@contextlib.contextmanager
+def _closing_on_error(transport: Transport) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        transport.close()
+        raise
 
 
 def _probed(subject: doctors.Subject, transport: Transport, probe: Callable[[], Facts]) -> Facts:
@@ -710,7 +720,8 @@ def bench(
     if nodes is None:
         entry = settled_cluster(cluster, clusters_file, include=include, exclude=exclude)
         backend = backends.backend_type(entry.backend)()
-        nodes = max(1, backend.places(entry, backends.transport_for(entry)))
+        with contextlib.closing(backends.transport_for(entry)) as transport:
+            nodes = max(1, backend.places(entry, transport))
     ready = prepare(
         bandwidth.job_of(options),
         cluster=cluster,

@@ -58,14 +58,14 @@ def main(tasks: list[dict[str, Any]], given: dict[str, Any], interpreter: str) -
     try:
         # "client client-port server server-port": under which of its addresses it was reached.
         reached = (os.environ.get("SSH_CONNECTION", "").split() + [""] * 3)[2]
-        _say({"began": time.time(), "interpreter": interpreter, "reached_at": reached})
+        _print({"began": time.time(), "interpreter": interpreter, "reached_at": reached})
         code = 0
         running = _start_all([task for task in tasks if not task["safe"]], given)
         for task in tasks:
             if task["safe"]:
-                _say({"name": task["name"], **json.loads(_carry_out(task, given).decode())})
+                _print({"name": task["name"], **json.loads(_run(task, given).decode())})
         _await_all(running)
-        _say({"ended": time.time()})
+        _print({"ended": time.time()})
     except BrokenPipeError:
         pass  # nobody reads any more
     except Exception as error:
@@ -82,7 +82,7 @@ def _start_all(tasks: list[dict[str, Any]], given: dict[str, Any]) -> dict[int, 
         try:
             reader, pid = _start(task, given, list(running))
         except OSError as error:
-            _say({"name": task["name"], "error": f"cannot start a process: {error}"})
+            _print({"name": task["name"], "error": f"cannot start a process: {error}"})
             continue
         until = time.monotonic() + task["limit"]
         running[reader] = {"pid": pid, "name": task["name"], "data": b"", "until": until}
@@ -105,12 +105,12 @@ def _start(task: dict[str, Any], given: dict[str, Any], others: list[int]) -> tu
         for stream in (0, 1, 2):
             os.dup2(nothing, stream)
         with os.fdopen(writer, "wb") as file:
-            file.write(_carry_out(task, given) + b"\n")
+            file.write(_run(task, given) + b"\n")
     finally:
         os._exit(0)
 
 
-def _carry_out(task: dict[str, Any], given: dict[str, Any]) -> bytes:
+def _run(task: dict[str, Any], given: dict[str, Any]) -> bytes:
     try:
         # Annotations stay unread: they may be newer than this Python.
         code = compile(task["source"], "<doctor>", "exec", flags=future.annotations.compiler_flag)
@@ -143,7 +143,7 @@ def _await_all(running: dict[int, dict[str, Any]]) -> None:
             del running[reader]
         for reader, work in list(running.items()):
             if time.monotonic() >= work["until"]:
-                _say({"name": work["name"], "timed_out": _state(work["pid"])})
+                _print({"name": work["name"], "timed_out": _state(work["pid"])})
                 _kill(work["pid"])
                 poll.unregister(reader)
                 os.close(reader)
@@ -151,19 +151,19 @@ def _await_all(running: dict[int, dict[str, Any]]) -> None:
 
 
 def _report(work: dict[str, Any]) -> None:
-    told = {"name": work["name"]}
+    line = {"name": work["name"]}
     if len(work["data"]) > MOST:
-        told["error"] = f"it gave more than {MOST} bytes"
+        line["error"] = f"it gave more than {MOST} bytes"
         _kill(work["pid"])
     else:
         try:
-            told.update(json.loads(work["data"].decode()))
+            line.update(json.loads(work["data"].decode()))
         except ValueError:
-            told["error"] = "it was killed"
+            line["error"] = "it was killed"
     # Who ignores SIGCHLD hands that down to us: then the kernel has buried it already.
     with contextlib.suppress(ChildProcessError):
         os.waitpid(work["pid"], os.WNOHANG)
-    _say(told)
+    _print(line)
 
 
 def _state(pid: int) -> str:
@@ -188,7 +188,7 @@ def _kill(pid: int) -> None:
             kill(pid, signal.SIGKILL)
 
 
-def _say(document: dict[str, Any]) -> None:
+def _print(document: dict[str, Any]) -> None:
     # The newline in front: a greeting need not end with one.
     line = memoryview(f"\n{MARK}{json.dumps(document)}\n".encode())
     while line:

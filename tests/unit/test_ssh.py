@@ -297,6 +297,23 @@ def test_after_closing_it_connects_again(sshd):
         transport.close()
 
 
+def test_a_connection_that_is_made_while_closing_is_closed_as_well(sshd, monkeypatch):
+    transport = sshd.transport()
+    made = []
+
+    def slowly(*args):
+        made.append(connect(*args))
+        transport.close()
+        return made[0]
+
+    connect = ssh.connect
+    monkeypatch.setattr(ssh, "connect", slowly)
+    with pytest.raises(ssh.HostUnreachable, match="the transport was closed"):
+        transport.run("h0", ["true"])
+    assert not made[0].is_active()
+    assert transport._connections == {}
+
+
 def test_a_connection_that_broke_is_made_anew(sshd):
     transport = sshd.transport()
     transport.run("h0", ["true"])

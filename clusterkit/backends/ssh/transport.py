@@ -588,6 +588,8 @@ class SshTransport:
         self._connections: dict[str, paramiko.Transport] = {}
         self._locks: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
+        self._closed = 0
+        """How often `close` was called."""
 
     # -- connections --------------------------------------------------------
 
@@ -604,9 +606,13 @@ class SshTransport:
             if there is not None and there.is_active():
                 return there
             target = resolve(self._hosts[name])
+            closed = self._closed
             through = self._jump(target) if target.jump else None
-            self._connections[name] = connect(target, self._timeout, through)
-            return self._connections[name]
+            self._connections[name] = made = connect(target, self._timeout, through)
+            if self._closed != closed:  # while a thread that nobody waits for was making it
+                self.drop(name)
+                raise HostUnreachable(f"host {name}: the transport was closed")
+            return made
 
     def _jump(self, target: Target) -> paramiko.Transport:
         """A connection to the last of the jump hosts, each reached through the one before."""
@@ -628,6 +634,7 @@ class SshTransport:
     def close(self) -> None:
         """End every connection."""
         with self._lock:
+            self._closed += 1
             connections, self._connections = self._connections, {}
         for connection in connections.values():
             connection.close()
