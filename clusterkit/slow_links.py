@@ -124,7 +124,7 @@ def _findings(names: Sequence[str], costs: Mapping[Link, float], what: str) -> I
         back = (target, source)
         both = back in rest
         if both and target < source:
-            continue  # said with the other direction
+            continue  # named with the other direction
         first, second = names[source], names[target]
         if both:
             worst = max(costs[source, target], costs[back])

@@ -15,7 +15,7 @@ from clusterkit.doctor import driver
 from clusterkit.doctor.check import Answer, Output, Script
 
 # Tried in turn until one does its work: where the interpreter of the ranks does not run, any
-# other still tells what is right and wrong with the rest of the host.
+# other still finds out what is right and wrong with the rest of the host.
 _FIRST_THAT_WORKS = """program=$1; shift
 for python in "$@"; do "$python" -c "$program" "$python" && exit 0; done
 exit 127"""

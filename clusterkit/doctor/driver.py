@@ -1,7 +1,7 @@
 """Runs on a host: every script, those that may hang in processes of their own.
 
 It is sent as text and needs nothing but the standard library of Python 3.8. One line of JSON
-behind a mark tells what one script gave, so that whatever else stands in the output (a login
+behind a mark holds what one script gave, so that whatever else stands in the output (a login
 shell's greeting) does no harm, and a script that hangs does not keep back the others.
 """
 

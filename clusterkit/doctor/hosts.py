@@ -186,7 +186,7 @@ class Visits:
 
 
 def completed(subject: HostSubject, answers: Mapping[str, Answer]) -> HostSubject:
-    """The subject with the addresses and the port that hosts have told, where it has none."""
+    """The subject with the addresses and the port that hosts have reported, where it has none."""
     seen = Answers(subject, answers)
     interfaces = seen.read(INTERFACES)
     hosts = []

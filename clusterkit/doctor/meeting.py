@@ -3,7 +3,7 @@
 It is sent as text and needs nothing but the standard library of Python 3.8. The head listens on
 the rendezvous port, as rank 0 will. Every other host says its name there and gets the token
 back. With ``mesh`` each host listens on a port of the kernel's choice as well, as the ranks of
-gloo and NCCL do; the head tells everyone these ports, everyone tries them all, and sends the next
+gloo and NCCL do; the head sends everyone these ports, everyone tries them all, and sends the next
 host a megabyte, so that each link carries one each way.
 
 Whoever closes a connection resets it, so that no port stays in TIME_WAIT afterwards.
@@ -118,7 +118,7 @@ class Meeting:
             try:
                 line = connected(self.addresses[self.head], self.port, self.left(MEET))
             except OSError as error:
-                # The last try has no time left: what the others said tells more.
+                # The last try has no time left: the errors of the others say more.
                 why = why or in_words(error)
                 threading.Event().wait(0.05)
                 continue

@@ -69,7 +69,7 @@ DTYPES = {
 
 
 class Refused(Exception):
-    """What a person can mend: said in one line, without a traceback."""
+    """What a person can mend: reported in one line, without a traceback."""
 
     def __init__(self, message: str, exit_code: int = EXIT_BAD_INPUT) -> None:
         super().__init__(message)
@@ -174,7 +174,7 @@ def total(size: int, index: Tensor) -> Tensor:
     return 1 + index // size % 7
 
 
-def _all_reduce(world: World, elements: int, empty: Callable[[int], Tensor]) -> Operation:
+def all_reduce(world: World, elements: int, empty: Callable[[int], Tensor]) -> Operation:
     data = empty(elements)
     return Operation(
         lambda i: dist.all_reduce(data),
@@ -183,7 +183,7 @@ def _all_reduce(world: World, elements: int, empty: Callable[[int], Tensor]) -> 
     )  # fmt: skip
 
 
-def _reduce_scatter(world: World, elements: int, empty: Callable[[int], Tensor]) -> Operation:
+def reduce_scatter(world: World, elements: int, empty: Callable[[int], Tensor]) -> Operation:
     part = elements // world.size
     whole, mine = empty(elements), empty(part)
     # The newer name; the older one warns where both are.
@@ -195,7 +195,7 @@ def _reduce_scatter(world: World, elements: int, empty: Callable[[int], Tensor])
     )  # fmt: skip
 
 
-def _all_gather(world: World, elements: int, empty: Callable[[int], Tensor]) -> Operation:
+def all_gather(world: World, elements: int, empty: Callable[[int], Tensor]) -> Operation:
     part = elements // world.size
     whole, mine = empty(elements), empty(part)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -206,7 +206,7 @@ def _all_gather(world: World, elements: int, empty: Callable[[int], Tensor]) -> 
     )  # fmt: skip
 
 
-def _broadcast(world: World, elements: int, empty: Callable[[int], Tensor]) -> Operation:
+def broadcast(world: World, elements: int, empty: Callable[[int], Tensor]) -> Operation:
     data = empty(elements)
     return Operation(
         # Each rank is the root in turn: a fixed root would run ahead of the others, and the
@@ -217,7 +217,7 @@ def _broadcast(world: World, elements: int, empty: Callable[[int], Tensor]) -> O
     )  # fmt: skip
 
 
-def _sendrecv(world: World, elements: int, empty: Callable[[int], Tensor]) -> Operation:
+def sendrecv(world: World, elements: int, empty: Callable[[int], Tensor]) -> Operation:
     out, into = empty(elements), empty(elements)
     after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
 
@@ -234,11 +234,7 @@ def _sendrecv(world: World, elements: int, empty: Callable[[int], Tensor]) -> Op
 
 
 COLLECTIVES: dict[str, Callable[[World, int, Callable[[int], Tensor]], Operation]] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "broadcast": _broadcast,
-    "sendrecv": _sendrecv,
+    make.__name__: make for make in (all_reduce, all_gather, reduce_scatter, broadcast, sendrecv)
 }
 _DIVIDED = ("all_gather", "reduce_scatter")
 """Collectives in which every rank has its part of the array."""
@@ -503,7 +499,7 @@ def needed_bytes(options: Options, ranks: int) -> int:
 
 
 def available_memory() -> int | None:
-    """Bytes that processes can have now (proc(5), MemAvailable); None: it cannot be told."""
+    """Bytes that processes can have now (proc(5), MemAvailable); None: unknown."""
     try:
         with open("/proc/meminfo") as file:
             match = re.search(r"^MemAvailable:\s+(\d+) kB", file.read(), re.MULTILINE)

@@ -10,7 +10,7 @@ from clusterkit.doctor.check import Answer, Answers, Check
 WARN = 0.5
 FAIL = 5.0
 ELASTIC = 2.0
-"""Seconds. Which rank failed first is told by time, with 2 s before the others are ended; and a
+"""Seconds. Which rank failed first is judged by time, with 2 s before the others are ended; and a
 node of an elastic job counts as dead when its last word seems 3 s old."""
 
 

@@ -30,7 +30,7 @@ class Interface(Struct):
     mtu: int
     up: bool
     speed: int | None
-    """Mbit/s; None where the driver does not tell."""
+    """Mbit/s; None where the driver does not know."""
     addresses: list[str]
 
 

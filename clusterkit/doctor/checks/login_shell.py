@@ -17,7 +17,7 @@ class Seen(Struct):
     """What the user's shell prints when it runs nothing."""
 
     shell: str
-    said: str
+    output: str
 
 
 def collect(given: dict[str, Any]) -> Any:
@@ -36,7 +36,7 @@ def collect(given: dict[str, Any]) -> Any:
         [shell, "-c", "exit 0"], env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    return {"shell": shell, "said": done.stdout[:4096].decode("utf-8", "replace")}
+    return {"shell": shell, "output": done.stdout[:4096].decode("utf-8", "replace")}
 
 
 SHELL = Script("login-shell", collect, Seen)
@@ -44,9 +44,9 @@ SHELL = Script("login-shell", collect, Seen)
 
 def judge(answers: Answers) -> Iterator[Verdict]:
     for host, shell in answers.read(SHELL).items():
-        if shell.said.strip():
+        if shell.output.strip():
             cause = (
-                f"{shell.shell} prints {shortened(shell.said, 60)!r} for every command over SSH, "
+                f"{shell.shell} prints {shortened(shell.output, 60)!r} for every command over SSH, "
                 "which breaks rsync, scp and mpirun"
             )
             yield warn(host, cause, _RETURN_EARLY)

@@ -113,7 +113,7 @@ NAMES = Script("names", collect, Seen, phase=2)
 
 def judge(answers: Answers) -> Iterator[Verdict]:
     subject = answers.subject
-    # Ranks are told addresses; these find each other by name.
+    # Ranks get addresses; these find each other by name.
     by_name = subject.needs.launcher in ("mpirun", "deepspeed") or subject.needs.elastic
     level: Level = "fail" if by_name else "warn"
     for host, looks in answers.read(NAMES).items():
@@ -145,7 +145,7 @@ def _slow(host: str, looks: Seen, machines: Sequence[Machine]) -> Iterator[Verdi
         if times.get(what, 0.0) > WARN
     ]
     took = f"{longest:.1f} s" if longest <= FAIL else "more than 2 s"
-    # The answer stands in a file then, and nobody is asked.
+    # With the answer in /etc/hosts nobody is asked.
     lines = [
         f"{prefix}{machine.at} {machine.name}"
         for machine in machines

@@ -25,7 +25,7 @@ class Packages(Struct):
     """Those that pip knows of and Python does not find."""
 
     def cuda(self) -> int | None:
-        """CUDA's major version that torch was built for; None: a CPU build, or not told."""
+        """CUDA's major version that torch was built for; None: a CPU build, or unknown."""
         suffix = re.search(r"\+cu(\d\d)\d", self.versions.get("torch", ""))
         if suffix:
             return int(suffix[1])

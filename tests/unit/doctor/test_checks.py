@@ -162,7 +162,7 @@ def test_without_ssh_there_is_no_host_key(judged):
      ("\0", "warn")],
 )  # fmt: skip
 def test_a_shell_that_greets_is_told(judged, said, level):
-    found = judged("login-shell", make_subject(1), h0={"shell": "/bin/bash", "said": said})
+    found = judged("login-shell", make_subject(1), h0={"shell": "/bin/bash", "output": said})
     assert found["h0"].level == level
     assert "\x1b" not in found["h0"].cause
 
