@@ -9,13 +9,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterkit.doctor.base import Finding, HostSubject, Machine, Needs, Rule, Subject
 from clusterkit.doctor.check import Check
 from clusterkit.doctor.report import Progress, Report, refusal
 from clusterkit.errors import BadInput
-from clusterkit.transport import Transport
+
+if TYPE_CHECKING:
+    from clusterkit.transport import Transport
 
 __all__ = [
     "Check",

@@ -159,16 +159,16 @@ class Process(Struct):
     command: str
 
 
-def end_processes(processes: Iterable[Process], me: str) -> str:
+def end_processes(processes: Collection[Process], me: str) -> str:
     """What frees what these processes hold: ``kill`` for those of user ``me``; the owners of the
     others are to be asked."""
     own = [str(process.pid) for process in processes if process.user == me]
     asked = [
-        f"ask {process.user} to end process {process.pid} ({process.command})"
-        for process in processes
-        if process.user != me
+        f"ask {each.user} to end process {each.pid} ({shortened(each.command, 80)})"
+        for each in processes
+        if each.user != me
     ]
-    return "; ".join([*(["kill " + " ".join(own)] if own else []), *asked])
+    return "; ".join([f"kill {' '.join(own)}", *asked] if own else asked)
 
 
 def common(values: Iterable[V], of_none: V) -> V:
