@@ -193,8 +193,8 @@ def _own(host: str, looks: Seen, machine: Machine) -> Iterator[Verdict]:
     loops = [text for text in looks.own.found if (at := parsed_address(text)) and at.is_loopback]
     if loops and not address.is_loopback:
         cause = (
-            f"its own name, {looks.hostname}, means {loops[0]} there: whoever tells the others "
-            "his address by it (gloo without an interface, Open MPI) cannot be reached"
+            f"its own name, {looks.hostname}, means {loops[0]} there: programs that give "
+            "others this address (gloo without an interface, Open MPI) cannot be reached"
         )
         loop = loops[0].replace(".", "[.]")
         yield warn(host, cause, f"sudo sed -i 's/^{loop}[[:space:]].*/{line}/' /etc/hosts")
