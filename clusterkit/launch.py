@@ -134,7 +134,7 @@ def prepare(
         return Prepared(spec, cluster, entry, facts, backend, plan, transport)
 
 
-def _probed(subject: doctors.Patient, transport: Transport, probe: Callable[[], Facts]) -> Facts:
+def _probed(subject: doctors.Subject, transport: Transport, probe: Callable[[], Facts]) -> Facts:
     """What ``probe`` finds; at the same time the quick checks look whether the hosts are fit.
 
     Raises:

@@ -26,7 +26,7 @@ from clusterkit.status import NodeCause, NodeStatus, RankExit, State
 from clusterkit.transport import LocalTransport, Transport
 
 if TYPE_CHECKING:
-    from clusterkit.doctor.base import Patient
+    from clusterkit.doctor.base import Subject
 
 
 class HandedOver(ClusterkitError):
@@ -163,7 +163,7 @@ class Backend(ABC):
         """
         return len(self.probe(cluster, transport).hosts)
 
-    def preflight(self, name: str, cluster: ClusterSpec, job: JobSpec) -> Patient | None:
+    def preflight(self, name: str, cluster: ClusterSpec, job: JobSpec) -> Subject | None:
         """What `clusterkit.doctor` examines while `submit` probes; None: nothing. Pure.
 
         Args:
@@ -279,7 +279,7 @@ class SupportsDoctor(ABC):
     """Backends whose clusters `clusterkit.doctor` can examine."""
 
     @abstractmethod
-    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> Patient:
+    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> Subject:
         """What is examined, and what for. Pure.
 
         Args:

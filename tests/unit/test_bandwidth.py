@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterkit import api, bandwidth, supervise
-from clusterkit.bandwidth import FACTORS, ITEMSIZES, choose, judge, parse_sizes
+from clusterkit.bandwidth import FACTORS, ITEMSIZES, choose, parse_sizes
 from clusterkit.cluster import Facts
 from clusterkit.errors import BadInput, ClusterkitError, RunFailed, RunFolderError, Unavailable
 from clusterkit.runs import RunFolder
+from clusterkit.slow_links import figure, judge
 from clusterkit.status import Failure, NodeStatus, RunStatus, State
 from clusterkit.ui import plots
 
@@ -564,7 +565,7 @@ def test_the_order_of_the_nodes_does_not_matter(order: list[int], kind: str) -> 
     ],
 )  # fmt: skip
 def test_figures_have_three_digits_and_no_exponent(number: float, text: str) -> None:
-    assert bandwidth.figure(number) == text
+    assert figure(number) == text
 
 
 @pytest.mark.parametrize(

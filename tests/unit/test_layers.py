@@ -35,12 +35,15 @@ estimate.models estimate.advice
 estimate.jobs
 estimate
 project
-assemble execute bandwidth
+assemble execute slow_links
+bandwidth
 doctor.driver doctor.meeting doctor.base
-doctor.scripts doctor.bundle doctor.report
+doctor.check doctor.report
+doctor.nvidia doctor.bundle
+doctor.checks.head_port doctor.checks.packages
 doctor.checks.*
 doctor.checks
-doctor.preflight doctor.hosts
+doctor.hosts
 doctor
 backends.base
 backends backends.nodes backends.ports backends.placing backends.probing

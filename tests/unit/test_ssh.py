@@ -25,6 +25,7 @@ import pytest
 
 from clusterkit import api
 from clusterkit.backends.ssh import inventory
+from clusterkit.backends.ssh import transport as ssh_transport
 from clusterkit.backends.ssh.config import HostUnreachable, config_text, jump_host, resolve
 from clusterkit.backends.ssh.known_hosts import HostKeyProblem, KnownHosts
 from clusterkit.backends.ssh.transport import SshTransport
@@ -295,6 +296,23 @@ def test_after_closing_it_connects_again(sshd):
     for _ in range(2):
         assert transport.run("h0", ["echo", "hi"]).stdout == "hi\n"
         transport.close()
+
+
+def test_a_connection_that_is_made_while_closing_is_closed_as_well(sshd, monkeypatch):
+    transport = sshd.transport()
+    made = []
+
+    def slowly(*args):
+        made.append(connect(*args))
+        transport.close()
+        return made[0]
+
+    connect = ssh_transport.connect
+    monkeypatch.setattr(ssh_transport, "connect", slowly)
+    with pytest.raises(HostUnreachable, match="the transport was closed"):
+        transport.run("h0", ["true"])
+    assert not made[0].is_active()
+    assert transport._connections == {}
 
 
 def test_a_connection_that_broke_is_made_anew(sshd):

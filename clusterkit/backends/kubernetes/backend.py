@@ -79,7 +79,7 @@ from clusterkit.transport import Transport
 from clusterkit.yaml_text import documents
 
 if TYPE_CHECKING:
-    from clusterkit.doctor.base import Patient
+    from clusterkit.doctor.base import Subject
 
 MANIFESTS = "manifests.yaml"
 ARCHIVE = PROJECT
@@ -185,7 +185,7 @@ class KubernetesBackend(Backend, SupportsCleanup, SupportsDoctor, SupportsRemote
         nodes = json.loads(done.stdout)["items"]
         return sum(selected(node, cluster) and usable(node, cluster) for node in nodes)
 
-    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> Patient:
+    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> Subject:
         from clusterkit.doctor.kubernetes.base import KubeSubject
 
         assert isinstance(cluster, KubernetesCluster)

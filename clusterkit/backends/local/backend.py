@@ -36,7 +36,7 @@ from clusterkit.status import NodeStatus, State
 from clusterkit.transport import Transport
 
 if TYPE_CHECKING:
-    from clusterkit.doctor.base import Subject
+    from clusterkit.doctor.base import HostSubject
 
 
 class LocalBackend(Backend, SupportsDoctor):
@@ -51,15 +51,15 @@ class LocalBackend(Backend, SupportsDoctor):
         assert isinstance(cluster, LocalCluster)
         return probe(cluster, transport, job)
 
-    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> Subject:
-        from clusterkit.doctor.base import Machine, Needs, Subject
+    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> HostSubject:
+        from clusterkit.doctor.base import HostSubject, Machine, Needs
 
         assert isinstance(cluster, LocalCluster)
         ranks = None
         if job is not None and job.gpus_per_node != "auto":
             ranks = job.gpus_per_node * job.node_range[1]
         python, _ = ranks_python(cluster, job)
-        return Subject(
+        return HostSubject(
             cluster=name,
             hosts=(Machine(name=HOST, address=ADDRESS, python=python, slots=ranks),),
             workdir=str(home()),

@@ -29,7 +29,7 @@ from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport, fan_out
 
 if TYPE_CHECKING:
-    from clusterkit.doctor.base import Subject
+    from clusterkit.doctor.base import HostSubject
 
 _REPORT_GONE = 2
 """Exit code of a Python that does not find its program."""
@@ -73,12 +73,12 @@ class SshBackend(Backend, SupportsDoctor, SupportsForget):
         assert isinstance(cluster, SshCluster)
         return probe(cluster, transport, job)
 
-    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> Subject:
-        from clusterkit.doctor.base import Machine, Needs, Subject
+    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> HostSubject:
+        from clusterkit.doctor.base import HostSubject, Machine, Needs
 
         assert isinstance(cluster, SshCluster)
         wanted = None if job is None or job.gpus_per_node == "auto" else job.gpus_per_node
-        return Subject(
+        return HostSubject(
             cluster=name,
             hosts=tuple(
                 Machine(
@@ -97,7 +97,7 @@ class SshBackend(Backend, SupportsDoctor, SupportsForget):
             over_ssh=True,
         )
 
-    def preflight(self, name: str, cluster: ClusterSpec, job: JobSpec) -> Subject:
+    def preflight(self, name: str, cluster: ClusterSpec, job: JobSpec) -> HostSubject:
         return self.subject(name, cluster, job)
 
     # -- planning -------------------------------------------------------------

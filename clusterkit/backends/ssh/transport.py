@@ -138,6 +138,8 @@ class SshTransport(Transport):
         self._connections: dict[str, paramiko.Transport] = {}
         self._locks: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
+        self._closed = 0
+        """How often `close` was called."""
 
     # -- connections --------------------------------------------------------
 
@@ -161,7 +163,11 @@ class SshTransport(Transport):
         with lock:
             connection = self._connections.get(key)
             if connection is None or not connection.is_active():
+                closed = self._closed
                 connection = self._connections[key] = make()
+                if self._closed != closed:  # while a thread that nobody waits for was making it
+                    self.drop(key)
+                    raise HostUnreachable(f"host {key}: the transport was closed")
             return connection
 
     def _jump(self, target: Target) -> paramiko.Transport | None:
@@ -177,6 +183,7 @@ class SshTransport(Transport):
     def close(self) -> None:
         """End every connection."""
         with self._lock:
+            self._closed += 1
             connections, self._connections = self._connections, {}
         for connection in connections.values():
             connection.close()
