@@ -45,7 +45,7 @@ backends.kubernetes.patch
 backends.kubernetes.flavors
 backends.kubernetes.others
 backends.kubernetes.rights
-backends.kubernetes.by_hand doctor.kubernetes.base
+doctor.kubernetes.base
 doctor.kubernetes.checks.*
 doctor.kubernetes.checks
 doctor.kubernetes

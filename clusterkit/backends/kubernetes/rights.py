@@ -23,28 +23,24 @@ class Rule(Struct, frozen=True):
     group: str
     resources: tuple[str, ...]
     verbs: tuple[str, ...]
-    why: str = ""
 
 
 BESIDES = (
-    Rule("", ("configmaps",), ("get", "create", "patch", "delete"),
-         "what a run has besides; secrets are never read, and the config map of a run is read by\n"
-         "`clusterkit attach` from another machine"),
+    # `clusterkit attach` reads a run's config map from another machine; nobody reads its Secret.
+    Rule("", ("configmaps",), ("get", "create", "patch", "delete")),
     Rule("", ("secrets",), ("create", "patch", "delete")),
     Rule("", ("services",), ("create", "patch", "delete", "deletecollection")),
     Rule("", ("pods",), ("get", "list", "watch", "patch", "delete", "deletecollection")),
     Rule("", ("pods/log",), ("get",)),
     Rule("", ("events",), ("list",)),
-)  # fmt: skip
+)
 """For runs of every kind."""
 WATCHING = (
-    Rule("", ("serviceaccounts",), ("create", "patch", "delete"),
-         "the watcher of a run; without these rights it has none. Nobody can put rights into\n"
-         "a role that they do not have"),
+    Rule("", ("serviceaccounts",), ("create", "patch", "delete")),
     Rule("rbac.authorization.k8s.io", ("roles", "rolebindings"), ("create", "patch", "delete")),
     Rule("coordination.k8s.io", ("leases",), ("get", "create", "patch", "delete")),
-)  # fmt: skip
-"""For the watcher that a run has in the cluster."""
+)
+"""For the watcher that a run has in the cluster; without these rights it has none."""
 
 
 def jobs_rules(flavors: Sequence[str] = tuple(FLAVORS)) -> list[Rule]:
