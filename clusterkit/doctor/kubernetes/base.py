@@ -14,6 +14,7 @@ from decimal import Decimal
 from typing import Any, ClassVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from clusterkit.backends.kubernetes.flavors import FLAVORS, Flavor
 from clusterkit.backends.kubernetes.nodes import selected
@@ -21,7 +22,7 @@ from clusterkit.backends.kubernetes.pods import ATTEMPT
 from clusterkit.backends.kubernetes.rights import access_review, to_watch
 from clusterkit.backends.kubernetes.text import Object
 from clusterkit.cluster import Gpu, KubernetesCluster, KubernetesFacts
-from clusterkit.doctor.base import Finding, Level, shortened
+from clusterkit.doctor.base import Finding, shortened
 from clusterkit.errors import ClusterkitError
 from clusterkit.spec import JobSpec
 
@@ -128,7 +129,7 @@ class Look:
 
 @dataclass(frozen=True)
 class KubeCheck:
-    """One thing that has to be right.
+    """One thing that has to be right; `check` makes it.
 
     Attributes:
         name: as ``--only`` takes it.
@@ -143,6 +144,41 @@ class KubeCheck:
     judge: Callable[[Seen, KubeSubject], list[Finding]]
     looks: tuple[Look, ...] = ()
     quick: bool = False
+
+
+Judge = Callable[[Seen, KubeSubject], Finding | list[Finding]]
+
+
+def check(
+    name: str, purpose: str, *looks: Look, quick: bool = False
+) -> Callable[[Judge], KubeCheck]:
+    """Make a check of a function whose findings are those of `ok`, `warn`, `fail` and `skip`."""
+
+    def made(function: Judge) -> KubeCheck:
+        def judge(seen: Seen, subject: KubeSubject) -> list[Finding]:
+            found = function(seen, subject)
+            several = found if isinstance(found, list) else [found]
+            return [replace(each, check=name) for each in several]
+
+        return KubeCheck(name, purpose, judge, looks, quick)
+
+    return made
+
+
+def ok(cause: str, *, host: str = CLUSTER) -> Finding:
+    return Finding("", host, "ok", cause)
+
+
+def skip(cause: str, *, host: str = CLUSTER) -> Finding:
+    return Finding("", host, "skip", cause)
+
+
+def warn(cause: str, remedy: str | None = None, *, host: str = CLUSTER) -> Finding:
+    return Finding("", host, "warn", cause, remedy)
+
+
+def fail(cause: str, remedy: str | None = None, *, host: str = CLUSTER) -> Finding:
+    return Finding("", host, "fail", cause, remedy)
 
 
 # ---------------------------------------------------------------- questions that many have
@@ -315,19 +351,19 @@ def is_ready(node: Object) -> bool:
     return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
 
 
-def unknown(check: str, reply: Reply, what: str, host: str = CLUSTER) -> list[Finding]:
+def unknown(reply: Reply, what: str) -> Finding:
     """Nothing can be said, and why."""
     if reply.reason == "Forbidden":
-        return [Finding(check, host, "skip", f"unknown: you may not look at {what}")]
+        return skip(f"unknown: you may not look at {what}")
     if reply.reason == "Unasked":
-        return [Finding(check, host, "skip", "the API server did not answer")]
-    level: Level = "skip" if reply.reason == "NotFound" else "warn"
-    return [Finding(check, host, level, f"unknown: {shortened(reply.said or reply.reason)}")]
+        return skip("the API server did not answer")
+    cause = f"unknown: {shortened(reply.said or reply.reason)}"
+    return skip(cause) if reply.reason == "NotFound" else warn(cause)
 
 
-def unplanned(check: str, seen: Seen) -> list[Finding]:
+def unplanned() -> Finding:
     """Nothing can be said as long as there is no plan; `plan` says why."""
-    return [Finding(check, CLUSTER, "skip", "the job cannot be planned for this cluster")]
+    return skip("the job cannot be planned for this cluster")
 
 
 def kubectl(subject: KubeSubject, *words: str) -> str:
