@@ -38,18 +38,16 @@ backends.local backends.ssh backends.compose backends.kubernetes
 backends.ssh.files backends.ssh.inventory backends.compose.compose_file
 backends.kubernetes.text backends.kubernetes.watcher
 backends.ssh.transport backends.compose.containers backends.kubernetes.pods
-backends.kubernetes.job backends.kubernetes.client backends.kubernetes.judge
-backends.kubernetes.nodes
-backends.kubernetes.pytorchjob backends.kubernetes.mpijob backends.kubernetes.trainjob
-backends.kubernetes.patch
-backends.kubernetes.flavors
-backends.kubernetes.others
-backends.kubernetes.rights
+backends.kubernetes.flavors backends.kubernetes.judge backends.kubernetes.nodes
+backends.kubernetes.client backends.kubernetes.rights backends.kubernetes.server
+backends.kubernetes.patch backends.kubernetes.remote_runs backends.kubernetes.records
 doctor.kubernetes.base
 doctor.kubernetes.checks.*
 doctor.kubernetes.checks
 doctor.kubernetes
 backends.kubernetes.observe backends.kubernetes.guard
+backends.kubernetes.pod_log
+backends.kubernetes.monitor
 backends.kubernetes.lease
 backends.kubernetes.remove
 backends.*.backend

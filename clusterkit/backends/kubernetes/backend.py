@@ -30,21 +30,19 @@ from clusterkit.backends.base import (
     Watcher,
 )
 from clusterkit.backends.kubernetes.client import KUSTOMIZATION, KubeTransport
-from clusterkit.backends.kubernetes.flavors import FLAVORS, choose, served
+from clusterkit.backends.kubernetes.flavors import FLAVORS, choose
 from clusterkit.backends.kubernetes.guard import PROGRAM, RULES, guard, rules_of, rules_text
-from clusterkit.backends.kubernetes.lease import LeasedWatcher, guarded, newest
+from clusterkit.backends.kubernetes.lease import LeasedMonitor as LeasedWatcher
+from clusterkit.backends.kubernetes.lease import guarded
+from clusterkit.backends.kubernetes.lease import progress as newest
+from clusterkit.backends.kubernetes.monitor import PodMonitor as PodWatcher
 from clusterkit.backends.kubernetes.nodes import gpus_of, selected, usable
-from clusterkit.backends.kubernetes.observe import (
-    HOST,
-    PodWatcher,
-    collect,
-    known,
-    observation,
-    pods_of,
-)
-from clusterkit.backends.kubernetes.others import PROJECT, RECORD, USER, Record, kept, listing
+from clusterkit.backends.kubernetes.observe import observation, pods_of
 from clusterkit.backends.kubernetes.patch import check_patch
+from clusterkit.backends.kubernetes.pod_log import collect
 from clusterkit.backends.kubernetes.pods import ATTEMPT, JOB, MANAGER, RUN, Shape
+from clusterkit.backends.kubernetes.records import HOST, known
+from clusterkit.backends.kubernetes.remote_runs import PROJECT, RECORD, USER, Record, kept, listing
 from clusterkit.backends.kubernetes.remove import remove
 from clusterkit.backends.kubernetes.rights import access_review, to_watch
 from clusterkit.backends.kubernetes.text import Object, object_name, quantity
@@ -371,7 +369,7 @@ class KubernetesBackend(Backend):
             run_id=run_id,
             run_dir=run_dir,
             backend=self.name,
-            summary=f"{topology} in pods of Kubernetes {kube.version}, kept by a {flavor.KIND}, "
+            summary=f"{topology} in pods of Kubernetes {kube.version}, kept by a {flavor.kind}, "
             f"started by {job.launcher}; world size {topology.world_size}",
             notes=tuple(notes),
             trees=_trees(cluster, facts, local),
@@ -573,9 +571,9 @@ def _check_rights(flavor: str, tool: list[str], namespace: str, transport: Trans
         Unavailable: names the right that is missing.
     """
     found = FLAVORS[flavor]
-    group = found.API.rpartition("/")[0]
+    group = found.api.rpartition("/")[0]
     for right in (
-        ("create", group, found.PLURAL),
+        ("create", group, found.plural),
         ("create", "", "configmaps"),
         ("list", "", "pods"),
     ):
@@ -622,11 +620,11 @@ def _kinds(tool: list[str], transport: Transport) -> tuple[str, ...]:
     """Kinds of jobs that the cluster serves, besides the plain one."""
     found = []
     for flavor in FLAVORS.values():
-        if flavor.KIND == "Job":
+        if flavor.kind == "Job":
             continue
-        done = transport.run(HOST, [*tool, "get", "--raw", f"/apis/{flavor.API}"])
-        if not done.exit_code and served(json.loads(done.stdout), flavor):
-            found.append(flavor.KIND)
+        done = transport.run(HOST, [*tool, "get", "--raw", f"/apis/{flavor.api}"])
+        if not done.exit_code and flavor.served(json.loads(done.stdout)):
+            found.append(flavor.kind)
     return tuple(found)
 
 

@@ -24,11 +24,12 @@ from urllib.parse import quote
 
 import yaml
 
+from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.pods import MANAGER, ROLE
 from clusterkit.backends.kubernetes.text import Object
 from clusterkit.backends.kubernetes.watcher import reference, renumber
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
-from clusterkit.transport import Completed, LocalTransport, Stream, Transport
+from clusterkit.transport import Completed, LocalTransport, Stream
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient
@@ -46,12 +47,12 @@ APPLIED_AT_ONCE = 8
 KUSTOMIZATION = "kustomization.yaml"
 _LEASES = "/apis/coordination.k8s.io/v1"
 _PLURALS = {
-    "ConfigMap": "configmaps", "Secret": "secrets", "Service": "services", "Job": "jobs",
-    "PyTorchJob": "pytorchjobs", "MPIJob": "mpijobs", "TrainJob": "trainjobs",
+    "ConfigMap": "configmaps", "Secret": "secrets", "Service": "services",
     "TrainingRuntime": "trainingruntimes", "ServiceAccount": "serviceaccounts", "Role": "roles",
     "RoleBinding": "rolebindings", "Lease": "leases",
+    **{flavor.kind: flavor.plural for flavor in FLAVORS.values()},
 }  # fmt: skip
-_OWNERS = ("PyTorchJob", "MPIJob", "TrainJob", "Job")
+_OWNERS = tuple(flavor.kind for flavor in FLAVORS.values())
 
 
 class Refused(ClusterkitError):
@@ -476,21 +477,6 @@ def _unreachable(error: Exception, client: ApiClient) -> Away:
         f"the API server {client.configuration.host} does not answer: {words}",
         hint="is the cluster up, and the VPN? `kubectl cluster-info` should say",
     )
-
-
-def document(tool: Sequence[str], path: str, transport: Transport) -> Object | None:
-    """What the API server has at a path; None: nothing.
-
-    Raises:
-        Unavailable: it does not answer, or will not.
-    """
-    done = transport.run("localhost", [*tool, "get", "--raw", path])
-    if done.exit_code == 0:
-        found: Object = json.loads(done.stdout)
-        return found
-    if "(NotFound)" in done.stderr:
-        return None
-    raise Unavailable(done.stderr.strip() or f"exit code {done.exit_code}")
 
 
 # ---------------------------------------------------------------- objects

@@ -76,7 +76,7 @@ def rules_of(
         namespace=shape.namespace,
         job=made[-1]["path"],
         objects=made,
-        rank_label=flavor.INDEX,
+        rank_label=flavor.index,
         nodes=nodes,
         needed=needed,
         replaces=replaces,
@@ -141,7 +141,7 @@ def guard(shape: Shape, flavor: Flavor, objects: Sequence[Object], python: str) 
 def _rules(shape: Shape, flavor: Flavor, objects: Sequence[Object], name: str) -> list[Object]:
     """Rights for this run alone, as far as they can be narrowed down by name: pods whose names are
     not known before cannot be."""
-    named = flavor.KIND == "PyTorchJob"
+    named = flavor.kind == "PyTorchJob"
     names = [flavor.node_name(shape, node) for node in range(shape.nodes)] if named else None
     kinds = sorted(
         {(_group(each), collection(each, "x").rpartition("/")[2]) for each in objects}

@@ -226,7 +226,7 @@ def _removal(
     return None
 
 
-def told_by_events(events: Sequence[Mapping[str, Any]], namespace: str) -> str | None:
+def cause_from_events(events: Sequence[Mapping[str, Any]], namespace: str) -> str | None:
     """Why a pod of this namespace was ended, where only its events say so: which pod it had to make
     room for, which probe of it failed. None: they do not say."""
     killed, probe = False, None
@@ -234,8 +234,8 @@ def told_by_events(events: Sequence[Mapping[str, Any]], namespace: str) -> str |
         related, message = event.get("related") or {}, str(event.get("message", "")).strip()
         match event.get("reason"):
             case "Preempted" if related.get("name"):
-                elsewhere = related.get("namespace", namespace)
-                of = "" if elsewhere == namespace else f" of namespace {elsewhere}"
+                theirs = related.get("namespace", namespace)
+                of = "" if theirs == namespace else f" of namespace {theirs}"
                 return f"preempted for pod {related['name']}{of}, whose priority is higher"
             case "Killing":
                 killed = True
@@ -250,7 +250,7 @@ def unexplained(pod: Pod) -> bool:
         return pod.removed_by.startswith(PREEMPTED)
     if pod.exit_code is None or pod.leaving or pod.reason == "OOMKilled":
         return False
-    return _obeyed(pod) or (pod.exit_code in _KILLED and not _told(pod))
+    return _obeyed(pod) or (pod.exit_code in _KILLED and not _has_word(pod))
 
 
 def judge(
@@ -351,18 +351,18 @@ class Rejoin(Struct, frozen=True):
             # One that was killed had no time for a word.
             wordless = not (pod.last_words or "").strip() and pod.reason != "OOMKilled"
             taken = _obeyed(pod) or (wordless and pod.exit_code in _KILLED)
-        if taken or (pod.removed_by is not None and not _told(pod)):
+        if taken or (pod.removed_by is not None and not _has_word(pod)):
             return f"{pod.removed_by or 'its pod was removed'}; {NEXT}"
         return None
 
 
-def newest(pods: Collection[Pod]) -> dict[int, Pod]:
+def by_node(pods: Collection[Pod]) -> dict[int, Pod]:
     """The pod of each node; of several the one that was made last."""
     ordered = sorted(pods, key=lambda pod: (pod.created, pod.name))
     return {pod.node: pod for pod in ordered if pod.node is not None}
 
 
-def _told(pod: Pod) -> bool:
+def _has_word(pod: Pod) -> bool:
     """Whether its agent left word of how it ended."""
     try:
         document = json.loads(pod.last_words or "")
@@ -376,7 +376,7 @@ def _ended(node: int, pod: Pod, *, ours: bool) -> NodeStatus:
         node=node, host=pod.host, state=State.SUCCEEDED if pod.exit_code == 0 else State.FAILED,
         exit_code=pod.exit_code, ended_at=pod.finished_at,
     )  # fmt: skip
-    if _told(pod):
+    if _has_word(pod):
         found = judge_exit(node, pod.host, (pod.last_words or "").encode())
         if found.reason == STOPPED and not ours:
             # It obeyed, but whom?

@@ -13,8 +13,6 @@ from clusterkit.backends.kubernetes.flavors import FLAVORS
 ROLE = "clusterkit-submitter"
 """What `k8s/rbac.yaml` calls the role."""
 JOB_VERBS = ("get", "list", "create", "patch", "delete")
-MORE_KINDS = {"trainjob": ("trainingruntimes",), "job": ()}
-"""Kinds of objects that a kind of job needs beside it, in its own group."""
 
 
 class Rule(Struct, frozen=True):
@@ -46,9 +44,9 @@ WATCHING = (
 def jobs_rules(flavors: Sequence[str] = tuple(FLAVORS)) -> list[Rule]:
     """For the kinds of jobs themselves, one rule for each API group."""
     kinds: dict[str, list[str]] = {}
-    for name in flavors:
-        group = FLAVORS[name].API.rpartition("/")[0]
-        kinds.setdefault(group, []).extend((FLAVORS[name].PLURAL, *MORE_KINDS.get(name, ())))
+    for flavor in map(FLAVORS.__getitem__, flavors):
+        more = [plural for api, plural in flavor.besides if api == flavor.api]
+        kinds.setdefault(flavor.group, []).extend((flavor.plural, *more))
     return [Rule(group, tuple(names), JOB_VERBS) for group, names in kinds.items()]
 
 

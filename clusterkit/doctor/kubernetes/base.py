@@ -195,7 +195,7 @@ GROUPS = Look("groups", one("/apis"))
 KINDS = Look(
     "kinds",
     lambda seen, subject: {
-        name: Ask(f"/apis/{flavor.API}") for name, flavor in FLAVORS.items() if name != "job"
+        name: Ask(f"/apis/{flavor.api}") for name, flavor in FLAVORS.items() if name != "job"
     },
 )
 REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
@@ -235,10 +235,10 @@ def _rehearse(seen: Seen, subject: KubeSubject) -> Mapping[str, Ask]:
             del spec["serviceAccountName"]
         meta = {**template.get("metadata", {}), "name": name, "namespace": seen.namespace}
         asked[role] = Ask(root, {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec})
-    if seen.objects and (kind := seen.kind) is not None and kind.KIND != "TrainJob":
+    if seen.objects and (kind := seen.kind) is not None and kind.kind != "TrainJob":
         # The trainer admits a TrainJob only once its runtime is there.
-        path = f"/apis/{kind.API}/namespaces/{seen.namespace}/{kind.PLURAL}?{query}"
-        asked[kind.KIND] = Ask(path, seen.objects[-1])
+        path = f"/apis/{kind.api}/namespaces/{seen.namespace}/{kind.plural}?{query}"
+        asked[kind.kind] = Ask(path, seen.objects[-1])
     return asked
 
 

@@ -9,7 +9,7 @@ import yaml
 
 from clusterkit import loader
 from clusterkit.assemble import deepspeed_config
-from clusterkit.backends.kubernetes.flavors import FLAVORS, mpijob
+from clusterkit.backends.kubernetes.flavors import FLAVORS, SSH_KEYS, SSH_PORT
 from clusterkit.backends.kubernetes.pods import MANAGER, ROLE, container_security, pod_security
 from clusterkit.backends.kubernetes.rights import BESIDES, WATCHING, jobs_rules
 from clusterkit.backends.kubernetes.rights import ROLE as SUBMITTER
@@ -106,7 +106,7 @@ def test_an_elastic_manifest_has_as_many_nodes_as_its_job():
 
 @pytest.mark.parametrize("name", [*JOBS, "trainjob"])
 def test_kinds_labels_and_security_are_those_of_plans(name):
-    apis = {flavor.KIND: flavor.API for flavor in FLAVORS.values()}
+    apis = {flavor.kind: flavor.api for flavor in FLAVORS.values()}
     for each in documents(name):
         assert each["apiVersion"] == apis.get(each["kind"], each["apiVersion"])
         assert each["metadata"]["labels"]["app.kubernetes.io/managed-by"] == MANAGER
@@ -118,9 +118,9 @@ def test_kinds_labels_and_security_are_those_of_plans(name):
 
 def test_sshd_of_the_mpi_job_is_where_the_image_has_it():
     spec = documents("mpijob")[1]["spec"]
-    assert spec["sshAuthMountPath"] == mpijob.KEYS
+    assert spec["sshAuthMountPath"] == SSH_KEYS
     (container,) = spec["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
-    assert container["ports"] == [{"name": "ssh", "containerPort": mpijob.SSH_PORT}]
+    assert container["ports"] == [{"name": "ssh", "containerPort": SSH_PORT}]
 
 
 def test_the_role_has_the_rights_that_doctor_asks_for():

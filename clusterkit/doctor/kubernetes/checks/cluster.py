@@ -7,7 +7,7 @@ import time
 from datetime import datetime
 from typing import Any
 
-from clusterkit.backends.kubernetes.flavors import FLAVORS, OPERATORS, served
+from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.doctor.base import Finding
 from clusterkit.doctor.kubernetes.base import (
     GROUPS,
@@ -105,17 +105,17 @@ def kind(seen: Seen, subject: KubeSubject) -> Finding:
     flavor = FLAVORS[name]
     if seen.reply(GROUPS).reason:
         return unknown(seen.reply(GROUPS), "the API groups")
-    group, _, version = flavor.API.rpartition("/")
+    group, _, version = flavor.api.rpartition("/")
     groups = {each["name"]: each["versions"] for each in seen.reply(GROUPS).document["groups"]}
     versions = [each["version"] for each in groups.get(group, ())]
-    there = name == "job" or served(seen.reply(KINDS, name).document, flavor)
+    there = name == "job" or flavor.served(seen.reply(KINDS, name).document)
     if version in versions and there:
         why = f"; {seen.origin}" if seen.origin else ""
-        return ok(f"{flavor.KIND} ({flavor.API}){why}")
-    cause = f"the cluster does not serve {flavor.KIND} ({flavor.API})"
+        return ok(f"{flavor.kind} ({flavor.api}){why}")
+    cause = f"the cluster does not serve {flavor.kind} ({flavor.api})"
     if versions and version not in versions:
         cause += f"; of {group} it serves {', '.join(versions)}"
-    mend = f"install {OPERATORS.get(name, 'Kubernetes 1.27 or newer')}, or flavor: job"
+    mend = f"install {flavor.operator or 'Kubernetes 1.27 or newer'}, or flavor: job"
     return fail(cause, mend)
 
 
@@ -142,7 +142,7 @@ def operator(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
         return skip("there is no kind of job to act on")
     if seen.flavor == "job":
         return ok("Kubernetes' own controllers act on a Job")
-    who = OPERATORS[seen.flavor]
+    who = FLAVORS[seen.flavor].operator
     reply = seen.reply(DEPLOYMENTS)
     if reply.reason:
         return unknown(reply, f"deployments, so not whether {who} is alive")

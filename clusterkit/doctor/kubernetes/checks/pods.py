@@ -95,7 +95,7 @@ def admission(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
     answers = seen.replies.get(REHEARSAL.name, {})
     if not answers:
         return skip("the API server did not answer")
-    kind = "" if seen.kind is None else seen.kind.KIND
+    kind = "" if seen.kind is None else seen.kind.kind
     names = {what: what if what == kind else f"a pod ({what})" for what in answers}
     taken = [names[what] for what, reply in answers.items() if not reply.reason]
     untried = any("cannot create resource" in reply.said for reply in answers.values())
@@ -200,8 +200,7 @@ def _wanted(seen: Seen, subject: KubeSubject) -> dict[str, Decimal]:
             add(name, number)
             add(f"count/{name}", number)
     if (kind := seen.kind) is not None:
-        group = kind.API.rpartition("/")[0]
-        add(f"count/{kind.PLURAL}.{group}", 1)
+        add(f"count/{kind.plural}.{kind.group}", 1)
     return found
 
 
