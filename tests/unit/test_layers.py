@@ -40,7 +40,8 @@ backends.kubernetes.text backends.kubernetes.watcher
 backends.ssh.transport backends.compose.containers backends.kubernetes.pods
 backends.kubernetes.flavors backends.kubernetes.judge backends.kubernetes.nodes
 backends.kubernetes.client backends.kubernetes.rights backends.kubernetes.server
-backends.kubernetes.patch backends.kubernetes.remote_runs backends.kubernetes.records
+backends.kubernetes.entry backends.kubernetes.remote_runs backends.kubernetes.records
+backends.kubernetes.probe
 doctor.kubernetes.base
 doctor.kubernetes.checks.*
 doctor.kubernetes.checks

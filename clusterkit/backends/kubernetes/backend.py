@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import getpass
-import io
-import json
 import math
 import os
 import posixpath
-import re
-import tarfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
-from urllib.parse import quote
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 import yaml
@@ -30,29 +24,28 @@ from clusterkit.backends.base import (
     Watcher,
 )
 from clusterkit.backends.kubernetes.client import KUSTOMIZATION, KubeTransport
+from clusterkit.backends.kubernetes.entry import check_entry
 from clusterkit.backends.kubernetes.flavors import FLAVORS, choose
 from clusterkit.backends.kubernetes.guard import PROGRAM, RULES, guard, rules_of, rules_text
 from clusterkit.backends.kubernetes.lease import LeasedMonitor as LeasedWatcher
 from clusterkit.backends.kubernetes.lease import guarded
 from clusterkit.backends.kubernetes.lease import progress as newest
 from clusterkit.backends.kubernetes.monitor import PodMonitor as PodWatcher
-from clusterkit.backends.kubernetes.nodes import gpus_of, selected, usable
 from clusterkit.backends.kubernetes.observe import observation, pods_of
-from clusterkit.backends.kubernetes.patch import check_patch
 from clusterkit.backends.kubernetes.pod_log import collect
 from clusterkit.backends.kubernetes.pods import ATTEMPT, JOB, MANAGER, RUN, Shape
+from clusterkit.backends.kubernetes.probe import context_of as _context
+from clusterkit.backends.kubernetes.probe import facts_of as _facts
+from clusterkit.backends.kubernetes.probe import flags as _flags
+from clusterkit.backends.kubernetes.probe import places, probe
 from clusterkit.backends.kubernetes.records import HOST, known
 from clusterkit.backends.kubernetes.remote_runs import PROJECT, RECORD, USER, Record, kept, listing
 from clusterkit.backends.kubernetes.remove import remove
-from clusterkit.backends.kubernetes.rights import access_review, to_watch
-from clusterkit.backends.kubernetes.text import Object, object_name, quantity
+from clusterkit.backends.kubernetes.text import Object, object_name
 from clusterkit.backends.nodes import (
     CPU_IMAGE,
     GPU_IMAGE,
-    PACKAGES,
-    TOOLS,
     device_of,
-    interpreter,
     own_ports,
     threads_of,
 )
@@ -63,11 +56,10 @@ from clusterkit.cluster import (
     HostFacts,
     KubernetesCluster,
     KubernetesFacts,
-    Project,
 )
-from clusterkit.errors import BadInput, ClusterkitError, Unavailable, about, counted
+from clusterkit.errors import BadInput, ClusterkitError, counted
 from clusterkit.plan import Note, Plan, PlanFile, Step, Tree
-from clusterkit.project import snapshot, words
+from clusterkit.project import words
 from clusterkit.rendezvous import Endpoint, Topology, mpirun_interface
 from clusterkit.runs import home, resolve, slug
 from clusterkit.shell import quote as quoted
@@ -80,8 +72,6 @@ if TYPE_CHECKING:
 
 MANIFESTS = "manifests.yaml"
 ARCHIVE = PROJECT
-MOST_BYTES = 1_040_000
-"""Of a project, compressed; a config map takes 1 MiB."""
 REJOIN_SECONDS = 900.0
 """How long a run waits for another pod in the place of one that is lost; a Job takes up to 600 s
 before it makes one of which several were lost."""
@@ -93,7 +83,6 @@ _PET = (
     "PET_RDZV_ID", "PET_STANDALONE",
 )  # fmt: skip
 """Variables of the operators that torchrun would take for its own options."""
-_UNSEEN = "the image's; not looked at"
 
 
 class KubernetesBackend(Backend):
@@ -112,30 +101,7 @@ class KubernetesBackend(Backend):
     ) -> ClusterSpec:
         super().settled(cluster, folder, include, exclude)
         assert isinstance(cluster, KubernetesCluster)
-        for key in ("memory", "shm_size"):
-            if (size := getattr(cluster, key)) is not None:
-                with about("cluster", key):
-                    quantity(key, size)
-        with about("cluster", "resources"):
-            for name, amount in cluster.resources.items():
-                quantity(f"resources: {name}", amount)
-        check_patch(cluster.patch)
-        paths = [each.path.rstrip("/") for each in cluster.volumes]
-        if twice := sorted({path for path in paths if paths.count(path) > 1}):
-            raise BadInput(
-                f"volumes: two of them on {twice[0]}",
-                hint="give each its own path",
-                cluster="volumes",
-            )
-        if cluster.shared and not any(
-            cluster.shared.rstrip("/") == path or cluster.shared.startswith(path + "/")
-            for path in paths
-        ):
-            raise BadInput(
-                f"shared: {cluster.shared} is in none of the volumes",
-                hint="volumes: [{claim: NAME, path: " + cluster.shared + "}]",
-                cluster="shared",
-            )
+        check_entry(cluster)
         if cluster.kubeconfig is None:
             return cluster
         path = str((folder / Path(cluster.kubeconfig).expanduser()).absolute())
@@ -151,39 +117,11 @@ class KubernetesBackend(Backend):
         self, cluster: ClusterSpec, transport: Transport, job: JobSpec | None = None
     ) -> Facts:
         assert isinstance(cluster, KubernetesCluster)
-        tool = ["kubectl", *_flags(cluster.kubeconfig, cluster.context)]
-        version = _get(tool, "/version", transport)
-        context, namespace = _context(cluster)
-        namespace = cluster.namespace or namespace
-        _check_namespace(tool, namespace, transport)
-        gpus = _gpus(cluster, job, tool, transport)
-        kinds = _kinds(tool, transport)
-        kubernetes = KubernetesFacts(
-            version=str(version.get("gitVersion", "?")),
-            context=context,
-            namespace=namespace,
-            kubeconfig=cluster.kubeconfig or os.environ.get("KUBECONFIG"),
-            kinds=kinds,
-            user=_user(),
-        )
-        if job is not None:
-            _check_rights(choose(job, cluster, kubernetes)[0], tool, namespace, transport)
-            kubernetes = msgspec.structs.replace(
-                kubernetes, may_watch=_may_watch(cluster, tool, namespace, transport)
-            )
-        return _facts(cluster, kubernetes, gpus, job)
+        return probe(cluster, transport, job)
 
     def places(self, cluster: ClusterSpec, transport: Transport) -> int:
         assert isinstance(cluster, KubernetesCluster)
-        tool = ["kubectl", *_flags(cluster.kubeconfig, cluster.context)]
-        done = transport.run(HOST, [*tool, "get", "--raw", "/api/v1/nodes"])
-        if done.exit_code:
-            raise Unavailable(
-                f"how many nodes the cluster has is unknown: {done.stderr.strip()}",
-                hint="--nodes N",
-            )
-        nodes = json.loads(done.stdout)["items"]
-        return sum(selected(node, cluster) and usable(node, cluster) for node in nodes)
+        return places(cluster, transport)
 
     def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> Patient:
         from clusterkit.doctor.kubernetes.base import KubeSubject
@@ -345,7 +283,11 @@ class KubernetesBackend(Backend):
         ]
         notes = [
             Note("flavor", flavor_name, flavor_origin),
-            Note("namespace", kube.namespace, _namespace_origin(cluster)),
+            Note(
+                "namespace",
+                kube.namespace,
+                "cluster: namespace" if cluster.namespace else "the context's own",
+            ),
             Note("device", device, device_origin),
             Note("nproc_per_node", str(nproc), nproc_origin),
             Note("image", shape.image, "cluster: image" if cluster.image else f"device {device}"),
@@ -452,190 +394,6 @@ class KubernetesBackend(Backend):
             created_at=found.created_at,
             project=found.project,
         )
-
-
-# ---------------------------------------------------------------- probing
-
-
-def _facts(
-    cluster: KubernetesCluster,
-    kube: KubernetesFacts,
-    gpus: tuple[Gpu, ...],
-    job: JobSpec | None,
-) -> Facts:
-    """What a plan has to know; reads the job's project where that is copied.
-
-    Raises:
-        BadInput: the project is too large.
-    """
-    port, watch_port = own_ports(cluster.port)
-    python, origin = interpreter(job, (cluster.python, "cluster: python"))
-    return Facts(
-        home=str(home()),
-        hosts=(
-            HostFacts(
-                host="pods",
-                address="node-0",
-                cpus=max(1, math.floor(cluster.cpus or 1)),
-                memory_mib=0,
-                gpus=gpus,
-                python=python,
-                python_origin=origin,
-                versions=dict.fromkeys(PACKAGES, _UNSEEN),
-                tools=dict.fromkeys(TOOLS, _UNSEEN),
-            ),
-        ),
-        port=port,
-        port_origin="every pod has its own" if cluster.port == "auto" else "cluster: port",
-        interface=cluster.interface,
-        watch_port=watch_port,
-        project=_project(job) if cluster.code == "copied" and job is not None else None,
-        kubernetes=kube,
-    )
-
-
-def _flags(kubeconfig: str | None, context: str | None, namespace: str | None = None) -> list[str]:
-    words = {"--kubeconfig": kubeconfig, "--context": context, "--namespace": namespace}
-    return [word for flag, value in words.items() if value for word in (flag, value)]
-
-
-def _get(tool: list[str], path: str, transport: Transport) -> dict[str, Any]:
-    done = transport.run(HOST, [*tool, "get", "--raw", path])
-    if done.exit_code:
-        raise Unavailable(f"{done.stderr.strip()} ({path})")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-def _context(cluster: KubernetesCluster) -> tuple[str, str]:
-    """The name of the context, so that it is the same one later, and its namespace."""
-    from kubernetes import config
-
-    try:
-        found = config.list_kube_config_contexts(cluster.kubeconfig)  # type: ignore[no-untyped-call]
-    except config.ConfigException:  # in a pod there is none
-        return cluster.context or "", "default"
-    contexts, active = found
-    chosen = next((each for each in contexts if each["name"] == cluster.context), active)
-    return str(chosen["name"]), str(chosen["context"].get("namespace") or "default")
-
-
-def _user() -> str:
-    """Who submits, as a label may say it; empty where nobody knows."""
-    try:
-        name = getpass.getuser()
-    except (KeyError, OSError, ImportError):  # a user id without a name, as in many a container
-        return ""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:63].strip("_.-")
-
-
-def _namespace_origin(cluster: KubernetesCluster) -> str:
-    return "cluster: namespace" if cluster.namespace else "the context's own"
-
-
-def _project(job: JobSpec) -> Project:
-    """The working tree, if a config map takes it.
-
-    Raises:
-        BadInput: it is too large.
-    """
-    found = snapshot(Path(job.workdir or "."), job.program)
-    packed = io.BytesIO()
-    if found.size < 32 * MOST_BYTES:
-        with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=6) as archive:
-            for entry in found.entries:
-                archive.add(found.root / entry.path, entry.path, recursive=False)
-    if found.size >= 32 * MOST_BYTES or packed.tell() > MOST_BYTES:
-        raise BadInput(
-            f"code: {found.root} is too large for a config map ({words(found.facts())})",
-            hint="code: baked, with the project in the image or in a volume",
-            cluster="code",
-        )
-    return found.facts()
-
-
-def _check_namespace(tool: list[str], namespace: str, transport: Transport) -> None:
-    done = transport.run(HOST, [*tool, "get", "--raw", f"/api/v1/namespaces/{quote(namespace)}"])
-    if done.exit_code and "(NotFound)" in done.stderr:
-        raise BadInput(
-            f"namespace: the cluster has no {namespace}",
-            hint=f"kubectl create namespace {namespace}",
-            cluster="namespace",
-        )
-
-
-def _check_rights(flavor: str, tool: list[str], namespace: str, transport: Transport) -> None:
-    """Refuse what the API server would not let us do, before anything is made.
-
-    Raises:
-        Unavailable: names the right that is missing.
-    """
-    found = FLAVORS[flavor]
-    group = found.api.rpartition("/")[0]
-    for right in (
-        ("create", group, found.plural),
-        ("create", "", "configmaps"),
-        ("list", "", "pods"),
-    ):
-        if not _may(right, tool, namespace, transport):
-            raise Unavailable(
-                f"you may not {right[0]} {right[2]} in namespace {namespace}",
-                hint="k8s/rbac.yaml is the role that a submitter needs: an admin can bind it",
-            )
-
-
-def _may(
-    right: tuple[str, str, str], tool: list[str], namespace: str, transport: Transport
-) -> bool:
-    """Whether the API server would let us; a right is a verb, an API group and a resource."""
-    asked = access_review(namespace, *right)
-    path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-    command = [*tool, "create", "--raw", path, "--filename", "-"]
-    done = transport.run(HOST, command, stdin=json.dumps(asked).encode())
-    allowed = not done.exit_code and json.loads(done.stdout).get("status", {}).get("allowed")
-    return bool(allowed)
-
-
-def _may_watch(
-    cluster: KubernetesCluster, tool: list[str], namespace: str, transport: Transport
-) -> bool:
-    """Whether the run can have a watcher in the cluster.
-
-    Raises:
-        Unavailable: it is asked for, and may not be made.
-    """
-    if cluster.watcher is False:
-        return False
-    wanted = [right for right in to_watch() if right[0] == "create"]
-    missing = [right for right in wanted if not _may(right, tool, namespace, transport)]
-    if missing and cluster.watcher is True:
-        raise Unavailable(
-            f"watcher: you may not {missing[0][0]} {missing[0][2]} in namespace {namespace}",
-            hint="k8s/rbac.yaml has these rights; or watcher: false",
-        )
-    return not missing
-
-
-def _kinds(tool: list[str], transport: Transport) -> tuple[str, ...]:
-    """Kinds of jobs that the cluster serves, besides the plain one."""
-    found = []
-    for flavor in FLAVORS.values():
-        if flavor.kind == "Job":
-            continue
-        done = transport.run(HOST, [*tool, "get", "--raw", f"/apis/{flavor.api}"])
-        if not done.exit_code and flavor.served(json.loads(done.stdout)):
-            found.append(flavor.kind)
-    return tuple(found)
-
-
-def _gpus(
-    cluster: KubernetesCluster, job: JobSpec | None, tool: list[str], transport: Transport
-) -> tuple[Gpu, ...]:
-    """Those of the node that has most of them."""
-    if cluster.gpus == 0 or (job is not None and job.device == "cpu"):
-        return ()
-    done = transport.run(HOST, [*tool, "get", "--raw", "/api/v1/nodes"])
-    return gpus_of(cluster, None if done.exit_code else json.loads(done.stdout)["items"])
 
 
 # ---------------------------------------------------------------- planning
