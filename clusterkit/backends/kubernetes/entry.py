@@ -1,5 +1,5 @@
-"""Whether an entry of the cluster file can be used: amounts, volumes, and its ``patch:``, which has to
-be part of a pod's spec by the official client's own models."""
+"""Whether an entry of the cluster file can be used: its amounts, its volumes, and its ``patch:``,
+which has to be part of a pod's spec by the official client's own models."""
 
 from __future__ import annotations
 
