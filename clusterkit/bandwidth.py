@@ -322,7 +322,7 @@ def check(options: Options, plan: Plan, facts: Facts) -> None:
             f"pairwise: {shape}: it measures between nodes, not between ranks of one",
             hint="--nodes 2, or leave out --pairwise",
         )
-    device = plan.note("device")
+    device = plan.device
     if device == "cpu" and options.dtype in ONLY_NCCL:
         raise BadInput(
             f"dtype: {options.dtype}: gloo, which the ranks use without GPUs, does not take it",

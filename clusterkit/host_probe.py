@@ -17,6 +17,7 @@ import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
@@ -42,7 +43,7 @@ def interfaces() -> list[dict[str, Any]]:
     return found
 
 
-def versions(packages: list[str]) -> dict[str, str]:
+def versions(packages: Sequence[str]) -> dict[str, str]:
     """What is installed for this interpreter."""
     found = {}
     for name in packages:
@@ -53,7 +54,7 @@ def versions(packages: list[str]) -> dict[str, str]:
     return found
 
 
-def gpus(query: list[str]) -> str:
+def gpus(query: Sequence[str]) -> str:
     """nvidia-smi's list; empty where there is no such tool, or it does not answer."""
     if shutil.which(query[0]) is None:
         return ""
@@ -67,9 +68,9 @@ def gpus(query: list[str]) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def main() -> int:
-    asked = json.loads(sys.argv[1])
-    document = {
+def document(asked: dict[str, Any]) -> dict[str, Any]:
+    """What is told; ``asked`` holds ``workdir``, ``packages``, ``tools`` and ``gpu_query``."""
+    return {
         "workdir": os.path.abspath(os.path.expanduser(asked["workdir"])),
         "writable": os.access(os.path.expanduser(asked["workdir"]), os.W_OK),
         "python": sys.executable,
@@ -85,9 +86,7 @@ def main() -> int:
         "gpus": gpus(asked["gpu_query"]),
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
     }
-    print(json.dumps(document))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    print(json.dumps(document(json.loads(sys.argv[1]))))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from msgspec import Struct
 
 from clusterkit import execute
+from clusterkit.assemble import Placement
 from clusterkit.cluster import ClusterSpec, Facts
 from clusterkit.errors import BadInput, CapabilityError, ClusterkitError
 from clusterkit.execute import Record
@@ -188,13 +189,21 @@ class Backend(ABC):
         """
         raise CapabilityError(f"backend {self.name} has no doctor yet")
 
-    @abstractmethod
+    def place(self, job: JobSpec, cluster: ClusterSpec, facts: Facts, run_id: str) -> Placement:
+        """Where the job's nodes run and how their ranks find each other. Pure, as `plan` is.
+
+        Raises:
+            BadInput: the job does not fit the cluster.
+        """
+        raise NotImplementedError
+
     def plan(self, job: JobSpec, cluster: ClusterSpec, facts: Facts, run_id: str) -> Plan:
         """What submitting does, as data. Pure: the same arguments give the same plan for ever.
 
         Raises:
             BadInput: the job does not fit the cluster.
         """
+        return self.place(job, cluster, facts, run_id).plan(self.name)
 
     def submit(
         self,

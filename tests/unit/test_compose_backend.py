@@ -17,8 +17,8 @@ import yaml
 
 from clusterkit import agent
 from clusterkit.backends.base import Handle
-from clusterkit.backends.compose import backend as compose
 from clusterkit.backends.compose import containers
+from clusterkit.backends.compose import probe as compose
 from clusterkit.backends.compose.backend import ComposeBackend
 from clusterkit.backends.compose.compose_file import size_bytes
 from clusterkit.backends.compose.containers import STATES, Container, Watcher, inspect, judge

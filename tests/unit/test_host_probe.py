@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from clusterkit import host_probe
-from clusterkit.backends.nodes import GPU_QUERY, parse_gpus
+from clusterkit.backends.probing import GPU_QUERY, parse_gpus
 
 TEXT = Path(host_probe.__file__).read_bytes()
 

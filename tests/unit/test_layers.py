@@ -20,6 +20,7 @@ spec runs diagnose
 cluster command
 batch rendezvous loader
 plan request catalogue deepspeed_config
+program
 deepspeed_probe estimate.units estimate.memory estimate.published
 estimate.models estimate.advice
 estimate.jobs
@@ -33,9 +34,11 @@ doctor.checks
 doctor.preflight doctor.hosts
 doctor
 backends.base
-backends backends.nodes
+backends backends.nodes backends.placing backends.probing
 backends.local backends.ssh backends.compose backends.kubernetes
-backends.ssh.files backends.ssh.inventory backends.compose.compose_file
+backends.ssh.files backends.ssh.inventory backends.compose.compose_file backends.compose.engine
+backends.*.probe backends.ssh.observe
+backends.*.place
 backends.kubernetes.text backends.kubernetes.watcher
 backends.ssh.transport backends.compose.containers backends.kubernetes.pods
 backends.kubernetes.flavors backends.kubernetes.judge backends.kubernetes.nodes
@@ -47,8 +50,8 @@ doctor.kubernetes.checks.*
 doctor.kubernetes.checks
 doctor.kubernetes
 backends.kubernetes.observe backends.kubernetes.guard
-backends.kubernetes.pod_log
-backends.kubernetes.monitor
+backends.kubernetes.run_files backends.kubernetes.pod_log
+backends.kubernetes.place backends.kubernetes.monitor
 backends.kubernetes.lease
 backends.kubernetes.remove
 backends.*.backend

@@ -15,8 +15,8 @@ import pytest
 
 from clusterkit import api, backends, mirror, project, supervise
 from clusterkit.backends.base import Handle
-from clusterkit.backends.ssh import backend as module
-from clusterkit.backends.ssh import inventory
+from clusterkit.backends.ssh import inventory, observe
+from clusterkit.backends.ssh import place as placing
 from clusterkit.backends.ssh.backend import SshBackend
 from clusterkit.cluster import Facts, Gpu, Host, HostFacts, Project, SshCluster
 from clusterkit.errors import BadInput, PortTaken, SubmitFailed, Unavailable
@@ -150,13 +150,13 @@ def test_a_python_path_of_one_s_own_is_kept(where):
     ],
 )
 def test_a_tree_lies_in_a_folder_of_the_project_s_name(root, name):
-    path = module._tree_path(facts(), msgspec.structs.replace(PROJECT, root=root))
+    path = placing._tree_path(facts(), msgspec.structs.replace(PROJECT, root=root))
     assert path == f"/home/u/cluster kit/projects/{name}/{'d' * 16}"
 
 
 def test_two_projects_never_share_a_tree():
     other = msgspec.structs.replace(PROJECT, digest="e" * 32)
-    assert module._tree_path(facts(), PROJECT) != module._tree_path(facts(), other)
+    assert placing._tree_path(facts(), PROJECT) != placing._tree_path(facts(), other)
 
 
 def test_checkpoints_lie_on_the_shared_folder_where_there_is_one():
@@ -883,7 +883,7 @@ def view(number, *, begun=True, alive=True, ended=False, silent=None, known=True
 
 def judged(*views, patience=30.0):
     handle = Handle(RunFolder(Path("no", "folder")), plan(facts(), nodes=2))
-    seen = module._observation(handle, list(views), patience)
+    seen = observe.observation(handle, list(views), patience)
     return None if seen is None else [(node.state, node.reason) for node in seen.nodes]
 
 

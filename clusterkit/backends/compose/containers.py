@@ -16,16 +16,14 @@ import msgspec
 from clusterkit.agent import STOPPED
 from clusterkit.backends.base import Handle, Observation
 from clusterkit.backends.compose.compose_file import LABEL, STOP_EXTRA, container_name
+from clusterkit.backends.compose.engine import ENGINE_SECONDS, HOST, Docker
 from clusterkit.backends.nodes import judge_exit, node_file, observed, remarks
 from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
-from clusterkit.plan import Plan
+from clusterkit.plan import ComposeNative, Plan
 from clusterkit.status import NodeCause, NodeStatus, State
 from clusterkit.transport import Completed, Put, Stream, Transport
 
-HOST = "localhost"
-ENGINE_SECONDS = 60.0
 INSPECT_SECONDS = 10.0
-"""Seconds that a container has beyond its ranks' own to end."""
 LOOK_SECONDS = 3.0
 """How often containers are looked at although the engine told of nothing."""
 AGAIN_SECONDS = 1.0
@@ -96,10 +94,11 @@ def _words(size: int) -> str:
     return f"{size / scale:g} {unit}"
 
 
-def tool(plan: Plan) -> list[str]:
-    """``docker`` for the engine that the run was planned for."""
-    argv = next((step.argv for step in plan.steps if "compose" in step.argv), ("docker", "compose"))
-    return list(argv[: argv.index("compose")])
+def docker_of(plan: Plan, transport: Transport) -> Docker:
+    """The engine that the run was planned for."""
+    # The plans of older versions do not tell which.
+    socket = plan.native.socket if isinstance(plan.native, ComposeNative) else None
+    return Docker(socket, transport)
 
 
 def _begun(handle: Handle, node: int, transport: Transport) -> bool:
@@ -124,8 +123,8 @@ def inspect(handle: Handle, transport: Transport) -> dict[int, Container]:
     names = [container_name(plan.run_id, node) for node in range(_containers(plan))]
     if not names:
         return {}
-    words = [*tool(plan), "inspect", "--type", "container", "--format", _INSPECT, *names]
-    done = transport.run(HOST, words, timeout=INSPECT_SECONDS)
+    words = ["inspect", "--type", "container", "--format", _INSPECT, *names]
+    done = docker_of(plan, transport).run(*words, seconds=INSPECT_SECONDS)
     complaints = [line for line in done.stderr.splitlines() if line and not _GONE.search(line)]
     if done.exit_code and complaints and not done.stdout.strip():
         raise Unavailable(f"the docker engine does not answer: {complaints[-1]}")
@@ -183,8 +182,8 @@ def _keep(handle: Handle, transport: Transport) -> None:
 
 
 def _said(plan: Plan, node: int, transport: Transport) -> str:
-    words = [*tool(plan), "logs", "--tail", "3", container_name(plan.run_id, node)]
-    done = transport.run(HOST, words, timeout=ENGINE_SECONDS)
+    words = ["logs", "--tail", "3", container_name(plan.run_id, node)]
+    done = docker_of(plan, transport).run(*words)
     return "" if done.exit_code else (done.stderr + done.stdout).strip().rpartition("\n")[2]
 
 
@@ -385,8 +384,8 @@ class Watcher:
             self._open_at = now + AGAIN_SECONDS
             plan = self._handle.plan
             words = [
-                *tool(plan), "events", "--since", f"{self._since:.3f}", "--format", "{{.Action}}",
-                "--filter", f"label={LABEL}={plan.run_dir}",
+                *docker_of(plan, self._transport).tool, "events", "--since", f"{self._since:.3f}",
+                "--format", "{{.Action}}", "--filter", f"label={LABEL}={plan.run_dir}",
             ]  # fmt: skip
             try:
                 self._events = self._transport.open(HOST, words)
@@ -456,7 +455,7 @@ def _ended(
         Unavailable: it failed.
     """
     try:
-        done = transport.run(HOST, [*tool(plan), *words], timeout=seconds)
+        done = docker_of(plan, transport).run(*words, seconds=seconds)
     except SubmitFailed as error:
         raise Unavailable(f"could not end run {plan.run_id}: {error.message}") from error
     complaints = [line for line in done.stderr.splitlines() if line and not _GONE.search(line)]

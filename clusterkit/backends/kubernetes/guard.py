@@ -53,10 +53,8 @@ def rules_of(
     nodes: int,
     needed: int,
     replaces: bool,
-    force: bool,
     restarts: int,
     time_limit: float | None,
-    lost_after: float,
 ) -> Rules:
     """What it is told of a run whose manifests are ``objects``.
 
@@ -64,8 +62,7 @@ def rules_of(
         nodes: nodes that run an agent.
         needed: how many of them must be there.
         replaces: whether another pod may take the place of one that is gone.
-        force: whether pods are removed by force for that, where their nodes do not answer.
-        time_limit, lost_after: seconds.
+        time_limit: seconds.
     """
     made: list[Object] = [
         {"path": _path(each, shape), "body": each} for each in objects if each["kind"] != "Service"
@@ -80,10 +77,10 @@ def rules_of(
         nodes=nodes,
         needed=needed,
         replaces=replaces,
-        force=force,
+        force=shape.cluster.replace_lost,
         restarts=restarts,
         time_limit=time_limit,
-        lost_after=lost_after,
+        lost_after=shape.cluster.lost_after,
         stop_grace=shape.cluster.stop_grace,
     )
 

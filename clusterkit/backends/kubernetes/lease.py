@@ -29,7 +29,7 @@ from clusterkit.backends.kubernetes.records import Removed, keep, known, put_rem
 from clusterkit.backends.kubernetes.server import MERGE, Refusal, RunObjects
 from clusterkit.backends.kubernetes.watcher import WATCHER, lease_seconds
 from clusterkit.errors import ClusterkitError
-from clusterkit.plan import Plan
+from clusterkit.plan import KubernetesNative, Plan
 from clusterkit.runs import Event
 from clusterkit.status import State
 from clusterkit.transport import Transport
@@ -41,7 +41,7 @@ BEGIN_SECONDS = 60.0
 
 def guarded(plan: Plan) -> bool:
     """Whether the run has a watcher in the cluster."""
-    return plan.note("watcher") == "on"
+    return isinstance(plan.native, KubernetesNative) and plan.native.watched
 
 
 class Holder:

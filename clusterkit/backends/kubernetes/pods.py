@@ -37,7 +37,6 @@ class Shape:
     min_nodes: int
     nodes: int
     nproc_per_node: int
-    port: int
     gpus: int
     """GPUs of a pod."""
     labels: Mapping[str, str]

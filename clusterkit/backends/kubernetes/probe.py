@@ -16,8 +16,9 @@ import msgspec
 from clusterkit.backends.kubernetes.flavors import FLAVORS, choose
 from clusterkit.backends.kubernetes.nodes import gpus_of, selected, usable
 from clusterkit.backends.kubernetes.rights import access_review, to_watch
-from clusterkit.backends.kubernetes.server import Refusal, Server
-from clusterkit.backends.nodes import PACKAGES, TOOLS, interpreter, own_ports
+from clusterkit.backends.kubernetes.server import Refusal, Server, flags
+from clusterkit.backends.placing import own_ports
+from clusterkit.backends.probing import PACKAGES, TOOLS, interpreter
 from clusterkit.cluster import Facts, Gpu, HostFacts, KubernetesCluster, KubernetesFacts, Project
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.project import snapshot, words
@@ -29,12 +30,6 @@ MOST_BYTES = 1_040_000
 """Of a project, compressed; a config map takes 1 MiB."""
 _UNSEEN = "the image's; not looked at"
 _ROLE_HINT = "k8s/rbac.yaml is the role that a submitter needs: an admin can bind it"
-
-
-def flags(kubeconfig: str | None, context: str | None, namespace: str | None = None) -> list[str]:
-    """Those of kubectl."""
-    words = {"--kubeconfig": kubeconfig, "--context": context, "--namespace": namespace}
-    return [word for flag, value in words.items() if value for word in (flag, value)]
 
 
 def context_of(cluster: KubernetesCluster) -> tuple[str, str]:

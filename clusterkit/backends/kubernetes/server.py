@@ -12,13 +12,19 @@ from urllib.parse import quote
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.pods import RUN
 from clusterkit.backends.kubernetes.text import Object
-from clusterkit.errors import Unavailable
-from clusterkit.plan import Plan
+from clusterkit.errors import RunFolderError, Unavailable
+from clusterkit.plan import KubernetesNative, Plan
 from clusterkit.transport import Stream, Transport
 
 HOST = "localhost"
 MERGE = ("--type", "merge", "--patch")
 _REFUSED = re.compile(r"Error from server \((\w+)\): (.*)", re.DOTALL)
+
+
+def flags(kubeconfig: str | None, context: str | None, namespace: str | None = None) -> list[str]:
+    """Those of kubectl."""
+    words = {"--kubeconfig": kubeconfig, "--context": context, "--namespace": namespace}
+    return [word for flag, value in words.items() if value for word in (flag, value)]
 
 
 class Refusal(Unavailable):
@@ -98,15 +104,17 @@ class RunObjects(Server):
     """What belongs to a run, on the server and in the namespace that it was planned for."""
 
     def __init__(self, plan: Plan, transport: Transport) -> None:
-        apply = next(
-            (step.argv for step in plan.steps if "apply" in step.argv), ("kubectl", "apply")
-        )
-        super().__init__(apply[: apply.index("apply")], transport)
-        words = self._tool
-        named = "--namespace" in words
-        self.namespace = words[words.index("--namespace") + 1] if named else "default"
-        self.flavor = FLAVORS[plan.note("flavor") or "job"]
-        self.name = plan.note("name") or plan.run_id
+        native = plan.native
+        if not isinstance(native, KubernetesNative):
+            raise RunFolderError(
+                f"run {plan.run_id}: its plan does not say where its objects are",
+                hint="it was submitted by an older clusterkit; `kubectl` can follow and delete it",
+            )
+        words = flags(native.kubeconfig, native.context, native.namespace)
+        super().__init__(["kubectl", *words], transport)
+        self.namespace = native.namespace
+        self.flavor = FLAVORS[native.flavor]
+        self.name = native.name
         self._run_id = plan.run_id
 
     def path(self, api: str, plural: str, name: str) -> str:

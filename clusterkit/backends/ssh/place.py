@@ -1,0 +1,220 @@
+"""Which hosts a job's nodes get, and where its project lies there. Pure."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from clusterkit import project
+from clusterkit.assemble import Peers, Placement, Places, require_packages
+from clusterkit.backends.placing import device_of, gpu_share, interface_env, threads_of
+from clusterkit.backends.ssh.probe import named, too_few
+from clusterkit.cluster import Facts, HostFacts, Project, SshCluster
+from clusterkit.errors import BadInput, counted
+from clusterkit.plan import Note, Tree
+from clusterkit.rendezvous import NODE_ADDRESS, Endpoint, Topology, mpirun_interface
+from clusterkit.spec import JobSpec
+
+
+def place(job: JobSpec, cluster: SshCluster, facts: Facts, run_id: str) -> Placement:
+    """As `clusterkit.backends.base.Backend.place`."""
+    least, most = job.node_range
+    if len(facts.hosts) < least:
+        raise too_few(least, len(facts.hosts), cluster)
+    nodes = min(most, len(facts.hosts))
+    hosts = facts.hosts[:nodes]
+    head = hosts[0]
+    device, device_origin = device_of(job, hosts)
+    nproc, nproc_origin = _ranks_per_node(job, hosts, device)
+    topology = Topology(min(least, nodes), nodes, nproc)
+    threads, threads_origin = threads_of(job, min(host.cpus for host in hosts), nproc)
+    for host in hosts:
+        require_packages(job, host)
+        if host.python != head.python:
+            raise BadInput(
+                f"python: {head.python} on {head.host}, but {host.python} on {host.host}",
+                hint="the ranks' interpreter must have one path on all hosts: a link will do",
+                cluster="python",
+            )
+    run_dir = posixpath.join(facts.home, "runs", run_id)
+    workdir, trees = _trees(job, facts, run_dir)
+    if job.launcher == "mpirun":
+        _check_devices(hosts[1:], device, nproc)
+    network_env = interface_env(facts.interface)
+    if job.launcher == "mpirun" and facts.interface:
+        network_env |= mpirun_interface(facts.interface)
+    shared = posixpath.join(cluster.shared, "runs", run_id) if cluster.shared else None
+    remarks = _version_notes(hosts)
+    if nodes < most:
+        remarks.append(Note("", f"{most} nodes are wanted, {counted(nodes, 'host')} there", ""))
+    return Placement(
+        job=_as_copied(job, facts),
+        topology=topology,
+        endpoint=Endpoint(head.address, facts.port, run_id),
+        places=Places(run_dir, workdir, head.python, shared, head.python_origin),
+        device=device,
+        threads=threads,
+        where=f"on {named([host.host for host in hosts])}",
+        hosts=tuple(host.host for host in hosts),
+        names=tuple(host.address for host in hosts),
+        cluster_env=cluster.env,
+        network_env=network_env | _shipped_env(job, cluster, facts),
+        node_env=tuple(
+            {
+                **({NODE_ADDRESS.name: host.address} if topology.elastic else {}),
+                **({} if network_env else _own(interface_env(host.interface), job, cluster)),
+                **gpu_share(host.gpus, device, 0, nproc),
+            }
+            for host in hosts
+        ),
+        stop_grace=cluster.stop_grace,
+        lost_after=cluster.lost_after,
+        peers=Peers(head.address, facts.watch_port, cluster.lost_after)
+        if facts.watch_port
+        else None,
+        trees=trees,
+        notes=(
+            Note("device", device, device_origin),
+            Note("nproc_per_node", str(nproc), nproc_origin),
+            Note("master_addr", head.address, _address_origin(cluster, head)),
+            Note("master_port", str(facts.port), facts.port_origin),
+            Note("threads_per_rank", str(threads), threads_origin),
+            Note("workdir", workdir, "the project as it is copied" if trees else "job: workdir"),
+            *_interface_notes(facts, hosts),
+        ),
+        remarks=tuple(remarks),
+    )
+
+
+def _ranks_per_node(job: JobSpec, hosts: tuple[HostFacts, ...], device: str) -> tuple[int, str]:
+    if job.gpus_per_node != "auto":
+        wanted = job.gpus_per_node
+        for host in hosts:
+            if device == "cuda" and len(host.gpus) < wanted:
+                raise BadInput(
+                    f"gpus_per_node: {wanted}, but {host.host} has "
+                    f"{counted(len(host.gpus), 'GPU')}",
+                    hint=f"--gpus {len(host.gpus)}, or --exclude {host.host}",
+                    job="gpus_per_node",
+                )
+            if host.slots is not None and host.slots < wanted:
+                raise BadInput(
+                    f"gpus_per_node: {wanted}, but {host.host} has "
+                    f"{counted(host.slots, 'slot')} in the inventory",
+                    hint=f"--gpus {host.slots}, or slots: {wanted} for {host.host}",
+                    job="gpus_per_node",
+                )
+        return wanted, "job: gpus_per_node"
+    if device == "cuda":
+        fewest = min(hosts, key=_room)
+        return _room(fewest), f"the fewest GPUs of a host: {fewest.host}"
+    slots = [host.slots for host in hosts if host.slots is not None]
+    if slots:
+        return min(slots), "inventory: slots"
+    return 1, "without GPUs one rank per node"
+
+
+def _check_devices(others: Sequence[HostFacts], device: str, nproc: int) -> None:
+    """Refuse GPUs of other hosts than the first that mpirun could not confine the ranks to.
+
+    Raises:
+        BadInput: names the host.
+    """
+    for host in others if device == "cuda" else ():
+        its = [gpu.index for gpu in host.gpus[:nproc]]
+        if its != [str(number) for number in range(nproc)]:
+            raise BadInput(
+                f"launcher: mpirun cannot keep {host.host} to GPUs {','.join(its)}",
+                hint="launcher: torchrun can",
+                job="launcher",
+            )
+
+
+def _as_copied(job: JobSpec, facts: Facts) -> JobSpec:
+    """The job with a program that was named by its whole path named as it is on the hosts."""
+    if facts.project is None or job.program is None or not posixpath.isabs(job.program):
+        return job
+    below = posixpath.relpath(job.program, facts.project.root)
+    path = posixpath.join(_tree_path(facts, facts.project), below)
+    return msgspec.structs.replace(job, program=path)
+
+
+def _room(host: HostFacts) -> int:
+    return min(len(host.gpus), host.slots or len(host.gpus))
+
+
+def _trees(job: JobSpec, facts: Facts, run_dir: str) -> tuple[str, tuple[Tree, ...]]:
+    """Where the ranks start, and what is copied for it."""
+    workdir = job.workdir or run_dir
+    trees = []
+    if facts.project is not None:
+        path = _tree_path(facts, facts.project)
+        below = posixpath.relpath(workdir, facts.project.root)
+        workdir = posixpath.normpath(posixpath.join(path, below))
+        trees.append(_tree(facts.project, path))
+    if facts.shipped is not None:
+        trees.append(_tree(facts.shipped, _tree_path(facts, facts.shipped, "clusterkit")))
+    return workdir, tuple(trees)
+
+
+def _tree_path(facts: Facts, found: Project, name: str | None = None) -> str:
+    name = name or re.sub(r"[^A-Za-z0-9_.-]+", "-", posixpath.basename(found.root)) or "project"
+    return posixpath.join(facts.home, "projects", name, found.digest[:16])
+
+
+def _tree(found: Project, path: str) -> Tree:
+    return Tree(found.root, path, found.digest, f"{project.words(found)}; {found.how}")
+
+
+def _shared(cluster: SshCluster, run_id: str) -> str | None:
+    if cluster.shared is None:
+        return None
+    return posixpath.join(cluster.shared, "runs", run_id)
+
+
+def _shipped_env(job: JobSpec, cluster: SshCluster, facts: Facts) -> dict[str, str]:
+    if facts.shipped is None or "PYTHONPATH" in job.env or "PYTHONPATH" in cluster.env:
+        return {}
+    return {"PYTHONPATH": _tree_path(facts, facts.shipped, "clusterkit")}
+
+
+def _own(env: Mapping[str, str], job: JobSpec, cluster: SshCluster) -> dict[str, str]:
+    """What neither the job nor the cluster entry sets by itself."""
+    return {k: value for k, value in env.items() if k not in job.env and k not in cluster.env}
+
+
+def _interface_notes(facts: Facts, hosts: tuple[HostFacts, ...]) -> list[Note]:
+    if facts.interface:
+        return [Note("interface", facts.interface, "carries the hosts' addresses")]
+    nameless = [host.host for host in hosts if host.interface is None]
+    if nameless:
+        return [
+            Note(
+                "",
+                f"no interface of {named(nameless)} carries the address it was reached at: "
+                "gloo and NCCL choose by themselves (`interface:` names one)",
+                "",
+            )
+        ]
+    return [Note("interface", ", ".join(f"{h.host} {h.interface}" for h in hosts), "per host")]
+
+
+def _version_notes(hosts: tuple[HostFacts, ...]) -> list[Note]:
+    notes = []
+    for package in ("torch", "deepspeed", "transformers"):
+        found: dict[str, list[str]] = {}
+        for host in hosts:
+            found.setdefault(host.versions.get(package, "none"), []).append(host.host)
+        if len(found) > 1:
+            told = "; ".join(f"{version} on {named(names)}" for version, names in found.items())
+            notes.append(Note("", f"the hosts differ in {package}: {told}", ""))
+    return notes
+
+
+def _address_origin(cluster: SshCluster, head: HostFacts) -> str:
+    on = f", interface {head.interface}" if head.interface else ""
+    given = next((host.cluster_address for host in cluster.hosts if host.name == head.host), None)
+    return f"first host, {head.host}{on}" + (", as the inventory says" if given else "")
