@@ -39,11 +39,12 @@ backends.local backends.ssh backends.compose backends.kubernetes
 backends.ssh.files backends.ssh.inventory backends.compose.compose_file backends.compose.engine
 backends.*.probe backends.ssh.observe
 backends.*.place
-backends.kubernetes.text backends.kubernetes.watcher
+backends.kubernetes.text backends.kubernetes.watcher backends.kubernetes.connect
 backends.ssh.transport backends.compose.containers backends.kubernetes.pods
 backends.kubernetes.flavors backends.kubernetes.judge backends.kubernetes.nodes
-backends.kubernetes.client backends.kubernetes.rights backends.kubernetes.server
-backends.kubernetes.entry backends.kubernetes.remote_runs backends.kubernetes.records
+backends.kubernetes.apply backends.kubernetes.rights backends.kubernetes.server
+backends.kubernetes.client backends.kubernetes.entry
+backends.kubernetes.remote_runs backends.kubernetes.records
 backends.kubernetes.probe
 doctor.kubernetes.base
 doctor.kubernetes.checks.*

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from clusterkit.backends.kubernetes.client import not_installed
+from clusterkit.backends.kubernetes.connect import not_installed
 from clusterkit.backends.kubernetes.text import quantity
 from clusterkit.cluster import KubernetesCluster
 from clusterkit.errors import BadInput, about

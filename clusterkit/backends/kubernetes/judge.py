@@ -84,34 +84,34 @@ class Pod(Struct, frozen=True, kw_only=True):
         return self.exit_code is None and not self.leaving
 
 
-def read_pod(told: Mapping[str, Any], index: str | None, now: float | None = None) -> Pod:
+def read_pod(document: Mapping[str, Any], index: str | None, now: float | None = None) -> Pod:
     """A pod from the API server's document; one that means nothing has a phase that means nothing.
 
     Args:
         index: label that holds the node's rank; None: it is node 0.
         now: Unix time, to tell for how long it has waited.
     """
-    meta = told["metadata"]
+    meta = document["metadata"]
     labels = meta.get("labels") or {}
     node: int | None = None
     if labels.get(ROLE) == "node":
         number = "0" if index is None else str(labels.get(index, ""))
         node = int(number) if number.isdigit() else None
     try:
-        return _read(told, node, now)
+        return _read(document, node, now)
     except (KeyError, TypeError, AttributeError, ValueError, IndexError):
         return Pod(name=meta["name"], uid=str(meta.get("uid", "")), node=node, phase="unreadable")
 
 
-def _read(told: Mapping[str, Any], node: int | None, now: float | None) -> Pod:
-    meta, spec, status = told["metadata"], told.get("spec") or {}, told["status"]
+def _read(document: Mapping[str, Any], node: int | None, now: float | None) -> Pod:
+    meta, spec, status = document["metadata"], document.get("spec") or {}, document["status"]
     containers = status.get("containerStatuses") or []
     state = (containers[0].get("state") or {}) if containers else {}
     ended = state.get("terminated")
     if ended is None and containers and status.get("phase") in ("Failed", "Succeeded"):
         ended = (containers[0].get("lastState") or {}).get("terminated")
     conditions = {each["type"]: each for each in status.get("conditions") or ()}
-    words, hopeless = _waits(told, state, conditions, now)
+    words, hopeless = _waits(document, state, conditions, now)
     disruption = conditions.get("DisruptionTarget", {})
     removed = disruption.get("reason") if disruption.get("status") == "True" else None
     limits = (spec.get("containers") or [{}])[0].get("resources", {}).get("limits", {})
@@ -146,20 +146,20 @@ def _read(told: Mapping[str, Any], node: int | None, now: float | None) -> Pod:
     )
 
 
-def attempt_of(told: Mapping[str, Any]) -> int:
+def attempt_of(document: Mapping[str, Any]) -> int:
     """Which attempt a pod belongs to."""
-    text = str((told["metadata"].get("labels") or {}).get(ATTEMPT, ""))
+    text = str((document["metadata"].get("labels") or {}).get(ATTEMPT, ""))
     return int(text) if text.isdigit() else 0
 
 
 def _waits(
-    told: Mapping[str, Any],
+    document: Mapping[str, Any],
     state: Mapping[str, Any],
     conditions: Mapping[str, Mapping[str, Any]],
     now: float | None,
 ) -> tuple[str | None, bool]:
     """What the pod waits for, and whether in vain."""
-    status = told.get("status") or {}
+    status = document.get("status") or {}
     if status.get("phase") not in ("Pending", None):
         return None, False
     scheduled = conditions.get("PodScheduled", {})
@@ -176,11 +176,13 @@ def _waits(
     if waiting is None:
         return "not scheduled yet" if not scheduled else "its container is being made", False
     reason, message = str(waiting.get("reason", "")), str(waiting.get("message") or "")
-    image = ((told.get("spec") or {}).get("containers") or [{}])[0].get("image")
-    if reason in ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"):
+    image = ((document.get("spec") or {}).get("containers") or [{}])[0].get("image")
+    if reason == "InvalidImageName":
+        return f"image name {image} is not valid", True
+    if reason in ("ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull"):
         since = unix(scheduled.get("lastTransitionTime"))
         late = now is not None and since is not None and now - since > BACK_OFF_SECONDS
-        return f"image {image} cannot be had: {_image_words(reason, message)}", (
+        return f"image {image} cannot be pulled: {_image_words(reason, message)}", (
             late or reason in WAITS_FOR_EVER
         )
     if reason in WAITS_FOR_EVER:
@@ -195,8 +197,6 @@ def _waits(
 
 def _image_words(reason: str, message: str) -> str:
     low = message.lower()
-    if reason == "InvalidImageName":
-        return "its name is none"
     if reason == "ErrImageNeverPull":
         return "it is not on the node, and may not be pulled"
     if "unauthorized" in low or "authorization failed" in low or "denied" in low:

@@ -50,26 +50,28 @@ def jobs_rules(flavors: Sequence[str] = tuple(FLAVORS)) -> list[Rule]:
     return [Rule(group, tuple(names), JOB_VERBS) for group, names in kinds.items()]
 
 
-def needed(flavor: str) -> list[tuple[str, str, str]]:
-    """Verb, API group and resource of all that runs of this kind need."""
-    return [
-        (verb, rule.group, resource)
-        for rule in (*jobs_rules([flavor]), *BESIDES)
-        for resource in rule.resources
-        if resource != "services" or flavor == "job"
-        for verb in rule.verbs
-    ]
+Right = tuple[str, str, str]
+"""A verb, an API group and a resource."""
 
 
-def to_watch() -> list[tuple[str, str, str]]:
-    """Verb, API group and resource of what a run with a watcher in the cluster needs besides."""
-    rules = (*WATCHING, Rule("batch", ("jobs",), ("create", "patch", "delete")))
+def _rights(rules: Sequence[Rule]) -> list[Right]:
     return [
         (verb, rule.group, resource)
         for rule in rules
         for resource in rule.resources
         for verb in rule.verbs
     ]
+
+
+def needed(flavor: str) -> list[Right]:
+    """All that runs of this kind need."""
+    found = _rights([*jobs_rules([flavor]), *BESIDES])
+    return [right for right in found if right[2] != "services" or flavor == "job"]
+
+
+def to_watch() -> list[Right]:
+    """What a run with a watcher in the cluster needs besides."""
+    return _rights([*WATCHING, Rule("batch", ("jobs",), ("create", "patch", "delete"))])
 
 
 def access_review(namespace: str, verb: str, group: str, resource: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from clusterkit.assemble import Assembly, Placement
-from clusterkit.backends.kubernetes.client import KUSTOMIZATION
+from clusterkit.backends.kubernetes.apply import KUSTOMIZATION
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.guard import PROGRAM, RULES, guard, rules_of, rules_text
 from clusterkit.backends.kubernetes.pods import MANAGER, Shape

@@ -279,35 +279,28 @@ def spec_of(seen: Seen, role: str, template: Object) -> Object:
 
 def requests(spec: Mapping[str, Any]) -> dict[str, Decimal]:
     """What a pod asks for: of each resource, its containers together, or one that runs before."""
-    total = _sum(spec.get("containers") or ())
+    # What is limited and not asked for is asked for as well.
+    total = _sum(spec.get("containers") or (), "limits", "requests")
     for each in spec.get("initContainers") or ():
-        for name, amount in _asked(each).items():
+        for name, amount in _sum([each], "limits", "requests").items():
             total[name] = max(total.get(name, Decimal(0)), amount)
     return total
 
 
 def limits(spec: Mapping[str, Any]) -> dict[str, Decimal]:
     """What a pod may use at most, of what is limited."""
-    total: dict[str, Decimal] = {}
-    for each in spec.get("containers") or ():
-        for name, amount in ((each.get("resources") or {}).get("limits") or {}).items():
-            total[name] = total.get(name, Decimal(0)) + quantity(amount)
-    return total
+    return _sum(spec.get("containers") or (), "limits")
 
 
-def _sum(containers: Iterable[Mapping[str, Any]]) -> dict[str, Decimal]:
+def _sum(containers: Iterable[Mapping[str, Any]], *keys: str) -> dict[str, Decimal]:
+    """Of the containers together, what each has under the last of the keys that says anything."""
     total: dict[str, Decimal] = {}
     for each in containers:
-        for name, amount in _asked(each).items():
-            total[name] = total.get(name, Decimal(0)) + amount
+        resources = each.get("resources") or {}
+        amounts = {name: text for key in keys for name, text in (resources.get(key) or {}).items()}
+        for name, text in amounts.items():
+            total[name] = total.get(name, Decimal(0)) + quantity(text)
     return total
-
-
-def _asked(container: Mapping[str, Any]) -> dict[str, Decimal]:
-    resources = container.get("resources") or {}
-    # What is limited and not asked for is asked for as well.
-    both = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
-    return {name: quantity(amount) for name, amount in both.items()}
 
 
 def quantity(amount: object) -> Decimal:

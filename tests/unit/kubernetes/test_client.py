@@ -16,7 +16,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from clusterkit.backends.kubernetes.client import KubeTransport, connect
+from clusterkit.backends.kubernetes.client import KubeTransport
+from clusterkit.backends.kubernetes.connect import connect
 from clusterkit.backends.kubernetes.pod_log import LogLines
 from clusterkit.errors import BadInput, SubmitFailed, Unavailable
 

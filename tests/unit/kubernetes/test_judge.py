@@ -134,23 +134,23 @@ SLOW = "failed to sync secret cache: timed out waiting for the condition"
         (
             document("Pending", waiting("ErrImagePull", 'failed to pull: "a/b:1": not found'),
                      conditions=[SCHEDULED]),
-            "image a/b:1 cannot be had: the registry does not have it", State.PENDING,
+            "image a/b:1 cannot be pulled: the registry does not have it", State.PENDING,
         ),
         (
             document("Pending", waiting("ImagePullBackOff", "dial tcp: lookup x: no such host"),
                      conditions=[SCHEDULED]),
-            "image a/b:1 cannot be had: its registry does not answer", State.PENDING,
+            "image a/b:1 cannot be pulled: its registry does not answer", State.PENDING,
         ),
         (
             document("Pending", waiting("ErrImagePull", "pull access denied, unauthorized"),
                      conditions=[SCHEDULED]),
-            "image a/b:1 cannot be had: the registry wants credentials (image_pull_secrets), or "
+            "image a/b:1 cannot be pulled: the registry wants credentials (image_pull_secrets), or "
             "does not have it",
             State.PENDING,
         ),
         (
             document("Pending", waiting("InvalidImageName"), conditions=[SCHEDULED]),
-            "image a/b:1 cannot be had: its name is none", State.FAILED,
+            "image name a/b:1 is not valid", State.FAILED,
         ),
         (
             document("Pending", waiting("CreateContainerConfigError", 'secret "r" not found'),
