@@ -26,6 +26,7 @@ from clusterkit.backends.kubernetes.pods import (
 )
 from clusterkit.backends.kubernetes.text import Object, literal
 from clusterkit.backends.kubernetes.watcher import Rules, lease_seconds
+from clusterkit.spec import JobSpec
 
 RULES, PROGRAM = "watch.json", "watcher.py"
 """Its files in the run's config map."""
@@ -46,24 +47,10 @@ def watch_name(name: str) -> str:
 
 
 def rules_of(
-    shape: Shape,
-    flavor: Flavor,
-    objects: Sequence[Object],
-    *,
-    nodes: int,
-    needed: int,
-    replaces: bool,
-    restarts: int,
-    time_limit: float | None,
+    shape: Shape, flavor: Flavor, objects: Sequence[Object], job: JobSpec, launchers: int
 ) -> Rules:
-    """The rules for a run whose manifests are ``objects``.
-
-    Args:
-        nodes: nodes that run an agent.
-        needed: how many of them must be there.
-        replaces: whether another pod may take the place of one that is gone.
-        time_limit: seconds.
-    """
+    """The rules for a run whose manifests are ``objects`` and whose agents run on ``launchers``
+    nodes."""
     made: list[Object] = [
         {"path": path_of(each, shape.namespace), "body": each}
         for each in objects
@@ -76,12 +63,12 @@ def rules_of(
         job=made[-1]["path"],
         objects=made,
         rank_label=flavor.index,
-        nodes=nodes,
-        needed=needed,
-        replaces=replaces,
+        nodes=launchers,
+        needed=min(launchers, shape.min_nodes),
+        replaces=shape.elastic or shape.rejoin,
         force=shape.cluster.replace_lost,
-        restarts=restarts,
-        time_limit=time_limit,
+        restarts=job.restarts,
+        time_limit=job.limit_seconds,
         lost_after=shape.cluster.lost_after,
         stop_grace=shape.cluster.stop_grace,
     )

@@ -362,20 +362,26 @@ def by_node(pods: Collection[Pod]) -> dict[int, Pod]:
     return {pod.node: pod for pod in ordered if pod.node is not None}
 
 
-def _has_word(pod: Pod) -> bool:
-    """Whether its agent left word of how it ended."""
+def _exit_json(pod: Pod) -> Mapping[str, Any]:
+    """What its agent left of how it ended; empty: nothing."""
     try:
         document = json.loads(pod.last_words or "")
     except ValueError:
-        return False
-    return isinstance(document, dict) and isinstance(document.get("exit_code"), int)
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _has_word(pod: Pod) -> bool:
+    """Whether its agent left word of how it ended."""
+    return isinstance(_exit_json(pod).get("exit_code"), int)
+
+
+def _obeyed(pod: Pod) -> bool:
+    """Whether its agent was asked to end, by a signal."""
+    return bool(_exit_json(pod).get("reason") == STOPPED)
 
 
 def _ended(node: int, pod: Pod, *, ours: bool) -> NodeStatus:
-    ended = NodeStatus(
-        node=node, host=pod.host, state=State.SUCCEEDED if pod.exit_code == 0 else State.FAILED,
-        exit_code=pod.exit_code, ended_at=pod.finished_at,
-    )  # fmt: skip
     if _has_word(pod):
         found = judge_exit(node, pod.host, (pod.last_words or "").encode())
         if found.reason == STOPPED and not ours:
@@ -388,7 +394,14 @@ def _ended(node: int, pod: Pod, *, ours: bool) -> NodeStatus:
     said = (pod.last_words or "").strip()
     if said and reason is None:
         reason = f"exited with {pod.exit_code}: {said.rpartition(chr(10))[2]}"
-    return msgspec.structs.replace(ended, reason=reason)
+    return NodeStatus(
+        node=node,
+        host=pod.host,
+        state=State.SUCCEEDED if pod.exit_code == 0 else State.FAILED,
+        reason=reason,
+        exit_code=pod.exit_code,
+        ended_at=pod.finished_at,
+    )
 
 
 def _reason(pod: Pod) -> str | None:
@@ -425,11 +438,3 @@ def causes(pods: Sequence[Pod], ours: Collection[str] = ()) -> tuple[NodeCause, 
             words = pod.removed_by or DELETED
             found.append(NodeCause(node=node, words=words, exit_code=code))
     return tuple(found)
-
-
-def _obeyed(pod: Pod) -> bool:
-    """Whether its agent was asked to end, by a signal."""
-    try:
-        return bool(json.loads(pod.last_words or "")["reason"] == STOPPED)
-    except (ValueError, KeyError, TypeError):
-        return False

@@ -213,24 +213,16 @@ def _may_watch(cluster: KubernetesCluster, server: Server, namespace: str) -> bo
 
 def _kinds(server: Server) -> tuple[str, ...]:
     """Kinds of jobs that the cluster serves, besides the plain one."""
-    found = []
-    for flavor in FLAVORS.values():
-        if flavor.operator:
-            try:
-                resources = server.get(f"/apis/{flavor.api}")
-            except Refusal:
-                continue
-            if flavor.served(resources):
-                found.append(flavor.kind)
-    return tuple(found)
+    return tuple(
+        flavor.kind
+        for flavor in FLAVORS.values()
+        if flavor.operator and flavor.served(server.look(f"/apis/{flavor.api}") or {})
+    )
 
 
 def _gpus(cluster: KubernetesCluster, job: JobSpec | None, server: Server) -> tuple[Gpu, ...]:
     """Those of the node that has most of them."""
     if cluster.gpus == 0 or (job is not None and job.device == "cpu"):
         return ()
-    try:
-        nodes = server.get("/api/v1/nodes")["items"]
-    except Refusal:
-        nodes = None
-    return gpus_of(cluster, nodes)
+    found = server.look("/api/v1/nodes")
+    return gpus_of(cluster, None if found is None else found["items"])

@@ -10,11 +10,10 @@ import msgspec
 
 from clusterkit.backends.base import Handle
 from clusterkit.backends.kubernetes.judge import Pod
+from clusterkit.backends.kubernetes.server import HOST
 from clusterkit.errors import ClusterkitError
 from clusterkit.plan import Plan
 from clusterkit.transport import Transport
-
-HOST = "localhost"
 
 
 class Removed(msgspec.Struct, frozen=True):

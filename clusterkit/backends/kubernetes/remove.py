@@ -55,16 +55,16 @@ def remove(handle: Handle, transport: Transport) -> None:
                 put_removed(handle, Removed(ended))
         if guarded(plan):
             # First, or it would go on with the run.
-            _delete(objects, objects.path("batch/v1", "jobs", watch))
+            objects.delete(objects.path("batch/v1", "jobs", watch))
         if plan.trees:
-            _delete(objects, objects.path("v1", "configmaps", f"{name}-code"))
+            objects.delete(objects.path("v1", "configmaps", f"{name}-code"))
         # Before the pods: without it nobody makes new ones.
-        _delete(objects, objects.job_path)
+        objects.delete(objects.job_path)
         _delete_pods(objects)
         for kind in (*objects.flavor.besides, ("v1", "configmaps"), ("v1", "secrets")):
-            _delete(objects, objects.path(*kind, name))
+            objects.delete(objects.path(*kind, name))
         for kind in _GUARD if guarded(plan) else ():
-            _delete(objects, objects.path(*kind, watch))
+            objects.delete(objects.path(*kind, watch))
         lost = _await_gone(plan, objects)
         if known(plan, transport):
             by_us = removed(handle) or Removed()
@@ -85,10 +85,6 @@ _GUARD = (
 """What a watcher in the cluster has besides its job."""
 
 
-def _delete(objects: RunObjects, path: str, **query: str) -> None:
-    objects.delete(path, propagationPolicy="Background", **query)
-
-
 def _delete_pods(objects: RunObjects) -> None:
     """Ask all of them to end, in one request; and the services that an operator made, one a pod.
 
@@ -103,7 +99,7 @@ def _delete_pods(objects: RunObjects) -> None:
         )
     for path in collections:
         try:
-            _delete(objects, path)
+            objects.delete(path)
         except Refusal as error:
             if error.reason != "Forbidden":
                 raise
@@ -150,5 +146,5 @@ def _end_lost(objects: RunObjects, items: list[Object]) -> set[str]:
         if gone[host] or read_pod(each, None).lost:
             name = each["metadata"]["name"]
             lost.add(name)
-            _delete(objects, objects.pod_path(name), gracePeriodSeconds="0")
+            objects.delete(objects.pod_path(name), gracePeriodSeconds="0")
     return lost

@@ -65,16 +65,7 @@ class KubernetesPlacement(Placement):
         )
         files.append(self._file("pod.sh", PlanFile("", text=script, mode=0o755)))
         if native.watched:
-            rules = rules_of(
-                shape,
-                flavor,
-                objects,
-                nodes=self.launchers,
-                needed=1 if mpi else shape.min_nodes,
-                replaces=shape.elastic or shape.rejoin,
-                restarts=self.job.restarts,
-                time_limit=self.job.limit_seconds,
-            )
+            rules = rules_of(shape, flavor, objects, self.job, self.launchers)
             objects = [*guard(shape, flavor, objects, self.places.python), *objects]
             program = PlanFile("", resource="backends/kubernetes/watcher.py")
             files.append(self._file(PROGRAM, program))

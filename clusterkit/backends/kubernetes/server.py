@@ -77,6 +77,13 @@ class Server:
                 return None
             raise
 
+    def look(self, path: str) -> Object | None:
+        """`get`, or None where there is nothing, or we may not look."""
+        try:
+            return self.get(path)
+        except Refusal:
+            return None
+
     def post(self, path: str, body: Object) -> Object:
         """What the server makes of an object that is sent to a path. Raises as `call`."""
         sent = json.dumps(body).encode()
@@ -86,8 +93,12 @@ class Server:
         return found
 
     def delete(self, path: str, **query: str) -> None:
-        """Remove what is at a path, if it is there. Raises as `call`."""
-        words = "&".join(f"{key}={value}" for key, value in query.items())
+        """Remove what is at a path, and in the background what that owns. Idempotent.
+
+        Raises as `call`.
+        """
+        options = {"propagationPolicy": "Background", **query}
+        words = "&".join(f"{key}={value}" for key, value in options.items())
         joined = "&" if "?" in path else "?"
         try:
             self.call("delete", "--raw", f"{path}{joined}{words}")
