@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from msgspec import Struct
 from msgspec.structs import replace
 
+from clusterkit import shell
 from clusterkit.backends.kubernetes.flavors import FLAVORS, Flavor
 from clusterkit.backends.kubernetes.nodes import selected
 from clusterkit.backends.kubernetes.pods import ATTEMPT
@@ -57,6 +58,10 @@ class KubeSubject:
     locate: Callable[[], tuple[str, str]]
     manifests: Callable[[KubernetesFacts, tuple[Gpu, ...]], list[Object]]
 
+    def kubectl(self, *words: str) -> str:
+        """A command for people, for this cluster."""
+        return shell.join((*self.tool, *words))
+
 
 class Reply(Struct, frozen=True):
     """What the API server answered to one question."""
@@ -70,6 +75,15 @@ class Reply(Struct, frozen=True):
     @property
     def items(self) -> list[Any]:
         return self.document.get("items") or []
+
+    def unknown(self, what: str) -> Finding:
+        """Nothing can be said, and why."""
+        if self.reason == "Forbidden":
+            return skip(f"unknown: you may not look at {what}")
+        if self.reason == "Unasked":
+            return skip("the API server did not answer")
+        cause = f"unknown: {shortened(self.said or self.reason)}"
+        return skip(cause) if self.reason == "NotFound" else warn(cause)
 
 
 class Ask(Struct, frozen=True):
@@ -106,6 +120,12 @@ class Seen:
     def reply(self, look: Look, key: str = ALONE) -> Reply:
         """The answer to a question; one that was not asked was not answered."""
         return self.replies.get(look.name, {}).get(key, Reply(reason="Unasked"))
+
+    def spec_of(self, role: str, template: Object) -> Object:
+        """A pod's spec as the API server would have it, defaults and all; else the template's."""
+        answer = self.reply(REHEARSAL, role)
+        spec: Object = (template if answer.reason else answer.document)["spec"]
+        return spec
 
     @property
     def kind(self) -> Flavor | None:
@@ -270,13 +290,6 @@ def templates(objects: Iterable[Object]) -> list[tuple[str, int, Object]]:
     return found
 
 
-def spec_of(seen: Seen, role: str, template: Object) -> Object:
-    """The pod's spec as the API server would have it, defaults and all; else the template's."""
-    answer = seen.reply(REHEARSAL, role)
-    spec: Object = (template if answer.reason else answer.document)["spec"]
-    return spec
-
-
 def requests(spec: Mapping[str, Any]) -> dict[str, Decimal]:
     """What a pod asks for: of each resource, its containers together, or one that runs before."""
     # What is limited and not asked for is asked for as well.
@@ -344,23 +357,6 @@ def is_ready(node: Object) -> bool:
     return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
 
 
-def unknown(reply: Reply, what: str) -> Finding:
-    """Nothing can be said, and why."""
-    if reply.reason == "Forbidden":
-        return skip(f"unknown: you may not look at {what}")
-    if reply.reason == "Unasked":
-        return skip("the API server did not answer")
-    cause = f"unknown: {shortened(reply.said or reply.reason)}"
-    return skip(cause) if reply.reason == "NotFound" else warn(cause)
-
-
 def unplanned() -> Finding:
     """Nothing can be said as long as there is no plan; `plan` says why."""
     return skip("the job cannot be planned for this cluster")
-
-
-def kubectl(subject: KubeSubject, *words: str) -> str:
-    """A command for people, for this cluster."""
-    from clusterkit import shell
-
-    return shell.join((*subject.tool, *words))

@@ -1,29 +1,34 @@
-"""Is the cluster there, and does it have what makes and connects pods?"""
+"""Is the cluster there with what makes and connects pods, and may we use it?"""
 
 from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
 from clusterkit.backends.kubernetes.flavors import FLAVORS
+from clusterkit.backends.kubernetes.rights import ROLE, needed, to_watch
 from clusterkit.doctor.base import Finding
 from clusterkit.doctor.kubernetes.base import (
+    ALONE,
     GROUPS,
     KINDS,
     NAMESPACE,
     VERSION,
+    WATCHING,
+    Ask,
     KubeSubject,
     Look,
     Seen,
+    allowed,
+    asking,
     check,
     fail,
-    kubectl,
     ok,
     one,
     skip,
-    unknown,
     warn,
 )
 from clusterkit.errors import counted
@@ -80,10 +85,10 @@ def _age(built: str, now: float) -> str:
 def namespace(seen: Seen, subject: KubeSubject) -> Finding:
     reply, name = seen.reply(NAMESPACE), seen.namespace
     if reply.reason == "NotFound":
-        mend = kubectl(subject, "create", "namespace", name)
+        mend = subject.kubectl("create", "namespace", name)
         return fail(f"the cluster has no namespace {name}", mend)
     if reply.reason:
-        return unknown(reply, f"namespace {name}")
+        return reply.unknown(f"namespace {name}")
     if (reply.document.get("status") or {}).get("phase") == "Terminating":
         return fail(f"{name} is being deleted")
     return ok(name)
@@ -104,7 +109,7 @@ def kind(seen: Seen, subject: KubeSubject) -> Finding:
     name = name or subject.entry.flavor
     flavor = FLAVORS[name]
     if seen.reply(GROUPS).reason:
-        return unknown(seen.reply(GROUPS), "the API groups")
+        return seen.reply(GROUPS).unknown("the API groups")
     group, _, version = flavor.api.rpartition("/")
     groups = {each["name"]: each["versions"] for each in seen.reply(GROUPS).document["groups"]}
     versions = [each["version"] for each in groups.get(group, ())]
@@ -145,7 +150,7 @@ def operator(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
     who = FLAVORS[seen.flavor].operator
     reply = seen.reply(DEPLOYMENTS)
     if reply.reason:
-        return unknown(reply, f"deployments, so not whether {who} is alive")
+        return reply.unknown(f"deployments, so not whether {who} is alive")
     findings = []
     for pattern in _CALLED[seen.flavor]:
         found = [each for each in reply.items if _is(each, pattern)]
@@ -174,9 +179,9 @@ def _alive(found: list[Any], namespace: str, subject: KubeSubject) -> Finding:
             return ok(f"{place} is ready")
         words = ("-n", meta["namespace"])
         if not wanted:
-            mend = kubectl(subject, *words, "scale", "deployment", meta["name"], "--replicas=1")
+            mend = subject.kubectl(*words, "scale", "deployment", meta["name"], "--replicas=1")
             return fail(f"{place} is scaled to 0: nobody acts on the job", mend)
-        mend = kubectl(subject, *words, "describe", "deployment", meta["name"])
+        mend = subject.kubectl(*words, "describe", "deployment", meta["name"])
         return fail(f"{place}: {ready} of {wanted} pods are ready: nobody acts on the job", mend)
     return fail("; ".join(others))
 
@@ -207,7 +212,7 @@ SERVERS = Look("dns", one(f"{_SLICES}?labelSelector=kubernetes.io%2Fservice-name
 def dns(seen: Seen, subject: KubeSubject) -> Finding:
     reply = seen.reply(SERVERS)
     if reply.reason:
-        return unknown(reply, "the name servers in kube-system")
+        return reply.unknown("the name servers in kube-system")
     ready = {
         address
         for each in reply.items
@@ -222,6 +227,66 @@ def dns(seen: Seen, subject: KubeSubject) -> Finding:
         return warn(
             "unknown: there is no service kube-system/kube-dns; pods find each other by name"
         )
-    mend = kubectl(subject, "-n", "kube-system", "get", "pods", "-l", "k8s-app=kube-dns")
+    mend = subject.kubectl("-n", "kube-system", "get", "pods", "-l", "k8s-app=kube-dns")
     cause = "no name server behind kube-system/kube-dns is ready: pods cannot find each other"
     return fail(cause, mend)
+
+
+# ---------------------------------------------------------------- rights
+
+_WHO = "/apis/authentication.k8s.io/v1/selfsubjectreviews"
+
+
+NEEDED = Look(
+    "rights",
+    lambda seen, subject: asking(needed(seen.flavor or "job"), seen.namespace),
+    late=True,
+)
+WHO = Look(
+    "who",
+    lambda seen, subject: {
+        ALONE: Ask(_WHO, {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"})
+    },
+)
+
+
+@check(
+    "rights",
+    "We may do all that a run needs; `k8s/rbac.yaml` is a role with just that.",
+    WHO,
+    NEEDED,
+    WATCHING,
+    quick=True,
+)
+def rights(seen: Seen, subject: KubeSubject) -> Finding:
+    status = seen.reply(WHO).document.get("status") or {}
+    who = str((status.get("userInfo") or {}).get("username") or "")
+    wanted = needed(seen.flavor or "job")
+    for verb, _, resource in wanted:
+        reply = seen.reply(NEEDED, f"{verb} {resource}")
+        if reply.reason:
+            return reply.unknown("your own rights")
+    name = who or "you"
+    missing = _missing(seen, NEEDED, wanted)
+    if not missing:
+        cause = f"{name} may do all {len(wanted)} things needed"
+        lacking = "" if subject.entry.watcher is False else _missing(seen, WATCHING, to_watch())
+        if lacking:
+            cause += f"; runs have no watcher in the cluster without: {lacking}"
+        return ok(cause)
+    cause = f"{name} may not, in namespace {seen.namespace}: {missing}"
+    here = ("-n", seen.namespace)
+    account = who.removeprefix("system:serviceaccount:")
+    whom = ("--user", who or "NAME") if account == who else ("--serviceaccount", account)
+    apply = subject.kubectl(*here, "apply", "-f", "k8s/rbac.yaml")
+    bind = subject.kubectl(*here, "create", "rolebinding", ROLE, "--role", ROLE, *whom)
+    return fail(cause, f"{apply}\n{bind}")
+
+
+def _missing(seen: Seen, look: Look, wanted: Iterable[tuple[str, str, str]]) -> str:
+    """Which of these rights we lack, in words."""
+    missing: dict[str, list[str]] = {}
+    for verb, _, resource in wanted:
+        if not allowed(seen.reply(look, f"{verb} {resource}")):
+            missing.setdefault(resource, []).append(verb)
+    return "; ".join(f"{', '.join(verbs)} {resource}" for resource, verbs in missing.items())

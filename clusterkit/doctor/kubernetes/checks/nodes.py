@@ -19,16 +19,13 @@ from clusterkit.doctor.kubernetes.base import (
     check,
     fail,
     is_ready,
-    kubectl,
     limits,
     nodes_of,
     ok,
     quantity,
     requests,
     skip,
-    spec_of,
     templates,
-    unknown,
     unplanned,
     warn,
 )
@@ -41,12 +38,12 @@ _PRESSURE = {"MemoryPressure": "memory", "DiskPressure": "disk", "PIDPressure": 
 def nodes(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
     reply = seen.reply(NODES)
     if reply.reason:
-        return unknown(reply, "nodes")
+        return reply.unknown("nodes")
     there = nodes_of(seen, subject)
     if not there:
         wanted = ", ".join(f"{key}={value}" for key, value in subject.entry.node_selector.items())
         cause = f"no node has the labels {wanted}" if wanted else "the cluster has no nodes"
-        return fail(cause, kubectl(subject, "get", "nodes"))
+        return fail(cause, subject.kubectl("get", "nodes"))
     findings = [_of(node, subject) for node in there]
     if not any(finding.level == "ok" for finding in findings):
         causes = dict.fromkeys(finding.cause for finding in findings)
@@ -59,10 +56,10 @@ def _of(node: Any, subject: KubeSubject) -> Finding:
     conditions = {each["type"]: each for each in (node.get("status") or {}).get("conditions") or ()}
     if not is_ready(node):
         said = str((conditions.get("Ready") or {}).get("message") or "it has never been ready")
-        mend = kubectl(subject, "describe", "node", name)
+        mend = subject.kubectl("describe", "node", name)
         return warn(f"not ready: {said}", mend, host=name)
     if (node.get("spec") or {}).get("unschedulable"):
-        mend = kubectl(subject, "uncordon", name)
+        mend = subject.kubectl("uncordon", name)
         return warn("it takes no pods (cordoned)", mend, host=name)
     for taint in repelling(node, subject.entry):
         text = f"{taint.get('key')}={taint.get('value', '')}:{taint.get('effect')}"
@@ -97,7 +94,7 @@ def gpus(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
     resource = subject.entry.gpu_resource
     reply = seen.reply(NODES)
     if reply.reason:
-        return unknown(reply, "nodes, so not at their GPUs")
+        return reply.unknown("nodes, so not at their GPUs")
     there = _taking(seen, subject)
     wanted = _gpus_wanted(seen, subject)
     known = any(resource in (each["status"].get("capacity") or {}) for each in there)
@@ -158,9 +155,9 @@ def room(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
     if not seen.objects:
         return unplanned()
     if seen.reply(NODES).reason:
-        return unknown(seen.reply(NODES), "nodes, so not at the room there")
+        return seen.reply(NODES).unknown("nodes, so not at the room there")
     pods = [
-        requests(spec_of(seen, role, template))
+        requests(seen.spec_of(role, template))
         for role, number, template in templates(seen.objects)
         for _ in range(number)
     ]
@@ -251,7 +248,7 @@ def image(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
     if not seen.objects:
         return unplanned()
     if seen.reply(NODES).reason:
-        return unknown(seen.reply(NODES), "nodes, so not at their images")
+        return seen.reply(NODES).unknown("nodes, so not at their images")
     (name,) = {
         container["image"]
         for _, _, template in templates(seen.objects)

@@ -15,16 +15,13 @@ from clusterkit.doctor.kubernetes.base import (
     amount,
     check,
     fail,
-    kubectl,
     limits,
     ok,
     one,
     quantity,
     requests,
     skip,
-    spec_of,
     templates,
-    unknown,
     unplanned,
     warn,
 )
@@ -68,7 +65,7 @@ def pod_security(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
             cause = f"{enforced}{passes}; not tried: you may not create pods yourself"
             return ok(cause) if passes or level is None else skip(cause)
         elif reply.reason == "Unasked":
-            return unknown(reply, "pods")
+            return reply.unknown("pods")
     if refused:
         return [
             fail(f"pods ({', '.join(roles)}) are refused: {words}")
@@ -128,7 +125,7 @@ QUOTAS = Look("quotas", one("/api/v1/namespaces/{namespace}/resourcequotas"))
 @check("quota", "The namespace's quotas leave room for the job.", QUOTAS, REHEARSAL)
 def quota(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
     if seen.reply(QUOTAS).reason:
-        return unknown(seen.reply(QUOTAS), "quotas")
+        return seen.reply(QUOTAS).unknown("quotas")
     if not seen.objects:
         return unplanned()
     wanted = _wanted(seen, subject)
@@ -167,7 +164,7 @@ def _exceeded(
             continue
         cause = f"quota {name} has {amount(resource, most)} of {resource}, "
         cause += f"{amount(resource, taken)} in use; the job needs {amount(resource, need)}"
-        mend = kubectl(subject, "-n", seen.namespace, "describe", "quota", name)
+        mend = subject.kubectl("-n", seen.namespace, "describe", "quota", name)
         # What is in use now may be free later; what is more than all of it never fits.
         findings.append((fail if need > most else warn)(cause, mend))
     return findings
@@ -181,7 +178,7 @@ def _wanted(seen: Seen, subject: KubeSubject) -> dict[str, Decimal]:
         found[name] = found.get(name, Decimal(0)) + value
 
     for role, number, template in templates(seen.objects):
-        spec = spec_of(seen, role, template)
+        spec = seen.spec_of(role, template)
         for name in ("pods", "count/pods"):
             add(name, number)
         for name, value in requests(spec).items():
@@ -211,7 +208,7 @@ RANGES = Look("limit-ranges", one("/api/v1/namespaces/{namespace}/limitranges"))
 def limit_range(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
     reply = seen.reply(RANGES)
     if reply.reason:
-        return unknown(reply, "limit ranges")
+        return reply.unknown("limit ranges")
     if not reply.items:
         return ok("there is none")
     if not seen.objects:

@@ -15,11 +15,9 @@ from clusterkit.doctor.kubernetes.base import (
     Seen,
     check,
     fail,
-    kubectl,
     ok,
     one,
     skip,
-    unknown,
 )
 
 
@@ -51,12 +49,12 @@ def volumes(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
 
 def _of(volume: Claim, reply: Reply, seen: Seen, subject: KubeSubject) -> Finding:
     name = f"claim {volume.claim}"
-    describe = kubectl(subject, "-n", seen.namespace, "describe", "pvc", volume.claim)
+    describe = subject.kubectl("-n", seen.namespace, "describe", "pvc", volume.claim)
     if reply.reason == "NotFound":
         cause = f"namespace {seen.namespace} has no volume {name}"
         return fail(cause, "k8s/pvc.yaml makes one: give it that name")
     if reply.reason:
-        return unknown(reply, f"volume claims, so not at {volume.claim}")
+        return reply.unknown(f"volume claims, so not at {volume.claim}")
     spec, status = reply.document["spec"], reply.document.get("status") or {}
     phase, storage = status.get("phase"), _class(seen, spec.get("storageClassName"))
     if phase == "Lost":
@@ -112,10 +110,10 @@ def pull_secrets(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
         if reply.reason == "AlreadyExists":
             continue
         if reply.reason:
-            findings.append(unknown(reply, "secrets"))
+            findings.append(reply.unknown("secrets"))
             continue
-        mend = kubectl(
-            subject, "-n", seen.namespace, "create", "secret", "docker-registry", name,
+        mend = subject.kubectl(
+            "-n", seen.namespace, "create", "secret", "docker-registry", name,
             "--docker-server=...", "--docker-username=...", "--docker-password=...",
         )  # fmt: skip
         findings.append(fail(f"namespace {seen.namespace} has no secret {name}", mend))
