@@ -273,15 +273,13 @@ def judge(
         waits: why there is no pod yet, where somebody says.
         ours: whether clusterkit itself has removed the pods.
     """
-    host = (pod or before).host if pod or before else ""  # type: ignore[union-attr]
+    last = pod or before
+    host, ended_at = (last.host, last.finished_at) if last else ("", None)
 
-    def status(state: State, reason: str | None = None, code: int | None = None) -> NodeStatus:
-        at = (pod or before).finished_at if pod or before else None  # type: ignore[union-attr]
-        return NodeStatus(
-            node=node, host=host, state=state, reason=reason, exit_code=code, ended_at=at
-        )
+    def status(state: State, reason: str | None = None) -> NodeStatus:
+        return NodeStatus(node=node, host=host, state=state, reason=reason, ended_at=ended_at)
 
-    if rejoin is not None and not ours and (last := pod or before) is not None:
+    if rejoin is not None and not ours and last is not None:
         if (words := rejoin.waits(last, there=pod is not None)) is not None:
             return status(State.PENDING, words)
         if pod is None:

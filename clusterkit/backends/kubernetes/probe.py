@@ -15,7 +15,7 @@ import msgspec
 
 from clusterkit.backends.kubernetes.flavors import FLAVORS, choose
 from clusterkit.backends.kubernetes.nodes import gpus_of, selected, usable
-from clusterkit.backends.kubernetes.rights import access_review, to_watch
+from clusterkit.backends.kubernetes.rights import ROLE_HINT, access_review, to_watch
 from clusterkit.backends.kubernetes.server import Refusal, Server, flags
 from clusterkit.backends.placing import own_ports
 from clusterkit.backends.probing import PACKAGES, TOOLS, interpreter
@@ -29,7 +29,6 @@ from clusterkit.transport import Transport
 MOST_BYTES = 1_040_000
 """Of a project, compressed; a config map takes 1 MiB."""
 _UNSEEN = "the image's; not looked at"
-_ROLE_HINT = "k8s/rbac.yaml is the role that a submitter needs: an admin can bind it"
 
 
 def context_of(cluster: KubernetesCluster) -> tuple[str, str]:
@@ -179,7 +178,7 @@ def _check_rights(flavor: str, server: Server, namespace: str) -> None:
     for right in (job, ("create", "", "configmaps"), ("list", "", "pods")):
         if not _may(right, server, namespace):
             raise Unavailable(
-                f"you may not {right[0]} {right[2]} in namespace {namespace}", hint=_ROLE_HINT
+                f"you may not {right[0]} {right[2]} in namespace {namespace}", hint=ROLE_HINT
             )
 
 

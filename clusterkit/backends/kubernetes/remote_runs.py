@@ -15,6 +15,7 @@ from clusterkit.backends.base import RemoteRun
 from clusterkit.backends.kubernetes.flavors import FLAVORS, Flavor
 from clusterkit.backends.kubernetes.judge import attempt_of
 from clusterkit.backends.kubernetes.pods import ATTEMPT, JOB, RUN
+from clusterkit.backends.kubernetes.rights import ROLE_HINT
 from clusterkit.backends.kubernetes.server import Refusal, Server
 from clusterkit.backends.kubernetes.text import Object, object_name
 from clusterkit.backends.kubernetes.watcher import unix
@@ -24,7 +25,6 @@ from clusterkit.spec import JobSpec
 from clusterkit.status import State
 from clusterkit.transport import Transport
 
-_ROLE_HINT = "k8s/rbac.yaml is the role that a submitter needs: an admin can bind it"
 USER = "clusterkit/user"
 """Label of all objects of a run: who submitted it."""
 RECORD = "record.json"
@@ -87,7 +87,7 @@ def listing(tool: Sequence[str], namespace: str, transport: Transport) -> list[R
         except Refusal as error:
             raise Unavailable(
                 f"the runs of namespace {namespace} cannot be listed: {error.message}",
-                hint=_ROLE_HINT,
+                hint=ROLE_HINT,
             ) from None
         # None: it does not serve that kind.
         return [read(each, flavor) for each in (found or {}).get("items", ())]
@@ -205,4 +205,4 @@ def _config_map(server: Server, namespace: str, name: str) -> Object | None:
     try:
         return server.find(path)
     except Refusal as error:
-        raise Unavailable(f"{error.message} ({path})", hint=_ROLE_HINT) from None
+        raise Unavailable(f"{error.message} ({path})", hint=ROLE_HINT) from None

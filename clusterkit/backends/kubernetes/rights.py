@@ -12,6 +12,7 @@ from clusterkit.backends.kubernetes.flavors import FLAVORS
 
 ROLE = "clusterkit-submitter"
 """What `k8s/rbac.yaml` calls the role."""
+ROLE_HINT = "k8s/rbac.yaml is the role that a submitter needs: an admin can bind it"
 JOB_VERBS = ("get", "list", "create", "patch", "delete")
 
 
