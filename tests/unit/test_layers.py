@@ -50,22 +50,25 @@ backends backends.nodes backends.ports backends.placing backends.probing
 backends.local backends.ssh backends.compose backends.kubernetes
 backends.ssh.config backends.ssh.filters backends.ssh.variables backends.compose.compose_file
 backends.compose.engine
-backends.kubernetes.text backends.kubernetes.watcher
-backends.ssh.inventory backends.ssh.known_hosts backends.compose.containers backends.kubernetes.pods
-backends.ssh.connection backends.kubernetes.job backends.kubernetes.client backends.kubernetes.judge
-backends.ssh.transport backends.kubernetes.nodes
+backends.kubernetes.text backends.kubernetes.watcher backends.kubernetes.connect
+backends.ssh.inventory backends.ssh.known_hosts
+backends.ssh.connection
+backends.ssh.transport
 backends.*.probe backends.ssh.observe
 backends.*.place
-backends.kubernetes.pytorchjob backends.kubernetes.mpijob backends.kubernetes.trainjob
-backends.kubernetes.patch
-backends.kubernetes.flavors
-backends.kubernetes.others
-backends.kubernetes.rights
-backends.kubernetes.by_hand doctor.kubernetes.base
+backends.compose.containers backends.kubernetes.pods
+backends.kubernetes.flavors backends.kubernetes.judge backends.kubernetes.nodes
+backends.kubernetes.apply backends.kubernetes.rights backends.kubernetes.server
+backends.kubernetes.client backends.kubernetes.entry
+backends.kubernetes.remote_runs backends.kubernetes.records
+backends.kubernetes.probe
+doctor.kubernetes.base
 doctor.kubernetes.checks.*
 doctor.kubernetes.checks
 doctor.kubernetes
 backends.kubernetes.observe backends.kubernetes.guard
+backends.kubernetes.run_files backends.kubernetes.pod_log
+backends.kubernetes.place backends.kubernetes.monitor
 backends.kubernetes.lease
 backends.kubernetes.remove
 backends.*.backend

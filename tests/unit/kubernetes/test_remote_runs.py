@@ -9,7 +9,7 @@ import pytest
 from clusterkit import api, backends
 from clusterkit.backends.base import RemoteRun
 from clusterkit.backends.kubernetes.flavors import FLAVORS
-from clusterkit.backends.kubernetes.others import (
+from clusterkit.backends.kubernetes.remote_runs import (
     PROJECT,
     RECORD,
     Record,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from clusterkit.backends.kubernetes.patch import check_patch
+from clusterkit.backends.kubernetes.entry import check_patch
 from clusterkit.errors import BadInput
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,10 +12,12 @@ import msgspec
 from msgspec import Struct
 
 from clusterkit.backends.base import RemoteRun
-from clusterkit.backends.kubernetes.client import document
 from clusterkit.backends.kubernetes.flavors import FLAVORS, Flavor
+from clusterkit.backends.kubernetes.judge import attempt_of
 from clusterkit.backends.kubernetes.pods import ATTEMPT, JOB, RUN
-from clusterkit.backends.kubernetes.text import object_name
+from clusterkit.backends.kubernetes.rights import ROLE_HINT
+from clusterkit.backends.kubernetes.server import Refusal, Server
+from clusterkit.backends.kubernetes.text import Object, object_name
 from clusterkit.backends.kubernetes.watcher import unix
 from clusterkit.cluster import Facts, KubernetesCluster
 from clusterkit.errors import RunFolderError, RunNotFound, Unavailable
@@ -24,7 +25,6 @@ from clusterkit.spec import JobSpec
 from clusterkit.status import State
 from clusterkit.transport import Transport
 
-HOST = "localhost"
 USER = "clusterkit/user"
 """Label of all objects of a run: who submitted it."""
 RECORD = "record.json"
@@ -78,56 +78,56 @@ def listing(tool: Sequence[str], namespace: str, transport: Transport) -> list[R
     """
     # The watcher of a run is a Job of the run as well, but of no attempt.
     selector = quote(f"{RUN},{ATTEMPT}", safe="")
+    server = Server(tool, transport)
 
     def ask(flavor: Flavor) -> list[RemoteRun]:
-        path = f"/apis/{flavor.API}/namespaces/{quote(namespace)}/{flavor.PLURAL}"
-        done = transport.run(HOST, [*tool, "get", "--raw", f"{path}?labelSelector={selector}"])
-        if done.exit_code:
-            if "(NotFound)" in done.stderr:  # it does not serve that kind
-                return []
+        path = f"/apis/{flavor.api}/namespaces/{quote(namespace)}/{flavor.plural}"
+        try:
+            found = server.find(f"{path}?labelSelector={selector}")
+        except Refusal as error:
             raise Unavailable(
-                f"the runs of namespace {namespace} cannot be listed: {done.stderr.strip()}",
-                hint="k8s/rbac.yaml is the role that a submitter needs: an admin can bind it",
-            )
-        return [read(each, flavor) for each in json.loads(done.stdout)["items"]]
+                f"the runs of namespace {namespace} cannot be listed: {error.message}",
+                hint=ROLE_HINT,
+            ) from None
+        # None: it does not serve that kind.
+        return [read(each, flavor) for each in (found or {}).get("items", ())]
 
     with ThreadPoolExecutor(len(FLAVORS)) as pool:
         found = [run for runs in pool.map(ask, FLAVORS.values()) for run in runs]
     return sorted(found, key=lambda run: run.started_at or 0.0, reverse=True)
 
 
-def read(told: Mapping[str, Any], flavor: Flavor) -> RemoteRun:
+def read(job: Mapping[str, Any], flavor: Flavor) -> RemoteRun:
     """A run from its job. Pure."""
-    meta, labels = told["metadata"], told["metadata"].get("labels") or {}
-    status = told.get("status") or {}
-    state = state_of(told, flavor)
-    attempt = str(labels.get(ATTEMPT, "1"))
+    meta, labels = job["metadata"], job["metadata"].get("labels") or {}
+    status = job.get("status") or {}
+    state = state_of(job, flavor)
     ended = status.get("completionTime")
     if ended is None and state.final:
         ended = max(
-            (str(each.get("lastTransitionTime") or "") for each in _conditions(told)), default=None
+            (str(each.get("lastTransitionTime") or "") for each in _conditions(job)), default=None
         )
     return RemoteRun(
         run=str(labels[RUN]),
         job=str(labels.get(JOB, "?")),
         state=state,
-        kind=flavor.KIND,
-        attempt=int(attempt) if attempt.isdigit() else 1,
-        pods=_pods(told.get("spec") or {}),
+        kind=flavor.kind,
+        attempt=attempt_of(job) or 1,
+        pods=_pods(job.get("spec") or {}),
         user=labels.get(USER),
         started_at=unix(meta.get("creationTimestamp")),
         finished_at=unix(ended) if state.final else None,
     )
 
 
-def state_of(told: Mapping[str, Any], flavor: Flavor) -> State:
+def state_of(job: Mapping[str, Any], flavor: Flavor) -> State:
     """The job's state from its conditions, by its kind's table. Pure."""
-    holds = [each for each in _conditions(told) if each.get("status") == "True"]
-    states = [flavor.STATES.get(str(each.get("type")), State.UNKNOWN) for each in holds]
+    holds = [each for each in _conditions(job) if each.get("status") == "True"]
+    states = [flavor.states.get(str(each.get("type")), State.UNKNOWN) for each in holds]
     for final in (State.FAILED, State.SUCCEEDED):
         if final in states:
             return final
-    status = told.get("status") or {}
+    status = job.get("status") or {}
     parts = [status, *(status.get("jobsStatus") or ())]
     if not holds:
         # A Job, and so a TrainJob, says nothing while it runs but how many pods are ready.
@@ -140,12 +140,9 @@ def state_of(told: Mapping[str, Any], flavor: Flavor) -> State:
     return states[latest]
 
 
-def _conditions(told: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [
-        each
-        for each in (told.get("status") or {}).get("conditions") or ()
-        if isinstance(each, Mapping)
-    ]
+def _conditions(job: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    found = (job.get("status") or {}).get("conditions") or ()
+    return [each for each in found if isinstance(each, Mapping)]
 
 
 def _pods(spec: Mapping[str, Any]) -> int | None:
@@ -168,8 +165,8 @@ def kept(tool: Sequence[str], namespace: str, run_id: str, transport: Transport)
         Unavailable: the API server does not answer, or will not.
         RunFolderError: it was submitted by another version, or is damaged.
     """
-    name = object_name(run_id)
-    found = _config_map(tool, namespace, name, transport)
+    name, server = object_name(run_id), Server(tool, transport)
+    found = _config_map(server, namespace, name)
     if found is None:
         raise RunNotFound(
             f"run {run_id!r} is unknown in namespace {namespace}",
@@ -190,29 +187,22 @@ def kept(tool: Sequence[str], namespace: str, run_id: str, transport: Transport)
         ) from None
     code = None
     if record.cluster.code == "copied":
-        held = _config_map(tool, namespace, f"{name}-code", transport) or {}
+        held = _config_map(server, namespace, f"{name}-code") or {}
         packed = (held.get("binaryData") or {}).get(PROJECT)
         if packed is None:
             raise RunFolderError(f"run {run_id}: its config map {name}-code is gone")
         code = base64.b64decode(packed)
-    meta = found["metadata"]
-    attempt = str((meta.get("labels") or {}).get(ATTEMPT, "1"))
     return Kept(
         record=record,
-        attempt=int(attempt) if attempt.isdigit() else 1,
-        created_at=unix(meta.get("creationTimestamp")) or 0.0,
+        attempt=attempt_of(found) or 1,
+        created_at=unix(found["metadata"].get("creationTimestamp")) or 0.0,
         project=code,
     )
 
 
-def _config_map(
-    tool: Sequence[str], namespace: str, name: str, transport: Transport
-) -> dict[str, Any] | None:
+def _config_map(server: Server, namespace: str, name: str) -> Object | None:
     path = f"/api/v1/namespaces/{quote(namespace)}/configmaps/{name}"
     try:
-        return document(tool, path, transport)
-    except Unavailable as error:
-        raise Unavailable(
-            f"{error.message} ({path})",
-            hint="k8s/rbac.yaml is the role that a submitter needs: an admin can bind it",
-        ) from None
+        return server.find(path)
+    except Refusal as error:
+        raise Unavailable(f"{error.message} ({path})", hint=ROLE_HINT) from None

@@ -1,4 +1,5 @@
-"""Whether a ``patch:`` is part of a pod's spec, by the official client's own models."""
+"""Whether an entry of the cluster file can be used: its amounts, its volumes, and its ``patch:``,
+which has to be part of a pod's spec by the official client's own models."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from clusterkit.backends.kubernetes.client import not_installed
-from clusterkit.errors import BadInput
+from clusterkit.backends.kubernetes.connect import not_installed
+from clusterkit.backends.kubernetes.text import quantity
+from clusterkit.cluster import KubernetesCluster
+from clusterkit.errors import BadInput, about
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "str": (str,),
@@ -18,6 +21,39 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "date": (str,),
     "datetime": (str,),
 }
+
+
+def check_entry(cluster: KubernetesCluster) -> None:
+    """Refuse what no pod could have.
+
+    Raises:
+        BadInput: names the key.
+        Unavailable: the official client is not installed.
+    """
+    for key in ("memory", "shm_size"):
+        if (size := getattr(cluster, key)) is not None:
+            with about("cluster", key):
+                quantity(key, size)
+    with about("cluster", "resources"):
+        for name, amount in cluster.resources.items():
+            quantity(f"resources: {name}", amount)
+    check_patch(cluster.patch)
+    paths = [each.path.rstrip("/") for each in cluster.volumes]
+    if twice := sorted({path for path in paths if paths.count(path) > 1}):
+        raise BadInput(
+            f"volumes: two of them on {twice[0]}",
+            hint="give each its own path",
+            cluster="volumes",
+        )
+    if cluster.shared and not any(
+        cluster.shared.rstrip("/") == path or cluster.shared.startswith(path + "/")
+        for path in paths
+    ):
+        raise BadInput(
+            f"shared: {cluster.shared} is in none of the volumes",
+            hint="volumes: [{claim: NAME, path: " + cluster.shared + "}]",
+            cluster="shared",
+        )
 
 
 def check_patch(patch: Mapping[str, Any]) -> None:
