@@ -15,6 +15,7 @@ import msgspec
 
 from clusterkit import shell
 from clusterkit.agent import PEER_TOKEN
+from clusterkit.agent.archive import ARCHIVE
 from clusterkit.batch import Batch
 from clusterkit.cluster import HostFacts
 from clusterkit.errors import BadInput, Unavailable, about
@@ -62,22 +63,22 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Peers:
-    """How the nodes watch each other (`clusterkit.agent.Peers`)."""
+class Watching:
+    """How the nodes watch each other (`clusterkit.agent.membership`)."""
 
     address: str | Var
     port: int
     lost_after: float
-    rejoin: float | None = None
-    """Seconds that a lost node has to come back; None: it ends the run."""
+    rejoin: float = 0.0
+    """Seconds that a lost node has to come back; 0: it ends the run."""
 
     def arguments(self, topology: Topology) -> list[Word]:
         """For the node agent. An elastic run's launchers watch each other."""
         found: list[Word] = []
         if not topology.elastic and topology.nodes > 1:
-            found += ["--peers", Joined((self.address, f":{self.port}"))]
+            found += ["--coordinator", Joined((self.address, f":{self.port}"))]
             found += ["--nodes", str(topology.nodes), "--lost-after", f"{self.lost_after:g}"]
-        if not topology.elastic and self.rejoin is not None:
+        if not topology.elastic and self.rejoin:
             found += ["--rejoin", f"{self.rejoin:g}"]
         return found
 
@@ -123,7 +124,7 @@ class Placement:
     """By node rank, what only that node gets."""
     stop_grace: float
     lost_after: float = 30.0
-    peers: Peers | None = None
+    watching: Watching | None = None
     """How the nodes watch each other; None: somebody else does."""
     container: bool = False
     """Whether a node's output is what becomes of it: its log goes there as well."""
@@ -207,7 +208,7 @@ def assemble(placement: Placement) -> Assembly:
             unknown ``${clusterkit.NAME}``.
     """
     job, topology, places = placement.job, placement.topology, placement.places
-    starter, peers = placement.starter, placement.peers
+    starter, watching = placement.starter, placement.watching
     sizes, notes = solve_batch(job, topology)
     notes = [Note("python", places.python, places.python_origin), *notes]
     files: list[PlanFile] = []
@@ -237,7 +238,7 @@ def assemble(placement: Placement) -> Assembly:
     script = rank_script(starter, topology, places.python)
     files += [
         PlanFile(places.file("rank.sh"), text=script, mode=0o755),
-        PlanFile(places.file("agent.py"), resource="agent.py"),
+        PlanFile(places.file(ARCHIVE), resource=ARCHIVE),
     ]
     if job.launcher in ("deepspeed", "mpirun"):
         text = hostfile(placement.names, topology.nproc_per_node)
@@ -254,10 +255,10 @@ def assemble(placement: Placement) -> Assembly:
         stop_grace=placement.stop_grace,
         mpi_interface=placement.mpi_interface,
     )
-    watching = [] if peers is None or starter == "mpirun" else peers.arguments(topology)
-    script = _node_script(placement, env, [launcher, rank_command], watching)
+    watch = [] if watching is None or starter == "mpirun" else watching.arguments(topology)
+    script = _node_script(placement, env, [launcher, rank_command], watch)
     node_sh = PlanFile(places.file("node.sh"), text=script, mode=0o755)
-    secrets = (*job.secrets, PEER_TOKEN) if "--peers" in watching else job.secrets
+    secrets = (*job.secrets, PEER_TOKEN) if "--coordinator" in watch else job.secrets
     return Assembly((node_sh, *files), tuple(notes), ("/bin/sh", node_sh.path), secrets)
 
 
@@ -308,7 +309,7 @@ def _node_script(
     # mpirun starts the ranks of all nodes from the first.
     nproc = topology.world_size if mpi else topology.nproc_per_node
     agent: list[Word] = [
-        places.python, "-I", places.file("agent.py"), "run", "--nproc", str(nproc),
+        places.python, "-I", places.file(ARCHIVE), "run", "--nproc", str(nproc),
         "--workdir", places.workdir, "--grace", f"{placement.stop_grace:g}",
         *(["--spawn"] if placement.starter == "python" else []),
         *(["--tagged"] if mpi else []),

@@ -29,7 +29,7 @@ LOCK_SECONDS = 30.0
 `status` takes to hear of a host."""
 _GROWING = ("log", "ranks.jsonl")
 _LARGEST = 1 << 24
-"""Far more than `agent.report` puts into a frame."""
+"""Far more than `agent.report.report` puts into a frame."""
 
 
 awake = Awake()

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct, field
 
 from clusterkit import shell
+from clusterkit.agent import archive
 
 
 class PlanFile(Struct, frozen=True, omit_defaults=True):
@@ -27,6 +28,8 @@ class PlanFile(Struct, frozen=True, omit_defaults=True):
 
     def content(self) -> bytes:
         """The bytes that are written."""
+        if self.resource == archive.ARCHIVE:
+            return archive.build()
         if self.resource is not None:
             return (resources.files("clusterkit") / self.resource).read_bytes()
         return (self.text or "").encode()

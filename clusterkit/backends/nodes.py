@@ -7,14 +7,61 @@ import posixpath
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from clusterkit.agent import STOPPED, STOPPED_BY_PEERS
-from clusterkit.backends.base import Handle, Observation
+from clusterkit.backends.base import Observation
+from clusterkit.cluster import ClusterSpec, Facts
+from clusterkit.errors import ClusterkitError
 from clusterkit.plan import Plan
-from clusterkit.runs import node_dir
+from clusterkit.runs import RunHandle, node_dir
 from clusterkit.status import NodeCause, NodeStatus, RankExit, State
+from clusterkit.transport import Transport
 
 
-def node_file(handle: Handle, node: int, name: str) -> str:
+def ports_taken(
+    cluster: ClusterSpec, facts: Facts, transport: Transport
+) -> tuple[Facts, str] | None:
+    """Facts with other ports where one of theirs has been taken on the first host meanwhile, and a
+    sentence about it; None: they are still free.
+
+    Raises:
+        ClusterkitError: the cluster entry asks for the port that is taken.
+    """
+    host = facts.hosts[0].host
+    free = transport.free_port(host, facts.port)
+    if free != facts.port:
+        return moved_port(cluster, facts, free, f"port {facts.port} was taken meanwhile")
+    if (watch := facts.watch_port) is None:
+        return None
+    free = transport.free_port(host, watch)
+    if free == watch:
+        return None
+    words = f"port {watch} was taken meanwhile; the nodes watch each other at {free}"
+    return msgspec.structs.replace(facts, watch_port=free), words
+
+
+def moved_port(cluster: ClusterSpec, facts: Facts, port: int, why: str) -> tuple[Facts, str]:
+    """Facts with this port, and a sentence that says why.
+
+    Raises:
+        ClusterkitError: the cluster entry asks for the one that they have.
+    """
+    if cluster.port != "auto":
+        raise ClusterkitError(
+            f"{why}, and the cluster entry asks for that one",
+            hint="port: auto, or end the program that listens there",
+        )
+    moved = msgspec.structs.replace(
+        facts,
+        port=port,
+        port_origin=f"{why}; free when probed again",
+        watch_port=facts.watch_port and port + 1,
+    )
+    return moved, f"{why}; {port} chosen instead"
+
+
+def node_file(handle: RunHandle, node: int, name: str) -> str:
     """A file that a node's agent writes, where the node keeps it."""
     return posixpath.join(node_dir(handle.plan.run_dir, handle.attempt, node), name)
 

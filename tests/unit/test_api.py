@@ -94,7 +94,7 @@ def test_secrets_are_written_nowhere(unstarted_run, monkeypatch):
 
 
 def test_a_submit_that_cannot_start_leaves_nothing(write_job, facts, clusterkit_home, monkeypatch):
-    def broken(*_):
+    def broken(*_, **__):
         raise SubmitFailed("no process")
 
     monkeypatch.setattr(supervise, "spawn", broken)
@@ -106,7 +106,7 @@ def test_a_submit_that_cannot_start_leaves_nothing(write_job, facts, clusterkit_
 def test_a_submit_interrupted_by_ctrl_c_leaves_nothing(
     write_job, facts, clusterkit_home, monkeypatch
 ):
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(supervise, "spawn", interrupted)
@@ -127,7 +127,7 @@ def test_a_disk_that_fills_up_during_a_submit_leaves_nothing(
         real(self, name, data)
 
     monkeypatch.setattr(RunFolder, "write", write)
-    monkeypatch.setattr(supervise, "spawn", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr(supervise, "spawn", lambda *_, **__: pytest.fail("it was started"))
     with pytest.raises(RunFolderError, match="No space left"):
         api.submit(write_job("launcher: python\n"), facts=facts)
     assert os.listdir(clusterkit_home / "runs") == []

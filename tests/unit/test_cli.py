@@ -169,7 +169,7 @@ def test_plan_writes_its_files_to_a_folder(cli, write_job, cwd):
     assert done.out == ""
     assert done.err == "5 files written to out dir\n"
     there = sorted(str(p.relative_to(cwd / "out dir")) for p in (cwd / "out dir").rglob("*.*"))
-    assert there == ["files/agent.py", "files/node.sh", "files/rank.sh", "plan.json", "plan.txt"]
+    assert there == ["files/agent.pyz", "files/node.sh", "files/rank.sh", "plan.json", "plan.txt"]
     assert os.access(cwd / "out dir" / "files" / "node.sh", os.X_OK)
 
 
@@ -382,7 +382,7 @@ def test_a_full_disk_refuses_the_submit_and_leaves_nothing(cli, write_job, tmp_p
         pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.decode().strip()}")
     try:
         monkeypatch.setenv("CLUSTERKIT_HOME", str(disk))
-        monkeypatch.setattr(supervise, "spawn", lambda *_: pytest.fail("it was started"))
+        monkeypatch.setattr(supervise, "spawn", lambda *_, **__: pytest.fail("it was started"))
         done = cli("submit", write_job("launcher: python\n"))
         assert done.code == 1
         assert "No space left on device" in done.err.splitlines()[0]
@@ -400,7 +400,7 @@ def scripted_submit(monkeypatch, by_hand):
     """Submits whose supervisor is replaced by its last word."""
 
     def end(state, code, **fields):
-        def spawn(folder, lock):
+        def spawn(folder, lock, **_):
             node = folder.path / "attempts" / "1" / "node-0"
             node.mkdir(parents=True)
             (node / "log").write_text(LOG)

@@ -10,13 +10,13 @@ import pytest
 
 from clusterkit import backends
 from clusterkit.agent import process_start
-from clusterkit.backends.base import Backend, Handle, check_capabilities
+from clusterkit.backends.base import Backend, check_capabilities
 from clusterkit.backends.local.backend import LocalBackend
 from clusterkit.backends.nodes import judge_exit, overall
 from clusterkit.backends.probing import parse_gpus
 from clusterkit.cluster import Gpu, LocalCluster
 from clusterkit.errors import BadInput, CapabilityError, PortTaken, Unavailable
-from clusterkit.runs import RunFolder
+from clusterkit.runs import RunFolder, RunHandle
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
 from clusterkit.transport import LocalTransport
@@ -420,7 +420,7 @@ def test_a_run_folder_that_lost_its_files_does_not_keep_a_run_from_being_ended(f
     LocalTransport().put("localhost", f"{found.run_dir}/run.json", b"{}")
     left = subprocess.Popen(["sleep", "600"], env={"CLUSTERKIT_RUN_DIR": found.run_dir})
     try:
-        LOCAL.cancel(Handle(RunFolder(Path(found.run_dir)), found), LocalTransport())
+        LOCAL.cancel(RunHandle(RunFolder(Path(found.run_dir)), found), LocalTransport())
         assert left.poll() is not None
     finally:
         left.kill()

@@ -34,7 +34,7 @@ WHOLE = plan(
     notes=(Note("port", "29501", "free when probed"), Note("", "be patient", "")),
     files=(
         PlanFile("/home/u/runs/demo-1/files/a b.sh", text="#!/bin/sh\necho 'ü'\n", mode=0o755),
-        PlanFile("/home/u/runs/demo-1/files/agent.py", resource="agent.py"),
+        PlanFile("/home/u/runs/demo-1/files/agent.pyz", resource="agent.pyz"),
     ),
     steps=(
         Step(kind="run", host="h1", argv=("mkdir", "a b")),
@@ -88,8 +88,8 @@ def test_text_shows_notes_files_and_steps():
         "\nfile /home/u/runs/demo-1/files/a b.sh (mode 0755)\n"
         "  | #!/bin/sh\n"
         "  | echo 'ü'\n"
-        "\nfile /home/u/runs/demo-1/files/agent.py (mode 0644)\n"
-        "  | clusterkit's own agent.py, copied as installed\n"
+        "\nfile /home/u/runs/demo-1/files/agent.pyz (mode 0644)\n"
+        "  | clusterkit's own agent.pyz, copied as installed\n"
         "\nsteps\n"
         "  1 run on h1: mkdir 'a b'\n"
         "  2 start on h1 node 0: T=<secret> A='b c' sh x\n"
@@ -113,4 +113,4 @@ def test_a_note_is_found_by_its_name():
 
 
 def test_files_are_written_out_below_any_folder():
-    assert relative(WHOLE, WHOLE.files[1]) == "files/agent.py"
+    assert relative(WHOLE, WHOLE.files[1]) == "files/agent.pyz"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from clusterkit import agent, rendezvous
+from clusterkit.agent import streams
 from clusterkit.rendezvous import (
     Endpoint,
     Topology,
@@ -290,7 +291,7 @@ def test_deepspeed_ranks_keep_the_gpus_that_their_node_was_given(tmp_path):
 
 
 def test_the_node_agent_knows_the_header_that_the_rank_script_writes():
-    header = agent._RANK_HEADER.match(f"{rendezvous.RANK_HEADER} 5 77".encode())
+    header = streams.HEADER.match(f"{rendezvous.RANK_HEADER} 5 77".encode())
     assert header is not None
     assert header.groups() == (b"5", b"77")
     for launcher in LAUNCHERS:

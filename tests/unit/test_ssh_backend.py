@@ -13,15 +13,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from clusterkit import api, backends, mirror, project, supervise
-from clusterkit.backends.base import Handle
+from clusterkit import api, backends, mirror, project
 from clusterkit.backends.ssh import inventory, observe
 from clusterkit.backends.ssh import place as placing
 from clusterkit.backends.ssh.backend import SshBackend
 from clusterkit.cluster import Facts, Gpu, Host, HostFacts, Project, SshCluster
 from clusterkit.errors import BadInput, PortTaken, Unavailable
 from clusterkit.mirror import NodeView
-from clusterkit.runs import RunFolder, node_dir
+from clusterkit.runs import RunFolder, RunHandle, node_dir
 from clusterkit.spec import CheckpointSpec, JobSpec
 from clusterkit.status import RunStatus, State
 from clusterkit.transport import LocalTransport
@@ -173,7 +172,7 @@ def test_checkpoints_lie_on_the_shared_folder_where_there_is_one():
 @pytest.mark.parametrize("shared", ["nfs", "~/nfs", "./x", ""])
 def test_a_shared_folder_has_an_absolute_path(shared):
     with pytest.raises(BadInput, match=r"shared: .* is no absolute path"):
-        SSH.settled(cluster(shared=shared), Path("/"), None, None)
+        SSH.resolved(cluster(shared=shared), Path("/"), None, None)
 
 
 # ---------------------------------------------------------------- how many
@@ -413,16 +412,16 @@ def write(path, text):
     return path
 
 
-def settled(tmp_path, **fields):
+def resolved(tmp_path, **fields):
     options = {key: fields.pop(key, None) for key in ("include", "exclude")}
-    return SSH.settled(SshCluster(**fields), tmp_path, **options)
+    return SSH.resolved(SshCluster(**fields), tmp_path, **options)
 
 
 def test_an_entry_stands_alone_once_its_inventory_is_read(tmp_path):
     write(tmp_path / "hosts.yaml", "nodes: {hosts: {h0: , h1: {slots: 4}, h2: }}")
-    found = settled(tmp_path, inventory="hosts.yaml", group="nodes", exclude="h0@h2")
+    found = resolved(tmp_path, inventory="hosts.yaml", group="nodes", exclude="h0@h2")
     assert found == SshCluster(hosts=(Host(name="h1", slots=4),))
-    again = SSH.settled(found, Path("/nowhere"), None, None)
+    again = SSH.resolved(found, Path("/nowhere"), None, None)
     assert again == found
 
 
@@ -434,14 +433,14 @@ def test_a_flag_s_choice_of_hosts_takes_the_place_of_the_entry_s(tmp_path):
         ({"include": "h1:1", "exclude": None}, ["h1"]),
         ({"include": None, "exclude": "h0"}, ["h1", "h2"]),
     ):
-        found = SSH.settled(entry, tmp_path, options["include"], options["exclude"])
+        found = SSH.resolved(entry, tmp_path, options["include"], options["exclude"])
         assert [host.name for host in found.hosts] == names
 
 
 def test_files_of_a_host_are_relative_to_the_cluster_file(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     host = Host(name="h0", identity="keys/id", known_hosts="../known", ssh_config="~/config")
-    found = settled(tmp_path / "project", hosts=(host,))
+    found = resolved(tmp_path / "project", hosts=(host,))
     assert found.hosts == (
         Host(
             name="h0",
@@ -450,14 +449,14 @@ def test_files_of_a_host_are_relative_to_the_cluster_file(tmp_path, monkeypatch)
             ssh_config="/home/me/config",
         ),
     )
-    assert SSH.settled(found, Path("/nowhere"), None, None) == found
+    assert SSH.resolved(found, Path("/nowhere"), None, None) == found
 
 
 def test_an_inventory_s_path_may_start_from_home_or_root(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / "hosts", "h0\n")
     for path in ("~/hosts", str(tmp_path / "hosts")):
-        assert SSH.settled(SshCluster(inventory=path), Path("/"), None, None).hosts
+        assert SSH.resolved(SshCluster(inventory=path), Path("/"), None, None).hosts
 
 
 CLUSTERS = """\
@@ -478,7 +477,7 @@ def entry(cwd):
         if hosts is not None:
             (cwd / "hosts.yaml").write_text(hosts)
         with pytest.raises(BadInput) as error:
-            api.settled_cluster("lab", **options)
+            api.resolved_cluster("lab", **options)
         assert error.value.exit_code == 2
         return error.value.message.replace(f"{cwd}/", "")
 
@@ -882,7 +881,7 @@ def view(number, *, begun=True, alive=True, ended=False, silent=None, known=True
 
 
 def judged(*views, patience=30.0):
-    handle = Handle(RunFolder(Path("no", "folder")), plan(facts(), nodes=2))
+    handle = RunHandle(RunFolder(Path("no", "folder")), plan(facts(), nodes=2))
     seen = observe.observation(handle, list(views), patience)
     return None if seen is None else [(node.state, node.reason) for node in seen.nodes]
 
@@ -964,7 +963,7 @@ def test_a_run_on_two_hosts_that_are_this_machine(tmp_path, entry_of, cwd):
         for tree in made.trees[:1]:
             project.send(snapshot, tree, host, made.python, transport)
     SSH.submit(made, transport)
-    handle = Handle(RunFolder(tmp_path / "mirror"), made)
+    handle = RunHandle(RunFolder(tmp_path / "mirror"), made)
     watcher = SSH.watch(handle, transport)
     deadline = time.monotonic() + 120
     while True:
@@ -988,7 +987,7 @@ def test_a_run_on_two_hosts_that_are_this_machine(tmp_path, entry_of, cwd):
     SSH.forget(handle, transport)
     assert not Path(made.run_dir).exists()
     assert Path(made.trees[0].path).exists()
-    assert SSH.status(Handle(RunFolder(tmp_path / "other"), made), transport) is None
+    assert SSH.status(RunHandle(RunFolder(tmp_path / "other"), made), transport) is None
     assert posixpath.dirname(made.run_dir) == str(tmp_path / "my work" / "runs")
 
 
@@ -1012,7 +1011,7 @@ def brought(node, handle, text, exit_json=b'{"exit_code": 0, "at": 1.0, "reason"
 
 
 def test_a_node_whose_end_is_known_here_is_not_asked_for():
-    handle = Handle(RunFolder.create("demo-1"), plan(facts(), nodes=2))
+    handle = RunHandle(RunFolder.create("demo-1"), plan(facts(), nodes=2))
     brought(0, handle, "zero")
     brought(1, handle, "one", exit_json=None)
     seen = SSH.status(handle, Gone())
@@ -1035,13 +1034,13 @@ def test_a_finished_run_is_read_without_any_host(monkeypatch):
     monkeypatch.setattr(backends, "transport_for", lambda cluster: pytest.fail("asks the hosts"))
     folder = RunFolder.create("demo-1")
     made = plan(facts(), nodes=2)
-    supervise.save_plan(folder, facts(), made)
+    folder.save_plan(facts(), made)
     folder.write_json(
         "state.json",
         RunStatus(run="demo-1", job="demo", cluster="lab", backend="ssh", state=State.SUCCEEDED),
     )
-    brought(0, Handle(folder, made), '@clusterkit {"event": "metrics", "step": 1, "loss": 2.0}')
-    brought(1, Handle(folder, made), "hello")
+    brought(0, RunHandle(folder, made), '@clusterkit {"event": "metrics", "step": 1, "loss": 2.0}')
+    brought(1, RunHandle(folder, made), "hello")
     run = api.get("demo-1")
     assert [(line.node, line.rank) for line in run.logs()] == [(0, 0), (1, 1)]
     assert [line.text for line in run.logs(node=1, follow=True)] == ["hello"]

@@ -14,13 +14,14 @@ import msgspec
 import pytest
 
 from clusterkit import agent, backends, mirror, supervise
-from clusterkit.backends.base import Newest, Observation
+from clusterkit.backends.base import ClusterProgress, Observation
 from clusterkit.backends.local.backend import LocalBackend
-from clusterkit.backends.nodes import overall
+from clusterkit.backends.nodes import moved_port, overall
 from clusterkit.errors import ClusterkitError, SubmitFailed
+from clusterkit.run_state import cancel, current, reconcile
 from clusterkit.runs import Event, RunFolder
 from clusterkit.status import AttemptStatus, Failure, NodeStatus, RunStatus, State
-from clusterkit.supervise import Supervisor, cancel, current
+from clusterkit.supervise import Supervisor
 from tests.conftest import HELD
 
 STAMP = "2026-11-21T20:11:58.123456Z"
@@ -48,30 +49,39 @@ def folder(run):
 
 
 def test_a_run_that_was_submitted_a_moment_ago_is_pending(folder):
-    assert current(folder).state is State.PENDING
+    assert reconcile(folder).state is State.PENDING
 
 
 def test_a_run_whose_submit_was_killed_has_failed(folder, hand):
     hand.unwatched()
-    status = current(folder)
+    status = reconcile(folder)
     assert status.state is State.FAILED
     assert status.exit_code == 1
     assert "killed before it started it" in status.failure.cause
     assert status.failure.hint == "submit it again"
 
 
-def test_a_watched_run_is_running_once_a_node_lives(folder, hand):
-    assert current(folder).state is State.PENDING
+def test_while_a_supervisor_lives_its_word_counts(folder, hand):
     hand.node(started=hand.alive())
-    status = current(folder)
-    assert (status.state, status.remark) == (State.RUNNING, None)
-    assert [node.state for node in status.nodes] == [State.RUNNING]
+    assert reconcile(folder).state is State.PENDING
+    node = NodeStatus(node=0, host="localhost", state=State.RUNNING)
+    said = RunStatus(
+        run=folder.run_id, job="demo", cluster="local", backend="local", state=State.RUNNING,
+        nodes=(node,),
+    )  # fmt: skip
+    folder.write_json("state.json", said)
+    assert reconcile(folder) == current(folder) == said
+
+
+def test_what_is_on_record_of_a_run_that_nobody_watches_is_not_relied_on(folder, hand):
+    hand.unwatched()
+    assert current(folder) is None
 
 
 def test_a_run_that_lost_its_supervisor_still_runs_and_says_so(folder, hand, run):
     hand.unwatched()
     hand.node(started=hand.alive())
-    status = current(folder)
+    status = reconcile(folder)
     assert status.state is State.RUNNING
     assert f"clusterkit cancel {run.id}" in status.remark
 
@@ -79,14 +89,14 @@ def test_a_run_that_lost_its_supervisor_still_runs_and_says_so(folder, hand, run
 def test_a_run_that_lost_its_supervisor_and_ended_well_has_succeeded(folder, hand):
     hand.unwatched()
     hand.node(started=hand.dead(), exit_code=0, at=1234.5)
-    status = current(folder)
+    status = reconcile(folder)
     assert (status.state, status.exit_code, status.finished_at) == (State.SUCCEEDED, 0, 1234.5)
 
 
 def test_a_run_that_lost_its_supervisor_and_failed_tells_why(folder, hand):
     hand.unwatched()
     hand.node(started=hand.dead(), exit_code=7, log=TRACEBACK)
-    status = current(folder)
+    status = reconcile(folder)
     assert (status.state, status.exit_code) == (State.FAILED, 7)
     assert status.failure.cause == "ValueError: bad"
     assert status.failure.rank == 0
@@ -96,7 +106,7 @@ def test_a_run_that_lost_its_supervisor_and_was_cancelled_is_cancelled(folder, h
     hand.unwatched()
     folder.mark_cancelled()
     hand.node(started=hand.dead(), exit_code=143, reason="stopped on request")
-    status = current(folder)
+    status = reconcile(folder)
     assert (status.state, status.exit_code) == (State.CANCELLED, 130)
 
 
@@ -104,14 +114,15 @@ def test_an_agent_that_was_killed_without_a_word_is_a_failure(folder, hand):
     hand.unwatched()
     node = hand.node(started=hand.dead())
     (node / "agent.log").write_text("something\nsh: out of pipes\n")
-    status = current(folder)
+    status = reconcile(folder)
     assert status.state is State.FAILED
     assert "ended without a word: sh: out of pipes" in status.failure.cause
 
 
 def test_a_node_script_that_has_not_become_an_agent_yet_is_running(folder, hand):
+    hand.unwatched()
     (hand.node() / "pid").write_text(f"{os.getpid()}\n")
-    assert current(folder).state is State.RUNNING
+    assert reconcile(folder).state is State.RUNNING
 
 
 def test_the_final_word_of_the_supervisor_is_final(folder, hand):
@@ -121,7 +132,7 @@ def test_the_final_word_of_the_supervisor_is_final(folder, hand):
     )  # fmt: skip
     folder.write_json("state.json", said)
     hand.node(started=hand.alive())
-    assert current(folder) == said
+    assert reconcile(folder) == said
 
 
 def test_a_run_between_two_attempts_is_restarting(folder, hand):
@@ -131,7 +142,7 @@ def test_a_run_between_two_attempts_is_restarting(folder, hand):
         state=State.RESTARTING, attempt=1,
     )  # fmt: skip
     folder.write_json("state.json", said)
-    assert current(folder).state is State.RESTARTING
+    assert reconcile(folder).state is State.RESTARTING
 
 
 def test_the_newest_attempt_is_the_one_that_counts(folder, hand):
@@ -143,7 +154,7 @@ def test_the_newest_attempt_is_the_one_that_counts(folder, hand):
         state=State.RUNNING, attempt=2,
     )  # fmt: skip
     folder.write_json("state.json", said)
-    status = current(folder)
+    status = reconcile(folder)
     assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
 
 
@@ -155,13 +166,13 @@ def test_the_newest_attempt_is_the_one_that_counts(folder, hand):
 def test_half_a_record_of_a_process_is_no_sign_of_life(folder, hand, started):
     hand.unwatched()
     hand.node(started=started)
-    assert current(folder).state is not State.RUNNING
+    assert reconcile(folder).state is not State.RUNNING
 
 
 def test_a_process_of_before_the_reboot_is_no_sign_of_life(folder, hand):
     hand.unwatched()
     hand.node(started=hand.alive() | {"boot_id": "before"})
-    assert current(folder).state is State.FAILED
+    assert reconcile(folder).state is State.FAILED
 
 
 # ---------------------------------------------------------------- damaged folders
@@ -178,7 +189,7 @@ FILES = [
     "events.jsonl",
     "steps.jsonl",
     "files/node.sh",
-    "files/agent.py",
+    "files/agent.pyz",
     "attempts/1/node-0/log",
     "attempts/1/node-0/started.json",
     "attempts/1/node-0/exit.json",
@@ -223,7 +234,7 @@ def complete(folder, hand, run):
     folder.append("steps.jsonl", Event(at=1.0, attempt=1, text="something"))
     (folder.path / "files").mkdir()
     # Not the true agent: whatever `cancel` starts here must not look for processes.
-    (folder.path / "files" / "agent.py").write_text("print('{}')\n")
+    (folder.path / "files" / "agent.pyz").write_text("print('{}')\n")
     (folder.path / "files" / "node.sh").write_text("exit 0\n")
     node = hand.node(started=hand.dead(), exit_code=7, log=TRACEBACK)
     (node / "ranks.jsonl").write_text('{"rank": 0, "pid": 5}\n')
@@ -239,7 +250,7 @@ def complete(folder, hand, run):
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_folder_always_has_a_status(complete, name, damage):
     spoil(complete.path / name, DAMAGE[damage])
-    status = current(complete)
+    status = reconcile(complete)
     assert status.run == complete.run_id
     assert isinstance(status.state, State)
 
@@ -248,7 +259,7 @@ def test_a_damaged_folder_always_has_a_status(complete, name, damage):
 @pytest.mark.parametrize("name", ["run.json", "plan.json", "cluster.json"])
 def test_what_cannot_be_told_is_unknown_and_names_the_file(complete, name, damage):
     spoil(complete.path / name, DAMAGE[damage])
-    status = current(complete)
+    status = reconcile(complete)
     assert status.state is State.UNKNOWN
     assert name in status.remark
 
@@ -257,7 +268,7 @@ def test_a_node_tells_how_its_ranks_ended(complete, hand):
     launcher = {"pid": 5, "rank": None, "exit_code": 1, "at": 3.0}
     rank = {"pid": None, "rank": 0, "exit_code": 9, "at": 4.0}
     hand.node(exit_code=1, log="", processes=[launcher, rank], oom_kills=1)
-    failure = current(complete).failure
+    failure = reconcile(complete).failure
     assert (failure.rank, failure.exit_code) == (0, 9)
 
 
@@ -266,7 +277,7 @@ def test_a_node_tells_how_its_ranks_ended(complete, hand):
 )
 def test_garbage_where_a_node_tells_of_its_ranks_is_nothing(complete, hand, processes):
     hand.node(exit_code=1, log="", processes=processes)
-    failure = current(complete).failure
+    failure = reconcile(complete).failure
     assert (failure.rank, failure.exit_code) == (None, 1)
 
 
@@ -292,7 +303,7 @@ def test_cancelling_a_run_that_has_ended_changes_nothing(folder, hand):
 def test_a_cancel_of_a_run_that_is_about_to_start_is_on_record(folder, hand):
     assert cancel(folder).state is State.PENDING
     hand.unwatched()
-    assert current(folder).state is State.CANCELLED
+    assert reconcile(folder).state is State.CANCELLED
     assert cancel(folder).state is State.CANCELLED
 
 
@@ -417,7 +428,7 @@ def test_a_pause_of_the_supervisor_is_no_node_s_fault(supervise_with, monkeypatc
 
 
 def test_a_run_that_has_gone_on_elsewhere_is_followed_and_not_started_again(supervise_with):
-    gone_on = Newest(attempt=3, watched=True)
+    gone_on = ClusterProgress(attempt=3, watched=True)
     left = msgspec.structs.replace(observed(BAD), superseded=gone_on)
     job = "launcher: python\nrestarts: 3\n"
     backend, status, events = supervise_with(
@@ -430,7 +441,7 @@ def test_a_run_that_has_gone_on_elsewhere_is_followed_and_not_started_again(supe
 
 
 def test_an_attempt_that_was_announced_elsewhere_and_never_begun_is_started(supervise_with):
-    announced = Newest(attempt=2, begun=False)
+    announced = ClusterProgress(attempt=2, begun=False)
     left = msgspec.structs.replace(observed(BAD), superseded=announced)
     job = "launcher: python\nrestarts: 1\n"
     backend, status, _ = supervise_with([left, observed(OK)], job)
@@ -499,10 +510,11 @@ def test_a_cancelled_run_is_not_started(unstarted_run, monkeypatch):
 def test_a_restart_changes_the_plan_on_record_when_it_changes_the_port(unstarted_run, monkeypatch):
     run = unstarted_run()
     folder = RunFolder(run.path)
-    before = supervise.read_plan(folder)
+    before = folder.plan()
     supervisor = Supervisor(folder)
-    supervisor._new_port(30123, "port was taken")
-    after = supervise.read_plan(folder)
+    moved = moved_port(supervisor.cluster, supervisor.facts, 30123, "port was taken")
+    supervisor._plan_anew(*moved)
+    after = folder.plan()
     assert (before.port, after.port) == (29501, 30123)
     assert "30123" in folder.read("plan.txt").decode()
     assert json.loads(folder.read("facts.json"))["port"] == 30123
@@ -514,11 +526,11 @@ def test_a_watch_port_that_was_taken_meanwhile_is_replaced(unstarted_run):
     supervisor = Supervisor(folder)
     port = supervisor.transport.free_port("localhost")
     facts = msgspec.structs.replace(supervisor.facts, port=port, watch_port=port + 1)
-    supervisor._plan_anew(facts)
-    supervisor._settle_port()
+    supervisor.facts = facts
+    supervisor._check_again()
     assert supervisor.facts == facts
     with socket.create_server(("", port + 1)):
-        supervisor._settle_port()
+        supervisor._check_again()
     kept = json.loads(folder.read("facts.json"))
     assert kept["port"] == port
     assert kept["watch_port"] not in (port, port + 1)
@@ -572,7 +584,7 @@ def test_a_supervisor_holds_the_folder_until_it_ends(made):
         supervise.spawn(made, lock)
     agent.wait_gone([made.read_json("supervisor.json", dict)["pid"]], 60)
     assert not made.is_held()
-    assert current(made).state is State.CANCELLED
+    assert reconcile(made).state is State.CANCELLED
     assert made.read("supervisor.log") == b""
 
 
@@ -684,8 +696,7 @@ def test_attach_does_nothing_for_a_run_that_was_given_up(failed_alone):
 def test_a_service_keeps_what_attach_could_still_use(failed_alone, monkeypatch):
     run, _ = failed_alone
     ended = []
-    monkeypatch.setattr(LocalBackend, "managed", True)
-    monkeypatch.setattr(LocalBackend, "cancel", lambda *_: ended.append(1))
+    monkeypatch.setattr(LocalBackend, "after_attempt", lambda *_: ended.append(1))
     assert run.status().state is State.FAILED
     assert ended == []
     run.cancel()

@@ -11,18 +11,24 @@ import ipaddress
 import os
 import re
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 
 from clusterkit.assemble import Placement
-from clusterkit.backends.base import Backend, Handle, Observation
+from clusterkit.backends.base import Backend, Observation
 from clusterkit.backends.compose.compose_file import parse_volume, size_bytes
-from clusterkit.backends.compose.containers import Watcher, inspect, known, observation, remove
+from clusterkit.backends.compose.containers import (
+    ContainerMonitor,
+    inspect,
+    known,
+    observation,
+    remove,
+)
 from clusterkit.backends.compose.place import place
 from clusterkit.backends.compose.probe import probe
 from clusterkit.cluster import ClusterSpec, ComposeCluster, Facts
 from clusterkit.errors import BadInput, ClusterkitError
+from clusterkit.runs import RunHandle
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
 
@@ -34,14 +40,12 @@ class ComposeBackend(Backend):
 
     name = "compose"
     summary = "containers of a docker engine on this machine, one node each"
-    managed: ClassVar[bool] = True
-    own_network: ClassVar[bool] = True
 
     @classmethod
-    def settled(
+    def resolved(
         cls, cluster: ClusterSpec, folder: Path, include: str | None, exclude: str | None
     ) -> ClusterSpec:
-        super().settled(cluster, folder, include, exclude)
+        super().resolved(cluster, folder, include, exclude)
         assert isinstance(cluster, ComposeCluster)
         for key in ("shm_size", "memory"):
             if (size := getattr(cluster, key)) is not None:
@@ -58,7 +62,7 @@ class ComposeBackend(Backend):
                 raise BadInput(
                     f"ulimits: {name}: {value} is no limit", hint="{memlock: -1}", cluster="ulimits"
                 )
-        volumes = tuple(_settled_volume(text, folder) for text in cluster.volumes)
+        volumes = tuple(_resolved_volume(text, folder) for text in cluster.volumes)
         return msgspec.structs.replace(cluster, volumes=volumes)
 
     def probe(
@@ -71,7 +75,7 @@ class ComposeBackend(Backend):
         assert isinstance(cluster, ComposeCluster)
         return place(job, cluster, facts, run_id)
 
-    def status(self, handle: Handle, transport: Transport) -> Observation | None:
+    def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
         if not known(handle.plan, transport):
             return None
         try:
@@ -80,14 +84,17 @@ class ComposeBackend(Backend):
             return observation(handle, {}, transport, silent=error.message)
         return observation(handle, live, transport)
 
-    def watch(self, handle: Handle, transport: Transport) -> Watcher:
-        return Watcher(handle, transport)
+    def watch(self, handle: RunHandle, transport: Transport) -> ContainerMonitor:
+        return ContainerMonitor(handle, transport)
 
-    def cancel(self, handle: Handle, transport: Transport, reason: str = "cancelled") -> None:
+    def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
+        remove(handle, transport)
+
+    def after_attempt(self, handle: RunHandle, transport: Transport) -> None:
         remove(handle, transport)
 
 
-def _settled_volume(text: str, folder: Path) -> str:
+def _resolved_volume(text: str, folder: Path) -> str:
     source, target, readonly = parse_volume(text)
     if source.startswith(("/", ".", "~")):
         source = os.path.normpath(folder / Path(source).expanduser())

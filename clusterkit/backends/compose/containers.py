@@ -14,12 +14,13 @@ from typing import Any
 import msgspec
 
 from clusterkit.agent import STOPPED
-from clusterkit.backends.base import Handle, Observation
+from clusterkit.backends.base import Observation
 from clusterkit.backends.compose.compose_file import LABEL, STOP_EXTRA, container_name
 from clusterkit.backends.compose.engine import ENGINE_SECONDS, HOST, Docker
 from clusterkit.backends.nodes import judge_exit, node_file, observed, remarks
 from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.plan import ComposeNative, Plan
+from clusterkit.runs import RunHandle
 from clusterkit.status import NodeCause, NodeStatus, State
 from clusterkit.transport import Completed, Put, Stream, Transport
 
@@ -101,7 +102,7 @@ def docker_of(plan: Plan, transport: Transport) -> Docker:
     return Docker(socket, transport)
 
 
-def _begun(handle: Handle, node: int, transport: Transport) -> bool:
+def _begun(handle: RunHandle, node: int, transport: Transport) -> bool:
     return transport.get(HOST, node_file(handle, node, "pid"), 0, 1) is not None
 
 
@@ -109,7 +110,7 @@ def known(plan: Plan, transport: Transport) -> bool:
     return transport.get(HOST, posixpath.join(plan.run_dir, "run.json"), 0, 1) is not None
 
 
-def inspect(handle: Handle, transport: Transport) -> dict[int, Container]:
+def inspect(handle: RunHandle, transport: Transport) -> dict[int, Container]:
     """The attempt's containers that there are, by node.
 
     Raises:
@@ -148,11 +149,11 @@ def _container(entry: Mapping[str, Any]) -> Container:
     )
 
 
-def _snapshot_path(handle: Handle) -> str:
+def _snapshot_path(handle: RunHandle) -> str:
     return posixpath.join(handle.plan.run_dir, "attempts", str(handle.attempt), "containers.json")
 
 
-def _snapshot(handle: Handle, transport: Transport) -> dict[int, Container]:
+def _snapshot(handle: RunHandle, transport: Transport) -> dict[int, Container]:
     """How the containers were before clusterkit ended and removed them."""
     data = transport.get(HOST, _snapshot_path(handle))
     try:
@@ -161,7 +162,7 @@ def _snapshot(handle: Handle, transport: Transport) -> dict[int, Container]:
         return {}
 
 
-def _keep(handle: Handle, transport: Transport) -> None:
+def _keep(handle: RunHandle, transport: Transport) -> None:
     """Write down how the containers are: nothing else shows their ends once they are gone."""
     if transport.get(HOST, _snapshot_path(handle), 0, 1) or not known(handle.plan, transport):
         return
@@ -246,7 +247,7 @@ def judge(
 
 
 def observation(
-    handle: Handle,
+    handle: RunHandle,
     live: Mapping[int, Container],
     transport: Transport,
     *,
@@ -311,10 +312,10 @@ def _causes(
     return tuple(causes)
 
 
-class Watcher:
+class ContainerMonitor:
     """Looks at the containers when the engine reports an event of one of them."""
 
-    def __init__(self, handle: Handle, transport: Transport) -> None:
+    def __init__(self, handle: RunHandle, transport: Transport) -> None:
         self._handle = handle
         self._transport = transport
         self._events: Stream | None = None
@@ -407,7 +408,7 @@ class Watcher:
 # ---------------------------------------------------------------- ending
 
 
-def remove(handle: Handle, transport: Transport) -> None:
+def remove(handle: RunHandle, transport: Transport) -> None:
     """End and remove the run's containers and its network; how they were is kept.
 
     Raises:

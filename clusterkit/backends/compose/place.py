@@ -10,7 +10,7 @@ from ipaddress import IPv4Network
 
 import msgspec
 
-from clusterkit.assemble import Assembly, Peers, Placement, Places, require_packages
+from clusterkit.assemble import Assembly, Placement, Places, Watching, require_packages
 from clusterkit.backends.compose.compose_file import (
     OURS,
     Containers,
@@ -113,7 +113,9 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
         node_env=tuple({NODE_ADDRESS.name: name} if topology.elastic else {} for name in names),
         stop_grace=cluster.stop_grace,
         lost_after=cluster.lost_after,
-        peers=Peers(names[0], facts.watch_port or own_ports(facts.port)[1], cluster.lost_after),
+        watching=Watching(
+            names[0], facts.watch_port or own_ports(facts.port)[1], cluster.lost_after
+        ),
         notes=(
             Note("device", device, device_origin),
             Note("nproc_per_node", str(nproc), nproc_origin),

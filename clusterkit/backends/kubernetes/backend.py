@@ -19,15 +19,18 @@ import msgspec
 import yaml
 
 import clusterkit
-from clusterkit.assemble import Peers, Placement, Places, assemble, require_packages
+from clusterkit.assemble import Placement, Places, Watching, assemble, require_packages
 from clusterkit.backends.base import (
     Backend,
-    Handle,
-    Newest,
+    ClusterProgress,
+    Monitor,
     Observation,
     Recovered,
     RemoteRun,
-    Watcher,
+    SupportsDoctor,
+    SupportsListing,
+    SupportsRecovery,
+    SupportsSync,
 )
 from clusterkit.backends.kubernetes.client import KUSTOMIZATION, KubeTransport
 from clusterkit.backends.kubernetes.flavors import FLAVORS, choose, served
@@ -69,7 +72,7 @@ from clusterkit.errors import BadInput, ClusterkitError, Unavailable, about, cou
 from clusterkit.plan import Note, Plan, PlanFile, Step, Tree
 from clusterkit.project import snapshot, words
 from clusterkit.rendezvous import Endpoint, Topology, mpirun_interface
-from clusterkit.runs import home, resolve, slug
+from clusterkit.runs import RunHandle, home, resolve, slug
 from clusterkit.shell import quote as quoted
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
@@ -96,21 +99,18 @@ _PET = (
 _UNSEEN = "the image's; not looked at"
 
 
-class KubernetesBackend(Backend):
+class KubernetesBackend(Backend, SupportsDoctor, SupportsSync, SupportsListing, SupportsRecovery):
     """Nodes are pods; see `clusterkit.agent` for what runs in each of them."""
 
     name = "kubernetes"
     summary = "pods of a Kubernetes cluster, one node each"
-    elsewhere: ClassVar[bool] = True
-    managed: ClassVar[bool] = True
-    own_network: ClassVar[bool] = True
     start_seconds: ClassVar[float] = math.inf
 
     @classmethod
-    def settled(
+    def resolved(
         cls, cluster: ClusterSpec, folder: Path, include: str | None, exclude: str | None
     ) -> ClusterSpec:
-        super().settled(cluster, folder, include, exclude)
+        super().resolved(cluster, folder, include, exclude)
         assert isinstance(cluster, KubernetesCluster)
         for key in ("memory", "shm_size"):
             if (size := getattr(cluster, key)) is not None:
@@ -279,13 +279,13 @@ class KubernetesBackend(Backend):
                 **(mpirun_interface(facts.interface) if mpi else {}),
             },
             stop_grace=cluster.stop_grace,
-            peers=None
+            watching=None
             if mpi
-            else Peers(
+            else Watching(
                 names[0],
                 facts.watch_port or own_ports(facts.port)[1],
                 cluster.lost_after,
-                REJOIN_SECONDS if rejoin else None,
+                REJOIN_SECONDS if rejoin else 0,
             ),
             container=True,
             mpi_interface=facts.interface if mpi and job.launcher == "deepspeed" else None,
@@ -396,7 +396,7 @@ class KubernetesBackend(Backend):
 
     # -- carrying out ---------------------------------------------------------
 
-    def status(self, handle: Handle, transport: Transport) -> Observation | None:
+    def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
         if not known(handle.plan, transport):
             return None
         try:
@@ -405,17 +405,20 @@ class KubernetesBackend(Backend):
             return observation(handle, {}, transport, silent=error.message)
         return observation(handle, pods, transport)
 
-    def watch(self, handle: Handle, transport: Transport) -> Watcher:
+    def watch(self, handle: RunHandle, transport: Transport) -> Monitor:
         kind = LeasedWatcher if guarded(handle.plan) else PodWatcher
         return kind(handle, transport)
 
-    def newest(self, handle: Handle, transport: Transport) -> Newest:
+    def catch_up(self, handle: RunHandle, transport: Transport) -> ClusterProgress:
         return newest(handle, transport)
 
-    def collect(self, handle: Handle, transport: Transport) -> None:
+    def sync(self, handle: RunHandle, transport: Transport) -> None:
         collect(handle, transport)
 
-    def cancel(self, handle: Handle, transport: Transport, reason: str = "cancelled") -> None:
+    def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
+        remove(handle, transport)
+
+    def after_attempt(self, handle: RunHandle, transport: Transport) -> None:
         remove(handle, transport)
 
     # -- runs of other machines -----------------------------------------------

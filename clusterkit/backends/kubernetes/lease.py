@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from clusterkit.backends.base import HandedOver, Handle, Newest, Observation
+from clusterkit.backends.base import ClusterProgress, HandedOver, Observation
 from clusterkit.backends.kubernetes.client import document
 from clusterkit.backends.kubernetes.guard import SUBMITTER, watch_name
 from clusterkit.backends.kubernetes.judge import Pod, read_pod
@@ -47,6 +47,7 @@ from clusterkit.backends.kubernetes.watcher import WATCHER, lease_seconds
 from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.plan import Plan
 from clusterkit.runs import Event, RunFolder
+from clusterkit.runs import RunHandle as Handle
 from clusterkit.status import State
 from clusterkit.transport import Transport
 
@@ -213,7 +214,7 @@ class LeasedWatcher:
 # ---------------------------------------------------------------- what it wrote
 
 
-def newest(handle: Handle, transport: Transport) -> Newest:
+def newest(handle: Handle, transport: Transport) -> ClusterProgress:
     """The newest attempt there is; what the watcher wrote of others is brought to the run's folder.
 
     Raises:
@@ -221,23 +222,23 @@ def newest(handle: Handle, transport: Transport) -> Newest:
     """
     plan = handle.plan
     if not guarded(plan) or not known(plan, transport):
-        return Newest(attempt=handle.attempt)
+        return ClusterProgress(attempt=handle.attempt)
     record = _record(plan, transport)
     _restore(handle, record, transport)
     if "verdict" in record:
         told = json.loads(record["verdict"])
-        return Newest(
+        return ClusterProgress(
             attempt=max(handle.attempt, int(told["attempt"])),
             late=told.get("late") == "late",
             watched=True,
-            settled=True,
+            finished=True,
         )
     wanted = int(record.get("restarting", "0"))
     deadline = time.monotonic() + BEGIN_SECONDS
     while (there := _job_attempt(plan, transport)) < wanted and time.monotonic() < deadline:
         time.sleep(AGAIN_SECONDS)
     number = max(handle.attempt, there, wanted)
-    return Newest(attempt=number, begun=there >= number, watched=there > 0)
+    return ClusterProgress(attempt=number, begun=there >= number, watched=there > 0)
 
 
 def _record(plan: Plan, transport: Transport) -> Mapping[str, str]:

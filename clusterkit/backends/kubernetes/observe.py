@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from clusterkit.backends.base import Handle, Observation
+from clusterkit.backends.base import Observation
 from clusterkit.backends.kubernetes.flavors import FLAVORS, Flavor
 from clusterkit.backends.kubernetes.judge import (
     Pod,
@@ -35,6 +35,7 @@ from clusterkit.backends.nodes import observed
 from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.mirror import NodeView, keeping
 from clusterkit.plan import Plan
+from clusterkit.runs import RunHandle as Handle
 from clusterkit.runs import node_dir
 from clusterkit.status import State
 from clusterkit.transport import Put, Stream, Transport

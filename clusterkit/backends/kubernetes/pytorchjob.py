@@ -45,7 +45,7 @@ def render(shape: Shape) -> list[Object]:
             "metadata": metadata(shape),
             "spec": {
                 # A job is done for the operator when Worker 0 is; the others may still be at work,
-                # and end together by themselves when one of them fails (clusterkit.agent.Peers).
+                # and end together by themselves when one of them fails (agent.membership).
                 "runPolicy": {"cleanPodPolicy": "None"},
                 "pytorchReplicaSpecs": {
                     "Worker": {

@@ -10,7 +10,6 @@ from urllib.parse import quote
 
 import msgspec
 
-from clusterkit.backends.base import Handle
 from clusterkit.backends.kubernetes.guard import watch_name
 from clusterkit.backends.kubernetes.judge import read_pod
 from clusterkit.backends.kubernetes.lease import guarded
@@ -37,6 +36,7 @@ from clusterkit.backends.kubernetes.observe import (
 from clusterkit.backends.kubernetes.pods import STOP_EXTRA
 from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.plan import Plan
+from clusterkit.runs import RunHandle as Handle
 from clusterkit.transport import Transport
 
 LOOK_SECONDS = 0.25

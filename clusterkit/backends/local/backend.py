@@ -8,12 +8,17 @@ import posixpath
 import sys
 from typing import TYPE_CHECKING, Any
 
-from clusterkit import agent
-from clusterkit.agent import process_start
+from clusterkit.agent import archive, process_start
 from clusterkit.assemble import Placement, Places, require_packages
-from clusterkit.backends.base import Backend, Handle, Observation
+from clusterkit.backends.base import Backend, Observation, SupportsDoctor
 from clusterkit.backends.local.probe import ADDRESS, HOST, probe, ranks_python
-from clusterkit.backends.nodes import judge_node, node_file, observed, stop_arguments
+from clusterkit.backends.nodes import (
+    judge_node,
+    node_file,
+    observed,
+    ports_taken,
+    stop_arguments,
+)
 from clusterkit.backends.placing import (
     device_of,
     divided_gpus,
@@ -25,7 +30,7 @@ from clusterkit.cluster import ClusterSpec, Facts, LocalCluster
 from clusterkit.errors import BadInput, Unavailable, counted
 from clusterkit.plan import Note
 from clusterkit.rendezvous import Endpoint, Topology
-from clusterkit.runs import home
+from clusterkit.runs import RunHandle, home
 from clusterkit.spec import JobSpec
 from clusterkit.status import NodeStatus, State
 from clusterkit.transport import Transport
@@ -34,7 +39,7 @@ if TYPE_CHECKING:
     from clusterkit.doctor.base import Subject
 
 
-class LocalBackend(Backend):
+class LocalBackend(Backend, SupportsDoctor):
     """Nodes are processes on this machine; see `clusterkit.agent` for what each one is."""
 
     name = "local"
@@ -111,7 +116,12 @@ class LocalBackend(Backend):
             remarks=(Note("", shared, ""),) if slow else (),
         )
 
-    def status(self, handle: Handle, transport: Transport) -> Observation | None:
+    def before_attempt(
+        self, cluster: ClusterSpec, facts: Facts, transport: Transport, *, fresh: bool
+    ) -> tuple[Facts, str] | None:
+        return ports_taken(cluster, facts, transport)
+
+    def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
         if transport.get(HOST, posixpath.join(handle.plan.run_dir, "run.json"), 0, 1) is None:
             return None
         nodes = tuple(_node_status(handle, node, transport) for node in range(handle.plan.nodes))
@@ -122,10 +132,11 @@ class LocalBackend(Backend):
         }
         return observed(nodes, ended)
 
-    def cancel(self, handle: Handle, transport: Transport, reason: str = "cancelled") -> None:
+    def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
         # Our own agent, not the run folder's copy: that may be gone, its processes not.
-        stop = [sys.executable, "-I", agent.__file__, *stop_arguments(handle.plan, reason)]
-        done = transport.run(HOST, stop, timeout=handle.plan.stop_grace + 60)
+        stop = [sys.executable, "-I", "-", *stop_arguments(handle.plan, reason)]
+        seconds = handle.plan.stop_grace + 60
+        done = transport.run(HOST, stop, stdin=archive.as_text(), timeout=seconds)
         if done.exit_code:
             raise Unavailable(f"could not end run {handle.plan.run_id}: {done.stderr.strip()}")
 
@@ -133,7 +144,7 @@ class LocalBackend(Backend):
 # ---------------------------------------------------------------- watching
 
 
-def _node_status(handle: Handle, node: int, transport: Transport) -> NodeStatus:
+def _node_status(handle: RunHandle, node: int, transport: Transport) -> NodeStatus:
     def read(name: str) -> bytes | None:
         return transport.get(HOST, node_file(handle, node, name))
 

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-from clusterkit import agent, execute, mirror
+from clusterkit import execute, mirror
+from clusterkit.agent import archive
 from clusterkit.assemble import Placement
-from clusterkit.backends.base import Backend, Handle, Observation, Watcher
-from clusterkit.backends.nodes import stop_arguments
+from clusterkit.backends.base import (
+    Backend,
+    Monitor,
+    Observation,
+    SupportsDoctor,
+    SupportsForget,
+)
+from clusterkit.backends.nodes import ports_taken, stop_arguments
 from clusterkit.backends.ssh.observe import SshMonitor, observation, report, views
 from clusterkit.backends.ssh.place import place
 from clusterkit.backends.ssh.probe import hosts_for, probe, ranks_python, resolved
 from clusterkit.cluster import ClusterSpec, Facts, SshCluster
 from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.plan import Plan
+from clusterkit.runs import RunHandle, home
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport, fan_out
 
@@ -26,15 +34,14 @@ _REPORT_GONE = 2
 """Exit code of a Python that does not find its program."""
 
 
-class SshBackend(Backend):
+class SshBackend(Backend, SupportsDoctor, SupportsForget):
     """Nodes are machines; see `clusterkit.agent` for what runs on each of them."""
 
     name = "ssh"
     summary = "machines reached over SSH, one node each"
-    elsewhere: ClassVar[bool] = True
 
     @classmethod
-    def settled(
+    def resolved(
         cls, cluster: ClusterSpec, folder: Path, include: str | None, exclude: str | None
     ) -> ClusterSpec:
         assert isinstance(cluster, SshCluster)
@@ -89,6 +96,9 @@ class SshBackend(Backend):
             over_ssh=True,
         )
 
+    def preflight(self, name: str, cluster: ClusterSpec, job: JobSpec) -> Subject:
+        return self.subject(name, cluster, job)
+
     # -- planning -------------------------------------------------------------
 
     def place(self, job: JobSpec, cluster: ClusterSpec, facts: Facts, run_id: str) -> Placement:
@@ -97,7 +107,15 @@ class SshBackend(Backend):
 
     # -- carrying out ---------------------------------------------------------
 
-    def status(self, handle: Handle, transport: Transport) -> Observation | None:
+    def home(self, facts: Facts) -> Path:
+        return home()  # the facts' is the hosts' own
+
+    def before_attempt(
+        self, cluster: ClusterSpec, facts: Facts, transport: Transport, *, fresh: bool
+    ) -> tuple[Facts, str] | None:
+        return None if fresh else ports_taken(cluster, facts, transport)
+
+    def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
         seen = views(handle)
 
         def ask(name: str) -> None:
@@ -118,13 +136,13 @@ class SshBackend(Backend):
                 seen[int(name)].lost(error)
         return observation(handle, seen, 0.0)
 
-    def watch(self, handle: Handle, transport: Transport) -> Watcher:
+    def watch(self, handle: RunHandle, transport: Transport) -> Monitor:
         return SshMonitor(handle, transport)
 
-    def cancel(self, handle: Handle, transport: Transport, reason: str = "cancelled") -> None:
+    def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
         plan = handle.plan
         # Our own agent, not the run folder's copy: that may be gone, its processes not.
-        program = Path(agent.__file__).read_bytes()
+        program = archive.as_text()
 
         def stop(host: str) -> None:
             done = transport.run(
@@ -140,7 +158,7 @@ class SshBackend(Backend):
 
         _everywhere(plan, stop, transport, f"clusterkit cancel {plan.run_id} again")
 
-    def forget(self, handle: Handle, transport: Transport) -> None:
+    def forget(self, handle: RunHandle, transport: Transport) -> None:
         plan = handle.plan
 
         def remove(host: str) -> None:

@@ -6,15 +6,16 @@ import posixpath
 
 import msgspec
 
-from clusterkit.backends.base import Handle, Observation
+from clusterkit.agent import archive
+from clusterkit.backends.base import Observation
 from clusterkit.backends.nodes import judge_node, observed
 from clusterkit.mirror import NodeView, Watch
-from clusterkit.runs import node_dir
+from clusterkit.runs import RunHandle, node_dir
 from clusterkit.status import NodeStatus, State
 from clusterkit.transport import Stream, Transport
 
 
-def views(handle: Handle) -> list[NodeView]:
+def views(handle: RunHandle) -> list[NodeView]:
     plan = handle.plan
     return [
         NodeView.of(node, plan.hosts[node], handle.folder.node_dir(handle.attempt, node))
@@ -22,13 +23,13 @@ def views(handle: Handle) -> list[NodeView]:
     ]
 
 
-def report(handle: Handle, view: NodeView, transport: Transport, *, follow: bool) -> Stream:
+def report(handle: RunHandle, view: NodeView, transport: Transport, *, follow: bool) -> Stream:
     plan = handle.plan
     known = view.offsets()
     return transport.open(
         view.host,
         [
-            plan.python, "-I", posixpath.join(plan.run_dir, "files", "agent.py"), "report",
+            plan.python, "-I", posixpath.join(plan.run_dir, "files", archive.ARCHIVE), "report",
             node_dir(plan.run_dir, handle.attempt, view.node),
             "--log", str(known["log"]), "--ranks", str(known["ranks.jsonl"]),
             *(["--follow"] if follow else []),
@@ -36,7 +37,7 @@ def report(handle: Handle, view: NodeView, transport: Transport, *, follow: bool
     )  # fmt: skip
 
 
-def observation(handle: Handle, views: list[NodeView], patience: float) -> Observation | None:
+def observation(handle: RunHandle, views: list[NodeView], patience: float) -> Observation | None:
     if all(not view.known for view in views):
         return None
     nodes = tuple(_judge(view, views, patience) for view in views)
@@ -78,7 +79,7 @@ def _judge(view: NodeView, views: list[NodeView], patience: float) -> NodeStatus
 class SshMonitor:
     """All nodes through one stream per host."""
 
-    def __init__(self, handle: Handle, transport: Transport) -> None:
+    def __init__(self, handle: RunHandle, transport: Transport) -> None:
         self._handle = handle
         self._patience = handle.plan.lost_after
         self._watch = Watch(

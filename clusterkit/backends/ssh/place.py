@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from clusterkit import project
-from clusterkit.assemble import Peers, Placement, Places, require_packages
+from clusterkit.assemble import Placement, Places, Watching, require_packages
 from clusterkit.backends.placing import device_of, gpu_share, interface_env, threads_of
 from clusterkit.backends.ssh.probe import named, too_few
 from clusterkit.cluster import Facts, HostFacts, Project, SshCluster
@@ -79,7 +79,7 @@ def place(job: JobSpec, cluster: SshCluster, facts: Facts, run_id: str) -> Place
         ),
         stop_grace=cluster.stop_grace,
         lost_after=cluster.lost_after,
-        peers=Peers(head.address, facts.watch_port, cluster.lost_after)
+        watching=Watching(head.address, facts.watch_port, cluster.lost_after)
         if facts.watch_port
         else None,
         trees=trees,

@@ -21,7 +21,7 @@ LAST_PORT = 65535
 def resolved(
     cluster: SshCluster, folder: Path, include: str | None, exclude: str | None
 ) -> SshCluster:
-    """The entry with its hosts read and chosen; `Backend.settled` says of what."""
+    """The entry with its hosts read and chosen; `Backend.resolved` says of what."""
     if bool(cluster.inventory) == bool(cluster.hosts):
         raise BadInput(
             "inventory: a cluster has either an inventory or hosts",

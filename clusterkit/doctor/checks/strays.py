@@ -38,8 +38,8 @@ def collect(given: dict[str, Any]) -> Any:
         if "-m" in rest[:6]:
             return not modules.isdisjoint(rest[rest.index("-m") + 1 :][:1])
         script = os.path.basename(next((word for word in rest if word[:1] != "-"), ""))
-        # agent.py is ours, of a run that another user submitted.
-        return script in programs or (script == "agent.py" and "--nproc" in rest)
+        # agent.pyz is ours, of a run that another user submitted.
+        return script in programs or (script == "agent.pyz" and "--nproc" in rest)
 
     mine = os.environ.get("CLUSTERKIT_RUN_ID", "").encode()
     runs: dict[str, list[int]] = {}

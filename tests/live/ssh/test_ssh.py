@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from clusterkit import agent, api, backends
+from clusterkit import api, backends
+from clusterkit.agent import limits
 from clusterkit.backends.ssh import transport as ssh
 from clusterkit.backends.ssh.transport import HostKeyProblem, HostUnreachable
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
@@ -397,7 +398,7 @@ def test_attach_starts_a_run_again_that_failed_while_nobody_watched(
     )
     run = submit(1, settings=("restarts=1",))
     saying(run, "hello", 2)
-    time.sleep(2 * agent.PEER_SECONDS)  # until the nodes have met
+    time.sleep(2 * limits.PEER_SECONDS)  # until the nodes have met
     supervisors.kill(run)
     on(lab, "h1", f"kill -9 {rank_pid(run, 1)}")
     status, _ = ended(run)
@@ -436,7 +437,7 @@ def test_the_nodes_end_together_although_nobody_watches(
 ) -> None:
     run = submit()
     saying(run, "hello", 2)
-    time.sleep(2 * agent.PEER_SECONDS)  # until the nodes have met
+    time.sleep(2 * limits.PEER_SECONDS)  # until the nodes have met
     supervisors.kill(run)
     pid = rank_pid(run, node) if killed == "rank" else agent_pid(run, node)
     on(lab, f"h{node}", f"kill -9 {pid}")
@@ -677,7 +678,7 @@ def test_a_login_shell_that_greets_disturbs_nothing(submit: Submit, lab: Lab) ->
 
 def test_connections_are_made_once(lab: Lab) -> None:
     describe(lab)
-    cluster = api.settled_cluster("lab")
+    cluster = api.resolved_cluster("lab")
     transport = backends.transport_for(cluster)
     first = transport.connection("h0")
     for _ in range(5):

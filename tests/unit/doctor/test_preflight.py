@@ -9,7 +9,7 @@ import time
 import msgspec
 import pytest
 
-from clusterkit import doctor
+from clusterkit import api, doctor
 from clusterkit.backends import backend
 from clusterkit.cluster import Host, LocalCluster, SshCluster
 from clusterkit.doctor.base import Machine, Needs, Output, Subject
@@ -346,12 +346,7 @@ def test_the_hosts_of_a_cluster_over_ssh():
     assert found.needs == Needs(launcher="mpirun")
 
 
-def test_a_backend_without_a_doctor_says_so():
-    from clusterkit.backends.base import Backend
-
-    class Bare(Backend):
-        name = "bare"
-        probe = plan = submit = status = logs = cancel = None
-
-    with pytest.raises(CapabilityError, match="backend bare has no doctor yet"):
-        Bare().subject("x", LocalCluster())
+def test_a_backend_without_a_doctor_says_so(tmp_path):
+    (tmp_path / "clusters.yaml").write_text("box: {backend: compose}\n")
+    with pytest.raises(CapabilityError, match="backend compose has no doctor yet"):
+        api.doctor(cluster="box", clusters_file=tmp_path / "clusters.yaml")

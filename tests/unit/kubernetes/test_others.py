@@ -6,7 +6,7 @@ import json
 import msgspec
 import pytest
 
-from clusterkit import backends
+from clusterkit import api, backends
 from clusterkit.backends.base import RemoteRun
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.others import (
@@ -18,7 +18,7 @@ from clusterkit.backends.kubernetes.others import (
     read,
     state_of,
 )
-from clusterkit.cluster import KubernetesCluster, KubernetesFacts, LocalCluster
+from clusterkit.cluster import KubernetesCluster, KubernetesFacts
 from clusterkit.errors import CapabilityError, RunFolderError, RunNotFound, Unavailable
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
@@ -180,8 +180,7 @@ def test_a_copied_project_is_read_from_its_own_config_map(make_facts):
         kept(["kubectl"], "x", "x-2", Server({"x-2-code": "(NotFound)", "x-2": held}))
 
 
-def test_other_backends_remember_nothing():
-    backend = backends.backend("local")
-    assert backend.listing(LocalCluster(), LocalTransport()) == []
+def test_other_backends_remember_nothing(clusterkit_home):
+    assert api.runs_of("local") == []
     with pytest.raises(CapabilityError, match="do not remember"):
-        backend.recover("x", LocalCluster(), LocalTransport())
+        api.attach("x", cluster="local")
