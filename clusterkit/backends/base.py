@@ -171,13 +171,13 @@ class Backend(ABC):
         """
         return None
 
+    @abstractmethod
     def place(self, job: JobSpec, cluster: ClusterSpec, facts: Facts, run_id: str) -> Placement:
         """Where the job's nodes run and how their ranks find each other. Pure, as `plan` is.
 
         Raises:
             BadInput: the job does not fit the cluster.
         """
-        raise NotImplementedError
 
     def plan(self, job: JobSpec, cluster: ClusterSpec, facts: Facts, run_id: str) -> Plan:
         """What submitting does, as data. Pure: the same arguments give the same plan for ever.

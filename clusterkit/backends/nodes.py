@@ -1,4 +1,4 @@
-"""What the files mean that `clusterkit.agent` leaves of each node."""
+"""What backends share while a run goes on: what the agents' files mean, ports that are taken."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ import pytest
 
 from clusterkit.assemble import (
     OWNED,
-    Peers,
     Placement,
     Places,
+    Watching,
     assemble,
     require_packages,
 )
@@ -393,7 +393,7 @@ def test_the_first_host_may_be_known_on_the_nodes_alone(launcher, topology, tmp_
         job=job(launcher=launcher), topology=topology, endpoint=Endpoint(head, 29501, "r1"),
         places=Places(str(run_dir), "/work", str(dump)), device="cpu", threads=1, where="there",
         hosts=("h",) * 2, names=("node-0", "node-1"), cluster_env={}, network_env={},
-        stop_grace=10.0, peers=Peers(head, 29502, 30.0),
+        stop_grace=10.0, watching=Watching(head, 29502, 30.0),
     )  # fmt: skip
     plan = placement.plan("some")
     assert plan.address == "$FIRST_HOST"
@@ -413,4 +413,4 @@ def test_the_first_host_may_be_known_on_the_nodes_alone(launcher, topology, tmp_
     elif launcher == "deepspeed":
         assert "--master_addr\ngpu 7\n--master_port\n29501\n" in text
     watched = launcher != "mpirun" and not topology.elastic
-    assert ("--peers\ngpu 7:29502\n" in text) is watched
+    assert ("--coordinator\ngpu 7:29502\n" in text) is watched

@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from clusterkit import backends
-from clusterkit.backends.base import Handle
 from clusterkit.backends.kubernetes.client import KubeTransport
 from clusterkit.backends.kubernetes.lease import progress
 from clusterkit.backends.kubernetes.monitor import PodMonitor
@@ -19,7 +18,7 @@ from clusterkit.backends.kubernetes.records import removed, snapshot
 from clusterkit.backends.kubernetes.remove import remove
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
 from clusterkit.errors import Unavailable
-from clusterkit.runs import Event, RunFolder
+from clusterkit.runs import Event, RunFolder, RunHandle
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
 
@@ -130,7 +129,7 @@ def handle(server, make_facts, tmp_path):
     folder = RunFolder(tmp_path / "runs" / "demo-1")
     folder.path.mkdir(parents=True)
     folder.write("run.json", "{}")
-    return Handle(folder, plan)
+    return RunHandle(folder, plan)
 
 
 def log_of(handle):
