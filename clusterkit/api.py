@@ -319,7 +319,7 @@ def prepare(
                 subject = backend.subject(cluster, entry, spec)
             facts = probe() if subject is None else _probed(subject, transport, probe)
         if not facts.hosts:
-            raise BadInput("facts: they name no host", hint="take the facts.json of a run")
+            raise BadInput("facts: no host is named", hint="use the facts.json of a run")
         if callable(run_id):
             run_id = run_id(spec.name)
         run_id = store.check_run_id(run_id) if run_id else store.new_run_id(spec.name)
@@ -483,7 +483,7 @@ def _send_trees(ready: Prepared, progress: Progress | None = None) -> None:
         if found.digest != tree.digest:
             raise BadInput(
                 f"{tree.source} has changed since the run was planned",
-                hint="submit again; what is written all the time cannot be a part of it",
+                hint="submit again; a file that changes all the time cannot be part of the project",
             )
         snapshots[tree.path] = found
 

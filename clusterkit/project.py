@@ -301,7 +301,7 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
 def _git_files(root: Path) -> list[str]:
     listing = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     if listing is None:
-        raise BadInput(f"git ls-files does not work in {root}", hint="git status there says why")
+        raise BadInput(f"git ls-files fails in {root}", hint="git status there says why")
     names: dict[str, None] = {}
     for raw in listing.split(b"\0"):
         name = os.fsdecode(raw).rstrip("/")
@@ -383,7 +383,7 @@ def _digest(path: Path, status: os.stat_result) -> str:
 def _unreadable(path: str | Path, error: OSError) -> RunFolderError:
     return RunFolderError(
         f"{path}: {(error.strerror or 'unreadable').lower()}",
-        hint="it belongs to the project that is copied to the hosts; ignore it, or mend it",
+        hint="it belongs to the project that is copied to the hosts; ignore it, or fix it",
     )
 
 
@@ -470,14 +470,16 @@ class _Lines:
             data = self._stream.read(timeout)
             if not data:
                 said = self._stream.stderr.strip().rpartition("\n")[2]
-                raise SubmitFailed(f"host {self._host}: copying the project broke off: {said}")
+                raise SubmitFailed(
+                    f"host {self._host}: copying the project was interrupted: {said}"
+                )
             self._rest += data
         line, _, self._rest = self._rest.partition(b"\n")
         try:
             document: dict[str, Any] = json.loads(line)
         except ValueError:
             raise SubmitFailed(
-                f"host {self._host}: copying the project broke off: {line[:200]!r}"
+                f"host {self._host}: copying the project was interrupted: {line[:200]!r}"
             ) from None
         return document
 

@@ -167,7 +167,7 @@ class Supervisor:
             handle = Handle(self.folder, self.plan, self.attempt)
             seen = self._watch(handle)
             if (gone_on := seen.superseded) is not None:
-                self._event(f"attempt {gone_on.attempt} goes on; it was begun in the cluster")
+                self._event(f"attempt {gone_on.attempt} continues; the cluster started it")
                 self._attempt_ended(None)
                 continue
             if self.backend.managed:
@@ -257,8 +257,8 @@ class Supervisor:
             if State.PENDING in states and now > started + self.backend.start_seconds:
                 silent = states.index(State.PENDING)
                 raise ClusterkitError(
-                    f"node {silent} showed no sign of life within {self.backend.start_seconds:g} s",
-                    hint=f"look into {self.folder.path}/attempts/{self.attempt}",
+                    f"node {silent} did not report within {self.backend.start_seconds:g} s",
+                    hint=f"see the logs in {self.folder.path}/attempts/{self.attempt}",
                 )
             if not {State.RUNNING, State.PENDING} & set(states):
                 return self._ended(seen, needed)
@@ -285,7 +285,7 @@ class Supervisor:
             return False
         if not self.late:
             self.late = True
-            self._event(f"attempt {self.attempt} is over its time limit: ending it")
+            self._event(f"attempt {self.attempt} is over its time limit: stopping it")
         return True
 
     def _note_progress(self, seen: Observation, needed: int) -> None:
@@ -307,7 +307,7 @@ class Supervisor:
             self.backend.cancel(handle, self.transport, reason)
         except ClusterkitError as error:
             if error.message != self.remark:
-                self._event(f"not all could be ended: {error.message}")
+                self._event(f"not all nodes could be stopped: {error.message}")
             self.remark = str(error.message)
             with contextlib.suppress(RunFolderError):
                 self.folder.write(LEFTOVERS, f"{error.message}\n")
@@ -408,8 +408,8 @@ def over_time(job: JobSpec) -> Failure:
         node=None,
         rank=None,
         exit_code=LATE_EXIT,
-        cause=f"it was ended at its time_limit of {job.time_limit}",
-        hint="a larger time_limit; a checkpoint is what another run can go on from",
+        cause=f"it was stopped at its time_limit of {job.time_limit}",
+        hint="raise time_limit; another run can resume from this one's checkpoint",
     )
 
 
@@ -496,9 +496,7 @@ class Connections:
 
 def leftover_words(folder: RunFolder, message: str) -> str:
     """What a person should know where not all of a run could be ended."""
-    return (
-        f"not all of it could be ended: {message}; `clusterkit cancel {folder.run_id}` tries again"
-    )
+    return f"parts of it may still run: {message}; `clusterkit cancel {folder.run_id}` tries again"
 
 
 def supervisor_alive(folder: RunFolder) -> bool:
@@ -553,7 +551,7 @@ def current(folder: RunFolder, connections: Connections | None = None) -> RunSta
         base = msgspec.structs.replace(base, attempt=newest.attempt, state=State.RUNNING)
     seen = backend.status(handle, transport)
     if seen is None:
-        return msgspec.structs.replace(base, state=State.UNKNOWN, remark="nothing is left of it")
+        return msgspec.structs.replace(base, state=State.UNKNOWN, remark="nothing of it was found")
     base = msgspec.structs.replace(base, nodes=seen.nodes)
     if watched:
         again = folder.maybe_json("state.json", RunStatus)
@@ -621,7 +619,7 @@ def _unwatched(
     finished = max((node.ended_at or 0.0 for node in seen.nodes), default=0.0) or None
     again = not newest.late and not newest.settled and restarts > 0
     left = counted(restarts, "restart")
-    remark = f"nobody was there to start it again ({left} left): {attach} does"
+    remark = f"it was not restarted ({left} left): {attach} does"
     if newest.late and job is not None:
         failure = over_time(job)
     elif seen.state is State.SUCCEEDED:
@@ -631,9 +629,9 @@ def _unwatched(
         return replace(base, state=State.RESTARTING, remark=remark), False
     elif not seen_life(seen):
         again = folder.file("state.json").exists()
-        remark = f"nobody was there to start it: {attach} does"
+        remark = f"it was not started: {attach} does"
         failure = Failure(
-            node=None, rank=None, exit_code=1, cause="clusterkit was killed before it started it",
+            node=None, rank=None, exit_code=1, cause="clusterkit was killed before the run started",
             hint=f"{attach} starts it" if again else "submit it again",
         )  # fmt: skip
     else:

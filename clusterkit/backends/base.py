@@ -269,7 +269,7 @@ class Backend(ABC):
             Unavailable: it does not answer.
         """
         raise CapabilityError(
-            f"backend {self.name}: its clusters do not remember what a run was made of",
+            f"backend {self.name}: its clusters keep no record of a run's job",
             hint="attach on the machine and with the CLUSTERKIT_HOME that submitted it",
         )
 

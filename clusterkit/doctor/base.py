@@ -272,7 +272,7 @@ def read(
             why = "a disk or a mount does not answer" if hangs else "the host is slow, or it hangs"
             cause = f"no answer within {script.limit:g} s: {why}"
         elif output.error is not None:
-            level, cause = "warn", f"could not look: {output.error}"
+            level, cause = "warn", f"the check could not run: {output.error}"
         else:
             try:
                 seen[host] = msgspec.json.decode(output.value, type=kind)

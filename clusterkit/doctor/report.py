@@ -183,8 +183,7 @@ def _mend(finding: Finding, indent: str) -> str:
         return ""
     lines = finding.remedy.splitlines()
     return "".join(
-        f"\n{indent}{'mend: ' if not number else '      '}{line}"
-        for number, line in enumerate(lines)
+        f"\n{indent}{'fix: ' if not number else '     '}{line}" for number, line in enumerate(lines)
     )
 
 

@@ -453,7 +453,7 @@ def test_which_addresses_are_the_same(first, second, same):
 
 
 def test_the_same_name_twice():
-    with pytest.raises(BadInput, match="host h0 stands there twice"):
+    with pytest.raises(BadInput, match="host h0 is listed twice"):
         check_hosts([Host(name="h0"), Host(name="h0", address="b")], "hosts")
 
 
@@ -511,7 +511,7 @@ def test_ranges(write, pattern, expected):
 def test_what_is_no_range_is_refused_at_once(write, pattern):
     began = time.process_time()
     message, _ = refusal(write, f'all:\n  hosts:\n    "{pattern}":\n')
-    assert "is no range" in message or "neither a host name nor an address" in message
+    assert "is not a range" in message or "neither a host name nor an address" in message
     assert time.process_time() - began < 2
 
 
@@ -949,7 +949,7 @@ def test_user_port_and_brackets_in_a_hostfile_are_taken_apart(write, deepspeed, 
         ("h0 slots=²\n", ":1: slots=²: not a number of ranks"),
         ("h0 slots=99999999999999999999\n", ":1: slots=99999999999999999999: not a number"),
         ("h0 slots=\n", ":1: 'h0 slots=' is not `host slots=N`"),
-        ("h0 slots=1\nh0 slots=2\n", ": host h0 stands there twice"),
+        ("h0 slots=1\nh0 slots=2\n", ": host h0 is listed twice"),
         ("h0 slots=1\n\nh;id slots=2\n", ": host 'h;id': 'h;id' is neither a host name"),
         ("h0:22\nh1:0\n", ":2: 'h1:0': not a port"),
     ],
@@ -1020,11 +1020,11 @@ def test_hosts_and_gpus_are_chosen_as_deepspeed_users_know_it(include, exclude, 
         ("h9", None, "include h9: host 'h9' is unknown", "known: h0, h1, h2"),
         (None, "worker0", "exclude worker0: host 'worker0' is unknown", "known: h0, h1, h2"),
         ("h0@", None, "include h0@: host '' is unknown", "known"),
-        ("h0:", None, "include h0:: '' is no list of GPUs", "h0:0,1"),
-        ("h0:a", None, "include h0:a: 'a' is no list of GPUs", "h0:0,1"),
-        ("h0:0-3", None, "include h0:0-3: '0-3' is no list of GPUs", "h0:0,1"),
-        ("h0:²", None, "include h0:²: '²' is no list of GPUs", "h0:0,1"),
-        ("h0:-1", None, "include h0:-1: '-1' is no list of GPUs", "h0:0,1"),
+        ("h0:", None, "include h0:: '' is not a list of GPUs", "h0:0,1"),
+        ("h0:a", None, "include h0:a: 'a' is not a list of GPUs", "h0:0,1"),
+        ("h0:0-3", None, "include h0:0-3: '0-3' is not a list of GPUs", "h0:0,1"),
+        ("h0:²", None, "include h0:²: '²' is not a list of GPUs", "h0:0,1"),
+        ("h0:-1", None, "include h0:-1: '-1' is not a list of GPUs", "h0:0,1"),
         ("h0:4", None, "include h0:4: h0 has 4 slots, no number 4", "its numbers: 0, 1, 2, 3"),
         ("h1:0,3", None, "include h1:0,3: h1 has 4 slots, no number 0", "2, 3, 6, 7"),
         (None, "h1:4", "exclude h1:4: h1 has 4 slots, no number 4", "2, 3, 6, 7"),

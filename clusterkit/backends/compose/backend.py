@@ -106,7 +106,9 @@ class ComposeBackend(Backend):
         for name, value in cluster.ulimits.items():
             if not re.match(r"[a-z]+\Z", name) or value < -1:
                 raise BadInput(
-                    f"ulimits: {name}: {value} is no limit", hint="{memlock: -1}", cluster="ulimits"
+                    f"ulimits: {name}: {value} is not a limit",
+                    hint="{memlock: -1}",
+                    cluster="ulimits",
                 )
         volumes = tuple(_settled_volume(text, folder) for text in cluster.volumes)
         return msgspec.structs.replace(cluster, volumes=volumes)
@@ -172,7 +174,7 @@ class ComposeBackend(Backend):
         assert isinstance(cluster, ComposeCluster)
         engine, host = facts.engine, facts.hosts[0]
         if engine is None:
-            raise BadInput("facts: they name no docker engine", hint="take those of a compose run")
+            raise BadInput("facts: no docker engine is named", hint="use those of a compose run")
         least, most = job.node_range
         device, device_origin = device_of(job, [host])
         nproc, nproc_origin = divided_gpus(
@@ -284,7 +286,7 @@ def _socket(cluster: ComposeCluster, transport: Transport) -> str:
         )
     if not socket.startswith("unix://"):
         raise BadInput(
-            f"context: the engine at {socket} is another machine's, where the run's folder is not",
+            f"context: the engine at {socket} is on another machine, without the run's folder",
             hint="`context:` names an engine of this machine; backend ssh runs on other machines",
             cluster="context",
         )
@@ -346,7 +348,7 @@ def _gpus(
     if cluster.gpus != "auto":
         if cluster.gpus > len(gpus):
             raise BadInput(
-                f"gpus: {cluster.gpus} of this machine's {len(gpus)} GPUs cannot be had",
+                f"gpus: {cluster.gpus} wanted, but this machine has {len(gpus)}",
                 hint="auto: all that are visible",
                 cluster="gpus",
             )
@@ -432,7 +434,7 @@ def _inside(
     if not told["writable"]:
         raise Unavailable(
             f"containers cannot write into {place} as user {user}",
-            hint="CLUSTERKIT_HOME on a disk of this machine, in a folder of your own",
+            hint="set CLUSTERKIT_HOME to a folder of your own, on a disk of this machine",
         )
     transport.put(HOST, str(saved), json.dumps(told).encode())
     return told
@@ -451,7 +453,7 @@ def _unfit(
         )
     if "could not select device driver" in said or "nvidia-container" in said:
         return Unavailable(
-            f"the docker engine cannot hand GPUs to containers: {_last(done)}",
+            f"the docker engine cannot give GPUs to containers: {_last(done)}",
             hint="nvidia-ctk runtime configure --runtime=docker, systemctl restart docker; or "
             "--set device=cpu",
         )
@@ -467,8 +469,8 @@ def _unfit(
         )
     if "exec format error" in said:
         return Unavailable(
-            f"image: {image} was made for another kind of processor",
-            hint="`make image` makes one for this machine",
+            f"image: {image} was built for another kind of processor",
+            hint="`make image` builds one for this machine",
         )
     return Unavailable(
         f"image: no container of {image} could be run: {_last(done)}",
@@ -526,7 +528,9 @@ def _check_volumes(cluster: ComposeCluster, docker: Sequence[str], transport: Tr
         if source.startswith("/"):
             if not os.path.exists(source):
                 raise BadInput(
-                    f"volumes: {source} is not there", hint=f"mkdir -p {source}", cluster="volumes"
+                    f"volumes: {source} does not exist",
+                    hint=f"mkdir -p {source}",
+                    cluster="volumes",
                 )
             continue
         words = [*docker, "volume", "inspect", source]
@@ -544,7 +548,7 @@ def _settled_volume(text: str, folder: Path) -> str:
         source = os.path.normpath(folder / Path(source).expanduser())
     elif not _VOLUME.match(source):
         raise BadInput(
-            f"volumes: {source!r} cannot name a volume",
+            f"volumes: {source!r} is not a valid name of a volume",
             hint=f"a folder: ./{source}",
             cluster="volumes",
         )

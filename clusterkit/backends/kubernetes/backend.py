@@ -218,7 +218,7 @@ class KubernetesBackend(Backend):
         assert isinstance(cluster, KubernetesCluster)
         kube, host = facts.kubernetes, facts.hosts[0]
         if kube is None:
-            raise BadInput("facts: they name no Kubernetes", hint="take those of such a run")
+            raise BadInput("facts: no Kubernetes is named", hint="use those of such a run")
         least, most = job.node_range
         device, device_origin = device_of(job, [host])
         nproc, nproc_origin = _ranks_per_node(job, host, device)
@@ -362,7 +362,9 @@ class KubernetesBackend(Backend):
             words_of = "replaced, and the run goes on" if rejoin else "ends the run"
             notes.append(Note("lost_pod", words_of, rejoin_origin))
         if name != run_id:
-            notes.append(Note("name", name, f"Kubernetes does not take {run_id} for a service"))
+            notes.append(
+                Note("name", name, f"Kubernetes does not take {run_id} as a service's name")
+            )
         if job.checkpoint is not None and not cluster.shared:
             notes.append(
                 Note("", "checkpoints go with their pods: `shared` names a volume of all pods", "")
@@ -689,7 +691,7 @@ def _places(
             return cluster.workdir, msgspec.structs.replace(job, program=path)
         return cluster.workdir, _in_image(job, cluster)
     if facts.project is None:
-        raise BadInput("facts: they name no project", hint="take those of a run with code: copied")
+        raise BadInput("facts: no project is named", hint="use those of a run with code: copied")
     inside = posixpath.relpath(job.workdir or facts.project.root, facts.project.root)
     workdir = posixpath.normpath(posixpath.join(run_dir, "project", inside))
     program = job.program

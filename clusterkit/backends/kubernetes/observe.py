@@ -322,9 +322,9 @@ def why_no_pods(plan: Plan, transport: Transport) -> str | None:
     with contextlib.suppress(ClusterkitError, ValueError, KeyError, TypeError):
         job = json.loads(raw(plan, job_path(plan), transport))
         if job.get("spec", {}).get("suspend") or job["spec"].get("runPolicy", {}).get("suspend"):
-            return "it waits for its queue"
+            return "it waits in its queue"
         if not job.get("status"):
-            words.append(f"nobody acts on {flavor.KIND} {name}: is its operator up?")
+            words.append(f"no controller acts on {flavor.KIND} {name}: is its operator up?")
     with contextlib.suppress(ClusterkitError, ValueError, KeyError, TypeError):
         for event in events_of(plan, "type=Warning", transport):
             about = event["involvedObject"].get("name", "")

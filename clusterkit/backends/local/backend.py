@@ -64,7 +64,7 @@ class LocalBackend(Backend):
         if cluster.gpus != "auto":
             if cluster.gpus > len(gpus):
                 raise BadInput(
-                    f"gpus: {cluster.gpus} of this machine's {len(gpus)} GPUs cannot be had",
+                    f"gpus: {cluster.gpus} wanted, but this machine has {len(gpus)}",
                     cluster="gpus",
                 )
             gpus = gpus[: cluster.gpus]
@@ -235,7 +235,7 @@ def _found(python: str) -> str:
     """
     if (path := _which(python)) is None:
         raise Unavailable(
-            f"python: {python} is not there, or cannot be executed", hint=_NAMES_PYTHON
+            f"python: {python} does not exist, or cannot be executed", hint=_NAMES_PYTHON
         )
     return os.path.abspath(path)
 
@@ -255,7 +255,7 @@ def _probe_versions(python: str, transport: Transport) -> dict[str, str]:
         version, versions = json.loads(done.stdout)
     except (SubmitFailed, ValueError):
         raise Unavailable(
-            f"python: {python} does not work as an interpreter", hint=_NAMES_PYTHON
+            f"python: {python} is not a working Python interpreter", hint=_NAMES_PYTHON
         ) from None
     check_version(version, python, HOST)
     found: dict[str, str] = versions

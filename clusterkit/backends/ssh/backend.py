@@ -69,8 +69,8 @@ class SshBackend(Backend):
             )
         if cluster.shared is not None and not cluster.shared.startswith("/"):
             raise BadInput(
-                f"shared: {cluster.shared} is no absolute path",
-                hint="it is one on the hosts",
+                f"shared: {cluster.shared} is not an absolute path",
+                hint="give an absolute path on the hosts",
                 cluster="shared",
             )
         if cluster.inventory:
@@ -202,7 +202,7 @@ class SshBackend(Backend):
             if host.python != head.python:
                 raise BadInput(
                     f"python: {head.python} on {head.host}, but {host.python} on {host.host}",
-                    hint="the ranks' interpreter must have one path on all hosts: a link will do",
+                    hint="the ranks' interpreter must have one path on all hosts: a link is enough",
                     cluster="python",
                 )
         run_dir = posixpath.join(facts.home, "runs", run_id)
@@ -345,7 +345,7 @@ def _hosts_for(cluster: SshCluster, job: JobSpec | None) -> tuple[Host, ...]:
     """The hosts that a job of this many nodes gets: the first ones."""
     if not cluster.hosts:
         raise BadInput(
-            "hosts: the cluster has none",
+            "hosts: the cluster entry names none",
             hint="`inventory:` names a file of hosts",
             cluster="hosts",
         )
@@ -387,7 +387,7 @@ def _ask(
     except ValueError:
         said = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.exit_code}"
         raise Unavailable(
-            f"host {name}: python: {python} does not work as an interpreter: {said}",
+            f"host {name}: python: {python} is not a working Python interpreter: {said}",
             hint="`python` in the job or the cluster entry, or `clusterkit_python` in the "
             "inventory, names the interpreter of the ranks",
         ) from None
@@ -491,7 +491,7 @@ def _check_devices(others: Sequence[HostFacts], device: str, nproc: int) -> None
         its = [gpu.index for gpu in host.gpus[:nproc]]
         if its != [str(number) for number in range(nproc)]:
             raise BadInput(
-                f"launcher: mpirun cannot keep {host.host} to GPUs {','.join(its)}",
+                f"launcher: mpirun cannot restrict {host.host} to GPUs {','.join(its)}",
                 hint="launcher: torchrun can",
                 job="launcher",
             )
@@ -654,7 +654,7 @@ def _judge(view: NodeView, views: list[NodeView], patience: float) -> NodeStatus
         started=view.files.get("started.json"),
     )
     if view.unkept is not None:
-        remark = f"its log here is not whole: {view.unkept}"
+        remark = f"its log here is incomplete: {view.unkept}"
         found = msgspec.structs.replace(found, remarks=(*found.remarks, remark))
     return found
 

@@ -108,7 +108,7 @@ def check_hosts(hosts: Sequence[Host], where: str) -> tuple[Host, ...]:
                 hint="no '-' in front, no blanks, quotes or other characters of the shell",
             )
         if host.name in names:
-            raise BadInput(f"{where}: host {host.name} stands there twice")
+            raise BadInput(f"{where}: host {host.name} is listed twice")
         names.add(host.name)
         # Behind two jump hosts, two machines may well have one address.
         key = ((host.address or host.name).lower(), host.port or 22, host.jump)
@@ -181,7 +181,7 @@ def _filter(flag: str, text: str, hosts: Mapping[str, Host]) -> dict[str, list[i
                 hint=f"did you mean {near[0]}?" if near else f"known: {_listed(hosts)}",
             )
         if numbers is not None and not _NUMBERS.match(numbers):
-            raise BadInput(f"{flag} {text}: {numbers!r} is no list of GPUs", hint=f"{name}:0,1")
+            raise BadInput(f"{flag} {text}: {numbers!r} is not a list of GPUs", hint=f"{name}:0,1")
         devices = sorted(map(int, numbers.split(","))) if numbers else []
         there = hosts[name]
         if devices and (there.slots is not None or there.devices is not None):
@@ -401,7 +401,7 @@ def _expanded(document: Document, place: tuple[str, ...], pattern: str) -> Itera
     for match in _RANGE.finditer(pattern):
         items[match.span()] = found = _range(match[1] or "0", match[2], int(match[3] or 1))
         if not found or math.prod(map(len, items.values())) > MOST_HOSTS:
-            raise document.error(place, f"{match[0]} is no range", hint="gpu[01:16]")
+            raise document.error(place, f"{match[0]} is not a range", hint="gpu[01:16]")
     rest = list(items.items())
 
     def names(head: str, start: int, number: int) -> Iterator[str]:
@@ -416,7 +416,7 @@ def _expanded(document: Document, place: tuple[str, ...], pattern: str) -> Itera
 
 
 def _range(first: str, last: str, step: int) -> Sequence[str]:
-    """Both ends included; nothing where this is no range that Ansible would take."""
+    """Both ends included; nothing where this is not a range that Ansible would take."""
     letters = string.ascii_letters
     if not step:
         return ()
@@ -465,7 +465,7 @@ def _variables(found: _Inventory, depths: Mapping[str, int]) -> dict[str, Any]:
         priority = found.groups[name].variables.get("ansible_group_priority", 1)
         if not re.fullmatch(r"-?[0-9]{1,9}", str(priority)):
             raise BadInput(
-                f"{found.where}: group {name}: ansible_group_priority: {priority!r} is no number"
+                f"{found.where}: group {name}: ansible_group_priority: {priority!r} is not a number"
             )
         return depths[name], int(priority), name
 
@@ -668,7 +668,7 @@ class _Variables:
             listed = [listed]
         numbers = [str(item).strip() for item in listed] if isinstance(listed, list) else []
         if not numbers or not all(re.fullmatch(r"[0-9]{1,6}", number) for number in numbers):
-            raise self.refuse("clusterkit_devices", f"{value!r} is no list of GPUs", "[0, 1]")
+            raise self.refuse("clusterkit_devices", f"{value!r} is not a list of GPUs", "[0, 1]")
         devices = tuple(map(int, numbers))
         if len(set(devices)) < len(devices):
             raise self.refuse("clusterkit_devices", f"{value!r} names a GPU twice")

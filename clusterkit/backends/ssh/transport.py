@@ -128,7 +128,7 @@ def _port(host: Host, text: str) -> int:
     if text.isascii() and text.isdigit() and 0 < int(text) < 1 << 16:
         return int(text)
     raise Unavailable(
-        f"host {host.name}: {text!r} is no port", hint=f"Port in {host.ssh_config or _CONFIG}"
+        f"host {host.name}: {text!r} is not a port", hint=f"Port in {host.ssh_config or _CONFIG}"
     )
 
 
@@ -338,7 +338,7 @@ def _check_key(target: Target, key: paramiko.PKey, known: Sequence[KnownKey]) ->
     if any(kept.revoked for kept in same):
         raise HostKeyProblem(
             f"{target}: its host key has been revoked: {offered}",
-            hint="who has that key is not to be trusted; the host needs a new one",
+            hint="do not trust a host that has this key; the host needs a new one",
         )
     if same:
         return
@@ -355,7 +355,7 @@ def _check_key(target: Target, key: paramiko.PKey, known: Sequence[KnownKey]) ->
     if its_own:
         kinds = ", ".join(dict.fromkeys(kept.kind for kept in its_own))
         raise HostKeyProblem(
-            f"{target}: its host key is not the known one: known is one of type {kinds}, "
+            f"{target}: its host key is not the known one: known_hosts has one of type {kinds}, "
             f"it offers {offered}",
             hint=f"compare the fingerprint on the host, then {add}",
         )
@@ -534,7 +534,7 @@ class SshStream:
                 continue
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
-                raise SubmitFailed(f"host {self._host} does not answer any more")
+                raise SubmitFailed(f"host {self._host} no longer answers")
             poll = select.poll()
             poll.register(channel.fileno(), select.POLLIN)
             # Not for ever: an end that comes without data does not always wake the descriptor.
@@ -549,7 +549,7 @@ class SshStream:
 
     def exit_code(self, timeout: float | None = 10.0) -> int:
         if not self._channel.status_event.wait(timeout):
-            raise SubmitFailed(f"host {self._host} does not say how the command ended")
+            raise SubmitFailed(f"host {self._host} did not report how the command ended")
         status = self._channel.recv_exit_status()
         if status == -1 and not self._channel.eof_received:
             raise HostUnreachable(f"host {self._host}: the connection was lost")
@@ -662,7 +662,7 @@ class SshTransport:
             except (paramiko.SSHException, EOFError, OSError) as error:
                 if isinstance(error, paramiko.ChannelException) and connection.is_active():
                     raise HostUnreachable(
-                        f"host {name} opens no further session: {error}",
+                        f"host {name} refuses another session: {error}",
                         hint="MaxSessions in its sshd_config",
                     ) from None
                 self.drop(name)
@@ -717,7 +717,7 @@ class SshTransport:
         with self._script(host, "".join(lines)) as stream:
             done = _finish(host, ["put"], stream, 60.0, b"".join(file.data for file in files))
         if done.exit_code:
-            said = done.stderr.strip().rpartition("\n")[2] or "not all of it arrived"
+            said = done.stderr.strip().rpartition("\n")[2] or "it did not arrive whole"
             raise SubmitFailed(
                 f"host {host}: cannot write below {os.path.dirname(files[0].path)}: {said}",
                 hint="make room there, or choose another `workdir` that this user may write to",

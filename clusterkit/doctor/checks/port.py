@@ -15,7 +15,7 @@ def judge(answers: Answers, subject: Subject) -> list[Finding]:
             findings.append(Finding(NAME, host, "ok", f"{subject.port} is free"))
             continue
         if not port.taken:
-            cause = f"port {subject.port} cannot be had: {port.error}"
+            cause = f"port {subject.port} cannot be used: {port.error}"
             findings.append(Finding(NAME, host, "fail", cause, "port: auto"))
             continue
         if port.holders:
