@@ -58,7 +58,8 @@ ui ui.words
 ui.plots
 api
 ui.follow ui.sending
-cli cli.common cli.following
+cli cli.common
+cli.following
 cli.*
 __main__
 """.strip().splitlines()
