@@ -240,7 +240,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     match = _FACTOR.match(rest[0] if rest else "x4")
     if match is None or int(match[1]) < 2 or len(rest) > 1:
         raise BadInput(
-            f"sizes: {text}: {':'.join(rest)!r} is no factor", hint="x2, or a larger one"
+            f"sizes: {text}: {':'.join(rest)!r} is not a factor", hint="x2, or a larger one"
         )
     sizes = [low]
     while sizes[-1] * int(match[1]) <= high:
@@ -251,7 +251,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 def _size(word: str, text: str) -> int:
     match = _SIZE.match(word)
     if match is None:
-        raise BadInput(f"sizes: {word!r} in {text!r} is no size", hint=_SIZE_HINT)
+        raise BadInput(f"sizes: {word!r} in {text!r} is not a size", hint=_SIZE_HINT)
     size = int(match[1]) * _UNITS[match[2].upper()]
     if size < 1:
         raise BadInput(f"sizes: {word!r} in {text!r}: a message has 1 byte or more")
@@ -298,8 +298,8 @@ def check(options: Options, plan: Plan, facts: Facts) -> None:
     device = plan.device
     if device == "cpu" and options.dtype in ONLY_NCCL:
         raise BadInput(
-            f"dtype: {options.dtype}: gloo, which the ranks use without GPUs, does not take it",
-            hint="float16 and bfloat16 it takes",
+            f"dtype: {options.dtype}: gloo, which ranks without GPUs use, does not support it",
+            hint="it supports float16 and bfloat16",
         )
     needed = needed_bytes(options, plan.world_size)
     # Simulated nodes share a host.

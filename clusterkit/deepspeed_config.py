@@ -72,13 +72,13 @@ def _check(
         at = (*place, key)
         if key in REMOVED.get(dotted(place), ()):
             hint = INSTEAD.get(key, "leave it out")
-            raise _error(at, f"DeepSpeed {VERSION} has no `{key}` any more", hint)
+            raise _error(at, f"DeepSpeed {VERSION} no longer has `{key}`", hint)
         if key not in keys and "" not in keys:
             # Of the outermost ones DeepSpeed refuses none: a near miss is a slip of the hand.
             near = difflib.get_close_matches(key, keys, 1, 0.6 if place else 0.8)
             if not (place or near):
                 remarks.append(
-                    f"deepspeed.{key} is no key of DeepSpeed {VERSION}, which ignores it"
+                    f"deepspeed.{key} is not a key of DeepSpeed {VERSION}, which ignores it"
                 )
                 continue
             raise _error(
@@ -166,7 +166,7 @@ def check_sizes(config: Mapping[str, Any], ranks: int) -> None:
     for place in autos(config):
         if place[0] in {*batches.DEEPSPEED_KEYS.values(), *_FILLED}:
             raise _error(
-                place, "auto, and nothing of the program's looks as if it filled that in",
+                place, "auto, but nothing in the program seems to fill it in",
                 "give a value; the Trainer of transformers, accelerate and lightning fill it in",
             )  # fmt: skip
     sizes = {name: config.get(key) for name, key in batches.DEEPSPEED_KEYS.items()}

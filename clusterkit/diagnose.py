@@ -127,7 +127,7 @@ def diagnose(
         suspect.output = outputs.get(key, suspect.output)
     accused = [s for s in suspects.values() if s.exit_code or s.output.traceback]
     blamed = _blame(accused)
-    # A node on a host that does not answer any more has failed as well.
+    # A node on a host that no longer answers has failed as well.
     failed = [node for node in nodes if node.state in (State.FAILED, State.UNKNOWN)]
     # A node whose launcher or agent was killed says nothing; its peers' echoes do.
     silent = [node for node in failed if node.node not in {s.node for s in accused}]

@@ -110,7 +110,7 @@ def prepare(
             subject = backend.preflight(cluster, entry, spec) if doctor else None
             facts = probe() if subject is None else _probed(subject, transport, probe)
         if not facts.hosts:
-            raise BadInput("facts: they name no host", hint="take the facts.json of a run")
+            raise BadInput("facts: no host is named", hint="use the facts.json of a run")
         if callable(run_id):
             run_id = run_id(spec.name)
         run_id = store.check_run_id(run_id) if run_id else store.new_run_id(spec.name)
@@ -261,7 +261,7 @@ def send_trees(ready: Prepared, progress: Progress | None = None) -> None:
         if found.digest != tree.digest:
             raise BadInput(
                 f"{tree.source} has changed since the run was planned",
-                hint="submit again; what is written all the time cannot be a part of it",
+                hint="submit again; a file that changes all the time cannot be part of the project",
             )
         snapshots[tree.path] = found
 
@@ -291,7 +291,7 @@ def take_up(run: str, cluster: str, clusters_file: str | os.PathLike[str] | None
     backend = backends.backend(entry.backend)
     if not isinstance(backend, SupportsRemoteRuns):
         raise CapabilityError(
-            f"backend {backend.name}: its clusters do not remember what a run was made of",
+            f"backend {backend.name}: its clusters keep no record of a run's job",
             hint="attach on the machine and with the CLUSTERKIT_HOME that submitted it",
         )
     with contextlib.closing(backends.transport_for(entry)) as transport:

@@ -67,7 +67,7 @@ def deepspeed_config(
         # They change with the world size; each rank's runtime works them out.
         del whole["train_batch_size"], whole["gradient_accumulation_steps"]
     if (place := _not_json(whole, "deepspeed")) is not None:
-        raise BadInput(f"{place}: neither NaN nor infinity can stand in a DeepSpeed config")
+        raise BadInput(f"{place}: a DeepSpeed config cannot hold NaN or infinity")
     if "gradient_clipping" not in whole:
         whole["gradient_clipping"] = 0.0
         notes.append(

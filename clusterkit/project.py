@@ -283,7 +283,7 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
 def _git_files(root: Path) -> list[str]:
     listing = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     if listing is None:
-        raise BadInput(f"git ls-files does not work in {root}", hint="git status there says why")
+        raise BadInput(f"git ls-files fails in {root}", hint="git status there says why")
     names: dict[str, None] = {}
     for raw in listing.split(b"\0"):
         name = os.fsdecode(raw).rstrip("/")
@@ -372,7 +372,7 @@ def _digest(path: Path, status: os.stat_result) -> str:
 def _unreadable(path: str | Path, error: OSError) -> RunFolderError:
     return RunFolderError(
         f"{path}: {(error.strerror or 'unreadable').lower()}",
-        hint="it belongs to the project that is copied to the hosts; ignore it, or mend it",
+        hint="it belongs to the project that is copied to the hosts; ignore it, or fix it",
     )
 
 
@@ -436,14 +436,14 @@ def _answers(stream: Stream, host: str) -> Iterator[dict[str, Any]]:
             data = stream.read(QUIET_SECONDS)
             if not data:
                 said = stream.stderr.strip().rpartition("\n")[2]
-                raise SubmitFailed(f"host {host}: copying the project broke off: {said}")
+                raise SubmitFailed(f"host {host}: copying the project was interrupted: {said}")
             rest += data
         line, _, rest = rest.partition(b"\n")
         try:
             answer = json.loads(line)
         except ValueError:
             raise SubmitFailed(
-                f"host {host}: copying the project broke off: {line[:200]!r}"
+                f"host {host}: copying the project was interrupted: {line[:200]!r}"
             ) from None
         if "waiting" not in answer:
             yield answer

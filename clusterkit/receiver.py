@@ -255,7 +255,7 @@ def _make_folders(root: Path, folder: Path) -> None:
 def _exactly(source: BinaryIO, size: int) -> bytes:
     data = source.read(size)
     if len(data) != size:
-        raise EOFError("the sender went away")
+        raise EOFError("the sender disconnected")
     return data
 
 

@@ -105,7 +105,7 @@ def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunS
         base = _replace(base, attempt=progress.attempt, state=State.RUNNING)
     seen = backend.status(handle, transport)
     if seen is None:
-        return _replace(base, state=State.UNKNOWN, remark="nothing is left of it")
+        return _replace(base, state=State.UNKNOWN, remark="nothing of it was found")
     if seen.state is not State.RUNNING:
         _sync(backend, handle, transport)
     found, startable = _judged(_replace(base, nodes=seen.nodes), handle, seen, progress)
@@ -156,7 +156,7 @@ def _judged(
     finished = max((node.ended_at or 0.0 for node in seen.nodes), default=0.0) or None
     again = not progress.late and not progress.finished and restarts > 0
     left = counted(restarts, "restart")
-    remark = f"nobody was there to start it again ({left} left): {attach} does"
+    remark = f"it was not restarted ({left} left): {attach} does"
     if progress.late and job is not None:
         failure = over_time(job)
     elif seen.state is State.SUCCEEDED:
@@ -166,10 +166,10 @@ def _judged(
         return _replace(base, state=State.RESTARTING, remark=remark), False
     elif not begun:
         again = folder.file("state.json").exists()
-        remark = f"nobody was there to start it: {attach} does"
+        remark = f"it was not started: {attach} does"
         failure = Failure(
             exit_code=1,
-            cause="clusterkit was killed before it started it",
+            cause="clusterkit was killed before the run started",
             hint=f"{attach} starts it" if again else "submit it again",
         )
     else:

@@ -128,10 +128,10 @@ def check_run_id(run_id: str) -> str:
         BadInput: not a DNS label, or the word that means the newest run.
     """
     if run_id == LAST:
-        raise BadInput(f"run id {run_id!r}: means the newest run", hint="choose another")
+        raise BadInput(f"run id {run_id!r}: it means the newest run", hint="choose another")
     if not RUN_ID.match(run_id) or len(run_id) > RUN_ID_MAX:
         raise BadInput(
-            f"run id {run_id!r}: cannot be one",
+            f"run id {run_id!r} is not valid",
             hint=f"lower-case letters, digits and '-', {RUN_ID_MAX} characters at most",
         )
     return run_id

@@ -167,7 +167,7 @@ class Supervisor:
             handle = self._handle()
             seen = self._watch(handle)
             if (progress := seen.superseded) is not None:
-                self._event(f"attempt {progress.attempt} goes on; it was begun in the cluster")
+                self._event(f"attempt {progress.attempt} continues; the cluster started it")
                 self._attempt_ended(None)
                 continue
             if isinstance(self.backend, SupportsCleanup):
@@ -254,8 +254,8 @@ class Supervisor:
             if State.PENDING in states and now > started + self.backend.start_seconds:
                 silent = states.index(State.PENDING)
                 raise ClusterkitError(
-                    f"node {silent} showed no sign of life within {self.backend.start_seconds:g} s",
-                    hint=f"look into {self.folder.path}/attempts/{self.attempt}",
+                    f"node {silent} did not report within {self.backend.start_seconds:g} s",
+                    hint=f"see the logs in {self.folder.path}/attempts/{self.attempt}",
                 )
             if not {State.RUNNING, State.PENDING} & set(states):
                 return self._ended(seen, needed)
@@ -282,7 +282,7 @@ class Supervisor:
             return False
         if not self.late:
             self.late = True
-            self._event(f"attempt {self.attempt} is over its time limit: ending it")
+            self._event(f"attempt {self.attempt} is over its time limit: stopping it")
         return True
 
     def _note_progress(self, seen: Observation, needed: int) -> None:
@@ -306,7 +306,7 @@ class Supervisor:
             work()
         except ClusterkitError as error:
             if error.message != self.remark:
-                self._event(f"not all could be ended: {error.message}")
+                self._event(f"not all nodes could be stopped: {error.message}")
             self.remark = str(error.message)
             with contextlib.suppress(RunFolderError):
                 self.folder.write(LEFTOVERS, f"{error.message}\n")
@@ -388,8 +388,8 @@ def over_time(job: JobSpec) -> Failure:
     """Why a run failed that was ended at its time limit."""
     return Failure(
         exit_code=LATE_EXIT,
-        cause=f"it was ended at its time_limit of {job.time_limit}",
-        hint="a larger time_limit; a checkpoint is what another run can go on from",
+        cause=f"it was stopped at its time_limit of {job.time_limit}",
+        hint="raise time_limit; another run can resume from this one's checkpoint",
     )
 
 
@@ -411,9 +411,7 @@ def diagnosis(handle: RunHandle, seen: Observation) -> Failure:
 
 def leftover_words(folder: RunFolder, message: str) -> str:
     """What a person should know where not all of a run could be ended."""
-    return (
-        f"not all of it could be ended: {message}; `clusterkit cancel {folder.run_id}` tries again"
-    )
+    return f"parts of it may still run: {message}; `clusterkit cancel {folder.run_id}` tries again"
 
 
 # ---------------------------------------------------------------- the process

@@ -240,7 +240,7 @@ class LocalStream(Stream):
     def read(self, timeout: float | None = None) -> bytes:
         ready, _, _ = select.select([self._output], [], [], timeout)
         if not ready:
-            raise SubmitFailed(f"host {self._host} does not answer any more")
+            raise SubmitFailed(f"host {self._host} no longer answers")
         return os.read(self._output.fileno(), 1 << 16)
 
     @property
@@ -252,7 +252,7 @@ class LocalStream(Stream):
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise SubmitFailed(f"{self._host} does not say how the command ended") from None
+            raise SubmitFailed(f"{self._host} did not report how the command ended") from None
 
     def close(self) -> None:
         self.close_input()

@@ -59,7 +59,7 @@ def judge_node(
         node=node,
         host=host,
         state=State.FAILED,
-        reason=f"its launcher's agent ended without a word{f': {last}' if last else ''}",
+        reason=f"its agent ended without reporting an exit code{f': {last}' if last else ''}",
         remarks=remarks(started),
     )
 

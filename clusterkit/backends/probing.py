@@ -98,7 +98,7 @@ def ask(
     """
     program = (resources.files("clusterkit") / "host_probe.py").read_bytes()
     question = msgspec.json.encode(questions(workdir)).decode()
-    failure = f"{where}: python: {python} does not work as an interpreter"
+    failure = f"{where}: python: {python} is not a working Python interpreter"
     try:
         done = transport.run(host, [*start, "-", question], env=env, stdin=program, timeout=seconds)
     except SubmitFailed as error:

@@ -65,7 +65,7 @@ def _options(function: Any) -> Any:
         click.option("--activation-checkpointing", is_flag=True,
                      help="Keep a layer's input alone and compute the rest again."),
         click.option("--overhead", metavar="SIZE",
-                     help="What a GPU holds that is no tensor (assumed: 1.5GiB)."),
+                     help="What a GPU holds besides tensors (assumed: 1.5GiB)."),
         click.option("-c", "--cluster", default="local", show_default=True, metavar="NAME",
                      help="Whose GPUs, unless --gpu-memory is given."),
         click.option("--clusters", "clusters_file", metavar="FILE", type=click.Path(),

@@ -85,7 +85,7 @@ def chosen(checks: Sequence[Any], *, quick: bool, only: Sequence[str] | None) ->
         return [check for check in checks if check.quick or not quick]
     names = [check.name for check in checks]
     if not only:
-        raise BadInput("no check is named", hint=f"one of {', '.join(names)}")
+        raise BadInput("no check was named", hint=f"one of {', '.join(names)}")
     for name in only:
         if name not in names:
             near = difflib.get_close_matches(name, names, 1)

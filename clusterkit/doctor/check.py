@@ -159,7 +159,7 @@ def _unread(host: str, answer: Answer, output: Output | None, limit: float) -> V
         cause = f"no answer within {limit:g} s: the host is slow, or it hangs"
         return warn(host, cause, None)
     if output.error is not None:
-        return warn(host, f"could not look: {output.error}", None)
+        return warn(host, f"the check could not run: {output.error}", None)
     return None
 
 

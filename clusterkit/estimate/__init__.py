@@ -284,7 +284,7 @@ def _notes(
         notes.append("no GPU was found: --gpu-memory 80GB says what would fit one")
     if own.overhead:
         notes.append(
-            f"each total holds {gib(own.overhead)} GiB for what is no tensor (CUDA context, NCCL, "
+            f"each total holds {gib(own.overhead)} GiB besides tensors (CUDA context, NCCL, "
             "fragmentation): assumed, --overhead changes it"
         )
     if job is not None and not program.ours and own.strategy == "ddp":

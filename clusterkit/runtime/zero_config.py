@@ -105,7 +105,7 @@ def _check_keys(config: Config, path: Path | str) -> None:
     for key in config:
         if key in REMOVED[""]:
             hint = INSTEAD.get(key, "leave it out")
-            raise BadInput(f"{path}: DeepSpeed 0.19 has no `{key}` any more", hint)
+            raise BadInput(f"{path}: DeepSpeed 0.19 no longer has `{key}`", hint)
         if key not in KEYS:
             near = difflib.get_close_matches(key, KEYS, 1)
             raise BadInput(
@@ -183,7 +183,7 @@ def _check_offload(config: Config, path: Path | str) -> None:
         if not folder:
             raise BadInput(f"{place}: nvme needs nvme_path", hint="nvme_path: /local_nvme")
         if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-            raise BadInput(f"{place}.nvme_path: {folder} is no folder that can be written")
+            raise BadInput(f"{place}.nvme_path: {folder} is not a folder that can be written")
         if ctypes.util.find_library("aio") is None or not _has_header("libaio.h"):
             raise Unavailable(
                 f"{place}: nvme needs libaio with its header, which are not on this node",

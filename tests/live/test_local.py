@@ -178,7 +178,7 @@ def test_a_named_interpreter_that_is_not_there_is_refused(
         capture_output=True, text=True, timeout=SOON,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (3, "")
-    assert "python: /opt/nope/python3.9 is not there" in done.stderr
+    assert "python: /opt/nope/python3.9 does not exist" in done.stderr
     assert list(own_home.glob("runs/*")) == []
 
 
@@ -272,7 +272,7 @@ def test_a_killed_agent_takes_the_run_down(submit: Submit, launcher: str) -> Non
     kill(agent_pid(run, 1))
     status = run.wait(SOON)
     assert status.state is State.FAILED
-    assert status.nodes[1].reason == "its launcher's agent ended without a word"
+    assert status.nodes[1].reason == "its agent ended without reporting an exit code"
 
 
 def test_a_killed_launcher_takes_the_run_down(submit: Submit) -> None:

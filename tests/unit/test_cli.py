@@ -322,7 +322,7 @@ BAD = {
     "secret": ("secrets: [NO_SUCH_X]\n", (), "job.yaml:3: secrets: NO_SUCH_X is not set in your"),
     "unknown cluster": ("", ("--cluster", "lba"), "cluster 'lba' is unknown"),
     "unknown file": ("", ("--clusters", "no.yaml"), "no.yaml: no such file"),
-    "bad run id": ("", ("--run-id", "A b"), "run id 'A b': cannot be one"),
+    "bad run id": ("", ("--run-id", "A b"), "run id 'A b' is not valid"),
     "bad setting": ("", ("--set", "nodes"), "--set 'nodes': not of the form key=value"),
     "long name": ("", ("--set", "name=" + "x" * 300), "name: 'xxxxxxxxxx"),
     "name with slashes": ("", ("--set", "name=a/b"), "name: 'a/b' is not a valid job name"),

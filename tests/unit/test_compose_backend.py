@@ -219,7 +219,7 @@ def test_a_secret_is_a_name_and_nothing_else(planned: Callable[..., Any], monkey
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"memory": "lots"}, "memory: 'lots' is no size"),
+        ({"memory": "lots"}, "memory: 'lots' is not a size"),
         ({"shm_size": "1.5g"}, "shm_size: "),
         ({"subnet": "10.0.0.1/8"}, "subnet: 10.0.0.1/8 has host bits set"),
         ({"subnet": "fd00::/64"}, "subnet: "),
@@ -227,7 +227,7 @@ def test_a_secret_is_a_name_and_nothing_else(planned: Callable[..., Any], monkey
         ({"volumes": ("data",)}, "volumes: 'data' is not SOURCE:TARGET"),
         ({"volumes": ("data:relative",)}, "volumes: "),
         ({"volumes": ("/a:/b:rx",)}, "volumes: "),
-        ({"volumes": ("a b:/c",)}, "volumes: 'a b' cannot name a volume"),
+        ({"volumes": ("a b:/c",)}, "volumes: 'a b' is not a valid name of a volume"),
     ],
     ids=str,
 )
@@ -353,8 +353,8 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, Any], type[ClusterkitError], str]
     ({}, {"context": (1, "\n", 'context "far": context not found')}, BadInput,
      "context: docker says: context"),
     ({"context": "far"}, {"context": (1, "", "not found")}, BadInput, "no context 'far'"),
-    ({}, {"context": (0, "ssh://me@far\n", "")}, BadInput, "engine at ssh://me@far is another"),
-    ({}, {"context": (0, "tcp://10.0.0.1:2375\n", "")}, BadInput, "is another machine's"),
+    ({}, {"context": (0, "ssh://me@far\n", "")}, BadInput, "engine at ssh://me@far is on another"),
+    ({}, {"context": (0, "tcp://10.0.0.1:2375\n", "")}, BadInput, "is on another machine"),
     # docker 20.10 and 28, which put it in different places.
     ({}, {"info": (1, "", "ERROR: Cannot connect to the Docker daemon at unix:///x. Is the docker "
                           "daemon running?\nerrors pretty printing info\n")}, Unavailable,
@@ -391,9 +391,9 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, Any], type[ClusterkitError], str]
                            '"bind": bind source path does not exist: /home/u.\n')}, Unavailable,
      "the docker engine does not see this machine's"),
     ({}, {"run": (1, "", "exec /usr/bin/python3: exec format error\n")}, Unavailable,
-     "was made for another kind of processor"),
+     "was built for another kind of processor"),
     ({}, {"run": (125, "", 'docker: could not select device driver "" with capabilities: '
-                           "[[gpu]].\n")}, Unavailable, "cannot hand GPUs to containers"),
+                           "[[gpu]].\n")}, Unavailable, "cannot give GPUs to containers"),
     ({}, {"run": (1, "Traceback", "ugly\nlast words\n")}, Unavailable,
      "no container of clusterkit:cpu could be run: last words"),
     ({}, {"run": (0, json.dumps(TOLD | {"python_version": [3, 9, 2]}), "")}, Unavailable,
@@ -402,10 +402,10 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, Any], type[ClusterkitError], str]
      "containers cannot write into"),
     ({"volumes": ("cache:/c",)}, {"volume": (1, "[]", "Error: No such volume: cache")}, BadInput,
      "volumes: docker has no volume cache"),
-    ({"volumes": ("/no/such:/c",)}, {}, BadInput, "volumes: /no/such is not there"),
+    ({"volumes": ("/no/such:/c",)}, {}, BadInput, "volumes: /no/such does not exist"),
     ({"subnet": "10.1.2.0/24"}, {"network": (0, "host\nmine 10.0.0.0/8 fd00::/64\n", "")},
      BadInput, "subnet: 10.1.2.0/24 is taken: docker's network mine has 10.0.0.0/8"),
-    ({"gpus": 1}, {}, BadInput, "gpus: 1 of this machine's 0 GPUs"),
+    ({"gpus": 1}, {}, BadInput, "gpus: 1 wanted, but this machine has 0"),
 ]  # fmt: skip
 
 
@@ -485,8 +485,8 @@ STOPPED = "stopped on request"
         (True, b"{", Container(state="exited"), GONE, "UNKNOWN", "damaged"),
         # Ended by clusterkit itself.
         (True, said(143, STOPPED), GONE, UP, "CANCELLED", STOPPED),
-        (True, None, GONE, UP, "CANCELLED", "did not end"),
-        (True, None, Container(state="exited", exit_code=137), UP, "CANCELLED", "did not end"),
+        (True, None, GONE, UP, "CANCELLED", "did not stop"),
+        (True, None, Container(state="exited", exit_code=137), UP, "CANCELLED", "did not stop"),
         # Ended, or kept from working, by others.
         (True, None, Container(state="exited", exit_code=137), GONE, "FAILED", "killed from out"),
         (True, None, GONE, Container(state="exited", exit_code=137), "FAILED", "killed from out"),
@@ -495,11 +495,11 @@ STOPPED = "stopped on request"
         (True, None, Container(state="exited", exit_code=137, oom=True), GONE, "FAILED",
          "this machine was out of memory"),
         (False, None, Container(state="exited", exit_code=73, said="mkdir: denied"), GONE,
-         "FAILED", "exit code 73 without a word: mkdir: denied"),
+         "FAILED", "exit code 73: mkdir: denied"),
         (False, None, Container(state="created", error="no such device"), GONE, "PENDING", None),
         (False, None, Container(state="exited", exit_code=127, error="not found"), GONE, "FAILED",
          "could not be started: not found"),
-        (True, None, GONE, GONE, "FAILED", "somebody removed it"),
+        (True, None, GONE, GONE, "FAILED", "removed from outside"),
         (True, said(143, STOPPED), Container(state="exited", exit_code=143), GONE, "FAILED",
          "stopped from outside (docker stop)"),
         (True, None, Container(state="paused"), GONE, "RUNNING", "paused"),

@@ -237,7 +237,7 @@ BAD_SECTIONS = {
     ),
     "removed": (
         "batch: {micro: 1}\ndeepspeed:\n  amp: {enabled: true}\n",
-        f"job.yaml:5: deepspeed.amp: DeepSpeed {VERSION} has no `amp` any more",
+        f"job.yaml:5: deepspeed.amp: DeepSpeed {VERSION} no longer has `amp`",
     ),
     "arithmetic": (
         "deepspeed:\n  train_batch_size: 5\n",
@@ -246,7 +246,7 @@ BAD_SECTIONS = {
     "no batch": ("deepspeed:\n  fp16: {enabled: false}\n", "job.yaml:3: deepspeed: no batch size"),
     "auto": (
         "deepspeed:\n  train_micro_batch_size_per_gpu: auto\n",
-        "job.yaml:4: deepspeed.train_micro_batch_size_per_gpu: auto, and nothing",
+        "job.yaml:4: deepspeed.train_micro_batch_size_per_gpu: auto, but nothing",
     ),
 }
 
@@ -286,7 +286,7 @@ def test_where_the_program_cannot_be_read_auto_is_remarked_upon(facts, cwd):
 
 def test_a_key_of_the_program_s_own_is_remarked_upon(examine):
     (note,) = examine("batch: {micro: 1}\ndeepspeed: {my_settings: {a: 1}}\n")
-    assert note.startswith("deepspeed.my_settings is no key of DeepSpeed")
+    assert note.startswith("deepspeed.my_settings is not a key of DeepSpeed")
 
 
 SECTION = "batch: {micro: 2}\ndeepspeed:\n  zero_optimization:\n    stage: 2\n"

@@ -278,7 +278,7 @@ def test_what_does_not_fit_here_comes_once_there_is_room(node_dir, kept, full_di
         look(node_dir, view)
     assert view.unkept == f"cannot write {kept / 'log'}: No space left on device"
     (remark,) = ssh._judge(view, [view], 0.0).remarks
-    assert remark == f"its log here is not whole: {view.unkept}"
+    assert remark == f"its log here is incomplete: {view.unkept}"
     assert data.startswith((kept / "log").read_bytes())
     subprocess.run(["mount", "-o", "remount,size=1m", str(full_disk)], check=True)
     look(node_dir, view)
@@ -389,7 +389,7 @@ def test_a_host_that_falls_silent_is_given_up(node_dir, watch, monkeypatch):
     monkeypatch.setattr(mirror, "AGAIN_SECONDS", 0.05)
     _made, view = watch(lambda view: LOCAL.open("h0", ["sleep", "60"]))
     wait_for(lambda: view.error is not None)
-    assert "h0 does not answer any more" in view.error.message
+    assert "h0 no longer answers" in view.error.message
 
 
 def test_a_node_that_is_there_is_never_silent_for_long(node_dir, watch):

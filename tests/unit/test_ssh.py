@@ -273,7 +273,7 @@ def test_speaking_with_a_command(shared):
         assert stream.read(60) == b"got first\n"
         stream.write(b"\0second")
         assert stream.read(60) == b"\0second"
-        with pytest.raises(SubmitFailed, match="host h0 does not answer any more"):
+        with pytest.raises(SubmitFailed, match="host h0 no longer answers"):
             stream.read(0.1)
         stream.close_input()
         assert stream.read(60) == b""
@@ -339,7 +339,7 @@ def test_a_host_that_opens_no_further_session(other_sshd, home):
     transport = other_sshd("MaxSessions 1").transport()
     with (
         transport.open("h0", ["sleep", "60"]),
-        pytest.raises(HostUnreachable, match="h0 opens no further session") as error,
+        pytest.raises(HostUnreachable, match="h0 refuses another session") as error,
     ):
         transport.run("h0", ["true"])
     assert "MaxSessions" in (error.value.hint or "")
@@ -656,7 +656,7 @@ def test_a_host_that_offers_a_key_of_another_kind(other_sshd, home):
     known.write_text(f"[127.0.0.1]:{server.port} {other[0]} {other[1]}\n")
     message, _, kind = refusal(server.host(known_hosts=str(known)))
     assert kind is HostKeyProblem
-    assert "known is one of type ssh-ed25519, it offers ssh-rsa" in message
+    assert "known_hosts has one of type ssh-ed25519, it offers ssh-rsa" in message
 
 
 @pytest.mark.parametrize("kind", [("rsa", "-b", "2048"), ("ecdsa",), ("ed25519",)])

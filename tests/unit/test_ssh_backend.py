@@ -171,7 +171,7 @@ def test_checkpoints_lie_on_the_shared_folder_where_there_is_one():
 
 @pytest.mark.parametrize("shared", ["nfs", "~/nfs", "./x", ""])
 def test_a_shared_folder_has_an_absolute_path(shared):
-    with pytest.raises(BadInput, match=r"shared: .* is no absolute path"):
+    with pytest.raises(BadInput, match=r"shared: .* is not an absolute path"):
         SSH.resolved(cluster(shared=shared), Path("/"), None, None)
 
 
@@ -397,7 +397,7 @@ def test_mpirun_is_started_on_the_first_host_for_all():
 
 def test_gpus_that_mpirun_could_not_keep_to_are_refused():
     first, second = host_facts(0, gpus=gpus(2, 3)), host_facts(1, gpus=gpus(2, 3))
-    with pytest.raises(BadInput, match="mpirun cannot keep h1 to GPUs 2,3"):
+    with pytest.raises(BadInput, match="mpirun cannot restrict h1 to GPUs 2,3"):
         plan(facts(first, second), nodes=2, launcher="mpirun")
     assert plan(facts(first, host_facts(1, gpus=gpus(0, 1))), nodes=2, launcher="mpirun")
     assert plan(facts(first, second), nodes=2, launcher="mpirun", device="cpu")
@@ -492,7 +492,10 @@ def entry(cwd):
             CLUSTERS.format("  exclude: h0@h1"),
             "clusters.yaml:5: lab.exclude h0@h1: no host is left",
         ),
-        (CLUSTERS.format("  shared: nfs"), "clusters.yaml:5: lab.shared: nfs is no absolute path"),
+        (
+            CLUSTERS.format("  shared: nfs"),
+            "clusters.yaml:5: lab.shared: nfs is not an absolute path",
+        ),
         (CLUSTERS.format("  hosts: [{name: x}]"), "clusters.yaml:3: lab.inventory: a cluster has"),
         ("lab: {backend: ssh}", "clusters.yaml:1: lab.inventory: a cluster has either"),
         (CLUSTERS.format("  worker: x"), "clusters.yaml:5: lab.worker: unknown key (did you mean"),
@@ -669,7 +672,7 @@ def test_a_python_that_does_not_work_is_said_with_host_and_key(entry_of, tmp_pat
     with pytest.raises(Unavailable) as error:
         SSH.probe(entry_of(1, python=str(broken)), Hosts())
     assert error.value.message == (
-        f"host h0: python: {broken} does not work as an interpreter: out of order"
+        f"host h0: python: {broken} is not a working Python interpreter: out of order"
     )
     assert "clusterkit_python" in (error.value.hint or "")
 
@@ -854,7 +857,7 @@ def test_the_project_and_clusterkit_itself_are_looked_at_where_they_are_needed(
 
 
 def test_an_entry_without_hosts(entry_of):
-    with pytest.raises(BadInput, match="hosts: the cluster has none"):
+    with pytest.raises(BadInput, match="hosts: the cluster entry names none"):
         SSH.probe(entry_of(0), Hosts())
 
 

@@ -60,7 +60,7 @@ def test_a_run_whose_submit_was_killed_has_failed(folder, hand):
     status = reconcile(folder)
     assert status.state is State.FAILED
     assert status.exit_code == 1
-    assert "killed before it started it" in status.failure.cause
+    assert "killed before the run started" in status.failure.cause
     assert status.failure.hint == "submit it again"
 
 
@@ -119,7 +119,7 @@ def test_an_agent_that_was_killed_without_a_word_is_a_failure(folder, hand):
     (node / "agent.log").write_text("something\nsh: out of pipes\n")
     status = reconcile(folder)
     assert status.state is State.FAILED
-    assert "ended without a word: sh: out of pipes" in status.failure.cause
+    assert "ended without reporting an exit code: sh: out of pipes" in status.failure.cause
 
 
 def test_a_node_script_that_has_not_become_an_agent_yet_is_running(folder, hand):
@@ -394,7 +394,7 @@ def test_what_a_service_did_not_remove_is_told_of_until_it_is(supervise_with, mo
     monkeypatch.setattr(Kept, "silent", 1)
     _, status, events = supervise_with([observed(OK)], kind=Kept)
     assert [event.text for event in events] == [
-        "not all could be ended: the engine does not answer"
+        "not all nodes could be stopped: the engine does not answer"
     ]
     assert "the engine does not answer; `clusterkit cancel" in status.remark
     _, status, _ = supervise_with(
@@ -434,8 +434,8 @@ def test_a_run_is_ended_at_its_time_limit_whatever_restarts_are_left(supervise_w
     job = "launcher: python\nrestarts: 3\ntime_limit: 0.000001\n"
     backend, status, events = supervise_with(script, job)
     assert (status.state, status.exit_code, status.attempt) == (State.FAILED, 124, 1)
-    assert status.failure.cause == "it was ended at its time_limit of 1e-06"
-    assert [event.text for event in events] == ["attempt 1 is over its time limit: ending it"]
+    assert status.failure.cause == "it was stopped at its time_limit of 1e-06"
+    assert [event.text for event in events] == ["attempt 1 is over its time limit: stopping it"]
     assert backend.cancelled >= 1
 
 
@@ -470,7 +470,7 @@ def test_a_run_that_has_gone_on_in_its_cluster_is_followed_and_not_started_again
     )
     assert [attempt for attempt, _ in backend.submitted] == [1, 4]
     assert (status.state, status.attempt) == (State.SUCCEEDED, 4)
-    assert events[0].text == "attempt 3 goes on; it was begun in the cluster"
+    assert events[0].text == "attempt 3 continues; the cluster started it"
     assert events[1].text.endswith("starting again, 0 restarts left")
 
 
@@ -735,7 +735,7 @@ def test_a_run_that_failed_alone_says_what_attach_would_do(failed_alone):
     status = run.status()
     assert (status.state, status.exit_code) == (State.FAILED, 7)
     assert status.remark == (
-        f"nobody was there to start it again (1 restart left): `clusterkit attach {run.id}` does"
+        f"it was not restarted (1 restart left): `clusterkit attach {run.id}` does"
     )
 
 

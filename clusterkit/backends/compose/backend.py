@@ -60,7 +60,9 @@ class ComposeBackend(Backend, SupportsCleanup):
         for name, value in cluster.ulimits.items():
             if not re.match(r"[a-z]+\Z", name) or value < -1:
                 raise BadInput(
-                    f"ulimits: {name}: {value} is no limit", hint="{memlock: -1}", cluster="ulimits"
+                    f"ulimits: {name}: {value} is not a limit",
+                    hint="{memlock: -1}",
+                    cluster="ulimits",
                 )
         volumes = tuple(_resolved_volume(text, folder) for text in cluster.volumes)
         return msgspec.structs.replace(cluster, volumes=volumes)
@@ -100,7 +102,7 @@ def _resolved_volume(text: str, folder: Path) -> str:
         source = os.path.normpath(folder / Path(source).expanduser())
     elif not _VOLUME.match(source):
         raise BadInput(
-            f"volumes: {source!r} cannot name a volume",
+            f"volumes: {source!r} is not a valid name of a volume",
             hint=f"a folder: ./{source}",
             cluster="volumes",
         )

@@ -145,7 +145,7 @@ def size_bytes(key: str, size: str) -> int:
     """
     match = _SIZE.match(size)
     if match is None:
-        raise BadInput(f"{key}: {size!r} is no size", hint="such as 512m, or 8g", cluster=key)
+        raise BadInput(f"{key}: {size!r} is not a size", hint="such as 512m, or 8g", cluster=key)
     power = {"b": 0, "k": 1, "m": 2, "g": 3}[(match[2] or "b").lower()]
     return int(match[1]) << (10 * power)
 

@@ -83,7 +83,7 @@ class Container(msgspec.Struct, frozen=True, kw_only=True):
             return f"its container was killed from outside (docker kill, exit code 137){said}"
         if self.exit_code == 143:
             return f"its container was stopped from outside (docker stop, exit code 143){said}"
-        return f"its container ended with exit code {self.exit_code} without a word{said}"
+        return f"its container ended with exit code {self.exit_code}{said}"
 
     def starved(self) -> str:
         limit = f"over its container's memory limit of {_words(self.memory)}"
@@ -229,14 +229,14 @@ def judge(
             return status(State.FAILED, kept.ending(), kept.exit_code)
         if (reason := kept.trouble()) is not None:
             return status(State.FAILED, reason)
-        return status(State.CANCELLED, "killed: it did not end when it was asked to")
+        return status(State.CANCELLED, "killed: it did not stop when asked to")
     if live is None:
         if begun:
-            return status(State.FAILED, "its container is gone: somebody removed it")
+            return status(State.FAILED, "its container is gone: it was removed from outside")
         return status(State.PENDING)
     state = STATES.get(live.state, State.UNKNOWN)
     if state is State.UNKNOWN:
-        return status(state, f"docker calls its container {live.state!r}")
+        return status(state, f"docker reports its container as {live.state!r}")
     if state is State.FAILED:
         return status(state, live.ending(), live.exit_code)
     if live.trouble() is not None and not patient:

@@ -76,7 +76,7 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
     """As `clusterkit.backends.base.Backend.place`."""
     engine, host = facts.engine, facts.hosts[0]
     if engine is None:
-        raise BadInput("facts: they name no docker engine", hint="take those of a compose run")
+        raise BadInput("facts: no docker engine is named", hint="use those of a compose run")
     least, most = job.node_range
     device, device_origin = device_of(job, [host])
     nproc, nproc_origin = divided_gpus(

@@ -117,7 +117,7 @@ def _socket(cluster: ComposeCluster, transport: Transport) -> str:
         )
     if not socket.startswith("unix://"):
         raise BadInput(
-            f"context: the engine at {socket} is another machine's, where the run's folder is not",
+            f"context: the engine at {socket} is on another machine, without the run's folder",
             hint="`context:` names an engine of this machine; backend ssh runs on other machines",
             cluster="context",
         )
@@ -248,7 +248,7 @@ def _inside(
         user = options[options.index("--user") + 1]
         raise Unavailable(
             f"containers cannot write into {place} as user {user}",
-            hint="CLUSTERKIT_HOME on a disk of this machine, in a folder of your own",
+            hint="set CLUSTERKIT_HOME to a folder of your own, on a disk of this machine",
         )
     docker.transport.put(HOST, str(saved), msgspec.json.encode(report))
     return report
@@ -268,7 +268,7 @@ def _unfit(
         ),
         (
             "could not select device driver|nvidia-container",
-            f"the docker engine cannot hand GPUs to containers: {last}",
+            f"the docker engine cannot give GPUs to containers: {last}",
             "nvidia-ctk runtime configure --runtime=docker, systemctl restart docker; or "
             "--set device=cpu",
         ),
@@ -284,8 +284,8 @@ def _unfit(
         ),
         (
             "exec format error",
-            f"image: {image} was made for another kind of processor",
-            "`make image` makes one for this machine",
+            f"image: {image} was built for another kind of processor",
+            "`make image` builds one for this machine",
         ),
         (
             "",
@@ -347,7 +347,9 @@ def _check_volumes(cluster: ComposeCluster, docker: Docker) -> None:
         if source.startswith("/"):
             if not os.path.exists(source):
                 raise BadInput(
-                    f"volumes: {source} is not there", hint=f"mkdir -p {source}", cluster="volumes"
+                    f"volumes: {source} does not exist",
+                    hint=f"mkdir -p {source}",
+                    cluster="volumes",
                 )
             continue
         if docker.run("volume", "inspect", source).exit_code:

@@ -204,7 +204,7 @@ class RawStream:
             # read1 gives what is there, and does not wait for more.
             piece: bytes = self._response.read1(1 << 16)
         except (TimeoutError, urllib3.exceptions.ReadTimeoutError) as error:
-            raise SubmitFailed("the API server fell silent") from error
+            raise SubmitFailed("the API server stopped sending") from error
         except (urllib3.exceptions.HTTPError, OSError, ValueError, AttributeError):
             return b""
         return piece

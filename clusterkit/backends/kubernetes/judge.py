@@ -166,7 +166,7 @@ def _waits(
     if scheduled.get("status") == "False":
         said = str(scheduled.get("message") or "")
         if scheduled.get("reason") == "SchedulingGated":
-            return "it waits for its queue", False
+            return "it waits in its queue", False
         said = said.partition(" preemption:")[0].partition(" no new claims")[0]
         said = said.removesuffix(" not found").rstrip("., ")
         if _NODES.match(said):
@@ -174,7 +174,7 @@ def _waits(
         return f"not scheduled yet{f': {said}' if said else ''}", False
     waiting = state.get("waiting")
     if waiting is None:
-        return "not scheduled yet" if not scheduled else "its container is being made", False
+        return "not scheduled yet" if not scheduled else "its container is being created", False
     reason, message = str(waiting.get("reason", "")), str(waiting.get("message") or "")
     image = ((document.get("spec") or {}).get("containers") or [{}])[0].get("image")
     if reason == "InvalidImageName":
@@ -187,18 +187,18 @@ def _waits(
         )
     if reason in WAITS_FOR_EVER:
         again = _TRIED_AGAIN.search(message) is not None
-        return f"its container cannot be made: {message or reason}", not again
+        return f"its container cannot be created: {message or reason}", not again
     if reason in ("ContainerCreating", "PodInitializing"):
         since = unix(scheduled.get("lastTransitionTime"))
         for_ = f" for {now - since:.0f} s" if now and since and now - since >= 5 else ""
-        return f"its container is being made, or its image pulled{for_}", False
+        return f"its container is being created, or its image pulled{for_}", False
     return f"{reason}{f': {message}' if message else ''}", False
 
 
 def _image_words(reason: str, message: str) -> str:
     low = message.lower()
     if reason == "ErrImageNeverPull":
-        return "it is not on the node, and may not be pulled"
+        return "it is not on the node, and image_pull_policy is Never"
     if "unauthorized" in low or "authorization failed" in low or "denied" in low:
         return "the registry wants credentials (image_pull_secrets), or does not have it"
     if "not found" in low or "manifest unknown" in low:
@@ -295,7 +295,7 @@ def judge(
         if before.lost:
             return status(State.FAILED, f"node {before.host} of the cluster does not answer")
         if ours:
-            late = "killed: it did not end when it was asked to"
+            late = "killed: it did not stop when asked to"
             return status(State.CANCELLED, late if before.started else NOT_BEGUN)
         if replaced:
             return status(State.PENDING, "its pod was removed; another one takes its place")
@@ -319,7 +319,7 @@ def judge(
     if state is State.PENDING and pod.hopeless:
         return status(State.FAILED, pod.words)
     if state is State.UNKNOWN:
-        return status(state, f"Kubernetes calls its pod {pod.phase!r}")
+        return status(state, f"Kubernetes reports its pod as {pod.phase!r}")
     return status(state, pod.words)
 
 
@@ -408,7 +408,7 @@ def _reason(pod: Pod) -> str | None:
     if pod.reason in ("StartError", "ContainerCannotRun"):
         return f"its container could not be started: {(pod.last_words or '').strip()}"
     if pod.exit_code == 137:
-        return "its container was killed (exit code 137) without a word"
+        return "its container was killed (exit code 137) and reported nothing"
     return None
 
 

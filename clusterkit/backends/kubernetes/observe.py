@@ -137,7 +137,7 @@ def why_no_pods(objects: RunObjects) -> str | None:
     with contextlib.suppress(ClusterkitError, ValueError, KeyError, TypeError):
         job = objects.get(objects.job_path)
         if job.get("spec", {}).get("suspend") or job["spec"].get("runPolicy", {}).get("suspend"):
-            return "it waits for its queue"
+            return "it waits in its queue"
         if not job.get("status"):
             words.append(f"nobody acts on {objects.flavor.kind} {name}: is its operator up?")
     with contextlib.suppress(ClusterkitError, ValueError, KeyError, TypeError):

@@ -42,7 +42,7 @@ def place(
     """As `clusterkit.backends.base.Backend.place`."""
     kube, host = facts.kubernetes, facts.hosts[0]
     if kube is None:
-        raise BadInput("facts: they name no Kubernetes", hint="take those of such a run")
+        raise BadInput("facts: no Kubernetes is named", hint="use those of such a run")
     least, most = job.node_range
     device, device_origin = device_of(job, [host])
     nproc, nproc_origin = _ranks_per_node(job, host, device)
@@ -92,7 +92,7 @@ def place(
         lost = "replaced, and the run goes on" if rejoin else "ends the run"
         remarks.append(Note("lost_pod", lost, rejoin_origin))
     if name != run_id:
-        remarks.append(Note("name", name, f"Kubernetes does not take {run_id} for a service"))
+        remarks.append(Note("name", name, f"Kubernetes does not take {run_id} as a service's name"))
     if job.checkpoint is not None and not cluster.shared:
         text = "checkpoints go with their pods: `shared` names a volume of all pods"
         remarks.append(Note("", text, ""))
@@ -236,7 +236,7 @@ def _program(
         return cluster.workdir, origin, _in_image(job, cluster)
     found = facts.project
     if found is None:
-        raise BadInput("facts: they name no project", hint="take those of a run with code: copied")
+        raise BadInput("facts: no project is named", hint="use those of a run with code: copied")
     inside = posixpath.relpath(job.workdir or found.root, found.root)
     workdir = posixpath.normpath(posixpath.join(run_dir, "project", inside))
     program = job.program

@@ -175,7 +175,7 @@ def kept(tool: Sequence[str], namespace: str, run_id: str, transport: Transport)
     text = (found.get("data") or {}).get(RECORD)
     if text is None:
         raise RunFolderError(
-            f"run {run_id}: the cluster does not hold what it was made of",
+            f"run {run_id}: the cluster has no record of its job",
             hint="it was submitted by an older clusterkit; `kubectl` can follow and delete it",
         )
     try:

@@ -27,7 +27,9 @@ def probe(cluster: LocalCluster, transport: Transport, job: JobSpec | None) -> F
     """As `clusterkit.backends.base.Backend.probe`."""
     name, origin = ranks_python(cluster, job)
     if (found := shutil.which(name)) is None:
-        raise Unavailable(f"python: {name} is not there, or cannot be executed", hint=NAMES_PYTHON)
+        raise Unavailable(
+            f"python: {name} does not exist, or cannot be executed", hint=NAMES_PYTHON
+        )
     python = os.path.abspath(found)
     port = transport.free_port(HOST, None if cluster.port == "auto" else cluster.port)
     if cluster.port not in ("auto", port):

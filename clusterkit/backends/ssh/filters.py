@@ -68,7 +68,7 @@ def _filter(flag: str, text: str, hosts: Mapping[str, Host]) -> dict[str, list[i
                 hint=f"did you mean {near[0]}?" if near else f"known: {listed(hosts)}",
             )
         if numbers is not None and not _NUMBERS.match(numbers):
-            raise BadInput(f"{flag} {text}: {numbers!r} is no list of GPUs", hint=f"{name}:0,1")
+            raise BadInput(f"{flag} {text}: {numbers!r} is not a list of GPUs", hint=f"{name}:0,1")
         devices = sorted(map(int, numbers.split(","))) if numbers else []
         host = hosts[name]
         if devices and (host.slots is not None or host.devices is not None):

@@ -101,7 +101,7 @@ def check_key(target: Target, key: paramiko.PKey, known: Sequence[KnownKey]) -> 
     if any(kept.revoked for kept in same):
         raise HostKeyProblem(
             f"{target}: its host key has been revoked: {offered}",
-            hint="who has that key is not to be trusted; the host needs a new one",
+            hint="do not trust a host that has this key; the host needs a new one",
         )
     if same:
         return
@@ -118,7 +118,7 @@ def check_key(target: Target, key: paramiko.PKey, known: Sequence[KnownKey]) -> 
     if its_own:
         kinds = ", ".join(dict.fromkeys(kept.kind for kept in its_own))
         raise HostKeyProblem(
-            f"{target}: its host key is not the known one: known is one of type {kinds}, "
+            f"{target}: its host key is not the known one: known_hosts has one of type {kinds}, "
             f"it offers {offered}",
             hint=f"compare the fingerprint on the host, then {add}",
         )

@@ -71,7 +71,7 @@ def _judge(view: NodeView, views: list[NodeView], patience: float) -> NodeStatus
         started=view.files.get("started.json"),
     )
     if view.unkept is not None:
-        remark = f"its log here is not whole: {view.unkept}"
+        remark = f"its log here is incomplete: {view.unkept}"
         found = msgspec.structs.replace(found, remarks=(*found.remarks, remark))
     return found
 

@@ -36,7 +36,7 @@ def place(job: JobSpec, cluster: SshCluster, facts: Facts, run_id: str) -> Place
         if host.python != head.python:
             raise BadInput(
                 f"python: {head.python} on {head.host}, but {host.python} on {host.host}",
-                hint="the ranks' interpreter must have one path on all hosts: a link will do",
+                hint="the ranks' interpreter must have one path on all hosts: a link is enough",
                 cluster="python",
             )
     run_dir = posixpath.join(facts.home, "runs", run_id)
@@ -131,7 +131,7 @@ def _check_devices(others: Sequence[HostFacts], device: str, nproc: int) -> None
         its = [gpu.index for gpu in host.gpus[:nproc]]
         if its != [str(number) for number in range(nproc)]:
             raise BadInput(
-                f"launcher: mpirun cannot keep {host.host} to GPUs {','.join(its)}",
+                f"launcher: mpirun cannot restrict {host.host} to GPUs {','.join(its)}",
                 hint="launcher: torchrun can",
                 job="launcher",
             )

@@ -30,8 +30,8 @@ def resolved(
         )
     if cluster.shared is not None and not cluster.shared.startswith("/"):
         raise BadInput(
-            f"shared: {cluster.shared} is no absolute path",
-            hint="it is one on the hosts",
+            f"shared: {cluster.shared} is not an absolute path",
+            hint="give an absolute path on the hosts",
             cluster="shared",
         )
     if cluster.inventory:
@@ -104,7 +104,7 @@ def hosts_for(cluster: SshCluster, job: JobSpec | None) -> tuple[Host, ...]:
     """The hosts that a job of this many nodes gets: the first ones."""
     if not cluster.hosts:
         raise BadInput(
-            "hosts: the cluster has none",
+            "hosts: the cluster entry names none",
             hint="`inventory:` names a file of hosts",
             cluster="hosts",
         )

@@ -90,7 +90,7 @@ class SshStream(Stream):
                 continue
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
-                raise SubmitFailed(f"host {self._host} does not answer any more")
+                raise SubmitFailed(f"host {self._host} no longer answers")
             poll = select.poll()
             poll.register(channel.fileno(), select.POLLIN)
             # Not for ever: an end that comes without data does not always wake the descriptor.
@@ -105,7 +105,7 @@ class SshStream(Stream):
 
     def exit_code(self, timeout: float | None = 10.0) -> int:
         if not self._channel.status_event.wait(timeout):
-            raise SubmitFailed(f"host {self._host} does not say how the command ended")
+            raise SubmitFailed(f"host {self._host} did not report how the command ended")
         status = self._channel.recv_exit_status()
         if status == -1 and not self._channel.eof_received:
             raise HostUnreachable(f"host {self._host}: the connection was lost")
@@ -216,7 +216,7 @@ class SshTransport(Transport):
             except (paramiko.SSHException, EOFError, OSError) as error:
                 if isinstance(error, paramiko.ChannelException) and connection.is_active():
                     raise HostUnreachable(
-                        f"host {name} opens no further session: {error}",
+                        f"host {name} refuses another session: {error}",
                         hint="MaxSessions in its sshd_config",
                     ) from None
                 self.drop(name)
@@ -266,7 +266,7 @@ class SshTransport(Transport):
         with self._script(host, "".join(lines)) as stream:
             done = _finish(host, ["put"], stream, 60.0, b"".join(file.data for file in files))
         if done.exit_code:
-            said = done.stderr.strip().rpartition("\n")[2] or "not all of it arrived"
+            said = done.stderr.strip().rpartition("\n")[2] or "it did not arrive whole"
             raise SubmitFailed(
                 f"host {host}: cannot write below {os.path.dirname(files[0].path)}: {said}",
                 hint="make room there, or choose another `workdir` that this user may write to",

@@ -149,7 +149,7 @@ class _Variables:
             listed = [listed]
         numbers = [str(item).strip() for item in listed] if isinstance(listed, list) else []
         if not numbers or not all(re.fullmatch(r"[0-9]{1,6}", number) for number in numbers):
-            raise self.refuse("clusterkit_devices", f"{value!r} is no list of GPUs", "[0, 1]")
+            raise self.refuse("clusterkit_devices", f"{value!r} is not a list of GPUs", "[0, 1]")
         devices = tuple(map(int, numbers))
         if len(set(devices)) < len(devices):
             raise self.refuse("clusterkit_devices", f"{value!r} names a GPU twice")

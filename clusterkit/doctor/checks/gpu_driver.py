@@ -14,7 +14,7 @@ OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 minor version compatibility)."""
 
 _REMEDIES = (
-    ("version mismatch", "sudo reboot  # the driver was upgraded under the kernel's feet"),
+    ("version mismatch", "sudo reboot  # the driver was upgraded while it was loaded"),
     ("couldn't communicate", "sudo modprobe nvidia || sudo dkms autoinstall"),
     ("insufficient permissions", "ls -l /dev/nvidia*  # and who is in group video or render"),
     ("unknown error", "restart the container: its access to the GPUs was lost"),

@@ -41,7 +41,7 @@ def collect(given: dict[str, Any]) -> Any:
         "error": None, "kind": None, "pipes": None,
     }  # fmt: skip
     if not os.path.isdir(parent):
-        seen["error"] = f"{parent} is no folder"
+        seen["error"] = f"{parent} is not a folder"
         return seen
     if parent != path:
         if not os.access(parent, os.W_OK | os.X_OK):

@@ -293,7 +293,7 @@ def test_a_killed_launcher_is_named_and_takes_the_others_down(submit: Submit, la
     assert status.state is State.FAILED
     assert status.failure is not None
     assert status.failure.node == 1
-    assert "ended without a word" in status.failure.cause
+    assert "ended without reporting an exit code" in status.failure.cause
     assert seconds < SOON
     for host in lab.hosts:
         assert processes(lab, host.name, run) == []
@@ -523,7 +523,7 @@ def test_a_failed_run_is_started_again(submit: Submit, place: Path) -> None:
 
 
 def refused(submit: Submit, kind: type[ClusterkitError], **options: object) -> str:
-    """What a submit says that is refused; nothing is left of it."""
+    """What a submit says that is refused; nothing of it was found."""
     with pytest.raises(kind) as error:
         submit(**options)
     assert api.runs() == []

@@ -778,7 +778,7 @@ def holder(pid=4711, user="ann", command="python train.py"):
         ({"error": "Address already in use", "taken": True, "holders": []}, "fail",
          "only root can see", "sudo ss -ltnp"),
         ({"error": "Permission denied", "taken": False, "holders": []}, "fail",
-         "cannot be had: Permission denied", "port: auto"),
+         "cannot be used: Permission denied", "port: auto"),
     ],
 )  # fmt: skip
 def test_the_port_is_free_or_its_holder_is_named(judged, port, level, words, remedy):
@@ -1363,8 +1363,8 @@ def folder(**changed):
         ({"error": "No space left on device", "kind": "ENOSPC"}, "fail", "No space left", "df -h"),
         ({"error": "Disk quota exceeded", "kind": "EDQUOT"}, "fail", "quota", "df -h"),
         ({"error": "Read-only file system", "kind": "EROFS"}, "fail", "Read-only", "findmnt"),
-        ({"there": False, "parent": "/srv/f", "error": "/srv/f is no folder"}, "fail",
-         "/srv/f is no folder", "ls -ld /srv/f"),
+        ({"there": False, "parent": "/srv/f", "error": "/srv/f is not a folder"}, "fail",
+         "/srv/f is not a folder", "ls -ld /srv/f"),
         ({"pipes": "Operation not permitted"}, "fail", "takes no named pipes", "workdir"),
     ],
 )  # fmt: skip

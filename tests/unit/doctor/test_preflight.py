@@ -102,7 +102,7 @@ def test_an_unknown_check_is_told_the_nearest():
     with pytest.raises(BadInput, match="check 'clok' is unknown") as refused:
         doctor.chosen(CHECKS, quick=False, only=["user", "clok"])
     assert refused.value.hint == "did you mean clock?"
-    with pytest.raises(BadInput, match="no check is named"):
+    with pytest.raises(BadInput, match="no check was named"):
         doctor.chosen(CHECKS, quick=False, only=[])
 
 

@@ -85,7 +85,7 @@ def waiting(reason, message=""):
         ),
         (
             document("Failed", ended(137)),
-            (State.FAILED, 137, "its container was killed (exit code 137) without a word"),
+            (State.FAILED, 137, "its container was killed (exit code 137) and reported nothing"),
         ),
         (
             document("Failed", ended(69, "the name x did not resolve within 120 s\n")),
@@ -99,8 +99,8 @@ def waiting(reason, message=""):
             document("Failed", reason="Evicted", message="The node was low on resource: memory."),
             (State.FAILED, None, "evicted: The node was low on resource: memory."),
         ),
-        (document("Confused"), (State.UNKNOWN, None, "Kubernetes calls its pod 'Confused'")),
-        (document("Unknown"), (State.UNKNOWN, None, "Kubernetes calls its pod 'Unknown'")),
+        (document("Confused"), (State.UNKNOWN, None, "Kubernetes reports its pod as 'Confused'")),
+        (document("Unknown"), (State.UNKNOWN, None, "Kubernetes reports its pod as 'Unknown'")),
     ],
 )  # fmt: skip
 def test_what_a_pod_means(told, expected):
@@ -125,11 +125,11 @@ SLOW = "failed to sync secret cache: timed out waiting for the condition"
         ),
         (
             document("Pending", conditions=[not_scheduled("gated", "SchedulingGated")]),
-            "it waits for its queue", State.PENDING,
+            "it waits in its queue", State.PENDING,
         ),
         (
             document("Pending", waiting("ContainerCreating"), conditions=[SCHEDULED]),
-            "its container is being made, or its image pulled for 40 s", State.PENDING,
+            "its container is being created, or its image pulled for 40 s", State.PENDING,
         ),
         (
             document("Pending", waiting("ErrImagePull", 'failed to pull: "a/b:1": not found'),
@@ -155,12 +155,12 @@ SLOW = "failed to sync secret cache: timed out waiting for the condition"
         (
             document("Pending", waiting("CreateContainerConfigError", 'secret "r" not found'),
                      conditions=[SCHEDULED]),
-            'its container cannot be made: secret "r" not found', State.FAILED,
+            'its container cannot be created: secret "r" not found', State.FAILED,
         ),
         (
             document("Pending", waiting("CreateContainerConfigError", SLOW),
                      conditions=[SCHEDULED]),
-            f"its container cannot be made: {SLOW}", State.PENDING,
+            f"its container cannot be created: {SLOW}", State.PENDING,
         ),
     ],
 )  # fmt: skip
@@ -200,7 +200,7 @@ def test_no_pod_is_judged_by_what_was_seen_of_it_last():
     gone = "its pod is gone: somebody deleted it, or the namespace"
     assert seen(None, running) == (State.FAILED, None, gone)
     assert seen(None, running, replaced=True)[0] is State.PENDING
-    late = "killed: it did not end when it was asked to"
+    late = "killed: it did not stop when asked to"
     assert seen(None, running, ours=True) == (State.CANCELLED, None, late)
     unborn = document("Pending")
     assert seen(None, unborn, ours=True) == (State.CANCELLED, None, "it had not begun")

@@ -69,7 +69,7 @@ def test_clipping_is_always_explicit(tmp_path: Path) -> None:
         ),
         ({"zero_optimisation": {}}, {}, r"knows no key `zero_optimisation`"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, {}, "fp16 and bf16 are both"),
-        ({"amp": {"enabled": True}, "zero_optimization": {"stage": 2}}, {}, "no `amp` any more"),
+        ({"amp": {"enabled": True}, "zero_optimization": {"stage": 2}}, {}, "no longer has `amp`"),
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
             {},
@@ -88,7 +88,7 @@ def test_clipping_is_always_explicit(tmp_path: Path) -> None:
                 }
             },
             {},
-            r"nvme_path: /no/such is no folder",
+            r"nvme_path: /no/such is not a folder",
         ),
         ({"zero_optimization": {"stage": 4}}, {}, "stage must be 0, 1, 2 or 3"),
         ({"zero_optimization": True}, {}, "stage must be 0, 1, 2 or 3"),
