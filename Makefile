@@ -115,10 +115,6 @@ engine-down: .venv/.dev ## End it and remove all it holds
 
 KUBE ?= ../shared/kube/cluster
 
-.PHONY: manifests
-manifests: .venv/bin/python ## Write k8s/ anew from jobs/
-	@$(BIN)/python -m tests.manifests
-
 # Loads the image that the docker engine has as clusterkit:cpu.
 .PHONY: kube-up
 kube-up: ## A Kubernetes on this machine with all operators and clusterkit:cpu; root: KUBE=SCRIPT

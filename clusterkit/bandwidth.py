@@ -2,19 +2,18 @@
 
 A job from options (`job_of`), a report from the marked lines of its run (`report`): algorithm
 and bus bandwidth as nccl-tests define them, and, between pairs of nodes, which link or host is
-slow (`judge`). The measuring itself is `clusterkit.runtime.bandwidth`, in the ranks.
+slow (`clusterkit.slow_links`). The ranks measure by `clusterkit.runtime.bandwidth`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-import math
 import re
-import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct, field
@@ -22,6 +21,7 @@ from msgspec import Struct, field
 from clusterkit.cluster import Facts
 from clusterkit.errors import BadInput, ClusterkitError, counted
 from clusterkit.plan import Plan
+from clusterkit.slow_links import Finding, judge
 from clusterkit.spec import JobSpec
 
 FACTORS: dict[str, Callable[[int], float]] = {
@@ -56,16 +56,8 @@ _SIZE = re.compile(r"([0-9]{1,12})([KMG]?)(?:iB)?\Z", re.IGNORECASE)
 _FACTOR = re.compile(r"x([0-9]{1,4})\Z")
 _SIZE_HINT = "a size (4096, 64K, 1M; 1K is 1024), several (1K,1M) or a range (1K:64M, 1K:64M:x2)"
 
-SLOW_BANDWIDTH = 1 / 0.6
-SLOW_LATENCY = 3.0
-"""A link is slow when a byte, or an answer, takes this many times as long as usual ..."""
-SLOW_SPREADS = 4.0
-"""... and this many standard deviations of the usual links longer, so that noise blames nobody."""
-_MAD_TO_SIGMA = 1.4826
-"""Standard deviation / median absolute deviation of normally distributed numbers."""
 
-Matrix = Sequence[Sequence[float | None]]
-"""By node of origin, then by node of destination; None where they are the same."""
+T = TypeVar("T")
 
 
 class Options(Struct, frozen=True, kw_only=True):
@@ -119,11 +111,8 @@ class MeasuredPair(Struct, frozen=True, kw_only=True):
     source: int = field(name="from")
     target: int = field(name="to")
     size: int
-    iterations: int
     median_us: float
     """There, with one element back."""
-    min_us: float
-    max_us: float
     latency_us: float
     """Half of the quickest round trip of ``latency_size``."""
     latency_size: int
@@ -135,22 +124,6 @@ class Row(Measured, frozen=True, kw_only=True):
 
     algorithm_gb_per_s: float
     bus_gb_per_s: float
-
-
-class Finding(Struct, frozen=True, kw_only=True):
-    """One host or link that is slow."""
-
-    kind: str
-    """``host`` or ``link``."""
-    hosts: tuple[str, ...]
-    """The host, or the two ends of the link."""
-    direction: str
-    """``both``; of a host ``sending`` or ``receiving``; of a link ``one``: from first to second."""
-    what: str
-    """``bandwidth`` (GB/s) or ``latency`` (us)."""
-    value: float
-    usual: float
-    sentence: str
 
 
 class Pairs(Struct, frozen=True, kw_only=True):
@@ -267,7 +240,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     match = _FACTOR.match(rest[0] if rest else "x4")
     if match is None or int(match[1]) < 2 or len(rest) > 1:
         raise BadInput(
-            f"sizes: {text}: {':'.join(rest)!r} is no factor", hint="x2, or a larger one"
+            f"sizes: {text}: {':'.join(rest)!r} is not a factor", hint="x2, or a larger one"
         )
     sizes = [low]
     while sizes[-1] * int(match[1]) <= high:
@@ -278,7 +251,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 def _size(word: str, text: str) -> int:
     match = _SIZE.match(word)
     if match is None:
-        raise BadInput(f"sizes: {word!r} in {text!r} is no size", hint=_SIZE_HINT)
+        raise BadInput(f"sizes: {word!r} in {text!r} is not a size", hint=_SIZE_HINT)
     size = int(match[1]) * _UNITS[match[2].upper()]
     if size < 1:
         raise BadInput(f"sizes: {word!r} in {text!r}: a message has 1 byte or more")
@@ -322,11 +295,11 @@ def check(options: Options, plan: Plan, facts: Facts) -> None:
             f"pairwise: {shape}: it measures between nodes, not between ranks of one",
             hint="--nodes 2, or leave out --pairwise",
         )
-    device = plan.note("device")
+    device = plan.device
     if device == "cpu" and options.dtype in ONLY_NCCL:
         raise BadInput(
-            f"dtype: {options.dtype}: gloo, which the ranks use without GPUs, does not take it",
-            hint="float16 and bfloat16 it takes",
+            f"dtype: {options.dtype}: gloo, which ranks without GPUs use, does not support it",
+            hint="it supports float16 and bfloat16",
         )
     needed = needed_bytes(options, plan.world_size)
     # Simulated nodes share a host.
@@ -376,10 +349,10 @@ def report(run: str, marks: Sequence[Mapping[str, Any]], hosts: Sequence[str] = 
         ClusterkitError: measurements are missing.
     """
     begins = [at for at, mark in enumerate(marks) if mark["event"] == "bench_setup"]
-    setup = _read(marks[begins[-1]], Setup) if begins else None
+    since = marks[begins[-1] :] if begins else []  # of the last attempt
+    setup = next(iter(_read_all(since, "bench_setup", Setup)), None)
     if setup is None:
         raise ClusterkitError(f"run {run} measured nothing", hint=f"clusterkit logs {run}")
-    since = marks[begins[-1] :]
     measured = _read_all(since, "bench_row", Measured)
     exchanged = _read_all(since, "bench_pair", MeasuredPair)
     found = len(measured) + len(exchanged)
@@ -391,6 +364,9 @@ def report(run: str, marks: Sequence[Mapping[str, Any]], hosts: Sequence[str] = 
     own = [node.host for node in setup.nodes]
     names = distinct(hosts if len(set(hosts)) == len(own) else own)
     rows = tuple(_row(one, setup.world_size) for one in measured)
+    smallest: dict[str, Row] = {}
+    for row in sorted(rows, key=lambda row: row.size):
+        smallest.setdefault(row.collective, row)
     return Report(
         run=run,
         world_size=setup.world_size,
@@ -401,24 +377,22 @@ def report(run: str, marks: Sequence[Mapping[str, Any]], hosts: Sequence[str] = 
         device=setup.device,
         dtype=setup.dtype,
         torch=setup.torch,
-        wrong=sum(one.wrong for one in (*measured, *exchanged)),
+        wrong=sum(one.wrong for one in measured) + sum(one.wrong for one in exchanged),
         rows=rows,
-        latency_us=_latencies(rows),
+        # In the order in which they were measured.
+        latency_us={row.collective: smallest[row.collective].median_us for row in rows},
         pairs=_pairs(names, [node.node for node in setup.nodes], exchanged) if exchanged else None,
     )
 
 
-def _read(mark: Mapping[str, Any], kind: type[Any]) -> Any:
-    """The mark as a struct; None for one of another form."""
-    try:
-        return msgspec.convert(dict(mark), kind)
-    except msgspec.ValidationError:
-        return None
-
-
-def _read_all(marks: Iterable[Mapping[str, Any]], event: str, kind: type[Any]) -> list[Any]:
-    found = (_read(mark, kind) for mark in marks if mark["event"] == event)
-    return [one for one in found if one is not None]
+def _read_all(marks: Iterable[Mapping[str, Any]], event: str, kind: type[T]) -> list[T]:
+    """The marks of this event as structs; those of another form are passed over."""
+    found = []
+    for mark in marks:
+        if mark["event"] == event:
+            with contextlib.suppress(msgspec.ValidationError):
+                found.append(msgspec.convert(dict(mark), kind))
+    return found
 
 
 def _row(measured: Measured, ranks: int) -> Row:
@@ -435,14 +409,6 @@ def _gb_per_s(size: int, microseconds: float) -> float:
     return size / max(microseconds, 1e-3) / 1e3
 
 
-def _latencies(rows: Iterable[Row]) -> dict[str, float]:
-    smallest: dict[str, Row] = {}
-    for row in rows:
-        if row.size < smallest.get(row.collective, row).size or row.collective not in smallest:
-            smallest[row.collective] = row
-    return {name: row.median_us for name, row in smallest.items()}
-
-
 def distinct(names: Sequence[str]) -> list[str]:
     """The names, those that occur several times with the number of their node."""
     times = Counter(names)
@@ -451,8 +417,8 @@ def distinct(names: Sequence[str]) -> list[str]:
 
 def _pairs(names: Sequence[str], nodes: Sequence[int], links: Sequence[MeasuredPair]) -> Pairs:
     place = {node: at for at, node in enumerate(nodes)}
-    empty: list[list[float | None]] = [[None] * len(nodes) for _ in nodes]
-    bandwidth, latency = [*map(list, empty)], [*map(list, empty)]
+    bandwidth: list[list[float | None]] = [[None] * len(nodes) for _ in nodes]
+    latency: list[list[float | None]] = [[None] * len(nodes) for _ in nodes]
     for link in links:
         source, target = place[link.source], place[link.target]
         bandwidth[source][target] = pair_bandwidth(link)
@@ -478,192 +444,7 @@ def pair_bandwidth(link: MeasuredPair) -> float:
     return _gb_per_s(link.size, there)
 
 
-# ---------------------------------------------------------------- judging
-
-
-def judge(names: Sequence[str], bandwidth: Matrix, latency: Matrix) -> tuple[list[Finding], str]:
-    """Which hosts and links are slow, and the judgement in sentences.
-
-    Usual is the median of the links that are not slow. To begin with, those are the quickest
-    part of them that remains when one host, whichever, is left out: (n-2)/n of the links. So one
-    slow host, even of three, does not shift what it is compared with; from six hosts on that
-    holds for two of them.
-
-    Args:
-        names: of the nodes.
-        bandwidth: GB/s.
-        latency: us.
-    """
-    cost = [[None if one is None else 1 / one for one in line] for line in bandwidth]
-    # Both ends of a link timed the same round trip.
-    trips = [
-        [None if one is None else min(one, latency[b][a] or one) for b, one in enumerate(line)]
-        for a, line in enumerate(latency)
-    ]
-    findings = [
-        *_findings(names, cost, SLOW_BANDWIDTH, _Words("bandwidth", "GB/s", lambda one: 1 / one)),
-        *_findings(names, trips, SLOW_LATENCY, _Words("latency", "us", lambda one: one)),
-    ]
-    if findings:
-        return findings, ". ".join(finding.sentence for finding in findings) + "."
-    if len(names) == 2:
-        there, back = _links(bandwidth).values()
-        delay = min(_links(trips).values())
-        return [], (
-            f"Between {names[0]} and {names[1]}: {figure(there)} GB/s, the other way "
-            f"{figure(back)} GB/s, latency {figure(delay)} us. With one link there is nothing to "
-            "compare it with."
-        )
-    return [], (
-        f"No link and no host stands out: {_spread(names, bandwidth, 'GB/s')}; "
-        f"latency {_spread(names, trips, 'us')}."
-    )
-
-
-class _Words(Struct, frozen=True):
-    """How a quantity is called, its unit, and how it follows from its cost."""
-
-    what: str
-    unit: str
-    of_cost: Callable[[float], float]
-
-    def text(self, cost: float) -> str:
-        return f"{figure(self.of_cost(cost))} {self.unit}"
-
-    def host(self, direction: str) -> str:
-        """What a host does whose links are slow in that direction."""
-        return {"sending": "sends slowly", "receiving": "receives slowly"}.get(direction, "is slow")
-
-
-_Link = tuple[int, int]
-
-
-def _links(matrix: Matrix) -> dict[_Link, float]:
-    return {
-        (source, target): one
-        for source, line in enumerate(matrix)
-        for target, one in enumerate(line)
-        if one is not None
-    }
-
-
-def _findings(names: Sequence[str], matrix: Matrix, ratio: float, words: _Words) -> list[Finding]:
-    costs = _links(matrix)
-    slow = slow_links(costs, len(names), ratio)
-    if not slow:
-        return []
-    usual = statistics.median(cost for link, cost in costs.items() if link not in slow)
-    said = "" if len(names) == 2 else f", usual is {words.text(usual)}"
-    found = []
-    rest = set(slow)
-    for host, direction, explained in slow_hosts(slow, len(names)):
-        rest -= explained
-        median = statistics.median(costs[link] for link in explained)
-        peers = {end for link in explained for end in link} - {host}
-        found.append(
-            Finding(
-                kind="host",
-                hosts=(names[host],),
-                direction=direction,
-                what=words.what,
-                value=words.of_cost(median),
-                usual=words.of_cost(usual),
-                sentence=f"Host {names[host]} {words.host(direction)}: {words.what} "
-                f"{words.text(median)} with {len(peers)} of {len(names) - 1} hosts (median){said}",
-            )
-        )
-    for source, target in sorted(rest):
-        back = (target, source)
-        if back in rest and target < source:
-            continue  # said with the other direction
-        both = back in rest
-        worst = max(costs[source, target], costs[back]) if both else costs[source, target]
-        ends = (names[source], names[target])
-        between = f"between {ends[0]} and {ends[1]}" if both else f"from {ends[0]} to {ends[1]}"
-        other = "" if both else f", the other way {words.text(costs[back])}"
-        found.append(
-            Finding(
-                kind="link",
-                hosts=ends,
-                direction="both" if both else "one",
-                what=words.what,
-                value=words.of_cost(worst),
-                usual=words.of_cost(usual),
-                sentence=f"The link {between} is slow: "
-                f"{words.what} {words.text(worst)}{other}{said}",
-            )
-        )
-    return found
-
-
-def slow_links(costs: Mapping[_Link, float], nodes: int, ratio: float) -> set[_Link]:
-    """The links that cost much more than usual (see `judge`)."""
-    ordered = sorted(costs.values())
-    usual = ordered[: max(1, math.ceil(len(ordered) * (nodes - 2) / nodes))]
-    slow = _above(costs, _limit(usual, ratio))
-    while slow:
-        # The quickest are quicker than usual by chance: look again at all that are not slow.
-        fewer = slow & _above(costs, _limit([costs[link] for link in costs.keys() - slow], ratio))
-        if fewer == slow:
-            break
-        slow = fewer
-    return slow
-
-
-def _limit(usual: Sequence[float], ratio: float) -> float:
-    median = statistics.median(usual)
-    spread = _MAD_TO_SIGMA * statistics.median(abs(cost - median) for cost in usual)
-    return max(ratio * median, median + SLOW_SPREADS * spread)
-
-
-def _above(costs: Mapping[_Link, float], limit: float) -> set[_Link]:
-    return {link for link, cost in costs.items() if cost > limit}
-
-
-def slow_hosts(slow: set[_Link], nodes: int) -> list[tuple[int, str, set[_Link]]]:
-    """Hosts most of whose links are slow, the worst first: host, direction, those links.
-
-    Most are three quarters, and two at least, of the links to hosts that are not blamed already.
-    """
-    found: list[tuple[int, str, set[_Link]]] = []
-    rest = set(slow)
-    while True:
-        blamed = {host for host, *_ in found}
-        peers = nodes - 1 - len(blamed)
-        enough = max(2, math.ceil(peers * 0.75))
-        best: tuple[int, str, set[_Link]] | None = None
-        for host in sorted(set(range(nodes)) - blamed):
-            sending = {link for link in rest if link[0] == host}
-            receiving = {link for link in rest if link[1] == host}
-            ways = [
-                (name, links)
-                for name, links in (("sending", sending), ("receiving", receiving))
-                if len(links) >= enough
-            ]
-            links = set().union(*(links for _, links in ways))
-            if links and (best is None or len(links) > len(best[2])):
-                best = (host, "both" if len(ways) == 2 else ways[0][0], links)
-        if best is None:
-            return found
-        found.append(best)
-        rest -= best[2]
-
-
-def _spread(names: Sequence[str], matrix: Matrix, unit: str) -> str:
-    links = _links(matrix)
-    low, high = min(links, key=links.__getitem__), max(links, key=links.__getitem__)
-    said = [f"{figure(links[link])} ({names[link[0]]} to {names[link[1]]})" for link in (low, high)]
-    return f"{said[0]} to {said[1]}, median {figure(statistics.median(links.values()))} {unit}"
-
-
 # ---------------------------------------------------------------- words
-
-
-def figure(number: float) -> str:
-    """Three significant digits without an exponent: 1234, 85.3, 0.0123."""
-    if number <= 0:
-        return "0"
-    return f"{number:.{max(0, 2 - math.floor(math.log10(number)))}f}"
 
 
 def size_text(size: int) -> str:

@@ -69,7 +69,8 @@ def packages(job: JobSpec) -> tuple[str, ...]:
     """
     wanted = {"torch"} if job.launcher == "torchrun" else set()
     if job.program is not None:
-        wanted |= _imports(Path(job.workdir or "") / job.program)
+        program = Path(job.workdir or "") / job.program
+        wanted |= {name for _, names in followed(program) for name in names}
     wanted.discard("deepspeed")
     if job.launcher == "deepspeed" or job.deepspeed is not None:
         wanted |= {"torch", "deepspeed"}
@@ -81,7 +82,8 @@ def _job_files(folder: Path) -> list[Path]:
 
 
 def _entry(path: Path) -> CatalogueEntry:
-    shown = _shown(path)
+    here = loader.current_folder()
+    shown = path.relative_to(here) if path.is_relative_to(here) else path
     try:
         job = loader.load_job(shown)
     except BadInput as error:
@@ -97,12 +99,6 @@ def _entry(path: Path) -> CatalogueEntry:
     )
 
 
-def _shown(path: Path) -> Path:
-    """Relative to the current folder, where the file lies in it."""
-    here = loader.current_folder()
-    return path.relative_to(here) if path.is_relative_to(here) else path
-
-
 def _ranks(job: JobSpec) -> str:
     batch = job.batch
     if batch is not None and batch.global_size is not None:
@@ -114,11 +110,6 @@ def _ranks(job: JobSpec) -> str:
     if low == high:
         return counted(low * job.gpus_per_node, "rank")
     return f"{low * job.gpus_per_node} to {high * job.gpus_per_node} ranks"
-
-
-def _imports(program: Path) -> set[str]:
-    """Top-level names of what a program imports; modules beside it are followed."""
-    return {name for _, names in followed(program) for name in names}
 
 
 def followed(program: Path) -> Iterator[tuple[Path, set[str]]]:

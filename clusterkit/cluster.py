@@ -1,357 +1,247 @@
 """Where to run: the entries of ``clusters.yaml``, and the facts that probing one finds."""
 
+# ruff: noqa: RUF012 (msgspec gives every struct an empty default of its own)
+
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from clusterkit.spec import Auto
+from clusterkit.spec import Auto, Count, Spec
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
-
-# Keys that mean the same in several kinds of entries.
-JobEnv = Annotated[
-    dict[str, str], Meta(description="Environment of every job here; a job's `env` goes first.")
-]
-Silence = Annotated[
-    Annotated[float, Meta(gt=0, le=86400)],
-    Meta(description="Seconds without a sign of life after which a node counts as lost."),
-]
-StopGrace = Annotated[
-    float,
-    Meta(ge=0, le=86400, description="Seconds between SIGTERM and SIGKILL when a run is ended."),
-]
+Amount = Annotated[int, Meta(ge=0)]
+Word = Annotated[str, Meta(min_length=1)]
+Absolute = Annotated[str, Meta(pattern="^/")]
+Seconds = Annotated[float, Meta(gt=0, le=86400)]
+Grace = Annotated[float, Meta(ge=0, le=86400)]
 
 
-class LocalCluster(
-    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
+class LocalCluster(Spec, frozen=True, kw_only=True):
     """This machine; several nodes are simulated on it."""
 
-    backend: Annotated[Literal["local"], Meta(description="This machine.")] = "local"
-    gpus: Annotated[
-        Annotated[int, Meta(ge=0)] | Auto,
-        Meta(description="How many of the machine's GPUs to use; `auto`: all that are visible."),
-    ] = "auto"
-    port: Annotated[
-        Port | Auto, Meta(description="Rendezvous port; `auto`: a free one, chosen by probing.")
-    ] = "auto"
-    python: Annotated[
-        str | None,
-        Meta(
-            description="Interpreter of the ranks; by default the active environment's, otherwise "
-            "the one that runs clusterkit."
-        ),
-    ] = None
-    env: JobEnv = {}
-    stop_grace: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=86400,
-            description="Seconds between SIGTERM and SIGKILL when a run is ended; "
-            "mpirun ends its ranks after 1 s of its own.",
-        ),
-    ] = 10.0
+    backend: Literal["local"] = "local"
+    """This machine."""
+    gpus: Amount | Auto = "auto"
+    """How many of the machine's GPUs to use; `auto`: all that are visible."""
+    port: Port | Auto = "auto"
+    """Rendezvous port; `auto`: a free one, chosen by probing."""
+    python: str | None = None
+    """Interpreter of the ranks; by default the active environment's, otherwise the one that runs
+    clusterkit."""
+    env: dict[str, str] = {}
+    """Environment of every job here; a job's `env` goes first."""
+    stop_grace: Grace = 10.0
+    """Seconds between SIGTERM and SIGKILL when a run is ended; mpirun ends its ranks after 1 s of
+    its own."""
 
 
-class Host(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Host(Spec, frozen=True, kw_only=True):
     """One machine that is reached over SSH; what is left out comes from the SSH configuration."""
 
-    name: Annotated[str, Meta(min_length=1, description="What it is called everywhere.")]
-    address: Annotated[
-        str | None, Meta(description="Name or address for SSH; by default the name.")
-    ] = None
-    port: Annotated[Port | None, Meta(description="SSH port.")] = None
-    user: Annotated[str | None, Meta(description="SSH user.")] = None
-    identity: Annotated[
-        str | None, Meta(description="Private key file, relative to the cluster file.")
-    ] = None
-    known_hosts: Annotated[
-        str | None,
-        Meta(description="Host keys, instead of `~/.ssh/known_hosts`; relative to the same file."),
-    ] = None
-    jump: Annotated[str | None, Meta(description="`[user@]host[:port]` to go through.")] = None
-    ssh_config: Annotated[
-        str | None,
-        Meta(description="SSH configuration, instead of `~/.ssh/config`; relative likewise."),
-    ] = None
-    slots: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="Ranks that it takes at most.")
-    ] = None
-    devices: Annotated[
-        tuple[Annotated[int, Meta(ge=0)], ...] | None,
-        Meta(description="GPUs to use, by index; by default all."),
-    ] = None
-    python: Annotated[str | None, Meta(description="Interpreter of the ranks on this host.")] = None
-    cluster_address: Annotated[
-        str | None,
-        Meta(description="Address that the other hosts reach it at; by default the one of SSH."),
-    ] = None
+    name: Word
+    """What it is called everywhere."""
+    address: str | None = None
+    """Name or address for SSH; by default the name."""
+    port: Port | None = None
+    """SSH port."""
+    user: str | None = None
+    """SSH user."""
+    identity: str | None = None
+    """Private key file, relative to the cluster file."""
+    known_hosts: str | None = None
+    """Host keys, instead of `~/.ssh/known_hosts`; relative to the same file."""
+    jump: str | None = None
+    """`[user@]host[:port]` to go through."""
+    ssh_config: str | None = None
+    """SSH configuration, instead of `~/.ssh/config`; relative likewise."""
+    slots: Count | None = None
+    """Ranks that it takes at most."""
+    devices: tuple[Amount, ...] | None = None
+    """GPUs to use, by index; by default all."""
+    python: str | None = None
+    """Interpreter of the ranks on this host."""
+    cluster_address: str | None = None
+    """Address that the other hosts reach it at; by default the one of SSH."""
 
 
-class SshCluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class SshCluster(Spec, frozen=True, kw_only=True):
     """Machines reached over SSH, one node each."""
 
-    backend: Annotated[Literal["ssh"], Meta(description="Hosts over SSH.")] = "ssh"
-    inventory: Annotated[
-        str | None,
-        Meta(description="Ansible inventory or DeepSpeed hostfile, relative to this file."),
-    ] = None
-    group: Annotated[str, Meta(description="Group of the inventory to use.")] = "all"
-    hosts: Annotated[
-        tuple[Host, ...], Meta(description="The hosts themselves, instead of an inventory.")
-    ] = ()
-    include: Annotated[
-        str | None, Meta(description="Only these hosts and GPUs: `host1@host2:0,1`.")
-    ] = None
-    exclude: Annotated[str | None, Meta(description="All but these, in the same form.")] = None
-    interface: Annotated[
-        str | Auto,
-        Meta(
-            description="Network interface of the ranks; `auto`: the one that carries the "
-            "address under which the host was reached."
-        ),
-    ] = "auto"
-    workdir: Annotated[
-        str, Meta(min_length=1, description="Folder on the hosts for runs and projects.")
-    ] = "~/clusterkit"
-    shared: Annotated[
-        str | None,
-        Meta(description="Folder that all hosts share (NFS); relative checkpoints lie there."),
-    ] = None
-    sync: Annotated[
-        bool,
-        Meta(
-            description="Copy the project to the hosts; `false` where they see it under the "
-            "same path anyway."
-        ),
-    ] = True
-    port: Annotated[
-        Port | Auto, Meta(description="Rendezvous port; `auto`: a free one on the first host.")
-    ] = "auto"
-    python: Annotated[
-        str, Meta(min_length=1, description="Interpreter of the ranks on the hosts.")
-    ] = "python3"
-    env: JobEnv = {}
-    connect_timeout: Annotated[
-        Annotated[float, Meta(gt=0, le=3600)], Meta(description="Seconds to reach a host.")
-    ] = 10.0
-    lost_after: Annotated[
-        Annotated[float, Meta(gt=0, le=86400)],
-        Meta(description="Seconds without an answer after which a host counts as lost."),
-    ] = 30.0
-    stop_grace: StopGrace = 10.0
+    backend: Literal["ssh"] = "ssh"
+    """Hosts over SSH."""
+    inventory: str | None = None
+    """Ansible inventory or DeepSpeed hostfile, relative to this file."""
+    group: str = "all"
+    """Group of the inventory to use."""
+    hosts: tuple[Host, ...] = ()
+    """The hosts themselves, instead of an inventory."""
+    include: str | None = None
+    """Only these hosts and GPUs: `host1@host2:0,1`."""
+    exclude: str | None = None
+    """All but these, in the same form."""
+    interface: str | Auto = "auto"
+    """Network interface of the ranks; `auto`: the one that carries the address under which the host
+    was reached."""
+    workdir: Word = "~/clusterkit"
+    """Folder on the hosts for runs and projects."""
+    shared: str | None = None
+    """Folder that all hosts share (NFS); relative checkpoints lie there."""
+    sync: bool = True
+    """Copy the project to the hosts; `false` where they see it under the same path anyway."""
+    port: Port | Auto = "auto"
+    """Rendezvous port; `auto`: a free one on the first host."""
+    python: Word = "python3"
+    """Interpreter of the ranks on the hosts."""
+    env: dict[str, str] = {}
+    """Environment of every job here; a job's `env` goes first."""
+    connect_timeout: Annotated[float, Meta(gt=0, le=3600)] = 10.0
+    """Seconds to reach a host."""
+    lost_after: Seconds = 30.0
+    """Seconds without an answer after which a host counts as lost."""
+    stop_grace: Grace = 10.0
+    """Seconds between SIGTERM and SIGKILL when a run is ended."""
 
 
-class ComposeCluster(
-    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
+class ComposeCluster(Spec, frozen=True, kw_only=True):
     """Containers of one docker engine on this machine, one per node."""
 
-    backend: Annotated[Literal["compose"], Meta(description="Containers.")] = "compose"
-    image: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
-        Meta(
-            description="Image of the nodes; by default `clusterkit:gpu` where the job gets GPUs, "
-            "otherwise `clusterkit:cpu`. `make image` makes either.",
-        ),
-    ] = None
-    context: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
-        Meta(description="Docker context; by default what `docker` itself uses."),
-    ] = None
-    code: Annotated[
-        Literal["mounted", "baked"],
-        Meta(
-            description="`mounted`: the project's folder, read-only at its own path, and this "
-            "clusterkit; `baked`: what the image holds in its working folder."
-        ),
-    ] = "mounted"
-    gpus: Annotated[
-        Annotated[int, Meta(ge=0)] | Auto,
-        Meta(description="How many of the machine's GPUs to divide; `auto`: all visible ones."),
-    ] = "auto"
-    subnet: Annotated[
-        str | Auto,
-        Meta(description="Network of the nodes, such as `10.99.0.0/24`; `auto`: docker chooses."),
-    ] = "auto"
-    shm_size: Annotated[
-        str, Meta(description="Size of `/dev/shm`: NCCL and data loaders live there.")
-    ] = "8g"
-    memory: Annotated[
-        str | None, Meta(description="Memory limit of a node, such as `64g`; swap is not added.")
-    ] = None
-    cpus: Annotated[
-        Annotated[float, Meta(gt=0)] | None, Meta(description="Cores of a node, such as `1.5`.")
-    ] = None
-    ulimits: Annotated[
-        dict[str, int],
-        Meta(description="Limits such as `{memlock: -1}`, which InfiniBand needs; -1: none."),
-    ] = {}
-    volumes: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="`SOURCE:TARGET` or `SOURCE:TARGET:ro`; the source is a folder (relative "
-            "to this file) or a docker volume that exists."
-        ),
-    ] = ()
-    port: Annotated[
-        Port | Auto,
-        Meta(description="Rendezvous port; `auto`: 29500, as every run has its own network."),
-    ] = "auto"
-    python: Annotated[
-        str, Meta(min_length=1, description="Interpreter of the ranks in the image.")
-    ] = "python3"
-    env: JobEnv = {}
-    lost_after: Silence = 30.0
-    stop_grace: StopGrace = 10.0
+    backend: Literal["compose"] = "compose"
+    """Containers."""
+    image: Word | None = None
+    """Image of the nodes; by default `clusterkit:gpu` where the job gets GPUs, otherwise
+    `clusterkit:cpu`. `make image` makes either."""
+    context: Word | None = None
+    """Docker context; by default what `docker` itself uses."""
+    code: Literal["mounted", "baked"] = "mounted"
+    """`mounted`: the project's folder, read-only at its own path, and this clusterkit; `baked`:
+    what the image holds in its working folder."""
+    gpus: Amount | Auto = "auto"
+    """How many of the machine's GPUs to divide; `auto`: all visible ones."""
+    subnet: str | Auto = "auto"
+    """Network of the nodes, such as `10.99.0.0/24`; `auto`: docker chooses."""
+    shm_size: str = "8g"
+    """Size of `/dev/shm`: NCCL and data loaders live there."""
+    memory: str | None = None
+    """Memory limit of a node, such as `64g`; swap is not added."""
+    cpus: Annotated[float, Meta(gt=0)] | None = None
+    """Cores of a node, such as `1.5`."""
+    ulimits: dict[str, int] = {}
+    """Limits such as `{memlock: -1}`, which InfiniBand needs; -1: none."""
+    volumes: tuple[str, ...] = ()
+    """`SOURCE:TARGET` or `SOURCE:TARGET:ro`; the source is a folder (relative to this file) or a
+    docker volume that exists."""
+    port: Port | Auto = "auto"
+    """Rendezvous port; `auto`: 29500, as every run has its own network."""
+    python: Word = "python3"
+    """Interpreter of the ranks in the image."""
+    env: dict[str, str] = {}
+    """Environment of every job here; a job's `env` goes first."""
+    lost_after: Seconds = 30.0
+    """Seconds without an answer after which a node counts as lost."""
+    stop_grace: Grace = 10.0
+    """Seconds between SIGTERM and SIGKILL when a run is ended."""
 
 
-class Claim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Claim(Spec, frozen=True, kw_only=True):
     """A volume claim that every pod of a run mounts."""
 
-    claim: Annotated[str, Meta(min_length=1, description="Name of the PersistentVolumeClaim.")]
-    path: Annotated[str, Meta(pattern="^/", description="Where the pods see it.")]
-    read_only: Annotated[bool, Meta(description="Not to be written to.")] = False
+    claim: Word
+    """Name of the PersistentVolumeClaim."""
+    path: Absolute
+    """Where the pods see it."""
+    read_only: bool = False
+    """Not to be written to."""
 
 
-class KubernetesCluster(
-    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
+class KubernetesCluster(Spec, frozen=True, kw_only=True):
     """Pods of a Kubernetes cluster, one per node."""
 
-    backend: Annotated[Literal["kubernetes"], Meta(description="Pods.")] = "kubernetes"
-    kubeconfig: Annotated[
-        str | None, Meta(description="Instead of `$KUBECONFIG`, or `~/.kube/config`.")
-    ] = None
-    context: Annotated[
-        str | None, Meta(description="Context of the kubeconfig; by default its current one.")
-    ] = None
-    namespace: Annotated[
-        str | None, Meta(description="By default the context's own, otherwise `default`.")
-    ] = None
-    flavor: Annotated[
-        Literal["auto", "pytorchjob", "mpijob", "trainjob", "job"],
-        Meta(
-            description="What keeps the pods. `auto`: `mpijob` for launcher mpirun; otherwise "
-            "`pytorchjob` or `trainjob` where the cluster has one, and `job`, which every "
-            "cluster has."
-        ),
-    ] = "auto"
-    image: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
-        Meta(
-            description="Image of the pods; by default `clusterkit:gpu` where the job gets GPUs, "
-            "otherwise `clusterkit:cpu`."
-        ),
-    ] = None
-    image_pull_policy: Annotated[
-        Literal["IfNotPresent", "Always", "Never"], Meta(description="When it is pulled.")
-    ] = "IfNotPresent"
-    image_pull_secrets: Annotated[
-        tuple[str, ...], Meta(description="Secrets with the registry's credentials.")
-    ] = ()
-    code: Annotated[
-        Literal["baked", "copied"],
-        Meta(
-            description="`baked`: the project is in the image, or in a volume; `copied`: the "
-            "working tree as it is, in a config map, which takes 1 MiB compressed."
-        ),
-    ] = "baked"
-    workdir: Annotated[
-        str, Meta(pattern="^/", description="Folder of the project in the image, or in a volume.")
-    ] = "/opt/clusterkit"
-    python: Annotated[
-        str, Meta(min_length=1, description="Interpreter of the ranks in the image.")
-    ] = "python3"
-    gpus: Annotated[
-        Annotated[int, Meta(ge=0)] | Auto,
-        Meta(description="GPUs of a pod; `auto`: all that one of the cluster's nodes has."),
-    ] = "auto"
-    gpu_resource: Annotated[
-        str, Meta(min_length=1, description="What the cluster calls a GPU.")
-    ] = "nvidia.com/gpu"
-    cpus: Annotated[
-        Annotated[float, Meta(gt=0)] | None, Meta(description="Cores that a pod asks for.")
-    ] = None
-    memory: Annotated[
-        str | None, Meta(description="Memory that a pod asks for and may use, such as `64Gi`.")
-    ] = None
-    resources: Annotated[
-        dict[str, str],
-        Meta(description="Anything else that a pod asks for, such as `{rdma/hca: 1}`."),
-    ] = {}
-    shm_size: Annotated[
-        str, Meta(description="Size of `/dev/shm`: NCCL and data loaders live there.")
-    ] = "8Gi"
-    volumes: Annotated[tuple[Claim, ...], Meta(description="Volume claims that exist.")] = ()
-    shared: Annotated[
-        Annotated[str, Meta(pattern="^/")] | None,
-        Meta(
-            description="Folder in a volume of all pods; relative checkpoints lie there. Without "
-            "it they are gone with their pod.",
-        ),
-    ] = None
-    node_selector: Annotated[
-        dict[str, str], Meta(description="Labels of the nodes that may be used.")
-    ] = {}
-    tolerations: Annotated[
-        tuple[dict[str, Any], ...], Meta(description="Taints that do not matter.")
-    ] = ()
-    priority_class: Annotated[str | None, Meta(description="Priority class of the pods.")] = None
-    service_account: Annotated[
-        str | None, Meta(description="Service account of the pods; its token stays out of them.")
-    ] = None
-    queue: Annotated[str | None, Meta(description="Queue of Kueue that the run waits in.")] = None
-    watcher: Annotated[
-        bool | Auto,
-        Meta(
-            description="Whether a small pod of the run's own goes on with it (restarts, time "
-            "limit, lost nodes) while nobody outside watches; `auto`: where you may create the "
-            "role that it needs."
-        ),
-    ] = "auto"
-    labels: Annotated[dict[str, str], Meta(description="Further labels of all objects.")] = {}
-    annotations: Annotated[
-        dict[str, str], Meta(description="Further annotations of all objects.")
-    ] = {}
-    patch: Annotated[
-        dict[str, Any],
-        Meta(description="Merged into every pod's `spec`, for what has no key here."),
-    ] = {}
-    user: Annotated[
-        Annotated[int, Meta(ge=1)], Meta(description="User and group id of the ranks.")
-    ] = 1000
-    read_only_root: Annotated[
-        bool, Meta(description="Whether the image's own files cannot be written to.")
-    ] = True
-    interface: Annotated[
-        str, Meta(min_length=1, description="Network interface of the ranks in a pod.")
-    ] = "eth0"
-    port: Annotated[
-        Port | Auto, Meta(description="Rendezvous port; `auto`: 29500, as every pod has its own.")
-    ] = "auto"
-    env: JobEnv = {}
-    lost_after: Silence = 30.0
-    replace_lost: Annotated[
-        bool,
-        Meta(
-            description="Whether a pod whose node of the cluster does not answer for `lost_after` "
-            "is removed by force, so that another can take its place. `false`: somebody has to."
-        ),
-    ] = True
-    stop_grace: StopGrace = 10.0
+    backend: Literal["kubernetes"] = "kubernetes"
+    """Pods."""
+    kubeconfig: str | None = None
+    """Instead of `$KUBECONFIG`, or `~/.kube/config`."""
+    context: str | None = None
+    """Context of the kubeconfig; by default its current one."""
+    namespace: str | None = None
+    """By default the context's own, otherwise `default`."""
+    flavor: Literal["auto", "pytorchjob", "mpijob", "trainjob", "job"] = "auto"
+    """What keeps the pods. `auto`: `mpijob` for launcher mpirun; otherwise `pytorchjob` or
+    `trainjob` where the cluster has one, and `job`, which every cluster has."""
+    image: Word | None = None
+    """Image of the pods; by default `clusterkit:gpu` where the job gets GPUs, otherwise
+    `clusterkit:cpu`."""
+    image_pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
+    """When it is pulled."""
+    image_pull_secrets: tuple[str, ...] = ()
+    """Secrets with the registry's credentials."""
+    code: Literal["baked", "copied"] = "baked"
+    """`baked`: the project is in the image, or in a volume; `copied`: the working tree as it is, in
+    a config map, which takes 1 MiB compressed."""
+    workdir: Absolute = "/opt/clusterkit"
+    """Folder of the project in the image, or in a volume."""
+    python: Word = "python3"
+    """Interpreter of the ranks in the image."""
+    gpus: Amount | Auto = "auto"
+    """GPUs of a pod; `auto`: all that one of the cluster's nodes has."""
+    gpu_resource: Word = "nvidia.com/gpu"
+    """What the cluster calls a GPU."""
+    cpus: Annotated[float, Meta(gt=0)] | None = None
+    """Cores that a pod asks for."""
+    memory: str | None = None
+    """Memory that a pod asks for and may use, such as `64Gi`."""
+    resources: dict[str, str] = {}
+    """Anything else that a pod asks for, such as `{rdma/hca: 1}`."""
+    shm_size: str = "8Gi"
+    """Size of `/dev/shm`: NCCL and data loaders live there."""
+    volumes: tuple[Claim, ...] = ()
+    """Volume claims that exist."""
+    shared: Absolute | None = None
+    """Folder in a volume of all pods; relative checkpoints lie there. Without it they are gone with
+    their pod."""
+    node_selector: dict[str, str] = {}
+    """Labels of the nodes that may be used."""
+    tolerations: tuple[dict[str, Any], ...] = ()
+    """Taints that do not matter."""
+    priority_class: str | None = None
+    """Priority class of the pods."""
+    service_account: str | None = None
+    """Service account of the pods; its token stays out of them."""
+    queue: str | None = None
+    """Queue of Kueue that the run waits in."""
+    watcher: bool | Auto = "auto"
+    """Whether a small pod of the run's own goes on with it (restarts, time limit, lost nodes) while
+    nobody outside watches; `auto`: where you may create the role that it needs."""
+    labels: dict[str, str] = {}
+    """Further labels of all objects."""
+    annotations: dict[str, str] = {}
+    """Further annotations of all objects."""
+    patch: dict[str, Any] = {}
+    """Merged into every pod's `spec`, for what has no key here."""
+    user: Count = 1000
+    """User and group id of the ranks."""
+    read_only_root: bool = True
+    """Whether the image's own files cannot be written to."""
+    interface: Word = "eth0"
+    """Network interface of the ranks in a pod."""
+    port: Port | Auto = "auto"
+    """Rendezvous port; `auto`: 29500, as every pod has its own."""
+    env: dict[str, str] = {}
+    """Environment of every job here; a job's `env` goes first."""
+    lost_after: Seconds = 30.0
+    """Seconds without an answer after which a node counts as lost."""
+    replace_lost: bool = True
+    """Whether a pod whose node of the cluster does not answer for `lost_after` is removed by force,
+    so that another can take its place. `false`: somebody has to."""
+    stop_grace: Grace = 10.0
+    """Seconds between SIGTERM and SIGKILL when a run is ended."""
 
 
 ClusterSpec = LocalCluster | SshCluster | ComposeCluster | KubernetesCluster
 """Every kind of cluster entry; a new backend adds its own to this union."""
 
-CLUSTER_TYPES: dict[
-    str,
-    type[LocalCluster] | type[SshCluster] | type[ComposeCluster] | type[KubernetesCluster],
-] = {
+CLUSTER_TYPES: dict[str, type[ClusterSpec]] = {
     "local": LocalCluster,
     "ssh": SshCluster,
     "compose": ComposeCluster,

@@ -312,7 +312,7 @@ def take_over(job: JobSpec, given: Mapping[str, str], typed: Sequence[str] | Non
         option, why = next(iter(started.refused.items()))
         raise BadInput(
             f"command: {started.launcher} {option} cannot be taken over: "
-            f"{why or 'there is nothing like it here'}",
+            f"{why or 'clusterkit has no equivalent'}",
             hint=_instead(started.words(), keys, given, typed),
             job="command",
         )
@@ -345,19 +345,17 @@ def _values(started: Started, job: JobSpec) -> dict[str, tuple[Any, str]]:
     """Job keys that the launcher's options give, with their values."""
     found: dict[str, tuple[Any, str]] = {}
     for key, (value, written) in started.says.items():
-        number = int(value) if value.isdecimal() else None
-        if key == "nodes":
-            found[key] = (value if number is None else number, written)
-        elif key == "gpus_per_node" and value in ("auto", "gpu", "-1"):
+        whole = key in ("gpus_per_node", "threads_per_rank", "restarts", "ranks")
+        if key == "gpus_per_node" and value in ("auto", "gpu", "-1"):
             found[key] = ("auto", written)
-        elif key in ("gpus_per_node", "threads_per_rank", "restarts", "ranks"):
-            if number is None:
-                raise BadInput(
-                    f"command: {started.launcher} {written}: {value or 'nothing'} is no number",
-                    hint="--gpus N says how many ranks a node has",
-                    job="command",
-                )
-            found[key] = (number, written)
+        elif value.isdecimal() and (whole or key == "nodes"):
+            found[key] = (int(value), written)
+        elif whole:
+            raise BadInput(
+                f"command: {started.launcher} {written}: {value or 'nothing'} is not a number",
+                hint="--gpus N says how many ranks a node has",
+                job="command",
+            )
         else:
             found[key] = (value, written)
     if "ranks" in found:
@@ -385,9 +383,8 @@ def _instead(
     if wanted.get("launcher") == "torchrun":
         del wanted["launcher"]
     if typed is None:
-        return "; ".join(
-            [*(f"{key}: {value}" for key, value in wanted.items()), f"command: {list(words)}"]
-        )
+        keys_wanted = [f"{key}: {value}" for key, value in wanted.items()]
+        return "; ".join([*keys_wanted, f"command: {list(words)}"])
     options = list(typed)
     for key, value in wanted.items():
         short = {"nodes": "--nodes", "gpus_per_node": "--gpus"}.get(key)

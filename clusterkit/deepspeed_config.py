@@ -10,7 +10,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from clusterkit import batch as batches
 from clusterkit.deepspeed_table import KEYS, REMOVED, VERSION
@@ -52,6 +52,15 @@ def check_keys(config: Mapping[str, Any]) -> list[str]:
     return remarks
 
 
+def precision(config: Mapping[str, Any]) -> Literal["fp32", "bf16", "fp16"]:
+    """The number format that a config asks for."""
+    for name in ("bf16", "fp16"):
+        section = config.get(name)
+        if isinstance(section, dict) and section.get("enabled"):
+            return "bf16" if name == "bf16" else "fp16"
+    return "fp32"
+
+
 def _enabled(section: Any) -> bool:
     return isinstance(section, Mapping) and section.get("enabled") is True
 
@@ -63,13 +72,13 @@ def _check(
         at = (*place, key)
         if key in REMOVED.get(dotted(place), ()):
             hint = INSTEAD.get(key, "leave it out")
-            raise _error(at, f"DeepSpeed {VERSION} has no `{key}` any more", hint)
+            raise _error(at, f"DeepSpeed {VERSION} no longer has `{key}`", hint)
         if key not in keys and "" not in keys:
             # Of the outermost ones DeepSpeed refuses none: a near miss is a slip of the hand.
             near = difflib.get_close_matches(key, keys, 1, 0.6 if place else 0.8)
             if not (place or near):
                 remarks.append(
-                    f"deepspeed.{key} is no key of DeepSpeed {VERSION}, which ignores it"
+                    f"deepspeed.{key} is not a key of DeepSpeed {VERSION}, which ignores it"
                 )
                 continue
             raise _error(
@@ -129,14 +138,17 @@ def _in_words(kind: str) -> str:
     return " ".join([words.get(name, f"one of {', '.join(name.split('|'))}"), *bounds])
 
 
-def autos(config: Mapping[str, Any], place: Place = ()) -> Iterator[Place]:
-    """Where ``auto`` stands for a number that the program fills in."""
+def walk(config: Mapping[str, Any], place: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """Every key, of all sections, by its path, with its value."""
     for key, value in config.items():
-        at = (*place, key)
-        if value == "auto" and at not in _OWN_AUTO:
-            yield at
-        elif isinstance(value, Mapping):
-            yield from autos(value, at)
+        yield (*place, key), value
+        if isinstance(value, Mapping):
+            yield from walk(value, (*place, key))
+
+
+def autos(config: Mapping[str, Any]) -> list[Place]:
+    """Where ``auto`` stands for a number that the program fills in."""
+    return [at for at, value in walk(config) if value == "auto" and at not in _OWN_AUTO]
 
 
 def check_sizes(config: Mapping[str, Any], ranks: int) -> None:
@@ -154,7 +166,7 @@ def check_sizes(config: Mapping[str, Any], ranks: int) -> None:
     for place in autos(config):
         if place[0] in {*batches.DEEPSPEED_KEYS.values(), *_FILLED}:
             raise _error(
-                place, "auto, and nothing of the program's looks as if it filled that in",
+                place, "auto, but nothing in the program seems to fill it in",
                 "give a value; the Trainer of transformers, accelerate and lightning fill it in",
             )  # fmt: skip
     sizes = {name: config.get(key) for name, key in batches.DEEPSPEED_KEYS.items()}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from clusterkit import catalogue, deepspeed_config, runs
 from clusterkit.batch import DEEPSPEED_KEYS
 from clusterkit.cluster import Facts
 from clusterkit.deepspeed_table import VERSION
-from clusterkit.errors import BadInput, ClusterkitError, RunFolderError
+from clusterkit.errors import BadInput, ClusterkitError, Place, RunFolderError
 from clusterkit.files import read_file
 from clusterkit.plan import Note, Plan
 from clusterkit.spec import JobSpec
@@ -80,7 +81,7 @@ def examine(
     version = host.versions.get("deepspeed", VERSION).partition("+")[0]
     remarks = deepspeed_config.check_keys(config) if version == VERSION else []
     completed = completes(job)
-    autos = list(deepspeed_config.autos(config))
+    autos = deepspeed_config.autos(config)
     if completed is False:
         deepspeed_config.check_sizes(config, plan.world_size)
     if completed is not True and autos:
@@ -120,15 +121,13 @@ def completes(job: JobSpec) -> bool | None:
 
 
 def _without_autos(config: Mapping[str, Any]) -> dict[str, Any]:
-    autos = set(deepspeed_config.autos(config))
-
-    def kept(section: Mapping[str, Any], place: tuple[str | int, ...]) -> Iterator[tuple[str, Any]]:
-        for key, value in section.items():
-            if (*place, key) not in autos:
-                at = (*place, key)
-                yield key, dict(kept(value, at)) if isinstance(value, Mapping) else value
-
-    return dict(kept(config, ()))
+    kept = copy.deepcopy(dict(config))
+    for *sections, key in deepspeed_config.autos(config):
+        section: Any = kept
+        for name in sections:
+            section = section[name]
+        del section[key]
+    return kept
 
 
 def _asked(
@@ -168,19 +167,12 @@ def _refusal(said: Mapping[str, Any], config: Mapping[str, Any], version: str) -
     )
 
 
-def _place(said: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, ...]:
+def _place(said: Mapping[str, Any], config: Mapping[str, Any]) -> Place:
     """The path of keys that a complaint is about: pydantic knows its end, others name the key."""
     end = tuple(str(key) for key in said["place"])
-
-    def paths(section: Mapping[str, Any], place: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-        for key, value in section.items():
-            yield (*place, key)
-            if isinstance(value, Mapping):
-                yield from paths(value, (*place, key))
-
-    fits: Callable[[tuple[str, ...]], object]
-    if end:
-        fits = lambda path: path[-len(end) :] == end  # noqa: E731
-    else:
-        fits = lambda path: re.search(rf"\b{re.escape(path[-1])}\b", said["message"])  # noqa: E731
-    return next((path for path in paths(config, ()) if fits(path)), ())
+    for place, _ in deepspeed_config.walk(config):
+        if end and place[-len(end) :] == end:
+            return place
+        if not end and re.search(rf"\b{re.escape(str(place[-1]))}\b", said["message"]):
+            return place
+    return ()

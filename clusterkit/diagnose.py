@@ -1,4 +1,4 @@
-"""Who failed first, on which node, why, and what to do: told from exit codes and log lines.
+"""Who failed first, on which node, why, and what to do: read from exit codes and log lines.
 
 When one rank dies, its peers die of it a moment later with errors of their own. The first
 failure is therefore the earliest among those that are not an echo (see `_ECHOES`); only
@@ -32,7 +32,7 @@ _ECHOES = re.compile(
     r"|Timed out waiting \d+ms|connectFullMesh|remote process exited|NCCL communicator was aborted"
     r"|DistNetworkError|DistStoreError|SignalException|Watchdog caught collective operation timeout"
 )
-_UNTOLD = 256
+_NO_CODE_YET = 256
 """Stands for an exit code whose line has not come yet."""
 _OF_ITS_OWN = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """Signals by which a program ends itself."""
@@ -53,12 +53,23 @@ _HINTS = (
     (re.compile(r"Error building extension|Ninja is required"),
      "DeepSpeed compiles here: install a C++ compiler and ninja"),
     (re.compile(r"Found no NVIDIA driver|No CUDA GPUs are available|no CUDA-capable device"),
-     "no GPU on this node, or none that its ranks may use; the program asks for CUDA all the same"),
+     "no GPU on this node, or none that its ranks may use, but the program asks for CUDA"),
     (re.compile(r"not compiled with CUDA enabled|compiled without CUDA support"),
-     "no GPU on this node, or its torch is one for CPUs; the program asks for CUDA all the same"),
+     "no GPU on this node, or its torch is one for CPUs, but the program asks for CUDA"),
     (re.compile(r"exec: .*not found"),
      "no such command on the ranks' PATH, where the folder of their Python stands first"),
 )  # fmt: skip
+
+_SIGNALS: dict[int, tuple[str, str | None]] = {
+    signal.SIGKILL: (
+        "killed by SIGKILL from outside (kill -9): the kernel counted no out-of-memory kill",
+        "in a container or a batch system, look for its memory limit"),
+    signal.SIGSEGV: (
+        "crashed (SIGSEGV) in native code", "env: {PYTHONFAULTHANDLER: '1'} shows where"),
+    signal.SIGABRT: (
+        "aborted (SIGABRT) in native code",
+        "if training had ended: end ranks with clusterkit.runtime, or a barrier and os._exit"),
+}  # fmt: skip
 
 _Source = tuple[int, int | None]
 """Node and rank."""
@@ -110,13 +121,13 @@ def diagnose(
     failures = [end for end in rank_exits if end.exit_code]
     suspects, outputs = _suspects(lines, nproc_per_node, {end.node for end in failures})
     for end in failures:
-        suspect = suspects.setdefault((end.node, end.rank), _Suspect(end.node, end.rank, end.at))
-        suspect.exit_code = end.exit_code
+        named = _Suspect(end.node, end.rank, end.at)
+        suspects.setdefault((end.node, end.rank), named).exit_code = end.exit_code
     for key, suspect in suspects.items():
         suspect.output = outputs.get(key, suspect.output)
     accused = [s for s in suspects.values() if s.exit_code or s.output.traceback]
     blamed = _blame(accused)
-    # A node on a host that does not answer any more has failed as well.
+    # A node on a host that no longer answers has failed as well.
     failed = [node for node in nodes if node.state in (State.FAILED, State.UNKNOWN)]
     # A node whose launcher or agent was killed says nothing; its peers' echoes do.
     silent = [node for node in failed if node.node not in {s.node for s in accused}]
@@ -134,13 +145,10 @@ def diagnose(
         exit_code = nodes[blamed.node].exit_code
     cause, hint = _words(blamed, exit_code, oom_kills)
     return Failure(
-        node=blamed.node,
-        rank=blamed.rank,
+        node=blamed.node, rank=blamed.rank, cause=cause, hint=hint,
         exit_code=None if exit_code is None else shell_code(exit_code),
-        cause=cause,
-        hint=hint,
         traceback=blamed.output.traceback_text(),
-    )
+    )  # fmt: skip
 
 
 def _known_cause(
@@ -175,9 +183,9 @@ def _suspects(
         if line.rank is None:
             if line.text.endswith(AGAIN):
                 # Lost nodes have come back: what its ranks said before ended nothing.
-                for told in (suspects, outputs):
-                    for old in [key for key in told if key[0] == line.node]:
-                        del told[old]
+                for each in (suspects, outputs):
+                    for old in [key for key in each if key[0] == line.node]:
+                        del each[old]
             _read_launcher(line, nproc, suspects, known)
             continue
         output = outputs.setdefault(key, Output())
@@ -191,29 +199,24 @@ def _suspects(
 def _read_launcher(
     line: LogLine, nproc: int, suspects: dict[_Source, _Suspect], known: Container[int]
 ) -> None:
+    def suspect(rank: int | None) -> _Suspect:
+        return suspects.setdefault((line.node, rank), _Suspect(line.node, rank, line.time))
+
     if match := _TORCHRUN.search(line.text):
-        rank = line.node * nproc + int(match[2])
-        key: _Source = (line.node, rank)
-        suspect = suspects.setdefault(key, _Suspect(line.node, rank, line.time))
-        suspect.exit_code = int(match[1])
+        suspect(line.node * nproc + int(match[2])).exit_code = int(match[1])
     elif match := _MPIRUN.search(line.text):
-        rank = int(match[1])
-        suspect = suspects.setdefault((line.node, rank), _Suspect(line.node, rank, line.time))
-        suspect.exit_code = -int(match[2])
+        suspect(int(match[1])).exit_code = -int(match[2])
     elif match := _MPIRUN_NAME.search(line.text):
-        rank = int(match[1])
-        named = suspects.setdefault((line.node, rank), _Suspect(line.node, rank, line.time))
-        named.exit_code = named.exit_code or _UNTOLD
+        named = suspect(int(match[1]))
+        named.exit_code = named.exit_code or _NO_CODE_YET
     elif match := _MPIRUN_CODE.match(line.text):
-        for suspect in suspects.values():
-            if suspect.exit_code == _UNTOLD:
-                suspect.exit_code = int(match[1])
+        for one in suspects.values():
+            if one.exit_code == _NO_CODE_YET:
+                one.exit_code = int(match[1])
     elif (match := _DEEPSPEED.search(line.text)) and line.node not in known:
         # It does not say which rank: the one whose traceback came first, if any.
         here = [s for s in suspects.values() if s.node == line.node and s.rank is not None]
-        first = min(here, key=lambda s: s.time, default=None)
-        if first is None:
-            first = suspects.setdefault((line.node, None), _Suspect(line.node, None, line.time))
+        first = min(here, key=lambda s: s.time, default=None) or suspect(None)
         first.exit_code = int(match[1])
 
 
@@ -248,22 +251,10 @@ def _signal_words(number: int, oom_kills: int) -> tuple[str, str | None]:
     name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
     if number == signal.SIGKILL and oom_kills:
         return (
-            "killed by the kernel for want of memory (SIGKILL; its count of such kills rose)",
+            "killed by the kernel: out of memory (SIGKILL; the kernel counted such a kill)",
             "smaller batch.micro, fewer ranks per node, or a machine with more memory",
         )
-    if number == signal.SIGKILL:
-        return (
-            "killed by SIGKILL: somebody's kill -9; the kernel counted no out-of-memory kill",
-            "in a container or a batch system, look for its memory limit",
-        )
-    if number == signal.SIGSEGV:
-        return "crashed (SIGSEGV) in native code", "env: {PYTHONFAULTHANDLER: '1'} shows where"
-    if number == signal.SIGABRT:
-        return (
-            "aborted (SIGABRT) in native code",
-            "if training had ended: end ranks with clusterkit.runtime, or a barrier and os._exit",
-        )
-    return f"ended by {name}", None
+    return _SIGNALS.get(number, (f"ended by {name}", None))
 
 
 def _hint(words: str) -> str | None:
@@ -275,20 +266,18 @@ def _from_nodes(nodes: Sequence[NodeStatus], oom_kills: int) -> Failure:
     ended = [node for node in nodes if node.exit_code or node.reason]
     first = min(ended, key=lambda node: node.ended_at or 0.0, default=None)
     if first is None:
-        return Failure(node=None, rank=None, exit_code=1, cause="the run ended without a word")
+        return Failure(
+            node=None, rank=None, exit_code=1, cause="the run ended, and no node reported why"
+        )
     code = first.exit_code if first.exit_code is not None else 1
     cause, hint = first.reason, None
     if cause is None and (number := _signal_number(code)):
         words, hint = _signal_words(number, oom_kills)
-        cause = (
-            f"its launcher was {words}" if words.startswith("killed") else f"its launcher {words}"
-        )
+        cause = f"its launcher {'was ' if words.startswith('killed') else ''}{words}"
     if first.state is State.UNKNOWN:
         hint = f"is {first.host} up, and its network? --exclude {first.host} does without it"
     return Failure(
-        node=first.node,
-        rank=None,
-        exit_code=code,
+        node=first.node, rank=None, exit_code=code,
         cause=cause or f"its launcher exited with {code}",
-        hint=hint or "`clusterkit logs` with the run's id shows what it said last",
-    )
+        hint=hint or "`clusterkit logs` with the run's id shows its last output",
+    )  # fmt: skip

@@ -5,7 +5,7 @@ Only the command line catches them; a notebook sees them as ordinary exceptions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -21,6 +21,25 @@ EXIT_INTERRUPTED = 130
 def counted(number: int, noun: str) -> str:
     """``1 rank``, ``2 ranks``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def nearest(word: object, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The name that a misspelt word most likely means; None if none is near."""
+    import difflib
+
+    return next(iter(difflib.get_close_matches(str(word), list(names), 1, cutoff)), None)
+
+
+def did_you_mean(word: object, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """``did you mean NAME?``, of the nearest name; empty if none is near."""
+    near = nearest(word, names, cutoff)
+    return f"did you mean {near}?" if near else ""
+
+
+def choices(names: Iterable[str], word: object, heading: str = "allowed") -> str:
+    """``allowed: NAME, NAME; did you mean NAME?``: a hint where a word is none of the names."""
+    names = list(names)
+    return "; ".join(filter(None, [f"{heading}: {', '.join(names)}", did_you_mean(word, names)]))
 
 
 class ClusterkitError(Exception):

@@ -1,4 +1,4 @@
-"""What one host tells of itself before a submit; read-only, one JSON document on stdout.
+"""Looks at one host before a submit; read-only, prints one JSON document.
 
 Standard library only; its text is sent to the host and run there by the job's Python:
 
@@ -17,6 +17,7 @@ import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
@@ -24,8 +25,8 @@ _SIOCGIFADDR = 0x8915
 NVIDIA_SECONDS = 20
 
 
-def interfaces() -> list[dict[str, Any]]:
-    """Name, IPv4 address and MTU of the interfaces that have one (netdevice(7))."""
+def interfaces() -> list[dict[str, str]]:
+    """Name and IPv4 address of the interfaces that have one (netdevice(7))."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -35,14 +36,11 @@ def interfaces() -> list[dict[str, Any]]:
             except OSError:
                 continue
             address = socket.inet_ntoa(bytes(request[20:24]))
-            mtu = 0
-            with contextlib.suppress(OSError, ValueError), open(f"/sys/class/net/{name}/mtu") as f:
-                mtu = int(f.read())
-            found.append({"name": name, "address": address, "mtu": mtu})
+            found.append({"name": name, "address": address})
     return found
 
 
-def versions(packages: list[str]) -> dict[str, str]:
+def versions(packages: Sequence[str]) -> dict[str, str]:
     """What is installed for this interpreter."""
     found = {}
     for name in packages:
@@ -53,7 +51,7 @@ def versions(packages: list[str]) -> dict[str, str]:
     return found
 
 
-def gpus(query: list[str]) -> str:
+def gpus(query: Sequence[str]) -> str:
     """nvidia-smi's list; empty where there is no such tool, or it does not answer."""
     if shutil.which(query[0]) is None:
         return ""
@@ -67,14 +65,17 @@ def gpus(query: list[str]) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def main() -> int:
-    asked = json.loads(sys.argv[1])
-    document = {
+def document(asked: dict[str, Any]) -> dict[str, Any]:
+    """What this Python and its host have.
+
+    Args:
+        asked: ``workdir``, ``packages``, ``tools``, ``gpu_query``.
+    """
+    return {
         "workdir": os.path.abspath(os.path.expanduser(asked["workdir"])),
         "writable": os.access(os.path.expanduser(asked["workdir"]), os.W_OK),
         "python": sys.executable,
         "python_version": list(sys.version_info[:3]),
-        "hostname": socket.gethostname(),
         "cpus": len(os.sched_getaffinity(0)),
         "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20,
         "interfaces": interfaces(),
@@ -85,9 +86,7 @@ def main() -> int:
         "gpus": gpus(asked["gpu_query"]),
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
     }
-    print(json.dumps(document))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    print(json.dumps(document(json.loads(sys.argv[1]))))

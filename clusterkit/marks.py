@@ -27,5 +27,5 @@ def parse_mark(text: str) -> dict[str, Any] | None:
 
 
 def is_number(value: object) -> bool:
-    """Whether a program told a number: neither text nor true, neither NaN nor beyond 1e300."""
+    """Whether a value is a number: neither text nor true, neither NaN nor beyond 1e300."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _HUGE

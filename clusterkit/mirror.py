@@ -1,8 +1,8 @@
-"""What nodes elsewhere write, brought into the run folder while they write it.
+"""The files of remote nodes, copied into the run folder while the nodes write them.
 
-Each node's files (`clusterkit.agent`) come through one stream per host, `report`'s frames, and
-land under the same names in the submitter's run folder: logs, status and metrics are then read
-from there, whether the hosts still answer or not.
+They come as the frames of `report` (`clusterkit.agent`) through one stream per host, and get the
+same names in the submitter's run folder: logs, status and metrics are read from there, whether the
+hosts still answer or not.
 """
 
 from __future__ import annotations
@@ -25,19 +25,17 @@ QUIET_SECONDS = 8.0
 AGAIN_SECONDS = 1.0
 """Pause before a host that was lost is tried again."""
 LOCK_SECONDS = 30.0
-"""How long a watch lets another process fill the folder before it goes on without: longer than
-`status` takes to hear of a host."""
+"""How long a watch waits for another process that fills the folder, before it goes on without it:
+longer than `status` waits for a host."""
 _GROWING = ("log", "ranks.jsonl")
 _LARGEST = 1 << 24
-"""Far more than `agent.report` puts into a frame."""
-
-
+"""Far more than `agent.report.report` puts into a frame."""
 awake = Awake()
-"""By it, hosts and nodes are silent."""
+"""The clock by which silence is measured."""
 
 
 class Frames:
-    """Takes `clusterkit.agent.report`'s output apart."""
+    """A parser of what `clusterkit.agent.report` writes."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -67,36 +65,38 @@ class Frames:
 
 @dataclass
 class NodeView:
-    """What is known of one node; with a folder, its files are kept there."""
+    """What is known of one node.
+
+    Args:
+        folder: where its files are kept; None: in `files` alone.
+        clock: seconds; those in which this process was stopped do not count.
+    """
 
     node: int
     host: str
     folder: Path | None = None
     known: bool = True
-    """Whether its host knows the run at all."""
+    """Whether its host has the run's folder."""
     begun: bool = False
     alive: bool = False
     ended: bool = False
     files: dict[str, bytes] = field(default_factory=dict)
     """``started.json``, ``exit.json``, ``agent.log``, as far as they came."""
     clock: Callable[[], float] = awake
-    """Seconds; those in which this process was stopped do not count."""
     heard_at: float | None = None
-    """When its last word came."""
-    error: ClusterkitError | None = None
-    """Why its host does not answer, while it does not."""
-    unkept: str | None = None
-    """Why what it has sent could not all be kept; None: it could."""
+    """When the last frame came."""
     silent_since: float | None = None
-    """From when on its host did not answer; None: it answers."""
+    """Since when its host has not answered; None: it answers."""
+    error: ClusterkitError | None = None
+    """Why it does not answer."""
+    unkept: str | None = None
+    """Why not all that it has sent could be written here; None: it could."""
 
     @classmethod
     def of(cls, node: int, host: str, folder: Path) -> NodeView:
-        """A view that knows of a node's end what is in its folder already.
-
-        ``exit.json`` comes after all that the node wrote: its host need not be asked again.
-        """
+        """A view of a node whose end is known if its folder here holds ``exit.json``."""
         view = cls(node, host, folder)
+        # That file comes last: the host need not be asked again.
         with contextlib.suppress(OSError):
             view.files["exit.json"] = (folder / "exit.json").read_bytes()
             view.begun = view.ended = True
@@ -108,16 +108,16 @@ class NodeView:
         return None if since is None else self.clock() - since
 
     def offsets(self) -> dict[str, int]:
-        """How much of the files that grow is here already; -1: not wanted."""
+        """Bytes of the growing files that are here already; -1: not wanted."""
         if self.folder is None:
             return {"log": -1, "ranks.jsonl": len(self.files.get("ranks.jsonl", b""))}
         return {name: _size(self.folder / name) for name in _GROWING}
 
     def take(self, header: dict[str, Any], payload: bytes) -> None:
-        """One frame.
+        """Take one frame in.
 
         Raises:
-            RunFolderError: it cannot be kept.
+            ClusterkitError: its file cannot be written.
         """
         self.heard_at = self.clock()
         self.silent_since, self.error = None, None
@@ -162,11 +162,10 @@ def _size(path: Path) -> int:
 
 @contextlib.contextmanager
 def keeping(view: NodeView, again: Callable[[], bool] = lambda: False) -> Iterator[NodeView]:
-    """The view with its folder, or, while another process fills that, without; without it, too,
-    where it cannot be written to.
+    """The view, without its folder if another process fills that or it cannot be written to.
 
     Args:
-        again: waits, and says whether to look once more for the other process's end.
+        again: waits, and says whether to try once more to lock the folder.
     """
     folder = view.folder
     with contextlib.ExitStack() as stack:
@@ -190,7 +189,7 @@ def pull(view: NodeView, stream: Stream, stop: Callable[[], bool] = lambda: Fals
     """Take a stream's frames until it ends.
 
     Raises:
-        ClusterkitError: it falls silent, or what it says cannot be read or kept.
+        ClusterkitError: it falls silent, or a frame cannot be read or written.
     """
     frames = Frames()
     problem: ClusterkitError | None = None
@@ -234,25 +233,26 @@ class Watch:
 
     def _watch(self, view: NodeView) -> None:
         deadline = time.monotonic() + LOCK_SECONDS
+        closed = self._closed.is_set
         with keeping(view, lambda: not self._closed.wait(0.1) and time.monotonic() < deadline):
-            while not self._closed.is_set() and not view.ended:
+            while not closed() and not view.ended:
                 try:
                     with self._open(view) as stream:
                         self._streams[view.node] = stream
-                        pull(view, stream, self._closed.is_set)
-                        if not view.ended and not self._closed.is_set():
+                        pull(view, stream, closed)
+                        if not view.ended and not closed():
                             code = stream.exit_code(QUIET_SECONDS)
                             view.known = code != 2 or view.begun
+                            said = stream.stderr.strip()[-300:]
                             raise SubmitFailed(
-                                f"host {view.host}: reporting ended with {code}: "
-                                f"{stream.stderr.strip()[-300:]}"
+                                f"host {view.host}: reporting ended with {code}: {said}"
                             )
                 except ClusterkitError as error:
-                    if not self._closed.is_set():
+                    if not closed():
                         view.lost(error)
                         self._closed.wait(AGAIN_SECONDS)
                 except (OSError, ValueError):
-                    if not self._closed.is_set():  # by `close`, while this thread was reading
+                    if not closed():  # by `close`, while this thread was reading
                         raise
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct, field
 
 from clusterkit import shell
+from clusterkit.agent import archive
 
 
 class PlanFile(Struct, frozen=True, omit_defaults=True):
@@ -27,6 +28,8 @@ class PlanFile(Struct, frozen=True, omit_defaults=True):
 
     def content(self) -> bytes:
         """The bytes that are written."""
+        if self.resource == archive.ARCHIVE:
+            return archive.build()
         if self.resource is not None:
             return (resources.files("clusterkit") / self.resource).read_bytes()
         return (self.text or "").encode()
@@ -71,6 +74,30 @@ class Note(Struct, frozen=True):
         return f"{self.name}={self.value} ({self.origin})" if self.name else self.value
 
 
+class ComposeNative(Struct, frozen=True, tag="compose"):
+    """How the compose backend finds a run's containers again."""
+
+    socket: str
+    """Where the docker engine listens."""
+
+
+class KubernetesNative(Struct, frozen=True, tag="kubernetes", kw_only=True):
+    """How the Kubernetes backend finds a run's objects again."""
+
+    kubeconfig: str | None
+    context: str | None
+    namespace: str
+    name: str
+    """Of the run's objects."""
+    flavor: str
+    watched: bool
+    """Whether the run has a watcher in the cluster."""
+
+
+Native = ComposeNative | KubernetesNative
+"""What a backend must know of a run later, beyond the plan's common fields."""
+
+
 class Plan(Struct, frozen=True, kw_only=True):
     """Everything that submitting a job does."""
 
@@ -89,7 +116,10 @@ class Plan(Struct, frozen=True, kw_only=True):
     world_size: int
     topology: Mapping[str, int] = field(default_factory=dict)
     """``min_nodes``, ``nodes``, ``nproc_per_node``."""
+    device: str = ""
+    """``cuda`` or ``cpu``."""
     address: str = ""
+    """Of the first node, for its peers; ``$NAME`` where only the nodes know it."""
     port: int = 0
     python: str = ""
     """Interpreter on the nodes."""
@@ -102,7 +132,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     rejoin: bool = False
     """Whether a lost node may come back, and the run goes on."""
     replace_lost: bool = False
-    """Whether one whose host does not answer is given up, so that it can come back elsewhere."""
+    """Whether one whose host does not answer is given up, so that another can take its place."""
+    native: Native | None = None
 
     def note(self, name: str) -> str | None:
         """The value noted under ``name``."""

@@ -1,9 +1,9 @@
 """The project's folder on its way to hosts that do not see it: which files, and how they get there.
 
 In a git checkout these are the tracked files and those that are new and not ignored, as they lie
-there now, uncommitted changes included. Elsewhere it is every file but those that no program
-needs (`_NEVER`). CLUSTERKIT_HOME is never a part of it: a run's own folder is written while the
-project is copied. Only what a host does not have is sent; see `clusterkit.receiver`.
+there now, uncommitted changes included. Of another folder it is every file but those that no
+program needs (`_NEVER`). CLUSTERKIT_HOME is never a part of it: a run's own folder is written while
+the project is copied. Only what a host does not have is sent; see `clusterkit.receiver`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ import hashlib
 import json
 import os
 import stat
-import struct
 import subprocess
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -53,11 +52,9 @@ _OF_A_CHECKOUT = frozenset({
     "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY",
     "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_COMMON_DIR", "GIT_NAMESPACE",
 })  # fmt: skip
-_COUNT = struct.Struct(">Q")
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One file or symbolic link, by its path below the root."""
 
     path: str
@@ -68,7 +65,7 @@ class Entry:
 
 
 class _Kept:
-    """Pieces that were made for one host and will do for the others."""
+    """The pieces of files that were read for one host, for the other hosts."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -103,8 +100,7 @@ class Snapshot:
 
     @cached_property
     def _listing(self) -> bytes:
-        rows = [(e.path, e.mode, e.size, e.digest, e.target) for e in self.entries]
-        return json.dumps(rows).encode()
+        return json.dumps(self.entries).encode()
 
     @property
     def size(self) -> int:
@@ -128,13 +124,13 @@ class Snapshot:
     def packed(self) -> bytes:
         """The list of entries, as `clusterkit.receiver` reads it."""
         zipped = zlib.compress(self._listing, 1)
-        return _COUNT.pack(len(zipped)) + zipped
+        return receiver.COUNT.pack(len(zipped)) + zipped
 
     def payload(self, missing: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """What must be sent for the entries that a host misses: pieces, and bytes of file in each.
+        """What to send for the entries that a host misses: a piece's bytes of file, and the piece.
 
         Raises:
-            SubmitFailed: a file has gone since.
+            SubmitFailed: a file cannot be read any more.
         """
         for number in missing:
             entry = self.entries[number]
@@ -143,20 +139,19 @@ class Snapshot:
 
     def _pieces(self, number: int) -> Iterator[tuple[int, bytes]]:
         entry = self.entries[number]
-        flags = None
         left = entry.size  # what has been appended since is of no concern
+        more = receiver.MORE
         try:
             with (self.root / entry.path).open("rb") as file:
-                while flags is None or left:
+                while more:
                     data = file.read(min(left, PIECE_BYTES))
                     left = left - len(data) if data else 0
-                    if flags is None:
-                        flags = receiver.ZIPPED if _shrinks(data) else 0
-                    packed = zlib.compress(data, 1) if flags else data
                     more = receiver.MORE if left else 0
+                    zipped = receiver.ZIPPED if _shrinks(data) else 0
+                    packed = zlib.compress(data, 1) if zipped else data
                     yield (
                         len(data),
-                        receiver.HEADER.pack(number, flags | more, len(packed)) + packed,
+                        receiver.HEADER.pack(number, zipped | more, len(packed)) + packed,
                     )
         except OSError as error:
             raise SubmitFailed(
@@ -179,23 +174,21 @@ def snapshot(workdir: Path, program: str | None = None) -> Snapshot:
         program: a file that must be part of it, relative to ``workdir``.
 
     Raises:
-        BadInput: the program lies elsewhere or is ignored; far too much data; no project's folder.
+        BadInput: the program lies outside or is ignored; far too much data; no project's folder.
     """
     workdir = workdir.absolute()
     top = _git(workdir, "rev-parse", "--show-toplevel")
-    ignored = top is not None and _git(workdir, "check-ignore", "-q", ".") is not None
-    if top is not None and not ignored:
+    in_git = top is not None and _git(workdir, "check-ignore", "-q", ".") is None
+    if top is not None and in_git:
         root = _root(workdir, Path(os.fsdecode(top.rstrip(b"\n"))))
+        runs = _runs(root)
+        names = [name for name in _git_files(root) if not Path(name).is_relative_to(runs)]
+        found = Snapshot(root, _entries(root, names), "tracked or new, not ignored")
     else:
-        root = workdir
-    runs = _runs(root)
-    if top is not None and not ignored:
-        tracked = [name for name in _git_files(root) if not Path(name).is_relative_to(runs)]
-        found = Snapshot(root, _entries(root, tracked), "tracked or new, not ignored")
-    else:
-        found = Snapshot(root, _entries(root, _all_files(root, runs)), "all but caches")
+        names = _all_files(workdir, _runs(workdir))
+        found = Snapshot(workdir, _entries(workdir, names), "all but caches")
     if program is not None:
-        _check_program(found, workdir, program, in_git=top is not None and not ignored)
+        _check_program(found, workdir, program, in_git=in_git)
     return found
 
 
@@ -221,9 +214,8 @@ def _root(workdir: Path, top: Path) -> Path:
     Raises:
         BadInput: a link leads into the middle of it.
     """
-    below = os.path.relpath(os.path.realpath(workdir), os.path.realpath(top))
-    steps = 0 if below == "." else len(Path(below).parts)
-    root = Path(os.path.normpath(os.path.join(workdir, *[".."] * steps)))
+    below = Path(os.path.relpath(os.path.realpath(workdir), os.path.realpath(top)))
+    root = Path(os.path.normpath(os.path.join(workdir, *[".."] * len(below.parts))))
     if not os.path.samefile(root, top):
         raise BadInput(
             f"workdir: {workdir} is a symbolic link into the checkout {top}",
@@ -235,35 +227,25 @@ def _root(workdir: Path, top: Path) -> Path:
 
 def _check_program(found: Snapshot, workdir: Path, program: str, *, in_git: bool) -> None:
     inside = os.path.relpath((workdir / program).absolute(), found.root)
-    if inside.startswith("../"):
-        raise BadInput(
-            f"program: {program} lies outside of {found.root}, the folder that the hosts get",
-            hint="sync: false in the cluster entry, where the hosts have it under this path",
-            job="program",
-        )
     there = {entry.path for entry in found.entries}
     above = [str(folder) for folder in Path(inside).parents]
     real = os.path.relpath(os.path.realpath(found.root / inside), os.path.realpath(found.root))
     # Either itself, or by way of a link to a folder, both in the project.
     if inside in there or (real in there and any(folder in there for folder in above)):
         return
-    if Path(inside).is_relative_to(_runs(found.root)):
-        raise BadInput(
-            f"program: {program} lies in CLUSTERKIT_HOME, which is not copied to the hosts",
-            hint="put it into the project's folder",
-            job="program",
-        )
-    if in_git:
-        raise BadInput(
-            f"program: {program} is ignored by git and would not be copied to the hosts",
-            hint=f"git -C {found.root} check-ignore -v {inside} says by which rule",
-            job="program",
-        )
-    raise BadInput(
-        f"program: {program} lies in a folder that is not copied to the hosts",
-        hint=f"none of these is: {', '.join(sorted(_NEVER))}",
-        job="program",
-    )
+    if inside.startswith("../"):
+        why = f"lies outside of {found.root}, the folder that the hosts get"
+        hint = "sync: false in the cluster entry, where the hosts have it under this path"
+    elif Path(inside).is_relative_to(_runs(found.root)):
+        why = "lies in CLUSTERKIT_HOME, which is not copied to the hosts"
+        hint = "put it into the project's folder"
+    elif in_git:
+        why = "is ignored by git and would not be copied to the hosts"
+        hint = f"git -C {found.root} check-ignore -v {inside} says by which rule"
+    else:
+        why = "lies in a folder that is not copied to the hosts"
+        hint = f"none of these is: {', '.join(sorted(_NEVER))}"
+    raise BadInput(f"program: {program} {why}", hint=hint, job="program")
 
 
 def own_package() -> Snapshot:
@@ -301,7 +283,7 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
 def _git_files(root: Path) -> list[str]:
     listing = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     if listing is None:
-        raise BadInput(f"git ls-files does not work in {root}", hint="git status there says why")
+        raise BadInput(f"git ls-files fails in {root}", hint="git status there says why")
     names: dict[str, None] = {}
     for raw in listing.split(b"\0"):
         name = os.fsdecode(raw).rstrip("/")
@@ -339,17 +321,24 @@ def _all_files(root: Path, without: Path | None = None) -> list[str]:
 
 
 def _entries(root: Path, names: Sequence[str]) -> tuple[Entry, ...]:
-    files: list[tuple[str, os.stat_result]] = []
+    files: dict[str, os.stat_result] = {}
     for name in names:
         try:
-            files.append((name, os.lstat(root / name)))
+            files[name] = os.lstat(root / name)
         except (FileNotFoundError, NotADirectoryError):
             continue  # tracked, and deleted
         except OSError as error:
             raise _unreadable(root / name, error) from None
-    _check_size(root, {name: status.st_size for name, status in files})
+    # Far too much data is refused before all of it is read.
+    if (whole := sum(status.st_size for status in files.values())) > MOST_BYTES:
+        biggest = max(files, key=lambda name: files[name].st_size)
+        raise BadInput(
+            f"the project {root} is {whole >> 20} MiB: too much to copy to every host "
+            f"(the biggest file is {biggest}, {files[biggest].st_size >> 20} MiB)",
+            hint="put data into .gitignore and on the hosts, or set sync: false",
+        )
     found = []
-    for name, status in files:
+    for name, status in files.items():
         try:
             if stat.S_ISLNK(status.st_mode):
                 found.append(Entry(name, 0o777, 0, "", os.readlink(root / name)))
@@ -363,19 +352,19 @@ def _entries(root: Path, names: Sequence[str]) -> tuple[Entry, ...]:
     return tuple(found)
 
 
+_blake2b = partial(hashlib.blake2b, digest_size=receiver.DIGEST_BYTES)
 _digests: dict[tuple[int, int, int, int, int], str] = {}
-"""Of files that this process has read: a submit looks twice, the second time as it copies."""
+"""Of files that this process has read: a submit reads the project twice, again as it copies."""
 
 
 def _digest(path: Path, status: os.stat_result) -> str:
-    known = (
-        status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns,
-    )  # fmt: skip
+    size, changed = status.st_size, status.st_ctime_ns
+    known = (status.st_dev, status.st_ino, size, status.st_mtime_ns, changed)
     if (digest := _digests.get(known)) is None:
         with path.open("rb") as file:
-            digest = hashlib.file_digest(file, _hash).hexdigest()
+            digest = hashlib.file_digest(file, _blake2b).hexdigest()
         # The kernel's clock ticks: what was written within the last tick may be written again.
-        if time.time_ns() - status.st_ctime_ns > _TICK_NS:
+        if time.time_ns() - changed > _TICK_NS:
             _digests[known] = digest
     return digest
 
@@ -383,23 +372,8 @@ def _digest(path: Path, status: os.stat_result) -> str:
 def _unreadable(path: str | Path, error: OSError) -> RunFolderError:
     return RunFolderError(
         f"{path}: {(error.strerror or 'unreadable').lower()}",
-        hint="it belongs to the project that is copied to the hosts; ignore it, or mend it",
+        hint="it belongs to the project that is copied to the hosts; ignore it, or fix it",
     )
-
-
-def _check_size(root: Path, sizes: Mapping[str, int]) -> None:
-    """Refuse far too much data, before all of it is read."""
-    if (whole := sum(sizes.values())) > MOST_BYTES:
-        biggest = max(sizes, key=lambda name: sizes[name])
-        raise BadInput(
-            f"the project {root} is {whole >> 20} MiB: too much to copy to every host "
-            f"(the biggest file is {biggest}, {sizes[biggest] >> 20} MiB)",
-            hint="put data into .gitignore and on the hosts, or set sync: false",
-        )
-
-
-def _hash() -> hashlib.blake2b:
-    return hashlib.blake2b(digest_size=receiver.DIGEST_BYTES)
 
 
 # ---------------------------------------------------------------- sending
@@ -416,7 +390,7 @@ def send(
     """Have a host's folder ``tree.path`` hold exactly this snapshot.
 
     Args:
-        progress: told of host, bytes sent and bytes to send.
+        progress: gets the host, bytes sent and bytes to send.
 
     Returns:
         Files that had to be sent.
@@ -431,8 +405,8 @@ def send(
     with transport.open(host, argv) as stream:
         request = json.dumps({"path": tree.path}).encode() + b"\n"
         stream.write(text + request + found.packed())
-        reader = _Lines(stream, host)
-        answer = reader.next(QUIET_SECONDS)
+        answers = _answers(stream, host)
+        answer = next(answers)
         missing = answer.get("missing", [])
         whole = sum(found.entries[number].size for number in missing)
         done = 0
@@ -442,44 +416,37 @@ def send(
                 stream.write(piece)
                 done += size
                 progress(host, done, whole)
-            answer = reader.next(QUIET_SECONDS)
+            answer = next(answers)
         if "error" in answer:
-            changed = "changed while" in str(answer["error"])
+            hint = "make room there, or choose another `workdir` that this user may write to"
+            if "changed while" in str(answer["error"]):
+                hint = "submit again"
             raise SubmitFailed(
-                f"host {host}: cannot copy {found.root} to {tree.path}: {answer['error']}",
-                hint="submit again"
-                if changed
-                else "make room there, or choose another `workdir` that this user may write to",
+                f"host {host}: cannot copy {found.root} to {tree.path}: {answer['error']}", hint
             )
         stream.close_input()
         return len(missing)
 
 
-class _Lines:
-    def __init__(self, stream: Stream, host: str) -> None:
-        self._stream, self._host, self._rest = stream, host, b""
-
-    def next(self, timeout: float) -> dict[str, Any]:
-        """What the host says next, once it is its turn."""
-        while "waiting" in (document := self._line(timeout)):
-            pass
-        return document
-
-    def _line(self, timeout: float) -> dict[str, Any]:
-        while b"\n" not in self._rest:
-            data = self._stream.read(timeout)
+def _answers(stream: Stream, host: str) -> Iterator[dict[str, Any]]:
+    """What the host says, except that it has to wait for its turn."""
+    rest = b""
+    while True:
+        while b"\n" not in rest:
+            data = stream.read(QUIET_SECONDS)
             if not data:
-                said = self._stream.stderr.strip().rpartition("\n")[2]
-                raise SubmitFailed(f"host {self._host}: copying the project broke off: {said}")
-            self._rest += data
-        line, _, self._rest = self._rest.partition(b"\n")
+                said = stream.stderr.strip().rpartition("\n")[2]
+                raise SubmitFailed(f"host {host}: copying the project was interrupted: {said}")
+            rest += data
+        line, _, rest = rest.partition(b"\n")
         try:
-            document: dict[str, Any] = json.loads(line)
+            answer = json.loads(line)
         except ValueError:
             raise SubmitFailed(
-                f"host {self._host}: copying the project broke off: {line[:200]!r}"
+                f"host {host}: copying the project was interrupted: {line[:200]!r}"
             ) from None
-        return document
+        if "waiting" not in answer:
+            yield answer
 
 
 def words(project: Project) -> str:

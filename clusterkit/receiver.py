@@ -38,10 +38,13 @@ ZIPPED, MORE = 1, 2
 """Flags of a piece: compressed; not the file's last."""
 DIGEST_BYTES = 16
 WAITING_SECONDS = 10.0
-"""How often the sender is told that it has to wait."""
-_COUNT = struct.Struct(">Q")
+"""How often the sender hears that it has to wait."""
+COUNT = struct.Struct(">Q")
+"""Comes before the list of entries: its bytes."""
 _DRAFT = ".draft-"
 """Begins the names of what is not finished; whoever holds the lock may remove such."""
+Entry = list[Any]
+"""One file or link: ``[path, mode, size, digest, link target or None]``."""
 Record = dict[str, list[Any]]
 """Path to ``[digest, size, mtime_ns]``."""
 
@@ -50,35 +53,29 @@ def digest_of(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
 
 
-class Tree:
-    """One version of a project on this host."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.record_path = path.with_name(f"{path.name}.json")
-
-    def intact(self) -> Record:
-        """The files that are as they were made."""
-        try:
-            record = json.loads(self.record_path.read_bytes())
-            return {name: entry for name, entry in record.items() if self._is_as_made(name, entry)}
-        except (OSError, ValueError, AttributeError, TypeError):
-            return {}
-
-    def _is_as_made(self, name: str, entry: list[Any]) -> bool:
-        try:
-            found = os.lstat(f"{self.path}/{name}")
-        except OSError:
-            return False
-        return bool([found.st_size, found.st_mtime_ns] == entry[1:])
+def _record_of(tree: Path) -> Path:
+    return tree.with_name(f"{tree.name}.json")
 
 
-def receive(request: dict[str, Any], entries: list[list[Any]], source: BinaryIO) -> int:
-    """Make the tree that ``entries`` (path, mode, size, digest, link target or None) describe.
+def _intact(tree: Path) -> Record:
+    """The files of a tree that are as they were made."""
+    try:
+        record = json.loads(_record_of(tree).read_bytes())
+        return {name: entry for name, entry in record.items() if _is_as_made(tree, name, entry)}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
 
-    Returns:
-        How many files had to come.
-    """
+
+def _is_as_made(tree: Path, name: str, entry: list[Any]) -> bool:
+    try:
+        found = os.lstat(f"{tree}/{name}")
+    except OSError:
+        return False
+    return bool([found.st_size, found.st_mtime_ns] == entry[1:])
+
+
+def receive(request: dict[str, Any], entries: list[Entry], source: BinaryIO) -> int:
+    """Make the tree that ``entries`` describe; return how many files had to come."""
     final = Path(request["path"])
     final.parent.mkdir(parents=True, exist_ok=True)
     with _locked(final.parent):
@@ -96,16 +93,16 @@ def receive(request: dict[str, Any], entries: list[list[Any]], source: BinaryIO)
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     with (folder / ".lock").open("w") as lock:
-        began = told = time.monotonic()
+        began = spoken = time.monotonic()
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 time.sleep(0.05)
-            if time.monotonic() - told > WAITING_SECONDS:
-                told = time.monotonic()
-                _say({"waiting": told - began})
+            if time.monotonic() - spoken > WAITING_SECONDS:
+                spoken = time.monotonic()
+                _say({"waiting": spoken - began})
         yield
 
 
@@ -122,8 +119,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _make(final: Path, entries: list[list[Any]], source: BinaryIO) -> list[int]:
-    tree = Tree(final)
+def _make(final: Path, entries: list[Entry], source: BinaryIO) -> list[int]:
     new = not final.is_dir()
     if new:
         into = final.with_name(f"{_DRAFT}tree")
@@ -131,24 +127,36 @@ def _make(final: Path, entries: list[list[Any]], source: BinaryIO) -> list[int]:
         record, missing = _link_known(entries, into, _known(final))
     else:
         into = final
-        record, missing = _unchanged(entries, tree)
+        record, missing = _unchanged(entries, final)
     _say({"missing": missing})
-    take = _fill if new else _replace
-    take(entries, missing, into, source, record)
-    draft = final.with_name(f"{_DRAFT}record")
+    draft = final.with_name(f"{_DRAFT}file")
+    for number in missing:
+        name, _, _, _, target = entries[number]
+        path = into / name
+        # In a tree that is there under another name first: the old file may be linked from others.
+        place = path if new else draft
+        if target is None:
+            record[name] = _take_file(number, entries[number], place, source)
+        else:
+            place.symlink_to(target)
+        if not new:
+            _make_folders(into, path.parent)
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            draft.replace(path)
     draft.write_text(json.dumps(record))
-    draft.replace(tree.record_path)
+    draft.replace(_record_of(final))
     if new:
         _remove(final)  # no folder, whatever it is
         into.rename(final)
     return missing
 
 
-def _unchanged(entries: list[list[Any]], tree: Tree) -> tuple[Record, list[int]]:
+def _unchanged(entries: list[Entry], tree: Path) -> tuple[Record, list[int]]:
     """What of a tree is still as the entries say, and the numbers of the rest."""
-    here = tree.intact()
+    here = _intact(tree)
     record, missing = {}, []
-    real = {tree.path: True}
+    real = {tree: True}
 
     def is_real(folder: Path) -> bool:
         # Not by way of a link that a program has put in a folder's place.
@@ -156,32 +164,30 @@ def _unchanged(entries: list[list[Any]], tree: Tree) -> tuple[Record, list[int]]
             real[folder] = is_real(folder.parent) and not folder.is_symlink()
         return real[folder]
 
-    for number, entry in enumerate(entries):
-        if not (is_real((tree.path / entry[0]).parent) and _same(here, entry, tree.path)):
+    def is_same(name: str, mode: int, digest: str, target: str | None) -> bool:
+        path = tree / name
+        try:
+            if target is not None:
+                return is_real(path.parent) and os.readlink(path) == target
+            right = is_real(path.parent) and os.lstat(path).st_mode & 0o777 == mode
+            return bool(right and name in here and here[name][0] == digest)
+        except OSError:
+            return False
+
+    for number, (name, mode, _, digest, target) in enumerate(entries):
+        if not is_same(name, mode, digest, target):
             missing.append(number)
-        elif entry[4] is None:
-            record[entry[0]] = here[entry[0]]
+        elif target is None:
+            record[name] = here[name]
     return record, missing
-
-
-def _same(here: Record, entry: list[Any], tree: Path) -> bool:
-    name, mode, _, digest, target = entry
-    try:
-        if target is not None:
-            return bool(os.readlink(tree / name) == target)
-        right = os.lstat(tree / name).st_mode & 0o777 == mode
-        return bool(right and name in here and here[name][0] == digest)
-    except OSError:
-        return False
 
 
 # Thousands of files at a time: paths are plain strings here, which are far quicker to join.
 def _known(final: Path) -> dict[tuple[str, int], tuple[str, list[Any]]]:
-    """Digest and mode to an unchanged file of another tree, and its record; the newest first."""
-    others = sorted(_trees(final), key=lambda path: path.stat().st_mtime, reverse=True)
+    """Digest and mode to an unchanged file of the two trees made last, and its record."""
     known: dict[tuple[str, int], tuple[str, list[Any]]] = {}
-    for other in others[:2]:
-        for name, entry in Tree(other).intact().items():
+    for other in _other_trees(final)[:2]:
+        for name, entry in _intact(other).items():
             path = f"{other}/{name}"
             with contextlib.suppress(FileNotFoundError):
                 known.setdefault((entry[0], os.lstat(path).st_mode & 0o777), (path, entry))
@@ -189,9 +195,9 @@ def _known(final: Path) -> dict[tuple[str, int], tuple[str, list[Any]]]:
 
 
 def _link_known(
-    entries: list[list[Any]], into: Path, known: dict[tuple[str, int], tuple[str, list[Any]]]
+    entries: list[Entry], into: Path, known: dict[tuple[str, int], tuple[str, list[Any]]]
 ) -> tuple[Record, list[int]]:
-    """Make what can be made of what is here; gives its record and the numbers of the rest."""
+    """Make what can be made of what is here; return its record and the numbers of the rest."""
     record: Record = {}
     missing = []
     made = {""}
@@ -213,37 +219,9 @@ def _link_known(
     return record, missing
 
 
-def _fill(
-    entries: list[list[Any]], missing: list[int], into: Path, source: BinaryIO, record: Record
-) -> None:
-    """Write the files that come into a new tree, whose folders and links are there."""
-    for number in missing:
-        name, mode, _, digest, _ = entries[number]
-        record[name] = _take_file(number, f"{into}/{name}", source, name, mode, digest)
-
-
-def _replace(
-    entries: list[list[Any]], missing: list[int], into: Path, source: BinaryIO, record: Record
-) -> None:
-    # Under another name first: the old one may be linked from another tree.
-    draft = into.with_name(f"{_DRAFT}file")
-    for number in missing:
-        name, mode, _, digest, target = entries[number]
-        if target is not None:
-            draft.symlink_to(target)
-        else:
-            record[name] = _take_file(number, str(draft), source, name, mode, digest)
-        path = into / name
-        _make_folders(into, path.parent)
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        draft.replace(path)
-
-
-def _take_file(
-    number: int, path: str, source: BinaryIO, name: str, mode: int, digest: str
-) -> list[Any]:
-    """Write one file as its pieces come; gives its record."""
+def _take_file(number: int, entry: Entry, path: Path, source: BinaryIO) -> list[Any]:
+    """Write one file as its pieces come; return its record."""
+    name, mode, _, digest, _ = entry
     hashed = hashlib.blake2b(digest_size=DIGEST_BYTES)
     flags = MORE
     with open(path, "wb", buffering=0) as file:
@@ -277,18 +255,20 @@ def _make_folders(root: Path, folder: Path) -> None:
 def _exactly(source: BinaryIO, size: int) -> bytes:
     data = source.read(size)
     if len(data) != size:
-        raise EOFError("the sender went away")
+        raise EOFError("the sender disconnected")
     return data
 
 
-def _trees(final: Path) -> list[Path]:
-    return [
+def _other_trees(final: Path) -> list[Path]:
+    """The other trees beside this one, the one made last first."""
+    trees = [
         path.with_suffix("")
         for path in final.parent.glob("*.json")
         if not path.name.startswith(".")
         and path.stem != final.name
         and path.with_suffix("").is_dir()
     ]
+    return sorted(trees, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
 def _point(link: Path, name: str) -> None:
@@ -299,14 +279,13 @@ def _point(link: Path, name: str) -> None:
 
 def _prune(final: Path) -> None:
     """Remove old trees that no process works in."""
-    others = sorted(_trees(final), key=lambda path: path.stat().st_mtime, reverse=True)
-    old = others[KEEP_TREES - 1 :]
+    old = _other_trees(final)[KEEP_TREES - 1 :]
     used = _working_folders() if old else set()
     for path in old:
         if not any(folder == str(path) or folder.startswith(f"{path}/") for folder in used):
             with contextlib.suppress(OSError):  # what a program of root's has left there
                 gone = path.rename(path.with_name(f"{_DRAFT}old"))
-                path.with_name(f"{path.name}.json").unlink(missing_ok=True)
+                _record_of(path).unlink(missing_ok=True)
                 _remove(gone)
 
 
@@ -327,24 +306,21 @@ def _say(document: dict[str, Any]) -> None:
 def main() -> int:
     source = sys.stdin.buffer
     os.umask(0o077)  # the folders: a copy is its owner's alone
-    with contextlib.suppress(BrokenPipeError):  # nobody listens any more
-        _converse(source)
-    return 0
-
-
-def _converse(source: BinaryIO) -> None:
     try:
         request = json.loads(source.readline())
-        size = _COUNT.unpack(_exactly(source, _COUNT.size))[0]
+        size = COUNT.unpack(_exactly(source, COUNT.size))[0]
         entries = json.loads(zlib.decompress(_exactly(source, size)))
-        _say({"done": receive(request, entries, source)})
+        answer: dict[str, Any] = {"done": receive(request, entries, source)}
     except BrokenPipeError:
-        raise
+        return 0  # nobody listens any more
     except OSError as error:
         place = f": {error.filename}" if error.filename else ""
-        _say({"error": f"{error.strerror or error}{place}"})
+        answer = {"error": f"{error.strerror or error}{place}"}
     except (ValueError, EOFError, zlib.error) as error:
-        _say({"error": str(error)})
+        answer = {"error": str(error)}
+    with contextlib.suppress(BrokenPipeError):
+        _say(answer)
+    return 0
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
 The only module that knows which environment a rank sees and what a launcher's command
 line looks like. A backend says how a node learns its rank and the head's address; the
-rest is here: `rank_environment` (the contract), `launcher_argv` (one command per
-launcher, the same text on every node: the node rank is the shell variable
-``NODE_RANK``) and `rank_script` (the few lines of ``sh`` that every launcher starts
-for each rank; they complete the contract where a launcher leaves gaps).
+rest is here: `node_environment`, `launcher_argv` (one command per launcher, the same text
+on every node: the node rank is the shell variable ``NODE_RANK``) and `rank_script` (the few
+lines of ``sh`` that every launcher starts for each rank; they complete the environment
+where a launcher leaves gaps). Ranks are numbered node by node: ``RANK = NODE_RANK *
+LOCAL_WORLD_SIZE + LOCAL_RANK``; an elastic run's launcher numbers them anew in each round.
 
 Sources: PyTorch's "torchrun (Elastic Launch)" for RANK, LOCAL_RANK, WORLD_SIZE,
 LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT; Open MPI's mpirun(1) for
@@ -29,7 +30,7 @@ NODE_RANK = Var("NODE_RANK")
 NODE_DIR = Var("CLUSTERKIT_NODE_DIR")
 """The node's own folder in the run folder; set by the node script."""
 IS_HOST = Var("CLUSTERKIT_IS_HOST")
-"""``1`` on node 0, which holds the c10d store, ``0`` elsewhere; set by the node script."""
+"""``1`` on node 0, which holds the c10d store, ``0`` on the others; set by the node script."""
 NODE_ADDRESS = Var("CLUSTERKIT_NODE_ADDRESS")
 """Address that the other nodes reach this one at; a step's, or else the head's."""
 RANK_HEADER = agent.RANK_HEADER.decode()
@@ -86,35 +87,19 @@ class Topology:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where rank 0 listens: its address, its TCP port, and the id that tells runs apart."""
+    """Where rank 0 listens: its address, its TCP port, and the run's id.
 
-    address: str
+    The address may be a variable that stands in the environment of every node.
+    """
+
+    address: str | Var
     port: int
     run_id: str
 
 
-def rank_environment(
-    topology: Topology, endpoint: Endpoint, node_rank: int, local_rank: int
-) -> dict[str, str]:
-    """The variables that every rank sees, whatever the launcher and the backend.
-
-    Ranks are numbered node by node: ``RANK = NODE_RANK * LOCAL_WORLD_SIZE + LOCAL_RANK``.
-    (An elastic run numbers them anew in each round; there the launcher decides.)
-    """
-    return {
-        "MASTER_ADDR": endpoint.address,
-        "MASTER_PORT": str(endpoint.port),
-        "RANK": str(node_rank * topology.nproc_per_node + local_rank),
-        "LOCAL_RANK": str(local_rank),
-        "NODE_RANK": str(node_rank),
-        "WORLD_SIZE": str(topology.world_size),
-        "LOCAL_WORLD_SIZE": str(topology.nproc_per_node),
-    }
-
-
-def node_environment(launcher: Launcher, topology: Topology, endpoint: Endpoint) -> dict[str, str]:
+def node_environment(launcher: Launcher, topology: Topology, endpoint: Endpoint) -> dict[str, Word]:
     """The part of the contract that is the same on all nodes, and a launcher's own switches."""
-    env = {"MASTER_ADDR": endpoint.address, "MASTER_PORT": str(endpoint.port)}
+    env: dict[str, Word] = {"MASTER_ADDR": endpoint.address, "MASTER_PORT": str(endpoint.port)}
     if launcher == "torchrun" and topology.elastic:
         # Without it, restarted ranks read the last round's addresses and a fresh agent waits
         # for a key that nobody writes (torch 2.13, dynamic_rendezvous.py).
@@ -143,7 +128,6 @@ def launcher_argv(
     endpoint: Endpoint,
     *,
     python: str,
-    rank_command: Sequence[Word],
     hostfile: str,
     exports: Sequence[str] = (),
     stop_grace: float = 10.0,
@@ -152,11 +136,7 @@ def launcher_argv(
     """The command that starts the ranks of one node (with mpirun: of all nodes, on node 0).
 
     Args:
-        launcher: which one.
-        topology: shape of the run.
-        endpoint: where rank 0 listens.
         python: interpreter on the nodes.
-        rank_command: what each rank runs: the rank script and the program.
         hostfile: path of the file that `hostfile` fills; read by deepspeed and mpirun.
         exports: variables that mpirun must hand to ranks on other hosts.
         stop_grace: seconds that ranks have between SIGTERM and SIGKILL.
@@ -164,18 +144,17 @@ def launcher_argv(
             with mpirun; None: it starts one node's.
 
     Returns:
-        Words, ``rank_command`` last; the variables among them are set by the node script. For
-        ``python`` it is the rank command alone: the node agent starts it once per local rank.
+        Words, to be followed by what each rank runs; the variables among them are set by the node
+        script. None for ``python``: the node agent itself starts each rank.
     """
-    grace = str(math.ceil(stop_grace))
     match launcher:
         case "torchrun":
-            return _torchrun(topology, endpoint, python, rank_command, grace)
+            return _torchrun(topology, endpoint, python, str(math.ceil(stop_grace)))
         case "deepspeed":
             if mpi_interface is None:
                 how: list[Word] = ["--no_ssh", "--node_rank", NODE_RANK]
             else:
-                # It names eth0 itself unless it is told of another.
+                # By itself it names eth0.
                 more = ["--mca", "btl_tcp_if_include", mpi_interface, *_mpi_options(exports)]
                 how = [
                     # One node alone, too, is reached by mpirun: this is not it.
@@ -186,40 +165,38 @@ def launcher_argv(
                 # The runner's own module: the `deepspeed` script may not be on the node's PATH.
                 python, "-m", "deepspeed.launcher.runner", "--hostfile", hostfile, *how,
                 "--master_addr", endpoint.address, "--master_port", str(endpoint.port),
-                "--log_level", "warning", "--no_local_rank", "--no_python", *rank_command,
+                "--log_level", "warning", "--no_local_rank", "--no_python",
             ]  # fmt: skip
         case "mpirun":
             return [
                 "mpirun", "-np", str(topology.world_size), "--hostfile", hostfile,
-                *_mpi_options(exports), *rank_command,
+                *_mpi_options(exports),
             ]  # fmt: skip
         case "python":
-            return list(rank_command)
+            return []
 
 
 def _mpi_options(exports: Sequence[str]) -> list[str]:
-    """Options of mpirun, however it is started: how ranks are placed, and what they are told."""
+    """Options of mpirun, however it is started: the placement of ranks, their environment."""
     names = dict.fromkeys(("MASTER_ADDR", "MASTER_PORT", *exports))
     return [
         # By slot: ranks are numbered host by host, in the hostfile's order.
         "--map-by", "slot", "--bind-to", "none",
-        # Ranks on other hosts have no pipe to the node agent: it tells them by this.
+        # Ranks on other hosts have no pipe to the node agent: it knows their lines by this.
         "--tag-output", *(word for name in names for word in ("-x", name)),
     ]  # fmt: skip
 
 
-def _torchrun(
-    topology: Topology, endpoint: Endpoint, python: str, rank_command: Sequence[Word], grace: str
-) -> list[Word]:
+def _torchrun(topology: Topology, endpoint: Endpoint, python: str, grace: str) -> list[Word]:
     argv: list[Word] = [python, "-m", "torch.distributed.run"]
     if topology.elastic:
         argv += [
             "--nnodes", f"{topology.min_nodes}:{topology.nodes}",
             "--nproc-per-node", str(topology.nproc_per_node),
             "--rdzv-backend", "c10d", "--rdzv-id", endpoint.run_id,
-            "--rdzv-endpoint", f"{endpoint.address}:{endpoint.port}",
+            "--rdzv-endpoint", Joined((endpoint.address, f":{endpoint.port}")),
             "--rdzv-conf", Joined((f"{_ELASTIC_CONF},is_host=", IS_HOST)),
-            # Otherwise it tells the others its host name, which they may not resolve.
+            # By default it is the host's name, which the other nodes may not resolve.
             "--local-addr", NODE_ADDRESS,
             "--max-restarts", "100",
         ]  # fmt: skip
@@ -234,18 +211,18 @@ def _torchrun(
         ]  # fmt: skip
     # Without --log-dir it leaves a folder in /tmp behind for every run.
     argv += ["--log-dir", Joined((NODE_DIR, "/torchrun")), "--shutdown-timeout", grace]
-    return [*argv, "--no-python", *rank_command]
+    return [*argv, "--no-python"]
 
 
 def rank_script(launcher: Launcher, topology: Topology, python: str) -> str:
     """What every launcher starts for each rank: a POSIX ``sh`` script.
 
-    It completes the environment of `rank_environment`, gives the rank a log of its own
+    It completes the rank's environment, gives the rank a log of its own
     (``$CLUSTERKIT_PIPE-N``, a named pipe that the node agent reads) and then
     *becomes* the program, so that signals and exit codes are the program's own. The folder of
     ``python`` stands first on the program's PATH.
 
-    Under deepspeed and mpirun it stays the program's parent, to tell how it failed: DeepSpeed
+    Under deepspeed and mpirun it stays the program's parent, to report how it failed: DeepSpeed
     never says which rank did, and mpirun now and then ends without those words (Open MPI 4.1.4:
     1 of 25 times on one host, 5 of 25 on two pods). Signals reach it and the program alike, and
     it ends as the program did.

@@ -13,6 +13,7 @@ import msgspec
 from clusterkit import command, loader
 from clusterkit.files import read_file
 from clusterkit.spec import JobSpec, check_job
+from clusterkit.yaml_file import Document
 
 Job = str | os.PathLike[str] | JobSpec | Sequence[str]
 """A job file's path, a `JobSpec`, or a command such as ``["python", "train.py", "--fast"]``."""
@@ -25,7 +26,7 @@ class Request:
     """A job that can be planned, and where its keys come from."""
 
     job: JobSpec
-    document: loader.Document | None
+    document: Document | None
     """The file that it stands in, if any."""
     flags: Mapping[str, str]
     """Keys of the job that a flag has given."""
@@ -55,7 +56,7 @@ def read(
     Raises:
         BadInput: anything wrong with it.
     """
-    document: loader.Document | None = None
+    document: Document | None = None
     bases: Sequence[Path] = [loader.current_folder()]
     if isinstance(job, (str, os.PathLike)):
         loaded = loader.read_job(Path(job), settings)
@@ -64,7 +65,7 @@ def read(
     else:
         spec = job if isinstance(job, JobSpec) else loader.job_from_command(list(job))
         if settings:
-            changes = loader.Document("--set", msgspec.to_builtins(spec), {})
+            changes = Document("--set", msgspec.to_builtins(spec), {})
             for setting in settings:
                 loader.apply_setting(changes, setting)
             spec = loader.convert(changes, (), changes.data, JobSpec)

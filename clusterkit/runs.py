@@ -25,6 +25,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, TypeVar
@@ -32,8 +33,10 @@ from typing import IO, TypeVar
 import msgspec
 from msgspec import Struct
 
+from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, Facts
 from clusterkit.errors import BadInput, RunFolderError, RunNotFound
 from clusterkit.logs import LogLine, NodeLog, merged
+from clusterkit.plan import Plan
 from clusterkit.shell import check_text
 from clusterkit.transport import locked, write_atomic
 
@@ -80,6 +83,16 @@ class StepRecord(Struct, frozen=True, kw_only=True):
     outcome: str
 
 
+@dataclass(frozen=True)
+class RunHandle:
+    """One attempt of a run, made by `RunFolder.handle`: what backends are given of it."""
+
+    folder: RunFolder
+    """On this machine, wherever the nodes write."""
+    plan: Plan
+    attempt: int = 1
+
+
 def node_dir(run_dir: str, attempt: int, node: int) -> str:
     """Folder of one node in one attempt; ``node.sh`` makes it."""
     return posixpath.join(run_dir, "attempts", str(attempt), f"node-{node}")
@@ -115,10 +128,10 @@ def check_run_id(run_id: str) -> str:
         BadInput: not a DNS label, or the word that means the newest run.
     """
     if run_id == LAST:
-        raise BadInput(f"run id {run_id!r}: means the newest run", hint="choose another")
+        raise BadInput(f"run id {run_id!r}: it means the newest run", hint="choose another")
     if not RUN_ID.match(run_id) or len(run_id) > RUN_ID_MAX:
         raise BadInput(
-            f"run id {run_id!r}: cannot be one",
+            f"run id {run_id!r} is not valid",
             hint=f"lower-case letters, digits and '-', {RUN_ID_MAX} characters at most",
         )
     return run_id
@@ -235,6 +248,48 @@ class RunFolder:
             except msgspec.MsgspecError:
                 continue
         return found
+
+    # -- what the run was made of ------------------------------------------
+
+    def plan(self) -> Plan:
+        """The run's plan.
+
+        Raises:
+            RunFolderError: missing or damaged.
+        """
+        return self.read_json("plan.json", Plan)
+
+    def save_plan(self, facts: Facts, plan: Plan) -> None:
+        """Write facts and plan, as JSON and for people."""
+        self.write_json("facts.json", facts)
+        self.write("plan.json", plan.to_json())
+        self.write("plan.txt", plan.to_text())
+
+    def cluster(self) -> ClusterSpec:
+        """The run's cluster entry.
+
+        Raises:
+            RunFolderError: missing or damaged.
+        """
+        entry = self.read_json("cluster.json", dict)
+        kind = CLUSTER_TYPES.get(str(entry.get("backend", "local")))
+        if kind is None:
+            raise RunFolderError(f"run {self.run_id}: cluster.json names an unknown backend")
+        try:
+            return msgspec.convert(entry, kind)
+        except msgspec.ValidationError as error:
+            raise RunFolderError(f"run {self.run_id}: cluster.json is damaged ({error})") from error
+
+    def handle(self, attempt: int = 1, plan: Plan | None = None) -> RunHandle:
+        """One attempt, for a backend.
+
+        Args:
+            plan: the run's, of a caller that has read it.
+
+        Raises:
+            RunFolderError: the plan is missing or damaged.
+        """
+        return RunHandle(self, plan or self.plan(), attempt)
 
     # -- whose it is -------------------------------------------------------
 

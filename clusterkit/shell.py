@@ -74,7 +74,7 @@ def join(argv: Iterable[Word]) -> str:
     return " ".join(map(quote, argv))
 
 
-def exports(env: Mapping[str, str]) -> str:
+def exports(env: Mapping[str, Word]) -> str:
     """``export`` lines, in the order given.
 
     Raises:
@@ -82,9 +82,9 @@ def exports(env: Mapping[str, str]) -> str:
     """
     lines = []
     for name, value in env.items():
-        if not is_name(name) or "\0" in value:
+        if not is_name(name) or (isinstance(value, str) and "\0" in value):
             raise ValueError(f"cannot be an environment variable: {name}={value!r}")
-        lines.append(f"export {name}={shlex.quote(value)}\n")
+        lines.append(f"export {name}={quote(value)}\n")
     return "".join(lines)
 
 

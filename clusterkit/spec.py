@@ -1,7 +1,7 @@
 """What to run: `JobSpec`, the contents of one job file. Frozen and validated; no I/O.
 
-The docstring under each field is its documentation: docs/job-file.md and the JSON
-schema are generated from them.
+The docstring under each field is its documentation: `clusterkit.schema` reads it for the JSON
+schema and for docs/job-file.md.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from clusterkit.errors import BadInput, Source, about
+from clusterkit.errors import BadInput, Place, Source, about, dotted
 from clusterkit.shell import NAME, check_text, is_name
 
 Launcher = Literal["torchrun", "deepspeed", "mpirun", "python"]
@@ -47,159 +47,105 @@ SCHEMA: dict[str, Any] = {
 """What `check_job` says of several keys at once: one thing to run; elastic jobs need torchrun."""
 
 
-class BatchSpec(
-    Struct,
-    frozen=True,
-    forbid_unknown_fields=True,
-    omit_defaults=True,
-    rename={"global_size": "global"},
-):
+class Spec(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a YAML file holds: every key is known, and frozen once read."""
+
+
+class BatchSpec(Spec, frozen=True, rename={"global_size": "global"}):
     """Sizes in samples; global = micro x accumulation x ranks. What is left out is worked out."""
 
-    global_size: Annotated[
-        Count | None, Meta(description="Samples per optimizer step, over all ranks.")
-    ] = None
-    micro: Annotated[Count | None, Meta(description="Samples per forward pass of one rank.")] = None
-    accumulation: Annotated[
-        Count | None, Meta(description="Forward passes per optimizer step.")
-    ] = None
+    global_size: Count | None = None
+    """Samples per optimizer step, over all ranks."""
+    micro: Count | None = None
+    """Samples per forward pass of one rank."""
+    accumulation: Count | None = None
+    """Forward passes per optimizer step."""
 
 
-class CheckpointSpec(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class CheckpointSpec(Spec, frozen=True):
     """Where, how often and how many; given to the program as CLUSTERKIT_CHECKPOINT_*."""
 
-    dir: Annotated[
-        Text, Meta(description="Folder; a relative one lies in the run's folder.", min_length=1)
-    ] = "checkpoints"
-    every: Annotated[Count, Meta(description="Steps between checkpoints.")] = 100
-    keep: Annotated[Count, Meta(description="How many of the newest are kept.")] = 2
-    resume: Annotated[
-        Text,
-        Meta(
-            description="`auto` (the newest whole one in `dir`), `never`, or the path of one.",
-            min_length=1,
-        ),
-    ] = "auto"
+    dir: Annotated[Text, Meta(min_length=1)] = "checkpoints"
+    """Folder; a relative one lies in the run's folder."""
+    every: Count = 100
+    """Steps between checkpoints."""
+    keep: Count = 2
+    """How many of the newest are kept."""
+    resume: Annotated[Text, Meta(min_length=1)] = "auto"
+    """`auto` (the newest whole one in `dir`), `never`, or the path of one."""
 
 
-class JobSpec(
-    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True,
-    repr_omit_defaults=True,
-):  # fmt: skip
+class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     """One job: a program, its arguments, how many nodes and ranks, and what they need."""
 
     name: Annotated[
-        str,
-        Meta(
-            description=f"Letters, digits, `.`, `_`, `-` and spaces, {JOB_NAME_MAX} at most; "
-            "begins the run id.",
-            extra_json_schema={"pattern": f"^{_JOB_NAME}$", "maxLength": JOB_NAME_MAX},
-        ),
+        str, Meta(extra_json_schema={"pattern": f"^{_JOB_NAME}$", "maxLength": JOB_NAME_MAX})
     ]
-    description: Annotated[str, Meta(description="One line for people.")] = ""
-    program: Annotated[
-        Text | None,
-        Meta(
-            description="Python file that every rank runs; sought from the current folder, "
-            "then from the job file's folder upwards."
-        ),
-    ] = None
-    module: Annotated[
-        Text | None, Meta(description="Python module to run instead of a file (`python -m`).")
-    ] = None
-    command: Annotated[
-        tuple[Text, ...] | None,
-        Meta(
-            description="Any command to run instead, as a list of words.",
-            extra_json_schema={"minItems": 1},
-        ),
-    ] = None
-    args: Annotated[
-        tuple[Text, ...],
-        Meta(
-            description="Arguments of the program. `${clusterkit.NAME}` is replaced; NAME is one "
-            "of global_batch, micro_batch, accumulation, deepspeed_config, run_id, run_dir, "
-            "checkpoint_dir, world_size."
-        ),
-    ] = ()
-    python: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
-        Meta(
-            description="Interpreter of the ranks: a path, or a command of the hosts; by default "
-            "the cluster entry's."
-        ),
-    ] = None
-    launcher: Annotated[Launcher, Meta(description="What starts the ranks of one node.")] = (
-        "torchrun"
-    )
+    """Letters, digits, `.`, `_`, `-` and spaces, 100 at most; begins the run id."""
+    description: str = ""
+    """One line for people."""
+    program: Text | None = None
+    """Python file that every rank runs; sought from the current folder, then from the job file's
+    folder upwards."""
+    module: Text | None = None
+    """Python module to run instead of a file (`python -m`)."""
+    command: Annotated[tuple[Text, ...] | None, Meta(extra_json_schema={"minItems": 1})] = None
+    """Any command to run instead, as a list of words."""
+    args: tuple[Text, ...] = ()
+    """Arguments of the program. `${clusterkit.NAME}` is replaced; NAME is one of global_batch,
+    micro_batch, accumulation, deepspeed_config, run_id, run_dir, checkpoint_dir, world_size."""
+    python: Annotated[str, Meta(min_length=1)] | None = None
+    """Interpreter of the ranks: a path, or a command of the hosts; by default the cluster entry's.
+    """
+    launcher: Launcher = "torchrun"
+    """What starts the ranks of one node."""
     nodes: Annotated[
         int | str,
         Meta(
-            description='How many nodes: `2`, or `"2:4"` for an elastic number.',
             extra_json_schema={
                 "minimum": 1,
                 "maximum": MOST_NODES,
                 "pattern": rf"^\s*(?=.*[1-9])(?!0+:){_NODES}\s*$",
-            },
+            }
         ),
     ] = 1
-    gpus_per_node: Annotated[
-        Count | Auto,
-        Meta(
-            description="Ranks per node. `auto`: every GPU of the node, or one rank where there "
-            "is none.",
-            extra_json_schema={"maximum": MOST_RANKS},
-        ),
-    ] = "auto"
-    device: Annotated[
-        Device, Meta(description="`auto`: GPUs when there are some, otherwise CPU threads.")
-    ] = "auto"
-    threads_per_rank: Annotated[
-        Count | Auto,
-        Meta(description="OMP_NUM_THREADS of a rank. `auto`: the cores, shared between the ranks."),
-    ] = "auto"
-    batch: Annotated[BatchSpec | None, Meta(description="Batch sizes, in samples.")] = None
-    deepspeed: Annotated[
-        dict[str, Any] | None,
-        Meta(
-            description="A DeepSpeed config, or the path of one, from the job file's folder. Batch "
-            "sizes come from `batch`; gradient_clipping is 0 unless given."
-        ),
-    ] = None
-    checkpoint: Annotated[
-        CheckpointSpec | None, Meta(description="Checkpoints and where to resume.")
-    ] = None
-    restarts: Annotated[int, Meta(ge=0, description="How often a failed run is started again.")] = 0
+    """How many nodes: `2`, or `"2:4"` for an elastic number."""
+    gpus_per_node: Annotated[Count | Auto, Meta(extra_json_schema={"maximum": MOST_RANKS})] = "auto"
+    """Ranks per node. `auto`: every GPU of the node, or one rank where there is none."""
+    device: Device = "auto"
+    """`auto`: GPUs when there are some, otherwise CPU threads."""
+    threads_per_rank: Count | Auto = "auto"
+    """OMP_NUM_THREADS of a rank. `auto`: the cores, shared between the ranks."""
+    batch: BatchSpec | None = None
+    """Batch sizes, in samples."""
+    deepspeed: dict[str, Any] | None = None
+    """A DeepSpeed config, or the path of one, from the job file's folder. Batch sizes come from
+    `batch`; gradient_clipping is 0 unless given."""
+    checkpoint: CheckpointSpec | None = None
+    """Checkpoints and where to resume."""
+    restarts: Annotated[int, Meta(ge=0)] = 0
+    """How often a failed run is started again."""
     time_limit: Annotated[
         float | str | None,
         Meta(
-            description="How long an attempt may run, in seconds or as `90m`, `2h`, `1d12h`; "
-            "then the run is ended. Waiting for nodes does not count.",
             extra_json_schema={
                 "exclusiveMinimum": 0,
                 "exclusiveMaximum": LONGEST,
                 "pattern": rf"^\s*(?=.*[1-9])({_SECONDS}|{_DURATION})\s*$",
-            },
+            }
         ),
     ] = None
+    """How long an attempt may run, in seconds or as `90m`, `2h`, `1d12h`; then the run is ended.
+    Waiting for nodes does not count."""
     env: Annotated[
-        dict[str, Text],
-        Meta(
-            description="Environment of every rank; values arrive exactly as written.",
-            extra_json_schema={"propertyNames": {"pattern": f"^{NAME}$"}},
-        ),
+        dict[str, Text], Meta(extra_json_schema={"propertyNames": {"pattern": f"^{NAME}$"}})
     ] = {}
-    secrets: Annotated[
-        tuple[Annotated[str, Meta(extra_json_schema={"pattern": f"^{NAME}$"})], ...],
-        Meta(
-            description="Variables taken from the submitter's environment; never written to a "
-            "file, an argument list or a log."
-        ),
-    ] = ()
-    workdir: Annotated[
-        Text | None,
-        Meta(description="Folder the ranks start in; by default where the program was found."),
-    ] = None
+    """Environment of every rank; values arrive exactly as written."""
+    secrets: tuple[Annotated[str, Meta(extra_json_schema={"pattern": f"^{NAME}$"})], ...] = ()
+    """Variables taken from the submitter's environment; never written to a file, an argument list
+    or a log."""
+    workdir: Text | None = None
+    """Folder the ranks start in; by default where the program was found."""
 
     @property
     def node_range(self) -> tuple[int, int]:
@@ -259,7 +205,7 @@ def parse_duration(duration: float | str) -> float:
         seconds = sum(float(number) * units[unit] for number, unit in parts)
     else:
         raise BadInput(
-            f"time_limit: {text[:40]!r} is no length of time",
+            f"time_limit: {text[:40]!r} is not a length of time",
             hint="such as 3600, 90m, 2h, 1d12h",
             job="time_limit",
         )
@@ -277,11 +223,10 @@ def check_job(job: JobSpec) -> None:
         BadInput: the message begins with the key.
     """
     if not re.fullmatch(_JOB_NAME, job.name) or len(job.name) > JOB_NAME_MAX:
-        shown = (
-            job.name if len(job.name) <= 40 else f"{job.name[:40]}... ({len(job.name)} characters)"
-        )
+        long = f"... ({len(job.name)} characters)" if len(job.name) > 40 else ""
+        shown = job.name[:40] + long
         raise BadInput(
-            f"name: {shown!r} cannot name a job",
+            f"name: {shown!r} is not a valid job name",
             hint=f"letters, digits, '.', '_', '-' and spaces, {JOB_NAME_MAX} characters at most",
             job="name",
         )
@@ -309,18 +254,19 @@ def check_job(job: JobSpec) -> None:
     check_environment(job.env)
     for name in job.secrets:
         if not is_name(name):
-            raise BadInput(f"secrets: {name!r} cannot name an environment variable", job="secrets")
-    for key in ("program", "module", "python", "workdir"):
-        with about("job", key):
-            check_text(key, getattr(job, key) or "")
+            raise BadInput(
+                f"secrets: {name!r} is not a valid name of an environment variable", job="secrets"
+            )
+    texts: list[tuple[Place, str]] = [
+        ((key,), getattr(job, key) or "") for key in ("program", "module", "python", "workdir")
+    ]
     if job.checkpoint is not None:
-        for key in ("dir", "resume"):
-            with about("job", "checkpoint", key):
-                check_text(f"checkpoint.{key}", getattr(job.checkpoint, key))
+        texts += [(("checkpoint", key), getattr(job.checkpoint, key)) for key in ("dir", "resume")]
     for key in ("args", "command"):
-        for position, word in enumerate(getattr(job, key) or ()):
-            with about("job", key, position):
-                check_text(f"{key}[{position}]", word)
+        texts += [((key, number), word) for number, word in enumerate(getattr(job, key) or ())]
+    for place, text in texts:
+        with about("job", *place):
+            check_text(dotted(place), text)
     twice = sorted(set(job.env) & set(job.secrets))
     if twice:
         raise BadInput(f"secrets: {twice[0]} is set in env as well", job="secrets")
@@ -335,5 +281,5 @@ def check_environment(env: Mapping[str, str], source: Source = "job") -> None:
     for name, value in env.items():
         with about(source, "env", name):
             if not is_name(name):
-                raise BadInput(f"env: {name!r} cannot name an environment variable")
+                raise BadInput(f"env: {name!r} is not a valid name of an environment variable")
             check_text(f"env.{name}", value)

@@ -59,11 +59,11 @@ class NodeCause(Struct, frozen=True, kw_only=True):
 
 
 class Failure(Struct, frozen=True, kw_only=True):
-    """Who failed first and why; times are elsewhere, words are here."""
+    """Who failed first, and why."""
 
-    node: int | None
-    rank: int | None
-    exit_code: int | None
+    node: int | None = None
+    rank: int | None = None
+    exit_code: int | None = None
     cause: str
     hint: str | None = None
     traceback: str | None = None

@@ -3,7 +3,6 @@
 ``python -m clusterkit.supervise`` is the process that does this (`spawn`), detached from the
 terminal and from `clusterkit submit`; whoever follows the run only reads its folder. It holds the
 folder's lock, so that there is one of them.
-`current` tells the truth about a run whether its supervisor lives or not.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import IO
@@ -24,8 +25,16 @@ from typing import IO
 import msgspec
 
 from clusterkit import agent, backends, mirror
-from clusterkit.backends.base import Backend, HandedOver, Handle, Newest, Observation, Watcher
-from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, Facts, LocalCluster
+from clusterkit.backends.base import (
+    Backend,
+    ClusterProgress,
+    HandedOver,
+    Monitor,
+    Observation,
+    SupportsCleanup,
+)
+from clusterkit.backends.ports import moved_port
+from clusterkit.cluster import Facts
 from clusterkit.diagnose import PORT_TAKEN, diagnose
 from clusterkit.errors import (
     EXIT_INTERRUPTED,
@@ -34,26 +43,25 @@ from clusterkit.errors import (
     SubmitFailed,
     counted,
 )
-from clusterkit.plan import Plan, Step
-from clusterkit.runs import Event, RunFolder, StepRecord, Submission
+from clusterkit.plan import Step
+from clusterkit.runs import Event, RunFolder, RunHandle, StepRecord, Submission
 from clusterkit.shell import Secret
 from clusterkit.spec import JobSpec
 from clusterkit.status import AttemptStatus, Failure, NodeStatus, RunStatus, State
-from clusterkit.transport import Transport
 
 POLL_SECONDS = 0.1
 PEERS_SECONDS = 2.0
 """How long the other nodes have to fail by themselves, so that the first failure is seen."""
 PROBED_SECONDS = 20.0
-"""How long a port that was free when probed is taken to be free; then it is looked at again."""
+"""How long facts are fresh: a port that was free when probed is taken to be free."""
 CANCEL_SECONDS = 5.0
 """Pause before nodes that did not end are told again."""
 PORT_TRIES = 3
 TAIL_LINES = 5000
 """Log lines per attempt that a diagnosis reads."""
-BIRTH_SECONDS = 60.0
+START_SECONDS = 60.0
 """How long a supervisor may take to start; one that ends meanwhile is noticed at once."""
-BORN = b"started\n"
+STARTED = b"started\n"
 """What a supervisor answers to whoever started it."""
 LATE_EXIT = 124
 """Exit code of a run that was ended at its time limit: that of timeout(1)."""
@@ -71,9 +79,9 @@ class Supervisor:
         self.folder = folder
         self.submission = folder.read_json("run.json", Submission)
         self.job = folder.read_json("job.json", JobSpec)
-        self.cluster = read_cluster(folder)
+        self.cluster = folder.cluster()
         self.facts = folder.read_json("facts.json", Facts)
-        self.plan = read_plan(folder)
+        self.plan = folder.plan()
         self.backend: Backend = backends.backend(self.submission.backend)
         self.transport = backends.transport_for(self.cluster)
         self.secrets = {name: Secret(name, os.environ[name]) for name in self.job.secrets}
@@ -110,18 +118,13 @@ class Supervisor:
             self._event(error.message)
         except ClusterkitError as error:
             self._cancel()
-            failure = Failure(
-                node=None, rank=None, exit_code=error.exit_code, cause=error.message,
-                hint=error.hint,
-            )  # fmt: skip
+            failure = Failure(exit_code=error.exit_code, cause=error.message, hint=error.hint)
             self._finish(State.FAILED, failure)
         except Exception as error:
             self._cancel()
             cause = f"clusterkit's supervisor failed: {type(error).__name__}: {error}"
             hint = f"a bug of clusterkit's; {self.folder.file('supervisor.log')} holds the details"
-            self._finish(
-                State.FAILED, Failure(node=None, rank=None, exit_code=1, cause=cause, hint=hint)
-            )
+            self._finish(State.FAILED, Failure(exit_code=1, cause=cause, hint=hint))
             raise
 
     def _terminated(self, signum: int, frame: object) -> None:
@@ -132,17 +135,17 @@ class Supervisor:
         return self.terminated or self.folder.is_cancelled()
 
     def _attempts(self, adopt: bool = False) -> None:
-        gone_on: Newest | None = None
+        progress: ClusterProgress | None = None
         if adopt:
-            adopt, gone_on = self._adopted()
+            adopt, progress = self._adopted()
         restarts_left = max(0, self.job.restarts - (self.attempt - 1))
         port_tries = PORT_TRIES
         while True:
-            if gone_on is not None:
-                restarts_left = max(0, restarts_left - (gone_on.attempt - self.attempt))
-                adopt = gone_on.begun if gone_on.watched else adopt
-                self.attempt = gone_on.attempt
-                if gone_on.late:
+            if progress is not None:
+                restarts_left = max(0, restarts_left - (progress.attempt - self.attempt))
+                adopt = progress.begun if progress.watched else adopt
+                self.attempt = progress.attempt
+                if progress.late:
                     self._cancel()
                     return self._finish(State.FAILED, over_time(self.job))
             if self._to_be_ended():
@@ -150,10 +153,7 @@ class Supervisor:
                     self._cancel()
                 return self._finish(State.CANCELLED)
             if not adopt:
-                age = time.time() - self.submission.created_at
-                stale = self.attempt > 1 or age > PROBED_SECONDS or not self.backend.elsewhere
-                if stale and not self.backend.own_network:
-                    self._settle_port()
+                self._check_again()
                 self.running_since = None
                 self._save(State.PENDING)
                 self.backend.submit(
@@ -164,14 +164,14 @@ class Supervisor:
                     record=self._record,
                 )
             adopt = False
-            handle = Handle(self.folder, self.plan, self.attempt)
+            handle = self._handle()
             seen = self._watch(handle)
-            if (gone_on := seen.superseded) is not None:
-                self._event(f"attempt {gone_on.attempt} goes on; it was begun in the cluster")
+            if (progress := seen.superseded) is not None:
+                self._event(f"attempt {progress.attempt} continues; the cluster started it")
                 self._attempt_ended(None)
                 continue
-            if self.backend.managed:
-                self._cancel()  # what has ended would stay
+            if isinstance(self.backend, SupportsCleanup):
+                self._end(partial(self.backend.clean_up, handle, self.transport))
             if seen.state is State.SUCCEEDED:
                 return self._finish(State.SUCCEEDED)
             if any(node.state is State.UNKNOWN for node in seen.nodes):
@@ -184,7 +184,8 @@ class Supervisor:
             if self._port_was_taken(failure) and port_tries:
                 port_tries -= 1
                 why = f"port {self.plan.port} was taken before the run could listen there"
-                self._new_port(None, why)
+                port = self.transport.free_port(self.facts.hosts[0].host)
+                self._plan_anew(*moved_port(self.cluster, self.facts, port, why))
             elif restarts_left:
                 restarts_left -= 1
                 self._event(
@@ -206,7 +207,7 @@ class Supervisor:
         )  # fmt: skip
         self.attempts = (*self.attempts, ended)
 
-    def _adopted(self) -> tuple[bool, Newest | None]:
+    def _adopted(self) -> tuple[bool, ClusterProgress | None]:
         """Whether the newest attempt known here has been started; and what came after it."""
         saved = self.folder.maybe_json("state.json", RunStatus)
         begun = saved is None or saved.state is not State.RESTARTING
@@ -218,9 +219,8 @@ class Supervisor:
                 begun = False
             self.attempt = saved.attempt + (not begun)
             self.running_since = saved.running_since if begun else None
-        handle = Handle(self.folder, self.plan, self.attempt)
         with contextlib.suppress(ClusterkitError):
-            return begun, self.backend.newest(handle, self.transport)
+            return begun, self.backend.catch_up(self._handle(), self.transport)
         return begun, None
 
     def _carried_out(self, attempt: int) -> bool:
@@ -230,15 +230,12 @@ class Supervisor:
 
     # -- one attempt --------------------------------------------------------
 
-    def _watch(self, handle: Handle) -> Observation:
+    def _watch(self, handle: RunHandle) -> Observation:
         """Until every node has ended; a failed node takes the others down, unless elastic."""
-        watcher = self.backend.watch(handle, self.transport)
-        try:
-            return self._until_ended(watcher)
-        finally:
-            watcher.close()
+        with contextlib.closing(self.backend.watch(handle, self.transport)) as monitor:
+            return self._until_ended(monitor)
 
-    def _until_ended(self, watcher: Watcher) -> Observation:
+    def _until_ended(self, monitor: Monitor) -> Observation:
         needed = self.plan.topology.get("min_nodes", self.plan.nodes)
         if self.plan.nodes < self.plan.topology.get("nodes", self.plan.nodes):
             needed = self.plan.nodes  # one launcher for all nodes (mpirun)
@@ -246,7 +243,7 @@ class Supervisor:
         give_up: float | None = None
         again = 0.0
         while True:
-            seen = watcher.status()
+            seen = monitor.status()
             if seen is None:
                 raise RunFolderError(f"the folder of run {self.folder.run_id} is gone")
             if seen.superseded is not None:
@@ -257,8 +254,8 @@ class Supervisor:
             if State.PENDING in states and now > started + self.backend.start_seconds:
                 silent = states.index(State.PENDING)
                 raise ClusterkitError(
-                    f"node {silent} showed no sign of life within {self.backend.start_seconds:g} s",
-                    hint=f"look into {self.folder.path}/attempts/{self.attempt}",
+                    f"node {silent} did not report within {self.backend.start_seconds:g} s",
+                    hint=f"see the logs in {self.folder.path}/attempts/{self.attempt}",
                 )
             if not {State.RUNNING, State.PENDING} & set(states):
                 return self._ended(seen, needed)
@@ -285,7 +282,7 @@ class Supervisor:
             return False
         if not self.late:
             self.late = True
-            self._event(f"attempt {self.attempt} is over its time limit: ending it")
+            self._event(f"attempt {self.attempt} is over its time limit: stopping it")
         return True
 
     def _note_progress(self, seen: Observation, needed: int) -> None:
@@ -298,16 +295,18 @@ class Supervisor:
             self._save(state)
 
     def _cancel(self) -> None:
+        reason = "the run is over its time limit" if self.late else "another node has ended"
+        if self._to_be_ended():
+            reason = "cancelled"
+        self._end(partial(self.backend.cancel, self._handle(), self.transport, reason))
+
+    def _end(self, work: Callable[[], None]) -> None:
         """End what runs; a host where that cannot be done is remembered, and told of."""
         try:
-            reason = "the run is over its time limit" if self.late else "another node has ended"
-            if self._to_be_ended():
-                reason = "cancelled"
-            handle = Handle(self.folder, self.plan, self.attempt)
-            self.backend.cancel(handle, self.transport, reason)
+            work()
         except ClusterkitError as error:
             if error.message != self.remark:
-                self._event(f"not all could be ended: {error.message}")
+                self._event(f"not all nodes could be stopped: {error.message}")
             self.remark = str(error.message)
             with contextlib.suppress(RunFolderError):
                 self.folder.write(LEFTOVERS, f"{error.message}\n")
@@ -315,41 +314,24 @@ class Supervisor:
             self.remark = None
             self.folder.file(LEFTOVERS).unlink(missing_ok=True)
 
-    # -- the port -----------------------------------------------------------
+    def _handle(self) -> RunHandle:
+        return self.folder.handle(self.attempt, self.plan)
 
-    def _settle_port(self) -> None:
-        """Ours may have been taken since it was probed, or since the last attempt."""
-        host = self.facts.hosts[0].host
-        found = self.transport.free_port(host, self.plan.port)
-        if found != self.plan.port:
-            return self._new_port(found, f"port {self.plan.port} was taken meanwhile")
-        if (watch := self.facts.watch_port) is not None:
-            free = self.transport.free_port(host, watch)
-            if free != watch:
-                self._event(
-                    f"port {watch} was taken meanwhile; the nodes watch each other at {free}"
-                )
-                self._plan_anew(msgspec.structs.replace(self.facts, watch_port=free))
-        return None
+    # -- the facts ----------------------------------------------------------
 
-    def _new_port(self, port: int | None, why: str) -> None:
-        if self.cluster.port != "auto":
-            raise ClusterkitError(
-                f"{why}, and the cluster entry asks for that one",
-                hint="port: auto, or end the program that listens there",
-            )
-        chosen = port or self.transport.free_port(self.facts.hosts[0].host)
-        self._event(f"{why}; {chosen} chosen instead")
-        origin = f"{why}; free when probed again"
-        watch = self.facts.watch_port and chosen + 1
-        self._plan_anew(
-            msgspec.structs.replace(self.facts, port=chosen, port_origin=origin, watch_port=watch)
-        )
+    def _check_again(self) -> None:
+        """Before an attempt: the port may have been taken since it was probed, or used last."""
+        age = time.time() - self.submission.created_at
+        fresh = self.attempt == 1 and age <= PROBED_SECONDS
+        changed = self.backend.before_attempt(self.cluster, self.facts, self.transport, fresh=fresh)
+        if changed is not None:
+            self._plan_anew(*changed)
 
-    def _plan_anew(self, facts: Facts) -> None:
+    def _plan_anew(self, facts: Facts, why: str) -> None:
+        self._event(why)
         self.facts = facts
         self.plan = self.backend.plan(self.job, self.cluster, self.facts, self.folder.run_id)
-        save_plan(self.folder, self.facts, self.plan)
+        self.folder.save_plan(self.facts, self.plan)
 
     def _port_was_taken(self, failure: Failure) -> bool:
         # With our own number in it: a program may have ports of its own.
@@ -405,352 +387,34 @@ class Supervisor:
 def over_time(job: JobSpec) -> Failure:
     """Why a run failed that was ended at its time limit."""
     return Failure(
-        node=None,
-        rank=None,
         exit_code=LATE_EXIT,
-        cause=f"it was ended at its time_limit of {job.time_limit}",
-        hint="a larger time_limit; a checkpoint is what another run can go on from",
+        cause=f"it was stopped at its time_limit of {job.time_limit}",
+        hint="raise time_limit; another run can resume from this one's checkpoint",
     )
 
 
-def diagnosis(handle: Handle, seen: Observation) -> Failure:
+def diagnosis(handle: RunHandle, seen: Observation) -> Failure:
     """Why an attempt that has ended did not succeed."""
     plan = handle.plan
     lines = chain.from_iterable(handle.folder.log(handle.attempt, range(plan.nodes)))
     tail = deque(lines, maxlen=TAIL_LINES)
     nproc = plan.topology.get("nproc_per_node", 1)
     failure = diagnose(
-        seen.nodes,
-        tail,
-        rank_exits=seen.rank_exits,
-        nproc_per_node=nproc,
-        oom_kills=seen.oom_kills,
-        causes=seen.causes,
-    )
+        seen.nodes, tail, rank_exits=seen.rank_exits, nproc_per_node=nproc,
+        oom_kills=seen.oom_kills, causes=seen.causes,
+    )  # fmt: skip
     if plan.nodes < plan.topology.get("nodes", plan.nodes) and failure.rank is not None:
         # One launcher for all nodes (mpirun): its log does not tell them apart, the rank does.
         failure = msgspec.structs.replace(failure, node=failure.rank // nproc)
     return failure
 
 
-# ---------------------------------------------------------------- the folder's documents
-
-
-def read_plan(folder: RunFolder) -> Plan:
-    """The run's plan.
-
-    Raises:
-        RunFolderError: missing or damaged.
-    """
-    return folder.read_json("plan.json", Plan)
-
-
-def read_cluster(folder: RunFolder) -> ClusterSpec:
-    """The run's cluster entry.
-
-    Raises:
-        RunFolderError: missing or damaged.
-    """
-    entry = folder.read_json("cluster.json", dict)
-    kind = CLUSTER_TYPES.get(str(entry.get("backend", "local")))
-    if kind is None:
-        raise RunFolderError(f"run {folder.run_id}: cluster.json names an unknown backend")
-    try:
-        return msgspec.convert(entry, kind)
-    except msgspec.ValidationError as error:
-        raise RunFolderError(f"run {folder.run_id}: cluster.json is damaged ({error})") from error
-
-
-def save_plan(folder: RunFolder, facts: Facts, plan: Plan) -> None:
-    """Facts and plan, as JSON and for people."""
-    folder.write_json("facts.json", facts)
-    folder.write("plan.json", plan.to_json())
-    folder.write("plan.txt", plan.to_text())
-
-
-# ---------------------------------------------------------------- telling the truth later
-
-
-class Connections:
-    """What reaches a run's hosts: made when it is first needed, kept until this is closed.
-
-    A context manager; with it, whoever looks often at a run logs in to its hosts once.
-    """
-
-    def __init__(self) -> None:
-        self._transport: Transport | None = None
-
-    def to(self, cluster: ClusterSpec) -> Transport:
-        """The run's cluster is one and the same each time."""
-        if self._transport is None:
-            self._transport = backends.transport_for(cluster)
-        return self._transport
-
-    def __enter__(self) -> Connections:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._transport is not None:
-            self._transport.close()
-
-
 def leftover_words(folder: RunFolder, message: str) -> str:
     """What a person should know where not all of a run could be ended."""
-    return (
-        f"not all of it could be ended: {message}; `clusterkit cancel {folder.run_id}` tries again"
-    )
+    return f"parts of it may still run: {message}; `clusterkit cancel {folder.run_id}` tries again"
 
 
-def supervisor_alive(folder: RunFolder) -> bool:
-    """Whether somebody watches over the run: its supervisor, or the submit that is to start it."""
-    return folder.is_held()
-
-
-def current(folder: RunFolder, connections: Connections | None = None) -> RunStatus:
-    """How a run stands now, from its folder and from the processes it recorded.
-
-    Never raises for a damaged folder: what cannot be told is UNKNOWN, with a remark.
-
-    Args:
-        connections: of a caller that asks several times.
-    """
-    if connections is None:
-        with Connections() as connections:
-            return current(folder, connections)
-    watched = supervisor_alive(folder)
-    # In this order: where nobody watches any more, this is the supervisor's last word.
-    saved = folder.maybe_json("state.json", RunStatus)
-    if saved is not None and saved.state.final:
-        return saved
-    if saved is not None and watched and saved.nodes:
-        return saved
-    try:
-        submission = folder.read_json("run.json", Submission)
-        plan = read_plan(folder)
-        transport = connections.to(read_cluster(folder))
-        backend = backends.backend(submission.backend)
-    except ClusterkitError as error:
-        if saved is not None:
-            return msgspec.structs.replace(saved, state=State.UNKNOWN, remark=error.message)
-        return RunStatus(
-            run=folder.run_id, job="?", cluster="?", backend="?", state=State.UNKNOWN,
-            remark=error.message,
-        )  # fmt: skip
-    attempt = saved.attempt if saved else 1
-    handle = Handle(folder, plan, attempt)
-    base = saved or RunStatus(
-        run=folder.run_id, job=submission.job, cluster=submission.cluster,
-        backend=submission.backend, state=State.PENDING, started_at=submission.created_at,
-    )  # fmt: skip
-    if (backend.elsewhere or backend.managed) and watched:
-        return base  # its supervisor asks; nobody else needs to
-    newest = Newest(attempt=attempt)
-    with contextlib.suppress(ClusterkitError):
-        if not watched:
-            newest = backend.newest(handle, transport)
-    if newest.attempt > attempt:
-        handle = Handle(folder, plan, newest.attempt)
-        base = msgspec.structs.replace(base, attempt=newest.attempt, state=State.RUNNING)
-    seen = backend.status(handle, transport)
-    if seen is None:
-        return msgspec.structs.replace(base, state=State.UNKNOWN, remark="nothing is left of it")
-    base = msgspec.structs.replace(base, nodes=seen.nodes)
-    if watched:
-        again = folder.maybe_json("state.json", RunStatus)
-        if again is not None and again.state.final:
-            return again  # it ended while we looked
-        if base.state is State.RESTARTING:
-            return base
-        running = seen_life(seen)
-        return msgspec.structs.replace(base, state=State.RUNNING if running else State.PENDING)
-    if seen.state is not State.RUNNING:
-        with contextlib.suppress(ClusterkitError):
-            backend.collect(handle, transport)
-    found, startable = _unwatched(folder, base, backend, handle, seen, newest)
-    if found.state.final and backend.managed and not startable:
-        _record_end(folder, found, backend, handle, transport)
-    return found
-
-
-def _record_end(
-    folder: RunFolder, found: RunStatus, backend: Backend, handle: Handle, transport: Transport
-) -> None:
-    """Nobody else is there to clear up, and to write down how a run ended."""
-    with contextlib.suppress(ClusterkitError):
-        if backend.managed:
-            backend.cancel(handle, transport)
-        folder.write_json("state.json", found)
-
-
-def unfinished(folder: RunFolder, connections: Connections | None = None) -> bool:
-    """Whether there is anything left to do for a supervisor."""
-    saved = folder.maybe_json("state.json", RunStatus)
-    return not (saved or current(folder, connections)).state.final
-
-
-def seen_life(seen: Observation) -> bool:
-    """Whether any node of it has started."""
-    return any(node.state is not State.PENDING for node in seen.nodes)
-
-
-def _unwatched(
-    folder: RunFolder,
-    base: RunStatus,
-    backend: Backend,
-    handle: Handle,
-    seen: Observation,
-    newest: Newest,
-) -> tuple[RunStatus, bool]:
-    """The supervisor was killed: only the nodes can tell, and whatever watches where they are.
-
-    Returns:
-        The status, and whether `attach` would start the run again.
-    """
-    replace = msgspec.structs.replace
-    job = folder.maybe_json("job.json", JobSpec)
-    restarts = 0 if job is None else max(0, job.restarts - (handle.attempt - 1))
-    attach = f"`clusterkit attach {folder.run_id}`"
-    if seen.state is State.RUNNING:
-        remark = (
-            f"its supervisor is gone: {_alone(backend, newest, restarts)}; {attach} watches over "
-            f"it again, `clusterkit cancel {folder.run_id}` ends it"
-        )
-        return replace(base, state=State.RUNNING, remark=remark), False
-    if folder.is_cancelled():
-        return replace(base, state=State.CANCELLED, exit_code=EXIT_INTERRUPTED), False
-    finished = max((node.ended_at or 0.0 for node in seen.nodes), default=0.0) or None
-    again = not newest.late and not newest.settled and restarts > 0
-    left = counted(restarts, "restart")
-    remark = f"nobody was there to start it again ({left} left): {attach} does"
-    if newest.late and job is not None:
-        failure = over_time(job)
-    elif seen.state is State.SUCCEEDED:
-        return replace(base, state=State.SUCCEEDED, exit_code=0, finished_at=finished), False
-    elif newest.watched and not newest.settled and (restarts or not seen_life(seen)):
-        remark = f"a watcher in the cluster: it starts again; {attach} follows it"
-        return replace(base, state=State.RESTARTING, remark=remark), False
-    elif not seen_life(seen):
-        again = folder.file("state.json").exists()
-        remark = f"nobody was there to start it: {attach} does"
-        failure = Failure(
-            node=None, rank=None, exit_code=1, cause="clusterkit was killed before it started it",
-            hint=f"{attach} starts it" if again else "submit it again",
-        )  # fmt: skip
-    else:
-        failure = diagnosis(handle, seen)
-    found = replace(
-        base,
-        state=State.UNKNOWN if seen.state is State.UNKNOWN else State.FAILED,
-        exit_code=failure.exit_code or 1,
-        failure=failure,
-        finished_at=finished,
-        remark=remark if again else base.remark,
-    )
-    return found, again
-
-
-def _alone(backend: Backend, newest: Newest, restarts: int) -> str:
-    """What does not happen to a run that goes on without its supervisor."""
-    if newest.watched:
-        return "the watcher in the cluster goes on with it"
-    # Nodes on other machines, and in containers, watch each other (clusterkit.agent.Peers).
-    together = backend.elsewhere or backend.managed
-    again = f" ({counted(restarts, 'restart')} left)" if restarts else ""
-    return (
-        f"nobody restarts it{again}{'' if together else ' or ends the other nodes when one fails'}"
-    )
-
-
-def cancel(folder: RunFolder) -> RunStatus:
-    """End a run, whoever watches it; fine to repeat, on a run that has ended, on a damaged one."""
-    with Connections() as connections:
-        return _cancel(folder, connections)
-
-
-def _cancel(folder: RunFolder, connections: Connections) -> RunStatus:
-    before = current(folder, connections)
-    leftovers = folder.file(LEFTOVERS)
-    if before.state.final and not leftovers.exists():
-        if unfinished(folder, connections):  # by now it is: `attach` starts it no more
-            before = msgspec.structs.replace(before, remark=None)
-            plan, cluster = read_plan(folder), read_cluster(folder)
-            transport = connections.to(cluster)
-            handle = Handle(folder, plan, before.attempt)
-            _record_end(folder, before, backends.backend(plan.backend), handle, transport)
-        return before
-    with contextlib.suppress(RunFolderError):  # a folder that is full or gone: end what runs
-        folder.mark_cancelled()
-    try:
-        plan = read_plan(folder)
-        cluster = read_cluster(folder)
-    except RunFolderError:
-        # What runs is known by the folder's name; that is enough to end it.
-        cluster = _remembered_cluster(folder)
-        plan = Plan(
-            run_id=folder.run_id, run_dir=str(folder.path), backend=cluster.backend, summary="",
-            nodes=0, world_size=0,
-        )  # fmt: skip
-    backend = backends.backend(plan.backend)
-    transport = connections.to(cluster)
-    handle = Handle(folder, plan, before.attempt)
-    deadline = time.monotonic() + plan.stop_grace + 10
-    while supervisor_alive(folder) and time.monotonic() < deadline:
-        if current(folder, connections).state.final:
-            break
-        time.sleep(POLL_SECONDS / 2)
-    if not supervisor_alive(folder):
-        with contextlib.suppress(ClusterkitError):
-            backend.collect(handle, transport)
-    try:
-        backend.cancel(handle, transport)
-    except ClusterkitError as error:
-        with contextlib.suppress(RunFolderError):
-            folder.write(LEFTOVERS, f"{error.message}\n")
-        after = msgspec.structs.replace(
-            current(folder, connections), remark=leftover_words(folder, error.message)
-        )
-    else:
-        leftovers.unlink(missing_ok=True)
-        after = msgspec.structs.replace(current(folder, connections), remark=None)
-    if after.state.final and folder.maybe_json("state.json", RunStatus) != after:
-        # Nobody else is there to record it.
-        folder.write_json("state.json", after)
-    return after
-
-
-def _remembered_cluster(folder: RunFolder) -> ClusterSpec:
-    """Where to look for what a damaged run may have left."""
-    with contextlib.suppress(RunFolderError):
-        cluster = read_cluster(folder)
-        if backends.backend_type(cluster.backend).managed:
-            return cluster
-    return LocalCluster()
-
-
-def forget(folder: RunFolder) -> None:
-    """Remove what a run that has ended left on other machines, and with a service.
-
-    Raises:
-        Unavailable: a host does not answer.
-    """
-    try:
-        plan, cluster = read_plan(folder), read_cluster(folder)
-    except RunFolderError:
-        return  # damaged: nobody knows of hosts
-    backend = backends.backend(plan.backend)
-    handle = Handle(folder, plan)
-    with Connections() as connections:
-        if backend.managed and unfinished(folder, connections):
-            backend.cancel(handle, connections.to(cluster))
-        if backend.elsewhere:
-            backend.forget(handle, connections.to(cluster))
-
-
-def abandon(folder: RunFolder) -> None:
-    """End a submit that was interrupted: its supervisor may have come up."""
-    if supervisor_alive(folder):
-        with contextlib.suppress(ClusterkitError):
-            cancel(folder)
+# ---------------------------------------------------------------- the process
 
 
 def spawn(folder: RunFolder, lock: IO[bytes], *, adopt: bool = False) -> None:
@@ -778,9 +442,9 @@ def spawn(folder: RunFolder, lock: IO[bytes], *, adopt: bool = False) -> None:
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True,
             )  # fmt: skip
         said = b""
-        while select.select([answer], [], [], BIRTH_SECONDS)[0] and (data := answer.read(4096)):
+        while select.select([answer], [], [], START_SECONDS)[0] and (data := answer.read(4096)):
             said += data
-    if said == BORN:
+    if said == STARTED:
         return
     log_text = folder.read("supervisor.log").decode(errors="replace").strip()
     words, _, hint = said.decode().partition("\n")
@@ -791,7 +455,7 @@ def spawn(folder: RunFolder, lock: IO[bytes], *, adopt: bool = False) -> None:
 
 def main(argv: list[str]) -> None:
     """``RUN_DIR LOCK ANSWER [--adopt]``: LOCK and ANSWER are open files, the run folder's lock and
-    a pipe that takes `BORN`, or why this process cannot supervise the run."""
+    a pipe that takes `STARTED`, or why this process cannot supervise the run."""
     path, lock, answer = argv[:3]
     os.set_inheritable(int(lock), False)
     # Whoever started this may have been killed meanwhile.
@@ -803,7 +467,7 @@ def main(argv: list[str]) -> None:
         except ClusterkitError as error:
             pipe.write(f"{error.message}\n{error.hint or ''}".encode())
             raise
-        pipe.write(BORN)
+        pipe.write(STARTED)
     supervisor.main(adopt="--adopt" in argv)
 
 

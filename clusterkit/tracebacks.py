@@ -108,7 +108,7 @@ class Output:
             self._part = ""
             return
         if self._part != "chain":
-            # The program survived what it has told before.
+            # The program survived what it printed before.
             self.traceback, self.began = [], time
         self._prefixed, self._grouped = prefixed, "Exception Group" in text
         self._message = [text] if text.startswith(_FATAL) else []
@@ -202,20 +202,15 @@ def _unless_report(line: LogLine, held: dict[int, list[LogLine]]) -> list[LogLin
     block = held.setdefault(line.node, [])
     block.append(line)
     report = next((one for one in block if _REPORT.match(one.text)), None)
-    if report is None and (line is block[0] or line.text[:1].isspace()):
-        return []  # its frames
-    rulers = sum(one.text.startswith("=====") for one in block)
-    if report is not None and "ChildFailedError" in report.text and rulers < 2:
-        return []
-    return _fold(held.pop(line.node), report)
-
-
-def _fold(block: list[LogLine], report: LogLine | None) -> list[LogLine]:
     if report is None:
-        return block
+        # Frames begin with blanks; a line that does not ends another kind of traceback.
+        more = line is block[0] or line.text[:1].isspace()
+        return [] if more else held.pop(line.node)
+    if "ChildFailedError" in report.text and sum(o.text.startswith("=====") for o in block) < 2:
+        return []
     what = report.text.rpartition(".")[2].strip().rstrip(":")
     text = f"torchrun's own traceback ({what}): {len(block)} lines; logs --raw shows them"
-    return [msgspec.structs.replace(block[0], text=text)]
+    return [msgspec.structs.replace(held.pop(line.node)[0], text=text)]
 
 
 def _is_no_word(text: str) -> bool:

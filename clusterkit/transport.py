@@ -28,6 +28,8 @@ START = """command -v "$1" >/dev/null || { echo "$1: not found" >&2; exit 127; }
 ${detach:-} "$@" </dev/null >/dev/null 2>&1 &"""
 """Starts ``"$@"`` so that it is nobody's child; with ``detach=setsid`` in a session of its own."""
 Result = TypeVar("Result")
+Environment = Mapping[str, str] | None
+"""Variables that a command gets besides the ones of its host."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,10 @@ class Put:
 
 
 class Stream(Protocol):
-    """A command that runs on a host, and can be spoken with; a context manager."""
+    """A command that runs on a host, with its input and output; a context manager."""
 
     def write(self, data: bytes) -> None:
-        """Feed its standard input; nothing happens where it reads no more."""
+        """Feed its standard input; nothing happens if it has closed that."""
 
     def close_input(self) -> None:
         """End its standard input."""
@@ -67,7 +69,7 @@ class Stream(Protocol):
 
     @property
     def stderr(self) -> str:
-        """What it has complained of so far."""
+        """Its standard error so far."""
 
     def exit_code(self, timeout: float | None = None) -> int:
         """Its exit code, once its output has ended.
@@ -77,11 +79,13 @@ class Stream(Protocol):
         """
 
     def close(self) -> None:
-        """Have nothing more to do with it; it ends when it next reads or writes."""
+        """Close its input and output; a remote command ends when it next reads or writes."""
 
-    def __enter__(self) -> Stream: ...
+    def __enter__(self) -> Stream:
+        return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Transport(Protocol):
@@ -92,7 +96,7 @@ class Transport(Protocol):
         host: str,
         argv: Sequence[str],
         *,
-        env: Mapping[str, str] | None = None,
+        env: Environment = None,
         timeout: float | None = None,
         stdin: bytes = b"",
     ) -> Completed:
@@ -102,28 +106,21 @@ class Transport(Protocol):
             SubmitFailed: it cannot be started, or did not end within ``timeout`` seconds.
             Unavailable: the host cannot be reached.
         """
-        ...
 
-    def open(
-        self, host: str, argv: Sequence[str], *, env: Mapping[str, str] | None = None
-    ) -> Stream:
-        """Start a command to speak with.
+    def open(self, host: str, argv: Sequence[str], *, env: Environment = None) -> Stream:
+        """Start a command whose input and output are a stream.
 
         Raises:
             SubmitFailed: it cannot be started.
             Unavailable: the host cannot be reached.
         """
-        ...
 
-    def start(
-        self, host: str, argv: Sequence[str], *, env: Mapping[str, str] | None = None
-    ) -> None:
+    def start(self, host: str, argv: Sequence[str], *, env: Environment = None) -> None:
         """Start a command that outlives this process, in a session of its own, without output.
 
         Raises:
             SubmitFailed: it cannot be started.
         """
-        ...
 
     def put(self, host: str, path: str, data: bytes, mode: int = 0o644) -> None:
         """Write a file, whole or not at all; its folder is made.
@@ -131,29 +128,25 @@ class Transport(Protocol):
         Raises:
             ClusterkitError: no space, no permission.
         """
-        ...
+        self.put_all(host, [Put(path, data, mode)])
 
     def put_all(self, host: str, files: Sequence[Put]) -> None:
         """`put` several files, in this order and in one go where that is faster."""
-        ...
 
     def get(self, host: str, path: str, offset: int = 0, limit: int | None = None) -> bytes | None:
         """A file's bytes from ``offset`` on, at most ``limit``; None when there is no such file."""
-        ...
 
     def free_port(self, host: str, wanted: int | None = None) -> int:
         """``wanted`` if nothing listens there, otherwise (or without it) another free TCP port.
 
         The one after a port that was chosen is free as well: nodes may watch each other there.
         """
-        ...
 
     def close(self) -> None:
-        """Let go of the hosts; used again, it connects again."""
-        ...
+        """End all connections; a later call connects again."""
 
 
-class LocalTransport:
+class LocalTransport(Transport):
     """This machine; every host name means it."""
 
     def run(
@@ -161,7 +154,7 @@ class LocalTransport:
         host: str,
         argv: Sequence[str],
         *,
-        env: Mapping[str, str] | None = None,
+        env: Environment = None,
         timeout: float | None = None,
         stdin: bytes = b"",
     ) -> Completed:
@@ -177,14 +170,10 @@ class LocalTransport:
         out, err = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
         return Completed(tuple(argv), done.returncode, out, err)
 
-    def open(
-        self, host: str, argv: Sequence[str], *, env: Mapping[str, str] | None = None
-    ) -> Stream:
+    def open(self, host: str, argv: Sequence[str], *, env: Environment = None) -> Stream:
         return LocalStream(host, argv, {**os.environ, **(env or {})})
 
-    def start(
-        self, host: str, argv: Sequence[str], *, env: Mapping[str, str] | None = None
-    ) -> None:
+    def start(self, host: str, argv: Sequence[str], *, env: Environment = None) -> None:
         # The shell starts it and ends at once, so that it is nobody's child and leaves no zombie.
         try:
             done = subprocess.run(
@@ -221,7 +210,7 @@ class LocalTransport:
         pass
 
 
-class LocalStream:
+class LocalStream(Stream):
     """A command on this machine; see `Stream`."""
 
     def __init__(self, host: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
@@ -251,7 +240,7 @@ class LocalStream:
     def read(self, timeout: float | None = None) -> bytes:
         ready, _, _ = select.select([self._output], [], [], timeout)
         if not ready:
-            raise SubmitFailed(f"host {self._host} does not answer any more")
+            raise SubmitFailed(f"host {self._host} no longer answers")
         return os.read(self._output.fileno(), 1 << 16)
 
     @property
@@ -263,7 +252,7 @@ class LocalStream:
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise SubmitFailed(f"{self._host} does not say how the command ended") from None
+            raise SubmitFailed(f"{self._host} did not report how the command ended") from None
 
     def close(self) -> None:
         self.close_input()
@@ -273,19 +262,13 @@ class LocalStream:
         self._process.wait()
         self._errors.close()
 
-    def __enter__(self) -> LocalStream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def fan_out(
     hosts: Sequence[str],
     work: Callable[[str], Result],
     limit: int = 64,
 ) -> dict[str, Result | ClusterkitError]:
-    """``work(host)`` for all hosts at once, ``limit`` at a time; what one host raises is its own.
+    """``work(host)`` for all hosts at once, ``limit`` at a time; an error of one stops no other.
 
     Returns:
         Host to result or error, in the order of ``hosts``.
@@ -304,10 +287,10 @@ def fan_out(
 
 
 def in_order(outcomes: Mapping[str, Result | ClusterkitError]) -> dict[str, Result]:
-    """What `fan_out` gave, where all went well.
+    """The results of `fan_out`, if there was no error.
 
     Raises:
-        ClusterkitError: the first host's error; the message tells of the others.
+        ClusterkitError: the first host's error; the message names the other hosts that failed.
     """
     errors = {host: found for host, found in outcomes.items() if isinstance(found, ClusterkitError)}
     for error in errors.values():
@@ -345,7 +328,7 @@ def _free_port(wanted: int | None) -> int | None:
 
 
 def free_port_program(wanted: int | None) -> str:
-    """Python text that prints what `Transport.free_port` gives; for hosts elsewhere."""
+    """Python text that prints what `Transport.free_port` returns; for remote hosts."""
     functions = "".join(inspect.getsource(function) for function in (_is_free, _free_port))
     return (
         "import errno, random, socket\n"

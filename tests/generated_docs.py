@@ -22,7 +22,7 @@ import click
 import msgspec
 from msgspec import inspect as types
 
-from clusterkit import backends, catalogue
+from clusterkit import backends, catalogue, schema
 from clusterkit.cli import VERBS, cli
 from clusterkit.cluster import (
     Claim,
@@ -90,15 +90,12 @@ def keys(struct: type[msgspec.Struct]) -> str:
     """Every key of a struct: what it takes, what it is when left out, what it means."""
     info = types.type_info(struct)
     assert isinstance(info, types.StructType)
+    means = schema.meanings(struct)
     rows = []
     for field in info.fields:
-        kind, extra = field.type, {}
-        if isinstance(kind, types.Metadata):
-            kind, extra = kind.type, kind.extra_json_schema or {}
-        rows.append([
-            f"`{field.encode_name}`", " or ".join(dict.fromkeys(words(kind))),
-            default(field), extra["description"],
-        ])  # fmt: skip
+        takes = " or ".join(dict.fromkeys(words(field.type)))
+        name = field.encode_name
+        rows.append([f"`{name}`", takes, default(field), means[name]])
     return table(["Key", "Takes", "Default", "Meaning"], rows)
 
 

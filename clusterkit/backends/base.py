@@ -1,46 +1,40 @@
-"""What a backend is: five methods, and what it cannot do, as data."""
+"""What a backend is: its hooks, what only some backends can do, and what one cannot do, as data.
+
+`Backend` holds what every backend has; the ``Supports...`` classes hold what only some can do, and
+are asked for with ``isinstance``. Nothing outside of `clusterkit.backends` asks which one it is.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from msgspec import Struct
 
 from clusterkit import execute
+from clusterkit.assemble import Placement
 from clusterkit.cluster import ClusterSpec, Facts
 from clusterkit.errors import BadInput, CapabilityError, ClusterkitError
 from clusterkit.execute import Record
 from clusterkit.plan import Plan
-from clusterkit.runs import RunFolder
+from clusterkit.runs import RunHandle
 from clusterkit.shell import Secret
 from clusterkit.spec import JobSpec
 from clusterkit.status import NodeCause, NodeStatus, RankExit, State
 from clusterkit.transport import LocalTransport, Transport
 
 if TYPE_CHECKING:
-    from clusterkit.doctor.base import Patient
-
-
-@dataclass(frozen=True)
-class Handle:
-    """One attempt of a submitted run."""
-
-    folder: RunFolder
-    """On this machine, wherever the nodes write."""
-    plan: Plan
-    attempt: int = 1
+    from clusterkit.doctor.base import Subject
 
 
 class HandedOver(ClusterkitError):
     """Somebody else watches over the run by now; it goes on."""
 
 
-class Newest(Struct, frozen=True, kw_only=True):
-    """How far a run has come while nobody here watched over it."""
+class ClusterProgress(Struct, frozen=True, kw_only=True):
+    """How far a run has come in its cluster while no supervisor lived."""
 
     attempt: int
     begun: bool = True
@@ -48,8 +42,8 @@ class Newest(Struct, frozen=True, kw_only=True):
     late: bool = False
     """Whether the run was ended at its time limit."""
     watched: bool = False
-    """Whether something in the cluster goes on with it."""
-    settled: bool = False
+    """Whether something in the cluster goes on with the run."""
+    finished: bool = False
     """Whether that has ended its work, because the run has ended."""
 
 
@@ -63,8 +57,8 @@ class Observation(Struct, frozen=True, kw_only=True):
     """Processes that a kernel killed for want of memory meanwhile."""
     causes: tuple[NodeCause, ...] = ()
     """Why nodes or their ranks were killed, where the backend knows."""
-    superseded: Newest | None = None
-    """The run has gone on without us, as this tells; nothing else here counts then."""
+    superseded: ClusterProgress | None = None
+    """The run has gone on without us; nothing else here counts then."""
 
 
 class RemoteRun(Struct, frozen=True, kw_only=True):
@@ -85,7 +79,7 @@ class RemoteRun(Struct, frozen=True, kw_only=True):
 
 
 class Recovered(Struct, frozen=True, kw_only=True):
-    """A run as its cluster remembers it: what its plan is made of anew on this machine."""
+    """What a cluster keeps of a run: enough to make its plan anew on this machine."""
 
     run: str
     job: JobSpec
@@ -97,18 +91,18 @@ class Recovered(Struct, frozen=True, kw_only=True):
     """The plan's tree as a tar.gz, if it has one."""
 
 
-class Watcher(Protocol):
-    """How an attempt is, as often as one wants to know; `Backend.watch` gives one."""
+class Monitor(Protocol):
+    """Follows one attempt; made by `Backend.watch`."""
 
     def status(self) -> Observation | None:
-        """As `Backend.status`.
+        """The newest state, as of `Backend.status`.
 
         Raises:
-            HandedOver: somebody else watches over the run by now.
+            HandedOver: another supervisor has taken the run over.
         """
 
     def close(self) -> None:
-        """Watch no more; the nodes go on."""
+        """Stop following; the nodes go on."""
 
 
 class Backend(ABC):
@@ -119,19 +113,13 @@ class Backend(ABC):
     """One line for the table of backends."""
     unsupported: ClassVar[Mapping[str, str]] = {}
     """Job field (or ``launcher=NAME``) that cannot be honoured: the reason."""
-
-    elsewhere: ClassVar[bool] = False
-    """Whether nodes write their files on other machines, to be brought to the run's folder."""
-    managed: ClassVar[bool] = False
-    """Whether a service keeps the nodes: it is asked by the supervisor alone while that lives, and
-    what has ended stays there until `cancel` takes it away."""
-    own_network: ClassVar[bool] = False
-    """Whether each run has a network of its own, where its port is free."""
     start_seconds: ClassVar[float] = 60.0
     """How long a node may take to show a sign of life; infinite where they queue."""
 
+    # -- before a run ---------------------------------------------------------
+
     @classmethod
-    def settled(
+    def resolved(
         cls, cluster: ClusterSpec, folder: Path, include: str | None, exclude: str | None
     ) -> ClusterSpec:
         """The entry with all that it refers to read, so that it can stand alone.
@@ -175,26 +163,51 @@ class Backend(ABC):
         """
         return len(self.probe(cluster, transport).hosts)
 
-    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> Patient:
-        """What `clusterkit.doctor` examines, and what for. Pure.
+    def preflight(self, name: str, cluster: ClusterSpec, job: JobSpec) -> Subject | None:
+        """What `clusterkit.doctor` examines while `submit` probes; None: nothing. Pure.
 
         Args:
             name: what the cluster is called.
-            job: whose hosts and needs; without one, all hosts.
-
-        Raises:
-            BadInput: the job asks for more hosts than there are.
-            CapabilityError: there is nothing to examine.
         """
-        raise CapabilityError(f"backend {self.name} has no doctor yet")
+        return None
 
     @abstractmethod
+    def place(self, job: JobSpec, cluster: ClusterSpec, facts: Facts, run_id: str) -> Placement:
+        """Where the job's nodes run and how their ranks find each other. Pure, as `plan` is.
+
+        Raises:
+            BadInput: the job does not fit the cluster.
+        """
+
     def plan(self, job: JobSpec, cluster: ClusterSpec, facts: Facts, run_id: str) -> Plan:
         """What submitting does, as data. Pure: the same arguments give the same plan for ever.
 
         Raises:
             BadInput: the job does not fit the cluster.
         """
+        return self.place(job, cluster, facts, run_id).plan(self.name)
+
+    def home(self, facts: Facts) -> Path:
+        """The folder on this machine whose ``runs`` holds the run folders."""
+        return Path(facts.home)
+
+    # -- an attempt -----------------------------------------------------------
+
+    def before_attempt(
+        self, cluster: ClusterSpec, facts: Facts, transport: Transport, *, fresh: bool
+    ) -> tuple[Facts, str] | None:
+        """Check once more what may have changed since the probe, such as a port that was free.
+
+        Args:
+            fresh: the facts were found a moment ago, and no attempt has used them.
+
+        Returns:
+            Facts for a new plan, and a sentence that says what has changed; None: nothing has.
+
+        Raises:
+            ClusterkitError: the entry does not allow the change.
+        """
+        return None
 
     def submit(
         self,
@@ -216,30 +229,15 @@ class Backend(ABC):
         )
 
     @abstractmethod
-    def status(self, handle: Handle, transport: Transport) -> Observation | None:
-        """What is there to be seen of an attempt; None when nothing of the run is known."""
+    def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
+        """The state of an attempt; None when nothing of the run is known."""
 
-    def watch(self, handle: Handle, transport: Transport) -> Watcher:
-        """`status`, to be asked many times in a row."""
-        return _Asking(self, handle, transport)
-
-    def newest(self, handle: Handle, transport: Transport) -> Newest:
-        """How far the run has come; what was written of it elsewhere is brought to its folder.
-
-        Raises:
-            Unavailable: what would know does not answer.
-        """
-        return Newest(attempt=handle.attempt)
-
-    def collect(self, handle: Handle, transport: Transport) -> None:  # noqa: B027 (nothing to do)
-        """Bring what an attempt's nodes have written to the run's folder, where nobody watched.
-
-        Raises:
-            Unavailable: what keeps it does not answer.
-        """
+    def watch(self, handle: RunHandle, transport: Transport) -> Monitor:
+        """Follow an attempt: for its supervisor, who asks many times a second."""
+        return _Polling(self, handle, transport)
 
     @abstractmethod
-    def cancel(self, handle: Handle, transport: Transport, reason: str = "cancelled") -> None:
+    def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
         """End everything that belongs to the run; fine to repeat, and on a run that has ended.
 
         Args:
@@ -249,42 +247,21 @@ class Backend(ABC):
             Unavailable: a host does not answer; on the others it is done.
         """
 
-    def listing(self, cluster: ClusterSpec, transport: Transport) -> list[RemoteRun]:
-        """The runs that the cluster itself knows of, newest first; none where it keeps no record.
+    # -- a run whose supervisor is gone ---------------------------------------
+
+    def catch_up(self, handle: RunHandle, transport: Transport) -> ClusterProgress:
+        """How far the run has come; what its cluster wrote of it is brought to the run's folder.
 
         Raises:
-            Unavailable: it does not answer.
+            Unavailable: the cluster does not answer.
         """
-        return []
-
-    def recover(self, run: str, cluster: ClusterSpec, transport: Transport) -> Recovered:
-        """A run that another machine submitted.
-
-        Args:
-            run: its id, the beginning of its id, or ``last``.
-
-        Raises:
-            CapabilityError: such clusters remember nothing.
-            RunNotFound: this one knows of no such run.
-            Unavailable: it does not answer.
-        """
-        raise CapabilityError(
-            f"backend {self.name}: its clusters do not remember what a run was made of",
-            hint="attach on the machine and with the CLUSTERKIT_HOME that submitted it",
-        )
-
-    def forget(self, handle: Handle, transport: Transport) -> None:  # noqa: B027 (nothing to do)
-        """Remove what a run that has ended left on other machines.
-
-        Raises:
-            Unavailable: a host does not answer; on the others it is done.
-        """
+        return ClusterProgress(attempt=handle.attempt)
 
 
-class _Asking:
-    """Asks anew each time: for backends to which that is cheap."""
+class _Polling:
+    """Asks the backend each time: for those to which that is cheap."""
 
-    def __init__(self, backend: Backend, handle: Handle, transport: Transport) -> None:
+    def __init__(self, backend: Backend, handle: RunHandle, transport: Transport) -> None:
         self._about = (backend, handle, transport)
 
     def status(self) -> Observation | None:
@@ -293,6 +270,85 @@ class _Asking:
 
     def close(self) -> None:
         pass
+
+
+# ---------------------------------------------------------------- what only some backends can do
+
+
+class SupportsDoctor(ABC):
+    """Backends whose clusters `clusterkit.doctor` can examine."""
+
+    @abstractmethod
+    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> Subject:
+        """What is examined, and what for. Pure.
+
+        Args:
+            name: what the cluster is called.
+            job: whose hosts and needs; without one, all hosts.
+
+        Raises:
+            BadInput: the job asks for more hosts than there are.
+        """
+
+
+class SupportsCleanup(ABC):
+    """Backends whose ended nodes stay with a service: an engine, an API server."""
+
+    @abstractmethod
+    def clean_up(self, handle: RunHandle, transport: Transport) -> None:
+        """Remove what an attempt that has ended left with the service; fine to repeat.
+
+        Raises:
+            Unavailable: it does not answer.
+        """
+
+
+class SupportsSync(ABC):
+    """Backends whose nodes write what `status` does not bring here."""
+
+    @abstractmethod
+    def sync(self, handle: RunHandle, transport: Transport) -> None:
+        """Bring what is new of an attempt's logs to the run's folder.
+
+        Raises:
+            Unavailable: what keeps them does not answer.
+        """
+
+
+class SupportsForget(ABC):
+    """Backends whose runs leave a folder on other machines."""
+
+    @abstractmethod
+    def forget(self, handle: RunHandle, transport: Transport) -> None:
+        """Remove what a run that has ended left there.
+
+        Raises:
+            Unavailable: a host does not answer; on the others it is done.
+        """
+
+
+class SupportsRemoteRuns(ABC):
+    """Backends whose clusters know of runs that other machines submitted."""
+
+    @abstractmethod
+    def listing(self, cluster: ClusterSpec, transport: Transport) -> list[RemoteRun]:
+        """The runs that the cluster knows of, newest first.
+
+        Raises:
+            Unavailable: it does not answer.
+        """
+
+    @abstractmethod
+    def recover(self, run: str, cluster: ClusterSpec, transport: Transport) -> Recovered:
+        """What the cluster keeps of a run.
+
+        Args:
+            run: its id, the beginning of its id, or ``last``.
+
+        Raises:
+            RunNotFound: the cluster knows of no such run.
+            Unavailable: it does not answer.
+        """
 
 
 def check_capabilities(

@@ -15,24 +15,24 @@ from typing import Any
 import click
 
 import clusterkit
-from clusterkit.errors import EXIT_FAILURE, EXIT_INTERRUPTED, ClusterkitError
+from clusterkit.errors import EXIT_FAILURE, EXIT_INTERRUPTED, ClusterkitError, did_you_mean
 
 VERBS = {
     "submit": "Start a job and follow it.",
     "plan": "Print exactly what submit would do.",
-    "estimate": "Memory per GPU for every way to divide a model; which fits.",
+    "estimate": "Estimate memory per GPU for every way to divide a model.",
     "ls-jobs": "List the job files of this project and what each needs.",
     "ls": "List runs, newest first.",
-    "status": "How a run stands.",
-    "logs": "Lines of all nodes and ranks, in order of time.",
-    "metrics": "Loss, tokens/s and more, step by step.",
-    "attach": "Follow a run again, and have it watched over if nobody does.",
+    "status": "Show the state of a run and of its nodes, and why it failed.",
+    "logs": "Show the log lines of all nodes and ranks, in order of time.",
+    "metrics": "Show loss, tokens/s and more, step by step.",
+    "attach": "Follow a run again; start its supervisor if that is gone.",
     "cancel": "End a run and everything it started.",
     "plot": "Draw loss and tokens/s of one or several runs.",
-    "doctor": "Check every host before it costs you a night.",
-    "bench": "Bandwidth and latency between nodes; which link is slow.",
+    "doctor": "Check hosts, GPUs, network and software before a run.",
+    "bench": "Measure bandwidth and latency between nodes; find the slow link.",
     "rm": "Remove the folders of runs that have ended.",
-    "schema": "JSON schema of job files, for editors.",
+    "schema": "Print the JSON schema of job files, for editors.",
     "completion": "Print the completion script for a shell.",
 }
 """Verb to one line of help; each lives in the module of its name, `-` as `_`."""
@@ -54,11 +54,8 @@ class _Verbs(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in VERBS and not args[0].startswith("-"):
-            import difflib
-
-            near = difflib.get_close_matches(args[0], VERBS, 1)
-            meant = f" Did you mean {near[0]}?" if near else ""
-            ctx.fail(f"No such command {args[0]!r}.{meant}")
+            meant = did_you_mean(args[0], VERBS).capitalize()
+            ctx.fail(f"No such command {args[0]!r}. {meant}".rstrip())
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -81,7 +78,9 @@ def _say_error(message: str, hint: str | None) -> None:
     from clusterkit.ui.words import shown_on
 
     shown = shown_on(sys.stderr)
-    click.secho("error: ", fg="red", bold=True, nl=False, err=True)
+    # The context that knows of NO_COLOR has ended by now.
+    colour = False if os.environ.get("NO_COLOR") else None
+    click.secho("error: ", fg="red", bold=True, nl=False, err=True, color=colour)
     click.echo(shown(message), err=True)
     if hint:
         click.echo(f" hint: {shown(hint)}", err=True)

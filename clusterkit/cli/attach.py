@@ -5,10 +5,8 @@ from __future__ import annotations
 import click
 
 from clusterkit import api
-from clusterkit.cli.common import complete_cluster, json_option, print_json, run_argument
-from clusterkit.cli.following import follow, interrupted
-from clusterkit.errors import EXIT_FAILURE
-from clusterkit.status import State
+from clusterkit.cli.common import cluster_options, json_option, print_json, run_argument
+from clusterkit.cli.following import follow
 
 
 @click.command(
@@ -16,44 +14,31 @@ from clusterkit.status import State
     epilog="Examples: clusterkit attach last;  clusterkit attach ddp-1122 --cluster k8s",
 )
 @run_argument
-@click.option("-c", "--cluster", metavar="NAME", shell_complete=complete_cluster,
-              help="Where the run is, if another machine has submitted it.")  # fmt: skip
-@click.option("--clusters", "clusters_file", metavar="FILE", type=click.Path(),
-              help="Cluster file; by default clusters.yaml here or above.")  # fmt: skip
-@click.option("-d", "--detach", is_flag=True, help="Return as soon as it is watched over.")
+@cluster_options("Where the run is, if another machine has submitted it.")
+@click.option("-d", "--detach", is_flag=True, help="Return as soon as its supervisor runs.")
 @json_option
 def command(
     run: str, cluster: str | None, clusters_file: str | None, detach: bool, as_json: bool
 ) -> int:
     """Follow a run to its end, as submit does.
 
-    A run goes on by itself, but when the process that watches over it is gone (its machine was
-    switched off, it was killed), nobody restarts it or ends the other nodes when one fails:
-    attach starts that process again. A run that has failed meanwhile is started again if it has
-    restarts left. Ctrl-C asks: detach or cancel.
+    A run goes on by itself. When its supervisor process is gone (the machine was switched off, the
+    process killed), nothing restarts the run or ends the other nodes when one fails: attach starts
+    a new supervisor. A run that failed meanwhile is started again if it has restarts left. Ctrl-C
+    asks: detach or cancel.
 
-    With --cluster it takes up a run that somebody submitted from another machine or folder, where
-    the cluster remembers what it was made of (Kubernetes): it becomes a run of this machine, its
-    logs are read from the beginning, and status, logs, metrics and cancel work. Whoever else
-    watched over it steps back.
+    With --cluster it takes up a run that was submitted from another machine or folder, where the
+    cluster keeps a record of it (Kubernetes): it becomes a run of this machine, its logs are read
+    from the beginning, and status, logs, metrics and cancel work. Its former supervisor stops.
     """
     watched = cluster is None and api.get(run).watched
     found = api.attach(run, cluster=cluster, clusters_file=clusters_file)
     if watched:
-        click.echo(f"note: {found.id} is watched over already", err=True)
+        click.echo(f"note: {found.id} already has a supervisor", err=True)
     if detach:
         if as_json:
             print_json(found.status())
         else:
             click.echo(found.id)
         return 0
-    try:
-        status = follow(found)
-    except KeyboardInterrupt:
-        status = interrupted(found)
-    if as_json:
-        print_json(status)
-    if status.state is State.UNKNOWN:
-        click.echo(status.remark, err=True)
-        return EXIT_FAILURE
-    return status.exit_code or 0
+    return follow(found, as_json)

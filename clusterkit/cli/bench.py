@@ -12,6 +12,7 @@ import click
 from clusterkit import api, bandwidth
 from clusterkit.cli.common import complete_cluster, json_option, print_json, table
 from clusterkit.errors import EXIT_FAILURE, counted
+from clusterkit.slow_links import figure
 from clusterkit.status import RunStatus
 
 PLAIN_LINES = 20
@@ -149,7 +150,7 @@ def _print_rows(report: bandwidth.Report) -> None:
               "algbw GB/s", "busbw GB/s", "wrong")  # fmt: skip
     rows = [
         (row.collective, str(row.size), str(row.elements), str(row.iterations),
-         *map(bandwidth.figure, (row.median_us, row.min_us, row.max_us,
+         *map(figure, (row.median_us, row.min_us, row.max_us,
                                  row.algorithm_gb_per_s, row.bus_gb_per_s)), str(row.wrong))
         for row in report.rows
     ]  # fmt: skip
@@ -157,7 +158,7 @@ def _print_rows(report: bandwidth.Report) -> None:
     _say_setup(report)
     smallest = {row.collective: row.size for row in reversed(report.rows)}
     words = [
-        f"{name} {bandwidth.figure(us)} us at {bandwidth.size_text(smallest[name])}"
+        f"{name} {figure(us)} us at {bandwidth.size_text(smallest[name])}"
         for name, us in report.latency_us.items()
     ]
     click.echo(f"latency: {', '.join(words)}", err=True)
@@ -169,7 +170,7 @@ def _print_pairs(report: bandwidth.Report, pairs: bandwidth.Pairs) -> None:
         (f"latency in us, {bandwidth.size_text(pairs.latency_size)}", pairs.latency_us),
     ):
         rows = [
-            (host, *("-" if one is None else bandwidth.figure(one) for one in line))
+            (host, *("-" if one is None else figure(one) for one in line))
             for host, line in zip(pairs.hosts, matrix, strict=True)
         ]
         click.echo(f"{title}; from the row's host to the column's")

@@ -37,13 +37,16 @@ class PlanCommand(click.Command):
         own, others = self._divided(ctx, args)
         if others and (words := instead_of_a_job([*others, *after])) is not None:
             raise BadInput(
-                f"{others[0]} is no job file: a command stands behind --",
+                f"{others[0]} is not a job file: a command stands after --",
                 hint=shell.join(["clusterkit", str(ctx.info_name), *own, "--", *words]),
             )
         return super().parse_args(ctx, args)
 
     def _divided(self, ctx: click.Context, args: Sequence[str]) -> tuple[list[str], list[str]]:
-        """This command's options with their values, and all other words."""
+        """This command's options with their values, and all other words.
+
+        Click's own parser would read `-epochs`, which is the program's, as `-e -p -o chs`.
+        """
         takes = {
             name: isinstance(param, click.Option) and not (param.is_flag or param.count)
             for param in self.get_params(ctx)
@@ -67,14 +70,45 @@ class PlanCommand(click.Command):
         return [*super().collect_usage_pieces(ctx), "[-- ARGS...|COMMAND...]"]
 
 
+def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Run ids that begin so."""
+    from clusterkit import runs
+
+    names = [folder.run_id for folder in runs.all_runs()]
+    return [name for name in [*names, runs.LAST] if name.startswith(incomplete)]
+
+
+def complete_cluster(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Cluster names that begin so."""
+    from clusterkit import loader
+
+    return [name for name in loader.cluster_names() if name.startswith(incomplete)]
+
+
+run_argument = click.argument("run", metavar="RUN", shell_complete=complete_run)
+"""A run's id, the beginning of one, or ``last``."""
+
+runs_argument = click.argument(
+    "runs", metavar="RUN...", nargs=-1, required=True, shell_complete=complete_run
+)
+
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+
+
+def cluster_options(meaning: str, default: str | None = None) -> Callable[[Function], Function]:
+    """``--cluster``, which means ``meaning``, and ``--clusters``."""
+    name = click.option("-c", "--cluster", default=default, show_default=True, metavar="NAME",
+                        help=meaning, shell_complete=complete_cluster)  # fmt: skip
+    file = click.option("--clusters", "clusters_file", metavar="FILE", type=click.Path(),
+                        help="Cluster file; by default clusters.yaml here or above.")  # fmt: skip
+    return lambda function: name(file(function))
+
+
 def plan_options(function: Function) -> Function:
     """Options that `submit` and `plan` have in common."""
     for option in reversed([
         click.argument("job", required=False, type=click.Path()),
-        click.option("-c", "--cluster", default="local", show_default=True, metavar="NAME",
-                     help="Entry of the cluster file.", shell_complete=complete_cluster),
-        click.option("--clusters", "clusters_file", metavar="FILE", type=click.Path(),
-                     help="Cluster file; by default clusters.yaml here or above."),
+        cluster_options("Entry of the cluster file.", "local"),
         click.option("-n", "--nodes", metavar="N|MIN:MAX", help="How many nodes."),
         click.option("-g", "--gpus", type=int, metavar="N", help="Ranks per node."),
         click.option("--set", "settings", multiple=True, metavar="KEY=VALUE",
@@ -85,7 +119,7 @@ def plan_options(function: Function) -> Function:
                      help="Facts of an earlier run (facts.json) instead of probing."),
         click.option("--run-id", metavar="ID", help="Instead of a new id."),
         click.option("--no-doctor", "doctor", is_flag=True, flag_value=False, default=True,
-                     help="Do not look first whether the hosts are fit."),
+                     help="Do not check first whether the hosts are fit."),
     ]):  # fmt: skip
         function = option(function)
     return function
@@ -120,27 +154,6 @@ def prepare_options(facts_file: str | None, **options: Any) -> dict[str, Any]:
         except msgspec.MsgspecError as error:
             raise BadInput(f"--facts {facts_file}: not a facts.json: {error}") from None
     return options
-
-
-def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Run ids that begin so."""
-    from clusterkit import runs
-
-    names = [folder.run_id for folder in runs.all_runs()]
-    return [name for name in [*names, runs.LAST] if name.startswith(incomplete)]
-
-
-def complete_cluster(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Cluster names that begin so."""
-    from clusterkit import loader
-
-    return [name for name in loader.cluster_names() if name.startswith(incomplete)]
-
-
-run_argument = click.argument("run", metavar="RUN", shell_complete=complete_run)
-"""A run's id, the beginning of one, or ``last``."""
-
-json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 
 
 def print_json(document: Any) -> None:

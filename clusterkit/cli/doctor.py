@@ -19,7 +19,7 @@ from clusterkit.doctor.report import ranges
 from clusterkit.errors import EXIT_FAILURE
 
 PATIENCE = 1.0
-"""Seconds without an end after which it is told what is waited for."""
+"""Seconds after which stderr says what is waited for."""
 _COLOURS: dict[Level, dict[str, Any]] = {
     "ok": {"fg": "green"},
     "warn": {"fg": "yellow"},

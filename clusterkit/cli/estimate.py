@@ -19,9 +19,10 @@ from clusterkit.cli.common import (
     print_json,
     table,
 )
-from clusterkit.estimate import Estimate, models, published
+from clusterkit.estimate import Estimate, published
 from clusterkit.estimate.advice import Row
 from clusterkit.estimate.units import gib
+from clusterkit.runtime.gpt_shape import PRESETS
 
 _COLUMNS = 100
 _INDENT = " " * 8
@@ -64,7 +65,7 @@ def _options(function: Any) -> Any:
         click.option("--activation-checkpointing", is_flag=True,
                      help="Keep a layer's input alone and compute the rest again."),
         click.option("--overhead", metavar="SIZE",
-                     help="What a GPU holds that is no tensor (assumed: 1.5GiB)."),
+                     help="What a GPU holds besides tensors (assumed: 1.5GiB)."),
         click.option("-c", "--cluster", default="local", show_default=True, metavar="NAME",
                      help="Whose GPUs, unless --gpu-memory is given."),
         click.option("--clusters", "clusters_file", metavar="FILE", type=click.Path(),
@@ -121,7 +122,7 @@ def _instead_of_a_job(word: str) -> str | None:
         return None
     if _COUNT.match(word):
         return "parameters"
-    return "model" if published.config(word) or word in models.presets() else None
+    return "model" if published.config(word) or word in PRESETS else None
 
 
 def _text(found: Estimate) -> Iterator[str]:

@@ -7,18 +7,30 @@ import sys
 import click
 
 from clusterkit import api
-from clusterkit.errors import EXIT_INTERRUPTED
-from clusterkit.status import RunStatus
+from clusterkit.cli.common import print_json
+from clusterkit.errors import EXIT_FAILURE, EXIT_INTERRUPTED
+from clusterkit.status import RunStatus, State
 
 
-def follow(run: api.Run) -> RunStatus:
-    """Show a run until it ends."""
+def follow(run: api.Run, as_json: bool, *, detach: bool = False) -> int:
+    """Show a run until it ends, or with ``detach`` wait until it has started; its exit code."""
     from clusterkit.ui import follow
 
-    return follow.follow(run)
+    try:
+        status = run.wait_started() if detach else follow.follow(run)
+    except KeyboardInterrupt:
+        status = _interrupted(run)
+    if as_json:
+        print_json(status)
+    if detach and not status.state.final:
+        click.echo(f"{run.id} has started; clusterkit logs -f {run.id} follows it", err=True)
+    if status.state is State.UNKNOWN:
+        click.echo(status.remark, err=True)
+        return EXIT_FAILURE
+    return status.exit_code or 0
 
 
-def interrupted(run: api.Run) -> RunStatus:
+def _interrupted(run: api.Run) -> RunStatus:
     """Ctrl-C: ask, where somebody can answer; otherwise, or when it comes again, cancel."""
     if sys.stdin and sys.stdin.isatty() and sys.stderr.isatty():
         try:

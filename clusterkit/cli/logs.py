@@ -25,7 +25,7 @@ from clusterkit.ui.words import log_text, shown_on
 def command(
     run: str, follow: bool, rank: int | None, node: int | None, raw: bool, as_json: bool
 ) -> None:
-    """Lines of all nodes and ranks, in order of time.
+    """Show the log lines of all nodes and ranks, in order of time.
 
     RUN is a run's id, the beginning of one, or `last`. With --json a list of objects
     {time node rank text attempt}; with --follow as well, one object per line. With --follow,

@@ -8,24 +8,16 @@ from typing import Any
 import click
 
 from clusterkit import api
-from clusterkit.cli.common import (
-    STATE_COLOURS,
-    complete_cluster,
-    json_option,
-    print_json,
-    table,
-)
+from clusterkit.cli.common import STATE_COLOURS, cluster_options, json_option, print_json, table
 
 
 @click.command(
     "ls",
     epilog="Examples: clusterkit ls --json | jq '.[0].state';  clusterkit ls --cluster k8s",
 )
-@click.option("-c", "--cluster", metavar="NAME", shell_complete=complete_cluster,
-              help="Runs of this cluster alone, those of other submitters included where it knows "
-              "of them.")  # fmt: skip
-@click.option("--clusters", "clusters_file", metavar="FILE", type=click.Path(),
-              help="Cluster file; by default clusters.yaml here or above.")  # fmt: skip
+@cluster_options(
+    "Runs of this cluster alone, those of other submitters included where it knows of them."
+)
 @json_option
 def command(cluster: str | None, clusters_file: str | None, as_json: bool) -> None:
     """List runs, newest first.

@@ -14,7 +14,7 @@ _COLUMNS = ("step", "loss", "eval_loss", "tokens_per_second", "step_seconds", "l
 @run_argument
 @json_option
 def command(run: str, as_json: bool) -> None:
-    """Loss, tokens/s and more, step by step.
+    """Show loss, tokens/s and more, step by step.
 
     RUN is a run's id, the beginning of one, or `last`. A program reports through
     clusterkit.runtime.metrics, or by printing the same marked lines itself.

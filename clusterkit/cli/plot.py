@@ -5,11 +5,11 @@ from __future__ import annotations
 import click
 
 from clusterkit import api
-from clusterkit.cli.common import complete_run
+from clusterkit.cli.common import runs_argument
 
 
 @click.command("plot", epilog="Example: clusterkit plot ddp-1121 zero3-1121 -o loss.png")
-@click.argument("runs", metavar="RUN...", nargs=-1, required=True, shell_complete=complete_run)
+@runs_argument
 @click.option("-o", "--output", default="loss.png", show_default=True, type=click.Path(),
               help="The picture; its suffix (.png .svg .pdf) says which kind.")  # fmt: skip
 def command(runs: tuple[str, ...], output: str) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import click
 
 from clusterkit import api
-from clusterkit.cli.common import complete_run
+from clusterkit.cli.common import runs_argument
 
 
 @click.command("rm", epilog="Example: clusterkit rm last")
-@click.argument("runs", metavar="RUN...", nargs=-1, required=True, shell_complete=complete_run)
+@runs_argument
 @click.option("--force", is_flag=True, help="Also where a host does not answer.")
 def command(runs: tuple[str, ...], force: bool) -> None:
     """Remove the folders of runs that have ended: logs, metrics and checkpoints in them, here

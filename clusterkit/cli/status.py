@@ -17,7 +17,7 @@ from clusterkit.ui.words import failure_text, remark_lines, shown_on
 @run_argument
 @json_option
 def command(run: str, as_json: bool) -> None:
-    """How a run stands: its state, its nodes, and why it failed.
+    """Show the state of a run and of its nodes, and why it failed.
 
     RUN is a run's id, the beginning of one, or `last`.
     """

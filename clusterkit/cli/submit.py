@@ -8,17 +8,8 @@ from typing import Any
 import click
 
 from clusterkit import api
-from clusterkit.cli.common import (
-    PlanCommand,
-    job_of,
-    json_option,
-    plan_options,
-    prepare_options,
-    print_json,
-)
-from clusterkit.cli.following import follow, interrupted
-from clusterkit.errors import EXIT_FAILURE
-from clusterkit.status import State
+from clusterkit.cli.common import PlanCommand, job_of, json_option, plan_options, prepare_options
+from clusterkit.cli.following import follow
 from clusterkit.ui.sending import sending
 
 
@@ -34,12 +25,7 @@ from clusterkit.ui.sending import sending
 @json_option
 @click.pass_context
 def command(
-    ctx: click.Context,
-    /,
-    job: str | None,
-    detach: bool,
-    as_json: bool,
-    **options: Any,
+    ctx: click.Context, /, job: str | None, detach: bool, as_json: bool, **options: Any
 ) -> int:
     """Start a job and follow it to its end.
 
@@ -58,15 +44,4 @@ def command(
         run = api.launch(ready, progress)
     if not as_json:
         click.echo(run.id)
-    try:
-        status = run.wait_started() if detach else follow(run)
-    except KeyboardInterrupt:
-        status = interrupted(run)
-    if as_json:
-        print_json(status)
-    if detach and not status.state.final:
-        click.echo(f"{run.id} has started; clusterkit logs -f {run.id} follows it", err=True)
-    if status.state is State.UNKNOWN:
-        click.echo(status.remark, err=True)
-        return EXIT_FAILURE
-    return status.exit_code or 0
+    return follow(run, as_json, detach=detach)

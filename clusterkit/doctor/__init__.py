@@ -6,23 +6,25 @@ print(report.table())
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from clusterkit.doctor.base import Check, Finding, Machine, Needs, Patient, Subject
+from clusterkit.doctor.base import Finding, HostSubject, Machine, Needs, Rule, Subject
+from clusterkit.doctor.check import Check
+from clusterkit.doctor.report import Progress, Report, refusal
+from clusterkit.errors import BadInput
 
 if TYPE_CHECKING:
-    from clusterkit.doctor.checks import CHECKS
-    from clusterkit.doctor.preflight import chosen, every_check, examine
-    from clusterkit.doctor.report import Progress, Report, refusal
+    from clusterkit.transport import Transport
 
 __all__ = [
-    "CHECKS",
     "Check",
     "Finding",
+    "HostSubject",
     "Machine",
     "Needs",
-    "Patient",
     "Progress",
     "Report",
     "Subject",
@@ -32,19 +34,63 @@ __all__ = [
     "refusal",
 ]
 
-_LATER = {
-    "CHECKS": "checks",
-    "Progress": "report",
-    "chosen": "preflight",
-    "every_check": "preflight",
-    "examine": "preflight",
-    "Report": "report",
-    "refusal": "report",
-}
+WAYS = ("hosts", "kubernetes")
+"""What there is to examine; each is a module here with ``CHECKS`` and ``look``."""
 
 
-def __getattr__(name: str) -> Any:
-    # Backends need a Subject in every command, the checks only where hosts are examined.
-    if name not in _LATER:
-        raise AttributeError(name)
-    return getattr(import_module(f"clusterkit.doctor.{_LATER[name]}"), name)
+def _way(name: str) -> Any:
+    """The module that examines this kind, imported only here: backends need a subject in every
+    command, the checks only where something is examined."""
+    return import_module(f"clusterkit.doctor.{name}")
+
+
+def every_check() -> dict[str, tuple[Rule, ...]]:
+    """All checks, by what they look at."""
+    return {name: _way(name).CHECKS for name in WAYS}
+
+
+def examine(
+    subject: Subject,
+    transport: Transport,
+    *,
+    quick: bool = False,
+    only: Sequence[str] | None = None,
+    progress: Progress = lambda phase, waiting: None,
+) -> Report:
+    """Look at the subject, and judge what was seen. Nothing there is changed.
+
+    Args:
+        subject: hosts, or a cluster; and what they are to be fit for.
+        transport: reaches them.
+        quick: only the checks that are cheap enough for every submit.
+        only: only the checks of these names, quick or not.
+        progress: called with the phase and the hosts that have not answered yet.
+
+    Raises:
+        BadInput: a name in ``only`` that no check has.
+    """
+    way = _way(subject.way)
+    checks = chosen(way.CHECKS, quick=quick, only=only)
+    report: Report = way.look(subject, transport, checks, progress)
+    return report
+
+
+def chosen(checks: Sequence[Any], *, quick: bool, only: Sequence[str] | None) -> list[Any]:
+    """The checks of these names, or the quick ones, or all.
+
+    Raises:
+        BadInput: a name that no check has.
+    """
+    if only is None:
+        return [check for check in checks if check.quick or not quick]
+    names = [check.name for check in checks]
+    if not only:
+        raise BadInput("no check was named", hint=f"one of {', '.join(names)}")
+    for name in only:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            raise BadInput(
+                f"check {name!r} is unknown",
+                hint=f"did you mean {near[0]}?" if near else f"one of {', '.join(names)}",
+            )
+    return [check for check in checks if check.name in only]

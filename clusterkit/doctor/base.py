@@ -1,24 +1,13 @@
-"""What a check is made of: what it collects on a host, and how that is judged.
-
-A check of hosts has three parts. `Script.collect` is a function of the standard library alone; its
-text is sent to the host, where it only reads (`clusterkit.doctor.driver` runs it). `Check.judge`
-is a pure function of what all hosts answered. A `Finding` says what is wrong and which command
-mends it. Where there are no hosts to run anything on, something else is looked at
-(`clusterkit.doctor.kubernetes`); findings are the same.
-"""
+"""What the doctor speaks of: findings, who is examined, verdicts and the words in them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
+from collections.abc import Collection, Hashable, Iterable
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
-import msgspec
 from msgspec import Struct
 
-from clusterkit.errors import ClusterkitError
 from clusterkit.spec import Device, JobSpec, Launcher
 
 if TYPE_CHECKING:
@@ -28,8 +17,6 @@ Level = Literal["ok", "warn", "fail", "skip"]
 LEVELS: tuple[Level, ...] = ("skip", "ok", "warn", "fail")
 """From harmless to worst."""
 
-Where = Literal["all", "head", "others"]
-T = TypeVar("T")
 V = TypeVar("V", bound=Hashable)
 
 
@@ -48,7 +35,7 @@ class Finding(Struct, frozen=True):
 # ---------------------------------------------------------------- whom to examine
 
 
-class Patient(Protocol):
+class Subject(Protocol):
     """Whatever can be examined, and what it is to be fit for."""
 
     way: ClassVar[str]
@@ -64,19 +51,14 @@ class Patient(Protocol):
 
 
 class Rule(Protocol):
-    """What every check has, whatever it looks at."""
+    """What every check has, whatever it looks at; see `Check`."""
 
     @property
-    def name(self) -> str:
-        """As ``--only`` takes it."""
-
+    def name(self) -> str: ...
     @property
-    def purpose(self) -> str:
-        """One line: what has to be right."""
-
+    def purpose(self) -> str: ...
     @property
-    def quick(self) -> bool:
-        """Whether a submit makes sure of it as well."""
+    def quick(self) -> bool: ...
 
 
 class Machine(Struct, frozen=True, kw_only=True):
@@ -118,7 +100,7 @@ class Needs(Struct, frozen=True, kw_only=True):
         )
 
 
-class Subject(Struct, frozen=True, kw_only=True):
+class HostSubject(Struct, frozen=True, kw_only=True):
     """Hosts to examine, and what they are to be fit for."""
 
     way: ClassVar[str] = "hosts"
@@ -141,151 +123,63 @@ class Subject(Struct, frozen=True, kw_only=True):
         return self.hosts[0]
 
 
-# ---------------------------------------------------------------- what runs on a host
+# ---------------------------------------------------------------- verdicts
 
 
-@dataclass(frozen=True)
-class Script:
-    """A function that runs on hosts and looks at something.
+class Verdict(NamedTuple):
+    """What a judge says of one host; see `Finding`."""
 
-    Attributes:
-        name: unlike any other script's.
-        collect: given `given` of the host, gives something that JSON can hold. Its text is
-            what is sent: it imports what it needs, from the standard library alone, and must be
-            understood by Python 3.8.
-        limit: seconds after which it is ended.
-        phase: 1, 2 or 3; the hosts begin a phase together, when the one before has ended.
-        where: on all hosts, on the head, or on the others.
-        with_head: only where the head answers.
-        safe: reads nothing that may hang, such as a mounted folder: needs no process of its own.
-        whole_module: send the text of the function's module, not of the function alone.
-    """
-
-    name: str
-    collect: Callable[[dict[str, Any]], Any]
-    limit: float = 10.0
-    phase: int = 1
-    where: Where = "all"
-    with_head: bool = False
-    safe: bool = False
-    whole_module: bool = False
-
-    @cached_property
-    def source(self) -> str:
-        import inspect
-
-        return inspect.getsource(
-            inspect.getmodule(self.collect) or self.collect if self.whole_module else self.collect
-        )
-
-    def runs_on(self, host: str, subject: Subject) -> bool:
-        return self.where == "all" or (self.where == "head") == (host == subject.head.name)
+    host: str
+    level: Level
+    cause: str = ""
+    remedy: str | None = None
 
 
-class Output(Struct, frozen=True):
-    """What one script gave: a JSON document, or why it gave none."""
-
-    value: msgspec.Raw = msgspec.Raw(b"null")
-    error: str | None = None
-    timed_out: str | None = None
-    """The state of its process (see proc(5)) when its time was over."""
+def ok(host: str, cause: str = "") -> Verdict:
+    return Verdict(host, "ok", cause)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What one host answered.
-
-    Attributes:
-        error: why it could not be reached; all else is empty then.
-        lost: why it did not answer a later time.
-        sent, received: our clock around the first round trip, Unix seconds.
-        began, ended: the host's clock when it began and ended to answer; None: no interpreter
-            ran there, or the answer was cut short.
-        interpreter: which one ran; the one of the ranks unless that does not work.
-        reached_at: under which of its addresses SSH reached it.
-        stderr: what interpreters that do not work, and shells, complained.
-        outputs: by name of the script.
-    """
-
-    error: ClusterkitError | None = None
-    lost: ClusterkitError | None = None
-    sent: float = 0.0
-    received: float = 0.0
-    began: float | None = None
-    ended: float | None = None
-    interpreter: str = ""
-    reached_at: str = ""
-    stderr: str = ""
-    outputs: Mapping[str, Output] = field(default_factory=dict)
+def skip(host: str, reason: str) -> Verdict:
+    return Verdict(host, "skip", reason)
 
 
-Answers = Mapping[str, Answer]
-"""Host to answer, in the subject's order."""
-Judge = Callable[[Answers, Subject], list[Finding]]
+def warn(host: str, cause: str, remedy: str | None) -> Verdict:
+    return Verdict(host, "warn", cause, remedy)
 
 
-@dataclass(frozen=True)
-class Check:
-    """One thing that has to be right on every host.
-
-    Attributes:
-        name: as ``--only`` takes it.
-        purpose: one line: what it looks at, and why.
-        scripts: what it needs from the hosts.
-        judge: pure; is given the hosts that answered, in the subject's order. About a host that
-            it does not concern it says nothing.
-        quick: cheap enough for every submit: below 50 ms where all is well.
-        silent_too: judges hosts that did not answer as well.
-        pointless: the reason why the check says nothing of this subject, or None.
-    """
-
-    name: str
-    purpose: str
-    judge: Judge
-    scripts: tuple[Script, ...] = ()
-    quick: bool = True
-    silent_too: bool = False
-    pointless: Callable[[Subject], str | None] = lambda subject: None
+def fail(host: str, cause: str, remedy: str | None) -> Verdict:
+    return Verdict(host, "fail", cause, remedy)
 
 
-# ---------------------------------------------------------------- helpers of judges
+class Process(Struct):
+    """A process on a host that holds what the job needs."""
+
+    pid: int
+    user: str
+    command: str
 
 
-def read(
-    check: str, script: Script, answers: Answers, subject: Subject, kind: type[T]
-) -> tuple[dict[str, T], list[Finding]]:
-    """What a script collected, by host; and findings for hosts where it could not be had."""
-    seen: dict[str, T] = {}
-    findings = []
-    for host, answer in answers.items():
-        if not script.runs_on(host, subject):
-            continue
-        output = answer.outputs.get(script.name)
-        if output is None:
-            level: Level = "warn" if answer.lost is None else "fail"
-            said = shortened(answer.stderr.strip().rpartition("\n")[2])
-            cut = f"no answer: the host's output was cut short{': ' if said else ''}{said}"
-            cause = cut if answer.lost is None else answer.lost.message
-        elif output.timed_out is not None:
-            hangs = output.timed_out == "D"
-            level = "fail" if hangs else "warn"
-            why = "a disk or a mount does not answer" if hangs else "the host is slow, or it hangs"
-            cause = f"no answer within {script.limit:g} s: {why}"
-        elif output.error is not None:
-            level, cause = "warn", f"could not look: {output.error}"
-        else:
-            try:
-                seen[host] = msgspec.json.decode(output.value, type=kind)
-                continue
-            except msgspec.MsgspecError as error:
-                level, cause = "warn", f"answered with something unreadable: {error}"
-        findings.append(Finding(check, host, level, cause))
-    return seen, findings
+def end_processes(processes: Collection[Process], me: str) -> str:
+    """What frees what these processes hold: ``kill`` for those of user ``me``; the owners of the
+    others are to be asked."""
+    own = [str(process.pid) for process in processes if process.user == me]
+    asked = [
+        f"ask {each.user} to end process {each.pid} ({shortened(each.command, 80)})"
+        for each in processes
+        if each.user != me
+    ]
+    return "; ".join([f"kill {' '.join(own)}", *asked] if own else asked)
 
 
-def common(values: Mapping[str, V], of_none: V) -> V:
+def common(values: Iterable[V], of_none: V) -> V:
     """What most hosts have; between equals, what the first of them has; ``of_none`` of no hosts."""
-    return Counter(values.values()).most_common(1)[0][0] if values else of_none
+    return next((value for value, _ in Counter(values).most_common(1)), of_none)
+
+
+def listed(words: Collection[str], most: int = 6) -> str:
+    """``a, b and 3 more``."""
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return ", ".join(list(words)[:most]) + more
 
 
 def worst(levels: Iterable[Level]) -> Level:
@@ -299,16 +193,14 @@ def is_about_host_key(message: str) -> bool:
 
 
 def parsed_address(text: str) -> IPv4Address | IPv6Address | None:
-    """An address, None for a name; an IPv4 address in the clothes of an IPv6 one as itself."""
+    """An address, None for a name; an IPv4 address written as an IPv6 one as itself."""
     import ipaddress
 
     try:
         address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
         return None
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        return address.ipv4_mapped
-    return address
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def size(count: float) -> str:

@@ -10,44 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import Struct
 
 from clusterkit.doctor import driver
-from clusterkit.doctor.base import Output, Script
+from clusterkit.doctor.check import Answer, Output, Script
 
 # Tried in turn until one does its work: where the interpreter of the ranks does not run, any
-# other still tells what is right and wrong with the rest of the host.
+# other still finds out what is right and wrong with the rest of the host.
 _FIRST_THAT_WORKS = """program=$1; shift
 for python in "$@"; do "$python" -c "$program" "$python" && exit 0; done
 exit 127"""
 _OTHERS = ("python3", "/usr/bin/python3")
 
 
-class _Line(Struct):
-    """One line of the driver."""
+class _Line(Output, frozen=True):
+    """One line of the driver: that it began, what a script gave, or that it ended."""
 
     name: str | None = None
-    value: msgspec.Raw = msgspec.Raw(b"null")
-    error: str | None = None
-    timed_out: str | None = None
     began: float | None = None
     ended: float | None = None
     interpreter: str = ""
     reached_at: str = ""
 
 
-class Reply(Struct, frozen=True, kw_only=True):
-    """What the driver on one host said in one phase."""
-
-    outputs: dict[str, Output]
-    began: float | None
-    ended: float | None
-    interpreter: str
-    reached_at: str
-
-
 def command(
-    scripts: Sequence[Script], given: Mapping[str, Any], python: str, patience: float = 1.0
+    scripts: Sequence[Script[Any]], given: Mapping[str, Any], python: str, patience: float = 1.0
 ) -> list[str]:
     """The command that runs scripts on a host; it needs POSIX sh and some Python there.
 
@@ -83,34 +69,33 @@ def _driver() -> str:
     return Path(driver.__file__).read_text(encoding="utf-8")
 
 
-def limit(scripts: Sequence[Script], patience: float = 1.0) -> float:
+def limit(scripts: Sequence[Script[Any]], patience: float = 1.0) -> float:
     """Seconds after which the command has ended on a host that works at all."""
     return (max((script.limit for script in scripts), default=0) + 15) * patience
 
 
-def parse(stdout: str) -> Reply:
+def parse(stdout: str) -> Answer:
     """Take the driver's output apart; what is torn or foreign is passed over."""
     outputs: dict[str, Output] = {}
-    first = _Line()
-    ended = None
-    for line in stdout.splitlines():
-        mark, _, text = line.partition(driver.MARK)
+    first, last = _Line(), _Line()
+    for text in stdout.splitlines():
+        before, _, document = text.partition(driver.MARK)
         try:
-            said = msgspec.json.decode(text, type=_Line)
+            line = msgspec.json.decode(document, type=_Line)
         except msgspec.MsgspecError:
             continue
-        if mark:
+        if before:
             continue
-        if said.began is not None:
-            first, ended, outputs = said, None, {}
-        elif said.ended is not None:
-            ended = said.ended
-        elif said.name is not None:
-            outputs[said.name] = Output(said.value, said.error, said.timed_out)
-    return Reply(
+        if line.began is not None:  # an interpreter that did not get further may come before
+            first, last, outputs = line, _Line(), {}
+        elif line.ended is not None:
+            last = line
+        elif line.name is not None:
+            outputs[line.name] = line
+    return Answer(
         outputs=outputs,
         began=first.began,
-        ended=ended,
+        ended=last.ended,
         interpreter=first.interpreter,
         reached_at=first.reached_at,
     )

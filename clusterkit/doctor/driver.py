@@ -1,7 +1,7 @@
 """Runs on a host: every script, those that may hang in processes of their own.
 
 It is sent as text and needs nothing but the standard library of Python 3.8. One line of JSON
-behind a mark tells what one script gave, so that whatever else stands in the output (a login
+behind a mark holds what one script gave, so that whatever else stands in the output (a login
 shell's greeting) does no harm, and a script that hangs does not keep back the others.
 """
 
@@ -11,6 +11,7 @@ import __future__ as future
 import contextlib
 import json
 import os
+import pwd
 import select
 import signal
 import socket  # noqa: F401  (most scripts need it: once here is cheaper than once in each)
@@ -22,6 +23,27 @@ from typing import Any
 MARK = "@clusterkit-doctor "
 MOST = 1 << 18
 """Bytes that one script may give."""
+
+
+def text_of(path: str) -> str:
+    """A file's text; empty where it cannot be read."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def user_of(uid: int) -> str:
+    """A user's name; the number of one without a name."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+HELPERS = {"text_of": text_of, "user_of": user_of}
+"""What every script may call."""
 
 
 def main(tasks: list[dict[str, Any]], given: dict[str, Any], interpreter: str) -> None:
@@ -36,14 +58,14 @@ def main(tasks: list[dict[str, Any]], given: dict[str, Any], interpreter: str) -
     try:
         # "client client-port server server-port": under which of its addresses it was reached.
         reached = (os.environ.get("SSH_CONNECTION", "").split() + [""] * 3)[2]
-        _say({"began": time.time(), "interpreter": interpreter, "reached_at": reached})
+        _print({"began": time.time(), "interpreter": interpreter, "reached_at": reached})
         code = 0
         running = _start_all([task for task in tasks if not task["safe"]], given)
         for task in tasks:
             if task["safe"]:
-                _say({"name": task["name"], **json.loads(_carry_out(task, given).decode())})
+                _print({"name": task["name"], **json.loads(_run(task, given).decode())})
         _await_all(running)
-        _say({"ended": time.time()})
+        _print({"ended": time.time()})
     except BrokenPipeError:
         pass  # nobody reads any more
     except Exception as error:
@@ -60,7 +82,7 @@ def _start_all(tasks: list[dict[str, Any]], given: dict[str, Any]) -> dict[int, 
         try:
             reader, pid = _start(task, given, list(running))
         except OSError as error:
-            _say({"name": task["name"], "error": f"cannot start a process: {error}"})
+            _print({"name": task["name"], "error": f"cannot start a process: {error}"})
             continue
         until = time.monotonic() + task["limit"]
         running[reader] = {"pid": pid, "name": task["name"], "data": b"", "until": until}
@@ -83,16 +105,16 @@ def _start(task: dict[str, Any], given: dict[str, Any], others: list[int]) -> tu
         for stream in (0, 1, 2):
             os.dup2(nothing, stream)
         with os.fdopen(writer, "wb") as file:
-            file.write(_carry_out(task, given) + b"\n")
+            file.write(_run(task, given) + b"\n")
     finally:
         os._exit(0)
 
 
-def _carry_out(task: dict[str, Any], given: dict[str, Any]) -> bytes:
+def _run(task: dict[str, Any], given: dict[str, Any]) -> bytes:
     try:
         # Annotations stay unread: they may be newer than this Python.
         code = compile(task["source"], "<doctor>", "exec", flags=future.annotations.compiler_flag)
-        space: dict[str, Any] = {}
+        space: dict[str, Any] = dict(HELPERS)
         exec(code, space)
         answer = {"value": space[task["function"]](given)}
         # Names of files need not be text: what is no character becomes a question mark.
@@ -121,7 +143,7 @@ def _await_all(running: dict[int, dict[str, Any]]) -> None:
             del running[reader]
         for reader, work in list(running.items()):
             if time.monotonic() >= work["until"]:
-                _say({"name": work["name"], "timed_out": _state(work["pid"])})
+                _print({"name": work["name"], "timed_out": _state(work["pid"])})
                 _kill(work["pid"])
                 poll.unregister(reader)
                 os.close(reader)
@@ -129,19 +151,19 @@ def _await_all(running: dict[int, dict[str, Any]]) -> None:
 
 
 def _report(work: dict[str, Any]) -> None:
-    told = {"name": work["name"]}
+    line = {"name": work["name"]}
     if len(work["data"]) > MOST:
-        told["error"] = f"it gave more than {MOST} bytes"
+        line["error"] = f"it gave more than {MOST} bytes"
         _kill(work["pid"])
     else:
         try:
-            told.update(json.loads(work["data"].decode()))
+            line.update(json.loads(work["data"].decode()))
         except ValueError:
-            told["error"] = "it was killed"
+            line["error"] = "it was killed"
     # Who ignores SIGCHLD hands that down to us: then the kernel has buried it already.
     with contextlib.suppress(ChildProcessError):
         os.waitpid(work["pid"], os.WNOHANG)
-    _say(told)
+    _print(line)
 
 
 def _state(pid: int) -> str:
@@ -166,7 +188,7 @@ def _kill(pid: int) -> None:
             kill(pid, signal.SIGKILL)
 
 
-def _say(document: dict[str, Any]) -> None:
+def _print(document: dict[str, Any]) -> None:
     # The newline in front: a greeting need not end with one.
     line = memoryview(f"\n{MARK}{json.dumps(document)}\n".encode())
     while line:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from typing import Any
@@ -12,19 +12,12 @@ from typing import Any
 from msgspec.structs import replace as replace_fields
 
 from clusterkit.doctor import bundle
-from clusterkit.doctor.base import (
-    Answer,
-    Answers,
-    Check,
-    Finding,
-    Machine,
-    Script,
-    Subject,
-    read,
-)
+from clusterkit.doctor.base import Finding, HostSubject, Machine
+from clusterkit.doctor.check import Answer, Answers, Check, Script
 from clusterkit.doctor.checks import CHECKS as CHECKS
+from clusterkit.doctor.checks.interface import INTERFACES
+from clusterkit.doctor.checks.port import PORT
 from clusterkit.doctor.report import Progress, Report
-from clusterkit.doctor.scripts import INTERFACES, PORT, Interface, PortSeen
 from clusterkit.errors import ClusterkitError
 from clusterkit.transport import Transport
 
@@ -35,7 +28,7 @@ PATIENT_AFTER = 3.0
 
 
 def look(
-    subject: Subject, transport: Transport, checks: Sequence[Check], progress: Progress
+    subject: HostSubject, transport: Transport, checks: Sequence[Check], progress: Progress
 ) -> Report:
     """Look at every host, and judge what was seen. Nothing on the hosts is changed."""
     useful = [check for check in checks if check.pointless(subject) is None]
@@ -51,22 +44,22 @@ def look(
     )
 
 
-def judge(check: Check, answers: Answers, subject: Subject) -> list[Finding]:
+def judge(check: Check, answers: Mapping[str, Answer], subject: HostSubject) -> list[Finding]:
     """What a check says of every host of the subject, in its order."""
+    names = [machine.name for machine in subject.hosts]
     if (reason := check.pointless(subject)) is not None:
-        return [Finding(check.name, machine.name, "skip", reason) for machine in subject.hosts]
+        return [Finding(check.name, host, "skip", reason) for host in names]
     heard = {host: answer for host, answer in answers.items() if answer.began is not None}
-    found = check.judge(answers if check.silent_too else heard, subject)
-    told: dict[str, list[Finding]] = {}
-    for finding in found:
-        told.setdefault(finding.host, []).append(finding)
-    everything = []
-    for machine in subject.hosts:
-        if machine.name not in heard and not check.silent_too:
-            silent = "it did not answer" if answers[machine.name].error else "no Python runs there"
-            everything.append(Finding(check.name, machine.name, "skip", silent))
-        everything += told.get(machine.name, [])
-    return everything
+    seen = Answers(subject, answers if check.silent_too else heard)
+    found: dict[str, list[Finding]] = {host: [] for host in names}
+    judged = list(check.judge(seen))
+    for verdict in (*seen.unread, *judged):
+        found[verdict.host].append(Finding(check.name, *verdict))
+    for host in names:
+        if host not in seen.of:
+            silent = "it did not answer" if answers[host].error else "no Python runs there"
+            found[host].append(Finding(check.name, host, "skip", silent))
+    return [finding for findings in found.values() for finding in findings]
 
 
 # ---------------------------------------------------------------- visiting
@@ -81,14 +74,19 @@ class Visits:
     """
 
     def __init__(
-        self, subject: Subject, transport: Transport, checks: Sequence[Check], progress: Progress
+        self,
+        subject: HostSubject,
+        transport: Transport,
+        checks: Sequence[Check],
+        progress: Progress,
     ) -> None:
         self.subject = subject
         self.answers: dict[str, Answer] = {}
         self._transport = transport
         self._progress = progress
         # What the second phase has to know is found in the first.
-        self._scripts = {INTERFACES.name: INTERFACES} if _lacks_addresses(subject) else {}
+        lacking = any(machine.address is None for machine in subject.hosts)
+        self._scripts: dict[str, Script[Any]] = {INTERFACES.name: INTERFACES} if lacking else {}
         self._scripts |= {PORT.name: PORT} if subject.port is None else {}
         self._scripts |= {script.name: script for check in checks for script in check.scripts}
         self._wanted = [check.name for check in checks]
@@ -98,16 +96,10 @@ class Visits:
     def make(self) -> None:
         """All of them."""
         self.answers = self._phase(1, self.subject.hosts)
-        self.subject = settled(self.subject, self.answers)
+        self.subject = completed(self.subject, self.answers)
         # Where hosts are slow to begin, they need longer to meet.
-        slowest = max(
-            (
-                answer.received - answer.sent
-                for answer in self.answers.values()
-                if answer.began is not None
-            ),
-            default=0.0,
-        )
+        heard = [answer for answer in self.answers.values() if answer.began is not None]
+        slowest = max((answer.received - answer.sent for answer in heard), default=0.0)
         self._patience = min(10.0, max(1.0, slowest / PATIENT_AFTER))
         try:
             self._again(2)
@@ -147,7 +139,7 @@ class Visits:
             pool.shutdown(wait=False, cancel_futures=True)
         return {machine.name: answers[machine.name] for machine in visited}
 
-    def _asked(self, number: int, machine: Machine, present: list[str]) -> list[Script]:
+    def _asked(self, number: int, machine: Machine, present: list[str]) -> list[Script[Any]]:
         return [
             script
             for script in self._scripts.values()
@@ -156,28 +148,21 @@ class Visits:
             and (self.subject.head.name in present or not script.with_head)
         ]
 
-    def _visit(self, machine: Machine, scripts: Sequence[Script], present: list[str]) -> Answer:
+    def _visit(
+        self, machine: Machine, scripts: Sequence[Script[Any]], present: list[str]
+    ) -> Answer:
         argv = bundle.command(
             scripts, self._given(machine, present), machine.python, self._patience
         )
+        limit = bundle.limit(scripts, self._patience)
         sent = time.time()
         try:
-            limit = bundle.limit(scripts, self._patience)
             done = self._transport.run(machine.name, argv, timeout=limit)
         except ClusterkitError as error:
             return Answer(error=error, sent=sent, received=time.time())
         received = time.time()
-        reply = bundle.parse(done.stdout)
-        return Answer(
-            sent=sent,
-            received=received,
-            began=reply.began,
-            ended=reply.ended,
-            interpreter=reply.interpreter,
-            reached_at=reply.reached_at,
-            stderr=done.stderr[-4096:],
-            outputs=reply.outputs,
-        )
+        answer = bundle.parse(done.stdout)
+        return replace(answer, sent=sent, received=received, stderr=done.stderr[-4096:])
 
     def _given(self, machine: Machine, present: list[str]) -> dict[str, Any]:
         """What every script may read."""
@@ -200,13 +185,10 @@ class Visits:
         }
 
 
-def _lacks_addresses(subject: Subject) -> bool:
-    return any(machine.address is None for machine in subject.hosts)
-
-
-def settled(subject: Subject, answers: Answers) -> Subject:
-    """The subject with the addresses and the port that hosts have told, where it has none."""
-    interfaces, _ = read("", INTERFACES, answers, subject, dict[str, Interface])
+def completed(subject: HostSubject, answers: Mapping[str, Answer]) -> HostSubject:
+    """The subject with the addresses and the port that hosts have reported, where it has none."""
+    seen = Answers(subject, answers)
+    interfaces = seen.read(INTERFACES)
     hosts = []
     for machine in subject.hosts:
         address = machine.address
@@ -216,7 +198,6 @@ def settled(subject: Subject, answers: Answers) -> Subject:
         hosts.append(
             replace_fields(machine, address=address or answers[machine.name].reached_at or None)
         )
-    ports, _ = read("", PORT, answers, subject, PortSeen)
-    found = ports.get(subject.head.name)
+    found = seen.read(PORT).get(subject.head.name)
     port = found.port if subject.port is None and found is not None else subject.port
     return replace_fields(subject, hosts=tuple(hosts), port=port)

@@ -3,7 +3,7 @@
 It is sent as text and needs nothing but the standard library of Python 3.8. The head listens on
 the rendezvous port, as rank 0 will. Every other host says its name there and gets the token
 back. With ``mesh`` each host listens on a port of the kernel's choice as well, as the ranks of
-gloo and NCCL do; the head tells everyone these ports, everyone tries them all, and sends the next
+gloo and NCCL do; the head sends everyone these ports, everyone tries them all, and sends the next
 host a megabyte, so that each link carries one each way.
 
 Whoever closes a connection resets it, so that no port stays in TIME_WAIT afterwards.
@@ -46,7 +46,7 @@ def meet(given: dict[str, Any]) -> dict[str, Any]:
     """
     meeting = Meeting(given)
     try:
-        return meeting.held()
+        return meeting.run()
     finally:
         meeting.close()
 
@@ -64,28 +64,27 @@ class Meeting:
         self.port = given["port"]
         self.token = given["token"]
         self.mesh = "mesh" in given["wanted"] and len(self.present) > 1
-        self.doors: list[socket.socket] = []
+        self.servers: list[socket.socket] = []
         self.came: dict[str, int] = {}
         self.done: dict[str, bool] = {}
         self.turn = threading.Condition()
 
-    def held(self) -> dict[str, Any]:
-        told: dict[str, Any] = {"head": None, "listening": None, "came": [], "peers": None}
-        told["rates"] = {}
-        number = 0
-        if self.mesh:
-            number = self.open(0, self.greet)
+    def run(self) -> dict[str, Any]:
+        seen: dict[str, Any] = {
+            "head": None, "listening": None, "came": [], "peers": None, "rates": {},
+        }  # fmt: skip
+        number = self.open(0, self.greet) if self.mesh else 0
         if self.me == self.head:
             try:
                 self.open(self.port, self.serve)
             except OSError as error:
-                told["listening"] = said(error)
-                return told
-        told["head"] = self.visit(number, told)
+                seen["listening"] = in_words(error)
+                return seen
+        seen["head"] = self.visit(number, seen)
         if self.me == self.head:
             self.wait(lambda: len(self.came) >= len(self.present), MEET + 1)
-            told["came"] = sorted(self.came)
-        return told
+            seen["came"] = sorted(self.came)
+        return seen
 
     def open(self, port: int, answer: Callable[[socket.socket], None]) -> int:
         """Listen, and answer whoever comes; gives the port.
@@ -93,18 +92,18 @@ class Meeting:
         Raises:
             OSError: it cannot be had.
         """
-        door = listening(port)
-        self.doors.append(door)
-        served(door, answer, self.left(END))
-        return int(door.getsockname()[1])
+        server = listening(port)
+        self.servers.append(server)
+        serve_all(server, answer, self.left(END))
+        return int(server.getsockname()[1])
 
     def close(self) -> None:
         """Listen no more: the next one may have the port at once."""
-        for door in self.doors:
+        for server in self.servers:
             # Closing alone would wait for the thread that accepts.
             with contextlib.suppress(OSError):
-                door.shutdown(socket.SHUT_RDWR)
-            door.close()
+                server.shutdown(socket.SHUT_RDWR)
+            server.close()
 
     def left(self, moment: float) -> float:
         """Seconds from now to a moment of the meeting."""
@@ -112,28 +111,28 @@ class Meeting:
 
     # ---------------------------------------------------------- everyone
 
-    def visit(self, number: int, told: dict[str, Any]) -> str | None:
+    def visit(self, number: int, seen: dict[str, Any]) -> str | None:
         """Say hello at the head; with a mesh, get the ports of all and try them."""
         why = ""
         while self.left(MEET) > 0.1:
             try:
-                line = dialled(self.addresses[self.head], self.port, self.left(MEET))
+                line = connected(self.addresses[self.head], self.port, self.left(MEET))
             except OSError as error:
-                # The last try has no time left: what the others said tells more.
-                why = why or said(error)
+                # The last try has no time left: the errors of the others say more.
+                why = why or in_words(error)
                 threading.Event().wait(0.05)
                 continue
             with line:
                 try:
-                    self.talk(line, number, told)
+                    self.talk(line, number, seen)
                     return None
                 except (ConnectionError, ValueError):
                     return "another program answers there"
                 except OSError as error:
-                    why = why or said(error)
+                    why = why or in_words(error)
         return why or "timed out"
 
-    def talk(self, line: socket.socket, number: int, told: dict[str, Any]) -> None:
+    def talk(self, line: socket.socket, number: int, seen: dict[str, Any]) -> None:
         file = line.makefile("rwb")
         send(file, {"me": self.me, "port": number, "token": self.token})
         if receive(file).get("token") != self.token:
@@ -148,12 +147,12 @@ class Meeting:
             others = [name for name in ports if name != self.me]
             with ThreadPoolExecutor(64) as pool:
                 dials = {name: pool.submit(self.dial, name, ports[name]) for name in others}
-                told["peers"] = {name: dial.result() for name, dial in dials.items()}
+                seen["peers"] = {name: dial.result() for name, dial in dials.items()}
             ring = sorted(ports)
             following = ring[(ring.index(self.me) + 1) % len(ring)]
             # Hosts that are slow to answer would measure themselves.
-            if self.patience == 1 and told["peers"].get(following, "it is us") is None:
-                told["rates"] = self.measured(following, ports[following])
+            if self.patience == 1 and seen["peers"].get(following, "it is us") is None:
+                seen["rates"] = self.measured(following, ports[following])
             send(file, {"done": True})
             # The others may still be about to connect to us.
             line.settimeout(self.left(END))
@@ -164,13 +163,13 @@ class Meeting:
     def dial(self, name: str, port: int) -> str | None:
         """Why another host cannot be reached, or None."""
         try:
-            with dialled(self.addresses[name], port, DIAL * self.patience) as line:
+            with connected(self.addresses[name], port, DIAL * self.patience) as line:
                 file = line.makefile("rwb")
                 send(file, {"token": self.token})
                 if receive(file) != {"token": self.token, "me": name}:
                     return "another host answers at its address"
         except OSError as error:
-            return said(error)
+            return in_words(error)
         except ValueError:
             return "another program answers at its address"
         return None
@@ -188,7 +187,7 @@ class Meeting:
 
     def pour(self, name: str, port: int) -> float:
         """Send another host a megabyte; gives the Mbit/s that it saw."""
-        with dialled(self.addresses[name], port, DIAL) as line:
+        with connected(self.addresses[name], port, DIAL) as line:
             file = line.makefile("rwb")
             send(file, {"token": self.token, "pour": True})
             receive(file)
@@ -221,19 +220,19 @@ class Meeting:
             # Only when it has gone has it read our answer; then we may go, too.
             with contextlib.suppress(OSError):
                 file.readline()
-            self.note(self.came, hello["me"], hello["port"])
+            self.record(self.came, hello["me"], hello["port"])
             return
-        self.note(self.came, hello["me"], hello["port"])
+        self.record(self.came, hello["me"], hello["port"])
         self.wait(lambda: len(self.came) >= len(self.present), MEET)
         try:
             send(file, {"ports": self.came})
             line.settimeout(self.left(END))
             file.readline()
         finally:
-            self.note(self.done, hello["me"], True)
+            self.record(self.done, hello["me"], True)
         self.wait(lambda: set(self.done) >= set(self.came), END)
 
-    def note(self, register: dict[str, Any], name: str, value: Any) -> None:
+    def record(self, register: dict[str, Any], name: str, value: Any) -> None:
         with self.turn:
             register[name] = value
             self.turn.notify_all()
@@ -255,7 +254,7 @@ def listening(port: int) -> socket.socket:
     return socket.create_server(("", port), backlog=512)
 
 
-def served(server: socket.socket, answer: Any, timeout: float) -> None:
+def serve_all(server: socket.socket, answer: Any, timeout: float) -> None:
     """Accept connections for ever, each in a thread of its own."""
 
     def one(line: socket.socket) -> None:
@@ -293,7 +292,7 @@ def rate_of(line: socket.socket) -> float:
     return came * 8e-6 / max(now - began, 1e-6)
 
 
-def dialled(address: str, port: int, timeout: float) -> socket.socket:
+def connected(address: str, port: int, timeout: float) -> socket.socket:
     """A connection that is reset when it is closed."""
     line = socket.create_connection((address, port), timeout)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -318,7 +317,7 @@ def receive(file: Any) -> dict[str, Any]:
     return document
 
 
-def said(error: OSError) -> str:
+def in_words(error: OSError) -> str:
     """An error in a word or two, the same on every host."""
     if isinstance(error, socket.timeout):
         return "timed out"

@@ -13,10 +13,10 @@ from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
 
 WIDTH = 100
 Progress = Callable[[int, Sequence[str]], None]
-"""Told of the phase (1, 2, 3) and those who have not answered yet."""
+"""Called with the phase (1, 2, 3) and those who have not answered yet."""
 Style = Callable[[str, Level], str]
 """Gives a text the colour of a level."""
-_TOLD = 5
+_NAMED = 5
 """Faults that a refusal names; the table has them all."""
 _WORD: dict[Level, str] = {"ok": "ok", "warn": "warn", "fail": "FAIL", "skip": "-"}
 _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)\Z", re.DOTALL)
@@ -182,10 +182,7 @@ def _mend(finding: Finding, indent: str) -> str:
     if not finding.remedy:
         return ""
     lines = finding.remedy.splitlines()
-    return "".join(
-        f"\n{indent}{'mend: ' if not number else '      '}{line}"
-        for number, line in enumerate(lines)
-    )
+    return f"\n{indent}mend: " + f"\n{indent}      ".join(lines)
 
 
 def refusal(report: Report) -> ClusterkitError | None:
@@ -196,12 +193,12 @@ def refusal(report: Report) -> ClusterkitError | None:
     bad = [(finding, hosts) for finding, hosts in report.faults() if finding.level == "fail"]
     if not bad:
         return None
-    lines = [words(finding, hosts, report.hosts) for finding, hosts in bad[:_TOLD]]
-    if len(bad) > _TOLD:
-        lines.append(f"and {len(bad) - _TOLD} more")
+    lines = [words(finding, hosts, report.hosts) for finding, hosts in bad[:_NAMED]]
+    if len(bad) > _NAMED:
+        lines.append(f"and {len(bad) - _NAMED} more")
     remedies = [
         f"{ranges(hosts, report.hosts)}: {finding.remedy}"
-        for finding, hosts in bad[:_TOLD]
+        for finding, hosts in bad[:_NAMED]
         if finding.remedy
     ]
     command = (

@@ -9,14 +9,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, get_args
 
+import msgspec
 from msgspec import Struct
 
 from clusterkit.cluster import Facts
 from clusterkit.errors import BadInput, ClusterkitError, counted
 from clusterkit.estimate import advice, jobs, models
 from clusterkit.estimate.advice import Advice, Row
-from clusterkit.estimate.memory import OPTIMIZERS, Model, Precision, Setup, predict
+from clusterkit.estimate.memory import predict
+from clusterkit.estimate.setup import OPTIMIZERS, Model, Precision, Setup
 from clusterkit.estimate.units import gib, parse_count, parse_size
+from clusterkit.runtime.gpt_shape import PRESETS
 from clusterkit.spec import JobSpec
 
 _SHAPE = ("layers", "hidden", "heads", "kv_heads", "intermediate", "gated", "vocabulary")
@@ -156,10 +159,10 @@ def estimate(
     known_hosts = facts is not None and question.gpu_memory is None
     host_limit = min(h.memory_mib for h in facts.hosts) << 20 if facts and known_hosts else None
     setups = [own]
-    told = {(advice.label(own), str(own.mesh))}
+    seen = {(advice.label(own), str(own.mesh))}
     for setup in advice.alternatives(model, own, nodes * local):
-        if (key := (advice.label(setup), str(setup.mesh))) not in told:
-            told.add(key)
+        if (key := (advice.label(setup), str(setup.mesh))) not in seen:
+            seen.add(key)
             setups.append(setup)
     rows = [
         advice.row(
@@ -169,11 +172,7 @@ def estimate(
     ]
     chosen = None if limit is None else advice.choose(model, setups, rows, limit)
     return Estimate(
-        model=ModelSize(
-            name=model.name, parameters=model.parameters, layers=model.layers,
-            hidden=model.hidden, heads=model.heads, context=model.context,
-            vocabulary=model.vocabulary, origin=model.origin,
-        ),
+        model=msgspec.convert(model, ModelSize, from_attributes=True),
         nodes=nodes, gpus_per_node=local, gpu_memory=limit, gpu_origin=origin,
         precision=own.precision, optimizer=own.optimizer, attention=own.attention,
         activation_checkpointing=own.recompute,
@@ -234,7 +233,7 @@ def _model(spec: JobSpec, program: jobs.Program, question: Question) -> Model:
             **{name: getattr(question, name) for name in _SHAPE},
         )
     if question.model is not None:
-        if question.model in models.presets():
+        if question.model in PRESETS:
             return models.gpt(question.model, question.context)
         return models.hugging_face(question.model, question.context)
     model = jobs.model_of(program, count=True)
@@ -260,12 +259,9 @@ def _with_question(setup: Setup, question: Question) -> Setup:
         }
     if question.activation_checkpointing:
         changes["recompute"] = True
-    if setup.device != "cpu":
-        text = question.overhead
-        if text is None:
-            changes["overhead"] = OVERHEAD
-        elif text.strip() != "0":
-            changes["overhead"] = parse_size(text, "--overhead")
+    text = question.overhead
+    if setup.device != "cpu" and (text is None or text.strip() != "0"):
+        changes["overhead"] = OVERHEAD if text is None else parse_size(text, "--overhead")
     return replace(setup, **changes)
 
 
@@ -288,16 +284,13 @@ def _notes(
         notes.append("no GPU was found: --gpu-memory 80GB says what would fit one")
     if own.overhead:
         notes.append(
-            f"each total holds {gib(own.overhead)} GiB for what is no tensor (CUDA context, NCCL, "
+            f"each total holds {gib(own.overhead)} GiB besides tensors (CUDA context, NCCL, "
             "fragmentation): assumed, --overhead changes it"
         )
     if job is not None and not program.ours and own.strategy == "ddp":
         notes.append("the program is not one of ours: its first line assumes ddp")
-    if (
-        job is not None
-        and question.micro_batch is None
-        and not (program.ours or jobs.batch_of(spec, program))
-    ):
+    said = question.micro_batch or program.ours or jobs.batch_of(spec, program)
+    if job is not None and not said:
         notes.append("the job has no batch: a micro batch of 1 is assumed, --micro-batch says more")
     if question.model and question.context is None and model.context > _LONG_CONTEXT:
         notes.append(

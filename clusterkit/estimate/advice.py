@@ -9,7 +9,8 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit.errors import counted
-from clusterkit.estimate.memory import Memory, Model, Setup, largest_micro, predict
+from clusterkit.estimate.memory import largest_micro, predict
+from clusterkit.estimate.setup import Model, Setup
 from clusterkit.estimate.units import gib
 from clusterkit.runtime.mesh import Mesh
 
@@ -31,7 +32,13 @@ _WHY = {
 }
 
 
-class Row(Struct, frozen=True, kw_only=True, omit_defaults=False):
+_SIZES = (
+    "parameters", "gradients", "optimizer", "activations", "loss", "buffers", "communication",
+    "temporary", "overhead",
+)  # fmt: skip
+
+
+class Row(Struct, frozen=True, kw_only=True):
     """One way to train; sizes in bytes, on the GPU that needs most."""
 
     strategy: str
@@ -132,7 +139,7 @@ def row(model: Model, setup: Setup, *, own: bool, limit: int | None, host_limit:
         strategy=label(setup),
         mesh=str(setup.mesh),
         own=own,
-        **_whole(memory),
+        **{name: round(getattr(memory, name)) for name in _SIZES},
         total=round(memory.total),
         moment=memory.moment,
         moments={name: round(size) for name, size in memory.moments.items()},
@@ -145,26 +152,14 @@ def row(model: Model, setup: Setup, *, own: bool, limit: int | None, host_limit:
     )
 
 
-def _whole(memory: Memory) -> dict[str, int]:
-    names = (
-        "parameters", "gradients", "optimizer", "activations", "loss", "buffers",
-        "communication", "temporary", "overhead",
-    )  # fmt: skip
-    return {name: round(getattr(memory, name)) for name in names}
-
-
 def choose(model: Model, setups: list[Setup], rows: list[Row], limit: int) -> Advice:
     """The quickest way that fits, and why; or what would make one fit."""
     order = list(_WHY)
-    known = [
-        (order.index(line.strategy), setup, line)
-        for setup, line in zip(setups, rows, strict=True)
-        if line.strategy in order
-    ]
-    known.sort(key=lambda entry: entry[0])
-    fitting = [(setup, line) for _, setup, line in known if line.fits]
-    if fitting:
-        _, line = fitting[0]
+    pairs = zip(setups, rows, strict=True)
+    known = [(setup, line) for setup, line in pairs if line.strategy in _WHY]
+    known.sort(key=lambda pair: order.index(pair[1].strategy))
+    line = next((line for _, line in known if line.fits), None)
+    if line is not None:
         where = f" ({line.mesh})" if line.strategy in ("tp", "pp", "3d") else ""
         return Advice(
             strategy=line.strategy,
@@ -181,12 +176,12 @@ def choose(model: Model, setups: list[Setup], rows: list[Row], limit: int) -> Ad
         ("a micro batch of 1 with activation checkpointing", {"micro": 1, "recompute": True}),
     )
     for what, change in changes:
-        for _, setup, line in known:
+        for setup, other in known:
             needs = predict(model, replace(setup, **change))
-            if needs.total <= limit and line.host_fits is not False:
+            if needs.total <= limit and other.host_fits is not False:
                 return Advice(
-                    strategy=line.strategy,
-                    reason=f"{short}; {line.strategy} with {what} would: {gib(needs.total)} GiB"
+                    strategy=other.strategy,
+                    reason=f"{short}; {other.strategy} with {what} would: {gib(needs.total)} GiB"
                     f"{_host(needs.host)}",
                 )
     return Advice(strategy=None, reason=f"{short}; {_more(model, setups[0], limit)}")

@@ -10,15 +10,18 @@ import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from clusterkit.batch import DEEPSPEED_KEYS, solve
+from clusterkit.deepspeed_config import precision
 from clusterkit.errors import BadInput
 from clusterkit.estimate import models
-from clusterkit.estimate.memory import ZERO, Model, Precision, Setup, Zero
+from clusterkit.estimate.setup import ZERO, Model, Precision, Setup, Zero
 from clusterkit.runtime import mesh as meshes
+from clusterkit.runtime.gpt_shape import PRESETS
 from clusterkit.runtime.mesh import Mesh
 from clusterkit.spec import JobSpec
 
@@ -26,25 +29,19 @@ _DEFAULT_GLOBAL_BATCH = 32
 """Of programs with our flags, when nothing is said (``runtime.arguments``)."""
 _HUGGING_FACE_CONTEXT = 256
 """Tokens in a sample of a Hugging Face model in gpt.py, when nothing is said."""
+_RECOMPUTE = ("--activation-checkpointing", "--gradient-checkpointing", "--gradient_checkpointing")
 _OURS = re.compile(r"^\s*(from|import) clusterkit\.runtime\b", re.MULTILINE)
 _HAS_PRESETS = re.compile(r"^from clusterkit\.runtime\.gpt import .*\bPRESETS\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Program:
-    """What a job's program is told.
+    """The arguments of a job's program."""
 
-    Attributes:
-        ours: whether it is built on ``clusterkit.runtime``, so that its flags are ours.
-        presets: whether ``--model`` takes our GPT's presets.
-        flags: flag to value; the last one counts, as in argparse; a bare flag is "".
-        defaults: what the program's own text says of flags that are not given.
-    """
-
-    ours: bool
-    presets: bool
-    flags: Mapping[str, str]
-    defaults: Mapping[str, str]
+    ours: bool  # built on clusterkit.runtime, so that its flags are ours
+    presets: bool  # --model takes our GPT's presets
+    flags: Mapping[str, str]  # to values; the last one counts, as in argparse; a bare flag is ""
+    defaults: Mapping[str, str]  # of flags that are not given, from the program's text
 
     def get(self, flag: str) -> str | None:
         """The value of a flag, given or by default."""
@@ -55,10 +52,8 @@ def read_program(job: JobSpec) -> Program:
     """The job's program, from its arguments and its text; an unreadable one is not ours."""
     text = ""
     if job.program is not None:
-        try:
+        with suppress(OSError, UnicodeDecodeError):
             text = Path(job.workdir or ".", job.program).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            text = ""
     ours = bool(_OURS.search(text))
     return Program(
         ours=ours,
@@ -122,7 +117,7 @@ def model_of(program: Program, *, count: bool) -> Model | None:
     if not program.ours or not name:
         return None
     context = _number(program.get("--context"))
-    if program.presets and name in models.presets():
+    if program.presets and name in PRESETS:
         return models.gpt(name, context)
     context = context or _number(program.get("--max-length")) or _HUGGING_FACE_CONTEXT
     if count:
@@ -151,6 +146,7 @@ def setup_of(
     """
     config = _deepspeed_config(job, program)
     strategy, mesh = "ddp", Mesh(shard=ranks)
+    sequence = "--sequence-parallel" in program.flags
     if config is not None:
         strategy = ZERO[_stage(config)]
     elif program.ours and (named := program.get("--strategy")) is not None:
@@ -165,39 +161,35 @@ def setup_of(
         if model.divisible:
             facts |= {"layers": str(model.layers), "heads": str(model.heads)}
         mesh = meshes.choose(strategy, program.get("--mesh"), ranks=ranks, local_ranks=local_ranks)
-        sequence = "--sequence-parallel" in program.flags
         meshes.check_model(strategy, mesh, facts, sequence=sequence)
     elif strategy not in ZERO:
         raise BadInput(f"args: --strategy {strategy} is unknown", hint=", ".join(meshes.STRATEGIES))
-    micro, accumulation = _batch(job, program, mesh.dp)
-    pipeline = mesh.pp > 1
+    sizes = batch_of(job, program)
+    if not sizes.keys() & {"global_size", "micro"}:
+        sizes |= {"global_size": _DEFAULT_GLOBAL_BATCH} if program.ours else {"micro": 1}
+    batch = solve(data_parallel=mesh.dp, **sizes)
     reshard = "--no-reshard-after-forward" not in program.flags and (
-        not pipeline or "--reshard-after-forward" in program.flags
+        mesh.pp == 1 or "--reshard-after-forward" in program.flags
     )
+    offload = strategy == "fsdp" and "--offload" in program.flags
     setup = Setup(
         strategy=strategy,
         mesh=mesh,
         precision=_precision(program, config, device),
-        micro=micro,
-        accumulation=accumulation,
+        micro=batch.micro,
+        accumulation=batch.accumulation,
         local_ranks=local_ranks,
         device=device,
-        recompute=_recomputes(program, config),
+        # Our flag, those of Hugging Face's programs, or a DeepSpeed section that our programs read.
+        recompute=not program.flags.keys().isdisjoint(_RECOMPUTE)
+        or (program.ours and config is not None and "activation_checkpointing" in config),
         reshard=reshard,
-        sequence="--sequence-parallel" in program.flags,
+        sequence=sequence,
         schedule=program.get("--schedule") or "1f1b",
-        offload_optimizer=strategy == "fsdp" and "--offload" in program.flags,
-        offload_parameters=strategy == "fsdp" and "--offload" in program.flags,
+        offload_optimizer=offload,
+        offload_parameters=offload,
     )
     return setup if config is None else _with_zero(setup, config)
-
-
-def _recomputes(program: Program, config: Mapping[str, Any] | None) -> bool:
-    """Activation checkpointing: our flag, Hugging Face's, or a DeepSpeed section."""
-    flags = ("--activation-checkpointing", "--gradient-checkpointing", "--gradient_checkpointing")
-    if any(flag in program.flags for flag in flags):
-        return True
-    return program.ours and config is not None and "activation_checkpointing" in config
 
 
 def _deepspeed_config(job: JobSpec, program: Program) -> Mapping[str, Any] | None:
@@ -255,26 +247,22 @@ def _with_zero(setup: Setup, config: Mapping[str, Any]) -> Setup:
 
 def _precision(program: Program, config: Mapping[str, Any] | None, device: str) -> Precision:
     named = program.get("--dtype") if program.ours else None
-    if named == "fp32":
-        return "fp32"
-    if named == "bf16":
-        return "bf16"
-    if named == "fp16":
-        return "fp16"
-    if named is not None:
-        raise BadInput(f"args: --dtype {named} is unknown", hint="fp32, bf16 or fp16")
-    if config is not None:
-        for name in ("bf16", "fp16"):
-            section = config.get(name)
-            if isinstance(section, dict) and section.get("enabled"):
-                return "bf16" if name == "bf16" else "fp16"
-        return "fp32"
-    return "fp32" if device == "cpu" else "bf16"
+    if named is None and config is not None:
+        return precision(config)
+    if named is None:
+        return "fp32" if device == "cpu" else "bf16"
+    for known in get_args(Precision):
+        if named == known:
+            return known  # type: ignore[no-any-return]
+    raise BadInput(f"args: --dtype {named} is unknown", hint="fp32, bf16 or fp16")
 
 
 def batch_of(job: JobSpec, program: Program) -> dict[str, int]:
-    """The batch sizes that are said, under the names that ``batch.solve`` takes: by flags of our
-    programs, by the job's ``batch``, else by its DeepSpeed config."""
+    """The batch sizes that are said, under the names that ``batch.solve`` takes.
+
+    By flags of our programs, by the job's ``batch``, by flags of transformers' Trainer, else by
+    the DeepSpeed config.
+    """
     asked = job.batch
     sizes = {
         "global_size": asked.global_size if asked else None,
@@ -284,6 +272,9 @@ def batch_of(job: JobSpec, program: Program) -> dict[str, int]:
     if program.ours:
         for name, flag in (("global_size", "--global-batch"), ("micro", "--micro-batch")):
             sizes[name] = _number(program.flags.get(flag)) or sizes[name]
+    elif not any(sizes.values()) and _trainer_flag(program, "per_device_train_batch_size"):
+        sizes["micro"] = _trainer_flag(program, "per_device_train_batch_size")
+        sizes["accumulation"] = _trainer_flag(program, "gradient_accumulation_steps")
     if not any(sizes.values()):
         config = _deepspeed_config(job, program) or {}
         sizes = {name: config.get(key) for name, key in DEEPSPEED_KEYS.items()}
@@ -291,10 +282,7 @@ def batch_of(job: JobSpec, program: Program) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if type(size) is int and size > 0}
 
 
-def _batch(job: JobSpec, program: Program, data_parallel: int) -> tuple[int, int]:
-    """Micro batch and accumulation."""
-    sizes = batch_of(job, program)
-    if not sizes.keys() & {"global_size", "micro"}:
-        sizes |= {"global_size": _DEFAULT_GLOBAL_BATCH} if program.ours else {"micro": 1}
-    batch = solve(data_parallel=data_parallel, **sizes)
-    return batch.micro, batch.accumulation
+def _trainer_flag(program: Program, name: str) -> int | None:
+    """A number given to transformers' Trainer, whose parser takes both spellings."""
+    dashed = name.replace("_", "-")
+    return _number(program.flags.get(f"--{name}") or program.flags.get(f"--{dashed}"))

@@ -16,181 +16,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, replace
 
-from clusterkit.runtime.mesh import Mesh
+from clusterkit.estimate.setup import FP32, HALF, OPTIMIZERS, ZERO, Model, Setup
 
-Precision = Literal["fp32", "bf16", "fp16"]
-ZERO = ("zero0", "zero1", "zero2", "zero3")
-
-OPTIMIZERS: dict[str, float] = {"adamw": 8, "adam": 8, "momentum": 4, "sgd": 0, "adafactor": 0}
-"""Optimizer to bytes of float32 state a parameter; Adafactor's follows from the shapes."""
-
-FP32 = 4
-HALF = 2
 _STAGE_0_BUCKET = 5e8
 """Elements that DeepSpeed flattens at a time without ZeRO, whatever its config says."""
 
 
 @dataclass(frozen=True)
-class Model:
-    """What of a model decides its memory; parameter counts are of elements.
-
-    Attributes:
-        name: for people.
-        parameters: all; shared ones once.
-        layers: repeated layers.
-        hidden: width of the residual stream.
-        heads: attention heads.
-        context: tokens in a sample.
-        vocabulary: tokens in the output layer; 0 for a model that predicts no tokens.
-        layer_parameters: of one layer.
-        matrix_parameters: of one layer's matrices, without biases and norms.
-        largest: of the largest matrix in a layer.
-        feed_forward: width of the perceptron.
-        first: parameters before the layers, the embeddings.
-        last: parameters after them, without those that are shared with the embeddings.
-        tied: whether the output layer is the token embedding.
-        residual: elements a token and layer saves of the residual stream; under autocast they
-            are float32.
-        kept: elements in the precision of the computation that tensor parallel does not divide.
-        divided: those that it divides.
-        wide: float32 elements (statistics of norms and softmax), whatever the precision.
-        gated: whether the perceptron has a gate.
-        buffers: bytes of buffers.
-        divisible: whether our tensor and pipeline parallel can cut it.
-        measured: precision to bytes that a layer saves of one sample and that all else saves of
-            it, counted on the meta device; goes before the four above.
-        origin: where the numbers come from, for people.
-    """
-
-    name: str
-    parameters: int
-    layers: int
-    hidden: int
-    heads: int
-    context: int
-    vocabulary: int
-    layer_parameters: int
-    matrix_parameters: int
-    largest: int
-    feed_forward: int
-    first: int
-    last: int
-    tied: bool
-    residual: float
-    kept: float
-    divided: float
-    wide: float
-    gated: bool = False
-    buffers: int = 0
-    divisible: bool = False
-    measured: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    origin: str = ""
-
-
-@dataclass(frozen=True)
-class Zero:
-    """Sizes of DeepSpeed's buffers, in elements, with the defaults of its version 0.19."""
-
-    reduce_bucket: float = 5e8
-    prefetch: float = 5e7
-    max_live: float = 1e9
-    overlap: bool = False
-    """Two reduce buckets instead of one, in stages 1 and 2."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """How a model is trained.
-
-    Attributes:
-        strategy: ``ddp``, ``zero0`` to ``zero3``, ``fsdp``, ``tp``, ``pp`` or ``3d``.
-        mesh: ranks along each dimension; ``dp`` of it for DDP and ZeRO.
-        precision: of the computation. ZeRO keeps 16-bit weights and a float32 copy of them; the
-            others keep float32 weights and cast (FSDP when it gathers, DDP as it computes).
-        micro: samples in one forward pass.
-        accumulation: forward passes a step.
-        optimizer: a key of ``OPTIMIZERS``.
-        recompute: activation checkpointing: keep a layer's input and compute the rest again.
-        attention: ``fused`` keeps no scores (flash and memory-efficient kernels), ``eager`` does.
-        offload_optimizer: optimizer and float32 weights in the memory of the host.
-        offload_parameters: the 16-bit (or only) weights as well.
-        reshard: FSDP: free gathered parameters after the forward pass of a layer.
-        sequence: with tensor parallel, divide the rest of the activations along the sequence.
-        schedule: ``1f1b`` or ``gpipe``.
-        zero: DeepSpeed's buffers.
-        local_ranks: ranks of a node, which share its memory.
-        device: ``cpu`` has no memory of its own: what is offloaded stays.
-        overhead: bytes for what is no tensor: context, libraries, NCCL, fragmentation.
-    """
-
-    strategy: str
-    mesh: Mesh
-    precision: Precision = "bf16"
-    micro: int = 1
-    accumulation: int = 1
-    optimizer: str = "adamw"
-    recompute: bool = False
-    attention: str = "fused"
-    offload_optimizer: bool = False
-    offload_parameters: bool = False
-    reshard: bool = True
-    sequence: bool = False
-    schedule: str = "1f1b"
-    zero: Zero = field(default_factory=Zero)
-    local_ranks: int = 1
-    device: str = "cuda"
-    overhead: int = 0
-
-    @property
-    def autocast(self) -> bool:
-        """Whether float32 weights are cast to 16 bits where they are used."""
-        if self.precision == "fp32" or self.strategy in ZERO:
-            return False
-        return not self.gathers
-
-    @property
-    def gathers(self) -> bool:
-        """Whether FSDP2 gathers parameters, layer by layer."""
-        return self.strategy == "fsdp" or (self.strategy in ("tp", "pp", "3d") and self.mesh.dp > 1)
-
-    @property
-    def compute(self) -> int:
-        """Bytes of an element of the computation."""
-        return FP32 if self.precision == "fp32" else HALF
-
-
-@dataclass(frozen=True)
 class Memory:
-    """What one rank needs; of a pipeline, the rank of the stage that needs most.
+    """What one rank needs; of a pipeline, the rank of the stage that needs most."""
 
-    Attributes:
-        parameters: weights that are there all the time, with a float32 copy if there is one.
-        gradients: once all of them are there.
-        optimizer: states.
-        activations: saved for the backward pass, without the loss.
-        loss: logits and what the cross entropy makes of them, at its peak.
-        buffers: the model's buffers, the batch.
-        communication: buckets and gathered parameters.
-        temporary: of the optimizer step.
-        overhead: what is no tensor.
-        moments: what is allocated at each moment of a step, without the overhead.
-        host: memory of the node that its ranks need for what is offloaded.
-    """
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
-    loss: float
-    buffers: float
-    communication: float
-    temporary: float
-    overhead: float
-    moments: Mapping[str, float]
-    host: float
+    parameters: float  # weights that are there all the time, with a float32 copy if there is one
+    gradients: float  # once all of them are there
+    optimizer: float  # states
+    activations: float  # saved for the backward pass, without the loss
+    loss: float  # logits and what the cross entropy makes of them, at its peak
+    buffers: float  # the model's buffers, the batch
+    communication: float  # buckets and gathered parameters
+    temporary: float  # of the optimizer step
+    overhead: float  # what is no tensor
+    moments: Mapping[str, float]  # what is allocated at each moment, without the overhead
+    host: float  # memory of the node that its ranks need for what is offloaded
 
     @property
     def peak(self) -> float:
@@ -210,9 +58,9 @@ class Memory:
 
 def predict(model: Model, setup: Setup) -> Memory:
     """The memory of one rank at every moment of a training step."""
-    if setup.mesh.pp == 1:
-        return _predict(model, setup, _Share(model.layers, True, True, 1))
     stages = setup.mesh.pp
+    if stages == 1:
+        return _predict(model, setup, _Share(model.layers, True, True, 1))
     layers = math.ceil(model.layers / stages)
     flight = setup.accumulation if setup.schedule == "gpipe" else None
     ends = [
@@ -257,55 +105,41 @@ class _Share:
 
 @dataclass(frozen=True)
 class _Static:
-    """What is there between two forward passes, and how it changes at the ends of a step.
+    """What is there between two forward passes, and how it changes at the ends of a step."""
 
-    Attributes:
-        weights: and their float32 copy.
-        gradients: all of them.
-        early: gradients that are there already when a backward pass begins.
-        optimizer: states.
-        communication: buckets and gathered parameters, during forward and backward pass.
-        prefetched: what of it is gone when the loss is computed.
-        later: what the backward pass allocates when it has gone a part of its way.
-        after: which part, 0 to 1.
-        reduce: on top when gradients are reduced after the backward pass.
-        step: on top of weights and optimizer during the optimizer step, its gradients included.
-        temporary: of that, what the optimizer itself makes.
-        host: of one rank in the memory of its node.
-    """
-
-    weights: float
-    gradients: float
-    early: float
-    optimizer: float
-    communication: float
-    prefetched: float
-    reduce: float
-    step: float
-    temporary: float
-    host: float
-    later: float = 0.0
-    after: float = 0.0
+    weights: float  # and their float32 copy
+    gradients: float  # all of them
+    early: float  # gradients that are there already when a backward pass begins
+    optimizer: float  # states
+    step: float  # on top of weights and optimizer during its step, gradients included
+    temporary: float  # of that, what the optimizer itself makes
+    communication: float = 0.0  # buckets and gathered parameters, during forward and backward pass
+    prefetched: float = 0.0  # what of it is gone when the loss is computed
+    reduce: float = 0.0  # on top when gradients are reduced after the backward pass
+    host: float = 0.0  # of one rank in the memory of its node
+    later: float = 0.0  # what the backward pass allocates when it has gone a part of its way
+    after: float = 0.0  # which part, 0 to 1
 
 
 def _predict(model: Model, setup: Setup, share: _Share) -> Memory:
     own = _own_parameters(model, setup, share)
     static = _static(model, setup, share, own)
     tokens = setup.micro * model.context
-    batch = 2 * 8 * tokens * setup.accumulation
-    buffers = model.buffers + batch + _pipeline_buffers(model, setup, share, tokens)
+    # What a stage receives: activations and gradients of every micro batch.
+    received = tokens * model.hidden * FP32 * setup.accumulation * (2 - share.first - share.last)
+    buffers: float = model.buffers + 2 * 8 * tokens * setup.accumulation + received
     if setup.device == "cpu" and setup.mesh.pp > 1:
         # Every rank builds the whole model in host memory, and keeps the other stages' layers.
         uncut = replace(setup, mesh=replace(setup.mesh, tp=1))
         buffers += FP32 * (model.parameters - _own_parameters(model, uncut, share))
-    casts = _casts(model, setup, share)
     layer = layer_activations(model, setup)
     kept = _layer_input(model, setup) if setup.recompute else layer
     # Of a layer whose insides are computed again, they are there during its backward pass.
     again = setup.micro * layer if setup.recompute else 0.0
     saved = setup.micro * share.layers * kept * share.in_flight
-    saved += casts + _around(model, setup, share, tokens)
-    loss = _loss(model, setup, tokens) if share.last else 0.0
+    saved += _casts(model, setup, share) + _around(model, setup, share, tokens)
+    # Three times the logits in float32: log-softmax, its gradient, and the logits' gradient.
+    loss = 3 * FP32 * tokens * model.vocabulary if share.last else 0.0
     head, tied = _head_gradients(model, setup, share, tokens)
     between = static.weights + static.optimizer + buffers
     forward = between + static.communication + static.early
@@ -359,13 +193,16 @@ def _own_parameters(model: Model, setup: Setup, share: _Share) -> float:
 
 
 def _static(model: Model, setup: Setup, share: _Share, own: float) -> _Static:
+    # Gradients of earlier micro batches are there when activations are at their most, unless all
+    # forward passes come before: in GPipe, and in short pipelines.
+    accumulates = setup.accumulation > share.in_flight
     if setup.strategy in ZERO:
         return _zero(model, setup, own)
     if setup.gathers:
-        return _fsdp(model, setup, share, own)
+        return _fsdp(model, setup, share, own, accumulates)
     # DDP's buckets are the gradients (gradient_as_bucket_view), but those of micro batches before
     # the last are accumulated beside them (no_sync).
-    early = FP32 * own if _accumulates(setup, share) else 0.0
+    early = FP32 * own if accumulates else 0.0
     if setup.strategy == "ddp":
         early += FP32 * own
     temporary = _optimizer_temporary(setup, own, _largest(model, setup) * FP32)
@@ -374,137 +211,106 @@ def _static(model: Model, setup: Setup, share: _Share, own: float) -> _Static:
         gradients=FP32 * own,
         early=early,
         optimizer=_state_bytes(model, setup) * own,
-        communication=0.0,
-        prefetched=0.0,
-        reduce=0.0,
         step=FP32 * own + temporary,
         temporary=temporary,
-        host=0.0,
     )
 
 
 def _zero(model: Model, setup: Setup, own: float) -> _Static:
     """DeepSpeed 0.19: what each stage divides (ZeRO paper, figure 1), and its buffers."""
     stage = ZERO.index(setup.strategy)
-    ranks = setup.mesh.dp
-    width = setup.compute
+    width, ranks = setup.compute, setup.mesh.dp
     shard = own / ranks
+    flat = FP32 * shard
     per_state = _state_bytes(model, setup)
     largest = _largest(model, setup)
-    on_host = setup.device != "cpu" and setup.offload_optimizer
+    on_host = setup.optimizer_on_host
     if stage == 0:
-        master = 0.0 if width == FP32 else FP32 * own
-        fp32_gradients = 0.0 if width == FP32 else FP32 * own
+        fp32 = 0.0 if width == FP32 else FP32 * own
         temporary = _optimizer_temporary(setup, own, largest * FP32)
         return _Static(
-            weights=width * own + master,
+            weights=width * own + fp32,
             gradients=width * own,
             early=width * own if setup.accumulation > 1 else 0.0,
             optimizer=per_state * own,
-            communication=0.0,
-            prefetched=0.0,
             reduce=width * min(own, _STAGE_0_BUCKET) if ranks > 1 else 0.0,
-            step=width * own + fp32_gradients + temporary,
+            step=width * own + fp32 + temporary,
             temporary=temporary,
-            host=0.0,
         )
-    flat = FP32 * shard
-    fused_on_host = setup.offload_optimizer and setup.device != "cpu"
-    temporary = 0.0 if fused_on_host else _optimizer_temporary(setup, shard, flat, flat=True)
+    temporary = 0.0 if on_host else _optimizer_temporary(setup, shard, flat, flat=True)
     bucket = width * setup.zero.reduce_bucket
     if stage < 3:
-        buckets = bucket * (2 if setup.zero.overlap else 1)
         whole = width * own
-        offloaded = 0.0
+        partition = width * shard
+        copied, offloaded, step = 0.0, 0.0, flat + partition
         if setup.offload_optimizer:
             # A buffer for the updated weights, float32 gradients, and one for copying gradients.
-            offloaded = width * shard + FP32 * shard + width * largest
-        accumulates = setup.accumulation > 1
-        partition = 0.0 if setup.offload_optimizer else width * shard
-        early = (whole if stage == 1 else partition) if accumulates else 0.0
-        host_part = FP32 * shard + per_state * shard + offloaded
+            copied = width * largest
+            offloaded = width * shard + flat + copied
+            partition = 0.0
+            step = 0.0 if on_host else offloaded + copied
+        early = whole if stage == 1 else partition
+        buckets = bucket * (2 if setup.zero.overlap else 1)
         return _Static(
-            weights=whole + (0.0 if on_host else FP32 * shard),
-            gradients=partition if stage == 2 else max(whole, partition),
-            early=early,
+            weights=whole + (0.0 if on_host else flat),
+            gradients=partition if stage == 2 else whole,
+            early=early if setup.accumulation > 1 else 0.0,
             optimizer=0.0 if on_host else per_state * shard,
-            communication=buckets
-            + (width * largest if setup.offload_optimizer else 0.0)
-            + (offloaded if setup.offload_optimizer and not on_host else 0.0),
-            prefetched=0.0,
-            reduce=0.0,
-            step=(offloaded + width * largest if not on_host else 0.0) + temporary
-            if setup.offload_optimizer
-            else FP32 * shard + width * shard + temporary,
+            communication=buckets + copied + (0.0 if on_host else offloaded),
+            step=step + temporary,
             temporary=temporary,
-            host=host_part if on_host else 0.0,
+            host=flat + per_state * shard + offloaded if on_host else 0.0,
             later=partition if stage == 2 else 0.0,
             after=min(1.0, setup.zero.reduce_bucket / own),
         )
     weights_on_host = setup.device != "cpu" and setup.offload_parameters
-    live = min(own, setup.zero.max_live)
-    gathered = width * live
+    gathered = width * min(own, setup.zero.max_live)
     prefetch = width * min(own, setup.zero.prefetch, setup.zero.max_live) if ranks > 1 else 0.0
-    on_gpu_states = 0.0 if on_host else FP32 * shard
     gradients = 0.0 if on_host else width * shard
-    extra = FP32 * shard if setup.offload_optimizer and not on_host else 0.0
-    host = 0.0
-    if on_host:
-        host += (FP32 + FP32 + per_state + width) * shard
-    if weights_on_host:
-        host += width * shard
+    extra = flat if setup.offload_optimizer and not on_host else 0.0
+    host = (FP32 + FP32 + per_state + width) * shard if on_host else 0.0
     return _Static(
-        weights=(0.0 if weights_on_host else width * shard) + on_gpu_states,
+        weights=(0.0 if weights_on_host else width * shard) + (0.0 if on_host else flat),
         gradients=gradients,
         early=gradients,
         optimizer=0.0 if on_host else per_state * shard,
         communication=bucket + gathered + prefetch + extra,
         prefetched=prefetch,
-        reduce=0.0,
-        step=bucket + gradients + extra + (0.0 if on_host else FP32 * shard) + temporary,
+        step=bucket + gradients + extra + (0.0 if on_host else flat) + temporary,
         temporary=temporary,
-        host=host,
+        host=host + (width * shard if weights_on_host else 0.0),
     )
 
 
-def _fsdp(model: Model, setup: Setup, share: _Share, own: float) -> _Static:
+def _fsdp(model: Model, setup: Setup, share: _Share, own: float, accumulates: bool) -> _Static:
     """FSDP2: float32 shards; layers are gathered in the precision of the computation."""
     shard = own / setup.mesh.shard
     width = setup.compute
-    tp = setup.mesh.tp
-    layer = model.layer_parameters / tp
+    layer = model.layer_parameters / setup.mesh.tp
     ends = own - share.layers * layer
     unit = max(layer, ends)
-    whole = FP32 * own
     gathered = width * (min(own, ends + 2 * layer) if setup.reshard else own)
     # While a unit is gathered or reduced, it is there twice: in one piece, and cut up.
     # Without resharding that is over before the last activations are there.
     copied = width * unit if setup.reshard else 0.0
-    on_host = setup.offload_optimizer and setup.device != "cpu"
+    on_host = setup.optimizer_on_host
     state = _state_bytes(model, setup) * shard
     largest = FP32 * _largest(model, setup) / setup.mesh.shard
     temporary = 0.0 if on_host else _optimizer_temporary(setup, shard, largest)
+    on_device = 0.0 if on_host else FP32 * shard
     return _Static(
-        weights=0.0 if on_host else FP32 * shard,
-        gradients=0.0 if on_host else FP32 * shard,
-        early=whole if _accumulates(setup, share) else 0.0,
+        weights=on_device,
+        gradients=on_device,
+        early=FP32 * own if accumulates else 0.0,
         optimizer=0.0 if on_host else state,
         communication=gathered + copied,
         prefetched=copied,
         # Of one unit, whole gradients and what is sent of them.
         reduce=2 * FP32 * unit,
-        step=(0.0 if on_host else FP32 * shard) + temporary,
+        step=on_device + temporary,
         temporary=temporary,
         host=(2 * FP32 * shard + state) if on_host else 0.0,
     )
-
-
-def _accumulates(setup: Setup, share: _Share) -> bool:
-    """Whether gradients of earlier micro batches are there when activations are at their most.
-
-    Not where all forward passes come before: in GPipe, and in short pipelines.
-    """
-    return setup.accumulation > share.in_flight
 
 
 def _state_bytes(model: Model, setup: Setup) -> float:
@@ -544,19 +350,21 @@ def layer_activations(model: Model, setup: Setup) -> float:
 
     Equations 1 to 4 of Korthikanti et al., for the layer that the model has.
     """
-    tokens, tp = model.context, setup.mesh.tp
-    width = setup.compute
-    measured = model.measured.get("fp32" if setup.precision == "fp32" else "bf16")
+    measured = _measured(model, setup)
     if measured is not None:
         return measured[0] + _scores(model, setup)
-    between = tp if setup.sequence else 1
-    residual = model.residual * (FP32 if setup.autocast else width) / between
+    width, tp = setup.compute, setup.mesh.tp
+    residual = model.residual * setup.stored / (tp if setup.sequence else 1)
     # What a norm hands to a sliced layer is gathered before, and saved whole, also with sequence
     # parallel: DTensor does not gather it again for the backward pass as Megatron does.
     kept = model.kept * width
     divided = model.divided * width / tp
     wide = model.wide * FP32
-    return tokens * (residual + kept + divided + wide) + _scores(model, setup)
+    return model.context * (residual + kept + divided + wide) + _scores(model, setup)
+
+
+def _measured(model: Model, setup: Setup) -> tuple[float, float] | None:
+    return model.measured.get("fp32" if setup.precision == "fp32" else "bf16")
 
 
 def _scores(model: Model, setup: Setup) -> float:
@@ -571,20 +379,18 @@ def _scores(model: Model, setup: Setup) -> float:
 
 def _layer_input(model: Model, setup: Setup) -> float:
     """Bytes of one layer's input, of one sample: all that recomputing needs."""
-    width = FP32 if setup.autocast else setup.compute
     between = setup.mesh.tp if setup.sequence else 1
-    return model.context * model.hidden * width / between
+    return model.context * model.hidden * setup.stored / between
 
 
 def _around(model: Model, setup: Setup, share: _Share, tokens: float) -> float:
     """What is saved before and after the layers, without the loss."""
-    measured = model.measured.get("fp32" if setup.precision == "fp32" else "bf16")
+    measured = _measured(model, setup)
     if measured is not None:
         return setup.micro * measured[1]
     if not share.last:
         return 0.0
-    residual = FP32 if setup.autocast else setup.compute
-    return tokens * model.hidden * (residual + setup.compute) + 2 * FP32 * tokens
+    return tokens * model.hidden * (setup.stored + setup.compute) + 2 * FP32 * tokens
 
 
 def _casts(model: Model, setup: Setup, share: _Share) -> float:
@@ -597,11 +403,6 @@ def _casts(model: Model, setup: Setup, share: _Share) -> float:
     return HALF * matrices / setup.mesh.tp
 
 
-def _loss(model: Model, setup: Setup, tokens: float) -> float:
-    """Three times the logits in float32: log-softmax, its gradient, and the logits' gradient."""
-    return 3 * FP32 * tokens * model.vocabulary
-
-
 def _head_gradients(
     model: Model, setup: Setup, share: _Share, tokens: float
 ) -> tuple[float, float]:
@@ -611,8 +412,7 @@ def _head_gradients(
     """
     if not share.last:
         return 0.0, 0.0
-    width = FP32 if setup.autocast else setup.compute
-    weight = model.vocabulary * model.hidden * width / setup.mesh.tp
+    weight = model.vocabulary * model.hidden * setup.stored / setup.mesh.tp
     logits = tokens * model.vocabulary * (FP32 if setup.compute == FP32 else FP32 + HALF)
     now = logits + weight + tokens * model.hidden * setup.compute
     return now, weight if model.tied else 0.0
@@ -621,22 +421,12 @@ def _head_gradients(
 def _layer_backward(model: Model, setup: Setup, tokens: float) -> float:
     """Gradients on their way through one layer, at the perceptron's second matrix."""
     tp = setup.mesh.tp
-    residual = FP32 if setup.autocast else setup.compute
     inner = (2 if model.gated else 1) * model.feed_forward / tp
     matrix = model.largest / tp * (setup.compute + (FP32 if setup.autocast else 0))
-    return tokens * (model.hidden * residual + inner * setup.compute) + matrix
+    return tokens * (model.hidden * setup.stored + inner * setup.compute) + matrix
 
 
 def _embedding_gradients(model: Model, setup: Setup) -> float:
     """The embedding's gradient is dense; a shared weight has two, and their sum."""
-    width = FP32 if setup.autocast else setup.compute
-    weight = model.vocabulary * model.hidden * width / setup.mesh.tp
+    weight = model.vocabulary * model.hidden * setup.stored / setup.mesh.tp
     return weight * (3 if model.tied and setup.mesh.pp == 1 else 1)
-
-
-def _pipeline_buffers(model: Model, setup: Setup, share: _Share, tokens: float) -> float:
-    """What a stage receives: activations and gradients of every micro batch."""
-    if setup.mesh.pp == 1:
-        return 0.0
-    one = tokens * model.hidden * FP32 * setup.accumulation
-    return one * ((0 if share.first else 1) + (0 if share.last else 1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
 import json
 import math
@@ -16,9 +15,9 @@ from typing import Any
 
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.estimate import published
-from clusterkit.estimate.memory import Model
+from clusterkit.estimate.setup import Model
+from clusterkit.runtime.gpt_shape import PRESETS
 
-GPT_FILE = Path(__file__).parents[1] / "runtime" / "gpt.py"
 _COUNTING_SECONDS = 300.0
 _GUESSED_VOCABULARY = 32_000
 _GUESSED_CONTEXT = 2048
@@ -26,62 +25,50 @@ _ASPECT = 128
 """Width over layers of common models (GPT-3: 128, Llama 7B: 128); for a guess."""
 
 
-def presets(path: Path = GPT_FILE) -> dict[str, dict[str, int]]:
-    """Our GPT's sizes by name, read from its source: importing it would import torch.
-
-    Raises:
-        ValueError: the source has no ``PRESETS`` of ``Shape(...)``.
-    """
-    tree = ast.parse(path.read_text())
-    found: dict[str, dict[str, int]] = {}
-    default = {"vocabulary": 256}
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == "Shape":
-            default = {
-                item.target.id: ast.literal_eval(item.value)
-                for item in node.body
-                if isinstance(item, ast.AnnAssign)
-                and isinstance(item.target, ast.Name)
-                and item.value is not None
-            }
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
-            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
-            if names == ["PRESETS"]:
-                for key, call in zip(node.value.keys, node.value.values, strict=True):
-                    assert isinstance(call, ast.Call)
-                    numbers = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-                    found[ast.literal_eval(key or call)] = default | numbers
-    if not found:
-        raise ValueError(f"{path} has no PRESETS")
-    return found
-
-
 def gpt(name: str, context: int | None = None) -> Model:
     """One of our GPT's presets, with its own context or another."""
-    shape = presets()[name]
-    layers, heads, width = shape["layers"], shape["heads"], shape["width"]
-    context, vocabulary = context or shape["context"], shape["vocabulary"]
-    # Two norms and the biases of four linear layers: 13 widths; their matrices: 12 width^2.
-    layer = 12 * width**2 + 13 * width
+    shape = PRESETS[name]
+    return _gpt(
+        f"gpt {name}",
+        layers=shape.layers,
+        heads=shape.heads,
+        width=shape.width,
+        inner=4 * shape.width,
+        context=context or shape.context,
+        vocabulary=shape.vocabulary,
+        divisible=True,
+        origin="clusterkit/runtime/gpt.py",
+    )
+
+
+def _gpt(
+    name: str, *, layers: int, heads: int, width: int, inner: int, context: int, vocabulary: int,
+    **more: Any,
+) -> Model:  # fmt: skip
+    """GPT-2, in which positions are embedded and the output layer is the token embedding."""
+    matrices = 4 * width**2 + 2 * width * inner
+    # Two norms, and the biases of four linear layers.
+    layer = matrices + 9 * width + inner
     ends = (vocabulary + context) * width
+    sizes: dict[str, Any] = {
+        "parameters": layers * layer + ends + 2 * width,
+        "matrix_parameters": matrices,
+        "largest": max(width * inner, 3 * width**2),
+        "first": ends,
+        "last": 2 * width,
+        "tied": True,
+        **_gpt_activations(width, heads, inner),
+    }
     return Model(
-        name=f"gpt {name}",
-        parameters=layers * layer + ends + 2 * width,
+        name=name,
         layers=layers,
         hidden=width,
         heads=heads,
         context=context,
         vocabulary=vocabulary,
         layer_parameters=layer,
-        matrix_parameters=12 * width**2,
-        largest=4 * width**2,
-        feed_forward=4 * width,
-        first=ends,
-        last=2 * width,
-        tied=True,
-        **_gpt_activations(width, heads, 4 * width),
-        divisible=True,
-        origin="clusterkit/runtime/gpt.py",
+        feed_forward=inner,
+        **(sizes | more),
     )
 
 
@@ -146,9 +133,11 @@ def from_numbers(
     }  # fmt: skip
     guessed = [name for name, value in given.items() if value is None]
     if layers is None:
-        # Of 12 x layers x hidden^2 parameters.
-        wide = (12 * hidden**2) if hidden else 0
-        layers = max(1, round(parameters / wide if wide else _deep(parameters)))
+        # Of 12 x layers x hidden^2 parameters; of an unknown width, _ASPECT times the layers.
+        deep = (
+            parameters / (12 * hidden**2) if hidden else (parameters / (12 * _ASPECT**2)) ** (1 / 3)
+        )
+        layers = max(1, round(deep))
     if hidden is None:
         hidden = max(_ASPECT, round(math.sqrt(parameters / (12 * layers)) / _ASPECT) * _ASPECT)
     heads = heads or max(1, hidden // _ASPECT)
@@ -201,11 +190,6 @@ def from_numbers(
         divisible=True,
         origin=origin,
     )
-
-
-def _deep(parameters: int) -> float:
-    """Layers of a model whose width is ``_ASPECT`` times its layers."""
-    return float((parameters / (12 * _ASPECT**2)) ** (1 / 3))
 
 
 # ---------------------------------------------------------------- Hugging Face
@@ -346,31 +330,20 @@ def from_config(found: Located, context: int | None = None) -> Model | None:
 
 
 def _gpt2(name: str, config: Mapping[str, Any]) -> Model:
-    width, layers, heads = int(config["n_embd"]), int(config["n_layer"]), int(config["n_head"])
+    width, heads = int(config["n_embd"]), int(config["n_head"])
     inner = int(config.get("n_inner") or 4 * width)
-    vocabulary, context = int(config["vocab_size"]), int(config.get("n_positions", 1024))
-    matrices = 4 * width**2 + 2 * width * inner
-    layer = matrices + 4 * width + inner + width + 4 * width
-    ends = (vocabulary + context) * width
-    activations = _gpt_activations(width, heads, inner)
     # Its GELU is written out: half the input, the tangent and one more are saved as well.
-    activations["divided"] += 3 * inner
-    return Model(
-        name=name,
-        parameters=layers * layer + ends + 2 * width,
-        layers=layers,
-        hidden=width,
+    divided = _gpt_activations(width, heads, inner)["divided"] + 3 * inner
+    return _gpt(
+        name,
+        layers=int(config["n_layer"]),
         heads=heads,
-        context=context,
-        vocabulary=vocabulary,
-        layer_parameters=layer,
-        matrix_parameters=matrices,
-        largest=max(width * inner, 3 * width**2),
-        feed_forward=inner,
-        first=ends,
-        last=2 * width,
+        width=width,
+        inner=inner,
+        context=int(config.get("n_positions", 1024)),
+        vocabulary=int(config["vocab_size"]),
+        divided=divided,
         tied=bool(config.get("tie_word_embeddings", True)),
-        **activations,
         origin="its config: gpt2",
     )
 

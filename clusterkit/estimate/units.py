@@ -32,7 +32,9 @@ def parse_size(text: str, what: str) -> int:
     number, unit = _split(text, what, "80GB, 80GiB or 40960MiB")
     factor = _BYTES.get(unit.upper())
     if factor is None:
-        raise BadInput(f"{what}: {text!r}: {unit!r} is no unit", hint="MB, GB, MiB, GiB, TB or TiB")
+        raise BadInput(
+            f"{what}: {text!r}: {unit!r} is not a unit", hint="MB, GB, MiB, GiB, TB or TiB"
+        )
     if factor == 1:
         raise BadInput(f"{what}: {text!r} has no unit", hint=f"{what} {number:g}GB, or GiB")
     return _whole(number * factor, text, what)
@@ -47,7 +49,7 @@ def parse_count(text: str, what: str) -> int:
     number, letter = _split(text, what, "7B, 350M or 124439808")
     factor = _COUNTS.get(letter.upper())
     if factor is None:
-        raise BadInput(f"{what}: {text!r}: {letter!r} is no unit", hint="K, M, B or T")
+        raise BadInput(f"{what}: {text!r}: {letter!r} is not a unit", hint="K, M, B or T")
     return _whole(number * factor, text, what)
 
 
@@ -60,7 +62,7 @@ def _split(text: str, what: str, example: str) -> tuple[float, str]:
 
 def _whole(value: float, text: str, what: str) -> int:
     if value < 1:
-        raise BadInput(f"{what}: {text!r}: it must be more than nothing")
+        raise BadInput(f"{what}: {text!r}: it must be above 0")
     if value > _LARGEST:
         raise BadInput(f"{what}: {text!r}: there is no such amount")
     return round(value)
@@ -72,8 +74,3 @@ def gib(size: float) -> str:
     if 0 < value < 0.005:
         return "<0.01"
     return f"{value:.2f}" if value < 99.95 else f"{value:,.0f}"
-
-
-def in_words(size: float) -> str:
-    """Bytes with the unit that suits: ``335 MB``, ``1.46 GiB``."""
-    return f"{size / 10**6:.1f} MB" if size < GIB else f"{gib(size)} GiB"

@@ -9,13 +9,14 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
 from clusterkit.batch import Batch, solve
 from clusterkit.errors import BadInput
-from clusterkit.runtime import ddp, deepspeed
+from clusterkit.runtime import ddp, deepspeed, zero_config
 from clusterkit.runtime import mesh as meshes
 from clusterkit.runtime.checkpoint import Checkpoints
 from clusterkit.runtime.distributed import Ranks
@@ -23,6 +24,16 @@ from clusterkit.runtime.mesh import Mesh
 from clusterkit.runtime.strategy import Recipe
 
 _GLOBAL_BATCH = 32
+_AUTO = {
+    "lr": "learning_rate",
+    "weight_decay": "weight_decay",
+    "steps": "steps",
+    "warmup": "warmup",
+}
+
+
+def _env(name: str) -> str | None:
+    return os.environ.get(f"CLUSTERKIT_{name}") or None
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,114 +53,52 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        env, add = os.environ.get, self.add_argument
-        add(
-            "--strategy",
-            choices=list(strategies),
-            default="ddp",
-            help="how the work is divided (default: ddp)",
-        )
-        add(
-            "--mesh",
-            metavar="DIM=N,...",
-            help="ranks along each dimension, such as pp=2,dp=2,tp=2; fsdp: replicate=2,shard=4",
-        )
+        add, switch = self.add_argument, partial(self.add_argument, action="store_true")
+        text = "how the work is divided (default: ddp)"
+        add("--strategy", choices=list(strategies), default="ddp", help=text)
+        text = "ranks along each dimension, such as pp=2,dp=2,tp=2; fsdp: replicate=2,shard=4"
+        add("--mesh", metavar="DIM=N,...", help=text)
         if {"tp", "3d"} & set(strategies):
-            add(
-                "--sequence-parallel",
-                action="store_true",
-                help="with tp: divide the activations between the sliced layers as well",
-            )
+            text = "with tp: divide the activations between the sliced layers as well"
+            switch("--sequence-parallel", help=text)
         if {"pp", "3d"} & set(strategies):
-            add(
-                "--schedule",
-                choices=["gpipe", "1f1b"],
-                default="1f1b",
-                help="order of a pipeline's passes (default: 1f1b)",
-            )
-        add(
-            "--activation-checkpointing",
-            action="store_true",
-            help="keep only the inputs of the layers and compute the rest again: less memory",
+            text = "order of a pipeline's passes (default: 1f1b)"
+            add("--schedule", choices=["gpipe", "1f1b"], default="1f1b", help=text)
+        text = "keep only the inputs of the layers and compute the rest again: less memory"
+        switch("--activation-checkpointing", help=text)
+        text = "deepspeed stage 3: build the model divided, for one that no rank can hold whole"
+        switch("--zero-init", help=text)
+        text = (
+            "fsdp: whether to free gathered parameters until the backward pass (default: yes; "
+            "in a pipeline no)"
         )
-        add(
-            "--zero-init",
-            action="store_true",
-            help="deepspeed stage 3: build the model divided, for one that no rank can hold whole",
-        )
-        add(
-            "--reshard-after-forward",
-            action=argparse.BooleanOptionalAction,
-            help="fsdp: whether to free gathered parameters until the backward pass (default: yes; "
-            "in a pipeline no)",
-        )
-        add(
-            "--offload",
-            action="store_true",
-            help="fsdp: parameters and optimizer in the memory of the host",
-        )
-        add(
-            "--deepspeed-config",
-            default=env("CLUSTERKIT_DEEPSPEED_CONFIG"),
-            metavar="FILE",
-            help="JSON, for --strategy deepspeed (default: the job's deepspeed section)",
-        )
-        add(
-            "--dtype",
-            choices=["fp32", "bf16", "fp16"],
-            help="default: bf16 on GPUs, fp32 on CPUs; with DeepSpeed, what its config says",
-        )
-        add(
-            "--clip",
-            type=float,
-            metavar="NORM",
-            help="largest gradient norm; 0: no clipping (default: 1.0)",
-        )
-        add(
-            "--global-batch",
-            type=positive,
-            default=env("CLUSTERKIT_GLOBAL_BATCH") or None,
-            metavar="SAMPLES",
-            help="of one step, over all ranks (default: 32)",
-        )
-        add(
-            "--micro-batch",
-            type=positive,
-            default=env("CLUSTERKIT_MICRO_BATCH") or None,
-            metavar="SAMPLES",
-            help="of one forward pass of one rank (default: no accumulation)",
-        )
-        add(
-            "--checkpoint-dir",
-            default=env("CLUSTERKIT_CHECKPOINT_DIR"),
-            metavar="FOLDER",
-            help="where checkpoints lie (default: none are written)",
-        )
-        add(
-            "--checkpoint-every",
-            type=count,
-            default=env("CLUSTERKIT_CHECKPOINT_EVERY") or "0",
-            metavar="STEPS",
-            help="0: only at the end",
-        )
-        add(
-            "--checkpoint-keep",
-            type=count,
-            default=env("CLUSTERKIT_CHECKPOINT_KEEP") or "2",
-            metavar="N",
-            help="0: all",
-        )
+        add("--reshard-after-forward", action=argparse.BooleanOptionalAction, help=text)
+        switch("--offload", help="fsdp: parameters and optimizer in the memory of the host")
+        text = "JSON, for --strategy deepspeed (default: the job's deepspeed section)"
+        add("--deepspeed-config", default=_env("DEEPSPEED_CONFIG"), metavar="FILE", help=text)
+        text = "default: bf16 on GPUs, fp32 on CPUs; with DeepSpeed, what its config says"
+        add("--dtype", choices=["fp32", "bf16", "fp16"], help=text)
+        text = "largest gradient norm; 0: no clipping (default: 1.0)"
+        add("--clip", type=float, metavar="NORM", help=text)
+        samples = partial(add, type=positive, metavar="SAMPLES")
+        text = "of one step, over all ranks (default: 32)"
+        samples("--global-batch", default=_env("GLOBAL_BATCH"), help=text)
+        text = "of one forward pass of one rank (default: no accumulation)"
+        samples("--micro-batch", default=_env("MICRO_BATCH"), help=text)
+        text = "where checkpoints lie (default: none are written)"
+        add("--checkpoint-dir", default=_env("CHECKPOINT_DIR"), metavar="FOLDER", help=text)
+        every, keep = _env("CHECKPOINT_EVERY") or "0", _env("CHECKPOINT_KEEP") or "2"
+        text = "0: only at the end"
+        add("--checkpoint-every", type=count, default=every, metavar="STEPS", help=text)
+        add("--checkpoint-keep", type=count, default=keep, metavar="N", help="0: all")
         add(
             "--checkpoint-resume",
-            default=env("CLUSTERKIT_CHECKPOINT_RESUME") or "auto",
+            default=_env("CHECKPOINT_RESUME") or "auto",
             metavar="auto|never|FOLDER",
             help="the newest, none, or this one (default: auto)",
         )
-        add(
-            "--checkpoint-async",
-            action="store_true",
-            help="fsdp, tp, pp, 3d: go on training while a checkpoint is being written",
-        )
+        text = "fsdp, tp, pp, 3d: go on training while a checkpoint is being written"
+        switch("--checkpoint-async", help=text)
 
     def error(self, message: str) -> NoReturn:
         raise BadInput(message, hint=f"{self.prog} --help")
@@ -186,7 +135,7 @@ def choose_batch(args: argparse.Namespace, ranks: Ranks, mesh: Mesh | None = Non
     sizes: dict[str, int] = {}
     if args.global_batch is None and args.micro_batch is None:
         if args.strategy == "deepspeed" and args.deepspeed_config:
-            sizes = deepspeed.batch_numbers(args.deepspeed_config)
+            sizes = zero_config.batch_numbers(args.deepspeed_config)
         return solve(data_parallel=shares, **(sizes or {"global_size": _GLOBAL_BATCH}))
     return solve(data_parallel=shares, global_size=args.global_batch, micro=args.micro_batch)
 
@@ -207,12 +156,13 @@ def choose_strategy(
     if args.strategy == "deepspeed":
         if not args.deepspeed_config:
             raise BadInput("--strategy deepspeed needs a config", hint="--deepspeed-config FILE")
-        config = deepspeed.load_config(
+        config = zero_config.load_config(
             args.deepspeed_config,
             batch=batch,
             dtype=args.dtype,
             clip=args.clip,
-            schedule=_schedule(args),
+            # What `auto` stands for, where the program has these flags.
+            schedule={key: getattr(args, flag) for key, flag in _AUTO.items() if flag in args},
         )
         return deepspeed.recipe(config, mesh, divided=args.zero_init)
     dtype = args.dtype or ("bf16" if device.type == "cuda" else "fp32")
@@ -237,18 +187,7 @@ def choose_strategy(
         schedule=getattr(args, "schedule", "1f1b"),
         micro_batches=batch.accumulation,
     )
-    if mesh.pp == 1:
-        return sharded.recipe(settings)
-    from clusterkit.runtime import pipeline
-
-    return pipeline.recipe(settings)
-
-
-def _schedule(args: argparse.Namespace) -> dict[str, float]:
-    """What ``auto`` stands for in a DeepSpeed config, where the program has these flags."""
-    names = {"lr": "learning_rate", "weight_decay": "weight_decay", "steps": "steps",
-             "warmup": "warmup"}  # fmt: skip
-    return {key: getattr(args, name) for key, name in names.items() if hasattr(args, name)}
+    return sharded.recipe(settings)
 
 
 def _refuse_unused(args: argparse.Namespace) -> None:
@@ -285,15 +224,11 @@ def choose_checkpoints(args: argparse.Namespace, model: Mapping[str, Any]) -> Ch
 
 def positive(text: str) -> int:
     """A whole number above 0, for ``type=``."""
-    return _whole_number(text, at_least=1)
+    return count(text, at_least=1)
 
 
-def count(text: str) -> int:
+def count(text: str, at_least: int = 0) -> int:
     """A whole number, 0 or more, for ``type=``."""
-    return _whole_number(text, at_least=0)
-
-
-def _whole_number(text: str, *, at_least: int) -> int:
     try:
         number = int(text)
     except ValueError:

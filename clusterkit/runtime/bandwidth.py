@@ -60,17 +60,16 @@ _CHUNK = 1 << 20
 """Elements that are filled or checked at once: bounds the memory beside the buffers."""
 
 DTYPES = {
-    name: getattr(torch, name)
-    for name in (
-        "float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64",
-        "float8_e4m3fn", "float8_e5m2",
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8,
+        torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2,
     )
-    if hasattr(torch, name)
 }  # fmt: skip
 
 
 class Refused(Exception):
-    """What a person can mend: said in one line, without a traceback."""
+    """What a person can mend: reported in one line, without a traceback."""
 
     def __init__(self, message: str, exit_code: int = EXIT_BAD_INPUT) -> None:
         super().__init__(message)
@@ -90,12 +89,8 @@ class Options:
     sequential: bool
 
     def counts(self, seconds: float, most: int = ITERATIONS, passes: int = 1) -> tuple[int, int]:
-        """How many more warm-ups and iterations, for an operation that takes ``seconds``.
-
-        Args:
-            most: iterations that are worth their time.
-            passes: among how many passes they are divided.
-        """
+        """How many more warm-ups and iterations in each of the passes, for an operation that
+        takes ``seconds`` and of which ``most`` iterations are worth their time."""
         fit = int(min(most, SECONDS_PER_MEASUREMENT / max(seconds, 1e-9)) / passes)
         iterations, warmup = self.iterations, self.warmup
         if iterations is None:
@@ -117,7 +112,6 @@ class World:
 
     rank: int
     size: int
-    local_size: int
     node: int
     device: torch.device
     backend: str
@@ -149,13 +143,11 @@ class Operation:
     """One collective at one size on this rank.
 
     Attributes:
-        elements: of the whole array, see "size" above.
         run: issues operation number i and waits until it is done (on a GPU: queues it).
         source: buffer to fill before the check, with ``given`` of each index.
         result: buffer that must hold ``expected`` of each index afterwards.
     """
 
-    elements: int
     run: Callable[[int], object]
     source: Tensor
     given: Callable[[Tensor], Tensor]
@@ -182,50 +174,50 @@ def total(size: int, index: Tensor) -> Tensor:
     return 1 + index // size % 7
 
 
-def _all_reduce(world: World, elements: int, empty: Callable[[int], Tensor]) -> Operation:
+def all_reduce(world: World, elements: int, empty: Callable[[int], Tensor]) -> Operation:
     data = empty(elements)
     return Operation(
-        elements, lambda i: dist.all_reduce(data),
+        lambda i: dist.all_reduce(data),
         data, lambda index: share(world.rank, world.size, index),
         data, lambda index: total(world.size, index),
     )  # fmt: skip
 
 
-def _reduce_scatter(world: World, elements: int, empty: Callable[[int], Tensor]) -> Operation:
+def reduce_scatter(world: World, elements: int, empty: Callable[[int], Tensor]) -> Operation:
     part = elements // world.size
     whole, mine = empty(elements), empty(part)
     # The newer name; the older one warns where both are.
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return Operation(
-        elements, lambda i: scatter(mine, whole),
+        lambda i: scatter(mine, whole),
         whole, lambda index: share(world.rank, world.size, index),
         mine, lambda index: total(world.size, index + world.rank * part),
     )  # fmt: skip
 
 
-def _all_gather(world: World, elements: int, empty: Callable[[int], Tensor]) -> Operation:
+def all_gather(world: World, elements: int, empty: Callable[[int], Tensor]) -> Operation:
     part = elements // world.size
     whole, mine = empty(elements), empty(part)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return Operation(
-        elements, lambda i: gather(whole, mine),
+        lambda i: gather(whole, mine),
         mine, lambda index: value(world.rank, index),
         whole, lambda index: value(index // part, index % part),
     )  # fmt: skip
 
 
-def _broadcast(world: World, elements: int, empty: Callable[[int], Tensor]) -> Operation:
+def broadcast(world: World, elements: int, empty: Callable[[int], Tensor]) -> Operation:
     data = empty(elements)
     return Operation(
         # Each rank is the root in turn: a fixed root would run ahead of the others, and the
         # time of a small message would be that of putting it into a buffer.
-        elements, lambda i: dist.broadcast(data, i % world.size),
+        lambda i: dist.broadcast(data, i % world.size),
         data, lambda index: value(0, index) if world.rank == 0 else torch.zeros_like(index),
         data, lambda index: value(0, index),
     )  # fmt: skip
 
 
-def _sendrecv(world: World, elements: int, empty: Callable[[int], Tensor]) -> Operation:
+def sendrecv(world: World, elements: int, empty: Callable[[int], Tensor]) -> Operation:
     out, into = empty(elements), empty(elements)
     after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
 
@@ -235,18 +227,14 @@ def _sendrecv(world: World, elements: int, empty: Callable[[int], Tensor]) -> Op
             work.wait()
 
     return Operation(
-        elements, run,
+        run,
         out, lambda index: value(world.rank, index),
         into, lambda index: value(before, index),
     )  # fmt: skip
 
 
 COLLECTIVES: dict[str, Callable[[World, int, Callable[[int], Tensor]], Operation]] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "broadcast": _broadcast,
-    "sendrecv": _sendrecv,
+    make.__name__: make for make in (all_reduce, all_gather, reduce_scatter, broadcast, sendrecv)
 }
 _DIVIDED = ("all_gather", "reduce_scatter")
 """Collectives in which every rank has its part of the array."""
@@ -256,13 +244,6 @@ def whole_elements(collective: str, size: int, itemsize: int, ranks: int) -> int
     """Elements of ``size`` bytes, rounded down to what the ranks can divide; one each at least."""
     unit = ranks if collective in _DIVIDED else 1
     return max(1, size // itemsize // unit) * unit
-
-
-def buffer_elements(collective: str, elements: int, ranks: int) -> int:
-    """Elements of all the buffers of one rank."""
-    if collective in _DIVIDED:
-        return elements + elements // ranks
-    return 2 * elements if collective == "sendrecv" else elements
 
 
 def allocator(world: World, dtype: torch.dtype) -> Callable[[int], Tensor]:
@@ -299,9 +280,11 @@ def measure(world: World, operation: Operation, options: Options) -> dict[str, o
     timed(world, operation.run, warmup)
     dist.barrier()
     sums = world.agree(timed(world, operation.run, iterations))
-    return summary([each / world.size for each in sums]) | {
-        "wrong": int(world.agree([check(operation)])[0])
-    }
+    # Once more, on numbers that tell ranks and places apart.
+    fill(operation.source, operation.given)
+    operation.run(0)
+    (wrong,) = world.agree([count_wrong(operation.result, operation.expected)])
+    return summary([each / world.size for each in sums]) | {"wrong": int(wrong)}
 
 
 def summary(seconds: Sequence[float]) -> dict[str, object]:
@@ -311,13 +294,6 @@ def summary(seconds: Sequence[float]) -> dict[str, object]:
         "min_us": min(seconds) * 1e6,
         "max_us": max(seconds) * 1e6,
     }
-
-
-def check(operation: Operation) -> int:
-    """Run it once more on numbers that tell ranks and places apart; how many came out wrong."""
-    fill(operation.source, operation.given)
-    operation.run(0)
-    return count_wrong(operation.result, operation.expected)
 
 
 def fill(tensor: Tensor, formula: Callable[[Tensor], Tensor]) -> None:
@@ -376,6 +352,20 @@ def tournament(players: int) -> list[list[tuple[int, int]]]:
     return rounds
 
 
+@dataclass
+class OneWay:
+    """What was measured of messages in one direction, in seconds; empty on the rank they go to."""
+
+    seconds: list[float] = field(default_factory=list)
+    latencies: list[float] = field(default_factory=list)
+    wrong: int = 0
+
+    def add(self, other: OneWay) -> None:
+        self.seconds += other.seconds
+        self.latencies += other.latencies
+        self.wrong += other.wrong
+
+
 def pairs(world: World, options: Options) -> None:
     """Every pair of nodes, by the first rank of each, both ways."""
     leaders: dict[int, int] = {}
@@ -399,40 +389,22 @@ def pairs(world: World, options: Options) -> None:
             if world.rank in (first, second):
                 peer = first + second - world.rank
                 for leader, way in ((first, pair), (second, pair[::-1])):
-                    known = found.setdefault(way, OneWay())
-                    known.add(one_way(world, part, passes, peer, leads=world.rank == leader))
+                    measured = one_way(world, part, passes, peer, leads=world.rank == leader)
+                    found.setdefault(way, OneWay()).add(measured)
         dist.barrier()
-    mine = {way: one.summary() for way, one in found.items() if one.seconds}
-    for results in world.gather(mine):
-        for (source, target), result in results.items():
-            world.report("bench_pair", **{"from": source, "to": target}, **result)
-
-
-@dataclass
-class OneWay:
-    """What was measured of messages in one direction, in seconds; empty on the rank they go to."""
-
-    seconds: list[float] = field(default_factory=list)
-    latencies: list[float] = field(default_factory=list)
-    size: int = 0
-    latency_size: int = 0
-    wrong: int = 0
-
-    def add(self, other: OneWay) -> None:
-        self.seconds += other.seconds
-        self.latencies += other.latencies
-        self.size, self.latency_size = other.size, other.latency_size
-        self.wrong += other.wrong
-
-    def summary(self) -> dict[str, object]:
-        return {
-            "size": self.size,
-            "latency_size": self.latency_size,
+    small, large = (elements * options.dtype.itemsize for elements in pair_elements(options))
+    for results in world.gather({way: one for way, one in found.items() if one.seconds}):
+        for (source, target), one in results.items():
+            ends = {"from": source, "to": target, "size": large, "latency_size": small}
             # Busy hosts delay any answer, and no answer is quicker than the link.
-            "latency_us": min(self.latencies) * 1e6,
-            **summary(self.seconds),
-            "wrong": self.wrong,
-        }
+            ends |= {"latency_us": min(one.latencies) * 1e6, "wrong": one.wrong}
+            world.report("bench_pair", **ends, **summary(one.seconds))
+
+
+def pair_elements(options: Options) -> tuple[int, int]:
+    """Elements of the messages between pairs: for the latency, and for the bandwidth."""
+    itemsize = options.dtype.itemsize
+    return max(1, min(options.sizes) // itemsize), max(1, max(options.sizes) // itemsize)
 
 
 def one_way(world: World, options: Options, passes: int, peer: int, *, leads: bool) -> OneWay:
@@ -441,64 +413,38 @@ def one_way(world: World, options: Options, passes: int, peer: int, *, leads: bo
     The message goes there and one element comes back, since only round trips can be timed by
     one clock. The latency is half the quickest round trip of the smallest size.
     """
+
+    def trip(there: Tensor, back: Tensor) -> None:
+        (dist.send if leads else dist.recv)(there, peer)
+        (dist.recv if leads else dist.send)(back, peer)
+
+    def trips(there: Tensor, back: Tensor, most: int) -> list[float]:
+        """Seconds of each; the rank that leads decides how many there are."""
+
+        def run(i: int) -> None:
+            trip(there, back)
+
+        seconds = timed(world, run, CONNECTING)[-1]
+        counts = torch.tensor(options.counts(seconds, most, passes), device=world.device)
+        (dist.send if leads else dist.recv)(counts, peer)
+        warmup, iterations = counts.tolist()
+        timed(world, run, warmup)
+        return timed(world, run, iterations)
+
     empty = allocator(world, options.dtype)
-    itemsize = options.dtype.itemsize
-    small, large = (
-        empty(max(1, size // itemsize)) for size in (min(options.sizes), max(options.sizes))
-    )
+    small, large = map(empty, pair_elements(options))
     answer = empty(1)
-    trips = Trips(world, options, passes, peer, leads)
-    latencies = trips.timed(small, torch.zeros_like(small), PING_PONGS)
-    seconds = trips.timed(large, answer, ITERATIONS)
+    latencies = trips(small, torch.zeros_like(small), PING_PONGS)
+    seconds = trips(large, answer, ITERATIONS)
     fill(large, (lambda index: value(world.rank, index)) if leads else torch.zeros_like)
-    trips.once(large, answer)
+    trip(large, answer)
     wrong = torch.zeros(1, dtype=torch.int64, device=world.device)
     if not leads:
         wrong += count_wrong(large, lambda index: value(peer, index))
         dist.send(wrong, peer)
         return OneWay()
     dist.recv(wrong, peer)
-    return OneWay(
-        seconds,
-        [each / 2 for each in latencies],
-        large.numel() * itemsize,
-        small.numel() * itemsize,
-        int(wrong.item()),
-    )
-
-
-@dataclass(frozen=True)
-class Trips:
-    """Round trips between two ranks, of which one leads."""
-
-    world: World
-    options: Options
-    passes: int
-    peer: int
-    leads: bool
-
-    def once(self, there: Tensor, back: Tensor) -> None:
-        if self.leads:
-            dist.send(there, self.peer)
-            dist.recv(back, self.peer)
-        else:
-            dist.recv(there, self.peer)
-            dist.send(back, self.peer)
-
-    def timed(self, there: Tensor, back: Tensor, most: int) -> list[float]:
-        """Seconds of each; the rank that leads decides how many there are."""
-
-        def run(i: int) -> None:
-            self.once(there, back)
-
-        seconds = timed(self.world, run, CONNECTING)[-1]
-        counts = torch.tensor(
-            self.options.counts(seconds, most, self.passes), device=self.world.device
-        )
-        (dist.send if self.leads else dist.recv)(counts, self.peer)
-        warmup, iterations = counts.tolist()
-        timed(self.world, run, warmup)
-        return timed(self.world, run, iterations)
+    return OneWay(seconds, [each / 2 for each in latencies], int(wrong.item()))
 
 
 # ---------------------------------------------------------------- setting up, and ending
@@ -526,14 +472,10 @@ def setup(world: World, options: Options, measurements: int) -> None:
 
 
 def check_memory(world: World, options: Options, sharing: int) -> None:
-    """Refuse a size whose buffers are larger than the memory that is free.
+    """Refuse a size whose buffers, of all ranks that share this host, exceed its free memory.
 
     Linux promises more memory than it has and ends a process that takes it at its word.
-
-    Args:
-        sharing: ranks on this host.
     """
-    largest = max(options.sizes)
     needed = needed_bytes(options, world.size)
     if world.device.type == "cuda":
         free: int | None = torch.cuda.mem_get_info(world.device)[0]
@@ -542,24 +484,22 @@ def check_memory(world: World, options: Options, sharing: int) -> None:
         needed *= sharing
     if free is not None and needed > free:
         raise Refused(
-            f"not enough memory on {socket.gethostname()} for {largest} bytes: the buffers take "
-            f"{needed >> 20} MiB, {free >> 20} MiB are free (smaller --sizes)"
+            f"not enough memory on {socket.gethostname()} for {max(options.sizes)} bytes: the "
+            f"buffers take {needed >> 20} MiB, {free >> 20} MiB are free (smaller --sizes)"
         )
 
 
 def needed_bytes(options: Options, ranks: int) -> int:
     """Bytes of the largest buffers that one rank has at a time."""
-    largest, itemsize = max(options.sizes), options.dtype.itemsize
+    largest = max(options.sizes)
     if options.pairwise:
         return largest + 2 * min(options.sizes)
-    return itemsize * max(
-        buffer_elements(name, whole_elements(name, largest, itemsize, ranks), ranks)
-        for name in options.collectives
-    )
+    beside = {"sendrecv": 1.0, "all_gather": 1 / ranks, "reduce_scatter": 1 / ranks}
+    return int(largest * (1 + max(beside.get(name, 0.0) for name in options.collectives)))
 
 
 def available_memory() -> int | None:
-    """Bytes that processes can have now (proc(5), MemAvailable); None: it cannot be told."""
+    """Bytes that processes can have now (proc(5), MemAvailable); None: unknown."""
     try:
         with open("/proc/meminfo") as file:
             match = re.search(r"^MemAvailable:\s+(\d+) kB", file.read(), re.MULTILINE)
@@ -617,13 +557,14 @@ def join() -> World:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         text = os.environ.get(name, "")
         if not text.isdecimal():
-            said = f"is {text!r}" if text else "is not set"
-            raise Refused(f"{name} {said}: start the ranks with a launcher, torchrun for one")
+            what = f"is {text!r}" if text else "is not set"
+            raise Refused(f"{name} {what}: start the ranks with a launcher, torchrun for one")
         number[name] = int(text)
-    rank, size, local_size = number["RANK"], number["WORLD_SIZE"], number["LOCAL_WORLD_SIZE"]
+    rank, size = number["RANK"], number["WORLD_SIZE"]
     if size < 2:
         raise Refused(f"between {size} rank there is nothing to measure: start 2 or more")
-    node = os.environ.get("NODE_RANK") or os.environ.get("GROUP_RANK") or str(rank // local_size)
+    own = os.environ.get("NODE_RANK") or os.environ.get("GROUP_RANK")
+    node = int(own or rank // number["LOCAL_WORLD_SIZE"])
     device = choose_device(number["LOCAL_RANK"])
     backend = "nccl" if device.type == "cuda" else "gloo"
     options: dict[str, Any] = {}
@@ -632,7 +573,7 @@ def join() -> World:
         options["device_id"] = device
     seconds = float(os.environ.get("CLUSTERKIT_TIMEOUT") or _TIMEOUT_SECONDS)
     dist.init_process_group(backend, timeout=timedelta(seconds=seconds), **options)
-    return World(rank, size, local_size, int(node), device, backend)
+    return World(rank, size, node, device, backend)
 
 
 def choose_device(local_rank: int) -> torch.device:
@@ -667,13 +608,6 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def leave(code: int) -> NoReturn:
-    """End at once: ranks sometimes abort when the interpreter ends after gloo was used."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 def run(arguments: Sequence[str]) -> NoReturn:
     """`main`, and the end of the process with its exit code."""
     try:
@@ -684,7 +618,10 @@ def run(arguments: Sequence[str]) -> NoReturn:
     except Exception:
         traceback.print_exc()
         code = EXIT_FAILURE
-    leave(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # At once: ranks sometimes abort when the interpreter ends after gloo was used.
+    os._exit(code)
 
 
 if __name__ == "__main__":

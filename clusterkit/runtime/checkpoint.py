@@ -122,17 +122,17 @@ class Checkpoints:
         if checkpoint is None:
             return None
         where = f"checkpoint {checkpoint.path}"
-        elsewhere = "or train into another checkpoint folder, or set checkpoint.resume to never"
+        or_anew = "or train into another checkpoint folder, or set checkpoint.resume to never"
         if dict(checkpoint.model) != self._model:
             raise BadInput(
                 f"{where} holds the model {_describe(checkpoint.model)}, "
                 f"this run trains {_describe(self._model)}",
-                hint=f"use the same model, {elsewhere}",
+                hint=f"use the same model, {or_anew}",
             )
         if strategy is not None and checkpoint.strategy != strategy:
             raise BadInput(
                 f"{where} was saved by {checkpoint.strategy}, this run uses {strategy}",
-                hint=f"use the same strategy, {elsewhere}",
+                hint=f"use the same strategy, {or_anew}",
             )
         if checkpoint.world_size != ranks.size and not (checkpoint.any_world_size or converts):
             convert = (
@@ -143,7 +143,7 @@ class Checkpoints:
             raise BadInput(
                 f"{where} was saved by {checkpoint.world_size} ranks, now there are {ranks.size}; "
                 f"{checkpoint.strategy} divides its state by the number of ranks",
-                hint=f"run on {checkpoint.world_size} ranks, {convert}{elsewhere}",
+                hint=f"run on {checkpoint.world_size} ranks, {convert}{or_anew}",
             )
         return checkpoint
 
@@ -237,7 +237,10 @@ class Checkpoints:
             if world.is_first:
                 _seal(replace(writing.checkpoint, files=file_sizes(draft)), final)
         if world.is_first:
-            self._prune()
+            for checkpoint in self._newest_first()[self._keep :] if self._keep else []:
+                # Torn from the first file on, so never taken for a checkpoint again.
+                (checkpoint.path / _MANIFEST).unlink(missing_ok=True)
+                shutil.rmtree(checkpoint.path, ignore_errors=True)
             seconds = time.perf_counter() - writing.started
             report("checkpoint", step=writing.checkpoint.step, path=str(final), seconds=seconds)
         world.barrier()
@@ -253,18 +256,13 @@ class Checkpoints:
                     hint="give a folder such as checkpoints/step-00000100, or auto, or never",
                 )
             return checkpoint
-        return max(self._complete(), key=lambda c: c.saved_at, default=None)
+        return next(iter(self._newest_first()), None)
 
-    def _complete(self) -> list[Checkpoint]:
-        found = self._folder.glob("step-*") if self._folder else []
-        return [checkpoint for path in found if (checkpoint := Checkpoint.read(path))]
-
-    def _prune(self) -> None:
-        newest_first = sorted(self._complete(), key=lambda c: c.saved_at, reverse=True)
-        for checkpoint in newest_first[self._keep :] if self._keep else []:
-            # Torn from the first file on, so never taken for a checkpoint again.
-            (checkpoint.path / _MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(checkpoint.path, ignore_errors=True)
+    def _newest_first(self) -> list[Checkpoint]:
+        """The complete ones."""
+        paths = self._folder.glob("step-*") if self._folder else []
+        complete = filter(None, map(Checkpoint.read, paths))
+        return sorted(complete, key=lambda checkpoint: checkpoint.saved_at, reverse=True)
 
 
 @contextmanager
@@ -289,10 +287,8 @@ def readable(checkpoint: Checkpoint) -> Iterator[None]:
     """Within, files that cannot be read, or hold something else, are one clear error."""
     try:
         yield
-    except ClusterkitError:
-        raise
-    except dist.DistError:
-        raise  # a lost rank, not a bad file
+    except (ClusterkitError, dist.DistError):
+        raise  # clear enough already; a lost rank, not a bad file
     except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
         if "gloo/transport" in str(error):
             raise

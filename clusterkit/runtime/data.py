@@ -78,17 +78,11 @@ def as_tokens(text: bytes) -> Tensor:
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens to train on and a held-out tail to evaluate on, both at least one sample long.
+    """Tokens to train on and a held-out tail to evaluate on, both at least one sample long."""
 
-    Attributes:
-        training: (number of tokens,), any integer type.
-        held_out: the same.
-        context: tokens in one sample.
-    """
-
-    training: Tensor
-    held_out: Tensor
-    context: int
+    training: Tensor  # (number of tokens,), any integer type
+    held_out: Tensor  # the same
+    context: int  # tokens in one sample
 
 
 def split(tokens: Tensor, context: int, source: str) -> Text:
@@ -126,21 +120,13 @@ def check_same(text: Text, world: World) -> None:
 
 @dataclass(frozen=True)
 class Batches:
-    """Samples of a text: windows of ``context`` tokens, and the same windows one token on.
-
-    Attributes:
-        text: where they come from.
-        seed: another seed, other samples.
-        batch: how many samples a step has and how the ranks share them.
-        world: who this rank is, and the device the micro batches go to.
-        replica: which share of the global batch is this rank's; None: as many shares as ranks.
-    """
+    """Samples of a text: windows of ``context`` tokens, and the same windows one token on."""
 
     text: Text
-    seed: int
-    batch: Batch
-    world: World
-    replica: int | None = None
+    seed: int  # another seed, other samples
+    batch: Batch  # how many samples a step has and how the ranks share them
+    world: World  # who this rank is, and the device the micro batches go to
+    replica: int | None = None  # this rank's share of the global batch; None: one for each rank
 
     @property
     def tokens_per_step(self) -> int:
@@ -170,12 +156,10 @@ class Batches:
 
     def _micro_batch(self, tokens: Tensor, step: int, numbers: range) -> MicroBatch:
         length = self.text.context + 1
-        starts = [_start(self.seed, step, n) % (len(tokens) - length + 1) for n in numbers]
+        starts = []
+        for number in numbers:
+            drawn = hashlib.blake2b(f"{self.seed} {step} {number}".encode(), digest_size=8).digest()
+            starts.append(int.from_bytes(drawn, "big") % (len(tokens) - length + 1))
         windows = torch.stack([tokens[start : start + length] for start in starts])
         windows = windows.to(self.world.device, torch.int64)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-
-
-def _start(seed: int, step: int, number: int) -> int:
-    digest = hashlib.blake2b(f"{seed} {step} {number}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big")

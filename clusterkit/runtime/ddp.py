@@ -17,12 +17,11 @@ from clusterkit.runtime.strategy import (
     MicroBatch,
     Recipe,
     Strategy,
+    autocast,
     count_parameters,
     mean_loss,
     set_learning_rate,
 )
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def recipe(*, dtype: str, clip: float) -> Recipe:
@@ -56,7 +55,7 @@ class DDP(Strategy):
         self._model = model.to(world.device)
         self._optimizer = optimizer
         self._world = world
-        self._dtype = _DTYPES[dtype]
+        self._dtype = dtype
         self._clip = clip
         self._scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == "fp16")
         self._ddp = DistributedDataParallel(
@@ -105,12 +104,8 @@ class DDP(Strategy):
         self._optimizer.load_state_dict(state["optimizer"])
         self._scaler.load_state_dict(state["scaler"])
 
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self._optimizer
-
     def _forward(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-        mixed = self._dtype != torch.float32
-        with torch.autocast(self._world.device.type, self._dtype) if mixed else nullcontext():
+        with autocast(self._world.device, self._dtype):
             loss: Tensor = model(tokens, targets)
         return loss
 

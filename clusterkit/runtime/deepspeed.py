@@ -10,7 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clusterkit.deepspeed_config import precision
 from clusterkit.errors import BadInput
 from clusterkit.runtime.checkpoint import file_sizes, more_than_data
 from clusterkit.runtime.distributed import World
@@ -32,17 +33,10 @@ from clusterkit.runtime.strategy import (
     recompute,
     set_learning_rate,
 )
-from clusterkit.runtime.zero_config import Config, batch_numbers, config_dtype, load_config
+from clusterkit.runtime.zero_config import Config, load_config
 from clusterkit.runtime.zero_files import read_as_data
 
-__all__ = [
-    "Config",
-    "DeepSpeed",
-    "batch_numbers",
-    "config_dtype",
-    "load_config",
-    "recipe",
-]
+__all__ = ["Config", "DeepSpeed", "load_config", "recipe"]  # copied programs call load_config here
 
 _TELLING = ("wall_clock_breakdown", "memory_breakdown", "flops_profiler", "dump_state")
 
@@ -58,7 +52,7 @@ def recipe(config: Config, mesh: Mesh | None = None, *, divided: bool = False) -
         BadInput: ``divided`` without stage 3, the only one that divides parameters, or a mesh
             that DeepSpeed has no use for.
     """
-    dtype = config_dtype(config)
+    dtype = precision(config)
     stage = config["zero_optimization"].get("stage", 0)
     if divided and stage != 3:
         raise BadInput(
@@ -67,7 +61,12 @@ def recipe(config: Config, mesh: Mesh | None = None, *, divided: bool = False) -
     words = ["deepspeed", f"zero-{stage}"]
     if mesh is not None and mesh.pp > 1:
         if stage >= 2:
-            raise BadInput(*_no_pipeline(stage))
+            raise BadInput(
+                f"--mesh pp: ZeRO-{stage} divides {'gradients' if stage == 2 else 'parameters'}, "
+                "so they would travel with every micro batch of the pipeline instead of once a "
+                "step",
+                hint="zero_optimization.stage 1, which divides the optimizer alone",
+            )
         if stage == 0 and config["gradient_clipping"] > 0:
             # DeepSpeed 0.19.8 then scales each stage by the norm of its own gradient alone.
             raise BadInput(
@@ -88,26 +87,14 @@ def recipe(config: Config, mesh: Mesh | None = None, *, divided: bool = False) -
     if dtype != "fp32":
         words.append(dtype)
     name = " ".join(words)
-    building = partial(_zero_init, config) if divided else _whole
-    build = partial(_strategy(mesh), name, config, mesh=mesh)
+    building = partial(_zero_init, config) if divided else nullcontext
+    kind = DeepSpeed
+    if mesh is not None and mesh.pp > 1:
+        from clusterkit.runtime.deepspeed_pipeline import DeepSpeedPipeline
+
+        kind = DeepSpeedPipeline
+    build = partial(kind, name, config, mesh=mesh)
     return Recipe(name, dtype, build, building, _universal(config))
-
-
-def _no_pipeline(stage: int) -> tuple[str, str]:
-    what = "gradients" if stage == 2 else "parameters"
-    return (
-        f"--mesh pp: ZeRO-{stage} divides {what}, so they would travel with every micro batch of "
-        "the pipeline instead of once a step",
-        "zero_optimization.stage 1, which divides the optimizer alone",
-    )
-
-
-def _strategy(mesh: Mesh | None) -> type[DeepSpeed]:
-    if mesh is None or mesh.pp == 1:
-        return DeepSpeed
-    from clusterkit.runtime.deepspeed_pipeline import DeepSpeedPipeline
-
-    return DeepSpeedPipeline
 
 
 def _with_autotp(config: Config, mesh: Mesh) -> Config:
@@ -120,10 +107,6 @@ def _with_autotp(config: Config, mesh: Mesh) -> Config:
     # DeepSpeed 0.19 checks this number against all ranks, though slices share their samples.
     kept = {key: value for key, value in config.items() if key != "train_batch_size"}
     return kept | {"tensor_parallel": section}
-
-
-def _whole(world: World) -> AbstractContextManager[Any]:
-    return nullcontext()
 
 
 @contextmanager
@@ -146,10 +129,9 @@ class DeepSpeed(Strategy):
 
     Args:
         name: stage and number format, as ``recipe`` words them.
-        config: from ``load_config``.
         model: the same weights on every rank; the engine moves and divides it.
-        optimizer: a torch optimizer over the model's parameters. With the optimizer offloaded
-            from a GPU it is replaced by DeepSpeed's AdamW for CPUs, if that can be compiled here.
+        optimizer: of torch. With the optimizer offloaded from a GPU it is replaced by DeepSpeed's
+            AdamW for CPUs, if that can be compiled here.
         mesh: with ``tp`` above 1 AutoTP cuts the layers, as the model's ``autotp_plan`` says.
     """
 
@@ -176,7 +158,12 @@ class DeepSpeed(Strategy):
             config = {**config, "zero_force_ds_cpu_optimizer": False}
         config = _with_torch_adam(config, world)
         deepspeed = _import_deepspeed(world)
-        _check_dtype(deepspeed, config_dtype(config), world)
+        dtype, accelerator = precision(config), deepspeed.accelerator.get_accelerator()
+        if dtype != "fp32" and not getattr(accelerator, f"is_{dtype}_supported")():
+            raise BadInput(
+                f"DeepSpeed has no {dtype} on this {world.device.type}",
+                hint="use fp32, or --strategy ddp",
+            )
         if any(config.get(key) for key in _TELLING):
             logging.getLogger("DeepSpeed").setLevel(logging.INFO)
         if "activation_checkpointing" in config:
@@ -207,14 +194,18 @@ class DeepSpeed(Strategy):
             self._rate = float(self._engine.get_lr()[0])
         else:
             set_learning_rate(self._engine.optimizer, learning_rate)
+        loss = self._train(micro_batches)
+        norm = self._engine.get_global_grad_norm()
+        return loss, None if norm is None else float(norm)
+
+    def _train(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         losses = []
         for tokens, targets in micro_batches:
             loss = self._engine(tokens, targets)
             self._engine.backward(loss)  # divides by the accumulation steps
             self._engine.step()  # updates only after the last of them
             losses.append(loss)
-        norm = self._engine.get_global_grad_norm()
-        return mean_loss(losses), None if norm is None else float(norm)
+        return mean_loss(losses)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
@@ -400,15 +391,6 @@ def _import_deepspeed(world: World) -> Any:
     # Its parts ask DeepSpeed's own module for the number of ranks, before the engine is there.
     deepspeed.init_distributed(dist_backend=world.backend, dist_init_required=False)
     return deepspeed
-
-
-def _check_dtype(deepspeed: Any, dtype: str, world: World) -> None:
-    accelerator = deepspeed.accelerator.get_accelerator()
-    if dtype != "fp32" and not getattr(accelerator, f"is_{dtype}_supported")():
-        raise BadInput(
-            f"DeepSpeed has no {dtype} on this {world.device.type}",
-            hint="use fp32, or --strategy ddp",
-        )
 
 
 def _offloaded(optimizer: torch.optim.Optimizer, world: World) -> torch.optim.Optimizer:

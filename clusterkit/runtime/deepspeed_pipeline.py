@@ -16,7 +16,7 @@ from clusterkit.runtime.deepspeed import DeepSpeed
 from clusterkit.runtime.gpt import cross_entropy
 from clusterkit.runtime.mesh import Mesh
 from clusterkit.runtime.pipeline import bubble
-from clusterkit.runtime.strategy import MicroBatch, follow, set_learning_rate
+from clusterkit.runtime.strategy import MicroBatch, follow
 
 
 class DeepSpeedPipeline(DeepSpeed):
@@ -33,16 +33,9 @@ class DeepSpeedPipeline(DeepSpeed):
             "bubble": bubble(self._mesh.pp, count),
         }
 
-    def step(
-        self, micro_batches: Sequence[MicroBatch], learning_rate: float
-    ) -> tuple[Tensor, float | None]:
-        if not self._scheduled:
-            set_learning_rate(self._engine.optimizer, learning_rate)
-        else:
-            self._rate = float(self._engine.get_lr()[0])
-        loss = self._engine.train_batch(iter(micro_batches))  # the mean over the replicas as well
-        norm = self._engine.get_global_grad_norm()
-        return loss.detach().double().mean(), None if norm is None else float(norm)
+    def _train(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        loss: Tensor = self._engine.train_batch(iter(micro_batches))  # the mean over replicas too
+        return loss.detach().double().mean()
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> Tensor:

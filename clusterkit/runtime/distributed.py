@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -89,14 +89,26 @@ def read_ranks(environ: Mapping[str, str] = os.environ) -> Ranks:
     Raises:
         BadInput: a variable is missing or no number; the message names it.
     """
-    get = _Reader(environ)
+
+    def get(*names: str, default: int | None = None) -> int:
+        """The number in the first of the variables that is set."""
+        for name in names:
+            if value := environ.get(name):
+                try:
+                    return int(value.partition("(")[0])  # Slurm writes 4(x2): 4 on each of 2 nodes
+                except ValueError:
+                    raise BadInput(f"{name} is {value!r}; it must be a whole number") from None
+        if default is None:
+            raise BadInput(f"{names[0]} is not set", hint="start the ranks with a launcher")
+        return default
+
     if "RANK" in environ:
         rank, size = get("RANK"), get("WORLD_SIZE")
         local_rank = get("LOCAL_RANK", default=0)
         # The second and third names are torchrun's and the deepspeed launcher's own.
         local_size = get("LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=1)
-        names = ("NODE_RANK", "GROUP_RANK", "CROSS_RANK")
-        node_rank = get(*names, default=rank // max(local_size, 1))
+        node_of_rank = rank // max(local_size, 1)
+        node_rank = get("NODE_RANK", "GROUP_RANK", "CROSS_RANK", default=node_of_rank)
     elif "OMPI_COMM_WORLD_RANK" in environ:
         rank, size = get("OMPI_COMM_WORLD_RANK"), get("OMPI_COMM_WORLD_SIZE")
         local_rank = get("OMPI_COMM_WORLD_LOCAL_RANK")
@@ -185,12 +197,19 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     exception shows its traceback, once, and the exit code is 1.
     """
     defer_dynamo()
-    _whole_lines(sys.stdout)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # One write per line, even under ``python -u``, which writes a line's end by itself: ranks
+        # whose launcher gives them one pipe would otherwise mix their lines.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     code: int | str | None
     try:
         code = main()
     except ClusterkitError as error:
-        _explain(error)
+        # Once per node: ranks that share a node mostly share their mistakes.
+        if int(os.environ.get("LOCAL_RANK") or 0) > 0:
+            _let_others_speak()
+        hint = f" ({error.hint})" if error.hint else ""
+        print(f"error: {error.message}{hint}", file=sys.stderr)
         code = error.exit_code
     except SystemExit as leaving:
         code = leaving.code
@@ -210,15 +229,6 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     sys.exit(code)
 
 
-def _whole_lines(stream: object) -> None:
-    """One write per line, even under ``python -u``, which writes a line's end by itself.
-
-    Ranks whose launcher gives them one pipe would otherwise mix their lines.
-    """
-    if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(line_buffering=True, write_through=False)
-
-
 _joined = False
 _stop_requested = False
 
@@ -227,14 +237,6 @@ def _request_stop(signum: int, frame: object) -> None:
     global _stop_requested
     _stop_requested = True
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the second one means it
-
-
-def _explain(error: ClusterkitError) -> None:
-    """Print the error once per node: ranks that share a node mostly share their mistakes."""
-    if int(os.environ.get("LOCAL_RANK") or 0) > 0:
-        _let_others_speak()
-    hint = f" ({error.hint})" if error.hint else ""
-    print(f"error: {error.message}{hint}", file=sys.stderr)
 
 
 def _show(error: Exception) -> int:
@@ -269,14 +271,8 @@ def _join(ranks: Ranks, device: torch.device, backend: str) -> None:
     except (ValueError, OverflowError):
         raise BadInput(f"CLUSTERKIT_TIMEOUT is {seconds!r}; it must be seconds") from None
     # Libraries (DeepSpeed) read these names whoever started the rank.
-    for name, value in (
-        ("RANK", ranks.rank),
-        ("LOCAL_RANK", ranks.local_rank),
-        ("NODE_RANK", ranks.node_rank),
-        ("WORLD_SIZE", ranks.size),
-        ("LOCAL_WORLD_SIZE", ranks.local_size),
-    ):
-        os.environ[name] = str(value)
+    names = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    os.environ |= dict(zip(names, map(str, astuple(ranks)), strict=True))
     options: dict[str, Any] = {}
     if backend == "nccl":
         torch.cuda.set_device(device)
@@ -295,21 +291,3 @@ def _join(ranks: Ranks, device: torch.device, backend: str) -> None:
             hint="is every node up, and does it reach that address and port?",
         ) from error
     _joined = ranks.size > 1
-
-
-class _Reader:
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
-
-    def __call__(self, *names: str, default: int | None = None) -> int:
-        """The number in the first of the variables that is set."""
-        for name in names:
-            value = self._environ.get(name)
-            if value:
-                try:
-                    return int(value.partition("(")[0])  # Slurm writes 4(x2): 4 on each of 2 nodes
-                except ValueError:
-                    raise BadInput(f"{name} is {value!r}; it must be a whole number") from None
-        if default is None:
-            raise BadInput(f"{names[0]} is not set", hint="start the ranks with a launcher")
-        return default

@@ -1,48 +1,24 @@
 """A GPT, and how it is cut: every layer into slices, or its layers into stages.
 
-Nothing here knows ranks. `tensor_plan` says which weight is sliced which way, `stage` which layers
-go together; `sharded` and `pipeline` do the cutting.
+Nothing here knows ranks. `GPT.tensor_plan` says which weight is sliced which way, `GPT.stage` which
+layers go together; `sharded` and `pipeline` do the cutting.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from clusterkit.runtime.gpt_shape import PRESETS, Shape
+
+__all__ = ["GPT", "PRESETS", "Shape", "Stage", "cross_entropy"]
+
 _STD = 0.02
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a GPT. ``width`` is split over ``heads``; ``context`` is the longest sample."""
-
-    layers: int
-    heads: int
-    width: int
-    context: int
-    vocabulary: int = 256  # one token per byte
-
-    @property
-    def output_std(self) -> float:
-        """Of the weights that add to the residual stream, so that its variance stays near one."""
-        return _STD / math.sqrt(2 * self.layers)
-
-
-# The four sizes with GPT-2's vocabulary have GPT-2's parameter counts; bytes use 256 of its tokens.
-PRESETS = {
-    "tiny": Shape(layers=2, heads=4, width=128, context=64),
-    "small": Shape(layers=6, heads=6, width=384, context=256),
-    "124m": Shape(layers=12, heads=12, width=768, context=1024, vocabulary=50257),
-    "355m": Shape(layers=24, heads=16, width=1024, context=1024, vocabulary=50257),
-    "774m": Shape(layers=36, heads=20, width=1280, context=1024, vocabulary=50257),
-    "1.5b": Shape(layers=48, heads=25, width=1600, context=1024, vocabulary=50257),
-}
 
 
 class Linear(nn.Linear):
@@ -69,6 +45,11 @@ class Embedding(nn.Embedding):
         nn.init.normal_(self.weight, std=_STD)
 
 
+def _output_std(shape: Shape) -> float:
+    """Of the weights that add to the residual stream, so that its variance stays near one."""
+    return _STD / math.sqrt(2 * shape.layers)
+
+
 class Attention(nn.Module):
     """Causal self-attention with several heads: (batch, length, width) to the same."""
 
@@ -77,7 +58,7 @@ class Attention(nn.Module):
         self.head_width = shape.width // shape.heads
         # The rows of one head lie together, so that a slice of the rows is a number of heads.
         self.heads_in = Linear(shape.width, 3 * shape.width)
-        self.output = Linear(shape.width, shape.width, std=shape.output_std)
+        self.output = Linear(shape.width, shape.width, std=_output_std(shape))
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.heads_in(x)
@@ -99,7 +80,7 @@ class Block(nn.Module):
         self.attention = Attention(shape)
         self.perceptron_norm = nn.LayerNorm(shape.width)
         self.expand = Linear(shape.width, 4 * shape.width)
-        self.output = Linear(4 * shape.width, shape.width, std=shape.output_std)
+        self.output = Linear(4 * shape.width, shape.width, std=_output_std(shape))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -108,17 +89,93 @@ class Block(nn.Module):
         return added
 
 
-class GPT(nn.Module):
-    """GPT-2 without dropout; the output layer shares its weight with the token embedding.
+class _Blocks(nn.Module):
+    """What a GPT and a stage of one have in common.
 
     Attributes:
         recompute: called as ``recompute(block, x)`` to run a block and forget what is inside it;
             None to keep everything for the backward pass.
     """
 
+    recompute: Callable[..., Any] | None = None
+    blocks: nn.ModuleDict
+    # Modules; None in a stage that is not the first, or not the last.
+    token: Any
+    position: Any
+    norm: Any
+    head: Any
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Tokens with their positions as vectors: (batch, length) to (batch, length, width)."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        embedded: Tensor = self.token(tokens) + self.position(places)
+        return embedded
+
+    def through(self, x: Tensor) -> Tensor:
+        """Activations after all blocks that are here."""
+        for block in self.blocks.values():
+            x = block(x) if self.recompute is None else self.recompute(block, x)
+        return x
+
+    def tensor_plan(self, *, sequence: bool) -> dict[str, Any]:
+        """Which module is sliced which way, for torch's ``parallelize_module``.
+
+        Megatron's cut (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3): the
+        first matrix of attention and of the perceptron is cut by rows of its output, the second by
+        its input, so that only the sum after the second one travels. The vocabulary is cut in the
+        embedding and in the output layer. With ``sequence`` (Korthikanti et al. 2022,
+        https://arxiv.org/abs/2205.05198) the norms between them see a slice of the sequence.
+        """
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            PrepareModuleInput,
+            PrepareModuleInputOutput,
+            PrepareModuleOutput,
+            RowwiseParallel,
+            SequenceParallel,
+        )
+
+        between = Shard(1) if sequence else Replicate()
+        plan: dict[str, Any] = {}
+        for name in self.blocks:
+            block = f"blocks.{name}"
+            plan |= {
+                f"{block}.attention.heads_in": ColwiseParallel(input_layouts=between),
+                f"{block}.attention.output": RowwiseParallel(output_layouts=between),
+                f"{block}.expand": ColwiseParallel(input_layouts=between),
+                f"{block}.output": RowwiseParallel(output_layouts=between),
+            }
+            if sequence:
+                plan[f"{block}.attention_norm"] = SequenceParallel(use_local_output=True)
+                plan[f"{block}.perceptron_norm"] = SequenceParallel(use_local_output=True)
+        if sequence:
+            names = list(self.blocks)
+            whole, sliced = Replicate(), Shard(1)
+            if len(names) == 1:
+                plan[f"blocks.{names[0]}"] = PrepareModuleInputOutput(
+                    input_layouts=whole, desired_input_layouts=sliced, use_local_input=True,
+                    output_layouts=sliced, desired_output_layouts=whole,
+                )  # fmt: skip
+            else:
+                plan[f"blocks.{names[0]}"] = PrepareModuleInput(
+                    input_layouts=whole, desired_input_layouts=sliced, use_local_output=True
+                )
+                plan[f"blocks.{names[-1]}"] = PrepareModuleOutput(
+                    output_layouts=sliced, desired_output_layouts=whole
+                )
+        if self.token is not None:
+            plan["token"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+        if self.head is not None:
+            plan["head"] = ColwiseParallel(output_layouts=Replicate())
+        return plan
+
+
+class GPT(_Blocks):
+    """GPT-2 without dropout; the output layer shares its weight with the token embedding."""
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.recompute: Callable[..., Any] | None = None
         self.token = Embedding(shape.vocabulary, shape.width)
         self.position = Embedding(shape.context, shape.width)
         self.blocks = nn.ModuleDict({str(n): Block(shape) for n in range(shape.layers)})
@@ -132,8 +189,8 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy of ``targets``, a float32 scalar; both (batch, length), int64."""
-        x = embed(self, tokens)
-        return cross_entropy(self.head(self.norm(through(self, x))), targets)
+        x = self.through(self.embed(tokens))
+        return cross_entropy(self.head(self.norm(x)), targets)
 
     def stage(self, index: int, stages: int) -> Stage:
         """The ``index``-th of ``stages`` equal runs of the blocks, with what stands at the ends.
@@ -178,35 +235,27 @@ class GPT(nn.Module):
         }
         return {"use_default_specs": False, "layer_specs": [by_rows, by_columns]}
 
-    def tensor_plan(self, *, sequence: bool) -> dict[str, Any]:
-        """Which module is sliced which way, for torch's ``parallelize_module``."""
-        return tensor_plan(self, sequence=sequence)
 
-
-class Stage(nn.Module):
+class Stage(_Blocks):
     """Some blocks of a GPT: from tokens or activations to activations or logits."""
 
     def __init__(self, gpt: GPT, blocks: dict[str, nn.Module], *, first: bool, last: bool) -> None:
         super().__init__()
         self.recompute = gpt.recompute
-        self.token: nn.Module | None = gpt.token if first else None
-        self.position: nn.Module | None = gpt.position if first else None
+        self.token = gpt.token if first else None
+        self.position = gpt.position if first else None
         self.blocks = nn.ModuleDict(blocks)
-        self.norm: nn.Module | None = gpt.norm if last else None
-        self.head: nn.Module | None = gpt.head if last else None
+        self.norm = gpt.norm if last else None
+        self.head = gpt.head if last else None
 
     def forward(self, x: Tensor) -> Tensor:
         """``x``: tokens (batch, length) in the first stage, else (batch, length, width)."""
         if self.token is not None:
-            x = embed(self, x)
-        x = through(self, x)
-        if self.norm is not None and self.head is not None:
+            x = self.embed(x)
+        x = self.through(x)
+        if self.head is not None:
             x = self.head(self.norm(x))
         return x
-
-    def tensor_plan(self, *, sequence: bool) -> dict[str, Any]:
-        """As ``GPT.tensor_plan``, for the modules that are here."""
-        return tensor_plan(self, sequence=sequence)
 
 
 class Given(nn.Module):
@@ -230,73 +279,6 @@ class AddPosition(Given):
         return added
 
 
-def embed(model: Any, tokens: Tensor) -> Tensor:
-    """Tokens with their positions as vectors: (batch, length) to (batch, length, width)."""
-    places = torch.arange(tokens.shape[1], device=tokens.device)
-    embedded: Tensor = model.token(tokens) + model.position(places)
-    return embedded
-
-
-def through(model: GPT | Stage, x: Tensor) -> Tensor:
-    """Activations after all blocks that are here."""
-    for block in model.blocks.values():
-        x = block(x) if model.recompute is None else model.recompute(block, x)
-    return x
-
-
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """The mean over all tokens, in float32."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-
-def tensor_plan(model: GPT | Stage, *, sequence: bool) -> dict[str, Any]:
-    """Megatron's cut (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3).
-
-    The first matrix of attention and of the perceptron is cut by rows of its output, the second
-    by its input, so that only the sum after the second one travels. The vocabulary is cut in the
-    embedding and in the output layer. With ``sequence`` (Korthikanti et al. 2022,
-    https://arxiv.org/abs/2205.05198) the norms between them see a slice of the sequence.
-    """
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        PrepareModuleInputOutput,
-        PrepareModuleOutput,
-        RowwiseParallel,
-        SequenceParallel,
-    )
-
-    between = Shard(1) if sequence else Replicate()
-    plan: dict[str, Any] = {}
-    for name in model.blocks:
-        block = f"blocks.{name}"
-        plan |= {
-            f"{block}.attention.heads_in": ColwiseParallel(input_layouts=between),
-            f"{block}.attention.output": RowwiseParallel(output_layouts=between),
-            f"{block}.expand": ColwiseParallel(input_layouts=between),
-            f"{block}.output": RowwiseParallel(output_layouts=between),
-        }
-        if sequence:
-            plan[f"{block}.attention_norm"] = SequenceParallel(use_local_output=True)
-            plan[f"{block}.perceptron_norm"] = SequenceParallel(use_local_output=True)
-    if sequence:
-        names = list(model.blocks)
-        whole, sliced = Replicate(), Shard(1)
-        if len(names) == 1:
-            plan[f"blocks.{names[0]}"] = PrepareModuleInputOutput(
-                input_layouts=whole, desired_input_layouts=sliced, use_local_input=True,
-                output_layouts=sliced, desired_output_layouts=whole,
-            )  # fmt: skip
-        else:
-            plan[f"blocks.{names[0]}"] = PrepareModuleInput(
-                input_layouts=whole, desired_input_layouts=sliced, use_local_output=True
-            )
-            plan[f"blocks.{names[-1]}"] = PrepareModuleOutput(
-                output_layouts=sliced, desired_output_layouts=whole
-            )
-    if model.token is not None:
-        plan["token"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
-    if model.head is not None:
-        plan["head"] = ColwiseParallel(output_layouts=Replicate())
-    return plan

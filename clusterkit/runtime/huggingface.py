@@ -50,11 +50,11 @@ class CausalLM(nn.Module):
 
     def __init__(self, name: str, config: Any, *, pretrained: bool) -> None:
         super().__init__()
-        auto = _transformers().AutoModelForCausalLM
+        auto = import_transformers().AutoModelForCausalLM
         if pretrained:
-            self.model = _load(name, lambda: auto.from_pretrained(name, dtype=torch.float32))
+            self.model = loading(name, lambda: auto.from_pretrained(name, dtype=torch.float32))
         else:
-            self.model = _load(name, lambda: auto.from_config(config, dtype=torch.float32))
+            self.model = loading(name, lambda: auto.from_config(config, dtype=torch.float32))
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy of ``targets``; both (batch, context), int64."""
@@ -68,7 +68,7 @@ def load_config(name: str) -> Any:
     Raises:
         BadInput: transformers is missing or cannot load it.
     """
-    return _load(name, lambda: _transformers().AutoConfig.from_pretrained(name))
+    return loading(name, lambda: import_transformers().AutoConfig.from_pretrained(name))
 
 
 def looks_like_a_name(name: str) -> bool:
@@ -76,7 +76,8 @@ def looks_like_a_name(name: str) -> bool:
     return "/" in name or Path(name).is_dir()
 
 
-def _transformers() -> Any:
+def import_transformers() -> Any:
+    """The package, silent; that it is missing is a BadInput."""
     try:
         import transformers
     except ImportError:
@@ -89,7 +90,7 @@ def _transformers() -> Any:
 
 def _tokenize(name: str, text: bytes) -> Tensor:
     try:
-        tokenizer = _transformers().AutoTokenizer.from_pretrained(name)
+        tokenizer = import_transformers().AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError):
         return as_tokens(text)
     if len(tokenizer) < _FEWEST_TOKENS:
@@ -98,7 +99,8 @@ def _tokenize(name: str, text: bytes) -> Tensor:
     return torch.tensor(tokens, dtype=torch.int32)
 
 
-def _load(name: str, load: Callable[[], Any]) -> Any:
+def loading(name: str, load: Callable[[], Any]) -> Any:
+    """What ``load`` returns; that it cannot is a BadInput."""
     try:
         return load()
     except (OSError, ValueError) as error:

@@ -29,19 +29,12 @@ ANY_MODEL = ("ddp", "deepspeed", "fsdp")
 
 @dataclass(frozen=True)
 class Mesh:
-    """How many ranks along each dimension.
+    """How many ranks along each dimension."""
 
-    Attributes:
-        pp: pipeline stages, each with a run of the layers.
-        replicate: groups of ranks that each hold a whole copy of the (sharded) state.
-        shard: ranks that share one copy between them.
-        tp: ranks that each compute a slice of every layer, on the same samples.
-    """
-
-    pp: int = 1
-    replicate: int = 1
-    shard: int = 1
-    tp: int = 1
+    pp: int = 1  # pipeline stages, each with a run of the layers
+    replicate: int = 1  # groups of ranks that each hold a whole copy of the (sharded) state
+    shard: int = 1  # ranks that share one copy between them
+    tp: int = 1  # ranks that each compute a slice of every layer, on the same samples
 
     @property
     def dp(self) -> int:
@@ -94,9 +87,10 @@ def choose(strategy: str, text: str | None, *, ranks: int, local_ranks: int) -> 
     if rest not in sizes and ranks % given == 0:
         sizes[rest] = ranks // given
     if math.prod(sizes.values()) != ranks:
+        given_text = text or ",".join(f"{name}={size}" for name, size in sizes.items())
         product = " x ".join(f"{name} {size}" for name, size in sizes.items())
         raise BadInput(
-            f"--mesh {text or _text(sizes)}: {product} is {math.prod(sizes.values())} ranks, and "
+            f"--mesh {given_text}: {product} is {math.prod(sizes.values())} ranks, and "
             f"there {'is' if ranks == 1 else 'are'} {counted(ranks, 'rank')}",
             hint=f"sizes whose product is {ranks}, or leave one out and it is worked out",
         )
@@ -106,7 +100,13 @@ def choose(strategy: str, text: str | None, *, ranks: int, local_ranks: int) -> 
         shard=sizes.get("shard", 1) * sizes.get("dp", 1),
         tp=sizes.get("tp", 1),
     )
-    _refuse_idle(strategy, mesh)
+    # A strategy named after a dimension of 1 would only do another's work under its name.
+    if {"tp": mesh.tp, "pp": mesh.pp, "3d": mesh.pp * mesh.tp}.get(strategy) == 1:
+        what = "pp=1,tp=1" if strategy == "3d" else f"{strategy}=1"
+        raise BadInput(
+            f"--strategy {strategy} with {what} divides nothing",
+            hint="more ranks, or --strategy ddp or fsdp",
+        )
     return mesh
 
 
@@ -198,18 +198,3 @@ def _parse(strategy: str, text: str) -> dict[str, int]:
             hint="--mesh replicate=2,shard=4",
         )
     return sizes
-
-
-def _refuse_idle(strategy: str, mesh: Mesh) -> None:
-    """A strategy named after a dimension of 1 would only do another's work under its name."""
-    size = {"tp": mesh.tp, "pp": mesh.pp, "3d": mesh.pp * mesh.tp}.get(strategy)
-    if size == 1:
-        what = "pp=1,tp=1" if strategy == "3d" else f"{strategy}=1"
-        raise BadInput(
-            f"--strategy {strategy} with {what} divides nothing",
-            hint="more ranks, or --strategy ddp or fsdp",
-        )
-
-
-def _text(sizes: Mapping[str, int]) -> str:
-    return ",".join(f"{name}={size}" for name, size in sizes.items())

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clusterkit.errors import ClusterkitError
-from clusterkit.runtime.huggingface import _load, _transformers
+from clusterkit.runtime.huggingface import import_transformers, loading
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -46,7 +46,7 @@ def sizes(name: str, context: int | None) -> dict[str, Any]:
     Raises:
         BadInput: transformers is missing, or cannot find or build the model.
     """
-    config = _load(name, lambda: _transformers().AutoConfig.from_pretrained(name))
+    config = loading(name, lambda: import_transformers().AutoConfig.from_pretrained(name))
     text = config.get_text_config()
     whole, one, two = (_build(name, config, layers) for layers in (None, 1, 2))
     context = context or int(getattr(text, "max_position_embeddings", 0) or 1024)
@@ -82,7 +82,7 @@ def sizes(name: str, context: int | None) -> dict[str, Any]:
 
 def _build(name: str, config: Any, layers: int | None) -> nn.Module:
     """The model on the meta device, with its own number of layers or another."""
-    transformers = _transformers()
+    transformers = import_transformers()
     config = type(config).from_dict(config.to_dict())
     if layers is not None:
         text = config.get_text_config()
@@ -99,7 +99,7 @@ def _build(name: str, config: Any, layers: int | None) -> nn.Module:
         return transformers.AutoModelForCausalLM.from_config(config)
 
     with torch.device("meta"):
-        model: nn.Module = _load(name, build)
+        model: nn.Module = loading(name, build)
     return model.train()
 
 

@@ -13,7 +13,6 @@ DTensors, so it could not be combined with tensor parallel.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,20 +22,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from clusterkit.runtime.distributed import World
 from clusterkit.runtime.gpt import cross_entropy
-from clusterkit.runtime.sharded import Settings, Sharded, check_dtype, placed_gradient
-from clusterkit.runtime.strategy import MicroBatch, Recipe, mean_loss
+from clusterkit.runtime.sharded import Settings, Sharded, placed_gradient
+from clusterkit.runtime.strategy import MicroBatch, mean_loss
 
 _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-
-
-def recipe(settings: Settings) -> Recipe:
-    """A pipeline with these settings.
-
-    Raises:
-        BadInput: fp16, which it has no loss scaling for.
-    """
-    check_dtype(settings)
-    return Recipe(settings.name, settings.dtype, partial(Pipeline, settings))
 
 
 def bubble(stages: int, micro_batches: int) -> float:

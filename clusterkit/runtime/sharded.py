@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,9 +35,11 @@ from clusterkit.errors import BadInput
 from clusterkit.runtime.distributed import World
 from clusterkit.runtime.mesh import Mesh
 from clusterkit.runtime.strategy import (
+    DTYPES,
     MicroBatch,
     Recipe,
     Strategy,
+    autocast,
     count_parameters,
     follow,
     local,
@@ -45,61 +47,45 @@ from clusterkit.runtime.strategy import (
     set_learning_rate,
 )
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _SHARDS = "shards"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to divide and to train.
+    """How to divide and to train."""
 
-    Attributes:
-        name: the strategy's name.
-        mesh: ranks along each dimension.
-        dtype: fp32 or bf16; the weights stay float32, bf16 is what is computed and gathered in.
-        clip: largest gradient norm; 0 for no clipping.
-        reshard: free a layer's gathered parameters after its forward pass (ZeRO-3) instead of
-            after its backward pass (more memory, one all-gather less).
-        offload: keep shards, gradients and optimizer in the memory of the host.
-        sequence: divide activations between the sliced layers along the sequence.
-        asynchronous: go on training while a checkpoint is being written.
-        schedule: of the pipeline, ``gpipe`` or ``1f1b``.
-        micro_batches: of the pipeline, in each step.
-    """
-
-    name: str
+    name: str  # of the strategy
     mesh: Mesh
-    dtype: str = "fp32"
-    clip: float = 0.0
+    dtype: str = "fp32"  # or bf16, to compute and gather in; the weights stay float32
+    clip: float = 0.0  # largest gradient norm; 0 for no clipping
+    # Free a layer's gathered parameters after its forward pass (ZeRO-3) instead of after its
+    # backward pass (more memory, one all-gather less).
     reshard: bool = True
-    offload: bool = False
-    sequence: bool = False
-    asynchronous: bool = False
-    schedule: str = "1f1b"
-    micro_batches: int = 1
+    offload: bool = False  # keep shards, gradients and optimizer in the memory of the host
+    sequence: bool = False  # divide activations between the sliced layers along the sequence
+    asynchronous: bool = False  # go on training while a checkpoint is being written
+    schedule: str = "1f1b"  # of the pipeline; or gpipe
+    micro_batches: int = 1  # of the pipeline, in each step
 
 
 def recipe(settings: Settings) -> Recipe:
-    """FSDP2 and tensor parallel with these settings.
+    """FSDP2, tensor parallel or, with stages in the mesh, a pipeline with these settings.
 
     Raises:
-        BadInput: fp16, for which these have no loss scaling.
+        BadInput: fp16, which needs a loss scale that all ranks agree on.
     """
-    check_dtype(settings)
-    return Recipe(settings.name, settings.dtype, partial(Sharded, settings))
-
-
-def check_dtype(settings: Settings) -> None:
-    """Refuse fp16, which needs a loss scale that all ranks agree on.
-
-    Raises:
-        BadInput: naming what to use instead.
-    """
-    if settings.dtype not in _DTYPES:
+    if settings.dtype not in ("fp32", "bf16"):
         raise BadInput(
             f"--dtype {settings.dtype}: --strategy {settings.name} does not scale the loss",
             hint="use bf16 or fp32; ddp and deepspeed can do fp16",
         )
+    kind = Sharded
+    if settings.mesh.pp > 1:
+        # Only now: its imports are half a second that the others need not pay.
+        from clusterkit.runtime.pipeline import Pipeline
+
+        kind = Pipeline
+    return Recipe(settings.name, settings.dtype, partial(kind, settings))
 
 
 class Sharded(Strategy):
@@ -141,7 +127,8 @@ class Sharded(Strategy):
         else:
             self._module.to(world.device)
         self._parameters = {known[name]: p for name, p in self._module.named_parameters()}
-        self._buffers = _persistent_buffers(self._module)
+        kept = self._module.state_dict().keys()
+        self._buffers = {name: b for name, b in self._module.named_buffers() if name in kept}
         follow(optimizer, before, self._parameters)
         # Collectives of a checkpoint written in the background must not mix with those of training.
         self._background = dist.new_group(backend="gloo") if settings.asynchronous else None
@@ -173,7 +160,10 @@ class Sharded(Strategy):
             save(state, checkpoint_id=path)
             return None
         # DCP copies what lies on a GPU; what is in host memory already it would share with us.
-        state = {key: value.clone() if _on_cpu(value) else value for key, value in state.items()}
+        state = {
+            key: value.clone() if value.device.type == "cpu" else value
+            for key, value in state.items()
+        }
         writing = async_save(state, checkpoint_id=path, process_group=self._background)
         assert isinstance(writing, Future)
         return writing
@@ -193,9 +183,6 @@ class Sharded(Strategy):
         except CheckpointException as error:  # a BaseException
             reason = next(iter(error.failures.values()))[0]
             raise RuntimeError(str(reason).splitlines()[0]) from error
-
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self._optimizer
 
     # ---- dividing
 
@@ -225,7 +212,7 @@ class Sharded(Strategy):
             "mesh": self._mesh["replicate", "shard"] if hybrid else self._mesh["shard"],
             "reshard_after_forward": settings.reshard,
             "mp_policy": MixedPrecisionPolicy(
-                param_dtype=_DTYPES[settings.dtype] if reduced else None,
+                param_dtype=DTYPES[settings.dtype] if reduced else None,
                 reduce_dtype=torch.float32 if reduced else None,
             ),
             "offload_policy": offload if settings.offload else OffloadPolicy(),
@@ -255,9 +242,7 @@ class Sharded(Strategy):
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """Where FSDP does not gather in bf16 anyway."""
-        if self._settings.dtype == "fp32" or self._uses_fsdp:
-            return nullcontext()
-        return torch.autocast(self._world.device.type, _DTYPES[self._settings.dtype])
+        return autocast(self._world.device, "fp32" if self._uses_fsdp else self._settings.dtype)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -359,15 +344,6 @@ def _parts(parameter: Tensor) -> int:
     # Not `is_shard`: what FSDP makes of a sliced parameter is a shard that says it is none.
     along = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
     return math.prod(size for size, placement in along if not placement.is_replicate())
-
-
-def _persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    kept = module.state_dict().keys()
-    return {name: buffer for name, buffer in module.named_buffers() if name in kept}
-
-
-def _on_cpu(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
 
 
 def _quiet() -> None:

@@ -27,6 +27,9 @@ MicroBatch = tuple[Tensor, Tensor]
 """Tokens and targets, both (micro batch, context), int64, on the rank's device."""
 
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 class Strategy(ABC):
     """A model and its optimizer, ready to train on all ranks together.
 
@@ -42,6 +45,8 @@ class Strategy(ABC):
 
     any_world_size: bool
     """Whether a checkpoint saved by N ranks can be loaded by M."""
+
+    _optimizer: torch.optim.Optimizer
 
     replica: int | None = None
     """Which share of the global batch this rank trains on; None: as many shares as ranks."""
@@ -81,13 +86,12 @@ class Strategy(ABC):
         """The learning rate of the last step, where the strategy has a schedule of its own."""
         return None
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027
         """After the last step: tell what was counted on the way. Collective."""
-        return None
 
-    @abstractmethod
     def optimizer(self) -> torch.optim.Optimizer:
         """The torch optimizer at the bottom, whose state this rank holds."""
+        return self._optimizer
 
     def optimizer_parameters(self) -> int:
         """How many parameters' Adam state this rank holds; 0 before the first step.
@@ -100,21 +104,14 @@ class Strategy(ABC):
 
 @dataclass(frozen=True)
 class Recipe:
-    """A strategy whose settings were checked, to be built once the ranks have met.
-
-    Attributes:
-        name: the strategy's name.
-        dtype: fp32, bf16 or fp16.
-        build: makes the strategy from a model and its optimizer.
-        building: a context to make the model in, so that no rank ever holds all of it.
-        converts: whether it makes checkpoints of another number of ranks its own.
-    """
+    """A strategy whose settings were checked, to be built once the ranks have met."""
 
     name: str
-    dtype: str
+    dtype: str  # fp32, bf16 or fp16
     build: Callable[[nn.Module, torch.optim.Optimizer, World], Strategy]
-    building: Callable[[World], AbstractContextManager[Any]] = lambda world: nullcontext()
-    converts: bool = False
+    # A context to make the model in, so that no rank ever holds all of it.
+    building: Callable[[World], AbstractContextManager[Any]] = nullcontext
+    converts: bool = False  # whether it can load checkpoints of another number of ranks
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -151,15 +148,15 @@ def recompute(model: nn.Module, checkpoint: Callable[..., Any] | None = None) ->
 
 def decayed_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
     """Parameter groups: weight decay on matrices and embeddings, none on biases and norms."""
+
+    def small(parameter: Tensor) -> bool:
+        return len(whole_shape(parameter)) < 2
+
     parameters = [p for p in model.parameters() if p.requires_grad]
     return [
-        {"params": [p for p in parameters if _dim(p) >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if _dim(p) < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if not small(p)], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if small(p)], "weight_decay": 0.0},
     ]
-
-
-def _dim(parameter: Tensor) -> int:
-    return len(whole_shape(parameter))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -184,6 +181,11 @@ def follow(
         meshes = {getattr(parameter, "device_mesh", None) for parameter in here}
         if len(meshes) > 1:
             group["foreach"] = False
+
+
+def autocast(device: torch.device, dtype: str) -> AbstractContextManager[Any]:
+    """Within, compute in ``dtype``; float32 is what torch does anyway."""
+    return nullcontext() if dtype == "fp32" else torch.autocast(device.type, DTYPES[dtype])
 
 
 def mean_loss(losses: list[Tensor]) -> Tensor:

@@ -16,19 +16,12 @@ from clusterkit.runtime.strategy import Strategy
 
 @dataclass(frozen=True)
 class Pace:
-    """How long to train and how often to do what.
+    """How long to train and how often to do what."""
 
-    Attributes:
-        steps: the last step.
-        log_every: steps between two reports.
-        eval_every: steps between two evaluations; 0 for none.
-        learning_rate: of a step, counted from 1.
-    """
-
-    steps: int
-    log_every: int
-    eval_every: int
-    learning_rate: Callable[[int], float]
+    steps: int  # the last one
+    log_every: int  # steps between two reports
+    eval_every: int  # steps between two evaluations; 0 for none
+    learning_rate: Callable[[int], float]  # of a step, counted from 1
 
 
 def train(

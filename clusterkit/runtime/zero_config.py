@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterkit.batch import DEEPSPEED_KEYS, Batch
-from clusterkit.deepspeed_config import INSTEAD
+from clusterkit.deepspeed_config import INSTEAD, precision
 from clusterkit.deepspeed_table import KEYS, REMOVED
 from clusterkit.errors import BadInput, Unavailable
 
@@ -52,17 +52,17 @@ def load_config(
     config = _read(Path(path))
     _check_keys(config, path)
     for key, number in batch.deepspeed().items():
-        _settle(config, path, key, number, "the job's batch")
+        _fill(config, path, key, number, "the job's batch")
     if clip is not None:
-        _settle(config, path, "gradient_clipping", clip, "--clip")
+        _fill(config, path, "gradient_clipping", clip, "--clip")
     config.setdefault("gradient_clipping", 1.0)
     zero = config.setdefault("zero_optimization", {})
     if not isinstance(zero, dict) or zero.get("stage", 0) not in (0, 1, 2, 3):
         raise BadInput(f"{path}: zero_optimization.stage must be 0, 1, 2 or 3, not {zero!r}")
-    if dtype is not None and config_dtype(config) != dtype:
-        if config_dtype(config) != "fp32":
+    if dtype is not None and precision(config) != dtype:
+        if precision(config) != "fp32":
             raise BadInput(
-                f"{path}: {config_dtype(config)} is enabled, but --dtype says {dtype}",
+                f"{path}: {precision(config)} is enabled, but --dtype says {dtype}",
                 hint="say it in one place",
             )
         config[dtype] = {**config.get(dtype, {}), "enabled": True}
@@ -89,14 +89,6 @@ def batch_numbers(path: Path | str) -> dict[str, int]:
     return numbers
 
 
-def config_dtype(config: Config) -> str:
-    """The number format that a DeepSpeed config asks for: fp32, bf16 or fp16."""
-    for name in ("bf16", "fp16"):
-        if isinstance(config.get(name), dict) and config[name].get("enabled"):
-            return name
-    return "fp32"
-
-
 def _read(path: Path) -> Config:
     try:
         config = json.loads(path.read_text())
@@ -113,7 +105,7 @@ def _check_keys(config: Config, path: Path | str) -> None:
     for key in config:
         if key in REMOVED[""]:
             hint = INSTEAD.get(key, "leave it out")
-            raise BadInput(f"{path}: DeepSpeed 0.19 has no `{key}` any more", hint)
+            raise BadInput(f"{path}: DeepSpeed 0.19 no longer has `{key}`", hint)
         if key not in KEYS:
             near = difflib.get_close_matches(key, KEYS, 1)
             raise BadInput(
@@ -129,7 +121,7 @@ def _check_keys(config: Config, path: Path | str) -> None:
         raise BadInput(f"{path}: {' and '.join(on)} are both enabled", hint="enable one of them")
 
 
-def _settle(config: Config, path: Path | str, key: str, value: float, source: str) -> None:
+def _fill(config: Config, path: Path | str, key: str, value: float, source: str) -> None:
     if config.get(key, "auto") == "auto":
         config[key] = value
     elif config[key] != value:
@@ -191,7 +183,7 @@ def _check_offload(config: Config, path: Path | str) -> None:
         if not folder:
             raise BadInput(f"{place}: nvme needs nvme_path", hint="nvme_path: /local_nvme")
         if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-            raise BadInput(f"{place}.nvme_path: {folder} is no folder that can be written")
+            raise BadInput(f"{place}.nvme_path: {folder} is not a folder that can be written")
         if ctypes.util.find_library("aio") is None or not _has_header("libaio.h"):
             raise Unavailable(
                 f"{place}: nvme needs libaio with its header, which are not on this node",

@@ -8,14 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    SpinnerColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Column
 from rich.text import Text
 
@@ -24,14 +17,7 @@ from clusterkit.errors import counted
 from clusterkit.logs import LogLine
 from clusterkit.marks import is_number
 from clusterkit.status import RunStatus, State
-from clusterkit.ui.words import (
-    duration,
-    failure_text,
-    loss_text,
-    printable,
-    remark_lines,
-    source,
-)
+from clusterkit.ui.words import duration, failure_text, loss_text, printable, remark_lines, source
 
 PLAIN_LINES = 20
 """How many progress lines a run gets where there is no terminal to redraw."""
@@ -40,7 +26,7 @@ _WINDOW = 20
 
 
 class View:
-    """What has been told of a run so far; `feed` takes its log line by line."""
+    """What is known of a run so far; `feed` takes its log line by line."""
 
     def __init__(self) -> None:
         self.steps: int | None = None
@@ -54,8 +40,8 @@ class View:
         self.attempt = 1
         self.last: LogLine | None = None
         """What was printed last, by whichever rank or launcher."""
-        self._held: list[LogLine] = []
-        self._in_traceback = False
+        self.held: list[LogLine] = []
+        """Lines since a traceback began; a run that succeeded shows them after all."""
 
     def feed(self, line: LogLine) -> list[LogLine]:
         """Take one line; gives back the lines that are worth showing at once.
@@ -64,7 +50,7 @@ class View:
         rank's failure, and the summary shows the one that matters.
         """
         if line.attempt != self.attempt:
-            self.attempt, self._held, self._in_traceback = line.attempt, [], False
+            self.attempt, self.held = line.attempt, []
         event = line.event
         if event is not None:
             self._take(event)
@@ -73,20 +59,13 @@ class View:
             self.last = line
         if line.rank != 0:
             return []
-        if tracebacks.begins(line.text):
-            self._in_traceback = True
-        if self._in_traceback:
-            self._held.append(line)
+        if self.held or tracebacks.begins(line.text):
+            self.held.append(line)
             return []
         return [line]
 
-    @property
-    def held(self) -> list[LogLine]:
-        """Lines held back since a traceback began; a run that succeeded shows them after all."""
-        return self._held
-
     def _take(self, event: dict[str, Any]) -> None:
-        # Any program may print marked lines: what is not a number is as good as not told.
+        # Any program may print marked lines: what is not a number counts as missing.
         number = {key: value for key, value in event.items() if is_number(value)}
         kind = event["event"]
         if kind == "start":
@@ -113,7 +92,7 @@ class View:
         return f"step {self.step}" if self.step else ""
 
     def describe(self) -> str:
-        """Loss and tokens/s of now; where a program tells neither, what was printed last."""
+        """Loss and tokens/s of now; where a program reports neither, what was printed last."""
         parts = []
         if self.losses:
             parts.append(f"loss {loss_text(self.losses[-1][1])}")
@@ -130,13 +109,16 @@ class View:
         lines = [f"{status.run} {status.state} in {duration(spent)}{restarts}"]
         if self.losses:
             (first, begun), (last, ended) = self.losses[0], self.losses[-1]
-            lines.append(
-                f"  loss      {loss_text(begun)} at step {first}, {loss_text(ended)} at step {last}"
-            )
+            begun_at = f"{loss_text(begun)} at step {first}"
+            lines.append(f"  loss      {begun_at}, {loss_text(ended)} at step {last}")
         if self.speeds:
             lines.append(f"  tokens/s  {statistics.median(self.speeds):,.0f} (median of the steps)")
         if self.optimizers:
-            lines.append(f"  optimizer {self._optimizer_words()}")
+            total = next(iter(self.optimizers.values()))[1]
+            held = sorted({parameters for parameters, _ in self.optimizers.values()})
+            shown = " to ".join(f"{number:,}" for number in dict.fromkeys((held[0], held[-1])))
+            state = f"each rank holds the state of {shown} of {total:,} parameters"
+            lines.append(f"  optimizer {state}")
         if times := self._time_words(status):
             lines.append(f"  time      {times}")
         lines += [f"  note      {line}" for line in remark_lines(status)]
@@ -145,12 +127,6 @@ class View:
             + (f"; clusterkit plot {status.run} -o loss.png" if self.losses else "")
         )
         return lines
-
-    def _optimizer_words(self) -> str:
-        total = next(iter(self.optimizers.values()))[1]
-        held = sorted({parameters for parameters, _ in self.optimizers.values()})
-        shown = " to ".join(f"{number:,}" for number in dict.fromkeys((held[0], held[-1])))
-        return f"each rank holds the state of {shown} of {total:,} parameters"
 
     def _time_words(self, status: RunStatus) -> str:
         parts = []
@@ -192,29 +168,19 @@ class _Clock(TimeRemainingColumn):
 
 
 def _live(view: View, lines: Iterable[LogLine], console: Console) -> None:
-    columns = (
-        SpinnerColumn(),
-        BarColumn(20),
-        TextColumn("{task.fields[count]}", markup=False),
-        _Clock(),
-        TextColumn(
-            "{task.description}",
-            markup=False,
-            table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
-        ),
-    )
+    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    words = TextColumn("{task.description}", markup=False, table_column=rest)
+    count = TextColumn("{task.fields[count]}", markup=False)
+    columns = (SpinnerColumn(), BarColumn(20), count, _Clock(), words)
     with Progress(*columns, console=console, transient=True, expand=True) as bar:
         task = bar.add_task("starting", total=None, count="")
         for line in lines:
             for shown in view.feed(line):
                 _show(console, shown)
             bar.update(
-                task,
-                completed=view.step,
-                total=view.steps,
-                count=view.count(),
+                task, completed=view.step, total=view.steps, count=view.count(),
                 description=view.describe() or "starting",
-            )
+            )  # fmt: skip
 
 
 def _plain(view: View, lines: Iterable[LogLine], console: Console) -> None:
@@ -228,10 +194,8 @@ def _plain(view: View, lines: Iterable[LogLine], console: Console) -> None:
             if view.step // every > due // every or view.step == view.steps:
                 done = max(1, view.step - view.first_step)
                 left = (time.monotonic() - since) / done * (view.steps - view.step)
-                _say(
-                    console,
-                    f"step {view.step}/{view.steps}  {view.describe()}  {duration(left)} left",
-                )
+                done_of = f"step {view.step}/{view.steps}"
+                _say(console, f"{done_of}  {view.describe()}  {duration(left)} left")
                 due = view.step
         elif not view.losses:
             since = time.monotonic()

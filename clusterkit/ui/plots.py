@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clusterkit.bandwidth import Pairs, Report, figure, size_text
+from clusterkit.bandwidth import Pairs, Report, size_text
 from clusterkit.errors import BadInput, RunFolderError, Unavailable
 from clusterkit.marks import is_number
+from clusterkit.slow_links import figure
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -30,7 +31,7 @@ def draw(
         labels: id to what the run is called in the picture; its id by default.
 
     Raises:
-        BadInput: no metrics, or a suffix that is no picture's.
+        BadInput: no metrics, or the file's suffix is none of SUFFIXES.
         Unavailable: matplotlib is not installed.
     """
     _check_name(output)
@@ -42,18 +43,16 @@ def draw(
     for number, (run, metrics) in enumerate(runs.items()):
         name = (labels or {}).get(run, run)
         # Runs that agree lie on one another: the later ones are dashed, so that both show.
-        style: dict[str, Any] = {
-            "color": _COLOURS[number % len(_COLOURS)],
-            "linestyle": "-" if number == 0 else (0, (4, 2 + number)),
-            "linewidth": 1.6,
-        }
+        colour = _COLOURS[number % len(_COLOURS)]
+        dashes = "-" if number == 0 else (0, (4, 2 + number))
+        style: dict[str, Any] = {"color": colour, "linestyle": dashes, "linewidth": 1.6}
         loss.plot(*_series(metrics, "loss"), label=name, **style)
         steps, evaluated = _series(metrics, "eval_loss")
         if steps:
             # Hollow and each larger than the one before: equal values show as one in the other.
             loss.plot(
                 steps, evaluated, linestyle="", marker=_MARKERS[number % len(_MARKERS)],
-                markersize=6 + 2 * number, markerfacecolor="none", color=style["color"],
+                markersize=6 + 2 * number, markerfacecolor="none", color=colour,
                 label=f"{name}, held out",
             )  # fmt: skip
         speed.plot(*_series(metrics, "tokens_per_second"), **style)
@@ -63,20 +62,13 @@ def draw(
     speed.set_ylim(bottom=0)
     speed.yaxis.set_major_formatter("{x:,.0f}")
     speed.xaxis.get_major_locator().set_params(integer=True)
-    for axes in (loss, speed):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+    _plain_frame(loss, speed)
     loss.legend(frameon=False)
     return _save(picture, output)
 
 
 def check_output(output: Path) -> None:
-    """Refuse what could not be drawn, before work is done for it.
-
-    Raises:
-        BadInput: a suffix that is no picture's.
-        Unavailable: matplotlib is not installed.
-    """
+    """Refuse what could not be drawn, before work is done for it. Raises as `draw`."""
     _check_name(output)
     _picture()
 
@@ -84,9 +76,7 @@ def check_output(output: Path) -> None:
 def draw_bandwidth(report: Report, output: Path) -> Path:
     """Draw bus bandwidth over message size, a line per collective; or the matrix of the pairs.
 
-    Raises:
-        BadInput: a suffix that is no picture's.
-        Unavailable: matplotlib is not installed.
+    Raises as `draw`.
     """
     _check_name(output)
     picture = _picture()
@@ -98,24 +88,25 @@ def draw_bandwidth(report: Report, output: Path) -> Path:
         return _save(picture, output)
     for number, name in enumerate(report.latency_us):
         rows = sorted((row.size, row.bus_gb_per_s) for row in report.rows if row.collective == name)
-        axes.plot(
-            *zip(*rows, strict=True),
-            marker="o",
-            markersize=4,
-            linewidth=1.6,
-            color=_COLOURS[number % len(_COLOURS)],
-            label=f"{name}, latency {figure(report.latency_us[name])} us",
-        )
+        label = f"{name}, latency {figure(report.latency_us[name])} us"
+        style = {"marker": "o", "markersize": 4, "linewidth": 1.6}
+        colour = _COLOURS[number % len(_COLOURS)]
+        axes.plot(*zip(*rows, strict=True), color=colour, label=label, **style)
     axes.set_title(f"{where}, {report.device}, {report.dtype}")
     axes.set_xlabel("size")
     axes.set_ylabel("bus bandwidth (GB/s)")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda size, place: size_text(round(size)))
     axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    _plain_frame(axes)
     axes.legend(frameon=False)
     return _save(picture, output)
+
+
+def _plain_frame(*each: Any) -> None:
+    for axes in each:
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
 
 
 def _draw_pairs(picture: Any, axes: Any, pairs: Pairs) -> None:
@@ -135,17 +126,14 @@ def _draw_pairs(picture: Any, axes: Any, pairs: Pairs) -> None:
 
 def _check_name(output: Path) -> None:
     if output.suffix not in SUFFIXES:
-        raise BadInput(f"{output}: not a picture's name", hint=f"one of {', '.join(SUFFIXES)}")
+        raise BadInput(f"{output}: not the name of a picture", hint=f"one of {', '.join(SUFFIXES)}")
 
 
 def _picture() -> Any:
-    """An empty picture."""
     try:
         import matplotlib
     except ImportError:
-        raise Unavailable(
-            "drawing needs matplotlib", hint="pip install 'clusterkit[plot]'"
-        ) from None
+        raise Unavailable("drawing needs matplotlib", "pip install 'clusterkit[plot]'") from None
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
 
@@ -165,7 +153,7 @@ def _save(picture: Any, output: Path) -> Path:
 
 
 def _series(metrics: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Steps and values; a step told twice (after a restart) counts as told last."""
+    """Steps and values; of a step that was reported twice (after a restart), the last value."""
     found = {
         row["step"]: row[key]
         for row in metrics

@@ -11,7 +11,7 @@ from clusterkit.api import Prepared, Progress
 
 @contextmanager
 def sending(ready: Prepared) -> Iterator[Progress | None]:
-    """What `api.launch` tells of the bytes it has sent, as one bar over all hosts on stderr.
+    """What `api.launch` reports of the bytes it has sent, as one bar over all hosts on stderr.
 
     None where there is nothing to send, or no terminal to draw on.
     """
@@ -28,10 +28,10 @@ def sending(ready: Prepared) -> Iterator[Progress | None]:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("copying", total=None)
 
-        def tell(host: str, done: int, whole: int) -> None:
+        def report(host: str, done: int, whole: int) -> None:
             with lock:
                 sent[host, whole] = (done, whole)
                 completed = sum(done for done, _ in sent.values())
                 bar.update(task, completed=completed, total=sum(w for _, w in sent.values()))
 
-        yield tell
+        yield report

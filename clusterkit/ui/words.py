@@ -68,8 +68,8 @@ def failure_text(status: RunStatus) -> str:
     failure = status.failure
     if failure is None:
         return ""
-    told = failure.exit_code is None or failure.cause.startswith("exited with")
-    code = "" if told else f" (exit code {failure.exit_code})"
+    known = failure.exit_code is None or failure.cause.startswith("exited with")
+    code = "" if known else f" (exit code {failure.exit_code})"
     # The traceback ends with the whole of the cause.
     cause, *more = [failure.summary] if failure.traceback else failure.cause.split("\n")
     lines = [f"{failure.who} failed first: {cause}{code}", *(f"  {line}" for line in more)]

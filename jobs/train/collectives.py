@@ -16,7 +16,7 @@ from typing import Any
 import operations_all  # noqa: F401 (adds its part to OPERATIONS)
 import torch
 from flags import Flags
-from operations import OPERATIONS, Told
+from operations import OPERATIONS, Outcome
 from torch import Tensor
 
 from clusterkit.errors import BadInput
@@ -61,7 +61,7 @@ def shown(name: str, world: World) -> bool | None:
     """
     lacking = name in LACKS.get(world.backend, ())
     try:
-        told = OPERATIONS[name](world)
+        outcome = OPERATIONS[name](world)
     except (RuntimeError, ValueError) as error:
         if not lacking:
             raise
@@ -69,7 +69,7 @@ def shown(name: str, world: World) -> bool | None:
             reason = str(error).splitlines()[0]
             print(f"{name:26} {world.backend} has none of it: {reason}", flush=True)
         return None
-    everyone = world.gather((words(told[0]), words(told[1]), is_right(told)))
+    everyone = world.gather((words(outcome[0]), words(outcome[1]), is_right(outcome)))
     if world.is_first:
         print_part(name, everyone)
     return all(right for _, _, right in everyone)
@@ -100,9 +100,9 @@ def words(value: Any) -> str:
     return str(value)
 
 
-def is_right(told: Told) -> bool:
+def is_right(outcome: Outcome) -> bool:
     """Whether what a rank holds is what it must hold."""
-    _, after, must = told
+    _, after, must = outcome
     if isinstance(after, Tensor):
         return torch.equal(after.double().cpu(), must.double().cpu())
     if isinstance(after, list) and after and isinstance(after[0], Tensor):

@@ -109,10 +109,10 @@ def check_samples(seen: Tensor, batch: int, steps: int, world: World) -> None:
         raise RuntimeError(f"{samples} samples were seen {times} times, and not each as it should")
     if world.is_first:
         equation = f"{batch} x {steps} steps x {world.size} ranks = {places}"
-        told = f"{equation} >= {samples} samples, each seen, {times - samples} of them again"
+        result = f"{equation} >= {samples} samples, each seen, {times - samples} of them again"
         if places == samples:
-            told = f"{equation} samples, each seen once"
-        print(f"checked: {told}", flush=True)
+            result = f"{equation} samples, each seen once"
+        print(f"checked: {result}", flush=True)
 
 
 def check_weights(model: nn.Module, world: World) -> None:

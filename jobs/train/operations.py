@@ -15,11 +15,11 @@ from torch import Tensor
 
 from clusterkit.runtime.distributed import World
 
-Told = tuple[Any, Any, Any]
-OPERATIONS: dict[str, Callable[[World], Told]] = {}
+Outcome = tuple[Any, Any, Any]
+OPERATIONS: dict[str, Callable[[World], Outcome]] = {}
 
 
-def operation(name: str) -> Callable[[Callable[[World], Told]], None]:
+def operation(name: str) -> Callable[[Callable[[World], Outcome]], None]:
     """Put a function into OPERATIONS under this name."""
     return lambda function: OPERATIONS.update({name: function})
 
@@ -46,7 +46,7 @@ def around(w: World, step: int) -> int:
 
 
 @operation("send, recv: 0 to 1")
-def _(w: World) -> Told:
+def _(w: World) -> Outcome:
     box = own(w)
     if w.rank == 0:
         dist.send(box, dst=1)
@@ -56,7 +56,7 @@ def _(w: World) -> Told:
 
 
 @operation("isend, irecv: a ring")
-def _(w: World) -> Told:
+def _(w: World) -> Outcome:
     box = torch.zeros_like(own(w))
     for work in [dist.isend(own(w), around(w, 1)), dist.irecv(box, around(w, -1))]:
         work.wait()  # both are under way; no rank waits for another to begin
@@ -64,7 +64,7 @@ def _(w: World) -> Told:
 
 
 @operation("batch_isend_irecv: back")
-def _(w: World) -> Told:
+def _(w: World) -> Outcome:
     box = torch.zeros_like(own(w))
     to, back = around(w, -1), around(w, 1)
     ring = [dist.P2POp(dist.isend, own(w), to), dist.P2POp(dist.irecv, box, back)]
@@ -74,7 +74,7 @@ def _(w: World) -> Told:
 
 
 @operation("send_object_list: 0 to 1")
-def _(w: World) -> Told:
+def _(w: World) -> Outcome:
     box: list[Any] = [f"of {w.rank}"]  # or anything else that pickle takes
     if w.rank == 0:
         dist.send_object_list(box, dst=1, device=w.device)
@@ -87,42 +87,42 @@ def _(w: World) -> Told:
 
 
 @operation("broadcast from 0")
-def _(w: World) -> Told:
+def _(w: World) -> Outcome:
     box = own(w)
     dist.broadcast(box, src=0)
     return own(w), box, own(w, 0)
 
 
 @operation("scatter from 0")
-def _(w: World) -> Told:
+def _(w: World) -> Outcome:
     box = torch.zeros(1, dtype=torch.int64, device=w.device)
     dist.scatter(box, list(own(w).split(1)) if w.rank == 0 else None, src=0)
     return own(w) if w.rank == 0 else None, box, own(w, 0)[w.rank : w.rank + 1]
 
 
 @operation("gather to 0")
-def _(w: World) -> Told:
+def _(w: World) -> Outcome:
     box = zeros(w) if w.rank == 0 else None
     dist.gather(own(w), box, dst=0)
     return own(w), box, owns(w) if w.rank == 0 else None
 
 
 @operation("reduce SUM to 0")
-def _(w: World) -> Told:
+def _(w: World) -> Outcome:
     box = own(w)
     dist.reduce(box, dst=0)  # on the other ranks it may hold anything afterwards
     return (own(w), box, sum(owns(w))) if w.rank == 0 else (own(w), None, None)
 
 
 @operation("broadcast_object_list")
-def _(w: World) -> Told:
+def _(w: World) -> Outcome:
     box = [f"of {w.rank}"]
     dist.broadcast_object_list(box, src=0, device=w.device)
     return f"of {w.rank}", box[0], "of 0"
 
 
 @operation("scatter_object_list")
-def _(w: World) -> Told:
+def _(w: World) -> Outcome:
     parts = [f"for {rank}" for rank in range(w.size)] if w.rank == 0 else None
     box: list[Any] = [None]
     dist.scatter_object_list(box, parts, src=0)
@@ -130,7 +130,7 @@ def _(w: World) -> Told:
 
 
 @operation("gather_object to 0")
-def _(w: World) -> Told:
+def _(w: World) -> Outcome:
     box: list[Any] | None = [None] * w.size if w.rank == 0 else None
     dist.gather_object(f"of {w.rank}", box, dst=0)
     return f"of {w.rank}", box, [f"of {r}" for r in range(w.size)] if w.rank == 0 else None

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from operations import Told, operation, own, owns, zeros
+from operations import Outcome, operation, own, owns, zeros
 from torch import Tensor
 from torch.distributed import ReduceOp
 
@@ -21,7 +21,7 @@ from clusterkit.runtime.distributed import World
 
 def all_reduce(name: str, op: Any, fold: Callable[[Tensor, Tensor], Tensor]) -> None:
     @operation(f"all_reduce {name}")
-    def _(w: World) -> Told:
+    def _(w: World) -> Outcome:
         box = own(w) if name[0] == "B" else own(w).double()  # bits are of whole numbers
         dist.all_reduce(box, op)
         return own(w), box, reduce(fold, owns(w)) / (w.size if name == "AVG" else 1)
@@ -38,7 +38,7 @@ all_reduce("BXOR", ReduceOp.BXOR, torch.bitwise_xor)
 
 
 @operation("all_reduce PREMUL_SUM")
-def _(w: World) -> Told:
+def _(w: World) -> Outcome:
     """Each rank's numbers times a factor, here 2, then the sum."""
     box = own(w).double()
     dist.all_reduce(box, dist._make_nccl_premul_sum(2.0))
@@ -46,14 +46,14 @@ def _(w: World) -> Told:
 
 
 @operation("all_gather")
-def _(w: World) -> Told:
+def _(w: World) -> Outcome:
     box = zeros(w)
     dist.all_gather(box, own(w))
     return own(w), box, owns(w)
 
 
 @operation("all_gather, uneven")
-def _(w: World) -> Told:
+def _(w: World) -> Outcome:
     """Rank r brings r + 1 numbers."""
     parts = [torch.full((rank + 1,), rank, device=w.device) for rank in range(w.size)]
     box = [torch.zeros_like(part) for part in parts]
@@ -62,35 +62,35 @@ def _(w: World) -> Told:
 
 
 @operation("all_gather_single")  # until torch 2.12: all_gather_into_tensor
-def _(w: World) -> Told:
+def _(w: World) -> Outcome:
     box = torch.cat(zeros(w))
     dist.all_gather_single(box, own(w))
     return own(w), box, torch.cat(owns(w))
 
 
 @operation("all_gather_object")
-def _(w: World) -> Told:
+def _(w: World) -> Outcome:
     box: list[Any] = [None] * w.size
     dist.all_gather_object(box, f"of {w.rank}")
     return f"of {w.rank}", box, [f"of {rank}" for rank in range(w.size)]
 
 
 @operation("reduce_scatter SUM")
-def _(w: World) -> Told:
+def _(w: World) -> Outcome:
     box = torch.zeros(1, dtype=torch.int64, device=w.device)
     dist.reduce_scatter(box, list(own(w).split(1)))
     return own(w), box, sum(owns(w))[w.rank : w.rank + 1]
 
 
 @operation("reduce_scatter_single AVG")  # until torch 2.12: reduce_scatter_tensor
-def _(w: World) -> Told:
+def _(w: World) -> Outcome:
     box = torch.zeros(1, device=w.device)
     dist.reduce_scatter_single(box, own(w).float(), ReduceOp.AVG)
     return own(w), box, sum(owns(w))[w.rank : w.rank + 1] / w.size
 
 
 @operation("all_to_all")
-def _(w: World) -> Told:
+def _(w: World) -> Outcome:
     """A transposition: part i of rank j goes to place j of rank i."""
     box = list(torch.zeros_like(own(w)).split(1))
     dist.all_to_all(box, list(own(w).split(1)))
@@ -98,14 +98,14 @@ def _(w: World) -> Told:
 
 
 @operation("all_to_all_single")
-def _(w: World) -> Told:
+def _(w: World) -> Outcome:
     box = torch.zeros_like(own(w))
     dist.all_to_all_single(box, own(w))
     return own(w), box, torch.stack(owns(w))[:, w.rank]
 
 
 @operation("all_to_all_single, uneven")
-def _(w: World) -> Told:
+def _(w: World) -> Outcome:
     """Rank 0 gets two numbers of everyone, the others one."""
     ends = [2, *[1] * (w.size - 1)]
     mine = ends[w.rank]
@@ -119,14 +119,14 @@ def _(w: World) -> Told:
 
 
 @operation("barrier")
-def _(w: World) -> Told:
+def _(w: World) -> Outcome:
     """Before it some have arrived, after it all have: counted in the store, not by clocks."""
     before, after = arrive(w, "barrier", dist.barrier)
     return before, after, f"{w.size} arrived"
 
 
 @operation("monitored_barrier")
-def _(w: World) -> Told:
+def _(w: World) -> Outcome:
     """A barrier that names the rank which does not come."""
     wait = timedelta(seconds=60)
     before, after = arrive(w, "monitored", lambda: dist.monitored_barrier(timeout=wait))

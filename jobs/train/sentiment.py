@@ -98,15 +98,15 @@ def train(
             tokens = batch["attention_mask"].sum()
             mean, tokens, stop = world.mean(loss.detach(), tokens, stop_requested())
             seconds = time.perf_counter() - started
-            told = {"learning_rate": schedule.get_last_lr()[0], "step_seconds": seconds}
+            details = {"learning_rate": schedule.get_last_lr()[0], "step_seconds": seconds}
             schedule.step()
             if step % len(loader) == 0 and not stop:
-                told |= evaluate(model, validation, collate, args.batch, world)
+                details |= evaluate(model, validation, collate, args.batch, world)
                 if world.is_first:
-                    print(f"epoch {epoch}  validation loss {told['eval_loss']:.4f}  "
-                          f"accuracy {told['accuracy']:.4f}", flush=True)  # fmt: skip
+                    print(f"epoch {epoch}  validation loss {details['eval_loss']:.4f}  "
+                          f"accuracy {details['accuracy']:.4f}", flush=True)  # fmt: skip
             speed = tokens * world.size / seconds
-            reporter.event("metrics", step=step, loss=mean, tokens_per_second=speed, **told)
+            reporter.event("metrics", step=step, loss=mean, tokens_per_second=speed, **details)
             if stop > 0:
                 return EXIT_STOPPED
     if args.output and world.is_first:

@@ -112,16 +112,16 @@ def trainer_options(
     }
 
 
-def count_right(told: Any) -> dict[str, float]:
+def count_right(prediction: Any) -> dict[str, float]:
     """For the Trainer, which has gathered the rows of all ranks: each of them once."""
-    right = told.predictions.argmax(-1) == told.label_ids
+    right = prediction.predictions.argmax(-1) == prediction.label_ids
     return {"accuracy": float(right.mean()), "rows": len(right)}
 
 
 def make_callback(hf: ModuleType, reporter: Reporter, world: World, rows: int) -> Any:
     """What passes the Trainer's own logs on to clusterkit, and a request to stop to the Trainer."""
 
-    class Told(hf.TrainerCallback):
+    class Reports(hf.TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             reporter.event("start", steps=state.max_steps, first_step=state.global_step)
 
@@ -131,19 +131,19 @@ def make_callback(hf: ModuleType, reporter: Reporter, world: World, rows: int) -
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
             if "loss" in logs:
-                told = {"loss": logs["loss"], "gradient_norm": logs.get("grad_norm")}
-                told["learning_rate"] = logs.get("learning_rate")
-                reporter.event("metrics", step=state.global_step, **told)
+                values = {"loss": logs["loss"], "gradient_norm": logs.get("grad_norm")}
+                values["learning_rate"] = logs.get("learning_rate")
+                reporter.event("metrics", step=state.global_step, **values)
             elif "eval_loss" in logs:
                 if logs["eval_rows"] != rows:
                     raise RuntimeError(f"{logs['eval_rows']} of {rows} rows were evaluated")
-                told = {name: logs[f"eval_{name}"] for name in ("loss", "accuracy")}
+                values = {name: logs[f"eval_{name}"] for name in ("loss", "accuracy")}
                 if state.is_world_process_zero:
-                    print(f"epoch {logs['epoch']:g}  validation loss {told['loss']:.4f}  "
-                          f"accuracy {told['accuracy']:.4f}", flush=True)  # fmt: skip
-                reporter.event("evaluation", step=state.global_step, **told)
+                    print(f"epoch {logs['epoch']:g}  validation loss {values['loss']:.4f}  "
+                          f"accuracy {values['accuracy']:.4f}", flush=True)  # fmt: skip
+                reporter.event("evaluation", step=state.global_step, **values)
 
-    return Told()
+    return Reports()
 
 
 def describe(trainer: Any, config: dict[str, Any] | None, world: World) -> str:

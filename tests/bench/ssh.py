@@ -20,6 +20,7 @@ from pathlib import Path
 
 from clusterkit import api
 from clusterkit.cli.common import table
+from clusterkit.launch import send_trees
 from tests.bench.__main__ import BIN, SECONDS, Program, Row, compare
 from tests.lab import Lab, machine
 
@@ -145,7 +146,7 @@ def sync(rounds: int) -> list[Row]:
                     doctor=False,
                 )  # fmt: skip
                 begun = time.perf_counter()
-                api._send_trees(ready)
+                send_trees(ready)
                 spent = time.perf_counter() - begun
                 ready.transport.close()
                 return spent

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from clusterkit import backends, runs
-from clusterkit.backends.base import Backend, Handle
+from clusterkit.backends.base import Backend
 from clusterkit.cluster import (
     CLUSTER_TYPES,
     ClusterSpec,
@@ -68,6 +68,8 @@ class Stage:
     """One backend on one machine, and the traces that its runs would leave."""
 
     name: str
+    watch_each_other = True
+    """Whether its nodes do, where there are several."""
 
     def __init__(self, facts: Callable[..., Facts]) -> None:
         self.facts_of = facts
@@ -93,8 +95,8 @@ class Stage:
         for file in plan.files:
             self.transport.put("localhost", file.path, file.content(), file.mode)
 
-    def handle(self, plan: Plan, attempt: int = 1) -> Handle:
-        return Handle(runs.RunFolder(Path(plan.run_dir)), plan, attempt)
+    def handle(self, plan: Plan, attempt: int = 1) -> runs.RunHandle:
+        return runs.RunHandle(runs.RunFolder(Path(plan.run_dir)), plan, attempt)
 
     def node_steps(self, plan: Plan) -> list[Step]:
         """The steps that start a node."""
@@ -104,16 +106,16 @@ class Stage:
         """The run is known, and nothing of it has started."""
         raise NotImplementedError
 
-    def node_ended(self, handle: Handle, node: int, native: object) -> None:
+    def node_ended(self, handle: runs.RunHandle, node: int, native: object) -> None:
         """A node has left its native word on how it ended."""
         raise NotImplementedError
 
-    def node_log(self, handle: Handle, node: int, data: bytes) -> None:
+    def node_log(self, handle: runs.RunHandle, node: int, data: bytes) -> None:
         raise NotImplementedError
 
     def lines(
         self,
-        handle: Handle,
+        handle: runs.RunHandle,
         nodes: Sequence[int] = (0, 1),
         follow: Callable[[], bool] | None = None,
     ) -> list[LogLine]:
@@ -128,6 +130,7 @@ class Stage:
 
 class LocalStage(Stage):
     name = "local"
+    watch_each_other = False
     NATIVE = {  # noqa: RUF012
         "SUCCEEDED": {"exit_code": 0, "at": 1.0, "reason": None},
         "FAILED": {"exit_code": 7, "at": 1.0, "reason": None},
@@ -138,16 +141,16 @@ class LocalStage(Stage):
     def begin(self, plan: Plan) -> None:
         self.transport.put("localhost", f"{plan.run_dir}/run.json", b"{}")
 
-    def _folder(self, handle: Handle, node: int) -> Path:
+    def _folder(self, handle: runs.RunHandle, node: int) -> Path:
         path = Path(runs.node_dir(handle.plan.run_dir, handle.attempt, node))
         path.mkdir(parents=True, exist_ok=True)
         return path
 
-    def node_ended(self, handle: Handle, node: int, native: object) -> None:
+    def node_ended(self, handle: runs.RunHandle, node: int, native: object) -> None:
         data = native if isinstance(native, bytes) else json.dumps(native).encode()
         (self._folder(handle, node) / "exit.json").write_bytes(data)
 
-    def node_log(self, handle: Handle, node: int, data: bytes) -> None:
+    def node_log(self, handle: runs.RunHandle, node: int, data: bytes) -> None:
         (self._folder(handle, node) / "log").write_bytes(data)
 
 
@@ -155,6 +158,7 @@ class SshStage(LocalStage):
     """Every host is this machine: what the backend does is the same, and all of it is real."""
 
     name = "ssh"
+    watch_each_other = True
 
     def __init__(self, facts: Callable[..., Facts]) -> None:
         def several(*args: Any, **fields: Any) -> Facts:
@@ -174,10 +178,10 @@ class SshStage(LocalStage):
         hosts = tuple(Host(name=f"h{number}") for number in range(4))
         return super().cluster(hosts=hosts, **fields)
 
-    def handle(self, plan: Plan, attempt: int = 1) -> Handle:
-        return Handle(runs.RunFolder(Path(plan.run_dir).parents[1] / "here"), plan, attempt)
+    def handle(self, plan: Plan, attempt: int = 1) -> runs.RunHandle:
+        return runs.RunHandle(runs.RunFolder(Path(plan.run_dir).parents[1] / "here"), plan, attempt)
 
-    def lines(self, handle: Handle, *args: Any, **options: Any) -> list[LogLine]:
+    def lines(self, handle: runs.RunHandle, *args: Any, **options: Any) -> list[LogLine]:
         self.backend.status(handle, self.transport)  # brings it from the hosts
         return super().lines(handle, *args, **options)
 
@@ -200,6 +204,7 @@ class ComposeStage(LocalStage):
     as it has of every run that has ended."""
 
     name = "compose"
+    watch_each_other = True
 
     def __init__(self, facts: Callable[..., Facts]) -> None:
         def with_engine(*args: Any, **fields: Any) -> Facts:
@@ -283,6 +288,7 @@ class KubernetesStage(LocalStage):
     """Each pod's command runs here, in a folder that is the run's as well."""
 
     name = "kubernetes"
+    watch_each_other = True
     NATIVE = {  # noqa: RUF012
         "SUCCEEDED": terminated(0),
         "FAILED": terminated(7),
@@ -328,7 +334,7 @@ class KubernetesStage(LocalStage):
             for node in range(plan.nodes)
         ]
 
-    def node_ended(self, handle: Handle, node: int, native: object) -> None:
+    def node_ended(self, handle: runs.RunHandle, node: int, native: object) -> None:
         (self._folder(handle, node) / "pod.json").write_text(json.dumps(native))
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from clusterkit.estimate import models
-from clusterkit.estimate.memory import Setup, layer_activations
+from clusterkit.estimate.memory import layer_activations
+from clusterkit.estimate.setup import Setup
 from clusterkit.runtime.mesh import Mesh
 from tests.live import estimate as check
 

@@ -22,7 +22,6 @@ import msgspec
 import pytest
 
 from clusterkit import agent, api, backends, loader
-from clusterkit.backends.base import Handle
 from clusterkit.cluster import LocalCluster
 from clusterkit.errors import PortTaken
 from clusterkit.runs import RunFolder
@@ -179,7 +178,7 @@ def test_a_named_interpreter_that_is_not_there_is_refused(
         capture_output=True, text=True, timeout=SOON,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (3, "")
-    assert "python: /opt/nope/python3.9 is not there" in done.stderr
+    assert "python: /opt/nope/python3.9 does not exist" in done.stderr
     assert list(own_home.glob("runs/*")) == []
 
 
@@ -273,7 +272,7 @@ def test_a_killed_agent_takes_the_run_down(submit: Submit, launcher: str) -> Non
     kill(agent_pid(run, 1))
     status = run.wait(SOON)
     assert status.state is State.FAILED
-    assert status.nodes[1].reason == "its launcher's agent ended without a word"
+    assert status.nodes[1].reason == "its agent ended without reporting an exit code"
 
 
 def test_a_killed_launcher_takes_the_run_down(submit: Submit) -> None:
@@ -379,7 +378,7 @@ def test_followers_end_when_the_folder_of_a_run_goes_away(submit: Submit) -> Non
     run = submit("beat.py", 6000)
     all_ready(run, 1)
     supervisors.kill(run)
-    backends.backend("local").cancel(Handle(RunFolder(run.path), run.plan), LocalTransport())
+    backends.backend("local").cancel(RunFolder(run.path).handle(), LocalTransport())
     lines = run.logs(follow=True)
     next(lines)
     shutil.rmtree(run.path)
@@ -574,7 +573,7 @@ def test_ctrl_c_without_a_terminal_cancels(clusterkit: list[str]) -> None:
     ["clusterkit.loader.job_from_command", "clusterkit.loader.read_cluster",
      "clusterkit.backends.local.backend.LocalBackend.probe",
      "clusterkit.backends.local.backend.LocalBackend.plan",
-     "clusterkit.supervise.save_plan", "clusterkit.supervise.spawn"],
+     "clusterkit.runs.RunFolder.save_plan", "clusterkit.supervise.spawn"],
 )  # fmt: skip
 def test_ctrl_c_before_the_start_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, own_home: Path, phase: str
@@ -596,7 +595,7 @@ def test_ctrl_c_while_the_supervisor_starts_leaves_nothing(
     spawn = supervise.spawn
     folders = []
 
-    def spawn_then_interrupted(folder: RunFolder, lock: IO[bytes]) -> None:
+    def spawn_then_interrupted(folder: RunFolder, lock: IO[bytes], **_: object) -> None:
         spawn(folder, lock)
         folders.append(folder)
         raise KeyboardInterrupt

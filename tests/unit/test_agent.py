@@ -12,12 +12,16 @@ from pathlib import Path
 import pytest
 
 from clusterkit import agent, runs
+from clusterkit.agent import limits, processes
+from clusterkit.agent.node_log import NodeLog
+from clusterkit.agent.protocol import LAUNCHER_WAITED
+from clusterkit.agent.streams import Lines, Stream
 from clusterkit.backends.nodes import judge_node
 from clusterkit.logs import parse_lines
 
 RUN = (
-    "import sys; from clusterkit import agent; agent.PEERS_GRACE = 0.0; "
-    "sys.exit(agent.main(sys.argv[1:]))"
+    "import sys; from clusterkit.agent import __main__, limits; limits.RANKS_GRACE = 0.0; "
+    "sys.exit(__main__.main(sys.argv[1:]))"
 )
 
 
@@ -139,7 +143,7 @@ def test_a_signal_is_told_as_128_and_its_number(start, node_dir):
     assert exit_of(node_dir)["exit_code"] == 137
 
 
-QUICK = RUN.replace("agent.PEERS_GRACE", "agent.LOOK_SECONDS = 0.05; agent.PEERS_GRACE")
+QUICK = RUN.replace("limits.RANKS", "limits.LOOK_SECONDS = 0.05; limits.RANKS")
 IGNORE_INT = "signal.signal(signal.SIGINT, signal.SIG_IGN); "
 
 
@@ -180,7 +184,7 @@ def test_term_ends_everything_and_says_that_it_was_asked_for(start, node_dir, ru
 def test_a_watch_port_that_is_taken_is_in_the_status_while_the_node_runs(start, node_dir, run_dir):
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
-        options = ["--peers", f"127.0.0.1:{port}", "--nodes", "2"]
+        options = ["--coordinator", f"127.0.0.1:{port}", "--nodes", "2"]
         names = {"NODE_RANK": "0", "CLUSTERKIT_RUN_ID": "r", "CLUSTERKIT_ATTEMPT": "1"}
         waiting(start, run_dir, options=options, **names)
         wait_until(lambda: b"remarks" in (node_dir / "started.json").read_bytes())
@@ -205,7 +209,15 @@ def test_whoever_ends_a_node_is_written_down(start, node_dir, run_dir):
 
 def test_a_node_that_is_ended_on_purpose_is_told_what_for(start, node_dir, run_dir):
     process, _ = waiting(start, run_dir)
-    stop = [sys.executable, agent.__file__, "stop", str(run_dir), "--reason", "over its time"]
+    stop = [
+        sys.executable,
+        "-m",
+        "clusterkit.agent",
+        "stop",
+        str(run_dir),
+        "--reason",
+        "over its time",
+    ]
     subprocess.run(stop, check=True, capture_output=True)
     assert process.wait() == 143
     ended = exit_of(node_dir)
@@ -238,7 +250,7 @@ def test_ranks_that_have_ended_well_have_done_so_although_their_launcher_is_stop
     process.terminate()
     assert process.wait() == 0
     ended = exit_of(node_dir)
-    assert (ended["exit_code"], ended["reason"]) == (0, agent.LAUNCHER_WAITED)
+    assert (ended["exit_code"], ended["reason"]) == (0, LAUNCHER_WAITED)
 
 
 def test_a_rank_that_was_stopped_is_named(start, node_dir, run_dir):
@@ -263,9 +275,9 @@ def test_a_rank_that_was_stopped_is_named(start, node_dir, run_dir):
 def test_an_agent_that_was_stopped_ends_with_the_run_and_says_so(start, node_dir, run_dir):
     process, rank = waiting(start, run_dir, run=QUICK)
     process.send_signal(signal.SIGSTOP)
-    wait_until(lambda: agent.is_stopped(agent.identity(process.pid)))
+    wait_until(lambda: processes.is_stopped(agent.identity(process.pid)))
     time.sleep(0.2)  # as long as this is what it says
-    assert agent.stop(str(run_dir), 5.0)["asked"] == [process.pid]
+    assert processes.stop(str(run_dir), 5.0)["asked"] == [process.pid]
     assert process.wait() == 143
     assert agent.start_ticks(rank) is None
     ended = exit_of(node_dir)
@@ -307,9 +319,9 @@ def test_stop_ends_the_agents_of_a_run_and_is_fine_to_repeat(start, run_dir, nod
     os.mkfifo(run_dir / "ready")
     process = start("sh", "-c", 'echo up >"$0"; exec sleep 600', str(run_dir / "ready"))
     assert wait_for_line(run_dir / "ready") == "up"
-    assert agent.stop(str(run_dir), 5.0)["asked"] == [process.pid]
+    assert processes.stop(str(run_dir), 5.0)["asked"] == [process.pid]
     assert process.wait() == 143
-    assert agent.stop(str(run_dir), 5.0) == {"asked": [], "killed": []}
+    assert processes.stop(str(run_dir), 5.0) == {"asked": [], "killed": []}
 
 
 def test_stop_finds_processes_that_lost_everybody_who_knew_them(run_dir, tmp_path):
@@ -317,7 +329,7 @@ def test_stop_finds_processes_that_lost_everybody_who_knew_them(run_dir, tmp_pat
     other = subprocess.Popen(["sleep", "600"], env={"CLUSTERKIT_RUN_DIR": f"{run_dir}-other"})
     try:
         assert agent.processes_of(str(run_dir)) == [lost.pid]
-        assert agent.stop(str(run_dir), 1.0)["asked"] == [lost.pid]
+        assert processes.stop(str(run_dir), 1.0)["asked"] == [lost.pid]
         assert lost.wait() == -signal.SIGTERM
         assert other.poll() is None
     finally:
@@ -327,7 +339,7 @@ def test_stop_finds_processes_that_lost_everybody_who_knew_them(run_dir, tmp_pat
 
 
 def test_stop_of_a_folder_that_is_not_there_ends_nothing(tmp_path):
-    assert agent.stop(str(tmp_path / "gone"), 0.0) == {"asked": [], "killed": []}
+    assert processes.stop(str(tmp_path / "gone"), 0.0) == {"asked": [], "killed": []}
 
 
 # ---------------------------------------------------------------- identities
@@ -369,7 +381,7 @@ def test_descendants_are_found_at_any_depth(run_dir):
 
 @pytest.fixture
 def log(tmp_path):
-    made = agent.NodeLog(tmp_path)
+    made = NodeLog(tmp_path)
     yield made
     os.close(made._handle)
 
@@ -378,7 +390,7 @@ def log(tmp_path):
 def stream(log):
     read, write = os.pipe()
     os.set_blocking(read, False)
-    made = agent.Stream(read, log)
+    made = Stream(read, log)
     made.write = lambda data: os.write(write, data)
     yield made
     os.close(read)
@@ -417,7 +429,7 @@ def test_a_line_end_of_two_characters_counts_once_even_when_it_arrives_in_two_pi
 
 def test_a_line_without_end_is_broken_up(stream, tmp_path):
     total = 0
-    while total <= agent.LONGEST_LINE:
+    while total <= limits.LONGEST_LINE:
         total += stream.write(b"x" * 4096)
         stream.pump()
     assert "".join(texts(tmp_path)) == "x" * total
@@ -444,7 +456,7 @@ def test_a_rank_s_word_of_how_it_failed_is_kept_and_is_no_line_of_its_log(stream
     stream.write(b"@clusterkit-rank-ended 4 137\n")
     stream.pump()
     assert texts(tmp_path) == ["half a line"]
-    ends = [(end["pid"], end["rank"], end["exit_code"]) for end in log.told_ends]
+    ends = [(end["pid"], end["rank"], end["exit_code"]) for end in log.rank_ends]
     assert ends == [(77, 5, 7), (None, 4, 137)]
 
 
@@ -452,7 +464,7 @@ def test_of_many_ranks_that_fail_the_first_ones_are_kept(stream, log):
     for rank in range(1000):
         stream.write(f"@clusterkit-rank-ended {rank} 1\n".encode())
     stream.pump()
-    assert [end["rank"] for end in log.told_ends] == [*range(agent.TOLD_ENDS)]
+    assert [end["rank"] for end in log.rank_ends] == [*range(limits.RANK_ENDS)]
 
 
 def test_a_rank_s_word_of_how_it_failed_comes_through_mpirun_s_tags(start, node_dir):
@@ -489,9 +501,9 @@ def test_a_full_disk_loses_lines_and_says_how_many(log, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     log.lines("0", [b"before"])
-    monkeypatch.setattr(agent.os, "write", full)
+    monkeypatch.setattr(os, "write", full)
     log.lines("0", [b"lost", b"lost too"])
-    monkeypatch.setattr(agent.os, "write", real)
+    monkeypatch.setattr(os, "write", real)
     log.lines("0", [b"after"])
     assert texts(tmp_path) == ["before", "2 log lines lost: disk full", "after"]
     assert log.lost == 2
@@ -518,9 +530,9 @@ def test_all_lines_that_a_full_disk_lost_are_counted_and_told(start, node_dir, r
 
 def test_a_disk_that_fills_up_in_the_middle_of_a_line_spoils_no_other(log, tmp_path, monkeypatch):
     real = os.write
-    monkeypatch.setattr(agent.os, "write", lambda handle, data: real(handle, data[:40]))
+    monkeypatch.setattr(os, "write", lambda handle, data: real(handle, data[:40]))
     log.lines("0", [b"a line that the disk has only half the room for"])
-    monkeypatch.setattr(agent.os, "write", real)
+    monkeypatch.setattr(os, "write", real)
     log.lines("0", [b"after"])
     assert texts(tmp_path)[-1] == "after"
 
@@ -531,7 +543,7 @@ def test_a_document_that_finds_no_space_leaves_the_old_one(tmp_path, monkeypatch
     def full(handle):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(agent.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         agent.write_json(tmp_path / "d.json", {"a": 2})
     assert json.loads((tmp_path / "d.json").read_bytes()) == {"a": 1}
@@ -550,7 +562,7 @@ TOLD = [("2", b"rank 2"), ("3", b"rank 3"), ("-", b"mpirun has a word"), ("2", b
 
 @pytest.mark.parametrize("size", [*range(1, 20), 1000])
 def test_pieces_of_several_ranks_become_their_lines(size):
-    tagged = agent.Tagged()
+    tagged = Lines(tagged=True)
     told = []
     for at in range(0, len(PIECES), size):
         told += tagged.feed(PIECES[at : at + size])
@@ -560,6 +572,6 @@ def test_pieces_of_several_ranks_become_their_lines(size):
 
 
 def test_a_line_without_an_end_is_not_kept_for_ever():
-    tagged = agent.Tagged()
-    assert tagged.feed(b"[1,4]<stdout>:" + b"x" * agent.LONGEST_LINE) == []
-    assert tagged.feed(b"yz") == [("4", b"x" * agent.LONGEST_LINE + b"yz")]
+    tagged = Lines(tagged=True)
+    assert tagged.feed(b"[1,4]<stdout>:" + b"x" * limits.LONGEST_LINE) == []
+    assert tagged.feed(b"yz") == [("4", b"x" * limits.LONGEST_LINE + b"yz")]

@@ -1,5 +1,6 @@
 """Every verb as a function."""
 
+import contextlib
 import json
 import os
 import time
@@ -94,7 +95,7 @@ def test_secrets_are_written_nowhere(unstarted_run, monkeypatch):
 
 
 def test_a_submit_that_cannot_start_leaves_nothing(write_job, facts, clusterkit_home, monkeypatch):
-    def broken(*_):
+    def broken(*_, **__):
         raise SubmitFailed("no process")
 
     monkeypatch.setattr(supervise, "spawn", broken)
@@ -106,13 +107,49 @@ def test_a_submit_that_cannot_start_leaves_nothing(write_job, facts, clusterkit_
 def test_a_submit_interrupted_by_ctrl_c_leaves_nothing(
     write_job, facts, clusterkit_home, monkeypatch
 ):
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(supervise, "spawn", interrupted)
     with pytest.raises(KeyboardInterrupt):
         api.submit(write_job("launcher: python\n"), facts=facts)
     assert os.listdir(clusterkit_home / "runs") == []
+
+
+@pytest.fixture
+def transports(monkeypatch):
+    """The local transports that are made, each with whether it was closed."""
+    made = []
+
+    class Counted(LocalTransport):
+        closed = False
+
+        def close(self):
+            self.closed = True
+
+    def transport_for(cluster):
+        made.append(Counted())
+        return made[-1]
+
+    monkeypatch.setattr(backends, "transport_for", transport_for)
+    return made
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda job, facts: api.plan(job, facts=facts),
+        lambda job, facts: api.submit(job, facts=facts),
+        lambda job, facts: api.prepare(job, facts=facts, run_id="No"),
+        lambda job, facts: api.estimate(job),
+    ],
+    ids=["plan", "submit", "a prepare that fails", "estimate"],
+)
+def test_connections_are_closed(use, write_job, facts, transports, monkeypatch, clusterkit_home):
+    monkeypatch.setattr(supervise, "spawn", lambda *_, **__: None)
+    with contextlib.suppress(BadInput):
+        use(write_job("launcher: python\n"), facts)
+    assert [transport.closed for transport in transports] == [True]
 
 
 @pytest.mark.parametrize("failing", ["job.json", "cluster.json", "plan.json", "run.json"])
@@ -127,7 +164,7 @@ def test_a_disk_that_fills_up_during_a_submit_leaves_nothing(
         real(self, name, data)
 
     monkeypatch.setattr(RunFolder, "write", write)
-    monkeypatch.setattr(supervise, "spawn", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr(supervise, "spawn", lambda *_, **__: pytest.fail("it was started"))
     with pytest.raises(RunFolderError, match="No space left"):
         api.submit(write_job("launcher: python\n"), facts=facts)
     assert os.listdir(clusterkit_home / "runs") == []

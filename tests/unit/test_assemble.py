@@ -1,23 +1,27 @@
 """From a job to what a node runs."""
 
 import json
+import os
+import subprocess
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from clusterkit.assemble import (
     OWNED,
+    Placement,
     Places,
+    Watching,
     assemble,
-    deepspeed_config,
-    program_argv,
     require_packages,
-    solve_batch,
 )
 from clusterkit.batch import Batch
 from clusterkit.errors import BadInput, Unavailable
+from clusterkit.program import deepspeed_config, program_argv, solve_batch
 from clusterkit.rendezvous import Endpoint, Topology
+from clusterkit.shell import Var
 from clusterkit.spec import BatchSpec, CheckpointSpec, JobSpec
 
 ONE = Topology(1, 1, 1)
@@ -30,20 +34,24 @@ def job(**fields):
 
 def assembled(spec, topology=ONE, **options):
     return assemble(
-        spec,
-        **(
-            {
-                "topology": topology,
-                "endpoint": Endpoint("10.0.0.1", 29501, "r1"),
-                "places": PLACES,
-                "device": "cpu",
-                "threads": 2,
-                "hosts": ["h"] * topology.nodes,
-                "cluster_env": {},
-                "network_env": {"GLOO_SOCKET_IFNAME": "lo"},
-                "stop_grace": 10.0,
-            }
-            | options
+        Placement(
+            **(
+                {
+                    "job": spec,
+                    "topology": topology,
+                    "endpoint": Endpoint("10.0.0.1", 29501, "r1"),
+                    "places": PLACES,
+                    "device": "cpu",
+                    "threads": 2,
+                    "where": "here",
+                    "hosts": ("h",) * topology.nodes,
+                    "names": ("h",) * topology.nodes,
+                    "cluster_env": {},
+                    "network_env": {"GLOO_SOCKET_IFNAME": "lo"},
+                    "stop_grace": 10.0,
+                }
+                | options
+            )
         ),
     )
 
@@ -312,10 +320,10 @@ def test_mpirun_is_told_each_variable_once():
 @pytest.mark.parametrize(
     ("launcher", "names"),
     [
-        ("torchrun", {"node.sh", "rank.sh", "agent.py"}),
-        ("python", {"node.sh", "rank.sh", "agent.py"}),
-        ("deepspeed", {"node.sh", "rank.sh", "agent.py", "hostfile"}),
-        ("mpirun", {"node.sh", "rank.sh", "agent.py", "hostfile"}),
+        ("torchrun", {"node.sh", "rank.sh", "agent.pyz"}),
+        ("python", {"node.sh", "rank.sh", "agent.pyz"}),
+        ("deepspeed", {"node.sh", "rank.sh", "agent.pyz", "hostfile"}),
+        ("mpirun", {"node.sh", "rank.sh", "agent.pyz", "hostfile"}),
     ],
 )
 def test_each_launcher_gets_the_files_that_it_needs(launcher, names):
@@ -326,22 +334,6 @@ def test_each_launcher_gets_the_files_that_it_needs(launcher, names):
 def test_scripts_can_be_executed():
     modes = {f.path: f.mode for f in assembled(job()).files}
     assert modes["/runs/r1/files/node.sh"] == modes["/runs/r1/files/rank.sh"] == 0o755
-
-
-def test_the_agent_needs_only_the_standard_library():
-    import ast
-    import sys
-
-    tree = ast.parse(file_of(assembled(job()), "agent.py").content())
-    imported = {
-        name.split(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in (
-            [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module]
-        )
-    }
-    assert imported <= set(sys.stdlib_module_names)
 
 
 # ---------------------------------------------------------------- what a host lacks
@@ -379,3 +371,46 @@ def test_assembling_does_not_change_the_job():
     before = msgspec.json.encode(spec)
     assembled(spec)
     assert msgspec.json.encode(spec) == before
+
+
+# ---------------------------------------------------------------- an address that only nodes know
+
+
+@pytest.mark.parametrize(
+    ("launcher", "topology"),
+    [("torchrun", Topology(2, 2, 1)), ("torchrun", Topology(1, 2, 1)),
+     ("deepspeed", Topology(2, 2, 1)),
+     ("python", Topology(2, 2, 1)), ("mpirun", Topology(2, 2, 1))],
+)  # fmt: skip
+def test_the_first_host_may_be_known_on_the_nodes_alone(launcher, topology, tmp_path):
+    """As in an allocation of a batch system: the node's environment names its first host."""
+    run_dir = tmp_path / "run"
+    dump = tmp_path / "python"
+    dump.write_text('#!/bin/sh\nprintf "%s\\n" "MASTER_ADDR=$MASTER_ADDR" "$@" >"$DUMP"\n')
+    dump.chmod(0o755)
+    head = Var("FIRST_HOST")
+    placement = Placement(
+        job=job(launcher=launcher), topology=topology, endpoint=Endpoint(head, 29501, "r1"),
+        places=Places(str(run_dir), "/work", str(dump)), device="cpu", threads=1, where="there",
+        hosts=("h",) * 2, names=("node-0", "node-1"), cluster_env={}, network_env={},
+        stop_grace=10.0, watching=Watching(head, 29502, 30.0),
+    )  # fmt: skip
+    plan = placement.plan("some")
+    assert plan.address == "$FIRST_HOST"
+    for file in plan.files:
+        Path(file.path).parent.mkdir(parents=True, exist_ok=True)
+        Path(file.path).write_bytes(file.content())
+    step = plan.steps[-1]
+    its = {"FIRST_HOST": "gpu 7", "DUMP": str(tmp_path / "seen"), "PATH": os.environ["PATH"]}
+    subprocess.run(step.argv, env=its | step.env, check=True)
+    address, *words = (tmp_path / "seen").read_text().splitlines()
+    assert address == "MASTER_ADDR=gpu 7"
+    text = "\n".join(words)
+    if launcher == "torchrun" and topology.elastic:
+        assert "--rdzv-endpoint\ngpu 7:29501\n" in text
+    elif launcher == "torchrun":
+        assert "--master-addr\ngpu 7\n--master-port\n29501\n" in text
+    elif launcher == "deepspeed":
+        assert "--master_addr\ngpu 7\n--master_port\n29501\n" in text
+    watched = launcher != "mpirun" and not topology.elastic
+    assert ("--coordinator\ngpu 7:29502\n" in text) is watched

@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterkit import api, bandwidth, supervise
-from clusterkit.bandwidth import FACTORS, ITEMSIZES, choose, judge, parse_sizes
+from clusterkit.bandwidth import FACTORS, ITEMSIZES, choose, parse_sizes
 from clusterkit.cluster import Facts
 from clusterkit.errors import BadInput, ClusterkitError, RunFailed, RunFolderError, Unavailable
 from clusterkit.runs import RunFolder
+from clusterkit.slow_links import figure, judge
 from clusterkit.status import Failure, NodeStatus, RunStatus, State
 from clusterkit.ui import plots
 
@@ -86,26 +87,26 @@ def test_a_range_is_geometric_and_stays_within_its_ends(low: int, more: int, fac
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "'' in '' is no size"),
-        ("big", "'big' in 'big' is no size"),
-        ("-1K", "is no size"),
-        ("1.5M", "is no size"),
-        ("1T", "is no size"),
-        ("1KB", "is no size"),
-        ("1K,,2K", "'' in '1K,,2K' is no size"),
-        ("\uff11K", "is no size"),
-        ("99999999999999", "is no size"),
+        ("", "'' in '' is not a size"),
+        ("big", "'big' in 'big' is not a size"),
+        ("-1K", "is not a size"),
+        ("1.5M", "is not a size"),
+        ("1T", "is not a size"),
+        ("1KB", "is not a size"),
+        ("1K,,2K", "'' in '1K,,2K' is not a size"),
+        ("\uff11K", "is not a size"),
+        ("99999999999999", "is not a size"),
         ("0", "a message has 1 byte or more"),
         ("1K,0M", "a message has 1 byte or more"),
         ("64M:1K", "64M:1K: the smaller size comes first"),
-        ("1K:64M:x1", "'x1' is no factor"),
-        ("1K:64M:x0", "'x0' is no factor"),
-        ("1K:64M:4", "'4' is no factor"),
-        ("1K:64M:", "'' is no factor"),
-        ("1K:64M:x4:x2", "'x4:x2' is no factor"),
-        ("1K:", "'' in '1K:' is no size"),
-        (":", "is no size"),
-        ("1K:2K,4K", "'2K,4K' in '1K:2K,4K' is no size"),
+        ("1K:64M:x1", "'x1' is not a factor"),
+        ("1K:64M:x0", "'x0' is not a factor"),
+        ("1K:64M:4", "'4' is not a factor"),
+        ("1K:64M:", "'' is not a factor"),
+        ("1K:64M:x4:x2", "'x4:x2' is not a factor"),
+        ("1K:", "'' in '1K:' is not a size"),
+        (":", "is not a size"),
+        ("1K:2K,4K", "'2K,4K' in '1K:2K,4K' is not a size"),
         ("1K\n", None),
     ],
 )
@@ -564,7 +565,7 @@ def test_the_order_of_the_nodes_does_not_matter(order: list[int], kind: str) -> 
     ],
 )  # fmt: skip
 def test_figures_have_three_digits_and_no_exponent(number: float, text: str) -> None:
-    assert bandwidth.figure(number) == text
+    assert figure(number) == text
 
 
 @pytest.mark.parametrize(
@@ -599,7 +600,7 @@ def played(
     def play(
         marks: list[dict[str, Any]], state: State = State.SUCCEEDED, failure: Failure | None = None
     ) -> None:
-        def spawn(folder: RunFolder, lock: object) -> None:
+        def spawn(folder: RunFolder, lock: object, **_: Any) -> None:
             log = "".join(f"{STAMP} 0 @clusterkit {json.dumps(mark)}\n" for mark in marks)
             code = 0 if state is State.SUCCEEDED else 7
             by_hand(api.Run(folder)).node(exit_code=code, log=f"{STAMP} 0 a warning\n{log}")
@@ -775,7 +776,7 @@ def test_without_nodes_every_host_takes_part(
         (["--sizes", "2M:1M"], "the smaller size comes first"),
         (["--collectives", "allreduce"], "collectives: 'allreduce' is unknown"),
         (["--dtype", "float"], "dtype: 'float' is unknown"),
-        (["--dtype", "float8_e4m3fn", "-n", "2"], "gloo, which the ranks use without GPUs"),
+        (["--dtype", "float8_e4m3fn", "-n", "2"], "gloo, which ranks without GPUs use"),
         (["--iterations", "0"], "iterations: 0"),
         (["--iterations", "many"], "'many' is not a valid integer"),
         (["--sequential"], "sequential: without --pairwise"),
@@ -787,7 +788,7 @@ def test_without_nodes_every_host_takes_part(
         (["-g", "0"], "--gpus: 0: a node needs at least 1 rank"),
         (["-g", "2", "--pairwise"], "pairwise: 1 node x 2 ranks"),
         (["-n", "2", "--sizes", "999G"], "of buffers, localhost has"),
-        (["-n", "2", "-o", "bus.txt"], "bus.txt: not a picture's name"),
+        (["-n", "2", "-o", "bus.txt"], "bus.txt: not the name of a picture"),
         (["-c", "nowhere", "-n", "2"], "nowhere"),
     ],
 )

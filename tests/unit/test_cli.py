@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pty
 import socket
 import subprocess
 import sys
@@ -169,7 +170,7 @@ def test_plan_writes_its_files_to_a_folder(cli, write_job, cwd):
     assert done.out == ""
     assert done.err == "5 files written to out dir\n"
     there = sorted(str(p.relative_to(cwd / "out dir")) for p in (cwd / "out dir").rglob("*.*"))
-    assert there == ["files/agent.py", "files/node.sh", "files/rank.sh", "plan.json", "plan.txt"]
+    assert there == ["files/agent.pyz", "files/node.sh", "files/rank.sh", "plan.json", "plan.txt"]
     assert os.access(cwd / "out dir" / "files" / "node.sh", os.X_OK)
 
 
@@ -238,6 +239,7 @@ def test_a_job_or_a_command_is_needed(cli):
         ("train.py --lr 1 -n 2", "-n 2 -- python train.py --lr 1"),
         ("-g2 train.py -- --lr 1", "-g2 -- python train.py --lr 1"),
         ("--nodes=2 python train.py -x", "--nodes=2 -- python train.py -x"),
+        ("train.py -epochs 3", "-- python train.py -epochs 3"),
         ("torchrun --standalone train.py", "-- torchrun --standalone train.py"),
     ],
 )
@@ -245,14 +247,14 @@ def test_a_job_or_a_command_is_needed(cli):
 def test_a_program_where_a_job_file_should_stand(verb, words, line, refused, write_job):
     write_job()
     said = refused(verb, *words.split()).splitlines()
-    assert said[0].endswith("is no job file: a command stands behind --")
+    assert said[0].endswith("is not a job file: a command stands after --")
     assert said[1] == f" hint: clusterkit {verb} {line}"
 
 
 def test_a_python_file_after_two_dashes(refused, write_job):
     write_job()
     said = refused("submit", "--", "train.py", "--lr", "1").splitlines()
-    assert said[0] == "error: train.py is a Python file and no command"
+    assert said[0] == "error: train.py is a Python file, not a command"
     assert said[1] == " hint: clusterkit submit -- python train.py --lr 1"
 
 
@@ -320,10 +322,10 @@ BAD = {
     "secret": ("secrets: [NO_SUCH_X]\n", (), "job.yaml:3: secrets: NO_SUCH_X is not set in your"),
     "unknown cluster": ("", ("--cluster", "lba"), "cluster 'lba' is unknown"),
     "unknown file": ("", ("--clusters", "no.yaml"), "no.yaml: no such file"),
-    "bad run id": ("", ("--run-id", "A b"), "run id 'A b': cannot be one"),
+    "bad run id": ("", ("--run-id", "A b"), "run id 'A b' is not valid"),
     "bad setting": ("", ("--set", "nodes"), "--set 'nodes': not of the form key=value"),
     "long name": ("", ("--set", "name=" + "x" * 300), "name: 'xxxxxxxxxx"),
-    "name with slashes": ("", ("--set", "name=a/b"), "name: 'a/b' cannot name a job"),
+    "name with slashes": ("", ("--set", "name=a/b"), "name: 'a/b' is not a valid job name"),
 }
 
 
@@ -382,7 +384,7 @@ def test_a_full_disk_refuses_the_submit_and_leaves_nothing(cli, write_job, tmp_p
         pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.decode().strip()}")
     try:
         monkeypatch.setenv("CLUSTERKIT_HOME", str(disk))
-        monkeypatch.setattr(supervise, "spawn", lambda *_: pytest.fail("it was started"))
+        monkeypatch.setattr(supervise, "spawn", lambda *_, **__: pytest.fail("it was started"))
         done = cli("submit", write_job("launcher: python\n"))
         assert done.code == 1
         assert "No space left on device" in done.err.splitlines()[0]
@@ -400,7 +402,7 @@ def scripted_submit(monkeypatch, by_hand):
     """Submits whose supervisor is replaced by its last word."""
 
     def end(state, code, **fields):
-        def spawn(folder, lock):
+        def spawn(folder, lock, **_):
             node = folder.path / "attempts" / "1" / "node-0"
             node.mkdir(parents=True)
             (node / "log").write_text(LOG)
@@ -689,6 +691,14 @@ def test_no_verb_ends_in_a_traceback_over_a_half_deleted_folder(cli, ended, name
 def test_no_color_is_honoured(cli, ended, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[" not in cli("status", ended.id).out
+
+
+@pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
+def test_no_color_is_honoured_in_errors(no_color, coloured):
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"NO_COLOR": no_color, "TERM": "xterm"}
+    subprocess.run([sys.executable, "-m", "clusterkit", "x"], stderr=theirs, env=environment)
+    assert (b"\x1b[" in os.read(ours, 4096)) is coloured
 
 
 def test_columns_are_aligned():

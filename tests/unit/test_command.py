@@ -118,7 +118,7 @@ def test_the_line_to_type_keeps_what_was_typed_and_a_file_gets_its_keys():
         ("/p/python train.py", {}, {"python": "/q/python"},
          "python: /q/python, but the command names /p/python"),
         ("mpirun -np 3 ./a", {}, {"nodes": 2}, "-np 3: 3 ranks cannot be divided among 2 nodes"),
-        ("torchrun --nproc_per_node cpu train.py", {}, {}, "cpu is no number"),
+        ("torchrun --nproc_per_node cpu train.py", {}, {}, "cpu is not a number"),
         ("torchrun --nproc_per_node", {}, {}, "torchrun starts no program"),
         ("torchrun", {}, {}, "torchrun starts no program"),
         ("mpirun -np 1 ./a : -np 1 ./b", {}, {}, "mpirun starts several programs"),

@@ -15,18 +15,23 @@ import msgspec
 import pytest
 import yaml
 
-from clusterkit import agent
-from clusterkit.backends.base import Handle
-from clusterkit.backends.compose import backend as compose
+import clusterkit
 from clusterkit.backends.compose import containers
+from clusterkit.backends.compose import probe as compose
 from clusterkit.backends.compose.backend import ComposeBackend
 from clusterkit.backends.compose.compose_file import size_bytes
-from clusterkit.backends.compose.containers import STATES, Container, Watcher, inspect, judge
+from clusterkit.backends.compose.containers import (
+    STATES,
+    Container,
+    ContainerMonitor,
+    inspect,
+    judge,
+)
 from clusterkit.cluster import ComposeCluster, Engine, Gpu
 from clusterkit.diagnose import diagnose
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.logs import LogLine
-from clusterkit.runs import RunFolder, node_dir
+from clusterkit.runs import RunFolder, RunHandle, node_dir
 from clusterkit.spec import CheckpointSpec, JobSpec
 from clusterkit.status import NodeCause, NodeStatus, RankExit, State
 from clusterkit.transport import Completed, LocalTransport
@@ -54,7 +59,7 @@ def planned(make_facts: Callable[..., Any]) -> Callable[..., Any]:
             make_facts(gpus=gpus, home="/home/u/.clusterkit"), engine=ENGINE, port=29500,
             watch_port=29501, interface="eth0",
         )  # fmt: skip
-        cluster = BACKEND.settled(ComposeCluster(**(entry or {})), Path("/etc/here"), None, None)
+        cluster = BACKEND.resolved(ComposeCluster(**(entry or {})), Path("/etc/here"), None, None)
         plan = BACKEND.plan(job(**fields), cluster, facts, "demo-1")
         (file,) = (file for file in plan.files if file.path.endswith("compose.yaml"))
         return plan, yaml.safe_load(file.content())
@@ -214,7 +219,7 @@ def test_a_secret_is_a_name_and_nothing_else(planned: Callable[..., Any], monkey
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"memory": "lots"}, "memory: 'lots' is no size"),
+        ({"memory": "lots"}, "memory: 'lots' is not a size"),
         ({"shm_size": "1.5g"}, "shm_size: "),
         ({"subnet": "10.0.0.1/8"}, "subnet: 10.0.0.1/8 has host bits set"),
         ({"subnet": "fd00::/64"}, "subnet: "),
@@ -222,19 +227,19 @@ def test_a_secret_is_a_name_and_nothing_else(planned: Callable[..., Any], monkey
         ({"volumes": ("data",)}, "volumes: 'data' is not SOURCE:TARGET"),
         ({"volumes": ("data:relative",)}, "volumes: "),
         ({"volumes": ("/a:/b:rx",)}, "volumes: "),
-        ({"volumes": ("a b:/c",)}, "volumes: 'a b' cannot name a volume"),
+        ({"volumes": ("a b:/c",)}, "volumes: 'a b' is not a valid name of a volume"),
     ],
     ids=str,
 )
 def test_an_entry_that_cannot_be(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=re.escape(message)) as error:
-        BACKEND.settled(ComposeCluster(**fields), Path("/x"), None, None)
+        BACKEND.resolved(ComposeCluster(**fields), Path("/x"), None, None)
     assert error.value.hint
 
 
 def test_there_are_no_hosts_to_choose_from() -> None:
     with pytest.raises(BadInput, match="include: backend compose has no hosts"):
-        BACKEND.settled(ComposeCluster(), Path("/x"), "a", None)
+        BACKEND.resolved(ComposeCluster(), Path("/x"), "a", None)
 
 
 # ---------------------------------------------------------------- probing
@@ -348,8 +353,8 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, Any], type[ClusterkitError], str]
     ({}, {"context": (1, "\n", 'context "far": context not found')}, BadInput,
      "context: docker says: context"),
     ({"context": "far"}, {"context": (1, "", "not found")}, BadInput, "no context 'far'"),
-    ({}, {"context": (0, "ssh://me@far\n", "")}, BadInput, "engine at ssh://me@far is another"),
-    ({}, {"context": (0, "tcp://10.0.0.1:2375\n", "")}, BadInput, "is another machine's"),
+    ({}, {"context": (0, "ssh://me@far\n", "")}, BadInput, "engine at ssh://me@far is on another"),
+    ({}, {"context": (0, "tcp://10.0.0.1:2375\n", "")}, BadInput, "is on another machine"),
     # docker 20.10 and 28, which put it in different places.
     ({}, {"info": (1, "", "ERROR: Cannot connect to the Docker daemon at unix:///x. Is the docker "
                           "daemon running?\nerrors pretty printing info\n")}, Unavailable,
@@ -386,9 +391,9 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, Any], type[ClusterkitError], str]
                            '"bind": bind source path does not exist: /home/u.\n')}, Unavailable,
      "the docker engine does not see this machine's"),
     ({}, {"run": (1, "", "exec /usr/bin/python3: exec format error\n")}, Unavailable,
-     "was made for another kind of processor"),
+     "was built for another kind of processor"),
     ({}, {"run": (125, "", 'docker: could not select device driver "" with capabilities: '
-                           "[[gpu]].\n")}, Unavailable, "cannot hand GPUs to containers"),
+                           "[[gpu]].\n")}, Unavailable, "cannot give GPUs to containers"),
     ({}, {"run": (1, "Traceback", "ugly\nlast words\n")}, Unavailable,
      "no container of clusterkit:cpu could be run: last words"),
     ({}, {"run": (0, json.dumps(TOLD | {"python_version": [3, 9, 2]}), "")}, Unavailable,
@@ -397,10 +402,10 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, Any], type[ClusterkitError], str]
      "containers cannot write into"),
     ({"volumes": ("cache:/c",)}, {"volume": (1, "[]", "Error: No such volume: cache")}, BadInput,
      "volumes: docker has no volume cache"),
-    ({"volumes": ("/no/such:/c",)}, {}, BadInput, "volumes: /no/such is not there"),
+    ({"volumes": ("/no/such:/c",)}, {}, BadInput, "volumes: /no/such does not exist"),
     ({"subnet": "10.1.2.0/24"}, {"network": (0, "host\nmine 10.0.0.0/8 fd00::/64\n", "")},
      BadInput, "subnet: 10.1.2.0/24 is taken: docker's network mine has 10.0.0.0/8"),
-    ({"gpus": 1}, {}, BadInput, "gpus: 1 of this machine's 0 GPUs"),
+    ({"gpus": 1}, {}, BadInput, "gpus: 1 wanted, but this machine has 0"),
 ]  # fmt: skip
 
 
@@ -480,8 +485,8 @@ STOPPED = "stopped on request"
         (True, b"{", Container(state="exited"), GONE, "UNKNOWN", "damaged"),
         # Ended by clusterkit itself.
         (True, said(143, STOPPED), GONE, UP, "CANCELLED", STOPPED),
-        (True, None, GONE, UP, "CANCELLED", "did not end"),
-        (True, None, Container(state="exited", exit_code=137), UP, "CANCELLED", "did not end"),
+        (True, None, GONE, UP, "CANCELLED", "did not stop"),
+        (True, None, Container(state="exited", exit_code=137), UP, "CANCELLED", "did not stop"),
         # Ended, or kept from working, by others.
         (True, None, Container(state="exited", exit_code=137), GONE, "FAILED", "killed from out"),
         (True, None, GONE, Container(state="exited", exit_code=137), "FAILED", "killed from out"),
@@ -490,11 +495,11 @@ STOPPED = "stopped on request"
         (True, None, Container(state="exited", exit_code=137, oom=True), GONE, "FAILED",
          "this machine was out of memory"),
         (False, None, Container(state="exited", exit_code=73, said="mkdir: denied"), GONE,
-         "FAILED", "exit code 73 without a word: mkdir: denied"),
+         "FAILED", "exit code 73: mkdir: denied"),
         (False, None, Container(state="created", error="no such device"), GONE, "PENDING", None),
         (False, None, Container(state="exited", exit_code=127, error="not found"), GONE, "FAILED",
          "could not be started: not found"),
-        (True, None, GONE, GONE, "FAILED", "somebody removed it"),
+        (True, None, GONE, GONE, "FAILED", "removed from outside"),
         (True, said(143, STOPPED), Container(state="exited", exit_code=143), GONE, "FAILED",
          "stopped from outside (docker stop)"),
         (True, None, Container(state="paused"), GONE, "RUNNING", "paused"),
@@ -559,7 +564,7 @@ class Speaking(LocalTransport):
     def open(self, host: str, argv: Any, **options: Any) -> Any:
         raise SubmitFailed("no events here")
 
-    def containers(self, handle: Handle, **states: Any) -> None:
+    def containers(self, handle: RunHandle, **states: Any) -> None:
         lines = []
         for name, state in states.items():
             labels = {
@@ -576,7 +581,7 @@ class Speaking(LocalTransport):
 
 
 @pytest.fixture
-def handle(planned: Callable[..., Any], tmp_path: Path) -> Handle:
+def handle(planned: Callable[..., Any], tmp_path: Path) -> RunHandle:
     """A run of two nodes that has begun."""
     plan, _ = planned({"lost_after": 0.2}, nodes=2)
     plan = msgspec.structs.replace(plan, run_dir=str(tmp_path / "run"))
@@ -585,10 +590,10 @@ def handle(planned: Callable[..., Any], tmp_path: Path) -> Handle:
         folder.mkdir(parents=True)
         (folder / "pid").write_text("7\n")
     Path(plan.run_dir, "run.json").write_text("{}")
-    return Handle(RunFolder(Path(plan.run_dir)), plan)
+    return RunHandle(RunFolder(Path(plan.run_dir)), plan)
 
 
-def test_containers_of_another_attempt_or_run_are_not_ours(handle: Handle) -> None:
+def test_containers_of_another_attempt_or_run_are_not_ours(handle: RunHandle) -> None:
     engine = Speaking()
     engine.containers(handle, node0={}, node1={})
     assert set(inspect(handle, engine)) == {0, 1}
@@ -598,13 +603,13 @@ def test_containers_of_another_attempt_or_run_are_not_ours(handle: Handle) -> No
 @pytest.mark.parametrize(
     "text", ["", "not json", "[]", "null", "{}", '{"labels": null}', '{"labels": {}, "state": 3}']
 )
-def test_an_answer_that_cannot_be_read_tells_of_no_container(handle: Handle, text: str) -> None:
+def test_an_answer_that_cannot_be_read_tells_of_no_container(handle: RunHandle, text: str) -> None:
     engine = Speaking()
     engine.answer = Completed((), 0, text, "")
     assert inspect(handle, engine) == {}
 
 
-def test_containers_that_are_gone_are_no_error_and_a_dead_engine_is(handle: Handle) -> None:
+def test_containers_that_are_gone_are_no_error_and_a_dead_engine_is(handle: RunHandle) -> None:
     engine = Speaking()
     for words in ("Error: No such object: x", "Error response from daemon: No such container: x"):
         engine.answer = Completed((), 1, "", words)
@@ -614,7 +619,7 @@ def test_containers_that_are_gone_are_no_error_and_a_dead_engine_is(handle: Hand
         inspect(handle, engine)
 
 
-def until(watcher: Watcher, state: State) -> Any:
+def until(watcher: ContainerMonitor, state: State) -> Any:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         seen = watcher.status()
@@ -623,22 +628,24 @@ def until(watcher: Watcher, state: State) -> Any:
     pytest.fail(f"never {state}: {seen}")
 
 
-def test_a_watcher_does_not_ask_the_engine_each_time(handle: Handle) -> None:
+def test_a_watcher_does_not_ask_the_engine_each_time(handle: RunHandle) -> None:
     engine = Speaking()
     engine.containers(handle, node0={}, node1={})
-    watcher = Watcher(handle, engine)
+    watcher = ContainerMonitor(handle, engine)
     for _ in range(50):
         assert watcher.status().state is State.RUNNING
     assert engine.looks <= 3
     watcher.close()
 
 
-def test_a_watcher_bears_with_a_silent_engine_for_a_while(handle: Handle, monkeypatch: Any) -> None:
+def test_a_watcher_bears_with_a_silent_engine_for_a_while(
+    handle: RunHandle, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(containers, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(containers, "AGAIN_SECONDS", 0.0)
     engine = Speaking()
     engine.containers(handle, node0={}, node1={})
-    watcher = Watcher(handle, engine)
+    watcher = ContainerMonitor(handle, engine)
     assert watcher.status().state is State.RUNNING
     engine.answer = SubmitFailed("docker on localhost did not end within 10 s")
     assert watcher.status().state is State.RUNNING
@@ -648,11 +655,13 @@ def test_a_watcher_bears_with_a_silent_engine_for_a_while(handle: Handle, monkey
     assert until(watcher, State.RUNNING)
 
 
-def test_a_watcher_gives_a_paused_node_up_after_a_while(handle: Handle, monkeypatch: Any) -> None:
+def test_a_watcher_gives_a_paused_node_up_after_a_while(
+    handle: RunHandle, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(containers, "LOOK_SECONDS", 0.0)
     engine = Speaking()
     engine.containers(handle, node0={}, node1={"Status": "paused"})
-    watcher = Watcher(handle, engine)
+    watcher = ContainerMonitor(handle, engine)
     first = watcher.status()
     assert (first.state, first.nodes[1].reason) == (
         State.RUNNING, "its container was paused (docker pause)",
@@ -664,11 +673,11 @@ def test_a_watcher_gives_a_paused_node_up_after_a_while(handle: Handle, monkeypa
     assert [cause.node for cause in seen.causes] == [1]
 
 
-def test_nothing_is_known_of_a_run_whose_folder_is_gone(handle: Handle) -> None:
+def test_nothing_is_known_of_a_run_whose_folder_is_gone(handle: RunHandle) -> None:
     engine = Speaking()
     Path(handle.plan.run_dir, "run.json").unlink()
     assert BACKEND.status(handle, engine) is None
-    assert Watcher(handle, engine).status() is None
+    assert ContainerMonitor(handle, engine).status() is None
     assert engine.looks == 0
 
 
@@ -726,5 +735,5 @@ def test_mpirun_s_first_node_speaks_for_all() -> None:
 
 def test_the_probe_s_text_is_what_runs_in_the_image() -> None:
     """Standard library only: an image need not hold clusterkit."""
-    assert "clusterkit" not in re.sub(r'""".*?"""', "", Path(agent.__file__).with_name(
+    assert "clusterkit" not in re.sub(r'""".*?"""', "", Path(clusterkit.__file__).with_name(
         "host_probe.py").read_text(), count=1, flags=re.S)  # fmt: skip

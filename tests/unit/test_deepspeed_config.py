@@ -237,7 +237,7 @@ BAD_SECTIONS = {
     ),
     "removed": (
         "batch: {micro: 1}\ndeepspeed:\n  amp: {enabled: true}\n",
-        f"job.yaml:5: deepspeed.amp: DeepSpeed {VERSION} has no `amp` any more",
+        f"job.yaml:5: deepspeed.amp: DeepSpeed {VERSION} no longer has `amp`",
     ),
     "arithmetic": (
         "deepspeed:\n  train_batch_size: 5\n",
@@ -246,7 +246,7 @@ BAD_SECTIONS = {
     "no batch": ("deepspeed:\n  fp16: {enabled: false}\n", "job.yaml:3: deepspeed: no batch size"),
     "auto": (
         "deepspeed:\n  train_micro_batch_size_per_gpu: auto\n",
-        "job.yaml:4: deepspeed.train_micro_batch_size_per_gpu: auto, and nothing",
+        "job.yaml:4: deepspeed.train_micro_batch_size_per_gpu: auto, but nothing",
     ),
 }
 
@@ -286,7 +286,7 @@ def test_where_the_program_cannot_be_read_auto_is_remarked_upon(facts, cwd):
 
 def test_a_key_of_the_program_s_own_is_remarked_upon(examine):
     (note,) = examine("batch: {micro: 1}\ndeepspeed: {my_settings: {a: 1}}\n")
-    assert note.startswith("deepspeed.my_settings is no key of DeepSpeed")
+    assert note.startswith("deepspeed.my_settings is not a key of DeepSpeed")
 
 
 SECTION = "batch: {micro: 2}\ndeepspeed:\n  zero_optimization:\n    stage: 2\n"
@@ -398,13 +398,13 @@ def test_an_error_in_such_a_file_is_told_with_its_own_line(beside, refused):
     ("text", "said"),
     [
         ('{"a": 1', "not YAML"),
-        ('{"a": 1,\n"a": 2}', "ds_config.json:2: deepspeed.a: stands in line 1 already"),
+        ('{"a": 1,\n"a": 2}', "ds_config.json:2: deepspeed.a: is set in line 1 already"),
         ("[1]", "is a list, not a mapping"),
         ("", "the file is empty"),
-        ('{\n// why\n"a": 1}', "ds_config.json:2: a comment as in JavaScript"),
-        ('{"a": 1, // why\n"b": 2}', "ds_config.json:1: a comment as in JavaScript"),
-        ('{\n"a": 1 // why\n}', "ds_config.json:2: a comment as in JavaScript"),
-        ('{"a": 1, /* why */\n"b": 2}', "ds_config.json:1: a comment as in JavaScript"),
+        ('{\n// why\n"a": 1}', "ds_config.json:2: a comment of JavaScript (// or /*)"),
+        ('{"a": 1, // why\n"b": 2}', "ds_config.json:1: a comment of JavaScript (// or /*)"),
+        ('{\n"a": 1 // why\n}', "ds_config.json:2: a comment of JavaScript (// or /*)"),
+        ('{"a": 1, /* why */\n"b": 2}', "ds_config.json:1: a comment of JavaScript (// or /*)"),
     ],
 )
 def test_a_file_that_is_no_config_is_refused(text, said, beside, refused):
@@ -422,7 +422,7 @@ def test_a_file_that_is_not_there_is_refused_with_the_job_s_line(beside, refused
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('deepspeed: {\n  // why\n  "bf16": {"enabled": true}\n  }\n', "job.yaml:4: a comment as"),
+        ('deepspeed: {\n  // why\n  "bf16": {"enabled": true}\n  }\n', "job.yaml:4: a comment of"),
         ('deepspeed: {\n\t"bf16": {"enabled": true}\n  }\n', "job.yaml:4: a tab where YAML wants"),
     ],
 )

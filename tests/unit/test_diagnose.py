@@ -203,7 +203,7 @@ def test_a_kill_for_want_of_memory_is_told_from_somebody_s_kill():
     ends = [RankExit(0, 0, -9, 1.0)]
     by_kernel = diagnose([node(0, 137)], [], rank_exits=ends, oom_kills=1)
     by_hand = diagnose([node(0, 137)], [], rank_exits=ends, oom_kills=0)
-    assert "want of memory" in by_kernel.cause
+    assert "out of memory" in by_kernel.cause
     assert "batch.micro" in (by_kernel.hint or "")
     assert "kill -9" in by_hand.cause
     assert by_kernel.exit_code == by_hand.exit_code == 137
@@ -263,7 +263,7 @@ def test_without_a_word_from_any_rank_the_first_failed_node_is_blamed():
 
 def test_a_run_that_ended_without_a_trace_says_so():
     found = diagnose([NodeStatus(node=0, host="h", state=State.UNKNOWN)], [])
-    assert found.cause == "the run ended without a word"
+    assert found.cause == "the run ended, and no node reported why"
     assert found.exit_code == 1
 
 

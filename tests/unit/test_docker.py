@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from clusterkit.backends.kubernetes import mpijob
+from clusterkit.backends.kubernetes.flavors import SSH_KEYS
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
@@ -63,10 +63,10 @@ def test_nobody_in_a_container_but_root_can_add_a_key() -> None:
         for line in (DOCKER / "sshd_config").read_text("utf-8").splitlines()
         if line and not line.startswith("#")
     )
-    assert settings["AuthorizedKeysFile"] == f"{mpijob.KEYS}/authorized_keys"
-    assert mpijob.KEYS.startswith("/etc/clusterkit/")
+    assert settings["AuthorizedKeysFile"] == f"{SSH_KEYS}/authorized_keys"
+    assert SSH_KEYS.startswith("/etc/clusterkit/")
     client = (DOCKER / "ssh_config").read_text("utf-8")
-    assert f"IdentityFile {mpijob.KEYS}/id_rsa\n" in client
+    assert f"IdentityFile {SSH_KEYS}/id_rsa\n" in client
     open_to_all = re.findall(r"(?:chmod|-m) 0?7?77[67]\S* (\S+)", DOCKERFILE)
     assert open_to_all == ["/checkpoints"]
     assert "chown 1000:0 /home/clusterkit" in DOCKERFILE

@@ -63,14 +63,14 @@ def test_every_error_class_has_a_root_and_a_docstring():
 
 
 ROOT = Path(errors.__file__).parent
-NO_KEYS = {"agent.py", "bandwidth.py", "errors.py", "backends/ssh/inventory.py"}
+NO_KEYS = {"bandwidth.py", "errors.py", "backends/ssh/inventory.py"}
 """Their errors are about no file's keys; of an inventory's, the caller says whose they are."""
 
 
 def unattributed() -> Iterator[str]:
     """Errors whose message begins with a key, and that do not say whose key that is."""
-    jobs = set(loader._fields(JobSpec))
-    keys = jobs.union(*(loader._fields(kind) for kind in CLUSTER_TYPES.values())) - {"backend"}
+    jobs = set(loader.fields_of(JobSpec))
+    keys = jobs.union(*(loader.fields_of(kind) for kind in CLUSTER_TYPES.values())) - {"backend"}
     for path in sorted(ROOT.rglob("*.py")):
         name = path.relative_to(ROOT)
         if name.parts[0] in ("runtime", "estimate", "doctor") or str(name) in NO_KEYS:

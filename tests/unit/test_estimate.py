@@ -17,17 +17,11 @@ from clusterkit import estimate as estimates
 from clusterkit import loader
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.estimate import jobs, models, published
-from clusterkit.estimate.memory import (
-    Model,
-    Setup,
-    Zero,
-    largest_micro,
-    layer_activations,
-    predict,
-)
+from clusterkit.estimate.memory import largest_micro, layer_activations, predict
+from clusterkit.estimate.setup import Model, Setup, Zero
 from clusterkit.estimate.units import gib, parse_count, parse_size
 from clusterkit.runtime.mesh import Mesh
-from clusterkit.spec import JobSpec
+from clusterkit.spec import BatchSpec, JobSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = ROOT / "jobs"
@@ -92,8 +86,8 @@ def test_sizes_are_read_as_people_write_them(text: str, size: float) -> None:
         ("80GB80", "not of the form"),
         ("1e9GB", "not of the form"),
         ("nan GB", "not of the form"),
-        ("80XB", "'XB' is no unit"),
-        ("0GB", "more than nothing"),
+        ("80XB", "'XB' is not a unit"),
+        ("0GB", "above 0"),
         ("9" * 400 + "GB", "no such amount"),
         ("\u0668\u0660GB", "not of the form"),
     ],
@@ -283,20 +277,6 @@ def test_the_first_stage_of_a_pipeline_keeps_the_micro_batches_in_flight() -> No
 )
 def test_presets_have_gpt_2_s_counts(name: str, parameters: int) -> None:
     assert models.gpt(name).parameters == parameters
-
-
-def test_presets_are_read_from_the_model_s_own_source(tmp_path: Path) -> None:
-    source = tmp_path / "gpt.py"
-    source.write_text(
-        "class Shape:\n    layers: int\n    vocabulary: int = 300\n"
-        'PRESETS = {"x": Shape(layers=3, heads=1, width=8, context=4)}\n'
-    )
-    assert models.presets(source) == {
-        "x": {"layers": 3, "heads": 1, "width": 8, "context": 4, "vocabulary": 300}
-    }
-    source.write_text("PRESETS = 5\n")
-    with pytest.raises(ValueError, match="no PRESETS"):
-        models.presets(source)
 
 
 @pytest.mark.parametrize(
@@ -535,6 +515,29 @@ def test_a_deepspeed_section_says_the_batch(
 ) -> None:
     (cwd / "train.py").write_text("import deepspeed\n")
     spec = JobSpec(name="x", program="train.py", deepspeed=config, workdir=str(cwd))
+    setup = jobs.setup_of(
+        spec, jobs.read_program(spec), ranks=8, local_ranks=8, device="cuda",
+        model=models.hugging_face("gpt2"),
+    )  # fmt: skip
+    assert (setup.micro, setup.accumulation) == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "more", "expected"),
+    [
+        (["--per_device_train_batch_size", "8"], {}, (8, 1)),
+        (["--per-device-train-batch-size=8", "--gradient_accumulation_steps=4"], {}, (8, 4)),
+        (["--gradient_accumulation_steps", "4"], {}, (1, 1)),
+        (["--per_device_train_batch_size", "8"],
+         {"deepspeed": {"train_micro_batch_size_per_gpu": "auto"}}, (8, 1)),
+        (["--per_device_train_batch_size", "8"], {"batch": BatchSpec(micro=2)}, (2, 1)),
+    ],
+)  # fmt: skip
+def test_flags_of_the_trainer_say_the_batch(
+    cwd: Path, args: list[str], more: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    (cwd / "train.py").write_text("from transformers import Trainer\n")
+    spec = JobSpec(name="x", program="train.py", args=tuple(args), workdir=str(cwd), **more)
     setup = jobs.setup_of(
         spec, jobs.read_program(spec), ranks=8, local_ranks=8, device="cuda",
         model=models.hugging_face("gpt2"),

@@ -1,4 +1,4 @@
-"""What nodes elsewhere write, brought here while they write it: by the real `agent.py report`."""
+"""What nodes elsewhere write, brought here while they write it: by the real `agent report`."""
 
 import fcntl
 import io
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from clusterkit import agent, mirror
+from clusterkit.agent import limits, report
 from clusterkit.backends.ssh import backend as ssh
 from clusterkit.errors import RunFolderError, SubmitFailed, Unavailable
 from clusterkit.mirror import Frames, NodeView, Watch, keeping, pull
@@ -58,7 +59,7 @@ def opener(node_dir, *, follow):
         known = view.offsets()
         return LOCAL.open(
             view.host,
-            [sys.executable, "-I", agent.__file__, "report", str(node_dir), "--log",
+            [sys.executable, "-m", "clusterkit.agent", "report", str(node_dir), "--log",
              str(known["log"]), "--ranks", str(known["ranks.jsonl"]),
              *(["--follow"] if follow else [])],
         )  # fmt: skip
@@ -141,19 +142,19 @@ def test_a_node_writes_no_files_but_its_own(kept):
 
 
 def test_lines_of_a_node_never_come_before_its_process_is_told(node_dir, monkeypatch):
-    tail = agent._tail
+    read_from = report.read_from
 
-    def slow(path, offset):
-        found = tail(path, offset)
+    def slow(path, offset=0):
+        found = read_from(path, offset)
         if path.name == "started.json" and found is None:
             # It begins between two looks.
             begin(node_dir)
             (node_dir / "log").write_bytes(b"hello\n")
         return found
 
-    monkeypatch.setattr(agent, "_tail", slow)
+    monkeypatch.setattr(report, "read_from", slow)
     out = io.BytesIO()
-    agent.report(node_dir, out, log=0, ranks=0, follow=False)
+    report.report(node_dir, out, log=0, ranks=0, follow=False)
     names = [header.get("file") for header, _ in Frames().feed(out.getvalue())]
     assert names == ["started.json", "log", None]
 
@@ -188,7 +189,7 @@ def test_a_second_look_brings_only_what_is_new(node_dir, kept):
 
 def test_a_log_of_many_frames(node_dir, kept):
     begin(node_dir)
-    data = os.urandom(3 * agent.REPORT_BYTES + 17)
+    data = os.urandom(3 * limits.REPORT_BYTES + 17)
     (node_dir / "log").write_bytes(data)
     look(node_dir, NodeView(0, "h0", kept))
     assert (kept / "log").read_bytes() == data
@@ -277,7 +278,7 @@ def test_what_does_not_fit_here_comes_once_there_is_room(node_dir, kept, full_di
         look(node_dir, view)
     assert view.unkept == f"cannot write {kept / 'log'}: No space left on device"
     (remark,) = ssh._judge(view, [view], 0.0).remarks
-    assert remark == f"its log here is not whole: {view.unkept}"
+    assert remark == f"its log here is incomplete: {view.unkept}"
     assert data.startswith((kept / "log").read_bytes())
     subprocess.run(["mount", "-o", "remount,size=1m", str(full_disk)], check=True)
     look(node_dir, view)
@@ -388,7 +389,7 @@ def test_a_host_that_falls_silent_is_given_up(node_dir, watch, monkeypatch):
     monkeypatch.setattr(mirror, "AGAIN_SECONDS", 0.05)
     _made, view = watch(lambda view: LOCAL.open("h0", ["sleep", "60"]))
     wait_for(lambda: view.error is not None)
-    assert "h0 does not answer any more" in view.error.message
+    assert "h0 no longer answers" in view.error.message
 
 
 def test_a_node_that_is_there_is_never_silent_for_long(node_dir, watch):
@@ -397,12 +398,12 @@ def test_a_node_that_is_there_is_never_silent_for_long(node_dir, watch):
     wait_for(lambda: view.alive)
     heard = view.heard_at
     wait_for(lambda: view.heard_at > heard)
-    assert agent.HEARTBEAT_SECONDS < mirror.QUIET_SECONDS / 2
+    assert limits.HEARTBEAT_SECONDS < mirror.QUIET_SECONDS / 2
 
 
 def test_a_host_where_the_run_is_not_known(watch, monkeypatch):
     monkeypatch.setattr(mirror, "AGAIN_SECONDS", 0.05)
-    gone = [sys.executable, "-I", "/nowhere/agent.py"]
+    gone = [sys.executable, "-I", "/nowhere/agent.pyz"]
     _made, view = watch(lambda view: LOCAL.open("h0", gone))
     wait_for(lambda: view.error is not None)
     assert view.known is False

@@ -3,7 +3,15 @@
 import msgspec
 import pytest
 
-from clusterkit.plan import Note, Plan, PlanFile, Step, relative
+from clusterkit.plan import (
+    ComposeNative,
+    KubernetesNative,
+    Note,
+    Plan,
+    PlanFile,
+    Step,
+    relative,
+)
 
 
 def plan(**fields):
@@ -26,7 +34,7 @@ WHOLE = plan(
     notes=(Note("port", "29501", "free when probed"), Note("", "be patient", "")),
     files=(
         PlanFile("/home/u/runs/demo-1/files/a b.sh", text="#!/bin/sh\necho 'ü'\n", mode=0o755),
-        PlanFile("/home/u/runs/demo-1/files/agent.py", resource="agent.py"),
+        PlanFile("/home/u/runs/demo-1/files/agent.pyz", resource="agent.pyz"),
     ),
     steps=(
         Step(kind="run", host="h1", argv=("mkdir", "a b")),
@@ -39,6 +47,27 @@ WHOLE = plan(
 def test_a_plan_survives_its_json_form():
     assert Plan.from_json(WHOLE.to_json()) == WHOLE
     assert Plan.from_json(WHOLE.to_json()).to_json() == WHOLE.to_json()
+
+
+@pytest.mark.parametrize(
+    "native",
+    [
+        None,
+        ComposeNative("unix:///run/docker.sock"),
+        KubernetesNative(
+            kubeconfig=None, context="c", namespace="n", name="demo-1", flavor="job", watched=True
+        ),
+    ],
+)
+def test_what_a_backend_must_know_later_survives_as_well(native):
+    whole = msgspec.structs.replace(WHOLE, native=native, device="cuda")
+    assert Plan.from_json(whole.to_json()) == whole
+
+
+def test_a_plan_of_an_older_version_is_read():
+    document = msgspec.json.decode(WHOLE.to_json())
+    del document["native"], document["device"]
+    assert Plan.from_json(msgspec.json.encode(document)) == WHOLE
 
 
 def test_json_does_not_depend_on_the_order_in_which_things_were_put_in():
@@ -59,8 +88,8 @@ def test_text_shows_notes_files_and_steps():
         "\nfile /home/u/runs/demo-1/files/a b.sh (mode 0755)\n"
         "  | #!/bin/sh\n"
         "  | echo 'ü'\n"
-        "\nfile /home/u/runs/demo-1/files/agent.py (mode 0644)\n"
-        "  | clusterkit's own agent.py, copied as installed\n"
+        "\nfile /home/u/runs/demo-1/files/agent.pyz (mode 0644)\n"
+        "  | clusterkit's own agent.pyz, copied as installed\n"
         "\nsteps\n"
         "  1 run on h1: mkdir 'a b'\n"
         "  2 start on h1 node 0: T=<secret> A='b c' sh x\n"
@@ -84,4 +113,4 @@ def test_a_note_is_found_by_its_name():
 
 
 def test_files_are_written_out_below_any_folder():
-    assert relative(WHOLE, WHOLE.files[1]) == "files/agent.py"
+    assert relative(WHOLE, WHOLE.files[1]) == "files/agent.pyz"

@@ -450,7 +450,7 @@ def test_a_file_that_cannot_be_read_is_named(checkout, monkeypatch):
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(RunFolderError, match=r"lib/a\.py: permission denied") as error:
         snapshot(checkout)
-    assert "ignore it, or mend it" in (error.value.hint or "")
+    assert "ignore it, or fix it" in (error.value.hint or "")
 
 
 def test_a_folder_that_cannot_be_read_is_named_and_not_passed_over(folder, monkeypatch):
@@ -469,7 +469,7 @@ def test_a_folder_that_cannot_be_read_is_named_and_not_passed_over(folder, monke
 
 def test_a_checkout_whose_index_is_damaged_is_refused(checkout):
     (checkout / ".git" / "index").write_bytes(b"no index")
-    with pytest.raises(BadInput, match="git ls-files does not work in") as error:
+    with pytest.raises(BadInput, match="git ls-files fails in") as error:
         snapshot(checkout)
     assert "git status" in (error.value.hint or "")
 
@@ -699,7 +699,7 @@ def test_a_receiver_that_is_killed_leaves_no_tree_and_the_next_one_clears_up(
         write(folder / f"f{number}", f"{number}")
     found = snapshot(folder)
     tree = tree_of(tmp_path, found)
-    with pytest.raises(SubmitFailed, match="host h0: copying the project broke off"):
+    with pytest.raises(SubmitFailed, match="host h0: copying the project was interrupted"):
         send(found, tree, "h0", sys.executable, Interrupted(after))
     assert not Path(tree.path).exists()
     _, path = deliver(tmp_path, found)
@@ -714,7 +714,7 @@ def test_a_receiver_that_is_killed_while_it_repairs_leaves_the_tree_to_the_next(
     _, path = deliver(tmp_path, found)
     for number in range(6):
         write(path / f"f{number}", "spoilt by a program")
-    with pytest.raises(SubmitFailed, match="broke off"):
+    with pytest.raises(SubmitFailed, match="was interrupted"):
         send(found, tree_of(tmp_path, found), "h0", sys.executable, Interrupted(3))
     assert deliver(tmp_path, found)[0] >= 3
     assert contents(path) == expected(found)
@@ -774,10 +774,10 @@ def test_a_place_that_cannot_be_written_to(folder, tmp_path):
 @pytest.mark.parametrize(
     ("python", "said"),
     [
-        ("exit 3", "copying the project broke off: "),
-        ("echo no such module >&2; exit 1", "broke off: no such module"),
-        ("echo '{not json'", "broke off: b'{not json'"),
-        ("cat >/dev/null", "copying the project broke off: "),
+        ("exit 3", "copying the project was interrupted: "),
+        ("echo no such module >&2; exit 1", "was interrupted: no such module"),
+        ("echo '{not json'", "was interrupted: b'{not json'"),
+        ("cat >/dev/null", "copying the project was interrupted: "),
     ],
 )
 def test_a_host_where_the_receiver_does_not_run(folder, tmp_path, python, said):
@@ -799,7 +799,7 @@ def test_a_host_that_falls_silent_is_given_up(folder, tmp_path, monkeypatch):
     fake.write_text("#!/bin/sh\nexec sleep 60\n")
     fake.chmod(0o755)
     found = snapshot(folder)
-    with pytest.raises(SubmitFailed, match="h0 does not answer any more"):
+    with pytest.raises(SubmitFailed, match="h0 no longer answers"):
         send(found, tree_of(tmp_path, found), "h0", str(fake), LOCAL)
 
 
@@ -809,7 +809,7 @@ def test_what_the_sender_says_wrongly_is_answered_and_leaves_nothing(tmp_path):
         request = json.dumps({"path": str(path)}).encode() + b"\n"
         done = subprocess.run(
             [sys.executable, "-I", receiver.__file__], capture_output=True,
-            input=request + project._COUNT.pack(len(listing)) + listing + data,
+            input=request + receiver.COUNT.pack(len(listing)) + listing + data,
         )  # fmt: skip
         assert done.stderr == b""
         return json.loads(done.stdout.splitlines()[-1])
@@ -817,8 +817,8 @@ def test_what_the_sender_says_wrongly_is_answered_and_leaves_nothing(tmp_path):
     path = tmp_path / "p" / "tree"
     one = [["f", 0o644, 3, receiver.digest_of(b"abc"), None]]
     head = receiver.HEADER.pack
-    assert "the sender went away" in converse(path, one, b"")["error"]
-    assert "the sender went away" in converse(path, one, head(0, 0, 3) + b"ab")["error"]
+    assert "the sender disconnected" in converse(path, one, b"")["error"]
+    assert "the sender disconnected" in converse(path, one, head(0, 0, 3) + b"ab")["error"]
     assert "file 7 came where 0 was due" in converse(path, one, head(7, 0, 3) + b"abc")["error"]
     assert "f changed" in converse(path, one, head(0, 0, 3) + b"abd")["error"]
     assert "incorrect header check" in converse(path, one, head(0, 1, 3) + b"abc")["error"]
@@ -863,14 +863,14 @@ def test_who_has_to_wait_says_so_again_and_again(tmp_path):
         with LOCAL.open("h0", [sys.executable, "-I", str(quick)]) as stream:
             request = json.dumps({"path": str(tmp_path / "p" / "tree")}).encode() + b"\n"
             listing = receiver.zlib.compress(b"[]")
-            stream.write(request + project._COUNT.pack(len(listing)) + listing)
-            lines = project._Lines(stream, "h0")
-            waited = [lines._line(60)["waiting"] for _ in range(3)]
+            stream.write(request + receiver.COUNT.pack(len(listing)) + listing)
+            waited = [json.loads(stream.read(60))["waiting"] for _ in range(3)]
             assert waited == sorted(waited)
             assert not (tmp_path / "p" / "tree").exists()
             fcntl.flock(lock, fcntl.LOCK_UN)
-            assert lines.next(60) == {"missing": []}
-            assert lines.next(60) == {"done": 0}
+            answers = project._answers(stream, "h0")
+            assert next(answers) == {"missing": []}
+            assert next(answers) == {"done": 0}
 
 
 def test_a_host_that_has_to_wait_is_waited_for(folder, tmp_path):

@@ -1,75 +1,80 @@
 """Nodes that are lost and come back: what node 0 decides, and agents that follow it."""
 
-import json
-import os
 import signal
-import socket
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from clusterkit import agent, runs
-from clusterkit.agent import Muster
-from clusterkit.logs import parse_lines
+from clusterkit import agent
+from clusterkit.agent import limits
+from clusterkit.agent.membership import Membership
+from tests.agents import RANK, RUN, Nodes
 
 # ---------------------------------------------------------------- node 0's decisions
 
 
 class Table:
-    """A muster of ``nodes``, at a moment that the test chooses."""
+    """A membership of ``nodes``, at a moment that the test chooses."""
 
     def __init__(self, nodes=2, wait=60.0):
         self.now = 0.0
-        self.said = []
-        self.muster = Muster(nodes, 30.0, wait, lambda node, what: self.said.append((node, what)))
+        self.membership = Membership(nodes, 30.0, wait)
+        self.identity = self.membership.identity
 
     def arrives(self, node, name="", **hello):
-        given = {"agent": name or f"agent-{node}", "hub": "", "round": 0, "up": False, "code": None}
-        self.muster.arrives(node, {**given, **hello}, self.now)
-        return self.told()
+        given = {
+            "agent": name or f"agent-{node}",
+            "coordinator": "",
+            "round": 0,
+            "running": False,
+            "code": None,
+        }
+        self.membership.arrives(node, {**given, **hello}, self.now)
+        return self.orders()
 
     def all_arrive(self):
-        for node in range(self.muster._nodes):
+        for node in range(self.membership._nodes):
             self.arrives(node)
         return self
 
     def ended(self, node, code, number=None):
-        number = self.muster.round if number is None else number
-        self.muster.ended(node, number, code, self.now)
+        number = self.membership.round if number is None else number
+        self.membership.ended(node, number, code, self.now)
         return self.turn(0)
 
     def leaves(self, node):
-        self.muster.leaves(node, self.now)
-        return self.told()
+        self.membership.leaves(node, self.now)
+        return self.orders()
 
     def turn(self, seconds, but=()):
         """Time goes by, and all but these say that they live."""
         self.now += seconds
-        for node, seat in self.muster.seats.items():
-            if node not in but and seat.closed is None and not seat.leaving:
-                self.muster.hears(node, self.now)
-        self.muster.turn(self.now)
-        return self.told()
+        for node, member in self.membership.members.items():
+            if node not in but and member.closed is None and not member.leaving:
+                self.membership.hears(node, self.now)
+        self.membership.turn(self.now)
+        return self.orders()
 
-    def told(self):
-        said, self.said = self.said, []
-        connected = {node for node, seat in self.muster.seats.items() if seat.closed is None}
-        return [(node, *next(iter(what.items()))) for node, what in said if node in connected]
+    def orders(self):
+        orders, self.membership.orders = self.membership.orders, []
+        connected = {
+            node for node, member in self.membership.members.items() if member.closed is None
+        }
+        return [(node, *next(iter(what.items()))) for node, what in orders if node in connected]
 
 
 def test_the_first_to_come_start_at_once():
     table = Table()
-    assert table.arrives(1) == [(1, "go", 1)]
-    assert table.arrives(0) == [(0, "go", 1)]
+    assert table.arrives(1) == [(1, "start", 1)]
+    assert table.arrives(0) == [(0, "start", 1)]
     assert table.turn(1000) == []
 
 
 def test_one_that_started_before_it_met_node_0_belongs_to_the_first_round():
     table = Table()
     table.arrives(0)
-    assert table.arrives(1, up=True) == []
+    assert table.arrives(1, running=True) == []
     table.ended(0, 0)
     assert table.ended(1, 0, number=0) == [(0, "exit", 0), (1, "exit", 0)]
 
@@ -90,7 +95,7 @@ def test_all_end_when_the_last_has_ended_well():
 def test_a_launcher_that_fails_while_no_node_is_lost_ends_the_run():
     table = Table(3).all_arrive()
     assert table.ended(1, 7) == []
-    assert table.turn(agent.PEERS_GRACE) == []
+    assert table.turn(limits.FAILURE_GRACE) == []
     assert table.turn(0.1) == [(node, "stop", "node 1 failed") for node in range(3)]
     assert table.arrives(2) == [(2, "stop", "node 1 failed")]
 
@@ -98,34 +103,34 @@ def test_a_launcher_that_fails_while_no_node_is_lost_ends_the_run():
 def test_a_failure_that_is_the_echo_of_a_lost_node_ends_nothing():
     table = Table().all_arrive()
     table.ended(0, 1)
-    assert table.leaves(1) == [(0, "again", "node 1 was lost")]
+    assert table.leaves(1) == [(0, "wait", "node 1 was lost")]
     assert table.turn(50) == []
     assert table.arrives(1, "another") == []
-    assert table.turn(0) == [(0, "go", 2), (1, "go", 2)]
+    assert table.turn(0) == [(0, "start", 2), (1, "start", 2)]
 
 
 def test_a_failure_is_judged_once_it_is_known_whether_a_quiet_node_is_lost():
     table = Table().all_arrive()
-    table.muster.closed(1, table.now)
+    table.membership.closed(1, table.now)
     table.ended(0, 1)
-    assert table.turn(agent.PEER_GONE_SECONDS - 0.1) == []
-    assert table.turn(0.2) == [(0, "again", "node 1 was lost")]
+    assert table.turn(limits.PEER_GONE_SECONDS - 0.1) == []
+    assert table.turn(0.2) == [(0, "wait", "node 1 was lost")]
     table = Table().all_arrive()
-    table.turn(agent.PEER_QUIET_SECONDS + 1, but={1})
+    table.turn(limits.PEER_QUIET_SECONDS + 1, but={1})
     table.ended(0, 1)
     assert table.turn(20, but={1}) == []
-    assert (0, "again", "node 1 was lost") in table.turn(20, but={1})
+    assert (0, "wait", "node 1 was lost") in table.turn(20, but={1})
 
 
 def test_a_connection_that_breaks_off_for_a_moment_changes_nothing():
     table = Table().all_arrive()
-    table.muster.closed(1, table.now)
-    table.turn(agent.PEER_GONE_SECONDS - 1)
-    assert table.arrives(1, up=True, round=1, hub=table.muster.identity) == []
+    table.membership.closed(1, table.now)
+    table.turn(limits.PEER_GONE_SECONDS - 1)
+    assert table.arrives(1, running=True, round=1, coordinator=table.identity) == []
     assert table.turn(100) == []
     # What was said meanwhile is made good.
-    table.muster.closed(1, table.now)
-    assert table.arrives(1, up=False, round=1, code=5, hub=table.muster.identity) == []
+    table.membership.closed(1, table.now)
+    assert table.arrives(1, running=False, round=1, code=5, coordinator=table.identity) == []
     assert table.turn(3) == [(0, "stop", "node 1 failed"), (1, "stop", "node 1 failed")]
 
 
@@ -134,43 +139,43 @@ def test_a_start_that_was_not_heard_is_said_again():
     table.leaves(1)
     table.ended(0, 143)
     table.arrives(1, "another")
-    assert table.turn(0) == [(0, "go", 2), (1, "go", 2)]
-    table.muster.closed(0, table.now)
-    again = table.arrives(0, round=1, code=143, hub=table.muster.identity)
-    assert again == [(0, "go", 2)]
+    assert table.turn(0) == [(0, "start", 2), (1, "start", 2)]
+    table.membership.closed(0, table.now)
+    again = table.arrives(0, round=1, code=143, coordinator=table.identity)
+    assert again == [(0, "start", 2)]
     assert table.turn(10) == []
 
 
 def test_the_others_end_before_all_start_again():
     table = Table(3).all_arrive()
-    assert table.leaves(2) == [(0, "again", "node 2 was lost"), (1, "again", "node 2 was lost")]
+    assert table.leaves(2) == [(0, "wait", "node 2 was lost"), (1, "wait", "node 2 was lost")]
     table.arrives(2, "another")
     assert table.ended(0, 143) == []
-    assert table.ended(1, 1) == [(0, "go", 2), (1, "go", 2), (2, "go", 2)]
+    assert table.ended(1, 1) == [(0, "start", 2), (1, "start", 2), (2, "start", 2)]
 
 
 def test_an_agent_in_another_s_place_says_that_the_node_was_lost():
     table = Table().all_arrive()
-    assert table.arrives(1, "another") == [(0, "again", "node 1 was lost")]
-    assert table.ended(0, 1) == [(0, "go", 2), (1, "go", 2)]
+    assert table.arrives(1, "another") == [(0, "wait", "node 1 was lost")]
+    assert table.ended(0, 1) == [(0, "start", 2), (1, "start", 2)]
 
 
 def test_one_that_started_too_early_ends_first():
     table = Table().all_arrive()
     table.leaves(1)
     table.ended(0, 1)
-    assert table.arrives(1, "another", up=True) == [(1, "again", "node 1 was lost")]
-    assert table.ended(1, 143, number=0) == [(0, "go", 2), (1, "go", 2)]
+    assert table.arrives(1, "another", running=True) == [(1, "wait", "node 1 was lost")]
+    assert table.ended(1, 143, number=0) == [(0, "start", 2), (1, "start", 2)]
 
 
 @pytest.mark.parametrize("times", [2, 5])
 def test_the_same_node_may_be_lost_again_and_again(times):
     table = Table().all_arrive()
     for number in range(times):
-        assert table.leaves(1) == [(0, "again", "node 1 was lost")]
+        assert table.leaves(1) == [(0, "wait", "node 1 was lost")]
         table.ended(0, 143)
         table.arrives(1, f"number {number}")
-        assert table.turn(1) == [(0, "go", number + 2), (1, "go", number + 2)]
+        assert table.turn(1) == [(0, "start", number + 2), (1, "start", number + 2)]
 
 
 def test_two_may_be_lost_at_once_and_one_while_it_is_waited_for():
@@ -181,11 +186,11 @@ def test_two_may_be_lost_at_once_and_one_while_it_is_waited_for():
         table.ended(node, 143)
     table.arrives(1, "b")
     assert table.turn(90) == []
-    assert table.leaves(1) == [(0, "again", "node 1 was lost"), (3, "again", "node 1 was lost")]
+    assert table.leaves(1) == [(0, "wait", "node 1 was lost"), (3, "wait", "node 1 was lost")]
     assert table.turn(90) == []  # each has its own time
     table.arrives(1, "c")
     table.arrives(2, "b")
-    assert table.turn(0) == [(node, "go", 2) for node in range(4)]
+    assert table.turn(0) == [(node, "start", 2) for node in range(4)]
 
 
 def test_one_that_stays_away_ends_the_run():
@@ -204,132 +209,143 @@ def test_one_that_fell_silent_is_lost_and_may_come_back_itself():
     table = Table().all_arrive()
     assert table.turn(29, but={1}) == []
     # It may still hear.
-    assert table.turn(2, but={1}) == [(node, "again", "node 1 was lost") for node in (0, 1)]
+    assert table.turn(2, but={1}) == [(node, "wait", "node 1 was lost") for node in (0, 1)]
     table.ended(0, 1)
-    hello = {"up": False, "round": 1, "code": 137, "hub": table.muster.identity, "lost": True}
+    hello = {
+        "running": False,
+        "round": 1,
+        "code": 137,
+        "coordinator": table.identity,
+        "lost": True,
+    }
     table.arrives(1, **hello)
-    assert table.turn(0) == [(0, "go", 2), (1, "go", 2)]
+    assert table.turn(0) == [(0, "start", 2), (1, "start", 2)]
 
 
 def test_one_that_had_given_node_0_up_is_no_failure():
     table = Table().all_arrive()
-    hello = {"up": False, "round": 1, "code": 143, "hub": table.muster.identity, "lost": True}
-    assert table.arrives(1, **hello) == [(0, "again", "node 1 was lost")]
-    assert table.ended(0, 143) == [(0, "go", 2), (1, "go", 2)]
+    hello = {
+        "running": False,
+        "round": 1,
+        "code": 143,
+        "coordinator": table.identity,
+        "lost": True,
+    }
+    assert table.arrives(1, **hello) == [(0, "wait", "node 1 was lost")]
+    assert table.ended(0, 143) == [(0, "start", 2), (1, "start", 2)]
 
 
 def test_a_new_node_0_goes_on_with_those_who_were_there_before():
     table = Table(3)
-    assert table.arrives(0) == [(0, "go", 1)]
-    said = table.arrives(1, hub="the old one", round=4, code=143)
+    assert table.arrives(0) == [(0, "start", 1)]
+    said = table.arrives(1, coordinator="the old one", round=4, code=143)
     assert said == [
         (0, "say", "this node takes the place of one that was lost; starting again"),
-        (1, "go", 1),
+        (1, "start", 1),
     ]
-    assert table.arrives(2, hub="the old one", round=4, code=1) == [(2, "go", 1)]
+    assert table.arrives(2, coordinator="the old one", round=4, code=1) == [(2, "start", 1)]
     for node in range(3):
         table.ended(node, 0)
-    assert table.muster.verdict == {"exit": 0}
+    assert table.membership.verdict == {"exit": 0}
 
 
 def test_a_new_node_0_may_be_the_last_to_hear_of_it():
     table = Table()
-    assert table.arrives(1, hub="the old one", round=1, code=143) == [(1, "go", 1)]
+    assert table.arrives(1, coordinator="the old one", round=1, code=143) == [(1, "start", 1)]
     table.arrives(0)
-    assert table.muster.seats[0].up
+    assert table.membership.members[0].running
 
 
 def test_ranks_that_still_run_may_not_reach_those_of_a_new_node_0():
     table = Table()
     table.arrives(0)
-    told = table.arrives(1, hub="the old one", round=1, up=True)
-    assert told[1:] == [(0, "again", "node 0 was lost"), (1, "again", "node 0 was lost")]
+    told = table.arrives(1, coordinator="the old one", round=1, running=True)
+    assert told[1:] == [(0, "wait", "node 0 was lost"), (1, "wait", "node 0 was lost")]
     assert table.ended(1, 143, number=1) == []
-    assert table.ended(0, 143) == [(0, "go", 2), (1, "go", 2)]
+    assert table.ended(0, 143) == [(0, "start", 2), (1, "start", 2)]
 
 
 def test_those_who_never_come_to_a_new_node_0_end_the_run():
     table = Table(3)
     table.arrives(0)
-    table.arrives(1, hub="the old one", round=1, code=1)
+    table.arrives(1, coordinator="the old one", round=1, code=1)
     assert table.turn(61)[0] == (0, "stop", "node 2 was lost and did not come back within 60 s")
 
 
+# ---------------------------------------------------------------- nobody comes back
+
+
+def alone(nodes=3):
+    """All run, and have started before they met node 0."""
+    table = Table(nodes, wait=0.0)
+    for node in range(nodes):
+        assert table.arrives(node, running=True) == []
+    return table
+
+
+def to_all(*order, nodes=3):
+    return [(node, *order) for node in range(nodes)]
+
+
+@pytest.mark.parametrize("node", [0, 1, 2])
+def test_without_a_return_a_failure_ends_the_run_in_the_same_moment(node):
+    table = alone()
+    table.membership.ended(node, 0, 7, table.now)
+    assert table.orders() == to_all("stop", f"node {node} failed")
+    assert table.turn(1000) == []
+
+
+def test_without_a_return_a_node_that_failed_before_it_met_node_0_ends_the_run():
+    table = Table(2, wait=0.0)
+    table.arrives(0, running=True)
+    assert table.arrives(1, code=127) == to_all("stop", "node 1 failed", nodes=2)
+
+
+def test_without_a_return_a_node_that_ended_well_is_not_lost():
+    table = alone()
+    assert table.ended(1, 0) == []
+    table.membership.closed(1, table.now)
+    assert table.turn(1000, but={1}) == []
+    assert table.ended(0, 0) == [(0, "exit", 0), (2, "exit", 0)]  # and nobody watches node 2
+
+
+def test_without_a_return_a_node_that_is_gone_ends_the_run():
+    table = alone()
+    table.membership.closed(1, table.now)
+    assert table.turn(limits.PEER_GONE_SECONDS, but={1}) == []
+    words = "the launcher of node 1 is gone"
+    assert table.turn(0.1, but={1}) == [(0, "stop", words), (2, "stop", words)]
+
+
+def test_without_a_return_a_node_may_connect_again():
+    table = alone()
+    table.membership.closed(1, table.now)
+    table.turn(limits.PEER_GONE_SECONDS - 1, but={1})
+    assert table.arrives(1, running=True, coordinator=table.identity) == []
+    assert table.turn(1000) == []
+
+
+def test_without_a_return_a_silent_node_ends_the_run():
+    table = alone()
+    assert table.turn(30, but={2}) == []
+    assert table.turn(0.1, but={2}) == to_all("stop", "node 2 does not answer node 0 for 30 s")
+
+
+def test_without_a_return_another_agent_in_a_node_s_place_ends_the_run():
+    table = alone()
+    assert table.arrives(1, "another") == to_all("stop", "the launcher of node 1 is gone")
+
+
+def test_a_node_that_started_by_itself_and_ended_while_it_was_cut_off_is_heard():
+    table = Table()
+    table.arrives(0)
+    table.arrives(1, running=True)
+    table.membership.closed(1, table.now)
+    assert table.arrives(1, code=5, coordinator=table.identity) == []
+    assert table.turn(3) == to_all("stop", "node 1 failed", nodes=2)
+
+
 # ---------------------------------------------------------------- agents
-
-RUN = (
-    "import sys; from clusterkit import agent; agent.PEERS_GRACE = agent.PEER_GONE_SECONDS = 0.3; "
-    "agent.PEER_AGAIN_SECONDS = 0.05; agent.PEER_SECONDS = 0.2; sys.exit(agent.main(sys.argv[1:]))"
-)
-# Each start of a rank says who it is, and takes its exit code from its node's pipe.
-RANK = 'echo "$NODE_RANK $$" >"$DIR/up"; read code <"$DIR/code-$NODE_RANK"; exit "$code"'
-
-
-class Nodes:
-    def __init__(self, folder):
-        self.folder = folder
-        self.agents = {}
-        self.started = []
-        with socket.create_server(("127.0.0.1", 0)) as found:
-            self.port = found.getsockname()[1]
-        self.up = self._pipe("up")
-        self.codes = {node: self._pipe(f"code-{node}") for node in range(3)}
-
-    def start(self, node, nodes=2, wait=60.0, lost_after=30.0, spawn=("--spawn",)):
-        options = ["--nproc", "1", "--workdir", "/", "--grace", "5", *spawn, "--rejoin", str(wait),
-                   "--nodes", str(nodes), "--lost-after", str(lost_after)]  # fmt: skip
-        if nodes > 1:
-            options += ["--peers", f"127.0.0.1:{self.port}"]
-        self.agents[node] = subprocess.Popen(
-            [sys.executable, "-c", RUN, "run", *options, "--", "sh", "-c", RANK],
-            env={"PATH": os.environ["PATH"], "CLUSTERKIT_RUN_DIR": str(self.folder),
-                 "CLUSTERKIT_NODE_DIR": self.path(node), "CLUSTERKIT_RUN_ID": "r",
-                 "CLUSTERKIT_ATTEMPT": "1", "NODE_RANK": str(node), "DIR": str(self.folder)},
-        )  # fmt: skip
-        self.started.append(self.agents[node])
-
-    def begin(self, count, **options):
-        """Start them all; each has met node 0 when its rank runs."""
-        ranks = {}
-        for node in range(count):
-            self.start(node, count, **options)
-            ranks |= self.running(node)
-        return ranks
-
-    def _pipe(self, name):
-        # Open at both ends: nothing is missed between two readers.
-        os.mkfifo(self.folder / name)
-        return os.fdopen(os.open(self.folder / name, os.O_RDWR), "r+b", buffering=0)
-
-    def path(self, node):
-        return runs.node_dir(str(self.folder), 1, node)
-
-    def running(self, *nodes):
-        """The ranks of these nodes, once they have started."""
-        found = {}
-        while found.keys() != set(nodes):
-            node, pid = self.up.readline().split()
-            found[int(node)] = int(pid)
-        return found
-
-    def end(self, node, code):
-        """Have the rank that runs there, or is about to, exit with this code."""
-        self.codes[node].write(b"%d\n" % code)
-
-    def exit_of(self, node):
-        return json.loads((Path(self.path(node)) / "exit.json").read_bytes())
-
-    def log_of(self, node):
-        raw = (Path(self.path(node)) / "log").read_bytes().splitlines()
-        return [x.text for line in raw for x in parse_lines(line, 0) if x.rank is None]
-
-    def close(self):
-        for process in self.started:
-            process.terminate()
-        for process in self.started:
-            process.wait()
-        for pipe in (self.up, *self.codes.values()):
-            pipe.close()
 
 
 @pytest.fixture
@@ -423,16 +439,23 @@ def test_one_that_falls_silent_is_lost(nodes):
 
 def test_a_launcher_that_cannot_start_ends_the_run(nodes):
     nodes.start(0)
-    process = subprocess.Popen(
-        [sys.executable, "-c", RUN, "run", "--nproc", "1", "--workdir", "/", "--rejoin", "60",
-         "--nodes", "2", "--peers", f"127.0.0.1:{nodes.port}", "--", "/nope"],
-        env={"CLUSTERKIT_RUN_DIR": str(nodes.folder), "CLUSTERKIT_NODE_DIR": nodes.path(1),
-             "CLUSTERKIT_RUN_ID": "r", "CLUSTERKIT_ATTEMPT": "1", "NODE_RANK": "1"},
-    )  # fmt: skip
-    nodes.started.append(process)
-    assert process.wait(60) == 127
+    nodes.start(1, argv=["/nope"])
+    assert nodes.agents[1].wait(60) == 127
     assert nodes.exit_of(1)["reason"] == "No such file or directory: /nope"
     assert nodes.agents[0].wait(60) == 1
+
+
+def test_a_node_whose_launcher_could_not_start_may_be_taken_away(nodes):
+    patient = RUN.replace("sys.exit", "limits.FAILURE_GRACE = 100; sys.exit")
+    for node, argv in ((0, ("sh", "-c", RANK)), (1, ("/nope",))):
+        nodes.start(node, argv=argv, run=patient)
+    deadline = time.monotonic() + 60
+    while not (nodes.folder / "met-1").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    nodes.agents[1].terminate()
+    assert nodes.agents[1].wait(60) == agent.LEFT
+    assert nodes.exit_of(1)["reason"] == "stopped on request"
 
 
 def test_a_single_node_that_is_taken_away_says_so_by_its_exit_code(nodes):

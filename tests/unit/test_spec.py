@@ -103,7 +103,7 @@ def test_ordinary_names_are_taken(name):
     "name", ["", ".", "..", "../up", "a/b", "/abs", "-x", ".hidden", " lead", "a\nb", "a\0b", "a:b"]
 )
 def test_names_that_could_leave_a_folder_or_break_a_line_are_refused(name):
-    with pytest.raises(BadInput, match="cannot name a job"):
+    with pytest.raises(BadInput, match="is not a valid job name"):
         check_job(job(name=name))
 
 
@@ -124,8 +124,8 @@ def test_a_name_of_300_characters_is_shown_shortened():
         ({"nodes": "1:2", "launcher": "mpirun"}, "mpirun cannot run an elastic number"),
         ({"nodes": "1:2", "launcher": "deepspeed"}, "deepspeed cannot run an elastic number"),
         ({"nodes": "1:2", "launcher": "python"}, "python cannot run an elastic number"),
-        ({"env": {"1A": "x"}}, "'1A' cannot name an environment variable"),
-        ({"secrets": ("A-B",)}, "'A-B' cannot name an environment variable"),
+        ({"env": {"1A": "x"}}, "'1A' is not a valid name of an environment variable"),
+        ({"secrets": ("A-B",)}, "'A-B' is not a valid name of an environment variable"),
         ({"env": {"A": "a\0b"}}, r"env\.A: .* holds a NUL"),
         ({"env": {"A": "x"}, "secrets": ("A",)}, "secrets: A is set in env as well"),
     ],

@@ -25,9 +25,10 @@ import pytest
 
 from clusterkit import api
 from clusterkit.backends.ssh import inventory
-from clusterkit.backends.ssh import transport as ssh
-from clusterkit.backends.ssh.files import KnownHosts, config_text
-from clusterkit.backends.ssh.transport import HostKeyProblem, HostUnreachable, SshTransport, resolve
+from clusterkit.backends.ssh import transport as ssh_transport
+from clusterkit.backends.ssh.config import HostUnreachable, config_text, jump_host, resolve
+from clusterkit.backends.ssh.known_hosts import HostKeyProblem, KnownHosts
+from clusterkit.backends.ssh.transport import SshTransport
 from clusterkit.cluster import Host
 from clusterkit.errors import SubmitFailed, Unavailable
 from clusterkit.status import State
@@ -272,7 +273,7 @@ def test_speaking_with_a_command(shared):
         assert stream.read(60) == b"got first\n"
         stream.write(b"\0second")
         assert stream.read(60) == b"\0second"
-        with pytest.raises(SubmitFailed, match="host h0 does not answer any more"):
+        with pytest.raises(SubmitFailed, match="host h0 no longer answers"):
             stream.read(0.1)
         stream.close_input()
         assert stream.read(60) == b""
@@ -295,6 +296,23 @@ def test_after_closing_it_connects_again(sshd):
     for _ in range(2):
         assert transport.run("h0", ["echo", "hi"]).stdout == "hi\n"
         transport.close()
+
+
+def test_a_connection_that_is_made_while_closing_is_closed_as_well(sshd, monkeypatch):
+    transport = sshd.transport()
+    made = []
+
+    def slowly(*args):
+        made.append(connect(*args))
+        transport.close()
+        return made[0]
+
+    connect = ssh_transport.connect
+    monkeypatch.setattr(ssh_transport, "connect", slowly)
+    with pytest.raises(HostUnreachable, match="the transport was closed"):
+        transport.run("h0", ["true"])
+    assert not made[0].is_active()
+    assert transport._connections == {}
 
 
 def test_a_connection_that_broke_is_made_anew(sshd):
@@ -321,7 +339,7 @@ def test_a_host_that_opens_no_further_session(other_sshd, home):
     transport = other_sshd("MaxSessions 1").transport()
     with (
         transport.open("h0", ["sleep", "60"]),
-        pytest.raises(HostUnreachable, match="h0 opens no further session") as error,
+        pytest.raises(HostUnreachable, match="h0 refuses another session") as error,
     ):
         transport.run("h0", ["true"])
     assert "MaxSessions" in (error.value.hint or "")
@@ -638,7 +656,7 @@ def test_a_host_that_offers_a_key_of_another_kind(other_sshd, home):
     known.write_text(f"[127.0.0.1]:{server.port} {other[0]} {other[1]}\n")
     message, _, kind = refusal(server.host(known_hosts=str(known)))
     assert kind is HostKeyProblem
-    assert "known is one of type ssh-ed25519, it offers ssh-rsa" in message
+    assert "known_hosts has one of type ssh-ed25519, it offers ssh-rsa" in message
 
 
 @pytest.mark.parametrize("kind", [("rsa", "-b", "2048"), ("ecdsa",), ("ed25519",)])
@@ -818,7 +836,7 @@ def test_a_jump_host(sshd, other_sshd, home):
     ],
 )
 def test_how_a_jump_host_is_named(hop, expected):
-    host = ssh._jump_host(hop, Host(name="h0", identity="/k"))
+    host = jump_host(hop, Host(name="h0", identity="/k"))
     assert (host.name, host.user, host.port) == expected
     assert host.identity == "/k"
 

@@ -13,15 +13,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from clusterkit import api, backends, mirror, project, supervise
-from clusterkit.backends.base import Handle
-from clusterkit.backends.ssh import backend as module
-from clusterkit.backends.ssh import inventory
+from clusterkit import api, backends, mirror, project
+from clusterkit.backends.ssh import inventory, observe
+from clusterkit.backends.ssh import place as placing
 from clusterkit.backends.ssh.backend import SshBackend
 from clusterkit.cluster import Facts, Gpu, Host, HostFacts, Project, SshCluster
-from clusterkit.errors import BadInput, PortTaken, SubmitFailed, Unavailable
+from clusterkit.errors import BadInput, PortTaken, Unavailable
 from clusterkit.mirror import NodeView
-from clusterkit.runs import RunFolder, node_dir
+from clusterkit.runs import RunFolder, RunHandle, node_dir
 from clusterkit.spec import CheckpointSpec, JobSpec
 from clusterkit.status import RunStatus, State
 from clusterkit.transport import LocalTransport
@@ -150,13 +149,13 @@ def test_a_python_path_of_one_s_own_is_kept(where):
     ],
 )
 def test_a_tree_lies_in_a_folder_of_the_project_s_name(root, name):
-    path = module._tree_path(facts(), msgspec.structs.replace(PROJECT, root=root))
+    path = placing._tree(facts(), msgspec.structs.replace(PROJECT, root=root)).path
     assert path == f"/home/u/cluster kit/projects/{name}/{'d' * 16}"
 
 
 def test_two_projects_never_share_a_tree():
     other = msgspec.structs.replace(PROJECT, digest="e" * 32)
-    assert module._tree_path(facts(), PROJECT) != module._tree_path(facts(), other)
+    assert placing._tree(facts(), PROJECT).path != placing._tree(facts(), other).path
 
 
 def test_checkpoints_lie_on_the_shared_folder_where_there_is_one():
@@ -172,8 +171,8 @@ def test_checkpoints_lie_on_the_shared_folder_where_there_is_one():
 
 @pytest.mark.parametrize("shared", ["nfs", "~/nfs", "./x", ""])
 def test_a_shared_folder_has_an_absolute_path(shared):
-    with pytest.raises(BadInput, match=r"shared: .* is no absolute path"):
-        SSH.settled(cluster(shared=shared), Path("/"), None, None)
+    with pytest.raises(BadInput, match=r"shared: .* is not an absolute path"):
+        SSH.resolved(cluster(shared=shared), Path("/"), None, None)
 
 
 # ---------------------------------------------------------------- how many
@@ -398,7 +397,7 @@ def test_mpirun_is_started_on_the_first_host_for_all():
 
 def test_gpus_that_mpirun_could_not_keep_to_are_refused():
     first, second = host_facts(0, gpus=gpus(2, 3)), host_facts(1, gpus=gpus(2, 3))
-    with pytest.raises(BadInput, match="mpirun cannot keep h1 to GPUs 2,3"):
+    with pytest.raises(BadInput, match="mpirun cannot restrict h1 to GPUs 2,3"):
         plan(facts(first, second), nodes=2, launcher="mpirun")
     assert plan(facts(first, host_facts(1, gpus=gpus(0, 1))), nodes=2, launcher="mpirun")
     assert plan(facts(first, second), nodes=2, launcher="mpirun", device="cpu")
@@ -413,16 +412,16 @@ def write(path, text):
     return path
 
 
-def settled(tmp_path, **fields):
+def resolved(tmp_path, **fields):
     options = {key: fields.pop(key, None) for key in ("include", "exclude")}
-    return SSH.settled(SshCluster(**fields), tmp_path, **options)
+    return SSH.resolved(SshCluster(**fields), tmp_path, **options)
 
 
 def test_an_entry_stands_alone_once_its_inventory_is_read(tmp_path):
     write(tmp_path / "hosts.yaml", "nodes: {hosts: {h0: , h1: {slots: 4}, h2: }}")
-    found = settled(tmp_path, inventory="hosts.yaml", group="nodes", exclude="h0@h2")
+    found = resolved(tmp_path, inventory="hosts.yaml", group="nodes", exclude="h0@h2")
     assert found == SshCluster(hosts=(Host(name="h1", slots=4),))
-    again = SSH.settled(found, Path("/nowhere"), None, None)
+    again = SSH.resolved(found, Path("/nowhere"), None, None)
     assert again == found
 
 
@@ -434,14 +433,14 @@ def test_a_flag_s_choice_of_hosts_takes_the_place_of_the_entry_s(tmp_path):
         ({"include": "h1:1", "exclude": None}, ["h1"]),
         ({"include": None, "exclude": "h0"}, ["h1", "h2"]),
     ):
-        found = SSH.settled(entry, tmp_path, options["include"], options["exclude"])
+        found = SSH.resolved(entry, tmp_path, options["include"], options["exclude"])
         assert [host.name for host in found.hosts] == names
 
 
 def test_files_of_a_host_are_relative_to_the_cluster_file(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     host = Host(name="h0", identity="keys/id", known_hosts="../known", ssh_config="~/config")
-    found = settled(tmp_path / "project", hosts=(host,))
+    found = resolved(tmp_path / "project", hosts=(host,))
     assert found.hosts == (
         Host(
             name="h0",
@@ -450,14 +449,14 @@ def test_files_of_a_host_are_relative_to_the_cluster_file(tmp_path, monkeypatch)
             ssh_config="/home/me/config",
         ),
     )
-    assert SSH.settled(found, Path("/nowhere"), None, None) == found
+    assert SSH.resolved(found, Path("/nowhere"), None, None) == found
 
 
 def test_an_inventory_s_path_may_start_from_home_or_root(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / "hosts", "h0\n")
     for path in ("~/hosts", str(tmp_path / "hosts")):
-        assert SSH.settled(SshCluster(inventory=path), Path("/"), None, None).hosts
+        assert SSH.resolved(SshCluster(inventory=path), Path("/"), None, None).hosts
 
 
 CLUSTERS = """\
@@ -478,7 +477,7 @@ def entry(cwd):
         if hosts is not None:
             (cwd / "hosts.yaml").write_text(hosts)
         with pytest.raises(BadInput) as error:
-            api.settled_cluster("lab", **options)
+            api.resolved_cluster("lab", **options)
         assert error.value.exit_code == 2
         return error.value.message.replace(f"{cwd}/", "")
 
@@ -493,7 +492,10 @@ def entry(cwd):
             CLUSTERS.format("  exclude: h0@h1"),
             "clusters.yaml:5: lab.exclude h0@h1: no host is left",
         ),
-        (CLUSTERS.format("  shared: nfs"), "clusters.yaml:5: lab.shared: nfs is no absolute path"),
+        (
+            CLUSTERS.format("  shared: nfs"),
+            "clusters.yaml:5: lab.shared: nfs is not an absolute path",
+        ),
         (CLUSTERS.format("  hosts: [{name: x}]"), "clusters.yaml:3: lab.inventory: a cluster has"),
         ("lab: {backend: ssh}", "clusters.yaml:1: lab.inventory: a cluster has either"),
         (CLUSTERS.format("  worker: x"), "clusters.yaml:5: lab.worker: unknown key (did you mean"),
@@ -519,7 +521,7 @@ def entry(cwd):
             "lab:\n  backend: ssh\n  hosts: [{name: a, port: 0}]\n",
             "clusters.yaml:3: lab.hosts[0].port: 0: ",
         ),
-        ("lab:\n  backend: shh\n", "clusters.yaml:2: lab.backend: 'shh' is no backend"),
+        ("lab:\n  backend: shh\n", "clusters.yaml:2: lab.backend: 'shh' is not a backend"),
     ],
 )
 def test_what_is_wrong_in_an_entry_is_said_with_file_line_and_key(entry, text, said):
@@ -662,7 +664,7 @@ def test_of_several_hosts_that_do_not_answer_all_are_named(entry_of):
 
 
 def test_a_python_that_does_not_work_is_said_with_host_and_key(entry_of, tmp_path):
-    with pytest.raises(SubmitFailed, match="cannot start /nope/python on h0"):
+    with pytest.raises(Unavailable, match=r"host h0: python: /nope/python .*: cannot start /nope"):
         SSH.probe(entry_of(1, python="/nope/python"), Hosts())
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho out of order >&2; exit 3\n")
@@ -670,7 +672,7 @@ def test_a_python_that_does_not_work_is_said_with_host_and_key(entry_of, tmp_pat
     with pytest.raises(Unavailable) as error:
         SSH.probe(entry_of(1, python=str(broken)), Hosts())
     assert error.value.message == (
-        f"host h0: python: {broken} does not work as an interpreter: out of order"
+        f"host h0: python: {broken} is not a working Python interpreter: out of order"
     )
     assert "clusterkit_python" in (error.value.hint or "")
 
@@ -855,7 +857,7 @@ def test_the_project_and_clusterkit_itself_are_looked_at_where_they_are_needed(
 
 
 def test_an_entry_without_hosts(entry_of):
-    with pytest.raises(BadInput, match="hosts: the cluster has none"):
+    with pytest.raises(BadInput, match="hosts: the cluster entry names none"):
         SSH.probe(entry_of(0), Hosts())
 
 
@@ -882,8 +884,8 @@ def view(number, *, begun=True, alive=True, ended=False, silent=None, known=True
 
 
 def judged(*views, patience=30.0):
-    handle = Handle(RunFolder(Path("no", "folder")), plan(facts(), nodes=2))
-    seen = module._observation(handle, list(views), patience)
+    handle = RunHandle(RunFolder(Path("no", "folder")), plan(facts(), nodes=2))
+    seen = observe.observation(handle, list(views), patience)
     return None if seen is None else [(node.state, node.reason) for node in seen.nodes]
 
 
@@ -964,7 +966,7 @@ def test_a_run_on_two_hosts_that_are_this_machine(tmp_path, entry_of, cwd):
         for tree in made.trees[:1]:
             project.send(snapshot, tree, host, made.python, transport)
     SSH.submit(made, transport)
-    handle = Handle(RunFolder(tmp_path / "mirror"), made)
+    handle = RunHandle(RunFolder(tmp_path / "mirror"), made)
     watcher = SSH.watch(handle, transport)
     deadline = time.monotonic() + 120
     while True:
@@ -988,7 +990,7 @@ def test_a_run_on_two_hosts_that_are_this_machine(tmp_path, entry_of, cwd):
     SSH.forget(handle, transport)
     assert not Path(made.run_dir).exists()
     assert Path(made.trees[0].path).exists()
-    assert SSH.status(Handle(RunFolder(tmp_path / "other"), made), transport) is None
+    assert SSH.status(RunHandle(RunFolder(tmp_path / "other"), made), transport) is None
     assert posixpath.dirname(made.run_dir) == str(tmp_path / "my work" / "runs")
 
 
@@ -1012,7 +1014,7 @@ def brought(node, handle, text, exit_json=b'{"exit_code": 0, "at": 1.0, "reason"
 
 
 def test_a_node_whose_end_is_known_here_is_not_asked_for():
-    handle = Handle(RunFolder.create("demo-1"), plan(facts(), nodes=2))
+    handle = RunHandle(RunFolder.create("demo-1"), plan(facts(), nodes=2))
     brought(0, handle, "zero")
     brought(1, handle, "one", exit_json=None)
     seen = SSH.status(handle, Gone())
@@ -1035,13 +1037,13 @@ def test_a_finished_run_is_read_without_any_host(monkeypatch):
     monkeypatch.setattr(backends, "transport_for", lambda cluster: pytest.fail("asks the hosts"))
     folder = RunFolder.create("demo-1")
     made = plan(facts(), nodes=2)
-    supervise.save_plan(folder, facts(), made)
+    folder.save_plan(facts(), made)
     folder.write_json(
         "state.json",
         RunStatus(run="demo-1", job="demo", cluster="lab", backend="ssh", state=State.SUCCEEDED),
     )
-    brought(0, Handle(folder, made), '@clusterkit {"event": "metrics", "step": 1, "loss": 2.0}')
-    brought(1, Handle(folder, made), "hello")
+    brought(0, RunHandle(folder, made), '@clusterkit {"event": "metrics", "step": 1, "loss": 2.0}')
+    brought(1, RunHandle(folder, made), "hello")
     run = api.get("demo-1")
     assert [(line.node, line.rank) for line in run.logs()] == [(0, 0), (1, 1)]
     assert [line.text for line in run.logs(node=1, follow=True)] == ["hello"]

@@ -14,13 +14,17 @@ import msgspec
 import pytest
 
 from clusterkit import agent, backends, mirror, supervise
-from clusterkit.backends.base import Newest, Observation
+from clusterkit.backends.base import ClusterProgress, Observation, SupportsCleanup
 from clusterkit.backends.local.backend import LocalBackend
 from clusterkit.backends.nodes import overall
-from clusterkit.errors import ClusterkitError, SubmitFailed
+from clusterkit.backends.ports import moved_port
+from clusterkit.cluster import CLUSTER_TYPES
+from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
+from clusterkit.run_state import cancel, current, reconcile
 from clusterkit.runs import Event, RunFolder
 from clusterkit.status import AttemptStatus, Failure, NodeStatus, RunStatus, State
-from clusterkit.supervise import Supervisor, cancel, current
+from clusterkit.supervise import Supervisor
+from clusterkit.transport import LocalTransport
 from tests.conftest import HELD
 
 STAMP = "2026-11-21T20:11:58.123456Z"
@@ -48,30 +52,39 @@ def folder(run):
 
 
 def test_a_run_that_was_submitted_a_moment_ago_is_pending(folder):
-    assert current(folder).state is State.PENDING
+    assert reconcile(folder).state is State.PENDING
 
 
 def test_a_run_whose_submit_was_killed_has_failed(folder, hand):
     hand.unwatched()
-    status = current(folder)
+    status = reconcile(folder)
     assert status.state is State.FAILED
     assert status.exit_code == 1
-    assert "killed before it started it" in status.failure.cause
+    assert "killed before the run started" in status.failure.cause
     assert status.failure.hint == "submit it again"
 
 
-def test_a_watched_run_is_running_once_a_node_lives(folder, hand):
-    assert current(folder).state is State.PENDING
+def test_while_a_supervisor_lives_its_word_counts(folder, hand):
     hand.node(started=hand.alive())
-    status = current(folder)
-    assert (status.state, status.remark) == (State.RUNNING, None)
-    assert [node.state for node in status.nodes] == [State.RUNNING]
+    assert reconcile(folder).state is State.PENDING
+    node = NodeStatus(node=0, host="localhost", state=State.RUNNING)
+    said = RunStatus(
+        run=folder.run_id, job="demo", cluster="local", backend="local", state=State.RUNNING,
+        nodes=(node,),
+    )  # fmt: skip
+    folder.write_json("state.json", said)
+    assert reconcile(folder) == current(folder) == said
+
+
+def test_what_is_on_record_of_a_run_that_nobody_watches_is_not_relied_on(folder, hand):
+    hand.unwatched()
+    assert current(folder) is None
 
 
 def test_a_run_that_lost_its_supervisor_still_runs_and_says_so(folder, hand, run):
     hand.unwatched()
     hand.node(started=hand.alive())
-    status = current(folder)
+    status = reconcile(folder)
     assert status.state is State.RUNNING
     assert f"clusterkit cancel {run.id}" in status.remark
 
@@ -79,14 +92,14 @@ def test_a_run_that_lost_its_supervisor_still_runs_and_says_so(folder, hand, run
 def test_a_run_that_lost_its_supervisor_and_ended_well_has_succeeded(folder, hand):
     hand.unwatched()
     hand.node(started=hand.dead(), exit_code=0, at=1234.5)
-    status = current(folder)
+    status = reconcile(folder)
     assert (status.state, status.exit_code, status.finished_at) == (State.SUCCEEDED, 0, 1234.5)
 
 
 def test_a_run_that_lost_its_supervisor_and_failed_tells_why(folder, hand):
     hand.unwatched()
     hand.node(started=hand.dead(), exit_code=7, log=TRACEBACK)
-    status = current(folder)
+    status = reconcile(folder)
     assert (status.state, status.exit_code) == (State.FAILED, 7)
     assert status.failure.cause == "ValueError: bad"
     assert status.failure.rank == 0
@@ -96,7 +109,7 @@ def test_a_run_that_lost_its_supervisor_and_was_cancelled_is_cancelled(folder, h
     hand.unwatched()
     folder.mark_cancelled()
     hand.node(started=hand.dead(), exit_code=143, reason="stopped on request")
-    status = current(folder)
+    status = reconcile(folder)
     assert (status.state, status.exit_code) == (State.CANCELLED, 130)
 
 
@@ -104,14 +117,15 @@ def test_an_agent_that_was_killed_without_a_word_is_a_failure(folder, hand):
     hand.unwatched()
     node = hand.node(started=hand.dead())
     (node / "agent.log").write_text("something\nsh: out of pipes\n")
-    status = current(folder)
+    status = reconcile(folder)
     assert status.state is State.FAILED
-    assert "ended without a word: sh: out of pipes" in status.failure.cause
+    assert "ended without reporting an exit code: sh: out of pipes" in status.failure.cause
 
 
 def test_a_node_script_that_has_not_become_an_agent_yet_is_running(folder, hand):
+    hand.unwatched()
     (hand.node() / "pid").write_text(f"{os.getpid()}\n")
-    assert current(folder).state is State.RUNNING
+    assert reconcile(folder).state is State.RUNNING
 
 
 def test_the_final_word_of_the_supervisor_is_final(folder, hand):
@@ -121,7 +135,7 @@ def test_the_final_word_of_the_supervisor_is_final(folder, hand):
     )  # fmt: skip
     folder.write_json("state.json", said)
     hand.node(started=hand.alive())
-    assert current(folder) == said
+    assert reconcile(folder) == said
 
 
 def test_a_run_between_two_attempts_is_restarting(folder, hand):
@@ -131,7 +145,7 @@ def test_a_run_between_two_attempts_is_restarting(folder, hand):
         state=State.RESTARTING, attempt=1,
     )  # fmt: skip
     folder.write_json("state.json", said)
-    assert current(folder).state is State.RESTARTING
+    assert reconcile(folder).state is State.RESTARTING
 
 
 def test_the_newest_attempt_is_the_one_that_counts(folder, hand):
@@ -143,7 +157,7 @@ def test_the_newest_attempt_is_the_one_that_counts(folder, hand):
         state=State.RUNNING, attempt=2,
     )  # fmt: skip
     folder.write_json("state.json", said)
-    status = current(folder)
+    status = reconcile(folder)
     assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
 
 
@@ -155,13 +169,13 @@ def test_the_newest_attempt_is_the_one_that_counts(folder, hand):
 def test_half_a_record_of_a_process_is_no_sign_of_life(folder, hand, started):
     hand.unwatched()
     hand.node(started=started)
-    assert current(folder).state is not State.RUNNING
+    assert reconcile(folder).state is not State.RUNNING
 
 
 def test_a_process_of_before_the_reboot_is_no_sign_of_life(folder, hand):
     hand.unwatched()
     hand.node(started=hand.alive() | {"boot_id": "before"})
-    assert current(folder).state is State.FAILED
+    assert reconcile(folder).state is State.FAILED
 
 
 # ---------------------------------------------------------------- damaged folders
@@ -178,7 +192,7 @@ FILES = [
     "events.jsonl",
     "steps.jsonl",
     "files/node.sh",
-    "files/agent.py",
+    "files/agent.pyz",
     "attempts/1/node-0/log",
     "attempts/1/node-0/started.json",
     "attempts/1/node-0/exit.json",
@@ -223,7 +237,7 @@ def complete(folder, hand, run):
     folder.append("steps.jsonl", Event(at=1.0, attempt=1, text="something"))
     (folder.path / "files").mkdir()
     # Not the true agent: whatever `cancel` starts here must not look for processes.
-    (folder.path / "files" / "agent.py").write_text("print('{}')\n")
+    (folder.path / "files" / "agent.pyz").write_text("print('{}')\n")
     (folder.path / "files" / "node.sh").write_text("exit 0\n")
     node = hand.node(started=hand.dead(), exit_code=7, log=TRACEBACK)
     (node / "ranks.jsonl").write_text('{"rank": 0, "pid": 5}\n')
@@ -239,7 +253,7 @@ def complete(folder, hand, run):
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_folder_always_has_a_status(complete, name, damage):
     spoil(complete.path / name, DAMAGE[damage])
-    status = current(complete)
+    status = reconcile(complete)
     assert status.run == complete.run_id
     assert isinstance(status.state, State)
 
@@ -248,7 +262,7 @@ def test_a_damaged_folder_always_has_a_status(complete, name, damage):
 @pytest.mark.parametrize("name", ["run.json", "plan.json", "cluster.json"])
 def test_what_cannot_be_told_is_unknown_and_names_the_file(complete, name, damage):
     spoil(complete.path / name, DAMAGE[damage])
-    status = current(complete)
+    status = reconcile(complete)
     assert status.state is State.UNKNOWN
     assert name in status.remark
 
@@ -257,7 +271,7 @@ def test_a_node_tells_how_its_ranks_ended(complete, hand):
     launcher = {"pid": 5, "rank": None, "exit_code": 1, "at": 3.0}
     rank = {"pid": None, "rank": 0, "exit_code": 9, "at": 4.0}
     hand.node(exit_code=1, log="", processes=[launcher, rank], oom_kills=1)
-    failure = current(complete).failure
+    failure = reconcile(complete).failure
     assert (failure.rank, failure.exit_code) == (0, 9)
 
 
@@ -266,7 +280,7 @@ def test_a_node_tells_how_its_ranks_ended(complete, hand):
 )
 def test_garbage_where_a_node_tells_of_its_ranks_is_nothing(complete, hand, processes):
     hand.node(exit_code=1, log="", processes=processes)
-    failure = current(complete).failure
+    failure = reconcile(complete).failure
     assert (failure.rank, failure.exit_code) == (None, 1)
 
 
@@ -292,7 +306,7 @@ def test_cancelling_a_run_that_has_ended_changes_nothing(folder, hand):
 def test_a_cancel_of_a_run_that_is_about_to_start_is_on_record(folder, hand):
     assert cancel(folder).state is State.PENDING
     hand.unwatched()
-    assert current(folder).state is State.CANCELLED
+    assert reconcile(folder).state is State.CANCELLED
     assert cancel(folder).state is State.CANCELLED
 
 
@@ -343,9 +357,9 @@ OK, BAD, UP = State.SUCCEEDED, State.FAILED, State.RUNNING
 def supervise_with(unstarted_run, monkeypatch):
     """Run a supervisor in this process over scripted attempts; gives what it left."""
 
-    def go(attempts, text="launcher: python\n", adopt=None, **options):
+    def go(attempts, text="launcher: python\n", adopt=None, kind=Scripted, **options):
         run = unstarted_run(text, **options)
-        backend = Scripted(attempts)
+        backend = kind(attempts)
         monkeypatch.setattr(backends, "backend", lambda name: backend)
         monkeypatch.setattr(supervise, "POLL_SECONDS", 0.0)
         monkeypatch.setattr(supervise, "PEERS_SECONDS", 0.0)
@@ -356,6 +370,37 @@ def supervise_with(unstarted_run, monkeypatch):
         return backend, supervisor.folder.read_json("state.json", RunStatus), run.events()
 
     return go
+
+
+class Kept(Scripted, SupportsCleanup):
+    """One whose nodes stay with a service, which does not answer the first few times."""
+
+    silent = 0
+
+    def clean_up(self, handle, transport):
+        self.cancelled += 1
+        if self.cancelled <= self.silent:
+            raise Unavailable("the engine does not answer")
+
+
+def test_what_an_attempt_leaves_with_a_service_is_removed_after_each(supervise_with):
+    job = "launcher: python\nrestarts: 1\n"
+    backend, status, _ = supervise_with([observed(BAD), observed(OK)], job, kind=Kept)
+    assert backend.cancelled == 2
+    assert (status.state, status.remark) == (State.SUCCEEDED, None)
+
+
+def test_what_a_service_did_not_remove_is_told_of_until_it_is(supervise_with, monkeypatch):
+    monkeypatch.setattr(Kept, "silent", 1)
+    _, status, events = supervise_with([observed(OK)], kind=Kept)
+    assert [event.text for event in events] == [
+        "not all nodes could be stopped: the engine does not answer"
+    ]
+    assert "the engine does not answer; `clusterkit cancel" in status.remark
+    _, status, _ = supervise_with(
+        [observed(BAD), observed(OK)], "launcher: python\nrestarts: 1\n", kind=Kept
+    )
+    assert status.remark is None
 
 
 def test_a_run_that_succeeds_is_not_repeated(supervise_with):
@@ -389,8 +434,8 @@ def test_a_run_is_ended_at_its_time_limit_whatever_restarts_are_left(supervise_w
     job = "launcher: python\nrestarts: 3\ntime_limit: 0.000001\n"
     backend, status, events = supervise_with(script, job)
     assert (status.state, status.exit_code, status.attempt) == (State.FAILED, 124, 1)
-    assert status.failure.cause == "it was ended at its time_limit of 1e-06"
-    assert [event.text for event in events] == ["attempt 1 is over its time limit: ending it"]
+    assert status.failure.cause == "it was stopped at its time_limit of 1e-06"
+    assert [event.text for event in events] == ["attempt 1 is over its time limit: stopping it"]
     assert backend.cancelled >= 1
 
 
@@ -416,8 +461,8 @@ def test_a_pause_of_the_supervisor_is_no_node_s_fault(supervise_with, monkeypatc
     assert ended.state is State.SUCCEEDED
 
 
-def test_a_run_that_has_gone_on_elsewhere_is_followed_and_not_started_again(supervise_with):
-    gone_on = Newest(attempt=3, watched=True)
+def test_a_run_that_has_gone_on_in_its_cluster_is_followed_and_not_started_again(supervise_with):
+    gone_on = ClusterProgress(attempt=3, watched=True)
     left = msgspec.structs.replace(observed(BAD), superseded=gone_on)
     job = "launcher: python\nrestarts: 3\n"
     backend, status, events = supervise_with(
@@ -425,12 +470,12 @@ def test_a_run_that_has_gone_on_elsewhere_is_followed_and_not_started_again(supe
     )
     assert [attempt for attempt, _ in backend.submitted] == [1, 4]
     assert (status.state, status.attempt) == (State.SUCCEEDED, 4)
-    assert events[0].text == "attempt 3 goes on; it was begun in the cluster"
+    assert events[0].text == "attempt 3 continues; the cluster started it"
     assert events[1].text.endswith("starting again, 0 restarts left")
 
 
-def test_an_attempt_that_was_announced_elsewhere_and_never_begun_is_started(supervise_with):
-    announced = Newest(attempt=2, begun=False)
+def test_an_attempt_that_was_announced_in_the_cluster_and_never_begun_is_started(supervise_with):
+    announced = ClusterProgress(attempt=2, begun=False)
     left = msgspec.structs.replace(observed(BAD), superseded=announced)
     job = "launcher: python\nrestarts: 1\n"
     backend, status, _ = supervise_with([left, observed(OK)], job)
@@ -499,10 +544,11 @@ def test_a_cancelled_run_is_not_started(unstarted_run, monkeypatch):
 def test_a_restart_changes_the_plan_on_record_when_it_changes_the_port(unstarted_run, monkeypatch):
     run = unstarted_run()
     folder = RunFolder(run.path)
-    before = supervise.read_plan(folder)
+    before = folder.plan()
     supervisor = Supervisor(folder)
-    supervisor._new_port(30123, "port was taken")
-    after = supervise.read_plan(folder)
+    moved = moved_port(supervisor.cluster, supervisor.facts, 30123, "port was taken")
+    supervisor._plan_anew(*moved)
+    after = folder.plan()
     assert (before.port, after.port) == (29501, 30123)
     assert "30123" in folder.read("plan.txt").decode()
     assert json.loads(folder.read("facts.json"))["port"] == 30123
@@ -514,16 +560,43 @@ def test_a_watch_port_that_was_taken_meanwhile_is_replaced(unstarted_run):
     supervisor = Supervisor(folder)
     port = supervisor.transport.free_port("localhost")
     facts = msgspec.structs.replace(supervisor.facts, port=port, watch_port=port + 1)
-    supervisor._plan_anew(facts)
-    supervisor._settle_port()
+    supervisor.facts = facts
+    supervisor._check_again()
     assert supervisor.facts == facts
     with socket.create_server(("", port + 1)):
-        supervisor._settle_port()
+        supervisor._check_again()
     kept = json.loads(folder.read("facts.json"))
     assert kept["port"] == port
     assert kept["watch_port"] not in (port, port + 1)
     (event,) = folder.records("events.jsonl", Event)
     assert event.text.startswith(f"port {port + 1} was taken meanwhile; the nodes watch each other")
+
+
+class Busy(LocalTransport):
+    """Every port that is asked for has been taken."""
+
+    def free_port(self, host, wanted=None):
+        return (wanted or 30000) + 100
+
+
+@pytest.mark.parametrize(
+    ("name", "fresh", "port"),
+    [
+        ("local", True, 29601), ("local", False, 29601),
+        ("ssh", True, None), ("ssh", False, 29601),
+        ("compose", False, None), ("kubernetes", False, None),
+    ],
+)  # fmt: skip
+def test_a_port_is_checked_again_where_other_programs_could_take_it(name, fresh, port, facts):
+    cluster = CLUSTER_TYPES[name]()
+    backend = backends.backend(name)
+    found = backend.before_attempt(cluster, facts, Busy(), fresh=fresh)
+    assert (found and found[0].port) == port
+    if found:
+        assert found[1] == "port 29501 was taken meanwhile; 29601 chosen instead"
+        fixed = msgspec.structs.replace(cluster, port=29501)
+        with pytest.raises(ClusterkitError, match="the cluster entry asks for that one"):
+            backend.before_attempt(fixed, facts, Busy(), fresh=fresh)
 
 
 def test_the_identity_of_a_process_survives_json(folder):
@@ -572,7 +645,7 @@ def test_a_supervisor_holds_the_folder_until_it_ends(made):
         supervise.spawn(made, lock)
     agent.wait_gone([made.read_json("supervisor.json", dict)["pid"]], 60)
     assert not made.is_held()
-    assert current(made).state is State.CANCELLED
+    assert reconcile(made).state is State.CANCELLED
     assert made.read("supervisor.log") == b""
 
 
@@ -662,7 +735,7 @@ def test_a_run_that_failed_alone_says_what_attach_would_do(failed_alone):
     status = run.status()
     assert (status.state, status.exit_code) == (State.FAILED, 7)
     assert status.remark == (
-        f"nobody was there to start it again (1 restart left): `clusterkit attach {run.id}` does"
+        f"it was not restarted (1 restart left): `clusterkit attach {run.id}` does"
     )
 
 
@@ -684,8 +757,12 @@ def test_attach_does_nothing_for_a_run_that_was_given_up(failed_alone):
 def test_a_service_keeps_what_attach_could_still_use(failed_alone, monkeypatch):
     run, _ = failed_alone
     ended = []
-    monkeypatch.setattr(LocalBackend, "managed", True)
-    monkeypatch.setattr(LocalBackend, "cancel", lambda *_: ended.append(1))
+
+    class Served(LocalBackend, SupportsCleanup):
+        def clean_up(self, handle, transport):
+            ended.append(1)
+
+    monkeypatch.setattr(backends, "backend", lambda name: Served())
     assert run.status().state is State.FAILED
     assert ended == []
     run.cancel()

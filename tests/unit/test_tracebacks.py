@@ -224,7 +224,7 @@ MISSING = (
     "    full_key: db.port\n    object_type=dict"
 )
 NOT_IN_STRUCT = "Key 'foo' is not in struct\n    full_key: db.foo\n    object_type=dict"
-KILLED = "killed by SIGKILL: somebody's kill -9; the kernel counted no out-of-memory kill"
+KILLED = "killed by SIGKILL from outside (kill -9): the kernel counted no out-of-memory kill"
 NOT_FOUND = """\
 mpirun was unable to launch the specified application as it could not access
 or execute an executable:

@@ -362,7 +362,7 @@ def test_held_out_losses_that_agree_show_all(tmp_path, monkeypatch):
 
 
 def test_a_suffix_that_is_no_picture_s_is_refused(tmp_path):
-    with pytest.raises(BadInput, match=r"loss\.txt: not a picture's name") as error:
+    with pytest.raises(BadInput, match=r"loss\.txt: not the name of a picture") as error:
         plots.draw({"a": METRICS}, tmp_path / "loss.txt")
     assert error.value.hint == "one of .png, .svg, .pdf"
 

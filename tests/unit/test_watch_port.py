@@ -3,14 +3,16 @@
 import contextlib
 import json
 import queue
+import selectors
 import socket
 import threading
 import time
 
 import pytest
 
-from clusterkit import agent
-from clusterkit.agent import Comrades, Line, Listener, Peers
+from clusterkit.agent import clock, limits
+from clusterkit.agent.client import Client
+from clusterkit.agent.connections import Line, Listener
 
 TOKEN = b"0123456789abcdef"
 RUN = {"run": "r", "attempt": "1"}
@@ -20,12 +22,9 @@ WAIT = 60
 
 
 @pytest.fixture(autouse=True)
-def node(monkeypatch):
-    monkeypatch.setenv("CLUSTERKIT_RUN_ID", "r")
-    monkeypatch.setenv("CLUSTERKIT_ATTEMPT", "1")
-    monkeypatch.setenv("NODE_RANK", "0")
-    for name in ("PEER_SECONDS", "PEER_GONE_SECONDS", "PEER_AGAIN_SECONDS", "PEERS_GRACE"):
-        monkeypatch.setattr(agent, name, 0.1)
+def quick(monkeypatch):
+    for name in ("PEER_SECONDS", "PEER_GONE_SECONDS", "PEER_AGAIN_SECONDS", "FAILURE_GRACE"):
+        monkeypatch.setattr(limits, name, 0.1)
 
 
 @pytest.fixture
@@ -35,38 +34,18 @@ def port():
 
 
 class Watched:
-    """What node 0 of two would do."""
+    """What a node of two does."""
+
+    wait = 0.0
 
     def __init__(self, port, node=0, lost_after=30.0):
         self.said = queue.SimpleQueue()
-        self.thread = Peers(
-            ("127.0.0.1", port), 2, TOKEN, lost_after,
-            lambda why: self.said.put(("stop", why)), lambda text: self.said.put(("warn", text)),
-        )  # fmt: skip
-        self.thread._node = node
-        self.thread.start()
-
-    def hears(self):
-        return self.said.get(timeout=WAIT)
-
-    def end(self, code=0):
-        self.thread.ended(code)
-        self.thread.join(WAIT)
-        assert not self.thread.is_alive()
-
-
-class Mustered:
-    """The same where lost nodes come back."""
-
-    def __init__(self, port, **_):
-        self.said = queue.SimpleQueue()
-        self.thread = Comrades(
-            ("127.0.0.1", port), 2, TOKEN, 30.0, 60.0,
-            lambda *order: self.said.put(order), lambda text: None,
-            lambda text: self.said.put(("warn", text)),
+        self.thread = Client(
+            ("127.0.0.1", port), node=node, nodes=2, run=RUN, token=TOKEN, lost_after=lost_after,
+            wait=self.wait, order=lambda *order: self.said.put(order), say=lambda text: None,
+            warn=lambda text: self.said.put(("warn", text)),
         )  # fmt: skip
         self.thread.start()
-        assert self.hears() == ("go", "")
 
     def hears(self):
         return self.said.get(timeout=WAIT)
@@ -75,6 +54,17 @@ class Mustered:
         self.thread.ended(code)
         self.thread.close()
         self.thread.join(WAIT)
+        assert not self.thread.is_alive()
+
+
+class Rejoining(Watched):
+    """The same where lost nodes come back."""
+
+    wait = 60.0
+
+    def __init__(self, port, **options):
+        super().__init__(port, **options)
+        assert self.hears() == ("start", "")
 
 
 def connect(port):
@@ -106,22 +96,22 @@ STRANGERS = [
     (DEEP,),
     (b"x" * 100_000,),
     (b"",),
-    (HELLO, {"exit": 1}),
-    (b"wrong", HELLO, {"exit": 1}),
-    (TOKEN[:-1], HELLO, {"exit": 1}),
-    (TOKEN + b"\r", HELLO, {"exit": 1}),
+    (HELLO, {"ended": 1, "round": 1}),
+    (b"wrong", HELLO, {"ended": 1, "round": 1}),
+    (TOKEN[:-1], HELLO, {"ended": 1, "round": 1}),
+    (TOKEN + b"\r", HELLO, {"ended": 1, "round": 1}),
     (TOKEN, DEEP),
     (TOKEN, b"no JSON"),
     (TOKEN, [1]),
     (TOKEN, RUN),
-    *((TOKEN, {**RUN, "node": node}, {"exit": 1})
+    *((TOKEN, {**RUN, "node": node}, {"ended": 1, "round": 1})
       for node in ("zz", "1", None, True, 1.0, -1, 2, 99, [], {})),
-    (TOKEN, {**HELLO, "run": "another"}, {"exit": 1}),
-    (TOKEN, {**HELLO, "attempt": "2"}, {"exit": 1}),
+    (TOKEN, {**HELLO, "run": "another"}, {"ended": 1, "round": 1}),
+    (TOKEN, {**HELLO, "attempt": "2"}, {"ended": 1, "round": 1}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [Watched, Mustered])
+@pytest.mark.parametrize("kind", [Watched, Rejoining])
 def test_whoever_is_no_node_is_turned_away_and_changes_nothing(port, kind):
     there = kind(port)
     for lines in STRANGERS:
@@ -132,7 +122,7 @@ def test_whoever_is_no_node_is_turned_away_and_changes_nothing(port, kind):
     assert there.said.empty()
     # And a node is heard still.
     with connect(port) as one:
-        say(one, TOKEN, HELLO, {"exit": 7} if kind is Watched else {"leaving": True})
+        say(one, TOKEN, HELLO, {"ended": 7, "round": 1} if kind is Watched else {"leaving": True})
         expected = ("stop", "node 1 failed") if kind is Watched else None
         assert expected is None or there.hears() == expected
     there.end()
@@ -144,26 +134,26 @@ def test_a_node_that_says_what_cannot_be_read_loses_its_connection_alone(port):
         say(one, TOKEN, HELLO, DEEP[:4000])
         assert closed(one)
         with connect(port) as again:
-            say(again, TOKEN, HELLO, {"exit": "x"})
+            say(again, TOKEN, HELLO, {"ended": "x", "round": 1})
             assert closed(again)
     assert there.hears() == ("stop", "the launcher of node 1 is gone")
 
 
 def test_connections_that_say_nothing_are_closed(monkeypatch):
-    monkeypatch.setattr(agent, "HELLO_SECONDS", 0.0)
+    monkeypatch.setattr(limits, "HELLO_SECONDS", 0.0)
     with contextlib.closing(Listener(0, RUN, TOKEN, 2)) as listener:
         silent = connect(listener._server.getsockname()[1])
         with silent:
             silent.settimeout(0.01)
             while True:
-                listener.turn(0.01, lambda *_: None)
+                listener.receive(0.01, lambda *_: None)
                 with contextlib.suppress(TimeoutError):
                     assert silent.recv(1) == b""
                     break
 
 
 def test_no_more_than_so_many_strangers_are_kept_and_a_node_still_comes_in(monkeypatch):
-    monkeypatch.setattr(agent, "STRANGERS", 3)
+    monkeypatch.setattr(limits, "STRANGERS", 3)
     heard = []
     with (
         contextlib.closing(Listener(0, RUN, TOKEN, 2)) as listener,
@@ -175,7 +165,7 @@ def test_no_more_than_so_many_strangers_are_kept_and_a_node_still_comes_in(monke
         one = stack.enter_context(connect(port))
         say(one, TOKEN, HELLO)
         while not heard:
-            listener.turn(1.0, lambda line, message: heard.append((line.node, message)))
+            listener.receive(1.0, lambda line, message: heard.append((line.node, message)))
             assert len(listener._strangers) <= 3
         assert heard == [(1, HELLO)]
         assert len(listener.selector.get_map()) <= 1 + 3 + 1
@@ -183,7 +173,7 @@ def test_no_more_than_so_many_strangers_are_kept_and_a_node_still_comes_in(monke
 
 def test_what_a_full_buffer_does_not_take_is_sent_later():
     here, there = socket.socketpair()
-    with here, there, agent.selectors.DefaultSelector() as selector:
+    with here, there, selectors.DefaultSelector() as selector:
         here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         line = Line(here, selector)
         sent = [{"n": number, "text": "x" * 100} for number in range(200)]
@@ -194,7 +184,7 @@ def test_what_a_full_buffer_does_not_take_is_sent_later():
         while received.count(b"\n") < len(sent):
             received += there.recv(1 << 16)
             for key, events in selector.select(0):
-                key.data.turn(events)
+                key.data.receive(events)
         assert [json.loads(text) for text in received.splitlines()] == sent
         assert not line.closed
         for _ in range(2000):
@@ -204,13 +194,13 @@ def test_what_a_full_buffer_does_not_take_is_sent_later():
 
 
 def test_what_was_said_last_is_sent_before_the_connection_ends(monkeypatch):
-    monkeypatch.setattr(agent, "PEER_SECONDS", float(WAIT))
+    monkeypatch.setattr(limits, "PEER_SECONDS", float(WAIT))
     listener = Listener(0, RUN, TOKEN, 2)
     with connect(listener._server.getsockname()[1]) as one:
         heard = []
         say(one, TOKEN, HELLO)
         while not heard:
-            listener.turn(1.0, lambda line, message: heard.append(line))
+            listener.receive(1.0, lambda line, message: heard.append(line))
         (line,) = heard
         line._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         while not line._unsent:
@@ -225,7 +215,7 @@ def test_what_was_said_last_is_sent_before_the_connection_ends(monkeypatch):
 
 
 def test_a_program_that_holds_node_0_s_port_is_nobody_s_failure(port, monkeypatch):
-    monkeypatch.setattr(agent, "PEER_MEET_SECONDS", 0.5)
+    monkeypatch.setattr(limits, "PEER_MEET_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", port)) as other:
         there = Watched(port, node=1, lost_after=0.2)
         connection, _ = other.accept()
@@ -237,11 +227,10 @@ def test_a_program_that_holds_node_0_s_port_is_nobody_s_failure(port, monkeypatc
     )
 
 
-def test_one_that_answers_in_another_language_does_not_keep_a_node_from_starting(port, monkeypatch):
-    monkeypatch.setenv("NODE_RANK", "1")
+def test_one_that_answers_in_another_language_does_not_keep_a_node_from_starting(port):
     with socket.create_server(("127.0.0.1", port)) as other:
         threading.Thread(target=_answer, args=(other,), daemon=True).start()
-        there = Mustered(port)
+        there = Rejoining(port, node=1)
         there.end()
 
 
@@ -253,25 +242,20 @@ def _answer(server):
                 connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
 
-@pytest.mark.parametrize("kind", [Watched, Mustered])
-def test_a_port_that_is_taken_is_told(port, kind):
+@pytest.mark.parametrize("wait", [0.0, 60.0])
+def test_a_port_that_is_taken_is_told(port, wait, monkeypatch):
+    monkeypatch.setattr(Watched, "wait", wait)
     with socket.create_server(("", port)):
-        if kind is Watched:
-            there = Watched(port)
-            assert there.hears()[0] == "warn"
-        else:
-            said = queue.SimpleQueue()
-            Comrades(
-                ("127.0.0.1", port), 2, TOKEN, 30.0, 60.0, lambda *order: said.put(order),
-                lambda text: None, lambda text: said.put(("warn", text)),
-            ).start()  # fmt: skip
-            assert said.get(timeout=WAIT)[0] == "warn"
+        there = Watched(port)
+        words = f"the other nodes are not watched: port {port}: Address already in use"
+        assert there.hears() == ("warn", words)
+        assert [there.hears() for _ in range(2 if wait else 1)][-1] == ("exit", "")
 
 
 def test_node_0_and_another_meet(port):
     first, second = Watched(port), Watched(port, node=1)
     deadline = time.monotonic() + WAIT
-    while not first.thread._peers:
+    while not second.thread._met:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     second.end(3)
@@ -279,19 +263,19 @@ def test_node_0_and_another_meet(port):
     assert second.said.empty()
 
 
-@pytest.mark.parametrize("kind", [Watched, Mustered])
+@pytest.mark.parametrize("kind", [Watched, Rejoining])
 def test_a_pause_of_node_0_is_nobody_s_silence(port, kind, monkeypatch):
     """As when all machines of a host are suspended: nobody has spoken, and nobody could hear."""
     pause = [0.0]
-    clock = agent.Awake(lambda: time.monotonic() + pause[0])
-    monkeypatch.setattr(agent, "awake", clock)
+    paused = clock.Awake(lambda: time.monotonic() + pause[0])
+    monkeypatch.setattr(clock, "awake", paused)
     there = kind(port)
     with connect(port) as one, one.makefile("rb") as lines:
-        say(one, TOKEN, {**HELLO, "agent": "a", "hub": "", "round": 0, "up": True, "code": None})
+        say(one, TOKEN, {**HELLO, "agent": "a", "running": True})
         assert lines.readline()
         pause[0] = 1000.0
-        turned = clock()
-        while clock() < turned + 1.0:
+        turned = paused()
+        while paused() < turned + 1.0:
             assert "stop" not in json.loads(lines.readline())  # a sign of life: it looks around
     assert there.said.empty()
     there.end()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import posixpath
 import re
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from clusterkit.cluster import ComposeCluster, Engine, Facts
+from clusterkit.assemble import Assembly, Placement
+from clusterkit.cluster import ComposeCluster, Engine, Gpu
 from clusterkit.errors import BadInput
 from clusterkit.plan import PlanFile
-from clusterkit.rendezvous import NODE_ADDRESS, Topology, mpirun_interface
+from clusterkit.rendezvous import mpirun_interface
 from clusterkit.shell import quote
 from clusterkit.spec import JobSpec
 from clusterkit.yaml_text import Shared, documents, merged
@@ -34,27 +35,28 @@ def container_name(run_id: str, node: int) -> str:
     return f"{project_name(run_id)}-node-{node}"
 
 
-def render(
-    job: JobSpec,
-    cluster: ComposeCluster,
-    facts: Facts,
-    engine: Engine,
-    topology: Topology,
-    device: str,
-    run_dir: str,
-    mounts: list[dict[str, Any]],
-    command: Sequence[str],
-    secrets: Sequence[str],
-) -> str:
+@dataclass(frozen=True)
+class Containers:
+    """What a run's containers are made of, and what they see of this machine."""
+
+    cluster: ComposeCluster
+    engine: Engine
+    gpus: tuple[Gpu, ...]
+    """All of the machine's that the run divides."""
+    mounts: list[dict[str, Any]]
+
+
+def render(placement: Placement, containers: Containers, assembly: Assembly) -> str:
     """The compose file: what all nodes share stands in it once."""
-    run_id = posixpath.basename(run_dir)
+    cluster, engine, topology = containers.cluster, containers.engine, placement.topology
+    run_id, run_dir = placement.endpoint.run_id, placement.places.run_dir
     uid, _, gid = engine.user.partition(":")
     # Without a value: taken from the environment of `docker compose up`, to the letter.
     environment = _shared(
         "environment",
         {
             "CLUSTERKIT_ATTEMPT": None,
-            **dict.fromkeys(secrets),
+            **dict.fromkeys(assembly.secrets),
             "HOME": f"{OURS}/home",
             "USER": "clusterkit",
             "LOGNAME": "clusterkit",
@@ -74,7 +76,7 @@ def render(
         "init": True,
         "user": engine.user,
         **({"userns_mode": "host"} if engine.remapped else {}),
-        "entrypoint": list(command),
+        "entrypoint": list(assembly.command),
         "command": [],
         "stop_grace_period": f"{math.ceil(cluster.stop_grace) + STOP_EXTRA}s",
         "healthcheck": {"disable": True},
@@ -89,7 +91,7 @@ def render(
         common["ulimits"] = dict(cluster.ulimits)
     common |= {
         "tmpfs": [f"{OURS}/home:exec,mode=0700,uid={uid},gid={gid}"],
-        "volumes": mounts,
+        "volumes": containers.mounts,
     }
     node = _shared("node", common)
     services = {}
@@ -98,32 +100,20 @@ def render(
             "container_name": container_name(run_id, number),
             "hostname": f"node-{number}",
         }
-        if number and job.launcher == "mpirun":
+        if number and placement.starter == "mpirun":
             own["entrypoint"] = ["/bin/sh", f"{run_dir}/files/mpi-node.sh"]
-        own["environment"] = merged(
-            environment,
-            {
-                "NODE_RANK": str(number),
-                **({NODE_ADDRESS.name: f"node-{number}"} if topology.elastic else {}),
-            },
-        )
+        its = {"NODE_RANK": str(number), **placement.node_env[number]}
+        own["environment"] = merged(environment, its)
         own["labels"] = merged(labels, {"clusterkit.node": str(number)})
-        if device == "cuda":
+        if placement.device == "cuda":
             first = number * topology.nproc_per_node
-            share = facts.hosts[0].gpus[first : first + topology.nproc_per_node]
-            own["deploy"] = {
-                "resources": {
-                    "reservations": {
-                        "devices": [
-                            {
-                                "driver": "nvidia",
-                                "device_ids": [gpu.index for gpu in share],
-                                "capabilities": ["gpu"],
-                            }
-                        ]
-                    }
-                }
+            share = containers.gpus[first : first + topology.nproc_per_node]
+            devices = {
+                "driver": "nvidia",
+                "device_ids": [gpu.index for gpu in share],
+                "capabilities": ["gpu"],
             }
+            own["deploy"] = {"resources": {"reservations": {"devices": [devices]}}}
         services[f"node-{number}"] = merged(node, own)
     network: dict[str, Any] = {"labels": merged(labels, {})}
     if cluster.subnet != "auto":
@@ -136,7 +126,7 @@ def render(
         "services": services,
         "networks": {"default": network},
     }
-    named = {m["source"]: {"external": True} for m in mounts if m["type"] == "volume"}
+    named = {m["source"]: {"external": True} for m in containers.mounts if m["type"] == "volume"}
     if named:
         document["volumes"] = named
     head = (
@@ -155,7 +145,7 @@ def size_bytes(key: str, size: str) -> int:
     """
     match = _SIZE.match(size)
     if match is None:
-        raise BadInput(f"{key}: {size!r} is no size", hint="such as 512m, or 8g", cluster=key)
+        raise BadInput(f"{key}: {size!r} is not a size", hint="such as 512m, or 8g", cluster=key)
     power = {"b": 0, "k": 1, "m": 2, "g": 3}[(match[2] or "b").lower()]
     return int(match[1]) << (10 * power)
 

@@ -14,20 +14,19 @@ from typing import Any
 import msgspec
 
 from clusterkit.agent import STOPPED
-from clusterkit.backends.base import Handle, Observation
+from clusterkit.backends.base import Observation
 from clusterkit.backends.compose.compose_file import LABEL, STOP_EXTRA, container_name
+from clusterkit.backends.compose.engine import ENGINE_SECONDS, HOST, Docker
 from clusterkit.backends.nodes import judge_exit, node_file, observed, remarks
 from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
-from clusterkit.plan import Plan
+from clusterkit.plan import ComposeNative, Plan
+from clusterkit.runs import RunHandle
 from clusterkit.status import NodeCause, NodeStatus, State
 from clusterkit.transport import Completed, Put, Stream, Transport
 
-HOST = "localhost"
-ENGINE_SECONDS = 60.0
 INSPECT_SECONDS = 10.0
-"""Seconds that a container has beyond its ranks' own to end."""
 LOOK_SECONDS = 3.0
-"""How often containers are looked at although the engine told of nothing."""
+"""How often containers are looked at although the engine reports no event."""
 AGAIN_SECONDS = 1.0
 """Pause before an engine that does not answer is asked again."""
 STATES: Mapping[str, State] = {
@@ -39,7 +38,7 @@ STATES: Mapping[str, State] = {
     "exited": State.FAILED,
     "dead": State.FAILED,
 }
-"""The engine's words for a container, for a node that has not told its own end."""
+"""The engine's words for a container, for a node that has left no exit.json."""
 _INSPECT = (
     '{"name":{{json .Name}},"labels":{{json .Config.Labels}},"state":{{json .State}},'
     '"networks":{{json .NetworkSettings.Networks}},"memory":{{json .HostConfig.Memory}}}'
@@ -84,7 +83,7 @@ class Container(msgspec.Struct, frozen=True, kw_only=True):
             return f"its container was killed from outside (docker kill, exit code 137){said}"
         if self.exit_code == 143:
             return f"its container was stopped from outside (docker stop, exit code 143){said}"
-        return f"its container ended with exit code {self.exit_code} without a word{said}"
+        return f"its container ended with exit code {self.exit_code}{said}"
 
     def starved(self) -> str:
         limit = f"over its container's memory limit of {_words(self.memory)}"
@@ -96,13 +95,14 @@ def _words(size: int) -> str:
     return f"{size / scale:g} {unit}"
 
 
-def tool(plan: Plan) -> list[str]:
-    """``docker`` for the engine that the run was planned for."""
-    argv = next((step.argv for step in plan.steps if "compose" in step.argv), ("docker", "compose"))
-    return list(argv[: argv.index("compose")])
+def docker_of(plan: Plan, transport: Transport) -> Docker:
+    """The engine that the run was planned for."""
+    # Plans of older versions do not hold it.
+    socket = plan.native.socket if isinstance(plan.native, ComposeNative) else None
+    return Docker(socket, transport)
 
 
-def _begun(handle: Handle, node: int, transport: Transport) -> bool:
+def _begun(handle: RunHandle, node: int, transport: Transport) -> bool:
     return transport.get(HOST, node_file(handle, node, "pid"), 0, 1) is not None
 
 
@@ -110,54 +110,50 @@ def known(plan: Plan, transport: Transport) -> bool:
     return transport.get(HOST, posixpath.join(plan.run_dir, "run.json"), 0, 1) is not None
 
 
-def _containers(plan: Plan) -> int:
-    return plan.topology.get("nodes", plan.nodes)
-
-
-def inspect(handle: Handle, transport: Transport) -> dict[int, Container]:
+def inspect(handle: RunHandle, transport: Transport) -> dict[int, Container]:
     """The attempt's containers that there are, by node.
 
     Raises:
         Unavailable: the engine does not answer.
     """
     plan = handle.plan
-    names = [container_name(plan.run_id, node) for node in range(_containers(plan))]
-    if not names:
+    names = [container_name(plan.run_id, node) for node in range(len(plan.hosts))]
+    if not names:  # the run's plan is damaged
         return {}
-    words = [*tool(plan), "inspect", "--type", "container", "--format", _INSPECT, *names]
-    done = transport.run(HOST, words, timeout=INSPECT_SECONDS)
+    words = ["inspect", "--type", "container", "--format", _INSPECT, *names]
+    done = docker_of(plan, transport).run(*words, seconds=INSPECT_SECONDS)
     complaints = [line for line in done.stderr.splitlines() if line and not _GONE.search(line)]
     if done.exit_code and complaints and not done.stdout.strip():
         raise Unavailable(f"the docker engine does not answer: {complaints[-1]}")
     found = {}
     for line in done.stdout.splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-            told = json.loads(line)
-            labels = told["labels"]
+            entry = json.loads(line)
+            labels = entry["labels"]
             if labels[LABEL] == plan.run_dir and labels["clusterkit.attempt"] == str(
                 handle.attempt
             ):
-                found[int(labels["clusterkit.node"])] = _container(told)
+                found[int(labels["clusterkit.node"])] = _container(entry)
     return found
 
 
-def _container(told: Mapping[str, Any]) -> Container:
-    state = told["state"]
+def _container(entry: Mapping[str, Any]) -> Container:
+    state = entry["state"]
     return Container(
         state=str(state["Status"]),
         exit_code=int(state.get("ExitCode") or 0),
         oom=bool(state.get("OOMKilled")),
         error=str(state.get("Error") or ""),
-        connected=bool(told.get("networks")),
-        memory=int(told.get("memory") or 0),
+        connected=bool(entry.get("networks")),
+        memory=int(entry.get("memory") or 0),
     )
 
 
-def _snapshot_path(handle: Handle) -> str:
+def _snapshot_path(handle: RunHandle) -> str:
     return posixpath.join(handle.plan.run_dir, "attempts", str(handle.attempt), "containers.json")
 
 
-def _snapshot(handle: Handle, transport: Transport) -> dict[int, Container]:
+def _snapshot(handle: RunHandle, transport: Transport) -> dict[int, Container]:
     """How the containers were before clusterkit ended and removed them."""
     data = transport.get(HOST, _snapshot_path(handle))
     try:
@@ -166,8 +162,8 @@ def _snapshot(handle: Handle, transport: Transport) -> dict[int, Container]:
         return {}
 
 
-def _keep(handle: Handle, transport: Transport) -> None:
-    """Write down how the containers are: their ends are told by nothing else once they are gone."""
+def _keep(handle: RunHandle, transport: Transport) -> None:
+    """Write down how the containers are: nothing else shows their ends once they are gone."""
     if transport.get(HOST, _snapshot_path(handle), 0, 1) or not known(handle.plan, transport):
         return
     # What cannot be kept is no reason to leave containers behind.
@@ -183,8 +179,8 @@ def _keep(handle: Handle, transport: Transport) -> None:
 
 
 def _said(plan: Plan, node: int, transport: Transport) -> str:
-    words = [*tool(plan), "logs", "--tail", "3", container_name(plan.run_id, node)]
-    done = transport.run(HOST, words, timeout=ENGINE_SECONDS)
+    words = ["logs", "--tail", "3", container_name(plan.run_id, node)]
+    done = docker_of(plan, transport).run(*words)
     return "" if done.exit_code else (done.stderr + done.stdout).strip().rpartition("\n")[2]
 
 
@@ -219,7 +215,7 @@ def judge(
         ended = judge_exit(node, host, exit_json)
         before = kept or live
         if ended.state is State.CANCELLED and before is not None:
-            # It obeyed, but what made us, or the other nodes, tell it to?
+            # It was asked to end; by whom, and because of what?
             reason = before.trouble()
             if reason is None and before.over and ended.reason == STOPPED:
                 reason = "its container was stopped from outside (docker stop)"
@@ -233,14 +229,14 @@ def judge(
             return status(State.FAILED, kept.ending(), kept.exit_code)
         if (reason := kept.trouble()) is not None:
             return status(State.FAILED, reason)
-        return status(State.CANCELLED, "killed: it did not end when it was asked to")
+        return status(State.CANCELLED, "killed: it did not stop when asked to")
     if live is None:
         if begun:
-            return status(State.FAILED, "its container is gone: somebody removed it")
+            return status(State.FAILED, "its container is gone: it was removed from outside")
         return status(State.PENDING)
     state = STATES.get(live.state, State.UNKNOWN)
     if state is State.UNKNOWN:
-        return status(state, f"docker calls its container {live.state!r}")
+        return status(state, f"docker reports its container as {live.state!r}")
     if state is State.FAILED:
         return status(state, live.ending(), live.exit_code)
     if live.trouble() is not None and not patient:
@@ -251,7 +247,7 @@ def judge(
 
 
 def observation(
-    handle: Handle,
+    handle: RunHandle,
     live: Mapping[int, Container],
     transport: Transport,
     *,
@@ -281,8 +277,8 @@ def observation(
             began = transport.get(HOST, node_file(handle, node, "started.json"))
             found = msgspec.structs.replace(found, remarks=remarks(exit_json or began))
         nodes.append(found)
-        told = None if exit_json is None else judge_exit(node, found.host, exit_json)
-        if found.state is State.FAILED and found.reason and found != told:
+        own = None if exit_json is None else judge_exit(node, found.host, exit_json)
+        if found.state is State.FAILED and found.reason and found != own:
             # Its own word for it, if there is one, is only that it was asked to end.
             causes.append(NodeCause(node=node, words=found.reason, exit_code=found.exit_code or 1))
         ended[node] = exit_json or b""
@@ -294,9 +290,9 @@ def observation(
 def _causes(
     plan: Plan, kept: Mapping[int, Container], live: Mapping[int, Container]
 ) -> tuple[NodeCause, ...]:
-    """What was done to containers, where their nodes could not tell or not know."""
+    """What was done to containers, where their nodes could not know or write it."""
     causes = []
-    for node in range(_containers(plan)):
+    for node in range(len(plan.hosts)):
         found = kept.get(node) or live.get(node)
         if found is not None and found.oom:
             causes.append(
@@ -307,7 +303,7 @@ def _causes(
                 )
             )
         elif node >= plan.nodes and found is not None:
-            # mpirun's other nodes have no agent that could tell.
+            # mpirun's other nodes have no agent.
             words = found.trouble()
             if words is None and found.over and found.exit_code in (137, 143):
                 words = found.ending()
@@ -316,10 +312,10 @@ def _causes(
     return tuple(causes)
 
 
-class Watcher:
-    """Looks at the containers when the engine tells that something happened to one of them."""
+class ContainerMonitor:
+    """Looks at the containers when the engine reports an event of one of them."""
 
-    def __init__(self, handle: Handle, transport: Transport) -> None:
+    def __init__(self, handle: RunHandle, transport: Transport) -> None:
         self._handle = handle
         self._transport = transport
         self._events: Stream | None = None
@@ -337,11 +333,11 @@ class Watcher:
         if not known(self._handle.plan, self._transport):
             return None
         now = time.monotonic()
-        if self._told() or now >= self._look_at:
+        if self._happened() or now >= self._look_at:
             self._look(now)
         seen = self._observed(now)
         if seen.nodes != self._last and self._silent_since is None:
-            # The files have told something: what does the engine say by now?
+            # The files have changed: what does the engine say by now?
             self._look(now)
             seen = self._observed(now)
         self._last = seen.nodes
@@ -376,8 +372,8 @@ class Watcher:
                 if found.trouble() is not None
             }
 
-    def _told(self) -> bool:
-        """Whether the engine told of something since it was asked last."""
+    def _happened(self) -> bool:
+        """Whether the engine has reported an event since the last call."""
         now = time.monotonic()
         if self._events is None:
             if now < self._open_at:
@@ -385,19 +381,19 @@ class Watcher:
             self._open_at = now + AGAIN_SECONDS
             plan = self._handle.plan
             words = [
-                *tool(plan), "events", "--since", f"{self._since:.3f}", "--format", "{{.Action}}",
-                "--filter", f"label={LABEL}={plan.run_dir}",
+                *docker_of(plan, self._transport).tool, "events", "--since", f"{self._since:.3f}",
+                "--format", "{{.Action}}", "--filter", f"label={LABEL}={plan.run_dir}",
             ]  # fmt: skip
             try:
                 self._events = self._transport.open(HOST, words)
             except ClusterkitError:
                 return False
-        told = False
+        happened = False
         try:
             while self._events.read(0):
-                told = True
+                happened = True
         except SubmitFailed:
-            return told  # nothing more for now
+            return happened  # nothing more for now
         # The engine is gone, or going.
         self._since = time.time()
         self.close()
@@ -412,7 +408,7 @@ class Watcher:
 # ---------------------------------------------------------------- ending
 
 
-def remove(handle: Handle, transport: Transport) -> None:
+def remove(handle: RunHandle, transport: Transport) -> None:
     """End and remove the run's containers and its network; how they were is kept.
 
     Raises:
@@ -456,7 +452,7 @@ def _ended(
         Unavailable: it failed.
     """
     try:
-        done = transport.run(HOST, [*tool(plan), *words], timeout=seconds)
+        done = docker_of(plan, transport).run(*words, seconds=seconds)
     except SubmitFailed as error:
         raise Unavailable(f"could not end run {plan.run_id}: {error.message}") from error
     complaints = [line for line in done.stderr.splitlines() if line and not _GONE.search(line)]

@@ -6,81 +6,47 @@ carried out here, without kubectl: that, and ``get``, ``create`` and ``delete`` 
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
-import os
-import re
 import socket
-import ssl
-import tempfile
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
-import yaml
-
-from clusterkit.backends.kubernetes.pods import MANAGER, ROLE
-from clusterkit.backends.kubernetes.text import Object
-from clusterkit.backends.kubernetes.watcher import reference, renumber
-from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
-from clusterkit.transport import Completed, LocalTransport, Stream, Transport
+from clusterkit.backends.kubernetes.apply import MERGE_PATCH, Away, Refused, apply, encoded
+from clusterkit.backends.kubernetes.connect import connect
+from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
+from clusterkit.transport import Completed, LocalTransport, Stream
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
-AWAY_SECONDS = 40.0
-"""How long the API server may be away while a run is being made."""
-RUNTIME_SECONDS = 10.0
-"""How long an operator may take to be ready for a job."""
-_SOON = ("must be created before", "failed calling webhook")
-"""Parts of refusals that are none a moment later."""
-APPLIED_AT_ONCE = 8
-"""Requests that are under way together while a run is made."""
-KUSTOMIZATION = "kustomization.yaml"
-_LEASES = "/apis/coordination.k8s.io/v1"
-_PLURALS = {
-    "ConfigMap": "configmaps", "Secret": "secrets", "Service": "services", "Job": "jobs",
-    "PyTorchJob": "pytorchjobs", "MPIJob": "mpijobs", "TrainJob": "trainjobs",
-    "TrainingRuntime": "trainingruntimes", "ServiceAccount": "serviceaccounts", "Role": "roles",
-    "RoleBinding": "rolebindings", "Lease": "leases",
-}  # fmt: skip
-_OWNERS = ("PyTorchJob", "MPIJob", "TrainJob", "Job")
+_PATCHED = {
+    "pod": "/api/v1/namespaces/{}/pods",
+    "lease": "/apis/coordination.k8s.io/v1/namespaces/{}/leases",
+}
 
 
-class Refused(ClusterkitError):
-    """The API server understood, and said no."""
+class _Server(NamedTuple):
+    """Which one, and which namespace of it."""
 
-    def __init__(self, status: int, reason: str, message: str) -> None:
-        super().__init__(f"the API server says: {message}")
-        self.status = status
-        self.reason = reason
-        self.said = message
+    kubeconfig: str | None
+    context: str | None
+    namespace: str
 
 
-class Away(Unavailable):
-    """The API server does not answer."""
-
-
-class Target:
-    """Which server and namespace, from the words of a command."""
-
-    def __init__(self, argv: Sequence[str]) -> None:
-        words = list(argv[1:])
-        flags: dict[str, str] = {}
-        while words and words[0] in ("--kubeconfig", "--context", "--namespace"):
-            flags[words[0]] = words[1]
-            del words[:2]
-        self.kubeconfig = flags.get("--kubeconfig")
-        self.context = flags.get("--context")
-        self.namespace = flags.get("--namespace", "default")
-        self.words = words
+def _parsed(argv: Sequence[str]) -> tuple[list[str], _Server]:
+    """The words of a command of kubectl, and the server that its flags name."""
+    words, flags = list(argv[1:]), {}
+    while words and words[0] in ("--kubeconfig", "--context", "--namespace"):
+        flags[words[0]] = words[1]
+        del words[:2]
+    namespace = flags.get("--namespace", "default")
+    return words, _Server(flags.get("--kubeconfig"), flags.get("--context"), namespace)
 
 
 class KubeTransport(LocalTransport):
@@ -101,43 +67,27 @@ class KubeTransport(LocalTransport):
     ) -> Completed:
         if argv[0] != "kubectl":
             return super().run(host, argv, env=env, timeout=timeout, stdin=stdin)
-        target = Target(argv)
+        words, server = _parsed(argv)
         seconds = timeout or ANSWER_SECONDS
         try:
-            match target.words:
+            match words:
                 case ["get", "--raw", path]:
-                    out = self._call(target, "GET", path, seconds=seconds)
-                case ["create", "--raw", path, "--filename", "-"]:
-                    asked = json.loads(stdin)
-                    out = self._call(
-                        target, "POST", path, asked, "application/json", seconds=seconds
-                    )
-                case [
-                    "patch",
-                    "lease",
-                    name,
-                    "--type",
-                    "merge",
-                    "--patch",
-                    text,
-                    "--output",
-                    "json",
-                ]:
-                    path = f"{_LEASES}/namespaces/{target.namespace}/leases/{quote(name)}"
-                    out = self._call(
-                        target, "PATCH", path, json.loads(text), "application/merge-patch+json",
-                        seconds=seconds,
-                    )  # fmt: skip
+                    out = self._call(server, "GET", path, seconds=seconds)
                 case ["delete", "--raw", path]:
-                    out = self._call(target, "DELETE", path, seconds=seconds)
-                case ["patch", "pod", name, "--type", "merge", "--patch", change]:
-                    path = f"/api/v1/namespaces/{target.namespace}/pods/{name}"
-                    content = "application/merge-patch+json"
-                    out = self._call(
-                        target, "PATCH", path, json.loads(change), content, seconds=seconds
-                    )
+                    out = self._call(server, "DELETE", path, seconds=seconds)
+                case ["create", "--raw", path, "--filename", "-"]:
+                    out = self._call(server, "POST", path, json.loads(stdin), seconds=seconds)
+                case ["patch", kind, name, "--type", "merge", "--patch", text, *_]:
+                    path = f"{_PATCHED[kind].format(server.namespace)}/{quote(name)}"
+                    body = json.loads(text)
+                    out = self._call(server, "PATCH", path, body, MERGE_PATCH, seconds=seconds)
                 case ["apply", *_, "--kustomize", folder]:
-                    out = self._apply(target, Path(folder), env or {}, seconds)
+                    out = apply(
+                        lambda *request: self._call(server, *request, seconds=seconds),
+                        server.namespace,
+                        Path(folder),
+                        env or {},
+                    )
                 case _:
                     raise SubmitFailed(f"not carried out here: {' '.join(argv)}")
         except Refused as error:
@@ -150,10 +100,10 @@ class KubeTransport(LocalTransport):
     ) -> Stream:
         if argv[0] != "kubectl":
             return super().open(host, argv, env=env)
-        target = Target(argv)
-        match target.words:
+        words, server = _parsed(argv)
+        match words:
             case ["get", "--raw", path]:
-                return RawStream(self._request(target, "GET", path, None, None))
+                return RawStream(self._request(server, "GET", path))
         raise SubmitFailed(f"not carried out here: {' '.join(argv)}")
 
     def close(self) -> None:
@@ -164,8 +114,8 @@ class KubeTransport(LocalTransport):
 
     # -- requests -------------------------------------------------------------
 
-    def _client(self, target: Target) -> ApiClient:
-        key = (target.kubeconfig, target.context)
+    def _client(self, server: _Server) -> ApiClient:
+        key = (server.kubeconfig, server.context)
         with self._lock:
             if key not in self._clients:
                 self._clients[key] = connect(*key)
@@ -173,28 +123,28 @@ class KubeTransport(LocalTransport):
 
     def _call(
         self,
-        target: Target,
+        server: _Server,
         method: str,
         path: str,
         body: object = None,
-        content: str | None = None,
+        content: str = "application/json",
         *,
-        seconds: float = ANSWER_SECONDS,
+        seconds: float,
     ) -> str:
-        response = self._request(target, method, path, body, content, seconds)
+        response = self._request(server, method, path, body, content, seconds)
         try:
             data: bytes = response.read()
         except Exception as error:  # urllib3 has many, and all mean this
-            raise _unreachable(error, self._client(target)) from error
+            raise _unreachable(error, self._client(server)) from error
         return data.decode(errors="replace")
 
     def _request(
         self,
-        target: Target,
+        server: _Server,
         method: str,
         path: str,
-        body: object,
-        content: str | None,
+        body: object = None,
+        content: str = "application/json",
         seconds: float | None = None,
     ) -> Any:
         """An answer that is still to be read.
@@ -205,16 +155,16 @@ class KubeTransport(LocalTransport):
         """
         import urllib3
 
-        client = self._client(target)
+        client = self._client(server)
         headers = {"Accept": "application/json, */*", "User-Agent": "clusterkit"}
-        if content is not None:
+        if body is not None:
             headers["Content-Type"] = content
         # As the client itself does it; adds the credentials, which may have been renewed.
         found = client.param_serialize(
             method, path, header_params=headers, auth_settings=["BearerToken"]
         )
         timeout = urllib3.Timeout(connect=CONNECT_SECONDS, read=seconds)
-        data = None if body is None else _encoded(body, content)
+        data = None if body is None else encoded(body, content)
         try:
             response = client.rest_client.pool_manager.request(
                 method, found[1], body=data, headers=found[2], timeout=timeout,
@@ -227,76 +177,6 @@ class KubeTransport(LocalTransport):
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise _unreachable(error, client) from error
         return response
-
-    # -- apply ----------------------------------------------------------------
-
-    def _apply(self, target: Target, folder: Path, env: Mapping[str, str], seconds: float) -> str:
-        """What `kubectl apply` would do with a kustomization, as far as plans have any.
-
-        Whatever is in ``env`` besides the attempt's number becomes the run's Secret; no word and
-        no file holds it.
-        """
-        attempt = env.get("CLUSTERKIT_ATTEMPT", "1")
-        secrets = {name: value for name, value in env.items() if name != "CLUSTERKIT_ATTEMPT"}
-        objects = kustomized(folder)
-        if secrets:
-            objects.insert(0, secret_of(objects[0], secrets))
-        if attempt != "1":
-            renumber(objects, attempt)
-        # The job last: with it the run begins. The watcher's, where there is one, owns all of it.
-        job = next(each for each in objects if each["kind"] in _OWNERS and not _watches(each))
-        root = next((each for each in objects if _watches(each)), job)
-        rest = [each for each in objects if each is not job and each is not root]
-        with ThreadPoolExecutor(APPLIED_AT_ONCE) as pool:
-
-            def apply(each: Object) -> Object:
-                return self._made(target, each, seconds)
-
-            # Whether we may bind a role is looked up in the role.
-            late = [each for each in rest if each["kind"] == "RoleBinding"]
-            made = list(pool.map(apply, (each for each in rest if each not in late)))
-            made += pool.map(apply, late)
-            owner = reference(apply(root))
-            if root is not job:
-                own(job, owner)
-                apply(job)
-            # With it goes all that belongs to it, whoever deletes it.
-            body = {"metadata": {"ownerReferences": [owner]}}
-
-            def adopt(each: Object) -> None:
-                path = f"{collection(each, target.namespace)}/{each['metadata']['name']}"
-                content = "application/merge-patch+json"
-                self._call(target, "PATCH", path, body, content, seconds=seconds)
-
-            list(pool.map(adopt, made))
-        return "".join(
-            f"{each['kind'].lower()}/{each['metadata']['name']} applied\n" for each in objects
-        )
-
-    def _made(self, target: Target, each: Object, seconds: float) -> Object:
-        """The object as the server has it now."""
-        query = f"fieldManager={MANAGER}&force=true&fieldValidation=Strict"
-        path = f"{collection(each, target.namespace)}/{each['metadata']['name']}?{query}"
-        start = time.monotonic()
-        while True:
-            try:
-                content = "application/apply-patch+yaml"
-                made: Object = json.loads(
-                    self._call(target, "PATCH", path, each, content, seconds=seconds)
-                )
-                return made
-            except Away:
-                # What is applied twice is applied once.
-                if time.monotonic() > start + AWAY_SECONDS:
-                    raise
-                time.sleep(1)
-            except Refused as error:
-                # The trainer hears of a runtime a moment after it was made; an operator whose pod
-                # is being replaced is not there to be asked.
-                late = time.monotonic() > start + RUNTIME_SECONDS
-                if late or not any(words in error.said for words in _SOON):
-                    raise
-                time.sleep(RUNTIME_SECONDS / 50)
 
 
 class RawStream:
@@ -324,7 +204,7 @@ class RawStream:
             # read1 gives what is there, and does not wait for more.
             piece: bytes = self._response.read1(1 << 16)
         except (TimeoutError, urllib3.exceptions.ReadTimeoutError) as error:
-            raise SubmitFailed("the API server fell silent") from error
+            raise SubmitFailed("the API server stopped sending") from error
         except (urllib3.exceptions.HTTPError, OSError, ValueError, AttributeError):
             return b""
         return piece
@@ -358,103 +238,11 @@ class RawStream:
         self.close()
 
 
-# ---------------------------------------------------------------- connecting
-
-_CONNECTING = threading.Lock()
-
-
-def connect(kubeconfig: str | None, context: str | None) -> ApiClient:
-    """A client for a context of a kubeconfig; in a pod without one, for the pod's own cluster.
-
-    Raises:
-        BadInput: no such file, context or user in it.
-        Unavailable: the package is not installed.
-    """
-    try:
-        from kubernetes import client, config
-    except ImportError:
-        raise not_installed() from None
-    named = kubeconfig or os.environ.get("KUBECONFIG")
-    files = [Path(part).expanduser() for part in (named or "~/.kube/config").split(":") if part]
-    there = [path for path in files if path.is_file()]
-    settings = client.Configuration()
-    settings.retries = False
-    in_pod = not named and "KUBERNETES_SERVICE_HOST" in os.environ
-    if not there and not in_pod:
-        raise BadInput(
-            f"kubeconfig: there is no {files[0]}",
-            hint="kubeconfig: PATH in the cluster entry, or export KUBECONFIG=PATH",
-            cluster="kubeconfig",
-        )
-    try:
-        if not there:
-            config.load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
-            return client.ApiClient(settings)
-        # The library remembers the files that it makes of the keys for all threads.
-        with _CONNECTING, tempfile.TemporaryDirectory(prefix="clusterkit-") as folder:
-            try:
-                config.load_kube_config(  # type: ignore[no-untyped-call]
-                    config_file=os.pathsep.join(map(str, there)),
-                    context=context,
-                    client_configuration=settings,
-                    persist_config=False,
-                    temp_file_path=folder,
-                )
-                return _holding(client.ApiClient(settings))
-            finally:
-                # It would hand out again those that go with this folder.
-                config.kube_config._cleanup_temp_files()  # type: ignore[no-untyped-call]
-    except config.ConfigException as error:
-        said = str(error).removeprefix("Invalid kube-config file. ")
-        if context is not None and context in said:
-            raise BadInput(
-                f"context: {there[0]} has no context {context!r}",
-                hint="`kubectl config get-contexts` lists them",
-                cluster="context",
-            ) from None
-        raise BadInput(
-            f"kubeconfig: {there[0] if there else files[0]}: {said}", cluster="kubeconfig"
-        ) from None
-    except (yaml.YAMLError, OSError, ValueError, TypeError, KeyError) as error:
-        said = str(error).splitlines()[0]
-        raise BadInput(
-            f"kubeconfig: {there[0]} cannot be read: {said}", cluster="kubeconfig"
-        ) from None
-
-
-def not_installed() -> Unavailable:
-    """The official client is not there."""
-    return Unavailable(
-        "backend kubernetes needs the package kubernetes",
-        hint="python -m pip install 'clusterkit[kubernetes]'",
-    )
-
-
-def _holding(client: ApiClient) -> ApiClient:
-    """The client with its certificates and key in memory: their files may go."""
-    from urllib3.util.ssl_ import create_urllib3_context
-
-    settings, pools = client.configuration, client.rest_client.pool_manager
-    context = create_urllib3_context()
-    if not settings.verify_ssl:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    elif settings.ssl_ca_cert:
-        context.load_verify_locations(settings.ssl_ca_cert)
-    else:
-        context.load_default_certs()
-    if settings.cert_file:
-        context.load_cert_chain(settings.cert_file, settings.key_file)
-    for name in ("ca_certs", "ca_cert_data", "cert_file", "key_file"):
-        pools.connection_pool_kw.pop(name, None)
-    pools.connection_pool_kw["ssl_context"] = context
-    return client
-
-
 def _refused(status: int, said: bytes, client: ApiClient) -> ClusterkitError:
     try:
-        told = json.loads(said)
-        reason, message = str(told.get("reason", status)), str(told.get("message", ""))
+        answer = json.loads(said)
+        reason = str(answer.get("reason", status))
+        message = str(answer.get("message", ""))
     except (ValueError, AttributeError):
         reason, message = str(status), said.decode(errors="replace").strip()[:300]
     if status == 401:
@@ -476,107 +264,3 @@ def _unreachable(error: Exception, client: ApiClient) -> Away:
         f"the API server {client.configuration.host} does not answer: {words}",
         hint="is the cluster up, and the VPN? `kubectl cluster-info` should say",
     )
-
-
-def document(tool: Sequence[str], path: str, transport: Transport) -> Object | None:
-    """What the API server has at a path; None: nothing.
-
-    Raises:
-        Unavailable: it does not answer, or will not.
-    """
-    done = transport.run("localhost", [*tool, "get", "--raw", path])
-    if done.exit_code == 0:
-        found: Object = json.loads(done.stdout)
-        return found
-    if "(NotFound)" in done.stderr:
-        return None
-    raise Unavailable(done.stderr.strip() or f"exit code {done.exit_code}")
-
-
-# ---------------------------------------------------------------- objects
-
-
-def collection(each: Mapping[str, Any], namespace: str) -> str:
-    """The path of all objects of its kind."""
-    version = each["apiVersion"]
-    root = f"/apis/{version}" if "/" in version else f"/api/{version}"
-    return f"{root}/namespaces/{namespace}/{_PLURALS[each['kind']]}"
-
-
-def kustomized(folder: Path) -> list[Object]:
-    """The objects of a kustomization: config maps of files, then the resources.
-
-    Raises:
-        SubmitFailed: a file of it is gone.
-    """
-    try:
-        main = yaml.safe_load((folder / KUSTOMIZATION).read_bytes())
-        labels = main.get("generatorOptions", {}).get("labels", {})
-        objects: list[Object] = [
-            {
-                "apiVersion": "v1",
-                "kind": "ConfigMap",
-                "metadata": {"name": each["name"], "labels": dict(labels)},
-                **_data({name: (folder / name).read_bytes() for name in each["files"]}),
-            }
-            for each in main.get("configMapGenerator", ())
-        ]
-        for name in main.get("resources", ()):
-            objects += yaml.safe_load_all((folder / name).read_bytes())
-    except OSError as error:
-        raise SubmitFailed(
-            f"{error.filename}: {(error.strerror or 'unreadable').lower()}"
-        ) from None
-    return objects
-
-
-def as_yaml(body: object) -> str:
-    """JSON that is YAML as well: the server reads what is to be applied as that, and refuses the
-    pairs by which JSON escapes characters beyond U+FFFF."""
-
-    def escape(match: re.Match[str]) -> str:
-        if match[1] is None:
-            return match[0]
-        high, low = int(match[1], 16), int(match[2], 16)
-        return f"\\U{0x10000 + ((high - 0xD800) << 10) + low - 0xDC00:08x}"
-
-    # An escaped backslash is passed over together with what it escapes.
-    pairs = r"\\u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})|\\."
-    return re.sub(pairs, escape, json.dumps(body))
-
-
-def _encoded(body: object, content: str | None) -> bytes:
-    yaml_wanted = content is not None and content.endswith("+yaml")
-    return (as_yaml(body) if yaml_wanted else json.dumps(body)).encode()
-
-
-def _data(files: Mapping[str, bytes]) -> Object:
-    """Files as a config map holds them: text, and what is none."""
-    text, binary = {}, {}
-    for name, content in files.items():
-        try:
-            text[name] = content.decode()
-        except UnicodeDecodeError:
-            binary[name] = base64.b64encode(content).decode()
-    return {"data": text} | ({"binaryData": binary} if binary else {})
-
-
-def secret_of(config_map: Mapping[str, Any], values: Mapping[str, str]) -> Object:
-    """The run's Secret, named and labelled as its config map."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": json.loads(json.dumps(config_map["metadata"])),
-        "stringData": dict(values),
-    }
-
-
-def _watches(each: Mapping[str, Any]) -> bool:
-    """Whether it is the job of a run's watcher."""
-    labels = each["metadata"].get("labels") or {}
-    return bool(each["kind"] == "Job" and labels.get(ROLE) == "watcher")
-
-
-def own(each: Object, owner: Object) -> None:
-    """Have it go when its owner goes."""
-    each["metadata"]["ownerReferences"] = [owner]

@@ -1,57 +1,262 @@
-"""The kinds of jobs that can keep a run's pods, and which one is taken."""
+"""The kinds of jobs that can keep a run's pods: their manifests, and which one is taken. Pure."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
-from clusterkit.backends.kubernetes import job, mpijob, pytorchjob, trainjob
-from clusterkit.backends.kubernetes.pods import Shape
+from clusterkit.agent import LEFT
+from clusterkit.backends.kubernetes.pods import Shape, metadata, template
 from clusterkit.backends.kubernetes.text import Object
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
 from clusterkit.errors import BadInput, CapabilityError, Unavailable
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
 
+SSH_PORT = 2222
+SSH_KEYS = "/etc/clusterkit/ssh"
+"""Where sshd and ssh of the image look for keys, whatever HOME is, and only root may put some."""
 
-class Flavor(Protocol):
-    """What each of the modules holds."""
 
-    KIND: str
-    API: str
-    PLURAL: str
-    INDEX: str | None
-    STATES: Mapping[str, State]
+class Flavor(ABC):
+    """A kind of job."""
 
-    def node_name(self, shape: Shape, node: int) -> str: ...
+    kind: ClassVar[str]
+    api: ClassVar[str]
+    """Its API's group and version."""
+    plural: ClassVar[str]
+    index: ClassVar[str | None]
+    """Label that holds a pod's node rank; None: there is only node 0."""
+    states: ClassVar[Mapping[str, State]]
+    """By the type of the job's condition that holds."""
+    operator: ClassVar[str] = ""
+    """Who makes its pods; empty: Kubernetes itself."""
+    besides: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """API and plural of what a run has beside its job."""
 
-    def render(self, shape: Shape) -> list[Object]: ...
+    @abstractmethod
+    def node_name(self, shape: Shape, node: int) -> str:
+        """The name under which the other pods find a node's."""
+
+    @abstractmethod
+    def render(self, shape: Shape) -> list[Object]:
+        """Its objects; the job itself is the last."""
+
+    @property
+    def group(self) -> str:
+        return self.api.rpartition("/")[0]
+
+    def served(self, resources: Mapping[str, Any]) -> bool:
+        """Whether an API group's list of what it serves has this kind."""
+        return any(each.get("name") == self.plural for each in resources.get("resources") or ())
+
+    def job(self, shape: Shape, spec: Object) -> Object:
+        """The job, of this spec."""
+        return {
+            "apiVersion": self.api,
+            "kind": self.kind,
+            "metadata": metadata(shape),
+            "spec": spec,
+        }
+
+
+class PyTorchJob(Flavor):
+    """Of Kubeflow's training operator 1.9: Workers only.
+
+    A Master would bring an init container into every Worker that pod security "restricted" forbids,
+    and a job that counts as done when its Master is.
+    """
+
+    kind, api, plural = "PyTorchJob", "kubeflow.org/v1", "pytorchjobs"
+    index = "training.kubeflow.org/replica-index"
+    operator = "Kubeflow's training operator"
+    states: ClassVar = {
+        "Created": State.PENDING,
+        "Suspended": State.PENDING,
+        "Running": State.RUNNING,
+        "Restarting": State.RESTARTING,
+        "Succeeded": State.SUCCEEDED,
+        "Failed": State.FAILED,
+    }
+
+    def node_name(self, shape: Shape, node: int) -> str:
+        return f"{shape.name}-worker-{node}"
+
+    def render(self, shape: Shape) -> list[Object]:
+        # With ExitCode a pod that ends with 128 or more is made anew; with Never one that was
+        # deleted counts as failed.
+        policy = "OnFailure" if shape.elastic else "ExitCode" if shape.rejoin else "Never"
+        worker = {
+            "replicas": shape.nodes,
+            "restartPolicy": policy,
+            "template": template(shape, "pytorch", rank=f"metadata.labels['{self.index}']"),
+        }
+        spec = {
+            # A job is done for the operator when Worker 0 is; the others may still be at work,
+            # and end together by themselves when one of them fails (clusterkit.agent).
+            "runPolicy": {"cleanPodPolicy": "None"},
+            "pytorchReplicaSpecs": {"Worker": worker},
+        }
+        return [self.job(shape, spec)]
+
+
+class MPIJob(Flavor):
+    """Of Kubeflow's MPI operator 0.7: workers run sshd as a plain user, the launcher mpirun."""
+
+    kind, api, plural = "MPIJob", "kubeflow.org/v2beta1", "mpijobs"
+    index = None  # there is one launcher, and it is node 0
+    operator = "Kubeflow's MPI operator"
+    states: ClassVar = PyTorchJob.states
+
+    def node_name(self, shape: Shape, node: int) -> str:
+        return f"{shape.name}-worker-{node}.{shape.name}.{shape.namespace}.svc"
+
+    def render(self, shape: Shape) -> list[Object]:
+        probe = {
+            # Without it, and without launcherCreationPolicy, mpirun comes before sshd and fails.
+            "ports": [{"name": "ssh", "containerPort": SSH_PORT}],
+            "readinessProbe": {"tcpSocket": {"port": SSH_PORT}, "periodSeconds": 2},
+        }
+        launcher = template(shape, "mpi", rank=None, gpus=0)
+        worker = template(
+            shape, "mpi", rank=None, role="worker", command=("clusterkit-sshd",), more=probe
+        )
+        spec = {
+            "slotsPerWorker": shape.nproc_per_node,
+            "sshAuthMountPath": SSH_KEYS,
+            "launcherCreationPolicy": "WaitForWorkersReady",
+            "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": 0},
+            "mpiReplicaSpecs": {
+                "Launcher": {"replicas": 1, "restartPolicy": "Never", "template": launcher},
+                "Worker": {
+                    "replicas": shape.nodes,
+                    "restartPolicy": "Never",
+                    "template": worker,
+                },
+            },
+        }
+        return [self.job(shape, spec)]
+
+
+class PlainJob(Flavor):
+    """An Indexed Job and a headless service: no operator, every cluster has it."""
+
+    kind, api, plural = "Job", "batch/v1", "jobs"
+    index = "batch.kubernetes.io/job-completion-index"
+    besides = (("v1", "services"),)
+    states: ClassVar = {
+        "Suspended": State.PENDING,
+        "SuccessCriteriaMet": State.RUNNING,
+        "FailureTarget": State.RUNNING,
+        "Complete": State.SUCCEEDED,
+        "Failed": State.FAILED,
+    }
+
+    def node_name(self, shape: Shape, node: int) -> str:
+        return f"{shape.name}-{node}.{shape.name}"
+
+    def render(self, shape: Shape) -> list[Object]:
+        service: Object = {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": metadata(shape, shape.name),
+            "spec": {
+                "clusterIP": "None",
+                # Names are there before their pods are ready: they wait for each other.
+                "publishNotReadyAddresses": True,
+                "selector": {"batch.kubernetes.io/job-name": shape.name},
+            },
+        }
+        rank = f"metadata.annotations['{self.index}']"
+        spec = {
+            "completionMode": "Indexed",
+            "completions": shape.nodes,
+            "parallelism": shape.nodes,
+            # One that fails takes the others with it; whoever watches starts all of them again.
+            **_replacing(shape, "train"),
+            "template": template(shape, "train", rank=rank, subdomain=shape.name),
+        }
+        return [service, self.job(shape, spec)]
+
+
+def _replacing(shape: Shape, container: str) -> Object:
+    """The keys of a Job by which a pod that was taken away is made anew, and no other.
+
+    A pod that somebody deletes is not marked as disrupted: its agent's exit code tells.
+    """
+    found: Object = {"backoffLimit": 0}
+    if shape.rejoin:
+        taken = {"containerName": container, "operator": "In", "values": [LEFT]}
+        # (Written out: in a TrainJob's runtime it has no default.)
+        disrupted = {"type": "DisruptionTarget", "status": "True"}
+        found["podReplacementPolicy"] = "Failed"
+        found["podFailurePolicy"] = {
+            "rules": [
+                {"action": "Ignore", "onPodConditions": [disrupted]},
+                {"action": "Ignore", "onExitCodes": taken},
+            ]
+        }
+    return found
+
+
+class TrainJob(Flavor):
+    """Of Kubeflow's trainer 2.1, with a runtime of the run's own, which no admin has to make.
+
+    The trainer makes a JobSet of it, and that a Job.
+    """
+
+    kind, api, plural = "TrainJob", "trainer.kubeflow.org/v1alpha1", "trainjobs"
+    index = PlainJob.index
+    operator = "Kubeflow's trainer"
+    besides = ((api, "trainingruntimes"),)
+    states: ClassVar = {
+        "Suspended": State.PENDING,
+        "Complete": State.SUCCEEDED,
+        "Failed": State.FAILED,
+    }
+
+    def node_name(self, shape: Shape, node: int) -> str:
+        return f"{shape.name}-node-0-{node}.{shape.name}"
+
+    def render(self, shape: Shape) -> list[Object]:
+        labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+        pod = template(shape, "node", rank=f"metadata.annotations['{self.index}']")
+        job = {
+            "name": "node",
+            "template": {
+                "metadata": {"labels": labels},
+                "spec": {**_replacing(shape, "node"), "template": pod},
+            },
+        }
+        runtime: Object = {
+            "apiVersion": self.api,
+            "kind": "TrainingRuntime",
+            "metadata": metadata(shape, shape.name),
+            "spec": {
+                "mlPolicy": {"numNodes": shape.nodes},
+                "template": {"spec": {"replicatedJobs": [job]}},
+            },
+        }
+        spec = {
+            "runtimeRef": {
+                "apiGroup": self.group,
+                "kind": "TrainingRuntime",
+                "name": shape.name,
+            },
+            "trainer": {"numNodes": shape.nodes},
+        }
+        return [runtime, self.job(shape, spec)]
 
 
 FLAVORS: Mapping[str, Flavor] = {
-    "pytorchjob": pytorchjob,  # type: ignore[dict-item]
-    "mpijob": mpijob,  # type: ignore[dict-item]
-    "trainjob": trainjob,  # type: ignore[dict-item]
-    "job": job,  # type: ignore[dict-item]
-}
-OPERATORS = {
-    "pytorchjob": "Kubeflow's training operator",
-    "mpijob": "Kubeflow's MPI operator",
-    "trainjob": "Kubeflow's trainer",
+    "pytorchjob": PyTorchJob(),
+    "mpijob": MPIJob(),
+    "trainjob": TrainJob(),
+    "job": PlainJob(),
 }
 _MPI = ("mpirun", "deepspeed")
 """Launchers that an MPIJob's pod can start the ranks of all others with."""
-_NOT_ELASTIC = ("mpijob", "trainjob", "job")
-
-
-def served(group: Mapping[str, Any], flavor: Flavor) -> bool:
-    """Whether an API group's list of what it serves has the flavor's kind."""
-    return any(each.get("name") == flavor.PLURAL for each in group.get("resources") or ())
-
-
-def by_kind(kind: str) -> Flavor:
-    """The flavor whose objects are of this kind."""
-    return next(flavor for flavor in FLAVORS.values() if kind == flavor.KIND)
 
 
 def choose(job: JobSpec, cluster: KubernetesCluster, facts: KubernetesFacts) -> tuple[str, str]:
@@ -66,9 +271,13 @@ def choose(job: JobSpec, cluster: KubernetesCluster, facts: KubernetesFacts) -> 
     name: str = cluster.flavor
     origin = "cluster: flavor"
     if name == "auto":
-        served = [each for each, flavor in FLAVORS.items() if flavor.KIND in (*facts.kinds, "Job")]
-        wanted = ("mpijob",) if mpi else ("pytorchjob",) if job.elastic else tuple(OPERATORS)
-        fits = [each for each in served if each in (*wanted, "job") and (each == "mpijob") == mpi]
+        fits = [
+            each
+            for each, flavor in FLAVORS.items()
+            if flavor.kind in (*facts.kinds, "Job")
+            and (each == "mpijob") == mpi
+            and (mpi or not job.elastic or each in ("pytorchjob", "job"))
+        ]
         if not fits:
             raise Unavailable(
                 "launcher: mpirun needs MPIJob, which the cluster does not serve",
@@ -84,15 +293,15 @@ def choose(job: JobSpec, cluster: KubernetesCluster, facts: KubernetesFacts) -> 
             hint="flavor: auto, or --set launcher=torchrun" if mpi else "flavor: auto",
             cluster="flavor",
         )
-    if job.elastic and name in _NOT_ELASTIC:
+    if job.elastic and name != "pytorchjob":
         raise CapabilityError(
             f"nodes: {job.nodes}: flavor {name} cannot run an elastic number of nodes",
             hint="flavor: pytorchjob",
             job="nodes",
         )
-    if name != "job" and flavor.KIND not in facts.kinds:
+    if name != "job" and flavor.kind not in facts.kinds:
         raise Unavailable(
-            f"flavor: the cluster does not serve {flavor.KIND}",
-            hint=f"install {OPERATORS[name]}, or flavor: job, which needs none",
+            f"flavor: the cluster does not serve {flavor.kind}",
+            hint=f"install {flavor.operator}, or flavor: job, which needs none",
         )
     return name, origin

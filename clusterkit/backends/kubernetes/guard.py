@@ -1,4 +1,4 @@
-"""The watcher that a run has in the cluster: its objects, and what it is told. Pure.
+"""The watcher that a run has in the cluster: its objects and its rules. Pure.
 
 `watcher` is what runs there, `lease` how it and the submitter's side take turns.
 """
@@ -11,7 +11,7 @@ import posixpath
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from clusterkit.backends.kubernetes.client import collection
+from clusterkit.backends.kubernetes.apply import collection, path_of
 from clusterkit.backends.kubernetes.flavors import Flavor
 from clusterkit.backends.kubernetes.pods import (
     ATTEMPT,
@@ -26,6 +26,7 @@ from clusterkit.backends.kubernetes.pods import (
 )
 from clusterkit.backends.kubernetes.text import Object, literal
 from clusterkit.backends.kubernetes.watcher import Rules, lease_seconds
+from clusterkit.spec import JobSpec
 
 RULES, PROGRAM = "watch.json", "watcher.py"
 """Its files in the run's config map."""
@@ -46,29 +47,14 @@ def watch_name(name: str) -> str:
 
 
 def rules_of(
-    shape: Shape,
-    flavor: Flavor,
-    objects: Sequence[Object],
-    *,
-    nodes: int,
-    needed: int,
-    replaces: bool,
-    force: bool,
-    restarts: int,
-    time_limit: float | None,
-    lost_after: float,
+    shape: Shape, flavor: Flavor, objects: Sequence[Object], job: JobSpec, launchers: int
 ) -> Rules:
-    """What it is told of a run whose manifests are ``objects``.
-
-    Args:
-        nodes: nodes that run an agent.
-        needed: how many of them must be there.
-        replaces: whether another pod may take the place of one that is gone.
-        force: whether pods are removed by force for that, where their nodes do not answer.
-        time_limit, lost_after: seconds.
-    """
+    """The rules for a run whose manifests are ``objects`` and whose agents run on ``launchers``
+    nodes."""
     made: list[Object] = [
-        {"path": _path(each, shape), "body": each} for each in objects if each["kind"] != "Service"
+        {"path": path_of(each, shape.namespace), "body": each}
+        for each in objects
+        if each["kind"] != "Service"
     ]
     return Rules(
         run=shape.labels[RUN],
@@ -76,24 +62,20 @@ def rules_of(
         namespace=shape.namespace,
         job=made[-1]["path"],
         objects=made,
-        rank_label=flavor.INDEX,
-        nodes=nodes,
-        needed=needed,
-        replaces=replaces,
-        force=force,
-        restarts=restarts,
-        time_limit=time_limit,
-        lost_after=lost_after,
+        rank_label=flavor.index,
+        nodes=launchers,
+        needed=min(launchers, shape.min_nodes),
+        replaces=shape.elastic or shape.rejoin,
+        force=shape.cluster.replace_lost,
+        restarts=job.restarts,
+        time_limit=job.limit_seconds,
+        lost_after=shape.cluster.lost_after,
         stop_grace=shape.cluster.stop_grace,
     )
 
 
 def rules_text(rules: Rules) -> str:
     return json.dumps(rules._asdict(), indent=1) + "\n"
-
-
-def _path(each: Mapping[str, Any], shape: Shape) -> str:
-    return posixpath.join(collection(each, shape.namespace), each["metadata"]["name"])
 
 
 def guard(shape: Shape, flavor: Flavor, objects: Sequence[Object], python: str) -> list[Object]:
@@ -106,89 +88,56 @@ def guard(shape: Shape, flavor: Flavor, objects: Sequence[Object], python: str) 
     name = watch_name(shape.name)
     meta = metadata(shape, name)
     meta["labels"] = {key: value for key, value in meta["labels"].items() if key != ATTEMPT}
-    account: Object = {
-        "apiVersion": "v1",
-        "kind": "ServiceAccount",
-        "metadata": meta,
-        "automountServiceAccountToken": False,
+    rbac = "rbac.authorization.k8s.io"
+
+    def made(api: str, kind: str, **rest: Any) -> Object:
+        return {"apiVersion": api, "kind": kind, "metadata": meta, **rest}
+
+    lease = {
+        "holderIdentity": SUBMITTER,
+        "leaseDurationSeconds": math.ceil(lease_seconds(shape.cluster.lost_after)),
     }
-    role: Object = {
-        "apiVersion": "rbac.authorization.k8s.io/v1",
-        "kind": "Role",
-        "metadata": meta,
-        "rules": _rules(shape, flavor, objects, name),
-    }
-    binding: Object = {
-        "apiVersion": "rbac.authorization.k8s.io/v1",
-        "kind": "RoleBinding",
-        "metadata": meta,
-        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
-        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": shape.namespace}],
-    }
-    lease: Object = {
-        "apiVersion": "coordination.k8s.io/v1",
-        "kind": "Lease",
-        "metadata": meta,
-        "spec": {
-            "holderIdentity": SUBMITTER,
-            "leaseDurationSeconds": math.ceil(lease_seconds(shape.cluster.lost_after)),
-        },
-    }
-    record: Object = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta}
-    return [account, role, binding, lease, record, _job(shape, meta, name, python)]
+    return [
+        made("v1", "ServiceAccount", automountServiceAccountToken=False),
+        made(f"{rbac}/v1", "Role", rules=_rules(shape, flavor, objects, name)),
+        made(
+            f"{rbac}/v1",
+            "RoleBinding",
+            roleRef={"apiGroup": rbac, "kind": "Role", "name": name},
+            subjects=[{"kind": "ServiceAccount", "name": name, "namespace": shape.namespace}],
+        ),
+        made("coordination.k8s.io/v1", "Lease", spec=lease),
+        made("v1", "ConfigMap"),
+        _job(shape, meta, name, python),
+    ]
 
 
 def _rules(shape: Shape, flavor: Flavor, objects: Sequence[Object], name: str) -> list[Object]:
     """Rights for this run alone, as far as they can be narrowed down by name: pods whose names are
     not known before cannot be."""
-    named = flavor.KIND == "PyTorchJob"
-    names = [flavor.node_name(shape, node) for node in range(shape.nodes)] if named else None
+    named = flavor.kind == "PyTorchJob"
+    pods = [flavor.node_name(shape, node) for node in range(shape.nodes)] if named else None
     kinds = sorted(
         {(_group(each), collection(each, "x").rpartition("/")[2]) for each in objects}
         - {("", "services")}
     )
+
+    def rule(group: str, resource: str, names: list[str] | None, *verbs: str) -> Object:
+        only = {} if names is None else {"resourceNames": names}
+        return {"apiGroups": [group], "resources": [resource], **only, "verbs": list(verbs)}
+
     return [
-        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]},
-        {
-            "apiGroups": [""],
-            "resources": ["pods"],
-            **({"resourceNames": names} if names is not None else {}),
-            # A Job's pod on a node that is gone stays until its finalizer is taken away.
-            "verbs": ["delete"] if named else ["delete", "patch"],
-        },
-        {
-            "apiGroups": [""],
-            "resources": ["pods/log"],
-            **({"resourceNames": names} if names is not None else {}),
-            "verbs": ["get"],
-        },
+        rule("", "pods", None, "list", "watch"),
+        # A Job's pod on a node that is gone stays until its finalizer is taken away.
+        rule("", "pods", pods, *(("delete",) if named else ("delete", "patch"))),
+        rule("", "pods/log", pods, "get"),
         *(
-            {
-                "apiGroups": [group],
-                "resources": [plural],
-                "resourceNames": [shape.name],
-                "verbs": ["get", "create", "patch", "delete"],
-            }
+            rule(group, plural, [shape.name], "get", "create", "patch", "delete")
             for group, plural in kinds
         ),
-        {
-            "apiGroups": ["batch"],
-            "resources": ["jobs"],
-            "resourceNames": [name],
-            "verbs": ["get", "delete"],
-        },
-        {
-            "apiGroups": [""],
-            "resources": ["configmaps"],
-            "resourceNames": [name],
-            "verbs": ["get", "patch"],
-        },
-        {
-            "apiGroups": ["coordination.k8s.io"],
-            "resources": ["leases"],
-            "resourceNames": [name],
-            "verbs": ["get", "patch"],
-        },
+        rule("batch", "jobs", [name], "get", "delete"),
+        rule("", "configmaps", [name], "get", "patch"),
+        rule("coordination.k8s.io", "leases", [name], "get", "patch"),
     ]
 
 

@@ -84,34 +84,34 @@ class Pod(Struct, frozen=True, kw_only=True):
         return self.exit_code is None and not self.leaving
 
 
-def read_pod(told: Mapping[str, Any], index: str | None, now: float | None = None) -> Pod:
+def read_pod(document: Mapping[str, Any], index: str | None, now: float | None = None) -> Pod:
     """A pod from the API server's document; one that means nothing has a phase that means nothing.
 
     Args:
         index: label that holds the node's rank; None: it is node 0.
         now: Unix time, to tell for how long it has waited.
     """
-    meta = told["metadata"]
+    meta = document["metadata"]
     labels = meta.get("labels") or {}
     node: int | None = None
     if labels.get(ROLE) == "node":
         number = "0" if index is None else str(labels.get(index, ""))
         node = int(number) if number.isdigit() else None
     try:
-        return _read(told, node, now)
+        return _read(document, node, now)
     except (KeyError, TypeError, AttributeError, ValueError, IndexError):
         return Pod(name=meta["name"], uid=str(meta.get("uid", "")), node=node, phase="unreadable")
 
 
-def _read(told: Mapping[str, Any], node: int | None, now: float | None) -> Pod:
-    meta, spec, status = told["metadata"], told.get("spec") or {}, told["status"]
+def _read(document: Mapping[str, Any], node: int | None, now: float | None) -> Pod:
+    meta, spec, status = document["metadata"], document.get("spec") or {}, document["status"]
     containers = status.get("containerStatuses") or []
     state = (containers[0].get("state") or {}) if containers else {}
     ended = state.get("terminated")
     if ended is None and containers and status.get("phase") in ("Failed", "Succeeded"):
         ended = (containers[0].get("lastState") or {}).get("terminated")
     conditions = {each["type"]: each for each in status.get("conditions") or ()}
-    words, hopeless = _waits(told, state, conditions, now)
+    words, hopeless = _waits(document, state, conditions, now)
     disruption = conditions.get("DisruptionTarget", {})
     removed = disruption.get("reason") if disruption.get("status") == "True" else None
     limits = (spec.get("containers") or [{}])[0].get("resources", {}).get("limits", {})
@@ -146,27 +146,27 @@ def _read(told: Mapping[str, Any], node: int | None, now: float | None) -> Pod:
     )
 
 
-def attempt_of(told: Mapping[str, Any]) -> int:
+def attempt_of(document: Mapping[str, Any]) -> int:
     """Which attempt a pod belongs to."""
-    text = str((told["metadata"].get("labels") or {}).get(ATTEMPT, ""))
+    text = str((document["metadata"].get("labels") or {}).get(ATTEMPT, ""))
     return int(text) if text.isdigit() else 0
 
 
 def _waits(
-    told: Mapping[str, Any],
+    document: Mapping[str, Any],
     state: Mapping[str, Any],
     conditions: Mapping[str, Mapping[str, Any]],
     now: float | None,
 ) -> tuple[str | None, bool]:
     """What the pod waits for, and whether in vain."""
-    status = told.get("status") or {}
+    status = document.get("status") or {}
     if status.get("phase") not in ("Pending", None):
         return None, False
     scheduled = conditions.get("PodScheduled", {})
     if scheduled.get("status") == "False":
         said = str(scheduled.get("message") or "")
         if scheduled.get("reason") == "SchedulingGated":
-            return "it waits for its queue", False
+            return "it waits in its queue", False
         said = said.partition(" preemption:")[0].partition(" no new claims")[0]
         said = said.removesuffix(" not found").rstrip("., ")
         if _NODES.match(said):
@@ -174,31 +174,31 @@ def _waits(
         return f"not scheduled yet{f': {said}' if said else ''}", False
     waiting = state.get("waiting")
     if waiting is None:
-        return "not scheduled yet" if not scheduled else "its container is being made", False
+        return "not scheduled yet" if not scheduled else "its container is being created", False
     reason, message = str(waiting.get("reason", "")), str(waiting.get("message") or "")
-    image = ((told.get("spec") or {}).get("containers") or [{}])[0].get("image")
-    if reason in ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"):
+    image = ((document.get("spec") or {}).get("containers") or [{}])[0].get("image")
+    if reason == "InvalidImageName":
+        return f"image name {image} is not valid", True
+    if reason in ("ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull"):
         since = unix(scheduled.get("lastTransitionTime"))
         late = now is not None and since is not None and now - since > BACK_OFF_SECONDS
-        return f"image {image} cannot be had: {_image_words(reason, message)}", (
+        return f"image {image} cannot be pulled: {_image_words(reason, message)}", (
             late or reason in WAITS_FOR_EVER
         )
     if reason in WAITS_FOR_EVER:
         again = _TRIED_AGAIN.search(message) is not None
-        return f"its container cannot be made: {message or reason}", not again
+        return f"its container cannot be created: {message or reason}", not again
     if reason in ("ContainerCreating", "PodInitializing"):
         since = unix(scheduled.get("lastTransitionTime"))
         for_ = f" for {now - since:.0f} s" if now and since and now - since >= 5 else ""
-        return f"its container is being made, or its image pulled{for_}", False
+        return f"its container is being created, or its image pulled{for_}", False
     return f"{reason}{f': {message}' if message else ''}", False
 
 
 def _image_words(reason: str, message: str) -> str:
     low = message.lower()
-    if reason == "InvalidImageName":
-        return "its name is none"
     if reason == "ErrImageNeverPull":
-        return "it is not on the node, and may not be pulled"
+        return "it is not on the node, and image_pull_policy is Never"
     if "unauthorized" in low or "authorization failed" in low or "denied" in low:
         return "the registry wants credentials (image_pull_secrets), or does not have it"
     if "not found" in low or "manifest unknown" in low:
@@ -226,7 +226,7 @@ def _removal(
     return None
 
 
-def told_by_events(events: Sequence[Mapping[str, Any]], namespace: str) -> str | None:
+def cause_from_events(events: Sequence[Mapping[str, Any]], namespace: str) -> str | None:
     """Why a pod of this namespace was ended, where only its events say so: which pod it had to make
     room for, which probe of it failed. None: they do not say."""
     killed, probe = False, None
@@ -234,8 +234,8 @@ def told_by_events(events: Sequence[Mapping[str, Any]], namespace: str) -> str |
         related, message = event.get("related") or {}, str(event.get("message", "")).strip()
         match event.get("reason"):
             case "Preempted" if related.get("name"):
-                elsewhere = related.get("namespace", namespace)
-                of = "" if elsewhere == namespace else f" of namespace {elsewhere}"
+                theirs = related.get("namespace", namespace)
+                of = "" if theirs == namespace else f" of namespace {theirs}"
                 return f"preempted for pod {related['name']}{of}, whose priority is higher"
             case "Killing":
                 killed = True
@@ -250,7 +250,7 @@ def unexplained(pod: Pod) -> bool:
         return pod.removed_by.startswith(PREEMPTED)
     if pod.exit_code is None or pod.leaving or pod.reason == "OOMKilled":
         return False
-    return _obeyed(pod) or (pod.exit_code in _KILLED and not _told(pod))
+    return _obeyed(pod) or (pod.exit_code in _KILLED and not _has_word(pod))
 
 
 def judge(
@@ -273,15 +273,13 @@ def judge(
         waits: why there is no pod yet, where somebody says.
         ours: whether clusterkit itself has removed the pods.
     """
-    host = (pod or before).host if pod or before else ""  # type: ignore[union-attr]
+    last = pod or before
+    host, ended_at = (last.host, last.finished_at) if last else ("", None)
 
-    def status(state: State, reason: str | None = None, code: int | None = None) -> NodeStatus:
-        at = (pod or before).finished_at if pod or before else None  # type: ignore[union-attr]
-        return NodeStatus(
-            node=node, host=host, state=state, reason=reason, exit_code=code, ended_at=at
-        )
+    def status(state: State, reason: str | None = None) -> NodeStatus:
+        return NodeStatus(node=node, host=host, state=state, reason=reason, ended_at=ended_at)
 
-    if rejoin is not None and not ours and (last := pod or before) is not None:
+    if rejoin is not None and not ours and last is not None:
         if (words := rejoin.waits(last, there=pod is not None)) is not None:
             return status(State.PENDING, words)
         if pod is None:
@@ -297,7 +295,7 @@ def judge(
         if before.lost:
             return status(State.FAILED, f"node {before.host} of the cluster does not answer")
         if ours:
-            late = "killed: it did not end when it was asked to"
+            late = "killed: it did not stop when asked to"
             return status(State.CANCELLED, late if before.started else NOT_BEGUN)
         if replaced:
             return status(State.PENDING, "its pod was removed; another one takes its place")
@@ -321,7 +319,7 @@ def judge(
     if state is State.PENDING and pod.hopeless:
         return status(State.FAILED, pod.words)
     if state is State.UNKNOWN:
-        return status(state, f"Kubernetes calls its pod {pod.phase!r}")
+        return status(state, f"Kubernetes reports its pod as {pod.phase!r}")
     return status(state, pod.words)
 
 
@@ -351,32 +349,38 @@ class Rejoin(Struct, frozen=True):
             # One that was killed had no time for a word.
             wordless = not (pod.last_words or "").strip() and pod.reason != "OOMKilled"
             taken = _obeyed(pod) or (wordless and pod.exit_code in _KILLED)
-        if taken or (pod.removed_by is not None and not _told(pod)):
+        if taken or (pod.removed_by is not None and not _has_word(pod)):
             return f"{pod.removed_by or 'its pod was removed'}; {NEXT}"
         return None
 
 
-def newest(pods: Collection[Pod]) -> dict[int, Pod]:
+def by_node(pods: Collection[Pod]) -> dict[int, Pod]:
     """The pod of each node; of several the one that was made last."""
     ordered = sorted(pods, key=lambda pod: (pod.created, pod.name))
     return {pod.node: pod for pod in ordered if pod.node is not None}
 
 
-def _told(pod: Pod) -> bool:
-    """Whether its agent left word of how it ended."""
+def _exit_json(pod: Pod) -> Mapping[str, Any]:
+    """What its agent left of how it ended; empty: nothing."""
     try:
         document = json.loads(pod.last_words or "")
     except ValueError:
-        return False
-    return isinstance(document, dict) and isinstance(document.get("exit_code"), int)
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _has_word(pod: Pod) -> bool:
+    """Whether its agent left word of how it ended."""
+    return isinstance(_exit_json(pod).get("exit_code"), int)
+
+
+def _obeyed(pod: Pod) -> bool:
+    """Whether its agent was asked to end, by a signal."""
+    return bool(_exit_json(pod).get("reason") == STOPPED)
 
 
 def _ended(node: int, pod: Pod, *, ours: bool) -> NodeStatus:
-    ended = NodeStatus(
-        node=node, host=pod.host, state=State.SUCCEEDED if pod.exit_code == 0 else State.FAILED,
-        exit_code=pod.exit_code, ended_at=pod.finished_at,
-    )  # fmt: skip
-    if _told(pod):
+    if _has_word(pod):
         found = judge_exit(node, pod.host, (pod.last_words or "").encode())
         if found.reason == STOPPED and not ours:
             # It obeyed, but whom?
@@ -388,7 +392,14 @@ def _ended(node: int, pod: Pod, *, ours: bool) -> NodeStatus:
     said = (pod.last_words or "").strip()
     if said and reason is None:
         reason = f"exited with {pod.exit_code}: {said.rpartition(chr(10))[2]}"
-    return msgspec.structs.replace(ended, reason=reason)
+    return NodeStatus(
+        node=node,
+        host=pod.host,
+        state=State.SUCCEEDED if pod.exit_code == 0 else State.FAILED,
+        reason=reason,
+        exit_code=pod.exit_code,
+        ended_at=pod.finished_at,
+    )
 
 
 def _reason(pod: Pod) -> str | None:
@@ -397,7 +408,7 @@ def _reason(pod: Pod) -> str | None:
     if pod.reason in ("StartError", "ContainerCannotRun"):
         return f"its container could not be started: {(pod.last_words or '').strip()}"
     if pod.exit_code == 137:
-        return "its container was killed (exit code 137) without a word"
+        return "its container was killed (exit code 137) and reported nothing"
     return None
 
 
@@ -425,11 +436,3 @@ def causes(pods: Sequence[Pod], ours: Collection[str] = ()) -> tuple[NodeCause, 
             words = pod.removed_by or DELETED
             found.append(NodeCause(node=node, words=words, exit_code=code))
     return tuple(found)
-
-
-def _obeyed(pod: Pod) -> bool:
-    """Whether its agent was asked to end, by a signal."""
-    try:
-        return bool(json.loads(pod.last_words or "")["reason"] == STOPPED)
-    except (ValueError, KeyError, TypeError):
-        return False

@@ -16,37 +16,21 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from clusterkit.backends.base import HandedOver, Handle, Newest, Observation
-from clusterkit.backends.kubernetes.client import document
+from clusterkit.backends.base import ClusterProgress, HandedOver, Observation
 from clusterkit.backends.kubernetes.guard import SUBMITTER, watch_name
-from clusterkit.backends.kubernetes.judge import Pod, read_pod
-from clusterkit.backends.kubernetes.observe import (
-    HOST,
-    Catcher,
-    PodWatcher,
-    Removed,
-    flavor_of,
-    job_path,
-    keep,
-    known,
-    local_dir,
-    name_of,
-    node_file,
-    object_path,
-    put_removed,
-    snapshot,
-    tool,
-)
-from clusterkit.backends.kubernetes.pods import ATTEMPT
+from clusterkit.backends.kubernetes.judge import Pod, attempt_of, read_pod
+from clusterkit.backends.kubernetes.monitor import PodMonitor
+from clusterkit.backends.kubernetes.pod_log import LogLines
+from clusterkit.backends.kubernetes.records import Removed, keep, known, put_removed, snapshot
+from clusterkit.backends.kubernetes.server import MERGE, Refusal, RunObjects
 from clusterkit.backends.kubernetes.watcher import WATCHER, lease_seconds
-from clusterkit.errors import ClusterkitError, Unavailable
-from clusterkit.plan import Plan
-from clusterkit.runs import Event, RunFolder
+from clusterkit.errors import ClusterkitError
+from clusterkit.plan import KubernetesNative, Plan
+from clusterkit.runs import Event, RunHandle
 from clusterkit.status import State
 from clusterkit.transport import Transport
 
@@ -57,7 +41,7 @@ BEGIN_SECONDS = 60.0
 
 def guarded(plan: Plan) -> bool:
     """Whether the run has a watcher in the cluster."""
-    return plan.note("watcher") == "on"
+    return isinstance(plan.native, KubernetesNative) and plan.native.watched
 
 
 class Holder:
@@ -65,7 +49,8 @@ class Holder:
 
     def __init__(self, plan: Plan, transport: Transport) -> None:
         self._plan = plan
-        self._transport = transport
+        self._objects = RunObjects(plan, transport)
+        self._name = watch_name(self._objects.name)
         self._every = lease_seconds(plan.lost_after) / 3
         """Seconds between two renewals."""
         self._identity = f"{getpass.getuser()}@{socket.gethostname()}:{os.getpid()}:{time.time()}"
@@ -114,11 +99,9 @@ class Holder:
             self._renewed = now
 
     def _take(self) -> None:
-        plan = self._plan
-        name = watch_name(name_of(plan))
-        path = object_path(plan, "coordination.k8s.io/v1", "leases", name)
+        plan, objects = self._plan, self._objects
         for _ in range(5):
-            found = document(tool(plan), path, self._transport)
+            found = objects.find(objects.path("coordination.k8s.io/v1", "leases", self._name))
             if found is None:
                 return  # somebody removes the run: the pods tell of it
             holder = str((found.get("spec") or {}).get("holderIdentity", ""))
@@ -146,16 +129,14 @@ class Holder:
                 "renewTime": f"{stamp}.{int(now % 1 * 1e6):06d}Z",
             },
         }
-        argv = [
-            *tool(self._plan), "patch", "lease", watch_name(name_of(self._plan)),
-            "--type", "merge", "--patch", json.dumps(body), "--output", "json",
-        ]  # fmt: skip
-        done = self._transport.run(HOST, argv)
-        if done.exit_code:
-            if "(Conflict)" in done.stderr or "(NotFound)" in done.stderr:
+        words = ("patch", "lease", self._name, *MERGE, json.dumps(body), "--output", "json")
+        try:
+            made = self._objects.call(*words)
+        except Refusal as error:
+            if error.reason in ("Conflict", "NotFound"):
                 return False
-            raise Unavailable(done.stderr.strip())
-        self._version = str(json.loads(done.stdout)["metadata"]["resourceVersion"])
+            raise
+        self._version = str(json.loads(made)["metadata"]["resourceVersion"])
         return True
 
     def close(self) -> None:
@@ -169,14 +150,14 @@ def _clock() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-class LeasedWatcher:
-    """Watches over a run that has a watcher in the cluster as well."""
+class LeasedMonitor:
+    """Follows an attempt of a run that has a watcher in the cluster as well."""
 
-    def __init__(self, handle: Handle, transport: Transport) -> None:
+    def __init__(self, handle: RunHandle, transport: Transport) -> None:
         self._handle = handle
         self._transport = transport
         self._holder = Holder(handle.plan, transport)
-        self._watcher = PodWatcher(handle, transport)
+        self._monitor = PodMonitor(handle, transport)
         self._last: Observation | None = None
 
     def status(self) -> Observation | None:
@@ -186,12 +167,12 @@ class LeasedWatcher:
             HandedOver: somebody else watches over the run by now.
         """
         held = self._holder.check()
-        seen = self._watcher.status()
+        seen = self._monitor.status()
         if seen is None or (held and not self._holder.taken):
             self._last = seen
             return seen
         try:
-            found = newest(self._handle, self._transport) if held else None
+            found = progress(self._handle, self._transport) if held else None
         except ClusterkitError:
             found = None
         if found is None:
@@ -206,81 +187,77 @@ class LeasedWatcher:
         return seen
 
     def close(self) -> None:
-        self._watcher.close()
+        self._monitor.close()
         self._holder.close()
 
 
 # ---------------------------------------------------------------- what it wrote
 
 
-def newest(handle: Handle, transport: Transport) -> Newest:
-    """The newest attempt there is; what the watcher wrote of others is brought to the run's folder.
+def progress(handle: RunHandle, transport: Transport) -> ClusterProgress:
+    """How far the run has come; what the watcher recorded is brought to the run's folder.
 
     Raises:
         Unavailable: the API server does not answer.
     """
     plan = handle.plan
     if not guarded(plan) or not known(plan, transport):
-        return Newest(attempt=handle.attempt)
-    record = _record(plan, transport)
-    _restore(handle, record, transport)
+        return ClusterProgress(attempt=handle.attempt)
+    objects = RunObjects(plan, transport)
+    found = objects.find(objects.path("v1", "configmaps", watch_name(objects.name)))
+    record = (found or {}).get("data") or {}
+    _restore(handle, objects, record)
     if "verdict" in record:
-        told = json.loads(record["verdict"])
-        return Newest(
-            attempt=max(handle.attempt, int(told["attempt"])),
-            late=told.get("late") == "late",
+        verdict = json.loads(record["verdict"])
+        return ClusterProgress(
+            attempt=max(handle.attempt, int(verdict["attempt"])),
+            late=verdict.get("late") == "late",
             watched=True,
-            settled=True,
+            finished=True,
         )
     wanted = int(record.get("restarting", "0"))
     deadline = time.monotonic() + BEGIN_SECONDS
-    while (there := _job_attempt(plan, transport)) < wanted and time.monotonic() < deadline:
+    while (there := _job_attempt(objects)) < wanted and time.monotonic() < deadline:
         time.sleep(AGAIN_SECONDS)
     number = max(handle.attempt, there, wanted)
-    return Newest(attempt=number, begun=there >= number, watched=there > 0)
+    return ClusterProgress(attempt=number, begun=there >= number, watched=there > 0)
 
 
-def _record(plan: Plan, transport: Transport) -> Mapping[str, str]:
-    path = object_path(plan, "v1", "configmaps", watch_name(name_of(plan)))
-    found = document(tool(plan), path, transport)
-    return (found or {}).get("data") or {}
-
-
-def _job_attempt(plan: Plan, transport: Transport) -> int:
+def _job_attempt(objects: RunObjects) -> int:
     """Which attempt the job is that is there; 0: there is none."""
-    found = document(tool(plan), job_path(plan), transport)
-    text = ((found or {}).get("metadata") or {}).get("labels", {}).get(ATTEMPT, "")
-    return int(text) if text.isdigit() else 0
+    found = objects.find(objects.job_path)
+    return 0 if found is None else attempt_of(found)
 
 
-def _restore(handle: Handle, record: Mapping[str, str], transport: Transport) -> None:
+def _restore(handle: RunHandle, objects: RunObjects, record: Mapping[str, str]) -> None:
     """Bring what is recorded to the run's folder: events, how pods ended, ends of their logs."""
-    folder = RunFolder(Path(local_dir(handle.plan)))
+    folder = handle.folder
     there = {(event.at, event.text) for event in folder.records("events.jsonl", Event)}
     for line in record.get("events", "").splitlines():
-        told = json.loads(line)
-        if (told["at"], told["text"]) not in there:
-            folder.append("events.jsonl", Event(at=told["at"], attempt=0, text=told["text"]))
+        event = json.loads(line)
+        if (event["at"], event["text"]) not in there:
+            folder.append("events.jsonl", Event(at=event["at"], attempt=0, text=event["text"]))
     for key, text in record.items():
         prefix, _, number = key.partition("-")
         if prefix == "attempt" and number.isdigit():
             one = dataclasses.replace(handle, attempt=int(number))
-            _restore_attempt(one, json.loads(text), transport)
+            _restore_attempt(one, objects, json.loads(text))
 
 
-def _restore_attempt(handle: Handle, entries: list[dict[str, Any]], transport: Transport) -> None:
-    pods: dict[str, Pod] = snapshot(handle, transport)
+def _restore_attempt(handle: RunHandle, objects: RunObjects, entries: list[dict[str, Any]]) -> None:
+    pods: dict[str, Pod] = snapshot(handle)
     running = set()
     for entry in entries:
-        pod = read_pod(entry["pod"], flavor_of(handle.plan).INDEX)
+        pod = read_pod(entry["pod"], objects.flavor.index)
         if pod.name in pods and pods[pod.name].exit_code is not None:
             continue
         pods[pod.name] = pod
         if pod.exit_code is None:
             running.add(pod.name)
         if pod.node is not None:
-            Catcher(Path(node_file(handle, pod.node, "log"))).append(entry["log"].encode())
-    with contextlib.suppress(ClusterkitError):
-        keep(handle, pods, transport)
-        if running:
-            put_removed(handle, Removed(ended=frozenset(running)), transport)
+            log = handle.folder.node_dir(handle.attempt, pod.node) / "log"
+            LogLines(log).append(entry["log"].encode())
+    keep(handle, pods)
+    if running:
+        with contextlib.suppress(ClusterkitError):
+            put_removed(handle, Removed(ended=frozenset(running)))

@@ -57,17 +57,22 @@ def selected(node: Mapping[str, Any], cluster: KubernetesCluster) -> bool:
 
 def usable(node: Mapping[str, Any], cluster: KubernetesCluster) -> bool:
     """Whether pods of the cluster entry would be put there."""
-    spec = node.get("spec") or {}
+    return not (node.get("spec") or {}).get("unschedulable") and not repelling(node, cluster)
+
+
+def repelling(node: Mapping[str, Any], cluster: KubernetesCluster) -> list[Mapping[str, Any]]:
+    """The node's taints that keep pods of the cluster entry away."""
     # The GPUs' own taint is tolerated by whoever asks for them, where admission adds that.
     tolerated = [*cluster.tolerations, {"key": cluster.gpu_resource, "operator": "Exists"}]
-    return not spec.get("unschedulable") and all(
-        taint.get("effect") == "PreferNoSchedule"
-        or any(tolerates(each, taint) for each in tolerated)
-        for taint in spec.get("taints") or ()
-    )
+    return [
+        taint
+        for taint in (node.get("spec") or {}).get("taints") or ()
+        if taint.get("effect") != "PreferNoSchedule"
+        and not any(_tolerates(each, taint) for each in tolerated)
+    ]
 
 
-def tolerates(toleration: Mapping[str, Any], taint: Mapping[str, Any]) -> bool:
+def _tolerates(toleration: Mapping[str, Any], taint: Mapping[str, Any]) -> bool:
     if toleration.get("effect") not in (None, "", taint.get("effect")):
         return False
     if toleration.get("operator") == "Exists":

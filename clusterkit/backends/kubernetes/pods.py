@@ -37,7 +37,6 @@ class Shape:
     min_nodes: int
     nodes: int
     nproc_per_node: int
-    port: int
     gpus: int
     """GPUs of a pod."""
     labels: Mapping[str, str]
@@ -95,10 +94,8 @@ def template(
     node = role == "node"
     env: list[Object] = []
     if node:
-        env.append({"name": "NODE_RANK", **_field_or(rank, "0")})
-        env.append({
-            "name": "CLUSTERKIT_ATTEMPT", **_field(f"metadata.labels['{ATTEMPT}']")
-        })  # fmt: skip
+        env.append({"name": "NODE_RANK", **({"value": "0"} if rank is None else _field(rank))})
+        env.append({"name": "CLUSTERKIT_ATTEMPT", **_field(f"metadata.labels['{ATTEMPT}']")})
         if shape.elastic:
             env.append({"name": NODE_ADDRESS.name, **_field("status.podIP")})
     env += [
@@ -132,13 +129,13 @@ def template(
         "env": env,
         "resources": resources(cluster, shape.gpus if gpus is None else gpus, asking=node),
         "securityContext": container_security(read_only=cluster.read_only_root),
-        "volumeMounts": _mounts(shape),
+        "volumeMounts": [mount for _, mount in _volumes(shape)],
         **(more or {}),
     }
     if not body["resources"]:
         del body["resources"]
     spec["containers"] = [body]
-    spec["volumes"] = _volumes(shape)
+    spec["volumes"] = [volume for volume, _ in _volumes(shape)]
     labels = {**shape.labels, ROLE: role}
     found: Object = {"metadata": {"labels": labels}, "spec": merged(spec, cluster.patch)}
     if cluster.annotations:
@@ -215,10 +212,6 @@ def _field(path: str) -> Object:
     return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
-def _field_or(path: str | None, value: str) -> Object:
-    return {"value": value} if path is None else _field(path)
-
-
 def resources(cluster: KubernetesCluster, gpus: int, *, asking: bool = True) -> Object:
     """What a pod asks for; GPUs and memory cannot be had beyond that."""
     requests: Object = {}
@@ -236,52 +229,29 @@ def resources(cluster: KubernetesCluster, gpus: int, *, asking: bool = True) -> 
     return {key: amounts for key, amounts in found.items() if amounts}
 
 
-def _mounts(shape: Shape) -> list[Object]:
-    return [
-        {"name": "run", "mountPath": shape.run_dir},
-        {"name": "files", "mountPath": posixpath.join(shape.run_dir, "files"), "readOnly": True},
-        *(
-            [
-                {
-                    "name": "code",
-                    "mountPath": posixpath.join(shape.run_dir, "code"),
-                    "readOnly": True,
-                }
-            ]
-            if shape.copied
-            else []
-        ),
-        {"name": "tmp", "mountPath": TMP},
-        {"name": "shm", "mountPath": "/dev/shm"},
-        *(
-            {
-                "name": f"claim-{number}",
-                "mountPath": each.path,
-                **({"readOnly": True} if each.read_only else {}),
-            }
-            for number, each in enumerate(shape.cluster.volumes)
-        ),
+def _volumes(shape: Shape) -> list[tuple[Object, Object]]:
+    """What a pod mounts: each volume's definition, and where it is."""
+    files = posixpath.join(shape.run_dir, "files")
+    code = posixpath.join(shape.run_dir, "code")
+    shm = {"medium": "Memory", "sizeLimit": shape.cluster.shm_size}
+    read_only = {"readOnly": True}
+    found: list[tuple[str, Object, Object]] = [
+        ("run", {"emptyDir": {}}, {"mountPath": shape.run_dir}),
+        ("files", {"configMap": {"name": shape.name}}, {"mountPath": files, **read_only}),
     ]
-
-
-def _volumes(shape: Shape) -> list[Object]:
-    return [
-        {"name": "run", "emptyDir": {}},
-        {"name": "files", "configMap": {"name": shape.name}},
-        *([{"name": "code", "configMap": {"name": shape.code}}] if shape.copied else []),
-        {"name": "tmp", "emptyDir": {}},
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shape.cluster.shm_size}},
-        *(
-            {
-                "name": f"claim-{number}",
-                "persistentVolumeClaim": {
-                    "claimName": each.claim,
-                    **({"readOnly": True} if each.read_only else {}),
-                },
-            }
-            for number, each in enumerate(shape.cluster.volumes)
-        ),
+    if shape.copied:
+        found.append(
+            ("code", {"configMap": {"name": shape.code}}, {"mountPath": code, **read_only})
+        )
+    found += [
+        ("tmp", {"emptyDir": {}}, {"mountPath": TMP}),
+        ("shm", {"emptyDir": shm}, {"mountPath": "/dev/shm"}),
     ]
+    for number, each in enumerate(shape.cluster.volumes):
+        more = read_only if each.read_only else {}
+        claim = {"persistentVolumeClaim": {"claimName": each.claim, **more}}
+        found.append((f"claim-{number}", claim, {"mountPath": each.path, **more}))
+    return [({"name": name, **what}, {"name": name, **where}) for name, what, where in found]
 
 
 def merged(base: Any, patch: Any) -> Any:

@@ -12,9 +12,8 @@ from clusterkit.backends.kubernetes.flavors import FLAVORS
 
 ROLE = "clusterkit-submitter"
 """What `k8s/rbac.yaml` calls the role."""
+ROLE_HINT = "k8s/rbac.yaml is the role that a submitter needs: an admin can bind it"
 JOB_VERBS = ("get", "list", "create", "patch", "delete")
-MORE_KINDS = {"trainjob": ("trainingruntimes",), "job": ()}
-"""Kinds of objects that a kind of job needs beside it, in its own group."""
 
 
 class Rule(Struct, frozen=True):
@@ -23,59 +22,57 @@ class Rule(Struct, frozen=True):
     group: str
     resources: tuple[str, ...]
     verbs: tuple[str, ...]
-    why: str = ""
 
 
 BESIDES = (
-    Rule("", ("configmaps",), ("get", "create", "patch", "delete"),
-         "what a run has besides; secrets are never read, and the config map of a run is read by\n"
-         "`clusterkit attach` from another machine"),
+    # `clusterkit attach` reads a run's config map from another machine; nobody reads its Secret.
+    Rule("", ("configmaps",), ("get", "create", "patch", "delete")),
     Rule("", ("secrets",), ("create", "patch", "delete")),
     Rule("", ("services",), ("create", "patch", "delete", "deletecollection")),
     Rule("", ("pods",), ("get", "list", "watch", "patch", "delete", "deletecollection")),
     Rule("", ("pods/log",), ("get",)),
     Rule("", ("events",), ("list",)),
-)  # fmt: skip
+)
 """For runs of every kind."""
 WATCHING = (
-    Rule("", ("serviceaccounts",), ("create", "patch", "delete"),
-         "the watcher of a run; without these rights it has none. Nobody can put rights into\n"
-         "a role that they do not have"),
+    Rule("", ("serviceaccounts",), ("create", "patch", "delete")),
     Rule("rbac.authorization.k8s.io", ("roles", "rolebindings"), ("create", "patch", "delete")),
     Rule("coordination.k8s.io", ("leases",), ("get", "create", "patch", "delete")),
-)  # fmt: skip
-"""For the watcher that a run has in the cluster."""
+)
+"""For the watcher that a run has in the cluster; without these rights it has none."""
 
 
 def jobs_rules(flavors: Sequence[str] = tuple(FLAVORS)) -> list[Rule]:
     """For the kinds of jobs themselves, one rule for each API group."""
     kinds: dict[str, list[str]] = {}
-    for name in flavors:
-        group = FLAVORS[name].API.rpartition("/")[0]
-        kinds.setdefault(group, []).extend((FLAVORS[name].PLURAL, *MORE_KINDS.get(name, ())))
+    for flavor in map(FLAVORS.__getitem__, flavors):
+        more = [plural for api, plural in flavor.besides if api == flavor.api]
+        kinds.setdefault(flavor.group, []).extend((flavor.plural, *more))
     return [Rule(group, tuple(names), JOB_VERBS) for group, names in kinds.items()]
 
 
-def needed(flavor: str) -> list[tuple[str, str, str]]:
-    """Verb, API group and resource of all that runs of this kind need."""
-    return [
-        (verb, rule.group, resource)
-        for rule in (*jobs_rules([flavor]), *BESIDES)
-        for resource in rule.resources
-        if resource != "services" or flavor == "job"
-        for verb in rule.verbs
-    ]
+Right = tuple[str, str, str]
+"""A verb, an API group and a resource."""
 
 
-def to_watch() -> list[tuple[str, str, str]]:
-    """Verb, API group and resource of what a run with a watcher in the cluster needs besides."""
-    rules = (*WATCHING, Rule("batch", ("jobs",), ("create", "patch", "delete")))
+def _rights(rules: Sequence[Rule]) -> list[Right]:
     return [
         (verb, rule.group, resource)
         for rule in rules
         for resource in rule.resources
         for verb in rule.verbs
     ]
+
+
+def needed(flavor: str) -> list[Right]:
+    """All that runs of this kind need."""
+    found = _rights([*jobs_rules([flavor]), *BESIDES])
+    return [right for right in found if right[2] != "services" or flavor == "job"]
+
+
+def to_watch() -> list[Right]:
+    """What a run with a watcher in the cluster needs besides."""
+    return _rights([*WATCHING, Rule("batch", ("jobs",), ("create", "patch", "delete"))])
 
 
 def access_review(namespace: str, verb: str, group: str, resource: str) -> dict[str, Any]:

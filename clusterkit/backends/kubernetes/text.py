@@ -35,8 +35,8 @@ def quantity(key: str, value: str) -> str:
     """``value`` itself.
 
     Raises:
-        BadInput: it is no amount; the message begins with ``key``.
+        BadInput: it is not an amount; the message begins with ``key``.
     """
     if not _QUANTITY.match(value):
-        raise BadInput(f"{key}: {value!r} is no amount", hint="such as 4, 500m, 16Gi")
+        raise BadInput(f"{key}: {value!r} is not an amount", hint="such as 4, 500m, 16Gi")
     return value

@@ -1,7 +1,7 @@
 """Goes on with a run while nobody outside of the cluster watches over it.
 
-One file, standard library only: it comes in the run's config map and is run by the image's own
-Python, in a small pod that belongs to the run.
+One file (longer than 500 lines for that reason), standard library only: it comes in the run's
+config map and is run by the image's own Python, in a small pod that belongs to the run.
 
     python3 -I watcher.py watch.json
 
@@ -23,7 +23,6 @@ import contextlib
 import http.client
 import json
 import os
-import queue
 import signal
 import ssl
 import sys
@@ -121,12 +120,6 @@ class Api:
         except (OSError, http.client.HTTPException) as error:
             raise Away(str(error)) from error
 
-    def call(
-        self, method: str, path: str, body: object = None, content: str = "application/json"
-    ) -> Object:
-        """As `open`; the answer's document."""
-        return json.loads(self.text(method, path, body, content))  # type: ignore[no-any-return]
-
     def text(
         self, method: str, path: str, body: object = None, content: str = "application/json"
     ) -> str:
@@ -136,6 +129,10 @@ class Api:
                 return answer.read().decode(errors="replace")
         except (OSError, http.client.HTTPException) as error:
             raise Away(str(error)) from error
+
+    def call(self, method: str, path: str, *body: Any) -> Object:
+        """As `text`; the answer's document."""
+        return json.loads(self.text(method, path, *body))  # type: ignore[no-any-return]
 
     def maybe(self, path: str) -> Object | None:
         """What is there; None: nothing."""
@@ -182,14 +179,14 @@ class Pod(NamedTuple):
     """Whether a finalizer keeps it."""
 
 
-def read_pod(told: Mapping[str, Any], index: str | None, now: float) -> Pod | None:
+def read_pod(document: Mapping[str, Any], index: str | None, now: float) -> Pod | None:
     """A node's pod from the API server's document; None: it is no node's.
 
     Args:
         index: label that holds the node's rank; None: it is node 0.
         now: Unix time.
     """
-    meta, status = told["metadata"], told.get("status") or {}
+    meta, status = document["metadata"], document.get("status") or {}
     labels = meta.get("labels") or {}
     if labels.get(ROLE) != "node":
         return None
@@ -396,7 +393,7 @@ class Watcher:
             f"/apis/coordination.k8s.io/v1/namespaces/{rules.namespace}/leases/{rules.name}-watch",
             lease_seconds(rules.lost_after),
         )
-        self._events: queue.Queue[None] = queue.Queue()
+        self._changed = threading.Event()
         self._memories: dict[int, Memory] = {}
         self._failed_at: dict[int, float] = {}
         self._born = time.monotonic()
@@ -405,24 +402,26 @@ class Watcher:
     def main(self) -> None:
         """Until the run has ended, and there is nothing left to do for it."""
         threading.Thread(target=self._listen, daemon=True).start()
-        told = ""
+        said = ""
         while True:
             try:
                 if self._turn():
                     return
-                told = ""
+                said = ""
             except (Away, Refused) as error:
-                if str(error) != told:
-                    told = str(error)
-                    say(told)
+                if str(error) != said:
+                    said = str(error)
+                    say(said)
                 time.sleep(AGAIN_SECONDS)
-            with contextlib.suppress(queue.Empty):
-                self._events.get(timeout=LOOK_SECONDS)
-                while True:
-                    self._events.get_nowait()
+            self._wait(LOOK_SECONDS)
+
+    def _wait(self, seconds: float) -> None:
+        """Until a pod of the run changes, at most so long."""
+        self._changed.wait(seconds)
+        self._changed.clear()
 
     def _listen(self) -> None:
-        """Wake the main thread whenever a pod of the run changes."""
+        """End `_wait` whenever a pod of the run changes."""
         while True:
             try:
                 version = self.api.call("GET", f"{self._list_path}&limit=1")["metadata"]
@@ -432,7 +431,7 @@ class Watcher:
                 )
                 with self.api.open("GET", path, seconds=WATCH_SECONDS + 20) as answer:
                     for _ in answer:
-                        self._events.put(None)
+                        self._changed.set()
             except (Away, Refused, OSError, http.client.HTTPException):
                 time.sleep(AGAIN_SECONDS)
 
@@ -448,22 +447,19 @@ class Watcher:
         self._job_seen = True
         attempt = int(job["metadata"]["labels"][ATTEMPT])
         memory = self._memories.setdefault(attempt, Memory())
-        told = self._told(attempt)
-        now = time.time()
-        pods = self._read(told, now)
+        listed, now = self._listed(attempt), time.time()
+        pods = self._read(listed, now)
         memory.take(pods, self.rules, now)
         if self.rules.force:
             self._force(pods)
         state, why = verdict(pods, memory, self.rules, now)
-        if state == "failed" and not self._ended(attempt, pods, memory):
-            return False
-        if state == "going":
+        if state == "going" or (state == "failed" and not self._ended(attempt, pods)):
             return False
         if state == "succeeded":
             self._write({"verdict": {"state": "SUCCEEDED", "attempt": attempt}})
             say(f"attempt {attempt} has succeeded")
             return True
-        return self._failed(attempt, state, why, job, told)
+        return self._failed(attempt, state, why, job, listed)
 
     def _without_job(self) -> bool:
         """The job is gone: a restart was cut short, or somebody has deleted it."""
@@ -479,7 +475,7 @@ class Watcher:
             return True
         return False
 
-    def _ended(self, attempt: int, pods: Sequence[Pod], memory: Memory) -> bool:
+    def _ended(self, attempt: int, pods: Sequence[Pod]) -> bool:
         """Whether all nodes have ended that will end by themselves."""
         started = self._failed_at.setdefault(attempt, time.monotonic())
         if all(pod.exit_code is not None for pod in pods):
@@ -487,29 +483,25 @@ class Watcher:
         return time.monotonic() > started + self.rules.stop_grace + PEERS_SECONDS
 
     def _failed(
-        self, attempt: int, state: str, why: str, job: Object, told: Sequence[Object]
+        self, attempt: int, state: str, why: str, job: Object, pods: Sequence[Object]
     ) -> bool:
         left = self.rules.restarts - (attempt - 1)
         again = state == "failed" and left > 0
-        self._keep(attempt, told)
-        if not again and all(self._code(each) is not None for each in told):
+        verdict = {"state": "FAILED", "attempt": attempt, "why": why}
+        self._keep(attempt, pods)
+        if not again and all(self._code(each) is not None for each in pods):
             # They hold nothing, and have their logs.
-            self._write({"verdict": {"state": "FAILED", "attempt": attempt, "why": why}})
+            self._write({"verdict": verdict})
             say(f"attempt {attempt} has failed: {why}")
             return True
         if again:
             # First: if this is cut short, whoever comes next goes on from here.
             event = f"attempt {attempt} failed: {why}; the watcher in the cluster starts it again"
-            self._write(
-                {"restarting": str(attempt + 1)},
-                f"{event}, {left - 1} restart{'' if left == 2 else 's'} left",
-            )
+            left_words = f"{left - 1} restart{'' if left == 2 else 's'} left"
+            self._write({"restarting": str(attempt + 1)}, f"{event}, {left_words}")
         else:
             event = f"attempt {attempt} ended by the watcher in the cluster: {why}"
-            self._write(
-                {"verdict": {"state": "FAILED", "attempt": attempt, "why": why, "late": state}},
-                event,
-            )
+            self._write({"verdict": {**verdict, "late": state}}, event)
         say(event)
         self._remove_job(job, attempt)
         if again:
@@ -523,12 +515,11 @@ class Watcher:
         }
         self.api.delete(self.rules.job, options)
         while True:
-            told = self._told(attempt)
-            if not told and self.api.maybe(self.rules.job) is None:
+            there = self._listed(attempt)
+            if not there and self.api.maybe(self.rules.job) is None:
                 return
-            self._force(self._read(told, time.time()))
-            with contextlib.suppress(queue.Empty):
-                self._events.get(timeout=AGAIN_SECONDS)
+            self._force(self._read(there, time.time()))
+            self._wait(AGAIN_SECONDS)
 
     def _begin(self, attempt: int) -> None:
         """Make the job anew, as the given attempt."""
@@ -543,19 +534,19 @@ class Watcher:
 
     # -- pods
 
-    def _told(self, attempt: int) -> list[Object]:
+    def _listed(self, attempt: int) -> list[Object]:
         items = self.api.call("GET", self._list_path)["items"]
         return [
             each for each in items
             if (each["metadata"].get("labels") or {}).get(ATTEMPT) == str(attempt)
         ]  # fmt: skip
 
-    def _read(self, told: Sequence[Object], now: float) -> list[Pod]:
-        found = (read_pod(each, self.rules.rank_label, now) for each in told)
+    def _read(self, listed: Sequence[Object], now: float) -> list[Pod]:
+        found = (read_pod(each, self.rules.rank_label, now) for each in listed)
         return [pod for pod in found if pod is not None]
 
-    def _code(self, told: Object) -> int | None:
-        pod = read_pod(told, self.rules.rank_label, time.time())
+    def _code(self, document: Object) -> int | None:
+        pod = read_pod(document, self.rules.rank_label, time.time())
         return 0 if pod is None else pod.exit_code
 
     def _force(self, pods: Sequence[Pod]) -> None:
@@ -588,34 +579,32 @@ class Watcher:
             texts["events"] = self._record().get("events", "") + line + "\n"
         self.api.call("PATCH", self._record_path, {"data": texts}, "application/merge-patch+json")
 
-    def _keep(self, attempt: int, told: Sequence[Object]) -> None:
+    def _keep(self, attempt: int, pods: Sequence[Object]) -> None:
         """How the attempt's pods ended, and the ends of their logs: those that failed first."""
-        first = sorted(told, key=lambda each: self._code(each) in (None, 0))
         before = {key: text for key, text in self._record().items() if key != f"attempt-{attempt}"}
         used = sum(map(len, before.values()))
-        old = sorted((key for key in before if key.startswith("attempt-")), key=_number)
+        old = [key for key in before if key.startswith("attempt-")]
+        old.sort(key=lambda key: int(key.rpartition("-")[2]))
         while old and used > RECORD_BYTES / 2:
             # What happened last matters most.
             used -= len(before[old[0]])
             self._write({old.pop(0): None})
         kept = []
-        for each in first:
+        for each in sorted(pods, key=lambda each: self._code(each) in (None, 0)):
+            meta, spec = each["metadata"], each["spec"]
+            keys = ("name", "uid", "labels", "deletionTimestamp")
             document: Object = {
-                "metadata": {
-                    key: each["metadata"][key]
-                    for key in ("name", "uid", "labels", "deletionTimestamp")
-                    if key in each["metadata"]
-                },
+                "metadata": {key: meta[key] for key in keys if key in meta},
                 "spec": {
-                    "nodeName": each["spec"].get("nodeName"),
+                    "nodeName": spec.get("nodeName"),
                     "containers": [
                         {key: part.get(key) for key in ("name", "image", "resources")}
-                        for part in each["spec"]["containers"]
+                        for part in spec["containers"]
                     ],
                 },
                 "status": each.get("status"),
             }
-            entry = {"pod": document, "log": self._tail(document["metadata"]["name"])}
+            entry = {"pod": document, "log": self._tail(meta["name"])}
             used += len(json.dumps(entry))
             if used > RECORD_BYTES:
                 entry["log"] = ""
@@ -640,10 +629,6 @@ def reference(made: Mapping[str, Any]) -> Object:
         "name": made["metadata"]["name"],
         "uid": made["metadata"]["uid"],
     }
-
-
-def _number(key: str) -> int:
-    return int(key.rpartition("-")[2])
 
 
 def renumber(value: Any, attempt: str) -> None:

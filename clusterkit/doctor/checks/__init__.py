@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-from clusterkit.doctor.base import Check
-from clusterkit.doctor.checks import (
-    clock,
-    compiler,
-    disk,
-    duplicates,
-    gpu_driver,
-    gpu_processes,
-    gpus,
-    head_port,
-    host_key,
-    interface,
-    limits,
-    load,
-    login_shell,
-    memory,
-    mesh,
-    names,
-    packages,
-    port,
-    python,
-    reachable,
-    shared,
-    shm,
-    strays,
-    system,
-    user,
-    workdir,
-)
+from importlib import import_module
 
-CHECKS: tuple[Check, ...] = tuple(
-    module.CHECK
-    for module in (
-        reachable, host_key, login_shell, user, duplicates, system, clock,
-        python, packages, compiler,
-        interface, names, port, head_port, mesh,
-        gpu_driver, gpus, gpu_processes,
-        memory, load, shm, limits, disk, workdir, shared, strays,
-    )
+from clusterkit.doctor.check import Check
+
+_MODULES = (
+    "reachable", "host_key", "login_shell", "user", "duplicates", "system", "clock",
+    "python", "packages", "compiler",
+    "interface", "names", "port", "head_port", "mesh",
+    "gpu_driver", "gpus", "gpu_processes",
+    "memory", "load", "shm", "limits", "disk", "workdir", "shared", "strays",
 )  # fmt: skip
+CHECKS: tuple[Check, ...] = tuple(
+    import_module(f"clusterkit.doctor.checks.{name}").CHECK for name in _MODULES
+)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from clusterkit.doctor.base import Answer, Answers, Check, Finding, Level, Subject
+from clusterkit.doctor.base import Level, Verdict, ok
+from clusterkit.doctor.check import Answer, Answers, Check
 
-NAME = "clock"
 WARN = 0.5
 FAIL = 5.0
 ELASTIC = 2.0
-"""Seconds. Which rank failed first is told by time, with 2 s before the others are ended; and a
+"""Seconds. Which rank failed first is judged by time, with 2 s before the others are ended; and a
 node of an elastic job counts as dead when its last word seems 3 s old."""
 
 
@@ -44,26 +44,24 @@ def agreed(spans: Iterable[Span]) -> float:
     )
 
 
-def judge(answers: Answers, subject: Subject) -> list[Finding]:
-    offsets = {host: span for host, answer in answers.items() if (span := offset(answer))}
+def judge(answers: Answers) -> Iterator[Verdict]:
+    offsets = {host: span for host, answer in answers.of.items() if (span := offset(answer))}
     right = agreed(offsets.values())
-    limit = ELASTIC if subject.needs.elastic else FAIL
-    findings = []
+    limit = ELASTIC if answers.subject.needs.elastic else FAIL
     for host, (low, high) in offsets.items():
         # How far it is off at least.
         off = max(low - right, 0.0) or min(high - right, 0.0)
-        level: Level = "fail" if abs(off) > limit else "warn" if abs(off) > WARN else "ok"
-        if level == "ok":
-            findings.append(Finding(NAME, host, "ok", "agrees"))
+        if abs(off) <= WARN:
+            yield ok(host, "agrees")
             continue
+        level: Level = "fail" if abs(off) > limit else "warn"
         cause = f"its clock is at least {_duration(abs(off))} {'ahead' if off > 0 else 'behind'}"
-        if len(subject.hosts) == 1:
+        if len(answers.subject.hosts) == 1:
             level = "warn"  # nobody to disagree with but the submitter
         else:
             cause += ": logs of the nodes are merged by time"
         mend = "sudo apt-get install -y chrony && sudo chronyc makestep"
-        findings.append(Finding(NAME, host, level, cause, mend))
-    return findings
+        yield Verdict(host, level, cause, mend)
 
 
 def _duration(seconds: float) -> str:
@@ -74,4 +72,4 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
-CHECK = Check(NAME, "The clocks of all hosts agree.", judge)
+CHECK = Check("clock", "The clocks of all hosts agree.", judge)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import Answers, Check, Finding, Script, Subject, read
+from clusterkit.doctor.base import HostSubject, Verdict, fail, ok, warn
+from clusterkit.doctor.check import Answers, Check, Script
+from clusterkit.doctor.driver import text_of
 
-NAME = "compiler"
 STALE = 600.0
 """Seconds after which a lock is left over; a build takes a minute or two."""
 
@@ -54,13 +56,7 @@ def collect(given: dict[str, Any]) -> Any:
                 locks.append({"path": lock, "age": time.time() - os.stat(lock).st_mtime})
             except OSError:
                 continue
-    building = False
-    for name in glob.glob("/proc/[0-9]*/comm"):
-        try:
-            with open(name, encoding="utf-8", errors="replace") as file:
-                building = building or file.read().strip() in ("ninja", "cc1plus", "nvcc")
-        except OSError:
-            continue
+    running = {text_of(name).strip() for name in glob.glob("/proc/[0-9]*/comm")}
     headers = os.path.join(sysconfig.get_paths()["include"], "Python.h")
     return {
         "compiler": compiler,
@@ -68,55 +64,50 @@ def collect(given: dict[str, Any]) -> Any:
         "nvcc": shutil.which("nvcc") or shutil.which("nvcc", path=os.path.join(cuda, "bin")),
         "headers": os.path.exists(headers),
         "locks": locks,
-        "building": building,
+        "building": not running.isdisjoint({"ninja", "cc1plus", "nvcc"}),
     }
 
 
-COMPILER = Script("compiler", collect)
+COMPILER = Script("compiler", collect, Seen)
 
 
-def judge(answers: Answers, subject: Subject) -> list[Finding]:
-    seen, findings = read(NAME, COMPILER, answers, subject, Seen)
-    for host, tools in seen.items():
-        found = []
+def judge(answers: Answers) -> Iterator[Verdict]:
+    for host, tools in answers.read(COMPILER).items():
         stale = [lock.path for lock in tools.locks if lock.age > STALE and not tools.building]
         if stale:
             cause = f"a killed build has left {', '.join(stale)}: the next waits for it for ever"
-            found.append(Finding(NAME, host, "fail", cause, shell.join(["rm", *stale])))
-        missing = [
-            (what, package)
-            for there, what, package in (
-                (tools.compiler, "C++ compiler", "g++"),
-                (tools.ninja, "ninja", "ninja-build"),
-                (tools.headers, "Python.h", "python3-dev"),
-            )
-            if not there
-        ]
+            yield fail(host, cause, shell.join(["rm", *stale]))
+        needed = (
+            (tools.compiler, "C++ compiler", "g++"),
+            (tools.ninja, "ninja", "ninja-build"),
+            (tools.headers, "Python.h", "python3-dev"),
+        )
+        missing = [(what, package) for there, what, package in needed if not there]
         if missing:
             cause = (
                 f"no {' and no '.join(what for what, _ in missing)}: DeepSpeed cannot compile its "
                 "operators (clusterkit.runtime does without them, other programs may not)"
             )
             mend = shell.join(["sudo", "apt-get", "install", "-y", *(name for _, name in missing)])
-            found.append(Finding(NAME, host, "warn", cause, mend))
-        elif subject.needs.device == "cuda" and tools.nvcc is None:
+            yield warn(host, cause, mend)
+        elif answers.subject.needs.device == "cuda" and tools.nvcc is None:
             cause = "no nvcc: DeepSpeed cannot compile operators for the GPU"
-            mend = "sudo apt-get install -y nvidia-cuda-toolkit"
-            found.append(Finding(NAME, host, "warn", cause, mend))
-        findings += found or [Finding(NAME, host, "ok", tools.compiler or "")]
-    return findings
+            yield warn(host, cause, "sudo apt-get install -y nvidia-cuda-toolkit")
+        elif not stale:
+            yield ok(host, tools.compiler or "")
+
+
+def _pointless(subject: HostSubject) -> str | None:
+    uses = subject.needs.deepspeed or subject.needs.launcher == "deepspeed"
+    return None if uses else "the job does not use DeepSpeed"
 
 
 CHECK = Check(
-    NAME,
+    "compiler",
     "A C++ compiler, ninja and Python's headers are there for DeepSpeed, and no lock of a killed "
     "build.",
     judge,
     (COMPILER,),
     quick=False,
-    pointless=lambda subject: (
-        None
-        if subject.needs.deepspeed or subject.needs.launcher == "deepspeed"
-        else "the job does not use DeepSpeed"
-    ),
+    pointless=_pointless,
 )

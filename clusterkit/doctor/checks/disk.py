@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import (
-    Answers,
-    Check,
-    Finding,
-    Level,
-    Script,
-    Subject,
-    read,
-    size,
-    worst,
-)
+from clusterkit.doctor.base import Level, Verdict, fail, ok, size, worst
+from clusterkit.doctor.check import Answers, Check, Script
 
-NAME = "disk"
 WARN_BYTES = 5 << 30
 FAIL_BYTES = 500 << 20
 WARN_INODES = 50_000
@@ -64,42 +55,34 @@ def collect(given: dict[str, Any]) -> Any:
     return list(disks.values())
 
 
-DISKS = Script("disks", collect)
+DISKS = Script("disks", collect, list[Disk])
 
 
-def judge(answers: Answers, subject: Subject) -> list[Finding]:
-    seen, findings = read(NAME, DISKS, answers, subject, list[Disk])
-    for host, disks in seen.items():
-        found = [fault for disk in disks if (fault := _fault(host, disk)) is not None]
-        told = ", ".join(f"{disk.path} {size(disk.free)}" for disk in disks)
-        findings += found or [Finding(NAME, host, "ok", f"free: {told}")]
-    return findings
+def judge(answers: Answers) -> Iterator[Verdict]:
+    for host, disks in answers.read(DISKS).items():
+        faults = [fault for disk in disks if (fault := _fault(host, disk)) is not None]
+        free = ", ".join(f"{disk.path} {size(disk.free)}" for disk in disks)
+        yield from faults or [ok(host, f"free: {free}")]
 
 
-def _fault(host: str, disk: Disk) -> Finding | None:
-    look = shell.join(["df", "-h", disk.path])
+def _fault(host: str, disk: Disk) -> Verdict | None:
     if disk.read_only:
-        remount = f"{shell.join(['findmnt', '--target', disk.path])}; sudo dmesg | tail"
-        return Finding(NAME, host, "fail", f"{disk.path} is mounted read-only", remount)
+        mend = f"{shell.join(['findmnt', '--target', disk.path])}; sudo dmesg | tail"
+        return fail(host, f"{disk.path} is mounted read-only", mend)
     if disk.total == 0:  # a file system without a size of its own
         return None
-    bytes_level: Level = (
-        "fail" if disk.free < FAIL_BYTES else "warn" if disk.free < WARN_BYTES else "ok"
-    )
-    inodes_level: Level = "ok"
-    if disk.inodes:
-        few = disk.inodes_free
-        inodes_level = "fail" if few < FAIL_INODES else "warn" if few < WARN_INODES else "ok"
-    level = worst((bytes_level, inodes_level))
+    space = _level(disk.free, WARN_BYTES, FAIL_BYTES)
+    files = _level(disk.inodes_free, WARN_INODES, FAIL_INODES) if disk.inodes else "ok"
+    level = worst((space, files))
     if level == "ok":
         return None
-    if bytes_level == level:
+    if space == level:
         cause = f"{disk.path} has {size(disk.free)} left of {size(disk.total)}"
-        mend = f"{look}; {shell.join(['du', '-xsh', disk.path])}"
+        mend = f"{shell.join(['df', '-h', disk.path])}; {shell.join(['du', '-xsh', disk.path])}"
     else:
         cause = f"{disk.path} has room for {disk.inodes_free} more files (inodes)"
         mend = shell.join(["df", "-i", disk.path])
-    return Finding(NAME, host, level, cause, mend)
+    return Verdict(host, level, cause, mend)
 
 
 def _level(left: int, warn: int, fail: int) -> Level:
@@ -107,7 +90,7 @@ def _level(left: int, warn: int, fail: int) -> Level:
 
 
 CHECK = Check(
-    NAME,
+    "disk",
     "The disks of the working folder, /tmp and the home have room, for bytes and for files.",
     judge,
     (DISKS,),

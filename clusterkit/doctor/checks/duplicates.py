@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import Answers, Check, Finding, Level, Script, Subject, read
-
-NAME = "duplicates"
+from clusterkit.doctor.base import Verdict, fail, ok
+from clusterkit.doctor.check import Answers, Check, Script, alone
+from clusterkit.doctor.driver import text_of
 
 
 class Seen(Struct):
@@ -25,52 +26,47 @@ class Seen(Struct):
 def collect(given: dict[str, Any]) -> Any:
     import os
 
+    boot = text_of("/proc/sys/kernel/random/boot_id").strip()
     try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot = file.read().strip()
         network = os.readlink("/proc/self/ns/net")
     except OSError:
         boot = network = ""
     return {"hostname": os.uname().nodename, "boot": boot, "network": network}
 
 
-IDENTITY = Script("identity", collect, safe=True)
+IDENTITY = Script("identity", collect, Seen, safe=True)
 
 
-def judge(answers: Answers, subject: Subject) -> list[Finding]:
-    seen, findings = read(NAME, IDENTITY, answers, subject, Seen)
-    addresses = {machine.name: machine.at for machine in subject.hosts}
+def judge(answers: Answers) -> Iterator[Verdict]:
     machines: dict[tuple[str, str], str] = {}
     hostnames: dict[str, str] = {}
-    first: dict[str, str] = {}
-    # Open MPI takes hosts of one name for one host.
-    level: Level = "fail" if subject.needs.launcher == "mpirun" else "warn"
-    for host, identity in seen.items():
+    addresses: dict[str, str] = {}
+    for host, identity in answers.read(IDENTITY).items():
         key = (identity.boot, identity.network)
-        other = machines.setdefault(key, host) if identity.boot else host
-        namesake = hostnames.setdefault(identity.hostname, host)
-        neighbour = first.setdefault(addresses[host], host)
-        if neighbour != host:
-            cause = f"has the address {addresses[host]}, as {neighbour} has"
-            findings.append(Finding(NAME, host, "fail", cause, "two nodes need two addresses"))
-        elif other != host:
-            cause = f"is the same machine as {other}"
-            findings.append(
-                Finding(NAME, host, "fail", cause, f"leave {host} out of the inventory")
-            )
-        elif namesake != host:
-            cause = f"calls itself {identity.hostname}, as {namesake} does"
+        address = answers.machines[host].at
+        same_machine = machines.setdefault(key, host) if identity.boot else host
+        same_name = hostnames.setdefault(identity.hostname, host)
+        same_address = addresses.setdefault(address, host)
+        if same_address != host:
+            cause = f"has the address {address}, as {same_address} has"
+            yield fail(host, cause, "two nodes need two addresses")
+        elif same_machine != host:
+            cause = f"is the same machine as {same_machine}"
+            yield fail(host, cause, f"leave {host} out of the inventory")
+        elif same_name != host:
+            cause = f"calls itself {identity.hostname}, as {same_name} does"
             mend = shell.join(["sudo", "hostnamectl", "set-hostname", host])
-            findings.append(Finding(NAME, host, level, cause, mend))
+            # Open MPI takes hosts of one name for one host.
+            mpi = answers.subject.needs.launcher == "mpirun"
+            yield Verdict(host, "fail" if mpi else "warn", cause, mend)
         else:
-            findings.append(Finding(NAME, host, "ok", "a machine of its own"))
-    return findings
+            yield ok(host, "a machine of its own")
 
 
 CHECK = Check(
-    NAME,
+    "duplicates",
     "Every host is a machine of its own, with a name and an address of its own.",
     judge,
     (IDENTITY,),
-    pointless=lambda subject: "one host has no others" if len(subject.hosts) == 1 else None,
+    pointless=alone,
 )

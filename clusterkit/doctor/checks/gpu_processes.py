@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-from clusterkit.doctor.base import Answers, Check, Finding, Level, Subject
-from clusterkit.doctor.scripts import NVIDIA, Nvidia, gpus_of, no_gpus_wanted
+from collections.abc import Iterator
+
+from clusterkit.doctor.base import Process, Verdict, end_processes, ok
+from clusterkit.doctor.check import Answers, Check
+from clusterkit.doctor.nvidia import NVIDIA, Nvidia, gpus_of, no_gpus_wanted
 from clusterkit.errors import counted
 
-NAME = "gpu-processes"
 FREE_MIB = 1024
 """A GPU that nobody uses holds less: the driver's own part, an idle context."""
 
 
-def judge(answers: Answers, subject: Subject) -> list[Finding]:
-    seen, findings = gpus_of(NAME, answers, subject)
-    wanted = {machine.name: machine.slots for machine in subject.hosts}
-    for host, nvidia in seen.items():
+def judge(answers: Answers) -> Iterator[Verdict]:
+    for host, nvidia in gpus_of(answers).items():
         busy = _busy(nvidia)
-        need = wanted[host]
+        need = answers.machines[host].slots
         if not busy:
-            findings.append(Finding(NAME, host, "ok", "none"))
+            yield ok(host, "none")
             continue
         free = len(nvidia.gpus) - len(busy)
-        level: Level = "fail" if free < (len(nvidia.gpus) if need is None else need) else "warn"
         held = ", ".join(
             f"GPU {gpu['index']} by {_who(nvidia, gpu['uuid'])} ({gpu['memory.used']} MiB)"
             for gpu in busy[:4]
         )
         more = f" and {len(busy) - 4} more" if len(busy) > 4 else ""
         cause = f"{counted(len(busy), 'GPU')} of {len(nvidia.gpus)} in use: {held}{more}"
-        findings.append(Finding(NAME, host, level, cause, _remedy(nvidia)))
-    return findings
+        enough = free >= (len(nvidia.gpus) if need is None else need)
+        yield Verdict(host, "warn" if enough else "fail", cause, _remedy(nvidia))
 
 
 def _busy(nvidia: Nvidia) -> list[dict[str, str]]:
@@ -53,15 +52,20 @@ def _who(nvidia: Nvidia, uuid: str) -> str:
 
 
 def _remedy(nvidia: Nvidia) -> str:
-    runs = {owner.run for owner in nvidia.owners.values() if owner.run}
-    if runs:
-        return "; ".join(f"clusterkit cancel {run}" for run in sorted(runs))
-    pids = list(dict.fromkeys(process["pid"] for process in nvidia.processes))
-    return f"kill {' '.join(pids)}" if pids else "sudo fuser -v /dev/nvidia*"
+    """Our own runs are cancelled, our own processes killed, the owners of others asked."""
+    mine = (owner.run for owner in nvidia.owners.values() if owner.user == nvidia.me)
+    if runs := sorted({run for run in mine if run}):
+        return "; ".join(f"clusterkit cancel {run}" for run in runs)
+    processes = {
+        process["pid"]: Process(int(process["pid"]), owner.user, process["process_name"])
+        for process in nvidia.processes
+        if (owner := nvidia.owners.get(process["pid"])) is not None and owner.user
+    }
+    return end_processes(processes.values(), nvidia.me) or "sudo fuser -v /dev/nvidia*"
 
 
 CHECK = Check(
-    NAME,
+    "gpu-processes",
     "No process left over, or of somebody else, holds the GPUs that the job needs.",
     judge,
     (NVIDIA,),

@@ -2,40 +2,70 @@
 
 from __future__ import annotations
 
-from clusterkit.doctor.base import Answers, Check, Finding, Subject, read
-from clusterkit.doctor.scripts import MEET, Met, open_firewall
+from collections.abc import Iterator, Sequence
 
-NAME = "head-port"
+from msgspec import Struct
+
+from clusterkit.doctor import meeting
+from clusterkit.doctor.base import HostSubject, Verdict, fail, ok, skip
+from clusterkit.doctor.check import Answers, Check, Script
 
 
-def judge(answers: Answers, subject: Subject) -> list[Finding]:
-    head = subject.head
-    if head.name not in answers:
-        reason = f"the head, {head.name}, did not answer"
-        return [Finding(NAME, host, "skip", reason) for host in answers]
-    seen, findings = read(NAME, MEET, answers, subject, Met)
+class Met(Struct):
+    """What `clusterkit.doctor.meeting.meet` gives."""
+
+    head: str | None
+    listening: str | None
+    came: list[str]
+    peers: dict[str, str | None] | None
+    rates: dict[str, float] = {}
+
+
+MEET = Script(
+    "meet", meeting.meet, Met, limit=meeting.END + 3, phase=2, with_head=True, whole_module=True
+)
+
+
+def met_of(answers: Answers) -> dict[str, Met]:
+    """What `MEET` collected. Without the head nobody meets: then every host is skipped."""
+    head = answers.subject.head.name
+    if head in answers.of:
+        return answers.read(MEET)
+    reason = f"the head, {head}, did not answer"
+    answers.unread += [skip(host, reason) for host in answers.of]
+    return {}
+
+
+def open_firewall(hosts: Sequence[str], subject: HostSubject, most: int = 8) -> str:
+    """The command that lets hosts in; ranks talk on ports that nobody knows beforehand."""
+    addresses = [machine.at for machine in subject.hosts if machine.name in hosts]
+    more = f"  # and {len(addresses) - most} more" if len(addresses) > most else ""
+    if len(addresses) == 1:
+        return f"sudo ufw allow from {addresses[0]}"
+    return f"for a in {' '.join(addresses[:most])}; do sudo ufw allow from $a; done{more}"
+
+
+def judge(answers: Answers) -> Iterator[Verdict]:
+    subject, head = answers.subject, answers.subject.head
+    seen = met_of(answers)
     there = seen.get(head.name)
     if there is not None and there.listening is not None:
         cause = f"cannot listen on port {subject.port}: {there.listening}"
+        yield fail(head.name, cause, f"sudo ss -ltnp 'sport = :{subject.port}'")
         reason = f"nothing listens on {head.name}"
-        return [
-            *findings,
-            Finding(NAME, head.name, "fail", cause, f"sudo ss -ltnp 'sport = :{subject.port}'"),
-            *(Finding(NAME, host, "skip", reason) for host in seen if host != head.name),
-        ]
+        yield from (skip(host, reason) for host in seen if host != head.name)
+        return
     place = f"{head.at}:{subject.port}"
-    outside = {host: met.head for host, met in seen.items() if met.head is not None}
-    for host in seen:
-        if host in outside:
-            cause = f"cannot connect to {head.name} ({place}): {outside[host]}"
-            remedy = _remedy(outside[host], list(outside), subject)
-            findings.append(Finding(NAME, host, "fail", cause, remedy))
+    outside = [host for host, met in seen.items() if met.head is not None]
+    for host, met in seen.items():
+        if met.head is not None:
+            cause = f"cannot connect to {head.name} ({place}): {met.head}"
+            yield fail(host, cause, _remedy(met.head, outside, subject))
         else:
-            findings.append(Finding(NAME, host, "ok", place))
-    return findings
+            yield ok(host, place)
 
 
-def _remedy(why: str, outside: list[str], subject: Subject) -> str:
+def _remedy(why: str, outside: list[str], subject: HostSubject) -> str:
     head = subject.head
     if "route" in why or "unreachable" in why:
         return f"ip route get {head.at}"
@@ -47,7 +77,7 @@ def _remedy(why: str, outside: list[str], subject: Subject) -> str:
 
 
 CHECK = Check(
-    NAME,
+    "head-port",
     "Every host can connect to the head's rendezvous port, at the address the ranks will use.",
     judge,
     (MEET,),

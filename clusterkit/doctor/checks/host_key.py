@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from clusterkit.doctor.base import Answers, Check, Finding, Subject, is_about_host_key
+from collections.abc import Iterator
 
-NAME = "host-key"
+from clusterkit.doctor.base import Verdict, fail, is_about_host_key, ok, skip
+from clusterkit.doctor.check import Answers, Check, without_ssh
 
 
-def judge(answers: Answers, subject: Subject) -> list[Finding]:
-    findings = []
-    for host, answer in answers.items():
+def judge(answers: Answers) -> Iterator[Verdict]:
+    for host, answer in answers.of.items():
         error = answer.error
         if error is None:
-            findings.append(Finding(NAME, host, "ok", "known"))
+            yield ok(host, "known")
         elif is_about_host_key(error.message):
-            findings.append(Finding(NAME, host, "fail", error.message, error.hint))
+            yield fail(host, error.message, error.hint)
         else:
-            findings.append(Finding(NAME, host, "skip", "it did not answer"))
-    return findings
+            yield skip(host, "it did not answer")
 
 
 CHECK = Check(
-    NAME,
+    "host-key",
     "The key that proves who the host is stands in known_hosts and has not changed.",
     judge,
     silent_too=True,
-    pointless=lambda subject: None if subject.over_ssh else "not reached over SSH",
+    pointless=without_ssh,
 )

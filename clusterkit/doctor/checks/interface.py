@@ -3,23 +3,84 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
-from clusterkit.doctor.base import (
-    Answers,
-    Check,
-    Finding,
-    Machine,
-    Script,
-    Subject,
-    common,
-    parsed_address,
-    read,
-)
-from clusterkit.doctor.scripts import INTERFACES, Interface
+from msgspec import Struct
 
-NAME = "interface"
+from clusterkit.doctor.base import (
+    HostSubject,
+    Machine,
+    Verdict,
+    common,
+    fail,
+    ok,
+    parsed_address,
+    warn,
+)
+from clusterkit.doctor.check import Answers, Check, Script
+from clusterkit.doctor.driver import text_of
+
 _SHOWN = 6
+
+
+class Interface(Struct):
+    """One network interface."""
+
+    mtu: int
+    up: bool
+    speed: int | None
+    """Mbit/s; None where the driver does not know."""
+    addresses: list[str]
+
+
+Routes = dict[str, str | None]
+"""The local address that a host uses towards each other host; None: it has no route there."""
+
+
+def collect(given: dict[str, Any]) -> Any:
+    import array
+    import fcntl
+    import os
+    import socket
+    import struct
+
+    def read(name: str, entry: str) -> str:
+        return text_of(f"/sys/class/net/{name}/{entry}").strip()
+
+    interfaces: dict[str, Any] = {}
+    for name in os.listdir("/sys/class/net"):
+        flags, speed = read(name, "flags"), read(name, "speed")
+        if not flags:
+            continue  # a file of the bonding driver's
+        interfaces[name] = {
+            "mtu": int(read(name, "mtu") or 0),
+            # IFF_UP, and not without a carrier.
+            "up": bool(int(flags, 16) & 1)
+            and read(name, "operstate") not in ("down", "lowerlayerdown"),
+            "speed": int(speed) if speed.isdigit() else None,
+            "addresses": [],
+        }
+    # SIOCGIFCONF: every IPv4 address with its interface, 40 bytes each.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        room = array.array("B", bytes(40 * 1024))
+        size = struct.unpack(
+            "iL",
+            fcntl.ioctl(
+                probe.fileno(), 0x8912, struct.pack("iL", len(room), room.buffer_info()[0])
+            ),
+        )[0]
+    data = room.tobytes()[:size]
+    for start in range(0, size, 40):
+        name = data[start : start + 16].partition(b"\0")[0].decode().partition(":")[0]
+        if name in interfaces:
+            interfaces[name]["addresses"].append(socket.inet_ntoa(data[start + 20 : start + 24]))
+    for line in text_of("/proc/net/if_inet6").splitlines():
+        words = line.split()
+        if words[-1] in interfaces:
+            text = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(words[0]))
+            interfaces[words[-1]]["addresses"].append(text)
+    return interfaces
 
 
 def collect_routes(given: dict[str, Any]) -> Any:
@@ -40,46 +101,40 @@ def collect_routes(given: dict[str, Any]) -> Any:
     return routes
 
 
-ROUTES = Script("routes", collect_routes, phase=2, safe=True)
-"""The local address that a host uses towards each other host; None: it has no route there."""
+INTERFACES = Script("interfaces", collect, dict[str, Interface], safe=True)
+ROUTES = Script("routes", collect_routes, Routes, phase=2, safe=True)
 
 
-def judge(answers: Answers, subject: Subject) -> list[Finding]:
-    seen, findings = read(NAME, INTERFACES, answers, subject, dict[str, Interface])
-    routes, unread = read(NAME, ROUTES, answers, subject, dict[str, str | None])
-    findings += unread
+def judge(answers: Answers) -> Iterator[Verdict]:
+    subject = answers.subject
+    seen = answers.read(INTERFACES)
+    routes = answers.read(ROUTES)
     used: dict[str, tuple[str, Interface]] = {}
-    for machine in subject.hosts:
-        host = machine.name
-        if host not in seen or host not in routes:
-            continue
+    for host in (host for host in seen if host in routes):
         name = _used(host, seen[host], routes[host], subject)
-        problem = _problem(seen[host], routes[host], subject, machine, name)
+        problem = _problem(seen[host], routes[host], subject, answers.machines[host], name)
         if problem is not None:
-            findings.append(Finding(NAME, host, "fail", *problem))
+            yield fail(host, *problem)
         elif name is not None:
             used[host] = (name, seen[host][name])
-    mtu = common({host: interface.mtu for host, (_, interface) in used.items()}, 0)
-    speed = common({host: interface.speed for host, (_, interface) in used.items()}, None)
-    usual = common({host: name for host, (name, _) in used.items()}, "")
+    mtu = common((interface.mtu for _, interface in used.values()), 0)
+    speed = common((interface.speed for _, interface in used.values()), None)
+    usual = common((name for name, _ in used.values()), "")
     for host, (name, interface) in used.items():
         if interface.mtu != mtu:
             cause = f"{name} has MTU {interface.mtu}, the others {mtu}: large packets may vanish"
-            remedy = f"sudo ip link set dev {name} mtu {mtu}"
-            findings.append(Finding(NAME, host, "warn", cause, remedy))
+            yield warn(host, cause, f"sudo ip link set dev {name} mtu {mtu}")
         elif interface.speed != speed and interface.speed is not None:
             cause = f"{name} runs at {interface.speed} Mbit/s, the others at {speed}"
-            findings.append(Finding(NAME, host, "warn", cause, f"sudo ethtool {name}"))
+            yield warn(host, cause, f"sudo ethtool {name}")
         elif name != usual and subject.interface == "auto":
-            cause = f"talks over {name}, the others over {usual}"
-            findings.append(Finding(NAME, host, "warn", cause, "ip route"))
+            yield warn(host, f"talks over {name}, the others over {usual}", "ip route")
         else:
-            findings.append(Finding(NAME, host, "ok", f"{name}, MTU {interface.mtu}"))
-    return findings
+            yield ok(host, f"{name}, MTU {interface.mtu}")
 
 
 def _used(
-    host: str, there: dict[str, Interface], routes: dict[str, str | None], subject: Subject
+    host: str, there: dict[str, Interface], routes: Routes, subject: HostSubject
 ) -> str | None:
     """The interface that carries what this host says to most of the others."""
     if subject.interface != "auto":
@@ -94,8 +149,8 @@ def _used(
 
 def _problem(
     there: dict[str, Interface],
-    routes: dict[str, str | None],
-    subject: Subject,
+    routes: Routes,
+    subject: HostSubject,
     machine: Machine,
     name: str | None,
 ) -> tuple[str, str] | None:
@@ -113,17 +168,16 @@ def _problem(
     own = parsed_address(machine.at)
     if own is None or len(subject.hosts) == 1:
         return None
+    mend = "give the host `clusterkit_address` in the inventory"
     if own.is_loopback:
-        cause = f"was reached at {own}, where the other hosts cannot reach it"
-        return cause, "give the host `clusterkit_address` in the inventory"
+        return f"was reached at {own}, where the other hosts cannot reach it", mend
     if own not in {parsed_address(text) for other in there.values() for text in other.addresses}:
-        cause = f"the others are to reach it at {own}, which none of {has} has"
-        return cause, "give the host `clusterkit_address` in the inventory"
+        return f"the others are to reach it at {own}, which none of {has} has", mend
     return None
 
 
 CHECK = Check(
-    NAME,
+    "interface",
     "The hosts talk over the interface that is meant, it is up, and MTU and speed are the same "
     "everywhere.",
     judge,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from msgspec import Struct
 
-from clusterkit.doctor.base import Answers, Check, Finding, Script, Subject, common, read
+from clusterkit.doctor.base import Verdict, common, ok, warn
+from clusterkit.doctor.check import Answers, Check, Script
 from clusterkit.errors import counted
-
-NAME = "load"
 
 
 class Seen(Struct):
@@ -25,29 +25,25 @@ def collect(given: dict[str, Any]) -> Any:
     return {"cpus": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]}
 
 
-LOAD = Script("load", collect, safe=True)
+LOAD = Script("load", collect, Seen, safe=True)
 
 
-def judge(answers: Answers, subject: Subject) -> list[Finding]:
-    seen, findings = read(NAME, LOAD, answers, subject, Seen)
-    ranks = {machine.name: machine.slots or 1 for machine in subject.hosts}
-    usual = common({host: load.cpus for host, load in seen.items()}, 0)
+def judge(answers: Answers) -> Iterator[Verdict]:
+    seen = answers.read(LOAD)
+    usual = common((load.cpus for load in seen.values()), 0)
     for host, load in seen.items():
-        busy = "ps -eo pid,user,pcpu,args --sort=-pcpu | head"
+        ranks, cores = answers.machines[host].slots or 1, counted(load.cpus, "core")
         if load.load > max(2, load.cpus):
-            cause = f"load {load.load:.0f} on {counted(load.cpus, 'core')}: others use it"
-            findings.append(Finding(NAME, host, "warn", cause, busy))
-        elif load.cpus < ranks[host]:
-            cause = f"{ranks[host]} ranks share {counted(load.cpus, 'core')}"
-            findings.append(Finding(NAME, host, "warn", cause, "nproc"))
+            busy = "ps -eo pid,user,pcpu,args --sort=-pcpu | head"
+            yield warn(host, f"load {load.load:.0f} on {cores}: others use it", busy)
+        elif load.cpus < ranks:
+            yield warn(host, f"{ranks} ranks share {cores}", "nproc")
         elif load.cpus != usual:
-            cause = f"{counted(load.cpus, 'core')}, but {usual} on other hosts"
-            findings.append(Finding(NAME, host, "warn", cause, "nproc"))
+            yield warn(host, f"{cores}, but {usual} on other hosts", "nproc")
         else:
-            findings.append(Finding(NAME, host, "ok", counted(load.cpus, "core")))
-    return findings
+            yield ok(host, cores)
 
 
 CHECK = Check(
-    NAME, "There is a core for every rank, and nothing else keeps them busy.", judge, (LOAD,)
+    "load", "There is a core for every rank, and nothing else keeps them busy.", judge, (LOAD,)
 )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from msgspec import Struct
 
-from clusterkit.doctor.base import Answers, Check, Finding, Script, Subject, read, shortened
+from clusterkit.doctor.base import Verdict, ok, shortened, warn
+from clusterkit.doctor.check import Answers, Check, Script, without_ssh
 
-NAME = "login-shell"
 _RETURN_EARLY = "sed -i '1i case $- in *i*) ;; *) return ;; esac' ~/.bashrc"
 
 
@@ -16,7 +17,7 @@ class Seen(Struct):
     """What the user's shell prints when it runs nothing."""
 
     shell: str
-    said: str
+    output: str
 
 
 def collect(given: dict[str, Any]) -> Any:
@@ -35,31 +36,29 @@ def collect(given: dict[str, Any]) -> Any:
         [shell, "-c", "exit 0"], env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    return {"shell": shell, "said": done.stdout[:4096].decode("utf-8", "replace")}
+    return {"shell": shell, "output": done.stdout[:4096].decode("utf-8", "replace")}
 
 
-SHELL = Script("login-shell", collect)
+SHELL = Script("login-shell", collect, Seen)
 
 
-def judge(answers: Answers, subject: Subject) -> list[Finding]:
-    seen, findings = read(NAME, SHELL, answers, subject, Seen)
-    for host, shell in seen.items():
-        if shell.said.strip():
+def judge(answers: Answers) -> Iterator[Verdict]:
+    for host, shell in answers.read(SHELL).items():
+        if shell.output.strip():
             cause = (
-                f"{shell.shell} prints {shortened(shell.said, 60)!r} for every command over SSH, "
+                f"{shell.shell} prints {shortened(shell.output, 60)!r} for every command over SSH, "
                 "which breaks rsync, scp and mpirun"
             )
-            findings.append(Finding(NAME, host, "warn", cause, _RETURN_EARLY))
+            yield warn(host, cause, _RETURN_EARLY)
         else:
-            findings.append(Finding(NAME, host, "ok", f"{shell.shell} is silent"))
-    return findings
+            yield ok(host, f"{shell.shell} is silent")
 
 
 CHECK = Check(
-    NAME,
+    "login-shell",
     "The login shell prints nothing when a command runs over SSH.",
     judge,
     (SHELL,),
     quick=False,
-    pointless=lambda subject: None if subject.over_ssh else "not reached over SSH",
+    pointless=without_ssh,
 )

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import (
-    Answers,
-    Check,
-    Finding,
-    Level,
-    Machine,
-    Script,
-    Subject,
-    parsed_address,
-    read,
-)
+from clusterkit.doctor.base import Level, Machine, Verdict, listed, ok, parsed_address, warn
+from clusterkit.doctor.check import Answers, Check, Script, alone
 
-NAME = "names"
 WARN = 1.0
 FAIL = 2.0
 """Seconds that a look-up may take, beyond what it costs a host that is busy. torch's store looks
@@ -117,27 +108,27 @@ def collect(given: dict[str, Any]) -> Any:
     return seen
 
 
-NAMES = Script("names", collect, phase=2)
+NAMES = Script("names", collect, Seen, phase=2)
 
 
-def judge(answers: Answers, subject: Subject) -> list[Finding]:
-    seen, findings = read(NAME, NAMES, answers, subject, Seen)
-    machines = {machine.name: machine for machine in subject.hosts}
-    for host, looks in seen.items():
-        found = [
-            *_slow(host, looks, subject),
-            *_peers(host, looks, subject),
-            *_own(host, looks, machines[host]),
+def judge(answers: Answers) -> Iterator[Verdict]:
+    subject = answers.subject
+    # Ranks get addresses; these find each other by name.
+    by_name = subject.needs.launcher in ("mpirun", "deepspeed") or subject.needs.elastic
+    level: Level = "fail" if by_name else "warn"
+    for host, looks in answers.read(NAMES).items():
+        faults = [
+            *_slow(host, looks, subject.hosts),
+            *_others(host, looks, subject.hosts, level),
+            *_own(host, looks, answers.machines[host]),
         ]
-        findings += found or [Finding(NAME, host, "ok", "every name, every address, at once")]
-    return findings
+        yield from faults or [ok(host, "every name, every address, at once")]
 
 
-def _slow(host: str, looks: Seen, subject: Subject) -> list[Finding]:
+def _slow(host: str, looks: Seen, machines: Sequence[Machine]) -> Iterator[Verdict]:
     """Look-ups that take long, whatever they give."""
-    unmeasured = [look for look in looks.yardsticks if look.seconds is None]
-    if unmeasured:
-        return []  # a host this busy says nothing of its look-ups
+    if any(look.seconds is None for look in looks.yardsticks):
+        return  # a host this busy says nothing of its look-ups
     busy = max((look.seconds or 0.0 for look in looks.yardsticks), default=0.0)
     times = {
         what: 2 * FAIL if look.seconds is None else look.seconds - busy
@@ -146,106 +137,71 @@ def _slow(host: str, looks: Seen, subject: Subject) -> list[Finding]:
     }
     longest = max(times.values(), default=0.0)
     if longest <= WARN:
-        return []
+        return
     slow = [
         what
-        for machine in subject.hosts
+        for machine in machines
         for what in dict.fromkeys((machine.name, machine.at))
         if times.get(what, 0.0) > WARN
     ]
     took = f"{longest:.1f} s" if longest <= FAIL else "more than 2 s"
-    # The answer stands in a file then, and nobody is asked.
+    # With the answer in /etc/hosts nobody is asked.
     lines = [
         f"{prefix}{machine.at} {machine.name}"
-        for machine in subject.hosts
+        for machine in machines
         if {machine.name, machine.at} & set(slow)
         for prefix in ("", "::ffff:")
         if "." in machine.at or not prefix
     ]
-    return [
-        Finding(
-            NAME,
-            host,
-            "fail" if longest > FAIL else "warn",
-            f"looking up {_listed(slow)} takes {took}: so does every connection of torch's store",
-            _add_lines(lines),
-        )
-    ]
+    cause = f"looking up {listed(slow)} takes {took}: so does every connection of torch's store"
+    yield Verdict(host, "fail" if longest > FAIL else "warn", cause, _add_lines(lines))
 
 
-def _peers(host: str, looks: Seen, subject: Subject) -> list[Finding]:
+def _others(host: str, looks: Seen, machines: Sequence[Machine], level: Level) -> Iterator[Verdict]:
     """Other hosts whose names mean nothing here, or something else."""
     unknown, wrong = [], []
-    for machine in subject.hosts:
+    for machine in machines:
         look = looks.names.get(machine.name)
         if machine.name == host or look is None or look.seconds is None:
             continue
+        right = parsed_address(machine.at)
         if not look.found:
             unknown.append(machine)
-        elif _is_address(machine.at) and not _means(look.found, machine.at):
-            wrong.append((machine, look.found))
-    level = _level(subject)
-    findings = []
+        elif right is not None and right not in map(parsed_address, look.found):
+            wrong.append(machine)
     if unknown:
-        cause = f"does not know the name of {_listed([machine.name for machine in unknown])}"
-        findings.append(Finding(NAME, host, level, cause, _add_lines(_lines(unknown))))
+        cause = f"does not know the name of {listed([machine.name for machine in unknown])}"
+        yield Verdict(host, level, cause, _add_machines(unknown))
     if wrong:
-        told = [f"{machine.name} is {' and '.join(found)}" for machine, found in wrong]
-        right = [f"{machine.name} {machine.at}" for machine, _ in wrong]
-        cause = f"thinks that {_listed(told)}; right is {_listed(right)}"
-        remedy = (
-            f"sudo sed -i '/[[:space:]]{wrong[0][0].name}\\b/d' /etc/hosts"
-            if len(wrong) == 1
-            else "sudo nano /etc/hosts"
-        )
-        add = _add_lines(_lines([machine for machine, _ in wrong]))
-        findings.append(Finding(NAME, host, level, cause, f"{remedy} && {add}"))
-    return findings
+        known = [f"{each.name} is {' and '.join(looks.names[each.name].found)}" for each in wrong]
+        right_names = [f"{machine.name} {machine.at}" for machine in wrong]
+        cause = f"thinks that {listed(known)}; right is {listed(right_names)}"
+        drop = f"sudo sed -i '/[[:space:]]{wrong[0].name}\\b/d' /etc/hosts"
+        edit = drop if len(wrong) == 1 else "sudo nano /etc/hosts"
+        yield Verdict(host, level, cause, f"{edit} && {_add_machines(wrong)}")
 
 
-def _own(host: str, looks: Seen, machine: Machine) -> list[Finding]:
+def _own(host: str, looks: Seen, machine: Machine) -> Iterator[Verdict]:
     """The host's own name for itself: Debian's installer makes it 127.0.1.1."""
-    own = looks.own
-    if own.seconds is None or not _is_address(machine.at):
-        return []
-    if not own.found:
-        cause = f"does not know its own name, {looks.hostname}"
-        remedy = _add_lines([f"{machine.at} {looks.hostname}"])
-        return [Finding(NAME, host, "warn", cause, remedy)]
-    loops = [address for address in own.found if _is_loopback(address)]
-    if loops and not _is_loopback(machine.at):
+    address = parsed_address(machine.at)
+    if looks.own.seconds is None or address is None:
+        return
+    line = f"{machine.at} {looks.hostname}"
+    if not looks.own.found:
+        yield warn(host, f"does not know its own name, {looks.hostname}", _add_lines([line]))
+        return
+    loops = [text for text in looks.own.found if (at := parsed_address(text)) and at.is_loopback]
+    if loops and not address.is_loopback:
         cause = (
-            f"its own name, {looks.hostname}, means {loops[0]} there: whoever tells the others "
-            "his address by it (gloo without an interface, Open MPI) cannot be reached"
+            f"its own name, {looks.hostname}, means {loops[0]} there: programs that give "
+            "others this address (gloo without an interface, Open MPI) cannot be reached"
         )
-        line = f"{machine.at} {looks.hostname}"
-        remedy = f"sudo sed -i 's/^{loops[0].replace('.', '[.]')}[[:space:]].*/{line}/' /etc/hosts"
-        return [Finding(NAME, host, "warn", cause, remedy)]
-    return []
+        loop = loops[0].replace(".", "[.]")
+        yield warn(host, cause, f"sudo sed -i 's/^{loop}[[:space:]].*/{line}/' /etc/hosts")
 
 
-def _level(subject: Subject) -> Level:
-    """Whether names matter: ranks are told addresses; these find each other by name."""
-    by_name = subject.needs.launcher in ("mpirun", "deepspeed") or subject.needs.elastic
-    return "fail" if by_name else "warn"
-
-
-def _means(found: list[str], address: str) -> bool:
-    wanted = parsed_address(address)
-    return any(parsed_address(text) == wanted for text in found)
-
-
-def _is_address(text: str) -> bool:
-    return parsed_address(text) is not None
-
-
-def _is_loopback(text: str) -> bool:
-    address = parsed_address(text)
-    return address is not None and address.is_loopback
-
-
-def _lines(machines: list[Machine]) -> list[str]:
-    return [f"{machine.at} {machine.name}" for machine in machines]
+def _add_machines(machines: Sequence[Machine]) -> str:
+    return _add_lines([f"{machine.at} {machine.name}" for machine in machines])
 
 
 def _add_lines(lines: list[str]) -> str:
@@ -254,15 +210,10 @@ def _add_lines(lines: list[str]) -> str:
     return f"{say} | sudo tee -a /etc/hosts{more}"
 
 
-def _listed(words: list[str]) -> str:
-    more = "" if len(words) <= _SHOWN else f" and {len(words) - _SHOWN} more"
-    return ", ".join(words[:_SHOWN]) + more
-
-
 CHECK = Check(
-    NAME,
+    "names",
     "Every host finds every other by name and by address, at once; its own name is not 127.0.1.1.",
     judge,
     (NAMES,),
-    pointless=lambda subject: "one host has no others" if len(subject.hosts) == 1 else None,
+    pointless=alone,
 )

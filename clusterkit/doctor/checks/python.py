@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import Answers, Check, Finding, Script, Subject, common, read, shortened
-from clusterkit.doctor.scripts import PACKAGES, Packages, needed_packages, pip_install
+from clusterkit.doctor.base import Level, Verdict, common, fail, ok, shortened, skip
+from clusterkit.doctor.check import Answers, Check, Script
+from clusterkit.doctor.checks.packages import (
+    PACKAGES,
+    needed_packages,
+    pip_install,
+    with_its_python,
+)
 
-NAME = "python"
 OLDEST = (3, 11)
 
 
@@ -33,66 +39,51 @@ def collect(given: dict[str, Any]) -> Any:
     }
 
 
-PYTHON = Script("python", collect, safe=True)
+PYTHON = Script("python", collect, Seen, safe=True)
 
 
-def judge(answers: Answers, subject: Subject) -> list[Finding]:
-    wanted = {machine.name: machine.python for machine in subject.hosts}
-    findings = []
-    working = {}
-    packages = _packages(answers, subject)
-    for host, answer in answers.items():
+def judge(answers: Answers) -> Iterator[Verdict]:
+    packages = _packages(answers)
+    working = with_its_python(answers)
+    for host, answer in answers.of.items():
+        python = answers.machines[host].python
         if answer.error is not None:
-            findings.append(Finding(NAME, host, "skip", "it did not answer"))
-        elif answer.began is None or answer.interpreter != wanted[host]:
-            said = shortened(answer.stderr) or "it says nothing"
-            cause = f"{wanted[host]} does not work: {said}"
-            remedy = _make(wanted[host], packages)
-            findings.append(Finding(NAME, host, "fail", cause, remedy))
+            yield skip(host, "it did not answer")
+        elif host not in working:
+            complaint = shortened(answer.stderr) or "it says nothing"
+            yield fail(host, f"{python} does not work: {complaint}", _make(python, packages))
+    seen = answers.read(PYTHON, among=working)
+    usual = common((python.version for python in seen.values()), (0, 0, 0))
+    remedy = _another(f"python{_dotted(max(usual[:2], OLDEST))}", packages)
+    for host, there in seen.items():
+        python, version = answers.machines[host].python, _dotted(there.version)
+        if there.version < OLDEST:
+            cause = f"{python} is Python {version}; {_dotted(OLDEST)} or newer is needed"
+            yield fail(host, cause, remedy)
+        elif there.bits != 64:
+            cause = f"{python} is a build for {there.bits} bits: there is no torch for it"
+            yield fail(host, cause, remedy)
+        elif there.version != usual:
+            cause = f"Python {version}, but {_dotted(usual)} on the other hosts"
+            level: Level = "warn" if there.version[:2] == usual[:2] else "fail"
+            yield Verdict(host, level, cause, remedy)
         else:
-            working[host] = answer
-    seen, unread = read(NAME, PYTHON, working, subject, Seen)
-    findings += unread
-    usual = common({host: python.version for host, python in seen.items()}, (0, 0, 0))
-    for host, python in seen.items():
-        version = ".".join(map(str, python.version))
-        other = ".".join(map(str, max(usual[:2], OLDEST)))
-        remedy = _another(f"python{other}", packages)
-        if python.version < OLDEST:
-            oldest = ".".join(map(str, OLDEST))
-            cause = f"{wanted[host]} is Python {version}; {oldest} or newer is needed"
-            findings.append(Finding(NAME, host, "fail", cause, remedy))
-        elif python.bits != 64:
-            cause = f"{wanted[host]} is a build for {python.bits} bits: there is no torch for it"
-            findings.append(Finding(NAME, host, "fail", cause, remedy))
-        elif python.version[:2] != usual[:2]:
-            most = ".".join(map(str, usual))
-            cause = f"Python {version}, but {most} on the other hosts"
-            findings.append(Finding(NAME, host, "fail", cause, remedy))
-        elif python.version != usual:
-            most = ".".join(map(str, usual))
-            cause = f"Python {version}, but {most} on the other hosts"
-            findings.append(Finding(NAME, host, "warn", cause, remedy))
-        else:
-            findings.append(Finding(NAME, host, "ok", version))
-    return findings
+            yield ok(host, version)
 
 
-def _packages(answers: Answers, subject: Subject) -> dict[str, str]:
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _packages(answers: Answers) -> dict[str, str]:
     """What a new interpreter has to be given: what the job needs, in the others' versions."""
-    wanted = {machine.name: machine.python for machine in subject.hosts}
-    right = {host: answer for host, answer in answers.items() if answer.interpreter == wanted[host]}
-    seen, _ = read(NAME, PACKAGES, right, subject, Packages)
-    names = [*needed_packages(subject), "torch", "deepspeed", "transformers"]
+    seen = answers.read(PACKAGES, among=with_its_python(answers), quiet=True)
+    needed = needed_packages(answers.subject)
     found = {
-        name: common({host: there.versions.get(name, "") for host, there in seen.items()}, "")
-        for name in dict.fromkeys(names)
+        name: common((there.versions.get(name, "") for there in seen.values()), "")
+        for name in dict.fromkeys([*needed, "torch", "deepspeed", "transformers"])
     }
-    return {
-        name: version
-        for name, version in found.items()
-        if version or name in needed_packages(subject)
-    }
+    return {name: version for name, version in found.items() if version or name in needed}
 
 
 def _make(python: str, packages: dict[str, str]) -> str:
@@ -106,24 +97,22 @@ def _make(python: str, packages: dict[str, str]) -> str:
 def _another(base: str, packages: dict[str, str]) -> str:
     """Makes one beside what there is: pip may not write into the system's."""
     place = f"/opt/clusterkit/{base}"
-    made = _environment(base, place, packages, "sudo")
+    made = _environment(base, place, packages, "sudo ")
     return (
         f"sudo apt-get install -y {base} {base}-venv && {made}"
         f"  # then python: {place}/bin/python in the cluster entry"
     )
 
 
-def _environment(base: str, folder: str, packages: dict[str, str], *sudo: str) -> str:
-    steps = [shell.join([*sudo, base, "-m", "venv", folder])]
-    if packages:
-        install = pip_install(f"{folder}/bin/python", packages)
-        steps.append(shell.join(sudo) + " " + install if sudo else install)
-    return " && ".join(steps)
+def _environment(base: str, folder: str, packages: dict[str, str], sudo: str = "") -> str:
+    made = sudo + shell.join([base, "-m", "venv", folder])
+    install = sudo + pip_install(f"{folder}/bin/python", packages)
+    return f"{made} && {install}" if packages else made
 
 
 CHECK = Check(
-    NAME,
-    f"The interpreter of the ranks works, is Python {OLDEST[0]}.{OLDEST[1]} or newer, and the same "
+    "python",
+    f"The interpreter of the ranks works, is Python {_dotted(OLDEST)} or newer, and the same "
     "everywhere.",
     judge,
     (PYTHON, PACKAGES),

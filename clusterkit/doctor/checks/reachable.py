@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from clusterkit.doctor.base import (
-    Answer,
-    Answers,
-    Check,
-    Finding,
-    Subject,
-    is_about_host_key,
-)
+from collections.abc import Iterator
 
-NAME = "reachable"
+from clusterkit.doctor.base import Verdict, fail, is_about_host_key, ok, skip, warn
+from clusterkit.doctor.check import Answers, Check
+
 SLOW = 8.0
 """Seconds until a host begins to answer; a look-up that fails takes 10."""
 _NO_LOOKUPS = (
@@ -19,33 +14,24 @@ _NO_LOOKUPS = (
 )
 
 
-def judge(answers: Answers, subject: Subject) -> list[Finding]:
-    return [_one(host, answer, subject) for host, answer in answers.items()]
+def judge(answers: Answers) -> Iterator[Verdict]:
+    for host, answer in answers.of.items():
+        error = answer.error
+        if error is None:
+            spent = answer.received - answer.sent
+            if answer.began is not None and answer.ended is not None:
+                spent -= answer.ended - answer.began
+            if spent <= SLOW:
+                yield ok(host)
+            else:
+                mend = _NO_LOOKUPS if answers.subject.over_ssh else None
+                yield warn(host, f"took more than {SLOW:g} s to answer", mend)
+        elif is_about_host_key(error.message):
+            yield skip(host, "its host key was not accepted")
+        else:
+            stuck = "did not end" in error.message
+            look = f"does a mount hang? ssh {host} cat /proc/mounts" if stuck else None
+            yield fail(host, error.message, error.hint or look)
 
 
-def _one(host: str, answer: Answer, subject: Subject) -> Finding:
-    error = answer.error
-    if error is None:
-        spent = answer.received - answer.sent
-        if answer.began is not None and answer.ended is not None:
-            spent -= answer.ended - answer.began
-        if spent <= SLOW:
-            return Finding(NAME, host, "ok")
-        return Finding(
-            NAME,
-            host,
-            "warn",
-            f"took more than {SLOW:g} s to answer",
-            _NO_LOOKUPS if subject.over_ssh else None,
-        )
-    if is_about_host_key(error.message):
-        return Finding(NAME, host, "skip", "its host key was not accepted")
-    stuck = (
-        f"does a mount hang? ssh {host} cat /proc/mounts"
-        if "did not end" in error.message
-        else None
-    )
-    return Finding(NAME, host, "fail", error.message, error.hint or stuck)
-
-
-CHECK = Check(NAME, "The host answers, within seconds.", judge, silent_too=True)
+CHECK = Check("reachable", "The host answers, within seconds.", judge, silent_too=True)

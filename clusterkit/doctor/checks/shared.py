@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import Answers, Check, Finding, Script, Subject, read
-
-NAME = "shared"
-_PREFIX = ".clusterkit-doctor-shared-"
+from clusterkit.doctor.base import Verdict, fail, ok, skip, warn
+from clusterkit.doctor.check import Answers, Check, Script
+from clusterkit.doctor.driver import text_of
 
 
 class Written(Struct):
@@ -55,21 +55,16 @@ def collect_read(given: dict[str, Any]) -> Any:
     folder = os.path.expanduser(given["shared"])
     kind = ""
     longest = -1
-    try:
-        with open("/proc/self/mounts", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                _, point, name = line.split()[:3]
-                inside = point == "/" or (os.path.realpath(folder) + "/").startswith(point + "/")
-                if inside and len(point) >= longest:
-                    longest, kind = len(point), name
-    except (OSError, ValueError):
-        pass
+    for line in text_of("/proc/self/mounts").splitlines():
+        _, point, name = line.split()[:3]
+        inside = point == "/" or (os.path.realpath(folder) + "/").startswith(point + "/")
+        if inside and len(point) >= longest:
+            longest, kind = len(point), name
     seen = {"text": None, "error": None, "kind": kind}
+    path = os.path.join(folder, ".clusterkit-doctor-shared-" + given["token"])
     try:
         os.listdir(folder)  # makes NFS look again
-        with open(
-            os.path.join(folder, ".clusterkit-doctor-shared-" + given["token"]), encoding="ascii"
-        ) as file:
+        with open(path, encoding="ascii") as file:
             seen["text"] = file.read(100)
     except FileNotFoundError:
         if not os.path.isdir(folder):
@@ -83,59 +78,44 @@ def collect_remove(given: dict[str, Any]) -> Any:
     import contextlib
     import os
 
+    folder = os.path.expanduser(given["shared"])
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(
-            os.path.join(
-                os.path.expanduser(given["shared"]),
-                ".clusterkit-doctor-shared-" + given["token"],
-            )
-        )
+        os.unlink(os.path.join(folder, ".clusterkit-doctor-shared-" + given["token"]))
 
 
-WRITE = Script("shared-write", collect_write, where="head")
-READ = Script("shared-read", collect_read, phase=2, where="others", with_head=True)
-REMOVE = Script("shared-remove", collect_remove, phase=3, where="head")
+WRITE = Script("shared-write", collect_write, Written, where="head")
+READ = Script("shared-read", collect_read, Found, phase=2, where="others", with_head=True)
+REMOVE = Script("shared-remove", collect_remove, type(None), phase=3, where="head")
 
 
-def judge(answers: Answers, subject: Subject) -> list[Finding]:
-    folder = subject.shared or ""
-    head = subject.head.name
-    written, findings = read(NAME, WRITE, answers, subject, Written)
+def judge(answers: Answers) -> Iterator[Verdict]:
+    folder = answers.subject.shared or ""
+    head = answers.subject.head.name
+    mount = f"mountpoint {shell.quote(folder)} || sudo mount {shell.quote(folder)}"
+    written = answers.read(WRITE)
     if head not in written or written[head].error is not None:
         if head in written:
-            cause = f"{folder} cannot be written to: {written[head].error}"
-            findings.append(Finding(NAME, head, "fail", cause, _mount(folder)))
+            yield fail(head, f"{folder} cannot be written to: {written[head].error}", mount)
         reason = f"{head} could not write to it"
-        return [
-            *findings,
-            *(Finding(NAME, host, "skip", reason) for host in answers if host != head),
-        ]
-    findings.append(Finding(NAME, head, "ok", folder))
-    seen, unread = read(NAME, READ, answers, subject, Found)
-    findings += unread
-    for host, found in seen.items():
+        yield from (skip(host, reason) for host in answers.of if host != head)
+        return
+    yield ok(head, folder)
+    for host, found in answers.read(READ).items():
         if found.error is not None:
-            cause = f"{folder} cannot be read: {found.error}"
-            findings.append(Finding(NAME, host, "fail", cause, _mount(folder)))
+            yield fail(host, f"{folder} cannot be read: {found.error}", mount)
         elif found.text is None:
             kind = found.kind or "of an unknown kind"
             cause = f"{folder} is not shared: what {head} writes is not there (it is {kind})"
-            findings.append(Finding(NAME, host, "fail", cause, _mount(folder)))
+            yield fail(host, cause, mount)
         elif found.text == "":
             cause = f"{folder}: what {head} writes is there, but empty for a while"
-            mend = f"sudo mount -o remount,noac {shell.quote(folder)}"
-            findings.append(Finding(NAME, host, "warn", cause, mend))
+            yield warn(host, cause, f"sudo mount -o remount,noac {shell.quote(folder)}")
         else:
-            findings.append(Finding(NAME, host, "ok", folder))
-    return findings
-
-
-def _mount(folder: str) -> str:
-    return f"mountpoint {shell.quote(folder)} || sudo mount {shell.quote(folder)}"
+            yield ok(host, folder)
 
 
 CHECK = Check(
-    NAME,
+    "shared",
     "What one host writes to the shared folder, every other reads there at once.",
     judge,
     (WRITE, READ, REMOVE),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from msgspec import Struct
 
-from clusterkit.doctor.base import Answers, Check, Finding, Level, Script, Subject, read, size
+from clusterkit.doctor.base import Verdict, fail, ok, size
+from clusterkit.doctor.check import Answers, Check, Script
 
-NAME = "shm"
 WARN_BYTES = 1 << 30
 FAIL_BYTES = 64 << 20
 
@@ -37,29 +38,26 @@ def collect(given: dict[str, Any]) -> Any:
     }
 
 
-SHM = Script("shm", collect, safe=True)
+SHM = Script("shm", collect, Seen, safe=True)
 
 
-def judge(answers: Answers, subject: Subject) -> list[Finding]:
-    seen, findings = read(NAME, SHM, answers, subject, Seen)
-    for host, shm in seen.items():
-        bigger = "sudo mount -o remount,size=50% /dev/shm"
+def judge(answers: Answers) -> Iterator[Verdict]:
+    for host, shm in answers.read(SHM).items():
         if not shm.there or not shm.writable:
             cause = "there is no /dev/shm" if not shm.there else "/dev/shm cannot be written to"
-            mend = "sudo mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
-            findings.append(Finding(NAME, host, "fail", cause, mend))
+            yield fail(host, cause, "sudo mount -t tmpfs -o mode=1777 tmpfs /dev/shm")
         elif shm.free < WARN_BYTES:
-            level: Level = "fail" if shm.free < FAIL_BYTES else "warn"
-            cause = (
-                f"/dev/shm has {size(shm.free)} left of {size(shm.total)}: "
-                "NCCL and data loaders put their buffers there"
-            )
-            full = shm.total >= WARN_BYTES
-            mend = "ls -la /dev/shm  # rm what dead processes left" if full else bigger
-            findings.append(Finding(NAME, host, level, cause, mend))
+            left = f"/dev/shm has {size(shm.free)} left of {size(shm.total)}"
+            cause = f"{left}: NCCL and data loaders put their buffers there"
+            if shm.total >= WARN_BYTES:
+                mend = "ls -la /dev/shm  # rm what dead processes left"
+            else:
+                mend = "sudo mount -o remount,size=50% /dev/shm"
+            yield Verdict(host, "fail" if shm.free < FAIL_BYTES else "warn", cause, mend)
         else:
-            findings.append(Finding(NAME, host, "ok", f"{size(shm.free)} free"))
-    return findings
+            yield ok(host, f"{size(shm.free)} free")
 
 
-CHECK = Check(NAME, "/dev/shm has room for the buffers of NCCL and of data loaders.", judge, (SHM,))
+CHECK = Check(
+    "shm", "/dev/shm has room for the buffers of NCCL and of data loaders.", judge, (SHM,)
+)

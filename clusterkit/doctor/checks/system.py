@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from msgspec import Struct
 
-from clusterkit.doctor.base import Answers, Check, Finding, Level, Script, Subject, common, read
-
-NAME = "system"
+from clusterkit.doctor.base import Level, Verdict, common, ok
+from clusterkit.doctor.check import Answers, Check, Script
+from clusterkit.doctor.driver import text_of
 
 
 class Seen(Struct):
@@ -21,25 +22,22 @@ class Seen(Struct):
     libc: str
 
 
-_WORDS: dict[str, tuple[str, Level]] = {
-    "machine": ("a processor of kind", "fail"),
-    "libc": ("the C library", "warn"),
-    "system": ("the system", "warn"),
-    "kernel": ("the kernel", "warn"),
+_PARTS: dict[str, tuple[str, Level, str]] = {
+    "machine": ("a processor of kind", "fail", "leave the host out, or install the same system"),
+    "libc": ("the C library", "warn", "uname -a"),
+    "system": ("the system", "warn", "uname -a"),
+    "kernel": ("the kernel", "warn", "uname -a"),
 }
+"""What to call it, how bad a difference is, and what to do about it."""
 
 
 def collect(given: dict[str, Any]) -> Any:
     import os
 
     release = {}
-    try:
-        with open("/etc/os-release", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                key, _, value = line.strip().partition("=")
-                release[key] = value.strip("\"'")
-    except OSError:
-        pass
+    for line in text_of("/etc/os-release").splitlines():
+        key, _, value = line.strip().partition("=")
+        release[key] = value.strip("\"'")
     try:
         libc = os.confstr("CS_GNU_LIBC_VERSION") or ""
     except (ValueError, OSError):
@@ -52,34 +50,22 @@ def collect(given: dict[str, Any]) -> Any:
     }
 
 
-SYSTEM = Script("system", collect, safe=True)
+SYSTEM = Script("system", collect, Seen, safe=True)
 
 
-def judge(answers: Answers, subject: Subject) -> list[Finding]:
-    seen, findings = read(NAME, SYSTEM, answers, subject, Seen)
-    usual = {
-        key: common({host: getattr(system, key) for host, system in seen.items()}, "")
-        for key in _WORDS
-    }
+def judge(answers: Answers) -> Iterator[Verdict]:
+    seen = answers.read(SYSTEM)
+    usual = {key: common((getattr(each, key) for each in seen.values()), "") for key in _PARTS}
     for host, system in seen.items():
         unlike = [
-            Finding(
-                NAME,
-                host,
-                level,
-                f"{words} {getattr(system, key)}, but {usual[key]} on the other hosts",
-                "leave the host out, or install the same system"
-                if key == "machine"
-                else "uname -a",
-            )
-            for key, (words, level) in _WORDS.items()
-            if getattr(system, key) != usual[key]
+            Verdict(host, level, f"{what} {own}, but {usual[key]} on the other hosts", mend)
+            for key, (what, level, mend) in _PARTS.items()
+            if (own := getattr(system, key)) != usual[key]
         ]
-        told = f"{system.system}, kernel {system.kernel}, {system.machine}"
-        findings += unlike or [Finding(NAME, host, "ok", told)]
-    return findings
+        known = f"{system.system}, kernel {system.kernel}, {system.machine}"
+        yield from unlike or [ok(host, known)]
 
 
 CHECK = Check(
-    NAME, "Processor, system, C library and kernel are the same everywhere.", judge, (SYSTEM,)
+    "system", "Processor, system, C library and kernel are the same everywhere.", judge, (SYSTEM,)
 )

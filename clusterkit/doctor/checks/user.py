@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import Answers, Check, Finding, Script, Subject, common, read
-
-NAME = "user"
+from clusterkit.doctor.base import Verdict, common, fail, ok, warn
+from clusterkit.doctor.check import Answers, Check, Script
 
 
 class Seen(Struct):
@@ -44,40 +44,37 @@ def collect(given: dict[str, Any]) -> Any:
     }
 
 
-USER = Script("user", collect)
+USER = Script("user", collect, Seen)
 
 
-def judge(answers: Answers, subject: Subject) -> list[Finding]:
-    seen, findings = read(NAME, USER, answers, subject, Seen)
-    usual = common({host: user.uid for host, user in seen.items()}, 0)
+def judge(answers: Answers) -> Iterator[Verdict]:
+    seen = answers.read(USER)
+    subject = answers.subject
+    usual = common((user.uid for user in seen.values()), 0)
     for host, user in seen.items():
         name = user.user or str(user.uid)
         if not user.user:
             cause = f"user number {user.uid} has no name there: torch asks for it"
-            findings.append(
-                Finding(NAME, host, "fail", cause, f"sudo useradd -u {user.uid} -m NAME")
-            )
+            yield fail(host, cause, f"sudo useradd -u {user.uid} -m NAME")
         elif subject.over_ssh and user.sudo is not None:
             cause = f"commands run as {name} through sudo of {user.sudo}: nothing here needs sudo"
-            findings.append(Finding(NAME, host, "warn", cause, "log in as the user of the ranks"))
+            yield warn(host, cause, "log in as the user of the ranks")
         elif not user.home_there or not user.home_writable:
             why = "cannot be written to" if user.home_there else "is not there"
             cause = (
                 f"the home of {name}, {user.home}, {why}: caches of torch and DeepSpeed lie in it"
             )
-            mend = shell.join(["sudo", "install", "-d", "-o", name, user.home])
-            findings.append(Finding(NAME, host, "fail", cause, mend))
+            yield fail(host, cause, shell.join(["sudo", "install", "-d", "-o", name, user.home]))
         elif subject.shared is not None and user.uid != usual:
             cause = f"{name} is number {user.uid}, but {usual} on the other hosts"
             mend = shell.join(["sudo", "usermod", "-u", str(usual), name])
-            findings.append(Finding(NAME, host, "fail", f"{cause}: they share a folder", mend))
+            yield fail(host, f"{cause}: they share a folder", mend)
         else:
-            findings.append(Finding(NAME, host, "ok", f"{name}, no sudo"))
-    return findings
+            yield ok(host, f"{name}, no sudo")
 
 
 CHECK = Check(
-    NAME,
+    "user",
     "Commands run as an ordinary user with a home, without sudo; with a shared folder, under the "
     "same number everywhere.",
     judge,

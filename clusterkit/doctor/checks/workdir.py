@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import Answers, Check, Finding, Script, Subject, read
-
-NAME = "workdir"
+from clusterkit.doctor.base import Verdict, fail, ok
+from clusterkit.doctor.check import Answers, Check, Script
+from clusterkit.doctor.driver import user_of
 
 
 class Seen(Struct):
@@ -30,22 +31,17 @@ class Seen(Struct):
 def collect(given: dict[str, Any]) -> Any:
     import errno
     import os
-    import pwd
 
     path = os.path.abspath(os.path.expanduser(given["workdir"]))
     parent = path
     while not os.path.lexists(parent):
         parent = os.path.dirname(parent)
-    try:
-        user = pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        user = str(os.geteuid())
     seen: dict[str, Any] = {
-        "path": path, "there": parent == path, "parent": parent, "user": user,
+        "path": path, "there": parent == path, "parent": parent, "user": user_of(os.geteuid()),
         "error": None, "kind": None, "pipes": None,
     }  # fmt: skip
     if not os.path.isdir(parent):
-        seen["error"] = f"{parent} is no folder"
+        seen["error"] = f"{parent} is not a folder"
         return seen
     if parent != path:
         if not os.access(parent, os.W_OK | os.X_OK):
@@ -72,27 +68,23 @@ def collect(given: dict[str, Any]) -> Any:
     return seen
 
 
-WORKDIR = Script("workdir", collect)
+WORKDIR = Script("workdir", collect, Seen)
 
 
-def judge(answers: Answers, subject: Subject) -> list[Finding]:
-    seen, findings = read(NAME, WORKDIR, answers, subject, Seen)
-    for host, folder in seen.items():
+def judge(answers: Answers) -> Iterator[Verdict]:
+    for host, folder in answers.read(WORKDIR).items():
         if folder.error is not None:
             verb = "written to" if folder.there else "made"
             cause = f"{folder.path} cannot be {verb} by {folder.user}: {folder.error}"
-            findings.append(Finding(NAME, host, "fail", cause, _mend(folder)))
+            yield fail(host, cause, _mend(folder))
         elif folder.pipes is not None:
             cause = (
                 f"{folder.path} takes no named pipes ({folder.pipes}), through which logs of "
                 "ranks go"
             )
-            mend = "give the cluster entry a `workdir` on a local disk or on NFS"
-            findings.append(Finding(NAME, host, "fail", cause, mend))
+            yield fail(host, cause, "give the cluster entry a `workdir` on a local disk or on NFS")
         else:
-            told = folder.path if folder.there else f"{folder.path} can be made"
-            findings.append(Finding(NAME, host, "ok", told))
-    return findings
+            yield ok(host, folder.path if folder.there else f"{folder.path} can be made")
 
 
 def _mend(folder: Seen) -> str:
@@ -106,7 +98,7 @@ def _mend(folder: Seen) -> str:
 
 
 CHECK = Check(
-    NAME,
+    "workdir",
     "The working folder can be written to by the user, without sudo, and takes named pipes.",
     judge,
     (WORKDIR,),

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from clusterkit.backends.kubernetes.flavors import FLAVORS, choose, served
+from clusterkit.backends.kubernetes.flavors import FLAVORS, choose
 from clusterkit.backends.kubernetes.nodes import gpus_of
 from clusterkit.backends.kubernetes.rights import to_watch
+from clusterkit.backends.kubernetes.server import Refusal, Server
 from clusterkit.cluster import Gpu, KubernetesFacts
 from clusterkit.doctor.base import Finding, shortened
 from clusterkit.doctor.kubernetes.base import (
@@ -38,10 +37,8 @@ from clusterkit.transport import Transport
 
 __all__ = ["CHECKS", "look"]
 
-HOST = "localhost"
 AT_ONCE = 8
 """Requests at a time."""
-_REFUSED = re.compile(r"Error from server \((\w+)\): (.*)", re.DOTALL)
 
 
 def look(
@@ -102,9 +99,9 @@ def planned(seen: Seen, subject: KubeSubject) -> Seen:
         context=seen.context,
         namespace=seen.namespace,
         kinds=tuple(
-            flavor.KIND
+            flavor.kind
             for name, flavor in FLAVORS.items()
-            if served(seen.reply(KINDS, name).document, flavor)
+            if flavor.served(seen.reply(KINDS, name).document)
         ),
         may_watch=subject.entry.watcher is not False
         and all(allowed(seen.reply(WATCHING, f"{verb} {what}")) for verb, _, what in to_watch()),
@@ -126,37 +123,29 @@ def planned(seen: Seen, subject: KubeSubject) -> Seen:
 
 def _ask(seen: Seen, subject: KubeSubject, transport: Transport, looks: Iterable[Look]) -> Seen:
     """With the answers to all questions of the looks, asked at once."""
+    server = Server(subject.tool, transport)
     asked = [
         (look.name, key, ask) for look in looks for key, ask in look.asks(seen, subject).items()
     ]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        answers = list(pool.map(lambda each: _answer(subject, transport, each[2]), asked))
+        answers = list(pool.map(lambda each: _answer(server, each[2]), asked))
     replies: dict[str, Mapping[str, Reply]] = dict(seen.replies)
     for (name, key, _), answer in zip(asked, answers, strict=True):
         replies[name] = {**replies.get(name, {}), key: answer}
     return replace(seen, replies=replies)
 
 
-def _answer(subject: KubeSubject, transport: Transport, ask: Ask) -> Reply:
-    words, stdin = ("get", "--raw", ask.path), b""
-    if ask.body is not None:
-        words = ("create", "--raw", ask.path, "--filename", "-")  # type: ignore[assignment]
-        stdin = json.dumps(ask.body).encode()
+def _answer(server: Server, ask: Ask) -> Reply:
     try:
-        done = transport.run(HOST, [*subject.tool, *words], stdin=stdin)
+        document = server.get(ask.path) if ask.body is None else server.post(ask.path, ask.body)
     except BadInput:
         raise
+    except Refusal as error:
+        return Reply(reason=error.reason or "Unknown", said=error.said)
     except ClusterkitError as error:
         return Reply(reason="Unavailable", said=error.message)
-    if done.exit_code:
-        found = _REFUSED.match(done.stderr.strip())
-        if found is None:
-            return Reply(reason="Unknown", said=done.stderr.strip())
-        return Reply(reason=found[1], said=found[2])
-    try:
-        document = json.loads(done.stdout)
     except ValueError:
-        return Reply(reason="Unreadable", said="it answered with something unreadable")
+        document = None
     if not isinstance(document, dict):
         return Reply(reason="Unreadable", said="it answered with something unreadable")
     return Reply(document=document)

@@ -14,14 +14,16 @@ from decimal import Decimal
 from typing import Any, ClassVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from clusterkit import shell
 from clusterkit.backends.kubernetes.flavors import FLAVORS, Flavor
 from clusterkit.backends.kubernetes.nodes import selected
 from clusterkit.backends.kubernetes.pods import ATTEMPT
 from clusterkit.backends.kubernetes.rights import access_review, to_watch
 from clusterkit.backends.kubernetes.text import Object
 from clusterkit.cluster import Gpu, KubernetesCluster, KubernetesFacts
-from clusterkit.doctor.base import Finding, Level, shortened
+from clusterkit.doctor.base import Finding, shortened
 from clusterkit.errors import ClusterkitError
 from clusterkit.spec import JobSpec
 
@@ -56,6 +58,10 @@ class KubeSubject:
     locate: Callable[[], tuple[str, str]]
     manifests: Callable[[KubernetesFacts, tuple[Gpu, ...]], list[Object]]
 
+    def kubectl(self, *words: str) -> str:
+        """A command for people, for this cluster."""
+        return shell.join((*self.tool, *words))
+
 
 class Reply(Struct, frozen=True):
     """What the API server answered to one question."""
@@ -69,6 +75,15 @@ class Reply(Struct, frozen=True):
     @property
     def items(self) -> list[Any]:
         return self.document.get("items") or []
+
+    def unknown(self, what: str) -> Finding:
+        """Nothing can be said, and why."""
+        if self.reason == "Forbidden":
+            return skip(f"unknown: you may not look at {what}")
+        if self.reason == "Unasked":
+            return skip("the API server did not answer")
+        cause = f"unknown: {shortened(self.said or self.reason)}"
+        return skip(cause) if self.reason == "NotFound" else warn(cause)
 
 
 class Ask(Struct, frozen=True):
@@ -106,6 +121,12 @@ class Seen:
         """The answer to a question; one that was not asked was not answered."""
         return self.replies.get(look.name, {}).get(key, Reply(reason="Unasked"))
 
+    def spec_of(self, role: str, template: Object) -> Object:
+        """A pod's spec as the API server would have it, defaults and all; else the template's."""
+        answer = self.reply(REHEARSAL, role)
+        spec: Object = (template if answer.reason else answer.document)["spec"]
+        return spec
+
     @property
     def kind(self) -> Flavor | None:
         return None if self.flavor is None else FLAVORS[self.flavor]
@@ -128,7 +149,7 @@ class Look:
 
 @dataclass(frozen=True)
 class KubeCheck:
-    """One thing that has to be right.
+    """One thing that has to be right; `check` makes it.
 
     Attributes:
         name: as ``--only`` takes it.
@@ -145,6 +166,41 @@ class KubeCheck:
     quick: bool = False
 
 
+Judge = Callable[[Seen, KubeSubject], Finding | list[Finding]]
+
+
+def check(
+    name: str, purpose: str, *looks: Look, quick: bool = False
+) -> Callable[[Judge], KubeCheck]:
+    """Make a check of a function whose findings are those of `ok`, `warn`, `fail` and `skip`."""
+
+    def made(function: Judge) -> KubeCheck:
+        def judge(seen: Seen, subject: KubeSubject) -> list[Finding]:
+            found = function(seen, subject)
+            several = found if isinstance(found, list) else [found]
+            return [replace(each, check=name) for each in several]
+
+        return KubeCheck(name, purpose, judge, looks, quick)
+
+    return made
+
+
+def ok(cause: str, *, host: str = CLUSTER) -> Finding:
+    return Finding("", host, "ok", cause)
+
+
+def skip(cause: str, *, host: str = CLUSTER) -> Finding:
+    return Finding("", host, "skip", cause)
+
+
+def warn(cause: str, remedy: str | None = None, *, host: str = CLUSTER) -> Finding:
+    return Finding("", host, "warn", cause, remedy)
+
+
+def fail(cause: str, remedy: str | None = None, *, host: str = CLUSTER) -> Finding:
+    return Finding("", host, "fail", cause, remedy)
+
+
 # ---------------------------------------------------------------- questions that many have
 
 
@@ -159,7 +215,7 @@ GROUPS = Look("groups", one("/apis"))
 KINDS = Look(
     "kinds",
     lambda seen, subject: {
-        name: Ask(f"/apis/{flavor.API}") for name, flavor in FLAVORS.items() if name != "job"
+        name: Ask(f"/apis/{flavor.api}") for name, flavor in FLAVORS.items() if name != "job"
     },
 )
 REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
@@ -199,10 +255,10 @@ def _rehearse(seen: Seen, subject: KubeSubject) -> Mapping[str, Ask]:
             del spec["serviceAccountName"]
         meta = {**template.get("metadata", {}), "name": name, "namespace": seen.namespace}
         asked[role] = Ask(root, {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec})
-    if seen.objects and (kind := seen.kind) is not None and kind.KIND != "TrainJob":
+    if seen.objects and (kind := seen.kind) is not None and kind.kind != "TrainJob":
         # The trainer admits a TrainJob only once its runtime is there.
-        path = f"/apis/{kind.API}/namespaces/{seen.namespace}/{kind.PLURAL}?{query}"
-        asked[kind.KIND] = Ask(path, seen.objects[-1])
+        path = f"/apis/{kind.api}/namespaces/{seen.namespace}/{kind.plural}?{query}"
+        asked[kind.kind] = Ask(path, seen.objects[-1])
     return asked
 
 
@@ -234,44 +290,30 @@ def templates(objects: Iterable[Object]) -> list[tuple[str, int, Object]]:
     return found
 
 
-def spec_of(seen: Seen, role: str, template: Object) -> Object:
-    """The pod's spec as the API server would have it, defaults and all; else the template's."""
-    answer = seen.reply(REHEARSAL, role)
-    spec: Object = (template if answer.reason else answer.document)["spec"]
-    return spec
-
-
 def requests(spec: Mapping[str, Any]) -> dict[str, Decimal]:
     """What a pod asks for: of each resource, its containers together, or one that runs before."""
-    total = _sum(spec.get("containers") or ())
+    # What is limited and not asked for is asked for as well.
+    total = _sum(spec.get("containers") or (), "limits", "requests")
     for each in spec.get("initContainers") or ():
-        for name, amount in _asked(each).items():
+        for name, amount in _sum([each], "limits", "requests").items():
             total[name] = max(total.get(name, Decimal(0)), amount)
     return total
 
 
 def limits(spec: Mapping[str, Any]) -> dict[str, Decimal]:
     """What a pod may use at most, of what is limited."""
-    total: dict[str, Decimal] = {}
-    for each in spec.get("containers") or ():
-        for name, amount in ((each.get("resources") or {}).get("limits") or {}).items():
-            total[name] = total.get(name, Decimal(0)) + quantity(amount)
-    return total
+    return _sum(spec.get("containers") or (), "limits")
 
 
-def _sum(containers: Iterable[Mapping[str, Any]]) -> dict[str, Decimal]:
+def _sum(containers: Iterable[Mapping[str, Any]], *keys: str) -> dict[str, Decimal]:
+    """Of the containers together, what each has under the last of the keys that says anything."""
     total: dict[str, Decimal] = {}
     for each in containers:
-        for name, amount in _asked(each).items():
-            total[name] = total.get(name, Decimal(0)) + amount
+        resources = each.get("resources") or {}
+        amounts = {name: text for key in keys for name, text in (resources.get(key) or {}).items()}
+        for name, text in amounts.items():
+            total[name] = total.get(name, Decimal(0)) + quantity(text)
     return total
-
-
-def _asked(container: Mapping[str, Any]) -> dict[str, Decimal]:
-    resources = container.get("resources") or {}
-    # What is limited and not asked for is asked for as well.
-    both = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
-    return {name: quantity(amount) for name, amount in both.items()}
 
 
 def quantity(amount: object) -> Decimal:
@@ -315,23 +357,6 @@ def is_ready(node: Object) -> bool:
     return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
 
 
-def unknown(check: str, reply: Reply, what: str, host: str = CLUSTER) -> list[Finding]:
-    """Nothing can be said, and why."""
-    if reply.reason == "Forbidden":
-        return [Finding(check, host, "skip", f"unknown: you may not look at {what}")]
-    if reply.reason == "Unasked":
-        return [Finding(check, host, "skip", "the API server did not answer")]
-    level: Level = "skip" if reply.reason == "NotFound" else "warn"
-    return [Finding(check, host, level, f"unknown: {shortened(reply.said or reply.reason)}")]
-
-
-def unplanned(check: str, seen: Seen) -> list[Finding]:
+def unplanned() -> Finding:
     """Nothing can be said as long as there is no plan; `plan` says why."""
-    return [Finding(check, CLUSTER, "skip", "the job cannot be planned for this cluster")]
-
-
-def kubectl(subject: KubeSubject, *words: str) -> str:
-    """A command for people, for this cluster."""
-    from clusterkit import shell
-
-    return shell.join((*subject.tool, *words))
+    return skip("the job cannot be planned for this cluster")

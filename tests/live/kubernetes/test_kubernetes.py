@@ -235,7 +235,7 @@ def test_a_failed_run_starts_again_with_the_next_number(submit):
     [
         ({"cpus": 64}, r"no node for it: 0/2 nodes are available: 2 Insufficient cpu"),
         ({"volumes": [{"claim": "none", "path": "/x"}]}, r'persistentvolumeclaim "none"'),
-        ({"image": "nowhere.example/no:1"}, r"image nowhere.example/no:1 cannot be had"),
+        ({"image": "nowhere.example/no:1"}, r"image nowhere.example/no:1 cannot be pulled"),
     ],
     ids=["too-large", "no-volume", "no-image"],
 )

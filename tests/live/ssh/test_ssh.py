@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 
-from clusterkit import agent, api, backends
+from clusterkit import api, backends
+from clusterkit.agent import limits
 from clusterkit.backends.ssh import transport as ssh
-from clusterkit.backends.ssh.transport import HostKeyProblem, HostUnreachable
+from clusterkit.backends.ssh.config import HostUnreachable
+from clusterkit.backends.ssh.known_hosts import HostKeyProblem
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.status import RunStatus, State
 from tests.lab import Lab
@@ -291,7 +293,7 @@ def test_a_killed_launcher_is_named_and_takes_the_others_down(submit: Submit, la
     assert status.state is State.FAILED
     assert status.failure is not None
     assert status.failure.node == 1
-    assert "ended without a word" in status.failure.cause
+    assert "ended without reporting an exit code" in status.failure.cause
     assert seconds < SOON
     for host in lab.hosts:
         assert processes(lab, host.name, run) == []
@@ -397,7 +399,7 @@ def test_attach_starts_a_run_again_that_failed_while_nobody_watched(
     )
     run = submit(1, settings=("restarts=1",))
     saying(run, "hello", 2)
-    time.sleep(2 * agent.PEER_SECONDS)  # until the nodes have met
+    time.sleep(2 * limits.PEER_SECONDS)  # until the nodes have met
     supervisors.kill(run)
     on(lab, "h1", f"kill -9 {rank_pid(run, 1)}")
     status, _ = ended(run)
@@ -436,7 +438,7 @@ def test_the_nodes_end_together_although_nobody_watches(
 ) -> None:
     run = submit()
     saying(run, "hello", 2)
-    time.sleep(2 * agent.PEER_SECONDS)  # until the nodes have met
+    time.sleep(2 * limits.PEER_SECONDS)  # until the nodes have met
     supervisors.kill(run)
     pid = rank_pid(run, node) if killed == "rank" else agent_pid(run, node)
     on(lab, f"h{node}", f"kill -9 {pid}")
@@ -521,7 +523,7 @@ def test_a_failed_run_is_started_again(submit: Submit, place: Path) -> None:
 
 
 def refused(submit: Submit, kind: type[ClusterkitError], **options: object) -> str:
-    """What a submit says that is refused; nothing is left of it."""
+    """What a submit says that is refused; nothing of it was found."""
     with pytest.raises(kind) as error:
         submit(**options)
     assert api.runs() == []
@@ -677,7 +679,7 @@ def test_a_login_shell_that_greets_disturbs_nothing(submit: Submit, lab: Lab) ->
 
 def test_connections_are_made_once(lab: Lab) -> None:
     describe(lab)
-    cluster = api.settled_cluster("lab")
+    cluster = api.resolved_cluster("lab")
     transport = backends.transport_for(cluster)
     first = transport.connection("h0")
     for _ in range(5):

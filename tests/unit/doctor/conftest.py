@@ -8,25 +8,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from clusterkit.doctor.base import (
-    Answer,
-    Check,
-    Finding,
-    Machine,
-    Needs,
-    Output,
-    Script,
-    Subject,
-)
+from clusterkit.doctor.base import Finding, HostSubject, Machine, Needs
+from clusterkit.doctor.check import Answer, Check, Output, Script
 from clusterkit.doctor.checks import CHECKS
 from clusterkit.doctor.hosts import judge
 
 PYTHON = "/opt/venv/bin/python"
 
 
-def make_subject(number: int = 3, *, slots: int | None = None, **fields: Any) -> Subject:
+def make_subject(number: int = 3, *, slots: int | None = None, **fields: Any) -> HostSubject:
     """Hosts h0, h1, ... at 10.0.0.10, 10.0.0.11, ..."""
-    return Subject(
+    return HostSubject(
         **{
             "cluster": "lab",
             "hosts": tuple(
@@ -101,9 +93,9 @@ def judged() -> Callable[..., Judged]:
     gave there, an `Output`, or an `Answer` as a whole; hosts that are left out get the default.
     """
 
-    def call(name: str, subject: Subject, default: Any = None, **by_host: Any) -> Judged:
+    def call(name: str, subject: HostSubject, default: Any = None, **by_host: Any) -> Judged:
         check = named(name)
-        scripts: tuple[Script, ...] = check.scripts
+        scripts: tuple[Script[Any], ...] = check.scripts
         answers = {}
         for machine in subject.hosts:
             value = by_host.get(machine.name, default)

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from clusterkit.doctor import bundle, driver, meeting
-from clusterkit.doctor.base import Script
+from clusterkit.doctor.check import Script
 from clusterkit.doctor.checks import CHECKS
 
 SCRIPTS = list({script.name: script for check in CHECKS for script in check.scripts}.values())
@@ -100,7 +100,9 @@ def leave_a_child(given):
 
 def test_each_script_gives_its_own_value_and_the_host_tells_its_time():
     before = time.time()
-    done, reply = ran(Script("one", echo), Script("two", echo, safe=True), given={"a": [1, "é"]})
+    done, reply = ran(
+        Script("one", echo, object), Script("two", echo, object, safe=True), given={"a": [1, "é"]}
+    )
     assert done.returncode == 0
     assert done.stderr == ""
     assert {name: value(output) for name, output in reply.outputs.items()} == {
@@ -113,7 +115,7 @@ def test_each_script_gives_its_own_value_and_the_host_tells_its_time():
 
 def test_a_script_that_hangs_is_ended_and_does_not_hold_the_others():
     began = time.monotonic()
-    _, reply = ran(Script("hang", hang, limit=0.5), Script("echo", echo))
+    _, reply = ran(Script("hang", hang, object, limit=0.5), Script("echo", echo, object))
     assert time.monotonic() - began < 30
     assert reply.outputs["hang"].timed_out in ("S", "R", "D")
     assert value(reply.outputs["echo"]) == {}
@@ -121,7 +123,7 @@ def test_a_script_that_hangs_is_ended_and_does_not_hold_the_others():
 
 
 def test_patience_gives_longer():
-    _, reply = ran(Script("nap", nap, limit=0.001), patience=30000)
+    _, reply = ran(Script("nap", nap, object, limit=0.001), patience=30000)
     assert value(reply.outputs["nap"]) == "woke"
 
 
@@ -134,12 +136,12 @@ def nap(given):
 
 def test_what_goes_wrong_in_a_script_is_its_own_error():
     _, reply = ran(
-        Script("fail", fail),
-        Script("safe-fail", fail, safe=True),
-        Script("flood", flood),
-        Script("die", die),
-        Script("unprintable", unprintable),
-        Script("echo", echo),
+        Script("fail", fail, object),
+        Script("safe-fail", fail, object, safe=True),
+        Script("flood", flood, object),
+        Script("die", die, object),
+        Script("unprintable", unprintable, object),
+        Script("echo", echo, object),
     )
     assert reply.outputs["fail"].error.startswith("FileNotFoundError: ")
     assert reply.outputs["safe-fail"].error.startswith("FileNotFoundError: ")
@@ -151,31 +153,35 @@ def test_what_goes_wrong_in_a_script_is_its_own_error():
 
 
 def test_a_script_cannot_speak_for_another():
-    done, reply = ran(Script("shout", shout), Script("echo", echo))
+    done, reply = ran(Script("shout", shout, object), Script("echo", echo, object))
     assert value(reply.outputs["shout"]) == "quiet"
     assert value(reply.outputs["echo"]) == {}
     assert "garbage" not in done.stdout + done.stderr
 
 
 def test_text_that_is_none_arrives_in_one_piece():
-    _, reply = ran(Script("ugly", ugly), env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"})
+    _, reply = ran(
+        Script("ugly", ugly, object), env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
+    )
     assert value(reply.outputs["ugly"]) == ["?", "\u2028\n\r\x0b", "日本", "??"]
 
 
 def test_annotations_of_a_newer_python_are_not_read():
-    _, reply = ran(Script("annotated", annotated))
+    _, reply = ran(Script("annotated", annotated, object))
     assert value(reply.outputs["annotated"]) == "fine"
 
 
 def test_the_answer_does_not_wait_for_what_a_script_leaves_behind():
     began = time.monotonic()
-    _, reply = ran(Script("leave", leave_a_child, limit=30))
+    _, reply = ran(Script("leave", leave_a_child, object, limit=30))
     os.kill(value(reply.outputs["leave"]), 9)
     assert time.monotonic() - began < 30
 
 
 def test_whoever_ignores_the_end_of_children_does_not_spoil_it():
-    argv = bundle.command([Script("one", echo), Script("two", echo)], {}, sys.executable)
+    argv = bundle.command(
+        [Script("one", echo, object), Script("two", echo, object)], {}, sys.executable
+    )
     done = subprocess.run(
         ["/usr/bin/env", "--ignore-signal=CHLD", *argv], capture_output=True, text=True
     )
@@ -202,21 +208,21 @@ def test_where_the_interpreter_of_the_ranks_does_not_run_another_answers(tmp_pat
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho 'no such libpython' >&2\nexit 1\n")
     broken.chmod(0o755)
-    done, reply = ran(Script("echo", echo), python=str(broken))
+    done, reply = ran(Script("echo", echo, object), python=str(broken))
     assert value(reply.outputs["echo"]) == {}
     assert reply.interpreter != str(broken)
     assert "no such libpython" in done.stderr
 
 
 def test_a_missing_interpreter_is_named_and_the_program_is_not_spilled():
-    done, reply = ran(Script("echo", echo), python="/nope/python")
+    done, reply = ran(Script("echo", echo, object), python="/nope/python")
     assert value(reply.outputs["echo"]) == {}
     assert "/nope/python" in done.stderr
     assert len(done.stderr) < 200
 
 
 def test_without_any_python_nothing_began(tmp_path):
-    argv = bundle.command([Script("echo", echo)], {}, "/nope/python")
+    argv = bundle.command([Script("echo", echo, object)], {}, "/nope/python")
     argv = argv[: argv.index("/nope/python") + 1]  # without the others
     done = subprocess.run(argv, capture_output=True, text=True)
     assert done.returncode == 127
@@ -226,14 +232,14 @@ def test_without_any_python_nothing_began(tmp_path):
 def test_modules_of_the_current_folder_are_not_read(tmp_path):
     for name in ("json", "base64", "zlib", "select"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('read the wrong one')\n")
-    argv = bundle.command([Script("echo", echo)], {}, sys.executable)
+    argv = bundle.command([Script("echo", echo, object)], {}, sys.executable)
     done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path)
     assert value(bundle.parse(done.stdout).outputs["echo"]) == {}
 
 
 @pytest.mark.parametrize("text", ["it's", 'a "b"', "$HOME `id` \\ % \n", "日本", ""])
 def test_what_is_given_arrives_exactly(text):
-    _, reply = ran(Script("echo", echo), given={"workdir": text, "none": None, "yes": True})
+    _, reply = ran(Script("echo", echo, object), given={"workdir": text, "none": None, "yes": True})
     assert value(reply.outputs["echo"]) == {"workdir": text, "none": None, "yes": True}
 
 
@@ -341,7 +347,7 @@ def test_a_script_needs_nothing_that_stands_beside_it(script):
 
     missing = set(globals_of(function)) - set(dir(builtins))
     # Annotations of inner functions are never read.
-    assert missing <= {"Any"}
+    assert missing <= {"Any", *driver.HELPERS}
 
 
 def test_the_meeting_is_sent_with_its_whole_module():

@@ -15,12 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterkit import errors
-from clusterkit.doctor.base import LEVELS, Machine, Output, common, parsed_address
+from clusterkit.doctor.base import LEVELS, Machine, common, parsed_address
+from clusterkit.doctor.check import Output
 from clusterkit.doctor.checks import CHECKS
 from clusterkit.doctor.checks.clock import agreed, offset
+from clusterkit.doctor.checks.head_port import MEET
+from clusterkit.doctor.checks.packages import PACKAGES, Packages
 from clusterkit.doctor.checks.strays import STRAYS
 from clusterkit.doctor.hosts import judge
-from clusterkit.doctor.scripts import MEET, PACKAGES, Packages
 from tests.unit.doctor.conftest import PYTHON, make_answer, make_subject, named, needs, raw
 
 GIB = 1 << 30
@@ -101,9 +103,9 @@ def test_whatever_hosts_answer_is_judged(value, data):
 
 
 def test_the_commonest_wins_and_among_equals_the_first():
-    assert common({"a": 1, "b": 2, "c": 2}, 0) == 2
-    assert common({"a": 1, "b": 2}, 0) == 1
-    assert common({}, 0) == 0
+    assert common([1, 2, 2], 0) == 2
+    assert common([1, 2], 0) == 1
+    assert common([], 0) == 0
 
 
 @pytest.mark.parametrize(
@@ -160,7 +162,7 @@ def test_without_ssh_there_is_no_host_key(judged):
      ("\0", "warn")],
 )  # fmt: skip
 def test_a_shell_that_greets_is_told(judged, said, level):
-    found = judged("login-shell", make_subject(1), h0={"shell": "/bin/bash", "said": said})
+    found = judged("login-shell", make_subject(1), h0={"shell": "/bin/bash", "output": said})
     assert found["h0"].level == level
     assert "\x1b" not in found["h0"].cause
 
@@ -466,7 +468,7 @@ def test_a_package_s_folder_is_looked_for_and_not_its_metadata_alone(tmp_path):
     text = (
         "from __future__ import annotations\nimport sys\n"
         f"sys.path[:] = [{str(tmp_path)!r}, *(p for p in sys.path if 'site-' not in p)]\n"
-        f"{PACKAGES.source}\nprint(sorted(collect_packages({{}})['gone']))"
+        f"{PACKAGES.source}\nprint(sorted(collect({{}})['gone']))"
     )
     done = subprocess.run([sys.executable, "-I", "-c", text], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("['deepspeed', 'torch']\n", "")
@@ -769,12 +771,14 @@ def holder(pid=4711, user="ann", command="python train.py"):
     ("port", "level", "words", "remedy"),
     [
         ({"error": None, "taken": False, "holders": []}, "ok", "29500 is free", None),
-        ({"error": "Address already in use", "taken": True, "holders": [holder()]}, "fail",
-         "in use by python train.py (process 4711 of ann)", "kill 4711"),
+        ({"error": "Address already in use", "taken": True, "holders": [holder()], "me": "ann"},
+         "fail", "in use by python train.py (process 4711 of ann)", "kill 4711"),
+        ({"error": "Address already in use", "taken": True, "holders": [holder()], "me": "bob"},
+         "fail", "(process 4711 of ann)", "ask ann to end process 4711 (python train.py)"),
         ({"error": "Address already in use", "taken": True, "holders": []}, "fail",
          "only root can see", "sudo ss -ltnp"),
         ({"error": "Permission denied", "taken": False, "holders": []}, "fail",
-         "cannot be had: Permission denied", "port: auto"),
+         "cannot be used: Permission denied", "port: auto"),
     ],
 )  # fmt: skip
 def test_the_port_is_free_or_its_holder_is_named(judged, port, level, words, remedy):
@@ -922,11 +926,11 @@ def smi(*rows, columns=COLUMNS, exit_code=0, stderr="", complaint=""):
     return {"exit_code": exit_code, "stdout": "\n".join(lines) + "\n", "stderr": stderr}
 
 
-def nvidia(*rows, apps=None, owners=None, xids=(), devices=None, **changed):
+def nvidia(*rows, apps=None, owners=None, xids=(), devices=None, me="root", **changed):
     return {
         "devices": len(rows) if devices is None else devices,
         "query": smi(*rows, **changed),
-        "apps": apps, "owners": owners or {}, "xids": list(xids),
+        "apps": apps, "owners": owners or {}, "xids": list(xids), "me": me,
     }  # fmt: skip
 
 
@@ -1133,17 +1137,32 @@ def test_free_gpus(judged):
 )
 def test_a_process_on_a_gpu_that_the_job_needs(judged, slots, level):
     value = nvidia(
-        *EIGHT, apps=apps(app(4711, 3, "/opt/a, b/python")), owners={"4711": {"user": "bob"}}
-    )
+        *EIGHT, apps=apps(app(4711, 3, "/opt/a, b/python")), owners={"4711": {"user": "bob"}},
+        me="bob",
+    )  # fmt: skip
     found = judged("gpu-processes", make_subject(1, slots=slots), value)
     assert found["h0"].level == level
     assert "GPU 3 by /opt/a,b/python (process 4711 of bob)" in found["h0"].cause
     assert found["h0"].remedy == "kill 4711"
 
 
+def test_processes_of_others_are_not_killed_but_their_owners_asked(judged):
+    owners = {"1": {"user": "ann"}, "2": {"user": "bob", "run": "theirs"}, "3": {}}
+    held = apps(app(1, 0), app(2, 1, "train"), app(3, 1))
+    value = nvidia(*EIGHT, apps=held, owners=owners, me="ann")
+    found = judged("gpu-processes", make_subject(1, slots=8), value)
+    assert found["h0"].remedy == "kill 1; ask bob to end process 2 (train)"
+
+
+def test_a_process_of_nobody_known_is_looked_for_and_not_killed(judged):
+    value = nvidia(*EIGHT, apps=apps(app(3, 1)), me="ann", owners={"3": {}})
+    found = judged("gpu-processes", make_subject(1, slots=8), value)
+    assert found["h0"].remedy == "sudo fuser -v /dev/nvidia*"
+
+
 def test_a_run_of_ours_is_cancelled_and_not_killed(judged):
     value = nvidia(*EIGHT, apps=apps(app(1, 0), app(2, 1)),
-                   owners={"1": {"user": "ann", "run": "ddp-1"}, "2": {}})  # fmt: skip
+                   owners={"1": {"user": "ann", "run": "ddp-1"}, "2": {}}, me="ann")  # fmt: skip
     found = judged("gpu-processes", make_subject(1, slots=8), value)
     assert found["h0"].remedy == "clusterkit cancel ddp-1"
 
@@ -1344,8 +1363,8 @@ def folder(**changed):
         ({"error": "No space left on device", "kind": "ENOSPC"}, "fail", "No space left", "df -h"),
         ({"error": "Disk quota exceeded", "kind": "EDQUOT"}, "fail", "quota", "df -h"),
         ({"error": "Read-only file system", "kind": "EROFS"}, "fail", "Read-only", "findmnt"),
-        ({"there": False, "parent": "/srv/f", "error": "/srv/f is no folder"}, "fail",
-         "/srv/f is no folder", "ls -ld /srv/f"),
+        ({"there": False, "parent": "/srv/f", "error": "/srv/f is not a folder"}, "fail",
+         "/srv/f is not a folder", "ls -ld /srv/f"),
         ({"pipes": "Operation not permitted"}, "fail", "takes no named pipes", "workdir"),
     ],
 )  # fmt: skip
@@ -1390,8 +1409,8 @@ def test_ranks_of_another_user_are_told_with_who_they_are(judged):
         (["python", "-u", "-m", "torch.distributed.run", "train.py"], True),
         (["python3.11", "-m", "deepspeed.launcher.launch"], True),
         (["mpirun", "-np", "2", "train"], True),
-        (["python", "-I", "/srv/runs/r/agent.py", "run", "--nproc", "2"], True),
-        (["python", "agent.py"], False),
+        (["python", "-I", "/srv/runs/r/agent.pyz", "run", "--nproc", "2"], True),
+        (["python", "agent.pyz"], False),
         (["python", "train.py", "torchrun"], False),
         (["vim", "deepspeed"], False),
         (["python", "-m"], False),

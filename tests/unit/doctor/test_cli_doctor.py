@@ -58,7 +58,7 @@ def test_a_failure_is_exit_code_1_and_goes_to_stdout(cli, examined):
     examined(FAULTS)
     done = cli("doctor")
     assert done.code == 1
-    assert "FAIL  clock on h1: 10 min ahead\n  mend: sudo chronyc makestep\n" in done.out
+    assert "FAIL  clock on h1: 10 min ahead\n  fix: sudo chronyc makestep\n" in done.out
     assert done.err == ""
 
 

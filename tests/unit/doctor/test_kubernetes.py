@@ -26,7 +26,7 @@ from clusterkit.doctor.kubernetes.base import (
     requests,
     templates,
 )
-from clusterkit.doctor.kubernetes.checks.image import full_name
+from clusterkit.doctor.kubernetes.checks.nodes import full_name
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Completed

@@ -9,11 +9,12 @@ import time
 import msgspec
 import pytest
 
-from clusterkit import doctor
+from clusterkit import api, doctor
 from clusterkit.backends import backend
 from clusterkit.cluster import Host, LocalCluster, SshCluster
-from clusterkit.doctor.base import Machine, Needs, Output, Subject
-from clusterkit.doctor.hosts import settled
+from clusterkit.doctor.base import HostSubject, Machine, Needs
+from clusterkit.doctor.check import Output
+from clusterkit.doctor.hosts import CHECKS, completed
 from clusterkit.errors import BadInput, CapabilityError, SubmitFailed, Unavailable
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Completed, LocalTransport
@@ -60,7 +61,7 @@ def says(stdout="", stderr="", exit_code=0):
 
 
 def subject(number=3, **fields):
-    return Subject(**{
+    return HostSubject(**{
         "cluster": "lab",
         "hosts": tuple(Machine(name=f"h{i}", python=sys.executable) for i in range(number)),
         "workdir": "/tmp",
@@ -82,16 +83,16 @@ def doctor_level(levels):
 
 
 def test_quick_leaves_out_what_is_not():
-    everything = doctor.chosen(doctor.CHECKS, quick=False, only=None)
-    quick = doctor.chosen(doctor.CHECKS, quick=True, only=None)
-    assert everything == list(doctor.CHECKS)
+    everything = doctor.chosen(CHECKS, quick=False, only=None)
+    quick = doctor.chosen(CHECKS, quick=True, only=None)
+    assert everything == list(CHECKS)
     assert {check.name for check in everything} - {check.name for check in quick} == {
         "login-shell", "compiler", "mesh", "shared",
     }  # fmt: skip
 
 
 def test_only_may_name_what_is_not_quick():
-    found = doctor.chosen(doctor.CHECKS, quick=True, only=["mesh", "user"])
+    found = doctor.chosen(CHECKS, quick=True, only=["mesh", "user"])
     assert [check.name for check in found] == [
         "user", "mesh",
     ]  # fmt: skip
@@ -99,10 +100,10 @@ def test_only_may_name_what_is_not_quick():
 
 def test_an_unknown_check_is_told_the_nearest():
     with pytest.raises(BadInput, match="check 'clok' is unknown") as refused:
-        doctor.chosen(doctor.CHECKS, quick=False, only=["user", "clok"])
+        doctor.chosen(CHECKS, quick=False, only=["user", "clok"])
     assert refused.value.hint == "did you mean clock?"
-    with pytest.raises(BadInput, match="no check is named"):
-        doctor.chosen(doctor.CHECKS, quick=False, only=[])
+    with pytest.raises(BadInput, match="no check was named"):
+        doctor.chosen(CHECKS, quick=False, only=[])
 
 
 # ---------------------------------------------------------------- for real
@@ -277,7 +278,7 @@ def test_an_old_token_of_a_killed_examination_goes_and_a_young_one_stays(tmp_pat
     assert sorted(os.listdir(tmp_path)) == [young.name, "data"]
 
 
-# ---------------------------------------------------------------- progress, settling
+# ---------------------------------------------------------------- progress, what is found out
 
 
 def test_progress_names_who_is_waited_for():
@@ -302,14 +303,14 @@ def test_addresses_and_port_are_found_where_none_is_given():
         "h2": make_answer({"interfaces": Output(error="x")}, reached_at=""),
     }  # fmt: skip
     unknown = subject(3)
-    auto = settled(unknown, answers)
+    auto = completed(unknown, answers)
     assert [machine.address for machine in auto.hosts] == ["192.168.0.1", "192.168.0.2", None]
     assert [machine.at for machine in auto.hosts] == ["192.168.0.1", "192.168.0.2", "h2"]
     assert auto.port == 20001
-    named = settled(msgspec.structs.replace(unknown, interface="eth1"), answers)
+    named = completed(msgspec.structs.replace(unknown, interface="eth1"), answers)
     assert [machine.address for machine in named.hosts] == ["10.1.0.1", "192.168.0.2", None]
     given = make_subject(3)
-    assert settled(given, answers) == given
+    assert completed(given, answers) == given
 
 
 # ---------------------------------------------------------------- what backends say
@@ -319,7 +320,7 @@ def test_the_local_machine_is_one_host(clusterkit_home):
     job = JobSpec(name="j", program="t.py", nodes="1:2", gpus_per_node=4, device="cuda",
                   deepspeed={}, launcher="torchrun")  # fmt: skip
     found = backend("local").subject("here", LocalCluster(port=29500, python="/x/python"), job)
-    assert found == Subject(
+    assert found == HostSubject(
         cluster="here",
         hosts=(Machine(name="localhost", address="127.0.0.1", python="/x/python", slots=8),),
         workdir=str(clusterkit_home),
@@ -346,12 +347,7 @@ def test_the_hosts_of_a_cluster_over_ssh():
     assert found.needs == Needs(launcher="mpirun")
 
 
-def test_a_backend_without_a_doctor_says_so():
-    from clusterkit.backends.base import Backend
-
-    class Bare(Backend):
-        name = "bare"
-        probe = plan = submit = status = logs = cancel = None
-
-    with pytest.raises(CapabilityError, match="backend bare has no doctor yet"):
-        Bare().subject("x", LocalCluster())
+def test_a_backend_without_a_doctor_says_so(tmp_path):
+    (tmp_path / "clusters.yaml").write_text("box: {backend: compose}\n")
+    with pytest.raises(CapabilityError, match="backend compose has no doctor yet"):
+        api.doctor(cluster="box", clusters_file=tmp_path / "clusters.yaml")

@@ -81,7 +81,7 @@ def test_hosts_with_a_fault_stand_beside_the_others_and_the_fault_is_told_once()
         "packages   ok                  FAIL    ok\n"
         "\n"
         "FAIL  packages on h6, h7: torch 2.12.0\n"
-        "  mend: pip install torch==2.13.0\n"
+        "  fix: pip install torch==2.13.0\n"
         "\n"
         "warn  clock on h9: 3 s behind\n"
         "\n"
@@ -115,7 +115,7 @@ def test_the_same_words_about_another_host_are_the_same_fault():
         )
     )
     table = found.table()
-    assert "FAIL  reachable on h3-h9: host h3 does not answer\n  mend: ssh h3 true" in table
+    assert "FAIL  reachable on h3-h9: host h3 does not answer\n  fix: ssh h3 true" in table
     assert table.count("does not answer") == 1
 
 
@@ -157,7 +157,7 @@ def test_several_faults_of_one_check_on_one_host_are_all_told():
 
 def test_a_remedy_of_several_lines_stays_below_its_mark():
     found = report(Finding("clock", "h1", "fail", "c", "first\nsecond"))
-    assert "\n  mend: first\n        second\n" in found.table()
+    assert "\n  fix: first\n       second\n" in found.table()
 
 
 def test_colours_are_given_where_they_are_asked_for():

@@ -16,8 +16,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from clusterkit.backends.kubernetes.client import KubeTransport, connect
-from clusterkit.backends.kubernetes.observe import Catcher
+from clusterkit.backends.kubernetes.client import KubeTransport
+from clusterkit.backends.kubernetes.connect import connect
+from clusterkit.backends.kubernetes.pod_log import LogLines
 from clusterkit.errors import BadInput, SubmitFailed, Unavailable
 
 
@@ -289,10 +290,10 @@ def test_a_log_goes_on_where_it_had_stopped_and_no_line_comes_twice(tmp_path):
     log = tmp_path / "log"
     ours = [f"2026-11-22T04:00:0{n}.000000Z 0 line {n}" for n in range(6)]
     cri = [f"2026-11-22T04:00:0{n}.123456789Z {line}\n".encode() for n, line in enumerate(ours)]
-    first = Catcher(log)
+    first = LogLines(log)
     assert first.since is None
     log.write_bytes(first.feed(b"".join(cri[:4]) + cri[4][:30]))
-    again = Catcher(log)
+    again = LogLines(log)
     assert again.since == "2026-11-22T04:00:03Z"
     with log.open("ab") as file:
         file.write(again.feed(b"".join(cri[3:])))
@@ -302,16 +303,16 @@ def test_a_log_goes_on_where_it_had_stopped_and_no_line_comes_twice(tmp_path):
 def test_the_same_words_twice_in_one_second_are_two_lines(tmp_path):
     log = tmp_path / "log"
     line = b"2026-11-22T04:00:00.5Z 2026-11-22T04:00:00.500000Z 0 same\n"
-    log.write_bytes(Catcher(log).feed(line))
-    again = Catcher(log)
+    log.write_bytes(LogLines(log).feed(line))
+    again = LogLines(log)
     with log.open("ab") as file:
         file.write(again.feed(line + line))
     assert log.read_text().count("same") == 2
 
 
 def test_what_is_not_the_agent_s_gets_a_time_and_no_rank(tmp_path):
-    found = Catcher(tmp_path / "none").feed(b"2026-11-22T04:00:00.123456789Z sh: not found\n")
+    found = LogLines(tmp_path / "none").feed(b"2026-11-22T04:00:00.123456789Z sh: not found\n")
     assert found == b"2026-11-22T04:00:00.123456Z - sh: not found\n"
-    catcher = Catcher(tmp_path / "none")
-    assert catcher.feed(b"2026-11-22T04:00:00.5Z no newline") == b""
-    assert catcher.end() == b"2026-11-22T04:00:00.500000Z - no newline\n"
+    lines = LogLines(tmp_path / "none")
+    assert lines.feed(b"2026-11-22T04:00:00.5Z no newline") == b""
+    assert lines.end() == b"2026-11-22T04:00:00.500000Z - no newline\n"

@@ -4,15 +4,15 @@ import json
 
 import pytest
 
-from clusterkit.backends.kubernetes import flavors
+from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.judge import (
     DELETED,
     Rejoin,
+    by_node,
+    cause_from_events,
     causes,
     judge,
-    newest,
     read_pod,
-    told_by_events,
     unexplained,
 )
 from clusterkit.status import State
@@ -85,7 +85,7 @@ def waiting(reason, message=""):
         ),
         (
             document("Failed", ended(137)),
-            (State.FAILED, 137, "its container was killed (exit code 137) without a word"),
+            (State.FAILED, 137, "its container was killed (exit code 137) and reported nothing"),
         ),
         (
             document("Failed", ended(69, "the name x did not resolve within 120 s\n")),
@@ -99,8 +99,8 @@ def waiting(reason, message=""):
             document("Failed", reason="Evicted", message="The node was low on resource: memory."),
             (State.FAILED, None, "evicted: The node was low on resource: memory."),
         ),
-        (document("Confused"), (State.UNKNOWN, None, "Kubernetes calls its pod 'Confused'")),
-        (document("Unknown"), (State.UNKNOWN, None, "Kubernetes calls its pod 'Unknown'")),
+        (document("Confused"), (State.UNKNOWN, None, "Kubernetes reports its pod as 'Confused'")),
+        (document("Unknown"), (State.UNKNOWN, None, "Kubernetes reports its pod as 'Unknown'")),
     ],
 )  # fmt: skip
 def test_what_a_pod_means(told, expected):
@@ -125,42 +125,42 @@ SLOW = "failed to sync secret cache: timed out waiting for the condition"
         ),
         (
             document("Pending", conditions=[not_scheduled("gated", "SchedulingGated")]),
-            "it waits for its queue", State.PENDING,
+            "it waits in its queue", State.PENDING,
         ),
         (
             document("Pending", waiting("ContainerCreating"), conditions=[SCHEDULED]),
-            "its container is being made, or its image pulled for 40 s", State.PENDING,
+            "its container is being created, or its image pulled for 40 s", State.PENDING,
         ),
         (
             document("Pending", waiting("ErrImagePull", 'failed to pull: "a/b:1": not found'),
                      conditions=[SCHEDULED]),
-            "image a/b:1 cannot be had: the registry does not have it", State.PENDING,
+            "image a/b:1 cannot be pulled: the registry does not have it", State.PENDING,
         ),
         (
             document("Pending", waiting("ImagePullBackOff", "dial tcp: lookup x: no such host"),
                      conditions=[SCHEDULED]),
-            "image a/b:1 cannot be had: its registry does not answer", State.PENDING,
+            "image a/b:1 cannot be pulled: its registry does not answer", State.PENDING,
         ),
         (
             document("Pending", waiting("ErrImagePull", "pull access denied, unauthorized"),
                      conditions=[SCHEDULED]),
-            "image a/b:1 cannot be had: the registry wants credentials (image_pull_secrets), or "
+            "image a/b:1 cannot be pulled: the registry wants credentials (image_pull_secrets), or "
             "does not have it",
             State.PENDING,
         ),
         (
             document("Pending", waiting("InvalidImageName"), conditions=[SCHEDULED]),
-            "image a/b:1 cannot be had: its name is none", State.FAILED,
+            "image name a/b:1 is not valid", State.FAILED,
         ),
         (
             document("Pending", waiting("CreateContainerConfigError", 'secret "r" not found'),
                      conditions=[SCHEDULED]),
-            'its container cannot be made: secret "r" not found', State.FAILED,
+            'its container cannot be created: secret "r" not found', State.FAILED,
         ),
         (
             document("Pending", waiting("CreateContainerConfigError", SLOW),
                      conditions=[SCHEDULED]),
-            f"its container cannot be made: {SLOW}", State.PENDING,
+            f"its container cannot be created: {SLOW}", State.PENDING,
         ),
     ],
 )  # fmt: skip
@@ -200,7 +200,7 @@ def test_no_pod_is_judged_by_what_was_seen_of_it_last():
     gone = "its pod is gone: somebody deleted it, or the namespace"
     assert seen(None, running) == (State.FAILED, None, gone)
     assert seen(None, running, replaced=True)[0] is State.PENDING
-    late = "killed: it did not end when it was asked to"
+    late = "killed: it did not stop when asked to"
     assert seen(None, running, ours=True) == (State.CANCELLED, None, late)
     unborn = document("Pending")
     assert seen(None, unborn, ours=True) == (State.CANCELLED, None, "it had not begun")
@@ -286,7 +286,7 @@ def test_what_clusterkit_itself_ends_is_not_waited_for():
 def test_of_several_pods_of_a_node_the_last_counts():
     old = read_pod(document(meta={"name": "b", "creationTimestamp": AT}), INDEX)
     new = read_pod(document(meta={"name": "a", "creationTimestamp": "2026-11-22T04:00:01Z"}), INDEX)
-    assert newest([new, old]) == newest([old, new]) == {0: new}
+    assert by_node([new, old]) == by_node([old, new]) == {0: new}
 
 
 def test_what_clusterkit_itself_has_ended_is_cancelled():
@@ -329,10 +329,9 @@ def test_a_document_that_means_nothing_is_unknown_and_no_exception(status):
     assert seen(told)[0] is State.UNKNOWN
 
 
-@pytest.mark.parametrize("flavor", flavors.FLAVORS.values(), ids=list(flavors.FLAVORS))
+@pytest.mark.parametrize("flavor", FLAVORS.values(), ids=list(FLAVORS))
 def test_every_kind_of_job_has_a_table_of_its_own_words(flavor):
-    assert set(flavor.STATES.values()) >= {State.PENDING, State.SUCCEEDED, State.FAILED}
-    assert flavors.by_kind(flavor.KIND) is flavor
+    assert set(flavor.states.values()) >= {State.PENDING, State.SUCCEEDED, State.FAILED}
 
 
 def event(reason, message="", **related):
@@ -341,12 +340,12 @@ def event(reason, message="", **related):
 
 def test_a_preempted_pod_s_events_say_for_whom():
     other = event("Preempted", kind="Pod", name="urgent", namespace="theirs")
-    assert told_by_events([other, event("Killing", "Stopping container x")], "ours") == (
+    assert cause_from_events([other, event("Killing", "Stopping container x")], "ours") == (
         "preempted for pod urgent of namespace theirs, whose priority is higher"
     )
     own = event("Preempted", kind="Pod", name="urgent", namespace="ours")
-    assert told_by_events([own], "ours") == "preempted for pod urgent, whose priority is higher"
-    assert told_by_events([event("Preempted"), event("Killing", name="x")], "ours") is None
+    assert cause_from_events([own], "ours") == "preempted for pod urgent, whose priority is higher"
+    assert cause_from_events([event("Preempted"), event("Killing", name="x")], "ours") is None
 
 
 def test_a_pod_whose_probe_failed_is_told_which_and_why():
@@ -355,11 +354,11 @@ def test_a_pod_whose_probe_failed_is_told_which_and_why():
         event("Unhealthy", "Liveness probe failed: cat: /tmp/alive: No such file or directory\n"),
         event("Killing", "Stopping container pytorch"),
     ]
-    assert told_by_events(events, "ours") == (
+    assert cause_from_events(events, "ours") == (
         "ended by its node: Liveness probe failed: cat: /tmp/alive: No such file or directory"
     )
-    assert told_by_events(events[:2], "ours") is None
-    assert told_by_events([events[0], events[2]], "ours") is None
+    assert cause_from_events(events[:2], "ours") is None
+    assert cause_from_events([events[0], events[2]], "ours") is None
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,15 @@ import yaml
 from kubernetes import client
 
 from clusterkit import backends, loader
-from clusterkit.backends.kubernetes import by_hand
 from clusterkit.cluster import Claim, KubernetesCluster, KubernetesFacts
 from clusterkit.errors import BadInput
-from tests import manifests
 
 ROOT = Path(__file__).resolve().parents[3]
 CRDS = {path.stem: json.loads(path.read_text()) for path in ROOT.glob("tests/data/crds/*.json")}
 # A TrainingRuntime is a ClusterTrainingRuntime that belongs to a namespace.
 CRDS["TrainingRuntime"] = CRDS["ClusterTrainingRuntime"]
 FLAVORS = ("pytorchjob", "mpijob", "trainjob", "job")
+BY_HAND = sorted(ROOT.glob("k8s/*.yaml"))
 
 
 def wrong_fields(value, schema, place=""):
@@ -194,9 +193,10 @@ def test_a_plan_s_manifests_are_what_the_kinds_allow(flavor, full, planned):
 
 
 @pytest.mark.parametrize(
-    "path", sorted(path for path in manifests.wanted() if "kustomization" not in path.name),
+    "path",
+    [path for path in BY_HAND if path.stem != "kustomization"],
     ids=lambda path: path.name,
-)  # fmt: skip
+)
 def test_the_manifests_by_hand_are_what_the_kinds_allow(path):
     for document in yaml.safe_load_all(path.read_text()):
         assert list(complaints(document)) == []
@@ -223,14 +223,10 @@ def test_the_check_itself_finds_what_is_wrong(flavor, break_it, complaint, plann
     assert (found == []) if complaint is None else (complaint in " ".join(found))
 
 
-def test_the_manifests_of_the_repository_are_those_that_the_jobs_give():
-    assert manifests.stale() == [], "make manifests"
-
-
 def test_every_manifest_by_hand_passes_pod_security_restricted():
     pods = 0
-    for text in manifests.wanted().values():
-        for document in yaml.safe_load_all(text):
+    for path in BY_HAND:
+        for document in yaml.safe_load_all(path.read_text()):
             for template in templates(document):
                 spec = template["spec"]
                 assert spec["securityContext"]["runAsNonRoot"] is True
@@ -255,10 +251,3 @@ def templates(value):
     elif isinstance(value, list):
         for inner in value:
             yield from templates(inner)
-
-
-def test_no_manifest_by_hand_names_anything_that_only_this_machine_has():
-    jobs = {name: loader.load_job(ROOT / "jobs" / f"{name}.yaml") for name in manifests.JOBS}
-    text = "".join(by_hand.manifests(jobs).values())
-    assert str(ROOT) not in text
-    assert str(Path.home()) not in text

@@ -7,16 +7,12 @@ from typing import Any
 import pytest
 
 from clusterkit.batch import Batch, solve
+from clusterkit.deepspeed_config import precision
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.runtime import zero_config
-from clusterkit.runtime.deepspeed import (
-    batch_numbers,
-    comms_table,
-    config_dtype,
-    load_config,
-    recipe,
-)
+from clusterkit.runtime.deepspeed import comms_table, recipe
 from clusterkit.runtime.mesh import Mesh
+from clusterkit.runtime.zero_config import batch_numbers, load_config
 
 SIXTY_FOUR_ON_FOUR = solve(data_parallel=4, global_size=64, micro=8)
 
@@ -73,7 +69,7 @@ def test_clipping_is_always_explicit(tmp_path: Path) -> None:
         ),
         ({"zero_optimisation": {}}, {}, r"knows no key `zero_optimisation`"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, {}, "fp16 and bf16 are both"),
-        ({"amp": {"enabled": True}, "zero_optimization": {"stage": 2}}, {}, "no `amp` any more"),
+        ({"amp": {"enabled": True}, "zero_optimization": {"stage": 2}}, {}, "no longer has `amp`"),
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
             {},
@@ -92,7 +88,7 @@ def test_clipping_is_always_explicit(tmp_path: Path) -> None:
                 }
             },
             {},
-            r"nvme_path: /no/such is no folder",
+            r"nvme_path: /no/such is not a folder",
         ),
         ({"zero_optimization": {"stage": 4}}, {}, "stage must be 0, 1, 2 or 3"),
         ({"zero_optimization": True}, {}, "stage must be 0, 1, 2 or 3"),
@@ -205,10 +201,10 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_number_format_comes_from_either_side(tmp_path: Path) -> None:
-    assert config_dtype(load(tmp_path, {})) == "fp32"
-    assert config_dtype(load(tmp_path, {}, dtype="bf16")) == "bf16"
-    assert config_dtype(load(tmp_path, {"fp16": {"enabled": True, "loss_scale": 0}})) == "fp16"
-    assert config_dtype(load(tmp_path, {"fp16": {"enabled": False}}, dtype="fp32")) == "fp32"
+    assert precision(load(tmp_path, {})) == "fp32"
+    assert precision(load(tmp_path, {}, dtype="bf16")) == "bf16"
+    assert precision(load(tmp_path, {"fp16": {"enabled": True, "loss_scale": 0}})) == "fp16"
+    assert precision(load(tmp_path, {"fp16": {"enabled": False}}, dtype="fp32")) == "fp32"
     filled = load(tmp_path, {"fp16": {"initial_scale_power": 8}}, dtype="fp16")
     assert filled["fp16"] == {"initial_scale_power": 8, "enabled": True}
 

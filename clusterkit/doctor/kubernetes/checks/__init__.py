@@ -3,31 +3,10 @@
 from __future__ import annotations
 
 from clusterkit.doctor.kubernetes.base import KubeCheck
-from clusterkit.doctor.kubernetes.checks import (
-    admission,
-    api_server,
-    dns,
-    gpus,
-    image,
-    kind,
-    limit_range,
-    namespace,
-    nodes,
-    operator,
-    plan,
-    pod_security,
-    pull_secrets,
-    quota,
-    rights,
-    room,
-    volumes,
-)
+from clusterkit.doctor.kubernetes.checks import cluster, nodes, pods, volumes
 
-CHECKS: tuple[KubeCheck, ...] = tuple(
-    module.CHECK
-    for module in (
-        api_server, namespace, rights, kind, operator, plan,
-        nodes, gpus, room, image, pull_secrets, volumes,
-        pod_security, admission, quota, limit_range, dns,
-    )
+CHECKS: tuple[KubeCheck, ...] = (
+    cluster.api_server, cluster.namespace, cluster.rights, cluster.kind, cluster.operator,
+    pods.plan, nodes.nodes, nodes.gpus, nodes.room, nodes.image, volumes.pull_secrets,
+    volumes.volumes, pods.pod_security, pods.admission, pods.quota, pods.limit_range, cluster.dns,
 )  # fmt: skip

@@ -1,42 +1,53 @@
-"""Are there nodes that take pods, and are they well?"""
+"""Are there nodes for the job's pods: well, with GPUs, room and the image?"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from decimal import Decimal
 from typing import Any
 
-from clusterkit.backends.kubernetes.nodes import tolerates
+from clusterkit.backends.kubernetes.nodes import gpu_count, repelling, usable
+from clusterkit.backends.kubernetes.text import Object
 from clusterkit.doctor.base import Finding
 from clusterkit.doctor.kubernetes.base import (
-    CLUSTER,
     NODES,
-    KubeCheck,
+    PODS,
+    REHEARSAL,
     KubeSubject,
     Seen,
+    amount,
+    check,
+    fail,
     is_ready,
-    kubectl,
+    limits,
     nodes_of,
-    unknown,
+    ok,
+    quantity,
+    requests,
+    skip,
+    templates,
+    unplanned,
+    warn,
 )
+from clusterkit.errors import counted
 
-NAME = "nodes"
 _PRESSURE = {"MemoryPressure": "memory", "DiskPressure": "disk", "PIDPressure": "process ids"}
 
 
-def judge(seen: Seen, subject: KubeSubject) -> list[Finding]:
+@check("nodes", "There are nodes that take pods of the job, and they are well.", NODES)
+def nodes(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
     reply = seen.reply(NODES)
     if reply.reason:
-        return unknown(NAME, reply, "nodes")
-    nodes = nodes_of(seen, subject)
-    if not nodes:
+        return reply.unknown("nodes")
+    there = nodes_of(seen, subject)
+    if not there:
         wanted = ", ".join(f"{key}={value}" for key, value in subject.entry.node_selector.items())
         cause = f"no node has the labels {wanted}" if wanted else "the cluster has no nodes"
-        return [Finding(NAME, CLUSTER, "fail", cause, kubectl(subject, "get", "nodes"))]
-    findings = [_of(node, subject) for node in nodes]
+        return fail(cause, subject.kubectl("get", "nodes"))
+    findings = [_of(node, subject) for node in there]
     if not any(finding.level == "ok" for finding in findings):
-        cause = "no node takes pods of the job: " + "; ".join(
-            dict.fromkeys(finding.cause for finding in findings)
-        )
-        findings.append(Finding(NAME, CLUSTER, "fail", cause))
+        causes = dict.fromkeys(finding.cause for finding in findings)
+        findings.append(fail(f"no node takes pods of the job: {'; '.join(causes)}"))
     return findings
 
 
@@ -45,37 +56,235 @@ def _of(node: Any, subject: KubeSubject) -> Finding:
     conditions = {each["type"]: each for each in (node.get("status") or {}).get("conditions") or ()}
     if not is_ready(node):
         said = str((conditions.get("Ready") or {}).get("message") or "it has never been ready")
-        mend = kubectl(subject, "describe", "node", name)
-        return Finding(NAME, name, "warn", f"not ready: {said}", mend)
+        mend = subject.kubectl("describe", "node", name)
+        return warn(f"not ready: {said}", mend, host=name)
     if (node.get("spec") or {}).get("unschedulable"):
-        mend = kubectl(subject, "uncordon", name)
-        return Finding(NAME, name, "warn", "it takes no pods (cordoned)", mend)
-    taints = [
-        f"{each.get('key')}={each.get('value', '')}:{each.get('effect')}".replace("=:", ":")
-        for each in untolerated(node, subject)
-    ]
-    if taints:
+        mend = subject.kubectl("uncordon", name)
+        return warn("it takes no pods (cordoned)", mend, host=name)
+    for taint in repelling(node, subject.entry):
+        text = f"{taint.get('key')}={taint.get('value', '')}:{taint.get('effect')}"
         # Meant so, most of the time.
-        return Finding(NAME, name, "skip", f"it takes no pods of the job: taint {taints[0]}")
-    short = [word for kind, word in _PRESSURE.items()
-             if (conditions.get(kind) or {}).get("status") == "True"]  # fmt: skip
-    if short:
-        return Finding(NAME, name, "warn", f"short of {' and '.join(short)}: pods may be evicted")
-    return Finding(NAME, name, "ok", "ready")
-
-
-def untolerated(node: Any, subject: KubeSubject) -> list[Any]:
-    """The node's taints that keep the job's pods away."""
-    entry = subject.entry
-    tolerated = [*entry.tolerations, {"key": entry.gpu_resource, "operator": "Exists"}]
-    return [
-        taint
-        for taint in (node.get("spec") or {}).get("taints") or ()
-        if taint.get("effect") != "PreferNoSchedule"
-        and not any(tolerates(each, taint) for each in tolerated)
+        cause = f"it takes no pods of the job: taint {text.replace('=:', ':')}"
+        return skip(cause, host=name)
+    short = [
+        word
+        for kind, word in _PRESSURE.items()
+        if (conditions.get(kind) or {}).get("status") == "True"
     ]
+    if short:
+        return warn(f"short of {' and '.join(short)}: pods may be evicted", host=name)
+    return ok("ready", host=name)
 
 
-CHECK = KubeCheck(
-    NAME, "There are nodes that take pods of the job, and they are well.", judge, (NODES,)
+def _taking(seen: Seen, subject: KubeSubject) -> list[Object]:
+    """The nodes that take pods of the job."""
+    there = [node for node in nodes_of(seen, subject) if is_ready(node)]
+    return [node for node in there if usable(node, subject.entry)]
+
+
+# ---------------------------------------------------------------- GPUs
+
+
+@check(
+    "gpus",
+    "A device plugin offers GPUs, and there are nodes with as many as a pod of the job needs.",
+    NODES,
 )
+def gpus(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
+    resource = subject.entry.gpu_resource
+    reply = seen.reply(NODES)
+    if reply.reason:
+        return reply.unknown("nodes, so not at their GPUs")
+    there = _taking(seen, subject)
+    wanted = _gpus_wanted(seen, subject)
+    known = any(resource in (each["status"].get("capacity") or {}) for each in there)
+    if wanted is None or not known:
+        if wanted:
+            cause = f"no node that takes the job's pods knows of {resource}: "
+            cause += "is the device plugin up, and does `gpu_resource` name what it offers?"
+            return fail(cause)
+        why = "no GPUs are asked for" if wanted == 0 else f"no node has {resource}"
+        return skip(f"{why}: ranks run on CPUs")
+    findings = []
+    for node in there:
+        name, offered = node["metadata"]["name"], gpu_count(node, subject.entry)
+        capacity = int(quantity((node["status"].get("capacity") or {}).get(resource, 0)))
+        if offered < capacity:
+            cause = f"{capacity - offered} of {counted(capacity, 'GPU')} are not well, "
+            findings.append(warn(f"{cause}says the device plugin", host=name))
+        if offered < wanted:
+            cause = f"{counted(offered, 'GPU')}; a pod of the job needs {wanted}"
+            findings.append(skip(cause, host=name))
+        elif offered == capacity:
+            findings.append(ok(counted(offered, "GPU"), host=name))
+    most = max(gpu_count(each, subject.entry) for each in there)
+    if wanted > most:
+        cause = f"a pod of the job needs {counted(wanted, 'GPU')}, no node has more than {most}"
+        findings.append(fail(cause))
+    return findings
+
+
+def _gpus_wanted(seen: Seen, subject: KubeSubject) -> int | None:
+    """GPUs of a pod; None: as many as there are."""
+    job, entry = subject.job, subject.entry
+    if seen.objects:
+        name = entry.gpu_resource
+        return max(int(limits(spec["spec"]).get(name, 0)) for _, _, spec in templates(seen.objects))
+    if job.device == "cpu" or entry.gpus == 0:
+        return 0
+    if job.gpus_per_node != "auto" and job.device == "cuda":
+        return job.gpus_per_node
+    if entry.gpus != "auto":
+        return entry.gpus
+    return 1 if job.device == "cuda" else None
+
+
+# ---------------------------------------------------------------- room
+
+Amounts = dict[str, Decimal]
+
+
+@check(
+    "room",
+    "The nodes have room for all pods of the job, with what each asks for.",
+    NODES,
+    PODS,
+    REHEARSAL,
+)
+def room(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
+    if not seen.objects:
+        return unplanned()
+    if seen.reply(NODES).reason:
+        return seen.reply(NODES).unknown("nodes, so not at the room there")
+    pods = [
+        requests(seen.spec_of(role, template))
+        for role, number, template in templates(seen.objects)
+        for _ in range(number)
+    ]
+    whole = {
+        node["metadata"]["name"]: {
+            name: quantity(value)
+            for name, value in (node["status"].get("allocatable") or {}).items()
+        }
+        for node in _taking(seen, subject)
+    }
+    largest = max(pods, key=lambda pod: sorted(pod.items()))
+    asked = ", ".join(f"{name} {amount(name, value)}" for name, value in sorted(largest.items()))
+    if left := _left_over(pods, whole):
+        cause = f"even on empty nodes {_no_room(left, len(pods))}; a pod asks for "
+        return [*_lacking(largest, whole), fail(cause + (asked or "nothing"))]
+    cause = f"{counted(len(pods), 'pod')}"
+    cause += f" with {asked}" if asked else " that ask for nothing"
+    if seen.reply(PODS).reason:
+        why = "how full they are is unknown: you may not look at all pods"
+        return ok(f"{cause} fit on empty nodes; {why}")
+    free = {name: dict(has) for name, has in whole.items()}
+    for pod in seen.reply(PODS).items:
+        spec = pod.get("spec") or {}
+        _take(free.get(spec.get("nodeName") or "", {}), requests(spec))
+    if left := _left_over(pods, free):
+        cause = f"{_no_room(left, len(pods))} now: the nodes are too full, they would wait; a pod "
+        cause += f"asks for {asked or 'nothing'}"
+        return [warn(cause), *_lacking(largest, free, " beside what runs there")]
+    return ok(cause)
+
+
+def _no_room(left: int, pods: int) -> str:
+    if pods == 1:
+        return "there is no room for the job's pod"
+    return f"there is no room for {left} of the job's {pods} pods"
+
+
+def _lacking(pod: Amounts, there: Mapping[str, Amounts], where: str = "") -> list[Finding]:
+    """Of each node on which a pod does not fit, what it would lack."""
+    missing = {name: _missing(pod, has) for name, has in there.items()}
+    return [skip(f"{what}{where}", host=name) for name, what in missing.items() if what]
+
+
+def _take(has: Amounts, needs: Mapping[str, Decimal]) -> None:
+    """Put a pod on a node."""
+    for name, value in {**needs, "pods": Decimal(1)}.items():
+        if name in has:
+            has[name] -= value
+
+
+def _missing(needs: Mapping[str, Decimal], has: Mapping[str, Decimal]) -> str:
+    """What a pod would lack there, in words; empty where it fits."""
+    lacking = [
+        f"{name} {amount(name, max(Decimal(0), has.get(name, Decimal(0))))}, "
+        f"not {amount(name, value)}"
+        for name, value in {"pods": Decimal(1), **needs}.items()
+        if has.get(name, Decimal(0)) < value
+    ]
+    return "; ".join(lacking)
+
+
+def _left_over(pods: Iterable[Amounts], there: Mapping[str, Amounts]) -> int:
+    """How many of the pods find no place, each put on the first node that takes it."""
+    free = [dict(has) for has in there.values()]
+    left = 0
+    for needs in pods:
+        for has in free:
+            if not _missing(needs, has):
+                _take(has, needs)
+                break
+        else:
+            left += 1
+    return left
+
+
+# ---------------------------------------------------------------- the image
+
+LISTED = 50
+"""How many images a node tells of, the largest first, unless its kubelet is set otherwise."""
+
+
+@check(
+    "image",
+    "The nodes have the image; where they do not, that it can be pulled is only seen then.",
+    NODES,
+)
+def image(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
+    if not seen.objects:
+        return unplanned()
+    if seen.reply(NODES).reason:
+        return seen.reply(NODES).unknown("nodes, so not at their images")
+    (name,) = {
+        container["image"]
+        for _, _, template in templates(seen.objects)
+        for container in template["spec"]["containers"][:1]
+    }
+    policy = subject.entry.image_pull_policy
+    if policy == "Always":
+        return ok(f"{name} is pulled each time; whether it can be is seen then alone")
+    wanted = full_name(name)
+    findings = []
+    for node in _taking(seen, subject):
+        host, images = node["metadata"]["name"], node["status"].get("images") or ()
+        if any(full_name(each) == wanted for one in images for each in one.get("names") or ()):
+            findings.append(ok(f"{name} is there", host=host))
+            continue
+        if policy == "Never":
+            cause = f"{name} is not there, and image_pull_policy: Never"
+            findings.append(fail(cause, host=host))
+            continue
+        cause = f"{name} is not there"
+        if len(images) >= LISTED:
+            cause = f"{name} is not among the {len(images)} largest, which are all that it tells"
+        cause += ": it will be pulled, and whether that works is seen then alone"
+        push = f"push {name} to a registry and name it (image: REGISTRY/{name}), or load it there"
+        findings.append(warn(cause, None if "/" in name else push, host=host))
+    return findings or skip("no node takes pods of the job")
+
+
+def full_name(image: str) -> str:
+    """The image's name as nodes write it: with a registry and a tag."""
+    name, at, digest = image.partition("@")
+    first, slash, rest = name.partition("/")
+    if not slash:
+        name = f"docker.io/library/{name}"
+    elif "." not in first and ":" not in first and first != "localhost":
+        name = f"docker.io/{first}/{rest}"
+    if at:
+        return f"{name.rpartition(':')[0] if ':' in name.rpartition('/')[2] else name}@{digest}"
+    return name if ":" in name.rpartition("/")[2] else f"{name}:latest"

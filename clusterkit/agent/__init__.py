@@ -1,0 +1,43 @@
+"""The node agent: starts one node's launcher, keeps its log, ends all of it.
+
+Standard library only. It is sent to the nodes as one file, ``agent.pyz`` (`archive`), and run there
+by the job's own Python, so that a node needs nothing installed. `__main__` has its command line.
+
+``run`` keeps, in the folder that CLUSTERKIT_NODE_DIR names
+(``RUN_DIR/attempts/ATTEMPT/node-RANK``):
+
+    started.json   process id, start time in clock ticks, boot id: who may be ended later
+    ranks.jsonl    rank and process id of every rank, as they start
+    log            one line per line of output: ``TIME RANK TEXT``; RANK is ``-`` for the launcher
+    exit.json      exit code, time, and why, once everything has ended
+
+Here is what the rest of clusterkit uses of it.
+"""
+
+from clusterkit.agent.clock import Awake
+from clusterkit.agent.files import write_json
+from clusterkit.agent.processes import (
+    descendants,
+    identity,
+    is_alive,
+    process_start,
+    processes_of,
+    send,
+    start_ticks,
+    wait_gone,
+)
+from clusterkit.agent.protocol import (
+    AGAIN,
+    LEFT,
+    PEER_TOKEN,
+    RANK_ENDED,
+    RANK_HEADER,
+    STOPPED,
+    STOPPED_BY_PEERS,
+)
+
+__all__ = [
+    "AGAIN", "LEFT", "PEER_TOKEN", "RANK_ENDED", "RANK_HEADER", "STOPPED", "STOPPED_BY_PEERS",
+    "Awake", "descendants", "identity", "is_alive", "process_start", "processes_of", "send",
+    "start_ticks", "wait_gone", "write_json",
+]  # fmt: skip

@@ -1,0 +1,33 @@
+"""Times in seconds, and sizes. Used as ``limits.NAME``, so that a test can change them."""
+
+# Ranks and launchers
+RANKS_GRACE = 2.0  # that other ranks have to fail by themselves once one has failed
+LAUNCHER_GRACE = 1.0  # for a launcher without ranks: torchrun's exit barrier hears no signal
+LEFTOVER_GRACE = 3.0  # for processes that outlive their launcher
+LOOK_SECONDS = 2.0  # between two looks whether ranks were stopped (SIGSTOP)
+RECENT_SECONDS = 60.0  # for which a stop of the agent itself may be why the run ends
+
+# A node's log and files
+LONGEST_LINE = 1 << 16
+RESERVE_BYTES = 8192  # kept free for exit.json: a disk full of logs must not hide how it ended
+RANK_ENDS = 8  # how many ranks' own words of their end are kept; the first one matters
+LAST_WORDS_BYTES = 4096  # what Kubernetes takes of a container's last words
+
+# `report`
+REPORT_SECONDS = 0.1  # between two looks for news
+HEARTBEAT_SECONDS = 2.0  # between two frames although there is no news
+REPORT_BYTES = 1 << 18  # of a file in one frame
+
+# Nodes that watch each other
+PEER_SECONDS = 2.0  # between two signs of life; for a connection; for last words
+PEER_GONE_SECONDS = 5.0  # that a node whose connection was closed has to connect again
+PEER_MEET_SECONDS = 120.0  # that node 0 may take to be there
+PEER_QUIET_SECONDS = 5.0  # of silence; whoever fails meanwhile may fail of a lost node
+PEER_AGAIN_SECONDS = 0.5  # before a node 0 that is not there is sought again
+FAILURE_GRACE = 2.0  # for a lost node to be noticed, before a failure counts as no echo of it
+FIRST_SECONDS = 1.0  # that a lost node's successor waits for node 0's word before it starts
+GAP_SECONDS = 5.0  # longer than a step of any loop that uses a `clock.Awake`
+HELLO_SECONDS = 5.0  # that a connection has to say which node it is
+STRANGERS = 64  # connections that may be open and have not said it yet
+LINE_BYTES = 4096  # the longest line between nodes
+UNSENT_BYTES = 1 << 16  # that may wait for a node that does not read, before it is closed

@@ -1,0 +1,173 @@
+"""Processes: which ones they are, whether they live, and ending them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from clusterkit.agent import limits
+from clusterkit.agent.files import read_json
+from clusterkit.agent.protocol import Document
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a living process started, in clock ticks since boot; None: gone, or a zombie.
+
+    With the boot id this tells a process from a later one of the same number (proc(5),
+    /proc/pid/stat fields 3 and 22).
+    """
+    return process_start(_stat(pid))
+
+
+def process_start(stat: bytes | None) -> int | None:
+    """The start time in the contents of ``/proc/PID/stat``; None for no process or a zombie."""
+    fields = _fields(stat)
+    return None if len(fields) < 20 or fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def _stat(pid: int) -> bytes | None:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+
+
+def _fields(stat: bytes | None) -> list[bytes]:
+    """From the third one, the state, on; the second is a name that may hold anything."""
+    return (stat or b"").rpartition(b")")[2].split()
+
+
+def boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+def identity(pid: int) -> Document:
+    """What must be recorded of a process to end it, and no other, later."""
+    return {"pid": pid, "start_ticks": start_ticks(pid), "boot_id": boot_id()}
+
+
+def is_alive(recorded: Document) -> bool:
+    """Whether the very process that `identity` described still runs."""
+    ticks = recorded.get("start_ticks")
+    return (
+        ticks is not None
+        and recorded.get("boot_id") == boot_id()
+        and start_ticks(int(recorded["pid"])) == ticks
+    )
+
+
+def is_stopped(recorded: Document) -> bool | None:
+    """Whether a recorded process is stopped (SIGSTOP); None: it is not there any more."""
+    stat = _stat(recorded["pid"])
+    if stat is None or process_start(stat) != recorded.get("start_ticks"):
+        return None
+    return _fields(stat)[0] == b"T"
+
+
+def descendants(root: int) -> list[int]:
+    """Living processes below ``root``, parents first."""
+    children: dict[int, list[int]] = {}
+    for pid in _all_pids():
+        stat = _stat(pid)
+        if process_start(stat) is not None:
+            children.setdefault(int(_fields(stat)[1]), []).append(pid)
+    found = [root]
+    for pid in found:
+        found += children.get(pid, [])
+    return found[1:]
+
+
+def processes_of(run_dir: str) -> list[int]:
+    """Living processes that carry this run's folder in the environment they started with.
+
+    The folder's name was made for the run alone, and every process of the run inherits it:
+    this finds the ones that lost their parent before anybody recorded them.
+    """
+    mark = b"CLUSTERKIT_RUN_DIR=" + os.fsencode(run_dir)
+    spared = {os.getpid(), *_ancestors(os.getpid())}
+    found = []
+    for pid in _all_pids():
+        with contextlib.suppress(OSError):
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if mark in environment and pid not in spared and start_ticks(pid) is not None:
+                found.append(pid)
+    return found
+
+
+def _all_pids() -> Iterator[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdigit())
+
+
+def _ancestors(pid: int) -> Iterator[int]:
+    while pid > 1 and (fields := _fields(_stat(pid))):
+        pid = int(fields[1])
+        yield pid
+
+
+def send(pids: Iterable[int], signum: int) -> None:
+    """Signal those that are still there."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signum)
+
+
+def kill_all_below() -> None:
+    """SIGKILL for every descendant of this process, until none is left."""
+    while left := descendants(os.getpid()):
+        send(left, signal.SIGKILL)
+        wait_gone(left, 1.0)
+
+
+def wait_gone(pids: Iterable[int], seconds: float) -> None:
+    """Return when all of them have ended, or after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                handle = os.pidfd_open(pid)
+                stack.callback(os.close, handle)
+                selector.register(handle, selectors.EVENT_READ)
+        while selector.get_map():
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return
+            for key, _ in ready:
+                selector.unregister(key.fileobj)
+
+
+def stop(run_dir: str, grace: float) -> Document:
+    """End every process of a run on this host. Idempotent.
+
+    Agents look for the reason in the command line of whoever signals them (`signals.sender`).
+
+    Returns:
+        ``{"asked": [...], "killed": [...]}``: process ids that got SIGTERM, and of those and
+        their children the ones that needed SIGKILL.
+    """
+    started = (read_json(path) for path in Path(run_dir).glob("attempts/*/node-*/started.json"))
+    living = [each for each in started if each and is_alive(each)]
+    agents = [int(each["pid"]) for each in living]
+    frozen = [int(each["pid"]) for each in living if is_stopped(each)]
+    send(agents, signal.SIGTERM)
+    send(frozen, signal.SIGCONT)  # they end as the others do, and say so
+    wait_gone(agents, grace + limits.LEFTOVER_GRACE + 2.0)
+    orphans = [pid for pid in processes_of(run_dir) if pid not in agents]
+    send(orphans, signal.SIGTERM)
+    wait_gone(orphans, grace)
+    killed: set[int] = set()
+    for _ in range(20):
+        left = processes_of(run_dir)
+        if not left:
+            break
+        killed |= set(left)
+        send(left, signal.SIGKILL)
+        wait_gone(left, 1.0)
+    return {"asked": agents + orphans, "killed": sorted(killed)}

@@ -1,0 +1,22 @@
+"""What agents, scripts of a plan and the readers of a node's files agree on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Document = dict[str, Any]  # A JSON object: a message between nodes, or a file of a node
+
+RANK_HEADER = b"@clusterkit-rank"
+"""Begins a pipe's line that names the rank and process id of whoever writes from there on."""
+RANK_ENDED = b"@clusterkit-rank-ended"
+"""Begins a rank's last line where the agent is not its parent: rank and exit code follow."""
+PEER_TOKEN = "CLUSTERKIT_PEER_TOKEN"
+"""Environment variable with the secret by which the nodes of a run know each other."""
+STOPPED = "stopped on request"  # why a node ended that was asked to by a signal
+STOPPED_BY_PEERS = "stopped: "  # how the reason begins of a node that ended because another did
+LAUNCHER_WAITED = "its ranks had ended; its launcher waited for those of the other nodes"
+"""Why a node's launcher was stopped whose ranks have done their work."""
+AGAIN = "starting again"
+"""Ends the line by which a node's log says that its launcher is started once more."""
+LEFT = 143
+"""Exit code of an agent whose node was taken away, and of no other whose node can come back."""

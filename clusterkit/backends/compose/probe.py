@@ -1,0 +1,360 @@
+"""Looking at a docker engine, and into a container of the image, before a submit."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import ipaddress
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import clusterkit
+from clusterkit import host_probe
+from clusterkit.backends.compose.compose_file import parse_volume
+from clusterkit.backends.compose.engine import (
+    ENGINE_SECONDS,
+    HOST,
+    Docker,
+    last_words,
+    one_line,
+)
+from clusterkit.backends.placing import CPU_IMAGE, GPU_IMAGE, own_ports
+from clusterkit.backends.probing import (
+    GPU_QUERY,
+    NAMES_PYTHON,
+    HostReport,
+    ask,
+    interpreter,
+    limited,
+    parse_gpus,
+    questions,
+)
+from clusterkit.cluster import ComposeCluster, Engine, Facts, Gpu, HostFacts
+from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
+from clusterkit.runs import home
+from clusterkit.spec import JobSpec
+from clusterkit.transport import Completed, Transport
+
+INTERFACE = "eth0"
+OLDEST_COMPOSE = (2, 20)
+
+
+def probe(cluster: ComposeCluster, transport: Transport, job: JobSpec | None) -> Facts:
+    """As `clusterkit.backends.base.Backend.probe`."""
+    if shutil.which("docker") is None:
+        raise Unavailable(
+            "backend compose needs docker, which is not installed",
+            hint="apt-get install docker.io, and Docker's compose plugin",
+        )
+    socket = _socket(cluster, transport)
+    docker = Docker(socket, transport)
+    info = _info(docker)
+    _check_subnet(cluster, docker)
+    _check_volumes(cluster, docker)
+    gpus = _gpus(cluster, job, info)
+    image = _image(cluster, bool(gpus), docker)
+    remapped = _secured(info, "userns")
+    # In a rootless engine, root is the submitter, and every other id is nobody's.
+    user = "0:0" if _secured(info, "rootless") else f"{os.getuid()}:{os.getgid()}"
+    port, watch_port = own_ports(cluster.port)
+    python, origin = interpreter(job, (cluster.python, "cluster: python"))
+    options = ["--user", user, "--network", "none"]
+    options += ["--userns", "host"] if remapped else []
+    options += ["--gpus", "all"] if gpus else []
+    report = _inside(cluster, python, docker, info, image, options)
+    return Facts(
+        home=str(home()),
+        hosts=(
+            HostFacts(
+                host=HOST,
+                address="node-0",
+                cpus=int(info["NCPU"]),
+                memory_mib=int(info["MemTotal"]) >> 20,
+                gpus=gpus,
+                python=python if "/" in python else report.python,
+                python_origin=origin,
+                versions=report.versions,
+                tools=report.tools,
+            ),
+        ),
+        port=port,
+        port_origin="the run's own network" if cluster.port == "auto" else "cluster: port",
+        interface=INTERFACE,
+        watch_port=watch_port,
+        engine=Engine(
+            socket=socket,
+            version=str(info.get("ServerVersion", "?")),
+            image=image["name"],
+            image_id=image["Id"],
+            workdir=image["Config"].get("WorkingDir") or "/",
+            user=user,
+            package=str(Path(clusterkit.__file__).parent),
+            remapped=remapped,
+        ),
+    )
+
+
+def _socket(cluster: ComposeCluster, transport: Transport) -> str:
+    """Where the engine listens; fixed for the run, whatever DOCKER_HOST is later."""
+    named = [cluster.context] if cluster.context else []
+    words = ["docker", "context", "inspect", *named, "--format", "{{.Endpoints.docker.Host}}"]
+    done = transport.run(HOST, words, timeout=ENGINE_SECONDS)
+    socket = done.stdout.strip()
+    if done.exit_code or not socket:
+        raise BadInput(
+            f"context: docker has no context {cluster.context!r}"
+            if cluster.context
+            else f"context: docker says: {last_words(done)}",
+            hint="`docker context ls` lists them",
+            cluster="context",
+        )
+    if not socket.startswith("unix://"):
+        raise BadInput(
+            f"context: the engine at {socket} is on another machine, without the run's folder",
+            hint="`context:` names an engine of this machine; backend ssh runs on other machines",
+            cluster="context",
+        )
+    return socket
+
+
+def _info(docker: Docker) -> dict[str, Any]:
+    """What ``docker info`` says of the engine and the client, if they will do."""
+    done = docker.run("info", "--format", "{{json .}}")
+    try:
+        info: dict[str, Any] = json.loads(done.stdout)
+        said = "\n".join(info.get("ServerErrors") or ())
+    except (ValueError, AttributeError, TypeError):
+        info, said = {}, ""
+    if not info.get("ServerVersion"):
+        said = said or done.stderr.strip()
+        if "permission denied" in said.lower():
+            raise Unavailable(
+                f"you may not use the docker engine at {docker.socket}",
+                hint="sudo usermod --append --groups docker $USER, then log in again",
+            )
+        if re.search(r"Cannot connect|connection refused|no such file", said, re.IGNORECASE):
+            raise Unavailable(
+                f"no docker engine answers at {docker.socket}",
+                hint="sudo systemctl start docker, or `context:` in the cluster entry",
+            )
+        raise Unavailable(
+            f"the docker engine at {docker.socket} says: {one_line(said) or 'nothing'}",
+            hint="`docker info` tells more",
+        )
+    plugins = (info.get("ClientInfo") or {}).get("Plugins") or ()
+    version = next((str(p.get("Version", "")) for p in plugins if p.get("Name") == "compose"), None)
+    numbers = tuple(map(int, re.findall(r"\d+", version or "")[:2]))
+    if version is None or numbers < OLDEST_COMPOSE:
+        what = "has no compose plugin" if version is None else f"has compose {version}"
+        raise Unavailable(
+            f"docker {what}; {'.'.join(map(str, OLDEST_COMPOSE))} or newer is needed",
+            hint="apt-get install docker-compose-plugin (Docker's own packages), or "
+            "docker-compose-v2 (Ubuntu's)",
+        )
+    if info.get("OSType", "linux") != "linux":
+        raise Unavailable(
+            f"the docker engine runs {info['OSType']} containers, not Linux's",
+            hint="`context:` in the cluster entry names another engine",
+        )
+    return info
+
+
+def _secured(info: Mapping[str, Any], how: str) -> bool:
+    return any(str(o).startswith(f"name={how}") for o in info.get("SecurityOptions") or ())
+
+
+def _gpus(cluster: ComposeCluster, job: JobSpec | None, info: Mapping[str, Any]) -> tuple[Gpu, ...]:
+    if cluster.gpus == 0 or (job is not None and job.device == "cpu"):
+        return ()
+    there = parse_gpus(host_probe.gpus(GPU_QUERY), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    gpus = limited(there, cluster.gpus)
+    if gpus and "nvidia" not in (info.get("Runtimes") or {}):
+        raise Unavailable(
+            f"this machine has {counted(len(gpus), 'GPU')}, but the docker engine lacks NVIDIA's "
+            "runtime",
+            hint="apt-get install nvidia-container-toolkit, nvidia-ctk runtime configure "
+            "--runtime=docker, systemctl restart docker; or --set device=cpu",
+        )
+    return gpus
+
+
+def _image(cluster: ComposeCluster, gpus: bool, docker: Docker) -> dict[str, Any]:
+    """What the engine says of the image, and the ``name`` it was found under."""
+    names = [cluster.image] if cluster.image else [GPU_IMAGE] if gpus else [CPU_IMAGE, GPU_IMAGE]
+    said = ""
+    for name in names:
+        done = docker.run("image", "inspect", name)
+        if not done.exit_code:
+            found: dict[str, Any] = json.loads(done.stdout)[0]
+            return found | {"name": name}
+        said = last_words(done)
+    missing = "no such image" in said.lower()
+    raise Unavailable(
+        f"image: the docker engine has no {names[0]}" if missing else f"image: {said}",
+        hint=f"docker pull {names[0]}, or leave `image` out and run `make image`"
+        if cluster.image
+        else "`make image` builds it",
+    )
+
+
+def _inside(
+    cluster: ComposeCluster,
+    python: str,
+    docker: Docker,
+    info: Mapping[str, Any],
+    image: Mapping[str, Any],
+    options: list[str],
+) -> HostReport:
+    """What Python in a container of this image finds; asked once for each image and engine."""
+    place = home()
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"CLUSTERKIT_HOME: {place}: {error.strerror}") from None
+    for name, value in cluster.ulimits.items():
+        options += ["--ulimit", f"{name}={value}"]
+    quoted = str(place).replace('"', '""')
+    options += ["--mount", f'type=bind,"source={quoted}","target={quoted}"']
+    key = [image["Id"], info.get("ID"), info.get("ServerVersion"), python, *options]
+    asked = json.dumps([key, questions(str(place))])
+    digest = hashlib.sha256(asked.encode()).hexdigest()[:32]
+    saved = place / "cache" / "images" / f"{digest}.json"
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        known = msgspec.json.decode(saved.read_bytes(), type=HostReport)
+        if known.writable:
+            return known
+    container = [
+        *docker.tool, "run", "--rm", "--interactive", "--pull", "never", *options,
+        "--entrypoint", python, str(image["Id"]),
+    ]  # fmt: skip
+    report = ask(
+        docker.transport,
+        HOST,
+        container,
+        python=python,
+        where=f"image {image['name']}",
+        workdir=str(place),
+        seconds=2 * ENGINE_SECONDS,
+        refusal=lambda done: _unfit(cluster, python, str(image["name"]), place, done),
+    )
+    if not report.writable:
+        user = options[options.index("--user") + 1]
+        raise Unavailable(
+            f"containers cannot write into {place} as user {user}",
+            hint="set CLUSTERKIT_HOME to a folder of your own, on a disk of this machine",
+        )
+    docker.transport.put(HOST, str(saved), msgspec.json.encode(report))
+    return report
+
+
+def _unfit(
+    cluster: ComposeCluster, python: str, image: str, place: Path, done: Completed
+) -> ClusterkitError:
+    """Why no container could be had, in words and with the remedy."""
+    last = last_words(done)
+    known = (
+        (
+            "rlimit",
+            f"ulimits: the docker engine may not set {cluster.ulimits}: {last}",
+            "give the engine that limit itself (LimitMEMLOCK=infinity in docker.service), or "
+            "leave it out of `ulimits`",
+        ),
+        (
+            "could not select device driver|nvidia-container",
+            f"the docker engine cannot give GPUs to containers: {last}",
+            "nvidia-ctk runtime configure --runtime=docker, systemctl restart docker; or "
+            "--set device=cpu",
+        ),
+        (
+            "executable file not found|no such file or directory",
+            f"python: image {image} has no {python}",
+            NAMES_PYTHON,
+        ),
+        (
+            "bind source path does not exist",
+            f"the docker engine does not see this machine's {place}",
+            "share that folder with the engine's own machine, or set CLUSTERKIT_HOME",
+        ),
+        (
+            "exec format error",
+            f"image: {image} was built for another kind of processor",
+            "`make image` builds one for this machine",
+        ),
+        (
+            "",
+            f"image: no container of {image} could be run: {last}",
+            f"docker run --rm --entrypoint {python} {image} --version",
+        ),
+    )
+    return next(
+        Unavailable(message, hint)
+        for pattern, message, hint in known
+        if re.search(pattern, done.stderr)
+    )
+
+
+def _check_subnet(cluster: ComposeCluster, docker: Docker) -> None:
+    """Refuse a network that is somebody's already.
+
+    Raises:
+        BadInput: names whose it is.
+    """
+    if cluster.subnet == "auto":
+        return
+    wanted = ipaddress.IPv4Network(cluster.subnet)
+    ids = docker.run("network", "ls", "--format", "{{.ID}}").stdout.split()
+    shape = "{{.Name}}{{range .IPAM.Config}} {{.Subnet}}{{end}}"
+    listed = docker.run("network", "inspect", *ids, "--format", shape).stdout
+    taken = [
+        (subnet, f"docker's network {name}")
+        for name, *subnets in map(str.split, listed.splitlines())
+        for subnet in subnets
+    ]
+    taken += _routes((docker.transport.get(HOST, "/proc/net/route") or b"").decode())
+    for subnet, whose in taken:
+        network = ipaddress.ip_network(subnet, strict=False)
+        if isinstance(network, ipaddress.IPv4Network) and network.overlaps(wanted):
+            raise BadInput(
+                f"subnet: {wanted} is taken: {whose} has {subnet}",
+                hint="subnet: auto, or one that is not in `ip route`",
+                cluster="subnet",
+            )
+
+
+def _routes(table: str) -> list[tuple[str, str]]:
+    """Networks that this machine has routes to, from ``/proc/net/route``."""
+    found = []
+    for line in table.splitlines()[1:]:
+        fields = line.split()
+        if len(fields) < 8 or fields[7] == "00000000":
+            continue
+        address, mask = (int.from_bytes(bytes.fromhex(fields[n]), "little") for n in (1, 7))
+        network = ipaddress.IPv4Network((address, mask.bit_count()), strict=False)
+        found.append((str(network), f"interface {fields[0]}"))
+    return found
+
+
+def _check_volumes(cluster: ComposeCluster, docker: Docker) -> None:
+    for text in cluster.volumes:
+        source, _, _ = parse_volume(text)
+        if source.startswith("/"):
+            if not os.path.exists(source):
+                raise BadInput(
+                    f"volumes: {source} does not exist",
+                    hint=f"mkdir -p {source}",
+                    cluster="volumes",
+                )
+            continue
+        if docker.run("volume", "inspect", source).exit_code:
+            raise BadInput(
+                f"volumes: docker has no volume {source}",
+                hint=f"docker volume create {source}; a folder is written /{source} or ./{source}",
+                cluster="volumes",
+            )

@@ -1,0 +1,198 @@
+"""What `kubectl apply --kustomize` would do with a run's files, as far as plans have any."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from clusterkit.backends.kubernetes.flavors import FLAVORS
+from clusterkit.backends.kubernetes.pods import MANAGER, ROLE
+from clusterkit.backends.kubernetes.text import Object
+from clusterkit.backends.kubernetes.watcher import reference, renumber
+from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
+
+AWAY_SECONDS = 40.0
+"""How long the API server may be away while a run is being made."""
+RUNTIME_SECONDS = 10.0
+"""How long an operator may take to be ready for a job."""
+_SOON = ("must be created before", "failed calling webhook")
+"""Parts of refusals that are none a moment later."""
+AT_ONCE = 8
+"""Requests that are under way together."""
+KUSTOMIZATION = "kustomization.yaml"
+MERGE_PATCH, APPLY_PATCH = "application/merge-patch+json", "application/apply-patch+yaml"
+_PLURALS = {
+    "ConfigMap": "configmaps", "Secret": "secrets", "Service": "services",
+    "TrainingRuntime": "trainingruntimes", "ServiceAccount": "serviceaccounts", "Role": "roles",
+    "RoleBinding": "rolebindings", "Lease": "leases",
+    **{flavor.kind: flavor.plural for flavor in FLAVORS.values()},
+}  # fmt: skip
+_OWNERS = tuple(flavor.kind for flavor in FLAVORS.values())
+Call = Callable[[str, str, object, str], str]
+"""Method, path, body and its content type to the answer."""
+
+
+class Refused(ClusterkitError):
+    """The API server understood, and said no."""
+
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        super().__init__(f"the API server says: {message}")
+        self.status = status
+        self.reason = reason
+        self.said = message
+
+
+class Away(Unavailable):
+    """The API server does not answer."""
+
+
+def apply(call: Call, namespace: str, folder: Path, env: Mapping[str, str]) -> str:
+    """Make the objects of a kustomization; gives what kubectl prints.
+
+    Whatever is in ``env`` besides the attempt's number becomes the run's Secret; no word and no
+    file holds it.
+
+    Raises:
+        Refused, Away: by the API server.
+        SubmitFailed: a file is gone.
+    """
+    attempt = env.get("CLUSTERKIT_ATTEMPT", "1")
+    secrets = {name: value for name, value in env.items() if name != "CLUSTERKIT_ATTEMPT"}
+    objects = _kustomized(folder)
+    if secrets:
+        # Named and labelled as the run's config map.
+        meta = json.loads(json.dumps(objects[0]["metadata"]))
+        secret = {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "stringData": secrets}
+        objects.insert(0, secret)
+    if attempt != "1":
+        renumber(objects, attempt)
+    # The job last: with it the run begins. The watcher's, where there is one, owns all of it.
+    job = next(each for each in objects if each["kind"] in _OWNERS and not _watches(each))
+    root = next((each for each in objects if _watches(each)), job)
+    rest = [each for each in objects if each is not job and each is not root]
+    # Whether we may bind a role is looked up in the role.
+    late = [each for each in rest if each["kind"] == "RoleBinding"]
+
+    def make(each: Object) -> Object:
+        return _made(call, path_of(each, namespace), each)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        made = list(pool.map(make, (each for each in rest if each not in late)))
+        made += pool.map(make, late)
+        owner = reference(make(root))
+        if root is not job:
+            job["metadata"]["ownerReferences"] = [owner]
+            make(job)
+        # With it goes all that belongs to it, whoever deletes it.
+        body = {"metadata": {"ownerReferences": [owner]}}
+        paths = [path_of(each, namespace) for each in made]
+        list(pool.map(lambda path: call("PATCH", path, body, MERGE_PATCH), paths))
+    return "".join(
+        f"{each['kind'].lower()}/{each['metadata']['name']} applied\n" for each in objects
+    )
+
+
+def _made(call: Call, path: str, each: Object) -> Object:
+    """The object as the server has it now."""
+    path += f"?fieldManager={MANAGER}&force=true&fieldValidation=Strict"
+    start = time.monotonic()
+    while True:
+        try:
+            made: Object = json.loads(call("PATCH", path, each, APPLY_PATCH))
+            return made
+        except Away:
+            # What is applied twice is applied once.
+            if time.monotonic() > start + AWAY_SECONDS:
+                raise
+            time.sleep(1)
+        except Refused as error:
+            # The trainer hears of a runtime a moment after it was made; an operator whose pod
+            # is being replaced is not there to be asked.
+            late = time.monotonic() > start + RUNTIME_SECONDS
+            if late or not any(words in error.said for words in _SOON):
+                raise
+            time.sleep(RUNTIME_SECONDS / 50)
+
+
+def collection(each: Mapping[str, Any], namespace: str) -> str:
+    """The path of all objects of its kind."""
+    version = each["apiVersion"]
+    root = f"/apis/{version}" if "/" in version else f"/api/{version}"
+    return f"{root}/namespaces/{namespace}/{_PLURALS[each['kind']]}"
+
+
+def path_of(each: Mapping[str, Any], namespace: str) -> str:
+    """The object's own path."""
+    return f"{collection(each, namespace)}/{each['metadata']['name']}"
+
+
+def _kustomized(folder: Path) -> list[Object]:
+    """The objects of a kustomization: config maps of files, then the resources.
+
+    Raises:
+        SubmitFailed: a file of it is gone.
+    """
+    try:
+        main = yaml.safe_load((folder / KUSTOMIZATION).read_bytes())
+        labels = main.get("generatorOptions", {}).get("labels", {})
+        objects: list[Object] = [
+            {
+                "apiVersion": "v1",
+                "kind": "ConfigMap",
+                "metadata": {"name": each["name"], "labels": dict(labels)},
+                **_data({name: (folder / name).read_bytes() for name in each["files"]}),
+            }
+            for each in main.get("configMapGenerator", ())
+        ]
+        for name in main.get("resources", ()):
+            objects += yaml.safe_load_all((folder / name).read_bytes())
+    except OSError as error:
+        raise SubmitFailed(
+            f"{error.filename}: {(error.strerror or 'unreadable').lower()}"
+        ) from None
+    return objects
+
+
+def _data(files: Mapping[str, bytes]) -> Object:
+    """Files as a config map holds them: text, and what is none."""
+    text, binary = {}, {}
+    for name, content in files.items():
+        try:
+            text[name] = content.decode()
+        except UnicodeDecodeError:
+            binary[name] = base64.b64encode(content).decode()
+    return {"data": text} | ({"binaryData": binary} if binary else {})
+
+
+def _watches(each: Mapping[str, Any]) -> bool:
+    """Whether it is the job of a run's watcher."""
+    labels = each["metadata"].get("labels") or {}
+    return bool(each["kind"] == "Job" and labels.get(ROLE) == "watcher")
+
+
+def encoded(body: object, content: str) -> bytes:
+    """A body as its content type wants it."""
+    return (as_yaml(body) if content == APPLY_PATCH else json.dumps(body)).encode()
+
+
+def as_yaml(body: object) -> str:
+    """JSON that is YAML as well: the server reads what is to be applied as that, and refuses the
+    pairs by which JSON escapes characters beyond U+FFFF."""
+
+    def escape(match: re.Match[str]) -> str:
+        if match[1] is None:
+            return match[0]
+        high, low = int(match[1], 16), int(match[2], 16)
+        return f"\\U{0x10000 + ((high - 0xD800) << 10) + low - 0xDC00:08x}"
+
+    # An escaped backslash is passed over together with what it escapes.
+    pairs = r"\\u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})|\\."
+    return re.sub(pairs, escape, json.dumps(body))

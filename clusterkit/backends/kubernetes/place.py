@@ -1,0 +1,263 @@
+"""How a job's nodes become pods. Pure."""
+
+from __future__ import annotations
+
+import math
+import posixpath
+
+import msgspec
+
+import clusterkit
+from clusterkit.assemble import Places, Watching, require_packages
+from clusterkit.backends.kubernetes.flavors import FLAVORS, choose
+from clusterkit.backends.kubernetes.pods import ATTEMPT, JOB, MANAGER, RUN, Shape
+from clusterkit.backends.kubernetes.remote_runs import USER, Record
+from clusterkit.backends.kubernetes.run_files import KubernetesPlacement
+from clusterkit.backends.kubernetes.server import HOST
+from clusterkit.backends.kubernetes.text import object_name
+from clusterkit.backends.placing import (
+    CPU_IMAGE,
+    GPU_IMAGE,
+    device_of,
+    interface_env,
+    own_ports,
+    threads_of,
+)
+from clusterkit.cluster import Facts, HostFacts, KubernetesCluster, KubernetesFacts
+from clusterkit.errors import BadInput, counted
+from clusterkit.plan import KubernetesNative, Note, Tree
+from clusterkit.project import words
+from clusterkit.rendezvous import Endpoint, Topology, mpirun_interface
+from clusterkit.runs import slug
+from clusterkit.spec import JobSpec
+
+REJOIN_SECONDS = 900.0
+"""How long a run waits for another pod in the place of one that is lost; a Job takes up to 600 s
+before it makes one of which several were lost."""
+
+
+def place(
+    job: JobSpec, cluster: KubernetesCluster, facts: Facts, run_id: str
+) -> KubernetesPlacement:
+    """As `clusterkit.backends.base.Backend.place`."""
+    kube, host = facts.kubernetes, facts.hosts[0]
+    if kube is None:
+        raise BadInput("facts: no Kubernetes is named", hint="use those of such a run")
+    least, most = job.node_range
+    device, device_origin = device_of(job, [host])
+    nproc, nproc_origin = _ranks_per_node(job, host, device)
+    topology = Topology(least, most, nproc)
+    flavor_name, flavor_origin = choose(job, cluster, kube)
+    require_packages(job, host)
+    threads, threads_origin = _threads(job, cluster, nproc)
+    flavor = FLAVORS[flavor_name]
+    run_dir = posixpath.join(kube.root, run_id)
+    local = posixpath.join(facts.home, "runs", run_id)
+    name = object_name(run_id)
+    mpi = flavor_name == "mpijob"
+    rejoin, rejoin_origin = _rejoin(job, cluster, flavor_name)
+    own = _own_program(job) if cluster.code == "baked" else None
+    workdir, workdir_origin, program = _program(job, cluster, facts, run_dir, own)
+    watched, watched_origin = _watched(cluster, kube)
+    user = {USER: kube.user} if kube.user else {}
+    shape = Shape(
+        name=name,
+        namespace=kube.namespace,
+        cluster=cluster,
+        image=cluster.image or (GPU_IMAGE if device == "cuda" else CPU_IMAGE),
+        run_dir=run_dir,
+        min_nodes=least,
+        nodes=most,
+        nproc_per_node=nproc,
+        gpus=nproc if device == "cuda" else 0,
+        labels={
+            "app.kubernetes.io/managed-by": MANAGER,
+            RUN: run_id,
+            JOB: slug(job.name),
+            ATTEMPT: "1",
+            **user,
+            **cluster.labels,
+        },
+        command=("/bin/sh", posixpath.join(run_dir, "files", "pod.sh")),
+        copied=cluster.code == "copied",
+        rejoin=rejoin,
+    )
+    names = tuple(flavor.node_name(shape, node) for node in range(most))
+    trees: tuple[Tree, ...] = ()
+    if shape.copied and (found := facts.project) is not None:
+        path = posixpath.join(local, "files", "project")
+        trees = (Tree(found.root, path, found.digest, words(found)),)
+    remarks = []
+    if not job.elastic:
+        lost = "replaced, and the run goes on" if rejoin else "ends the run"
+        remarks.append(Note("lost_pod", lost, rejoin_origin))
+    if name != run_id:
+        remarks.append(Note("name", name, f"Kubernetes does not take {run_id} as a service's name"))
+    if job.checkpoint is not None and not cluster.shared:
+        text = "checkpoints go with their pods: `shared` names a volume of all pods"
+        remarks.append(Note("", text, ""))
+    return KubernetesPlacement(
+        job=program,
+        topology=topology,
+        endpoint=Endpoint(names[0], facts.port, run_id),
+        places=Places(
+            run_dir,
+            workdir,
+            host.python,
+            posixpath.join(cluster.shared, run_id) if cluster.shared else None,
+            host.python_origin,
+        ),
+        device=device,
+        threads=threads,
+        where=f"in pods of Kubernetes {kube.version}, kept by a {flavor.kind}",
+        hosts=(HOST,) * most,
+        names=names,
+        cluster_env=cluster.env,
+        network_env={
+            **interface_env(facts.interface),
+            **(mpirun_interface(facts.interface) if mpi else {}),
+        },
+        stop_grace=cluster.stop_grace,
+        lost_after=cluster.lost_after,
+        watching=Watching(
+            names[0],
+            facts.watch_port or own_ports(facts.port)[1],
+            cluster.lost_after,
+            REJOIN_SECONDS if rejoin else 0,
+        ),
+        container=True,
+        mpi_interface=facts.interface if mpi and job.launcher == "deepspeed" else None,
+        trees=trees,
+        # What takes the working tree apart runs on this machine.
+        tree_python="python3" if shape.copied else None,
+        notes=(
+            Note("flavor", flavor_name, flavor_origin),
+            Note(
+                "namespace",
+                kube.namespace,
+                "cluster: namespace" if cluster.namespace else "the context's own",
+            ),
+            Note("device", device, device_origin),
+            Note("nproc_per_node", str(nproc), nproc_origin),
+            Note("image", shape.image, "cluster: image" if cluster.image else f"device {device}"),
+            Note("workdir", workdir, workdir_origin),
+            Note("master_addr", names[0], "name of the first pod"),
+            Note("master_port", str(facts.port), facts.port_origin),
+            Note("threads_per_rank", str(threads), threads_origin),
+            Note("watcher", "on" if watched else "off", watched_origin),
+        ),
+        remarks=tuple(remarks),
+        rejoin=rejoin,
+        replace_lost=rejoin and cluster.replace_lost,
+        native=KubernetesNative(
+            kubeconfig=kube.kubeconfig,
+            context=kube.context,
+            namespace=kube.namespace,
+            name=name,
+            flavor=flavor_name,
+            watched=watched,
+        ),
+        shape=shape,
+        record=Record.of(job, cluster, facts),
+        local=local,
+        own_program=own,
+    )
+
+
+def _watched(cluster: KubernetesCluster, kube: KubernetesFacts) -> tuple[bool, str]:
+    """Whether the run gets a watcher in the cluster, and why."""
+    if cluster.watcher is False:
+        return False, "cluster: watcher"
+    if not kube.may_watch:
+        return False, "you may not create its role: k8s/rbac.yaml has the rights"
+    return True, "it goes on with the run while nobody outside watches"
+
+
+def _ranks_per_node(job: JobSpec, host: HostFacts, device: str) -> tuple[int, str]:
+    there = len(host.gpus)
+    if job.gpus_per_node != "auto":
+        if device == "cuda" and job.gpus_per_node > there:
+            raise BadInput(
+                f"gpus_per_node: {job.gpus_per_node}, but no node of the cluster has more than "
+                f"{counted(there, 'GPU')}",
+                hint=f"--gpus {there}, or --set device=cpu to run on CPU threads",
+                job="gpus_per_node",
+            )
+        return job.gpus_per_node, "job: gpus_per_node"
+    if device == "cpu":
+        return 1, "without GPUs one rank per node"
+    return there, f"{counted(there, 'GPU')} of a node"
+
+
+def _threads(job: JobSpec, cluster: KubernetesCluster, nproc: int) -> tuple[int, str]:
+    if cluster.cpus is None and job.threads_per_rank == "auto":
+        return 1, "no `cpus` in the cluster entry"
+    return threads_of(job, max(1, math.floor(cluster.cpus or 1)), nproc)
+
+
+def _rejoin(job: JobSpec, cluster: KubernetesCluster, flavor: str) -> tuple[bool, str]:
+    """Whether another pod may take a lost one's place in a run that goes on, and why."""
+    if flavor == "mpijob":
+        return False, "mpirun starts all ranks at once"
+    if job.elastic:
+        return False, "torchrun itself does it"
+    if job.checkpoint is None or job.checkpoint.resume == "never":
+        if job.restarts:
+            return True, "restarts: the job may begin anew"
+        return False, "the job would begin anew, and restarts is 0"
+    where = posixpath.join(cluster.shared or "/", job.checkpoint.dir)
+    if not (cluster.shared or posixpath.isabs(job.checkpoint.dir)) or not any(
+        posixpath.commonpath([where, each.path]) == posixpath.normpath(each.path)
+        for each in cluster.volumes
+    ):
+        return False, "its checkpoints go with its pods"
+    return True, "checkpoints lie in a volume of all pods"
+
+
+def _own_program(job: JobSpec) -> str | None:
+    """Where in clusterkit's own package the program lies (that of `bench` does): it comes with the
+    run, as the image need not have it."""
+    root = posixpath.dirname(clusterkit.__file__) + "/"
+    if job.program is None or not job.program.startswith(root):
+        return None
+    return job.program.removeprefix(root)
+
+
+def _program(
+    job: JobSpec, cluster: KubernetesCluster, facts: Facts, run_dir: str, own: str | None
+) -> tuple[str, str, JobSpec]:
+    """Where the ranks start in a pod, why there, and the job with its program's path there."""
+    replace = msgspec.structs.replace
+    if cluster.code == "baked":
+        origin = "the image's own (cluster: code, workdir)"
+        if own is not None:
+            path = posixpath.join(run_dir, "files", posixpath.basename(own))
+            return cluster.workdir, origin, replace(job, program=path)
+        return cluster.workdir, origin, _in_image(job, cluster)
+    found = facts.project
+    if found is None:
+        raise BadInput("facts: no project is named", hint="use those of a run with code: copied")
+    inside = posixpath.relpath(job.workdir or found.root, found.root)
+    workdir = posixpath.normpath(posixpath.join(run_dir, "project", inside))
+    program = job.program
+    if program is not None and posixpath.isabs(program):
+        program = posixpath.relpath(program, job.workdir or "/")
+    origin = f"{found.root}, {words(found)}, in a config map (cluster: code)"
+    return workdir, origin, replace(job, program=program)
+
+
+def _in_image(job: JobSpec, cluster: KubernetesCluster) -> JobSpec:
+    """The job with the path that its program has in the image."""
+    if job.program is None or not posixpath.isabs(job.program):
+        return job
+    root = (job.workdir or "/").rstrip("/") + "/"
+    if job.program.startswith(root):
+        return msgspec.structs.replace(job, program=job.program.removeprefix(root))
+    if job.program.startswith(cluster.workdir.rstrip("/") + "/"):
+        return job
+    raise BadInput(
+        f"program: {job.program} lies outside of the project, which the image holds in "
+        f"{cluster.workdir}",
+        hint="a path relative to the project's folder",
+        job="program",
+    )

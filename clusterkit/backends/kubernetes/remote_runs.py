@@ -1,0 +1,208 @@
+"""Runs that the cluster knows of, whoever submitted them: which, and what one was made of."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+from msgspec import Struct
+
+from clusterkit.backends.base import RemoteRun
+from clusterkit.backends.kubernetes.flavors import FLAVORS, Flavor
+from clusterkit.backends.kubernetes.judge import attempt_of
+from clusterkit.backends.kubernetes.pods import ATTEMPT, JOB, RUN
+from clusterkit.backends.kubernetes.rights import ROLE_HINT
+from clusterkit.backends.kubernetes.server import Refusal, Server
+from clusterkit.backends.kubernetes.text import Object, object_name
+from clusterkit.backends.kubernetes.watcher import unix
+from clusterkit.cluster import Facts, KubernetesCluster
+from clusterkit.errors import RunFolderError, RunNotFound, Unavailable
+from clusterkit.spec import JobSpec
+from clusterkit.status import State
+from clusterkit.transport import Transport
+
+USER = "clusterkit/user"
+"""Label of all objects of a run: who submitted it."""
+RECORD = "record.json"
+"""Of the run's files, the one that says what its plan was made of."""
+PROJECT = "project.tar.gz"
+
+
+class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a plan was made of, without what only its own machine knows."""
+
+    job: JobSpec
+    cluster: KubernetesCluster
+    facts: Facts
+
+    @classmethod
+    def of(cls, job: JobSpec, cluster: KubernetesCluster, facts: Facts) -> Record:
+        replace = msgspec.structs.replace
+        kube = facts.kubernetes
+        assert kube is not None
+        return cls(
+            job=job,
+            cluster=replace(cluster, kubeconfig=None, context=None, namespace=None),
+            facts=replace(
+                facts, home="", kubernetes=replace(kube, context="", namespace="", kubeconfig=None)
+            ),
+        )
+
+    def text(self) -> str:
+        """As a file of the plan."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode() + "\n"
+
+
+class Kept(Struct, frozen=True, kw_only=True):
+    """What the cluster keeps of a run."""
+
+    record: Record
+    attempt: int
+    created_at: float
+    project: bytes | None
+    """The working tree that was copied, as a tar.gz."""
+
+
+# ---------------------------------------------------------------- listing
+
+
+def listing(tool: Sequence[str], namespace: str, transport: Transport) -> list[RemoteRun]:
+    """The runs of a namespace, newest first; one request for each kind of job.
+
+    Raises:
+        Unavailable: the API server does not answer, or will not.
+    """
+    # The watcher of a run is a Job of the run as well, but of no attempt.
+    selector = quote(f"{RUN},{ATTEMPT}", safe="")
+    server = Server(tool, transport)
+
+    def ask(flavor: Flavor) -> list[RemoteRun]:
+        path = f"/apis/{flavor.api}/namespaces/{quote(namespace)}/{flavor.plural}"
+        try:
+            found = server.find(f"{path}?labelSelector={selector}")
+        except Refusal as error:
+            raise Unavailable(
+                f"the runs of namespace {namespace} cannot be listed: {error.message}",
+                hint=ROLE_HINT,
+            ) from None
+        # None: it does not serve that kind.
+        return [read(each, flavor) for each in (found or {}).get("items", ())]
+
+    with ThreadPoolExecutor(len(FLAVORS)) as pool:
+        found = [run for runs in pool.map(ask, FLAVORS.values()) for run in runs]
+    return sorted(found, key=lambda run: run.started_at or 0.0, reverse=True)
+
+
+def read(job: Mapping[str, Any], flavor: Flavor) -> RemoteRun:
+    """A run from its job. Pure."""
+    meta, labels = job["metadata"], job["metadata"].get("labels") or {}
+    status = job.get("status") or {}
+    state = state_of(job, flavor)
+    ended = status.get("completionTime")
+    if ended is None and state.final:
+        ended = max(
+            (str(each.get("lastTransitionTime") or "") for each in _conditions(job)), default=None
+        )
+    return RemoteRun(
+        run=str(labels[RUN]),
+        job=str(labels.get(JOB, "?")),
+        state=state,
+        kind=flavor.kind,
+        attempt=attempt_of(job) or 1,
+        pods=_pods(job.get("spec") or {}),
+        user=labels.get(USER),
+        started_at=unix(meta.get("creationTimestamp")),
+        finished_at=unix(ended) if state.final else None,
+    )
+
+
+def state_of(job: Mapping[str, Any], flavor: Flavor) -> State:
+    """The job's state from its conditions, by its kind's table. Pure."""
+    holds = [each for each in _conditions(job) if each.get("status") == "True"]
+    states = [flavor.states.get(str(each.get("type")), State.UNKNOWN) for each in holds]
+    for final in (State.FAILED, State.SUCCEEDED):
+        if final in states:
+            return final
+    status = job.get("status") or {}
+    parts = [status, *(status.get("jobsStatus") or ())]
+    if not holds:
+        # A Job, and so a TrainJob, says nothing while it runs but how many pods are ready.
+        if any(isinstance(each, Mapping) and each.get("ready") for each in parts):
+            return State.RUNNING
+        return State.PENDING
+    latest = max(
+        range(len(holds)), key=lambda n: (str(holds[n].get("lastTransitionTime") or ""), n)
+    )
+    return states[latest]
+
+
+def _conditions(job: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    found = (job.get("status") or {}).get("conditions") or ()
+    return [each for each in found if isinstance(each, Mapping)]
+
+
+def _pods(spec: Mapping[str, Any]) -> int | None:
+    """How many nodes were asked for."""
+    for replicas in ("pytorchReplicaSpecs", "mpiReplicaSpecs"):
+        if replicas in spec:
+            return int(spec[replicas].get("Worker", {}).get("replicas", 1))
+    found = spec.get("parallelism", (spec.get("trainer") or {}).get("numNodes"))
+    return None if found is None else int(found)
+
+
+# ---------------------------------------------------------------- one run
+
+
+def kept(tool: Sequence[str], namespace: str, run_id: str, transport: Transport) -> Kept:
+    """What the cluster keeps of a run, to take it up from here.
+
+    Raises:
+        RunNotFound: nothing.
+        Unavailable: the API server does not answer, or will not.
+        RunFolderError: it was submitted by another version, or is damaged.
+    """
+    name, server = object_name(run_id), Server(tool, transport)
+    found = _config_map(server, namespace, name)
+    if found is None:
+        raise RunNotFound(
+            f"run {run_id!r} is unknown in namespace {namespace}",
+            hint="a run that has ended leaves nothing in the cluster",
+        )
+    text = (found.get("data") or {}).get(RECORD)
+    if text is None:
+        raise RunFolderError(
+            f"run {run_id}: the cluster has no record of its job",
+            hint="it was submitted by an older clusterkit; `kubectl` can follow and delete it",
+        )
+    try:
+        record = msgspec.json.decode(text, type=Record)
+    except msgspec.MsgspecError as error:
+        raise RunFolderError(
+            f"run {run_id}: what the cluster holds of it cannot be read ({error})",
+            hint="it was submitted by another version of clusterkit: attach with that one",
+        ) from None
+    code = None
+    if record.cluster.code == "copied":
+        held = _config_map(server, namespace, f"{name}-code") or {}
+        packed = (held.get("binaryData") or {}).get(PROJECT)
+        if packed is None:
+            raise RunFolderError(f"run {run_id}: its config map {name}-code is gone")
+        code = base64.b64decode(packed)
+    return Kept(
+        record=record,
+        attempt=attempt_of(found) or 1,
+        created_at=unix(found["metadata"].get("creationTimestamp")) or 0.0,
+        project=code,
+    )
+
+
+def _config_map(server: Server, namespace: str, name: str) -> Object | None:
+    path = f"/api/v1/namespaces/{quote(namespace)}/configmaps/{name}"
+    try:
+        return server.find(path)
+    except Refusal as error:
+        raise Unavailable(f"{error.message} ({path})", hint=ROLE_HINT) from None

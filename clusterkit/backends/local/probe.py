@@ -1,0 +1,72 @@
+"""Looking at this machine before a submit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+from clusterkit.backends.probing import (
+    NAMES_PYTHON,
+    ask,
+    interpreter,
+    limited,
+    own_report,
+)
+from clusterkit.cluster import Facts, HostFacts, LocalCluster
+from clusterkit.errors import PortTaken, Unavailable
+from clusterkit.runs import home
+from clusterkit.spec import JobSpec
+from clusterkit.transport import Transport
+
+HOST = "localhost"
+ADDRESS = "127.0.0.1"
+
+
+def probe(cluster: LocalCluster, transport: Transport, job: JobSpec | None) -> Facts:
+    """As `clusterkit.backends.base.Backend.probe`."""
+    name, origin = ranks_python(cluster, job)
+    if (found := shutil.which(name)) is None:
+        raise Unavailable(
+            f"python: {name} does not exist, or cannot be executed", hint=NAMES_PYTHON
+        )
+    python = os.path.abspath(found)
+    port = transport.free_port(HOST, None if cluster.port == "auto" else cluster.port)
+    if cluster.port not in ("auto", port):
+        raise PortTaken(int(cluster.port), ADDRESS)
+    if python == sys.executable:
+        report = own_report(str(home()))
+    else:
+        report = ask(transport, HOST, [python], python=python, where=HOST, workdir=str(home()))
+    host = HostFacts(
+        host=HOST,
+        address=ADDRESS,
+        cpus=report.cpus,
+        memory_mib=report.memory_mib,
+        gpus=limited(report.visible_gpus(), cluster.gpus),
+        python=python,
+        python_origin=origin,
+        versions=report.versions,
+        tools=report.tools,
+    )
+    return Facts(
+        home=str(home()),
+        hosts=(host,),
+        port=port,
+        port_origin="free when probed" if cluster.port == "auto" else "cluster: port",
+        interface="lo",
+    )
+
+
+def ranks_python(cluster: LocalCluster, job: JobSpec | None) -> tuple[str, str]:
+    """The ranks' Python as it was named, and where it comes from."""
+    active = []
+    for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        folder = os.environ.get(variable, "")
+        python = sys.executable if folder == sys.prefix else os.path.join(folder, "bin/python")
+        # A shell may outlive the environment that was active in it.
+        if folder and os.access(python, os.X_OK):
+            active.append((python, f"the active environment, {variable}"))
+    return interpreter(
+        job, (cluster.python, "cluster: python"), *active, (sys.executable, "clusterkit's own")
+    )

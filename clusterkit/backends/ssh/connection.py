@@ -1,0 +1,260 @@
+"""One authenticated connection to a host, on paramiko."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Generator
+from functools import cache
+from pathlib import Path
+
+import paramiko
+
+from clusterkit import shell
+from clusterkit.backends.ssh.config import HostUnreachable, Target
+from clusterkit.backends.ssh.known_hosts import check_key, known_keys
+
+KEEPALIVE_SECONDS = 5
+SILENT_SECONDS = 20
+"""Unacknowledged data or keep-alives for so long end a connection (TCP_USER_TIMEOUT)."""
+BANNER_TRIES = 4
+"""A busy sshd drops connections before it greets (MaxStartups)."""
+WINDOW_BYTES = 1 << 24
+# Authenticated ciphers first: they are the fast ones, and need no HMAC of their own.
+CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes256-ctr")
+_Keys = Generator[tuple[paramiko.PKey, str], None, None]
+"""Keys, and what to call them."""
+# Our connections log here: what goes wrong is said by our own errors, not by paramiko's threads.
+_LOG = "clusterkit.paramiko"
+logging.getLogger(_LOG).addHandler(logging.NullHandler())
+logging.getLogger(_LOG).propagate = False
+
+
+def connect(
+    target: Target, timeout: float, through: paramiko.Transport | None = None
+) -> paramiko.Transport:
+    """A connection that is authenticated.
+
+    Args:
+        timeout: seconds until the host must have answered.
+        through: a connection to the jump host.
+
+    Raises:
+        HostUnreachable: it does not answer or does not let us in.
+        HostKeyProblem: its key is not known, or has changed.
+    """
+    for attempt in range(BANNER_TRIES):
+        began = time.monotonic()
+        try:
+            return _connect(target, timeout, through)
+        except (EOFError, ConnectionResetError, paramiko.SSHException) as error:
+            if isinstance(error, paramiko.AuthenticationException):
+                raise _refused(target, error) from None
+            if time.monotonic() - began > 0.9 * timeout:
+                raise HostUnreachable(
+                    f"{target} takes connections, but no sshd answers within {timeout:g} s",
+                    hint="the machine hangs or is overloaded, or another service has that port",
+                ) from None
+            busy = isinstance(error, (EOFError, ConnectionResetError)) or "banner" in str(error)
+            if attempt + 1 == BANNER_TRIES or not busy:
+                way = f" through {target.proxy_command!r}" if target.proxy_command else ""
+                raise HostUnreachable(
+                    f"{target}: the SSH connection{way} failed: "
+                    f"{str(error) or 'closed by the host'}"
+                ) from None
+            time.sleep(0.1 * 2**attempt)
+    raise AssertionError
+
+
+def _connect(
+    target: Target, timeout: float, through: paramiko.Transport | None
+) -> paramiko.Transport:
+    # A key kept for the address alone counts for any port, as it does for OpenSSH.
+    known = known_keys(target, target.key_name) or known_keys(target, target.address)
+    kinds = {key.kind for key in known if not key.revoked}
+    transport = paramiko.Transport(_socket(target, timeout, through), WINDOW_BYTES)
+    transport.set_log_channel(_LOG)
+    try:
+        transport.banner_timeout = transport.handshake_timeout = transport.auth_timeout = timeout
+        options = transport.get_security_options()
+        options.ciphers = [name for name in CIPHERS if name in options.ciphers]
+        options.key_types = sorted(
+            options.key_types, key=lambda kind: _plain_type(kind) not in kinds
+        )
+        transport.start_client(timeout=timeout)
+        check_key(target, transport.get_remote_server_key(), known)
+        _authenticate(target, transport)
+        transport.set_keepalive(KEEPALIVE_SECONDS)
+    except BaseException:
+        transport.close()
+        raise
+    return transport
+
+
+def _plain_type(kind: str) -> str:
+    return "ssh-rsa" if kind.startswith("rsa-sha2") else kind
+
+
+def _socket(
+    target: Target, timeout: float, through: paramiko.Transport | None
+) -> socket.socket | paramiko.Channel:
+    where = (target.address, target.port)
+    if through is not None:
+        try:
+            return through.open_channel("direct-tcpip", where, ("127.0.0.1", 0), timeout=timeout)
+        except (paramiko.SSHException, EOFError) as error:
+            raise HostUnreachable(
+                f"{target}: jump host {target.jump} cannot reach it: {error}"
+            ) from None
+    if target.proxy_command is not None:
+        return _Proxy(target.proxy_command)
+    try:
+        found = socket.create_connection(where, timeout)
+    except (socket.gaierror, UnicodeError):
+        raise HostUnreachable(
+            f"{target}: the name {target.address} cannot be resolved",
+            hint="give it `ansible_host: ADDRESS` in the inventory",
+        ) from None
+    except TimeoutError:
+        raise HostUnreachable(
+            f"{target} does not answer within {timeout:g} s",
+            hint=f"is it up? ssh -p {target.port} {target.login} true",
+        ) from None
+    except ConnectionRefusedError:
+        raise HostUnreachable(
+            f"{target} refuses connections on port {target.port}", hint="is sshd running there?"
+        ) from None
+    except OSError as error:
+        raise HostUnreachable(f"{target}: {(error.strerror or str(error)).lower()}") from None
+    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_SECONDS * 1000)
+    return found
+
+
+class _Proxy(socket.socket):
+    """The way through a ProxyCommand. paramiko's own does not notice when the command ends, and
+    leaves it behind."""
+
+    def __init__(self, command: str) -> None:
+        ours, its = socket.socketpair()
+        super().__init__(fileno=ours.detach())
+        with its:
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", f"exec {command}"], stdin=its.fileno(), stdout=its.fileno()
+            )
+
+    def close(self) -> None:
+        super().close()
+        self._process.kill()
+        self._process.wait()
+
+
+def _authenticate(target: Target, transport: paramiko.Transport) -> None:
+    tried: list[str] = []
+    problems: list[str] = []
+    with contextlib.closing(_keys(target, problems)) as keys:
+        for key, name in keys:
+            tried.append(name)
+            with contextlib.suppress(paramiko.AuthenticationException):
+                transport.auth_publickey(target.user, key)
+                if transport.is_authenticated():
+                    return
+    detail = "; ".join([*problems, f"tried {', '.join(tried)}" if tried else "no key to try"])
+    raise _refused(target, detail)
+
+
+def _keys(target: Target, problems: list[str]) -> _Keys:
+    """Keys named for the host first, then those of the SSH agent, then the usual files.
+
+    Args:
+        problems: gets why a file's key cannot be used.
+    """
+    named = [Path(path) for path in target.identities]
+    for path in named:
+        key = _private_key(path, target, problems, needed=target.host.identity is not None)
+        if key is not None:
+            yield key, str(path)
+    if os.environ.get("SSH_AUTH_SOCK"):
+        with contextlib.suppress(paramiko.SSHException, OSError):
+            yield from _agent_keys(target, named)
+    if target.identities_only:
+        return
+    for name in ("id_ed25519", "id_ecdsa", "id_rsa"):
+        path = Path("~/.ssh").expanduser() / name
+        if path not in named and path.exists():
+            key = _private_key(path, target, problems, needed=False)
+            if key is not None:
+                yield key, str(path)
+
+
+def _agent_keys(target: Target, named: list[Path]) -> _Keys:
+    """With IdentitiesOnly those of the agent's keys that belong to the files named."""
+    public = {text for path in named if (text := _public_text(path))}
+    agent = paramiko.Agent()
+    try:
+        for key in agent.get_keys():
+            if not target.identities_only or key.get_base64() in public:
+                yield key, f"the agent's {key.get_name()} {key.fingerprint}"
+    finally:
+        agent.close()
+
+
+def _refused(target: Target, detail: object) -> HostUnreachable:
+    key = f"-i {shell.quote(target.identities[0])} " if target.identities else ""
+    return HostUnreachable(
+        f"{target} does not let user {target.user} in: {detail}",
+        hint=f"ssh-copy-id {key}-p {target.port} {target.login}, "
+        "or name the right `ansible_user` and `ansible_ssh_private_key_file`",
+    )
+
+
+def _public_text(path: Path) -> str | None:
+    try:
+        return path.with_name(f"{path.name}.pub").read_text().split()[1]
+    except (OSError, IndexError, UnicodeDecodeError):
+        return None
+
+
+def _private_key(
+    path: Path, target: Target, problems: list[str], *, needed: bool
+) -> paramiko.PKey | None:
+    """A key from its file; what is wrong with it goes to ``problems``, or is raised.
+
+    Raises:
+        HostUnreachable: ``needed``, and it cannot be used.
+    """
+    try:
+        mode = path.stat().st_mode & 0o777
+        if mode & 0o077:
+            problem = f"key {path} can be read by others (mode {mode:04o})"
+            remedy = f"chmod 600 {shell.quote(str(path))}"
+        else:
+            return _load_key(str(path), path.stat().st_mtime)
+    except (paramiko.PasswordRequiredException, TypeError):  # TypeError: cryptography's word for it
+        problem = f"key {path} is protected by a passphrase"
+        remedy = f"ssh-add {shell.quote(str(path))} hands it to your SSH agent"
+        if os.environ.get("SSH_AUTH_SOCK"):
+            needed = False  # the agent may hold it
+    except FileNotFoundError:
+        problem, remedy = f"key {path} does not exist", "ssh-keygen -t ed25519 makes one"
+    except OSError as error:
+        problem = f"key {path}: {(error.strerror or 'unreadable').lower()}"
+        remedy = "it must belong to you"
+    except (paramiko.SSHException, paramiko.pkey.UnknownKeyType, ValueError):
+        problem = f"{path} is not a private key"
+        remedy = "name the private half, not the .pub file"
+    if needed:
+        raise HostUnreachable(f"{target}: {problem}", hint=remedy)
+    if not problem.endswith("does not exist"):
+        problems.append(f"{problem} ({remedy})")
+    return None
+
+
+@cache
+def _load_key(path: str, changed: float) -> paramiko.PKey:
+    return paramiko.PKey.from_path(path)

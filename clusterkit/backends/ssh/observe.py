@@ -1,0 +1,93 @@
+"""What the nodes' reports mean, one stream per host."""
+
+from __future__ import annotations
+
+import posixpath
+
+import msgspec
+
+from clusterkit.agent import archive
+from clusterkit.backends.base import Observation
+from clusterkit.backends.nodes import judge_node, observed
+from clusterkit.mirror import NodeView, Watch
+from clusterkit.runs import RunHandle, node_dir
+from clusterkit.status import NodeStatus, State
+from clusterkit.transport import Stream, Transport
+
+
+def views(handle: RunHandle) -> list[NodeView]:
+    plan = handle.plan
+    return [
+        NodeView.of(node, plan.hosts[node], handle.folder.node_dir(handle.attempt, node))
+        for node in range(plan.nodes)
+    ]
+
+
+def report(handle: RunHandle, view: NodeView, transport: Transport, *, follow: bool) -> Stream:
+    plan = handle.plan
+    known = view.offsets()
+    return transport.open(
+        view.host,
+        [
+            plan.python, "-I", posixpath.join(plan.run_dir, "files", archive.ARCHIVE), "report",
+            node_dir(plan.run_dir, handle.attempt, view.node),
+            "--log", str(known["log"]), "--ranks", str(known["ranks.jsonl"]),
+            *(["--follow"] if follow else []),
+        ],
+    )  # fmt: skip
+
+
+def observation(handle: RunHandle, views: list[NodeView], patience: float) -> Observation | None:
+    if all(not view.known for view in views):
+        return None
+    nodes = tuple(_judge(view, views, patience) for view in views)
+    return observed(nodes, {view.node: view.files.get("exit.json", b"") for view in views})
+
+
+def _judge(view: NodeView, views: list[NodeView], patience: float) -> NodeStatus:
+    silence = view.silent_for()
+    finished = view.ended or "exit.json" in view.files  # it has said how, as its last word
+    if silence is not None and view.error is not None and not finished:
+        said = f"{view.error.message} (no answer for {silence:.0f} s)"
+        # When nobody answers, it is the submitter that is cut off.
+        alone = len(views) > 1 and all(other.silent_for() is not None for other in views)
+        lost = silence >= patience and not alone
+        if not lost and patience:
+            state = State.RUNNING if view.begun else State.PENDING
+            return NodeStatus(node=view.node, host=view.host, state=state, reason=said)
+        return NodeStatus(node=view.node, host=view.host, state=State.UNKNOWN, reason=said)
+    if not view.known:
+        return NodeStatus(
+            node=view.node, host=view.host, state=State.UNKNOWN,
+            reason=f"nothing is left of the run on host {view.host}",
+        )  # fmt: skip
+    found = judge_node(
+        view.node,
+        view.host,
+        begun=view.begun,
+        alive=view.alive and not (finished and silence is not None),
+        exit_json=view.files.get("exit.json"),
+        complaint=view.files.get("agent.log", b""),
+        started=view.files.get("started.json"),
+    )
+    if view.unkept is not None:
+        remark = f"its log here is incomplete: {view.unkept}"
+        found = msgspec.structs.replace(found, remarks=(*found.remarks, remark))
+    return found
+
+
+class SshMonitor:
+    """All nodes through one stream per host."""
+
+    def __init__(self, handle: RunHandle, transport: Transport) -> None:
+        self._handle = handle
+        self._patience = handle.plan.lost_after
+        self._watch = Watch(
+            views(handle), lambda view: report(handle, view, transport, follow=True)
+        )
+
+    def status(self) -> Observation | None:
+        return observation(self._handle, list(self._watch.views), self._patience)
+
+    def close(self) -> None:
+        self._watch.close()

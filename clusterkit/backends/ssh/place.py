@@ -1,0 +1,192 @@
+"""Which hosts a job's nodes get, and where its project lies there. Pure."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from clusterkit import project
+from clusterkit.assemble import Placement, Places, Watching, require_packages
+from clusterkit.backends.placing import device_of, gpu_share, interface_env, threads_of
+from clusterkit.backends.ssh.probe import named, too_few
+from clusterkit.cluster import Facts, HostFacts, Project, SshCluster
+from clusterkit.errors import BadInput, counted
+from clusterkit.plan import Note, Tree
+from clusterkit.rendezvous import NODE_ADDRESS, Endpoint, Topology, mpirun_interface
+from clusterkit.spec import JobSpec
+
+
+def place(job: JobSpec, cluster: SshCluster, facts: Facts, run_id: str) -> Placement:
+    """As `clusterkit.backends.base.Backend.place`."""
+    least, most = job.node_range
+    if len(facts.hosts) < least:
+        raise too_few(least, len(facts.hosts), cluster)
+    nodes = min(most, len(facts.hosts))
+    hosts = facts.hosts[:nodes]
+    head = hosts[0]
+    device, device_origin = device_of(job, hosts)
+    nproc, nproc_origin = _ranks_per_node(job, hosts, device)
+    topology = Topology(min(least, nodes), nodes, nproc)
+    threads, threads_origin = threads_of(job, min(host.cpus for host in hosts), nproc)
+    for host in hosts:
+        require_packages(job, host)
+        if host.python != head.python:
+            raise BadInput(
+                f"python: {head.python} on {head.host}, but {host.python} on {host.host}",
+                hint="the ranks' interpreter must have one path on all hosts: a link is enough",
+                cluster="python",
+            )
+    run_dir = posixpath.join(facts.home, "runs", run_id)
+    workdir, program = job.workdir or run_dir, job.program
+    tree, shipped = _tree(facts, facts.project), _tree(facts, facts.shipped, "clusterkit")
+    if tree is not None:
+        workdir = posixpath.normpath(_copied(tree, workdir))
+        if program is not None and posixpath.isabs(program):
+            program = _copied(tree, program)
+    trees = tuple(each for each in (tree, shipped) if each is not None)
+    if job.launcher == "mpirun":
+        _check_devices(hosts[1:], device, nproc)
+    network_env = interface_env(facts.interface)
+    if job.launcher == "mpirun" and facts.interface:
+        network_env |= mpirun_interface(facts.interface)
+    shared = posixpath.join(cluster.shared, "runs", run_id) if cluster.shared else None
+    remarks = _version_notes(hosts)
+    if nodes < most:
+        remarks.append(Note("", f"{most} nodes are wanted, {counted(nodes, 'host')} there", ""))
+    return Placement(
+        job=msgspec.structs.replace(job, program=program),
+        topology=topology,
+        endpoint=Endpoint(head.address, facts.port, run_id),
+        places=Places(run_dir, workdir, head.python, shared, head.python_origin),
+        device=device,
+        threads=threads,
+        where=f"on {named([host.host for host in hosts])}",
+        hosts=tuple(host.host for host in hosts),
+        names=tuple(host.address for host in hosts),
+        cluster_env=cluster.env,
+        network_env=network_env
+        | (_own({"PYTHONPATH": shipped.path}, job, cluster) if shipped else {}),
+        node_env=tuple(
+            {
+                **({NODE_ADDRESS.name: host.address} if topology.elastic else {}),
+                **({} if network_env else _own(interface_env(host.interface), job, cluster)),
+                **gpu_share(host.gpus, device, 0, nproc),
+            }
+            for host in hosts
+        ),
+        stop_grace=cluster.stop_grace,
+        lost_after=cluster.lost_after,
+        watching=Watching(head.address, facts.watch_port, cluster.lost_after)
+        if facts.watch_port
+        else None,
+        trees=trees,
+        notes=(
+            Note("device", device, device_origin),
+            Note("nproc_per_node", str(nproc), nproc_origin),
+            Note("master_addr", head.address, _address_origin(cluster, head)),
+            Note("master_port", str(facts.port), facts.port_origin),
+            Note("threads_per_rank", str(threads), threads_origin),
+            Note("workdir", workdir, "the project as it is copied" if trees else "job: workdir"),
+            *_interface_notes(facts, hosts),
+        ),
+        remarks=tuple(remarks),
+    )
+
+
+def _ranks_per_node(job: JobSpec, hosts: tuple[HostFacts, ...], device: str) -> tuple[int, str]:
+    if job.gpus_per_node != "auto":
+        wanted = job.gpus_per_node
+        for host in hosts:
+            if device == "cuda" and len(host.gpus) < wanted:
+                raise BadInput(
+                    f"gpus_per_node: {wanted}, but {host.host} has "
+                    f"{counted(len(host.gpus), 'GPU')}",
+                    hint=f"--gpus {len(host.gpus)}, or --exclude {host.host}",
+                    job="gpus_per_node",
+                )
+            if host.slots is not None and host.slots < wanted:
+                raise BadInput(
+                    f"gpus_per_node: {wanted}, but {host.host} has "
+                    f"{counted(host.slots, 'slot')} in the inventory",
+                    hint=f"--gpus {host.slots}, or slots: {wanted} for {host.host}",
+                    job="gpus_per_node",
+                )
+        return wanted, "job: gpus_per_node"
+    if device == "cuda":
+        room = {host.host: min(len(host.gpus), host.slots or len(host.gpus)) for host in hosts}
+        fewest = min(room, key=room.__getitem__)
+        return room[fewest], f"the fewest GPUs of a host: {fewest}"
+    slots = [host.slots for host in hosts if host.slots is not None]
+    if slots:
+        return min(slots), "inventory: slots"
+    return 1, "without GPUs one rank per node"
+
+
+def _check_devices(others: Sequence[HostFacts], device: str, nproc: int) -> None:
+    """Refuse GPUs of other hosts than the first that mpirun could not confine the ranks to."""
+    for host in others if device == "cuda" else ():
+        its = [gpu.index for gpu in host.gpus[:nproc]]
+        if its != [str(number) for number in range(nproc)]:
+            raise BadInput(
+                f"launcher: mpirun cannot restrict {host.host} to GPUs {','.join(its)}",
+                hint="launcher: torchrun can",
+                job="launcher",
+            )
+
+
+def _tree(facts: Facts, found: Project | None, name: str | None = None) -> Tree | None:
+    """Where a copy of a project lies on the hosts."""
+    if found is None:
+        return None
+    name = name or re.sub(r"[^A-Za-z0-9_.-]+", "-", posixpath.basename(found.root)) or "project"
+    path = posixpath.join(facts.home, "projects", name, found.digest[:16])
+    return Tree(found.root, path, found.digest, f"{project.words(found)}; {found.how}")
+
+
+def _copied(tree: Tree, path: str) -> str:
+    """A path of the submitter's in the copy."""
+    return posixpath.join(tree.path, posixpath.relpath(path, tree.source))
+
+
+def _own(env: Mapping[str, str], job: JobSpec, cluster: SshCluster) -> dict[str, str]:
+    """What neither the job nor the cluster entry sets by itself."""
+    return {k: value for k, value in env.items() if k not in job.env and k not in cluster.env}
+
+
+def _interface_notes(facts: Facts, hosts: tuple[HostFacts, ...]) -> list[Note]:
+    if facts.interface:
+        return [Note("interface", facts.interface, "carries the hosts' addresses")]
+    nameless = [host.host for host in hosts if host.interface is None]
+    if nameless:
+        return [
+            Note(
+                "",
+                f"no interface of {named(nameless)} carries the address it was reached at: "
+                "gloo and NCCL choose by themselves (`interface:` names one)",
+                "",
+            )
+        ]
+    return [Note("interface", ", ".join(f"{h.host} {h.interface}" for h in hosts), "per host")]
+
+
+def _version_notes(hosts: tuple[HostFacts, ...]) -> list[Note]:
+    notes = []
+    for package in ("torch", "deepspeed", "transformers"):
+        found: dict[str, list[str]] = {}
+        for host in hosts:
+            found.setdefault(host.versions.get(package, "none"), []).append(host.host)
+        if len(found) > 1:
+            differing = "; ".join(
+                f"{version} on {named(names)}" for version, names in found.items()
+            )
+            notes.append(Note("", f"the hosts differ in {package}: {differing}", ""))
+    return notes
+
+
+def _address_origin(cluster: SshCluster, head: HostFacts) -> str:
+    on = f", interface {head.interface}" if head.interface else ""
+    given = next((host.cluster_address for host in cluster.hosts if host.name == head.host), None)
+    return f"first host, {head.host}{on}" + (", as the inventory says" if given else "")

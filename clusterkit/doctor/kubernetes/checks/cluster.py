@@ -1,0 +1,292 @@
+"""Is the cluster there with what makes and connects pods, and may we use it?"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable
+from datetime import datetime
+from typing import Any
+
+from clusterkit.backends.kubernetes.flavors import FLAVORS
+from clusterkit.backends.kubernetes.rights import ROLE, needed, to_watch
+from clusterkit.doctor.base import Finding
+from clusterkit.doctor.kubernetes.base import (
+    ALONE,
+    GROUPS,
+    KINDS,
+    NAMESPACE,
+    VERSION,
+    WATCHING,
+    Ask,
+    KubeSubject,
+    Look,
+    Seen,
+    allowed,
+    asking,
+    check,
+    fail,
+    ok,
+    one,
+    skip,
+    warn,
+)
+from clusterkit.errors import counted
+
+TRIED = 34
+"""Minor version of Kubernetes 1 that clusterkit was tried with."""
+SUPPORTED = 3
+"""How many minor versions Kubernetes' project supports at a time, the newest included."""
+LEAST = 27
+"""Before it a Job's pods lack ``batch.kubernetes.io/job-name``, by which they are found."""
+
+
+@check(
+    "api-server",
+    "The API server answers, and its version is one that clusterkit knows.",
+    VERSION,
+    quick=True,
+)
+def api_server(seen: Seen, subject: KubeSubject) -> Finding:
+    reply = seen.reply(VERSION)
+    if reply.reason:
+        return fail(reply.said or "it did not answer", "kubectl cluster-info")
+    version = str(reply.document.get("gitVersion", "?"))
+    cause = version + _age(str(reply.document.get("buildDate", "")), seen.now)
+    found = re.match(r"v?1\.(\d+)", version)
+    if found is None:
+        return warn(f"{cause}: cannot tell how old that is")
+    minor = int(found[1])
+    if minor < LEAST:
+        return fail(f"{cause}: older than 1.{LEAST}, which clusterkit needs")
+    if minor <= TRIED - SUPPORTED:
+        cause += f": older than the 1.{TRIED} that clusterkit was tried with, by "
+        cause += f"{counted(TRIED - minor, 'version')}; Kubernetes' project supports {SUPPORTED}"
+        return warn(cause)
+    if minor < TRIED:
+        cause += f"; clusterkit was tried with 1.{TRIED}"
+    return ok(cause)
+
+
+def _age(built: str, now: float) -> str:
+    """When it was built, in words; builders that want the same bytes each time say 1970."""
+    try:
+        moment = datetime.fromisoformat(built.replace("Z", "+00:00"))
+    except ValueError:
+        return ""
+    if moment.year < 2015:
+        return ""
+    months = max(0, round((now - moment.timestamp()) / (86400 * 365.25 / 12)))
+    when = time.strftime("%Y-%m", moment.timetuple())
+    return f", built {when}, {counted(months, 'month')} ago"
+
+
+@check("namespace", "The namespace is there.", NAMESPACE, quick=True)
+def namespace(seen: Seen, subject: KubeSubject) -> Finding:
+    reply, name = seen.reply(NAMESPACE), seen.namespace
+    if reply.reason == "NotFound":
+        mend = subject.kubectl("create", "namespace", name)
+        return fail(f"the cluster has no namespace {name}", mend)
+    if reply.reason:
+        return reply.unknown(f"namespace {name}")
+    if (reply.document.get("status") or {}).get("phase") == "Terminating":
+        return fail(f"{name} is being deleted")
+    return ok(name)
+
+
+@check(
+    "kind",
+    "The cluster serves the kind of job that is to keep the pods, in the version that is used.",
+    GROUPS,
+    KINDS,
+    quick=True,
+)
+def kind(seen: Seen, subject: KubeSubject) -> Finding:
+    name = seen.flavor
+    if name is None and subject.entry.flavor == "auto":
+        # Only mpirun cannot do with what every cluster has.
+        name = "mpijob" if subject.job.launcher == "mpirun" else "job"
+    name = name or subject.entry.flavor
+    flavor = FLAVORS[name]
+    if seen.reply(GROUPS).reason:
+        return seen.reply(GROUPS).unknown("the API groups")
+    group, _, version = flavor.api.rpartition("/")
+    groups = {each["name"]: each["versions"] for each in seen.reply(GROUPS).document["groups"]}
+    versions = [each["version"] for each in groups.get(group, ())]
+    there = name == "job" or flavor.served(seen.reply(KINDS, name).document)
+    if version in versions and there:
+        why = f"; {seen.origin}" if seen.origin else ""
+        return ok(f"{flavor.kind} ({flavor.api}){why}")
+    cause = f"the cluster does not serve {flavor.kind} ({flavor.api})"
+    if versions and version not in versions:
+        cause += f"; of {group} it serves {', '.join(versions)}"
+    mend = f"install {flavor.operator or 'Kubernetes 1.27 or newer'}, or flavor: job"
+    return fail(cause, mend)
+
+
+# ---------------------------------------------------------------- operators
+
+DEPLOYMENTS = Look("deployments", one("/apis/apps/v1/deployments"))
+_CALLED = {
+    "pytorchjob": (re.compile(r"training-operator"),),
+    "mpijob": (re.compile(r"mpi-operator"),),
+    # The trainer makes a JobSet, and somebody else makes Jobs of that.
+    "trainjob": (re.compile(r"trainer-controller"), re.compile(r"jobset-controller")),
+}
+"""What deployments of operators, or their images, are called."""
+_ONLY_IN = re.compile(r"--?namespace(?:=(\S*))?\Z")
+
+
+@check(
+    "operator",
+    "Whoever makes pods of the job is alive, and watches this namespace.",
+    DEPLOYMENTS,
+)
+def operator(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
+    if seen.flavor is None:
+        return skip("there is no kind of job to act on")
+    if seen.flavor == "job":
+        return ok("Kubernetes' own controllers act on a Job")
+    who = FLAVORS[seen.flavor].operator
+    reply = seen.reply(DEPLOYMENTS)
+    if reply.reason:
+        return reply.unknown(f"deployments, so not whether {who} is alive")
+    findings = []
+    for pattern in _CALLED[seen.flavor]:
+        found = [each for each in reply.items if _is(each, pattern)]
+        if found:
+            findings.append(_alive(found, seen.namespace, subject))
+        else:
+            cause = f"unknown: no deployment is called {pattern.pattern}, as that of {who} is"
+            findings.append(warn(cause))
+    bad = [finding for finding in findings if finding.level != "ok"]
+    return bad or ok(", ".join(one.cause for one in findings))
+
+
+def _alive(found: list[Any], namespace: str, subject: KubeSubject) -> Finding:
+    """Whether one of several deployments acts on jobs of the namespace."""
+    others = []
+    for each in found:
+        meta, wanted = each["metadata"], each["spec"].get("replicas", 1)
+        place = f"{meta['namespace']}/{meta['name']}"
+        only = _only_in(each)
+        if only not in ("", namespace):
+            others.append(f"{place} watches namespace {only} alone, not {namespace}")
+            continue
+        ready = (each.get("status") or {}).get("readyReplicas", 0)
+        # One that is going is ready for a moment more.
+        if ready and wanted:
+            return ok(f"{place} is ready")
+        words = ("-n", meta["namespace"])
+        if not wanted:
+            mend = subject.kubectl(*words, "scale", "deployment", meta["name"], "--replicas=1")
+            return fail(f"{place} is scaled to 0: nobody acts on the job", mend)
+        mend = subject.kubectl(*words, "describe", "deployment", meta["name"])
+        return fail(f"{place}: {ready} of {wanted} pods are ready: nobody acts on the job", mend)
+    return fail("; ".join(others))
+
+
+def _is(deployment: Any, pattern: re.Pattern[str]) -> bool:
+    containers = deployment["spec"]["template"]["spec"]["containers"]
+    names = [deployment["metadata"]["name"], *(str(each.get("image")) for each in containers)]
+    return any(pattern.search(name) for name in names)
+
+
+def _only_in(deployment: Any) -> str:
+    """The namespace that the operator was told to keep to; empty: none."""
+    for container in deployment["spec"]["template"]["spec"]["containers"]:
+        words = [*(container.get("command") or ()), *(container.get("args") or ())]
+        for word, after in zip(words, [*words[1:], ""], strict=True):
+            if (match := _ONLY_IN.match(word)) is not None:
+                return match[1] if match[1] is not None else after
+    return ""
+
+
+# ---------------------------------------------------------------- names
+
+_SLICES = "/apis/discovery.k8s.io/v1/namespaces/kube-system/endpointslices"
+SERVERS = Look("dns", one(f"{_SLICES}?labelSelector=kubernetes.io%2Fservice-name%3Dkube-dns"))
+
+
+@check("dns", "The cluster's name servers are ready.", SERVERS)
+def dns(seen: Seen, subject: KubeSubject) -> Finding:
+    reply = seen.reply(SERVERS)
+    if reply.reason:
+        return reply.unknown("the name servers in kube-system")
+    ready = {
+        address
+        for each in reply.items
+        for endpoint in each.get("endpoints") or ()
+        # Nothing said means that it is.
+        if (endpoint.get("conditions") or {}).get("ready", True) is not False
+        for address in endpoint.get("addresses") or ()
+    }
+    if ready:
+        return ok(f"{counted(len(ready), 'name server')} behind kube-system/kube-dns")
+    if not reply.items:
+        return warn(
+            "unknown: there is no service kube-system/kube-dns; pods find each other by name"
+        )
+    mend = subject.kubectl("-n", "kube-system", "get", "pods", "-l", "k8s-app=kube-dns")
+    cause = "no name server behind kube-system/kube-dns is ready: pods cannot find each other"
+    return fail(cause, mend)
+
+
+# ---------------------------------------------------------------- rights
+
+_WHO = "/apis/authentication.k8s.io/v1/selfsubjectreviews"
+
+
+NEEDED = Look(
+    "rights",
+    lambda seen, subject: asking(needed(seen.flavor or "job"), seen.namespace),
+    late=True,
+)
+WHO = Look(
+    "who",
+    lambda seen, subject: {
+        ALONE: Ask(_WHO, {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"})
+    },
+)
+
+
+@check(
+    "rights",
+    "We may do all that a run needs; `k8s/rbac.yaml` is a role with just that.",
+    WHO,
+    NEEDED,
+    WATCHING,
+    quick=True,
+)
+def rights(seen: Seen, subject: KubeSubject) -> Finding:
+    status = seen.reply(WHO).document.get("status") or {}
+    who = str((status.get("userInfo") or {}).get("username") or "")
+    wanted = needed(seen.flavor or "job")
+    for verb, _, resource in wanted:
+        reply = seen.reply(NEEDED, f"{verb} {resource}")
+        if reply.reason:
+            return reply.unknown("your own rights")
+    name = who or "you"
+    missing = _missing(seen, NEEDED, wanted)
+    if not missing:
+        cause = f"{name} may do all {len(wanted)} things needed"
+        lacking = "" if subject.entry.watcher is False else _missing(seen, WATCHING, to_watch())
+        if lacking:
+            cause += f"; runs have no watcher in the cluster without: {lacking}"
+        return ok(cause)
+    cause = f"{name} may not, in namespace {seen.namespace}: {missing}"
+    here = ("-n", seen.namespace)
+    account = who.removeprefix("system:serviceaccount:")
+    whom = ("--user", who or "NAME") if account == who else ("--serviceaccount", account)
+    apply = subject.kubectl(*here, "apply", "-f", "k8s/rbac.yaml")
+    bind = subject.kubectl(*here, "create", "rolebinding", ROLE, "--role", ROLE, *whom)
+    return fail(cause, f"{apply}\n{bind}")
+
+
+def _missing(seen: Seen, look: Look, wanted: Iterable[tuple[str, str, str]]) -> str:
+    """Which of these rights we lack, in words."""
+    missing: dict[str, list[str]] = {}
+    for verb, _, resource in wanted:
+        if not allowed(seen.reply(look, f"{verb} {resource}")):
+            missing.setdefault(resource, []).append(verb)
+    return "; ".join(f"{', '.join(verbs)} {resource}" for resource, verbs in missing.items())

@@ -1,0 +1,140 @@
+"""What one rank executes and is given: its command, batch sizes, DeepSpeed config. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from clusterkit import batch as batches
+from clusterkit.batch import Batch
+from clusterkit.command import PYTHONS
+from clusterkit.errors import BadInput
+from clusterkit.plan import Note
+from clusterkit.rendezvous import Topology
+from clusterkit.shell import Word
+from clusterkit.spec import JobSpec
+
+_NAME = re.compile(r"\$\{clusterkit\.([^}]*)\}")
+
+
+def solve_batch(job: JobSpec, topology: Topology) -> tuple[Batch | None, list[Note]]:
+    """The job's batch sizes for the full world; an elastic job must divide for every size of it."""
+    if job.batch is None:
+        return None, []
+    asked = job.batch
+    solved = None
+    for nodes in range(topology.min_nodes, topology.nodes + 1):
+        solved = batches.solve(
+            data_parallel=nodes * topology.nproc_per_node,
+            global_size=asked.global_size,
+            micro=asked.micro,
+            accumulation=asked.accumulation,
+        )
+    assert solved is not None
+    if not topology.elastic:
+        factors = (solved.micro, solved.accumulation, solved.data_parallel)
+        value = f"{solved.global_size} = {' x '.join(map(str, factors))}"
+        return solved, [Note("batch", value, "global = micro x accumulation x ranks")]
+    if asked.global_size is None:
+        return solved, [Note("batch", f"micro {solved.micro}", "global follows the world size")]
+    follows = "accumulation" if asked.micro else "micro"
+    value = f"global {solved.global_size}"
+    return solved, [Note("batch", value, f"{follows} follows the world size")]
+
+
+def deepspeed_config(
+    config: Mapping[str, Any], sizes: Batch | None, *, elastic: bool = False
+) -> tuple[dict[str, Any], list[Note]]:
+    """The job's DeepSpeed config with its batch numbers and an explicit gradient clipping.
+
+    Raises:
+        BadInput: the config has batch numbers of its own that differ.
+    """
+    whole = dict(config)
+    notes = []
+    numbers = {} if sizes is None else sizes.deepspeed()
+    for key, value in numbers.items():
+        if whole.get(key, value) not in (value, "auto"):
+            raise BadInput(
+                f"deepspeed.{key}: {whole[key]}, but batch gives {value}",
+                hint=f"leave {key} to `batch`",
+                job=("deepspeed", key),
+            )
+        whole[key] = value
+    if elastic and numbers:
+        # They change with the world size; each rank's runtime works them out.
+        del whole["train_batch_size"], whole["gradient_accumulation_steps"]
+    if (place := _not_json(whole, "deepspeed")) is not None:
+        raise BadInput(f"{place}: a DeepSpeed config cannot hold NaN or infinity")
+    if "gradient_clipping" not in whole:
+        whole["gradient_clipping"] = 0.0
+        notes.append(
+            Note("gradient_clipping", "0.0", "not in the job; DeepSpeed's own default would be 1.0")
+        )
+    return whole, notes
+
+
+def _not_json(value: Any, place: str) -> str | None:
+    """Where in ``value`` a number stands that JSON has no word for."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return place
+    items: Iterable[tuple[object, Any]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    return next((at for key, inner in items if (at := _not_json(inner, f"{place}.{key}"))), None)
+
+
+def program_argv(
+    job: JobSpec, python: str, run_env: Mapping[str, str], topology: Topology
+) -> list[Word]:
+    """What one rank executes, with every ``${clusterkit.NAME}`` of its arguments replaced."""
+    if job.command is not None:
+        words = [python if job.command[0] in PYTHONS else job.command[0], *job.command[1:]]
+    elif job.module is not None:
+        words = [python, "-u", "-m", job.module]
+    else:
+        words = [python, "-u", job.program or ""]
+    names = (
+        "global_batch", "micro_batch", "accumulation", "deepspeed_config", "run_id", "run_dir",
+        "checkpoint_dir",
+    )  # fmt: skip
+    values = {name: run_env.get(f"CLUSTERKIT_{name.upper()}") for name in names}
+    values["world_size"] = None if topology.elastic else str(topology.world_size)
+
+    def value_of(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in values:
+            raise BadInput(
+                f"args: ${{clusterkit.{name}}} is unknown", hint=", ".join(values), job="args"
+            )
+        if (value := values[name]) is None:
+            raise BadInput(
+                f"args: ${{clusterkit.{name}}} has no value in this job",
+                hint=_what_gives_value(name, job, topology),
+                job="args",
+            )
+        return value
+
+    return [*words, *(_NAME.sub(value_of, arg) for arg in job.args)]
+
+
+def _what_gives_value(name: str, job: JobSpec, topology: Topology) -> str:
+    """Why a name of `program_argv` has no value, and what gives it one."""
+    size = {"global_batch": "global", "micro_batch": "micro"}.get(name)
+    if name == "deepspeed_config":
+        return "the job has no `deepspeed` section"
+    if name == "checkpoint_dir":
+        return "the job has no `checkpoint` section"
+    if topology.elastic and (name == "world_size" or job.batch is not None):
+        follows = (
+            f"nodes: {topology.min_nodes}:{topology.nodes} is elastic, so it changes while the "
+            "job runs; "
+        )
+        if size is not None:
+            return f"{follows}`batch: {{{size}: N}}` fixes it"
+        return f"{follows}the program works it out from WORLD_SIZE"
+    return f"the job has no batch: `batch: {{{size or 'global'}: N}}`"

@@ -1,0 +1,74 @@
+"""What the keys of job and cluster files mean: the JSON schema that editors check them with."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from clusterkit.cluster import CLUSTER_TYPES
+from clusterkit.spec import SCHEMA, JobSpec, Spec
+from clusterkit.yaml_file import VERBATIM
+
+
+def meanings(struct: type[msgspec.Struct]) -> dict[str, str]:
+    """Each key of a struct and what it means: the docstring under its field, as one line."""
+    keys = {field.name: field.encode_name for field in msgspec.structs.fields(struct)}
+    (definition,) = ast.parse(inspect.getsource(struct)).body
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        keys[field.target.id]: " ".join(str(below.value.value).split())
+        for field, below in pairwise(definition.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+    }
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of job files, for editors; cluster files under ``$defs/clusters``."""
+    kinds = list(CLUSTER_TYPES.values())
+    (job, *_), definitions = msgspec.json.schema_components(
+        [JobSpec, *kinds], ref_template="#/$defs/{name}"
+    )
+    # `name` is taken from the file's own name when it is left out.
+    required = definitions["JobSpec"].pop("required", [])
+    assert required == ["name"]
+    definitions["JobSpec"] |= SCHEMA
+    definitions["JobSpec"]["properties"]["deepspeed"]["anyOf"].append({"type": "string"})
+    for struct in Spec.__subclasses__():
+        for key, meaning in meanings(struct).items():
+            definitions[struct.__name__]["properties"][key]["description"] = meaning
+    for name in ("JobSpec", *(kind.__name__ for kind in kinds)):
+        for key, schema in definitions[name]["properties"].items():
+            if key in VERBATIM:
+                _take_scalars(schema)
+            # A key with nothing after it is as good as none.
+            if "anyOf" in schema:
+                schema["anyOf"].append({"type": "null"})
+            elif "enum" in schema:
+                schema["enum"].append(None)
+            else:
+                schema["type"] = [schema["type"], "null"]
+    definitions["clusters"] = {
+        "type": "object",
+        "description": "clusters.yaml: names and entries",
+        "additionalProperties": {"anyOf": [{"$ref": f"#/$defs/{kind.__name__}"} for kind in kinds]},
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "clusterkit job file",
+        **job,
+        "$defs": definitions,
+    }
+
+
+def _take_scalars(schema: dict[str, Any]) -> None:
+    """Let every scalar stand where text is wanted below: it is its own text there."""
+    for below in (schema.get("items"), schema.get("additionalProperties")):
+        if isinstance(below, dict):
+            below["type"] = ["string", "number", "boolean", "null"]
+    for alternative in schema.get("anyOf", ()):
+        _take_scalars(alternative)

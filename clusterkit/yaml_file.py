@@ -1,0 +1,221 @@
+"""YAML as people write it: a parsed file with the line of every key.
+
+YAML is read as people mean it, close to YAML 1.2's core schema: ``2:4`` is text and not
+124, ``1e-3`` is a number, ``on`` and ``no`` are text; in ``env``, ``args`` and ``command``
+every plain scalar is its own text (``FLAG: 010`` arrives as ``010``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from clusterkit.errors import BadInput, Place, did_you_mean, dotted
+from clusterkit.files import read_file, why
+
+MOST_VALUES = 100_000
+"""Values in one document, each use of an alias counted: a few aliases of aliases make millions."""
+VERBATIM = frozenset({"env", "args", "command"})
+"""Keys below which every scalar is text."""
+
+
+class Document:
+    """A parsed YAML file: its data, and the line of every key."""
+
+    def __init__(self, name: str, data: Any, lines: Mapping[Place, int]) -> None:
+        self.name = name
+        self.data = data
+        self._lines = lines
+        self._parts: dict[str | int, Document] = {}
+
+    def error(self, place: Place, message: str, hint: str | None = None) -> BadInput:
+        """An error at one place of the file."""
+        key = dotted(place)
+        return BadInput(f"{self.where(place)}: {key + ': ' if key else ''}{message}", hint)
+
+    def where(self, place: Place) -> str:
+        """``file:line`` of a place, or of the nearest one above it that has a line."""
+        if place and place[0] in self._parts:
+            return self._parts[place[0]].where(place)
+        while place and place not in self._lines:
+            place = place[:-1]
+        line = self._lines.get(place)
+        return f"{self.name}:{line}" if line else self.name
+
+    def include(self, key: str, folder: Path) -> None:
+        """Where a key names a file below ``folder``, put what that holds into its place.
+
+        Raises:
+            BadInput: as `read_yaml`.
+        """
+        if isinstance(named := self.data.get(key), str):
+            try:
+                part = read_yaml(folder / Path(named).expanduser(), base=(key,))
+            except BadInput as error:
+                raise self.error((key,), error.message, error.hint) from None
+            self.data[key], self._parts[key] = part.data, part
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with YAML 1.2's idea of what a plain scalar is, and with the line of every key."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012 (pyyaml's own form)
+
+    def __init__(self, text: str, file: str, depth: int) -> None:
+        super().__init__(text)
+        self.file = file
+        self.depth = depth
+        self.lines: dict[Place, int] = {}
+
+    def build(self, node: yaml.Node, place: Place) -> Any:
+        """The value of a node, which stands at ``place``, and of all below it."""
+        line = node.start_mark.line + 1
+        self.lines.setdefault(place, line)
+        if len(self.lines) > MOST_VALUES:
+            raise BadInput(f"{self.file}: more than {MOST_VALUES:,} values, aliases unfolded")
+        if isinstance(node, yaml.MappingNode):
+            self._refuse_repeated_keys(node, place)
+            self.flatten_mapping(node)
+            found = {}
+            for key_node, value_node in node.value:
+                below = (*place, str(key_node.value))
+                self.lines[below] = key_node.start_mark.line + 1
+                found[str(key_node.value)] = self.build(value_node, below)
+            return found
+        if isinstance(node, yaml.SequenceNode):
+            return [self.build(item, (*place, number)) for number, item in enumerate(node.value)]
+        if is_text(place, self.depth):
+            return node.value
+        plain = isinstance(node, yaml.ScalarNode) and node.style is None
+        if plain and place[:1] == ("deepspeed",) and _COMMENT.search(node.value):
+            raise _no_comment(f"{self.file}:{line}")
+        try:
+            return self.construct_object(node)
+        except (ValueError, KeyError, AttributeError, TypeError):
+            kind, shown = node.tag.rpartition(":")[2], repr(str(node.value)[:40])
+            message = f"{self.file}:{line}: {dotted(place)}: {shown} is not a valid {kind}"
+            raise BadInput(message) from None
+
+    def _refuse_repeated_keys(self, node: yaml.MappingNode, place: Place) -> None:
+        own: dict[str, int] = {}
+        for key_node, _ in node.value:
+            key, line = key_node.value, key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise BadInput(f"{self.file}:{line}: a key must be a word")
+            if key in own and key != "<<":
+                where = f"{self.file}:{line}: {dotted((*place, key))}"
+                raise BadInput(f"{where}: is set in line {own[key]} already", "keep one of the two")
+            own[key] = line
+
+
+for _tag, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
+              r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN)", "-+0123456789."),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("merge", r"<<", "<"),
+):  # fmt: skip
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(rf"({_pattern})\Z"), list(_first)
+    )
+
+
+def _float(loader: _Loader, node: yaml.Node) -> float:
+    text = str(loader.construct_scalar(typing.cast(yaml.ScalarNode, node))).lower()
+    return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+
+
+def _int(loader: _Loader, node: yaml.Node) -> int:
+    text = str(loader.construct_scalar(typing.cast(yaml.ScalarNode, node)))
+    # PyYAML's own would read 010 as 8.
+    return int(text, 16) if text.startswith("0x") else int(text, 10)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:float", _float)
+_Loader.add_constructor("tag:yaml.org,2002:int", _int)
+
+
+def read_yaml(path: Path, *, depth: int = 0, base: Place = ()) -> Document:
+    """Read one YAML file, or JSON; ``depth`` and ``base`` as for `parse_yaml`.
+
+    Raises:
+        BadInput: no such file, a folder, not text, too large, not YAML, empty, a key twice.
+    """
+    name = str(path)
+    try:
+        text = read_file(path).decode()
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{name}: not a text file (byte {error.start} is not UTF-8)") from None
+    except OSError as error:
+        beside = [str(path.parent / each) for each in names_in(path.parent)]
+        missing = isinstance(error, FileNotFoundError)
+        hint = did_you_mean(name, beside) if missing else ""
+        raise BadInput(f"{name}: {why(error)}", hint or None) from None
+    if path.suffix == ".json":
+        text = text.replace("\t", " ")  # which JSON allows between values, and only there
+    return parse_yaml(text, name, depth=depth, base=base)
+
+
+def parse_yaml(text: str, name: str, *, depth: int = 0, base: Place = ()) -> Document:
+    """Parse YAML text. Raises as `read_yaml`.
+
+    Args:
+        text: a whole document.
+        name: stands for the file in errors.
+        depth: where ``env`` and ``args`` are: at the top (0), or in the entries below it (1).
+        base: where in a job the document will stand.
+    """
+    try:
+        loader = _Loader(text, name, depth)
+        root = loader.get_single_node()
+        if root is None:
+            raise BadInput(f"{name}: the file is empty")
+        return Document(name, loader.build(root, base), loader.lines)
+    except yaml.YAMLError as error:
+        raise _syntax_error(error, text, name) from None
+    except RecursionError:
+        raise BadInput(f"{name}: nested too deeply, or an alias that holds itself") from None
+
+
+_COMMENT = re.compile(r"(^|\s)(//|/\*)")
+"""Of JavaScript, as people have it in JSON; to YAML it is the beginning of a word, or its end."""
+
+
+def _no_comment(where: str) -> BadInput:
+    return BadInput(f"{where}: a comment of JavaScript (// or /*)", "remove it, or begin it with #")
+
+
+def is_text(place: Place, depth: int) -> bool:
+    """Whether a scalar here is text however it looks: ``env.X``, ``args[0]``."""
+    return len(place) > depth + 1 and place[depth] in VERBATIM
+
+
+def _syntax_error(error: yaml.YAMLError, text: str, name: str) -> BadInput:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    if mark is None:
+        return BadInput(f"{name}: not YAML: {problem}")
+    where = f"{name}:{mark.line + 1}"
+    lines = text.splitlines()
+    line = lines[mark.line] if mark.line < len(lines) else ""
+    if "\t" in line[: mark.column + 1] or "'\\t'" in problem:
+        return BadInput(f"{where}: a tab where YAML wants spaces", "indent with two spaces")
+    for number in (mark.line, mark.line - 1):
+        if _COMMENT.search("".join(lines[number : number + 1])):
+            return _no_comment(f"{name}:{number + 1}")
+    return BadInput(f"{where}: not YAML: {problem}", f"near {line.strip()[:60]!r}")
+
+
+def names_in(folder: Path) -> list[str]:
+    """What a folder holds; nothing if it cannot be read."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []

@@ -1,0 +1,92 @@
+"""Agents of several nodes on this machine, for the tests of how they watch each other."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from clusterkit import runs
+from clusterkit.logs import parse_lines
+
+RUN = (
+    "import os, sys; from clusterkit.agent import __main__, client, limits; "
+    # Each node leaves a file when it hears of node 0.
+    "client.Client._hear = lambda self, said, hear=client.Client._hear: ("
+    "open(f\"{os.environ['DIR']}/met-{os.environ['NODE_RANK']}\", 'w').close(), hear(self, said)); "
+    "limits.RANKS_GRACE = limits.FAILURE_GRACE = limits.PEER_GONE_SECONDS = 0.3; "
+    "limits.PEER_AGAIN_SECONDS = 0.05; limits.PEER_SECONDS = 0.2; "
+    "sys.exit(__main__.main(sys.argv[1:]))"
+)
+# Each start of a rank says who it is, and takes its exit code from its node's pipe.
+RANK = 'echo "$NODE_RANK $$" >"$DIR/up"; read code <"$DIR/code-$NODE_RANK"; exit "$code"'
+
+
+class Nodes:
+    def __init__(self, folder):
+        self.folder = folder
+        self.agents = {}
+        self.started = []
+        with socket.create_server(("127.0.0.1", 0)) as found:
+            self.port = found.getsockname()[1]
+        self.up = self._pipe("up")
+        self.codes = {node: self._pipe(f"code-{node}") for node in range(3)}
+
+    def start(self, node, nodes=2, wait=60.0, lost_after=30.0, argv=("sh", "-c", RANK), run=RUN):
+        options = ["--nproc", "1", "--workdir", "/", "--grace", "5", "--spawn",
+                   "--nodes", str(nodes), "--lost-after", str(lost_after)]  # fmt: skip
+        if wait:
+            options += ["--rejoin", str(wait)]
+        if nodes > 1:
+            options += ["--coordinator", f"127.0.0.1:{self.port}"]
+        self.agents[node] = subprocess.Popen(
+            [sys.executable, "-c", run, "run", *options, "--", *argv],
+            env={"PATH": os.environ["PATH"], "CLUSTERKIT_RUN_DIR": str(self.folder),
+                 "CLUSTERKIT_NODE_DIR": self.path(node), "CLUSTERKIT_RUN_ID": "r",
+                 "CLUSTERKIT_ATTEMPT": "1", "NODE_RANK": str(node), "DIR": str(self.folder)},
+        )  # fmt: skip
+        self.started.append(self.agents[node])
+
+    def begin(self, count, **options):
+        """Start them all; each has met node 0 when its rank runs."""
+        ranks = {}
+        for node in range(count):
+            self.start(node, count, **options)
+            ranks |= self.running(node)
+        return ranks
+
+    def _pipe(self, name):
+        # Open at both ends: nothing is missed between two readers.
+        os.mkfifo(self.folder / name)
+        return os.fdopen(os.open(self.folder / name, os.O_RDWR), "r+b", buffering=0)
+
+    def path(self, node):
+        return runs.node_dir(str(self.folder), 1, node)
+
+    def running(self, *nodes):
+        """The ranks of these nodes, once they have started."""
+        found = {}
+        while found.keys() != set(nodes):
+            node, pid = self.up.readline().split()
+            found[int(node)] = int(pid)
+        return found
+
+    def end(self, node, code):
+        """Have the rank that runs there, or is about to, exit with this code."""
+        self.codes[node].write(b"%d\n" % code)
+
+    def exit_of(self, node):
+        return json.loads((Path(self.path(node)) / "exit.json").read_bytes())
+
+    def log_of(self, node):
+        raw = (Path(self.path(node)) / "log").read_bytes().splitlines()
+        return [x.text for line in raw for x in parse_lines(line, 0) if x.rank is None]
+
+    def close(self):
+        for process in self.started:
+            process.terminate()
+        for process in self.started:
+            process.wait()
+        for pipe in (self.up, *self.codes.values()):
+            pipe.close()

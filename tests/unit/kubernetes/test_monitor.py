@@ -1,0 +1,203 @@
+"""Following a run's pods: an API server as a small server of HTTP plays it."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import msgspec
+import pytest
+import yaml
+
+from clusterkit import backends
+from clusterkit.backends.kubernetes.client import KubeTransport
+from clusterkit.backends.kubernetes.lease import progress
+from clusterkit.backends.kubernetes.monitor import PodMonitor
+from clusterkit.backends.kubernetes.pod_log import collect
+from clusterkit.backends.kubernetes.records import removed, snapshot
+from clusterkit.backends.kubernetes.remove import remove
+from clusterkit.cluster import KubernetesCluster, KubernetesFacts
+from clusterkit.errors import Unavailable
+from clusterkit.runs import Event, RunFolder, RunHandle
+from clusterkit.spec import JobSpec
+from clusterkit.status import State
+
+LABELS = {
+    "clusterkit/role": "node", "clusterkit/attempt": "1", "clusterkit/run": "demo-1",
+    "training.kubeflow.org/replica-index": "0",
+}  # fmt: skip
+LINE = "2026-11-22T04:00:01.000000Z 0 hello"
+LOG = f"2026-11-22T04:00:01.500000000Z {LINE}\n"
+
+
+def pod(code=None):
+    ended = {"terminated": {"exitCode": code, "message": json.dumps({"exit_code": code})}}
+    state = {"running": {}} if code is None else ended
+    phase = "Running" if code is None else "Failed" if code else "Succeeded"
+    return {
+        "metadata": {"name": "demo-1-worker-0", "uid": "u", "labels": LABELS},
+        "spec": {"nodeName": "node-1", "containers": [{"name": "pytorch"}]},
+        "status": {"phase": phase, "containerStatuses": [{"state": state, "restartCount": 0}]},
+    }
+
+
+class Server(ThreadingHTTPServer):
+    """Has one pod, which ends when it is told to, and forgets what is deleted."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.pod = pod()
+        self.record = {}
+        self.deleted = []
+        self.changed = threading.Event()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def end(self, code):
+        self.pod = pod(code)
+        self.changed.set()
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def _send(self, document, status=200):
+        data = document if isinstance(document, bytes) else json.dumps(document).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self):
+        path = self.path.partition("?")[0]
+        if path.endswith("/log"):
+            self._send(LOG.encode())
+        elif "watch=1" in self.path:
+            self.server.changed.wait(10)
+            self._send(json.dumps({"type": "MODIFIED", "object": self.server.pod}).encode() + b"\n")
+            self.server.changed.clear()
+        elif path.endswith("/pods"):
+            items = [] if self.server.deleted else [self.server.pod]
+            self._send({"metadata": {"resourceVersion": "1"}, "items": items})
+        elif path.endswith("/demo-1-worker-0"):
+            self._send(self.server.pod)
+        elif path.endswith("/configmaps/demo-1-watch"):
+            self._send({"data": self.server.record})
+        else:
+            self._send({"reason": "NotFound", "message": "no"}, 404)
+
+    def do_DELETE(self):
+        self.server.deleted.append(self.path.partition("?")[0].rpartition("namespaces/ns/")[2])
+        self._send({})
+
+
+@pytest.fixture
+def server():
+    found = Server()
+    yield found
+    found.changed.set()
+    found.shutdown()
+    found.server_close()
+
+
+@pytest.fixture
+def transport():
+    found = KubeTransport()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def handle(server, make_facts, tmp_path):
+    config = tmp_path / "config"
+    config.write_text(yaml.safe_dump({
+        "clusters": [
+            {"name": "k", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}
+        ],
+        "users": [{"name": "u", "user": {"token": "t"}}],
+        "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
+    }))  # fmt: skip
+    kube = KubernetesFacts(
+        version="v1.34.4", context="c", namespace="ns", kubeconfig=str(config),
+        kinds=("PyTorchJob",), may_watch=True,
+    )  # fmt: skip
+    facts = msgspec.structs.replace(make_facts(), kubernetes=kube, home=str(tmp_path))
+    job = JobSpec(name="demo", command=("true",), launcher="python")
+    plan = backends.backend("kubernetes").plan(job, KubernetesCluster(), facts, "demo-1")
+    folder = RunFolder(tmp_path / "runs" / "demo-1")
+    folder.path.mkdir(parents=True)
+    folder.write("run.json", "{}")
+    return RunHandle(folder, plan)
+
+
+def log_of(handle):
+    return (handle.folder.node_dir(handle.attempt, 0) / "log").read_text().splitlines()
+
+
+def test_a_pod_that_ends_is_seen_with_its_whole_log(server, transport, handle):
+    monitor = PodMonitor(handle, transport)
+    try:
+        deadline = time.monotonic() + 30
+        while (seen := monitor.status()).state is not State.RUNNING:
+            assert time.monotonic() < deadline, seen
+            time.sleep(0.05)
+        server.end(3)
+        while not (seen := monitor.status()).state.final:
+            assert time.monotonic() < deadline, seen
+            time.sleep(0.05)
+    finally:
+        monitor.close()
+    assert (seen.state, seen.nodes[0].exit_code, seen.nodes[0].host) == (State.FAILED, 3, "node-1")
+    assert log_of(handle) == [LINE]
+    assert snapshot(handle)["demo-1-worker-0"].exit_code == 3
+
+
+def test_a_log_is_brought_once_however_often_it_is_collected(server, transport, handle):
+    server.end(0)
+    for _ in range(2):
+        collect(handle, transport)
+    assert log_of(handle) == [LINE]
+
+
+def test_what_the_watcher_recorded_comes_into_the_run_s_folder(server, transport, handle):
+    entry = {"pod": pod(7), "log": LOG}
+    server.record = {
+        "verdict": json.dumps({"state": "FAILED", "attempt": 2, "why": "x", "late": "late"}),
+        "events": json.dumps({"at": 1.0, "text": "attempt 1 failed"}) + "\n",
+        "attempt-1": json.dumps([entry]),
+    }
+    for _ in range(2):
+        found = progress(handle, transport)
+        assert (found.attempt, found.late, found.watched) == (2, True, True)
+    (event,) = handle.folder.records("events.jsonl", Event)
+    assert event.text == "attempt 1 failed"
+    assert snapshot(handle)["demo-1-worker-0"].exit_code == 7
+    assert log_of(handle) == [LINE]
+
+
+def test_a_removal_ends_all_that_the_run_has_and_remembers_whom_it_ended(server, transport, handle):
+    for _ in range(2):
+        remove(handle, transport)
+    assert {"pytorchjobs/demo-1", "pods", "configmaps/demo-1", "leases/demo-1-watch"} <= set(
+        server.deleted
+    )
+    found = removed(handle)
+    assert (found.ended, found.complete) == (frozenset({"demo-1-worker-0"}), True)
+
+
+def test_a_server_that_is_away_is_named(server, transport, handle):
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(Unavailable, match="could not end run demo-1: the API server"):
+        remove(handle, transport)
+    monitor = PodMonitor(handle, transport)
+    try:
+        deadline = time.monotonic() + 20
+        while (reason := monitor.status().nodes[0].reason) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        monitor.close()
+    assert "does not answer" in reason

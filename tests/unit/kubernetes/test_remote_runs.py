@@ -1,0 +1,186 @@
+"""Runs that a cluster knows of: their states from conditions, and finding one."""
+
+import base64
+import json
+
+import msgspec
+import pytest
+
+from clusterkit import api, backends
+from clusterkit.backends.base import RemoteRun
+from clusterkit.backends.kubernetes.flavors import FLAVORS
+from clusterkit.backends.kubernetes.remote_runs import (
+    PROJECT,
+    RECORD,
+    Record,
+    kept,
+    listing,
+    read,
+    state_of,
+)
+from clusterkit.cluster import KubernetesCluster, KubernetesFacts
+from clusterkit.errors import CapabilityError, RunFolderError, RunNotFound, Unavailable
+from clusterkit.spec import JobSpec
+from clusterkit.status import State
+from clusterkit.transport import Completed, LocalTransport
+from tests.unit.doctor.test_kubernetes import documents, seen_of, subject_of
+
+
+def condition(kind, status="True", at="2026-11-22T07:00:00Z"):
+    return {"type": kind, "status": status, "lastTransitionTime": at}
+
+
+@pytest.mark.parametrize(
+    ("flavor", "status", "state"),
+    [
+        ("pytorchjob", {}, "PENDING"),
+        ("pytorchjob", {"conditions": [condition("Created")]}, "PENDING"),
+        ("pytorchjob", {"conditions": [condition("Created"), condition("Running")]}, "RUNNING"),
+        ("pytorchjob", {"conditions": [condition("Created"), condition("Running", "False"),
+                                       condition("Succeeded")]}, "SUCCEEDED"),
+        ("pytorchjob", {"conditions": [condition("Failed"), condition("Running")]}, "FAILED"),
+        ("mpijob", {"conditions": [condition("Created"), condition("Suspended")]}, "PENDING"),
+        ("mpijob", {"conditions": [condition("Running", at="2026-11-22T08:00:00Z"),
+                                   condition("Restarting")]}, "RUNNING"),
+        ("job", {"active": 2}, "PENDING"),
+        ("job", {"active": 2, "ready": 1}, "RUNNING"),
+        ("job", {"conditions": [condition("SuccessCriteriaMet"), condition("Complete")]},
+         "SUCCEEDED"),
+        ("job", {"conditions": [condition("FailureTarget")]}, "RUNNING"),
+        ("trainjob", {"jobsStatus": [{"name": "node", "ready": 1}]}, "RUNNING"),
+        ("trainjob", {"jobsStatus": [{"name": "node", "ready": 0}]}, "PENDING"),
+        ("trainjob", {"conditions": [condition("Complete")]}, "SUCCEEDED"),
+        ("job", {"conditions": [condition("Levitating")]}, "UNKNOWN"),
+        ("job", {"conditions": ["garbage", None]}, "PENDING"),
+    ],
+)  # fmt: skip
+def test_the_state_of_a_job(flavor, status, state):
+    assert state_of({"status": status}, FLAVORS[flavor]) == state
+
+
+def told(run="ddp-1", **status):
+    labels = {
+        "clusterkit/run": run, "clusterkit/job": "ddp", "clusterkit/attempt": "3",
+        "clusterkit/user": "ada",
+    }  # fmt: skip
+    return {
+        "metadata": {"labels": labels, "creationTimestamp": "2026-11-22T06:00:00Z"},
+        "spec": {"pytorchReplicaSpecs": {"Worker": {"replicas": 4}}}, "status": status,
+    }  # fmt: skip
+
+
+def test_what_is_read_of_a_job():
+    found = read(told(conditions=[condition("Succeeded")]), FLAVORS["pytorchjob"])
+    assert found == RemoteRun(
+        run="ddp-1", job="ddp", state=State.SUCCEEDED, kind="PyTorchJob", attempt=3, pods=4,
+        user="ada", started_at=1795327200.0, finished_at=1795330800.0,
+    )  # fmt: skip
+    assert read(told(), FLAVORS["pytorchjob"]).finished_at is None
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_how_many_nodes_every_kind_of_job_asks_for(flavor):
+    launcher = "mpirun" if flavor == "mpijob" else "torchrun"
+    job = JobSpec(name="any", command=("true",), nodes=3, launcher=launcher)
+    objects = seen_of(subject_of(job, flavor=flavor), documents()).objects
+    found = read(objects[-1], FLAVORS[flavor])
+    assert (found.run, found.pods, found.state) == ("doctor-rehearsal", 3, State.PENDING)
+
+
+class Server(LocalTransport):
+    def __init__(self, answers):
+        self.answers = answers
+        self.asked = []
+
+    def run(self, host, argv, **_):
+        self.asked.append(argv[-1])
+        answer = next((a for part, a in self.answers.items() if part in argv[-1]), "(NotFound)")
+        if isinstance(answer, str):
+            return Completed((), 1, "", f"Error from server {answer}: no")
+        return Completed((), 0, json.dumps(answer), "")
+
+
+def test_one_request_for_each_kind_and_kinds_that_are_not_served_are_none():
+    old, new = told("old"), told("new")
+    new["metadata"]["creationTimestamp"] = "2026-11-22T07:00:00Z"
+    server = Server({"pytorchjobs": {"items": [old, new]}, "/jobs": {"items": []}})
+    assert [run.run for run in listing(["kubectl"], "x", server)] == ["new", "old"]
+    assert len(server.asked) == len(FLAVORS)
+    selector = "?labelSelector=clusterkit%2Frun%2Cclusterkit%2Fattempt"
+    assert all(path.endswith(selector) for path in server.asked)
+    with pytest.raises(Unavailable, match="namespace x cannot be listed"):
+        listing(["kubectl"], "x", Server({"pytorchjobs": "(Forbidden)"}))
+
+
+def config_map(make_facts, **cluster):
+    """What a plan puts into the cluster."""
+    seen = subject_of(**cluster)
+    backend = backends.backend("kubernetes")
+    kube = KubernetesFacts(
+        version="v1.34.4", context="secret-context", namespace="x", kubeconfig="/home/ada/k",
+        kinds=("PyTorchJob",), user="ada",
+    )  # fmt: skip
+    facts = msgspec.structs.replace(make_facts(), kubernetes=kube, home="/home/ada/.clusterkit")
+    entry = msgspec.structs.replace(seen.entry, kubeconfig="/home/ada/k", context="secret-context")
+    plan = backend.plan(seen.job, entry, facts, "ddp-1")
+    (text,) = (file.text for file in plan.files if file.path.endswith(f"/{RECORD}"))
+    return plan, text
+
+
+def test_the_record_holds_what_a_plan_is_made_of_and_nothing_of_its_machine(make_facts):
+    plan, text = config_map(make_facts)
+    for word in ("secret-context", "/home/ada"):
+        assert word not in text
+    held = {
+        "metadata": {"labels": {"clusterkit/attempt": "2"},
+                     "creationTimestamp": "2026-11-22T06:00:00Z"},
+        "data": {RECORD: text},
+    }  # fmt: skip
+    found = kept(["kubectl"], "x", "ddp-1", Server({"configmaps/ddp-1": held}))
+    assert (found.attempt, found.created_at, found.project) == (2, 1795327200.0, None)
+    again = backends.backend("kubernetes").plan(
+        found.record.job,
+        msgspec.structs.replace(found.record.cluster, namespace="x"),
+        msgspec.structs.replace(
+            found.record.facts, home="/root/.clusterkit",
+            kubernetes=msgspec.structs.replace(found.record.facts.kubernetes, namespace="x"),
+        ),
+        "ddp-1",
+    )  # fmt: skip
+    assert [file.content() for file in again.files] == [file.content() for file in plan.files]
+    assert "clusterkit/user: ada" in next(f.text for f in plan.files if "manifests" in f.path)
+
+
+@pytest.mark.parametrize(
+    ("held", "error"),
+    [
+        ("(NotFound)", RunNotFound),
+        ("(Forbidden)", Unavailable),
+        ({"metadata": {}, "data": {}}, RunFolderError),
+        ({"metadata": {}, "data": {RECORD: "{"}}, RunFolderError),
+        ({"metadata": {}, "data": {RECORD: '{"job": 7}'}}, RunFolderError),
+    ],
+)
+def test_a_record_that_cannot_be_had(held, error):
+    with pytest.raises(error) as refused:
+        kept(["kubectl"], "x", "ddp-1", Server({"configmaps/ddp-1": held}))
+    assert refused.value.hint
+
+
+def test_a_copied_project_is_read_from_its_own_config_map(make_facts):
+    job = JobSpec(name="x", command=("true",))
+    entry = KubernetesCluster(code="copied")
+    kube = KubernetesFacts(version="1", context="", namespace="")
+    facts = msgspec.structs.replace(make_facts(), kubernetes=kube)
+    held = {"metadata": {}, "data": {RECORD: Record.of(job, entry, facts).text()}}
+    code = {"metadata": {}, "binaryData": {PROJECT: base64.b64encode(b"packed").decode()}}
+    server = Server({"configmaps/x-1-code": code, "configmaps/x-1": held})
+    assert kept(["kubectl"], "x", "x-1", server).project == b"packed"
+    with pytest.raises(RunFolderError, match="config map x-2-code is gone"):
+        kept(["kubectl"], "x", "x-2", Server({"x-2-code": "(NotFound)", "x-2": held}))
+
+
+def test_other_backends_remember_nothing(clusterkit_home):
+    assert api.runs_of("local") == []
+    with pytest.raises(CapabilityError, match="do not remember"):
+        api.attach("x", cluster="local")

@@ -1,0 +1,164 @@
+"""Agents that watch each other where no lost node comes back: all end with the first that fails."""
+
+import contextlib
+import json
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.agents import RUN, Nodes
+
+# None of these may be waited for before a node starts, or tells of its failure.
+PATIENT = RUN.replace(
+    "sys.exit", "limits.RANKS_GRACE = limits.FAILURE_GRACE = limits.FIRST_SECONDS = 100; sys.exit"
+)
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    found = Nodes(tmp_path)
+    yield found
+    found.close()
+
+
+def begin(nodes, count=2, **options):
+    """Start them all, wait until they run and have met node 0, and give their ranks."""
+    ranks = {}
+    for node in range(count):
+        nodes.start(node, count, wait=0, **options)
+        ranks |= nodes.running(node)
+    for node in range(count):
+        met(nodes, node)
+    return ranks
+
+
+def met(nodes, node):
+    """Return when this node has heard of node 0, which knows of it then."""
+    deadline = time.monotonic() + 60
+    while not (nodes.folder / f"met-{node}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_node_starts_although_nobody_is_node_0_yet(nodes):
+    nodes.start(1, wait=0, run=PATIENT)
+    nodes.running(1)
+    nodes.end(1, 0)
+    assert nodes.agents[1].wait(60) == 0
+
+
+def test_a_node_starts_although_node_0_does_not_answer(nodes):
+    with socket.create_server(("127.0.0.1", nodes.port)):
+        nodes.start(1, wait=0, run=PATIENT)
+        nodes.running(1)
+        nodes.end(1, 0)
+        assert nodes.agents[1].wait(60) == 0
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_is_told_to_the_others_at_once(nodes, failing):
+    begin(nodes, 3, run=PATIENT)
+    began = time.monotonic()
+    nodes.end(failing, 7)
+    assert nodes.agents[failing].wait(60) == 7
+    assert nodes.exit_of(failing)["reason"] is None
+    for other in {0, 1, 2} - {failing}:
+        assert nodes.agents[other].wait(60) == 143
+        ended = nodes.exit_of(other)
+        assert (ended["exit_code"], ended["reason"]) == (143, f"stopped: node {failing} failed")
+        assert (ended["stopped_by"], ended["remarks"]) == (None, [])
+    assert time.monotonic() - began < 50  # nor for a pause of 100 s; alone it takes 0.1 s
+
+
+def test_a_node_that_ended_well_leaves_the_others_alone(nodes):
+    begin(nodes, 3)
+    nodes.end(1, 0)
+    assert nodes.agents[1].wait(60) == 0
+    time.sleep(1)  # PEER_GONE_SECONDS is 0.3
+    assert [nodes.agents[node].poll() for node in (0, 2)] == [None, None]
+    nodes.end(0, 0)
+    assert nodes.agents[0].wait(60) == 0
+    time.sleep(1)
+    assert nodes.agents[2].poll() is None
+    nodes.end(2, 5)
+    assert nodes.agents[2].wait(60) == 5
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_node_whose_agent_is_gone_ends_the_others(nodes, lost):
+    begin(nodes, 3)
+    nodes.agents[lost].kill()
+    for other in {0, 1, 2} - {lost}:
+        assert nodes.agents[other].wait(60) == 143
+        why = f"stopped: the launcher of node {lost} is gone"
+        assert nodes.exit_of(other)["reason"] == why
+        assert nodes.log_of(other) == []
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_node_that_falls_silent_ends_the_others(nodes, silent):
+    begin(nodes, lost_after=2)
+    nodes.agents[silent].send_signal(signal.SIGSTOP)
+    other = nodes.agents[1 - silent]
+    assert other.wait(60) == 143
+    why = ("node 0 does not answer for 2 s", "node 1 does not answer node 0 for 2 s")[silent]
+    assert nodes.exit_of(1 - silent)["reason"] == f"stopped: {why}"
+    nodes.agents[silent].kill()
+
+
+def test_a_node_that_is_asked_to_end_ends_the_others(nodes):
+    begin(nodes)
+    nodes.agents[1].terminate()
+    assert [nodes.agents[node].wait(60) for node in (1, 0)] == [143, 143]
+    assert nodes.exit_of(1)["reason"] == "stopped on request"
+    assert nodes.exit_of(0)["reason"] == "stopped: node 1 failed"
+
+
+def test_a_rank_that_ends_well_when_its_node_is_stopped_has_done_so(nodes):
+    ready = 'trap \'exit 0\' TERM; echo "$NODE_RANK $$" >"$DIR/up"; while :; do sleep 0.1; done'
+    nodes.start(0, wait=0)
+    nodes.running(0)
+    nodes.start(1, wait=0, argv=["sh", "-c", ready])
+    nodes.running(1)
+    met(nodes, 0)
+    met(nodes, 1)
+    nodes.end(0, 7)
+    assert [nodes.agents[node].wait(60) for node in (0, 1)] == [7, 0]
+    assert nodes.exit_of(1)["reason"] == "stopped: node 0 failed"
+
+
+def test_a_node_0_that_never_comes_is_remarked_and_the_node_goes_on(nodes):
+    soon = RUN.replace("sys.exit", "limits.PEER_MEET_SECONDS = 0.5; sys.exit")
+    nodes.start(1, wait=0, run=soon)
+    nodes.running(1)
+    started = Path(nodes.path(1), "started.json")
+    deadline = time.monotonic() + 60
+    while "remarks" not in json.loads(started.read_bytes()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    nodes.end(1, 0)
+    assert nodes.agents[1].wait(60) == 0
+    words = (
+        "the other nodes are not watched: node 0 cannot be reached: [Errno 111] Connection refused"
+    )
+    assert nodes.exit_of(1)["remarks"] == [words]
+    assert nodes.log_of(1) == [words]
+
+
+def test_a_launcher_that_cannot_start_is_the_node_s_end(nodes):
+    nodes.start(1, wait=0, argv=["/nope"])
+    assert nodes.agents[1].wait(60) == 127
+    assert nodes.exit_of(1)["reason"] == "No such file or directory: /nope"
+
+
+def test_a_port_that_is_taken_keeps_nobody_from_running(nodes):
+    with contextlib.closing(socket.create_server(("", nodes.port))):
+        nodes.start(0, wait=0)
+        nodes.running(0)
+        nodes.end(0, 3)
+        assert nodes.agents[0].wait(60) == 3
+    words = f"the other nodes are not watched: port {nodes.port}: Address already in use"
+    assert nodes.exit_of(0)["remarks"] == [words]
