@@ -166,7 +166,7 @@ def limited(gpus: tuple[Gpu, ...], wanted: int | Literal["auto"]) -> tuple[Gpu, 
         return gpus
     if wanted > len(gpus):
         raise BadInput(
-            f"gpus: {wanted} of this machine's {len(gpus)} GPUs cannot be had",
+            f"gpus: {wanted} wanted, but this machine has {len(gpus)}",
             hint="auto: all that are visible",
             cluster="gpus",
         )

@@ -162,7 +162,7 @@ class Report(Struct, frozen=True, kw_only=True):
     def _faults(self, style: Style) -> list[str]:
         return [
             f"{style(_WORD[finding.level], finding.level)}  "
-            f"{words(finding, hosts, self.hosts, self.everything)}{_mend(finding, '  ')}"
+            f"{words(finding, hosts, self.hosts, self.everything)}{_fix(finding, '  ')}"
             for finding, hosts in self.faults()
         ]
 
@@ -178,11 +178,11 @@ def words(
     return f"{finding.check} on {ranges(hosts, everyone, everything)}: {finding.cause}"
 
 
-def _mend(finding: Finding, indent: str) -> str:
+def _fix(finding: Finding, indent: str) -> str:
     if not finding.remedy:
         return ""
     lines = finding.remedy.splitlines()
-    return f"\n{indent}mend: " + f"\n{indent}      ".join(lines)
+    return f"\n{indent}fix: " + f"\n{indent}     ".join(lines)
 
 
 def refusal(report: Report) -> ClusterkitError | None:

@@ -15,7 +15,7 @@ import pytest
 
 from clusterkit import agent, mirror
 from clusterkit.agent import limits, report
-from clusterkit.backends.ssh import backend as ssh
+from clusterkit.backends.ssh import observe
 from clusterkit.errors import RunFolderError, SubmitFailed, Unavailable
 from clusterkit.mirror import Frames, NodeView, Watch, keeping, pull
 from clusterkit.transport import LocalTransport
@@ -277,7 +277,7 @@ def test_what_does_not_fit_here_comes_once_there_is_room(node_dir, kept, full_di
     with pytest.raises(SubmitFailed, match=r"cannot write .*log: No space left"):
         look(node_dir, view)
     assert view.unkept == f"cannot write {kept / 'log'}: No space left on device"
-    (remark,) = ssh._judge(view, [view], 0.0).remarks
+    (remark,) = observe._judge(view, [view], 0.0).remarks
     assert remark == f"its log here is incomplete: {view.unkept}"
     assert data.startswith((kept / "log").read_bytes())
     subprocess.run(["mount", "-o", "remount,size=1m", str(full_disk)], check=True)

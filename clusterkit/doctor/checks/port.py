@@ -88,7 +88,7 @@ def judge(answers: Answers) -> Iterator[Verdict]:
         if port.error is None:
             yield ok(host, f"{wanted} is free")
         elif not port.taken:
-            yield fail(host, f"port {wanted} cannot be had: {port.error}", "port: auto")
+            yield fail(host, f"port {wanted} cannot be used: {port.error}", "port: auto")
         else:
             who = ", ".join(f"{h.command} (process {h.pid} of {h.user})" for h in port.holders)
             cause = f"port {wanted} is in use by {who or 'a process that only root can see'}"

@@ -182,5 +182,5 @@ def test_a_copied_project_is_read_from_its_own_config_map(make_facts):
 
 def test_other_backends_remember_nothing(clusterkit_home):
     assert api.runs_of("local") == []
-    with pytest.raises(CapabilityError, match="do not remember"):
+    with pytest.raises(CapabilityError, match="keep no record"):
         api.attach("x", cluster="local")
