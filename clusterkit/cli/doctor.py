@@ -99,8 +99,8 @@ def _list(as_json: bool) -> None:
 def _doing(phase: int, waiting: Sequence[str], visited: Sequence[str]) -> str:
     """What is being done, on which hosts, and who has not answered yet."""
     if not waiting:
-        return "judging"
-    verb = {1: "looking at", 2: "letting meet"}.get(phase, "tidying up on")
+        return "evaluating"
+    verb = {1: "looking at", 2: "connecting"}.get(phase, "cleaning up on")
     left = f", waiting for {ranges(waiting)}" if len(waiting) < len(visited) else ""
     return f"{verb} {ranges(visited)}{left}"
 
