@@ -69,10 +69,21 @@ class Launcher:
                 self._start_one(local_rank)
         except OSError as error:
             code, why = no_start(error)
+            self._undo_start()
             self.ended.append({"pid": 0, "exit_code": code, "at": time.time()})
-            kill_all_below()
             return why
         return None
+
+    def _undo_start(self) -> None:
+        """End the processes that did start: how they end says nothing of why the others did not."""
+        kill_all_below()
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, subprocess.Popen):
+                self._selector.unregister(key.fileobj)
+                os.close(key.fd)
+        for child in self.children.values():
+            child.wait()
+        self.children.clear()
 
     def _start_one(self, local_rank: int) -> None:
         env = {**os.environ, "CLUSTERKIT_PIPE": str(self._folder / "pipe")}

@@ -138,6 +138,14 @@ def test_a_command_that_cannot_be_executed_is_126(start, node_dir, run_dir):
     assert exit_of(node_dir)["reason"].startswith("Permission denied")
 
 
+def test_when_not_all_ranks_can_be_started_those_that_were_are_not_to_blame(start, node_dir):
+    few = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60)); {RUN}"
+    assert start("sleep", "600", nproc=32, spawn=True, run=few).wait() == 126
+    ended = exit_of(node_dir)
+    assert ended["reason"] == "Too many open files"
+    assert [end["pid"] for end in ended["processes"]] == [0]
+
+
 def test_a_signal_is_told_as_128_and_its_number(start, node_dir):
     assert start("sh", "-c", "kill -KILL $$").wait() == 137
     assert exit_of(node_dir)["exit_code"] == 137
