@@ -123,7 +123,8 @@ def choose_mesh(args: argparse.Namespace, ranks: Ranks, model: Mapping[str, Any]
 
 
 def choose_batch(args: argparse.Namespace, ranks: Ranks, mesh: Mesh | None = None) -> Batch:
-    """The batch sizes for this number of ranks; 32 samples a step if nothing is said.
+    """The batch sizes for this number of ranks; if nothing is said, 32 samples a step, or the
+    largest number below that a pipeline's stages and copies divide.
 
     Args:
         mesh: its ``dp`` shares the batch; without one, all ranks do.
@@ -136,6 +137,10 @@ def choose_batch(args: argparse.Namespace, ranks: Ranks, mesh: Mesh | None = Non
     if args.global_batch is None and args.micro_batch is None:
         if args.strategy == "deepspeed" and args.deepspeed_config:
             sizes = zero_config.batch_numbers(args.deepspeed_config)
+        elif mesh is not None and mesh.pp > 1 and args.schedule == "1f1b":
+            # 1F1B takes no fewer micro batches than there are stages.
+            micro = max(1, _GLOBAL_BATCH // (shares * mesh.pp))
+            sizes = {"micro": micro, "accumulation": mesh.pp}
         return solve(data_parallel=shares, **(sizes or {"global_size": _GLOBAL_BATCH}))
     return solve(data_parallel=shares, global_size=args.global_batch, micro=args.micro_batch)
 

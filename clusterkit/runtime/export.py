@@ -2,8 +2,8 @@
 
     python -m clusterkit.runtime.export checkpoints/step-00000200 exported/
 
-Works for every strategy, on one machine without a launcher: parts that many ranks saved are put
-together. One of our own models becomes ``model.pt``, which ``torch.load`` reads and
+Works for every strategy but DeepSpeed's own pipeline and tensor parallelism, on one machine
+without a launcher: parts that many ranks saved are put together. One of our own models becomes ``model.pt``, which ``torch.load`` reads and
 ``GPT.load_state_dict`` takes; a Hugging Face model becomes a folder for ``from_pretrained``.
 """
 
@@ -80,6 +80,14 @@ def _from_shards(folder: Path) -> dict[str, Tensor]:
 
 
 def _from_zero(folder: Path) -> dict[str, Tensor]:
+    if len(parts := sorted((folder / "zero").glob("mp_rank_*_model_states.pt"))) > 1:
+        # zero_to_fp32 puts together what ZeRO divides, and nothing else (DeepSpeed 0.19).
+        how = "pipeline" if any((folder / "zero").glob("layer_*")) else "tensor parallelism"
+        raise BadInput(
+            f"{folder}: DeepSpeed's {how} divided the model into {len(parts)} parts, which cannot "
+            "be exported",
+            hint="--strategy pp, tp and 3d divide it as well, and their checkpoints can",
+        )
     if not any((folder / "zero").glob("*optim_states.pt")):  # stage 0 in fp32
         saved = torch.load(
             folder / "zero" / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=True

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from clusterkit.errors import BadInput
+from clusterkit.errors import BadInput, counted
 from clusterkit.runtime.distributed import World
 from clusterkit.runtime.mesh import Mesh
 from clusterkit.runtime.strategy import (
@@ -72,7 +72,8 @@ def recipe(settings: Settings) -> Recipe:
     """FSDP2, tensor parallel or, with stages in the mesh, a pipeline with these settings.
 
     Raises:
-        BadInput: fp16, which needs a loss scale that all ranks agree on.
+        BadInput: fp16, which needs a loss scale that all ranks agree on; fewer micro batches than
+            stages with 1F1B.
     """
     if settings.dtype not in ("fp32", "bf16"):
         raise BadInput(
@@ -80,6 +81,12 @@ def recipe(settings: Settings) -> Recipe:
             hint="use bf16 or fp32; ddp and deepspeed can do fp16",
         )
     kind = Sharded
+    if settings.schedule == "1f1b" and settings.micro_batches < settings.mesh.pp:
+        raise BadInput(
+            f"--schedule 1f1b: {counted(settings.micro_batches, 'micro batch')} a step for "
+            f"{settings.mesh.pp} stages",
+            hint=f"a global batch of {settings.mesh.pp} micro batches or more, or --schedule gpipe",
+        )
     if settings.mesh.pp > 1:
         # Only now: its imports are half a second that the others need not pay.
         from clusterkit.runtime.pipeline import Pipeline

@@ -126,3 +126,15 @@ def test_what_does_not_scale_the_loss_refuses_fp16(strategy: str, mesh: Mesh) ->
         choose_strategy(args, choose_batch(args, TWO, mesh), CPU, mesh)
     args = Parser(None, STRATEGIES).parse_args(["--strategy", strategy, "--dtype", "bf16"])
     assert choose_strategy(args, choose_batch(args, TWO, mesh), CPU, mesh).dtype == "bf16"
+
+
+def test_a_pipeline_has_a_micro_batch_for_each_stage_or_is_refused() -> None:
+    args = Parser(None, STRATEGIES).parse_args(["--strategy", "pp"])
+    mesh = Mesh(pp=3)
+    assert choose_batch(args, TWO, mesh) == Batch(30, 10, 3, 1)
+    few = Parser(None, STRATEGIES).parse_args(["--strategy", "pp", "--global-batch", "2"])
+    batch = choose_batch(few, TWO, mesh)
+    with pytest.raises(BadInput, match="--schedule 1f1b: 1 micro batch a step for 3 stages"):
+        choose_strategy(few, batch, CPU, mesh)
+    few.schedule = "gpipe"
+    assert choose_strategy(few, batch, CPU, mesh).name == "pp"

@@ -76,3 +76,15 @@ def test_what_is_no_checkpoint_or_no_known_model_is_refused(launch, tmp_path: Pa
     (saved / "checkpoint.json").write_text(json.dumps(manifest))
     with pytest.raises(BadInput, match="Unexpected key"):
         export(saved, tmp_path / "o")
+
+
+@pytest.mark.parametrize(("mesh", "how"), [("pp=2", "pipeline"), ("tp=2", "tensor parallelism")])
+def test_what_deepspeed_divided_itself_is_refused(
+    launch, zero: Callable[..., list[str]], tmp_path: Path, mesh: str, how: str
+) -> None:
+    flags = [*zero(1), "--mesh", mesh, "--checkpoint-dir", tmp_path / "c"]
+    done = launch(*SHORT, *flags, ranks=2)
+    assert done.codes == [0, 0], done.stderr
+    with pytest.raises(BadInput, match=f"DeepSpeed's {how} divided the model into 2 parts"):
+        export(tmp_path / "c" / "step-00000003", tmp_path / "o")
+    assert not (tmp_path / "o").exists()
