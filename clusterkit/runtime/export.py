@@ -3,8 +3,9 @@
     python -m clusterkit.runtime.export checkpoints/step-00000200 exported/
 
 Works for every strategy but DeepSpeed's own pipeline and tensor parallelism, on one machine
-without a launcher: parts that many ranks saved are put together. One of our own models becomes ``model.pt``, which ``torch.load`` reads and
-``GPT.load_state_dict`` takes; a Hugging Face model becomes a folder for ``from_pretrained``.
+without a launcher: parts that many ranks saved are put together. One of our own models becomes
+``model.pt``, which ``torch.load`` reads and ``GPT.load_state_dict`` takes; a Hugging Face model
+becomes a folder for ``from_pretrained``.
 """
 
 from __future__ import annotations
