@@ -162,7 +162,7 @@ def _judged(
     elif seen.state is State.SUCCEEDED:
         return _replace(base, state=State.SUCCEEDED, exit_code=0, finished_at=finished), False
     elif progress.watched and not progress.finished and (restarts or not begun):
-        remark = f"a watcher in the cluster: it starts again; {attach} follows it"
+        remark = f"the watcher in the cluster restarts it; {attach} follows it"
         return _replace(base, state=State.RESTARTING, remark=remark), False
     elif not begun:
         again = folder.file("state.json").exists()
