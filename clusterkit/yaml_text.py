@@ -1,4 +1,4 @@
-"""YAML as clusterkit writes it, on PyYAML's safe dumper: comments, shared parts. Pure."""
+"""YAML as clusterkit writes it, on PyYAML's safe dumper: plain words, shared parts. Pure."""
 
 from __future__ import annotations
 
@@ -17,14 +17,6 @@ _PLAIN = re.compile(
 _FLOW_LENGTH = 80
 """Characters that a list may have which stands in one line."""
 _RESERVED = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none", "."})
-
-
-class Commented:
-    """A value with a comment above its key, for whoever edits the file."""
-
-    def __init__(self, value: Any, comment: str) -> None:
-        self.value = value
-        self.comment = comment
 
 
 class Shared(dict[str, Any]):
@@ -58,9 +50,7 @@ def documents(objects: Sequence[Mapping[str, Any]], head: str = "") -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes a node's ``comment`` above it."""
-
-    _comment = ""
+    """Indents lists, and writes short ones in one line."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)
@@ -71,41 +61,13 @@ class _Dumper(yaml.SafeDumper):
     def generate_anchor(self, node: Any) -> str:
         return str(node.anchor)
 
-    def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> Any:
-        node = super().represent_mapping(tag, mapping, flow_style)
-        for key, value in node.value:
-            vars(key)["comment"] = vars(value).pop("comment", "")
-        return node
-
     def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> Any:
         node = super().represent_sequence(tag, sequence, flow_style)
         words = [each for each in node.value if isinstance(each, yaml.ScalarNode)]
-        simple = all(each.style != "|" and "comment" not in vars(each) for each in words)
+        simple = all(each.style != "|" for each in words)
         length = sum(len(each.value) + 2 for each in words)
         node.flow_style = simple and len(words) == len(node.value) and length <= _FLOW_LENGTH
         return node
-
-    def serialize_node(self, node: Any, parent: Any, index: Any) -> None:
-        self._comment = getattr(node, "comment", "")
-        super().serialize_node(node, parent, index)
-
-    def emit(self, event: Any) -> None:
-        event.comment, self._comment = self._comment, ""
-        super().emit(event)
-
-    def write_indent(self) -> None:
-        event: Any = self.event
-        for line in event.comment.splitlines():
-            super().write_indent()
-            self.write_indicator(f"# {line}", True)
-        event.comment = ""
-        super().write_indent()
-
-
-def _commented(dumper: yaml.SafeDumper, data: Commented) -> yaml.Node:
-    node = dumper.represent_data(data.value)
-    vars(node)["comment"] = data.comment
-    return node
 
 
 def _shared(dumper: yaml.SafeDumper, data: Shared) -> yaml.Node:
@@ -123,7 +85,6 @@ def _string(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
 
 _Dumper.add_multi_representer(str, _string)
 _Dumper.add_representer(str, _string)
-_Dumper.add_representer(Commented, _commented)
 _Dumper.add_representer(Shared, _shared)
 _Dumper.add_representer(
     _Merge, lambda dumper, _: dumper.represent_scalar("tag:yaml.org,2002:merge", "<<")

@@ -20,7 +20,6 @@ from clusterkit.agent.processes import (
     descendants,
     identity,
     is_alive,
-    process_start,
     processes_of,
     send,
     start_ticks,
@@ -38,6 +37,6 @@ from clusterkit.agent.protocol import (
 
 __all__ = [
     "AGAIN", "LEFT", "PEER_TOKEN", "RANK_ENDED", "RANK_HEADER", "STOPPED", "STOPPED_BY_PEERS",
-    "Awake", "descendants", "identity", "is_alive", "process_start", "processes_of", "send",
+    "Awake", "descendants", "identity", "is_alive", "processes_of", "send",
     "start_ticks", "wait_gone", "write_json",
 ]  # fmt: skip

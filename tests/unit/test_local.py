@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from clusterkit import backends
-from clusterkit.agent import process_start
+from clusterkit.agent.processes import process_start
 from clusterkit.backends.base import Backend, check_capabilities
 from clusterkit.backends.local.backend import LocalBackend
 from clusterkit.backends.nodes import judge_exit, overall

@@ -1,11 +1,11 @@
-"""YAML as it is written: what a reader gets back, comments, shared parts."""
+"""YAML as it is written: what a reader gets back, shared parts."""
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterkit.yaml_text import Commented, Shared, documents, merged
+from clusterkit.yaml_text import Shared, documents, merged
 from tests.conftest import UGLY
 
 SCALARS = (
@@ -38,26 +38,8 @@ def test_any_text_arrives(value):
     assert yaml.safe_load(documents([document])) == document
 
 
-@given(DOCUMENTS)
-def test_a_comment_changes_nothing_that_is_read(document):
-    commented = {key: Commented(value, "a key\nx: y") for key, value in document.items()}
-    items = [Commented(value, "an item") for value in document.values()]
-    text = documents([commented, {"items": items}])
-    read = list(yaml.safe_load_all(text))
-    assert read == [document, {"items": [*document.values()]}]
-    assert text.count("# a key\n") >= len(document)
-    assert text.count("# an item\n") >= len(document)
-
-
-def test_comments_stand_above_their_key_and_are_no_part_of_the_value():
-    document = {
-        "a": Commented(1, "why\nso"),
-        "b": [Commented({"c": Commented("x", "deep"), "d": 2}, "item"), Commented("z", "last")],
-    }
-    assert documents([document], "head\n\nmore") == (
-        "# head\n#\n# more\n# why\n# so\na: 1\nb:\n  # item\n  - # deep\n    c: x\n    d: 2\n"
-        "  # last\n  - z\n"
-    )
+def test_the_head_stands_above_the_first_document_as_a_comment():
+    assert documents([{"a": 1}], "head\n\nmore") == "# head\n#\n# more\na: 1\n"
 
 
 @pytest.mark.parametrize("text", ["1e3", "0o17", "1", "on", "y", "~", "", "1:30", "<<", "=", ".5"])
