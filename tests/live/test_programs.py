@@ -48,7 +48,9 @@ def run_job() -> Iterator[Callable[..., api.Run]]:
         started.append(job)
         if options.get("nodes") != "1:2":
             status = job.wait(SECONDS)
-            assert status.state is State.SUCCEEDED, (status, said(job)[-20:])
+            # The launcher's lines as well: where no rank has come to print, they say why.
+            log = [line.text for line in job.logs()]
+            assert status.state is State.SUCCEEDED, (status, log[-20:])
         return job
 
     yield run
