@@ -30,6 +30,8 @@ from clusterkit.supervise import LEFTOVERS, POLL_SECONDS, diagnosis, leftover_wo
 from clusterkit.transport import Transport
 
 _replace = msgspec.structs.replace
+LAST_WORD_SECONDS = 10.0
+"""How long a supervisor has to record the end of a run whose nodes have ended."""
 
 
 class Connections(contextlib.ExitStack):
@@ -216,11 +218,7 @@ def _cancel(folder: RunFolder, connections: Connections) -> RunStatus:
     with contextlib.suppress(RunFolderError):  # a folder that is full or gone: end what runs
         folder.mark_cancelled()
     backend, handle, transport = _ending(folder, before.attempt, connections)
-    deadline = time.monotonic() + handle.plan.stop_grace + 10
-    while folder.is_held() and time.monotonic() < deadline:
-        if (found := current(folder)) is not None and found.state.final:
-            break
-        time.sleep(POLL_SECONDS / 2)
+    _await_end(folder, handle.plan.stop_grace + LAST_WORD_SECONDS)
     if not folder.is_held():
         _sync(backend, handle, transport)
     remark = None
@@ -232,11 +230,21 @@ def _cancel(folder: RunFolder, connections: Connections) -> RunStatus:
         remark = leftover_words(folder, error.message)
     else:
         leftovers.unlink(missing_ok=True)
+        _await_end(folder, LAST_WORD_SECONDS)  # a supervisor on a busy machine notices late
     after = _replace(reconcile(folder, connections), remark=remark)
     if after.state.final and folder.maybe_json("state.json", RunStatus) != after:
         # Nobody else is there to record it.
         folder.write_json("state.json", after)
     return after
+
+
+def _await_end(folder: RunFolder, seconds: float) -> None:
+    """Return when the supervisor has recorded the run's end, is gone, or after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while folder.is_held() and time.monotonic() < deadline:
+        if (found := current(folder)) is not None and found.state.final:
+            return
+        time.sleep(POLL_SECONDS / 2)
 
 
 def _ending(
