@@ -22,7 +22,8 @@ agent.eager agent.preload agent.rank agent.forkserver
 agent.launcher
 agent.node
 agent.__main__ agent
-errors files status marks deepspeed_table host_probe receiver
+errors
+files status marks deepspeed_table host_probe receiver
 shell transport logs yaml_text runtime.mesh runtime.gpt_shape
 mirror tracebacks yaml_file
 spec diagnose
@@ -59,8 +60,9 @@ backends.*.probe backends.ssh.observe
 backends.*.place
 backends.compose.containers backends.kubernetes.pods
 backends.kubernetes.flavors backends.kubernetes.judge backends.kubernetes.nodes
-backends.kubernetes.apply backends.kubernetes.rights backends.kubernetes.server
+backends.kubernetes.apply backends.kubernetes.rights
 backends.kubernetes.client backends.kubernetes.entry
+backends.kubernetes.server
 backends.kubernetes.remote_runs backends.kubernetes.records
 backends.kubernetes.probe
 doctor.kubernetes.base
