@@ -6,8 +6,9 @@ schema and for docs/job-file.md.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -295,3 +296,8 @@ def check_environment(env: Mapping[str, str], source: Source = "job") -> None:
             if not is_name(name):
                 raise BadInput(f"env: {name!r} is not a valid name of an environment variable")
             check_text(f"env.{name}", value)
+
+
+Job = str | os.PathLike[str] | JobSpec | Sequence[str]
+"""What can be asked for: a job file's path, a `JobSpec`, or a command such as
+``["python", "train.py", "--fast"]``."""
