@@ -53,13 +53,14 @@ backends.local backends.ssh backends.compose backends.kubernetes
 backends.ssh.config backends.ssh.filters backends.ssh.variables backends.compose.compose_file
 backends.compose.engine
 backends.kubernetes.text backends.kubernetes.watcher backends.kubernetes.connect
+backends.kubernetes.nodes
 backends.ssh.inventory backends.ssh.known_hosts
 backends.ssh.connection
 backends.ssh.transport
 backends.*.probe backends.ssh.observe
 backends.*.place
 backends.compose.containers backends.kubernetes.pods
-backends.kubernetes.flavors backends.kubernetes.judge backends.kubernetes.nodes
+backends.kubernetes.flavors backends.kubernetes.judge
 backends.kubernetes.apply backends.kubernetes.rights
 backends.kubernetes.client backends.kubernetes.entry
 backends.kubernetes.server
