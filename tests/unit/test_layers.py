@@ -18,7 +18,7 @@ agent.clock agent.files
 agent.processes agent.signals agent.archive agent.connections agent.membership
 agent.node_log agent.report agent.coordinator
 agent.streams agent.client agent.spawn agent.fork
-agent.eager agent.preload agent.rank agent.forkserver
+agent.eager agent.preload agent.rank agent.program agent.forkserver
 agent.launcher
 agent.node
 agent.__main__ agent
