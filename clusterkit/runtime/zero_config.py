@@ -7,7 +7,6 @@ mistakes by an assertion when the engine starts. What can be known earlier is re
 from __future__ import annotations
 
 import ctypes.util
-import difflib
 import importlib.util
 import json
 import os
@@ -18,7 +17,7 @@ from typing import Any
 from clusterkit.batch import DEEPSPEED_KEYS, Batch
 from clusterkit.deepspeed_config import INSTEAD, precision
 from clusterkit.deepspeed_table import KEYS, REMOVED
-from clusterkit.errors import BadInput, Unavailable
+from clusterkit.errors import BadInput, Unavailable, did_you_mean
 
 Config = dict[str, Any]
 
@@ -107,10 +106,9 @@ def _check_keys(config: Config, path: Path | str) -> None:
             hint = INSTEAD.get(key, "leave it out")
             raise BadInput(f"{path}: DeepSpeed 0.19 no longer has `{key}`", hint)
         if key not in KEYS:
-            near = difflib.get_close_matches(key, KEYS, 1)
             raise BadInput(
                 f"{path}: DeepSpeed knows no key `{key}`, and would not say so",
-                hint=f"did you mean {near[0]}?" if near else "leave it out",
+                hint=did_you_mean(key, KEYS) or "leave it out",
             )
     on = [
         name
