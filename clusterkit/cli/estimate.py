@@ -21,8 +21,8 @@ from clusterkit.cli.common import (
 )
 from clusterkit.estimate import Estimate, published
 from clusterkit.estimate.advice import Row
+from clusterkit.estimate.presets import PRESETS
 from clusterkit.estimate.units import gib
-from clusterkit.runtime.gpt_shape import PRESETS
 
 _COLUMNS = 100
 _INDENT = " " * 8

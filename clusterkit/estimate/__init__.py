@@ -17,9 +17,9 @@ from clusterkit.errors import BadInput, ClusterkitError, counted
 from clusterkit.estimate import advice, jobs, models
 from clusterkit.estimate.advice import Advice, Row
 from clusterkit.estimate.memory import predict
+from clusterkit.estimate.presets import PRESETS
 from clusterkit.estimate.setup import OPTIMIZERS, Model, Precision, Setup
 from clusterkit.estimate.units import gib, parse_count, parse_size
-from clusterkit.runtime.gpt_shape import PRESETS
 from clusterkit.spec import JobSpec
 
 _SHAPE = ("layers", "hidden", "heads", "kv_heads", "intermediate", "gated", "vocabulary")

@@ -120,7 +120,7 @@ def bare(program: Program, launcher: list[str]) -> tuple[float, float]:
             env |= {"CLUSTERKIT_DEEPSPEED_CONFIG": str(config), "DS_ACCELERATOR": "cpu"}
         begun = time.time()
         process = subprocess.Popen(
-            [*launcher, "jobs/train/gpt.py", *program.args], env=env, text=True,
+            [*launcher, "jobs/train/gpt/train.py", *program.args], env=env, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         first, steps = None, []
