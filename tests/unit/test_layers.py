@@ -21,7 +21,8 @@ agent.streams agent.client
 agent.launcher
 agent.node
 agent.__main__ agent
-errors files status marks deepspeed_table host_probe receiver
+errors
+files status marks deepspeed_table host_probe receiver
 shell transport logs yaml_text estimate.mesh estimate.presets
 mirror tracebacks yaml_file
 spec diagnose
@@ -58,8 +59,9 @@ backends.*.probe backends.ssh.observe
 backends.*.place
 backends.compose.containers backends.kubernetes.pods
 backends.kubernetes.flavors backends.kubernetes.judge backends.kubernetes.nodes
-backends.kubernetes.apply backends.kubernetes.rights backends.kubernetes.server
+backends.kubernetes.apply backends.kubernetes.rights
 backends.kubernetes.client backends.kubernetes.entry
+backends.kubernetes.server
 backends.kubernetes.remote_runs backends.kubernetes.records
 backends.kubernetes.probe
 doctor.kubernetes.base

@@ -24,8 +24,9 @@ from strategy import (
 from torch import Tensor, nn
 from world import World
 from zero_checkpoint import convert, load
-from zero_config import Config, check_mesh, precision
+from zero_config import Config, precision
 from zero_setup import (
+    check_mesh,
     comms_table,
     explained,
     import_deepspeed,

@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from batch import Batch
-from mesh import Mesh
 from ranks import BadInput, Unavailable
 
 Config = dict[str, Any]
 
-_BATCH = {"global_size": "train_batch_size", "micro": "train_micro_batch_size_per_gpu"}
-_BATCH["accumulation"] = "gradient_accumulation_steps"
+_BATCH = {
+    "global_size": "train_batch_size",
+    "micro": "train_micro_batch_size_per_gpu",
+    "accumulation": "gradient_accumulation_steps",
+}
 
 _INCLUDES = ("/usr/include", "/usr/local/include")
 
@@ -177,31 +179,3 @@ def precision(config: Mapping[str, Any]) -> str:
     """The number format that a config asks for: fp32, bf16 or fp16."""
     on = [name for name in ("bf16", "fp16") if (config.get(name) or {}).get("enabled")]
     return on[0] if on else "fp32"
-
-
-def check_mesh(config: Config, mesh: Mesh, *, divided: bool) -> None:
-    """Refuse what a ZeRO stage and a mesh cannot be together."""
-    stage = config["zero_optimization"].get("stage", 0)
-    if divided and stage != 3:
-        raise BadInput(
-            f"--zero-init builds a divided model, and ZeRO-{stage} has whole ones", hint="stage: 3"
-        )
-    if mesh.pp > 1 and stage >= 2:
-        raise BadInput(
-            f"--mesh pp: ZeRO-{stage} divides {'gradients' if stage == 2 else 'parameters'}, "
-            "so they would travel with every micro batch of the pipeline instead of once a step",
-            hint="zero_optimization.stage 1, which divides the optimizer alone",
-        )
-    if mesh.pp > 1 and stage == 0 and config["gradient_clipping"] > 0:
-        # DeepSpeed 0.19.8 then scales each stage by the norm of its own gradient alone.
-        raise BadInput(
-            "--mesh pp: DeepSpeed's ZeRO-0 clips every stage of a pipeline by itself",
-            hint="zero_optimization.stage 1, or gradient_clipping 0",
-        )
-    if mesh.pp > 1 and mesh.tp > 1:
-        raise BadInput(
-            "--mesh pp and tp: DeepSpeed cuts either layers or stages here",
-            hint="--strategy 3d does both",
-        )
-    if mesh.tp > 1 and divided:
-        raise BadInput("--zero-init and tp: AutoTP cuts whole layers", hint="leave one out")

@@ -105,7 +105,7 @@ def kind(seen: Seen, subject: KubeSubject) -> Finding:
     name = seen.flavor
     if name is None and subject.entry.flavor == "auto":
         # Only mpirun cannot do with what every cluster has.
-        name = "mpijob" if subject.job.launcher == "mpirun" else "job"
+        name = "mpijob" if subject.job.started_by == "mpirun" else "job"
     name = name or subject.entry.flavor
     flavor = FLAVORS[name]
     if seen.reply(GROUPS).reason:
