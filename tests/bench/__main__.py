@@ -70,7 +70,7 @@ def compare(what: str, ours: Callable[[], float], peer: Callable[[], float], rou
 
 @dataclass(frozen=True)
 class Program:
-    """gpt.py with the settings of one job file, for both sides."""
+    """train.py with the settings of one job file, for both sides."""
 
     job: str
     steps: int
