@@ -241,8 +241,8 @@ def _model(spec: JobSpec, program: jobs.Program, question: Question) -> Model:
         what = spec.program or spec.module or "this command"
         raise BadInput(
             f"{what}: clusterkit does not know which model it trains",
-            hint="--model NAME (llama-3-8b, a preset of jobs/train/gpt, a Hugging Face name or folder), or "
-            "--parameters 7B --layers 32 --hidden 4096",
+            hint="--model NAME (llama-3-8b, a preset of jobs/train/gpt, a Hugging Face name or "
+            "folder), or --parameters 7B --layers 32 --hidden 4096",
         )
     return model if question.context is None else replace(model, context=question.context)
 
