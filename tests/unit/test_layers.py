@@ -17,7 +17,8 @@ agent.protocol agent.limits
 agent.clock agent.files
 agent.processes agent.signals agent.archive agent.connections agent.membership
 agent.node_log agent.report agent.coordinator
-agent.streams agent.client
+agent.streams agent.client agent.spawn agent.fork
+agent.eager agent.preload agent.rank agent.forkserver
 agent.launcher
 agent.node
 agent.__main__ agent
@@ -166,7 +167,7 @@ def test_the_runtime_needs_little_of_the_orchestrator(name):
     """It runs inside the ranks, where neither a cluster nor a command line is."""
     ours = {other for other in imports(name) if other.startswith("clusterkit.")}
     outside = {other for other in ours if not other.startswith("clusterkit.runtime")}
-    light = {"errors", "batch", "marks", "deepspeed_config", "deepspeed_table"}
+    light = {"agent.eager", "errors", "batch", "marks", "deepspeed_config", "deepspeed_table"}
     assert outside <= {f"clusterkit.{module}" for module in light}
 
 
