@@ -41,8 +41,8 @@ assemble execute slow_links
 bandwidth
 doctor.driver doctor.meeting doctor.base
 doctor.check doctor.report
-doctor.nvidia doctor.bundle
-doctor.checks.head_port doctor.checks.packages
+doctor.bundle
+doctor.checks.packages
 doctor.checks.*
 doctor.checks
 doctor.hosts
