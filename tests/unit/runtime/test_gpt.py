@@ -380,7 +380,8 @@ def test_the_folder_runs_where_it_was_copied(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(GPT.parent.glob("*.py")), ids=lambda path: path.name)
 def test_a_file_is_short_and_needs_nothing_of_clusterkit(path: Path) -> None:
     text = path.read_text()
-    assert not re.search(r"^\s*(from|import) clusterkit\b", text, re.MULTILINE)
+    # The one exception is optional, and goes; see world.run.
+    assert not re.search(r"^\s*(from|import) clusterkit\b(?!.agent.eager)", text, re.MULTILINE)
     assert text.count("\n") < 200
 
 
