@@ -11,22 +11,19 @@ is here: batch sizes and clipping that agree with the DeepSpeed config, and, on 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 import warnings
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from classifier import choose_model, encode
 from flags import Flags
-from hub import import_transformers
+from hub import import_transformers, read_deepspeed_config
 from reviews import add_flags, learning_rate, read_reviews, split
 
-from clusterkit.batch import Batch, solve
-from clusterkit.errors import BadInput, Unavailable
+from clusterkit.errors import Unavailable
 from clusterkit.runtime.distributed import (
     EXIT_STOPPED,
     World,
@@ -46,10 +43,7 @@ def main() -> int:
     device = choose_device(ranks)
     reviews = read_reviews(args.data, separator=args.separator, encoding=args.encoding)
     parts = split(len(reviews.texts), args.validation, args.seed)
-    config = None
-    if args.deepspeed_config:
-        batch = solve(data_parallel=ranks.size, micro=args.batch, accumulation=args.accumulation)
-        config = read_config(args.deepspeed_config, batch)
+    config = read_deepspeed_config(args.deepspeed_config) if args.deepspeed_config else None
     texts = [reviews.texts[row] for row in parts[0]]
     tokenizer, make_model = choose_model(args.model, texts, reviews.classes, args.max_length)
     hf = import_trainer(device, config)
@@ -85,24 +79,6 @@ def main() -> int:
     reporter.event("end", steps=trainer.state.global_step)
     reporter.phase(None)
     return 0
-
-
-def read_config(path: str, batch: Batch) -> dict[str, Any]:
-    """The DeepSpeed config, with this run's batch sizes.
-
-    Raises:
-        BadInput: it is not a JSON object, or has other batch sizes.
-    """
-    try:
-        config: dict[str, Any] = json.loads(Path(path).read_text())
-        given = {key: config.get(key, "auto") for key in batch.deepspeed()}
-    except (OSError, ValueError, AttributeError) as error:
-        raise BadInput(f"DeepSpeed config {path}: {error}") from None
-    for key, number in batch.deepspeed().items():
-        if given[key] not in ("auto", number):
-            raise BadInput(f"{path}: {key} is {given[key]!r}, but the batch makes it {number}")
-    usual = {"gradient_clipping": 1.0, "zero_optimization": {}}
-    return usual | config | batch.deepspeed()
 
 
 def trainer_options(
