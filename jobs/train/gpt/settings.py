@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, NoReturn
 
-import ddp
+import data_parallel
 import mesh as meshes
 import torch
 from batch import Batch, solve
@@ -140,7 +140,7 @@ def choose_strategy(
     dtype = args.dtype or ("bf16" if device.type == "cuda" else "fp32")
     clip = 1.0 if args.clip is None else args.clip
     if args.strategy == "ddp":
-        return ddp.recipe(dtype=dtype, clip=clip)
+        return data_parallel.recipe(dtype=dtype, clip=clip)
     import sharded
 
     reshard = args.reshard_after_forward

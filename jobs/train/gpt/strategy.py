@@ -1,6 +1,6 @@
 """How a model is spread over the ranks. A training loop knows only this interface.
 
-One subclass per way: ``ddp.DDP``, ``zero.DeepSpeed``, ``sharded.Sharded`` (FSDP2 and tensor
+One subclass per way: ``data_parallel.DDP``, ``zero.DeepSpeed``, ``sharded.Sharded`` (FSDP2, tensor
 parallel), ``pipeline.Pipeline``; each module is imported only when its strategy is asked for.
 """
 
