@@ -138,6 +138,8 @@ class Membership:
                 self._replaced_at = now
                 self.count += 1
         member.early |= member.running and not met
+        if said["gave_up"]:
+            self._failed = None  # whoever failed may have failed of that
         if self._over_at is not None or said["leaving"]:
             return True
         if self._replaced_at is not None and self._mixed(member, met):

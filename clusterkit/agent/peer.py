@@ -40,6 +40,7 @@ class Peer:
         self._code: int | None = None  # how the launcher ended by itself
         self._ended_at: float | None = None
         self._waiting = False  # whether the launcher may not run
+        self._gave_up = False  # whether it ended its launcher because node 0 was lost
         self._leaving = False
         self._began = self._heard = now
         self._connected: float | None = None  # since when there is a connection
@@ -59,7 +60,7 @@ class Peer:
         return {
             "agent": self._agent, "count": self._said, "coordinator": self.met,
             "round": self._round, "used": self._used, "running": self._running, "code": self._code,
-            "waiting": self._waiting, "leaving": self._leaving,
+            "waiting": self._waiting, "gave_up": self._gave_up, "leaving": self._leaving,
         }  # fmt: skip
 
     def connected(self, now: float) -> None:
@@ -157,12 +158,13 @@ class Peer:
         """Node 0 is lost. ``why``: what to say where nobody waits for it."""
         if not self._wait:
             return self._end("stop", why)
-        self._given_up = now
+        self._given_up, self._gave_up = now, True
         self._hold("node 0 was lost; waiting for it")
 
     def _start(self, number: int, say: str) -> None:
         self._log(number, "start", say)
-        self._round, self._code, self._running, self._waiting = number, None, True, False
+        self._round, self._code, self._running = number, None, True
+        self._waiting = self._gave_up = False
         self.news = True
         self.orders.append(("start", ""))
 

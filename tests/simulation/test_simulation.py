@@ -50,6 +50,9 @@ def test_a_node_may_be_lost_at_every_step(kind):
                  faults=(Fault("rank", 1, at=2.207), Fault("zombie", 0, step=41, seconds=2.474))),
         Schedule(1391, 2, restarts=0, work=5.859, lost=0.02, doubled=0.1, late=0.1,
                  faults=(Fault("zombie", 0, step=2, seconds=2.436),)),
+        # A node gave up a node 0 that stood still, and what failed of that ended the run.
+        Schedule(2014666, 3, restarts=0, work=9.292, lost=0.1,
+                 faults=(Fault("freeze", 0, at=0.4223, seconds=9.945),)),
         # What failed of a node 0 that was lost before it was met cost a restart.
         Schedule(2615, 3, restarts=1, work=6.148, lost=0.1, late=0.1,
                  faults=(Fault("rank", 2, at=6.846), Fault("node", 0, step=2, seconds=1.96),
