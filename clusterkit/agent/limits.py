@@ -22,6 +22,7 @@ REPORT_BYTES = 1 << 18  # of a file in one frame
 PEER_SECONDS = 2.0  # between two signs of life; for a connection; for last words
 PEER_GONE_SECONDS = 5.0  # that a node whose connection was closed has to connect again
 PEER_MEET_SECONDS = 120.0  # that node 0 may take to be there
+TURN_SECONDS = 0.05  # at least, between two decisions of node 0 about what is due
 PEER_AGAIN_SECONDS = 0.5  # before a node 0 that is not there is sought again
 END_SECONDS = 600.0  # that launchers may take to end, all told, between two rounds
 SOON_SECONDS = 60.0  # whatever fails earlier after its start is started again after a pause
