@@ -217,10 +217,7 @@ def _cancel(folder: RunFolder, connections: Connections) -> RunStatus:
     if before.state.final and not leftovers.exists():
         if unfinished(folder, connections):  # by now it is: `attach` starts it no more
             before = _replace(before, remark=None)
-            backend, handle, transport = _ending(folder, before.attempt, connections)
-            with contextlib.suppress(ClusterkitError):  # nodes that had just been started
-                backend.cancel(handle, transport)
-            _record_end(before, backend, handle, transport)
+            _record_end(before, *_ending(folder, before.attempt, connections))
         return before
     with contextlib.suppress(RunFolderError):  # a folder that is full or gone: end what runs
         folder.mark_cancelled()
@@ -294,7 +291,7 @@ def forget(folder: RunFolder) -> None:
 
 
 def abandon(folder: RunFolder) -> None:
-    """End a submit that was interrupted: its nodes may have started, its supervisor come up."""
-    if folder.file("state.json").exists():
+    """End a submit that was interrupted: its supervisor may have come up."""
+    if folder.is_held():
         with contextlib.suppress(ClusterkitError):
             cancel(folder)

@@ -390,7 +390,7 @@ OK, BAD, UP = State.SUCCEEDED, State.FAILED, State.RUNNING
 def supervise_with(unstarted_run, monkeypatch):
     """Run a supervisor in this process over scripted attempts; gives what it left."""
 
-    def go(attempts, text="launcher: python\n", adopt=None, kind=Scripted, **options):
+    def go(attempts, text="launcher: forkserver\n", adopt=None, kind=Scripted, **options):
         run = unstarted_run(text, **options)
         backend = kind(attempts)
         monkeypatch.setattr(backends, "backend", lambda name: backend)
@@ -399,8 +399,6 @@ def supervise_with(unstarted_run, monkeypatch):
         supervisor = Supervisor(RunFolder(run.path))
         if adopt is not None:
             adopt(supervisor)
-        elif not supervisor.start():
-            return backend, supervisor.folder.read_json("state.json", RunStatus), run.events()
         supervisor._attempts(adopt is not None)
         return backend, supervisor.folder.read_json("state.json", RunStatus), run.events()
 
@@ -419,7 +417,7 @@ class Kept(Scripted, SupportsCleanup):
 
 
 def test_what_an_attempt_leaves_with_a_service_is_removed_after_each(supervise_with):
-    job = "launcher: python\nrestarts: 1\n"
+    job = "launcher: forkserver\nrestarts: 1\n"
     backend, status, _ = supervise_with([observed(BAD), observed(OK)], job, kind=Kept)
     assert backend.cancelled == 2
     assert (status.state, status.remark) == (State.SUCCEEDED, None)
@@ -433,13 +431,13 @@ def test_what_a_service_did_not_remove_is_told_of_until_it_is(supervise_with, mo
     ]
     assert "the engine does not answer; `clusterkit cancel" in status.remark
     _, status, _ = supervise_with(
-        [observed(BAD), observed(OK)], "launcher: python\nrestarts: 1\n", kind=Kept
+        [observed(BAD), observed(OK)], "launcher: forkserver\nrestarts: 1\n", kind=Kept
     )
     assert status.remark is None
 
 
 def test_a_run_that_succeeds_is_not_repeated(supervise_with):
-    backend, status, events = supervise_with([observed(OK)], "launcher: python\nrestarts: 3\n")
+    backend, status, events = supervise_with([observed(OK)], "launcher: forkserver\nrestarts: 3\n")
     assert (status.state, status.exit_code, status.attempt) == (State.SUCCEEDED, 0, 1)
     assert [attempt for attempt, _ in backend.submitted] == [1]
     assert events == []
@@ -447,7 +445,7 @@ def test_a_run_that_succeeds_is_not_repeated(supervise_with):
 
 def test_a_failed_run_is_restarted_as_often_as_the_job_says(supervise_with):
     attempts = [observed(BAD), observed(BAD), observed(OK)]
-    backend, status, events = supervise_with(attempts, "launcher: python\nrestarts: 2\n")
+    backend, status, events = supervise_with(attempts, "launcher: forkserver\nrestarts: 2\n")
     assert (status.state, status.attempt) == (State.SUCCEEDED, 3)
     assert [attempt for attempt, _ in backend.submitted] == [1, 2, 3]
     assert events[0].text.startswith("attempt 1 failed: node 0: its launcher exited with 1;")
@@ -466,7 +464,7 @@ def test_without_restarts_the_first_failure_is_the_end(supervise_with):
 
 def test_a_run_is_ended_at_its_time_limit_whatever_restarts_are_left(supervise_with):
     script = [[observed(UP), observed(UP), observed(BAD, code=143)]]
-    job = "launcher: python\nrestarts: 3\ntime_limit: 0.000001\n"
+    job = "launcher: forkserver\nrestarts: 3\ntime_limit: 0.000001\n"
     backend, status, events = supervise_with(script, job)
     assert (status.state, status.exit_code, status.attempt) == (State.FAILED, 124, 1)
     assert status.failure.cause == "it was stopped at its time_limit of 1e-06"
@@ -476,7 +474,7 @@ def test_a_run_is_ended_at_its_time_limit_whatever_restarts_are_left(supervise_w
 
 def test_waiting_does_not_count_for_the_time_limit(supervise_with):
     waiting = observed(State.PENDING)
-    job = "launcher: python\ntime_limit: 0.000001\n"
+    job = "launcher: forkserver\ntime_limit: 0.000001\n"
     _, status, _ = supervise_with([[waiting, waiting, waiting, observed(OK)]], job)
     assert (status.state, status.exit_code) == (State.SUCCEEDED, 0)
 
@@ -499,7 +497,7 @@ def test_a_pause_of_the_supervisor_is_no_node_s_fault(supervise_with, monkeypatc
 def test_a_run_that_has_gone_on_in_its_cluster_is_followed_and_not_started_again(supervise_with):
     gone_on = ClusterProgress(attempt=3, watched=True)
     left = msgspec.structs.replace(observed(BAD), superseded=gone_on)
-    job = "launcher: python\nrestarts: 3\n"
+    job = "launcher: forkserver\nrestarts: 3\n"
     backend, status, events = supervise_with(
         [left, observed(BAD), observed(BAD), observed(OK)], job
     )
@@ -512,7 +510,7 @@ def test_a_run_that_has_gone_on_in_its_cluster_is_followed_and_not_started_again
 def test_an_attempt_that_was_announced_in_the_cluster_and_never_begun_is_started(supervise_with):
     announced = ClusterProgress(attempt=2, begun=False)
     left = msgspec.structs.replace(observed(BAD), superseded=announced)
-    job = "launcher: python\nrestarts: 1\n"
+    job = "launcher: forkserver\nrestarts: 1\n"
     backend, status, _ = supervise_with([left, observed(OK)], job)
     assert [attempt for attempt, _ in backend.submitted] == [1, 2]
     assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
@@ -520,7 +518,7 @@ def test_an_attempt_that_was_announced_in_the_cluster_and_never_begun_is_started
 
 def test_a_node_that_fails_takes_the_others_down(supervise_with):
     script = [[observed(UP, UP), observed(BAD, UP), observed(BAD, UP), observed(BAD, BAD)]]
-    backend, status, _ = supervise_with(script, "launcher: python\nnodes: 2\n")
+    backend, status, _ = supervise_with(script, "launcher: forkserver\nnodes: 2\n")
     assert backend.cancelled >= 1
     assert status.state is State.FAILED
 
@@ -564,14 +562,14 @@ def test_a_port_of_the_program_s_own_that_is_taken_is_its_own_failure(supervise_
     assert events == []
 
 
-def test_a_run_that_is_cancelled_before_it_is_watched_is_ended(unstarted_run, monkeypatch):
+def test_a_cancelled_run_is_not_started(unstarted_run, monkeypatch):
     run = unstarted_run()
     backend = Scripted([])
     monkeypatch.setattr(backends, "backend", lambda name: backend)
     folder = RunFolder(run.path)
     folder.mark_cancelled()
     Supervisor(folder)._attempts()
-    assert (backend.submitted, backend.cancelled) == ([], 1)
+    assert backend.submitted == []
     status = folder.read_json("state.json", RunStatus)
     assert (status.state, status.exit_code) == (State.CANCELLED, 130)
 
@@ -721,16 +719,15 @@ def fill(tmp_path, monkeypatch):
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-@pytest.mark.parametrize("start", ["launch", "spawn"])
-def test_a_disk_that_is_nearly_full_refuses_the_start(fill, unstarted_run, make_facts, start):
+@pytest.mark.parametrize(("left", "file"), [(40, ".reserve"), (64, "supervisor.json")])
+def test_a_disk_that_is_nearly_full_refuses_the_start(fill, unstarted_run, make_facts, left, file):
     facts = make_facts(home=os.environ["CLUSTERKIT_HOME"])
     made = RunFolder(unstarted_run(facts=facts).path)
     HELD.pop(made.path).close()
-    fill(40)
-    words = rf"cannot write {made.path}/.reserve: No space left on device"
+    fill(left)
+    words = rf"cannot write {made.path}/{file}: No space left on device"
     with pytest.raises(ClusterkitError, match=words) as error, made.hold() as lock:
-        getattr(supervise, start)(made, lock, *([LocalTransport()] if start == "launch" else []))
-    assert not made.file("supervisor.log").exists()
+        supervise.spawn(made, lock)
     assert error.value.hint == (
         f"make room on the disk that holds {made.path}, or set CLUSTERKIT_HOME"
     )
@@ -756,7 +753,7 @@ def said_of(run, state, **fields):
 def failed_alone(unstarted_run, by_hand, monkeypatch):
     """A run that may be started again once, and failed after its supervisor was killed; gives it
     and the arguments of the supervisors that are started for it."""
-    run = unstarted_run("launcher: python\nrestarts: 1\n")
+    run = unstarted_run("launcher: forkserver\nrestarts: 1\n")
     hand = by_hand(run)
     hand.folder.write_json("state.json", said_of(run, State.RUNNING))
     hand.unwatched()
@@ -820,7 +817,7 @@ def saved(state, **fields):
 
 
 def test_an_attempt_that_failed_unwatched_is_followed_by_another(supervise_with):
-    job = "launcher: python\nrestarts: 1\n"
+    job = "launcher: forkserver\nrestarts: 1\n"
     backend, status, _ = supervise_with(
         [observed(BAD), observed(OK)], job, adopt=saved(State.RUNNING)
     )
@@ -841,7 +838,7 @@ def test_an_attempt_that_was_about_to_start_is_ended_and_followed_by_another(sup
 
 
 def test_earlier_attempts_are_on_record(supervise_with, by_hand):
-    job = "launcher: python\nrestarts: 2\n"
+    job = "launcher: forkserver\nrestarts: 2\n"
     _, status, _ = supervise_with([observed(BAD, code=7), observed(BAD, code=9), observed(OK)], job)
     assert [(a.attempt, a.state, a.failure.exit_code) for a in status.attempts] == [
         (1, State.FAILED, 7),
@@ -857,7 +854,7 @@ def test_earlier_attempts_are_kept_by_the_next_supervisor(supervise_with):
         attempt=1, state=State.FAILED, failure=None, started_at=1.0, finished_at=2.0
     )
     adopt = saved(State.RUNNING, attempt=2, attempts=(earlier,))
-    job = "launcher: python\nrestarts: 2\n"
+    job = "launcher: forkserver\nrestarts: 2\n"
     _, status, _ = supervise_with([observed(BAD), observed(BAD), observed(OK)], job, adopt=adopt)
     assert [attempt.attempt for attempt in status.attempts] == [1, 2]
     assert status.attempts[0] == earlier
