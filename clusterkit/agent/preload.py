@@ -82,8 +82,9 @@ class Preload:
                     with contextlib.suppress(BaseException):
                         importlib.import_module(name)
                 if name == "torch" and "torch" in sys.modules and _COMPILER not in self._recorded:
-                    self._eager["defer_dynamo"]()
-                    stack.enter_context(self._eager["deferred_compile"]())
+                    with contextlib.suppress(Exception):  # a torch that has no compiler
+                        self._eager["defer_dynamo"]()
+                        stack.enter_context(self._eager["deferred_compile"]())
         if asked == "1" and "PYTORCH_NVML_BASED_CUDA_CHECK" not in self._config["env"]:
             del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
 
