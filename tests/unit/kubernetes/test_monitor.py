@@ -26,7 +26,7 @@ from clusterkit.backends.kubernetes.remove import remove
 from clusterkit.backends.kubernetes.server import RunObjects
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
 from clusterkit.errors import Unavailable
-from clusterkit.runs import Event, RunFolder, RunHandle
+from clusterkit.runs import MADE, Event, RunFolder, RunHandle
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
 
@@ -137,6 +137,7 @@ def handle(server, make_facts, tmp_path):
     folder = RunFolder(tmp_path / "runs" / "demo-1")
     folder.path.mkdir(parents=True)
     folder.write("run.json", "{}")
+    folder.write(MADE, "")
     return RunHandle(folder, plan)
 
 
@@ -217,6 +218,15 @@ def test_a_removal_ends_all_that_the_run_has_and_remembers_whom_it_ended(server,
     )
     found = removed(handle)
     assert (found.ended, found.complete) == (frozenset({"demo-1-worker-0"}), True)
+
+
+def test_a_run_that_made_nothing_removes_nothing_of_another_s_with_its_id(
+    server, transport, handle
+):
+    handle.folder.file(MADE).unlink()
+    remove(handle, transport)
+    assert server.deleted == []
+    assert removed(handle) is None
 
 
 def test_a_server_that_is_away_is_named(server, transport, handle):
