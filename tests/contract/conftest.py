@@ -375,7 +375,7 @@ def demo() -> Callable[..., JobSpec]:
         given = {
             "name": "demo",
             "program": str(PROGRAMS / "dump.py"),
-            "launcher": "python",
+            "launcher": "forkserver",
             "workdir": str(PROGRAMS),
         }
         return JobSpec(**(given | fields))

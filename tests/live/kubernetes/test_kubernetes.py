@@ -48,7 +48,7 @@ def seen(run):
 @pytest.mark.parametrize(
     ("flavor", "launcher"),
     [
-        ("pytorchjob", "python"), ("job", "python"), ("trainjob", "python"),
+        ("pytorchjob", "forkserver"), ("job", "forkserver"), ("trainjob", "forkserver"),
         ("mpijob", "mpirun"), ("mpijob", "deepspeed"),
     ],
 )  # fmt: skip
@@ -160,7 +160,7 @@ def failed(run, seconds=120):
 
 @pytest.mark.parametrize(
     ("flavor", "launcher"),
-    [("pytorchjob", "python"), ("mpijob", "mpirun"), ("mpijob", "deepspeed")],
+    [("pytorchjob", "forkserver"), ("mpijob", "mpirun"), ("mpijob", "deepspeed")],
 )
 def test_a_rank_that_fails_ends_the_run_with_its_exit_code(flavor, launcher, submit):
     script = "[ $RANK = 1 ] && exit 7; exec sleep 3600"

@@ -162,7 +162,7 @@ def test_a_copied_project_comes_back_with_it(kube, elsewhere, taken, tmp_path, m
     (project / "note").write_text("not committed")
     monkeypatch.chdir(project)
     run = api.submit(
-        ["python", "main.py"], nodes=1, settings=["launcher=python", "restarts=1"],
+        ["python", "main.py"], nodes=1, settings=["launcher=forkserver", "restarts=1"],
         **kube.entry(code="copied"),
     )  # fmt: skip
     try:

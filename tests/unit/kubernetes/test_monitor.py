@@ -132,7 +132,7 @@ def handle(server, make_facts, tmp_path):
         kinds=("PyTorchJob",), may_watch=True,
     )  # fmt: skip
     facts = msgspec.structs.replace(make_facts(), kubernetes=kube, home=str(tmp_path))
-    job = JobSpec(name="demo", command=("true",), launcher="python")
+    job = JobSpec(name="demo", command=("true",), launcher="forkserver")
     plan = backends.backend("kubernetes").plan(job, KubernetesCluster(), facts, "demo-1")
     folder = RunFolder(tmp_path / "runs" / "demo-1")
     folder.path.mkdir(parents=True)
