@@ -67,8 +67,9 @@ estimate-check: .venv/.train ## Predicted memory against measured; writes the ta
 	@$(BIN)/python -m tests.live.estimate --write
 
 .PHONY: bench
-bench: .venv/.train ## Ratios against torchrun and deepspeed, start-up, planning at scale
+bench: .venv/.train ## Ratios against torchrun and deepspeed, start-up, runs and plans of many nodes
 	@$(BIN)/python -m tests.bench
+	@$(BIN)/python -m tests.bench.scale
 	@$(BIN)/python -m tests.bench.ssh || [ $$? = 3 ]
 	@$(BIN)/python -m tests.bench.compose || [ $$? = 3 ]
 	@$(BIN)/python -m tests.bench.kubernetes || [ $$? = 3 ]
@@ -145,7 +146,12 @@ types: .venv/.dev ## mypy, strict
 .PHONY: unit
 unit: .venv/.dev ## Tests that need no cluster: WORKERS=2
 	@$(BIN)/pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal \
-		tests/unit tests/contract tests/golden
+		tests/unit tests/contract tests/golden tests/simulation
+
+SCHEDULES ?= 100000
+.PHONY: simulation
+simulation: .venv/.dev ## More simulated bad days of a run than the unit tests have: SCHEDULES=100000
+	@$(BIN)/python -m tests.simulation $(SCHEDULES)
 
 .PHONY: live
 live: .venv/.dev ## Tests that start real runs; what fails is run once more, and named FLAKY if it passes

@@ -22,7 +22,7 @@ from tests.live.kubernetes.conftest import KUBECONFIG, KUBECTL, Kube
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[3]
-JOB = JobSpec(name="live", command=("true",), nodes=2, launcher="python")
+JOB = JobSpec(name="live", command=("true",), nodes=2, launcher="forkserver")
 GPU = "nvidia.com~1gpu"
 Examine = Callable[..., Report]
 
@@ -312,10 +312,15 @@ def test_an_image_that_is_not_there(examine):
 
 def test_gpus_that_are_not_there_and_some_in_name_only(kube, examine):
     job = JobSpec(
-        name="live", command=("true",), nodes=2, launcher="python", gpus_per_node=8, device="cuda"
+        name="live",
+        command=("true",),
+        nodes=2,
+        launcher="forkserver",
+        gpus_per_node=8,
+        device="cuda",
     )
     report = examine(job, only="plan,gpus")
-    assert at(report, "gpus").level == "fail"
+    assert at(report, "gpus").level == "warn"
     assert "no node that takes the job's pods knows of nvidia.com/gpu" in at(report, "gpus").cause
     node = kube.nodes()[0]
     patch = ["patch", "node", node, "--subresource=status", "--type=json", "-p"]
@@ -327,7 +332,7 @@ def test_gpus_that_are_not_there_and_some_in_name_only(kube, examine):
             "--timeout=60s",
         )  # fmt: skip
         told = at(examine(job, only="gpus"), "gpus")
-        assert told.cause == "a pod of the job needs 8 GPUs, no node has more than 4"
+        assert "a pod of the job needs 8 GPUs, no node has more than 4" in told.cause
     finally:
         kube.kubectl(*patch, json.dumps([{"op": "remove", "path": path}]))
         kube.kubectl(*patch, json.dumps([{"op": "remove", "path": path.replace(
