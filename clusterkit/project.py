@@ -400,8 +400,8 @@ def send(
         Unavailable: the host cannot be reached.
     """
     text = Path(receiver.__file__).read_bytes()
-    # File names are bytes to both sides, whatever the locale there.
-    argv = [python, "-I", "-X", "utf8", "-c", _BOOT.format(len(text))]
+    # File names are bytes to both sides, whatever the locale there; no installed package is needed.
+    argv = [python, "-I", "-S", "-X", "utf8", "-c", _BOOT.format(len(text))]
     with transport.open(host, argv) as stream:
         request = json.dumps({"path": tree.path}).encode() + b"\n"
         stream.write(text + request + found.packed())

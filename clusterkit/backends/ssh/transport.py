@@ -284,7 +284,7 @@ class SshTransport(Transport):
 
     def free_port(self, host: str, wanted: int | None = None) -> int:
         python = self._hosts[host].python or self._python
-        argv = [python, "-I", "-c", free_port_program(wanted)]
+        argv = [python, "-I", "-S", "-c", free_port_program(wanted)]
         done = self.run(host, argv, timeout=OPEN_SECONDS)
         if done.exit_code or not done.stdout.strip().isdigit():
             said = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.exit_code}"
