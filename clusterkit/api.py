@@ -20,21 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from clusterkit import backends, request, run_state
+from clusterkit import backends, run_state
 from clusterkit import runs as store
 from clusterkit.backends.base import SupportsDoctor, SupportsRemoteRuns
-from clusterkit.cluster import Facts
 from clusterkit.errors import EXIT_FAILURE, CapabilityError, RunFailed
-from clusterkit.launch import Prepared as Prepared
-from clusterkit.launch import Progress as Progress
-from clusterkit.launch import launch as launch
-from clusterkit.launch import prepare as prepare
-from clusterkit.launch import resolved_cluster as resolved_cluster
-from clusterkit.launch import take_up as _take_up
-from clusterkit.logs import LogLine
-from clusterkit.plan import Plan
 from clusterkit.run import Run as Run
 from clusterkit.runs import Submission
+from clusterkit.spec import Job as Job
 from clusterkit.spec import JobSpec, parse_nodes
 from clusterkit.status import RunStatus, State
 
@@ -42,9 +34,26 @@ if TYPE_CHECKING:
     from clusterkit import bandwidth
     from clusterkit import doctor as doctors
     from clusterkit.catalogue import CatalogueEntry
+    from clusterkit.cluster import Facts
     from clusterkit.estimate import Estimate
+    from clusterkit.launch import Prepared as Prepared
+    from clusterkit.launch import Progress as Progress
+    from clusterkit.launch import launch as launch
+    from clusterkit.launch import prepare as prepare
+    from clusterkit.launch import resolved_cluster as resolved_cluster
+    from clusterkit.logs import LogLine
+    from clusterkit.plan import Plan
 
-Job = request.Job
+_LAUNCH = ("Prepared", "Progress", "launch", "prepare", "resolved_cluster")
+
+
+def __getattr__(name: str) -> Any:
+    """What it takes to start a job is imported when a job is started: `ls` does without."""
+    if name not in _LAUNCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from clusterkit import launch as starting
+
+    return getattr(starting, name)
 
 
 class ListedRun(RunStatus, frozen=True, kw_only=True):
@@ -62,6 +71,8 @@ def plan(job: Job, **options: Any) -> Plan:
     """Exactly what `submit` would do, as data; options as for `prepare`."""
     if options.get("run_id") is None:
         options["run_id"] = lambda name: f"{store.slug(name)}-plan"
+    from clusterkit.launch import prepare
+
     with prepare(job, **options) as ready:
         return ready.plan
 
@@ -74,6 +85,8 @@ def submit(job: Job, **options: Any) -> Run:
     Raises:
         ClusterkitError: nothing was started and nothing is left behind.
     """
+    from clusterkit.launch import launch, prepare
+
     return launch(prepare(job, **options))
 
 
@@ -99,6 +112,8 @@ def runs_of(
     Raises:
         Unavailable: the cluster does not answer.
     """
+    from clusterkit.launch import resolved_cluster
+
     entry = resolved_cluster(cluster, clusters_file)
     backend = backends.backend(entry.backend)
     there = {}
@@ -163,7 +178,9 @@ def attach(
     if cluster is not None and isinstance(run, str):
         known = store.RUN_ID.match(run) and (store.home() / "runs" / run).is_dir()
         if not known:
-            return _take_up(run, cluster, clusters_file)
+            from clusterkit.launch import take_up
+
+            return take_up(run, cluster, clusters_file)
     found = get(run)
     found.attach()
     return found
@@ -219,6 +236,7 @@ def bench(
         ClusterkitError: it cannot be measured, or not all of it was.
     """
     from clusterkit import bandwidth
+    from clusterkit.launch import launch, prepare, resolved_cluster
     from clusterkit.ui.words import failure_text
 
     options = bandwidth.choose(**choices)
@@ -286,6 +304,8 @@ def estimate(
         ClusterkitError: the model is not known, or cannot be divided like this.
     """
     from clusterkit import estimate as estimates
+    from clusterkit import request
+    from clusterkit.launch import resolved_cluster
 
     asked = estimates.check(estimates.Question(**question))
     spec = None
@@ -330,6 +350,8 @@ def doctor(
         ClusterkitError: no such cluster, job or check. A host that does not answer is a finding.
     """
     from clusterkit import doctor as doctors
+    from clusterkit import request
+    from clusterkit.launch import resolved_cluster
 
     spec = None
     if job is not None:

@@ -34,7 +34,7 @@ from clusterkit.rendezvous import (
     rank_script,
 )
 from clusterkit.shell import Joined, Var, Word
-from clusterkit.spec import JobSpec, Launcher
+from clusterkit.spec import JobSpec, Launcher, launcher_of
 
 OWNED = frozenset({
     "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE",
@@ -77,7 +77,7 @@ class Watching:
         found: list[Word] = []
         if not topology.elastic and topology.nodes > 1:
             found += ["--coordinator", Joined((self.address, f":{self.port}"))]
-            found += ["--nodes", str(topology.nodes), "--lost-after", f"{self.lost_after:g}"]
+            found += ["--lost-after", f"{self.lost_after:g}"]
         if not topology.elastic and self.rejoin:
             found += ["--rejoin", f"{self.rejoin:g}"]
         return found
@@ -145,7 +145,7 @@ class Placement:
     @property
     def starter(self) -> Launcher:
         """What in the end starts the ranks."""
-        return self.job.launcher if self.mpi_interface is None else "mpirun"
+        return self.job.started_by if self.mpi_interface is None else "mpirun"
 
     @property
     def launchers(self) -> int:
@@ -177,7 +177,7 @@ class Placement:
             run_id=self.endpoint.run_id,
             run_dir=self.places.run_dir,
             backend=backend,
-            summary=f"{topology} {self.where}, started by {self.job.launcher}; "
+            summary=f"{topology} {self.where}, started by {self.job.started_by}; "
             f"world size {topology.world_size}",
             notes=(*self.notes, *assembly.notes, *self.remarks),
             trees=self.trees,
@@ -210,7 +210,12 @@ def assemble(placement: Placement) -> Assembly:
     job, topology, places = placement.job, placement.topology, placement.places
     starter, watching = placement.starter, placement.watching
     sizes, notes = solve_batch(job, topology)
-    notes = [Note("python", places.python, places.python_origin), *notes]
+    launcher, origin = launcher_of(job)
+    notes = [
+        Note("launcher", launcher, origin),
+        Note("python", places.python, places.python_origin),
+        *notes,
+    ]
     files: list[PlanFile] = []
     run_env = _run_environment(placement, sizes)
     if job.deepspeed is not None:
@@ -240,13 +245,13 @@ def assemble(placement: Placement) -> Assembly:
         PlanFile(places.file("rank.sh"), text=script, mode=0o755),
         PlanFile(places.file(ARCHIVE), resource=ARCHIVE),
     ]
-    if job.launcher in ("deepspeed", "mpirun"):
+    if launcher in ("deepspeed", "mpirun"):
         text = hostfile(placement.names, topology.nproc_per_node)
         files.append(PlanFile(places.file("hostfile"), text=text))
     program = program_argv(job, places.python, run_env, topology)
     rank_command: list[Word] = ["/bin/sh", places.file("rank.sh"), *program]
-    launcher = launcher_argv(
-        job.launcher,
+    command = launcher_argv(
+        launcher,
         topology,
         placement.endpoint,
         python=places.python,
@@ -256,7 +261,7 @@ def assemble(placement: Placement) -> Assembly:
         mpi_interface=placement.mpi_interface,
     )
     watch = [] if watching is None or starter == "mpirun" else watching.arguments(topology)
-    script = _node_script(placement, env, [launcher, rank_command], watch)
+    script = _node_script(placement, env, [command, rank_command], watch)
     node_sh = PlanFile(places.file("node.sh"), text=script, mode=0o755)
     secrets = (*job.secrets, PEER_TOKEN) if "--coordinator" in watch else job.secrets
     return Assembly((node_sh, *files), tuple(notes), ("/bin/sh", node_sh.path), secrets)
@@ -291,7 +296,7 @@ def _run_environment(placement: Placement, sizes: Batch | None) -> dict[str, str
 
 def _accelerate_environment(job: JobSpec, device: str) -> dict[str, str]:
     """Makes one world of accelerate's ranks on CPUs, which without it are N worlds of one."""
-    words = (job.launcher, *job.args, *(job.command or ()))
+    words = (job.started_by, *job.args, *(job.command or ()))
     # With it, transformers' Trainer leaves DeepSpeed out without a word (5.0, training_args.py).
     if device != "cpu" or job.deepspeed is not None or any("deepspeed" in w for w in words):
         return {}
@@ -310,7 +315,8 @@ def _node_script(
     nproc = topology.world_size if mpi else topology.nproc_per_node
     agent: list[Word] = [
         places.python, "-I", places.file(ARCHIVE), "run", "--nproc", str(nproc),
-        "--workdir", places.workdir, "--grace", f"{placement.stop_grace:g}",
+        "--nodes", str(placement.launchers), "--workdir", places.workdir,
+        "--grace", f"{placement.stop_grace:g}",
         *(["--spawn"] if placement.starter == "python" else []),
         *(["--tagged"] if mpi else []),
         *(["--echo", "--last-words", LAST_WORDS] if container else []),
@@ -360,9 +366,9 @@ def require_packages(
             hint="leave --facts out: the hosts are probed with the job's interpreter then",
             job="python",
         )
-    if job.launcher == "torchrun":
+    if job.started_by == "torchrun":
         needed.append(("torch", "launcher: torchrun"))
-    if job.launcher == "deepspeed":
+    if job.started_by == "deepspeed":
         needed.append(("deepspeed", "launcher: deepspeed"))
     if job.deepspeed is not None:
         needed.append(("deepspeed", "the job's deepspeed section"))
@@ -372,7 +378,7 @@ def require_packages(
                 f"{why} needs {package}, which {host.python} on {where or host.host} does not have",
                 hint=hint or f"{host.python} -m pip install 'clusterkit[train]'",
             )
-    if job.launcher == "mpirun" and "mpirun" not in host.tools:
+    if job.started_by == "mpirun" and "mpirun" not in host.tools:
         raise Unavailable(
             f"launcher: mpirun needs Open MPI, which {where or host.host} does not have",
             hint=hint or "apt-get install openmpi-bin",

@@ -67,12 +67,12 @@ def packages(job: JobSpec) -> tuple[str, ...]:
     DeepSpeed counts only where the launcher or the job's config asks for it: programs import it
     on demand. A program that is started by a command or as a module is not looked into.
     """
-    wanted = {"torch"} if job.launcher == "torchrun" else set()
+    wanted = {"torch"} if job.started_by == "torchrun" else set()
     if job.program is not None:
         program = Path(job.workdir or "") / job.program
         wanted |= {name for _, names in followed(program) for name in names}
     wanted.discard("deepspeed")
-    if job.launcher == "deepspeed" or job.deepspeed is not None:
+    if job.started_by == "deepspeed" or job.deepspeed is not None:
         wanted |= {"torch", "deepspeed"}
     return tuple(sorted(wanted))
 

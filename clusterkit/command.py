@@ -406,10 +406,10 @@ def check_source(taken: Taken, source: str) -> str | None:
             hint=taken.instead,
             job="command",
         )
-    if job.launcher != "python" and _SPAWN.search(source):
+    if job.started_by != "python" and _SPAWN.search(source):
         return (
-            f"{job.program} starts its ranks itself (mp.spawn), but {job.launcher} starts it once "
-            "per rank: they would wait for each other for ever. launcher: python with "
+            f"{job.program} starts its ranks itself (mp.spawn), but {job.started_by} starts it "
+            "once per rank: they would wait for each other for ever. launcher: python with "
             "gpus_per_node: 1 starts it once on each node; jobs/ddp-spawn.yaml is an example"
         )
     return None

@@ -17,10 +17,10 @@ from clusterkit.batch import DEEPSPEED_KEYS
 from clusterkit.cluster import Facts
 from clusterkit.deepspeed_table import VERSION
 from clusterkit.errors import BadInput, ClusterkitError, Place, RunFolderError
-from clusterkit.files import read_file
+from clusterkit.files import read_file, write_atomic
 from clusterkit.plan import Note, Plan
 from clusterkit.spec import JobSpec
-from clusterkit.transport import Transport, write_atomic
+from clusterkit.transport import Transport
 
 _COMPLETES = re.compile(
     r"\b(Trainer|TrainingArguments|HfArgumentParser|Accelerator|accelerate|lightning|clusterkit|mpu"

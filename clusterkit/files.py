@@ -1,11 +1,16 @@
-"""Reading a file that somebody named: it may be anything, also a device or a pipe."""
+"""Files: reading one that somebody named, which may be a device or a pipe; writing one whole."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import stat
 from pathlib import Path
+from typing import IO
+
+from clusterkit.errors import RunFolderError
 
 BIGGEST = 4 << 20
 """Bytes of the largest file that a person writes."""
@@ -39,3 +44,41 @@ def why(error: OSError) -> str:
     """What the system says, to stand behind a colon."""
     said = error.strerror or "unreadable"
     return said[0].lower() + said[1:]
+
+
+def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
+    """Write a file under a temporary name and rename it.
+
+    Raises:
+        RunFolderError: no space, no permission; nothing is left of the attempt.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        temporary.chmod(mode)
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise RunFolderError(
+            f"cannot write {path}: {error.strerror}",
+            hint=f"{path.parent} belongs to another user"
+            if isinstance(error, PermissionError)
+            else f"make room on the disk that holds {path.parent}, or set CLUSTERKIT_HOME",
+        ) from error
+
+
+def locked(file: IO[bytes], *, shared: bool = False) -> bool:
+    """Lock an open file for as long as it is open here or in a process that inherited it.
+
+    Returns:
+        False: somebody else has locked it.
+    """
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

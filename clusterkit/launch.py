@@ -25,7 +25,7 @@ from clusterkit.errors import BadInput, CapabilityError, ClusterkitError, RunFol
 from clusterkit.plan import Note, Plan
 from clusterkit.run import Run, check_secrets
 from clusterkit.runs import Event, RunFolder, Submission
-from clusterkit.spec import JobSpec
+from clusterkit.spec import Job, JobSpec
 from clusterkit.status import RunStatus, State
 from clusterkit.transport import Transport, fan_out, in_order
 
@@ -56,7 +56,7 @@ class Prepared(contextlib.AbstractContextManager["Prepared"]):
 
 
 def prepare(
-    job: request.Job,
+    job: Job,
     *,
     cluster: str = "local",
     clusters_file: str | os.PathLike[str] | None = None,
@@ -73,7 +73,7 @@ def prepare(
     """Read the job and the cluster, probe the cluster, make the plan; nothing is written.
 
     Args:
-        job: see `clusterkit.request.Job`.
+        job: see `clusterkit.spec.Job`.
         cluster: an entry of the cluster file; ``local`` needs none.
         clusters_file: instead of the one that is found from here upwards.
         nodes: instead of the job's ``nodes``: ``2`` or ``"2:4"``.

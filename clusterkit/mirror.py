@@ -18,7 +18,8 @@ from typing import Any
 
 from clusterkit.agent import Awake
 from clusterkit.errors import ClusterkitError, SubmitFailed
-from clusterkit.transport import Stream, locked, write_atomic
+from clusterkit.files import locked, write_atomic
+from clusterkit.transport import Stream
 
 QUIET_SECONDS = 8.0
 """A stream that said nothing for so long (agent.HEARTBEAT_SECONDS is 2) is given up."""

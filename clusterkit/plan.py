@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Mapping
-from importlib import resources
 from typing import Literal
 
 import msgspec
 from msgspec import Struct, field
 
 from clusterkit import shell
-from clusterkit.agent import archive
 
 
 class PlanFile(Struct, frozen=True, omit_defaults=True):
@@ -28,6 +26,10 @@ class PlanFile(Struct, frozen=True, omit_defaults=True):
 
     def content(self) -> bytes:
         """The bytes that are written."""
+        from importlib import resources
+
+        from clusterkit.agent import archive
+
         if self.resource == archive.ARCHIVE:
             return archive.build()
         if self.resource is not None:

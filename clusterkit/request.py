@@ -12,11 +12,9 @@ import msgspec
 
 from clusterkit import command, loader
 from clusterkit.files import read_file
-from clusterkit.spec import JobSpec, check_job
+from clusterkit.spec import Job, JobSpec, check_job
 from clusterkit.yaml_file import Document
 
-Job = str | os.PathLike[str] | JobSpec | Sequence[str]
-"""A job file's path, a `JobSpec`, or a command such as ``["python", "train.py", "--fast"]``."""
 SOURCE_BYTES = 1 << 20
 """Of a program's source text that is read."""
 

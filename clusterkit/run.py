@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from clusterkit import agent, logs, run_state, supervise
+from clusterkit import logs, run_state
 from clusterkit.errors import BadInput, ClusterkitError, RunFolderError
 from clusterkit.logs import LogLine
 from clusterkit.plan import Plan
-from clusterkit.runs import Event, RunFolder
+from clusterkit.runs import POLL_SECONDS, Event, RunFolder
 from clusterkit.spec import JobSpec
 from clusterkit.status import RunStatus, State
 
@@ -79,7 +79,7 @@ class Run:
                     return status  # it will not get any better
                 if deadline is not None and time.monotonic() > deadline:
                     raise TimeoutError(f"run {self.id} is {status.state} after {timeout:g} s")
-                time.sleep(supervise.POLL_SECONDS / 2)
+                time.sleep(POLL_SECONDS / 2)
 
     @property
     def watched(self) -> bool:
@@ -88,6 +88,8 @@ class Run:
 
     def _lives(self) -> bool:
         """Whether any process of it runs on this machine, whatever its folder says."""
+        from clusterkit import agent
+
         return self.watched or bool(agent.processes_of(str(self.path)))
 
     def wait_started(self, timeout: float = 60.0) -> RunStatus:
@@ -185,6 +187,8 @@ class Run:
         check_secrets(self._folder.read_json("job.json", JobSpec))
         if (lock := self._folder.hold()) is None:
             return False
+        from clusterkit import supervise
+
         with lock:
             supervise.spawn(self._folder, lock, adopt=True)
         return True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -23,13 +24,16 @@ from clusterkit.backends.base import (
 from clusterkit.cluster import ClusterSpec, Facts, LocalCluster
 from clusterkit.errors import EXIT_INTERRUPTED, ClusterkitError, RunFolderError, counted
 from clusterkit.plan import Plan
-from clusterkit.runs import RunFolder, RunHandle, Submission
+from clusterkit.runs import LEFTOVERS, POLL_SECONDS, RunFolder, RunHandle, Submission
 from clusterkit.spec import JobSpec
 from clusterkit.status import Failure, RunStatus, State
-from clusterkit.supervise import LEFTOVERS, POLL_SECONDS, diagnosis, leftover_words, over_time
-from clusterkit.transport import Transport
+
+if TYPE_CHECKING:
+    from clusterkit.transport import Transport
 
 _replace = msgspec.structs.replace
+LAST_WORD_SECONDS = 10.0
+"""How long a supervisor has to record the end of a run whose nodes have ended."""
 
 
 class Connections(contextlib.ExitStack):
@@ -140,6 +144,8 @@ def _judged(
     base: RunStatus, handle: RunHandle, seen: Observation, progress: ClusterProgress
 ) -> tuple[RunStatus, bool]:
     """The status of a run whose supervisor is gone, and whether `attach` would start it again."""
+    from clusterkit.supervise import diagnosis, over_time
+
     folder = handle.folder
     job = folder.maybe_json("job.json", JobSpec)
     restarts = 0 if job is None else max(0, job.restarts - (handle.attempt - 1))
@@ -216,11 +222,7 @@ def _cancel(folder: RunFolder, connections: Connections) -> RunStatus:
     with contextlib.suppress(RunFolderError):  # a folder that is full or gone: end what runs
         folder.mark_cancelled()
     backend, handle, transport = _ending(folder, before.attempt, connections)
-    deadline = time.monotonic() + handle.plan.stop_grace + 10
-    while folder.is_held() and time.monotonic() < deadline:
-        if (found := current(folder)) is not None and found.state.final:
-            break
-        time.sleep(POLL_SECONDS / 2)
+    _await_end(folder, handle.plan.stop_grace + LAST_WORD_SECONDS)
     if not folder.is_held():
         _sync(backend, handle, transport)
     remark = None
@@ -229,14 +231,24 @@ def _cancel(folder: RunFolder, connections: Connections) -> RunStatus:
     except ClusterkitError as error:
         with contextlib.suppress(RunFolderError):
             folder.write(LEFTOVERS, f"{error.message}\n")
-        remark = leftover_words(folder, error.message)
+        remark = folder.leftover_words(error.message)
     else:
         leftovers.unlink(missing_ok=True)
+        _await_end(folder, LAST_WORD_SECONDS)  # a supervisor on a busy machine notices late
     after = _replace(reconcile(folder, connections), remark=remark)
     if after.state.final and folder.maybe_json("state.json", RunStatus) != after:
         # Nobody else is there to record it.
         folder.write_json("state.json", after)
     return after
+
+
+def _await_end(folder: RunFolder, seconds: float) -> None:
+    """Return when the supervisor has recorded the run's end, is gone, or after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while folder.is_held() and time.monotonic() < deadline:
+        if (found := current(folder)) is not None and found.state.final:
+            return
+        time.sleep(POLL_SECONDS / 2)
 
 
 def _ending(

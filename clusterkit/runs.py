@@ -22,7 +22,6 @@ import contextlib
 import os
 import posixpath
 import re
-import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,10 +34,10 @@ from msgspec import Struct
 
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, Facts
 from clusterkit.errors import BadInput, RunFolderError, RunNotFound
+from clusterkit.files import locked, write_atomic
 from clusterkit.logs import LogLine, NodeLog, merged
 from clusterkit.plan import Plan
 from clusterkit.shell import check_text
-from clusterkit.transport import locked, write_atomic
 
 Document = TypeVar("Document")
 RUN_ID = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?\Z")
@@ -47,6 +46,10 @@ _MADE = re.compile(r"-\d{10}-")
 """In the ids that `new_run_id` makes."""
 _LOCK = "supervisor.lock"
 _LOCK_TRIES = 20
+LEFTOVERS = "leftovers"
+"""File that is there while something of the run could not be ended, and says where."""
+POLL_SECONDS = 0.1
+"""Pause of whoever looks at a run's files again and again."""
 LAST = "last"
 """Instead of a run's id: the newest."""
 _ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"
@@ -111,6 +114,8 @@ def home() -> Path:
 
 def new_run_id(job_name: str) -> str:
     """``name-MMDDhhmmss-xxxx``: legal as a DNS label, 40 characters at most."""
+    import secrets
+
     return f"{slug(job_name)}-{time.strftime('%m%d%H%M%S')}-" + "".join(
         secrets.choice(_ALPHABET) for _ in range(4)
     )
@@ -346,6 +351,12 @@ class RunFolder:
         return merged([NodeLog(node, attempt, partial(read, node)) for node in nodes], follow)
 
     # -- cancel ------------------------------------------------------------
+
+    def leftover_words(self, message: str) -> str:
+        """What a person should know where not all of the run could be ended."""
+        return (
+            f"parts of it may still run: {message}; `clusterkit cancel {self.run_id}` tries again"
+        )
 
     def mark_cancelled(self) -> None:
         """Record, for every process that may look, that this run is to end."""

@@ -6,8 +6,9 @@ schema and for docs/job-file.md.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -42,7 +43,7 @@ SCHEMA: dict[str, Any] = {
         "required": ["nodes"],
         "properties": {"nodes": {"type": "string", "pattern": r"^\s*0*([1-9][0-9]*):(?!0*\1\s*$)"}},
     },
-    "then": {"properties": {"launcher": {"enum": ["torchrun", None]}}},
+    "then": {"properties": {"launcher": {"enum": ["torchrun", "auto", None]}}},
 }
 """What `check_job` says of several keys at once: one thing to run; elastic jobs need torchrun."""
 
@@ -97,8 +98,8 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     python: Annotated[str, Meta(min_length=1)] | None = None
     """Interpreter of the ranks: a path, or a command of the hosts; by default the cluster entry's.
     """
-    launcher: Launcher = "torchrun"
-    """What starts the ranks of one node."""
+    launcher: Launcher | Auto = "auto"
+    """What starts the ranks of one node. `auto`: torchrun."""
     nodes: Annotated[
         int | str,
         Meta(
@@ -158,9 +159,21 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
         return low != high
 
     @property
+    def started_by(self) -> Launcher:
+        """The launcher that is used."""
+        return launcher_of(self)[0]
+
+    @property
     def limit_seconds(self) -> float | None:
         """``time_limit`` in seconds."""
         return None if self.time_limit is None else parse_duration(self.time_limit)
+
+
+def launcher_of(job: JobSpec) -> tuple[Launcher, str]:
+    """The launcher that starts a job's ranks, and where that comes from."""
+    if job.launcher != "auto":
+        return job.launcher, "job: launcher"
+    return "torchrun", f"nodes: {job.nodes} is elastic" if job.elastic else "the default"
 
 
 def parse_nodes(nodes: int | str) -> tuple[int, int]:
@@ -245,7 +258,7 @@ def check_job(job: JobSpec) -> None:
         raise BadInput(f"gpus_per_node: {job.gpus_per_node}: a node {few}", job="gpus_per_node")
     if job.time_limit is not None:
         parse_duration(job.time_limit)
-    if job.elastic and job.launcher != "torchrun":
+    if job.elastic and job.started_by != "torchrun":
         raise BadInput(
             f"nodes: {job.nodes}: launcher {job.launcher} cannot run an elastic number of nodes",
             hint="launcher: torchrun",
@@ -283,3 +296,8 @@ def check_environment(env: Mapping[str, str], source: Source = "job") -> None:
             if not is_name(name):
                 raise BadInput(f"env: {name!r} is not a valid name of an environment variable")
             check_text(f"env.{name}", value)
+
+
+Job = str | os.PathLike[str] | JobSpec | Sequence[str]
+"""What can be asked for: a job file's path, a `JobSpec`, or a command such as
+``["python", "train.py", "--fast"]``."""

@@ -44,12 +44,19 @@ from clusterkit.errors import (
     counted,
 )
 from clusterkit.plan import Step
-from clusterkit.runs import Event, RunFolder, RunHandle, StepRecord, Submission
+from clusterkit.runs import (
+    LEFTOVERS,
+    POLL_SECONDS,
+    Event,
+    RunFolder,
+    RunHandle,
+    StepRecord,
+    Submission,
+)
 from clusterkit.shell import Secret
 from clusterkit.spec import JobSpec
 from clusterkit.status import AttemptStatus, Failure, NodeStatus, RunStatus, State
 
-POLL_SECONDS = 0.1
 PEERS_SECONDS = 2.0
 """How long the other nodes have to fail by themselves, so that the first failure is seen."""
 PROBED_SECONDS = 20.0
@@ -65,8 +72,6 @@ STARTED = b"started\n"
 """What a supervisor answers to whoever started it."""
 LATE_EXIT = 124
 """Exit code of a run that was ended at its time limit: that of timeout(1)."""
-LEFTOVERS = "leftovers"
-"""File that is there while something of the run could not be ended, and says where."""
 RESERVE = ".reserve"
 RESERVE_BYTES = 1 << 16
 """Kept free for the last ``state.json``, so that a full disk does not hide how a run ended."""
@@ -368,7 +373,7 @@ class Supervisor:
             failure=failure,
             started_at=self.submission.created_at,
             running_since=self.running_since,
-            remark=self.remark and leftover_words(self.folder, self.remark),
+            remark=self.remark and self.folder.leftover_words(self.remark),
         )
 
     def _event(self, text: str) -> None:
@@ -407,11 +412,6 @@ def diagnosis(handle: RunHandle, seen: Observation) -> Failure:
         # One launcher for all nodes (mpirun): its log does not tell them apart, the rank does.
         failure = msgspec.structs.replace(failure, node=failure.rank // nproc)
     return failure
-
-
-def leftover_words(folder: RunFolder, message: str) -> str:
-    """What a person should know where not all of a run could be ended."""
-    return f"parts of it may still run: {message}; `clusterkit cancel {folder.run_id}` tries again"
 
 
 # ---------------------------------------------------------------- the process

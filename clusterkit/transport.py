@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import inspect
 import os
 import random
 import select
 import socket
 import subprocess
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from clusterkit.errors import ClusterkitError, RunFolderError, SubmitFailed, counted
+from clusterkit.errors import ClusterkitError, SubmitFailed, counted
+from clusterkit.files import write_atomic
 
 # Below Linux's ephemeral range (32768 and up): no outgoing connection takes such a port.
 PORTS = range(20000, 32000)
@@ -219,6 +216,8 @@ class LocalStream(Stream):
     """A command on this machine; see `Stream`."""
 
     def __init__(self, host: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
+        import tempfile
+
         self._host = host
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the stream)
         try:
@@ -291,6 +290,8 @@ def fan_out(
 
     if len(hosts) <= 1:
         return {host: guarded(host) for host in hosts}
+    from concurrent.futures import ThreadPoolExecutor
+
     with ThreadPoolExecutor(min(limit, len(hosts))) as pool:
         return dict(zip(hosts, pool.map(guarded, hosts), strict=True))
 
@@ -338,47 +339,11 @@ def _free_port(wanted: int | None) -> int | None:
 
 def free_port_program(wanted: int | None) -> str:
     """Python text that prints what `Transport.free_port` returns; for remote hosts."""
+    import inspect
+
     functions = "".join(inspect.getsource(function) for function in (_is_free, _free_port))
     return (
         "import errno, random, socket\n"
         f"PORTS = range({PORTS.start}, {PORTS.stop})\n{functions}"
         f"print(_free_port({wanted!r}) or '')\n"
     )
-
-
-def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Write a file under a temporary name and rename it.
-
-    Raises:
-        RunFolderError: no space, no permission; nothing is left of the attempt.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{random.randrange(1 << 32):08x}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        temporary.chmod(mode)
-        temporary.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise RunFolderError(
-            f"cannot write {path}: {error.strerror}",
-            hint=f"{path.parent} belongs to another user"
-            if isinstance(error, PermissionError)
-            else f"make room on the disk that holds {path.parent}, or set CLUSTERKIT_HOME",
-        ) from error
-
-
-def locked(file: IO[bytes], *, shared: bool = False) -> bool:
-    """Lock an open file for as long as it is open here or in a process that inherited it.
-
-    Returns:
-        False: somebody else has locked it.
-    """
-    try:
-        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -26,9 +26,11 @@ def main(arguments: list[str]) -> int:
     run.add_argument("--workdir", required=True, help="folder the ranks start in")
     run.add_argument("--grace", type=float, default=10.0, help="seconds from TERM to KILL")
     run.add_argument("--spawn", action="store_true", help="start the command once per rank")
+    run.add_argument("--fork", type=int, default=0, metavar="N",
+                     help="fork the ranks: N words are Python and its options")  # fmt: skip
     run.add_argument("--tagged", action="store_true", help="the launcher tags lines with ranks")
     run.add_argument("--coordinator", metavar="ADDRESS:PORT", help="where node 0 watches the rest")
-    run.add_argument("--nodes", type=int, default=1, help="how many there are (--coordinator)")
+    run.add_argument("--nodes", type=int, default=1, help="how many agents the run has")
     run.add_argument("--lost-after", type=float, default=30.0, help="seconds without a sign")
     run.add_argument("--rejoin", type=float, default=0.0, help="seconds to wait for lost nodes")
     run.add_argument("--echo", action="store_true", help="print the log's lines as well")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-from importlib import resources
 
 ARCHIVE = "agent.pyz"
 _HERE = {"archive.py", "__init__.py"}
@@ -18,6 +17,7 @@ sys.exit(main(sys.argv[1:]))
 def build() -> bytes:
     """The archive: the same bytes from the same sources, on every machine and with every zlib."""
     import zipfile  # not at the start of every command
+    from importlib import resources
 
     files = {
         "__main__.py": _MAIN,

@@ -1,4 +1,4 @@
-"""A node's launcher (or, with ``spawn``, its ranks): its start, its output, its end."""
+"""A node's launcher, or its ranks where the agent starts those: their start, output, end."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import contextlib
 import os
 import selectors
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 from clusterkit.agent import limits
+from clusterkit.agent.fork import Fork
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.processes import descendants, is_alive, kill_all_below, send, wait_gone
 from clusterkit.agent.protocol import Document
-from clusterkit.agent.signals import end_with_parent
+from clusterkit.agent.spawn import Processes, Spawn
 from clusterkit.agent.streams import Stream
 
 
 class Launcher:
     """Starts the processes of one node, again and again if that is wanted.
 
-    Their ends and output come through ``selector``, with a `subprocess.Popen` or a `Stream` as
-    data, to be handed to `child_ended` and `pump`. ``options`` are those of ``agent run``.
+    What comes of them comes through ``selector``, whose data is what to do then. ``options`` are
+    those of ``agent run``.
     """
 
     def __init__(
@@ -37,7 +37,6 @@ class Launcher:
         self._folder = folder
         self._log = log
         self._selector = selector
-        self.children: dict[int, subprocess.Popen[bytes]] = {}
         self.ended: list[Document] = []  # how the processes of this start ended
         self.deadline: float | None = None  # when what still runs is killed
         self.stop_at: float | None = None
@@ -46,6 +45,12 @@ class Launcher:
         """Whether the launcher had no ranks left when it was asked to stop."""
         self._outputs: list[Stream] = []
         self._pipes: list[Stream] = []
+        self._ranks = options.spawn or options.fork > 0  # whether the agent starts those itself
+        self._processes: Processes = (
+            Fork(options, folder, selector, self._output, self._ended)
+            if options.fork
+            else Spawn(options, selector, self._environment, self._output, self._ended)
+        )
 
     def open_pipes(self) -> None:
         """Make and read the ranks' named pipes.
@@ -58,62 +63,58 @@ class Launcher:
             with contextlib.suppress(FileExistsError):
                 os.mkfifo(path, 0o600)
             # Read and write: no waiting for a writer, and no end of file between writers.
-            self._pipes.append(Stream(os.open(path, os.O_RDWR | os.O_NONBLOCK), self._log))
-            self._selector.register(self._pipes[-1].handle, selectors.EVENT_READ, self._pipes[-1])
+            self._pipes.append(self._read(os.open(path, os.O_RDWR | os.O_NONBLOCK)))
+
+    def prepare(self) -> None:
+        """Do what can be done before the start; to be called in the folder the ranks start in."""
+        self._processes.prepare()
 
     def start(self) -> str | None:
         """Start all processes; why that failed, if it did."""
         self.ended, self.deadline, self.stop_at = [], None, None
         try:
-            for local_rank in range(self._options.nproc if self._options.spawn else 1):
-                self._start_one(local_rank)
+            self._processes.start()
         except OSError as error:
             code, why = no_start(error)
-            self._undo_start()
             self.ended.append({"pid": 0, "exit_code": code, "at": time.time()})
             return why
         return None
 
-    def _undo_start(self) -> None:
-        """End the processes that did start: how they end says nothing of why the others did not."""
-        kill_all_below()
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, subprocess.Popen):
-                self._selector.unregister(key.fileobj)
-                os.close(key.fd)
-        for child in self.children.values():
-            child.wait()
-        self.children.clear()
+    @property
+    def running(self) -> bool:
+        """Whether a process of this start is left."""
+        return bool(self._processes.running)
 
-    def _start_one(self, local_rank: int) -> None:
+    @property
+    def failure(self) -> str | None:
+        """Why this start ended, where the processes' ends do not say it."""
+        return self._processes.failure
+
+    def _environment(self, number: int) -> dict[str, str]:
         env = {**os.environ, "CLUSTERKIT_PIPE": str(self._folder / "pipe")}
-        if self._options.spawn:
-            env["LOCAL_RANK"] = str(local_rank)
+        return {**env, "LOCAL_RANK": str(number)} if self._options.spawn else env
+
+    def _read(self, handle: int) -> Stream:
+        """Log what comes from there, from now on."""
+        stream = Stream(handle, self._log, tagged=self._options.tagged)
+
+        def pump() -> None:
+            if not stream.pump():
+                self._selector.unregister(handle)
+
+        self._selector.register(handle, selectors.EVENT_READ, pump)
+        return stream
+
+    def _output(self) -> int:
+        """A handle whose output is logged."""
         read, write = os.pipe()
-        stream = Stream(read, self._log, tagged=self._options.tagged)
-        self._outputs.append(stream)
-        self._selector.register(read, selectors.EVENT_READ, stream)
-        try:
-            child = subprocess.Popen(
-                self._options.argv, env=env, stdin=subprocess.DEVNULL, stdout=write,
-                stderr=write, process_group=0, preexec_fn=end_with_parent,
-            )  # fmt: skip
-        finally:
-            os.close(write)
-        self.children[child.pid] = child
-        self._selector.register(os.pidfd_open(child.pid), selectors.EVENT_READ, child)
+        self._outputs.append(self._read(read))
+        return write
 
-    def pump(self, stream: Stream) -> None:
-        """Log what has come."""
-        if not stream.pump():
-            self._selector.unregister(stream.handle)
-
-    def child_ended(self, child: subprocess.Popen[bytes]) -> None:
+    def _ended(self, pid: int, code: int) -> None:
         """Note how a process ended; a rank that failed ends the others soon."""
-        code = child.wait()
-        del self.children[child.pid]
-        self.ended.append({"pid": child.pid, "exit_code": code, "at": time.time()})
-        if code and self._options.spawn and self.deadline is None and self.stop_at is None:
+        self.ended.append({"pid": pid, "exit_code": code, "at": time.time()})
+        if code and self._ranks and self.deadline is None and self.stop_at is None:
             self.stop_at = time.monotonic() + limits.RANKS_GRACE
 
     @property
@@ -125,10 +126,11 @@ class Launcher:
     def stop(self) -> None:
         """Ask everything to end, and kill it after the grace."""
         ranks = self._log.ranks
-        all_started = not self._options.spawn and len(ranks) >= self._options.nproc
+        all_started = not self._ranks and len(ranks) >= self._options.nproc
         self.without_ranks = all_started and not any(map(is_alive, ranks))
         self.deadline = time.monotonic() + self._options.grace
-        for pid in self.children:
+        self._processes.withdraw()
+        for pid in self._processes.running.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGTERM)
 
@@ -147,7 +149,7 @@ class Launcher:
         now = time.monotonic()
         if self.deadline is not None and now >= self.deadline:
             self.deadline = now + 1
-            send(descendants(os.getpid()), signal.SIGKILL)
+            send(self._below(), signal.SIGKILL)
         if self.stop_at is None or now < self.stop_at:
             return False
         self.stop_at = None
@@ -159,7 +161,7 @@ class Launcher:
         Returns:
             Whether there were ranks although the launcher had ended with 0: it has failed then.
         """
-        left = descendants(os.getpid())
+        left = self._below()
         if not left:
             return False
         failed = self.exit_code == 0 and not {r["pid"] for r in self._log.ranks}.isdisjoint(left)
@@ -171,22 +173,29 @@ class Launcher:
             # Ranks whose launcher left them when it was asked to stop keep the whole grace.
             seconds = max(seconds, self.deadline - time.monotonic())
         wait_gone(left, seconds)
-        kill_all_below()
+        kill_all_below(self._processes.kept)
         return failed
+
+    def _below(self) -> list[int]:
+        """Every process of this start, and what they have started."""
+        return [pid for pid in descendants(os.getpid()) if pid not in self._processes.kept]
 
     def finish_output(self) -> None:
         """Log what is left of this start's output; nothing is due any more."""
         for stream in (*self._pipes, *self._outputs):
             stream.drain()
-        for stream in self._outputs:
-            with contextlib.suppress(KeyError):  # it has come to its end
-                self._selector.unregister(stream.handle)
-            os.close(stream.handle)
-        self._outputs = []
+        if not self._processes.kept:
+            for stream in self._outputs:
+                with contextlib.suppress(KeyError):  # it has come to its end
+                    self._selector.unregister(stream.handle)
+                os.close(stream.handle)
+            self._outputs = []
         self.deadline = self.stop_at = None
 
     def close(self) -> None:
-        """Remove the ranks' pipes."""
+        """End what was kept for another start, log its output, remove the ranks' pipes."""
+        self._processes.close()
+        self.finish_output()
         for slot in range(self._options.nproc):
             with contextlib.suppress(OSError):
                 os.unlink(self._folder / f"pipe-{slot}")

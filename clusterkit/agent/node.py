@@ -10,7 +10,6 @@ import queue
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -29,7 +28,6 @@ from clusterkit.agent.protocol import (
     STOPPED_BY_PEERS,
 )
 from clusterkit.agent.signals import STOPS, adopt_orphans, read_signals, sender, signal_handle
-from clusterkit.agent.streams import Stream
 
 
 class Node:
@@ -88,6 +86,7 @@ class Node:
         try:
             self.launcher.open_pipes()
             os.chdir(self.options.workdir)
+            self.launcher.prepare()
         except OSError as error:
             code, self.reason = no_start(error)
             return self._finish(code)
@@ -101,9 +100,9 @@ class Node:
         if self.options.coordinator:
             self._join()
         while True:
-            if self.running and not self.launcher.children:
+            if self.running and not self.launcher.running:
                 self._launcher_ended()
-            if (self.finished or self.left) and not self.launcher.children:
+            if (self.finished or self.left) and not self.launcher.running:
                 break
             self._turn()
             while not self.left and not self.orders.empty():
@@ -154,6 +153,7 @@ class Node:
         self.running = False
         if self.launcher.end_leftovers():
             self.reason = "the launcher ended with 0 but left ranks running"
+        self.reason = self.reason or self.launcher.failure
         self.launcher.finish_output()
         if self.client is not None:
             self.client.ended(self._exit_code())
@@ -175,12 +175,8 @@ class Node:
         self.turned = time.monotonic()
         self.late = self.turned - turned - timeout
         for key, _ in ready:
-            if isinstance(key.data, Stream):
-                self.launcher.pump(key.data)
-            elif isinstance(key.data, subprocess.Popen):
-                self.selector.unregister(key.fileobj)
-                os.close(key.fd)
-                self.launcher.child_ended(key.data)
+            if key.data is not None:
+                key.data()  # of the launcher
             elif key.fd == self.wake:
                 os.read(self.wake, 512)
             else:
@@ -243,7 +239,6 @@ class Node:
         return [*found, self.stray] if self.stray else found
 
     def _finish(self, code: int) -> int:
-        self.launcher.finish_output()
         self.launcher.close()
         if self.client is not None:
             self.client.close()

@@ -7,7 +7,7 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from clusterkit.agent import limits
@@ -119,9 +119,9 @@ def send(pids: Iterable[int], signum: int) -> None:
             os.kill(pid, signum)
 
 
-def kill_all_below() -> None:
-    """SIGKILL for every descendant of this process, until none is left."""
-    while left := descendants(os.getpid()):
+def kill_all_below(kept: Collection[int] = ()) -> None:
+    """SIGKILL for every descendant of this process but those ``kept``, until none is left."""
+    while left := [pid for pid in descendants(os.getpid()) if pid not in kept]:
         send(left, signal.SIGKILL)
         wait_gone(left, 1.0)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-from clusterkit.backends.base import Backend
-from clusterkit.cluster import ClusterSpec
 from clusterkit.errors import BadInput
-from clusterkit.transport import Transport
+
+if TYPE_CHECKING:
+    from clusterkit.backends.base import Backend
+    from clusterkit.cluster import ClusterSpec
+    from clusterkit.transport import Transport
 
 _MODULES = {
     "local": "clusterkit.backends.local.backend:LocalBackend",

@@ -13,20 +13,19 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from msgspec import Struct
 
-from clusterkit import execute
-from clusterkit.assemble import Placement
 from clusterkit.cluster import ClusterSpec, Facts
 from clusterkit.errors import BadInput, CapabilityError, ClusterkitError
-from clusterkit.execute import Record
 from clusterkit.plan import Plan
 from clusterkit.runs import RunHandle
-from clusterkit.shell import Secret
 from clusterkit.spec import JobSpec
 from clusterkit.status import NodeCause, NodeStatus, RankExit, State
-from clusterkit.transport import LocalTransport, Transport
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # whoever only reads of a run starts without these
+    from clusterkit.assemble import Placement
     from clusterkit.doctor.base import Subject
+    from clusterkit.execute import Record
+    from clusterkit.shell import Secret
+    from clusterkit.transport import Transport
 
 
 class HandedOver(ClusterkitError):
@@ -139,6 +138,8 @@ class Backend(ABC):
     @classmethod
     def transport(cls, cluster: ClusterSpec) -> Transport:
         """What reaches the cluster's hosts."""
+        from clusterkit.transport import LocalTransport
+
         return LocalTransport()
 
     @abstractmethod
@@ -223,6 +224,8 @@ class Backend(ABC):
         Raises:
             SubmitFailed: a step failed.
         """
+        from clusterkit import execute
+
         execute.write_files(plan, transport)
         execute.run_steps(
             plan, transport, attempt=attempt, secrets=secrets, record=record or (lambda *_: None)

@@ -14,10 +14,7 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
-from clusterkit import shell
-from clusterkit.command import instead_of_a_job
 from clusterkit.errors import BadInput
-from clusterkit.files import read_file, why
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -29,6 +26,9 @@ class PlanCommand(click.Command):
     """A command that takes a job file, and words after ``--``: see `job_of`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        from clusterkit import shell
+        from clusterkit.command import instead_of_a_job
+
         after: list[str] = []
         if "--" in args:
             split = args.index("--")
@@ -146,6 +146,7 @@ def prepare_options(facts_file: str | None, **options: Any) -> dict[str, Any]:
     """Options for `clusterkit.api.prepare` from those of `plan_options`."""
     if facts_file is not None:
         from clusterkit.cluster import Facts
+        from clusterkit.files import read_file, why
 
         try:
             options["facts"] = msgspec.json.decode(read_file(facts_file, 64 << 20), type=Facts)

@@ -9,8 +9,8 @@ import click
 
 from clusterkit import api
 from clusterkit.cli.common import PlanCommand, job_of, json_option, plan_options, prepare_options
+from clusterkit.files import write_atomic
 from clusterkit.plan import relative
-from clusterkit.transport import write_atomic
 
 
 @click.command("plan", cls=PlanCommand, epilog="Example: clusterkit plan jobs/zero3.yaml --nodes 2")

@@ -94,7 +94,7 @@ class Needs(Struct, frozen=True, kw_only=True):
             return cls()
         return cls(
             device=job.device,
-            launcher=job.launcher,
+            launcher=job.started_by,
             deepspeed=job.deepspeed is not None,
             elastic=job.elastic,
         )

@@ -29,7 +29,7 @@ class Script(Generic[T]):
     Attributes:
         name: unlike any other script's.
         collect: called with what `clusterkit.doctor.hosts` gives every script. Its text is what
-            is sent: it imports what it needs, from the standard library alone, may call what
+            is sent: it imports what it needs, from the standard library alone, finds there what
             `driver.HELPERS` names, and must be understood by Python 3.8.
         kind: type of what it gives, as JSON.
         limit: seconds after which it is ended.
@@ -54,11 +54,20 @@ class Script(Generic[T]):
     def source(self) -> str:
         import inspect
 
-        module = inspect.getmodule(self.collect) if self.whole_module else None
-        return inspect.getsource(module or self.collect)
+        if self.whole_module and (module := inspect.getmodule(self.collect)) is not None:
+            return inspect.getsource(module)
+        text = inspect.getsource(self.collect)
+        return text[text.index("def ") :]  # without what decorates it
 
     def runs_on(self, host: str, subject: HostSubject) -> bool:
         return self.where == "all" or (self.where == "head") == (host == subject.head.name)
+
+
+def script(
+    name: str, kind: type[T], **options: Any
+) -> Callable[[Callable[[dict[str, Any]], Any]], Script[T]]:
+    """Make a `Script` of the function that collects, with its other attributes as options."""
+    return lambda collect: Script(name, collect, kind, **options)
 
 
 class Output(Struct, frozen=True):
@@ -176,6 +185,9 @@ def without_ssh(subject: HostSubject) -> str | None:
     return None if subject.over_ssh else "not reached over SSH"
 
 
+Judge = Callable[[Answers], Iterator[Verdict]]
+
+
 @dataclass(frozen=True)
 class Check:
     """One thing that has to be right on every host.
@@ -184,7 +196,7 @@ class Check:
         name: as ``--only`` takes it.
         purpose: one line: what has to be right.
         judge: pure; is given the hosts that answered. About a host that it does not concern it
-            says nothing.
+            says nothing; an ``ok`` beside a fault of the same host does not count.
         scripts: what it needs from the hosts.
         quick: cheap enough for every submit: below 50 ms where all is well.
         silent_too: judges hosts that did not answer as well.
@@ -193,8 +205,15 @@ class Check:
 
     name: str
     purpose: str
-    judge: Callable[[Answers], Iterator[Verdict]]
+    judge: Judge
     scripts: tuple[Script[Any], ...] = ()
     quick: bool = True
     silent_too: bool = False
     pointless: Callable[[HostSubject], str | None] = always
+
+
+def check(
+    name: str, purpose: str, *scripts: Script[Any], **options: Any
+) -> Callable[[Judge], Check]:
+    """Make a `Check` of the function that judges, with its other attributes as options."""
+    return lambda judge: Check(name, purpose, judge, scripts, **options)

@@ -12,11 +12,10 @@ from typing import Any
 from msgspec.structs import replace as replace_fields
 
 from clusterkit.doctor import bundle
-from clusterkit.doctor.base import Finding, HostSubject, Machine
+from clusterkit.doctor.base import Finding, HostSubject, Machine, skip
 from clusterkit.doctor.check import Answer, Answers, Check, Script
 from clusterkit.doctor.checks import CHECKS as CHECKS
-from clusterkit.doctor.checks.interface import INTERFACES
-from clusterkit.doctor.checks.port import PORT
+from clusterkit.doctor.checks.network import collect_interfaces, collect_port
 from clusterkit.doctor.report import Progress, Report
 from clusterkit.errors import ClusterkitError
 from clusterkit.transport import Transport
@@ -51,15 +50,18 @@ def judge(check: Check, answers: Mapping[str, Answer], subject: HostSubject) -> 
         return [Finding(check.name, host, "skip", reason) for host in names]
     heard = {host: answer for host, answer in answers.items() if answer.began is not None}
     seen = Answers(subject, answers if check.silent_too else heard)
-    found: dict[str, list[Finding]] = {host: [] for host in names}
-    judged = list(check.judge(seen))
-    for verdict in (*seen.unread, *judged):
-        found[verdict.host].append(Finding(check.name, *verdict))
-    for host in names:
-        if host not in seen.of:
-            silent = "it did not answer" if answers[host].error else "no Python runs there"
-            found[host].append(Finding(check.name, host, "skip", silent))
-    return [finding for findings in found.values() for finding in findings]
+    silent = {host: answer.error for host, answer in answers.items() if host not in seen.of}
+    judged = [
+        *check.judge(seen),
+        *(skip(h, "it did not answer" if e else "no Python runs there") for h, e in silent.items()),
+    ]
+    verdicts = [*seen.unread, *judged]
+    faulty = {verdict.host for verdict in verdicts if verdict.level in ("warn", "fail")}
+    kept = [each for each in verdicts if each.level != "ok" or each.host not in faulty]
+    # In the order of the hosts, and of one host in that of the judge.
+    place = {name: number for number, name in enumerate(names)}
+    kept.sort(key=lambda verdict: place[verdict.host])
+    return [Finding(check.name, *verdict) for verdict in kept]
 
 
 # ---------------------------------------------------------------- visiting
@@ -86,9 +88,10 @@ class Visits:
         self._progress = progress
         # What the second phase has to know is found in the first.
         lacking = any(machine.address is None for machine in subject.hosts)
-        self._scripts: dict[str, Script[Any]] = {INTERFACES.name: INTERFACES} if lacking else {}
-        self._scripts |= {PORT.name: PORT} if subject.port is None else {}
-        self._scripts |= {script.name: script for check in checks for script in check.scripts}
+        wanted: list[Script[Any]] = [collect_interfaces] if lacking else []
+        wanted += [collect_port] if subject.port is None else []
+        wanted += [script for check in checks for script in check.scripts]
+        self._scripts = {script.name: script for script in wanted}
         self._wanted = [check.name for check in checks]
         self._token = secrets.token_hex(8)
         self._patience = 1.0
@@ -188,7 +191,7 @@ class Visits:
 def completed(subject: HostSubject, answers: Mapping[str, Answer]) -> HostSubject:
     """The subject with the addresses and the port that hosts have reported, where it has none."""
     seen = Answers(subject, answers)
-    interfaces = seen.read(INTERFACES)
+    interfaces = seen.read(collect_interfaces)
     hosts = []
     for machine in subject.hosts:
         address = machine.address
@@ -198,6 +201,6 @@ def completed(subject: HostSubject, answers: Mapping[str, Answer]) -> HostSubjec
         hosts.append(
             replace_fields(machine, address=address or answers[machine.name].reached_at or None)
         )
-    found = seen.read(PORT).get(subject.head.name)
+    found = seen.read(collect_port).get(subject.head.name)
     port = found.port if subject.port is None and found is not None else subject.port
     return replace_fields(subject, hosts=tuple(hosts), port=port)

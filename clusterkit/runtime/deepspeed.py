@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clusterkit.agent.eager import deferred_compile
 from clusterkit.deepspeed_config import precision
 from clusterkit.errors import BadInput
 from clusterkit.runtime.checkpoint import file_sizes, more_than_data
 from clusterkit.runtime.distributed import World
-from clusterkit.runtime.eager import deferred_compile
 from clusterkit.runtime.mesh import Mesh
 from clusterkit.runtime.strategy import (
     MicroBatch,

@@ -30,8 +30,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from clusterkit.agent.eager import defer_dynamo
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable
-from clusterkit.runtime.eager import defer_dynamo
 
 EXIT_STOPPED = 128 + signal.SIGTERM
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterkit import api, execute, runs
-from clusterkit.backends.kubernetes.client import KubeTransport
+from clusterkit.backends.kubernetes.client import Context, KubeTransport
 from clusterkit.cli.common import table
 from clusterkit.errors import ClusterkitError, RunNotFound
 from clusterkit.marks import parse_mark
@@ -65,12 +65,11 @@ class Kube:
         """Events of a collection from now on: gives what waits for the time of the first that
         fits. ``failed`` raises once none will come."""
         transport = KubeTransport()
-        argv = ["kubectl", "--kubeconfig", self.kubeconfig, "get", "--raw"]
-        listed = json.loads(transport.run("localhost", [*argv, path]).stdout)
+        context = Context(self.kubeconfig, None)
+        listed = json.loads(transport.request(context, "GET", path))
         version = listed["metadata"]["resourceVersion"]
-        stream = transport.open(
-            "localhost", [*argv, f"{path}?watch=1&resourceVersion={version}&timeoutSeconds=600"]
-        )
+        query = f"watch=1&resourceVersion={version}&timeoutSeconds=600"
+        stream = transport.stream(context, f"{path}?{query}")
         heard = threading.Condition()
         events: list[tuple[float, dict[str, Any]]] = []
 

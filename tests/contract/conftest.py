@@ -19,6 +19,8 @@ import yaml
 
 from clusterkit import backends, runs
 from clusterkit.backends.base import Backend
+from clusterkit.backends.kubernetes.apply import Refusal
+from clusterkit.backends.kubernetes.client import Context, KubeTransport
 from clusterkit.cluster import (
     CLUSTER_TYPES,
     ClusterSpec,
@@ -35,10 +37,11 @@ from clusterkit.transport import Completed, LocalTransport, Transport
 PROGRAMS = Path(__file__).parent / "programs"
 
 
-class RecordingTransport(LocalTransport):
+class RecordingTransport(KubeTransport):
     """Keeps what a backend asks for; starts nothing, writes nothing, reads real files."""
 
     def __init__(self, exit_code: int = 0) -> None:
+        super().__init__()
         self.exit_code = exit_code
         self.puts: list[tuple[str, str, bytes, int]] = []
         self.commands: list[tuple[str, str, tuple[str, ...], dict[str, str]]] = []
@@ -54,6 +57,11 @@ class RecordingTransport(LocalTransport):
     ) -> Completed:
         self.commands.append(("run", host, tuple(argv), dict(env or {})))
         return Completed(tuple(argv), self.exit_code, "", "it complained" if self.exit_code else "")
+
+    def request(self, to: Context, method: str, path: str, *body: object) -> str:
+        if self.exit_code:
+            raise Refusal("InternalError", "it complained")
+        return "{}"
 
     def start(
         self, host: str, argv: Sequence[str], *, env: Mapping[str, str] | None = None
@@ -237,25 +245,23 @@ class ComposeStage(LocalStage):
         ]
 
 
-class Kubelet(LocalTransport):
+class Kubelet(KubeTransport):
     """This machine, with an API server that tells of the nodes that were run by hand."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.homes: set[str] = set()
         self.ended: set[str] = set()
 
-    def run(self, host: str, argv: Sequence[str], **options: Any) -> Completed:
-        if argv[0] != "kubectl":
-            return super().run(host, argv, **options)
-        verb, path = argv[-3], argv[-1]
+    def request(self, to: Context, method: str, path: str, *body: object) -> str:
         run_id = re.search(r"clusterkit%2Frun%3D([a-z0-9-]+)", path)
-        if verb == "delete":
+        if method == "DELETE":
             self.ended.add(path.partition("?")[0].rpartition("/")[2])
         if run_id is None:
-            return Completed(tuple(argv), 0, "{}", "")
+            return "{}"
         items = [] if run_id[1] in self.ended else list(self._pods(run_id[1]))
         listed = {"metadata": {"resourceVersion": "1"}, "items": items}
-        return Completed(tuple(argv), 0, json.dumps(listed), "")
+        return json.dumps(listed)
 
     def _pods(self, run_id: str) -> Iterator[dict[str, Any]]:
         for home in self.homes:

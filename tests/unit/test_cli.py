@@ -12,7 +12,7 @@ import click
 import msgspec
 import pytest
 
-from clusterkit import api, supervise
+from clusterkit import launch, supervise
 from clusterkit.cli import VERBS, common
 from clusterkit.cli import cli as group
 from clusterkit.cli.common import table
@@ -124,15 +124,32 @@ def test_the_version_is_told(cli):
     assert cli("--version").out.strip() == f"clusterkit, version {clusterkit.__version__}"
 
 
-def test_help_starts_without_heavy_imports():
+HEAVY = {
+    "torch", "rich", "yaml", "matplotlib", "hypothesis", "subprocess", "concurrent.futures",
+    "tempfile", "secrets", "importlib.resources", "importlib.metadata", "clusterkit.launch",
+    "clusterkit.supervise", "clusterkit.transport", "clusterkit.assemble", "clusterkit.command",
+    "clusterkit.agent",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("verb", "light"),
+    [
+        (["--help"], {"msgspec", "clusterkit.api"}),
+        (["ls"], {"clusterkit.tracebacks"}),
+        (["status", "last"], {"clusterkit.tracebacks"}),
+        (["logs", "last"], set()),
+    ],
+)
+def test_help_and_what_reads_small_files_start_without_heavy_imports(verb, light, ended):
     code = (
         "import sys\nfrom clusterkit.cli import main\n"
-        "try: main(['--help'])\nexcept SystemExit: pass\n"
-        "heavy = {'torch', 'rich', 'yaml', 'matplotlib', 'hypothesis', 'clusterkit.api'}\n"
-        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+        f"try: main({verb})\nexcept SystemExit: pass\n"
+        f"print(sorted({HEAVY | light} & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == "[]\n"
+    assert done.stdout
 
 
 def test_all_of_the_orchestrator_imports_without_torch():
@@ -791,13 +808,13 @@ def test_a_long_log_is_written_in_large_pieces(cli, ended, monkeypatch):
 
 def test_plan_takes_no_doctor_as_submit_does(cli, write_job, monkeypatch):
     seen = []
-    prepare = api.prepare
+    prepare = launch.prepare
 
     def watched(job, **options):
         seen.append(options["doctor"])
         return prepare(job, **options)
 
-    monkeypatch.setattr(api, "prepare", watched)
+    monkeypatch.setattr(launch, "prepare", watched)
     job = write_job("launcher: python\n")
     assert cli("plan", job).code == 0
     assert cli("plan", job, "--no-doctor").code == 0

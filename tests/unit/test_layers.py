@@ -17,11 +17,13 @@ agent.protocol agent.limits
 agent.clock agent.files
 agent.processes agent.signals agent.archive agent.connections agent.membership
 agent.node_log agent.report agent.coordinator
-agent.streams agent.client
+agent.streams agent.client agent.spawn agent.fork
+agent.eager agent.preload agent.rank agent.forkserver
 agent.launcher
 agent.node
 agent.__main__ agent
-errors files status marks deepspeed_table host_probe receiver
+errors
+files status marks deepspeed_table host_probe receiver
 shell transport logs yaml_text runtime.mesh runtime.gpt_shape
 mirror tracebacks yaml_file
 spec diagnose
@@ -39,8 +41,8 @@ assemble execute slow_links
 bandwidth
 doctor.driver doctor.meeting doctor.base
 doctor.check doctor.report
-doctor.nvidia doctor.bundle
-doctor.checks.head_port doctor.checks.packages
+doctor.bundle
+doctor.checks.packages
 doctor.checks.*
 doctor.checks
 doctor.hosts
@@ -58,8 +60,9 @@ backends.*.probe backends.ssh.observe
 backends.*.place
 backends.compose.containers backends.kubernetes.pods
 backends.kubernetes.flavors backends.kubernetes.judge backends.kubernetes.nodes
-backends.kubernetes.apply backends.kubernetes.rights backends.kubernetes.server
+backends.kubernetes.apply backends.kubernetes.rights
 backends.kubernetes.client backends.kubernetes.entry
+backends.kubernetes.server
 backends.kubernetes.remote_runs backends.kubernetes.records
 backends.kubernetes.probe
 doctor.kubernetes.base
@@ -164,7 +167,7 @@ def test_the_runtime_needs_little_of_the_orchestrator(name):
     """It runs inside the ranks, where neither a cluster nor a command line is."""
     ours = {other for other in imports(name) if other.startswith("clusterkit.")}
     outside = {other for other in ours if not other.startswith("clusterkit.runtime")}
-    light = {"errors", "batch", "marks", "deepspeed_config", "deepspeed_table"}
+    light = {"agent.eager", "errors", "batch", "marks", "deepspeed_config", "deepspeed_table"}
     assert outside <= {f"clusterkit.{module}" for module in light}
 
 

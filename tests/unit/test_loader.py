@@ -175,7 +175,7 @@ def test_a_mistake_in_a_job_file_is_named_with_file_line_and_key(case, write_job
         ("batch: {globl: 1}\n", "allowed: global, micro, accumulation"),
         (
             "launcher: torchrn\n",
-            "allowed: deepspeed, mpirun, python, torchrun; did you mean torchru",
+            "allowed: deepspeed, mpirun, python, torchrun, auto; did you mean torchru",
         ),
         ("device: gpu\n", "allowed: auto, cpu, cuda; did you mean c"),
         ('nodes: "4:2"\n', 'did you mean "2:4"?'),
@@ -582,7 +582,7 @@ LIKELY = {
     "args": WORDS,
     "nodes": NODES,
     "gpus_per_node": st.sampled_from([0, 1, 10_000, 10_001, 10**9, "auto"]),
-    "launcher": st.sampled_from(["torchrun", "python", "deepspeed", "mpirun"]),
+    "launcher": st.sampled_from(["auto", "torchrun", "python", "deepspeed", "mpirun"]),
     "batch": st.fixed_dictionaries({}, optional={"global": SCALARS, "micro": SCALARS}),
     "checkpoint": st.fixed_dictionaries({}, optional={"dir": SCALARS, "every": SCALARS}),
     "env": st.dictionaries(st.sampled_from(["A", "b_1", "1b", ""]), SCALARS, max_size=2),

@@ -13,7 +13,7 @@ import subprocess
 import msgspec
 import pytest
 
-from clusterkit import agent, backends, mirror, supervise
+from clusterkit import agent, backends, mirror, run_state, supervise
 from clusterkit.backends.base import ClusterProgress, Observation, SupportsCleanup
 from clusterkit.backends.local.backend import LocalBackend
 from clusterkit.backends.nodes import overall
@@ -303,11 +303,44 @@ def test_cancelling_a_run_that_has_ended_changes_nothing(folder, hand):
     assert not folder.is_cancelled()
 
 
-def test_a_cancel_of_a_run_that_is_about_to_start_is_on_record(folder, hand):
+class Clock:
+    """Stands in for the module `time`: nobody really waits, and each wait may do something."""
+
+    def __init__(self, waited=lambda: None):
+        self.now = 0.0
+        self.waited = waited
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        self.waited()
+
+
+def test_a_cancel_of_a_run_that_is_about_to_start_is_on_record(folder, hand, monkeypatch):
+    monkeypatch.setattr(run_state, "time", Clock())
     assert cancel(folder).state is State.PENDING
     hand.unwatched()
     assert reconcile(folder).state is State.CANCELLED
     assert cancel(folder).state is State.CANCELLED
+
+
+def test_a_cancel_waits_for_the_word_of_a_supervisor_that_notices_late(folder, monkeypatch):
+    ended = []
+
+    def record():
+        if ended:
+            said = RunStatus(
+                run=folder.run_id, job="demo", cluster="local", backend="local",
+                state=State.CANCELLED, exit_code=130,
+            )  # fmt: skip
+            folder.write_json("state.json", said)
+
+    monkeypatch.setattr(run_state, "time", Clock(record))
+    monkeypatch.setattr(LocalBackend, "cancel", lambda *args, **more: ended.append(args))
+    assert cancel(folder).state is State.CANCELLED
+    assert ended
 
 
 # ---------------------------------------------------------------- the supervisor's judgement

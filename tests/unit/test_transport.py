@@ -13,7 +13,8 @@ import pytest
 
 from clusterkit import transport
 from clusterkit.errors import RunFolderError, SubmitFailed
-from clusterkit.transport import PORTS, LocalTransport, Transport, write_atomic
+from clusterkit.files import write_atomic
+from clusterkit.transport import PORTS, LocalTransport, Transport
 
 HOST = "localhost"
 LOCAL = LocalTransport()

@@ -229,7 +229,7 @@ def mounts_of(
         if job.program and posixpath.isabs(job.program):
             add(posixpath.dirname(job.program), readonly=True)
         mounts.append(_bind(engine.package, f"{OURS}/python/clusterkit", readonly=True))
-    if job.launcher == "mpirun":
+    if job.started_by == "mpirun":
         # Open MPI splits the agent's name at spaces and colons, which a home may have.
         mounts.append(_bind(f"{run_dir}/files/mpi-agent.sh", f"{OURS}/mpi-agent", readonly=True))
     unique = {mount["target"]: mount for mount in mounts}

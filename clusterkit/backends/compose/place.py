@@ -108,7 +108,7 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
         network_env={
             **interface_env(facts.interface),
             **({"PYTHONPATH": f"{OURS}/python"} if mounted else {}),
-            **(mpi_env(facts.interface) if job.launcher == "mpirun" else {}),
+            **(mpi_env(facts.interface) if job.started_by == "mpirun" else {}),
         },
         node_env=tuple({NODE_ADDRESS.name: name} if topology.elastic else {} for name in names),
         stop_grace=cluster.stop_grace,

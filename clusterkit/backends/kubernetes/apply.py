@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.pods import MANAGER, ROLE
 from clusterkit.backends.kubernetes.text import Object
 from clusterkit.backends.kubernetes.watcher import reference, renumber
-from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
+from clusterkit.errors import SubmitFailed, Unavailable
 
 AWAY_SECONDS = 40.0
 """How long the API server may be away while a run is being made."""
@@ -28,7 +27,6 @@ _SOON = ("must be created before", "failed calling webhook")
 AT_ONCE = 8
 """Requests that are under way together."""
 KUSTOMIZATION = "kustomization.yaml"
-MERGE_PATCH, APPLY_PATCH = "application/merge-patch+json", "application/apply-patch+yaml"
 _PLURALS = {
     "ConfigMap": "configmaps", "Secret": "secrets", "Service": "services",
     "TrainingRuntime": "trainingruntimes", "ServiceAccount": "serviceaccounts", "Role": "roles",
@@ -36,32 +34,37 @@ _PLURALS = {
     **{flavor.kind: flavor.plural for flavor in FLAVORS.values()},
 }  # fmt: skip
 _OWNERS = tuple(flavor.kind for flavor in FLAVORS.values())
-Call = Callable[[str, str, object, str], str]
+JSON, MERGE_PATCH = "application/json", "application/merge-patch+json"
+APPLY_PATCH = "application/apply-patch+yaml"
+Request = Callable[[str, str, object, str], str]
 """Method, path, body and its content type to the answer."""
 
 
-class Refused(ClusterkitError):
-    """The API server understood, and said no."""
+class Refusal(Unavailable):
+    """The API server understood, and said no.
 
-    def __init__(self, status: int, reason: str, message: str) -> None:
-        super().__init__(f"the API server says: {message}")
-        self.status = status
-        self.reason = reason
-        self.said = message
+    Attributes:
+        reason: ``NotFound``, ``Forbidden``, ``Conflict``.
+        said: its own words.
+    """
+
+    def __init__(self, reason: str, said: str) -> None:
+        super().__init__(f"Error from server ({reason}): {said}")
+        self.reason, self.said = reason, said
 
 
 class Away(Unavailable):
     """The API server does not answer."""
 
 
-def apply(call: Call, namespace: str, folder: Path, env: Mapping[str, str]) -> str:
-    """Make the objects of a kustomization; gives what kubectl prints.
+def apply(request: Request, namespace: str, folder: Path, env: Mapping[str, str]) -> None:
+    """Make the objects of a kustomization.
 
     Whatever is in ``env`` besides the attempt's number becomes the run's Secret; no word and no
     file holds it.
 
     Raises:
-        Refused, Away: by the API server.
+        Refusal, Away: by the API server.
         SubmitFailed: a file is gone.
     """
     attempt = env.get("CLUSTERKIT_ATTEMPT", "1")
@@ -82,7 +85,7 @@ def apply(call: Call, namespace: str, folder: Path, env: Mapping[str, str]) -> s
     late = [each for each in rest if each["kind"] == "RoleBinding"]
 
     def make(each: Object) -> Object:
-        return _made(call, path_of(each, namespace), each)
+        return _made(request, path_of(each, namespace), each)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         made = list(pool.map(make, (each for each in rest if each not in late)))
@@ -94,26 +97,23 @@ def apply(call: Call, namespace: str, folder: Path, env: Mapping[str, str]) -> s
         # With it goes all that belongs to it, whoever deletes it.
         body = {"metadata": {"ownerReferences": [owner]}}
         paths = [path_of(each, namespace) for each in made]
-        list(pool.map(lambda path: call("PATCH", path, body, MERGE_PATCH), paths))
-    return "".join(
-        f"{each['kind'].lower()}/{each['metadata']['name']} applied\n" for each in objects
-    )
+        list(pool.map(lambda path: request("PATCH", path, body, MERGE_PATCH), paths))
 
 
-def _made(call: Call, path: str, each: Object) -> Object:
+def _made(request: Request, path: str, each: Object) -> Object:
     """The object as the server has it now."""
     path += f"?fieldManager={MANAGER}&force=true&fieldValidation=Strict"
     start = time.monotonic()
     while True:
         try:
-            made: Object = json.loads(call("PATCH", path, each, APPLY_PATCH))
+            made: Object = json.loads(request("PATCH", path, each, APPLY_PATCH))
             return made
         except Away:
             # What is applied twice is applied once.
             if time.monotonic() > start + AWAY_SECONDS:
                 raise
             time.sleep(1)
-        except Refused as error:
+        except Refusal as error:
             # The trainer hears of a runtime a moment after it was made; an operator whose pod
             # is being replaced is not there to be asked.
             late = time.monotonic() > start + RUNTIME_SECONDS
@@ -176,23 +176,3 @@ def _watches(each: Mapping[str, Any]) -> bool:
     """Whether it is the job of a run's watcher."""
     labels = each["metadata"].get("labels") or {}
     return bool(each["kind"] == "Job" and labels.get(ROLE) == "watcher")
-
-
-def encoded(body: object, content: str) -> bytes:
-    """A body as its content type wants it."""
-    return (as_yaml(body) if content == APPLY_PATCH else json.dumps(body)).encode()
-
-
-def as_yaml(body: object) -> str:
-    """JSON that is YAML as well: the server reads what is to be applied as that, and refuses the
-    pairs by which JSON escapes characters beyond U+FFFF."""
-
-    def escape(match: re.Match[str]) -> str:
-        if match[1] is None:
-            return match[0]
-        high, low = int(match[1], 16), int(match[2], 16)
-        return f"\\U{0x10000 + ((high - 0xD800) << 10) + low - 0xDC00:08x}"
-
-    # An escaped backslash is passed over together with what it escapes.
-    pairs = r"\\u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})|\\."
-    return re.sub(pairs, escape, json.dumps(body))

@@ -34,7 +34,7 @@ from clusterkit.backends.kubernetes.records import known
 from clusterkit.backends.kubernetes.remote_runs import kept, listing
 from clusterkit.backends.kubernetes.remove import remove
 from clusterkit.backends.kubernetes.run_files import MANIFESTS, KubernetesPlacement
-from clusterkit.backends.kubernetes.server import flags
+from clusterkit.backends.kubernetes.server import Server, flags
 from clusterkit.backends.kubernetes.text import Object
 from clusterkit.cluster import ClusterSpec, Facts, Gpu, KubernetesCluster, KubernetesFacts
 from clusterkit.errors import ClusterkitError
@@ -145,18 +145,18 @@ class KubernetesBackend(Backend, SupportsCleanup, SupportsDoctor, SupportsRemote
 
     def listing(self, cluster: ClusterSpec, transport: Transport) -> list[RemoteRun]:
         assert isinstance(cluster, KubernetesCluster)
-        tool = ["kubectl", *flags(cluster.kubeconfig, cluster.context)]
-        return listing(tool, cluster.namespace or context_of(cluster)[1], transport)
+        server = Server.of(cluster, transport)
+        return listing(server, cluster.namespace or context_of(cluster)[1])
 
     def recover(self, run: str, cluster: ClusterSpec, transport: Transport) -> Recovered:
         assert isinstance(cluster, KubernetesCluster)
         replace = msgspec.structs.replace
         context, namespace = context_of(cluster)
         namespace = cluster.namespace or namespace
-        tool = ["kubectl", *flags(cluster.kubeconfig, cluster.context)]
-        ids = [each.run for each in listing(tool, namespace, transport)]
+        server = Server.of(cluster, transport)
+        ids = [each.run for each in listing(server, namespace)]
         run = resolve(run, ids, f"in namespace {namespace}")
-        found = kept(tool, namespace, run, transport)
+        found = kept(server, namespace, run)
         kube = found.record.facts.kubernetes
         assert kube is not None
         here = replace(

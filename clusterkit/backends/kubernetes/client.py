@@ -1,7 +1,7 @@
-"""The API server, reached through the official client, in the words of kubectl.
+"""API servers, reached through the official client.
 
 A plan's step is what a person could type: ``kubectl apply --server-side --kustomize DIR``. It is
-carried out here, without kubectl: that, and ``get``, ``create`` and ``delete`` with ``--raw``.
+carried out here, without kubectl, which need not be there.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import json
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import quote
 
-from clusterkit.backends.kubernetes.apply import MERGE_PATCH, Away, Refused, apply, encoded
+from clusterkit.backends.kubernetes.apply import APPLY_PATCH, JSON, Away, Refusal, apply
 from clusterkit.backends.kubernetes.connect import connect
-from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
+from clusterkit.backends.kubernetes.text import as_yaml
+from clusterkit.errors import SubmitFailed, Unavailable
 from clusterkit.transport import Completed, LocalTransport, Stream
 
 if TYPE_CHECKING:
@@ -25,35 +26,20 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
-_PATCHED = {
-    "pod": "/api/v1/namespaces/{}/pods",
-    "lease": "/apis/coordination.k8s.io/v1/namespaces/{}/leases",
-}
 
 
-class _Server(NamedTuple):
-    """Which one, and which namespace of it."""
+class Context(NamedTuple):
+    """Which API server: a context of a kubeconfig; None: its current one, the usual file."""
 
     kubeconfig: str | None
-    context: str | None
-    namespace: str
-
-
-def _parsed(argv: Sequence[str]) -> tuple[list[str], _Server]:
-    """The words of a command of kubectl, and the server that its flags name."""
-    words, flags = list(argv[1:]), {}
-    while words and words[0] in ("--kubeconfig", "--context", "--namespace"):
-        flags[words[0]] = words[1]
-        del words[:2]
-    namespace = flags.get("--namespace", "default")
-    return words, _Server(flags.get("--kubeconfig"), flags.get("--context"), namespace)
+    name: str | None
 
 
 class KubeTransport(LocalTransport):
-    """This machine's files, and the API servers that ``kubectl`` would speak with."""
+    """This machine's files, and API servers."""
 
     def __init__(self) -> None:
-        self._clients: dict[tuple[str | None, str | None], ApiClient] = {}
+        self._clients: dict[Context, ApiClient] = {}
         self._lock = threading.Lock()
 
     def run(
@@ -67,44 +53,34 @@ class KubeTransport(LocalTransport):
     ) -> Completed:
         if argv[0] != "kubectl":
             return super().run(host, argv, env=env, timeout=timeout, stdin=stdin)
-        words, server = _parsed(argv)
-        seconds = timeout or ANSWER_SECONDS
+        at = argv.index("apply")
+        flags = dict(zip(argv[1:at:2], argv[2:at:2], strict=True))
+        to = Context(flags.get("--kubeconfig"), flags.get("--context"))
         try:
-            match words:
-                case ["get", "--raw", path]:
-                    out = self._call(server, "GET", path, seconds=seconds)
-                case ["delete", "--raw", path]:
-                    out = self._call(server, "DELETE", path, seconds=seconds)
-                case ["create", "--raw", path, "--filename", "-"]:
-                    out = self._call(server, "POST", path, json.loads(stdin), seconds=seconds)
-                case ["patch", kind, name, "--type", "merge", "--patch", text, *_]:
-                    path = f"{_PATCHED[kind].format(server.namespace)}/{quote(name)}"
-                    body = json.loads(text)
-                    out = self._call(server, "PATCH", path, body, MERGE_PATCH, seconds=seconds)
-                case ["apply", *_, "--kustomize", folder]:
-                    out = apply(
-                        lambda *request: self._call(server, *request, seconds=seconds),
-                        server.namespace,
-                        Path(folder),
-                        env or {},
-                    )
-                case _:
-                    raise SubmitFailed(f"not carried out here: {' '.join(argv)}")
-        except Refused as error:
-            said = f"Error from server ({error.reason}): {error.said}"
-            return Completed(tuple(argv), 1, "", said)
-        return Completed(tuple(argv), 0, out, "")
+            apply(partial(self.request, to), flags["--namespace"], Path(argv[-1]), env or {})
+        except Refusal as error:
+            return Completed(tuple(argv), 1, "", error.message)
+        return Completed(tuple(argv), 0, "", "")
 
-    def open(
-        self, host: str, argv: Sequence[str], *, env: Mapping[str, str] | None = None
-    ) -> Stream:
-        if argv[0] != "kubectl":
-            return super().open(host, argv, env=env)
-        words, server = _parsed(argv)
-        match words:
-            case ["get", "--raw", path]:
-                return RawStream(self._request(server, "GET", path))
-        raise SubmitFailed(f"not carried out here: {' '.join(argv)}")
+    def request(
+        self, to: Context, method: str, path: str, body: object = None, content: str = JSON
+    ) -> str:
+        """What the API server answers.
+
+        Raises:
+            Refusal: it says no.
+            Unavailable: it does not answer (`Away`), or does not know us.
+        """
+        response = self._request(to, method, path, body, content, ANSWER_SECONDS)
+        try:
+            data: bytes = response.read()
+        except Exception as error:  # urllib3 has many, and all mean this
+            raise _unreachable(error, self._client(to)) from error
+        return data.decode(errors="replace")
+
+    def stream(self, to: Context, path: str) -> Stream:
+        """An answer that goes on: a watch, or a log that is followed. Raises as `request`."""
+        return RawStream(self._request(to, "GET", path))
 
     def close(self) -> None:
         with self._lock:
@@ -114,48 +90,25 @@ class KubeTransport(LocalTransport):
 
     # -- requests -------------------------------------------------------------
 
-    def _client(self, server: _Server) -> ApiClient:
-        key = (server.kubeconfig, server.context)
+    def _client(self, to: Context) -> ApiClient:
         with self._lock:
-            if key not in self._clients:
-                self._clients[key] = connect(*key)
-            return self._clients[key]
-
-    def _call(
-        self,
-        server: _Server,
-        method: str,
-        path: str,
-        body: object = None,
-        content: str = "application/json",
-        *,
-        seconds: float,
-    ) -> str:
-        response = self._request(server, method, path, body, content, seconds)
-        try:
-            data: bytes = response.read()
-        except Exception as error:  # urllib3 has many, and all mean this
-            raise _unreachable(error, self._client(server)) from error
-        return data.decode(errors="replace")
+            if to not in self._clients:
+                self._clients[to] = connect(*to)
+            return self._clients[to]
 
     def _request(
         self,
-        server: _Server,
+        to: Context,
         method: str,
         path: str,
         body: object = None,
-        content: str = "application/json",
+        content: str = JSON,
         seconds: float | None = None,
     ) -> Any:
-        """An answer that is still to be read.
-
-        Raises:
-            Refused: the server says no.
-            Unavailable: it does not answer, or does not know us.
-        """
+        """An answer that is still to be read. Raises as `request`."""
         import urllib3
 
-        client = self._client(server)
+        client = self._client(to)
         headers = {"Accept": "application/json, */*", "User-Agent": "clusterkit"}
         if body is not None:
             headers["Content-Type"] = content
@@ -164,7 +117,9 @@ class KubeTransport(LocalTransport):
             method, path, header_params=headers, auth_settings=["BearerToken"]
         )
         timeout = urllib3.Timeout(connect=CONNECT_SECONDS, read=seconds)
-        data = None if body is None else encoded(body, content)
+        data = None
+        if body is not None:
+            data = (as_yaml(body) if content == APPLY_PATCH else json.dumps(body)).encode()
         try:
             response = client.rest_client.pool_manager.request(
                 method, found[1], body=data, headers=found[2], timeout=timeout,
@@ -240,7 +195,7 @@ class RawStream:
         self.close()
 
 
-def _refused(status: int, said: bytes, client: ApiClient) -> ClusterkitError:
+def _refused(status: int, said: bytes, client: ApiClient) -> Unavailable:
     try:
         answer = json.loads(said)
         reason = str(answer.get("reason", status))
@@ -252,7 +207,7 @@ def _refused(status: int, said: bytes, client: ApiClient) -> ClusterkitError:
             f"the API server {client.configuration.host} does not accept your credentials",
             hint="they may have expired: log in to the cluster again",
         )
-    return Refused(status, reason, message)
+    return Refusal(reason, message)
 
 
 def _unreachable(error: Exception, client: ApiClient) -> Away:

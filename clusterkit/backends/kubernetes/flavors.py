@@ -267,7 +267,7 @@ def choose(job: JobSpec, cluster: KubernetesCluster, facts: KubernetesFacts) -> 
         CapabilityError: the flavor cannot run an elastic number of nodes.
         Unavailable: the cluster does not serve that kind of job.
     """
-    mpi = job.launcher == "mpirun"
+    mpi = job.started_by == "mpirun"
     name: str = cluster.flavor
     origin = "cluster: flavor"
     if name == "auto":
@@ -287,9 +287,9 @@ def choose(job: JobSpec, cluster: KubernetesCluster, facts: KubernetesFacts) -> 
         if name == "job":
             origin = "the cluster serves no kind of its own for training"
     flavor = FLAVORS[name]
-    if (mpi and name != "mpijob") or (name == "mpijob" and job.launcher not in _MPI):
+    if (mpi and name != "mpijob") or (name == "mpijob" and job.started_by not in _MPI):
         raise BadInput(
-            f"flavor: {name} cannot run launcher {job.launcher}",
+            f"flavor: {name} cannot run launcher {job.started_by}",
             hint="flavor: auto, or --set launcher=torchrun" if mpi else "flavor: auto",
             cluster="flavor",
         )

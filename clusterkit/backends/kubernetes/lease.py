@@ -21,12 +21,13 @@ from typing import Any
 import msgspec
 
 from clusterkit.backends.base import ClusterProgress, HandedOver, Observation
+from clusterkit.backends.kubernetes.apply import Refusal
 from clusterkit.backends.kubernetes.guard import SUBMITTER, watch_name
 from clusterkit.backends.kubernetes.judge import Pod, attempt_of, read_pod
 from clusterkit.backends.kubernetes.monitor import PodMonitor
 from clusterkit.backends.kubernetes.pod_log import LogLines
 from clusterkit.backends.kubernetes.records import Removed, keep, known, put_removed, snapshot
-from clusterkit.backends.kubernetes.server import MERGE, Refusal, RunObjects
+from clusterkit.backends.kubernetes.server import RunObjects
 from clusterkit.backends.kubernetes.watcher import WATCHER, lease_seconds
 from clusterkit.errors import ClusterkitError
 from clusterkit.plan import KubernetesNative, Plan
@@ -129,14 +130,15 @@ class Holder:
                 "renewTime": f"{stamp}.{int(now % 1 * 1e6):06d}Z",
             },
         }
-        words = ("patch", "lease", self._name, *MERGE, json.dumps(body), "--output", "json")
+        objects = self._objects
+        path = objects.path("coordination.k8s.io/v1", "leases", self._name)
         try:
-            made = self._objects.call(*words)
+            made = objects.patch(path, body)
         except Refusal as error:
             if error.reason in ("Conflict", "NotFound"):
                 return False
             raise
-        self._version = str(json.loads(made)["metadata"]["resourceVersion"])
+        self._version = str(made["metadata"]["resourceVersion"])
         return True
 
     def close(self) -> None:

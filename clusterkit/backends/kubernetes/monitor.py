@@ -16,7 +16,7 @@ from clusterkit.backends.kubernetes.judge import Pod, cause_from_events, unexpla
 from clusterkit.backends.kubernetes.observe import observation, read_pods, why_no_pods
 from clusterkit.backends.kubernetes.pod_log import AGAIN_SECONDS, LOG_SECONDS, PodLog
 from clusterkit.backends.kubernetes.records import keep, known, snapshot, with_seen
-from clusterkit.backends.kubernetes.server import MERGE, RunObjects
+from clusterkit.backends.kubernetes.server import RunObjects
 from clusterkit.errors import ClusterkitError
 from clusterkit.runs import RunHandle
 from clusterkit.status import State
@@ -26,7 +26,7 @@ WATCH_SECONDS = 280
 """How long one watch lasts; the server ends it."""
 NEWS_SECONDS = 5.0
 """How often it is asked why there are no pods, and states are judged anew although nothing came."""
-_LET_GO = '{"metadata":{"finalizers":null}}'
+_LET_GO = {"metadata": {"finalizers": None}}
 
 
 class PodMonitor:
@@ -115,7 +115,7 @@ class PodMonitor:
                 objects.delete(objects.pod_path(pod.name), gracePeriodSeconds="0")
                 if objects.flavor.kind != "PyTorchJob":
                     # A Job holds its pods until they have ended, which this one will not say.
-                    objects.call("patch", "pod", pod.name, *MERGE, _LET_GO)
+                    objects.patch(objects.pod_path(pod.name), _LET_GO)
 
     def _log_of(self, pod: Pod) -> PodLog | None:
         """The follower of a pod's log, made as soon as there can be one."""

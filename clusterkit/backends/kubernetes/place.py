@@ -126,7 +126,7 @@ def place(
             REJOIN_SECONDS if rejoin else 0,
         ),
         container=True,
-        mpi_interface=facts.interface if mpi and job.launcher == "deepspeed" else None,
+        mpi_interface=facts.interface if mpi and job.started_by == "deepspeed" else None,
         trees=trees,
         # What takes the working tree apart runs on this machine.
         tree_python="python3" if shape.copied else None,

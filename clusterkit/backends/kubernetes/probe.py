@@ -13,10 +13,11 @@ from urllib.parse import quote
 
 import msgspec
 
+from clusterkit.backends.kubernetes.apply import Refusal
 from clusterkit.backends.kubernetes.flavors import FLAVORS, choose
 from clusterkit.backends.kubernetes.nodes import gpus_of, selected, usable
 from clusterkit.backends.kubernetes.rights import ROLE_HINT, access_review, to_watch
-from clusterkit.backends.kubernetes.server import Refusal, Server, flags
+from clusterkit.backends.kubernetes.server import Server
 from clusterkit.backends.placing import own_ports
 from clusterkit.backends.probing import PACKAGES, TOOLS, interpreter
 from clusterkit.cluster import Facts, Gpu, HostFacts, KubernetesCluster, KubernetesFacts, Project
@@ -46,7 +47,7 @@ def context_of(cluster: KubernetesCluster) -> tuple[str, str]:
 
 def probe(cluster: KubernetesCluster, transport: Transport, job: JobSpec | None) -> Facts:
     """As `Backend.probe`."""
-    server = _server(cluster, transport)
+    server = Server.of(cluster, transport)
     try:
         version = server.get("/version")
     except Refusal as error:
@@ -114,15 +115,11 @@ def places(cluster: KubernetesCluster, transport: Transport) -> int:
         Unavailable: we may not look.
     """
     try:
-        nodes = _server(cluster, transport).get("/api/v1/nodes")["items"]
+        nodes = Server.of(cluster, transport).get("/api/v1/nodes")["items"]
     except Refusal as error:
         cause = f"how many nodes the cluster has is unknown: {error.message}"
         raise Unavailable(cause, hint="--nodes N") from None
     return sum(selected(node, cluster) and usable(node, cluster) for node in nodes)
-
-
-def _server(cluster: KubernetesCluster, transport: Transport) -> Server:
-    return Server(["kubectl", *flags(cluster.kubeconfig, cluster.context)], transport)
 
 
 def _user() -> str:

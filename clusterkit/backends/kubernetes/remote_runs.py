@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import quote
@@ -12,18 +12,18 @@ import msgspec
 from msgspec import Struct
 
 from clusterkit.backends.base import RemoteRun
+from clusterkit.backends.kubernetes.apply import Refusal
 from clusterkit.backends.kubernetes.flavors import FLAVORS, Flavor
 from clusterkit.backends.kubernetes.judge import attempt_of
 from clusterkit.backends.kubernetes.pods import ATTEMPT, JOB, RUN
 from clusterkit.backends.kubernetes.rights import ROLE_HINT
-from clusterkit.backends.kubernetes.server import Refusal, Server
+from clusterkit.backends.kubernetes.server import Server
 from clusterkit.backends.kubernetes.text import Object, object_name
 from clusterkit.backends.kubernetes.watcher import unix
 from clusterkit.cluster import Facts, KubernetesCluster
 from clusterkit.errors import RunFolderError, RunNotFound, Unavailable
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
-from clusterkit.transport import Transport
 
 USER = "clusterkit/user"
 """Label of all objects of a run: who submitted it."""
@@ -70,7 +70,7 @@ class Kept(Struct, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- listing
 
 
-def listing(tool: Sequence[str], namespace: str, transport: Transport) -> list[RemoteRun]:
+def listing(server: Server, namespace: str) -> list[RemoteRun]:
     """The runs of a namespace, newest first; one request for each kind of job.
 
     Raises:
@@ -78,7 +78,6 @@ def listing(tool: Sequence[str], namespace: str, transport: Transport) -> list[R
     """
     # The watcher of a run is a Job of the run as well, but of no attempt.
     selector = quote(f"{RUN},{ATTEMPT}", safe="")
-    server = Server(tool, transport)
 
     def ask(flavor: Flavor) -> list[RemoteRun]:
         path = f"/apis/{flavor.api}/namespaces/{quote(namespace)}/{flavor.plural}"
@@ -157,7 +156,7 @@ def _pods(spec: Mapping[str, Any]) -> int | None:
 # ---------------------------------------------------------------- one run
 
 
-def kept(tool: Sequence[str], namespace: str, run_id: str, transport: Transport) -> Kept:
+def kept(server: Server, namespace: str, run_id: str) -> Kept:
     """What the cluster keeps of a run, to take it up from here.
 
     Raises:
@@ -165,7 +164,7 @@ def kept(tool: Sequence[str], namespace: str, run_id: str, transport: Transport)
         Unavailable: the API server does not answer, or will not.
         RunFolderError: it was submitted by another version, or is damaged.
     """
-    name, server = object_name(run_id), Server(tool, transport)
+    name = object_name(run_id)
     found = _config_map(server, namespace, name)
     if found is None:
         raise RunNotFound(

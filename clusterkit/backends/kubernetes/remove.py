@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from clusterkit.backends.kubernetes.apply import Refusal
 from clusterkit.backends.kubernetes.guard import watch_name
 from clusterkit.backends.kubernetes.judge import read_pod
 from clusterkit.backends.kubernetes.lease import guarded
@@ -22,7 +23,7 @@ from clusterkit.backends.kubernetes.records import (
     snapshot,
     with_seen,
 )
-from clusterkit.backends.kubernetes.server import Refusal, RunObjects
+from clusterkit.backends.kubernetes.server import RunObjects
 from clusterkit.backends.kubernetes.text import Object
 from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.plan import Plan

@@ -1,70 +1,52 @@
-"""The API server, asked through a transport in the words of kubectl; and where it has what belongs
-to a run."""
+"""An API server, and where it has what belongs to a run."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
+from clusterkit.backends.kubernetes.apply import JSON, MERGE_PATCH, Refusal
+from clusterkit.backends.kubernetes.client import Context, KubeTransport
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.pods import RUN
 from clusterkit.backends.kubernetes.text import Object
-from clusterkit.errors import RunFolderError, Unavailable
+from clusterkit.cluster import KubernetesCluster
+from clusterkit.errors import RunFolderError
 from clusterkit.plan import KubernetesNative, Plan
 from clusterkit.transport import Stream, Transport
 
 HOST = "localhost"
-MERGE = ("--type", "merge", "--patch")
-_REFUSED = re.compile(r"Error from server \((\w+)\): (.*)", re.DOTALL)
 
 
 def flags(kubeconfig: str | None, context: str | None, namespace: str | None = None) -> list[str]:
-    """Those of kubectl."""
+    """Those of kubectl, in commands for people."""
     words = {"--kubeconfig": kubeconfig, "--context": context, "--namespace": namespace}
     return [word for flag, value in words.items() if value for word in (flag, value)]
 
 
-class Refusal(Unavailable):
-    """The API server will not, or does not answer.
-
-    Attributes:
-        reason: ``NotFound``, ``Forbidden``, ``Conflict``; empty where it did not answer.
-        said: its own words.
-    """
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        found = _REFUSED.match(text)
-        self.reason, self.said = found.groups() if found else ("", text)
-
-
 class Server:
-    """An API server, as ``kubectl`` with some flags reaches it."""
+    """The API server of a context. Each method raises as `KubeTransport.request`."""
 
-    def __init__(self, tool: Sequence[str], transport: Transport) -> None:
-        self._tool = tuple(tool)
+    def __init__(self, context: Context, transport: Transport) -> None:
+        assert isinstance(transport, KubeTransport)
+        self._context = context
         self._transport = transport
 
-    def call(self, *words: str, stdin: bytes = b"", timeout: float | None = None) -> str:
-        """What a command prints.
+    @classmethod
+    def of(cls, cluster: KubernetesCluster, transport: Transport) -> Server:
+        """The one that a cluster entry names."""
+        return cls(Context(cluster.kubeconfig, cluster.context), transport)
 
-        Raises:
-            Refusal: it failed.
-        """
-        done = self._transport.run(HOST, [*self._tool, *words], stdin=stdin, timeout=timeout)
-        if done.exit_code:
-            raise Refusal(done.stderr.strip() or f"exit code {done.exit_code}")
-        return done.stdout
+    def request(self, method: str, path: str, body: object = None, content: str = JSON) -> str:
+        return self._transport.request(self._context, method, path, body, content)
 
     def text(self, path: str) -> str:
-        """What is at a path, such as a log. Raises as `call`."""
-        return self.call("get", "--raw", path)
+        """What is at a path, such as a log."""
+        return self.request("GET", path)
 
     def get(self, path: str) -> Object:
-        """The object or list at a path. Raises as `call`."""
+        """The object or list at a path."""
         found: Object = json.loads(self.text(path))
         return found
 
@@ -85,30 +67,29 @@ class Server:
             return None
 
     def post(self, path: str, body: Object) -> Object:
-        """What the server makes of an object that is sent to a path. Raises as `call`."""
-        sent = json.dumps(body).encode()
-        found: Object = json.loads(
-            self.call("create", "--raw", path, "--filename", "-", stdin=sent)
-        )
+        """What the server makes of an object that is sent to a path."""
+        found: Object = json.loads(self.request("POST", path, body))
+        return found
+
+    def patch(self, path: str, body: Object) -> Object:
+        """The object at a path after a merge."""
+        found: Object = json.loads(self.request("PATCH", path, body, MERGE_PATCH))
         return found
 
     def delete(self, path: str, **query: str) -> None:
-        """Remove what is at a path, and in the background what that owns. Idempotent.
-
-        Raises as `call`.
-        """
+        """Remove what is at a path, and in the background what that owns. Idempotent."""
         options = {"propagationPolicy": "Background", **query}
         words = "&".join(f"{key}={value}" for key, value in options.items())
         joined = "&" if "?" in path else "?"
         try:
-            self.call("delete", "--raw", f"{path}{joined}{words}")
+            self.request("DELETE", f"{path}{joined}{words}")
         except Refusal as error:
             if error.reason != "NotFound":
                 raise
 
     def stream(self, path: str) -> Stream:
         """An answer that goes on: a watch, or a log that is followed."""
-        return self._transport.open(HOST, [*self._tool, "get", "--raw", path])
+        return self._transport.stream(self._context, path)
 
 
 class RunObjects(Server):
@@ -121,8 +102,7 @@ class RunObjects(Server):
                 f"run {plan.run_id}: its plan does not say where its objects are",
                 hint="it was submitted by an older clusterkit; `kubectl` can follow and delete it",
             )
-        words = flags(native.kubeconfig, native.context, native.namespace)
-        super().__init__(["kubectl", *words], transport)
+        super().__init__(Context(native.kubeconfig, native.context), transport)
         self.namespace = native.namespace
         self.flavor = FLAVORS[native.flavor]
         self.name = native.name
@@ -148,7 +128,7 @@ class RunObjects(Server):
         return f"/api/v1/namespaces/{self.namespace}/pods?labelSelector={selector}{more}"
 
     def events(self, field: str) -> list[dict[str, Any]]:
-        """The namespace's events of which this is true. Raises as `call`."""
+        """The namespace's events of which this is true."""
         chosen = quote(field, safe="")
         path = f"/api/v1/namespaces/{self.namespace}/events?fieldSelector={chosen}"
         found: list[dict[str, Any]] = self.get(path)["items"]

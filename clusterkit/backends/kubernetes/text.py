@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from typing import Any
 
@@ -40,3 +41,18 @@ def quantity(key: str, value: str) -> str:
     if not _QUANTITY.match(value):
         raise BadInput(f"{key}: {value!r} is not an amount", hint="such as 4, 500m, 16Gi")
     return value
+
+
+def as_yaml(body: object) -> str:
+    """JSON that is YAML as well: the server reads what is to be applied as that, and refuses the
+    pairs by which JSON escapes characters beyond U+FFFF."""
+
+    def escape(match: re.Match[str]) -> str:
+        if match[1] is None:
+            return match[0]
+        high, low = int(match[1], 16), int(match[2], 16)
+        return f"\\U{0x10000 + ((high - 0xD800) << 10) + low - 0xDC00:08x}"
+
+    # An escaped backslash is passed over together with what it escapes.
+    pairs = r"\\u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})|\\."
+    return re.sub(pairs, escape, json.dumps(body))

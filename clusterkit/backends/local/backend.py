@@ -76,7 +76,7 @@ class LocalBackend(Backend, SupportsDoctor):
             job, host, nodes, device, place=host.host, flag="--gpus {0} (make: GPUS={0})"
         )
         topology = Topology(least, nodes, nproc)
-        if job.launcher == "mpirun" and device == "cuda" and nodes > 1:
+        if job.started_by == "mpirun" and device == "cuda" and nodes > 1:
             raise BadInput(
                 "launcher: mpirun cannot divide this machine's GPUs between simulated nodes",
                 hint=f"--nodes 1 --gpus {topology.world_size}, or launcher: torchrun",
@@ -100,7 +100,7 @@ class LocalBackend(Backend, SupportsDoctor):
             hosts=(host.host,) * nodes,
             # mpirun starts processes on hosts that it knows; deepspeed only counts names.
             names=tuple(f"node-{node}" for node in range(nodes))
-            if job.launcher == "deepspeed"
+            if job.started_by == "deepspeed"
             else (host.host,) * nodes,
             cluster_env=cluster.env,
             network_env=interface_env(facts.interface),

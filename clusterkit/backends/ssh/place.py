@@ -47,10 +47,10 @@ def place(job: JobSpec, cluster: SshCluster, facts: Facts, run_id: str) -> Place
         if program is not None and posixpath.isabs(program):
             program = _copied(tree, program)
     trees = tuple(each for each in (tree, shipped) if each is not None)
-    if job.launcher == "mpirun":
+    if job.started_by == "mpirun":
         _check_devices(hosts[1:], device, nproc)
     network_env = interface_env(facts.interface)
-    if job.launcher == "mpirun" and facts.interface:
+    if job.started_by == "mpirun" and facts.interface:
         network_env |= mpirun_interface(facts.interface)
     shared = posixpath.join(cluster.shared, "runs", run_id) if cluster.shared else None
     remarks = _version_notes(hosts)

@@ -1,18 +1,16 @@
-"""Every check, in the order in which people read about them."""
+"""Every check of hosts, in the order in which people read about them."""
 
 from __future__ import annotations
 
-from importlib import import_module
-
 from clusterkit.doctor.check import Check
+from clusterkit.doctor.checks import folders, gpus, login, names, network, packages, system
 
-_MODULES = (
-    "reachable", "host_key", "login_shell", "user", "duplicates", "system", "clock",
-    "python", "packages", "compiler",
-    "interface", "names", "port", "head_port", "mesh",
-    "gpu_driver", "gpus", "gpu_processes",
-    "memory", "load", "shm", "limits", "disk", "workdir", "shared", "strays",
+CHECKS: tuple[Check, ...] = (
+    login.reachable, login.host_key, login.login_shell, login.user, login.duplicates,
+    system.system, system.clock,
+    packages.python, packages.packages, packages.compiler,
+    network.interface, names.names, network.port, network.head_port, network.mesh,
+    gpus.gpu_driver, gpus.gpus, gpus.gpu_processes,
+    system.memory, system.load, system.shm, system.limits,
+    folders.disk, folders.workdir, folders.shared, system.strays,
 )  # fmt: skip
-CHECKS: tuple[Check, ...] = tuple(
-    import_module(f"clusterkit.doctor.checks.{name}").CHECK for name in _MODULES
-)

@@ -1,15 +1,265 @@
-"""Are there as many healthy GPUs as the job needs?"""
+"""GPUs: what nvidia-smi and the kernel say of them, does the driver work, and who holds them?"""
 
 from __future__ import annotations
 
+import glob
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from clusterkit.doctor.base import Verdict, common, fail, ok, shortened, warn
-from clusterkit.doctor.check import Answers, Check
-from clusterkit.doctor.nvidia import NVIDIA, Nvidia, gpus_of, no_gpus_wanted
+from msgspec import Struct
+
+from clusterkit.doctor.base import (
+    HostSubject,
+    Level,
+    Process,
+    Verdict,
+    common,
+    end_processes,
+    fail,
+    ok,
+    shortened,
+    skip,
+    warn,
+)
+from clusterkit.doctor.check import Answers, check, script
+from clusterkit.doctor.checks.packages import Packages, collect_packages
+from clusterkit.doctor.driver import text_of, user_of
 from clusterkit.errors import counted
 
+_GPU_COLUMNS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version")
+_PROCESS_COLUMNS = ("pid", "process_name", "gpu_uuid")
+
+
+class Command(Struct):
+    """How one command ended."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+class Owner(Struct):
+    """Whose process it is; and which run of clusterkit's, if that can be seen."""
+
+    user: str | None = None
+    run: str | None = None
+
+
+class Nvidia(Struct):
+    """What nvidia-smi and the kernel say of the GPUs."""
+
+    devices: int
+    """Entries /dev/nvidia0, /dev/nvidia1, ..."""
+    query: Command | None
+    """None: there is no nvidia-smi."""
+    apps: Command | None = None
+    me: str = ""
+    """The user who asked."""
+    owners: dict[str, Owner] = {}
+    xids: list[str] = []
+
+    @property
+    def gpus(self) -> list[dict[str, str]]:
+        """A dict per GPU that nvidia-smi lists, by its own names of the columns."""
+        return _parsed(self.query, _GPU_COLUMNS)[0]
+
+    @property
+    def processes(self) -> list[dict[str, str]]:
+        """A dict per process that computes on a GPU."""
+        return _parsed(self.apps, _PROCESS_COLUMNS)[0]
+
+    @property
+    def complaint(self) -> str | None:
+        """What nvidia-smi says instead of listing all GPUs, or beside it."""
+        if self.query is None:
+            return None
+        _, complaints = _parsed(self.query, _GPU_COLUMNS)
+        if complaints:
+            return shortened(" ".join(complaints))
+        return f"nvidia-smi exited with {self.query.exit_code}" if self.query.exit_code else None
+
+
+def _parsed(
+    command: Command | None, columns: Sequence[str]
+) -> tuple[list[dict[str, str]], list[str]]:
+    """Rows of CSV under a header that begins with these columns, and all lines that are none."""
+    rows: list[dict[str, str]] = []
+    foreign: list[str] = []
+    header: list[str] = []
+    if command is None:
+        return rows, foreign
+    for line in command.stdout.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        titles = [cell.partition(" [")[0] for cell in cells]
+        if not header and titles[: len(columns)] == list(columns):
+            header = titles
+        elif header and cells[0].isdecimal() and len(cells) >= len(header):
+            # Only the name of a process, in the second column, may hold commas.
+            more = len(cells) - len(header)
+            cells[1 : more + 2] = [",".join(cells[1 : more + 2])]
+            rows.append(dict(zip(header, cells, strict=True)))
+        elif line.strip():
+            foreign.append(line)
+    return rows, foreign + [line for line in command.stderr.splitlines() if line.strip()]
+
+
+@script("nvidia", Nvidia, limit=45)
+def collect_nvidia(given: dict[str, Any]) -> Any:
+    import shutil
+
+    devices = len(glob.glob("/dev/nvidia[0-9]*"))
+    if shutil.which("nvidia-smi") is None:
+        return {"devices": devices, "query": None}
+
+    import subprocess
+
+    def run(*argv: str) -> Any:
+        try:
+            done = subprocess.run(
+                argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=20,
+                env={**os.environ, "LC_ALL": "C"},
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return {"exit_code": -1, "stdout": "", "stderr": "nvidia-smi did not end within 20 s"}
+        except OSError:
+            return None
+        texts = [text.decode("utf-8", "replace") for text in (done.stdout, done.stderr)]
+        return {"exit_code": done.returncode, "stdout": texts[0], "stderr": texts[1]}
+
+    def query(kind: str, *fields: str) -> Any:
+        found = run("nvidia-smi", f"--query-{kind}={','.join(fields)}", "--format=csv,nounits")
+        if found is not None:
+            found.update(stdout=found["stdout"][:65536], stderr=found["stderr"][:4096])
+        return found
+
+    always = ["index", "uuid", "name", "memory.total", "memory.used", "driver_version"]
+    health = [
+        "ecc.errors.uncorrected.volatile.total", "retired_pages.pending", "mig.mode.current",
+        "compute_mode",
+    ]  # fmt: skip
+    found = None
+    # Drivers before 535 have the second name of the reasons; one unknown name spoils the query.
+    for more in (["clocks_event_reasons.active"], ["clocks_throttle_reasons.active"], None):
+        found = query("gpu", *always, *([] if more is None else health + more))
+        if found is None or "not a valid field" not in found["stdout"] + found["stderr"]:
+            break
+    apps = None
+    owners: dict[str, Any] = {}
+    if found is not None and found["exit_code"] == 0:
+        apps = query("compute-apps", "pid", "process_name", "gpu_uuid", "used_memory")
+        for line in (apps or {"stdout": ""})["stdout"].splitlines():
+            pid = line.split(",")[0].strip()
+            if not pid.isdigit():
+                continue
+            owners[pid] = {}
+            try:
+                owners[pid]["user"] = user_of(os.stat(f"/proc/{pid}").st_uid)
+            except OSError:
+                continue  # gone, or of another process namespace
+            for entry in text_of(f"/proc/{pid}/environ").split("\0"):
+                if entry.startswith("CLUSTERKIT_RUN_ID="):
+                    owners[pid]["run"] = entry.partition("=")[2]
+    xids = []
+    if devices:
+        lines = (run("dmesg") or {"stdout": ""})["stdout"].splitlines()
+        xids = [line[-300:] for line in lines if "NVRM: Xid" in line][-20:]
+    return {
+        "devices": devices, "query": found, "apps": apps, "owners": owners, "xids": xids,
+        "me": user_of(os.geteuid()),
+    }  # fmt: skip
+
+
+def _seen(answers: Answers) -> dict[str, Nvidia]:
+    """What was collected. With no trace of a GPU anywhere, every host is skipped."""
+    seen = answers.read(collect_nvidia)
+    if answers.subject.needs.device == "cuda" or any(
+        nvidia.devices or nvidia.query for nvidia in seen.values()
+    ):
+        return seen
+    answers.unread += [skip(host, "no GPU on any host") for host in seen]
+    return {}
+
+
+def _on_cpus(subject: HostSubject) -> str | None:
+    return "the job runs on CPU threads" if subject.needs.device == "cpu" else None
+
+
+# ---------------------------------------------------------------- the driver
+
+OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+"""CUDA's major version to the oldest driver branch that runs it (NVIDIA, "CUDA Compatibility",
+minor version compatibility)."""
+
+_REMEDIES = (
+    ("version mismatch", "sudo reboot  # the driver was upgraded while it was loaded"),
+    ("couldn't communicate", "sudo modprobe nvidia || sudo dkms autoinstall"),
+    ("insufficient permissions", "ls -l /dev/nvidia*  # and who is in group video or render"),
+    ("unknown error", "restart the container: its access to the GPUs was lost"),
+    ("no devices were found", "lspci -d 10de:  # then sudo dmesg | grep NVRM"),
+    ("lost", "sudo reboot"),
+    ("device handle", "sudo reboot"),
+    ("did not end", "sudo dmesg | grep NVRM; sudo reboot"),
+)
+
+
+@check(
+    "gpu-driver",
+    "The NVIDIA driver works, is the same everywhere and new enough for the CUDA of torch.",
+    collect_nvidia,
+    collect_packages,
+    pointless=_on_cpus,
+)
+def gpu_driver(answers: Answers) -> Iterator[Verdict]:
+    seen = _seen(answers)
+    versions = {
+        host: nvidia.gpus[0]["driver_version"] for host, nvidia in seen.items() if nvidia.gpus
+    }
+    packages = answers.read(collect_packages, quiet=True)
+    usual = common(versions.values(), "")
+    for host, nvidia in seen.items():
+        yield _driver(host, nvidia, versions.get(host), usual, packages.get(host))
+
+
+def _driver(
+    host: str, nvidia: Nvidia, version: str | None, usual: str, packages: Packages | None
+) -> Verdict:
+    install = "sudo apt-get install -y nvidia-driver"
+    if nvidia.query is None:
+        cause = "there is no nvidia-smi"
+        if nvidia.devices:
+            cause += f", though /dev has {nvidia.devices} GPUs"
+        return fail(host, cause, f"{install} nvidia-smi")
+    complaint = nvidia.complaint
+    if complaint is not None:
+        known = (mend for words, mend in _REMEDIES if words in complaint.lower())
+        return fail(host, complaint, next(known, "nvidia-smi"))
+    if version is None:
+        return fail(host, "nvidia-smi lists no GPU", "lspci -d 10de:")
+    cuda = packages.cuda() if packages is not None else None
+    branch = version.partition(".")[0]
+    oldest = OLDEST_DRIVER.get(cuda or 0)
+    if oldest is not None and branch.isdecimal() and int(branch) < oldest:
+        cause = f"driver {version} is too old for torch's CUDA {cuda}: {oldest} is needed"
+        return fail(host, cause, f"{install}-{oldest}")
+    if version != usual:
+        cause = f"driver {version}, but {usual} on the other hosts"
+        return warn(host, cause, f"{install}-{usual.partition('.')[0]}")
+    return ok(host, version)
+
+
+# ---------------------------------------------------------------- their health
+
+_RESET = "sudo nvidia-smi --gpu-reset -i {number}"
+_STATES: tuple[tuple[str, str, Level, str, str], ...] = (
+    ("retired_pages.pending", "yes", "fail", "broken memory pages wait to be retired", _RESET),
+    ("compute_mode", "prohibited", "fail", "computing is prohibited",
+     "sudo nvidia-smi -i {number} -c DEFAULT"),
+    ("mig.mode.current", "enabled", "warn", "it is divided (MIG): NCCL cannot connect the parts",
+     "sudo nvidia-smi -i {number} -mig 0"),
+)  # fmt: skip
+"""Column and value of nvidia-smi that mean trouble, how much, in words, and what mends it."""
 _SLOWED = {0x08: "hardware slowdown", 0x40: "heat", 0x80: "its power supply"}
 """Bits of clocks_event_reasons.active that mean trouble (nvml.h, nvmlClocksEventReasons)."""
 _SERIOUS = {48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140}
@@ -18,16 +268,23 @@ _SERIOUS = {48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140}
 _SICK = ("[gpu requires reset]", "[unknown error]", "err!", "[gpu is lost]")
 
 
-def judge(answers: Answers) -> Iterator[Verdict]:
-    seen = gpus_of(answers)
-    faults = {}
+@check(
+    "gpus",
+    "There are as many GPUs as the job needs, of one kind, without memory errors, throttling or "
+    "errors in the kernel's log.",
+    collect_nvidia,
+    pointless=_on_cpus,
+)
+def gpus(answers: Answers) -> Iterator[Verdict]:
+    seen = _seen(answers)
     healthy = {}
     for host, nvidia in seen.items():
-        by_gpu = [list(_faults(host, gpu)) for gpu in nvidia.gpus]
-        faults[host] = [*(fault for found in by_gpu for fault in found), *_kernel(host, nvidia)]
-        sick = [found for found in by_gpu if any(fault.level == "fail" for fault in found)]
-        healthy[host] = len(nvidia.gpus) - len(sick)
-        yield from faults[host]
+        healthy[host] = len(nvidia.gpus)
+        for gpu in nvidia.gpus:
+            faults = list(_faults(host, gpu))
+            healthy[host] -= any(fault.level == "fail" for fault in faults)
+            yield from faults
+        yield from _logged(host, nvidia)
     most = max(healthy.values(), default=0)
     kinds = {host: _kind(nvidia) for host, nvidia in seen.items() if nvidia.gpus}
     usual = common(kinds.values(), "")
@@ -45,7 +302,7 @@ def judge(answers: Answers) -> Iterator[Verdict]:
         elif kinds[host] != usual:
             cause = f"{kinds[host]}, but {usual} on the other hosts: the slowest sets the pace"
             yield warn(host, cause, "nvidia-smi -L")
-        elif not faults[host]:
+        else:
             yield ok(host, f"{there} x {kinds[host]}")
 
 
@@ -56,8 +313,7 @@ def _kind(nvidia: Nvidia) -> str:
 def _faults(host: str, gpu: Mapping[str, str]) -> Iterator[Verdict]:
     """What is wrong with one GPU."""
     number = gpu["index"]
-    which = f"GPU {number}"
-    reset = f"sudo nvidia-smi --gpu-reset -i {number}"
+    which, reset = f"GPU {number}", _RESET.format(number=number)
     sick = [cell for cell in gpu.values() if cell.lower() in _SICK]
     if sick or not gpu["memory.total"].isdecimal():
         state = sick[0] if sick else f"memory {gpu.get('memory.total')}"
@@ -67,14 +323,9 @@ def _faults(host: str, gpu: Mapping[str, str]) -> Iterator[Verdict]:
     if errors.isdecimal() and int(errors):
         found = counted(int(errors), "memory error")
         yield fail(host, f"{which}: {found} that could not be corrected", reset)
-    if gpu.get("retired_pages.pending", "").lower() == "yes":
-        yield fail(host, f"{which}: broken memory pages wait to be retired", reset)
-    if gpu.get("compute_mode", "").lower() == "prohibited":
-        mend = f"sudo nvidia-smi -i {number} -c DEFAULT"
-        yield fail(host, f"{which}: computing is prohibited", mend)
-    if gpu.get("mig.mode.current", "").lower() == "enabled":
-        cause = f"{which}: it is divided (MIG): NCCL cannot connect the parts"
-        yield warn(host, cause, f"sudo nvidia-smi -i {number} -mig 0")
+    for column, bad, level, words, mend in _STATES:
+        if gpu.get(column, "").lower() == bad:
+            yield Verdict(host, level, f"{which}: {words}", mend.format(number=number))
     reasons = gpu.get("clocks_event_reasons.active", gpu.get("clocks_throttle_reasons.active", ""))
     if re.fullmatch(r"0x[0-9a-fA-F]+", reasons):
         slowed = [word for bit, word in _SLOWED.items() if int(reasons, 16) & bit]
@@ -83,25 +334,70 @@ def _faults(host: str, gpu: Mapping[str, str]) -> Iterator[Verdict]:
             yield warn(host, cause, "nvidia-smi -q -d PERFORMANCE")
 
 
-def _kernel(host: str, nvidia: Nvidia) -> list[Verdict]:
+def _logged(host: str, nvidia: Nvidia) -> Iterator[Verdict]:
     """Errors of the hardware that the kernel has logged since it started."""
-    serious = []
-    for line in nvidia.xids:
-        match = re.search(r"NVRM: Xid \(([^)]*)\): (\d+)", line)
-        if match is not None and int(match[2]) in _SERIOUS:
-            serious.append((match[2], line))
-    if not serious:
-        return []
-    numbers = ", ".join(dict.fromkeys(number for number, _ in serious))
-    cause = f"the kernel has logged Xid {numbers}: {shortened(serious[-1][1])}"
-    return [warn(host, cause, "sudo dmesg -T | grep NVRM")]
+    found = [(re.search(r"NVRM: Xid \(([^)]*)\): (\d+)", line), line) for line in nvidia.xids]
+    serious = [(match[2], line) for match, line in found if match and int(match[2]) in _SERIOUS]
+    if serious:
+        numbers = ", ".join(dict.fromkeys(number for number, _ in serious))
+        cause = f"the kernel has logged Xid {numbers}: {shortened(serious[-1][1])}"
+        yield warn(host, cause, "sudo dmesg -T | grep NVRM")
 
 
-CHECK = Check(
-    "gpus",
-    "There are as many GPUs as the job needs, of one kind, without memory errors, throttling or "
-    "errors in the kernel's log.",
-    judge,
-    (NVIDIA,),
-    pointless=no_gpus_wanted,
+# ---------------------------------------------------------------- who holds them
+
+FREE_MIB = 1024
+"""A GPU that nobody uses holds less: the driver's own part, an idle context."""
+
+
+@check(
+    "gpu-processes",
+    "No process left over, or of somebody else, holds the GPUs that the job needs.",
+    collect_nvidia,
+    pointless=_on_cpus,
 )
+def gpu_processes(answers: Answers) -> Iterator[Verdict]:
+    for host, nvidia in _seen(answers).items():
+        with_process = {process["gpu_uuid"] for process in nvidia.processes}
+        busy = [
+            gpu
+            for gpu in nvidia.gpus
+            if gpu["uuid"] in with_process
+            or (gpu["memory.used"].isdecimal() and int(gpu["memory.used"]) > FREE_MIB)
+        ]
+        if not busy:
+            yield ok(host, "none")
+            continue
+        need = answers.machines[host].slots
+        free = len(nvidia.gpus) - len(busy)
+        held = ", ".join(
+            f"GPU {gpu['index']} by {_who(nvidia, gpu['uuid'])} ({gpu['memory.used']} MiB)"
+            for gpu in busy[:4]
+        )
+        more = f" and {len(busy) - 4} more" if len(busy) > 4 else ""
+        cause = f"{counted(len(busy), 'GPU')} of {len(nvidia.gpus)} in use: {held}{more}"
+        enough = free >= (len(nvidia.gpus) if need is None else need)
+        yield Verdict(host, "warn" if enough else "fail", cause, _freed(nvidia))
+
+
+def _who(nvidia: Nvidia, uuid: str) -> str:
+    names = []
+    for process in nvidia.processes:
+        if process["gpu_uuid"] == uuid:
+            owner = nvidia.owners.get(process["pid"])
+            of = f" of {owner.user}" if owner and owner.user else ""
+            names.append(f"{process['process_name']} (process {process['pid']}{of})")
+    return ", ".join(names) or "a process that cannot be seen from here"
+
+
+def _freed(nvidia: Nvidia) -> str:
+    """Our own runs are cancelled, our own processes killed, the owners of others asked."""
+    mine = (owner.run for owner in nvidia.owners.values() if owner.user == nvidia.me)
+    if runs := sorted({run for run in mine if run}):
+        return "; ".join(f"clusterkit cancel {run}" for run in runs)
+    processes = {
+        process["pid"]: Process(int(process["pid"]), owner.user, process["process_name"])
+        for process in nvidia.processes
+        if (owner := nvidia.owners.get(process["pid"])) is not None and owner.user
+    }
+    return end_processes(processes.values(), nvidia.me) or "sudo fuser -v /dev/nvidia*"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,7 +12,7 @@ from msgspec import Struct
 
 from clusterkit import shell
 from clusterkit.doctor.base import Level, Machine, Verdict, listed, ok, parsed_address, warn
-from clusterkit.doctor.check import Answers, Check, Script, alone
+from clusterkit.doctor.check import Answers, alone, check, script
 
 WARN = 1.0
 FAIL = 2.0
@@ -43,11 +46,8 @@ class Seen(Struct):
     """Among the others, some that need no looking up: how busy the host is."""
 
 
-def collect(given: dict[str, Any]) -> Any:
-    import socket
-    import threading
-    import time
-
+@script("names", Seen, phase=2)
+def collect_names(given: dict[str, Any]) -> Any:
     until = time.monotonic() + 3 * given["patience"]
     work: list[Any] = []
 
@@ -108,21 +108,22 @@ def collect(given: dict[str, Any]) -> Any:
     return seen
 
 
-NAMES = Script("names", collect, Seen, phase=2)
-
-
-def judge(answers: Answers) -> Iterator[Verdict]:
+@check(
+    "names",
+    "Every host finds every other by name and by address, at once; its own name is not 127.0.1.1.",
+    collect_names,
+    pointless=alone,
+)
+def names(answers: Answers) -> Iterator[Verdict]:
     subject = answers.subject
     # Ranks get addresses; these find each other by name.
     by_name = subject.needs.launcher in ("mpirun", "deepspeed") or subject.needs.elastic
     level: Level = "fail" if by_name else "warn"
-    for host, looks in answers.read(NAMES).items():
-        faults = [
-            *_slow(host, looks, subject.hosts),
-            *_others(host, looks, subject.hosts, level),
-            *_own(host, looks, answers.machines[host]),
-        ]
-        yield from faults or [ok(host, "every name, every address, at once")]
+    for host, looks in answers.read(collect_names).items():
+        yield from _slow(host, looks, subject.hosts)
+        yield from _others(host, looks, subject.hosts, level)
+        yield from _own(host, looks, answers.machines[host])
+        yield ok(host, "every name, every address, at once")
 
 
 def _slow(host: str, looks: Seen, machines: Sequence[Machine]) -> Iterator[Verdict]:
@@ -208,12 +209,3 @@ def _add_lines(lines: list[str]) -> str:
     more = "" if len(lines) <= _SHOWN else f"  # and {len(lines) - _SHOWN} more of this form"
     say = shell.join(["printf", r"%s\n", *lines[:_SHOWN]])
     return f"{say} | sudo tee -a /etc/hosts{more}"
-
-
-CHECK = Check(
-    "names",
-    "Every host finds every other by name and by address, at once; its own name is not 127.0.1.1.",
-    judge,
-    (NAMES,),
-    pointless=alone,
-)

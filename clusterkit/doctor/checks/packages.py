@@ -1,19 +1,53 @@
-"""Are torch, DeepSpeed and what belongs to them there, and the same everywhere?"""
+"""Python of the ranks: the interpreter, its packages, and what DeepSpeed compiles with."""
 
 from __future__ import annotations
 
+import glob
+import os
 import re
+import sys
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import HostSubject, Level, Verdict, common, fail, ok, skip
-from clusterkit.doctor.check import Answers, Check, Script
+from clusterkit.doctor.base import (
+    HostSubject,
+    Level,
+    Verdict,
+    common,
+    fail,
+    ok,
+    shortened,
+    skip,
+    warn,
+)
+from clusterkit.doctor.check import Answers, check, script
+from clusterkit.doctor.driver import text_of
 
+OLDEST = (3, 11)
 _MUST_AGREE = ("torch", "deepspeed", "nvidia-nccl")
+_NAMED = ("torch", "deepspeed", "transformers")
 _NONE = "none"
+
+
+class Python(Struct):
+    """The interpreter that ran."""
+
+    executable: str
+    version: tuple[int, int, int]
+    bits: int
+
+
+@script("python", Python, safe=True)
+def collect_python(given: dict[str, Any]) -> Any:
+    return {
+        "executable": sys.executable,
+        "version": list(sys.version_info[:3]),
+        "bits": 64 if sys.maxsize > 2**32 else 32,
+    }
 
 
 class Packages(Struct):
@@ -35,11 +69,9 @@ class Packages(Struct):
         return None
 
 
-def collect(given: dict[str, Any]) -> Any:
+@script("packages", Packages)
+def collect_packages(given: dict[str, Any]) -> Any:
     import importlib.util
-    import os
-    import re
-    import sys
 
     def there(name: str) -> bool:
         try:
@@ -63,23 +95,17 @@ def collect(given: dict[str, Any]) -> Any:
             if kind not in ("dist-info", "egg-info") or not re.match(wanted, name):
                 continue
             for file_name in ("METADATA", "PKG-INFO", ""):
-                try:
-                    path = os.path.join(folder, entry, file_name).rstrip("/")
-                    with open(path, encoding="utf-8", errors="replace") as file:
-                        found = re.search(r"^Version:\s*(\S+)", file.read(4096), re.MULTILINE)
-                except OSError:
-                    continue
+                text = text_of(os.path.join(folder, entry, file_name).rstrip("/"))[:4096]
+                found = re.search(r"^Version:\s*(\S+)", text, re.MULTILINE)
                 if found is not None:
                     versions.setdefault(name, found[1])
-                break
+                if text:
+                    break
     gone = [name for name in versions if not name.startswith("nvidia-") and not there(name)]
     return {"interpreter": sys.executable, "versions": versions, "gone": gone}
 
 
-PACKAGES = Script("packages", collect, Packages)
-
-
-def needed_packages(subject: HostSubject) -> dict[str, str]:
+def _needed(subject: HostSubject) -> dict[str, str]:
     """Package to what of the job needs it."""
     needs = subject.needs
     found = {}
@@ -92,7 +118,7 @@ def needed_packages(subject: HostSubject) -> dict[str, str]:
     return found
 
 
-def with_its_python(answers: Answers) -> set[str]:
+def _with_its_python(answers: Answers) -> set[str]:
     """Hosts on which the interpreter of the ranks ran, and no other in its place."""
     return {
         host
@@ -101,7 +127,7 @@ def with_its_python(answers: Answers) -> set[str]:
     }
 
 
-def pip_install(python: str, versions: Mapping[str, str], *flags: str) -> str:
+def _pip_install(python: str, versions: Mapping[str, str], *flags: str) -> str:
     """The command that installs packages; one of no certain version has ``""``."""
     # What stands behind a + says which index it came from; pip finds it where it found the rest.
     pinned = [
@@ -111,50 +137,215 @@ def pip_install(python: str, versions: Mapping[str, str], *flags: str) -> str:
     return shell.join([python, "-m", "pip", "install", *flags, *pinned])
 
 
-def judge(answers: Answers) -> Iterator[Verdict]:
-    right = with_its_python(answers)
+# ---------------------------------------------------------------- the interpreter
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+@check(
+    "python",
+    f"The interpreter of the ranks works, is Python {_dotted(OLDEST)} or newer, and the same "
+    "everywhere.",
+    collect_python,
+    collect_packages,
+    silent_too=True,
+)
+def python(answers: Answers) -> Iterator[Verdict]:
+    packages = _packages_of_a_new_one(answers)
+    working = _with_its_python(answers)
+    for host, answer in answers.of.items():
+        python = answers.machines[host].python
+        if answer.error is not None:
+            yield skip(host, "it did not answer")
+        elif host not in working:
+            complaint = shortened(answer.stderr) or "it says nothing"
+            yield fail(host, f"{python} does not work: {complaint}", _made(python, packages))
+    seen = answers.read(collect_python, among=working)
+    usual = common((python.version for python in seen.values()), (0, 0, 0))
+    remedy = _made_beside(f"python{_dotted(max(usual[:2], OLDEST))}", packages)
+    for host, there in seen.items():
+        python, version = answers.machines[host].python, _dotted(there.version)
+        if there.version < OLDEST:
+            cause = f"{python} is Python {version}; {_dotted(OLDEST)} or newer is needed"
+            yield fail(host, cause, remedy)
+        elif there.bits != 64:
+            cause = f"{python} is a build for {there.bits} bits: there is no torch for it"
+            yield fail(host, cause, remedy)
+        elif there.version != usual:
+            cause = f"Python {version}, but {_dotted(usual)} on the other hosts"
+            level: Level = "warn" if there.version[:2] == usual[:2] else "fail"
+            yield Verdict(host, level, cause, remedy)
+        yield ok(host, version)
+
+
+def _packages_of_a_new_one(answers: Answers) -> dict[str, str]:
+    """What a new interpreter has to be given: what the job needs, in the others' versions."""
+    seen = answers.read(collect_packages, among=_with_its_python(answers), quiet=True)
+    needed = _needed(answers.subject)
+    found = {
+        name: common((there.versions.get(name, "") for there in seen.values()), "")
+        for name in dict.fromkeys([*needed, *_NAMED])
+    }
+    return {name: version for name, version in found.items() if version or name in needed}
+
+
+def _made(python: str, packages: dict[str, str]) -> str:
+    """Makes an interpreter that is not there, with the packages."""
+    folder, _, _ = python.rpartition("/bin/")
+    if folder in ("", "/usr", "/usr/local"):
+        return _made_beside("python3", packages)
+    return _environment("python3", folder, packages)
+
+
+def _made_beside(base: str, packages: dict[str, str]) -> str:
+    """Makes one beside what there is: pip may not write into the system's."""
+    place = f"/opt/clusterkit/{base}"
+    made = _environment(base, place, packages, "sudo ")
+    return (
+        f"sudo apt-get install -y {base} {base}-venv && {made}"
+        f"  # then python: {place}/bin/python in the cluster entry"
+    )
+
+
+def _environment(base: str, folder: str, packages: dict[str, str], sudo: str = "") -> str:
+    made = sudo + shell.join([base, "-m", "venv", folder])
+    install = sudo + _pip_install(f"{folder}/bin/python", packages)
+    return f"{made} && {install}" if packages else made
+
+
+# ---------------------------------------------------------------- packages
+
+
+@check(
+    "packages",
+    "torch (and the CUDA it is built for), NCCL, DeepSpeed and transformers are there as the job "
+    "needs them, where Python finds them, and the same everywhere.",
+    collect_packages,
+)
+def packages(answers: Answers) -> Iterator[Verdict]:
+    right = _with_its_python(answers)
     for host in answers.of:
         if host not in right:
             yield skip(host, f"{answers.machines[host].python} does not work")
-    seen = answers.read(PACKAGES, among=right)
-    needed = needed_packages(answers.subject)
+    seen = answers.read(collect_packages, among=right)
+    needed = _needed(answers.subject)
     names = dict.fromkeys(name for packages in seen.values() for name in packages.versions)
     usual = {
         name: common((packages.versions.get(name, _NONE) for packages in seen.values()), _NONE)
         for name in (*names, *needed)
     }
-    for host, packages in seen.items():
-        faults = list(_faults(host, packages, needed, usual, answers.machines[host].python))
-        versions = [
-            f"{name} {packages.versions[name]}"
-            for name in ("torch", "deepspeed", "transformers")
-            if name in packages.versions
-        ]
-        yield from faults or [ok(host, ", ".join(versions))]
+    for host, there in seen.items():
+        python = answers.machines[host].python
+        for name, most in usual.items():
+            version = there.versions.get(name, _NONE)
+            install = _pip_install(python, {name: "" if most == _NONE else most})
+            if version == _NONE and name in needed:
+                cause = f"{needed[name]} needs {name}, which {python} does not have"
+                yield fail(host, cause, install)
+            elif name in there.gone:
+                cause = (
+                    f"pip has a note of {name} {version}, but {python} does not find the package"
+                )
+                mend = _pip_install(python, {name: version}, "--force-reinstall", "--no-deps")
+                yield fail(host, cause, mend)
+            elif version != most and most != _NONE:
+                level: Level = "fail" if name.startswith(_MUST_AGREE) else "warn"
+                cause = f"{name} {version}, but {most} on the other hosts"
+                yield Verdict(host, level, cause, install)
+        found = there.versions
+        yield ok(host, ", ".join(f"{name} {found[name]}" for name in _NAMED if name in found))
 
 
-def _faults(
-    host: str, packages: Packages, needed: dict[str, str], usual: dict[str, str], python: str
-) -> Iterator[Verdict]:
-    for name, most in usual.items():
-        version = packages.versions.get(name, _NONE)
-        install = pip_install(python, {name: "" if most == _NONE else most})
-        if version == _NONE and name in needed:
-            cause = f"{needed[name]} needs {name}, which {python} does not have"
-            yield fail(host, cause, install)
-        elif name in packages.gone:
-            cause = f"pip has a note of {name} {version}, but {python} does not find the package"
-            mend = pip_install(python, {name: version}, "--force-reinstall", "--no-deps")
-            yield fail(host, cause, mend)
-        elif version != most and most != _NONE:
-            level: Level = "fail" if name.startswith(_MUST_AGREE) else "warn"
-            yield Verdict(host, level, f"{name} {version}, but {most} on the other hosts", install)
+# ---------------------------------------------------------------- compiler
+
+STALE = 600.0
+"""Seconds after which a lock is left over; a build takes a minute or two."""
 
 
-CHECK = Check(
-    "packages",
-    "torch (and the CUDA it is built for), NCCL, DeepSpeed and transformers are there as the job "
-    "needs them, where Python finds them, and the same everywhere.",
-    judge,
-    (PACKAGES,),
+class Lock(Struct):
+    """A lock of torch's extension builder."""
+
+    path: str
+    age: float
+
+
+class Tools(Struct):
+    """Tools that builds need, by path, and locks; None: not there."""
+
+    compiler: str | None
+    ninja: str | None
+    nvcc: str | None
+    headers: bool
+    """Whether Python.h is there."""
+    locks: list[Lock]
+    building: bool
+    """Whether a build runs now."""
+
+
+@script("compiler", Tools)
+def collect_tools(given: dict[str, Any]) -> Any:
+    import shutil
+    import sysconfig
+
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+    names = [os.environ.get("CXX", "").split(" ")[0], "c++", "g++"]
+    compiler = next((found for name in names if name and (found := shutil.which(name))), None)
+    cuda = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions")
+    locks = []
+    for pattern in ("*/lock", "*/*/lock"):
+        for lock in glob.glob(os.path.join(glob.escape(root), pattern)):
+            try:
+                locks.append({"path": lock, "age": time.time() - os.stat(lock).st_mtime})
+            except OSError:
+                continue
+    running = {text_of(name).strip() for name in glob.glob("/proc/[0-9]*/comm")}
+    headers = os.path.join(sysconfig.get_paths()["include"], "Python.h")
+    return {
+        "compiler": compiler,
+        "ninja": shutil.which("ninja", path=path),
+        "nvcc": shutil.which("nvcc") or shutil.which("nvcc", path=os.path.join(cuda, "bin")),
+        "headers": os.path.exists(headers),
+        "locks": locks,
+        "building": not running.isdisjoint({"ninja", "cc1plus", "nvcc"}),
+    }
+
+
+def _without_deepspeed(subject: HostSubject) -> str | None:
+    uses = subject.needs.deepspeed or subject.needs.launcher == "deepspeed"
+    return None if uses else "the job does not use DeepSpeed"
+
+
+@check(
+    "compiler",
+    "A C++ compiler, ninja and Python's headers are there for DeepSpeed, and no lock of a killed "
+    "build.",
+    collect_tools,
+    quick=False,
+    pointless=_without_deepspeed,
 )
+def compiler(answers: Answers) -> Iterator[Verdict]:
+    for host, tools in answers.read(collect_tools).items():
+        stale = [lock.path for lock in tools.locks if lock.age > STALE and not tools.building]
+        if stale:
+            cause = f"a killed build has left {', '.join(stale)}: the next waits for it for ever"
+            yield fail(host, cause, shell.join(["rm", *stale]))
+        needed = (
+            (tools.compiler, "C++ compiler", "g++"),
+            (tools.ninja, "ninja", "ninja-build"),
+            (tools.headers, "Python.h", "python3-dev"),
+        )
+        missing = [(what, package) for there, what, package in needed if not there]
+        if missing:
+            cause = (
+                f"no {' and no '.join(what for what, _ in missing)}: DeepSpeed cannot compile its "
+                "operators (clusterkit.runtime does without them, other programs may not)"
+            )
+            mend = shell.join(["sudo", "apt-get", "install", "-y", *(name for _, name in missing)])
+            yield warn(host, cause, mend)
+        elif answers.subject.needs.device == "cuda" and tools.nvcc is None:
+            cause = "no nvcc: DeepSpeed cannot compile operators for the GPU"
+            yield warn(host, cause, "sudo apt-get install -y nvidia-cuda-toolkit")
+        yield ok(host, tools.compiler or "")

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from clusterkit.backends.kubernetes.apply import Refusal
 from clusterkit.backends.kubernetes.flavors import FLAVORS, choose
 from clusterkit.backends.kubernetes.nodes import gpus_of
 from clusterkit.backends.kubernetes.rights import to_watch
-from clusterkit.backends.kubernetes.server import Refusal, Server
+from clusterkit.backends.kubernetes.server import Server
 from clusterkit.cluster import Gpu, KubernetesFacts
 from clusterkit.doctor.base import Finding, shortened
 from clusterkit.doctor.kubernetes.base import (
@@ -123,7 +124,7 @@ def planned(seen: Seen, subject: KubeSubject) -> Seen:
 
 def _ask(seen: Seen, subject: KubeSubject, transport: Transport, looks: Iterable[Look]) -> Seen:
     """With the answers to all questions of the looks, asked at once."""
-    server = Server(subject.tool, transport)
+    server = Server.of(subject.entry, transport)
     asked = [
         (look.name, key, ask) for look in looks for key, ask in look.asks(seen, subject).items()
     ]
@@ -141,7 +142,7 @@ def _answer(server: Server, ask: Ask) -> Reply:
     except BadInput:
         raise
     except Refusal as error:
-        return Reply(reason=error.reason or "Unknown", said=error.said)
+        return Reply(reason=error.reason, said=error.said)
     except ClusterkitError as error:
         return Reply(reason="Unavailable", said=error.message)
     except ValueError:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -169,14 +169,34 @@ class KubeCheck:
 Judge = Callable[[Seen, KubeSubject], Finding | list[Finding]]
 
 
+UNPLANNED = "the job cannot be planned for this cluster"
+
+
 def check(
-    name: str, purpose: str, *looks: Look, quick: bool = False
+    name: str,
+    purpose: str,
+    *looks: Look,
+    quick: bool = False,
+    of: str | None = None,
+    planned: bool = False,
 ) -> Callable[[Judge], KubeCheck]:
-    """Make a check of a function whose findings are those of `ok`, `warn`, `fail` and `skip`."""
+    """Make a check of a function whose findings are those of `ok`, `warn`, `fail` and `skip`.
+
+    Args:
+        of: what the first look shows. Where it was not answered, this is what is unknown, and the
+            function is not called.
+        planned: nothing can be said as long as there is no plan; `plan` says why there is none.
+    """
 
     def made(function: Judge) -> KubeCheck:
         def judge(seen: Seen, subject: KubeSubject) -> list[Finding]:
-            found = function(seen, subject)
+            found: Finding | list[Finding]
+            if of is not None and (reply := seen.reply(looks[0])).reason:
+                found = reply.unknown(of)
+            elif planned and not seen.objects:
+                found = skip(UNPLANNED)
+            else:
+                found = function(seen, subject)
             several = found if isinstance(found, list) else [found]
             return [replace(each, check=name) for each in several]
 
@@ -263,6 +283,27 @@ def _rehearse(seen: Seen, subject: KubeSubject) -> Mapping[str, Ask]:
 
 
 REHEARSAL = Look("rehearsal", _rehearse, late=True)
+Outcome = Literal["taken", "unasked", "not allowed", "pod security", "quota", "refused"]
+_OUTCOMES: tuple[tuple[str, Outcome], ...] = (
+    ("violates PodSecurity", "pod security"), ("cannot create resource", "not allowed"),
+    ("failed quota", "quota"), ("exceeded quota", "quota"),
+)  # fmt: skip
+"""Words of a refusal, and what they mean; the first counts."""
+
+
+def rehearsed(seen: Seen) -> dict[str, tuple[Outcome, str]]:
+    """What came of each thing that was created without doing it, in a word and in the API
+    server's words; of the pods' roles, and of the job by its kind."""
+    found: dict[str, tuple[Outcome, str]] = {}
+    asked = seen.replies.get(REHEARSAL.name, {})
+    for what in [*(role for role, _, _ in templates(seen.objects)), *asked]:
+        reply = seen.reply(REHEARSAL, what)
+        outcome: Outcome = "refused" if reply.reason else "taken"
+        if reply.reason == "Unasked":
+            outcome = "unasked"
+        known = (meaning for words, meaning in _OUTCOMES if words in reply.said)
+        found[what] = next(known, outcome), reply.said
+    return found
 
 
 # ---------------------------------------------------------------- what the objects ask for
@@ -355,8 +396,3 @@ def names_of(nodes: Iterable[Object]) -> list[str]:
 def is_ready(node: Object) -> bool:
     conditions = (node.get("status") or {}).get("conditions") or ()
     return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
-
-
-def unplanned() -> Finding:
-    """Nothing can be said as long as there is no plan; `plan` says why."""
-    return skip("the job cannot be planned for this cluster")

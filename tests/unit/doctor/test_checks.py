@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterkit import errors
+from clusterkit.doctor import driver
 from clusterkit.doctor.base import LEVELS, Machine, common, parsed_address
 from clusterkit.doctor.check import Output
 from clusterkit.doctor.checks import CHECKS
-from clusterkit.doctor.checks.clock import agreed, offset
-from clusterkit.doctor.checks.head_port import MEET
-from clusterkit.doctor.checks.packages import PACKAGES, Packages
-from clusterkit.doctor.checks.strays import STRAYS
+from clusterkit.doctor.checks.network import MEET
+from clusterkit.doctor.checks.packages import Packages, collect_packages
+from clusterkit.doctor.checks.system import agreed, collect_strays, offset
 from clusterkit.doctor.hosts import judge
 from tests.unit.doctor.conftest import PYTHON, make_answer, make_subject, named, needs, raw
 
@@ -466,9 +467,9 @@ def test_a_package_s_folder_is_looked_for_and_not_its_metadata_alone(tmp_path):
     (tmp_path / "numpy" / "__init__.py").write_text("raise SystemExit('it was imported')\n")
     (tmp_path / "deepspeed").mkdir()  # without a file: pip leaves caches behind
     text = (
-        "from __future__ import annotations\nimport sys\n"
+        f"{Path(driver.__file__).read_text()}\n"
         f"sys.path[:] = [{str(tmp_path)!r}, *(p for p in sys.path if 'site-' not in p)]\n"
-        f"{PACKAGES.source}\nprint(sorted(collect({{}})['gone']))"
+        f"{collect_packages.source}\nprint(sorted(collect_packages({{}})['gone']))"
     )
     done = subprocess.run([sys.executable, "-I", "-c", text], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("['deepspeed', 'torch']\n", "")
@@ -533,7 +534,7 @@ def test_versions_are_read_from_what_pip_has_written(tmp_path, monkeypatch):
     (tmp_path / "numpy-1.0.egg-info").write_text("Version: 1.0\n")
     monkeypatch.setattr("sys.path", ["/nope", str(tmp_path / "torch-2.13.0.dist-info" / "METADATA"),
                                      str(tmp_path)])  # fmt: skip
-    assert PACKAGES.collect({})["versions"] == {
+    assert collect_packages.collect({})["versions"] == {
         "torch": "9.9+cu1", "nvidia-nccl-cu12": "2.27.3", "deepspeed": "0.1", "numpy": "1.0",
     }  # fmt: skip
 
@@ -1428,9 +1429,9 @@ def test_ranks_of_another_user_are_recognized(monkeypatch, words, seen):
     # A program that takes any words and stays: it cannot get rid of them.
     process = subprocess.Popen(words, executable=shutil.which("echo"), stdout=write)
     try:
-        assert process.pid not in STRAYS.collect({})["others"].get(me, {})
+        assert process.pid not in collect_strays.collect({})["others"].get(me, {})
         monkeypatch.setattr(os, "geteuid", lambda: own + 1)
-        found = STRAYS.collect({})["others"].get(me, {})
+        found = collect_strays.collect({})["others"].get(me, {})
         assert (process.pid in found) == seen
     finally:
         process.kill()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from clusterkit.doctor import every_check
-from clusterkit.doctor.checks import clock, disk, memory, names, reachable, shm
+from clusterkit.doctor.checks import folders, login, names, system
 
 CHECKS = [check for checks in every_check().values() for check in checks]
 PAGE = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text()
@@ -29,14 +29,19 @@ def row(name):
 
 
 def test_the_numbers_of_the_page_are_those_of_the_checks():
-    assert f"more than {reachable.SLOW:g} s" in row("reachable")
-    assert f"more than {clock.WARN:g} s" in row("clock")
-    assert f"more than {clock.FAIL:g} s; {clock.ELASTIC:g} s for an elastic job" in row("clock")
+    assert f"more than {login.SLOW:g} s" in row("reachable")
+    assert f"more than {system.CLOCK_WARN:g} s" in row("clock")
+    assert (
+        f"more than {system.CLOCK_FAIL:g} s; {system.CLOCK_ELASTIC:g} s for an elastic job"
+        in row("clock")
+    )
     assert f"takes more than {names.WARN:g} s" in row("names")
     assert f"| more than {names.FAIL:g} s" in row("names")
-    assert f"less than {memory.WARN_BYTES >> 30} GiB" in row("memory")
-    assert f"less than {memory.FAIL_BYTES >> 20} MiB" in row("memory")
-    assert f"less than {shm.WARN_BYTES >> 30} GiB" in row("shm")
-    assert f"less than {shm.FAIL_BYTES >> 20} MiB" in row("shm")
-    assert f"{disk.WARN_BYTES >> 30} GiB or room for {disk.WARN_INODES:,} files" in row("disk")
-    assert f"{disk.FAIL_BYTES >> 20} MiB or {disk.FAIL_INODES:,} files" in row("disk")
+    assert f"less than {system.MEMORY_WARN >> 30} GiB" in row("memory")
+    assert f"less than {system.MEMORY_FAIL >> 20} MiB" in row("memory")
+    assert f"less than {system.SHM_WARN >> 30} GiB" in row("shm")
+    assert f"less than {system.SHM_FAIL >> 20} MiB" in row("shm")
+    assert f"{folders.BYTES_WARN >> 30} GiB or room for {folders.INODES_WARN:,} files" in row(
+        "disk"
+    )
+    assert f"{folders.BYTES_FAIL >> 20} MiB or {folders.INODES_FAIL:,} files" in row("disk")

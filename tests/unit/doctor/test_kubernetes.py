@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from clusterkit import backends
+from clusterkit.backends.kubernetes.client import KubeTransport
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.rights import needed, to_watch
 from clusterkit.cluster import Claim, KubernetesCluster
@@ -29,7 +30,6 @@ from clusterkit.doctor.kubernetes.base import (
 from clusterkit.doctor.kubernetes.checks.nodes import full_name
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.spec import JobSpec
-from clusterkit.transport import Completed
 
 RECORDED = json.loads((Path(__file__).parents[2] / "data/kubernetes/cluster.json").read_text())
 NOW = 1_795_000_000.0
@@ -605,39 +605,38 @@ def test_amounts():
 # ---------------------------------------------------------------- asking
 
 
-class Server:
+class Api(KubeTransport):
     """Answers as recorded, and remembers what it was asked."""
 
     def __init__(self, answers):
+        super().__init__()
         self.answers = answers
         self.asked = []
 
-    def run(self, host, argv, *, stdin=b"", **_):
-        self.asked.append((argv, stdin))
-        return self.answers(argv[-1] if argv[-2] == "--raw" else argv[3], stdin)
+    def request(self, to, method, path, body=None, content=""):
+        self.asked.append((method, path, body))
+        return self.answers(path)
 
 
 def test_every_question_changes_nothing():
-    server = Server(lambda path, stdin: Completed((), 0, '{"items": []}', ""))
+    server = Api(lambda path: '{"items": []}')
     subject = subject_of(image_pull_secrets=("regcred",), volumes=DATA)
     gathered(subject, server, CHECKS, lambda *_: None)
-    for argv, stdin in server.asked:
-        words = argv[1:]
-        assert words[1] == "--raw"
-        if words[0] == "get":
-            assert not stdin
+    for method, path, body in server.asked:
+        if method == "GET":
+            assert body is None
             continue
-        assert words[0] == "create"
-        assert "dryRun=All" in words[2] or "reviews" in words[2]
-    once = [argv for argv, _ in server.asked if "accessreviews" not in argv[3]]
-    assert len(once) == len({tuple(argv) for argv in once})
+        assert method == "POST"
+        assert "dryRun=All" in path or "reviews" in path
+    once = [(method, path) for method, path, _ in server.asked if "accessreviews" not in path]
+    assert len(once) == len(set(once))
 
 
 def test_a_server_that_is_away_is_asked_once():
-    def answer(path, stdin):
+    def answer(path):
         raise Unavailable("the API server https://x does not answer: timed out")
 
-    server = Server(answer)
+    server = Api(answer)
     report = look(subject_of(), server, list(CHECKS), lambda *_: None)
     assert len(server.asked) == 1
     assert [f.check for f in report.findings if f.level == "fail"] == ["api-server"]
@@ -645,16 +644,16 @@ def test_a_server_that_is_away_is_asked_once():
 
 
 def test_bad_input_is_no_finding():
-    def answer(path, stdin):
+    def answer(path):
         raise BadInput("context: kubeconfig has no context 'x'")
 
     with pytest.raises(BadInput):
-        look(subject_of(), Server(answer), list(CHECKS), lambda *_: None)
+        look(subject_of(), Api(answer), list(CHECKS), lambda *_: None)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "<html>", '"x"'])
 def test_what_is_not_readable_is_no_traceback(text):
-    server = Server(lambda path, stdin: Completed((), 0, text, ""))
+    server = Api(lambda path: text)
     report = look(subject_of(), server, list(CHECKS), lambda *_: None)
     assert report.findings[0].level == "fail"
 
@@ -665,30 +664,30 @@ def test_what_is_not_readable_is_no_traceback(text):
      {"items": [{"metadata": {"name": "x"}, "spec": {}, "status": {}}], "gitVersion": []}],
 )  # fmt: skip
 def test_answers_of_any_shape_are_no_traceback(document):
-    server = Server(lambda path, stdin: Completed((), 0, json.dumps(document), ""))
+    server = Api(lambda path: json.dumps(document))
     subject = subject_of(volumes=DATA, image_pull_secrets=("x",))
     report = look(subject, server, list(CHECKS), lambda *_: None)
     assert {finding.check for finding in report.findings} == set(report.checks)
 
 
 def test_only_what_the_checks_need_is_asked():
-    server = Server(lambda path, stdin: Completed((), 0, '{"items": []}', ""))
+    server = Api(lambda path: '{"items": []}')
     checks = [check for check in CHECKS if check.name == "dns"]
     look(subject_of(), server, checks, lambda *_: None)
-    paths = [argv[-1] for argv, _ in server.asked]
+    paths = [path for _, path, _ in server.asked]
     assert any("endpointslices" in path for path in paths)
     assert not any("persistentvolumeclaims" in path or "dryRun" in path for path in paths)
 
 
 def test_the_report_says_what_everything_is():
-    def answer(path, stdin):
+    def answer(path):
         for answers in RECORDED.values():
             for reply in answers.values():
                 if reply.get("document", {}).get("kind") == "NodeList" and path.endswith("/nodes"):
-                    return Completed((), 0, json.dumps(reply["document"]), "")
-        return Completed((), 0, '{"items": [], "gitVersion": "v1.34.4"}', "")
+                    return json.dumps(reply["document"])
+        return '{"items": [], "gitVersion": "v1.34.4"}'
 
-    report = look(subject_of(), Server(answer), list(CHECKS), lambda *_: None)
+    report = look(subject_of(), Api(answer), list(CHECKS), lambda *_: None)
     assert report.hosts == (CLUSTER, "node-1", "node-2")
     assert report.summary().startswith("k8s: cluster and 2 nodes, 17 checks: ")
 

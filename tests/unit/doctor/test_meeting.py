@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from clusterkit.doctor import bundle, meeting
-from clusterkit.doctor.checks.head_port import MEET, Met
+from clusterkit.doctor.checks.network import MEET, Met
 from clusterkit.transport import LocalTransport
 
 NOWHERE = "255.255.255.255"

@@ -16,13 +16,15 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from clusterkit.backends.kubernetes.client import KubeTransport
+from clusterkit.backends.kubernetes.apply import Away, Refusal
+from clusterkit.backends.kubernetes.client import Context, KubeTransport
 from clusterkit.backends.kubernetes.connect import connect
 from clusterkit.backends.kubernetes.pod_log import LogLines
-from clusterkit.errors import BadInput, SubmitFailed, Unavailable
+from clusterkit.backends.kubernetes.server import Server
+from clusterkit.errors import BadInput, Unavailable
 
 
-class Server(ThreadingHTTPServer):
+class Answers(ThreadingHTTPServer):
     """Takes every object and keeps what was asked."""
 
     def __init__(self):
@@ -59,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    found = Server()
+    found = Answers()
     yield found
     found.shutdown()
     found.server_close()
@@ -185,39 +187,52 @@ def test_a_refusal_is_told_in_the_server_s_own_words(server, tool, transport, tm
     assert done.stderr == f"Error from server (Forbidden): {words}"
 
 
+@pytest.fixture
+def api(tool, transport):
+    return Server(Context(tool[2], "c"), transport)
+
+
 @pytest.mark.parametrize(
-    ("status", "answer", "stderr"),
+    ("status", "answer", "reason", "said"),
     [
-        (404, {"reason": "NotFound", "message": "no x"}, "Error from server (NotFound): no x"),
-        (500, ["not", "an", "object"], "Error from server (500): "),
+        (404, {"reason": "NotFound", "message": "no x"}, "NotFound", "no x"),
+        (409, {"reason": "Conflict", "message": "changed"}, "Conflict", "changed"),
+        (500, {"a": "b"}, "500", ""),
+        (502, ["not", "an", "object"], "502", '["not", "an", "object"]'),
     ],
 )
-def test_get_and_delete_are_carried_out_raw(status, answer, stderr, server, tool, transport):
-    server.answers["/x"] = (status, {"a": answer} if isinstance(answer, list) else answer)
-    for verb in ("get", "delete"):
-        done = transport.run("localhost", [*tool, verb, "--raw", "/x"])
-        assert done.exit_code == 1
-        assert done.stderr.startswith(stderr[:25])
-    assert json.loads(transport.run("localhost", [*tool, "get", "--raw", "/y"]).stdout)
-    assert [asked[0] for asked in server.asked] == ["GET", "DELETE", "GET"]
+def test_what_the_server_refuses_is_raised_with_its_reason(
+    status, answer, reason, said, server, api
+):
+    server.answers["/x"] = (status, [(status, answer)])
+    for ask in (lambda: api.get("/x"), lambda: api.post("/x", {}), lambda: api.patch("/x", {})):
+        with pytest.raises(Refusal) as error:
+            ask()
+        assert (error.value.reason, error.value.said) == (reason, said)
+    assert [asked[0] for asked in server.asked] == ["GET", "POST", "PATCH"]
 
 
-def test_credentials_that_are_not_accepted_are_named(server, tool, transport):
+def test_what_is_not_there_is_none_and_can_be_deleted(server, api):
+    server.answers["/x"] = (404, {"reason": "NotFound", "message": "no x"})
+    assert api.find("/x") is None
+    api.delete("/x", gracePeriodSeconds="0")
+    assert server.asked[-1][:2] == (
+        "DELETE", "/x?propagationPolicy=Background&gracePeriodSeconds=0",
+    )  # fmt: skip
+    assert api.get("/y")
+
+
+def test_credentials_that_are_not_accepted_are_named(server, api):
     server.answers["/x"] = (401, {"reason": "Unauthorized", "message": "Unauthorized"})
     with pytest.raises(Unavailable, match="does not accept your credentials"):
-        transport.run("localhost", [*tool, "get", "--raw", "/x"])
+        api.get("/x")
 
 
-def test_a_server_that_is_away_is_named(server, tool, transport):
+def test_a_server_that_is_away_is_named(server, api):
     server.shutdown()
     server.server_close()
-    with pytest.raises(Unavailable, match=r"http://127\.0\.0\.1:\d+ does not answer: .*refused"):
-        transport.run("localhost", [*tool, "get", "--raw", "/x"])
-
-
-def test_what_kubectl_could_do_and_this_cannot_is_said(tool, transport):
-    with pytest.raises(SubmitFailed, match=r"not carried out here: kubectl .* scale"):
-        transport.run("localhost", [*tool, "scale", "job/x"])
+    with pytest.raises(Away, match=r"http://127\.0\.0\.1:\d+ does not answer: .*refused"):
+        api.get("/x")
 
 
 def test_other_commands_are_this_machine_s(transport):

@@ -9,29 +9,30 @@ import pytest
 from clusterkit import backends
 from clusterkit.backends.base import HandedOver
 from clusterkit.backends.kubernetes import lease
+from clusterkit.backends.kubernetes.apply import Refusal
+from clusterkit.backends.kubernetes.client import KubeTransport
 from clusterkit.backends.kubernetes.guard import SUBMITTER
 from clusterkit.backends.kubernetes.watcher import WATCHER
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
 from clusterkit.spec import JobSpec
-from clusterkit.transport import Completed, LocalTransport
 
 
-class Server(LocalTransport):
+class Server(KubeTransport):
     """Has one Lease, or none; a patch of another version of it than the newest is refused."""
 
     def __init__(self):
+        super().__init__()
         self.holder = SUBMITTER
         self.version = 1
         self.there = True
         self.renewed = threading.Event()
 
-    def run(self, host, argv, **_):
+    def request(self, to, method, path, body=None, content=""):
         if not self.there:
-            return Completed((), 1, "", "Error from server (NotFound): no")
-        if "patch" in argv:
-            body = json.loads(argv[argv.index("--patch") + 1])
+            raise Refusal("NotFound", "no")
+        if method == "PATCH":
             if body["metadata"]["resourceVersion"] != str(self.version):
-                return Completed((), 1, "", "Error from server (Conflict): changed")
+                raise Refusal("Conflict", "changed")
             self.holder = body["spec"]["holderIdentity"]
             self.version += 1
             self.renewed.set()
@@ -39,7 +40,7 @@ class Server(LocalTransport):
             "metadata": {"resourceVersion": str(self.version)},
             "spec": {"holderIdentity": self.holder},
         }
-        return Completed((), 0, json.dumps(document), "")
+        return json.dumps(document)
 
 
 @pytest.fixture

@@ -8,10 +8,11 @@ import pytest
 
 import clusterkit
 from clusterkit import backends, bandwidth
+from clusterkit.backends.kubernetes.apply import Refusal
+from clusterkit.backends.kubernetes.client import KubeTransport
 from clusterkit.backends.kubernetes.nodes import usable as may_be_used
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
 from clusterkit.errors import Unavailable
-from clusterkit.transport import Completed, LocalTransport
 
 CONTROL = {"key": "node-role.kubernetes.io/control-plane", "effect": "NoSchedule"}
 GPU = {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}
@@ -39,17 +40,18 @@ def test_gpus_are_counted_only_where_pods_may_go(spec, tolerations, usable):
     assert may_be_used({"spec": spec}, KubernetesCluster(tolerations=tolerations)) is usable
 
 
-class Nodes(LocalTransport):
+class Nodes(KubeTransport):
     """An API server that lists these nodes, or will not."""
 
     def __init__(self, *nodes):
+        super().__init__()
         self.nodes = nodes
 
-    def run(self, host, argv, **_):
-        assert argv[-1] == "/api/v1/nodes"
+    def request(self, to, method, path, *_):
+        assert (method, path) == ("GET", "/api/v1/nodes")
         if not self.nodes:
-            return Completed((), 1, "", "Error from server (Forbidden): no")
-        return Completed((), 0, json.dumps({"items": self.nodes}), "")
+            raise Refusal("Forbidden", "no")
+        return json.dumps({"items": self.nodes})
 
 
 def test_places_are_nodes_that_may_be_used():

@@ -8,6 +8,8 @@ import pytest
 
 from clusterkit import api, backends
 from clusterkit.backends.base import RemoteRun
+from clusterkit.backends.kubernetes.apply import Refusal
+from clusterkit.backends.kubernetes.client import Context, KubeTransport
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.remote_runs import (
     PROJECT,
@@ -18,11 +20,11 @@ from clusterkit.backends.kubernetes.remote_runs import (
     read,
     state_of,
 )
+from clusterkit.backends.kubernetes.server import Server
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
 from clusterkit.errors import CapabilityError, RunFolderError, RunNotFound, Unavailable
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
-from clusterkit.transport import Completed, LocalTransport
 from tests.unit.doctor.test_kubernetes import documents, seen_of, subject_of
 
 
@@ -87,29 +89,35 @@ def test_how_many_nodes_every_kind_of_job_asks_for(flavor):
     assert (found.run, found.pods, found.state) == ("doctor-rehearsal", 3, State.PENDING)
 
 
-class Server(LocalTransport):
+class Api(KubeTransport):
     def __init__(self, answers):
+        super().__init__()
         self.answers = answers
         self.asked = []
 
-    def run(self, host, argv, **_):
-        self.asked.append(argv[-1])
-        answer = next((a for part, a in self.answers.items() if part in argv[-1]), "(NotFound)")
+    def request(self, to, method, path, *_):
+        self.asked.append(path)
+        answer = next((a for part, a in self.answers.items() if part in path), "NotFound")
         if isinstance(answer, str):
-            return Completed((), 1, "", f"Error from server {answer}: no")
-        return Completed((), 0, json.dumps(answer), "")
+            raise Refusal(answer, "no")
+        return json.dumps(answer)
+
+
+def server_of(answers):
+    return Server(Context(None, None), Api(answers))
 
 
 def test_one_request_for_each_kind_and_kinds_that_are_not_served_are_none():
     old, new = told("old"), told("new")
     new["metadata"]["creationTimestamp"] = "2026-11-22T07:00:00Z"
-    server = Server({"pytorchjobs": {"items": [old, new]}, "/jobs": {"items": []}})
-    assert [run.run for run in listing(["kubectl"], "x", server)] == ["new", "old"]
-    assert len(server.asked) == len(FLAVORS)
+    api = Api({"pytorchjobs": {"items": [old, new]}, "/jobs": {"items": []}})
+    found = listing(Server(Context(None, None), api), "x")
+    assert [run.run for run in found] == ["new", "old"]
+    assert len(api.asked) == len(FLAVORS)
     selector = "?labelSelector=clusterkit%2Frun%2Cclusterkit%2Fattempt"
-    assert all(path.endswith(selector) for path in server.asked)
+    assert all(path.endswith(selector) for path in api.asked)
     with pytest.raises(Unavailable, match="namespace x cannot be listed"):
-        listing(["kubectl"], "x", Server({"pytorchjobs": "(Forbidden)"}))
+        listing(server_of({"pytorchjobs": "Forbidden"}), "x")
 
 
 def config_map(make_facts, **cluster):
@@ -136,7 +144,7 @@ def test_the_record_holds_what_a_plan_is_made_of_and_nothing_of_its_machine(make
                      "creationTimestamp": "2026-11-22T06:00:00Z"},
         "data": {RECORD: text},
     }  # fmt: skip
-    found = kept(["kubectl"], "x", "ddp-1", Server({"configmaps/ddp-1": held}))
+    found = kept(server_of({"configmaps/ddp-1": held}), "x", "ddp-1")
     assert (found.attempt, found.created_at, found.project) == (2, 1795327200.0, None)
     again = backends.backend("kubernetes").plan(
         found.record.job,
@@ -154,8 +162,8 @@ def test_the_record_holds_what_a_plan_is_made_of_and_nothing_of_its_machine(make
 @pytest.mark.parametrize(
     ("held", "error"),
     [
-        ("(NotFound)", RunNotFound),
-        ("(Forbidden)", Unavailable),
+        ("NotFound", RunNotFound),
+        ("Forbidden", Unavailable),
         ({"metadata": {}, "data": {}}, RunFolderError),
         ({"metadata": {}, "data": {RECORD: "{"}}, RunFolderError),
         ({"metadata": {}, "data": {RECORD: '{"job": 7}'}}, RunFolderError),
@@ -163,7 +171,7 @@ def test_the_record_holds_what_a_plan_is_made_of_and_nothing_of_its_machine(make
 )
 def test_a_record_that_cannot_be_had(held, error):
     with pytest.raises(error) as refused:
-        kept(["kubectl"], "x", "ddp-1", Server({"configmaps/ddp-1": held}))
+        kept(server_of({"configmaps/ddp-1": held}), "x", "ddp-1")
     assert refused.value.hint
 
 
@@ -174,10 +182,10 @@ def test_a_copied_project_is_read_from_its_own_config_map(make_facts):
     facts = msgspec.structs.replace(make_facts(), kubernetes=kube)
     held = {"metadata": {}, "data": {RECORD: Record.of(job, entry, facts).text()}}
     code = {"metadata": {}, "binaryData": {PROJECT: base64.b64encode(b"packed").decode()}}
-    server = Server({"configmaps/x-1-code": code, "configmaps/x-1": held})
-    assert kept(["kubectl"], "x", "x-1", server).project == b"packed"
+    server = server_of({"configmaps/x-1-code": code, "configmaps/x-1": held})
+    assert kept(server, "x", "x-1").project == b"packed"
     with pytest.raises(RunFolderError, match="config map x-2-code is gone"):
-        kept(["kubectl"], "x", "x-2", Server({"x-2-code": "(NotFound)", "x-2": held}))
+        kept(server_of({"x-2-code": "NotFound", "x-2": held}), "x", "x-2")
 
 
 def test_other_backends_remember_nothing(clusterkit_home):

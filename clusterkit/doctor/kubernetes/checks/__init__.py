@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from clusterkit.doctor.kubernetes.base import KubeCheck
-from clusterkit.doctor.kubernetes.checks import cluster, nodes, pods, volumes
+from clusterkit.doctor.kubernetes.checks import cluster, namespace, nodes
 
 CHECKS: tuple[KubeCheck, ...] = (
     cluster.api_server, cluster.namespace, cluster.rights, cluster.kind, cluster.operator,
-    pods.plan, nodes.nodes, nodes.gpus, nodes.room, nodes.image, volumes.pull_secrets,
-    volumes.volumes, pods.pod_security, pods.admission, pods.quota, pods.limit_range, cluster.dns,
+    namespace.plan, nodes.nodes, nodes.gpus, nodes.room, nodes.image, namespace.pull_secrets,
+    namespace.volumes, namespace.pod_security, namespace.admission,
+    namespace.quota, namespace.limit_range, cluster.dns,
 )  # fmt: skip

@@ -100,16 +100,15 @@ def namespace(seen: Seen, subject: KubeSubject) -> Finding:
     GROUPS,
     KINDS,
     quick=True,
+    of="the API groups",
 )
 def kind(seen: Seen, subject: KubeSubject) -> Finding:
     name = seen.flavor
     if name is None and subject.entry.flavor == "auto":
         # Only mpirun cannot do with what every cluster has.
-        name = "mpijob" if subject.job.launcher == "mpirun" else "job"
+        name = "mpijob" if subject.job.started_by == "mpirun" else "job"
     name = name or subject.entry.flavor
     flavor = FLAVORS[name]
-    if seen.reply(GROUPS).reason:
-        return seen.reply(GROUPS).unknown("the API groups")
     group, _, version = flavor.api.rpartition("/")
     groups = {each["name"]: each["versions"] for each in seen.reply(GROUPS).document["groups"]}
     versions = [each["version"] for each in groups.get(group, ())]
@@ -208,11 +207,14 @@ _SLICES = "/apis/discovery.k8s.io/v1/namespaces/kube-system/endpointslices"
 SERVERS = Look("dns", one(f"{_SLICES}?labelSelector=kubernetes.io%2Fservice-name%3Dkube-dns"))
 
 
-@check("dns", "The cluster's name servers are ready.", SERVERS)
+@check(
+    "dns",
+    "The cluster's name servers are ready.",
+    SERVERS,
+    of="the name servers in kube-system",
+)
 def dns(seen: Seen, subject: KubeSubject) -> Finding:
     reply = seen.reply(SERVERS)
-    if reply.reason:
-        return reply.unknown("the name servers in kube-system")
     ready = {
         address
         for each in reply.items

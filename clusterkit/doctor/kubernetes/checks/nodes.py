@@ -26,7 +26,6 @@ from clusterkit.doctor.kubernetes.base import (
     requests,
     skip,
     templates,
-    unplanned,
     warn,
 )
 from clusterkit.errors import counted
@@ -34,11 +33,8 @@ from clusterkit.errors import counted
 _PRESSURE = {"MemoryPressure": "memory", "DiskPressure": "disk", "PIDPressure": "process ids"}
 
 
-@check("nodes", "There are nodes that take pods of the job, and they are well.", NODES)
+@check("nodes", "There are nodes that take pods of the job, and they are well.", NODES, of="nodes")
 def nodes(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
-    reply = seen.reply(NODES)
-    if reply.reason:
-        return reply.unknown("nodes")
     there = nodes_of(seen, subject)
     if not there:
         wanted = ", ".join(f"{key}={value}" for key, value in subject.entry.node_selector.items())
@@ -89,12 +85,10 @@ def _taking(seen: Seen, subject: KubeSubject) -> list[Object]:
     "gpus",
     "A device plugin offers GPUs, and there are nodes with as many as a pod of the job needs.",
     NODES,
+    of="nodes, so not at their GPUs",
 )
 def gpus(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
     resource = subject.entry.gpu_resource
-    reply = seen.reply(NODES)
-    if reply.reason:
-        return reply.unknown("nodes, so not at their GPUs")
     there = _taking(seen, subject)
     wanted = _gpus_wanted(seen, subject)
     known = any(resource in (each["status"].get("capacity") or {}) for each in there)
@@ -150,12 +144,10 @@ Amounts = dict[str, Decimal]
     NODES,
     PODS,
     REHEARSAL,
+    of="nodes, so not at the room there",
+    planned=True,
 )
 def room(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
-    if not seen.objects:
-        return unplanned()
-    if seen.reply(NODES).reason:
-        return seen.reply(NODES).unknown("nodes, so not at the room there")
     pods = [
         requests(seen.spec_of(role, template))
         for role, number, template in templates(seen.objects)
@@ -243,12 +235,10 @@ LISTED = 50
     "image",
     "The nodes have the image; where they do not, that it can be pulled is only seen then.",
     NODES,
+    of="nodes, so not at their images",
+    planned=True,
 )
 def image(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
-    if not seen.objects:
-        return unplanned()
-    if seen.reply(NODES).reason:
-        return seen.reply(NODES).unknown("nodes, so not at their images")
     (name,) = {
         container["image"]
         for _, _, template in templates(seen.objects)

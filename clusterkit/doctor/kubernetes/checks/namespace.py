@@ -1,16 +1,22 @@
-"""Can the job be planned, and does the namespace admit its pods?"""
+"""Can the job be planned, and does the namespace admit its pods and hold what they need?"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
+from clusterkit.cluster import Claim
 from clusterkit.doctor.base import Finding, shortened
 from clusterkit.doctor.kubernetes.base import (
     NAMESPACE,
     REHEARSAL,
+    UNPLANNED,
+    Ask,
     KubeSubject,
     Look,
+    Reply,
     Seen,
     amount,
     check,
@@ -19,10 +25,10 @@ from clusterkit.doctor.kubernetes.base import (
     ok,
     one,
     quantity,
+    rehearsed,
     requests,
     skip,
     templates,
-    unplanned,
     warn,
 )
 from clusterkit.errors import counted
@@ -40,42 +46,39 @@ def plan(seen: Seen, subject: KubeSubject) -> Finding:
 # ---------------------------------------------------------------- whether it admits them
 
 
-@check("pod-security", "The namespace's pod security admits the job's pods.", NAMESPACE, REHEARSAL)
+@check(
+    "pod-security",
+    "The namespace's pod security admits the job's pods.",
+    NAMESPACE,
+    REHEARSAL,
+    planned=True,
+)
 def pod_security(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
     space = seen.reply(NAMESPACE)
     if space.reason == "NotFound":
         return skip("there is no such namespace")
-    if not seen.objects:
-        return unplanned()
     labels = (space.document.get("metadata") or {}).get("labels") or {}
     level = labels.get("pod-security.kubernetes.io/enforce")
-    enforced = f"the namespace enforces {level}" if level else "the namespace enforces nothing"
+    enforced = f"the namespace enforces {level or 'nothing'}"
     if space.reason:
         enforced = "what the namespace enforces is unknown"
     refused: dict[str, list[str]] = {}
+    tried = rehearsed(seen)
     for role, _, _ in templates(seen.objects):
-        reply = seen.reply(REHEARSAL, role)
-        if "violates PodSecurity" in reply.said:
-            words = "violates" + reply.said.partition("violates")[2]
-            refused.setdefault(words, []).append(role)
-        elif "cannot create resource" in reply.said:
+        outcome, said = tried[role]
+        if outcome == "pod security":
+            refused.setdefault("violates" + said.partition("violates")[2], []).append(role)
+        elif outcome == "not allowed":
             passes = (
                 "" if subject.entry.patch or level is None else ", which clusterkit's pods pass"
             )
             cause = f"{enforced}{passes}; not tried: you may not create pods yourself"
             return ok(cause) if passes or level is None else skip(cause)
-        elif reply.reason == "Unasked":
-            return reply.unknown("pods")
-    if refused:
-        return [
-            fail(f"pods ({', '.join(roles)}) are refused: {words}")
-            for words, roles in refused.items()
-        ]
-    return ok(f"{enforced}; the job's pods pass")
-
-
-_OTHERS = ("violates PodSecurity", "exceeded quota", "failed quota")
-"""What other checks than `admission` tell of."""
+        elif outcome == "unasked":
+            return skip("the API server did not answer")
+    return [
+        fail(f"pods ({', '.join(roles)}) are refused: {words}") for words, roles in refused.items()
+    ] or ok(f"{enforced}; the job's pods pass")
 
 
 @check(
@@ -83,26 +86,23 @@ _OTHERS = ("violates PodSecurity", "exceeded quota", "failed quota")
     "The API server would take the job and its pods: schema, webhooks, classes, accounts.",
     NAMESPACE,
     REHEARSAL,
+    planned=True,
 )
 def admission(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
     if seen.reply(NAMESPACE).reason == "NotFound":
         return skip("there is no such namespace")
-    if not seen.objects:
-        return unplanned()
-    answers = seen.replies.get(REHEARSAL.name, {})
-    if not answers:
+    tried = {what: each for what, each in rehearsed(seen).items() if each[0] != "unasked"}
+    if not tried:
         return skip("the API server did not answer")
     kind = "" if seen.kind is None else seen.kind.kind
-    names = {what: what if what == kind else f"a pod ({what})" for what in answers}
-    taken = [names[what] for what, reply in answers.items() if not reply.reason]
-    untried = any("cannot create resource" in reply.said for reply in answers.values())
+    names = {what: what if what == kind else f"a pod ({what})" for what in tried}
+    taken = [names[what] for what, (outcome, _) in tried.items() if outcome == "taken"]
     refused: dict[str, tuple[str, list[str]]] = {}
-    for what, reply in answers.items():
-        others = any(words in reply.said for words in ("cannot create resource", *_OTHERS))
-        if reply.reason and not others:
+    for what, (outcome, said) in tried.items():
+        if outcome == "refused":
             # A refusal begins with the pod's own name.
-            why = reply.said.rpartition(" is forbidden: ")[2]
-            refused.setdefault(why, (reply.said, []))[1].append(names[what])
+            why = said.rpartition(" is forbidden: ")[2]
+            refused.setdefault(why, (said, []))[1].append(names[what])
     if refused:
         return [
             fail(
@@ -113,6 +113,7 @@ def admission(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
         ]
     if not taken:
         return skip("not tried: you may not create them yourself")
+    untried = any(outcome == "not allowed" for outcome, _ in tried.values())
     more = "; pods were not tried: you may not create them yourself" if untried else ""
     return ok(f"it takes {', '.join(taken)}{more}")
 
@@ -122,23 +123,25 @@ def admission(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
 QUOTAS = Look("quotas", one("/api/v1/namespaces/{namespace}/resourcequotas"))
 
 
-@check("quota", "The namespace's quotas leave room for the job.", QUOTAS, REHEARSAL)
+@check(
+    "quota",
+    "The namespace's quotas leave room for the job.",
+    QUOTAS,
+    REHEARSAL,
+    of="quotas",
+    planned=True,
+)
 def quota(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
-    if seen.reply(QUOTAS).reason:
-        return seen.reply(QUOTAS).unknown("quotas")
-    if not seen.objects:
-        return unplanned()
     wanted = _wanted(seen, subject)
     quotas = [each for each in seen.reply(QUOTAS).items if not _scoped(each)]
     findings = [finding for each in quotas for finding in _exceeded(each, wanted, seen, subject)]
+    tried = rehearsed(seen)
     for role, _, _ in templates(seen.objects):
-        said = seen.reply(REHEARSAL, role).said
-        for words in ("failed quota", "exceeded quota"):
-            # The first such as that a pod has to say how much memory it wants.
-            if words in said and (words == "failed quota" or not findings):
-                cause = f"a pod ({role}) is refused: {said[said.index(words) :]}"
-                findings.append(fail(cause))
-                break
+        outcome, said = tried[role]
+        # A quota that a pod fails may want it to say how much memory it takes.
+        if outcome == "quota" and ("failed quota" in said or not findings):
+            words = re.search(r"(failed|exceeded) quota.*", said, re.DOTALL)
+            findings.append(fail(f"a pod ({role}) is refused: {words[0] if words else said}"))
     names = ", ".join(each["metadata"]["name"] for each in seen.reply(QUOTAS).items)
     return findings or ok(f"room in {names}" if names else "there is none")
 
@@ -204,15 +207,18 @@ def _wanted(seen: Seen, subject: KubeSubject) -> dict[str, Decimal]:
 RANGES = Look("limit-ranges", one("/api/v1/namespaces/{namespace}/limitranges"))
 
 
-@check("limit-range", "A pod of the job is within what the namespace allows one to have.", RANGES)
+@check(
+    "limit-range",
+    "A pod of the job is within what the namespace allows one to have.",
+    RANGES,
+    of="limit ranges",
+)
 def limit_range(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
     reply = seen.reply(RANGES)
-    if reply.reason:
-        return reply.unknown("limit ranges")
     if not reply.items:
         return ok("there is none")
     if not seen.objects:
-        return unplanned()
+        return skip(UNPLANNED)
     wrong: list[str] = []
     given: dict[str, str] = {}
     for each in reply.items:
@@ -262,3 +268,106 @@ def _given(rule: Any, spec: Any) -> dict[str, str]:
         **{f"limit {name}": str(value) for name, value in defaults.items() if name not in most},
         **{f"request {name}": str(value) for name, value in wanted.items() if name not in asked},
     }
+
+
+# ---------------------------------------------------------------- volumes and credentials
+
+
+def _claims(seen: Seen, subject: KubeSubject) -> Mapping[str, Ask]:
+    path = f"/api/v1/namespaces/{seen.namespace}/persistentvolumeclaims"
+    return {each.claim: Ask(f"{path}/{each.claim}") for each in subject.entry.volumes}
+
+
+CLAIMS = Look("claims", _claims)
+CLASSES = Look("classes", one("/apis/storage.k8s.io/v1/storageclasses"))
+_SEVERAL = {"ReadWriteMany", "ReadOnlyMany"}
+
+
+@check(
+    "volumes",
+    "The claims of the cluster entry are bound, and all pods can write to them.",
+    CLAIMS,
+    CLASSES,
+)
+def volumes(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
+    if not subject.entry.volumes:
+        return skip("the cluster entry names none")
+    findings = [
+        _claim(each, seen.reply(CLAIMS, each.claim), seen, subject)
+        for each in subject.entry.volumes
+    ]
+    bad = [finding for finding in findings if finding.level != "ok"]
+    return bad or ok("; ".join(each.cause for each in findings))
+
+
+def _claim(volume: Claim, reply: Reply, seen: Seen, subject: KubeSubject) -> Finding:
+    name = f"claim {volume.claim}"
+    describe = subject.kubectl("-n", seen.namespace, "describe", "pvc", volume.claim)
+    if reply.reason == "NotFound":
+        cause = f"namespace {seen.namespace} has no volume {name}"
+        return fail(cause, "k8s/pvc.yaml makes one: give it that name")
+    if reply.reason:
+        return reply.unknown(f"volume claims, so not at {volume.claim}")
+    spec, status = reply.document["spec"], reply.document.get("status") or {}
+    phase, storage = status.get("phase"), _class(seen, spec.get("storageClassName"))
+    if phase == "Lost":
+        return fail(f"{name}: its volume is gone", describe)
+    waits = storage is not None and storage.get("volumeBindingMode") == "WaitForFirstConsumer"
+    if phase != "Bound" and not waits:
+        cause = f"{name} is not bound: no volume was found or made for it"
+        if storage is None and not seen.reply(CLASSES).reason:
+            wanted = spec.get("storageClassName")
+            cause += f"; the cluster has no storage class {wanted}" if wanted else "; it names no "
+            cause += "" if wanted else "storage class and the cluster has no default one"
+        return fail(cause, describe)
+    modes = set(status.get("accessModes") or spec.get("accessModes") or ())
+    several = subject.job.node_range[1] > 1
+    cause = f"{name}: {', '.join(sorted(modes))}" + ("" if phase == "Bound" else ", not bound yet")
+    if several and not modes & (_SEVERAL if volume.read_only else {"ReadWriteMany"}):
+        cause += f": pods on several nodes cannot {'read' if volume.read_only else 'write to'}"
+        mend = "a claim with accessModes: [ReadWriteMany] (k8s/pvc.yaml)"
+        return fail(f"{cause} it together", mend)
+    return ok(cause)
+
+
+def _class(seen: Seen, name: str | None) -> dict[str, Any] | None:
+    for each in seen.reply(CLASSES).items:
+        notes = each["metadata"].get("annotations") or {}
+        default = notes.get("storageclass.kubernetes.io/is-default-class") == "true"
+        if each["metadata"]["name"] == name or (name is None and default):
+            found: dict[str, Any] = each
+            return found
+    return None
+
+
+def _secrets(seen: Seen, subject: KubeSubject) -> Mapping[str, Ask]:
+    """Whether one could be made of that name, without making it: nobody has to read a secret."""
+    path = f"/api/v1/namespaces/{seen.namespace}/secrets?dryRun=All"
+    return {
+        name: Ask(path, {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}})
+        for name in subject.entry.image_pull_secrets
+    }
+
+
+SECRETS = Look("pull-secrets", _secrets)
+
+
+@check("pull-secrets", "The secrets with the registry's credentials are there.", SECRETS)
+def pull_secrets(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
+    names = subject.entry.image_pull_secrets
+    if not names:
+        return skip("the cluster entry names none")
+    findings = []
+    for name in names:
+        reply = seen.reply(SECRETS, name)
+        if reply.reason == "AlreadyExists":
+            continue
+        if reply.reason:
+            findings.append(reply.unknown("secrets"))
+            continue
+        mend = subject.kubectl(
+            "-n", seen.namespace, "create", "secret", "docker-registry", name,
+            "--docker-server=...", "--docker-username=...", "--docker-password=...",
+        )  # fmt: skip
+        findings.append(fail(f"namespace {seen.namespace} has no secret {name}", mend))
+    return findings or ok(", ".join(names))

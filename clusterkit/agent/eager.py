@@ -26,7 +26,7 @@ _NAME = "torch._dynamo"
 
 def defer_dynamo() -> None:
     """Install the stand-in, unless torch._dynamo is loaded already."""
-    import torch
+    torch = importlib.import_module("torch")
 
     if _NAME not in sys.modules:
         stand_in = _Dynamo(_NAME)
@@ -42,7 +42,7 @@ def deferred_compile() -> Iterator[None]:
     For importing modules that decorate functions we may never call: DeepSpeed's Muon optimizer,
     which it imports to compare a class, costs 3 s that way.
     """
-    import torch
+    torch = importlib.import_module("torch")
 
     compile_now = torch.compile
 
@@ -88,7 +88,7 @@ class _Dynamo(_StandIn):
         """Keep ``fn`` from the compiler: nothing to do, until the real one has been loaded."""
         if fn is None:
             return partial(self.disable, recursive=recursive, **options)
-        if not isinstance(fn, FunctionType | MethodType):
+        if not isinstance(fn, (FunctionType, MethodType)):
             _load()
             return importlib.import_module(_NAME).disable(fn, recursive, **options)
         compiler = self
@@ -150,7 +150,7 @@ class _Loaded(Loader):
 
 def _load() -> None:
     """Put the real torch._dynamo in the stand-in's place."""
-    import torch
+    torch = importlib.import_module("torch")
 
     stand_in = sys.modules.get(_NAME)
     if isinstance(stand_in, _Dynamo):

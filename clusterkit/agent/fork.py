@@ -1,0 +1,248 @@
+"""A node's ranks as forks of one Python, the fork server, which has done their imports."""
+
+from __future__ import annotations
+
+import argparse
+import array
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+
+from clusterkit.agent.processes import send
+from clusterkit.agent.protocol import RANK_HEADER, Document
+from clusterkit.agent.signals import end_with_parent
+
+_MODULES = ("eager", "preload", "rank", "forkserver")
+_LAST_LEVEL = 2  # of what the server imports, `preload.LEVELS`: nothing
+_HANDLES = 200  # that fit into one message; unix(7)
+# Run by the server, as "<clusterkit>". The program starts from the outermost frame, so that nothing
+# but this one stands below it.
+_MAIN = """
+spaces = {}
+for name, text in config["texts"].items():
+    spaces[name] = {"__name__": "clusterkit_" + name}
+    exec(compile(text, f"<clusterkit {name}>", "exec", dont_inherit=True), spaces[name])
+preload = spaces["preload"]["Preload"](config, spaces["eager"]["defer_dynamo"])
+rank = spaces["forkserver"]["run"](config, preload, spaces["rank"]["become"])
+error = None
+for step in range(2):  # find the program, and be it
+    try:
+        rank.start(*rank.arguments)
+    except BaseException as raised:
+        error = raised
+        break
+rank.end(error)
+"""
+# What the server's command line holds; the handle is that of a file in memory.
+_LOADER = (
+    "exec(compile((lambda os: os.pread({0}, os.fstat({0}).st_size, 0))(__import__('os')),"
+    "'<clusterkit>','exec'),{{'__name__':'clusterkit'}})"
+)
+
+
+class Fork:
+    """Forks the ranks of a node, again and again; see `spawn.Processes`.
+
+    Args:
+        options: of ``agent run``. ``fork`` words of ``argv`` are the interpreter and its options.
+        folder: the node's.
+        output: makes a handle that takes the server's own output.
+        ended: takes the id of a process that has ended (0: it never began), and its exit code.
+    """
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        folder: Path,
+        selector: selectors.BaseSelector,
+        output: Callable[[], int],
+        ended: Callable[[int, int], None],
+    ) -> None:
+        self._options, self._folder, self._selector = options, folder, selector
+        self._python, self._words = options.argv[: options.fork], options.argv[options.fork :]
+        self._output, self._told = output, ended
+        self.running: dict[int, int] = {}
+        self.kept: set[int] = set()
+        self.failure: str | None = None
+        self._server: subprocess.Popen[bytes] | None = None
+        self._handle = -1  # tells of the server's end
+        self._ready = False  # whether it has done its imports
+        self._starts = 0
+        self._orders: list[int] = []  # handles of the files that hold this start's
+
+    def prepare(self) -> None:
+        with contextlib.suppress(OSError):  # `start` meets it again
+            self._start_server(level=0)
+
+    def start(self) -> None:
+        self.failure = None
+        if self._server is None:
+            self._start_server(level=0)
+        self._starts += 1
+        self.running = dict.fromkeys(range(self._options.nproc), 0)
+        self._order()
+
+    def withdraw(self) -> None:
+        """Ranks that have not begun do not; one that is just being forked is killed when known."""
+        for handle in self._orders:
+            os.ftruncate(handle, 0)
+        for number in [number for number, pid in self.running.items() if not pid]:
+            del self.running[number]
+            self._told(0, -signal.SIGTERM)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.kill()
+            self._forget_server()
+        self._forget_orders()
+
+    # -- the server
+
+    def _start_server(self, level: int) -> None:
+        mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        source = os.memfd_create("clusterkit")
+        text, env = _LOADER.format(source), self._environment()
+        config = {
+            "texts": {name: _text(name) for name in _MODULES}, "argv": self._python,
+            "words": self._words, "env": env, "channel": other.fileno(), "source": source,
+            "text": text,
+        }  # fmt: skip
+        output = self._output()
+        try:
+            os.write(source, f"config = {config!r}\n{_MAIN}".encode())
+            server = subprocess.Popen(
+                [*self._python, "-c", text, str(level)], env=env, stdin=subprocess.DEVNULL,
+                stdout=output, stderr=output, process_group=0, preexec_fn=end_with_parent,
+                pass_fds=(other.fileno(), source),
+            )  # fmt: skip
+        except BaseException:
+            mine.close()
+            raise
+        finally:
+            other.close()
+            os.close(source)
+            os.close(output)
+        self._server, self._channel, self._ready, self._level = server, mine, False, level
+        self.kept = {server.pid}
+        mine.setblocking(False)
+        self._handle = os.pidfd_open(server.pid)
+        self._selector.register(mine, selectors.EVENT_READ, self._hear)
+        self._selector.register(self._handle, selectors.EVENT_READ, self._server_ended)
+
+    def _forget_server(self) -> int:
+        """Its exit code."""
+        assert self._server is not None
+        code = self._server.wait()
+        for each in (self._channel, self._handle):
+            self._selector.unregister(each)
+        self._channel.close()
+        os.close(self._handle)
+        self._server, self.kept = None, set()
+        return code
+
+    def _server_ended(self) -> None:
+        self._hear()
+        code = self._forget_server()
+        if code < 0 and not self._ready and self._level < _LAST_LEVEL:
+            # What it imported may have killed it.
+            try:
+                self._start_server(self._level + 1)
+                if self.running:
+                    self._order()
+                return
+            except OSError:
+                pass
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        self.failure = f"the Python that forks the ranks ended: {how}"
+        lost, self.running = list(self.running.values()), {}
+        for pid in lost:
+            self._told(pid, code or 1)
+
+    def _hear(self) -> None:
+        """What the server tells."""
+        with contextlib.suppress(OSError):  # nothing more there; or it is gone
+            while message := self._channel.recv(1 << 16):
+                self._heard(json.loads(message))
+
+    def _heard(self, message: Document) -> None:
+        if "ready" in message:
+            self._ready = True
+        elif "number" in message:
+            number, pid = message["number"], message["pid"]
+            if message["start"] == self._starts and number in self.running:
+                self.running[number] = pid
+            else:
+                send([pid], signal.SIGKILL)
+            if all(self.running.values()):
+                self._forget_orders()
+        else:
+            known = {pid: number for number, pid in self.running.items()}
+            if message["pid"] in known:
+                del self.running[known[message["pid"]]]
+                self._told(message["pid"], os.waitstatus_to_exitcode(message["status"]))
+
+    # -- orders
+
+    def _order(self) -> None:
+        """Have this start's ranks forked."""
+        self._forget_orders()
+        numbers = list(self.running)
+        for at in range(0, len(numbers), _HANDLES):
+            some = numbers[at : at + _HANDLES]
+            order = os.memfd_create("clusterkit")
+            self._orders.append(order)
+            ranks = [{"number": number, "env": self._environment(number)} for number in some]
+            document = {
+                "start": self._starts, "argv": self._words, "cwd": os.getcwd(), "ranks": ranks,
+                "header": RANK_HEADER.decode(),
+            }  # fmt: skip
+            os.write(order, json.dumps(document).encode())
+            pipes = (self._folder / f"pipe-{number}" for number in some)
+            handles = [order, *(os.open(pipe, os.O_WRONLY) for pipe in pipes)]
+            try:
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", handles))
+                with contextlib.suppress(BrokenPipeError):  # of its end we are told
+                    self._channel.sendmsg([b"."], [rights])
+            finally:
+                for handle in handles[1:]:
+                    os.close(handle)
+
+    def _forget_orders(self) -> None:
+        for handle in self._orders:
+            os.close(handle)
+        self._orders = []
+
+    def _environment(self, number: int | None = None) -> dict[str, str]:
+        """A rank's, with all that torchrun sets; of None, what all ranks share."""
+        nproc, nodes = self._options.nproc, self._options.nodes
+        env = dict(os.environ)
+        if folder := os.path.dirname(self._python[0]):
+            env["PATH"] = f"{folder}:{env.get('PATH', os.defpath)}"
+        env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        env.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+        if number is None:
+            return env
+        node = int(env.get("NODE_RANK", "0"))
+        rank, world = str(node * nproc + number), str(nodes * nproc)
+        return env | {
+            "RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": str(number),
+            "LOCAL_WORLD_SIZE": str(nproc), "GROUP_RANK": str(node),
+            "GROUP_WORLD_SIZE": str(nodes), "ROLE_RANK": rank, "ROLE_WORLD_SIZE": world,
+            "ROLE_NAME": "default",
+            "TORCHELASTIC_RUN_ID": env.get("CLUSTERKIT_RUN_ID", "none"),
+            "TORCHELASTIC_RESTART_COUNT": str(self._starts - 1),
+            "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "TORCHELASTIC_ERROR_FILE": str(self._folder / f"rank-{rank}-error.json"),
+        }  # fmt: skip
+
+
+def _text(name: str) -> str:
+    """The source of a module of this package, wherever that lies."""
+    return (resources.files("clusterkit.agent") / f"{name}.py").read_text()

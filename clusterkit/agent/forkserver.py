@@ -1,0 +1,113 @@
+"""The program that imports torch once and forks the ranks of a node.
+
+The agent (`fork`) has the job's own Python run the text of this module and of `preload`, `rank` and
+`eager`, with the job's options and environment. They are no modules there: nothing of clusterkit
+stands in ``sys.modules`` or on ``sys.path`` of the program that a fork becomes. Standard library
+only, and any Python from 3.9 on.
+
+What goes through the channel, a socket of packets:
+
+* to here: one byte and handles, of a file that holds an order and of the ranks' outputs. The
+  order is read when its turn comes; one that is empty by then was taken back.
+* from here, JSON: ``{"ready": seconds}``, ``{"start": .., "number": .., "pid": ..}`` when a rank
+  begins and ``{"pid": .., "status": ..}`` when it has ended.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import select
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+Document = dict[str, Any]
+_HANDLES = 253  # the most that one message brings; unix(7)
+
+
+class Server:
+    """Waits for orders; every rank is a fork of it. ``channel``: the socket's handle."""
+
+    def __init__(self, channel: int) -> None:
+        self._channel = socket.socket(fileno=channel)
+        self._ranks: dict[int, int] = {}  # process ids, by the handle that tells of their end
+        self._poll = select.poll()
+
+    def serve(self) -> Document:
+        """Fork as ordered; returns in every fork, with its order, and never here."""
+        channel = self._channel.fileno()
+        os.set_inheritable(channel, False)
+        self._poll.register(channel, select.POLLIN)
+        while True:
+            for handle, _ in self._poll.poll():
+                if handle != channel:
+                    self._ended(handle)
+                elif (order := self._take_order()) is not None:
+                    for each in (channel, *self._ranks):
+                        os.close(each)
+                    self._channel.detach()
+                    return order
+
+    def tell(self, message: Document) -> None:
+        try:
+            self._channel.send(json.dumps(message).encode())
+        except OSError:
+            os._exit(0)  # nobody is left to serve
+
+    def _take_order(self) -> Document | None:
+        """Fork for the next one: None here, and in a fork what it is ordered to be."""
+        message, handles, _, _ = socket.recv_fds(self._channel, 1, _HANDLES)
+        if not message:
+            os._exit(0)  # the agent is gone, or has no more use for this
+        file, *outputs = handles
+        text = os.pread(file, os.fstat(file).st_size, 0)
+        os.close(file)
+        order: Document = json.loads(text or b'{"ranks": []}')
+        server = os.getpid()
+        for rank, output in zip(order.pop("ranks"), outputs):  # noqa: B905 (3.9)
+            pid = os.fork()
+            if pid == 0:
+                for other in outputs:
+                    if other != output:
+                        os.close(other)
+                return {**order, **rank, "output": output, "server": server}
+            handle = os.pidfd_open(pid)
+            self._ranks[handle] = pid
+            self._poll.register(handle, select.POLLIN)
+            self.tell({"start": order["start"], "number": rank["number"], "pid": pid})
+        for output in outputs:
+            os.close(output)
+        return None
+
+    def _ended(self, handle: int) -> None:
+        self._poll.unregister(handle)
+        os.close(handle)
+        pid, status = os.waitpid(self._ranks.pop(handle), 0)
+        self.tell({"pid": pid, "status": status})
+
+
+def run(config: Document, preload: Any, become: Callable[..., Any]) -> Any:
+    """Import and serve; returns in every fork, with the `rank.Rank` that it is.
+
+    Args:
+        config: what `fork` says of the program; ``channel`` is the socket's handle.
+        preload: a `preload.Preload`.
+        become: `rank.become`.
+    """
+    began = time.perf_counter()
+    environment = dict(os.environ)
+    if sys.path[:1] == [""]:
+        del sys.path[0]  # of ``-c``; the program's own folder is a rank's to add
+    server = Server(config["channel"])
+    gc.disable()  # nothing of an import is garbage
+    preload()
+    gc.freeze()  # a rank's collections leave alone, and do not copy, what all ranks share
+    server.tell({"ready": round(time.perf_counter() - began, 3)})
+    order = server.serve()
+    gc.enable()
+    os.close(config["source"])
+    return become(order, environment, preload.record, config["argv"])

@@ -1,0 +1,214 @@
+"""What the fork server imports: torch, and what the last run of the program had imported.
+
+Run as text, like `forkserver`. Everything here is a guess at what the program will import anyway. A
+program that does not seem to use torch has nothing imported for it. What does not bear a fork
+(threads, a GPU, a socket) is left out: the server starts itself again, one level down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import json
+import os
+import re
+import site
+import sys
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+Document = dict[str, Any]
+LEVELS = ("torch and what the program's last run had imported", "torch", "nothing")
+MOST_MODULES, MOST_BYTES = 6000, 1 << 20
+_MOST_FILES = 200  # of the program's own, that are looked at for torch
+_TORCH = re.compile(rb"\b(torch|deepspeed|transformers|accelerate|lightning|pytorch_lightning)\b")
+_IMPORT = re.compile(rb"^[ \t]*(?:from[ \t]+([\w.]+)|import[ \t]+([\w., \t]+))", re.MULTILINE)
+_COMPILER = "torch._dynamo.eval_frame"  # there once the real torch._dynamo is
+
+
+class Preload:
+    """Imports for one program.
+
+    Args:
+        config: of the server (`fork`): ``words``, the program and its arguments; ``argv``, the
+            interpreter and its options; ``source``, the handle of the text that it runs. The
+            first of LEVELS that may be tried is the server's argument.
+        defer_dynamo: puts a stand-in in the place of torch._dynamo.
+    """
+
+    def __init__(self, config: Document, defer_dynamo: Callable[[], None]) -> None:
+        self._config, self._defer = config, defer_dynamo
+        words = config["words"]
+        self._module = words[1] if words[0] == "-m" else None
+        self._program = os.path.realpath(words[0])
+        safe = getattr(sys.flags, "safe_path", sys.flags.isolated)
+        self._folder = os.getcwd() if self._module else os.path.dirname(self._program)
+        self._first = "" if safe else self._folder
+        self._file = self._memory()
+        known = self._known()
+        self._recorded: list[str] = known.get("names", [])
+        self.level = max(int(sys.argv[1]), known.get("level", 0))
+        self._known_level = known.get("level", 0)
+
+    def __call__(self) -> None:
+        """Import what is wanted."""
+        modules, handles = set(sys.modules), _handles()
+        wanted = self._wanted()
+        if wanted:
+            self._import(wanted)
+            if why := self._unfit(modules, handles):
+                self._again(why)
+        if self.level > self._known_level:
+            self._write({"level": self.level, "names": self._recorded})
+
+    def _wanted(self) -> list[str]:
+        if self.level > 1:
+            return []
+        if "torch" not in self._recorded and not self._seems_to_use_torch():
+            return [] if self.level else self._recorded
+        return ["torch", *([] if self.level else self._recorded)]
+
+    def _import(self, names: Iterable[str]) -> None:
+        # torch asks the driver's library then, and not the GPU.
+        asked = os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        deferred = _COMPILER in self._recorded
+        for name in names:
+            if name not in sys.modules:
+                with contextlib.suppress(BaseException):
+                    importlib.import_module(name)
+            if name == "torch" and "torch" in sys.modules and not deferred:
+                self._defer()
+        if asked == "1" and "PYTORCH_NVML_BASED_CUDA_CHECK" not in self._config["env"]:
+            del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
+
+    def _unfit(self, before: set[str], handles: set[str]) -> str | None:
+        """Why this process must not be forked, if it must not."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if (pid := os.fork()) == 0:
+                os._exit(0)
+        os.waitpid(pid, 0)
+        # Whoever minds forks (OpenBLAS) has ended its threads for that one.
+        threads = len(os.listdir("/proc/self/task")) - 1
+        if threads:
+            return f"{threads} thread{'s' if threads > 1 else ''}"
+        if opened := sorted(_handles() - handles):
+            return opened[0]
+        names = {name.partition(".")[0] for name in sys.modules.keys() - before}
+        if self._first and (own := sorted(filter(self._is_own, names))):
+            return f"a {own[0]} of the program's own folder"
+        return None
+
+    def _is_own(self, name: str) -> bool:
+        """Whether the program would find a module of this name beside itself."""
+        return _module_file(self._first, name) is not None
+
+    def _again(self, why: str) -> None:
+        """Be the same process with nothing imported, one level down."""
+        config = self._config
+        said = f"imports ahead of the program brought {why}: without {LEVELS[self.level]}\n"
+        os.write(2, said.encode())
+        for handle in (config["channel"], config["source"]):
+            os.set_inheritable(handle, True)
+        argv = [*config["argv"], "-c", config["text"], str(self.level + 1)]
+        os.execvpe(argv[0], argv, config["env"])
+
+    # -- what is known of the program
+
+    def _seems_to_use_torch(self) -> bool:
+        """Whether it, or a module beside it that it imports, names torch."""
+        names = [self._module] if self._module else []
+        files = [] if self._module else [self._program]
+        seen: set[str] = set()
+        while (files or names) and len(seen) < _MOST_FILES:
+            if names:
+                file = next(
+                    filter(None, (_module_file(each, names[-1]) for each in self._path)), ""
+                )
+                names.pop()
+            else:
+                file = files.pop()
+            if not file or file in seen:
+                continue
+            seen.add(file)
+            try:
+                with open(file, "rb") as opened:
+                    text = opened.read(MOST_BYTES)
+            except OSError:
+                continue
+            if _TORCH.search(text):
+                return True
+            for match in _IMPORT.finditer(text):
+                found = (match[1] or match[2]).decode().split(",")
+                names += [words[0] for each in found if (words := each.split())]
+        return False
+
+    @property
+    def _path(self) -> list[str]:
+        """Where the program's own modules lie."""
+        packages = _site_folders()
+        return [self._folder, *(each for each in sys.path if not each.startswith(packages))]
+
+    def _memory(self) -> str:
+        """The file that keeps what the program imports from one run to the next."""
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        what = [sys.executable, sys.version, self._module or "", self._program]
+        digest = hashlib.sha256("\0".join(what).encode(errors="surrogateescape")).hexdigest()
+        return os.path.join(home, "clusterkit", "imports", f"{digest[:16]}.json")
+
+    def _known(self) -> Document:
+        with contextlib.suppress(OSError, ValueError), open(self._file, "rb") as file:
+            known = json.loads(file.read(MOST_BYTES))
+            return known if isinstance(known, dict) else {}
+        return {}
+
+    def record(self, code: int) -> None:
+        """Keep what is imported now, for the program's next run."""
+        packages = _site_folders()
+        names = [
+            name
+            for name, module in list(sys.modules.items())
+            if getattr(getattr(module, "__spec__", None), "name", None) == name
+            and (getattr(module, "__file__", None) or "").startswith(packages)
+        ]
+        if code:  # it may not have come to its imports
+            names += [name for name in self._recorded if name not in names]
+        names = names[:MOST_MODULES]
+        if set(names) != set(self._recorded):
+            self._write({"level": self.level, "names": names})
+
+    def _write(self, document: Document) -> None:
+        temporary = f"{self._file}.{os.getpid()}"
+        with contextlib.suppress(OSError):
+            os.makedirs(os.path.dirname(self._file), exist_ok=True)
+            with open(temporary, "w") as file:
+                json.dump(document, file)
+            os.replace(temporary, self._file)
+
+
+def _module_file(folder: str, name: str) -> str | None:
+    base = os.path.join(folder, *name.split("."))
+    places = (f"{base}.py", f"{base}/__init__.py", f"{base}/__main__.py")
+    return next((place for place in places if os.path.isfile(place)), None)
+
+
+def _site_folders() -> tuple[str, ...]:
+    """Where packages are installed, each with a slash behind it."""
+    found = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    with contextlib.suppress(Exception):
+        found |= {*site.getsitepackages(), site.getusersitepackages()}
+    return tuple(f"{folder}/" for folder in found if folder)
+
+
+def _handles() -> set[str]:
+    """What this process has open besides files."""
+    found = set()
+    for handle in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            place = os.readlink(f"/proc/self/fd/{handle}")
+            if place.startswith("/dev/") or not place.startswith("/"):
+                found.add(f"{place}")
+    return found
