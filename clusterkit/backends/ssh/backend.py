@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from clusterkit import execute, mirror
 from clusterkit.agent import archive
-from clusterkit.assemble import Placement
 from clusterkit.backends.base import (
     Backend,
     Monitor,
@@ -27,6 +26,7 @@ from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport, fan_out
 
 if TYPE_CHECKING:
+    from clusterkit.assemble import Placement
     from clusterkit.doctor.base import HostSubject
 
 _REPORT_GONE = 2
