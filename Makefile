@@ -67,8 +67,9 @@ estimate-check: .venv/.train ## Predicted memory against measured; writes the ta
 	@$(BIN)/python -m tests.live.estimate --write
 
 .PHONY: bench
-bench: .venv/.train ## Ratios against torchrun and deepspeed, start-up, planning at scale
+bench: .venv/.train ## Ratios against torchrun and deepspeed, start-up, runs and plans of many nodes
 	@$(BIN)/python -m tests.bench
+	@$(BIN)/python -m tests.bench.scale
 	@$(BIN)/python -m tests.bench.ssh || [ $$? = 3 ]
 	@$(BIN)/python -m tests.bench.compose || [ $$? = 3 ]
 	@$(BIN)/python -m tests.bench.kubernetes || [ $$? = 3 ]

@@ -329,6 +329,8 @@ class KubernetesFacts(Struct, frozen=True, kw_only=True):
     """Folder in the pods that holds the run's own."""
     may_watch: bool = False
     """Whether the submitter may give the run a watcher in the cluster."""
+    most_gpus: int | None = None
+    """GPUs of the node that has most of them now; None: not looked at."""
 
 
 class Facts(Struct, frozen=True, kw_only=True):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +30,8 @@ AGAIN_SECONDS = 1.0
 LOCK_SECONDS = 30.0
 """How long a watch waits for another process that fills the folder, before it goes on without it:
 longer than `status` waits for a host."""
+SWITCH_SECONDS = 5e-5
+"""For each host, of the interval in which a thread that runs lets others run."""
 _GROWING = ("log", "ranks.jsonl")
 _LARGEST = 1 << 24
 """Far more than `agent.report.report` puts into a frame."""
@@ -92,6 +96,9 @@ class NodeView:
     """Why it does not answer."""
     unkept: str | None = None
     """Why not all that it has sent could be written here; None: it could."""
+    changes: int = 0
+    """Grows with everything that is learned of the node, but neither with log lines nor with signs
+    of life alone."""
 
     @classmethod
     def of(cls, node: int, host: str, folder: Path) -> NodeView:
@@ -121,14 +128,19 @@ class NodeView:
             ClusterkitError: its file cannot be written.
         """
         self.heard_at = self.clock()
-        self.silent_since, self.error = None, None
+        if self.silent_since is not None:
+            self.silent_since, self.error = None, None
+            self.changes += 1
         if (name := header.get("file")) is None:
-            self.begun, self.alive = bool(header.get("begun")), bool(header.get("alive"))
-            self.ended = bool(header.get("ended"))
+            state = [bool(header.get(word)) for word in ("begun", "alive", "ended")]
+            if state != [self.begun, self.alive, self.ended]:
+                self.begun, self.alive, self.ended = state
+                self.changes += 1
         elif name in _GROWING:
             self._append(name, payload)
         elif name in ("started.json", "exit.json", "agent.log"):
             self.files[name] = payload
+            self.changes += 1
             if self.folder is not None:
                 write_atomic(self.folder / name, payload)
 
@@ -136,20 +148,24 @@ class NodeView:
         if self.folder is None:
             self.files[name] = self.files.get(name, b"") + payload
             return
-        path = self.folder / name
-        before = _size(path)
+        path = f"{self.folder}/{name}"  # a string: thousands of nodes' lines pass here
+        before = None
         try:
-            with path.open("ab") as file:
-                file.write(payload)
+            with open(path, "ab", buffering=0) as file:
+                before = file.tell()
+                while payload:
+                    payload = payload[file.write(payload) :]
         except OSError as error:
             # What came half would come again.
-            with contextlib.suppress(OSError), path.open("ab") as file:
-                file.truncate(before)
+            with contextlib.suppress(OSError):
+                if before is not None:
+                    os.truncate(path, before)
             raise SubmitFailed(f"cannot write {path}: {error.strerror}") from error
 
     def lost(self, error: ClusterkitError) -> None:
         """Its host does not answer."""
         self.error = error
+        self.changes += 1
         if self.silent_since is None:
             self.silent_since = self.clock() if self.heard_at is None else self.heard_at
 
@@ -206,7 +222,10 @@ def pull(view: NodeView, stream: Stream, stop: Callable[[], bool] = lambda: Fals
                 # A full disk here must not hide how the node is: that frame is still to come.
                 problem = error
             if "file" not in header:
-                view.unkept = None if problem is None else problem.message
+                unkept = None if problem is None else problem.message
+                if unkept != view.unkept:
+                    view.unkept = unkept
+                    view.changes += 1
                 if problem is not None:
                     raise problem
 
@@ -223,6 +242,9 @@ class Watch:
         self, views: Sequence[NodeView], open_stream: Callable[[NodeView], Stream]
     ) -> None:
         self.views = views
+        # Threads that wait for the interpreter ask for it once in such an interval: when a thousand
+        # hosts have news at once, 5 ms would leave it little time for anything else.
+        sys.setswitchinterval(max(sys.getswitchinterval(), SWITCH_SECONDS * len(views)))
         self._open = open_stream
         self._closed = threading.Event()
         self._streams: dict[int, Stream] = {}

@@ -141,6 +141,12 @@ class Plan(Struct, frozen=True, kw_only=True):
         """The value noted under ``name``."""
         return next((note.value for note in self.notes if note.name == name), None)
 
+    def node_of(self, rank: int) -> int | None:
+        """The node whose log has a rank's lines; None where only the run itself tells."""
+        shape = self.topology
+        fixed = shape.get("min_nodes") == shape.get("nodes") == self.nodes
+        return rank // shape["nproc_per_node"] if fixed else None
+
     def __repr__(self) -> str:
         return f"<Plan {self.run_id}: {self.backend}, {self.summary}>"
 

@@ -139,6 +139,8 @@ class Run:
             raise BadInput(f"node {node}: run {self.id} has nodes 0 to {plan.nodes - 1}")
         if rank is not None and not 0 <= rank < plan.world_size:
             raise BadInput(f"rank {rank}: run {self.id} has ranks 0 to {plan.world_size - 1}")
+        if node is None and rank is not None:
+            node = plan.node_of(rank)  # the others' logs hold nothing of it
         nodes = range(plan.nodes) if node is None else (node,)
         return self._batches(nodes, rank, follow, note)
 

@@ -223,6 +223,9 @@ def _cancel(folder: RunFolder, connections: Connections) -> RunStatus:
         folder.mark_cancelled()
     backend, handle, transport = _ending(folder, before.attempt, connections)
     _await_end(folder, handle.plan.stop_grace + LAST_WORD_SECONDS)
+    found = current(folder)
+    if found is not None and found.state is State.CANCELLED and not leftovers.exists():
+        return found  # its supervisor has ended it everywhere: no need to log in to every host
     if not folder.is_held():
         _sync(backend, handle, transport)
     remark = None

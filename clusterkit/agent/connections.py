@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from clusterkit.agent import limits
+from clusterkit.agent.files import allow_open_files
 from clusterkit.agent.protocol import Document
 
 
@@ -118,6 +119,7 @@ class Listener:
     """
 
     def __init__(self, port: int, run: dict[str, str], token: bytes, nodes: int) -> None:
+        allow_open_files(nodes)
         self._server = socket.create_server(("", port), backlog=1024)
         self._server.setblocking(False)
         self._run = run
@@ -128,9 +130,14 @@ class Listener:
         self.selector = selectors.DefaultSelector()
         self.selector.register(self._server, selectors.EVENT_READ)
 
-    def receive(self, seconds: float, hear: Callable[[Line, Document], None]) -> None:
-        """Wait for at most ``seconds``; hand over what nodes say, with ``node`` in the first."""
-        for key, events in self.selector.select(seconds):
+    def receive(self, seconds: float, hear: Callable[[Line, Document], None]) -> bool:
+        """Wait for at most ``seconds``; hand over what nodes say, with ``node`` in the first.
+
+        Returns:
+            Whether anything has happened.
+        """
+        ready = self.selector.select(seconds)
+        for key, events in ready:
             if key.fileobj is self._server:
                 with contextlib.suppress(OSError):
                     self._strangers.append(Line(self._server.accept()[0], self.selector))
@@ -144,6 +151,7 @@ class Listener:
             if number >= limits.STRANGERS or line.since < latest:
                 line.close()
         self._strangers = [line for line in self._strangers if not line.closed]
+        return bool(ready)
 
     def _read(self, line: Line, events: int, hear: Callable[[Line, Document], None]) -> None:
         for text in line.receive(events):

@@ -33,9 +33,15 @@ class Server(threading.Thread):
     def run(self) -> None:
         membership = self._membership
         with contextlib.closing(self._listener):
-            beat = 0.0
+            beat = due = 0.0
+            news = False
             while not self.decided or any(membership.members[n].present for n in self._lines):
-                self._listener.receive(limits.PEER_AGAIN_SECONDS, self._hear)
+                wait = max(0.0, due - clock.awake()) if news else limits.PEER_AGAIN_SECONDS
+                news = self._listener.receive(wait, self._hear) or news
+                # What follows looks at every node: not once for every word of one of a thousand.
+                if clock.awake() < due:
+                    continue
+                news = False
                 for node in [node for node, line in self._lines.items() if line.closed]:
                     del self._lines[node]
                     membership.closed(node, clock.awake())
@@ -45,6 +51,7 @@ class Server(threading.Thread):
                     for line in self._lines.values():
                         line.write({})
                     beat = clock.awake() + limits.PEER_SECONDS
+                due = clock.awake() + limits.TURN_SECONDS
 
     def _hear(self, line: Line, message: Document) -> None:
         now, node = clock.awake(), line.node or 0

@@ -1,13 +1,16 @@
-"""JSON files of a node."""
+"""JSON files of a node; how many files a process may have open."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import resource
 from pathlib import Path
 
 from clusterkit.agent.protocol import Document
+
+_USUAL_FILES = 256
 
 
 def write_json(path: Path, document: Document) -> None:
@@ -36,3 +39,13 @@ def read_json(path: Path) -> Document | None:
     except (OSError, ValueError):
         return None
     return document if isinstance(document, dict) else None
+
+
+def allow_open_files(number: int) -> None:
+    """Let this process have so many files open besides the usual ones, if it may. What it starts
+    from now on inherits that."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _USUAL_FILES + number
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

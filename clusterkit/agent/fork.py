@@ -16,29 +16,33 @@ from importlib import resources
 from pathlib import Path
 
 from clusterkit.agent.processes import send
-from clusterkit.agent.protocol import RANK_HEADER, Document
+from clusterkit.agent.protocol import RANK_HEADER, WORKER_SOCKET, Document
 from clusterkit.agent.signals import end_with_parent
 
-_MODULES = ("eager", "preload", "rank", "forkserver")
+_MODULES = ("eager", "preload", "rank", "program", "forkserver")
 _LAST_LEVEL = 2  # of what the server imports, `preload.LEVELS`: nothing
 _HANDLES = 200  # that fit into one message; unix(7)
 # Run by the server, as "<clusterkit>". The program starts from the outermost frame, so that nothing
 # but this one stands below it.
 _MAIN = """
+import sys
+config["modules"] = frozenset(sys.modules)
 spaces = {}
 for name, text in config["texts"].items():
     spaces[name] = {"__name__": "clusterkit_" + name}
     exec(compile(text, f"<clusterkit {name}>", "exec", dont_inherit=True), spaces[name])
 preload = spaces["preload"]["Preload"](config, spaces["eager"]["defer_dynamo"])
-rank = spaces["forkserver"]["run"](config, preload, spaces["rank"]["become"])
+program = spaces["forkserver"]["run"](
+    config, preload, spaces["rank"]["become"], spaces["program"]["Program"]
+)
 error = None
 for step in range(2):  # find the program, and be it
     try:
-        rank.start(*rank.arguments)
+        program.start(*program.arguments)
     except BaseException as raised:
         error = raised
         break
-rank.end(error)
+program.end(error)
 """
 # What the server's command line holds; the handle is that of a file in memory.
 _LOADER = (
@@ -102,6 +106,8 @@ class Fork:
             self._server.kill()
             self._forget_server()
         self._forget_orders()
+        for path in self._folder.glob(WORKER_SOCKET.format(RANK="*")):
+            path.unlink()
 
     # -- the server
 
@@ -201,7 +207,7 @@ class Fork:
             ranks = [{"number": number, "env": self._environment(number)} for number in some]
             document = {
                 "start": self._starts, "argv": self._words, "cwd": os.getcwd(), "ranks": ranks,
-                "header": RANK_HEADER.decode(),
+                "header": RANK_HEADER.decode(), "socket": str(self._folder / WORKER_SOCKET),
             }  # fmt: skip
             os.write(order, json.dumps(document).encode())
             pipes = (self._folder / f"pipe-{number}" for number in some)

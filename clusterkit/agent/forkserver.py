@@ -1,9 +1,9 @@
 """The program that imports torch once and forks the ranks of a node.
 
-The agent (`fork`) has the job's own Python run the text of this module and of `preload`, `rank` and
-`eager`, with the job's options and environment. They are no modules there: nothing of clusterkit
-stands in ``sys.modules`` or on ``sys.path`` of the program that a fork becomes. Standard library
-only, and any Python from 3.9 on.
+The agent (`fork`) has the job's own Python run the text of this module and of `preload`, `rank`,
+`program` and `eager`, with the job's options and environment. They are no modules there: nothing
+of clusterkit stands in ``sys.modules`` or on ``sys.path`` of the program that a fork becomes.
+Standard library only, and any Python from 3.9 on.
 
 What goes through the channel, a socket of packets:
 
@@ -90,13 +90,16 @@ class Server:
         self.tell({"pid": pid, "status": status})
 
 
-def run(config: Document, preload: Any, become: Callable[..., Any]) -> Any:
-    """Import and serve; returns in every fork, with the `rank.Rank` that it is.
+def run(
+    config: Document, preload: Any, become: Callable[..., None], program: Callable[..., Any]
+) -> Any:
+    """Import and serve; returns in every fork, with the `program.Program` that it is to be.
 
     Args:
         config: what `fork` says of the program; ``channel`` is the socket's handle.
         preload: a `preload.Preload`.
         become: `rank.become`.
+        program: `program.Program`.
     """
     began = time.perf_counter()
     environment = dict(os.environ)
@@ -110,4 +113,6 @@ def run(config: Document, preload: Any, become: Callable[..., Any]) -> Any:
     order = server.serve()
     gc.enable()
     os.close(config["source"])
-    return become(order, environment, preload.record, config["argv"])
+    become(order, config, environment)
+    last = preload.record if order["number"] == 0 else lambda code: None
+    return program(order["argv"], config["modules"], last)

@@ -23,6 +23,7 @@ PEER_SECONDS = 2.0  # between two signs of life; for a connection; for last word
 PEER_GONE_SECONDS = 5.0  # that a node whose connection was closed has to connect again
 PEER_MEET_SECONDS = 120.0  # that node 0 may take to be there
 PEER_QUIET_SECONDS = 5.0  # of silence; whoever fails meanwhile may fail of a lost node
+TURN_SECONDS = 0.05  # at least, between two decisions of node 0 about what is due
 PEER_AGAIN_SECONDS = 0.5  # before a node 0 that is not there is sought again
 FAILURE_GRACE = 2.0  # for a lost node to be noticed, before a failure counts as no echo of it
 FIRST_SECONDS = 1.0  # that a lost node's successor waits for node 0's word before it starts

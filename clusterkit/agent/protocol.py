@@ -10,6 +10,8 @@ RANK_HEADER = b"@clusterkit-rank"
 """Begins a pipe's line that names the rank and process id of whoever writes from there on."""
 RANK_ENDED = b"@clusterkit-rank-ended"
 """Begins a rank's last line where the agent is not its parent: rank and exit code follow."""
+WORKER_SOCKET = "rank-{RANK}.sock"
+"""In a node's folder: where torch in a rank answers how that stands (torch's ``_WorkerServer``)."""
 PEER_TOKEN = "CLUSTERKIT_PEER_TOKEN"
 """Environment variable with the secret by which the nodes of a run know each other."""
 STOPPED = "stopped on request"  # why a node ended that was asked to by a signal

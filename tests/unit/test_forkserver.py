@@ -6,6 +6,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -24,6 +25,9 @@ RUN = (
 )
 BLOCKED = "open({!r}).read()\n"
 """An import that goes on as long as nobody writes to that pipe."""
+
+
+SHARED = ("PYTHONPATH", "PYTHONUSERBASE")
 
 
 class Agent:
@@ -49,6 +53,7 @@ class Agent:
              *arguments],
             env={"PATH": os.environ["PATH"], "CLUSTERKIT_RUN_DIR": str(folder / "run"),
                  "XDG_CACHE_HOME": str(folder / "cache"), "PYTHONUNBUFFERED": "1",
+                 **{name: value for name, value in os.environ.items() if name in SHARED},
                  "CLUSTERKIT_NODE_DIR": str(self.folder), **env},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
@@ -77,6 +82,21 @@ class Agent:
 
 
 @pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """Writes a module where packages are installed, for the programs."""
+    monkeypatch.setenv("PYTHONUSERBASE", str(tmp_path / "user"))
+    place = {"userbase": str(tmp_path / "user")}
+    folder = Path(sysconfig.get_path("purelib", f"{os.name}_user", place))
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+    def write(name, text):
+        (folder / f"{name}.py").write_text(text)
+
+    return write
+
+
+@pytest.fixture
 def agent(tmp_path):
     started = []
 
@@ -84,6 +104,7 @@ def agent(tmp_path):
         started.append(Agent(tmp_path, program, *arguments, **settings))
         return started[-1]
 
+    begin.folder = tmp_path
     yield begin
     for each in started:
         each.process.terminate()
@@ -160,14 +181,11 @@ def test_an_agent_that_is_killed_takes_the_ranks_along(agent):
                 handles.remove(key.fd)
 
 
-def test_a_cancel_need_not_wait_for_an_import(agent, tmp_path):
+def test_a_cancel_need_not_wait_for_an_import(agent, packages, tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    (tmp_path / "packages").mkdir()
-    (tmp_path / "packages" / "torch.py").write_text(
-        f"print('importing', flush=True)\n{BLOCKED.format(str(pipe))}"
-    )
-    begun = agent("import torch", nproc=2, PYTHONPATH=str(tmp_path / "packages"))
+    packages("torch", f"print('importing', flush=True)\n{BLOCKED.format(str(pipe))}")
+    begun = agent("import torch", nproc=2)
     begun.until_said("importing")
     begun.process.terminate()
     assert begun.end() == 128 + signal.SIGTERM
@@ -175,27 +193,125 @@ def test_a_cancel_need_not_wait_for_an_import(agent, tmp_path):
 
 
 @pytest.mark.parametrize("word", ["ctypes.string_at(0)", "os.kill(os.getpid(), 9)"])
-def test_an_import_that_kills_the_server_is_left_to_the_program(agent, tmp_path, word):
-    (tmp_path / "packages").mkdir()
-    (tmp_path / "packages" / "torch.py").write_text(
-        f"import ctypes, os\nif 'RANK' not in os.environ: {word}\n"
-    )
-    begun = agent("import torch; print('in')", PYTHONPATH=str(tmp_path / "packages"))
+def test_an_import_that_kills_the_server_is_left_to_the_program(agent, packages, word):
+    packages("torch", f"import ctypes, os\nif 'RANK' not in os.environ: {word}\n")
+    begun = agent("import torch; print('in')")
     assert begun.end() == 0
     assert begun.says(0) == ["in"]
 
 
-def test_a_second_start_forks_from_the_same_server(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
+         "1 thread"),
+        ("import socket; kept = socket.socket()", "socket:"),
+    ],
+)  # fmt: skip
+def test_what_does_not_bear_a_fork_is_left_to_the_program(agent, packages, word, why):
+    packages("torch", f"import os\npid = os.getpid()\n{word}\n")
+    program = "import os, torch\nprint(torch.pid == os.getpid())"
+    begun = agent(program)
+    assert begun.end() == 0
+    assert begun.says(0) == ["True"]
+    told = " ".join(begun.says(None))
+    assert f"brought {why}" in told
+    assert told.endswith("without torch")
+    again = agent(program)  # it is known by now
+    assert again.end() == 0
+    assert again.lines()[len(begun.lines()) :] == []
+
+
+def test_a_module_of_the_program_that_is_named_as_an_imported_one_is_its_own(agent, packages):
+    packages("torch", "import mine\n")
+    packages("mine", "own = False\n")
+    (agent.folder / "mine.py").write_text("own = True\n")
+    begun = agent("import torch, mine\nprint(mine.own)")
+    assert begun.end() == 0
+    assert begun.says(0) == ["True"]
+
+
+def test_what_the_last_run_imported_is_imported_ahead(agent, packages):
+    """Of what is installed, and only where the program seems to use torch."""
+    packages("torch", "")
+    packages("other", "import os\npid = os.getpid()\n")
+    program = (
+        "import os, sys, torch\nsys.path.insert(0, 'more')\nimport other, own\n"
+        "print(other.pid == os.getppid(), own.pid == os.getppid())"
+    )
+    (agent.folder / "more").mkdir()
+    (agent.folder / "more" / "own.py").write_text("import os\npid = os.getpid()\n")
+    first = agent(program)
+    assert first.end() == 0
+    assert first.says() == ["False False"]
+    second = agent(program)
+    assert second.end() == 0
+    assert second.says() == ["False False", "True False"]
+
+
+def test_a_program_without_torch_has_none_imported(agent, packages):
+    packages("torch", "raise SystemExit('imported')")
+    begun = agent("import sys\nprint('torch' in sys.modules)")
+    assert begun.end() == 0
+    assert begun.says() == ["False"]
+
+
+def test_torch_in_a_module_beside_the_program_is_seen(agent, packages):
+    packages("torch", "import os\npid = os.getpid()\n")
+    (agent.folder / "pack").mkdir()
+    (agent.folder / "pack" / "__init__.py").write_text("from . import train\n")
+    (agent.folder / "pack" / "train.py").write_text("import torch\n")
+    begun = agent("import os, sys, pack.train\nprint(sys.modules['torch'].pid == os.getppid())")
+    assert begun.end() == 0
+    assert begun.says() == ["True"]
+
+
+def test_what_is_drawn_at_an_import_is_drawn_by_every_rank(agent, packages):
+    packages("torch", "import multiprocessing, random\nimport numpy.random\n")
+    program = (
+        "import multiprocessing, random, torch, numpy\n"
+        "print(random.random(), numpy.random.random(), "
+        "multiprocessing.current_process().authkey.hex())"
+    )
+    begun = agent(program, nproc=2)
+    assert begun.end() == 0
+    drawn = [begun.says(rank)[0].split() for rank in (0, 1)]
+    assert all(one != other for one, other in zip(*drawn, strict=True))
+
+
+TORCH = """
+import os, socket, sys
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+with socket.socket(socket.AF_UNIX) as connection:
+    os.chdir(os.environ["CLUSTERKIT_NODE_DIR"])
+    connection.connect("rank-0.sock")
+    connection.sendall(b"GET /handler/ HTTP/1.0\\r\\n\\r\\n")
+    print(b"fr_trace_json" in connection.recv(4096))
+@record
+def main(): raise ValueError("recorded")
+main()
+"""
+
+
+def test_torch_answers_for_a_rank_and_record_leaves_its_error(agent):
+    begun = agent(TORCH)
+    assert begun.end() == 1
+    assert begun.says()[:2] == ["True", "Traceback (most recent call last):"]
+    error = json.loads((begun.folder / "rank-0-error.json").read_bytes())
+    assert error["message"]["message"] == "ValueError: recorded"
+    assert not (begun.folder / "rank-0.sock").exists()
+
+
+def test_a_second_start_forks_from_the_same_server(packages, tmp_path, monkeypatch):
     """With what the first has had imported, and nothing of what it did."""
-    (tmp_path / "packages").mkdir()
-    (tmp_path / "packages" / "torch.py").write_text("import os\nserver = os.getpid()\n")
+    packages("torch", "import os\nserver = os.getpid()\n")
     program = tmp_path / "program.py"
     program.write_text(
         "import os, torch\nprint(torch.server == os.getppid(), vars(torch).pop('done', None), "
         "os.environ['TORCHELASTIC_RESTART_COUNT'])\ntorch.done = True\n"
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
     log = NodeLog(tmp_path)
     with selectors.DefaultSelector() as selector:
         options = Namespace(

@@ -18,7 +18,7 @@ agent.clock agent.files
 agent.processes agent.signals agent.archive agent.connections agent.membership
 agent.node_log agent.report agent.coordinator
 agent.streams agent.client agent.spawn agent.fork
-agent.eager agent.preload agent.rank agent.forkserver
+agent.eager agent.preload agent.rank agent.program agent.forkserver
 agent.launcher
 agent.node
 agent.__main__ agent
@@ -53,13 +53,14 @@ backends.local backends.ssh backends.compose backends.kubernetes
 backends.ssh.config backends.ssh.filters backends.ssh.variables backends.compose.compose_file
 backends.compose.engine
 backends.kubernetes.text backends.kubernetes.watcher backends.kubernetes.connect
+backends.kubernetes.nodes
 backends.ssh.inventory backends.ssh.known_hosts
 backends.ssh.connection
 backends.ssh.transport
 backends.*.probe backends.ssh.observe
 backends.*.place
 backends.compose.containers backends.kubernetes.pods
-backends.kubernetes.flavors backends.kubernetes.judge backends.kubernetes.nodes
+backends.kubernetes.flavors backends.kubernetes.judge
 backends.kubernetes.apply backends.kubernetes.rights
 backends.kubernetes.client backends.kubernetes.entry
 backends.kubernetes.server

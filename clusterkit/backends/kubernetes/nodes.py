@@ -6,22 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clusterkit.cluster import Gpu, KubernetesCluster
-from clusterkit.errors import BadInput
+from clusterkit.spec import JobSpec
 
 
-def gpus_of(
-    cluster: KubernetesCluster, nodes: Sequence[Mapping[str, Any]] | None
-) -> tuple[Gpu, ...]:
-    """GPUs of a pod: those of the node that has most of them, unless the entry says how many.
-
-    Args:
-        nodes: as the API server lists them; None: we may not look.
-
-    Raises:
-        BadInput: the entry asks for more than any node has.
-    """
+def best_node(
+    cluster: KubernetesCluster, nodes: Sequence[Mapping[str, Any]]
+) -> tuple[int, str, int]:
+    """GPUs of the node that has most of them now, what they are and their MiB."""
     best: tuple[int, str, int] = (0, "GPU", 0)
-    for node in nodes or ():
+    for node in nodes:
         if selected(node, cluster) and usable(node, cluster):
             labels = node["metadata"].get("labels", {})
             memory = str(labels.get("nvidia.com/gpu.memory", "0"))
@@ -30,16 +23,25 @@ def gpus_of(
                 best,
                 (gpu_count(node, cluster), product, int(memory) if memory.isdigit() else 0),
             )
-    count, product, memory_mib = best
+    return best
+
+
+def gpus_of(
+    cluster: KubernetesCluster, job: JobSpec | None, nodes: Sequence[Mapping[str, Any]] | None
+) -> tuple[Gpu, ...]:
+    """GPUs of a pod: as many as are asked for by number, else those of the node that has most.
+
+    A number is taken although no node has as many now: where nodes with GPUs are started when a
+    pod waits for them, a pool of them at zero is how it always is.
+
+    Args:
+        nodes: as the API server lists them; None: we may not look.
+    """
+    count, product, memory_mib = best_node(cluster, nodes or ())
     if cluster.gpus != "auto":
-        if cluster.gpus > count and nodes is not None:
-            raise BadInput(
-                f"gpus: {cluster.gpus} {cluster.gpu_resource} of a pod, but no node has more "
-                f"than {count}",
-                hint=f"gpus: {count}, or `node_selector` for nodes that have them",
-                cluster="gpus",
-            )
         count = cluster.gpus
+    elif job is not None and job.gpus_per_node != "auto" and (count or job.device == "cuda"):
+        count = max(count, job.gpus_per_node)
     return tuple(Gpu(str(index), product, memory_mib) for index in range(count))
 
 
@@ -62,14 +64,19 @@ def usable(node: Mapping[str, Any], cluster: KubernetesCluster) -> bool:
 
 def repelling(node: Mapping[str, Any], cluster: KubernetesCluster) -> list[Mapping[str, Any]]:
     """The node's taints that keep pods of the cluster entry away."""
-    # The GPUs' own taint is tolerated by whoever asks for them, where admission adds that.
-    tolerated = [*cluster.tolerations, {"key": cluster.gpu_resource, "operator": "Exists"}]
+    tolerated = [*cluster.tolerations, gpu_toleration(cluster)]
     return [
         taint
         for taint in (node.get("spec") or {}).get("taints") or ()
         if taint.get("effect") != "PreferNoSchedule"
         and not any(_tolerates(each, taint) for each in tolerated)
     ]
+
+
+def gpu_toleration(cluster: KubernetesCluster) -> dict[str, Any]:
+    """Of the taint that keeps pods without GPUs off the nodes that have them: pods that ask for
+    GPUs get it, as not every cluster has the admission plugin ExtendedResourceToleration."""
+    return {"key": cluster.gpu_resource, "operator": "Exists"}
 
 
 def _tolerates(toleration: Mapping[str, Any], taint: Mapping[str, Any]) -> bool:

@@ -44,7 +44,7 @@ def place(
     if kube is None:
         raise BadInput("facts: no Kubernetes is named", hint="use those of such a run")
     least, most = job.node_range
-    device, device_origin = device_of(job, [host])
+    device, device_origin = _device(job, cluster, kube, host)
     nproc, nproc_origin = _ranks_per_node(job, host, device)
     topology = Topology(least, most, nproc)
     flavor_name, flavor_origin = choose(job, cluster, kube)
@@ -93,6 +93,9 @@ def place(
         remarks.append(Note("lost_pod", lost, rejoin_origin))
     if name != run_id:
         remarks.append(Note("name", name, f"Kubernetes does not take {run_id} as a service's name"))
+    if device == "cuda" and kube.most_gpus is not None and nproc > kube.most_gpus:
+        text = f"no node has more than {kube.most_gpus} {cluster.gpu_resource} now: pods wait "
+        remarks.append(Note("", f"{text}until one has {nproc}, as of a pool scaled to zero", ""))
     if job.checkpoint is not None and not cluster.shared:
         text = "checkpoints go with their pods: `shared` names a volume of all pods"
         remarks.append(Note("", text, ""))
@@ -173,13 +176,27 @@ def _watched(cluster: KubernetesCluster, kube: KubernetesFacts) -> tuple[bool, s
     return True, "it goes on with the run while nobody outside watches"
 
 
+def _device(
+    job: JobSpec, cluster: KubernetesCluster, kube: KubernetesFacts, host: HostFacts
+) -> tuple[str, str]:
+    """As `device_of`; without GPUs it says what was seen, and what to write if that is not all."""
+    if host.gpus or job.device == "cpu" or cluster.gpus == 0:
+        return device_of(job, [host])
+    seen = f"no node has {cluster.gpu_resource} now"
+    if kube.most_gpus is None:
+        seen = "the nodes' GPUs were not seen"
+    if job.device == "cuda":
+        hint = "`gpus: N` in the cluster entry, if such nodes are started on demand; or device: cpu"
+        raise BadInput(f"device: cuda, but {seen}", hint=hint, job="device")
+    return "cpu", f"{seen}; cluster: `gpus: N` asks for some"
+
+
 def _ranks_per_node(job: JobSpec, host: HostFacts, device: str) -> tuple[int, str]:
     there = len(host.gpus)
     if job.gpus_per_node != "auto":
         if device == "cuda" and job.gpus_per_node > there:
             raise BadInput(
-                f"gpus_per_node: {job.gpus_per_node}, but no node of the cluster has more than "
-                f"{counted(there, 'GPU')}",
+                f"gpus_per_node: {job.gpus_per_node}, but a pod gets {there} (cluster: gpus)",
                 hint=f"--gpus {there}, or --set device=cpu to run on CPU threads",
                 job="gpus_per_node",
             )

@@ -11,6 +11,7 @@ from typing import Any
 
 from clusterkit.agent import PEER_TOKEN
 from clusterkit.backends.kubernetes import watcher
+from clusterkit.backends.kubernetes.nodes import gpu_toleration
 from clusterkit.backends.kubernetes.text import Object, literal
 from clusterkit.cluster import KubernetesCluster
 from clusterkit.rendezvous import NODE_ADDRESS
@@ -118,7 +119,8 @@ def template(
         spec["subdomain"] = subdomain
     if cluster.service_account:
         spec["serviceAccountName"] = cluster.service_account
-    spec |= placement(cluster, _tolerations(shape))
+    gpus = shape.gpus if gpus is None else gpus
+    spec |= placement(cluster, _tolerations(shape, gpus))
     spec["securityContext"] = pod_security(cluster.user)
     words = shape.command if command is None else command
     body: Object = {
@@ -127,7 +129,7 @@ def template(
         "imagePullPolicy": cluster.image_pull_policy,
         "command": [literal(word) for word in words],
         "env": env,
-        "resources": resources(cluster, shape.gpus if gpus is None else gpus, asking=node),
+        "resources": resources(cluster, gpus, asking=node),
         "securityContext": container_security(read_only=cluster.read_only_root),
         "volumeMounts": [mount for _, mount in _volumes(shape)],
         **(more or {}),
@@ -157,11 +159,14 @@ def placement(cluster: KubernetesCluster, tolerations: list[Object]) -> Object:
     return found
 
 
-def _tolerations(shape: Shape) -> list[Object]:
-    """Those of the cluster entry; and for how long a node that does not answer keeps the pod, where
-    another pod is waited for: Kubernetes' own 300 s are long while all others stand still."""
+def _tolerations(shape: Shape, gpus: int) -> list[Object]:
+    """Those of the cluster entry; of the taint of nodes with GPUs, for a pod that gets some; and
+    for how long a node that does not answer keeps the pod, where another pod is waited for:
+    Kubernetes' own 300 s are long while all others stand still."""
     found = [dict(each) for each in shape.cluster.tolerations]
     taken = {each.get("key") for each in found}
+    if gpus and not taken & {None, shape.cluster.gpu_resource}:
+        found.append(gpu_toleration(shape.cluster))
     if shape.rejoin and None not in taken:
         kept = silent_for(math.ceil(shape.cluster.lost_after))
         found += [each for each in kept if each["key"] not in taken]

@@ -15,7 +15,7 @@ import msgspec
 
 from clusterkit.backends.kubernetes.apply import Refusal
 from clusterkit.backends.kubernetes.flavors import FLAVORS, choose
-from clusterkit.backends.kubernetes.nodes import gpus_of, selected, usable
+from clusterkit.backends.kubernetes.nodes import best_node, gpus_of, selected, usable
 from clusterkit.backends.kubernetes.rights import ROLE_HINT, access_review, to_watch
 from clusterkit.backends.kubernetes.server import Server
 from clusterkit.backends.placing import own_ports
@@ -55,7 +55,7 @@ def probe(cluster: KubernetesCluster, transport: Transport, job: JobSpec | None)
     context, namespace = context_of(cluster)
     namespace = cluster.namespace or namespace
     _check_namespace(server, namespace)
-    gpus = _gpus(cluster, job, server)
+    gpus, most_gpus = _gpus(cluster, job, server)
     kubernetes = KubernetesFacts(
         version=str(version.get("gitVersion", "?")),
         context=context,
@@ -63,6 +63,7 @@ def probe(cluster: KubernetesCluster, transport: Transport, job: JobSpec | None)
         kubeconfig=cluster.kubeconfig or os.environ.get("KUBECONFIG"),
         kinds=_kinds(server),
         user=_user(),
+        most_gpus=most_gpus,
     )
     if job is not None:
         _check_rights(choose(job, cluster, kubernetes)[0], server, namespace)
@@ -216,9 +217,12 @@ def _kinds(server: Server) -> tuple[str, ...]:
     )
 
 
-def _gpus(cluster: KubernetesCluster, job: JobSpec | None, server: Server) -> tuple[Gpu, ...]:
-    """Those of the node that has most of them."""
+def _gpus(
+    cluster: KubernetesCluster, job: JobSpec | None, server: Server
+) -> tuple[tuple[Gpu, ...], int | None]:
+    """Those of a pod, and how many a node has now at most, as far as anybody knows."""
     if cluster.gpus == 0 or (job is not None and job.device == "cpu"):
-        return ()
+        return (), None
     found = server.look("/api/v1/nodes")
-    return gpus_of(cluster, None if found is None else found["items"])
+    nodes = None if found is None else found["items"]
+    return gpus_of(cluster, job, nodes), None if nodes is None else best_node(cluster, nodes)[0]

@@ -184,7 +184,9 @@ def _everywhere(plan: Plan, work: Callable[[str], None], transport: Transport, r
     Raises:
         Unavailable: names the hosts where it could not be done.
     """
-    outcomes = fan_out(execute.everyone(plan), work)
+    hosts = execute.everyone(plan)
+    # All at once: a host takes its time, and nothing of ours. Logins the transport limits itself.
+    outcomes = fan_out(hosts, work, limit=len(hosts))
     errors = [found for found in outcomes.values() if isinstance(found, ClusterkitError)]
     if errors:
         raise Unavailable(

@@ -40,18 +40,19 @@ def report(handle: RunHandle, view: NodeView, transport: Transport, *, follow: b
 def observation(handle: RunHandle, views: list[NodeView], patience: float) -> Observation | None:
     if all(not view.known for view in views):
         return None
-    nodes = tuple(_judge(view, views, patience) for view in views)
-    return observed(nodes, {view.node: view.files.get("exit.json", b"") for view in views})
+    # When nobody answers, it is the submitter that is cut off.
+    cut_off = len(views) > 1 and all(view.silent_for() is not None for view in views)
+    nodes = tuple(_judge(view, patience, cut_off) for view in views)
+    ends = {view.node: view.files["exit.json"] for view in views if "exit.json" in view.files}
+    return observed(nodes, ends)
 
 
-def _judge(view: NodeView, views: list[NodeView], patience: float) -> NodeStatus:
+def _judge(view: NodeView, patience: float, cut_off: bool) -> NodeStatus:
     silence = view.silent_for()
     finished = view.ended or "exit.json" in view.files  # it has said how, as its last word
     if silence is not None and view.error is not None and not finished:
         said = f"{view.error.message} (no answer for {silence:.0f} s)"
-        # When nobody answers, it is the submitter that is cut off.
-        alone = len(views) > 1 and all(other.silent_for() is not None for other in views)
-        lost = silence >= patience and not alone
+        lost = silence >= patience and not cut_off
         if not lost and patience:
             state = State.RUNNING if view.begun else State.PENDING
             return NodeStatus(node=view.node, host=view.host, state=state, reason=said)
@@ -77,7 +78,11 @@ def _judge(view: NodeView, views: list[NodeView], patience: float) -> NodeStatus
 
 
 class SshMonitor:
-    """All nodes through one stream per host."""
+    """All nodes through one stream per host.
+
+    The supervisor asks ten times a second: what was seen is judged anew only when there is news, or
+    while a host is silent.
+    """
 
     def __init__(self, handle: RunHandle, transport: Transport) -> None:
         self._handle = handle
@@ -85,9 +90,16 @@ class SshMonitor:
         self._watch = Watch(
             views(handle), lambda view: report(handle, view, transport, follow=True)
         )
+        self._judged = -1
+        self._seen: Observation | None = None
 
     def status(self) -> Observation | None:
-        return observation(self._handle, list(self._watch.views), self._patience)
+        views = self._watch.views
+        changes = sum([view.changes for view in views])  # before looking: what comes now comes next
+        if changes != self._judged or any([view.silent_since is not None for view in views]):
+            self._seen = observation(self._handle, list(views), self._patience)
+            self._judged = changes
+        return self._seen
 
     def close(self) -> None:
         self._watch.close()

@@ -22,8 +22,9 @@ from typing import TypeVar
 import paramiko
 
 from clusterkit import shell
+from clusterkit.agent.files import allow_open_files
 from clusterkit.backends.ssh.config import HostUnreachable, Target, jump_host, resolve
-from clusterkit.backends.ssh.connection import connect
+from clusterkit.backends.ssh.connection import connect, hang_up
 from clusterkit.cluster import Host
 from clusterkit.errors import SubmitFailed
 from clusterkit.transport import (
@@ -42,6 +43,10 @@ OPEN_SECONDS = 10.0
 NEAR_SECONDS = 0.002
 """Round trip below which a host counts as near: that of one network, not of the internet."""
 WRITE_BYTES = 1 << 18
+LOGINS = 64
+"""Hosts that are logged in to at the same time: each login is work of ours, and has a timeout."""
+FILES_PER_HOST = 8
+"""File descriptors: the connection, the pipe of each command's channel, files kept here."""
 _BEGIN = b"@clusterkit-begin\n"
 _NO_SUCH_FILE = 44
 _MIN_RTT = 148
@@ -152,6 +157,8 @@ class SshTransport(Transport):
         self._connections: dict[str, paramiko.Transport] = {}
         self._locks: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
+        self._logins = threading.BoundedSemaphore(LOGINS)
+        allow_open_files(FILES_PER_HOST * len(self._hosts))
         self._closed = 0
         """How often `close` was called."""
 
@@ -167,9 +174,13 @@ class SshTransport(Transport):
         def make() -> paramiko.Transport:
             target = resolve(self._hosts[name])
             through = self._jump(target) if target.jump else None
-            return connect(target, self._timeout, through)
+            return self._login(target, through)
 
         return self._kept(name, make)
+
+    def _login(self, target: Target, through: paramiko.Transport | None) -> paramiko.Transport:
+        with self._logins:
+            return connect(target, self._timeout, through)
 
     def _kept(self, key: str, make: Callable[[], paramiko.Transport]) -> paramiko.Transport:
         with self._lock:
@@ -191,7 +202,7 @@ class SshTransport(Transport):
         for hop in (target.jump or "").split(","):
             route += f">{hop}"
             way = resolve(jump_host(hop, target.host))
-            through = self._kept(route, partial(connect, way, self._timeout, through))
+            through = self._kept(route, partial(self._login, way, through))
         return through
 
     def close(self) -> None:
@@ -200,13 +211,13 @@ class SshTransport(Transport):
             self._closed += 1
             connections, self._connections = self._connections, {}
         for connection in connections.values():
-            connection.close()
+            hang_up(connection)
 
     def drop(self, name: str) -> None:
         """End one host's connection: it no longer answers."""
         connection = self._connections.pop(name, None)
         if connection is not None:
-            connection.close()
+            hang_up(connection)
 
     # -- commands -----------------------------------------------------------
 

@@ -113,7 +113,7 @@ def planned(seen: Seen, subject: KubeSubject) -> Seen:
         gpus: tuple[Gpu, ...] = ()
         if subject.entry.gpus != 0 and subject.job.device != "cpu":
             reply = seen.reply(NODES)
-            gpus = gpus_of(subject.entry, None if reply.reason else reply.items)
+            gpus = gpus_of(subject.entry, subject.job, None if reply.reason else reply.items)
         return replace(seen, objects=tuple(subject.manifests(kube, gpus)))
     except ClusterkitError as error:
         return replace(seen, problem=error)

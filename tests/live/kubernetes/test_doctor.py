@@ -315,7 +315,7 @@ def test_gpus_that_are_not_there_and_some_in_name_only(kube, examine):
         name="live", command=("true",), nodes=2, launcher="python", gpus_per_node=8, device="cuda"
     )
     report = examine(job, only="plan,gpus")
-    assert at(report, "gpus").level == "fail"
+    assert at(report, "gpus").level == "warn"
     assert "no node that takes the job's pods knows of nvidia.com/gpu" in at(report, "gpus").cause
     node = kube.nodes()[0]
     patch = ["patch", "node", node, "--subresource=status", "--type=json", "-p"]
@@ -327,7 +327,7 @@ def test_gpus_that_are_not_there_and_some_in_name_only(kube, examine):
             "--timeout=60s",
         )  # fmt: skip
         told = at(examine(job, only="gpus"), "gpus")
-        assert told.cause == "a pod of the job needs 8 GPUs, no node has more than 4"
+        assert "a pod of the job needs 8 GPUs, no node has more than 4" in told.cause
     finally:
         kube.kubectl(*patch, json.dumps([{"op": "remove", "path": path}]))
         kube.kubectl(*patch, json.dumps([{"op": "remove", "path": path.replace(

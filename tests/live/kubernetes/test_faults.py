@@ -332,13 +332,12 @@ def test_a_name_that_kubernetes_does_not_take(submit):
         ),
         ({"memory": "much"}, {}, BadInput, "memory: 'much' is not an amount"),
         ({"resources": {"rdma/hca": "one"}}, {}, BadInput, "'one' is not an amount"),
-        ({"gpus": 99}, {}, BadInput, "gpus: 99 nvidia.com/gpu of a pod, but no node has more"),
         ({"patch": {"container": []}}, {}, BadInput, "patch: container"),
         ({"patch": {"hostNetwork": "yes please"}}, {}, BadInput, "patch: hostNetwork"),
         ({"patch": {"containers": [{"name": "x", "imag": "y"}]}}, {}, BadInput,
          r"patch: containers\[0\].imag"),
     ],
-    ids=["elastic", "one-path", "memory", "resource", "gpus", "unknown", "type", "deep"],
+    ids=["elastic", "one-path", "memory", "resource", "unknown", "type", "deep"],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_starts(
     on, fields, error, words, submit, own_home

@@ -1,6 +1,8 @@
 """The manifests of ``k8s/``, which people apply by hand, say what jobs and code say."""
 
 import json
+import shutil
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 
@@ -163,3 +165,52 @@ def test_an_overlay_changes_what_the_manifests_have(overlay):
             assert operations == {where: None}
         else:
             assert operations[f"{where}/limits/nvidia.com~1gpu"] == 8
+
+
+def after(command, word):
+    return command[command.index(word) + 1]
+
+
+def ranks_and_gpus(objects):
+    """How many ranks the objects start, and how many GPUs they ask for (None: of none)."""
+    (each,) = (one for one in objects if one["kind"] in CONTAINERS)
+    container = each
+    for part in CONTAINERS[each["kind"]].split("/")[1:]:
+        container = container[int(part) if isinstance(container, list) else part]
+    spec = each["spec"]
+    if each["kind"] == "PyTorchJob":
+        nodes = spec["pytorchReplicaSpecs"]["Worker"]["replicas"]
+        ranks = nodes * int(spec["nprocPerNode"])
+    elif each["kind"] == "TrainingRuntime":
+        nodes = spec["mlPolicy"]["numNodes"]
+        ranks = nodes * spec["mlPolicy"]["torch"]["numProcPerNode"]
+    elif each["kind"] == "MPIJob":
+        nodes = spec["mpiReplicaSpecs"]["Worker"]["replicas"]
+        command = launching(objects)["command"]
+        ranks = int(after(command, "-np"))
+        assert after(command, "--map-by") == f"ppr:{spec['slotsPerWorker']}:node"
+        assert nodes * spec["slotsPerWorker"] == ranks
+    else:
+        (nodes,) = {spec["parallelism"], spec["completions"]}
+        words = dict(word.partition("=")[::2] for word in container["command"])
+        assert int(words["--nnodes"]) == nodes
+        ranks = nodes * int(words["--nproc-per-node"])
+    gpus = container.get("resources", {}).get("limits", {}).get("nvidia.com/gpu")
+    return nodes, ranks, gpus and nodes * gpus
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="takes kubectl")
+@pytest.mark.parametrize("overlay", [None, "cpu", "gpu"])
+@pytest.mark.parametrize("name", JOBS)
+def test_a_manifest_starts_a_rank_for_every_gpu_that_it_asks_for(tmp_path, name, overlay):
+    shutil.copytree(FOLDER, tmp_path / "k8s")
+    told = {"resources": [f"{name}.yaml"]}
+    told |= {"components": [f"overlays/{overlay}"]} if overlay else {}
+    (tmp_path / "k8s" / "kustomization.yaml").write_text(yaml.safe_dump(told))
+    built = subprocess.run(
+        ["kubectl", "kustomize", str(tmp_path / "k8s")], capture_output=True, text=True, check=True
+    )
+    nodes, ranks, gpus = ranks_and_gpus(list(yaml.safe_load_all(built.stdout)))
+    per_node = {None: 1, "cpu": None, "gpu": 8}[overlay]
+    assert gpus == (per_node and per_node * nodes)
+    assert ranks == (per_node or 1) * nodes

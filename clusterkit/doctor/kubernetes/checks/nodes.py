@@ -81,6 +81,9 @@ def _taking(seen: Seen, subject: KubeSubject) -> list[Object]:
 # ---------------------------------------------------------------- GPUs
 
 
+_WAITS = "Pods wait until a node has as many, which is right where a pool is scaled to zero"
+
+
 @check(
     "gpus",
     "A device plugin offers GPUs, and there are nodes with as many as a pod of the job needs.",
@@ -95,8 +98,8 @@ def gpus(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
     if wanted is None or not known:
         if wanted:
             cause = f"no node that takes the job's pods knows of {resource}: "
-            cause += "is the device plugin up, and does `gpu_resource` name what it offers?"
-            return fail(cause)
+            cause += "is the device plugin up, and does `gpu_resource` name what it offers? "
+            return warn(cause + _WAITS)
         why = "no GPUs are asked for" if wanted == 0 else f"no node has {resource}"
         return skip(f"{why}: ranks run on CPUs")
     findings = []
@@ -114,7 +117,7 @@ def gpus(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
     most = max(gpu_count(each, subject.entry) for each in there)
     if wanted > most:
         cause = f"a pod of the job needs {counted(wanted, 'GPU')}, no node has more than {most}"
-        findings.append(fail(cause))
+        findings.append(warn(f"{cause}. {_WAITS}"))
     return findings
 
 
@@ -164,7 +167,10 @@ def room(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
     asked = ", ".join(f"{name} {amount(name, value)}" for name, value in sorted(largest.items()))
     if left := _left_over(pods, whole):
         cause = f"even on empty nodes {_no_room(left, len(pods))}; a pod asks for "
-        return [*_lacking(largest, whole), fail(cause + (asked or "nothing"))]
+        most = max((gpu_count(each, subject.entry) for each in _taking(seen, subject)), default=0)
+        # Nodes with so many GPUs are not there now, and may be when pods wait for them.
+        level = warn if (_gpus_wanted(seen, subject) or 0) > most else fail
+        return [*_lacking(largest, whole), level(cause + (asked or "nothing"))]
     cause = f"{counted(len(pods), 'pod')}"
     cause += f" with {asked}" if asked else " that ask for nothing"
     if seen.reply(PODS).reason:

@@ -1,0 +1,206 @@
+"""A fork of the fork server becomes the program, and ends as Python does.
+
+Run as text, like `forkserver`.
+
+It does not end by the interpreter's own end, which frees the program's objects: a model that is
+freed while gloo's thread drops its last work waits for that thread for ever, and native threads
+that outlive the interpreter abort the process (torch 2.13). What a program can see of an end is
+done, in Python's order; then the process is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib.machinery
+import io
+import os
+import runpy
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import CodeType, TracebackType
+from typing import Any
+
+_CLOSED_WHEN_FREED = {("zipfile", "ZipFile"), ("shelve", "Shelf"), ("h5py._hl.files", "File")}
+_INTERRUPTED = 128 + signal.SIGINT
+
+
+class Program:
+    """A program that is about to start: ``start(*arguments)``, then `end`."""
+
+    start: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+    def __init__(
+        self, words: list[str], modules: frozenset[str], last: Callable[[int], None]
+    ) -> None:
+        """
+        Args:
+            words: the program, or ``-m`` and its module; its arguments.
+            modules: what Python itself had imported.
+            last: done at the very end, with the exit code.
+        """
+        self._words, self._modules, self._last = words, modules, last
+        self._flushes = False  # whether Python does, before it looks at how the program ended
+        self.start, self.arguments = self._prepare, ()
+
+    def _prepare(self) -> None:
+        """Find and compile the program. It is started in two steps so that no function's frame
+        stands below its own."""
+        main: dict[str, Any] = vars(sys.modules["__main__"])
+        if self._words[0] == "-m":
+            module = self._words[1]
+            sys.argv[:] = ["-m", *self._words[2:]]
+            self._put_first(os.getcwd())
+            self.start = vars(runpy)["_run_module_as_main"]
+            self.arguments = (module,)
+            return
+        file = os.path.join(os.getcwd(), self._words[0])
+        sys.argv[:] = self._words
+        if any(_finds(hook, file) for hook in sys.path_hooks):  # a folder, or a zip
+            sys.path.insert(0, file)
+            self.start = vars(runpy)["_run_module_as_main"]
+            self.arguments = ("__main__", False)
+            return
+        self._put_first(os.path.dirname(os.path.realpath(file)))
+        loader = importlib.machinery.SourceFileLoader("__main__", file)
+        self.start, self.arguments = exec, (self._compiled(file), main)
+        self._flushes = True
+        main.update(__file__=file, __cached__=None, __loader__=loader)
+
+    def _put_first(self, folder: str) -> None:
+        """Have its modules found first; those of the same names were imported for the server."""
+        if getattr(sys.flags, "safe_path", sys.flags.isolated):
+            return
+        sys.path.insert(0, folder)
+        for name in list(sys.modules.keys() - self._modules):
+            base = os.path.join(folder, name.partition(".")[0])
+            if os.path.isfile(f"{base}.py") or os.path.isfile(f"{base}/__init__.py"):
+                del sys.modules[name]
+
+    def _compiled(self, file: str) -> CodeType:
+        try:
+            with io.open_code(file) as source:
+                text = source.read()
+        except OSError as error:
+            what = f"can't open file {file!r}: [Errno {error.errno}] {error.strerror}"
+            print(f"{sys.executable}: {what}", file=sys.stderr)
+            raise SystemExit(2) from None
+        return compile(text, file, "exec", dont_inherit=True)
+
+    def end(self, error: BaseException | None) -> None:
+        """The process's end, after the program has returned or raised."""
+        if self._flushes:
+            for stream in (sys.stderr, sys.stdout):
+                with contextlib.suppress(Exception):
+                    stream.flush()
+        code = _outcome(error)
+        try:
+            vars(threading)["_shutdown"]()
+        except BaseException as raised:
+            _unraisable(raised, threading)
+        with contextlib.suppress(Exception):  # 3.9 raises the last one again
+            atexit._run_exitfuncs()
+        _close_files()
+        code = _flush() or code
+        with contextlib.suppress(Exception):
+            self._last(code)
+        if isinstance(error, KeyboardInterrupt) and code == _INTERRUPTED:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        os._exit(code & 0xFF)
+
+
+def _finds(hook: Callable[[str], Any], path: str) -> bool:
+    try:
+        hook(path)
+    except ImportError:
+        return False
+    return True
+
+
+def _outcome(error: BaseException | None) -> int:
+    """The exit code; what Python says of an exception is said."""
+    if error is None:
+        return 0
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            code = int(error.code or 0)
+            return code if -(1 << 63) <= code < 1 << 63 else -1
+        with contextlib.suppress(Exception):
+            print(error.code, file=sys.stderr)
+        return 1
+    error.__traceback__ = trace = _trimmed(error.__traceback__)
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
+    hook: Any = getattr(sys, "excepthook", None)
+    try:
+        if hook is None:
+            print("sys.excepthook is missing", file=sys.stderr)
+            hook = sys.__excepthook__
+        hook(type(error), error, trace)
+    except SystemExit as ends:
+        return _outcome(ends)
+    except BaseException as raised:
+        raised.__traceback__ = _trimmed(raised.__traceback__)
+        print("Error in sys.excepthook:", file=sys.stderr)
+        sys.__excepthook__(type(raised), raised, raised.__traceback__)
+        print("\nOriginal exception was:", file=sys.stderr)
+        sys.__excepthook__(type(error), error, trace)
+    return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _trimmed(trace: TracebackType | None) -> TracebackType | None:
+    """Without the frames of this file and of the text that runs it."""
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith("<clusterkit"):
+        trace = trace.tb_next
+    return trace
+
+
+def _unraisable(error: BaseException, place: object) -> None:
+    """Have the program's hook tell of it; what that takes has a type without a name."""
+    kinds: list[Any] = []
+
+    class Raises:
+        def __del__(self) -> None:
+            raise ValueError
+
+    hook, sys.unraisablehook = sys.unraisablehook, lambda told: kinds.append(type(told))
+    Raises()
+    sys.unraisablehook = hook
+    trace = error.__traceback__ = _trimmed(error.__traceback__)
+    with contextlib.suppress(Exception):
+        hook(kinds[0]((type(error), error, trace, None, place)))
+
+
+def _close_files() -> None:
+    """What the interpreter's end does to files that nobody closed, and to the program's objects."""
+    for each in gc.get_objects():
+        kind = type(each)
+        place = getattr(kind, "__module__", None), getattr(kind, "__qualname__", None)
+        with contextlib.suppress(Exception):
+            if issubclass(kind, io.IOBase):
+                if not (each.closed or each in (sys.stdout, sys.stderr, sys.stdin)):
+                    each.flush() if place[0] == "_io" else each.close()
+            elif place in _CLOSED_WHEN_FREED:
+                each.close()
+            elif place[0] == "__main__" and hasattr(kind, "__del__"):
+                each.__del__()
+
+
+def _flush() -> int:
+    """The exit code where standard output could not be written to its end."""
+    code = 0
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except Exception as error:
+            if stream is sys.stdout:
+                _unraisable(error, stream)
+                code = 120
+    return code

@@ -1,0 +1,126 @@
+"""GPUs of pods: what is asked for, what the nodes have now, and the taint of nodes with GPUs."""
+
+import json
+
+import pytest
+import yaml
+
+from clusterkit import backends
+from clusterkit.backends.kubernetes import probe
+from clusterkit.backends.kubernetes.client import KubeTransport
+from clusterkit.cluster import KubernetesCluster
+from clusterkit.errors import BadInput
+from clusterkit.spec import JobSpec
+
+GPU = "nvidia.com/gpu"
+TAINT = {"key": GPU, "value": "present", "effect": "NoSchedule"}
+
+
+def node(gpus=0, **spec):
+    return {
+        "metadata": {"name": "n", "labels": {}},
+        "spec": spec,
+        "status": {"allocatable": {GPU: str(gpus)} if gpus else {}},
+    }
+
+
+class ApiServer(KubeTransport):
+    """One that has these nodes, serves plain Jobs alone, and lets us do everything."""
+
+    def __init__(self, *nodes):
+        super().__init__()
+        self.nodes = nodes
+
+    def request(self, to, method, path, *_):
+        return json.dumps(
+            {
+                "/version": {"gitVersion": "v1.34.4"},
+                "/api/v1/nodes": {"items": self.nodes},
+                "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews": {
+                    "status": {"allowed": True}
+                },
+            }.get(path, {})
+        )
+
+
+@pytest.fixture
+def planned(clusterkit_home, monkeypatch):
+    """Probe a cluster of these nodes, and plan a job on it."""
+    monkeypatch.setattr(probe, "context_of", lambda cluster: ("lab", "default"))
+
+    def plan(*nodes, entry=None, **job):
+        spec = JobSpec(name="any", command=("true",), launcher="python", nodes=2, **job)
+        cluster = KubernetesCluster(**(entry or {}))
+        backend = backends.backend("kubernetes")
+        facts = backend.probe(cluster, ApiServer(*nodes), spec)
+        return backend.plan(spec, cluster, facts, "any-1")
+
+    return plan
+
+
+def pod_of(plan):
+    """The spec of the nodes' pods."""
+    (file,) = (file for file in plan.files if file.path.endswith("manifests.yaml"))
+    kept = [each for each in yaml.safe_load_all(file.content()) if each["kind"] == "Job"]
+    (found,) = (each for each in kept if "parallelism" in each["spec"])
+    return found["spec"]["template"]["spec"]
+
+
+def gpus_of(plan):
+    return pod_of(plan)["containers"][0].get("resources", {}).get("limits", {}).get(GPU)
+
+
+def remarks(plan):
+    return " ".join(note.value for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("entry", "job"),
+    [({"gpus": 8}, {}), ({"gpus": 8}, {"device": "cuda"}), ({}, {"device": "cuda"})],
+    ids=["entry", "both", "job"],
+)
+@pytest.mark.parametrize("there", [0, 4])
+def test_gpus_asked_for_by_number_are_taken_from_a_pool_at_zero(planned, there, entry, job):
+    number = {} if entry else {"gpus_per_node": 8}
+    plan = planned(node(there), node(), entry=entry, **job, **number)
+    assert gpus_of(plan) == "8"
+    assert plan.note("image").startswith("clusterkit:gpu")
+    assert f"no node has more than {there} {GPU} now" in remarks(plan)
+
+
+def test_gpus_that_are_there_need_no_remark(planned):
+    plan = planned(node(8), entry={"gpus": 8})
+    assert gpus_of(plan) == "8"
+    assert "now" not in remarks(plan)
+
+
+def test_auto_says_what_it_saw_and_what_to_write(planned):
+    plan = planned(node(), node())
+    assert gpus_of(plan) is None
+    (device,) = (note for note in plan.notes if note.name == "device")
+    assert device.value == "cpu"
+    assert f"no node has {GPU} now" in device.origin
+    assert "`gpus: N`" in device.origin
+
+
+def test_cuda_without_a_number_says_what_to_write(planned):
+    with pytest.raises(BadInput, match=f"device: cuda, but no node has {GPU} now") as caught:
+        planned(node(), device="cuda")
+    assert "`gpus: N` in the cluster entry" in caught.value.hint
+
+
+def test_a_job_for_more_gpus_than_the_entry_gives_a_pod_is_refused(planned):
+    with pytest.raises(BadInput, match="gpus_per_node: 8, but a pod gets 4"):
+        planned(node(8), entry={"gpus": 4}, gpus_per_node=8)
+
+
+def test_pods_with_gpus_tolerate_the_taint_of_nodes_that_have_them(planned):
+    tolerated = {"key": GPU, "operator": "Exists"}
+    assert pod_of(planned(node(8, taints=[TAINT])))["tolerations"] == [tolerated]
+    assert "tolerations" not in pod_of(planned(node(8, taints=[TAINT]), device="cpu"))
+
+
+@pytest.mark.parametrize("own", [{"key": GPU, "operator": "Exists"}, {"operator": "Exists"}])
+def test_a_toleration_of_the_entry_is_not_repeated(planned, own):
+    plan = planned(node(8, taints=[TAINT]), entry={"tolerations": (own,)})
+    assert pod_of(plan)["tolerations"] == [own]

@@ -1,0 +1,372 @@
+"""A forked program does what it does under ``python program.py``: output, exit code, files."""
+
+import difflib
+import os
+import re
+import selectors
+import subprocess
+import sys
+import zipfile
+from argparse import Namespace
+from dataclasses import dataclass, field
+
+import pytest
+
+from clusterkit.agent.fork import Fork
+
+ADDRESS = re.compile(r"0x[0-9a-f]+|(?<=started )[0-9]+")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One command line: interpreter options, program, arguments; and what lies in its folder."""
+
+    text: str = ""
+    argv: tuple[str, ...] = ("program.py",)
+    python: tuple[str, ...] = ()
+    files: dict[str, str | bytes] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+
+
+STATE = """
+import gc, locale, os, resource, signal, sys, threading
+import __main__
+print(sys.argv, sys.orig_argv[1:], sys.path, sys.flags, sys.warnoptions, sys._xoptions)
+print(vars(__main__).keys(), __file__, __name__, __spec__, __package__, __cached__, __doc__)
+print(type(__loader__), __loader__.name, __loader__.path, __builtins__, __main__.__annotations__)
+for stream in (sys.stdin, sys.stdout, sys.stderr):
+    print(stream.encoding, stream.errors, stream.line_buffering, stream.write_through, stream.name)
+    print(os.path.exists(f"/proc/self/fd/{stream.fileno()}"), stream.isatty())
+print(locale.getlocale(), locale.setlocale(locale.LC_ALL, None), sys.getfilesystemencoding())
+print({s: signal.getsignal(s) for s in signal.valid_signals()} == {
+    **dict.fromkeys(signal.valid_signals(), signal.SIG_DFL), signal.SIGPIPE: signal.SIG_IGN,
+    signal.SIGINT: signal.default_int_handler, signal.SIGXFSZ: signal.SIG_IGN,
+    signal.SIGKILL: None, signal.SIGSTOP: None} or
+    {s: str(signal.getsignal(s)) for s in signal.valid_signals()})
+print(signal.pthread_sigmask(signal.SIG_BLOCK, []), os.umask(0o22), gc.isenabled(),
+      gc.get_threshold(), sys.getrecursionlimit(), sys.getswitchinterval())
+print(resource.getrlimit(resource.RLIMIT_CORE), threading.current_thread(),
+      threading.main_thread() is threading.current_thread(), threading.active_count())
+print(threading.main_thread().native_id == os.getpid(), os.getcwd(), sys.excepthook, sys.gettrace())
+print(open("/proc/self/cmdline", "rb").read().split(b"\\0")[1:], sys.executable, sys.stdin.read())
+environ = open("/proc/self/environ", errors="surrogateescape").read().split("\\0")[:-1]
+print(sorted(environ) == sorted(f"{name}={value}" for name, value in os.environ.items()))
+print(sorted(os.environ), sorted(os.listdir("/proc/self/fd"))[:3], os.getpgid(0) == os.getpid())
+"""
+CHAIN = """
+class Odd(Exception): pass
+def inner():
+    return 1 / 0
+def outer():
+    try:
+        inner()
+    except ZeroDivisionError as error:
+        raise Odd("because") from error
+try:
+    outer()
+except Odd:
+    raise KeyError("while handling")
+"""
+ENDS = {
+    "none": "raise SystemExit",
+    "zero": "import sys; sys.exit(0)",
+    "number": "import sys; print('x', end=''); sys.exit(7)",
+    "text": "import sys; sys.exit('that is why')",
+    "object": "import sys; sys.exit([1, 2])",
+    "negative": "import sys; sys.exit(-1)",
+    "more than a byte": "import sys; sys.exit(256 + 5)",
+    "huge": "import sys; sys.exit(1 << 80)",
+    "true": "import sys; sys.exit(True)",
+    "quit": "quit(4)",
+    "subclass": "class Stop(SystemExit): pass\nraise Stop(6)",
+    "at once": "import os; print('lost'); os._exit(3)",
+    "killed": "import os; print('kept', flush=True); os.kill(os.getpid(), 9)",
+    "terminated": "import os; os.kill(os.getpid(), 15)",
+    "segmentation fault": "import ctypes; ctypes.string_at(0)",
+    "abort": "import os; os.abort()",
+    "interrupted": "import signal\ndef wait():\n    signal.raise_signal(signal.SIGINT)\nwait()",
+    "interrupt caught": "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\n"
+    "except KeyboardInterrupt: print('caught')",
+    "base exception": "class Odd(BaseException): pass\nraise Odd('x', 1)",
+    "group": "raise ExceptionGroup('two', [ValueError(1), TypeError('x')])",
+    "note": "e = ValueError('x'); e.add_note('and more'); raise e",
+    "no text": "raise AssertionError",
+    "memory": "raise MemoryError",
+    "handler": "import signal, sys, os\nsignal.signal(15, lambda *_: sys.exit(143))\n"
+    "os.kill(os.getpid(), 15)\nwhile True: signal.pause()",
+}
+HOOKS = {
+    "own": "import sys\nsys.excepthook = lambda t, v, b: print(t, v, b.tb_lineno, b.tb_next,"
+    " sys.exc_info(), v.__traceback__ is b, sys.last_value is v)\nraise ValueError(1)",
+    "raises": "import sys\ndef hook(*_):\n    raise KeyError('hook')\nsys.excepthook = hook\n1 / 0",
+    "exits": "import sys\nsys.excepthook = lambda *_: sys.exit(11)\n1 / 0",
+    "gone": "import sys\ndel sys.excepthook\n1 / 0",
+}
+THREADS = """
+import atexit, sys, threading, time
+done = threading.Event()
+def late():
+    done.wait()
+    print("thread", threading.main_thread().is_alive())
+    raise ValueError("in a thread")
+threading.Thread(target=late, name="late").start()
+threading.Thread(target=lambda: threading.Event().wait(), daemon=True).start()
+threading.Thread(target=lambda: sys.exit(5)).start()
+atexit.register(print, "atexit", threading.active_count())
+threading._register_atexit(done.set)
+print("main has ended")
+"""
+ATEXIT = """
+import atexit, sys
+@atexit.register
+def first(): print("first")
+@atexit.register
+def second(): raise ValueError("second")
+@atexit.register
+def third(): print("third"); atexit.register(print, "registered late")
+@atexit.register
+def fourth(): sys.exit(9)
+sys.stdout.write("no end of line")
+sys.exit(4)
+"""
+FILES = """
+import gzip, os, tempfile, weakref, zipfile
+text = open("text", "w"); text.write("text" * 3000)
+binary = open("binary", "wb"); binary.write(b"binary" * 9)
+packed = gzip.GzipFile("packed", "wb", mtime=0); packed.write(b"packed")
+archive = zipfile.ZipFile("archive", "w"); archive.writestr(zipfile.ZipInfo("a"), "archive")
+class Kept:
+    def __init__(self): self.me, self.file = self, open("kept", "w")
+    def __del__(self): print("freed", file=self.file); print("freed")
+kept = Kept()
+folder = tempfile.TemporaryDirectory(dir=".")
+weakref.finalize(kept, print, "finalized")
+def scope(): opened = open("scope", "w"); opened.write("s"); globals()["f"] = lambda: opened
+scope()
+"""
+MULTI = """
+import multiprocessing, os, sys
+class Thing:
+    def __init__(self, value): self.value = value
+    def __repr__(self): return f"Thing({self.value})"
+def work(thing):
+    print("in", multiprocessing.current_process().name, __name__, flush=True)
+    return Thing(thing.value + 1)
+print("top", __name__, flush=True)
+if __name__ == "__main__":
+    for how in sys.argv[1:]:
+        context = multiprocessing.get_context(how)
+        with context.Pool(1) as pool:
+            print(how, pool.map(work, [Thing(1)]), flush=True)
+        process = context.Process(target=sys.exit, args=(3,))
+        process.start(); process.join(); print(process.exitcode, flush=True)
+    with multiprocessing.Manager() as manager: print(manager.list([1]))
+"""
+FORKS = """
+import os, sys
+sys.stdout.write("once ")
+sys.stdout.flush()
+pid = os.fork()
+if pid == 0:
+    print("child"); sys.exit(3)
+print("status", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+import subprocess
+print(subprocess.run([sys.executable, "-c", "import os; print(os.environ['RANK'])"],
+      capture_output=True).stdout, subprocess.run("exit 4", shell=True).returncode)
+os.execv(sys.executable, [sys.executable, "-c", "print('exec'); raise SystemExit(8)"])
+"""
+PACKAGE = {
+    "pack/__init__.py": "print('package', __name__, __path__ != [])",
+    "pack/__main__.py": "from . import sub\nfrom .sub import f\nimport sys\n"
+    "print(__name__, __package__, __spec__.name, __file__, sys.argv, sys.path[0])\n"
+    "import __main__; print(sorted(vars(__main__)))\nf()",
+    "pack/sub.py": "def f(): raise ValueError('sub')",
+}
+PROGRAMS = {
+    "state": Case(STATE, argv=("./../folder/program.py", "a b", "", "ü\udce9", "-x")),
+    "state, no path of its own": Case(STATE, env={"PYTHONSAFEPATH": "1"}),
+    "state, development mode": Case(STATE, python=("-X", "dev", "-u")),
+    "state, optimized": Case(STATE + "assert False", python=("-OO", "-B")),
+    "state, isolated": Case(STATE, python=("-I",)),
+    "state, no environment, no site": Case(STATE, python=("-ES",)),
+    "state, other places": Case(STATE, env={"LC_ALL": "C", "PYTHONPATH": "/x:y", "TZ": "Asia/Tokyo"}),  # noqa: E501
+    "chain": Case(CHAIN),
+    "syntax error": Case("x = 1\nif x\n    y\n"),
+    "syntax error, indentation": Case("def f():\nreturn 1\n"),
+    "syntax error, unclosed": Case("f(1,\n"),
+    "missing": Case(argv=("nowhere.py",)),
+    "missing module": Case(argv=("-m", "nowhere.at.all")),
+    "latin-1": Case(files={"program.py": "# coding: latin-1\nprint('\xe9')".encode("latin-1")}),
+    "byte order mark": Case(files={"program.py": "\ufeffprint('x')\r\nprint('y')\r\n"}),
+    "module": Case("print(__name__, __spec__.name); 1 / 0", argv=("-m", "program", "a")),
+    "package": Case(argv=("-m", "pack", "-m", "x"), files=PACKAGE),
+    "submodule": Case(argv=("-m", "pack.sub"), files=PACKAGE),
+    "folder": Case(argv=("pack", "x"), files={"pack/__main__.py": STATE, "pack/a.py": ""}),
+    "empty folder": Case(argv=("pack",), files={"pack/a.py": ""}),
+    "zip": Case(argv=("a.zip", "x"), files={"a.zip": "import sys; print(sys.path[0]); 1/0"}),
+    **{f"end: {name}": Case(text) for name, text in ENDS.items()},
+    **{f"hook: {name}": Case(text) for name, text in HOOKS.items()},
+    "threads": Case(THREADS),
+    "atexit": Case(ATEXIT),
+    "files": Case(FILES),
+    "multiprocessing": Case(MULTI, argv=("program.py", "fork", "spawn", "forkserver")),
+    "multiprocessing, module": Case(MULTI, argv=("-m", "program", "spawn")),
+    "forks": Case(FORKS),
+    "pickle": Case(
+        "import pickle, copy\nclass A: pass\nclass B(A): x = 1\n"
+        "print(pickle.loads(pickle.dumps(B)), B.__module__, type(copy.deepcopy(B())))\n"
+        "import __main__; print(__main__.B is B)"
+    ),
+    "modules named as Python's": Case(
+        "import json, socket, select, runpy, hashlib\nprint(json.x, socket.x, select.x, hashlib.x)",
+        files={f"{name}.py": "x = 'own'" for name in ["json", "socket", "select", "hashlib"]},
+    ),
+    "warnings": Case(
+        "import warnings\nwarnings.warn('user')\nwarnings.warn('old', DeprecationWarning)\n"
+        "def f(): warnings.warn('up', stacklevel=2)\nf()\nprint(warnings.filters)"
+    ),
+    "warnings are errors": Case("import warnings\nwarnings.warn('x')", python=("-W", "error")),
+    "bytes": Case("str(b'x')", python=("-bb",)),
+    "recursion": Case("def f(): f()\ntry: f()\nexcept RecursionError as e: print(e)"),
+    "logging": Case(
+        "import logging\nlogging.basicConfig()\nlogging.warning('w')\ntry: 1 / 0\n"
+        "except ZeroDivisionError: logging.exception('e')"
+    ),
+    "broken pipe": Case(
+        "import os, sys\nr, w = os.pipe(); os.close(r)\ntry: os.write(w, b'x')\n"
+        "except BrokenPipeError as e: print(e)\nos.dup2(w, 1); print('lost')"
+    ),
+    "standard output closed": Case("import sys\nprint('x'); sys.stdout.close()"),
+    "standard output closed below": Case("import os\nprint('x'); os.close(1)"),
+    "standard output replaced": Case("import io, sys\nsys.stdout = io.StringIO(); print('x')"),
+    "no standard error": Case("import sys\nsys.stderr = None; 1 / 0"),
+    "text to no standard error": Case("import sys\nsys.stderr = None; sys.exit('x')"),
+    "hash": Case("print(hash('x'), {'a', 'b', 'c'})", env={"PYTHONHASHSEED": "5"}),
+    "fault handler": Case(
+        "import faulthandler; print(faulthandler.is_enabled())", env={"PYTHONFAULTHANDLER": "1"}
+    ),
+    "source": Case(
+        "import inspect, linecache\ndef f():\n    return 1\nprint(inspect.getsource(f))\n"
+        "print(linecache.getline(__file__, 1))"
+    ),
+    "asyncio": Case(
+        "import asyncio\nasync def f():\n    await asyncio.sleep(0); raise ValueError(1)\n"
+        "asyncio.run(f())"
+    ),
+    "futures": Case(
+        "from concurrent.futures import ThreadPoolExecutor\nimport time\n"
+        "pool = ThreadPoolExecutor(1)\npool.submit(lambda: print('pooled'))"
+    ),
+}  # fmt: skip
+
+
+def lay_out(case, folder):
+    folder.mkdir()
+    for name, content in {"program.py": case.text, **case.files}.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith(".zip"):
+            with zipfile.ZipFile(path, "w") as archive:
+                archive.writestr("__main__.py", content)
+        else:
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def contents(folder):
+    files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): data for path, data in files.items() if path.suffix != ".pyc"
+    }
+
+
+class Forked:
+    """A server per way to start Python, and what its forks print."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.selector = selectors.DefaultSelector()
+        self.servers = {}
+        os.mkfifo(folder / "pipe-0")
+        self.pipe = os.open(folder / "pipe-0", os.O_RDWR | os.O_NONBLOCK)
+        self.null = os.open(os.devnull, os.O_WRONLY)
+
+    def server(self, case):
+        key = case.python, tuple(case.env.items())
+        if key not in self.servers:
+            argv = [sys.executable, *case.python, "program.py"]
+            options = Namespace(nproc=1, nodes=1, fork=len(argv) - 1, argv=argv)
+            self.servers[key] = Fork(
+                options, self.folder, self.selector, lambda: os.dup(2), self.ended
+            )
+        return self.servers[key]
+
+    def ended(self, pid, code):
+        self.code = code
+
+    def run(self, case):
+        """Output and exit code; to be called in the program's folder."""
+        server = self.server(case)
+        server._words = list(case.argv)
+        server.start()
+        data = b""
+        self.code = None
+        while self.code is None:
+            for key, _ in self.selector.select():
+                key.data()
+            data += self.read()
+        assert server.failure is None
+        return data, self.code
+
+    def read(self):
+        try:
+            return os.read(self.pipe, 1 << 20)
+        except BlockingIOError:
+            return b""
+
+    def close(self):
+        for server in self.servers.values():
+            server.close()
+        self.selector.close()
+        for handle in (self.pipe, self.null):
+            os.close(handle)
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        for name in [name for name in os.environ if name.startswith(("PYTHON", "PYTEST", "COV"))]:
+            patch.delenv(name)
+        servers = Forked(tmp_path_factory.mktemp("node"))
+        yield servers
+        servers.close()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_as_under_python(name, forked, tmp_path, monkeypatch):
+    case = PROGRAMS[name]
+    for variable, value in case.env.items():
+        monkeypatch.setenv(variable, value)
+    folder, found = tmp_path / "folder", []
+    for fork in (False, True):
+        lay_out(case, folder)
+        monkeypatch.chdir(folder)
+        if fork:
+            output, code = forked.run(case)
+            header, _, output = output.partition(b"\n")
+            assert header.startswith(b"@clusterkit-rank 0 ")
+        else:
+            server = forked.server(case)
+            server._starts = 1
+            done = subprocess.run(
+                [sys.executable, *case.python, *map(os.fsencode, case.argv)],
+                env=server._environment(0), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, process_group=0, check=False,
+            )  # fmt: skip
+            server._starts, output, code = 0, done.stdout, done.returncode
+        text = ADDRESS.sub("N", output.decode(errors="replace"))
+        found.append((code, text.splitlines(), contents(folder)))
+        monkeypatch.chdir(tmp_path)
+        folder.rename(tmp_path / f"folder-{fork}")
+    differs = "\n".join(difflib.unified_diff(found[0][1], found[1][1], "python", "forked", n=0))
+    assert found[1] == found[0], differs

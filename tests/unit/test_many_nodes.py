@@ -1,0 +1,235 @@
+"""What grows with the nodes of a run, counted and not timed: `tests.bench.scale` has the times."""
+
+import json
+import threading
+
+import pytest
+
+from clusterkit import mirror, run_state
+from clusterkit.agent import clock, coordinator, limits
+from clusterkit.backends.ssh import observe
+from clusterkit.backends.ssh.backend import SshBackend
+from clusterkit.mirror import NodeView
+from clusterkit.plan import Plan
+from clusterkit.run_state import cancel
+from clusterkit.runs import RunFolder, RunHandle
+from clusterkit.status import RunStatus, State
+from clusterkit.transport import Completed, LocalTransport
+
+NODES = 200
+ALIVE = {"begun": True, "alive": True, "ended": False}
+
+
+@pytest.fixture
+def handle(tmp_path):
+    """A run over SSH on many hosts."""
+    hosts = tuple(f"h{number}" for number in range(NODES))
+    plan = Plan(
+        run_id="r", run_dir="/r", backend="ssh", summary="", nodes=NODES, world_size=NODES,
+        hosts=hosts, python="python3",
+    )  # fmt: skip
+    return RunHandle(RunFolder(tmp_path / "r"), plan)
+
+
+class Watch:
+    """Instead of `mirror.Watch`: what the hosts say comes from the test."""
+
+    def __init__(self, views, open_stream):
+        self.views = views
+
+
+@pytest.fixture
+def monitor(handle, monkeypatch):
+    monkeypatch.setattr(observe, "Watch", Watch)
+    made = observe.SshMonitor(handle, LocalTransport())
+    for view in made._watch.views:
+        view.folder = None
+        view.take({"file": "started.json"}, b'{"pid": 1}')
+        view.take(ALIVE, b"")
+    return made
+
+
+@pytest.fixture
+def judged(monkeypatch):
+    """The nodes that were judged."""
+    found = []
+
+    def count(node, *args, real=observe.judge_node, **more):
+        found.append(node)
+        return real(node, *args, **more)
+
+    monkeypatch.setattr(observe, "judge_node", count)
+    return found
+
+
+def test_signs_of_life_and_lines_cost_no_judgement(monitor, judged):
+    first = monitor.status()
+    assert [node.state for node in first.nodes] == [State.RUNNING] * NODES
+    assert len(judged) == NODES
+    for _ in range(20):
+        for view in monitor._watch.views:
+            view.take({"file": "log"}, b"T 0 a line\n")
+            view.take(ALIVE, b"")
+        assert monitor.status() is first
+    assert len(judged) == NODES
+
+
+@pytest.mark.parametrize(
+    ("frames", "state"),
+    [
+        ([({"file": "exit.json"}, b'{"exit_code": 3, "at": 1.0}'),
+          ({"begun": True, "alive": False, "ended": True}, b"")], State.FAILED),
+        ([({"begun": True, "alive": False, "ended": True}, b"")], State.FAILED),
+        ([({"file": "started.json"}, b'{"remarks": ["slow"]}')], State.RUNNING),
+    ],
+)  # fmt: skip
+def test_news_of_a_node_is_seen_at_once(monitor, frames, state):
+    before = monitor.status()
+    for header, data in frames:
+        monitor._watch.views[7].take(header, data)
+    seen = monitor.status()
+    assert seen.nodes[7].state is state
+    assert seen.nodes[7] != before.nodes[7]
+    assert seen.nodes[:7] + seen.nodes[8:] == before.nodes[:7] + before.nodes[8:]
+
+
+def test_silence_is_told_while_it_lasts(monitor):
+    before, view = monitor.status(), monitor._watch.views[7]
+    now = [view.clock()]
+    view.clock = lambda: now[0]
+    view.lost(mirror.SubmitFailed("host h7 no longer answers"))
+    for seconds in (5, 6):
+        now[0] = view.heard_at + seconds
+        assert f"no answer for {seconds} s" in monitor.status().nodes[7].reason
+    view.take(ALIVE, b"")
+    assert monitor.status() == before
+
+
+def test_a_log_that_cannot_be_kept_is_told_and_so_is_its_end(monitor):
+    view = monitor._watch.views[7]
+    before = monitor.status()
+    lines = {"rest": [frame({"file": "log"}, b"x"), frame(ALIVE), b""]}
+
+    class Told:
+        def read(self, timeout=None):
+            return lines["rest"].pop(0)
+
+    def refuse(name, payload):
+        raise mirror.SubmitFailed("no space")
+
+    view._append, append = refuse, view._append
+    with pytest.raises(mirror.SubmitFailed):
+        mirror.pull(view, Told())
+    assert "its log here is incomplete" in monitor.status().nodes[7].remarks[0]
+    view._append = append
+    lines["rest"] = [frame({"file": "log"}, b"x"), frame(ALIVE), b""]
+    mirror.pull(view, Told())
+    assert monitor.status() == before
+
+
+def frame(header, data=b""):
+    return json.dumps({**header, "bytes": len(data)}).encode() + b"\n" + data
+
+
+def test_when_nobody_answers_each_node_is_asked_once(monitor, monkeypatch):
+    for view in monitor._watch.views:
+        view.lost(mirror.SubmitFailed("no answer"))
+    asked = []
+    silent_for = NodeView.silent_for
+    monkeypatch.setattr(NodeView, "silent_for", lambda view: asked.append(1) or silent_for(view))
+    assert {node.state for node in monitor.status().nodes} == {State.RUNNING}
+    assert len(asked) == 2 * NODES
+
+
+def test_all_hosts_are_told_to_end_at_once(handle):
+    """One that takes its whole grace must not hold back the next."""
+    together = threading.Barrier(NODES, timeout=60)
+
+    class Hosts(LocalTransport):
+        def run(self, host, argv, *, env=None, timeout=None, stdin=b""):
+            together.wait()
+            return Completed(tuple(argv), 0, "", "")
+
+    SshBackend().cancel(handle, Hosts())
+
+
+def test_a_cancel_that_the_supervisor_has_carried_out_goes_to_no_host(unstarted_run, monkeypatch):
+    folder = RunFolder(unstarted_run().path)
+    running = RunStatus(
+        run=folder.run_id, job="d", cluster="l", backend="local", state=State.RUNNING
+    )
+    folder.write_json("state.json", running)
+
+    class Supervisor:
+        """It ends the run when it is next looked at."""
+
+        monotonic = staticmethod(lambda: 0.0)
+
+        @staticmethod
+        def sleep(seconds):
+            ended = {"state": State.CANCELLED, "exit_code": 130}
+            folder.write_json("state.json", run_state._replace(running, **ended))
+
+    monkeypatch.setattr(run_state, "time", Supervisor)
+    monkeypatch.setattr(run_state, "_ending", lambda *_: (None, folder.handle(), None))
+    assert cancel(folder).state is State.CANCELLED
+
+
+def test_the_log_of_one_rank_is_read_from_its_own_node(unstarted_run, by_hand, monkeypatch):
+    run = unstarted_run(nodes=3, gpus=2)
+    for node in range(3):
+        lines = [f"2026-11-21T20:11:5{node}.123456Z {2 * node + slot} of it\n" for slot in (0, 1)]
+        by_hand(run).node(node, log="".join(lines), exit_code=0)
+    opened = []
+    node_dir = RunFolder.node_dir
+    monkeypatch.setattr(
+        RunFolder, "node_dir", lambda *args: opened.append(args[2]) or node_dir(*args)
+    )
+    assert [(line.node, line.rank) for line in run.logs(rank=3)] == [(1, 3)]
+    assert set(opened) == {1}
+
+
+@pytest.mark.parametrize(
+    ("topology", "nodes", "expected"),
+    [
+        ({"min_nodes": 2, "nodes": 2, "nproc_per_node": 4}, 2, 1),
+        ({"min_nodes": 1, "nodes": 2, "nproc_per_node": 4}, 2, None),  # elastic
+        ({"min_nodes": 2, "nodes": 2, "nproc_per_node": 4}, 1, None),  # one launcher for all
+        ({}, 1, None),
+    ],
+)
+def test_where_the_lines_of_a_rank_are(topology, nodes, expected):
+    plan = Plan(
+        run_id="r", run_dir="/r", backend="b", summary="", nodes=nodes, world_size=8,
+        topology=topology,
+    )  # fmt: skip
+    assert plan.node_of(5) == expected
+
+
+def test_the_coordinator_decides_once_for_many_words(monkeypatch):
+    now, turns, waits = [100.0], [], []
+    monkeypatch.setattr(clock, "awake", lambda: now[0])
+
+    class Listener:
+        """Has a word of some node at once, each time, without an end."""
+
+        def receive(self, seconds, hear):
+            waits.append(seconds)
+            now[0] += limits.TURN_SECONDS / 100
+            return True
+
+        def close(self):
+            pass
+
+    class Membership:
+        members = orders = ()
+        decided = False
+
+        def turn(self, moment):
+            turns.append(moment)
+            self.decided = len(turns) == 10
+
+    coordinator.Server(Listener(), Membership()).run()
+    assert len(turns) == 10
+    assert 90 * 9 < len(waits) <= 101 * 10
+    assert waits.count(limits.PEER_AGAIN_SECONDS) == 10  # then there was no news yet
