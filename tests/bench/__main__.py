@@ -182,8 +182,8 @@ def main() -> int:
                 rounds,
             ),
             compare(
-                "submit to first step, ddp, launcher python / bare torchrun",
-                lambda: under_clusterkit(short, "python")[0],
+                "submit to first step, ddp, launcher forkserver / bare torchrun",
+                lambda: under_clusterkit(short, "forkserver")[0],
                 lambda: bare(short, torchrun())[0],
                 rounds,
             ),
@@ -212,7 +212,7 @@ def main() -> int:
                 rounds + 3,
             ),
         ]
-        run = api.submit([sys.executable, "-c", "pass"], settings=["launcher=python"])
+        run = api.submit([sys.executable, "-c", "pass"], settings=["launcher=forkserver"])
         assert run.wait(SECONDS).state is State.SUCCEEDED
         nothing = [sys.executable, "-c", "pass"]
         for verb in (["--help"], ["status", "last"], ["ls"]):

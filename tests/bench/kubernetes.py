@@ -231,7 +231,7 @@ def logged_step(argv: list[str]) -> float:
 @contextlib.contextmanager
 def sleepers(kube: Kube) -> Iterator[str]:
     """A run whose pods do nothing, to type commands into; gives its id."""
-    job = JobSpec(name="bench", command=("sleep", "3600"), launcher="python", nodes=NODES)
+    job = JobSpec(name="bench", command=("sleep", "3600"), launcher="forkserver", nodes=NODES)
     run = api.submit(job, cluster="k8s")
     try:
         status = run.wait_started(SECONDS)

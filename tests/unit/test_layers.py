@@ -16,7 +16,7 @@ LAYERS = """
 agent.protocol agent.limits
 agent.clock agent.files
 agent.processes agent.signals agent.archive agent.connections agent.membership
-agent.node_log agent.report agent.coordinator
+agent.node_log agent.report agent.coordinator agent.peer
 agent.streams agent.client agent.spawn agent.fork
 agent.eager agent.preload agent.rank agent.program agent.forkserver
 agent.launcher
