@@ -14,8 +14,8 @@ from typing import Any
 
 from clusterkit.errors import BadInput, Unavailable, nearest
 from clusterkit.estimate import published
+from clusterkit.estimate.presets import PRESETS
 from clusterkit.estimate.setup import Model
-from clusterkit.runtime.gpt_shape import PRESETS
 
 _COUNTING_SECONDS = 300.0
 _GUESSED_VOCABULARY = 32_000
@@ -36,7 +36,7 @@ def gpt(name: str, context: int | None = None) -> Model:
         context=context or shape.context,
         vocabulary=shape.vocabulary,
         divisible=True,
-        origin="clusterkit/runtime/gpt.py",
+        origin="jobs/train/gpt/model.py",
     )
 
 
