@@ -24,7 +24,7 @@ agent.node
 agent.__main__ agent
 errors
 files status marks deepspeed_table host_probe receiver
-shell transport logs yaml_text runtime.mesh runtime.gpt_shape
+shell transport logs yaml_text estimate.mesh estimate.presets
 mirror tracebacks yaml_file
 spec diagnose
 cluster command
