@@ -15,8 +15,8 @@ from typing import Any
 
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.estimate import published
+from clusterkit.estimate.presets import PRESETS
 from clusterkit.estimate.setup import Model
-from clusterkit.runtime.gpt_shape import PRESETS
 
 _COUNTING_SECONDS = 300.0
 _GUESSED_VOCABULARY = 32_000
@@ -37,7 +37,7 @@ def gpt(name: str, context: int | None = None) -> Model:
         context=context or shape.context,
         vocabulary=shape.vocabulary,
         divisible=True,
-        origin="clusterkit/runtime/gpt.py",
+        origin="jobs/train/gpt/model.py",
     )
 
 

@@ -220,7 +220,7 @@ def first_step(rounds: int) -> Row:
                 f"CLUSTERKIT_GLOBAL_BATCH={program.spec.batch.global_size} GLOO_SOCKET_IFNAME=eth0 "
                 f"{BIN}/torchrun --nnodes 2 --nproc-per-node 1 --node-rank %d "
                 f"--master-addr {lab.hosts[0].address} --master-port {port} "
-                f"jobs/train/gpt.py {words}"
+                f"jobs/train/gpt/train.py {words}"
             )
             begun = time.time()
             nodes = [

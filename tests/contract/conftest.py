@@ -320,6 +320,10 @@ class KubernetesStage(LocalStage):
     def cluster(self, **fields: Any) -> ClusterSpec:
         return super().cluster(**{"workdir": str(PROGRAMS), **fields})
 
+    def begin(self, plan: Plan) -> None:
+        super().begin(plan)
+        self.transport.put("localhost", f"{plan.run_dir}/{runs.MADE}", b"")
+
     def plan(
         self,
         job: JobSpec,

@@ -1,4 +1,4 @@
-"""Every job of the catalogue besides gpt.py's, for real and small, and what it must print."""
+"""Every job of the catalogue besides train.py's, for real and small, and what it must print."""
 
 from __future__ import annotations
 

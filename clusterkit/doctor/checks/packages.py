@@ -343,7 +343,7 @@ def compiler(answers: Answers) -> Iterator[Verdict]:
         if missing:
             cause = (
                 f"no {' and no '.join(what for what, _ in missing)}: DeepSpeed cannot compile its "
-                "operators (clusterkit.runtime does without them, other programs may not)"
+                "operators (the jobs here do without them, other programs may not)"
             )
             mend = shell.join(["sudo", "apt-get", "install", "-y", *(name for _, name in missing)])
             yield warn(host, cause, mend)

@@ -574,7 +574,7 @@ def refused(
     home = tmp_path / "home"
     done = subprocess.run(
         [*prefix, sys.executable, "-m", "clusterkit", "submit", "--cluster", "here",
-         "--clusters", str(clusters), "--", "python", "jobs/train/gpt.py"],
+         "--clusters", str(clusters), "--", "python", "jobs/train/gpt/train.py"],
         capture_output=True, text=True, timeout=SOON,
         env={**os.environ, "CLUSTERKIT_HOME": str(home), **environment},
     )  # fmt: skip

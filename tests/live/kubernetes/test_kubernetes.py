@@ -249,6 +249,13 @@ def test_what_pods_wait_for_is_said_and_a_cancel_ends_it(on, words, submit):
     assert run.cancel().state is State.CANCELLED
 
 
+@pytest.mark.parametrize("flavor", ["pytorchjob", "job"])
+def test_an_image_that_cannot_be_had_stays_the_cause_when_its_pods_are_removed(flavor, submit):
+    on = {"image": "nowhere.example/no:1", "image_pull_policy": "Never", "flavor": flavor}
+    found = failed(submit(FOREVER, on=on))
+    assert "image nowhere.example/no:1 cannot be pulled: it is not on the node" in found.cause
+
+
 def test_a_quota_is_named_while_no_pod_comes(submit, kube):
     kube.kubectl("create", "quota", "none", "--hard=pods=0")
     run = submit(FOREVER)

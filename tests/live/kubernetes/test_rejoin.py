@@ -186,7 +186,7 @@ def ranks_of(run):
             ours = mark in (process / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if ours and words[:3] == [b"python3", b"-u", b"jobs/train/gpt.py"]:
+        if ours and words[:3] == [b"python3", b"-u", b"jobs/train/gpt/train.py"]:
             found.append(words)
     return found
 
