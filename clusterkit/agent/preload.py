@@ -16,6 +16,7 @@ import re
 import site
 import sys
 import sysconfig
+import time
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -23,6 +24,8 @@ from typing import Any
 Document = dict[str, Any]
 LEVELS = ("torch and what the program's last run had imported", "torch", "nothing")
 MOST_MODULES, MOST_BYTES = 6000, 1 << 20
+_MOST_PROGRAMS = 100  # that are remembered
+_LEVEL_SECONDS = 86400.0  # after which what did not bear a fork is tried again
 _MOST_FILES = 200  # of the program's own, that are looked at for torch
 _TORCH = re.compile(
     rb"\b(torch\w*|deepspeed|transformers|accelerate|lightning|pytorch_lightning)\b"
@@ -160,9 +163,10 @@ class Preload:
         return os.path.join(home, "clusterkit", "imports", f"{digest[:16]}.json")
 
     def _known(self) -> Document:
-        with contextlib.suppress(OSError, ValueError), open(self._file, "rb") as file:
+        with contextlib.suppress(OSError, TypeError, ValueError), open(self._file, "rb") as file:
             known = json.loads(file.read(MOST_BYTES))
-            return known if isinstance(known, dict) else {}
+            old = time.time() - os.fstat(file.fileno()).st_mtime > _LEVEL_SECONDS
+            return {**known, "level": 0} if old else dict(known)
         return {}
 
     def record(self, code: int) -> None:
@@ -187,6 +191,10 @@ class Preload:
             with open(temporary, "w") as file:
                 json.dump(document, file)
             os.replace(temporary, self._file)
+            others = list(os.scandir(os.path.dirname(self._file)))
+            others.sort(key=lambda other: other.stat().st_mtime)
+            for other in others[:-_MOST_PROGRAMS]:
+                os.unlink(other)
 
 
 def _module_file(folder: str, name: str) -> str | None:
