@@ -123,6 +123,9 @@ def measure(
         checkpoints: save at HALF and at the end into this folder.
         resume: go on from this checkpoint.
 
+    Only ``ddp`` starts as its job file says, by torchrun: the others' ranks start by themselves. A
+    torchrun on every node imports torch as every rank does, and the numbers are not its.
+
     Raises:
         RuntimeError: the run did not succeed.
     """
@@ -143,7 +146,8 @@ def measure(
     )
     run = api.submit(
         spec, cluster=cluster, nodes=case.nodes, gpus=case.ranks,
-        settings=["device=cpu", "threads_per_rank=1"],
+        settings=["device=cpu", "threads_per_rank=1",
+                  *([] if case.job == REFERENCE.job else ["launcher=python"])],
     )  # fmt: skip
     try:
         status = run.wait(SECONDS)

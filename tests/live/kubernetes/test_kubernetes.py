@@ -94,7 +94,9 @@ def test_a_secret_is_in_a_secret_and_nowhere_else(submit, begun, kube, monkeypat
 def reference(tmp_path_factory):
     """Losses of the same jobs on this machine, of a text that both have."""
     os.environ["CLUSTERKIT_HOME"] = str(tmp_path_factory.mktemp("reference"))
-    run = api.submit(ROOT / "jobs" / "ddp.yaml", nodes=2, gpus=2, more_args=STEPS)
+    run = api.submit(
+        ROOT / "jobs" / "ddp.yaml", nodes=2, gpus=2, more_args=STEPS, settings=["launcher=python"]
+    )
     assert run.wait(300).state is State.SUCCEEDED
     return losses(run)
 

@@ -39,7 +39,8 @@ APART = {
 def reference(tmp_path_factory):
     """Losses of the same job on this machine."""
     os.environ["CLUSTERKIT_HOME"] = str(tmp_path_factory.mktemp("reference"))
-    run = api.submit(ROOT / "jobs" / "ddp.yaml", nodes=2, gpus=1, more_args=ARGS, settings=EVERY)
+    settings = (*EVERY, "launcher=python")
+    run = api.submit(ROOT / "jobs" / "ddp.yaml", nodes=2, gpus=1, more_args=ARGS, settings=settings)
     assert run.wait(300).state is State.SUCCEEDED
     return by_step(run)
 
