@@ -146,7 +146,12 @@ types: .venv/.dev ## mypy, strict
 .PHONY: unit
 unit: .venv/.dev ## Tests that need no cluster: WORKERS=2
 	@$(BIN)/pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal \
-		tests/unit tests/contract tests/golden
+		tests/unit tests/contract tests/golden tests/simulation
+
+SCHEDULES ?= 100000
+.PHONY: simulation
+simulation: .venv/.dev ## More simulated bad days of a run than the unit tests have: SCHEDULES=100000
+	@$(BIN)/python -m tests.simulation $(SCHEDULES)
 
 .PHONY: live
 live: .venv/.dev ## Tests that start real runs; what fails is run once more, and named FLAKY if it passes

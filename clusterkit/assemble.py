@@ -20,7 +20,7 @@ from clusterkit.batch import Batch
 from clusterkit.cluster import HostFacts
 from clusterkit.errors import BadInput, Unavailable, about
 from clusterkit.plan import Native, Note, Plan, PlanFile, Step, Tree
-from clusterkit.program import deepspeed_config, program_argv, solve_batch
+from clusterkit.program import deepspeed_config, interpreter_words, program_argv, solve_batch
 from clusterkit.rendezvous import (
     IS_HOST,
     NODE_ADDRESS,
@@ -240,28 +240,36 @@ def assemble(placement: Placement) -> Assembly:
         **node_environment(starter, topology, placement.endpoint),
         **run_env,
     }
-    script = rank_script(starter, topology, places.python)
-    files += [
-        PlanFile(places.file("rank.sh"), text=script, mode=0o755),
-        PlanFile(places.file(ARCHIVE), resource=ARCHIVE),
-    ]
+    files.append(PlanFile(places.file(ARCHIVE), resource=ARCHIVE))
     if launcher in ("deepspeed", "mpirun"):
         text = hostfile(placement.names, topology.nproc_per_node)
         files.append(PlanFile(places.file("hostfile"), text=text))
     program = program_argv(job, places.python, run_env, topology)
-    rank_command: list[Word] = ["/bin/sh", places.file("rank.sh"), *program]
-    command = launcher_argv(
-        launcher,
-        topology,
-        placement.endpoint,
-        python=places.python,
-        hostfile=places.file("hostfile"),
-        exports=[*env, *job.secrets],
-        stop_grace=placement.stop_grace,
-        mpi_interface=placement.mpi_interface,
-    )
+    forked = interpreter_words(job) if launcher == "forkserver" else None
+    how: list[Word] = []
+    if forked is not None:
+        how = ["--fork", str(forked)]
+        commands = [program]
+    else:
+        script = rank_script(starter, topology, places.python)
+        files.append(PlanFile(places.file("rank.sh"), text=script, mode=0o755))
+        if launcher == "forkserver":
+            how = ["--spawn"]
+        elif starter == "mpirun":
+            how = ["--tagged"]
+        command = launcher_argv(
+            launcher,
+            topology,
+            placement.endpoint,
+            python=places.python,
+            hostfile=places.file("hostfile"),
+            exports=[*env, *job.secrets],
+            stop_grace=placement.stop_grace,
+            mpi_interface=placement.mpi_interface,
+        )
+        commands = [command, ["/bin/sh", places.file("rank.sh"), *program]]
     watch = [] if watching is None or starter == "mpirun" else watching.arguments(topology)
-    script = _node_script(placement, env, [command, rank_command], watch)
+    script = _node_script(placement, env, commands, [*how, *watch])
     node_sh = PlanFile(places.file("node.sh"), text=script, mode=0o755)
     secrets = (*job.secrets, PEER_TOKEN) if "--coordinator" in watch else job.secrets
     return Assembly((node_sh, *files), tuple(notes), ("/bin/sh", node_sh.path), secrets)
@@ -307,20 +315,17 @@ def _node_script(
     placement: Placement,
     env: Mapping[str, Word],
     command: Sequence[Sequence[Word]],
-    watching: Sequence[Word],
+    options: Sequence[Word],
 ) -> str:
     topology, places, container = placement.topology, placement.places, placement.container
-    mpi = placement.starter == "mpirun"
     # mpirun starts the ranks of all nodes from the first.
-    nproc = topology.world_size if mpi else topology.nproc_per_node
+    nproc = topology.nproc_per_node if placement.starter != "mpirun" else topology.world_size
     agent: list[Word] = [
         places.python, "-I", places.file(ARCHIVE), "run", "--nproc", str(nproc),
         "--nodes", str(placement.launchers), "--workdir", places.workdir,
         "--grace", f"{placement.stop_grace:g}",
-        *(["--spawn"] if placement.starter == "python" else []),
-        *(["--tagged"] if mpi else []),
         *(["--echo", "--last-words", LAST_WORDS] if container else []),
-        *watching, "--",
+        *options, "--",
     ]  # fmt: skip
     lines = " \\\n    ".join(shell.join(words) for words in (agent, *command) if words)
     # A plan for GPUs hands CLUSTERKIT_GPUS to each node by its step.

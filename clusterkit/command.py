@@ -25,6 +25,8 @@ from clusterkit.spec import JobSpec, Launcher
 _PYTHON = re.compile(r"python[\d.]*\Z")
 PYTHONS = ("python", "python3")
 """As the first word of a command: the interpreter of the ranks, whichever that is."""
+# Options of Python that take no further word; those that make it do something else stand out.
+_OPTION = re.compile(r"-[bBdEIOPqRsSu]+|-[WX].+")
 _LOCAL_RANK = re.compile(r"--local[_-]rank\b")
 _SPAWN = re.compile(r"\b(mp|multiprocessing)\.spawn\(|multiprocessing(\.spawn)? import .*\bspawn\b")
 
@@ -198,6 +200,20 @@ def read(words: Sequence[str]) -> Started:
             python = posixpath.join(folder, "python3") if folder and tool is not _MPIRUN else None
             return _launched(" ".join(name), tool, words[len(name) :], python)
     return Started(command=tuple(words))
+
+
+def interpreter_options(words: Sequence[str]) -> int | None:
+    """How many words after ``python`` are its options; None: no program or module follows."""
+    at = 0
+    while at < len(words):
+        if words[at] in ("-W", "-X"):
+            at += 2
+        elif _OPTION.fullmatch(words[at]):
+            at += 1
+        else:
+            module = words[at] == "-m" and at + 1 < len(words)
+            return at if module or not words[at].startswith("-") else None
+    return None
 
 
 def _python(words: Sequence[str]) -> Started:
@@ -381,7 +397,7 @@ def _instead(
     """What to type, or to write into the job file, in place of the launcher's line."""
     wanted = {key: value for key, (value, _) in keys.items() if key not in given}
     if wanted.get("launcher") == "torchrun":
-        del wanted["launcher"]
+        del wanted["launcher"]  # the default does as well
     if typed is None:
         keys_wanted = [f"{key}: {value}" for key, value in wanted.items()]
         return "; ".join([*keys_wanted, f"command: {list(words)}"])
@@ -406,10 +422,11 @@ def check_source(taken: Taken, source: str) -> str | None:
             hint=taken.instead,
             job="command",
         )
-    if job.started_by != "python" and _SPAWN.search(source):
+    once = job.launcher in ("forkserver", "python") or job.gpus_per_node == 1
+    if not once and _SPAWN.search(source):
         return (
             f"{job.program} starts its ranks itself (mp.spawn), but {job.started_by} starts it "
-            "once per rank: they would wait for each other for ever. launcher: python with "
+            "once per rank: they would wait for each other for ever. launcher: forkserver with "
             "gpus_per_node: 1 starts it once on each node; jobs/ddp-spawn.yaml is an example"
         )
     return None

@@ -68,7 +68,7 @@ _SIGNALS: dict[int, tuple[str, str | None]] = {
         "crashed (SIGSEGV) in native code", "env: {PYTHONFAULTHANDLER: '1'} shows where"),
     signal.SIGABRT: (
         "aborted (SIGABRT) in native code",
-        "if training had ended: end ranks with clusterkit.runtime, or a barrier and os._exit"),
+        "if training had ended: end ranks with a barrier and os._exit, as world.py does"),
 }  # fmt: skip
 
 _Source = tuple[int, int | None]

@@ -27,6 +27,8 @@ def read_file(path: Path | str, most: int = BIGGEST, *, whole: bool = True) -> b
     Raises:
         OSError: with a `strerror` for people: missing, a folder, not a regular file, too large.
     """
+    if "\0" in str(path):
+        raise OSError(errno.EINVAL, "a path cannot hold NUL", str(path))
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         mode = os.fstat(descriptor).st_mode

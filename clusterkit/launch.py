@@ -312,6 +312,7 @@ def take_up(run: str, cluster: str, clusters_file: str | os.PathLike[str] | None
                 state=State.RUNNING, attempt=found.attempt, started_at=found.created_at,
             )  # fmt: skip
             folder.write_json("state.json", status)
+            folder.write(store.MADE, "")
             text = f"taken up on this machine, in attempt {found.attempt}"
             folder.append("events.jsonl", Event(at=time.time(), attempt=found.attempt, text=text))
 

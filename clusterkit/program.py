@@ -9,7 +9,7 @@ from typing import Any
 
 from clusterkit import batch as batches
 from clusterkit.batch import Batch
-from clusterkit.command import PYTHONS
+from clusterkit.command import PYTHONS, interpreter_options
 from clusterkit.errors import BadInput
 from clusterkit.plan import Note
 from clusterkit.rendezvous import Topology
@@ -120,6 +120,15 @@ def program_argv(
         return value
 
     return [*words, *(_NAME.sub(value_of, arg) for arg in job.args)]
+
+
+def interpreter_words(job: JobSpec) -> int | None:
+    """How many words of `program_argv` are an interpreter and its options; None: it is not Python
+    that a rank executes, or nothing that can be forked."""
+    if job.command is None:
+        return 2
+    options = interpreter_options(job.command[1:]) if job.command[0] in PYTHONS else None
+    return None if options is None else 1 + options
 
 
 def _what_gives_value(name: str, job: JobSpec, topology: Topology) -> str:

@@ -42,8 +42,10 @@ RESET = (
     "CLUSTERKIT_GLOBAL_BATCH", "CLUSTERKIT_MICRO_BATCH", "CLUSTERKIT_ACCUMULATION",
     "CLUSTERKIT_DEEPSPEED_CONFIG", "CLUSTERKIT_CHECKPOINT_DIR", "CLUSTERKIT_CHECKPOINT_EVERY",
     "CLUSTERKIT_CHECKPOINT_KEEP", "CLUSTERKIT_CHECKPOINT_RESUME", "CLUSTERKIT_PIPE",
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",
-    "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "TORCHELASTIC_RUN_ID",
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+    "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE",
+    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_ERROR_FILE",
 )  # fmt: skip
 """Variables that the job or a launcher sets; one of the submitter's would mislead the ranks."""
 
@@ -145,7 +147,7 @@ def launcher_argv(
 
     Returns:
         Words, to be followed by what each rank runs; the variables among them are set by the node
-        script. None for ``python``: the node agent itself starts each rank.
+        script. None for ``forkserver``: the node agent itself starts each rank.
     """
     match launcher:
         case "torchrun":
@@ -172,7 +174,7 @@ def launcher_argv(
                 "mpirun", "-np", str(topology.world_size), "--hostfile", hostfile,
                 *_mpi_options(exports),
             ]  # fmt: skip
-        case "python":
+        case "forkserver":
             return []
 
 
@@ -215,7 +217,7 @@ def _torchrun(topology: Topology, endpoint: Endpoint, python: str, grace: str) -
 
 
 def rank_script(launcher: Launcher, topology: Topology, python: str) -> str:
-    """What every launcher starts for each rank: a POSIX ``sh`` script.
+    """What is started for each rank, but for one that is forked: a POSIX ``sh`` script.
 
     It completes the rank's environment, gives the rank a log of its own
     (``$CLUSTERKIT_PIPE-N``, a named pipe that the node agent reads) and then
@@ -236,8 +238,14 @@ def rank_script(launcher: Launcher, topology: Topology, python: str) -> str:
         "mpirun": 'export RANK="$OMPI_COMM_WORLD_RANK" WORLD_SIZE="$OMPI_COMM_WORLD_SIZE"\n'
         f"export LOCAL_WORLD_SIZE={nproc} "
         f"LOCAL_RANK=$((RANK % {nproc})) NODE_RANK=$((RANK / {nproc}))",
-        "python": f"export WORLD_SIZE={topology.world_size} LOCAL_WORLD_SIZE={nproc}\n"
-        f"export RANK=$((NODE_RANK * {nproc} + LOCAL_RANK))",
+        "forkserver": f"export WORLD_SIZE={topology.world_size} LOCAL_WORLD_SIZE={nproc}\n"
+        f"export RANK=$((NODE_RANK * {nproc} + LOCAL_RANK))\n"
+        # What torchrun sets besides: programs look for it.
+        f'export GROUP_RANK="$NODE_RANK" GROUP_WORLD_SIZE={topology.nodes} ROLE_NAME=default '
+        f'ROLE_RANK="$RANK" ROLE_WORLD_SIZE="$WORLD_SIZE"\n'
+        'export TORCHELASTIC_RUN_ID="$CLUSTERKIT_RUN_ID" TORCHELASTIC_USE_AGENT_STORE=False '
+        "TORCHELASTIC_RESTART_COUNT=0 TORCHELASTIC_MAX_RESTARTS=0 "
+        'TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"',
     }[launcher]
     folder = posixpath.dirname(python)
     # A name was found on the PATH, so that its folder stands there.

@@ -46,6 +46,9 @@ _MADE = re.compile(r"-\d{10}-")
 """In the ids that `new_run_id` makes."""
 _LOCK = "supervisor.lock"
 _LOCK_TRIES = 20
+MADE = "made"
+"""File of a run's folder: what a cluster keeps under the run's id is of this run, and not of one
+of the same id that somebody submitted elsewhere."""
 LEFTOVERS = "leftovers"
 """File that is there while something of the run could not be ended, and says where."""
 POLL_SECONDS = 0.1

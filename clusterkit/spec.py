@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 from clusterkit.errors import BadInput, Place, Source, about, dotted
 from clusterkit.shell import NAME, check_text, is_name
 
-Launcher = Literal["torchrun", "deepspeed", "mpirun", "python"]
+Launcher = Literal["forkserver", "torchrun", "deepspeed", "mpirun"]
 Device = Literal["auto", "cpu", "cuda"]
 Count = Annotated[int, Meta(ge=1)]
 Auto = Literal["auto"]
@@ -98,8 +98,9 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     python: Annotated[str, Meta(min_length=1)] | None = None
     """Interpreter of the ranks: a path, or a command of the hosts; by default the cluster entry's.
     """
-    launcher: Launcher | Auto = "auto"
-    """What starts the ranks of one node. `auto`: torchrun."""
+    launcher: Launcher | Literal["auto", "python"] = "auto"
+    """What starts the ranks of one node. `auto`: torchrun for an elastic number of nodes, otherwise
+    forkserver, which `python` means, too."""
     nodes: Annotated[
         int | str,
         Meta(
@@ -171,9 +172,13 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
 
 def launcher_of(job: JobSpec) -> tuple[Launcher, str]:
     """The launcher that starts a job's ranks, and where that comes from."""
+    if job.launcher == "python":
+        return "forkserver", "job: launcher python"
     if job.launcher != "auto":
         return job.launcher, "job: launcher"
-    return "torchrun", f"nodes: {job.nodes} is elastic" if job.elastic else "the default"
+    if job.elastic:
+        return "torchrun", f"nodes: {job.nodes} is elastic"
+    return "forkserver", "the default"
 
 
 def parse_nodes(nodes: int | str) -> tuple[int, int]:

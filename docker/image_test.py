@@ -125,14 +125,20 @@ def all_reduce() -> str:
 
 def trains() -> str:
     """Two steps of the program that is baked in, with ZeRO-3."""
-    words = ("torchrun", "--standalone", "--nproc-per-node", "2", str(CODE / "jobs/train/gpt.py"))
+    words = (
+        "torchrun",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(CODE / "jobs/train/gpt/train.py"),
+    )
     more = ("--strategy", "deepspeed", "--steps", "2", "--eval-every", "0")
     with tempfile.NamedTemporaryFile("w", suffix=".json") as config:
         config.write(json.dumps({"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}))
         config.flush()
         out = run(*words, *more, "--deepspeed-config", config.name, OMP_NUM_THREADS="1")
     assert '"event": "end", "steps": 2' in out, out[-1500:]
-    return "2 steps of jobs/train/gpt.py"
+    return "2 steps of jobs/train/gpt/train.py"
 
 
 def mpirun() -> str:

@@ -211,7 +211,7 @@ def unstarted_run(
     def spawn(folder: RunFolder, lock: IO[bytes], **_: Any) -> None:
         HELD[folder.path] = os.fdopen(os.dup(lock.fileno()), "ab")
 
-    def submit(text: str = "launcher: python\n", **options: Any) -> api.Run:
+    def submit(text: str = "launcher: forkserver\n", **options: Any) -> api.Run:
         with monkeypatch.context() as patched:
             patched.setattr(supervise, "spawn", spawn)
             return api.submit(write_job(text), facts=options.pop("facts", facts), **options)

@@ -10,13 +10,13 @@ a key of `PARTS`. What is outside the markers is written by hand and left alone.
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import click
 import msgspec
@@ -222,7 +222,7 @@ def _block(command: str, text: str) -> str:
 
 
 def gpt_flags() -> str:
-    """The flags of jobs/train/gpt.py, from its own parser."""
+    """The flags of jobs/train/gpt/train.py, from its own parser."""
     rows = []
     for action in _gpt_parser()._actions:
         if action.dest == "help":
@@ -241,36 +241,19 @@ def gpt_flags() -> str:
 
 
 def _gpt_parser() -> argparse.ArgumentParser:
-    """The parser that gpt.py makes, caught when it is about to parse."""
-    from clusterkit.runtime import arguments
-
-    class Caught(Exception):
-        pass
-
-    def parse_args(self: argparse.ArgumentParser, *_: object) -> None:
-        raise Caught(self)
-
-    spec = importlib.util.spec_from_file_location("gpt", ROOT / "jobs/train/gpt.py")
-    assert spec is not None
-    assert spec.loader is not None
-    gpt: Any = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up by name.
-    sys.modules["gpt"] = gpt
+    """The parser that train.py makes, caught when it is about to parse."""
+    folder = str(ROOT / "jobs" / "train" / "gpt")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    settings, train = map(importlib.import_module, ("settings", "train"))
     # A run's own environment would show as defaults.
     inherited = {key: os.environ.pop(key) for key in [*os.environ] if key.startswith("CLUSTERKIT_")}
-    usual = arguments.Parser.parse_args
-    arguments.Parser.parse_args = parse_args  # type: ignore[assignment, method-assign]
     try:
-        spec.loader.exec_module(gpt)
-        gpt.parse_args()
-    except Caught as caught:
-        parser: argparse.ArgumentParser = caught.args[0]
-        return parser
+        with mock.patch.object(settings.Parser, "parse_args", lambda self: self):
+            parser: argparse.ArgumentParser = train.parse_args()
     finally:
-        arguments.Parser.parse_args = usual  # type: ignore[method-assign]
         os.environ.update(inherited)
-        del sys.modules["gpt"]
-    raise AssertionError("gpt.py did not parse its arguments")
+    return parser
 
 
 PARTS: dict[str, Callable[[], str]] = {

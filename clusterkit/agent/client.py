@@ -1,4 +1,4 @@
-"""Every node's side of how nodes watch each other: has done what node 0's `Membership` decides."""
+"""Every node's side of how nodes watch each other: a `Peer` and its connection to node 0."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from collections.abc import Callable
 from clusterkit.agent import clock, limits
 from clusterkit.agent.connections import Line, Listener
 from clusterkit.agent.coordinator import Server
-from clusterkit.agent.membership import Membership, not_back
-from clusterkit.agent.protocol import Document
+from clusterkit.agent.membership import Membership
+from clusterkit.agent.peer import Peer
 
 
 class Client(threading.Thread):
@@ -56,17 +56,7 @@ class Client(threading.Thread):
         self._node, self._nodes, self._run, self._token = node, nodes, run, token
         self._lost_after, self._wait = lost_after, wait
         self._order, self._say, self._warn = order, say, warn
-        self._agent = os.urandom(8).hex()
-        self._met = ""  # which coordinator was met last
-        self._round = 0
-        self._running = not wait
-        self._code: int | None = None
-        self._ended_at: float | None = None
-        self._heard = 0.0
-        self._given_up_at: float | None = None  # since when node 0 is lost
-        self._waiting = ""  # why the launcher may not run
-        self._done = False
-        self._leaving = False
+        self.peer = Peer(node, lost_after, wait, wait > 0, clock.awake())
         self._server: Server | None = None
         self._news: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._wake, self._waker = socket.socketpair()
@@ -110,154 +100,73 @@ class Client(threading.Thread):
             except OSError as error:
                 # Without what `socket.create_server` adds.
                 why = os.strerror(error.errno) if error.errno else str(error)
-                return self._go_on_alone(f"port {self._port}: {why}")
-            self._until_done()
+                self.peer.alone(f"port {self._port}: {why}")
+                return self._carry_out()
+            while not self.peer.done:
+                if (line := self._connect()) is not None:
+                    self._talk(line)
+                    line.flush(limits.PEER_SECONDS)
+                    line.close()
+                    self.peer.disconnected(clock.awake())
+                self._take_news()
+                self.peer.turn(clock.awake())
+                self._carry_out()
+                if not self.peer.done:
+                    self._wait_for_news()
+        return None
 
-    def _until_done(self) -> None:
-        began = gone = self._heard = clock.awake()
-        while True:
-            if self._take_news(None):
-                return
-            trouble: OSError | None = None
-            seconds = limits.FIRST_SECONDS if self._new else limits.PEER_SECONDS
-            before = self._heard
-            try:
-                connection = socket.create_connection((self._host, self._port), seconds)
-            except OSError as error:
-                trouble = error
-            else:
-                line = Line(connection, self._selector)
-                self._talk(line)
-                line.close()
-            now = clock.awake()
-            if self._heard != before or not self._met:
-                gone = now
-            if self._done:
-                return
-            if not self._met:
-                self._not_met(trouble, now - began)
-            elif now - gone > limits.PEER_GONE_SECONDS:
-                refused = isinstance(trouble, ConnectionRefusedError)
-                if refused or self._wait or now - self._heard > self._lost_after:
-                    self._give_up("the launcher of node 0 is gone" if refused else self._silent)
-            if self._given_up_at is not None and clock.awake() - self._given_up_at > self._wait:
-                self._end("stop", not_back([0], self._wait))
-            if not self._done:
-                self._wait_for_news()
-
-    @property
-    def _new(self) -> bool:
-        """Whether nothing was started yet, and nobody met who could say whether it may be."""
-        return not self._met and not self._running and self._code is None
-
-    @property
-    def _silent(self) -> str:
-        return f"node 0 does not answer for {self._lost_after:g} s"
-
-    def _not_met(self, trouble: OSError | None, seconds: float) -> None:
-        if self._new:
-            self._start(0)
-        elif seconds > limits.PEER_MEET_SECONDS:
-            why = trouble or "another program listens there"
-            self._go_on_alone(f"node 0 cannot be reached: {why}")
-        elif self._ended_at and clock.awake() > self._ended_at + limits.PEER_GONE_SECONDS:
-            self._end("exit", "")  # nobody was ever met who could say more
-
-    def _go_on_alone(self, why: str) -> None:
-        self._warn(f"the other nodes are not watched: {why}")
-        if self._new:
-            self._start(0)
-        self._end("exit", "")
-
-    def _give_up(self, why: str) -> None:
-        """Node 0 is lost. ``why``: what to say where nobody waits for it."""
-        if not self._wait:
-            self._end("stop", why)
-        elif self._given_up_at is None:
-            self._given_up_at = clock.awake()
-            self._hold("node 0 was lost")
+    def _connect(self) -> Line | None:
+        seconds = limits.FIRST_SECONDS if self.peer.new else limits.PEER_SECONDS
+        try:
+            connection = socket.create_connection((self._host, self._port), seconds)
+        except OSError as error:
+            refused = isinstance(error, ConnectionRefusedError)
+            self.peer.disconnected(clock.awake(), str(error), refused)
+            return None
+        self.peer.connected(clock.awake())
+        line = Line(connection, self._selector)
+        line.introduce(self._token, {**self._run, "node": self._node, **self.peer.statement()})
+        return line
 
     def _talk(self, line: Line) -> None:
         """Until the connection or the run comes to an end."""
-        line.introduce(self._token, {
-            **self._run, "node": self._node, "agent": self._agent, "coordinator": self._met,
-            "round": self._round, "running": self._running, "code": self._code,
-            "lost": self._given_up_at is not None, "leaving": self._leaving,
-        })  # fmt: skip
-        heard = beat = began = clock.awake()
-        while not line.closed:
-            events = self._wait_for_news()
-            now = clock.awake()
-            for message in line.messages(events):
-                heard = self._heard = now
-                self._hear(message)
-            if self._take_news(line):
-                return line.flush(limits.PEER_SECONDS)
-            if self._new and now > began + limits.FIRST_SECONDS:
-                self._start(0)
-            if now >= beat:
-                line.write({})
-                beat = now + limits.PEER_SECONDS
-            if now - heard > self._lost_after:
-                return self._give_up(self._silent) if self._met else None
-        return None
+        peer, beat = self.peer, clock.awake() + limits.PEER_SECONDS
+        while not (line.closed or peer.done or peer.silent(clock.awake())):
+            try:
+                for message in line.messages(self._wait_for_news()):
+                    peer.hears(message, clock.awake())
+            except (KeyError, TypeError, ValueError):
+                line.close()  # it speaks of something else
+            self._take_news()
+            peer.turn(clock.awake())
+            self._carry_out()
+            if peer.news or clock.awake() >= beat:
+                beat = clock.awake() + limits.PEER_SECONDS
+                line.write(peer.statement())
 
-    def _hear(self, message: Document) -> None:
-        if "coordinator" in message:
-            other = self._met not in ("", message["coordinator"])
-            if other and self._running and not self._waiting:
-                self._hold("node 0 was lost")
-            self._met, self._given_up_at = str(message["coordinator"]), None
-        if message.get("say"):
-            self._say(str(message["say"]))
-        if "start" in message:
-            if self._running:
-                self._round = int(message["start"])
-            else:
-                self._start(int(message["start"]))
-        if "wait" in message:
-            self._hold(str(message["wait"]))
-        for verdict in ("stop", "exit"):
-            if verdict in message:
-                self._end(verdict, str(message[verdict]))
-
-    def _take_news(self, line: Line | None) -> bool:
-        """Pass on what the main loop says, or have the next connection's first line say it.
-
-        Returns:
-            Whether there is nothing more to say.
-        """
+    def _take_news(self) -> None:
+        """What the main loop says."""
         with contextlib.suppress(queue.Empty):
             while True:
                 what, code = self._news.get_nowait()
                 if what == "ended":
-                    self._running, self._code, self._ended_at = False, code, clock.awake()
-                    if line is not None:
-                        line.write({"ended": code, "round": self._round})
+                    self.peer.ended(code, clock.awake())
                     # Node 0 stays until its own server has heard of it.
-                    self._done = self._done or (not self._wait and self._server is None)
+                    self.peer.done |= not self._wait and self._server is None
                 elif what == "leave":
-                    self._leaving = True
-                    if line is not None:
-                        line.write({"leaving": True})
+                    self.peer.leave()
                 else:
-                    self._done = True
-        return self._done
+                    self.peer.done = True
 
-    def _start(self, number: int) -> None:
-        self._round, self._code, self._running, self._waiting = number, None, True, ""
-        self._order("start", "")
-
-    def _hold(self, why: str) -> None:
-        """Have the launcher end, and wait."""
-        if why != self._waiting:
-            self._say(f"{why}; waiting for it")
-        self._waiting = why
-        self._order("wait", why)
-
-    def _end(self, order: str, why: str) -> None:
-        self._done = True
-        self._order(order, why)
+    def _carry_out(self) -> None:
+        orders, self.peer.orders = self.peer.orders, []
+        for what, why in orders:
+            if what == "say":
+                self._say(why)
+            elif what == "warn":
+                self._warn(why)
+            else:
+                self._order(what, why)
 
     def _wait_for_news(self) -> int:
         """Wait for the main loop or the connection; what has happened on that, if anything."""

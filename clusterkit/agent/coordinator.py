@@ -1,8 +1,7 @@
 """Node 0's side of how nodes watch each other: a `Membership` and the connections to all agents.
 
-To the server, after what `Listener` asks for, and how things stand: ``{}`` as a sign of life,
-``{"ended": CODE, "round": N}``, ``{"leaving": true}``. From it: ``{"coordinator": ID}``, ``{}``,
-``{"start": N, "say": TEXT}``, ``{"wait": WHY}``, ``{"stop": WHY}``, ``{"exit": 0}``.
+To the server, after what `Listener` asks for: `Peer.statement`; from it: `Membership.says`. Both at
+once when something changed, and every PEER_SECONDS.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ class Server(threading.Thread):
         self._listener = listener
         self._membership = membership
         self._lines: dict[int, Line] = {}
+        self._told = 0  # the newest decision that all nodes were told of
 
     @property
     def decided(self) -> bool:
@@ -33,7 +33,7 @@ class Server(threading.Thread):
     def run(self) -> None:
         membership = self._membership
         with contextlib.closing(self._listener):
-            beat = due = 0.0
+            beat = due = look = 0.0
             news = False
             while not self.decided or any(membership.members[n].present for n in self._lines):
                 wait = max(0.0, due - clock.awake()) if news else limits.PEER_AGAIN_SECONDS
@@ -45,32 +45,24 @@ class Server(threading.Thread):
                 for node in [node for node, line in self._lines.items() if line.closed]:
                     del self._lines[node]
                     membership.closed(node, clock.awake())
-                membership.turn(clock.awake())
-                self._send_orders()
-                if clock.awake() >= beat:
-                    for line in self._lines.values():
-                        line.write({})
-                    beat = clock.awake() + limits.PEER_SECONDS
+                if clock.awake() >= look:
+                    look = clock.awake() + limits.PEER_AGAIN_SECONDS
+                    membership.turn(clock.awake())
+                elif membership.news:
+                    membership.settle(clock.awake())
+                if clock.awake() >= beat or self._told < membership.count:
+                    self._told, beat = membership.count, clock.awake() + limits.PEER_SECONDS
+                    for node, line in self._lines.items():
+                        line.write(membership.says(node))
                 due = clock.awake() + limits.TURN_SECONDS
 
     def _hear(self, line: Line, message: Document) -> None:
-        now, node = clock.awake(), line.node or 0
-        if "node" in message:
-            line.write({"coordinator": self._membership.identity})
+        node = line.node or 0
+        if not self._membership.hears(node, message, clock.awake()):
+            line.write(self._membership.replaced())
+            line.close()
+        elif self._lines.get(node) is not line:
             if node in self._lines:
                 self._lines[node].close()
             self._lines[node] = line
-            self._membership.arrives(node, message, now)
-        else:
-            self._membership.hears(node, now)
-            if "ended" in message:
-                self._membership.ended(node, int(message["round"]), int(message["ended"]), now)
-            if "leaving" in message:
-                self._membership.leaves(node, now)
-        self._send_orders()
-
-    def _send_orders(self) -> None:
-        orders, self._membership.orders = self._membership.orders, []
-        for node, message in orders:
-            if node in self._lines:
-                self._lines[node].write(message)
+            line.write(self._membership.says(node))

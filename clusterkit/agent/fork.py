@@ -12,8 +12,8 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable
-from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from clusterkit.agent.processes import send
 from clusterkit.agent.protocol import RANK_HEADER, WORKER_SOCKET, Document
@@ -31,7 +31,7 @@ spaces = {}
 for name, text in config["texts"].items():
     spaces[name] = {"__name__": "clusterkit_" + name}
     exec(compile(text, f"<clusterkit {name}>", "exec", dont_inherit=True), spaces[name])
-preload = spaces["preload"]["Preload"](config, spaces["eager"]["defer_dynamo"])
+preload = spaces["preload"]["Preload"](config, spaces["eager"])
 program = spaces["forkserver"]["run"](
     config, preload, spaces["rank"]["become"], spaces["program"]["Program"]
 )
@@ -250,5 +250,7 @@ class Fork:
 
 
 def _text(name: str) -> str:
-    """The source of a module of this package, wherever that lies."""
-    return (resources.files("clusterkit.agent") / f"{name}.py").read_text()
+    """The source of a module of this package, which lies in a folder or in the archive."""
+    spec: Any = __spec__
+    data: bytes = spec.loader.get_data(os.path.join(os.path.dirname(__file__), f"{name}.py"))
+    return data.decode()

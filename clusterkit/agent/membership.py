@@ -1,4 +1,4 @@
-"""When launchers start, end and start again, on all nodes: events and a clock in, orders out."""
+"""When launchers start, end and start again on all nodes: what agents say in, orders out."""
 
 from __future__ import annotations
 
@@ -9,55 +9,66 @@ from clusterkit.agent.protocol import AGAIN, Document
 
 
 class Member:
-    """One node's place in the run, and the agent that has it at the moment."""
+    """One node's place in the run, as the agent that has it said last."""
 
     def __init__(self, agent: str) -> None:
         self.agent = agent
+        self.count = 0  # of its statements: the newest that was heard
         self.heard = 0.0
         self.closed: float | None = None  # when its connection broke off; None: there is one
         self.present = True  # whether it is not lost
-        self.leaving = False
         self.running = False  # whether its launcher runs
-        self.joined = False  # whether its launcher was started in this round
-        self.code: int | None = None  # how that ended by itself
+        self.ready = False  # whether it waits for the next round, and will start no older one
+        self.code: int | None = None  # how its launcher ended by itself in this round
+        self.met = False  # whether it was in this run before this coordinator was
+        self.early = False  # whether its launcher was started before it met anyone
 
 
 class Membership:
     """Decides for all nodes when launchers start, end and start again.
 
-    A round is one start of all launchers. The first is open: each node joins it as it comes.
+    A round is one start of all launchers. The first is open: each node joins it as it comes. A
+    round is over when a launcher fails while ``restarts`` are left, or a node is lost that may come
+    back. Everyone ends its launcher then; once all nodes are here and each has said that none of an
+    older round runs or will, the next round begins for all at once. A node that is found lost
+    meanwhile is why the launcher failed: that costs no restart. Every launcher that ended with 0
+    ends the run, and so does one that failed when no restart is left.
 
-    Where lost nodes come back: when a member is lost, the round is over. Everyone ends its
-    launcher; once all nodes are here and none of them runs, the next round begins for all at once.
-    A launcher that fails while no node is lost ends the run; so does one that ends with 0 on every
-    node.
+    Where lost nodes do not come back (``wait`` 0), one ends the run. Where nothing is ever started
+    again (``restarts`` 0 as well), a launcher that fails ends it at once; a node that ended leaves,
+    and is not lost; when node 0 ends with 0, the others go on by themselves.
 
-    Where they do not (``wait`` 0), there is one round. A launcher that fails ends the run at once,
-    and so does a lost node. A node that ended leaves, and is not lost; when node 0 ends with 0, the
-    others go on by themselves.
-
-    Touches neither sockets nor clocks: ``now`` is a moment of a monotonic clock, in seconds.
+    Both sides say how things stand, again and again, and never what has changed: what is lost, late
+    or said twice does no harm. Touches neither sockets nor clocks: ``now`` is a moment of a
+    monotonic clock, in seconds.
 
     Args:
         nodes: how many there are.
         lost_after: seconds of silence after which a node is lost.
         wait: seconds that a lost node has to come back.
+        restarts: how often the run goes on after a launcher failed.
     """
 
-    def __init__(self, nodes: int, lost_after: float, wait: float) -> None:
+    def __init__(self, nodes: int, lost_after: float, wait: float, restarts: int = 0) -> None:
         self.identity = os.urandom(8).hex()
         self.round = 1
         self.members: dict[int, Member] = {}
-        self.orders: list[tuple[int, Document]] = []
-        """Messages to nodes that nobody has sent yet; for the caller to take."""
         self.verdict: Document = {}  # what ends the run, once that is decided
+        self.count = 1  # of what was decided: another one is for all to hear
+        self.news = False  # whether `turn` has something to do that does not come with time
         self._nodes = nodes
         self._lost_after = lost_after
         self._wait = wait
-        self._why = ""
-        self._over_at: float | None = None
-        """When a node was lost for the last time; None: the round goes on."""
-        self._failed: tuple[int, float] | None = None
+        self._restarts = restarts
+        self._used = 0  # of the restarts
+        self._say = ""  # what all nodes log of this round
+        self._over_at: float | None = None  # since when this round is over; None: it goes on
+        self._failed: int | None = None  # the node for which it is; None: one was lost
+        self._began = 0.0
+        self._last_end = 0.0  # when the last launcher ended by itself
+        self._in_a_row = 0  # rounds that failed soon
+        self._next_at = 0.0  # when the next one may begin
+        self._past: set[str] = set()  # agents in whose place another one has come
         self._replaced_at: float | None = None
         """When it was known that this node 0 replaces one that was lost."""
 
@@ -66,165 +77,205 @@ class Membership:
         """Whether the run is over."""
         return bool(self.verdict)
 
-    def arrives(self, node: int, hello: Document, now: float) -> None:
-        """An agent has connected, for the first time or once more."""
-        if self.verdict:
-            return self._order(node, self.verdict)
-        before, agent = self.members.get(node), str(hello.get("agent"))
-        member = before if before is not None and before.agent == agent else Member(agent)
-        if member is not before:
-            self.members[node] = member
-            over = self._over_at is not None
-            if before is not None and before.present and (before.joined or over):
-                self._end_round(node, now)
-                if self.decided:
-                    return None
-        member.heard, member.closed, member.present, member.leaving = now, None, True, False
-        member.running = bool(hello.get("running"))
-        met, code = str(hello.get("coordinator") or ""), hello.get("code")
-        if met not in ("", self.identity):
-            self._replaces(now)
-        elif met and hello.get("lost") and member.joined:
-            # It had given this node 0 up, and ended its launcher.
-            self._end_round(node, now)
-        if hello.get("leaving"):
-            return self.leaves(node, now)
-        if self._over_at is not None:
-            if member.running:
-                self._order(node, {"wait": self._why})
-        elif member.joined:
-            # One that started before it met anyone did so in the first round.
-            number = int(hello.get("round") or 0) or int(code is not None)
-            if not member.running and number < self.round:
-                self._start(node)  # that was said to a connection which broke off
-            elif not member.running and code is not None:
-                self.ended(node, self.round, int(code), now)
-        elif not member.running and not met and code is not None:
-            member.joined = True  # it had ended before it met anyone
-            self.ended(node, 0, int(code), now)
-        elif not member.running:
-            late = node == 0 and self._replaced_at is not None
-            self._start(node, _REPLACES if late else "node 0 is back" if met else "")
-        elif met:
-            # Its ranks may have reached those that were started here.
-            self._end_round(0, now)
+    def says(self, node: int) -> Document:
+        """How things stand, for this node's agent."""
+        if self.decided:
+            what = self.verdict
+        elif self._over_at is not None:
+            what = {"do": "wait", "say": self._say}
         else:
-            member.joined = True  # the first to come do not wait for node 0
-        return None
+            say, member = self._say, self.members.get(node)
+            if not say and self._replaced_at is not None:
+                say = f"{_REPLACES}; {AGAIN}" if node == 0 else ""
+                if node and member is not None and member.met:
+                    say = f"node 0 is back; {AGAIN}"
+            what = {"do": "start", "say": say}
+        return {**self._standing, **what}
 
-    def hears(self, node: int, now: float) -> None:
-        """It has said anything."""
-        member = self.members[node]
-        member.heard = now
-        member.present = not member.leaving
+    def replaced(self) -> Document:
+        """What an agent hears that another one has taken the place of."""
+        return {**self._standing, "do": "stop", "why": "another agent has taken its place"}
+
+    @property
+    def _standing(self) -> Document:
+        return {
+            "coordinator": self.identity, "count": self.count, "round": self.round,
+            "used": self._used,
+        }  # fmt: skip
+
+    def hears(self, node: int, said: Document, now: float) -> bool:
+        """An agent says how it stands. Whether it is this node's: none has come in its place."""
+        agent, count, met = str(said["agent"]), int(said["count"]), str(said["coordinator"])
+        number, used = int(said["round"]), int(said["used"])
+        code = None if said["code"] is None else int(said["code"])
+        member = self.members.get(node)
+        if agent in self._past:
+            return False
+        if member is not None and member.agent == agent and count <= member.count:
+            return True  # late, or said twice
+        if member is None or member.agent != agent:
+            before, member = member, Member(agent)
+            self.members[node] = member
+            if before is not None:
+                self._past.add(before.agent)
+                if before.present:
+                    self._lost(node, now)
+        gone, ours = said["leaving"] and member.present, met == self.identity
+        ready = bool(said["waiting"]) and ours and number == self.round
+        standing = (not said["leaving"], bool(said["running"]), ready)
+        self.news |= standing != (member.present, member.running, member.ready)
+        member.count, member.heard, member.closed = count, now, None
+        member.present, member.running, member.ready = standing
+        self._used = max(self._used, used)
+        if self.decided:
+            return True
+        if gone:
+            self._lost(node, now)
+            return True
+        if met and not ours:
+            member.met = True
+            if self._replaced_at is None:
+                self._replaced_at = now
+                self.count += 1
+        member.early |= member.running and not met
+        if said["gave_up"]:
+            self._failed = None  # whoever failed may have failed of that
+        if self._over_at is not None or said["leaving"]:
+            return True
+        if self._replaced_at is not None and self._mixed(member, met):
+            self._lost(0, now)
+        elif met and not (ours and number == self.round):
+            if member.running:
+                self._lost(node, now)
+        elif code is not None and not member.running:
+            self._ended(node, code, now, known=ours)
+        elif member.ready and not member.running:
+            self._lost(node, now)  # it had given this node 0 up, and ended its launcher
+        return True
+
+    def _mixed(self, member: Member, met: str) -> bool:
+        """Whether ranks may have reached others that were started around another node 0."""
+        if any(each.early and each.running for each in self.members.values()):
+            return True
+        older = bool(met) and met != self.identity
+        return older and (
+            member.running or any(each.code is not None for each in self.members.values())
+        )
 
     def closed(self, node: int, now: float) -> None:
         """Its connection is gone."""
         member = self.members[node]
         if member.closed is None:
             member.closed = now
-        if member.leaving:
-            member.running = False
-
-    def leaves(self, node: int, now: float) -> None:
-        """It was asked to: its pod is being removed."""
-        self.members[node].leaving = True
-        self._lose(node, now)
-
-    def ended(self, node: int, number: int, code: int, now: float) -> None:
-        """Its launcher has, in the round of that number (0: before it had met anyone)."""
-        member = self.members[node]
-        member.running = False
-        if self._over_at is not None or not member.joined or number not in (0, self.round):
-            return
-        member.code = code
-        if not self._wait and (code or node == 0):
-            self._decide({"stop": f"node {node} failed"} if code else {"exit": 0})
-        elif code and self._failed is None:
-            self._failed = (node, now)
 
     def turn(self, now: float) -> None:
         """What has become due."""
-        if self.decided:
-            return
         for node, member in sorted(self.members.items()):
-            if not member.present or (member.code is not None and not self._wait):
+            if self.verdict or not member.present or (member.code is not None and not self._again):
                 continue
-            if member.closed is not None and now - member.closed > limits.PEER_GONE_SECONDS:
-                self._lose(node, now)
-            elif now - member.heard > self._lost_after:
+            gone = member.closed is not None and now - member.closed > limits.PEER_GONE_SECONDS
+            if gone or now - member.heard > self._lost_after:
+                member.present = False
                 silent = f"node {node} does not answer node 0 for {self._lost_after:g} s"
-                self._lose(node, now, silent)
-        missing = [
+                self._lost(node, now, "" if gone else silent)
+        self.settle(now)
+
+    def settle(self, now: float) -> None:
+        """What follows of what was said (``news``): `turn` without a look at who is silent."""
+        self.news = False
+        if self.decided or not self.members:
+            return
+        here = len(self.members) == self._nodes
+        if (here or now - self._last_end > self._patience) and all(
+            member.code == 0 for member in self.members.values()
+        ):
+            # Whoever never came may have ended before this coordinator was there.
+            self._decide("exit", "")
+        elif self._over_at is not None:
+            self._between_rounds(now, now - self._over_at)
+        elif self._replaced_at is not None and now - self._replaced_at > self._patience:
+            if missing := self._missing():
+                self._decide("stop", not_back(missing, self._patience))
+            self._replaced_at = None
+
+    def _between_rounds(self, now: float, seconds: float) -> None:
+        if len(self.members) < self._nodes or any(
+            each.running or not each.ready or not each.present for each in self.members.values()
+        ):
+            if seconds > self._patience and (missing := self._missing()):
+                self._decide("stop", not_back(missing, self._patience))
+            elif seconds > max(self._patience, limits.END_SECONDS):
+                busy = next(n for n, each in self.members.items() if each.running or not each.ready)
+                self._decide("stop", f"node {busy} did not end within {seconds:.0f} s")
+        elif self._failed is not None and self._used >= self._restarts:
+            self._decide("stop", f"node {self._failed} failed", failed=self._failed)
+        elif now >= self._next_at:
+            self._next_round(now)
+
+    def _missing(self) -> list[int]:
+        return [
             node for node in range(self._nodes)
             if node not in self.members or not self.members[node].present
         ]  # fmt: skip
-        if self._over_at is not None:
-            running = [node for node, each in self.members.items() if each.running and each.present]
-            if not missing and not running:
-                self._next_round()
-            elif now - self._over_at > self._wait:
-                self._decide({"stop": not_back(missing or running, self._wait)})
-        elif self._failed is not None:
-            node, at = self._failed
-            quiet = (
-                each.closed is not None or now - each.heard > limits.PEER_QUIET_SECONDS
-                for each in self.members.values() if each.joined
-            )  # fmt: skip
-            if now - at > limits.FAILURE_GRACE and not any(quiet):
-                self._decide({"stop": f"node {node} failed"})
-        elif self._replaced_at is not None and now - self._replaced_at > self._wait:
-            if missing:
-                self._decide({"stop": not_back(missing, self._wait)})
-            self._replaced_at = None
-        if len(self.members) == self._nodes and all(
-            member.joined and member.code == 0 for member in self.members.values()
-        ):
-            self._decide({"exit": 0})
 
-    def _order(self, node: int, message: Document) -> None:
-        self.orders.append((node, message))
+    @property
+    def _patience(self) -> float:
+        """Seconds to wait for a node that is not here."""
+        return self._wait or limits.PEER_MEET_SECONDS
 
-    def _start(self, node: int, say: str = "") -> None:
+    @property
+    def _again(self) -> bool:
+        """Whether anything is ever started again."""
+        return self._wait > 0 or self._restarts > 0
+
+    def _ended(self, node: int, code: int, now: float, known: bool) -> None:
+        """Its launcher has, by itself, in this round. ``known``: after it had met this node 0."""
         member = self.members[node]
-        member.running, member.joined, member.code = True, True, None
-        self._order(node, {"start": self.round, "say": f"{say}; {AGAIN}" if say else ""})
+        if member.code is None:
+            member.code, self._last_end, self.news = code, now, True
+        if not self._wait and code and self._used >= self._restarts:
+            self._decide("stop", f"node {node} failed", failed=node)
+        elif not self._again and node == 0:
+            self._decide("exit", "")
+        elif code:
+            if now - self._began > limits.SOON_SECONDS:
+                self._in_a_row = 0
+            pause = 2.0 ** (self._in_a_row - 1) if self._in_a_row else 0.0
+            self._next_at = now + min(pause, limits.LONGEST_PAUSE)
+            # Else it may have failed of a node 0 that was lost before it met that.
+            self._over(node if known or not self._wait else None, f"node {node} failed", now)
 
-    def _next_round(self) -> None:
-        self.round += 1
-        self._over_at = self._failed = self._replaced_at = None
-        for node in sorted(self.members):
-            self._start(node, f"all {self._nodes} nodes are here")
-
-    def _lose(self, node: int, now: float, why: str = "") -> None:
-        member = self.members[node]
-        member.present = False
-        if member.joined or self._over_at is not None:
-            self._end_round(node, now, why)
-
-    def _end_round(self, lost: int, now: float, why: str = "") -> None:
-        """``why``: what to say where nobody waits for the lost node, besides that it is gone."""
+    def _lost(self, node: int, now: float, why: str = "") -> None:
+        """The node is, or what ran there. ``why``: what to say where nobody waits for it."""
         if self.decided:
             return
-        if not self._wait:
-            return self._decide({"stop": why or f"the launcher of node {lost} is gone"})
-        self._why, self._over_at, self._failed = f"node {lost} was lost", now, None
-        for node, member in sorted(self.members.items()):
-            member.joined, member.code = False, None
-            if (member.running or node != lost) and not member.leaving:
-                self._order(node, {"wait": self._why})
+        if self._wait:
+            self._next_at = now
+            self._over(None, f"node {node} was lost; waiting for it", now)
+        else:
+            self._decide("stop", why or f"the launcher of node {node} is gone")
 
-    def _replaces(self, now: float) -> None:
-        if self._replaced_at is None:
-            self._replaced_at = now
-            if 0 in self.members:
-                self._order(0, {"say": f"{_REPLACES}; {AGAIN}"})
+    def _over(self, failed: int | None, say: str, now: float) -> None:
+        self._failed, self._say, self._over_at = failed, say, now
+        self.count += 1
+        for member in self.members.values():
+            member.ready, member.early, member.code = False, False, None
 
-    def _decide(self, verdict: Document) -> None:
-        if not self.decided:
-            self.verdict = verdict
-            for node in sorted(self.members):
-                self._order(node, verdict)
+    def _next_round(self, now: float) -> None:
+        self._say = f"all {self._nodes} nodes are here; {AGAIN}"
+        if self._failed is not None:
+            self._used += 1
+            self._in_a_row += 1
+            self._say = f"restart {self._used} of {self._restarts}; {AGAIN}"
+        self.round += 1
+        self.count += 1
+        self._began, self._over_at, self._failed, self._replaced_at = now, None, None, None
+        for member in self.members.values():
+            member.ready = False
+
+    def _decide(self, what: str, why: str, failed: int | None = None) -> None:
+        self.verdict = {"do": what, "why": why, "failed": failed}
+        self.count += 1
 
 
 _REPLACES = "this node takes the place of one that was lost"

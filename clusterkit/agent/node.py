@@ -136,8 +136,9 @@ class Node:
         if order == "start":
             self._start()
         elif order == "wait":
-            self.obeyed, self.reason = True, None
+            self.obeyed = True
             if self.running:
+                self.reason = None
                 self._stop()
         else:
             self.finished = True

@@ -16,15 +16,20 @@ import re
 import site
 import sys
 import sysconfig
+import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 Document = dict[str, Any]
 LEVELS = ("torch and what the program's last run had imported", "torch", "nothing")
 MOST_MODULES, MOST_BYTES = 6000, 1 << 20
+_MOST_PROGRAMS = 100  # that are remembered
+_LEVEL_SECONDS = 86400.0  # after which what did not bear a fork is tried again
 _MOST_FILES = 200  # of the program's own, that are looked at for torch
-_TORCH = re.compile(rb"\b(torch|deepspeed|transformers|accelerate|lightning|pytorch_lightning)\b")
+_TORCH = re.compile(
+    rb"\b(torch\w*|deepspeed|transformers|accelerate|lightning|pytorch_lightning)\b"
+)
 _IMPORT = re.compile(rb"^[ \t]*(?:from[ \t]+([\w.]+)|import[ \t]+([\w., \t]+))", re.MULTILINE)
 _COMPILER = "torch._dynamo.eval_frame"  # there once the real torch._dynamo is
 
@@ -36,11 +41,11 @@ class Preload:
         config: of the server (`fork`): ``words``, the program and its arguments; ``argv``, the
             interpreter and its options; ``source``, the handle of the text that it runs. The
             first of LEVELS that may be tried is the server's argument.
-        defer_dynamo: puts a stand-in in the place of torch._dynamo.
+        eager: what that module defines.
     """
 
-    def __init__(self, config: Document, defer_dynamo: Callable[[], None]) -> None:
-        self._config, self._defer = config, defer_dynamo
+    def __init__(self, config: Document, eager: Document) -> None:
+        self._config, self._eager = config, eager
         words = config["words"]
         self._module = words[1] if words[0] == "-m" else None
         self._program = os.path.realpath(words[0])
@@ -74,13 +79,15 @@ class Preload:
     def _import(self, names: Iterable[str]) -> None:
         # torch asks the driver's library then, and not the GPU.
         asked = os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-        deferred = _COMPILER in self._recorded
-        for name in names:
-            if name not in sys.modules:
-                with contextlib.suppress(BaseException):
-                    importlib.import_module(name)
-            if name == "torch" and "torch" in sys.modules and not deferred:
-                self._defer()
+        with contextlib.ExitStack() as stack:
+            for name in names:
+                if name not in sys.modules:
+                    with contextlib.suppress(BaseException):
+                        importlib.import_module(name)
+                if name == "torch" and "torch" in sys.modules and _COMPILER not in self._recorded:
+                    with contextlib.suppress(Exception):  # a torch that has no compiler
+                        self._eager["defer_dynamo"]()
+                        stack.enter_context(self._eager["deferred_compile"]())
         if asked == "1" and "PYTORCH_NVML_BASED_CUDA_CHECK" not in self._config["env"]:
             del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
 
@@ -120,14 +127,16 @@ class Preload:
 
     def _seems_to_use_torch(self) -> bool:
         """Whether it, or a module beside it that it imports, names torch."""
+        if self._module and _TORCH.search(self._module.encode()):
+            return True
+        more = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        path = [self._folder, *(folder for folder in more if folder)]
         names = [self._module] if self._module else []
         files = [] if self._module else [self._program]
         seen: set[str] = set()
         while (files or names) and len(seen) < _MOST_FILES:
             if names:
-                file = next(
-                    filter(None, (_module_file(each, names[-1]) for each in self._path)), ""
-                )
+                file = next(filter(None, (_module_file(each, names[-1]) for each in path)), "")
                 names.pop()
             else:
                 file = files.pop()
@@ -146,12 +155,6 @@ class Preload:
                 names += [words[0] for each in found if (words := each.split())]
         return False
 
-    @property
-    def _path(self) -> list[str]:
-        """Where the program's own modules lie."""
-        packages = _site_folders()
-        return [self._folder, *(each for each in sys.path if not each.startswith(packages))]
-
     def _memory(self) -> str:
         """The file that keeps what the program imports from one run to the next."""
         home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -160,9 +163,10 @@ class Preload:
         return os.path.join(home, "clusterkit", "imports", f"{digest[:16]}.json")
 
     def _known(self) -> Document:
-        with contextlib.suppress(OSError, ValueError), open(self._file, "rb") as file:
+        with contextlib.suppress(OSError, TypeError, ValueError), open(self._file, "rb") as file:
             known = json.loads(file.read(MOST_BYTES))
-            return known if isinstance(known, dict) else {}
+            old = time.time() - os.fstat(file.fileno()).st_mtime > _LEVEL_SECONDS
+            return {**known, "level": 0} if old else dict(known)
         return {}
 
     def record(self, code: int) -> None:
@@ -187,6 +191,10 @@ class Preload:
             with open(temporary, "w") as file:
                 json.dump(document, file)
             os.replace(temporary, self._file)
+            others = list(os.scandir(os.path.dirname(self._file)))
+            others.sort(key=lambda other: other.stat().st_mtime)
+            for other in others[:-_MOST_PROGRAMS]:
+                os.unlink(other)
 
 
 def _module_file(folder: str, name: str) -> str | None:

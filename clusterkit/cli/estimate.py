@@ -21,8 +21,8 @@ from clusterkit.cli.common import (
 )
 from clusterkit.estimate import Estimate, published
 from clusterkit.estimate.advice import Row
+from clusterkit.estimate.presets import PRESETS
 from clusterkit.estimate.units import gib
-from clusterkit.runtime.gpt_shape import PRESETS
 
 _COLUMNS = 100
 _INDENT = " " * 8
@@ -41,7 +41,7 @@ def _options(function: Any) -> Any:
         click.option("-g", "--gpus", type=int, metavar="N", help="GPUs per node."),
         click.option("--model", metavar="NAME",
                      help="Instead of the job's: llama-3-8b, qwen2-1.5b, mistral-7b, gpt2-xl ..., "
-                     "tiny ... 1.5b of gpt.py, or a Hugging Face name or folder."),
+                     "tiny ... 1.5b of jobs/train/gpt, or a Hugging Face name or folder."),
         click.option("--parameters", metavar="COUNT", help="Any transformer of so many: 7B."),
         click.option("--layers", type=int, metavar="N", help="Of --parameters."),
         click.option("--hidden", type=int, metavar="N", help="Of --parameters: width of a layer."),

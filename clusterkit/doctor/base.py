@@ -80,10 +80,12 @@ class Machine(Struct, frozen=True, kw_only=True):
 
 
 class Needs(Struct, frozen=True, kw_only=True):
-    """What the job asks of every host; the defaults are those of a job file."""
+    """What the job asks of every host; without one, what most do."""
 
     device: Device = "auto"
-    launcher: Launcher = "torchrun"
+    launcher: Launcher = "forkserver"
+    without_torch: Level = "fail"
+    """What it means that a host does not have torch."""
     deepspeed: bool = False
     elastic: bool = False
 
@@ -95,9 +97,17 @@ class Needs(Struct, frozen=True, kw_only=True):
         return cls(
             device=job.device,
             launcher=job.started_by,
+            without_torch=_without_torch(job),
             deepspeed=job.deepspeed is not None,
             elastic=job.elastic,
         )
+
+
+def _without_torch(job: JobSpec) -> Level:
+    if job.started_by in ("torchrun", "deepspeed"):
+        return "fail"
+    # A program that trains needs it; one that only counts does not.
+    return "ok" if job.command is not None else "warn"
 
 
 class HostSubject(Struct, frozen=True, kw_only=True):

@@ -17,9 +17,9 @@ from clusterkit.errors import BadInput, ClusterkitError, counted
 from clusterkit.estimate import advice, jobs, models
 from clusterkit.estimate.advice import Advice, Row
 from clusterkit.estimate.memory import predict
+from clusterkit.estimate.presets import PRESETS
 from clusterkit.estimate.setup import OPTIMIZERS, Model, Precision, Setup
 from clusterkit.estimate.units import gib, parse_count, parse_size
-from clusterkit.runtime.gpt_shape import PRESETS
 from clusterkit.spec import JobSpec
 
 _SHAPE = ("layers", "hidden", "heads", "kv_heads", "intermediate", "gated", "vocabulary")
@@ -241,8 +241,8 @@ def _model(spec: JobSpec, program: jobs.Program, question: Question) -> Model:
         what = spec.program or spec.module or "this command"
         raise BadInput(
             f"{what}: clusterkit does not know which model it trains",
-            hint="--model NAME (llama-3-8b, a preset of gpt.py, a Hugging Face name or folder), or "
-            "--parameters 7B --layers 32 --hidden 4096",
+            hint="--model NAME (llama-3-8b, a preset of jobs/train/gpt, a Hugging Face name or "
+            "folder), or --parameters 7B --layers 32 --hidden 4096",
         )
     return model if question.context is None else replace(model, context=question.context)
 

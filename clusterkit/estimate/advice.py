@@ -10,9 +10,9 @@ from msgspec import Struct
 
 from clusterkit.errors import counted
 from clusterkit.estimate.memory import largest_micro, predict
+from clusterkit.estimate.mesh import Mesh
 from clusterkit.estimate.setup import Model, Setup
 from clusterkit.estimate.units import gib
-from clusterkit.runtime.mesh import Mesh
 
 MOST_RANKS = 4096
 """Beyond so many, no advice to take more."""

@@ -1,7 +1,8 @@
 """What a job trains and how, as far as its file and its program's text tell.
 
-Known programs are those built on ``clusterkit.runtime``: their flags are ours, so what they mean
-is known. Of any other program only the DeepSpeed section is, and its model must be given.
+Known programs are those of jobs/train (also where they were copied to): their flags are ours, so
+what they mean is known. Of any other program only the DeepSpeed section is, and its model must be
+given.
 """
 
 from __future__ import annotations
@@ -18,27 +19,29 @@ from typing import Any, get_args
 from clusterkit.batch import DEEPSPEED_KEYS, solve
 from clusterkit.deepspeed_config import precision
 from clusterkit.errors import BadInput
+from clusterkit.estimate import mesh as meshes
 from clusterkit.estimate import models
+from clusterkit.estimate.mesh import Mesh
+from clusterkit.estimate.presets import PRESETS
 from clusterkit.estimate.setup import ZERO, Model, Precision, Setup, Zero
-from clusterkit.runtime import mesh as meshes
-from clusterkit.runtime.gpt_shape import PRESETS
-from clusterkit.runtime.mesh import Mesh
 from clusterkit.spec import JobSpec
 
 _DEFAULT_GLOBAL_BATCH = 32
-"""Of programs with our flags, when nothing is said (``runtime.arguments``)."""
+"""Of programs with our flags, when nothing is said (jobs/train/gpt/settings.py)."""
 _HUGGING_FACE_CONTEXT = 256
-"""Tokens in a sample of a Hugging Face model in gpt.py, when nothing is said."""
+"""Tokens in a sample of a Hugging Face model in train.py, when nothing is said."""
 _RECOMPUTE = ("--activation-checkpointing", "--gradient-checkpointing", "--gradient_checkpointing")
-_OURS = re.compile(r"^\s*(from|import) clusterkit\.runtime\b", re.MULTILINE)
-_HAS_PRESETS = re.compile(r"^from clusterkit\.runtime\.gpt import .*\bPRESETS\b", re.MULTILINE)
+_OURS = re.compile(
+    r"^\s*(from|import) clusterkit\.runtime\b|\bsettings\.Parser\(__doc__", re.MULTILINE
+)
+_HAS_PRESETS = re.compile(r"^from model import .*\bPRESETS\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Program:
     """The arguments of a job's program."""
 
-    ours: bool  # built on clusterkit.runtime, so that its flags are ours
+    ours: bool  # one of jobs/train, so that its flags are ours
     presets: bool  # --model takes our GPT's presets
     flags: Mapping[str, str]  # to values; the last one counts, as in argparse; a bare flag is ""
     defaults: Mapping[str, str]  # of flags that are not given, from the program's text
@@ -157,11 +160,11 @@ def setup_of(
             hint="a deepspeed section in the job file",
         )
     if strategy in meshes.STRATEGIES:
-        facts = {"name": model.name, "context": model.context}
-        if model.divisible:
-            facts |= {"layers": str(model.layers), "heads": str(model.heads)}
         mesh = meshes.choose(strategy, program.get("--mesh"), ranks=ranks, local_ranks=local_ranks)
-        meshes.check_model(strategy, mesh, facts, sequence=sequence)
+        shape = {"layers": model.layers, "heads": model.heads, "context": model.context}
+        known = shape if model.divisible else None
+        if known is not None or strategy != "deepspeed":  # AutoTP looks for itself
+            meshes.check_model(mesh, model.name, known, sequence=sequence)
     elif strategy not in ZERO:
         raise BadInput(f"args: --strategy {strategy} is unknown", hint=", ".join(meshes.STRATEGIES))
     sizes = batch_of(job, program)

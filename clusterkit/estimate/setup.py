@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from clusterkit.runtime.mesh import Mesh
+from clusterkit.estimate.mesh import Mesh
 
 Precision = Literal["fp32", "bf16", "fp16"]
 ZERO = ("zero0", "zero1", "zero2", "zero3")

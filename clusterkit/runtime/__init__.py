@@ -1,6 +1,5 @@
-"""What runs inside a rank: distributed set-up, metrics, checkpoints, training strategies.
+"""Help for programs in ranks that want it: distributed set-up, metrics; and what measures links.
 
-The only part of clusterkit that imports torch (``metrics``, ``mesh`` and ``gpt_shape`` do not). A
-program that knows nothing of it still runs under clusterkit; one that uses it gets progress,
-resume and a clean ending.
+The only part of clusterkit that imports torch (``metrics`` and ``arguments`` do not). A program
+that knows nothing of it still runs under clusterkit; jobs/train/gpt needs nothing of it.
 """

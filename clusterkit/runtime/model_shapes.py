@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,8 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clusterkit.errors import ClusterkitError
-from clusterkit.runtime.huggingface import import_transformers, loading
+from clusterkit.errors import BadInput, ClusterkitError
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -46,7 +45,7 @@ def sizes(name: str, context: int | None) -> dict[str, Any]:
     Raises:
         BadInput: transformers is missing, or cannot find or build the model.
     """
-    config = loading(name, lambda: import_transformers().AutoConfig.from_pretrained(name))
+    config = _loading(name, lambda: _transformers().AutoConfig.from_pretrained(name))
     text = config.get_text_config()
     whole, one, two = (_build(name, config, layers) for layers in (None, 1, 2))
     context = context or int(getattr(text, "max_position_embeddings", 0) or 1024)
@@ -82,7 +81,7 @@ def sizes(name: str, context: int | None) -> dict[str, Any]:
 
 def _build(name: str, config: Any, layers: int | None) -> nn.Module:
     """The model on the meta device, with its own number of layers or another."""
-    transformers = import_transformers()
+    transformers = _transformers()
     config = type(config).from_dict(config.to_dict())
     if layers is not None:
         text = config.get_text_config()
@@ -99,8 +98,27 @@ def _build(name: str, config: Any, layers: int | None) -> nn.Module:
         return transformers.AutoModelForCausalLM.from_config(config)
 
     with torch.device("meta"):
-        model: nn.Module = loading(name, build)
+        model: nn.Module = _loading(name, build)
     return model.train()
+
+
+def _transformers() -> Any:
+    """The package, silent; that it is missing is a BadInput."""
+    try:
+        import transformers
+    except ImportError:
+        raise BadInput("a Hugging Face model needs transformers") from None
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
+def _loading(name: str, load: Callable[[], Any]) -> Any:
+    """What ``load`` returns; that it cannot is a BadInput."""
+    try:
+        return load()
+    except (OSError, ValueError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise BadInput(f"--model {name}: {reason}") from None
 
 
 def _count(model: nn.Module, *, matrices: bool = False) -> int:

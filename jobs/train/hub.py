@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import ssl
 import sys
@@ -9,9 +10,12 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from clusterkit.errors import BadInput, Unavailable
 
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+AUTO = {"gradient_clipping": 1.0, "zero_optimization": {}, **dict.fromkeys(SIZES, "auto")}
 SECONDS = 5.0
 """How long the hub has to answer before the program goes on without it."""
 
@@ -67,3 +71,11 @@ def _answers(model: str) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+def read_deepspeed_config(path: str) -> dict[str, Any]:
+    """The DeepSpeed config; batch sizes that it leaves out are the Trainer's."""
+    try:
+        return AUTO | json.loads(Path(path).read_text())
+    except (OSError, ValueError, TypeError) as error:
+        raise BadInput(f"DeepSpeed config {path}: {error}") from None

@@ -20,12 +20,10 @@ from typing import Any
 import torch
 from classifier import choose_model, encode
 from flags import Flags
-from hub import import_transformers
+from hub import import_transformers, read_deepspeed_config
 from reviews import add_flags, learning_rate, read_reviews, split
 
-from clusterkit.batch import solve
 from clusterkit.errors import Unavailable
-from clusterkit.runtime import deepspeed as zero
 from clusterkit.runtime.distributed import (
     EXIT_STOPPED,
     World,
@@ -45,10 +43,7 @@ def main() -> int:
     device = choose_device(ranks)
     reviews = read_reviews(args.data, separator=args.separator, encoding=args.encoding)
     parts = split(len(reviews.texts), args.validation, args.seed)
-    config = None
-    if args.deepspeed_config:
-        batch = solve(data_parallel=ranks.size, micro=args.batch, accumulation=args.accumulation)
-        config = zero.load_config(args.deepspeed_config, batch=batch)
+    config = read_deepspeed_config(args.deepspeed_config) if args.deepspeed_config else None
     texts = [reviews.texts[row] for row in parts[0]]
     tokenizer, make_model = choose_model(args.model, texts, reviews.classes, args.max_length)
     hf = import_trainer(device, config)

@@ -70,7 +70,7 @@ def compare(what: str, ours: Callable[[], float], peer: Callable[[], float], rou
 
 @dataclass(frozen=True)
 class Program:
-    """gpt.py with the settings of one job file, for both sides."""
+    """train.py with the settings of one job file, for both sides."""
 
     job: str
     steps: int
@@ -120,7 +120,7 @@ def bare(program: Program, launcher: list[str]) -> tuple[float, float]:
             env |= {"CLUSTERKIT_DEEPSPEED_CONFIG": str(config), "DS_ACCELERATOR": "cpu"}
         begun = time.time()
         process = subprocess.Popen(
-            [*launcher, "jobs/train/gpt.py", *program.args], env=env, text=True,
+            [*launcher, "jobs/train/gpt/train.py", *program.args], env=env, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         first, steps = None, []
@@ -182,8 +182,8 @@ def main() -> int:
                 rounds,
             ),
             compare(
-                "submit to first step, ddp, launcher python / bare torchrun",
-                lambda: under_clusterkit(short, "python")[0],
+                "submit to first step, ddp, launcher forkserver / bare torchrun",
+                lambda: under_clusterkit(short, "forkserver")[0],
                 lambda: bare(short, torchrun())[0],
                 rounds,
             ),
@@ -212,7 +212,7 @@ def main() -> int:
                 rounds + 3,
             ),
         ]
-        run = api.submit([sys.executable, "-c", "pass"], settings=["launcher=python"])
+        run = api.submit([sys.executable, "-c", "pass"], settings=["launcher=forkserver"])
         assert run.wait(SECONDS).state is State.SUCCEEDED
         nothing = [sys.executable, "-c", "pass"]
         for verb in (["--help"], ["status", "last"], ["ls"]):

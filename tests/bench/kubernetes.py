@@ -231,7 +231,7 @@ def logged_step(argv: list[str]) -> float:
 @contextlib.contextmanager
 def sleepers(kube: Kube) -> Iterator[str]:
     """A run whose pods do nothing, to type commands into; gives its id."""
-    job = JobSpec(name="bench", command=("sleep", "3600"), launcher="python", nodes=NODES)
+    job = JobSpec(name="bench", command=("sleep", "3600"), launcher="forkserver", nodes=NODES)
     run = api.submit(job, cluster="k8s")
     try:
         status = run.wait_started(SECONDS)
@@ -255,7 +255,7 @@ def typed(kube: Kube, run_id: str, program: Program) -> float:
             "for name in $(env | sed -n 's/^\\(CLUSTERKIT_[A-Z_]*\\)=.*/\\1/p'); do unset $name; "
             f"done; cd /opt/clusterkit; date +%s.%N; exec env {env} torchrun --nnodes={NODES} "
             f"--node-rank={node} --nproc-per-node=1 --master-addr={run_id}-worker-0 "
-            f'--master-port={PORT} jobs/train/gpt.py "$@"'
+            f'--master-port={PORT} jobs/train/gpt/train.py "$@"'
         )
         words = ["exec", f"{run_id}-worker-{node}", "--", "sh", "-c", script, "sh", *program.args]
         processes.append(

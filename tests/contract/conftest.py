@@ -320,6 +320,10 @@ class KubernetesStage(LocalStage):
     def cluster(self, **fields: Any) -> ClusterSpec:
         return super().cluster(**{"workdir": str(PROGRAMS), **fields})
 
+    def begin(self, plan: Plan) -> None:
+        super().begin(plan)
+        self.transport.put("localhost", f"{plan.run_dir}/{runs.MADE}", b"")
+
     def plan(
         self,
         job: JobSpec,
@@ -371,7 +375,7 @@ def demo() -> Callable[..., JobSpec]:
         given = {
             "name": "demo",
             "program": str(PROGRAMS / "dump.py"),
-            "launcher": "python",
+            "launcher": "forkserver",
             "workdir": str(PROGRAMS),
         }
         return JobSpec(**(given | fields))

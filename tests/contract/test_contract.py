@@ -44,7 +44,8 @@ KINDS_OF_JOB = {
         "batch": BatchSpec(global_size=64, micro=8),
     },
     "mpirun": {"launcher": "mpirun", "nodes": 2},
-    "python": {"launcher": "python", "checkpoint": CheckpointSpec()},
+    "forkserver": {"launcher": "forkserver", "checkpoint": CheckpointSpec()},
+    "forkserver on two nodes": {"nodes": 2, "gpus_per_node": 2},
     "module": {"program": None, "module": "json.tool"},
     "command": {"program": None, "command": ("./train.sh", "--a b")},
 }
@@ -265,8 +266,8 @@ def test_stale_variables_of_the_submitter_do_not_reach_the_ranks(stage, demo, ru
     for one in seen.values():
         assert one["env"]["WORLD_SIZE"] == "2"
         assert one["env"]["MASTER_ADDR"] == plan.address
-        assert "GROUP_RANK" not in one["env"]
-        assert "TORCHELASTIC_RUN_ID" not in one["env"]
+        assert one["env"]["GROUP_RANK"] == "0"
+        assert one["env"]["TORCHELASTIC_RUN_ID"] == plan.run_id
 
 
 # ---------------------------------------------------------------- 5: secrets

@@ -89,7 +89,7 @@ def submit() -> Iterator[Callable[..., api.Run]]:
             name=Path(program).stem,
             program=str(PROGRAMS / program),
             args=tuple(map(str, args)),
-            **{"launcher": "python", **fields},
+            **{"launcher": "forkserver", **fields},
         )
         started.append(api.submit(job, **options))
         return started[-1]

@@ -28,7 +28,7 @@ from clusterkit.spec import JobSpec
 from clusterkit.status import State
 
 ROOT = Path(__file__).parents[2]
-GPT = ROOT / "jobs" / "train" / "gpt.py"
+GPT = ROOT / "jobs" / "train" / "gpt" / "train.py"
 TRACKED = Path(__file__).parent / "programs" / "tracked.py"
 PAGE = ROOT / "docs" / "estimate.md"
 TOLERANCE = 0.10
@@ -63,7 +63,7 @@ _TOKENIZER_CONFIG = (
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration: flags of gpt.py, and what the job file would say.
+    """One configuration: flags of train.py, and what the job file would say.
 
     ``QWEN2`` among the flags stands for a folder with that config.
     """

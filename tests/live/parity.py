@@ -12,7 +12,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -39,6 +39,7 @@ class Case:
         ranks: of each node.
         args: further arguments; of a flag given twice the last counts.
         elsewhere: other numbers of ranks to resume on, with the arguments that need changing.
+        launcher: what starts the ranks.
     """
 
     job: str
@@ -46,25 +47,32 @@ class Case:
     ranks: int
     args: tuple[str, ...] = ()
     elsewhere: Mapping[int, tuple[str, ...]] = field(default_factory=dict, hash=False)
+    launcher: str = "auto"
 
     @property
     def name(self) -> str:
         extra = "".join(f" {word}" for word in self.args if word.startswith("--"))
+        extra += f" {self.launcher}" if self.launcher != "auto" else ""
         return f"{self.job} {self.nodes}x{self.ranks}{extra}"
 
 
 MICRO_2 = ("--micro-batch", "2")
+OTHER_LAUNCHERS = ("torchrun", "deepspeed", "mpirun")
+"""Than the default, which starts the ranks of all cases that name none."""
 REFERENCE = Case("ddp", 1, 1)
 CASES = (
     REFERENCE,
     Case("ddp", 1, 2, elsewhere={1: ()}),
     Case("ddp", 2, 1),
+    *(Case("ddp", 1, 2, launcher=each) for each in OTHER_LAUNCHERS),
     Case("zero0", 2, 1, elsewhere={1: ()}),
     Case("zero1", 2, 1),
     Case("zero2", 2, 1),
     Case("zero2-offload", 2, 1),
     Case("zero2-universal", 1, 2, elsewhere={1: (), 4: MICRO_2}),
     Case("zero3", 2, 1),
+    Case("zero3", 1, 2),
+    *(Case("zero3", 1, 2, launcher=each) for each in OTHER_LAUNCHERS),
     Case("zero3", 1, 2, ("--zero-init",)),
     Case("zero3-offload", 2, 1),
     Case("fsdp", 1, 2, elsewhere={1: (), 4: MICRO_2}),
@@ -123,9 +131,6 @@ def measure(
         checkpoints: save at HALF and at the end into this folder.
         resume: go on from this checkpoint.
 
-    Only ``ddp`` starts as its job file says, by torchrun: the others' ranks start by themselves. A
-    torchrun on every node imports torch as every rank does, and the numbers are not its.
-
     Raises:
         RuntimeError: the run did not succeed.
     """
@@ -146,8 +151,7 @@ def measure(
     )
     run = api.submit(
         spec, cluster=cluster, nodes=case.nodes, gpus=case.ranks,
-        settings=["device=cpu", "threads_per_rank=1",
-                  *([] if case.job == REFERENCE.job else ["launcher=python"])],
+        settings=["device=cpu", "threads_per_rank=1", f"launcher={case.launcher}"],
     )  # fmt: skip
     try:
         status = run.wait(SECONDS)
@@ -182,7 +186,8 @@ def measure_and_resume(
         half = Path(folder, f"step-{HALF:08d}")
         resumed = []
         for count, (nodes, ranks, args) in again.items():
-            rest = measure(Case(case.job, nodes, ranks, (*case.args, *args)), resume=half)
+            other = replace(case, nodes=nodes, ranks=ranks, args=(*case.args, *args))
+            rest = measure(other, resume=half)
             difference = largest_difference(rest.losses, whole.losses[HALF:])
             resumed.append(Resumed(case, count, difference))
     return whole, resumed
@@ -231,7 +236,8 @@ def report(results: Mapping[str, Result], resumed: list[Resumed]) -> str:
 
 Written by `make parity`; do not edit. Every strategy trains the same model (`tiny`,
 {reference.total:,} parameters) on the same data with the same global batch of {GLOBAL_BATCH}, in
-fp32 on the CPU, one thread a rank, for {STEPS} steps. `NxM` is N nodes of M ranks on one machine.
+fp32 on the CPU, one thread a rank, for {STEPS} steps. `NxM` is N nodes of M ranks on one machine,
+started by forkserver unless another launcher is named.
 "agrees": no loss of any step is further than {TOLERANCE:.0e} from that of `{REFERENCE.name}`.
 
 Python {platform.python_version()}, {versions}, {platform.system()} {platform.machine()}.

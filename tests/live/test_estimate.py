@@ -12,9 +12,9 @@ import pytest
 
 from clusterkit.estimate import models
 from clusterkit.estimate.memory import layer_activations
+from clusterkit.estimate.mesh import Mesh
+from clusterkit.estimate.presets import PRESETS
 from clusterkit.estimate.setup import Setup
-from clusterkit.runtime.gpt_shape import PRESETS
-from clusterkit.runtime.mesh import Mesh
 from tests.live import estimate as check
 
 pytestmark = pytest.mark.live
@@ -67,11 +67,13 @@ def test_formulas_from_a_config_agree_with_the_meta_device(kind: str, tmp_path: 
 @pytest.mark.timeout(600)
 def test_our_presets_are_as_large_as_the_model_they_stand_for() -> None:
     code = (
-        "import torch\nfrom clusterkit.runtime.gpt import GPT, PRESETS\n"
+        "import torch\nfrom model import GPT, PRESETS\n"
         "with torch.device('meta'):\n"
         "    print({n: sum(p.numel() for p in GPT(s).parameters()) for n, s in PRESETS.items()})"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        cwd=check.GPT.parent,
+    )  # fmt: skip
     built = eval(done.stdout)
     assert built == {name: models.gpt(name).parameters for name in PRESETS}
 

@@ -36,7 +36,7 @@ SOON = 60.0
 
 START_FEW = (
     "from clusterkit import api; print(api.submit(['sleep', '600'], gpus=40, "
-    "settings=['launcher=python']).id)"
+    "settings=['launcher=forkserver']).id)"
 )
 
 QUIET = {"OMPI_MCA_orte_execute_quiet": "1"}
@@ -84,7 +84,7 @@ def kill(pid: int) -> None:
 # ---------------------------------------------------------------- what ranks see
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "mpirun", "python"])
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "mpirun", "forkserver"])
 def test_every_rank_sees_the_whole_environment_contract(submit: Submit, launcher: str) -> None:
     if launcher == "mpirun":
         needs_mpirun()
@@ -108,6 +108,30 @@ def test_every_rank_sees_the_whole_environment_contract(submit: Submit, launcher
             "MASTER_PORT": str(run.plan.port),
         }
         assert {name: env.get(name) for name in expected} == expected
+
+
+def test_a_rank_sees_the_variables_of_torchrun_s_ranks_whatever_the_agent_starts(
+    submit: Submit,
+) -> None:
+    def seen(run: api.Run) -> dict[str, str]:
+        assert run.wait(SOON).state is State.SUCCEEDED, run.status()
+        (line,) = (line for line in run.logs() if line.rank == 3)
+        return {
+            name: value.replace(run.id, "RUN").replace(str(run.plan.port), "PORT")
+            for name, value in json.loads(line.text)["env"].items()
+        }
+
+    torchrun = seen(submit("environment.py", nodes=2, gpus=2, launcher="torchrun"))
+    forked = seen(submit("environment.py", nodes=2, gpus=2, launcher="forkserver"))
+    words = ["python", "-c", (PROGRAMS / "environment.py").read_text()]
+    spawned = seen(api.submit(words, nodes=2, gpus=2, settings=["name=environment"]))
+    # Where an exception is to be written, how the ranks meet; and for hangs to be found.
+    own = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE",
+           "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCH_FR_BUFFER_SIZE"}  # fmt: skip
+    for environ in (torchrun, forked, spawned):
+        for name in own:
+            environ.pop(name, None)
+    assert forked == torchrun == spawned
 
 
 def test_lines_carry_the_node_and_rank_that_wrote_them(submit: Submit) -> None:
@@ -155,12 +179,12 @@ def test_every_way_to_start_python_starts_the_same(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("VIRTUAL_ENV", str(environment))
     (tmp_path / "who.py").write_text("import sys; print(sys.prefix, sys.executable)")
-    (tmp_path / "job.yaml").write_text("launcher: python\ncommand: [python, who.py]\n")
+    (tmp_path / "job.yaml").write_text("launcher: forkserver\ncommand: [python, who.py]\n")
     tool = environment / "bin/tool"
     tool.write_text('#!/bin/sh\nexec python who.py "$@"\n')
     tool.chmod(0o755)
     job: api.Job = words[0] if words == ["job.yaml"] else words
-    run = api.submit(job, settings=["launcher=python"])
+    run = api.submit(job, settings=["launcher=forkserver"])
     assert run.wait(SOON).state is State.SUCCEEDED, list(run.logs())
     expected = named if "named" in words[0] else environment
     prefix, executable = next(run.logs(rank=0)).text.split()
@@ -224,7 +248,7 @@ def test_accelerate_on_the_cpu_makes_one_world(
         ("exit", 7, "exited with 7: about to leave"),
     ],
 )
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "mpirun", "python"])
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "mpirun", "forkserver"])
 def test_the_rank_that_failed_is_named_and_its_code_passed_on(
     submit: Submit, launcher: str, how: str, code: int, cause: str
 ) -> None:
@@ -246,7 +270,7 @@ def test_peers_that_fail_of_it_are_not_blamed_and_one_traceback_is_shown(
     clusterkit: list[str],
 ) -> None:
     done = subprocess.run(
-        [*clusterkit, "submit", "--nodes", "2", "--set", "launcher=python", "--",
+        [*clusterkit, "submit", "--nodes", "2", "--set", "launcher=forkserver", "--",
          "python", str(PROGRAMS / "fail.py"), "peers", "1", "99"],
         capture_output=True, text=True, timeout=SOON,
     )  # fmt: skip
@@ -255,7 +279,7 @@ def test_peers_that_fail_of_it_are_not_blamed_and_one_traceback_is_shown(
     assert done.stderr.count("Traceback (most recent call last)") == 1
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "python"])
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "forkserver"])
 def test_a_killed_rank_takes_the_run_down(submit: Submit, launcher: str) -> None:
     run = submit("beat.py", 6000, nodes=2, launcher=launcher)
     all_ready(run, 2)
@@ -278,7 +302,7 @@ def test_a_rank_that_kills_itself_under_mpirun_is_named(submit: Submit) -> None:
     assert status.failure.cause.startswith("killed by SIGKILL")
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "python"])
+@pytest.mark.parametrize("launcher", ["torchrun", "forkserver"])
 def test_a_killed_agent_takes_the_run_down(submit: Submit, launcher: str) -> None:
     run = submit("beat.py", 6000, nodes=2, launcher=launcher)
     all_ready(run, 2)
@@ -299,7 +323,7 @@ def test_a_killed_launcher_takes_the_run_down(submit: Submit) -> None:
 
 
 def test_a_program_that_cannot_start_says_why(submit: Submit, tmp_path: Path) -> None:
-    run = api.submit(["/no/such/program"], settings=["launcher=python"])
+    run = api.submit(["/no/such/program"], settings=["launcher=forkserver"])
     status = run.wait(SOON)
     assert status.failure is not None
     assert status.exit_code == 127
@@ -329,7 +353,7 @@ def test_restarts_come_to_an_end(submit: Submit) -> None:
 # ---------------------------------------------------------------- cancel, and killed submitters
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "python"])
+@pytest.mark.parametrize("launcher", ["torchrun", "forkserver"])
 def test_cancel_ends_everything_and_may_be_repeated(submit: Submit, launcher: str) -> None:
     run = submit("beat.py", 6000, nodes=2, launcher=launcher)
     all_ready(run, 2)
@@ -353,7 +377,7 @@ def test_a_cancelled_program_that_leaves_with_0_has_not_succeeded(
     assert (status.state, status.exit_code) == (State.CANCELLED, 130)
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "python"])
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "forkserver"])
 def test_ranks_have_the_whole_grace_to_save_their_work(
     submit: Submit, tmp_path: Path, launcher: str
 ) -> None:
@@ -464,7 +488,7 @@ def test_attach_starts_a_run_again_that_failed_alone_and_only_once(
 
 def test_submit_killed_with_9_leaves_the_run_going(clusterkit: list[str]) -> None:
     submitter = subprocess.Popen(
-        [*clusterkit, "submit", "--nodes", "2", "--set", "launcher=python", "--",
+        [*clusterkit, "submit", "--nodes", "2", "--set", "launcher=forkserver", "--",
          "python", str(PROGRAMS / "beat.py"), "6000"],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
@@ -484,7 +508,7 @@ def test_submit_killed_with_9_leaves_the_run_going(clusterkit: list[str]) -> Non
 
 def test_cancel_from_elsewhere_ends_the_submit_that_follows(clusterkit: list[str]) -> None:
     submitter = subprocess.Popen(
-        [*clusterkit, "submit", "--set", "launcher=python", "--",
+        [*clusterkit, "submit", "--set", "launcher=forkserver", "--",
          "python", str(PROGRAMS / "beat.py"), "6000"],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
@@ -534,7 +558,7 @@ class Terminal:
 
 def beating(clusterkit: list[str], *options: str) -> list[str]:
     return [
-        *clusterkit, "submit", "--set", "launcher=python", *options, "--",
+        *clusterkit, "submit", "--set", "launcher=forkserver", *options, "--",
         "python", str(PROGRAMS / "beat.py"), "6000",
     ]  # fmt: skip
 
@@ -597,7 +621,7 @@ def test_ctrl_c_before_the_start_leaves_nothing(
 
     monkeypatch.setattr(phase, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        api.submit(["python", str(PROGRAMS / "environment.py")], settings=["launcher=python"])
+        api.submit(["python", str(PROGRAMS / "environment.py")], settings=["launcher=forkserver"])
     assert list((own_home / "runs").glob("*") if own_home.exists() else []) == []
 
 
@@ -616,7 +640,7 @@ def test_ctrl_c_while_the_supervisor_starts_leaves_nothing(
 
     monkeypatch.setattr(supervise, "spawn", spawn_then_interrupted)
     with pytest.raises(KeyboardInterrupt):
-        api.submit(["python", str(PROGRAMS / "beat.py"), "6000"], settings=["launcher=python"])
+        api.submit(["python", str(PROGRAMS / "beat.py"), "6000"], settings=["launcher=forkserver"])
     assert list((own_home / "runs").iterdir()) == []
     assert agent.processes_of(str(folders[0].path)) == []
 
@@ -709,7 +733,7 @@ def test_a_secret_reaches_the_ranks_and_no_file_or_argument_list(
 def test_a_restarted_run_resumes_from_its_checkpoint_as_if_nothing_had_happened() -> None:
     def gpt(restarts: int) -> api.Run:
         settings = [f"restarts={restarts}", "checkpoint={every: 5}", "batch={global: 8}"]
-        settings += ["device=cpu", "threads_per_rank=1", "launcher=python"]
+        settings += ["device=cpu", "threads_per_rank=1"]
         return api.submit("jobs/ddp.yaml", gpus=2, settings=settings, more_args=["--steps", "30"])
 
     broken = gpt(restarts=1)
@@ -749,7 +773,7 @@ def test_a_disk_that_fills_up_during_training_does_not_end_it(
         "import pathlib, sys\nfor n in range(20000): print(n, 'x' * 90)\n"
         f"pathlib.Path({str(done)!r}).touch()\n"
     )
-    run = api.submit(["python", str(program)], settings=["launcher=python"])
+    run = api.submit(["python", str(program)], settings=["launcher=forkserver"])
     status = run.wait(SOON)
     assert status.state is State.SUCCEEDED
     assert done.exists()
@@ -766,7 +790,7 @@ def test_a_checkpoint_that_the_disk_does_not_take_is_one_error(
     small_disk: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CLUSTERKIT_HOME", str(own_home))
-    settings = [f"checkpoint={{dir: {small_disk}, every: 2}}", "device=cpu", "launcher=python"]
+    settings = [f"checkpoint={{dir: {small_disk}, every: 2}}", "device=cpu"]
     run = api.submit("jobs/ddp.yaml", gpus=2, settings=settings, more_args=["--steps", "3"])
     status = run.wait(SOON)
     assert status.failure is not None
@@ -779,7 +803,7 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(
 ) -> None:
     (small_disk / "filler").write_bytes(b"x" * (500 << 10))
     done = subprocess.run(
-        [*clusterkit, "submit", "--set", "launcher=python", "--", "python",
+        [*clusterkit, "submit", "--set", "launcher=forkserver", "--", "python",
          str(PROGRAMS / "environment.py")],
         capture_output=True, text=True, timeout=SOON,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Every job of the catalogue besides gpt.py's, for real and small, and what it must print."""
+"""Every job of the catalogue besides train.py's, for real and small, and what it must print."""
 
 from __future__ import annotations
 
@@ -25,9 +25,6 @@ TRAIN = ROOT / "jobs" / "train"
 SECONDS = 120.0
 TOLERANCE = 2e-6
 SMALL = ("device=cpu", "threads_per_rank=1")
-BARE = "launcher=python"
-"""For jobs whose start is not what a test is about: a torchrun on each node imports torch once more
-than the ranks do."""
 
 pytestmark = pytest.mark.live
 needs_accelerate = pytest.mark.skipif(
@@ -90,7 +87,7 @@ def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_collectives_give_what_they_must_on_three_ranks(run_job) -> None:
-    run = run_job("collectives", nodes=3, settings=(BARE,))
+    run = run_job("collectives", nodes=3)
     table = said(run, rank=0)
     assert table[-1] == "gloo, 3 ranks: 29 operations right, 2 not there, 0 wrong"
     rows = {
@@ -160,7 +157,7 @@ def test_sentiment_counts_right_and_can_be_used_afterwards(
 ) -> None:
     saved = tmp_path / "model"
     run = run_job("sentiment", "--epochs", 2, "--data", reviews, "--output", saved,
-                  nodes=2, settings=("batch.global=16", BARE))  # fmt: skip
+                  nodes=2, settings=("batch.global=16",))  # fmt: skip
     told = [row for row in run.metrics() if "eval_loss" in row]
     assert len(told) == 2
     monkeypatch.syspath_prepend(str(TRAIN))
@@ -186,7 +183,7 @@ def test_sentiment_counts_right_and_can_be_used_afterwards(
 
 @needs_accelerate
 def test_the_trainer_computes_the_same_with_ddp_and_zero(run_job, reviews: Path) -> None:
-    how = {"nodes": 2, "settings": ("batch={global: 16, micro: 4}", BARE)}
+    how = {"nodes": 2, "settings": ("batch={global: 16, micro: 4}",)}
     runs = {
         stage: run_job(name, "--epochs", 1, "--data", reviews, **how)
         for stage, name in (
@@ -210,7 +207,7 @@ def test_the_trainer_computes_the_same_with_ddp_and_zero(run_job, reviews: Path)
 
 
 def test_qwen_says_what_each_device_keeps(run_job) -> None:
-    run = run_job("qwen", "--steps", 4, "--context", 32, nodes=2, settings=(BARE,))
+    run = run_job("qwen", "--steps", 4, "--context", 32, nodes=2)
     lines = sorted(line for line in said(run) if line.startswith("Device"))
     shape = r"Device (\d) \| ZeRO Stage: 3 \| whole model=90688 \| parameter count=(\d+)"
     told = [re.fullmatch(shape, line) for line in lines]
@@ -230,7 +227,7 @@ def test_a_model_that_cannot_be_had_is_one_error_and_no_retries() -> None:
 def test_a_wrong_file_is_one_error_of_the_run(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.csv"
     wrong.write_text("label;review\n1;good\n")
-    run = api.submit("jobs/sentiment.yaml", gpus=2, settings=[*SMALL, BARE],
+    run = api.submit("jobs/sentiment.yaml", gpus=2, settings=[*SMALL],
                      more_args=["--data", str(wrong)])  # fmt: skip
     status = run.wait(SECONDS)
     assert (status.state, status.exit_code) == (State.FAILED, 2)
@@ -243,7 +240,7 @@ def test_a_wrong_file_is_one_error_of_the_run(tmp_path: Path) -> None:
 
 
 def test_a_parameter_server_trains_as_one_process_does(run_job) -> None:
-    run = run_job("rpc", "--steps", 20, settings=(BARE,))
+    run = run_job("rpc", "--steps", 20)
     lines = said(run)
     assert "server: 20 steps, gradients of 2 workers" in lines
     assert any(line.startswith("checked: the weights of one process") for line in lines)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("no_gpus")
 
 
 def python_job(**fields):
-    return JobSpec(**({"name": "demo", "program": "train.py", "launcher": "python"} | fields))
+    return JobSpec(**({"name": "demo", "program": "train.py", "launcher": "forkserver"} | fields))
 
 
 @pytest.fixture
@@ -30,18 +30,21 @@ def program(write_job):
 
 
 def test_a_job_is_a_file_a_spec_or_a_command(write_job, facts):
-    path = write_job("launcher: python\n")
+    path = write_job("launcher: forkserver\n")
     from_file = api.plan(path, facts=facts, run_id="r1")
     from_path = api.plan(Path(path), facts=facts, run_id="r1")
     from_spec = api.plan(python_job(), facts=facts, run_id="r1")
     from_argv = api.plan(
-        ["python", "train.py"], settings=["launcher=python", "name=demo"], facts=facts, run_id="r1"
+        ["python", "train.py"],
+        settings=["launcher=forkserver", "name=demo"],
+        facts=facts,
+        run_id="r1",
     )
     assert from_file == from_path == from_spec == from_argv
 
 
 def test_planning_twice_gives_the_same_plan(write_job, facts):
-    job = write_job("launcher: python\n")
+    job = write_job("launcher: forkserver\n")
     assert api.plan(job, facts=facts) == api.plan(job, facts=facts)
 
 
@@ -53,18 +56,18 @@ def test_what_a_person_should_know_of_the_project_is_a_note_of_the_plan(program,
 
 def test_planning_writes_nothing(write_job, clusterkit_home, cwd):
     before = sorted(os.listdir(cwd))
-    api.plan(write_job("launcher: python\n"))
+    api.plan(write_job("launcher: forkserver\n"))
     assert not clusterkit_home.exists()
     assert sorted(os.listdir(cwd)) == sorted({*before, "job.yaml", "train.py"})
 
 
 def test_arguments_go_before_the_job_file(write_job, facts):
-    plan = api.plan(write_job("launcher: python\nnodes: 3\n"), nodes=2, gpus=4, facts=facts)
+    plan = api.plan(write_job("launcher: forkserver\nnodes: 3\n"), nodes=2, gpus=4, facts=facts)
     assert plan.topology == {"min_nodes": 2, "nodes": 2, "nproc_per_node": 4}
 
 
 def test_what_submit_carries_out_is_what_plan_printed(write_job, facts, unstarted_run):
-    run = unstarted_run("launcher: python\n", run_id="demo-1")
+    run = unstarted_run("launcher: forkserver\n", run_id="demo-1")
     folder = RunFolder(run.path)
     printed = api.plan("job.yaml", facts=facts, run_id="demo-1")
     assert run.plan == printed
@@ -73,7 +76,7 @@ def test_what_submit_carries_out_is_what_plan_printed(write_job, facts, unstarte
 
 
 def test_the_run_folder_holds_enough_to_submit_the_same_again(unstarted_run, facts):
-    run = unstarted_run("launcher: python\nenv: {A: 'x y'}\n", nodes=2, run_id="demo-1")
+    run = unstarted_run("launcher: forkserver\nenv: {A: 'x y'}\n", nodes=2, run_id="demo-1")
     again = api.plan(run.path / "job.json", facts=facts, run_id="demo-1")
     assert again == run.plan
 
@@ -88,7 +91,7 @@ def test_secrets_must_be_in_the_environment(program, facts, monkeypatch):
 
 def test_secrets_are_written_nowhere(unstarted_run, monkeypatch):
     monkeypatch.setenv("TOKEN_X", "hunter2-unique")
-    run = unstarted_run("launcher: python\nsecrets: [TOKEN_X]\n")
+    run = unstarted_run("launcher: forkserver\nsecrets: [TOKEN_X]\n")
     written = b"".join(p.read_bytes() for p in run.path.rglob("*") if p.is_file())
     assert b"TOKEN_X" in written
     assert b"hunter2-unique" not in written
@@ -100,7 +103,7 @@ def test_a_submit_that_cannot_start_leaves_nothing(write_job, facts, clusterkit_
 
     monkeypatch.setattr(supervise, "spawn", broken)
     with pytest.raises(SubmitFailed, match="no process"):
-        api.submit(write_job("launcher: python\n"), facts=facts)
+        api.submit(write_job("launcher: forkserver\n"), facts=facts)
     assert os.listdir(clusterkit_home / "runs") == []
 
 
@@ -112,7 +115,7 @@ def test_a_submit_interrupted_by_ctrl_c_leaves_nothing(
 
     monkeypatch.setattr(supervise, "spawn", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        api.submit(write_job("launcher: python\n"), facts=facts)
+        api.submit(write_job("launcher: forkserver\n"), facts=facts)
     assert os.listdir(clusterkit_home / "runs") == []
 
 
@@ -148,7 +151,7 @@ def transports(monkeypatch):
 def test_connections_are_closed(use, write_job, facts, transports, monkeypatch, clusterkit_home):
     monkeypatch.setattr(supervise, "spawn", lambda *_, **__: None)
     with contextlib.suppress(BadInput):
-        use(write_job("launcher: python\n"), facts)
+        use(write_job("launcher: forkserver\n"), facts)
     assert [transport.closed for transport in transports] == [True]
 
 
@@ -166,7 +169,7 @@ def test_a_disk_that_fills_up_during_a_submit_leaves_nothing(
     monkeypatch.setattr(RunFolder, "write", write)
     monkeypatch.setattr(supervise, "spawn", lambda *_, **__: pytest.fail("it was started"))
     with pytest.raises(RunFolderError, match="No space left"):
-        api.submit(write_job("launcher: python\n"), facts=facts)
+        api.submit(write_job("launcher: forkserver\n"), facts=facts)
     assert os.listdir(clusterkit_home / "runs") == []
 
 
@@ -298,7 +301,7 @@ def test_the_first_example_works_with_a_run_that_fails(unstarted_run, text, monk
 
 
 def test_what_a_prompt_shows_is_short(write_job, facts):
-    ready = api.prepare(write_job("launcher: python\n"), facts=facts, nodes=2)
+    ready = api.prepare(write_job("launcher: forkserver\n"), facts=facts, nodes=2)
     failure = Failure(
         node=1, rank=3, exit_code=1, cause="ValueError: " + "very " * 50 + "bad\nand more",
         hint="mend it", traceback="Traceback\n" * 30,

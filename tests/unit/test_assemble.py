@@ -321,7 +321,8 @@ def test_mpirun_is_told_each_variable_once():
     ("launcher", "names"),
     [
         ("torchrun", {"node.sh", "rank.sh", "agent.pyz"}),
-        ("python", {"node.sh", "rank.sh", "agent.pyz"}),
+        ("forkserver", {"node.sh", "agent.pyz"}),
+        ("python", {"node.sh", "agent.pyz"}),
         ("deepspeed", {"node.sh", "rank.sh", "agent.pyz", "hostfile"}),
         ("mpirun", {"node.sh", "rank.sh", "agent.pyz", "hostfile"}),
     ],
@@ -332,7 +333,7 @@ def test_each_launcher_gets_the_files_that_it_needs(launcher, names):
 
 
 def test_scripts_can_be_executed():
-    modes = {f.path: f.mode for f in assembled(job()).files}
+    modes = {f.path: f.mode for f in assembled(job(launcher="torchrun")).files}
     assert modes["/runs/r1/files/node.sh"] == modes["/runs/r1/files/rank.sh"] == 0o755
 
 
@@ -342,7 +343,8 @@ def test_scripts_can_be_executed():
 @pytest.mark.parametrize(
     ("fields", "host", "message", "hint"),
     [
-        ({}, {"versions": {}}, "launcher: torchrun needs torch", "pip install"),
+        ({"launcher": "torchrun"}, {"versions": {}}, "torchrun needs torch", "pip install"),
+        ({"nodes": "1:2"}, {"versions": {}}, "launcher: torchrun needs torch", "pip install"),
         ({"launcher": "deepspeed"}, {"versions": {}}, "deepspeed needs deepspeed", "pip install"),
         (
             {"deepspeed": {}},
@@ -362,8 +364,8 @@ def test_a_missing_package_or_tool_is_named_with_the_interpreter_and_the_remedy(
     assert error.value.exit_code == 3
 
 
-def test_plain_python_needs_nothing(make_facts):
-    require_packages(job(launcher="python"), make_facts(versions={}, tools={}).hosts[0])
+def test_the_fork_server_needs_nothing(make_facts):
+    require_packages(job(), make_facts(versions={}, tools={}).hosts[0])
 
 
 def test_assembling_does_not_change_the_job():
@@ -380,7 +382,7 @@ def test_assembling_does_not_change_the_job():
     ("launcher", "topology"),
     [("torchrun", Topology(2, 2, 1)), ("torchrun", Topology(1, 2, 1)),
      ("deepspeed", Topology(2, 2, 1)),
-     ("python", Topology(2, 2, 1)), ("mpirun", Topology(2, 2, 1))],
+     ("forkserver", Topology(2, 2, 1)), ("mpirun", Topology(2, 2, 1))],
 )  # fmt: skip
 def test_the_first_host_may_be_known_on_the_nodes_alone(launcher, topology, tmp_path):
     """As in an allocation of a batch system: the node's environment names its first host."""

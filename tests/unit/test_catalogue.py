@@ -60,7 +60,7 @@ def test_a_program_is_read_with_the_modules_beside_it(project: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "packages"),
     [
-        ("launcher: python\n", ("numpy", "sklearn", "torch", "transformers")),
+        ("launcher: forkserver\n", ("numpy", "sklearn", "torch", "transformers")),
         ("launcher: deepspeed\n", ("deepspeed", "numpy", "sklearn", "torch", "transformers")),
         ("deepspeed: {}\n", ("deepspeed", "numpy", "sklearn", "torch", "transformers")),
     ],
@@ -104,7 +104,8 @@ def test_a_program_that_is_no_python_does_not_keep_a_job_from_being_listed(
 
 def test_a_command_is_not_looked_into() -> None:
     assert catalogue.packages(JobSpec(name="x", command=("./x",), launcher="mpirun")) == ()
-    assert catalogue.packages(JobSpec(name="x", module="x")) == ("torch",)
+    assert catalogue.packages(JobSpec(name="x", module="x")) == ()
+    assert catalogue.packages(JobSpec(name="x", module="x", nodes="1:2")) == ("torch",)
 
 
 def test_the_folder_is_found_from_below_and_others_are_passed_over(
@@ -129,7 +130,7 @@ def test_without_job_files_there_is_one_error(cwd: Path, refused) -> None:
 def test_a_file_that_cannot_be_read_is_an_error_after_the_others(project: Path, cli) -> None:
     job(project, "bad", "program: train/main.py\nnodse: 2\n")
     job(project, "gone", "program: train/gone.py\n")
-    (project / "jobs" / "other.yml").write_text("command: [./run]\nlauncher: python\n")
+    (project / "jobs" / "other.yml").write_text("command: [./run]\nlauncher: forkserver\n")
     done = cli("ls-jobs")
     assert done.code == 2
     lines = done.out.splitlines()

@@ -48,7 +48,7 @@ def final(run_id, state=State.SUCCEEDED, code=0, **fields):
 @pytest.fixture
 def ended(unstarted_run, by_hand):
     """A run of two ranks that has succeeded."""
-    run = unstarted_run("launcher: python\ngpus_per_node: 2\n")
+    run = unstarted_run("launcher: forkserver\ngpus_per_node: 2\n")
     by_hand(run).node(exit_code=0, log=LOG)
     RunFolder(run.path).write_json("state.json", final(run.id))
     return run
@@ -168,7 +168,7 @@ def test_all_of_the_orchestrator_imports_without_torch():
 
 
 def test_plan_prints_the_plan_and_writes_nothing(cli, write_job, clusterkit_home):
-    done = cli("plan", write_job("launcher: python\n"), "--nodes", "2", "--gpus", "2")
+    done = cli("plan", write_job("launcher: forkserver\n"), "--nodes", "2", "--gpus", "2")
     assert done.code == 0
     assert done.out.startswith("plan demo-plan: 2 nodes x 2 ranks on this machine")
     assert "  2 start on localhost node 1: NODE_RANK=1 /bin/sh " in done.out
@@ -177,17 +177,17 @@ def test_plan_prints_the_plan_and_writes_nothing(cli, write_job, clusterkit_home
 
 
 def test_plan_prints_json(cli, write_job):
-    done = cli("plan", write_job("launcher: python\n"), "--json")
+    done = cli("plan", write_job("launcher: forkserver\n"), "--json")
     assert done.json["world_size"] == 1
     assert done.json["run_id"] == "demo-plan"
 
 
 def test_plan_writes_its_files_to_a_folder(cli, write_job, cwd):
-    done = cli("plan", write_job("launcher: python\n"), "--out", "out dir")
+    done = cli("plan", write_job("launcher: forkserver\n"), "--out", "out dir")
     assert done.out == ""
-    assert done.err == "5 files written to out dir\n"
+    assert done.err == "4 files written to out dir\n"
     there = sorted(str(p.relative_to(cwd / "out dir")) for p in (cwd / "out dir").rglob("*.*"))
-    assert there == ["files/agent.pyz", "files/node.sh", "files/rank.sh", "plan.json", "plan.txt"]
+    assert there == ["files/agent.pyz", "files/node.sh", "plan.json", "plan.txt"]
     assert os.access(cwd / "out dir" / "files" / "node.sh", os.X_OK)
 
 
@@ -231,13 +231,15 @@ def test_facts_without_a_host_are_refused(refused, write_job, cwd, facts):
 
 def test_a_command_after_two_dashes_is_a_job(cli, write_job):
     write_job()
-    done = cli("plan", "--gpus", "2", "--set", "launcher=python", "--", "python", "train.py", "-x")
+    done = cli(
+        "plan", "--gpus", "2", "--set", "launcher=forkserver", "--", "python", "train.py", "-x"
+    )
     assert done.code == 0
     assert "train.py -x" in done.out
 
 
 def test_words_after_two_dashes_are_further_arguments_of_a_job_file(cli, write_job):
-    job = write_job("launcher: python\nargs: [--a, '1']\n")
+    job = write_job("launcher: forkserver\nargs: [--a, '1']\n")
     done = cli("plan", job, "--", "--steps", "2 0", "--")
     assert done.code == 0
     assert "train.py --a 1 --steps '2 0' --\n" in done.out
@@ -304,9 +306,10 @@ def test_the_source_of_a_program_is_read_for_ranks_of_its_own(cli, refused, writ
     write_job()
     (cwd / "train.py").write_text("import torch.multiprocessing as mp\nmp.spawn(main)\n")
     done = cli("plan", "--", "python", "train.py")
-    assert "train.py starts its ranks itself (mp.spawn), but torchrun starts it once" in done.out
-    done = cli("plan", "--set", "launcher=python", "--", "python", "train.py")
-    assert (done.code, "mp.spawn" in done.out) == (0, False)
+    assert "train.py starts its ranks itself (mp.spawn), but forkserver starts it once" in done.out
+    for said in ("launcher=forkserver", "gpus_per_node=1"):
+        done = cli("plan", "--set", said, "--", "python", "train.py")
+        assert (done.code, "mp.spawn" in done.out) == (0, False)
     (cwd / "train.py").write_text("parser.add_argument('--local_rank', type=int)\n")
     said = refused("plan", "--", "deepspeed", "--num_gpus", "2", "train.py")
     assert said.startswith("error: command: train.py takes --local_rank, which its launcher gives")
@@ -350,7 +353,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_error_line_and_nothing_is_left(verb, case, refused, write_job):
     text, options, message = BAD[case]
-    first = refused(verb, write_job(text), *options, "--set", "launcher=python").splitlines()[0]
+    first = refused(verb, write_job(text), *options, "--set", "launcher=forkserver").splitlines()[0]
     assert first.startswith(f"error: {message}") or not message.startswith("job.yaml")
     assert message in first
 
@@ -365,7 +368,7 @@ def test_debug_shows_the_traceback(write_job):
 
 def test_words_that_are_no_utf_8_are_refused_and_no_traceback(refused, write_job):
     write_job()
-    said = refused("plan", "--set", "launcher=python", "--", "python", "train.py", "\udcff")
+    said = refused("plan", "--set", "launcher=forkserver", "--", "python", "train.py", "\udcff")
     assert said.startswith("error: args[0]: ")
     assert "not valid U" in said
 
@@ -384,7 +387,7 @@ def test_a_port_that_is_taken_is_named_with_the_cluster_s_remedy(cli, write_job,
         server.listen()
         port = server.getsockname()[1]
         (cwd / "clusters.yaml").write_text(f"lab: {{backend: local, port: {port}}}\n")
-        done = cli("plan", write_job("launcher: python\n"), "--cluster", "lab")
+        done = cli("plan", write_job("launcher: forkserver\n"), "--cluster", "lab")
     assert done.code == 2
     assert done.err.startswith(
         f"error: port {port} on 127.0.0.1 is in use\n hint: leave `port` out"
@@ -402,7 +405,7 @@ def test_a_full_disk_refuses_the_submit_and_leaves_nothing(cli, write_job, tmp_p
     try:
         monkeypatch.setenv("CLUSTERKIT_HOME", str(disk))
         monkeypatch.setattr(supervise, "spawn", lambda *_, **__: pytest.fail("it was started"))
-        done = cli("submit", write_job("launcher: python\n"))
+        done = cli("submit", write_job("launcher: forkserver\n"))
         assert done.code == 1
         assert "No space left on device" in done.err.splitlines()[0]
         assert "Traceback" not in done.err
@@ -434,7 +437,7 @@ def test_submit_prints_the_run_id_alone_on_stdout_and_exits_with_the_run_s_code(
     cli, write_job, scripted_submit
 ):
     scripted_submit(State.SUCCEEDED, 0)
-    done = cli("submit", write_job("launcher: python\n"), "--run-id", "demo-7")
+    done = cli("submit", write_job("launcher: forkserver\n"), "--run-id", "demo-7")
     assert (done.code, done.out) == (0, "demo-7\n")
     assert "n0 r0 hello" in done.err
     assert "demo-7 SUCCEEDED in 1 min 00 s" in done.err
@@ -446,7 +449,7 @@ def test_submit_of_a_run_that_fails_exits_with_its_code_and_shows_the_failure(
 ):
     failure = Failure(node=0, rank=1, exit_code=7, cause="ValueError: bad", hint="mend it")
     scripted_submit(State.FAILED, 7, failure=failure)
-    done = cli("submit", write_job("launcher: python\n"))
+    done = cli("submit", write_job("launcher: forkserver\n"))
     assert done.code == 7
     assert "rank 1 on node 0 failed first: ValueError: bad (exit code 7)" in done.err
 
@@ -455,13 +458,13 @@ def test_submit_with_json_prints_the_final_status_instead_of_the_id(
     cli, write_job, scripted_submit
 ):
     scripted_submit(State.SUCCEEDED, 0)
-    done = cli("submit", write_job("launcher: python\n"), "--json", "--run-id", "demo-8")
+    done = cli("submit", write_job("launcher: forkserver\n"), "--json", "--run-id", "demo-8")
     assert (done.json["run"], done.json["state"]) == ("demo-8", "SUCCEEDED")
 
 
 def test_a_detached_submit_returns_the_id(cli, write_job, scripted_submit):
     scripted_submit(State.SUCCEEDED, 0)
-    done = cli("submit", write_job("launcher: python\n"), "--detach", "--run-id", "demo-9")
+    done = cli("submit", write_job("launcher: forkserver\n"), "--detach", "--run-id", "demo-9")
     assert (done.code, done.out) == (0, "demo-9\n")
 
 
@@ -474,7 +477,7 @@ def test_a_submit_under_an_id_that_exists_is_refused_and_the_run_stays(cli, ende
 
 def test_more_ranks_than_cores_are_remarked_upon(cli, write_job, scripted_submit):
     scripted_submit(State.SUCCEEDED, 0)
-    done = cli("submit", write_job("launcher: python\ndevice: cpu\n"), "--gpus", "5000")
+    done = cli("submit", write_job("launcher: forkserver\ndevice: cpu\n"), "--gpus", "5000")
     assert "note: 5000 ranks share" in done.err
 
 
@@ -815,7 +818,7 @@ def test_plan_takes_no_doctor_as_submit_does(cli, write_job, monkeypatch):
         return prepare(job, **options)
 
     monkeypatch.setattr(launch, "prepare", watched)
-    job = write_job("launcher: python\n")
+    job = write_job("launcher: forkserver\n")
     assert cli("plan", job).code == 0
     assert cli("plan", job, "--no-doctor").code == 0
     assert seen == [True, False]

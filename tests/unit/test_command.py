@@ -4,7 +4,13 @@ import shlex
 
 import pytest
 
-from clusterkit.command import check_source, instead_of_a_job, read, take_over
+from clusterkit.command import (
+    check_source,
+    instead_of_a_job,
+    interpreter_options,
+    read,
+    take_over,
+)
 from clusterkit.errors import BadInput
 from clusterkit.spec import JobSpec
 
@@ -53,6 +59,29 @@ def taken(line, given=None, typed=(), **fields):
 def test_what_a_command_line_starts(line, fields):
     job = taken(line).job
     assert {key: getattr(job, key) for key in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("train.py", 0),
+        ("-u train.py -m x", 1),
+        ("-X dev -W error::UserWarning -OO -Wignore train.pyw", 6),
+        ("-m pkg.train", 0),
+        ("-uB -m pkg", 1),
+        ("folder", 0),
+        # Nothing that a fork of a running Python could become.
+        ("-c pass", None),
+        ("-", None),
+        ("-V", None),
+        ("-i train.py", None),
+        ("-m", None),
+        ("-X", None),
+        ("", None),
+    ],
+)
+def test_options_of_python_end_where_its_program_begins(words, options):
+    assert interpreter_options(words.split()) == options
 
 
 def test_what_is_taken_over_is_said():
@@ -166,8 +195,8 @@ def test_a_program_that_takes_its_local_rank_from_the_launcher_is_refused(writte
 def test_a_program_that_starts_its_own_ranks_is_known_by_its_source(source, starts):
     said = check_source(taken("torchrun train.py"), source)
     assert (said is not None) == starts
-    assert said is None or "launcher: python with gpus_per_node: 1" in said
-    alone = take_over(JobSpec(name="demo", program="train.py", launcher="python"), {})
+    assert said is None or "launcher: forkserver with gpus_per_node: 1" in said
+    alone = take_over(JobSpec(name="demo", program="train.py", gpus_per_node=1), {})
     assert check_source(alone, source) is None
 
 

@@ -339,7 +339,7 @@ def test_an_engine_that_renames_users_is_told_not_to(tools: Path, planned: Any) 
     assert facts.engine is not None
     assert facts.engine.remapped
     assert ("--userns", "host") in zip(docker.asked[-1], docker.asked[-1][1:], strict=False)
-    text = BACKEND.plan(job(command=("true",), program=None, launcher="python"), ComposeCluster(),
+    text = BACKEND.plan(job(command=("true",), program=None), ComposeCluster(),
                         facts, "demo-1").to_text()  # fmt: skip
     assert "userns_mode: host" in text
 

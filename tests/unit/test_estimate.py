@@ -18,9 +18,9 @@ from clusterkit import loader
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.estimate import jobs, models, published
 from clusterkit.estimate.memory import largest_micro, layer_activations, predict
+from clusterkit.estimate.mesh import Mesh
 from clusterkit.estimate.setup import Model, Setup, Zero
 from clusterkit.estimate.units import gib, parse_count, parse_size
-from clusterkit.runtime.mesh import Mesh
 from clusterkit.spec import BatchSpec, JobSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -488,7 +488,10 @@ def test_a_job_says_its_model_strategy_and_batch() -> None:
 )
 def test_flags_of_our_programs_are_understood(args: list[str], expected: dict[str, Any]) -> None:
     spec = JobSpec(
-        name="x", program="jobs/train/gpt.py", args=("--model", "774m", *args), workdir=str(ROOT)
+        name="x",
+        program="jobs/train/gpt/train.py",
+        args=("--model", "774m", *args),
+        workdir=str(ROOT),
     )
     if "tp" in str(args) or "3d" in args:
         spec = JobSpec(name="x", program=spec.program, args=("--model", "small", "--context",
@@ -571,7 +574,7 @@ def test_offload_is_read_in_its_old_and_its_new_spelling(
     section: dict[str, Any], optimizer: bool, parameters: bool
 ) -> None:
     spec = JobSpec(
-        name="x", program="jobs/train/gpt.py", workdir=str(ROOT), args=("--model", "tiny"),
+        name="x", program="jobs/train/gpt/train.py", workdir=str(ROOT), args=("--model", "tiny"),
         deepspeed={"zero_optimization": section},
     )  # fmt: skip
     _, setup = setup_of(spec)
@@ -590,7 +593,7 @@ def test_offload_is_read_in_its_old_and_its_new_spelling(
     ],
 )
 def test_what_cannot_be_divided_is_refused(args: list[str], said: str) -> None:
-    spec = JobSpec(name="x", program="jobs/train/gpt.py", args=tuple(args), workdir=str(ROOT))
+    spec = JobSpec(name="x", program="jobs/train/gpt/train.py", args=tuple(args), workdir=str(ROOT))
     with pytest.raises(BadInput, match=said):
         setup_of(spec)
 
@@ -608,7 +611,7 @@ def test_the_program_of_somebody_else_is_not_read_as_ours(cwd: Path) -> None:
 
 def warned(make_facts: Callable[..., Any], gpus: int = 1, **job: Any) -> str | None:
     spec = JobSpec(
-        **({"name": "x", "program": "jobs/train/gpt.py", "workdir": str(ROOT)} | job)  # type: ignore[arg-type]
+        **({"name": "x", "program": "jobs/train/gpt/train.py", "workdir": str(ROOT)} | job)  # type: ignore[arg-type]
     )
     return estimates.warning(spec, make_facts(gpus=gpus))
 

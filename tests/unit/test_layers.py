@@ -16,7 +16,7 @@ LAYERS = """
 agent.protocol agent.limits
 agent.clock agent.files
 agent.processes agent.signals agent.archive agent.connections agent.membership
-agent.node_log agent.report agent.coordinator
+agent.node_log agent.report agent.coordinator agent.peer
 agent.streams agent.client agent.spawn agent.fork
 agent.eager agent.preload agent.rank agent.program agent.forkserver
 agent.launcher
@@ -24,7 +24,7 @@ agent.node
 agent.__main__ agent
 errors
 files status marks deepspeed_table host_probe receiver
-shell transport logs yaml_text runtime.mesh runtime.gpt_shape
+shell transport logs yaml_text estimate.mesh estimate.presets
 mirror tracebacks yaml_file
 spec diagnose
 cluster command

@@ -175,7 +175,7 @@ def test_a_mistake_in_a_job_file_is_named_with_file_line_and_key(case, write_job
         ("batch: {globl: 1}\n", "allowed: global, micro, accumulation"),
         (
             "launcher: torchrn\n",
-            "allowed: deepspeed, mpirun, python, torchrun, auto; did you mean torchru",
+            "allowed: deepspeed, forkserver, mpirun, torchrun, auto, python; did you mean torchru",
         ),
         ("device: gpu\n", "allowed: auto, cpu, cuda; did you mean c"),
         ('nodes: "4:2"\n', 'did you mean "2:4"?'),
@@ -582,7 +582,7 @@ LIKELY = {
     "args": WORDS,
     "nodes": NODES,
     "gpus_per_node": st.sampled_from([0, 1, 10_000, 10_001, 10**9, "auto"]),
-    "launcher": st.sampled_from(["auto", "torchrun", "python", "deepspeed", "mpirun"]),
+    "launcher": st.sampled_from(["auto", "torchrun", "forkserver", "python", "mpirun"]),
     "batch": st.fixed_dictionaries({}, optional={"global": SCALARS, "micro": SCALARS}),
     "checkpoint": st.fixed_dictionaries({}, optional={"dir": SCALARS, "every": SCALARS}),
     "env": st.dictionaries(st.sampled_from(["A", "b_1", "1b", ""]), SCALARS, max_size=2),
@@ -613,8 +613,9 @@ def validator():
 @example(data={"program": "train.py", "nodes": 0})
 @example(data={"program": "train.py", "command": ["a"]})
 @example(data={"name": "demo"})
-@example(data={"command": ["a"], "nodes": "1:2", "launcher": "python"})
-@example(data={"command": ["a"], "nodes": "2:2", "launcher": "python"})
+@example(data={"command": ["a"], "nodes": "1:2", "launcher": "forkserver"})
+@example(data={"program": "train.py", "deepspeed": "\0"})
+@example(data={"command": ["a"], "nodes": "2:2", "launcher": "forkserver"})
 @example(data={"command": ["a"], "env": {"A": True}, "name": None})
 def test_the_schema_takes_and_refuses_what_the_loader_does(data, cwd):
     (cwd / "train.py").write_text("")

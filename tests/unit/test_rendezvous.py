@@ -105,8 +105,8 @@ def test_mpirun_starts_all_nodes_and_forwards_the_environment_by_name():
     assert argv[-3:] == ["sh", "rank.sh", "train.py"]
 
 
-def test_python_is_the_rank_command_alone():
-    assert argv_of("python", Topology(2, 2, 4)) == ["sh", "rank.sh", "train.py"]
+def test_the_node_agent_itself_starts_a_command():
+    assert argv_of("forkserver", Topology(2, 2, 4)) == ["sh", "rank.sh", "train.py"]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -153,7 +153,7 @@ SET_BY = {
         "OMPI_COMM_WORLD_SIZE": "8",
         "OMPI_COMM_WORLD_LOCAL_SIZE": "8",
     },
-    "python": {"NODE_RANK": "1", "LOCAL_RANK": "1"},
+    "forkserver": {"NODE_RANK": "1", "LOCAL_RANK": "1"},
 }
 DUMP = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:]]))"
 
@@ -177,13 +177,13 @@ def test_the_rank_script_completes_what_the_launcher_leaves_out(launcher, tmp_pa
 
 
 @pytest.mark.parametrize(("nodes", "nproc"), [(1, 1), (1, 3), (3, 1), (3, 2)])
-@pytest.mark.parametrize("launcher", ["python", "mpirun"])
+@pytest.mark.parametrize("launcher", ["forkserver", "mpirun"])
 def test_ranks_are_numbered_node_by_node_without_gaps(launcher, nodes, nproc, tmp_path):
     script = rank_script(launcher, Topology(nodes, nodes, nproc), "python3")
     numbers = list(itertools.product(range(nodes), range(nproc)))
     for rank, (node, local) in enumerate(numbers):
         sets = {
-            "python": {"NODE_RANK": str(node), "LOCAL_RANK": str(local)},
+            "forkserver": {"NODE_RANK": str(node), "LOCAL_RANK": str(local)},
             "mpirun": {
                 "OMPI_COMM_WORLD_RANK": str(rank),
                 "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
@@ -249,7 +249,7 @@ def test_a_rank_writes_into_its_own_pipe_whatever_the_user_s_environment(launche
 
 
 def test_the_rank_script_becomes_the_program_so_that_exit_codes_are_its_own(tmp_path):
-    (tmp_path / "rank.sh").write_text(rank_script("python", Topology(1, 1, 1), "python3"))
+    (tmp_path / "rank.sh").write_text(rank_script("forkserver", Topology(1, 1, 1), "python3"))
     done = subprocess.run(
         ["sh", "rank.sh", "sh", "-c", "exit 42"],
         cwd=tmp_path, env={"NODE_RANK": "0", "LOCAL_RANK": "0"}, check=False,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterkit.errors import BadInput
-from clusterkit.spec import JobSpec, check_job, parse_duration, parse_nodes
+from clusterkit.spec import JobSpec, check_job, launcher_of, parse_duration, parse_nodes
 
 
 def job(**fields):
@@ -112,6 +112,24 @@ def test_a_name_of_300_characters_is_shown_shortened():
         check_job(job(name="x" * 300))
     assert len(error.value.message) < 120
     assert "100 characters at most" in (error.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "launcher"),
+    [
+        ({}, ("forkserver", "the default")),
+        ({"deepspeed": {}}, ("forkserver", "the default")),
+        ({"program": None, "command": ("x",)}, ("forkserver", "the default")),
+        ({"launcher": "python"}, ("forkserver", "job: launcher python")),
+        ({"launcher": "mpirun"}, ("mpirun", "job: launcher")),
+        ({"nodes": "2:4"}, ("torchrun", "nodes: 2:4 is elastic")),
+        ({"nodes": "2:2"}, ("forkserver", "the default")),
+        ({"nodes": "2:4", "launcher": "torchrun"}, ("torchrun", "job: launcher")),
+    ],
+)
+def test_what_starts_a_job_s_ranks_and_why(fields, launcher):
+    assert launcher_of(job(**fields)) == launcher
+    assert job(**fields).started_by == launcher[0]
 
 
 @pytest.mark.parametrize(

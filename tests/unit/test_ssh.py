@@ -1094,7 +1094,7 @@ all:
 def test_a_run_from_submit_to_its_end_in_a_working_folder_with_spaces(
     sshd, home, tmp_path, cwd, write_job, no_gpus
 ):
-    name = write_job('launcher: python\ngpus_per_node: 2\nenv: {ODD: "it\'s $HOME"}\n')
+    name = write_job('launcher: forkserver\ngpus_per_node: 2\nenv: {ODD: "it\'s $HOME"}\n')
     (cwd / "train.py").write_text(
         "import os\nfrom helper import x\n"
         "print(os.environ['RANK'], os.environ['ODD'], os.getcwd(), x)\n"

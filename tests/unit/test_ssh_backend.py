@@ -293,7 +293,11 @@ def test_threads_are_those_of_the_smallest_host():
 @pytest.mark.parametrize(
     ("packages", "fields", "said"),
     [
-        ({}, {}, "launcher: torchrun needs torch, which /opt/venv/bin/python on h1"),
+        (
+            {},
+            {"launcher": "torchrun"},
+            "launcher: torchrun needs torch, which /opt/venv/bin/python on h1",
+        ),
         ({"torch": "2"}, {"launcher": "deepspeed"}, "launcher: deepspeed needs deepspeed"),
         ({"torch": "2"}, {"deepspeed": {}}, "the job's deepspeed section needs deepspeed"),
     ],
@@ -561,7 +565,7 @@ def test_what_is_wrong_in_a_flag_is_not_said_of_the_file(entry):
 def test_bad_input_is_one_error_before_anything_is_touched(
     write_job, refused, cwd, hosts, options, said
 ):
-    name = write_job("launcher: python\n")
+    name = write_job("launcher: forkserver\n")
     (cwd / "clusters.yaml").write_text(CLUSTERS.format(""))
     (cwd / "hosts.yaml").write_text(hosts)
     for verb in ("submit", "plan"):
@@ -570,7 +574,7 @@ def test_bad_input_is_one_error_before_anything_is_touched(
 
 
 def test_a_host_that_cannot_be_reached_is_another_exit_code(write_job, refused, cwd, monkeypatch):
-    name = write_job("launcher: python\n")
+    name = write_job("launcher: forkserver\n")
     monkeypatch.setenv("HOME", str(cwd))
     host = f"{{name: h0, address: 127.0.0.1, port: 1, identity: {cwd}/gone}}"
     (cwd / "clusters.yaml").write_text(f"lab: {{backend: ssh, hosts: [{host}]}}")
@@ -958,7 +962,7 @@ def test_a_run_on_two_hosts_that_are_this_machine(tmp_path, entry_of, cwd):
     (cwd / "train.py").write_text(program + "sys.exit(int(os.environ['RANK']) * 3)\n")
     transport = Hosts()
     entry = entry_of(sync=True)
-    mine = job(workdir=str(cwd), launcher="python", nodes=2, env={"ODD": "it's $HOME"})
+    mine = job(workdir=str(cwd), launcher="forkserver", nodes=2, env={"ODD": "it's $HOME"})
     found = SSH.probe(entry, transport, mine)
     made = SSH.plan(mine, entry, found, "demo-1")
     snapshot = project.snapshot(cwd, "train.py")

@@ -390,7 +390,7 @@ OK, BAD, UP = State.SUCCEEDED, State.FAILED, State.RUNNING
 def supervise_with(unstarted_run, monkeypatch):
     """Run a supervisor in this process over scripted attempts; gives what it left."""
 
-    def go(attempts, text="launcher: python\n", adopt=None, kind=Scripted, **options):
+    def go(attempts, text="launcher: forkserver\n", adopt=None, kind=Scripted, **options):
         run = unstarted_run(text, **options)
         backend = kind(attempts)
         monkeypatch.setattr(backends, "backend", lambda name: backend)
@@ -417,7 +417,7 @@ class Kept(Scripted, SupportsCleanup):
 
 
 def test_what_an_attempt_leaves_with_a_service_is_removed_after_each(supervise_with):
-    job = "launcher: python\nrestarts: 1\n"
+    job = "launcher: forkserver\nrestarts: 1\n"
     backend, status, _ = supervise_with([observed(BAD), observed(OK)], job, kind=Kept)
     assert backend.cancelled == 2
     assert (status.state, status.remark) == (State.SUCCEEDED, None)
@@ -431,13 +431,13 @@ def test_what_a_service_did_not_remove_is_told_of_until_it_is(supervise_with, mo
     ]
     assert "the engine does not answer; `clusterkit cancel" in status.remark
     _, status, _ = supervise_with(
-        [observed(BAD), observed(OK)], "launcher: python\nrestarts: 1\n", kind=Kept
+        [observed(BAD), observed(OK)], "launcher: forkserver\nrestarts: 1\n", kind=Kept
     )
     assert status.remark is None
 
 
 def test_a_run_that_succeeds_is_not_repeated(supervise_with):
-    backend, status, events = supervise_with([observed(OK)], "launcher: python\nrestarts: 3\n")
+    backend, status, events = supervise_with([observed(OK)], "launcher: forkserver\nrestarts: 3\n")
     assert (status.state, status.exit_code, status.attempt) == (State.SUCCEEDED, 0, 1)
     assert [attempt for attempt, _ in backend.submitted] == [1]
     assert events == []
@@ -445,7 +445,7 @@ def test_a_run_that_succeeds_is_not_repeated(supervise_with):
 
 def test_a_failed_run_is_restarted_as_often_as_the_job_says(supervise_with):
     attempts = [observed(BAD), observed(BAD), observed(OK)]
-    backend, status, events = supervise_with(attempts, "launcher: python\nrestarts: 2\n")
+    backend, status, events = supervise_with(attempts, "launcher: forkserver\nrestarts: 2\n")
     assert (status.state, status.attempt) == (State.SUCCEEDED, 3)
     assert [attempt for attempt, _ in backend.submitted] == [1, 2, 3]
     assert events[0].text.startswith("attempt 1 failed: node 0: its launcher exited with 1;")
@@ -464,7 +464,7 @@ def test_without_restarts_the_first_failure_is_the_end(supervise_with):
 
 def test_a_run_is_ended_at_its_time_limit_whatever_restarts_are_left(supervise_with):
     script = [[observed(UP), observed(UP), observed(BAD, code=143)]]
-    job = "launcher: python\nrestarts: 3\ntime_limit: 0.000001\n"
+    job = "launcher: forkserver\nrestarts: 3\ntime_limit: 0.000001\n"
     backend, status, events = supervise_with(script, job)
     assert (status.state, status.exit_code, status.attempt) == (State.FAILED, 124, 1)
     assert status.failure.cause == "it was stopped at its time_limit of 1e-06"
@@ -474,7 +474,7 @@ def test_a_run_is_ended_at_its_time_limit_whatever_restarts_are_left(supervise_w
 
 def test_waiting_does_not_count_for_the_time_limit(supervise_with):
     waiting = observed(State.PENDING)
-    job = "launcher: python\ntime_limit: 0.000001\n"
+    job = "launcher: forkserver\ntime_limit: 0.000001\n"
     _, status, _ = supervise_with([[waiting, waiting, waiting, observed(OK)]], job)
     assert (status.state, status.exit_code) == (State.SUCCEEDED, 0)
 
@@ -497,7 +497,7 @@ def test_a_pause_of_the_supervisor_is_no_node_s_fault(supervise_with, monkeypatc
 def test_a_run_that_has_gone_on_in_its_cluster_is_followed_and_not_started_again(supervise_with):
     gone_on = ClusterProgress(attempt=3, watched=True)
     left = msgspec.structs.replace(observed(BAD), superseded=gone_on)
-    job = "launcher: python\nrestarts: 3\n"
+    job = "launcher: forkserver\nrestarts: 3\n"
     backend, status, events = supervise_with(
         [left, observed(BAD), observed(BAD), observed(OK)], job
     )
@@ -510,7 +510,7 @@ def test_a_run_that_has_gone_on_in_its_cluster_is_followed_and_not_started_again
 def test_an_attempt_that_was_announced_in_the_cluster_and_never_begun_is_started(supervise_with):
     announced = ClusterProgress(attempt=2, begun=False)
     left = msgspec.structs.replace(observed(BAD), superseded=announced)
-    job = "launcher: python\nrestarts: 1\n"
+    job = "launcher: forkserver\nrestarts: 1\n"
     backend, status, _ = supervise_with([left, observed(OK)], job)
     assert [attempt for attempt, _ in backend.submitted] == [1, 2]
     assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
@@ -518,7 +518,7 @@ def test_an_attempt_that_was_announced_in_the_cluster_and_never_begun_is_started
 
 def test_a_node_that_fails_takes_the_others_down(supervise_with):
     script = [[observed(UP, UP), observed(BAD, UP), observed(BAD, UP), observed(BAD, BAD)]]
-    backend, status, _ = supervise_with(script, "launcher: python\nnodes: 2\n")
+    backend, status, _ = supervise_with(script, "launcher: forkserver\nnodes: 2\n")
     assert backend.cancelled >= 1
     assert status.state is State.FAILED
 
@@ -753,7 +753,7 @@ def said_of(run, state, **fields):
 def failed_alone(unstarted_run, by_hand, monkeypatch):
     """A run that may be started again once, and failed after its supervisor was killed; gives it
     and the arguments of the supervisors that are started for it."""
-    run = unstarted_run("launcher: python\nrestarts: 1\n")
+    run = unstarted_run("launcher: forkserver\nrestarts: 1\n")
     hand = by_hand(run)
     hand.folder.write_json("state.json", said_of(run, State.RUNNING))
     hand.unwatched()
@@ -817,7 +817,7 @@ def saved(state, **fields):
 
 
 def test_an_attempt_that_failed_unwatched_is_followed_by_another(supervise_with):
-    job = "launcher: python\nrestarts: 1\n"
+    job = "launcher: forkserver\nrestarts: 1\n"
     backend, status, _ = supervise_with(
         [observed(BAD), observed(OK)], job, adopt=saved(State.RUNNING)
     )
@@ -838,7 +838,7 @@ def test_an_attempt_that_was_about_to_start_is_ended_and_followed_by_another(sup
 
 
 def test_earlier_attempts_are_on_record(supervise_with, by_hand):
-    job = "launcher: python\nrestarts: 2\n"
+    job = "launcher: forkserver\nrestarts: 2\n"
     _, status, _ = supervise_with([observed(BAD, code=7), observed(BAD, code=9), observed(OK)], job)
     assert [(a.attempt, a.state, a.failure.exit_code) for a in status.attempts] == [
         (1, State.FAILED, 7),
@@ -854,7 +854,7 @@ def test_earlier_attempts_are_kept_by_the_next_supervisor(supervise_with):
         attempt=1, state=State.FAILED, failure=None, started_at=1.0, finished_at=2.0
     )
     adopt = saved(State.RUNNING, attempt=2, attempts=(earlier,))
-    job = "launcher: python\nrestarts: 2\n"
+    job = "launcher: forkserver\nrestarts: 2\n"
     _, status, _ = supervise_with([observed(BAD), observed(BAD), observed(OK)], job, adopt=adopt)
     assert [attempt.attempt for attempt in status.attempts] == [1, 2]
     assert status.attempts[0] == earlier

@@ -13,17 +13,19 @@ import pytest
 from clusterkit.agent import clock, limits
 from clusterkit.agent.client import Client
 from clusterkit.agent.connections import Line, Listener
+from clusterkit.agent.peer import Peer
 
 TOKEN = b"0123456789abcdef"
 RUN = {"run": "r", "attempt": "1"}
-HELLO = {**RUN, "node": 1}
+HELLO = {**RUN, "node": 1, **Peer(1, 30.0, 0.0, False, 0.0).statement()}
+ENDED = {**HELLO, "running": False, "code": 7, "count": 2}
 DEEP = b"[" * 5000
 WAIT = 60
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    for name in ("PEER_SECONDS", "PEER_GONE_SECONDS", "PEER_AGAIN_SECONDS", "FAILURE_GRACE"):
+    for name in ("PEER_SECONDS", "PEER_GONE_SECONDS", "PEER_AGAIN_SECONDS"):
         monkeypatch.setattr(limits, name, 0.1)
 
 
@@ -96,18 +98,18 @@ STRANGERS = [
     (DEEP,),
     (b"x" * 100_000,),
     (b"",),
-    (HELLO, {"ended": 1, "round": 1}),
-    (b"wrong", HELLO, {"ended": 1, "round": 1}),
-    (TOKEN[:-1], HELLO, {"ended": 1, "round": 1}),
-    (TOKEN + b"\r", HELLO, {"ended": 1, "round": 1}),
+    (HELLO, ENDED),
+    (b"wrong", HELLO, ENDED),
+    (TOKEN[:-1], HELLO, ENDED),
+    (TOKEN + b"\r", HELLO, ENDED),
     (TOKEN, DEEP),
     (TOKEN, b"no JSON"),
     (TOKEN, [1]),
-    (TOKEN, RUN),
-    *((TOKEN, {**RUN, "node": node}, {"ended": 1, "round": 1})
+    (TOKEN, {**RUN, "agent": "a"}),
+    *((TOKEN, {**RUN, "node": node}, ENDED)
       for node in ("zz", "1", None, True, 1.0, -1, 2, 99, [], {})),
-    (TOKEN, {**HELLO, "run": "another"}, {"ended": 1, "round": 1}),
-    (TOKEN, {**HELLO, "attempt": "2"}, {"ended": 1, "round": 1}),
+    (TOKEN, {**HELLO, "run": "another"}, ENDED),
+    (TOKEN, {**HELLO, "attempt": "2"}, ENDED),
 ]  # fmt: skip
 
 
@@ -122,9 +124,10 @@ def test_whoever_is_no_node_is_turned_away_and_changes_nothing(port, kind):
     assert there.said.empty()
     # And a node is heard still.
     with connect(port) as one:
-        say(one, TOKEN, HELLO, {"ended": 7, "round": 1} if kind is Watched else {"leaving": True})
-        expected = ("stop", "node 1 failed") if kind is Watched else None
-        assert expected is None or there.hears() == expected
+        say(one, TOKEN, HELLO, ENDED)
+        # In the other kind it may have failed of an older node 0.
+        expected = ("stop", "node 1 failed") if kind is Watched else ("wait", "")
+        assert there.hears() == expected
     there.end()
 
 
@@ -134,7 +137,7 @@ def test_a_node_that_says_what_cannot_be_read_loses_its_connection_alone(port):
         say(one, TOKEN, HELLO, DEEP[:4000])
         assert closed(one)
         with connect(port) as again:
-            say(again, TOKEN, HELLO, {"ended": "x", "round": 1})
+            say(again, TOKEN, HELLO, {**ENDED, "code": "x"})
             assert closed(again)
     assert there.hears() == ("stop", "the launcher of node 1 is gone")
 
@@ -255,7 +258,7 @@ def test_a_port_that_is_taken_is_told(port, wait, monkeypatch):
 def test_node_0_and_another_meet(port):
     first, second = Watched(port), Watched(port, node=1)
     deadline = time.monotonic() + WAIT
-    while not second.thread._met:
+    while not second.thread.peer.met:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     second.end(3)
@@ -271,11 +274,11 @@ def test_a_pause_of_node_0_is_nobody_s_silence(port, kind, monkeypatch):
     monkeypatch.setattr(clock, "awake", paused)
     there = kind(port)
     with connect(port) as one, one.makefile("rb") as lines:
-        say(one, TOKEN, {**HELLO, "agent": "a", "running": True})
+        say(one, TOKEN, HELLO)
         assert lines.readline()
         pause[0] = 1000.0
         turned = paused()
         while paused() < turned + 1.0:
-            assert "stop" not in json.loads(lines.readline())  # a sign of life: it looks around
+            assert json.loads(lines.readline())["do"] != "stop"  # a sign of life: it looks around
     assert there.said.empty()
     there.end()

@@ -12,9 +12,7 @@ import pytest
 from tests.agents import RUN, Nodes
 
 # None of these may be waited for before a node starts, or tells of its failure.
-PATIENT = RUN.replace(
-    "sys.exit", "limits.RANKS_GRACE = limits.FAILURE_GRACE = limits.FIRST_SECONDS = 100; sys.exit"
-)
+PATIENT = RUN.replace("sys.exit", "limits.RANKS_GRACE = limits.FIRST_SECONDS = 100; sys.exit")
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ from typing import Any
 import yaml
 
 from clusterkit.backends.kubernetes.flavors import FLAVORS
-from clusterkit.backends.kubernetes.pods import MANAGER, ROLE
+from clusterkit.backends.kubernetes.pods import MANAGER, ROLE, USER
 from clusterkit.backends.kubernetes.text import Object
 from clusterkit.backends.kubernetes.watcher import reference, renumber
-from clusterkit.errors import SubmitFailed, Unavailable
+from clusterkit.errors import BadInput, SubmitFailed, Unavailable
+from clusterkit.runs import MADE
 
 AWAY_SECONDS = 40.0
 """How long the API server may be away while a run is being made."""
@@ -66,6 +67,7 @@ def apply(request: Request, namespace: str, folder: Path, env: Mapping[str, str]
     Raises:
         Refusal, Away: by the API server.
         SubmitFailed: a file is gone.
+        BadInput: the namespace has another run of this id.
     """
     attempt = env.get("CLUSTERKIT_ATTEMPT", "1")
     secrets = {name: value for name, value in env.items() if name != "CLUSTERKIT_ATTEMPT"}
@@ -84,6 +86,11 @@ def apply(request: Request, namespace: str, folder: Path, env: Mapping[str, str]
     # Whether we may bind a role is looked up in the role.
     late = [each for each in rest if each["kind"] == "RoleBinding"]
 
+    made_before = folder.parent / MADE
+    if not made_before.exists():
+        _refuse_another_s(request, namespace, [job, root, *rest])
+        made_before.touch()
+
     def make(each: Object) -> Object:
         return _made(request, path_of(each, namespace), each)
 
@@ -98,6 +105,32 @@ def apply(request: Request, namespace: str, folder: Path, env: Mapping[str, str]
         body = {"metadata": {"ownerReferences": [owner]}}
         paths = [path_of(each, namespace) for each in made]
         list(pool.map(lambda path: request("PATCH", path, body, MERGE_PATCH), paths))
+
+
+def _refuse_another_s(request: Request, namespace: str, objects: Sequence[Object]) -> None:
+    """Before anything is sent: whatever has one of the names is not of this run.
+
+    Raises:
+        BadInput: something has.
+    """
+    for each in objects:
+        if each["kind"] not in (*_OWNERS, "ConfigMap"):
+            continue  # nobody has to be allowed to read these
+        path, name = path_of(each, namespace), each["metadata"]["name"]
+        try:
+            found = json.loads(request("GET", path, None, JSON))
+        except Refusal as error:
+            if error.reason in ("NotFound", "Forbidden"):
+                continue
+            raise
+        meta = found["metadata"]
+        user = (meta.get("labels") or {}).get(USER)
+        by = f" by {user}" if user else ""
+        raise BadInput(
+            f"namespace {namespace} has a {each['kind']} {name} that is not of this run: it was "
+            f"made{by} at {meta.get('creationTimestamp')}",
+            hint="another --run-id; `clusterkit attach` takes up a run that is there",
+        )
 
 
 def _made(request: Request, path: str, each: Object) -> Object:

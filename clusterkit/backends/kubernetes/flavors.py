@@ -281,7 +281,7 @@ def choose(job: JobSpec, cluster: KubernetesCluster, facts: KubernetesFacts) -> 
         if not fits:
             raise Unavailable(
                 "launcher: mpirun needs MPIJob, which the cluster does not serve",
-                hint="install Kubeflow's MPI operator, or launcher: torchrun",
+                hint="install Kubeflow's MPI operator, or launcher: forkserver",
             )
         name, origin = fits[0], "launcher: mpirun" if mpi else "the cluster serves it"
         if name == "job":
@@ -290,7 +290,7 @@ def choose(job: JobSpec, cluster: KubernetesCluster, facts: KubernetesFacts) -> 
     if (mpi and name != "mpijob") or (name == "mpijob" and job.started_by not in _MPI):
         raise BadInput(
             f"flavor: {name} cannot run launcher {job.started_by}",
-            hint="flavor: auto, or --set launcher=torchrun" if mpi else "flavor: auto",
+            hint="flavor: auto, or --set launcher=forkserver" if mpi else "flavor: auto",
             cluster="flavor",
         )
     if job.elastic and name != "pytorchjob":

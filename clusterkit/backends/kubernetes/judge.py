@@ -146,6 +146,15 @@ def _read(document: Mapping[str, Any], node: int | None, now: float | None) -> P
     )
 
 
+def began_or(first: Pod | None, pod: Pod) -> Pod:
+    """The pod; or as it was seen ``first`` if it never began and is being removed: a kubelet says
+    137 of a container that it never made, and what the pod waited for is why it ends."""
+    if first is None or first.started or first.uid != pod.uid:
+        return pod
+    unmade = pod.reason == "ContainerStatusUnknown"
+    return msgspec.structs.replace(first, leaving=True) if unmade else pod
+
+
 def attempt_of(document: Mapping[str, Any]) -> int:
     """Which attempt a pod belongs to."""
     text = str((document["metadata"].get("labels") or {}).get(ATTEMPT, ""))
@@ -294,6 +303,8 @@ def judge(
             return _ended(node, before, ours=ours)
         if before.lost:
             return status(State.FAILED, f"node {before.host} of the cluster does not answer")
+        if before.hopeless:
+            return status(State.FAILED, before.words)
         if ours:
             late = "killed: it did not stop when asked to"
             return status(State.CANCELLED, late if before.started else NOT_BEGUN)

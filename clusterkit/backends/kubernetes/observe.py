@@ -14,6 +14,7 @@ from clusterkit.backends.kubernetes.judge import (
     Pod,
     Rejoin,
     attempt_of,
+    began_or,
     by_node,
     causes,
     judge,
@@ -70,6 +71,7 @@ def observation(
     plan = handle.plan
     if before is None:
         before = snapshot(handle)
+    pods = {name: began_or(before.get(name), pod) for name, pod in pods.items()}
     if silent is not None:
         pods = before
     by_us = removed(handle) or Removed()

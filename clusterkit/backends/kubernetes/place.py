@@ -10,8 +10,8 @@ import msgspec
 import clusterkit
 from clusterkit.assemble import Places, Watching, require_packages
 from clusterkit.backends.kubernetes.flavors import FLAVORS, choose
-from clusterkit.backends.kubernetes.pods import ATTEMPT, JOB, MANAGER, RUN, Shape
-from clusterkit.backends.kubernetes.remote_runs import USER, Record
+from clusterkit.backends.kubernetes.pods import ATTEMPT, JOB, MANAGER, RUN, USER, Shape
+from clusterkit.backends.kubernetes.remote_runs import Record
 from clusterkit.backends.kubernetes.run_files import KubernetesPlacement
 from clusterkit.backends.kubernetes.server import HOST
 from clusterkit.backends.kubernetes.text import object_name

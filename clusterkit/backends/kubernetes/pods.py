@@ -19,6 +19,8 @@ from clusterkit.rendezvous import NODE_ADDRESS
 # The watcher goes into the cluster as one file, and so has them itself.
 RUN, ATTEMPT, ROLE, MANAGER = watcher.RUN, watcher.ATTEMPT, watcher.ROLE, watcher.MANAGER
 JOB = "clusterkit/job"
+USER = "clusterkit/user"
+"""Label of all objects of a run: who submitted it."""
 STOP_EXTRA = 5
 """Seconds that a pod has beyond its ranks' own to end."""
 TMP = "/tmp"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from clusterkit.backends.kubernetes.judge import Pod
+from clusterkit.backends.kubernetes.judge import Pod, began_or
 from clusterkit.backends.kubernetes.server import HOST
 from clusterkit.errors import ClusterkitError
 from clusterkit.plan import Plan
@@ -68,6 +68,7 @@ def with_seen(before: Mapping[str, Pod], pods: Mapping[str, Pod], plan: Plan) ->
     found = dict(before)
     for name, pod in pods.items():
         first = before.get(name)
+        pod = began_or(first, pod)
         if first is None or first.uid == pod.uid or replaces(plan):
             if first is not None and first.uid == pod.uid and pod.exit_code is None:
                 pod = msgspec.structs.replace(pod, removed_by=pod.removed_by or first.removed_by)

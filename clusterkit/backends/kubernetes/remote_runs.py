@@ -15,7 +15,7 @@ from clusterkit.backends.base import RemoteRun
 from clusterkit.backends.kubernetes.apply import Refusal
 from clusterkit.backends.kubernetes.flavors import FLAVORS, Flavor
 from clusterkit.backends.kubernetes.judge import attempt_of
-from clusterkit.backends.kubernetes.pods import ATTEMPT, JOB, RUN
+from clusterkit.backends.kubernetes.pods import ATTEMPT, JOB, RUN, USER
 from clusterkit.backends.kubernetes.rights import ROLE_HINT
 from clusterkit.backends.kubernetes.server import Server
 from clusterkit.backends.kubernetes.text import Object, object_name
@@ -25,8 +25,6 @@ from clusterkit.errors import RunFolderError, RunNotFound, Unavailable
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
 
-USER = "clusterkit/user"
-"""Label of all objects of a run: who submitted it."""
 RECORD = "record.json"
 """Of the run's files, the one that says what its plan was made of."""
 PROJECT = "project.tar.gz"

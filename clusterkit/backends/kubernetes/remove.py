@@ -27,7 +27,7 @@ from clusterkit.backends.kubernetes.server import RunObjects
 from clusterkit.backends.kubernetes.text import Object
 from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.plan import Plan
-from clusterkit.runs import RunHandle as RunHandle
+from clusterkit.runs import MADE, RunHandle
 from clusterkit.transport import Transport
 
 LOOK_SECONDS = 0.25
@@ -40,12 +40,15 @@ NAMED = 3
 
 
 def remove(handle: RunHandle, transport: Transport) -> None:
-    """End and remove everything of the run; how its pods were is kept.
+    """End and remove everything of the run; how its pods were is kept. What this run did not make
+    stays: another one of the same id may be there, which somebody submitted elsewhere.
 
     Raises:
         Unavailable: the API server does not answer, will not, or a node does not.
     """
     plan, objects = handle.plan, RunObjects(handle.plan, transport)
+    if known(plan, transport) and not handle.folder.file(MADE).exists():
+        return
     name, watch = objects.name, watch_name(objects.name)
     try:
         if known(plan, transport):

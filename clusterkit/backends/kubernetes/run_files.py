@@ -60,7 +60,7 @@ class KubernetesPlacement(Placement):
         script = _pod_script(
             self.names if mpi else self.names[:1] if shape.nodes > 1 else (),
             assembly.command,
-            needed=self.job.started_by != "python",
+            needed=self.job.started_by != "forkserver",
             project=posixpath.join(shape.run_dir, "project") if shape.copied else None,
         )
         files.append(self._file("pod.sh", PlanFile("", text=script, mode=0o755)))

@@ -79,7 +79,7 @@ class LocalBackend(Backend, SupportsDoctor):
         if job.started_by == "mpirun" and device == "cuda" and nodes > 1:
             raise BadInput(
                 "launcher: mpirun cannot divide this machine's GPUs between simulated nodes",
-                hint=f"--nodes 1 --gpus {topology.world_size}, or launcher: torchrun",
+                hint=f"--nodes 1 --gpus {topology.world_size}, or launcher: forkserver",
                 job="launcher",
             )
         threads, threads_origin = threads_of(job, host.cpus, topology.world_size)

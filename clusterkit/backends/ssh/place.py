@@ -132,7 +132,7 @@ def _check_devices(others: Sequence[HostFacts], device: str, nproc: int) -> None
         if its != [str(number) for number in range(nproc)]:
             raise BadInput(
                 f"launcher: mpirun cannot restrict {host.host} to GPUs {','.join(its)}",
-                hint="launcher: torchrun can",
+                hint="launcher: forkserver can",
                 job="launcher",
             )
 

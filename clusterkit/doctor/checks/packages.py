@@ -109,8 +109,9 @@ def _needed(subject: HostSubject) -> dict[str, str]:
     """Package to what of the job needs it."""
     needs = subject.needs
     found = {}
-    if needs.launcher in ("torchrun", "deepspeed"):
-        found["torch"] = f"launcher: {needs.launcher}"
+    if needs.without_torch != "ok":
+        named = needs.launcher in ("torchrun", "deepspeed")
+        found["torch"] = f"launcher: {needs.launcher}" if named else "training"
     if needs.launcher == "deepspeed":
         found["deepspeed"] = "launcher: deepspeed"
     elif needs.deepspeed:
@@ -243,7 +244,8 @@ def packages(answers: Answers) -> Iterator[Verdict]:
             install = _pip_install(python, {name: "" if most == _NONE else most})
             if version == _NONE and name in needed:
                 cause = f"{needed[name]} needs {name}, which {python} does not have"
-                yield fail(host, cause, install)
+                bad = answers.subject.needs.without_torch if name == "torch" else "fail"
+                yield Verdict(host, bad, cause, install)
             elif name in there.gone:
                 cause = (
                     f"pip has a note of {name} {version}, but {python} does not find the package"
@@ -341,7 +343,7 @@ def compiler(answers: Answers) -> Iterator[Verdict]:
         if missing:
             cause = (
                 f"no {' and no '.join(what for what, _ in missing)}: DeepSpeed cannot compile its "
-                "operators (clusterkit.runtime does without them, other programs may not)"
+                "operators (the jobs here do without them, other programs may not)"
             )
             mend = shell.join(["sudo", "apt-get", "install", "-y", *(name for _, name in missing)])
             yield warn(host, cause, mend)

@@ -103,14 +103,14 @@ def program(name: str, *args: object, **fields: Any) -> JobSpec:
         name=Path(name).stem,
         program=str(PROGRAMS / name),
         args=tuple(map(str, args)),
-        **{"launcher": "python", **fields},
+        **{"launcher": "forkserver", **fields},
     )
 
 
 def words(code: str, **fields: Any) -> JobSpec:
     """A rank that runs a line of Python; torch is not imported."""
     command = ("python3", "-c", code)
-    return JobSpec(name="words", command=command, **{"launcher": "python", **fields})
+    return JobSpec(name="words", command=command, **{"launcher": "forkserver", **fields})
 
 
 def ready(run: api.Run, ranks: int = 2) -> None:
@@ -171,7 +171,7 @@ def test_a_job_file_runs_in_two_containers(
     assert engine.run("compose", "--file", str(written), "config", "--quiet").stderr == ""
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "mpirun", "python"])
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "mpirun", "forkserver"])
 def test_every_rank_of_every_launcher_sees_the_contract(launcher: str, start: Start) -> None:
     # Not all of the environment: mpirun mixes lines of more than 2 KiB.
     code = (
@@ -446,7 +446,7 @@ def test_a_container_that_is_killed_while_it_starts(start: Start, engine: Any) -
 
 
 def test_a_command_that_is_not_there_and_an_image_that_cannot_start(start: Start) -> None:
-    run = start(JobSpec(name="none", command=("./nothing",), launcher="python"), nodes=1)
+    run = start(JobSpec(name="none", command=("./nothing",), launcher="forkserver"), nodes=1)
     status = ended(run)
     assert status.state is State.FAILED
     assert status.failure is not None
@@ -574,7 +574,7 @@ def refused(
     home = tmp_path / "home"
     done = subprocess.run(
         [*prefix, sys.executable, "-m", "clusterkit", "submit", "--cluster", "here",
-         "--clusters", str(clusters), "--", "python", "jobs/train/gpt.py"],
+         "--clusters", str(clusters), "--", "python", "jobs/train/gpt/train.py"],
         capture_output=True, text=True, timeout=SOON,
         env={**os.environ, "CLUSTERKIT_HOME": str(home), **environment},
     )  # fmt: skip

@@ -23,7 +23,7 @@ CI = Path(__file__).with_name("ci.yaml")
 LAB = ROOT / "docker" / "lab.yaml"
 STEPS = 10
 PROGRAM = (
-    f"jobs/train/gpt.py --strategy ddp --steps {STEPS} --global-batch 8 --micro-batch 4 "
+    f"jobs/train/gpt/train.py --strategy ddp --steps {STEPS} --global-batch 8 --micro-batch 4 "
     "--eval-every 0 --data README.md"
 )
 

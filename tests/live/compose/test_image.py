@@ -69,7 +69,7 @@ def test_a_change_in_jobs_builds_one_layer(
     tag = "clusterkit:edited"
     try:
         build(engine, base, checkout, tag)
-        program = checkout / "jobs" / "train" / "gpt.py"
+        program = checkout / "jobs" / "train" / "gpt" / "train.py"
         text = program.read_text()
         program.unlink()  # it is a link to the checkout's own
         edit = f"# {uuid.uuid4()}"  # the engine remembers the layers of an earlier run
@@ -84,7 +84,7 @@ def test_a_change_in_jobs_builds_one_layer(
         ]
         assert built == ["COPY jobs jobs"]
         assert len(steps) > 8
-        last = engine.out("run", "--rm", tag, "tail", "-1", "jobs/train/gpt.py")
+        last = engine.out("run", "--rm", tag, "tail", "-1", "jobs/train/gpt/train.py")
         assert last == edit
     finally:
         engine.run("image", "rm", "--force", tag)

@@ -167,7 +167,13 @@ def submit(kube: Kube) -> Iterator[Callable[..., api.Run]]:
         if isinstance(script, str):
             command: Sequence[str] = ("sh", "-c", script)
             job = JobSpec(
-                **{"name": "live", "command": command, "launcher": "python", "nodes": 2, **fields}
+                **{
+                    "name": "live",
+                    "command": command,
+                    "launcher": "forkserver",
+                    "nodes": 2,
+                    **fields,
+                }
             )
         started.append(api.submit(job, **kube.entry(**(on or {}))))
         return started[-1]

@@ -22,7 +22,7 @@ from tests.live.kubernetes.conftest import KUBECONFIG, KUBECTL, Kube
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[3]
-JOB = JobSpec(name="live", command=("true",), nodes=2, launcher="python")
+JOB = JobSpec(name="live", command=("true",), nodes=2, launcher="forkserver")
 GPU = "nvidia.com~1gpu"
 Examine = Callable[..., Report]
 
@@ -312,7 +312,12 @@ def test_an_image_that_is_not_there(examine):
 
 def test_gpus_that_are_not_there_and_some_in_name_only(kube, examine):
     job = JobSpec(
-        name="live", command=("true",), nodes=2, launcher="python", gpus_per_node=8, device="cuda"
+        name="live",
+        command=("true",),
+        nodes=2,
+        launcher="forkserver",
+        gpus_per_node=8,
+        device="cuda",
     )
     report = examine(job, only="plan,gpus")
     assert at(report, "gpus").level == "warn"

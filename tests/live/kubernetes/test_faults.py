@@ -90,7 +90,7 @@ def test_a_submit_while_the_operator_s_pod_is_made_anew(submit, kube):
 @pytest.mark.parametrize("flavor", ["mpijob", "pytorchjob"])
 def test_an_operator_that_is_absent_is_said_within_15_seconds(flavor, submit, operator):
     operator(flavor, 0)
-    launcher = "mpirun" if flavor == "mpijob" else "python"
+    launcher = "mpirun" if flavor == "mpijob" else "forkserver"
     run = submit(FOREVER, launcher=launcher, on={"flavor": flavor})
     start = time.monotonic()
     status = run.wait(60, until=lambda s: any("operator" in (n.reason or "") for n in s.nodes))
@@ -246,7 +246,7 @@ def mine_says(kube, file):
 
 
 def test_a_submit_while_the_api_server_is_away_for_20_seconds(kube):
-    job = JobSpec(name="live", command=("sh", "-c", "echo here"), nodes=2, launcher="python")
+    job = JobSpec(name="live", command=("sh", "-c", "echo here"), nodes=2, launcher="forkserver")
     # A kind of job that no operator keeps: those take a minute to come back by themselves.
     ready = api.prepare(job, **kube.entry(flavor="job"))
     cluster("api", "down")
@@ -275,7 +275,7 @@ def test_two_submits_at_once_do_not_meet(kube):
 
     def start() -> None:
         job = JobSpec(name="live", command=("sh", "-c", "echo $CLUSTERKIT_RUN_ID"), nodes=2,
-                      launcher="python")  # fmt: skip
+                      launcher="forkserver")  # fmt: skip
         runs.append(api.submit(job, **entry))
 
     threads = [threading.Thread(target=start) for _ in range(2)]
@@ -353,7 +353,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(
 @pytest.mark.parametrize("flavor", ["pytorchjob", "mpijob", "trainjob", "job"])
 def test_no_token_and_no_secret_lies_open_in_a_pod(flavor, submit, begun, kube, monkeypatch):
     monkeypatch.setenv("API_TOKEN", "hunter2-Zq81")
-    launcher = "mpirun" if flavor == "mpijob" else "python"
+    launcher = "mpirun" if flavor == "mpijob" else "forkserver"
     script = '[ "${#API_TOKEN}" = 12 ] && echo here; exec sleep 3600'
     begun(submit(script, secrets=("API_TOKEN",), launcher=launcher, on={"flavor": flavor}))
     # A watcher speaks with the API server, and has a token for that; it runs nothing of the job.

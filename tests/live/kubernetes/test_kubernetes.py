@@ -48,7 +48,7 @@ def seen(run):
 @pytest.mark.parametrize(
     ("flavor", "launcher"),
     [
-        ("pytorchjob", "python"), ("job", "python"), ("trainjob", "python"),
+        ("pytorchjob", "forkserver"), ("job", "forkserver"), ("trainjob", "forkserver"),
         ("mpijob", "mpirun"), ("mpijob", "deepspeed"),
     ],
 )  # fmt: skip
@@ -94,9 +94,7 @@ def test_a_secret_is_in_a_secret_and_nowhere_else(submit, begun, kube, monkeypat
 def reference(tmp_path_factory):
     """Losses of the same jobs on this machine, of a text that both have."""
     os.environ["CLUSTERKIT_HOME"] = str(tmp_path_factory.mktemp("reference"))
-    run = api.submit(
-        ROOT / "jobs" / "ddp.yaml", nodes=2, gpus=2, more_args=STEPS, settings=["launcher=python"]
-    )
+    run = api.submit(ROOT / "jobs" / "ddp.yaml", nodes=2, gpus=2, more_args=STEPS)
     assert run.wait(300).state is State.SUCCEEDED
     return losses(run)
 
@@ -162,7 +160,7 @@ def failed(run, seconds=120):
 
 @pytest.mark.parametrize(
     ("flavor", "launcher"),
-    [("pytorchjob", "python"), ("mpijob", "mpirun"), ("mpijob", "deepspeed")],
+    [("pytorchjob", "forkserver"), ("mpijob", "mpirun"), ("mpijob", "deepspeed")],
 )
 def test_a_rank_that_fails_ends_the_run_with_its_exit_code(flavor, launcher, submit):
     script = "[ $RANK = 1 ] && exit 7; exec sleep 3600"
@@ -249,6 +247,13 @@ def test_what_pods_wait_for_is_said_and_a_cancel_ends_it(on, words, submit):
     )  # fmt: skip
     assert status.state is State.PENDING
     assert run.cancel().state is State.CANCELLED
+
+
+@pytest.mark.parametrize("flavor", ["pytorchjob", "job"])
+def test_an_image_that_cannot_be_had_stays_the_cause_when_its_pods_are_removed(flavor, submit):
+    on = {"image": "nowhere.example/no:1", "image_pull_policy": "Never", "flavor": flavor}
+    found = failed(submit(FOREVER, on=on))
+    assert "image nowhere.example/no:1 cannot be pulled: it is not on the node" in found.cause
 
 
 def test_a_quota_is_named_while_no_pod_comes(submit, kube):

@@ -39,8 +39,7 @@ APART = {
 def reference(tmp_path_factory):
     """Losses of the same job on this machine."""
     os.environ["CLUSTERKIT_HOME"] = str(tmp_path_factory.mktemp("reference"))
-    settings = (*EVERY, "launcher=python")
-    run = api.submit(ROOT / "jobs" / "ddp.yaml", nodes=2, gpus=1, more_args=ARGS, settings=settings)
+    run = api.submit(ROOT / "jobs" / "ddp.yaml", nodes=2, gpus=1, more_args=ARGS, settings=EVERY)
     assert run.wait(300).state is State.SUCCEEDED
     return by_step(run)
 
@@ -187,7 +186,7 @@ def ranks_of(run):
             ours = mark in (process / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if ours and words[:3] == [b"python3", b"-u", b"jobs/train/gpt.py"]:
+        if ours and words[:3] == [b"python3", b"-u", b"jobs/train/gpt/train.py"]:
             found.append(words)
     return found
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from clusterkit import api
-from clusterkit.backends.kubernetes.remote_runs import USER
+from clusterkit.backends.kubernetes.pods import USER
 from clusterkit.errors import BadInput, RunNotFound, Unavailable
 from clusterkit.status import State
 from tests.live import supervisors
@@ -103,6 +103,26 @@ def test_a_run_whose_submitter_is_gone_is_taken_up_from_elsewhere(
     assert kube.there() == set()
 
 
+def test_another_home_s_run_of_the_same_id_is_left_alone(submit, begun, elsewhere, kube):
+    first = begun(submit(COUNT))
+    there = kube.there()
+    elsewhere()
+    second = submit(COUNT, run_id=first.id)
+    status = second.wait(60)
+    assert status.state is State.FAILED
+    assert f"that is not of this run: it was made by {status_user(kube, first.id)}" in (
+        status.failure.cause
+    )
+    second.cancel()
+    assert kube.there() == there
+    assert first.status().state is State.RUNNING
+
+
+def status_user(kube, run: str) -> str:
+    found = kube.kubectl("get", "configmap", run, "-o", "json")
+    return json.loads(found)["metadata"]["labels"][USER]
+
+
 def test_what_it_was_made_of_is_the_same(submit, begun, elsewhere, taken):
     run = begun(submit(COUNT, env={"UGLY": "a 'b' $c\n\"d\""}, args=()))
     supervisors.kill(run)
@@ -142,7 +162,7 @@ def test_a_copied_project_comes_back_with_it(kube, elsewhere, taken, tmp_path, m
     (project / "note").write_text("not committed")
     monkeypatch.chdir(project)
     run = api.submit(
-        ["python", "main.py"], nodes=1, settings=["launcher=python", "restarts=1"],
+        ["python", "main.py"], nodes=1, settings=["launcher=forkserver", "restarts=1"],
         **kube.entry(code="copied"),
     )  # fmt: skip
     try:

@@ -75,7 +75,7 @@ def resident(pid: int) -> int:
 def test_200_pods_with_1600_gpus(flavor, kube, counting, measured, own_home):
     job = JobSpec(
         name="big", command=("sh", "-c", "sleep 3600"), nodes=PODS, gpus_per_node=8, device="cuda",
-        launcher="mpirun" if flavor == "mpijob" else "python",
+        launcher="mpirun" if flavor == "mpijob" else "forkserver",
     )  # fmt: skip
     entry = kube.entry(
         kubeconfig=str(counting.kubeconfig), flavor=flavor, gpus=8, lost_after=300.0,

@@ -71,7 +71,7 @@ def submit(lab: Lab) -> Iterator[Submit]:
         if not Path(os.environ["CLUSTERKIT_CLUSTERS"]).exists():
             describe(lab)
         Path("job.yaml").write_text(
-            f"program: tick.py\nargs: ['{ticks}']\nlauncher: python\nnodes: 2\n"
+            f"program: tick.py\nargs: ['{ticks}']\nlauncher: forkserver\nnodes: 2\n"
         )
         run = api.submit(
             "job.yaml", cluster="lab", settings=settings, **{"doctor": False, **options}

@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 
 from clusterkit import errors
 from clusterkit.doctor import driver
-from clusterkit.doctor.base import LEVELS, Machine, common, parsed_address
+from clusterkit.doctor.base import LEVELS, Machine, Needs, common, parsed_address
 from clusterkit.doctor.check import Output
 from clusterkit.doctor.checks import CHECKS
 from clusterkit.doctor.checks.network import MEET
 from clusterkit.doctor.checks.packages import Packages, collect_packages
 from clusterkit.doctor.checks.system import agreed, collect_strays, offset
 from clusterkit.doctor.hosts import judge
+from clusterkit.spec import JobSpec
 from tests.unit.doctor.conftest import PYTHON, make_answer, make_subject, named, needs, raw
 
 GIB = 1 << 30
@@ -484,8 +485,8 @@ def test_what_only_one_host_has_is_no_fault(judged):
     ("fields", "missing"),
     [
         ({}, {"torch"}),
-        ({"launcher": "python"}, set()),
-        ({"launcher": "python", "deepspeed": True}, {"deepspeed"}),
+        ({"without_torch": "ok"}, set()),
+        ({"without_torch": "ok", "deepspeed": True}, {"deepspeed"}),
         ({"launcher": "deepspeed"}, {"torch", "deepspeed"}),
         ({"deepspeed": True}, {"torch", "deepspeed"}),
     ],
@@ -496,6 +497,22 @@ def test_what_the_job_needs_must_be_there(judged, fields, missing):
     told = found.all("h0")
     assert {finding.level for finding in told} == ({"fail"} if missing else {"ok"})
     assert set(re.findall(r" needs (\w+),", " ".join(finding.cause for finding in told))) == missing
+
+
+@pytest.mark.parametrize(
+    ("fields", "level"),
+    [
+        ({"program": "train.py"}, "warn"),
+        ({"command": ("./train.sh",)}, "ok"),
+        ({"program": "train.py", "launcher": "torchrun"}, "fail"),
+        ({"program": "train.py", "nodes": "1:2"}, "fail"),
+    ],
+)
+def test_what_no_torch_means_depends_on_what_starts_the_ranks(judged, fields, level):
+    job = JobSpec(name="demo", **fields)
+    subject = make_subject(1, needs=Needs.of(job))
+    found = judged("packages", subject, packages(torch=None, deepspeed=None, transformers=None))
+    assert found["h0"].level == level
 
 
 def test_packages_of_another_interpreter_say_nothing(judged):

@@ -326,7 +326,7 @@ def test_the_local_machine_is_one_host(clusterkit_home):
         workdir=str(clusterkit_home),
         port=29500,
         interface="lo",
-        needs=Needs(device="cuda", deepspeed=True, elastic=True),
+        needs=Needs(device="cuda", launcher="torchrun", deepspeed=True, elastic=True),
     )
     plain = backend("local").subject("local", LocalCluster())
     assert (plain.port, plain.hosts[0].slots, plain.needs) == (None, None, Needs())
@@ -344,7 +344,7 @@ def test_the_hosts_of_a_cluster_over_ssh():
         ("a", None, 4), ("b", "10.0.0.2", None),
     ]  # fmt: skip
     assert (found.workdir, found.shared, found.port, found.over_ssh) == ("~/w", "/s", 29500, True)
-    assert found.needs == Needs(launcher="mpirun")
+    assert found.needs == Needs(launcher="mpirun", without_torch="warn")
 
 
 def test_a_backend_without_a_doctor_says_so(tmp_path):

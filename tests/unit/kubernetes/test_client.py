@@ -22,6 +22,7 @@ from clusterkit.backends.kubernetes.connect import connect
 from clusterkit.backends.kubernetes.pod_log import LogLines
 from clusterkit.backends.kubernetes.server import Server
 from clusterkit.errors import BadInput, Unavailable
+from clusterkit.runs import MADE
 
 
 class Answers(ThreadingHTTPServer):
@@ -89,17 +90,21 @@ def transport():
     found.close()
 
 
-def folder(tmp_path, *objects):
+def folder(tmp_path, *objects, ours=True):
     main = {
         "resources": ["manifests.yaml"],
         "configMapGenerator": [{"name": "r-1", "files": ["a.sh", "b.bin"]}],
         "generatorOptions": {"labels": {"clusterkit/run": "r-1", "clusterkit/attempt": "1"}},
     }
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(main))
-    (tmp_path / "manifests.yaml").write_text(yaml.safe_dump_all(objects))
-    (tmp_path / "a.sh").write_text("echo 🚀 \u2028 $(HOME)\n")
-    (tmp_path / "b.bin").write_bytes(b"\xff\0")
-    return ["apply", "--server-side", "--kustomize", str(tmp_path)]
+    files = tmp_path / "run" / "files"
+    files.mkdir(parents=True)
+    if ours:
+        (files.parent / MADE).touch()
+    (files / "kustomization.yaml").write_text(yaml.safe_dump(main))
+    (files / "manifests.yaml").write_text(yaml.safe_dump_all(objects))
+    (files / "a.sh").write_text("echo 🚀 \u2028 $(HOME)\n")
+    (files / "b.bin").write_bytes(b"\xff\0")
+    return ["apply", "--server-side", "--kustomize", str(files)]
 
 
 JOB = {
@@ -143,7 +148,7 @@ def test_the_job_of_a_watcher_owns_all_and_the_run_s_own_job_comes_last(
     labels = {"clusterkit/role": "watcher"}
     watcher = {**JOB, "metadata": {"name": "r-1-watch", "labels": labels}}
     argv = [*tool, *folder(tmp_path, JOB)]
-    manifests = tmp_path / "manifests.yaml"
+    manifests = tmp_path / "run" / "files" / "manifests.yaml"
     manifests.write_text(yaml.safe_dump_all([watcher, *yaml.safe_load_all(manifests.read_text())]))
     assert transport.run("localhost", argv).exit_code == 0
     names = [asked[1].partition("?")[0].rpartition("/")[2] for asked in server.asked]
@@ -163,7 +168,7 @@ def test_secrets_and_the_attempt_come_from_the_environment(server, tool, transpo
     for each in (secret, config, job):
         assert each["metadata"]["labels"]["clusterkit/attempt"] == "3"
     assert job["spec"]["template"]["metadata"]["labels"] == {"clusterkit/attempt": "3"}
-    assert "s3cret" not in "".join(path.read_text() for path in tmp_path.glob("*.yaml"))
+    assert "s3cret" not in "".join(path.read_text() for path in tmp_path.rglob("*.yaml"))
 
 
 def test_a_trainer_that_has_not_heard_of_the_runtime_is_asked_again(
@@ -185,6 +190,42 @@ def test_a_refusal_is_told_in_the_server_s_own_words(server, tool, transport, tm
     done = transport.run("localhost", [*tool, *folder(tmp_path, JOB)])
     assert done.exit_code == 1
     assert done.stderr == f"Error from server (Forbidden): {words}"
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("/api/v1/namespaces/ns/configmaps/r-1", "ConfigMap"),
+     ("/apis/batch/v1/namespaces/ns/jobs/r-1", "Job")],
+)  # fmt: skip
+def test_what_is_there_under_the_run_s_name_and_is_not_its_own_stays_as_it_is(
+    server, tool, transport, tmp_path, path, kind
+):
+    for place in ("configmaps", "jobs"):
+        found = path.rpartition("/")[0].rpartition("/")[2] == place
+        root = "/api/v1" if place == "configmaps" else "/apis/batch/v1"
+        there = {"labels": {"clusterkit/user": "ann"}, "creationTimestamp": "2026-11-22T04:00:00Z"}
+        missing = (404, {"reason": "NotFound", "message": "no"})
+        server.answers[f"{root}/namespaces/ns/{place}/r-1"] = (
+            (200, {"metadata": there}) if found else missing
+        )
+    words = f"namespace ns has a {kind} r-1 that is not of this run: it was made by ann at 2026-11-"
+    argv = [*tool, *folder(tmp_path, JOB, ours=False)]
+    for _ in range(2):
+        with pytest.raises(BadInput, match=words) as error:
+            transport.run("localhost", argv)
+    assert "another --run-id" in error.value.hint
+    assert {asked[0] for asked in server.asked} == {"GET"}
+
+
+def test_what_a_run_has_made_is_its_own_when_it_is_made_again(server, tool, transport, tmp_path):
+    argv = [*tool, *folder(tmp_path, JOB, ours=False)]
+    paths = ("/api/v1/namespaces/ns/configmaps/r-1", "/apis/batch/v1/namespaces/ns/jobs/r-1")
+    for path in paths:
+        server.answers[path] = (404, {"reason": "NotFound", "message": "no"})
+    # Nothing is there, and the job cannot be made either.
+    assert transport.run("localhost", argv).exit_code == 1
+    server.answers.clear()
+    assert transport.run("localhost", argv).exit_code == 0
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def holder(make_facts, server):
     """It has the Lease, and renews it when it is asked to."""
     kube = KubernetesFacts(version="v1.34.4", context="c", namespace="x", kinds=(), may_watch=True)
     facts = msgspec.structs.replace(make_facts(), kubernetes=kube)
-    job = JobSpec(name="demo", command=("true",), launcher="python")
+    job = JobSpec(name="demo", command=("true",), launcher="forkserver")
     entry = KubernetesCluster(lost_after=3600.0)
     plan = backends.backend("kubernetes").plan(job, entry, facts, "demo-1")
     made = lease.Holder(plan, server)

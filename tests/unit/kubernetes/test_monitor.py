@@ -13,12 +13,20 @@ from clusterkit import backends
 from clusterkit.backends.kubernetes.client import KubeTransport
 from clusterkit.backends.kubernetes.lease import progress
 from clusterkit.backends.kubernetes.monitor import PodMonitor
+from clusterkit.backends.kubernetes.observe import observation, read_pods
 from clusterkit.backends.kubernetes.pod_log import collect
-from clusterkit.backends.kubernetes.records import removed, snapshot
+from clusterkit.backends.kubernetes.records import (
+    Removed,
+    put_removed,
+    removed,
+    snapshot,
+    with_seen,
+)
 from clusterkit.backends.kubernetes.remove import remove
+from clusterkit.backends.kubernetes.server import RunObjects
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
 from clusterkit.errors import Unavailable
-from clusterkit.runs import Event, RunFolder, RunHandle
+from clusterkit.runs import MADE, Event, RunFolder, RunHandle
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
 
@@ -124,11 +132,12 @@ def handle(server, make_facts, tmp_path):
         kinds=("PyTorchJob",), may_watch=True,
     )  # fmt: skip
     facts = msgspec.structs.replace(make_facts(), kubernetes=kube, home=str(tmp_path))
-    job = JobSpec(name="demo", command=("true",), launcher="python")
+    job = JobSpec(name="demo", command=("true",), launcher="forkserver")
     plan = backends.backend("kubernetes").plan(job, KubernetesCluster(), facts, "demo-1")
     folder = RunFolder(tmp_path / "runs" / "demo-1")
     folder.path.mkdir(parents=True)
     folder.write("run.json", "{}")
+    folder.write(MADE, "")
     return RunHandle(folder, plan)
 
 
@@ -152,6 +161,30 @@ def test_a_pod_that_ends_is_seen_with_its_whole_log(server, transport, handle):
     assert (seen.state, seen.nodes[0].exit_code, seen.nodes[0].host) == (State.FAILED, 3, "node-1")
     assert log_of(handle) == [LINE]
     assert snapshot(handle)["demo-1-worker-0"].exit_code == 3
+
+
+def test_what_a_pod_shows_while_it_is_deleted_does_not_hide_why_it_never_began(
+    server, transport, handle
+):
+    """Its image could not be had; a kubelet says 137 of a container that it never made."""
+    objects = RunObjects(handle.plan, transport)
+    waits, leaves = pod(), pod()
+    waits["spec"]["containers"][0]["image"] = "a/b:1"
+    waiting = {"waiting": {"reason": "ErrImageNeverPull"}}
+    waits["status"] = {"phase": "Pending", "containerStatuses": [{"state": waiting}]}
+    leaves["metadata"] = leaves["metadata"] | {"deletionTimestamp": "2026-11-22T04:01:00Z"}
+    unknown = {"terminated": {"exitCode": 137, "reason": "ContainerStatusUnknown"}}
+    leaves["status"] = {"phase": "Failed", "containerStatuses": [{"state": unknown}]}
+    before = {}
+    for items in ([waits], [leaves], []):  # as it is removed, and gone
+        pods = read_pods(handle, objects, items)
+        before = with_seen(before, pods, handle.plan)
+        (node,) = observation(handle, pods, transport, before=before).nodes
+        assert (node.state, node.exit_code) == (State.FAILED, None)
+        assert node.reason == (
+            "image a/b:1 cannot be pulled: it is not on the node, and image_pull_policy is Never"
+        )
+        put_removed(handle, Removed(frozenset({"demo-1-worker-0"}), complete=True))
 
 
 def test_a_log_is_brought_once_however_often_it_is_collected(server, transport, handle):
@@ -185,6 +218,15 @@ def test_a_removal_ends_all_that_the_run_has_and_remembers_whom_it_ended(server,
     )
     found = removed(handle)
     assert (found.ended, found.complete) == (frozenset({"demo-1-worker-0"}), True)
+
+
+def test_a_run_that_made_nothing_removes_nothing_of_another_s_with_its_id(
+    server, transport, handle
+):
+    handle.folder.file(MADE).unlink()
+    remove(handle, transport)
+    assert server.deleted == []
+    assert removed(handle) is None
 
 
 def test_a_server_that_is_away_is_named(server, transport, handle):

@@ -169,7 +169,7 @@ def test_deepspeed_starts_an_mpijob_s_ranks_by_way_of_mpirun(planned):
 
 @pytest.mark.parametrize(
     ("flavor", "launcher"),
-    [("mpijob", "torchrun"), ("mpijob", "python"), ("pytorchjob", "mpirun"), ("job", "mpirun")],
+    [("mpijob", "torchrun"), ("mpijob", "forkserver"), ("pytorchjob", "mpirun"), ("job", "mpirun")],
 )
 def test_launchers_that_a_kind_of_job_cannot_run(flavor, launcher, planned):
     with pytest.raises(BadInput, match=f"flavor: {flavor} cannot run launcher {launcher}"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import signal
@@ -13,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,7 +20,7 @@ from clusterkit.marks import parse_mark
 from tests.unit.runtime.warm import Rank, Warm
 
 ROOT = Path(__file__).parents[3]
-GPT = ROOT / "jobs" / "train" / "gpt.py"
+GPT = ROOT / "jobs" / "train" / "gpt" / "train.py"
 Process = Rank | subprocess.Popen[bytes]
 
 
@@ -81,16 +79,16 @@ class Launcher:
                 "MASTER_PORT": str(port),
             }
             argv = [str(program), *map(str, args)]
-            environment = _environment() | (here if ranks > 1 else {}) | (env or {})
+            variables = environment() | (here if ranks > 1 else {}) | (env or {})
             if warm is not None:
                 source = self.warm(warm or ("deepspeed" if "deepspeed" in argv else "torch"))
                 end = self.folder / f"{self.count}-{rank}.end"
-                process: Process = source.start(argv, environment, outputs[rank], errors[rank], end)
+                process: Process = source.start(argv, variables, outputs[rank], errors[rank], end)
             else:
                 with outputs[rank].open("wb") as out, errors[rank].open("wb") as err:
                     process = subprocess.Popen(
                         [sys.executable, *argv],
-                        env=environment,
+                        env=variables,
                         stdout=out,
                         stderr=err,
                         start_new_session=True,
@@ -119,7 +117,7 @@ def warm() -> Iterator[Callable[[str], Warm]]:
 
     def of(family: str) -> Warm:
         if family not in made:
-            made[family] = Warm(family, _environment())
+            made[family] = Warm(family, environment())
         return made[family]
 
     yield of
@@ -182,19 +180,7 @@ def llama(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def gpt() -> ModuleType:
-    """The training program as a module."""
-    spec = importlib.util.spec_from_file_location("gpt_program", GPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     dropped = ("CLUSTERKIT_", "LOCAL_", "MASTER_", "OMPI_", "PYTHONWARNINGS", "RANK", "SLURM_",
                "WORLD_SIZE")  # fmt: skip
     kept = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}

@@ -5,14 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from batch import Batch
+from mesh import Mesh
+from ranks import BadInput, Ranks
+from settings import Parser, choose_batch, choose_mesh, choose_strategy
 
-from clusterkit.batch import Batch
-from clusterkit.errors import BadInput
-from clusterkit.runtime.arguments import Parser, choose_batch, choose_mesh, choose_strategy
-from clusterkit.runtime.distributed import Ranks
-from clusterkit.runtime.mesh import STRATEGIES, Mesh
-
-TWO = Ranks(rank=0, local_rank=0, node_rank=0, size=2, local_size=2)
+DP = Mesh(shard=2)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
@@ -23,12 +21,12 @@ def no_clusterkit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_flag_wins_over_the_environment_over_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose_batch(Parser(None).parse_args([]), TWO) == Batch(32, 16, 1, 2)
+    assert choose_batch(Parser(None).parse_args([]), DP) == Batch(32, 16, 1, 2)
     monkeypatch.setenv("CLUSTERKIT_GLOBAL_BATCH", "48")
     monkeypatch.setenv("CLUSTERKIT_MICRO_BATCH", "8")
-    assert choose_batch(Parser(None).parse_args([]), TWO) == Batch(48, 8, 3, 2)
+    assert choose_batch(Parser(None).parse_args([]), DP) == Batch(48, 8, 3, 2)
     args = Parser(None).parse_args(["--global-batch", "16"])
-    assert choose_batch(args, TWO) == Batch(16, 8, 1, 2)
+    assert choose_batch(args, DP) == Batch(16, 8, 1, 2)
 
 
 def test_checkpoints_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +62,7 @@ def test_a_bad_environment_is_bad_input_too(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_number_format_follows_the_device_unless_said() -> None:
     def dtype(device: torch.device, *argv: str) -> str:
         args = Parser(None).parse_args([*argv])
-        return choose_strategy(args, choose_batch(args, TWO), device).dtype
+        return choose_strategy(args, choose_batch(args, DP), device, DP).dtype
 
     assert dtype(CPU) == "fp32"
     assert dtype(CUDA) == "bf16"
@@ -74,66 +72,58 @@ def test_the_number_format_follows_the_device_unless_said() -> None:
 def test_deepspeed_needs_a_config() -> None:
     args = Parser(None).parse_args(["--strategy", "deepspeed"])
     with pytest.raises(BadInput, match="--strategy deepspeed needs a config"):
-        choose_strategy(args, choose_batch(args, TWO), CPU)
+        choose_strategy(args, choose_batch(args, DP), CPU, DP)
 
 
 def test_a_deepspeed_config_may_hold_the_batch(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8}')
     how = ["--strategy", "deepspeed", "--deepspeed-config", str(path)]
-    assert choose_batch(Parser(None).parse_args(how), TWO) == Batch(64, 8, 4, 2)
+    assert choose_batch(Parser(None).parse_args(how), DP) == Batch(64, 8, 4, 2)
     args = Parser(None).parse_args([*how, "--global-batch", "32"])
-    batch = choose_batch(args, TWO)
+    batch = choose_batch(args, DP)
     assert batch == Batch(32, 16, 1, 2)
     with pytest.raises(BadInput, match="train_batch_size is 64, but the job's batch makes it 32"):
-        choose_strategy(args, batch, CPU)
+        choose_strategy(args, batch, CPU, DP)
     path.write_text(
         '{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, '
         '"gradient_accumulation_steps": 3}'
     )
     with pytest.raises(BadInput, match="global 64 = micro 8 x accumulation 3 x 2 ranks does not"):
-        choose_batch(Parser(None).parse_args(how), TWO)
+        choose_batch(Parser(None).parse_args(how), DP)
 
 
 def test_only_the_data_dimension_shares_the_batch() -> None:
-    args = Parser(None, STRATEGIES).parse_args(["--strategy", "tp", "--mesh", "tp=2"])
+    args = Parser(None).parse_args(["--strategy", "tp", "--mesh", "tp=2"])
     four = Ranks(rank=0, local_rank=0, node_rank=0, size=4, local_size=4)
     mesh = choose_mesh(args, four, {"name": "tiny", "layers": 2, "heads": 4, "context": 8})
     assert mesh == Mesh(shard=2, tp=2)
-    assert choose_batch(args, four, mesh) == Batch(32, 16, 1, 2)
+    assert choose_batch(args, mesh) == Batch(32, 16, 1, 2)
 
 
 def test_a_mesh_over_nodes_is_warned_of_by_rank_0_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    args = Parser(None, STRATEGIES).parse_args(["--strategy", "tp", "--mesh", "tp=4"])
+    args = Parser(None).parse_args(["--strategy", "tp", "--mesh", "tp=4"])
     for rank in (0, 1):
         ranks = Ranks(rank=rank, local_rank=rank, node_rank=0, size=4, local_size=2)
         choose_mesh(args, ranks, {"name": "tiny", "layers": 2, "heads": 4, "context": 8})
     assert capsys.readouterr().err.count("warning: tp=4 reaches over nodes of 2 ranks") == 1
 
 
-def test_a_program_that_arranges_no_ranks_cannot_shard() -> None:
-    args = Parser(None).parse_args(["--strategy", "fsdp"])
-    with pytest.raises(BadInput, match="--strategy fsdp: this program does not arrange its ranks"):
-        choose_strategy(args, choose_batch(args, TWO), CPU)
-    with pytest.raises(BadInput, match="invalid choice: 'tp'"):
-        Parser(None).parse_args(["--strategy", "tp"])
-
-
 @pytest.mark.parametrize(("strategy", "mesh"), [("fsdp", Mesh(shard=2)), ("pp", Mesh(pp=2))])
 def test_what_does_not_scale_the_loss_refuses_fp16(strategy: str, mesh: Mesh) -> None:
-    args = Parser(None, STRATEGIES).parse_args(["--strategy", strategy, "--dtype", "fp16"])
+    args = Parser(None).parse_args(["--strategy", strategy, "--dtype", "fp16"])
     with pytest.raises(BadInput, match=f"--dtype fp16: --strategy {strategy} does not scale"):
-        choose_strategy(args, choose_batch(args, TWO, mesh), CPU, mesh)
-    args = Parser(None, STRATEGIES).parse_args(["--strategy", strategy, "--dtype", "bf16"])
-    assert choose_strategy(args, choose_batch(args, TWO, mesh), CPU, mesh).dtype == "bf16"
+        choose_strategy(args, choose_batch(args, mesh), CPU, mesh)
+    args = Parser(None).parse_args(["--strategy", strategy, "--dtype", "bf16"])
+    assert choose_strategy(args, choose_batch(args, mesh), CPU, mesh).dtype == "bf16"
 
 
 def test_a_pipeline_has_a_micro_batch_for_each_stage_or_is_refused() -> None:
-    args = Parser(None, STRATEGIES).parse_args(["--strategy", "pp"])
+    args = Parser(None).parse_args(["--strategy", "pp"])
     mesh = Mesh(pp=3)
-    assert choose_batch(args, TWO, mesh) == Batch(30, 10, 3, 1)
-    few = Parser(None, STRATEGIES).parse_args(["--strategy", "pp", "--global-batch", "2"])
-    batch = choose_batch(few, TWO, mesh)
+    assert choose_batch(args, mesh) == Batch(30, 10, 3, 1)
+    few = Parser(None).parse_args(["--strategy", "pp", "--global-batch", "2"])
+    batch = choose_batch(few, mesh)
     with pytest.raises(BadInput, match="--schedule 1f1b: 1 micro batch a step for 3 stages"):
         choose_strategy(few, batch, CPU, mesh)
     few.schedule = "gpipe"

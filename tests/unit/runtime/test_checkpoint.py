@@ -6,14 +6,15 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import checkpoint as module
+import checkpoint_files as files
 import pytest
 import torch
-
-from clusterkit.errors import BadInput, ClusterkitError
-from clusterkit.runtime import checkpoint as module
-from clusterkit.runtime.checkpoint import Checkpoint, Checkpoints
-from clusterkit.runtime.distributed import Ranks, World
-from clusterkit.runtime.strategy import Strategy
+from checkpoint import Checkpoints
+from checkpoint_files import Checkpoint
+from ranks import BadInput, Explained, Ranks
+from strategy import Strategy
+from world import World
 
 MODEL = {"name": "tiny", "layers": 2}
 ALONE = Ranks(rank=0, local_rank=0, node_rank=0, size=1, local_size=1)
@@ -149,7 +150,7 @@ def test_a_crash_while_saving_leaves_the_one_before(
     here.save(1, Fake("older"), WORLD)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError("power cut")))
-        with pytest.raises(ClusterkitError, match=r"cannot write checkpoint .*: power cut"):
+        with pytest.raises(Explained, match=r"cannot write checkpoint .*: power cut"):
             here.save(2, Fake("newer"), WORLD)
     found = here.find(ALONE)
     assert found is not None
@@ -162,8 +163,8 @@ def test_the_draft_is_durable_before_it_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    sync, rename = module._sync, Path.rename
-    monkeypatch.setattr(module, "_sync", lambda p: (done.append(f"sync {p.name}"), sync(p)))
+    sync, rename = files._sync, Path.rename
+    monkeypatch.setattr(files, "_sync", lambda p: (done.append(f"sync {p.name}"), sync(p)))
     monkeypatch.setattr(
         Path, "rename", lambda p, to: (done.append(f"rename {to.name}"), rename(p, to))
     )
@@ -279,7 +280,7 @@ def test_a_background_write_that_fails_is_told_and_leaves_the_one_before(folder:
     here.save(1, Fake(), WORLD)
     here.save(2, strategy, WORLD)
     strategy.writing.set_exception(OSError(28, "No space left on device"))
-    with pytest.raises(ClusterkitError, match=r"cannot write .*step-00000002: No space left"):
+    with pytest.raises(Explained, match=r"cannot write .*step-00000002: No space left"):
         here.finish(WORLD)
     assert steps(folder) == ["step-00000001"]
     assert here.find(ALONE) is not None

@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from clusterkit.batch import solve
-from clusterkit.errors import BadInput
-from clusterkit.runtime.data import (
+from batch import solve
+from data import (
     STANDARD_LIBRARY_BYTES,
     Batches,
     as_tokens,
@@ -15,7 +13,8 @@ from clusterkit.runtime.data import (
     read_text,
     split,
 )
-from clusterkit.runtime.distributed import World
+from ranks import BadInput
+from world import World
 
 TEXT = split(as_tokens(bytes(range(256)) * 20), 16, "the test")
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from clusterkit.errors import BadInput
-from clusterkit.runtime.export import export
-from clusterkit.runtime.gpt import GPT, PRESETS
+from export import export
+from model import GPT, PRESETS
+from ranks import BadInput
 
 SHORT = ["--steps", "3", "--global-batch", "8", "--micro-batch", "2", "--context", "16"]
 

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import model as models
 import pytest
 import torch
+import train
+from strategy import count_parameters, decayed_groups
+from world import run
 
-from clusterkit.runtime import gpt as models
-from clusterkit.runtime.strategy import count_parameters, decayed_groups
-from tests.unit.runtime.conftest import Result, launching, zero_arguments
+from clusterkit.estimate import presets
+from clusterkit.marks import parse_mark
+from tests.unit.runtime.conftest import GPT, Result, environment, launching, zero_arguments
 
 TOLERANCE = 2e-6
 SHORT = ["--steps", "4", "--global-batch", "8", "--micro-batch", "2", "--context", "16"]
@@ -28,14 +34,14 @@ SHORT = ["--steps", "4", "--global-batch", "8", "--micro-batch", "2", "--context
     ("name", "parameters"),
     [("tiny", 437_760), ("124m", 124_439_808), ("355m", 354_823_168), ("774m", 774_030_080)],
 )
-def test_presets_have_the_sizes_of_their_names(gpt: ModuleType, name: str, parameters: int) -> None:
+def test_presets_have_the_sizes_of_their_names(name: str, parameters: int) -> None:
     with torch.device("meta"):
-        assert count_parameters(gpt.GPT(gpt.PRESETS[name])) == parameters
+        assert count_parameters(models.GPT(models.PRESETS[name])) == parameters
 
 
-def test_the_loss_starts_at_that_of_guessing(gpt: ModuleType) -> None:
+def test_the_loss_starts_at_that_of_guessing() -> None:
     torch.manual_seed(0)
-    model = gpt.GPT(gpt.PRESETS["tiny"])
+    model = models.GPT(models.PRESETS["tiny"])
     tokens, targets = torch.randint(0, 256, (2, 4, 64))
     loss = model(tokens, targets)
     assert loss.dtype == torch.float32
@@ -52,25 +58,25 @@ def test_a_token_does_not_see_later_ones() -> None:
     assert not torch.equal(attention(x)[:, 5:], attention(changed)[:, 5:])
 
 
-def test_biases_and_norms_are_not_decayed(gpt: ModuleType) -> None:
-    matrices, vectors = decayed_groups(gpt.GPT(gpt.PRESETS["tiny"]), 0.1)
+def test_biases_and_norms_are_not_decayed() -> None:
+    matrices, vectors = decayed_groups(models.GPT(models.PRESETS["tiny"]), 0.1)
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
     assert {p.dim() for p in matrices["params"]} == {2}
     assert {p.dim() for p in vectors["params"]} == {1}
 
 
-def test_the_learning_rate_warms_up_and_falls_to_a_tenth(gpt: ModuleType) -> None:
+def test_the_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
     args = argparse.Namespace(learning_rate=1.0, warmup=10, steps=110)
-    rates = [gpt.scheduled(step, args) for step in range(1, 111)]
+    rates = [train.scheduled(step, args) for step in range(1, 111)]
     assert rates[:10] == pytest.approx([step / 10 for step in range(1, 11)])
     assert rates[9:] == sorted(rates[9:], reverse=True)
     assert rates[59] == pytest.approx(0.55)
     assert rates[-1] == pytest.approx(0.1)
 
 
-def test_no_warm_up_and_one_step(gpt: ModuleType) -> None:
+def test_no_warm_up_and_one_step() -> None:
     args = argparse.Namespace(learning_rate=1.0, warmup=0, steps=1)
-    assert gpt.scheduled(1, args) == pytest.approx(0.1)
+    assert train.scheduled(1, args) == pytest.approx(0.1)
 
 
 def test_one_rank_says_all_a_launcher_reads(launch) -> None:
@@ -316,16 +322,14 @@ def test_a_stop_signal_saves_and_leaves(launch, tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_line(
-    gpt: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     args: list[str],
     message: str,
 ) -> None:
-    monkeypatch.setattr("clusterkit.runtime.distributed.defer_dynamo", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["gpt.py", *args])
+    monkeypatch.setattr(sys, "argv", ["train.py", *args])
     with pytest.raises(SystemExit) as leaving:
-        gpt.run(gpt.main)
+        run(train.main)
     assert leaving.value.code == 2
     captured = capsys.readouterr()
     assert captured.err.startswith(f"error: {message}")
@@ -342,20 +346,48 @@ def test_two_ranks_complain_in_one_voice(launch) -> None:
 
 def test_training_with_ddp_imports_nothing_heavy(launch, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    gpt = Path(__file__).parents[3] / "jobs" / "train" / "gpt.py"
     program.write_text(
         "import runpy, sys\n"
+        f"sys.path[0] = {str(GPT.parent)!r}\n"
         "try:\n"
-        f"    runpy.run_path({str(gpt)!r}, run_name='__main__')\n"
+        f"    runpy.run_path({str(GPT)!r}, run_name='__main__')\n"
         "except SystemExit as leaving:\n"
         "    assert leaving.code == 0\n"
         "heavy = ['deepspeed', 'transformers', 'sympy', 'torch._inductor',\n"
         "         'torch.distributed.pipelining', 'torch.distributed.tensor.parallel',\n"
-        "         'clusterkit.runtime.sharded', 'clusterkit.runtime.pipeline']\n"
+        "         'sharded', 'pipeline']\n"
         "assert [name for name in heavy if name in sys.modules] == []\n"
     )
     result = launch(*SHORT, "--checkpoint-dir", tmp_path / "c", program=program, warm=None)
     assert (result.codes, result.stderr) == ([0], [""])
+
+
+def test_the_folder_runs_where_it_was_copied(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    shutil.copytree(GPT.parent, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "clusterkit.py").write_text("raise ImportError('there is no clusterkit here')")
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run(
+        [sys.executable, *words, *SHORT, "--checkpoint-dir", "c"],
+        cwd=folder, env=environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    events = [event for line in done.stdout.splitlines() if (event := parse_mark(line))]
+    assert [event["step"] for event in events if event["event"] == "metrics"] == [1, 2, 3, 4]
+    assert (folder / "c" / "step-00000004" / "checkpoint.json").is_file()
+
+
+@pytest.mark.parametrize("path", sorted(GPT.parent.glob("*.py")), ids=lambda path: path.name)
+def test_a_file_is_short_and_needs_nothing_of_clusterkit(path: Path) -> None:
+    text = path.read_text()
+    # The one exception is optional, and goes; see world.run.
+    assert not re.search(r"^\s*(from|import) clusterkit\b(?!.agent.eager)", text, re.MULTILINE)
+    assert text.count("\n") < 200
+
+
+def test_what_estimate_knows_of_the_presets_is_what_they_are() -> None:
+    known = {name: asdict(shape) for name, shape in presets.PRESETS.items()}
+    assert known == {name: asdict(shape) for name, shape in models.PRESETS.items()}
 
 
 def test_a_hugging_face_model_trains_on_bytes(launch, zero, llama: Path) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import hugging_face
 import pytest
-
-from clusterkit.runtime import huggingface
 
 
 @pytest.mark.parametrize("kind", ["GPT2Config", "GemmaConfig", "LlamaConfig"])
@@ -18,6 +17,6 @@ def test_without_a_tokenizer_the_tokens_are_bytes(
         "transformers", reason="transformers: not installed (pip install 'clusterkit[train]')"
     )
     getattr(transformers, kind)(vocab_size=300).save_pretrained(tmp_path)
-    facts, _, tokens = huggingface.choose(str(tmp_path), b"abc", pretrained=False)
+    facts, _, tokens = hugging_face.choose(str(tmp_path), b"abc", False)
     assert facts["vocabulary"] == 300
     assert tokens.tolist() == [97, 98, 99]

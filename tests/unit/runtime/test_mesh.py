@@ -2,11 +2,10 @@ from __future__ import annotations
 
 from itertools import product
 
+import mesh as meshes
 import pytest
-
-from clusterkit.errors import BadInput
-from clusterkit.runtime import mesh as meshes
-from clusterkit.runtime.mesh import Mesh, check_model, choose
+from mesh import Mesh, check_model, choose
+from ranks import BadInput
 
 GPT = {"name": "tiny", "layers": 2, "heads": 4, "context": 64}
 

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-
-from clusterkit.errors import BadInput
-from clusterkit.runtime.checkpoint import Checkpoint
-from clusterkit.runtime.export import export
+from checkpoint_files import Checkpoint
+from export import export
+from ranks import BadInput
 
 SAVE = ["--steps", "2", "--checkpoint-every", "1", "--checkpoint-keep", "0",
         "--global-batch", "4", "--micro-batch", "2", "--context", "16"]  # fmt: skip

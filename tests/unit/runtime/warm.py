@@ -19,13 +19,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-SHARED = ("clusterkit.runtime.pipeline", "clusterkit.runtime.sharded", "torch.distributed.fsdp")
+SHARED = (
+    "torch.distributed.checkpoint.state_dict_saver",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+)
 FAMILIES = {
     "bare": ("torch",),
     "torch": SHARED,
     "deepspeed": (
         *SHARED,
-        "clusterkit.runtime.deepspeed_pipeline",
         "deepspeed",
         "deepspeed.ops",
         "deepspeed.pipe",

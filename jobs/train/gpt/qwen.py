@@ -4,7 +4,7 @@
     clusterkit submit jobs/qwen.yaml -- --model Qwen/Qwen2-1.5B --data my-texts/
     clusterkit submit jobs/qwen.yaml --set deepspeed.zero_optimization.stage=2
 
-Every rank says what it keeps of the model. Batch, checkpoints and the loop are those of gpt.py.
+Every rank says what it keeps of the model. Batch, checkpoints and the loop are those of train.py.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+import data
+import hugging_face
+import settings
 import torch
-from hub import import_transformers
+from ranks import choose_device, read_ranks
+from report import Reporter
+from settings import positive
+from strategy import Strategy, decayed_groups, recompute
 from torch import nn
-
-from clusterkit.runtime import arguments, data, huggingface
-from clusterkit.runtime.arguments import positive
-from clusterkit.runtime.distributed import choose_device, distributed, read_ranks, run
-from clusterkit.runtime.metrics import Reporter
-from clusterkit.runtime.strategy import Strategy, decayed_groups, recompute
-from clusterkit.runtime.training import Pace, train
+from train import Pace, train
+from world import distributed, run
 
 TINY = {
     "vocab_size": 256,  # bytes
@@ -42,10 +43,11 @@ def main() -> int:
     reporter = Reporter(speaks=ranks.is_first)
     # Whatever can be wrong with the input, each rank finds alone, before they meet.
     device = choose_device(ranks)
-    batch = arguments.choose_batch(args, ranks)
-    recipe = arguments.choose_strategy(args, batch, device)
     facts, make_model, text = choose_model(args)
-    checkpoints = arguments.choose_checkpoints(args, facts)
+    mesh = settings.choose_mesh(args, ranks, facts)
+    batch = settings.choose_batch(args, mesh)
+    recipe = settings.choose_strategy(args, batch, device, mesh)
+    checkpoints = settings.choose_checkpoints(args, facts)
     checkpoint = checkpoints.find(ranks, strategy=recipe.name, converts=recipe.converts)
 
     reporter.phase("rendezvous")
@@ -60,7 +62,7 @@ def main() -> int:
         rate, groups = learning_rate(args), decayed_groups(model, 0.0)
         optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95))
         strategy = recipe.build(model, optimizer, world)
-        batches = data.Batches(text, args.seed, batch, world)
+        batches = data.Batches(text, args.seed, batch, world, strategy.replica)
         if checkpoint is not None:
             checkpoints.load(checkpoint, strategy, world)
         print(describe(world.rank, recipe.name, model, strategy), flush=True)
@@ -96,17 +98,19 @@ def choose_model(
 ) -> tuple[dict[str, Any], Callable[[], nn.Module], data.Text]:
     """What describes the model, what builds it, and the text in its tokens."""
     text = data.read_text(args.data)
-    transformers = import_transformers(args.model)
     if args.model is None:
-        config = transformers.Qwen2Config(**TINY)
+        hugging_face.import_transformers()
+        from transformers import Qwen2Config
+
+        config = Qwen2Config(**TINY)
         facts: dict[str, Any] = {"name": "tiny qwen2", **TINY}
 
         def make_model() -> nn.Module:
-            return huggingface.CausalLM("tiny qwen2", config, pretrained=False)
+            return hugging_face.CausalLM("tiny qwen2", config, pretrained=False)
 
         tokens = data.as_tokens(text)
     else:
-        facts, make_model, tokens = huggingface.choose(args.model, text, pretrained=True)
+        facts, make_model, tokens = hugging_face.choose(args.model, text, True)
     return facts, make_model, data.split(tokens, args.context, args.data or "the standard library")
 
 
@@ -118,7 +122,7 @@ def learning_rate(args: argparse.Namespace) -> float:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = arguments.Parser(__doc__)
+    parser = settings.Parser(__doc__)
     add = parser.add_argument
     add("--model", metavar="NAME", help="Hugging Face name or folder (default: a tiny new Qwen2)")
     add("--data", metavar="PATH", help="file or folder (default: Python's standard library)")

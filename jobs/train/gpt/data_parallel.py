@@ -8,12 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_, get_total_norm
-
-from clusterkit.runtime.distributed import World
-from clusterkit.runtime.strategy import (
+from strategy import (
     MicroBatch,
     Recipe,
     Strategy,
@@ -22,6 +17,10 @@ from clusterkit.runtime.strategy import (
     mean_loss,
     set_learning_rate,
 )
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+from world import World
 
 
 def recipe(*, dtype: str, clip: float) -> Recipe:
@@ -72,7 +71,7 @@ class DDP(Strategy):
             # The gradients travel once per step, with the last micro batch.
             with nullcontext() if index == last else self._ddp.no_sync():
                 loss = self._forward(self._ddp, tokens, targets)
-                self._scaler.scale(loss / len(micro_batches)).backward()  # type: ignore[no-untyped-call]
+                self._scaler.scale(loss / len(micro_batches)).backward()
             losses.append(loss)
         self._scaler.unscale_(self._optimizer)
         norm = self._clip_gradients()

@@ -1,24 +1,39 @@
-"""A GPT, and how it is cut: every layer into slices, or its layers into stages.
-
-Nothing here knows ranks. `GPT.tensor_plan` says which weight is sliced which way, `GPT.stage` which
-layers go together; `sharded` and `pipeline` do the cutting.
-"""
+"""A GPT-2 in plain torch. Nothing here knows ranks; `parallelize` and `zero` cut it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clusterkit.runtime.gpt_shape import PRESETS, Shape
-
-__all__ = ["GPT", "PRESETS", "Shape", "Stage", "cross_entropy"]
-
 _STD = 0.02
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a GPT. ``width`` is split over ``heads``; ``context`` is the longest sample."""
+
+    layers: int
+    heads: int
+    width: int
+    context: int
+    vocabulary: int = 256  # one token per byte
+
+
+# The four sizes with GPT-2's vocabulary have GPT-2's parameter counts; bytes use 256 of its tokens.
+PRESETS = {
+    "tiny": Shape(layers=2, heads=4, width=128, context=64),
+    "small": Shape(layers=6, heads=6, width=384, context=256),
+    "124m": Shape(layers=12, heads=12, width=768, context=1024, vocabulary=50257),
+    "355m": Shape(layers=24, heads=16, width=1024, context=1024, vocabulary=50257),
+    "774m": Shape(layers=36, heads=20, width=1280, context=1024, vocabulary=50257),
+    "1.5b": Shape(layers=48, heads=25, width=1600, context=1024, vocabulary=50257),
+}
 
 
 class Linear(nn.Linear):
@@ -67,8 +82,7 @@ class Attention(nn.Module):
         # Each of the three: (batch, heads of this rank, length, width of a head).
         query, key, value = heads.permute(3, 0, 2, 1, 4)
         y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        mixed: Tensor = self.output(y.transpose(1, 2).reshape(batch, length, -1))
-        return mixed
+        return self.output(y.transpose(1, 2).reshape(batch, length, -1))
 
 
 class Block(nn.Module):
@@ -85,8 +99,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
         inner = F.gelu(self.expand(self.perceptron_norm(x)), approximate="tanh")
-        added: Tensor = x + self.output(inner)
-        return added
+        return x + self.output(inner)
 
 
 class _Blocks(nn.Module):
@@ -108,67 +121,13 @@ class _Blocks(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """Tokens with their positions as vectors: (batch, length) to (batch, length, width)."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        embedded: Tensor = self.token(tokens) + self.position(places)
-        return embedded
+        return self.token(tokens) + self.position(places)
 
     def through(self, x: Tensor) -> Tensor:
         """Activations after all blocks that are here."""
         for block in self.blocks.values():
             x = block(x) if self.recompute is None else self.recompute(block, x)
         return x
-
-    def tensor_plan(self, *, sequence: bool) -> dict[str, Any]:
-        """Which module is sliced which way, for torch's ``parallelize_module``.
-
-        Megatron's cut (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3): the
-        first matrix of attention and of the perceptron is cut by rows of its output, the second by
-        its input, so that only the sum after the second one travels. The vocabulary is cut in the
-        embedding and in the output layer. With ``sequence`` (Korthikanti et al. 2022,
-        https://arxiv.org/abs/2205.05198) the norms between them see a slice of the sequence.
-        """
-        from torch.distributed.tensor import Replicate, Shard
-        from torch.distributed.tensor.parallel import (
-            ColwiseParallel,
-            PrepareModuleInput,
-            PrepareModuleInputOutput,
-            PrepareModuleOutput,
-            RowwiseParallel,
-            SequenceParallel,
-        )
-
-        between = Shard(1) if sequence else Replicate()
-        plan: dict[str, Any] = {}
-        for name in self.blocks:
-            block = f"blocks.{name}"
-            plan |= {
-                f"{block}.attention.heads_in": ColwiseParallel(input_layouts=between),
-                f"{block}.attention.output": RowwiseParallel(output_layouts=between),
-                f"{block}.expand": ColwiseParallel(input_layouts=between),
-                f"{block}.output": RowwiseParallel(output_layouts=between),
-            }
-            if sequence:
-                plan[f"{block}.attention_norm"] = SequenceParallel(use_local_output=True)
-                plan[f"{block}.perceptron_norm"] = SequenceParallel(use_local_output=True)
-        if sequence:
-            names = list(self.blocks)
-            whole, sliced = Replicate(), Shard(1)
-            if len(names) == 1:
-                plan[f"blocks.{names[0]}"] = PrepareModuleInputOutput(
-                    input_layouts=whole, desired_input_layouts=sliced, use_local_input=True,
-                    output_layouts=sliced, desired_output_layouts=whole,
-                )  # fmt: skip
-            else:
-                plan[f"blocks.{names[0]}"] = PrepareModuleInput(
-                    input_layouts=whole, desired_input_layouts=sliced, use_local_output=True
-                )
-                plan[f"blocks.{names[-1]}"] = PrepareModuleOutput(
-                    output_layouts=sliced, desired_output_layouts=whole
-                )
-        if self.token is not None:
-            plan["token"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
-        if self.head is not None:
-            plan["head"] = ColwiseParallel(output_layouts=Replicate())
-        return plan
 
 
 class GPT(_Blocks):
@@ -204,37 +163,6 @@ class GPT(_Blocks):
         own = blocks[first : first + fewest + (index < more)]
         return Stage(self, dict(own), first=index == 0, last=index == stages - 1)
 
-    def pipeline_layers(self) -> list[Any]:
-        """The model as a sequence, for DeepSpeed's ``PipelineModule``.
-
-        The token embedding stands in it twice: it also makes the logits.
-        """
-        from deepspeed.pipe import LayerSpec, TiedLayerSpec
-
-        def logits(token: Given, x: Tensor) -> Tensor:
-            return F.linear(x, token.module.weight)  # type: ignore[arg-type]
-
-        token = {"tied_weight_attr": "module.weight"}
-        return [
-            TiedLayerSpec("token", Given, self.token, **token),
-            LayerSpec(AddPosition, self.position),
-            *(block for block in self.blocks.values()),
-            self.norm,
-            TiedLayerSpec("token", Given, self.token, forward_fn=logits, **token),
-        ]
-
-    def autotp_plan(self) -> dict[str, Any]:
-        """Which weight is sliced which way, as DeepSpeed's ``tensor_parallel.partition_config``.
-
-        The vocabulary stays whole: AutoTP slices no embedding.
-        """
-        by_rows = {"patterns": [r".*\.output\.weight$"], "partition_type": "row"}
-        by_columns = {
-            "patterns": [r".*\.heads_in\.weight$", r".*\.expand\.weight$"],
-            "partition_type": "column",
-        }
-        return {"use_default_specs": False, "layer_specs": [by_rows, by_columns]}
-
 
 class Stage(_Blocks):
     """Some blocks of a GPT: from tokens or activations to activations or logits."""
@@ -256,27 +184,6 @@ class Stage(_Blocks):
         if self.head is not None:
             x = self.head(self.norm(x))
         return x
-
-
-class Given(nn.Module):
-    """A module that was made before, for those who want a class to make one of."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.module(x)
-        return y
-
-
-class AddPosition(Given):
-    """Adds the vectors of the positions: (batch, length, width) to the same."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        places = torch.arange(x.shape[1], device=x.device)
-        added: Tensor = x + self.module(places)
-        return added
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

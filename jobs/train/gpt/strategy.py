@@ -1,6 +1,6 @@
 """How a model is spread over the ranks. A training loop knows only this interface.
 
-One subclass per way: ``ddp.DDP``, ``deepspeed.DeepSpeed``, ``sharded.Sharded`` (FSDP2 and tensor
+One subclass per way: ``data_parallel.DDP``, ``zero.DeepSpeed``, ``sharded.Sharded`` (FSDP2, tensor
 parallel), ``pipeline.Pipeline``; each module is imported only when its strategy is asked for.
 """
 
@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from ranks import BadInput
 from torch import Tensor, nn
-
-from clusterkit.errors import BadInput
-from clusterkit.runtime.distributed import World
+from world import World
 
 MicroBatch = tuple[Tensor, Tensor]
 """Tokens and targets, both (micro batch, context), int64, on the rank's device."""

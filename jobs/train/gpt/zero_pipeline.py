@@ -10,17 +10,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from mesh import Mesh
+from model import GPT, cross_entropy
+from pipeline import bubble
+from strategy import MicroBatch, follow
 from torch import Tensor, nn
-
-from clusterkit.runtime.deepspeed import DeepSpeed
-from clusterkit.runtime.gpt import cross_entropy
-from clusterkit.runtime.mesh import Mesh
-from clusterkit.runtime.pipeline import bubble
-from clusterkit.runtime.strategy import MicroBatch, follow
+from torch.nn import functional as F
+from zero import DeepSpeed
 
 
 class DeepSpeedPipeline(DeepSpeed):
-    """A model with ``pipeline_layers``, cut into stages by DeepSpeed."""
+    """A GPT, cut into stages by DeepSpeed."""
 
     _mesh: Mesh
 
@@ -42,14 +42,13 @@ class DeepSpeedPipeline(DeepSpeed):
         loss: Tensor = self._engine.eval_batch(iter(micro_batches))
         return loss.detach().double().mean()
 
-    def _divided(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+    def _divided(self, model: GPT, optimizer: torch.optim.Optimizer) -> nn.Module:
         from deepspeed.pipe import PipelineModule
         from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
         names = {parameter: name for name, parameter in model.named_parameters()}
-        layers: list[Any] = model.pipeline_layers()  # type: ignore[operator]
         stage: nn.Module = PipelineModule(
-            layers=layers,
+            layers=pipeline_layers(model),
             topology=PipeDataParallelTopology(num_pp=self._mesh.pp, num_dp=self._mesh.dp),
             loss_fn=cross_entropy,
             # Every block as heavy as every other; what stands at the ends weighs nothing.
@@ -57,3 +56,39 @@ class DeepSpeedPipeline(DeepSpeed):
         )
         follow(optimizer, dict(model.named_parameters()), {names[p]: p for p in stage.parameters()})
         return stage
+
+
+def pipeline_layers(model: GPT) -> list[Any]:
+    """The model as a sequence. The token embedding stands in it twice: it also makes the logits."""
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+    def logits(token: Given, x: Tensor) -> Tensor:
+        return F.linear(x, token.module.weight)
+
+    token = {"tied_weight_attr": "module.weight"}
+    return [
+        TiedLayerSpec("token", Given, model.token, **token),
+        LayerSpec(AddPosition, model.position),
+        *model.blocks.values(),
+        model.norm,
+        TiedLayerSpec("token", Given, model.token, forward_fn=logits, **token),
+    ]
+
+
+class Given(nn.Module):
+    """A module that was made before, for those who want a class to make one of."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+class AddPosition(Given):
+    """Adds the vectors of the positions: (batch, length, width) to the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1], device=x.device)
+        return x + self.module(places)

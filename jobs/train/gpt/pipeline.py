@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from model import cross_entropy
+from parallelize import Settings, placed_gradient
+from sharded import Sharded
+from strategy import MicroBatch, mean_loss
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-
-from clusterkit.runtime.distributed import World
-from clusterkit.runtime.gpt import cross_entropy
-from clusterkit.runtime.sharded import Settings, Sharded, placed_gradient
-from clusterkit.runtime.strategy import MicroBatch, mean_loss
+from world import World
 
 _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
@@ -45,10 +45,7 @@ class Pipeline(Sharded):
     ) -> None:
         stages = settings.mesh.pp
         self._stage = settings.mesh.stage(world.rank)
-        holders = [
-            {p for p in model.stage(index, stages).parameters()}  # type: ignore[operator]
-            for index in range(stages)
-        ]
+        holders = [{p for p in model.stage(index, stages).parameters()} for index in range(stages)]
         whole = {name: p for name, p in model.named_parameters()}
         super().__init__(settings, model, optimizer, world)
         self._group = self._mesh["pp"].get_group()
@@ -76,7 +73,7 @@ class Pipeline(Sharded):
             return self._run(self._schedule.eval, list(micro_batches))
 
     def _cut(self, model: nn.Module) -> nn.Module:
-        stage: nn.Module = model.stage(self._stage, self._settings.mesh.pp)  # type: ignore[operator]
+        stage: nn.Module = model.stage(self._stage, self._settings.mesh.pp)
         return stage
 
     def _backward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:

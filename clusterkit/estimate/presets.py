@@ -1,4 +1,4 @@
-"""Sizes of a GPT. Imports no torch, so that `clusterkit.estimate` can read them too."""
+"""The sizes of the GPT in jobs/train/gpt/model.py, which a test holds to be the same."""
 
 from __future__ import annotations
 

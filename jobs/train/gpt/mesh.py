@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clusterkit.errors import BadInput, counted
+from ranks import BadInput
 
 _TAKES = {
     "ddp": ("dp",),
@@ -23,8 +23,6 @@ _TAKES = {
     "3d": ("pp", "dp", "tp"),
 }
 STRATEGIES = tuple(_TAKES)
-ANY_MODEL = ("ddp", "deepspeed", "fsdp")
-"""Strategies that divide a model without knowing what is in it."""
 
 
 @dataclass(frozen=True)
@@ -61,19 +59,15 @@ class Mesh:
         return ",".join(f"{name}={size}" for name, size in shape.items() if size > 1) or "dp=1"
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def choose(strategy: str, text: str | None, *, ranks: int, local_ranks: int) -> Mesh:
     """The mesh that ``--mesh`` describes; what it leaves out follows from the number of ranks.
 
     Without ``text``, tensor parallel takes the ranks of a node, pipeline parallel all ranks.
-
-    Args:
-        text: such as ``pp=2,dp=2,tp=2``.
-        ranks: of the whole run.
-        local_ranks: of one node.
-
-    Raises:
-        BadInput: not of that form, a dimension the strategy has not, sizes that do not make up
-            the number of ranks, or a strategy whose own dimension is 1.
     """
     sizes = _parse(strategy, text or "")
     if not sizes and strategy == "3d":
@@ -111,16 +105,7 @@ def choose(strategy: str, text: str | None, *, ranks: int, local_ranks: int) -> 
 
 
 def check_model(strategy: str, mesh: Mesh, model: Mapping[str, Any], *, sequence: bool) -> None:
-    """Whether the model can be divided like this.
-
-    Args:
-        model: what describes it, with ``layers``, ``heads`` and ``context`` if it is our own.
-        sequence: whether the activations between the layers are divided along the sequence.
-
-    Raises:
-        BadInput: more stages than layers, heads or sequence that do not divide, or a model that
-            the strategy does not know how to cut.
-    """
+    """Refuse a model that cannot be divided like this; our own is described by ``Shape``."""
     if mesh.pp == 1 and mesh.tp == 1:
         return
     name = model.get("name", "this model")

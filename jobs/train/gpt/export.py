@@ -1,6 +1,6 @@
 """The weights of a checkpoint, whole and in fp32, for plain torch or transformers.
 
-    python -m clusterkit.runtime.export checkpoints/step-00000200 exported/
+    python jobs/train/gpt/export.py checkpoints/step-00000200 exported/
 
 Works for every strategy but DeepSpeed's own pipeline and tensor parallelism, on one machine
 without a launcher: parts that many ranks saved are put together. One of our own models becomes
@@ -17,12 +17,11 @@ from dataclasses import fields
 from pathlib import Path
 
 import torch
+from checkpoint_files import Checkpoint, readable
+from model import GPT, Shape
+from ranks import BadInput
 from torch import Tensor, nn
-
-from clusterkit.errors import BadInput
-from clusterkit.runtime.checkpoint import Checkpoint, readable
-from clusterkit.runtime.distributed import run
-from clusterkit.runtime.gpt import GPT, Shape
+from world import run
 
 
 def export(source: Path, target: Path) -> Path:
@@ -39,7 +38,7 @@ def export(source: Path, target: Path) -> Path:
         raise BadInput(
             f"{source} is not a complete checkpoint", hint="a folder such as step-00000200"
         )
-    with readable(checkpoint):
+    with readable(checkpoint.path):
         state = weights(checkpoint)
     target.mkdir(parents=True, exist_ok=True)
     if {field.name for field in fields(Shape)} <= checkpoint.model.keys():
@@ -64,9 +63,8 @@ def weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def _from_shards(folder: Path) -> dict[str, Tensor]:
+    from shards import Reader
     from torch.distributed.checkpoint.state_dict_loader import load
-
-    from clusterkit.runtime.shard_files import Reader
 
     reader = Reader(folder)
     state = {
@@ -96,8 +94,7 @@ def _from_zero(folder: Path) -> dict[str, Tensor]:
         plain: dict[str, Tensor] = saved["module"]
         return plain
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    from clusterkit.runtime.zero_files import read_as_data
+    from zero_checkpoint import read_as_data
 
     with read_as_data():
         merged: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(folder), "zero")
@@ -125,13 +122,13 @@ def _filled(model: nn.Module, state: Mapping[str, Tensor], source: Path) -> nn.M
 
 
 def _as_hugging_face(checkpoint: Checkpoint, state: Mapping[str, Tensor], target: Path) -> Path:
-    from clusterkit.runtime.huggingface import CausalLM, load_config
+    from hugging_face import CausalLM, load_config
 
     name = str(checkpoint.model.get("name"))
     if "type" not in checkpoint.model:
         raise BadInput(f"checkpoint {checkpoint.path} is of {name}, which is not known here")
     whole = _filled(CausalLM(name, load_config(name), pretrained=False), state, checkpoint.path)
-    whole.model.save_pretrained(target)  # type: ignore[operator, union-attr]
+    whole.model.save_pretrained(target)
     return target
 
 

@@ -1,13 +1,12 @@
 """DeepSpeed configs: read, checked and completed before any rank waits for another.
 
-DeepSpeed 0.19 ignores keys of the outermost level that it does not know, and tells of most other
-mistakes by an assertion when the engine starts. What can be known earlier is refused here.
+DeepSpeed 0.19 tells of most mistakes by an assertion when the engine starts. `clusterkit submit`
+refuses keys that it does not know; what only this run knows is refused here.
 """
 
 from __future__ import annotations
 
 import ctypes.util
-import difflib
 import importlib.util
 import json
 import os
@@ -15,12 +14,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from clusterkit.batch import DEEPSPEED_KEYS, Batch
-from clusterkit.deepspeed_config import INSTEAD, precision
-from clusterkit.deepspeed_table import KEYS, REMOVED
-from clusterkit.errors import BadInput, Unavailable
+from batch import Batch
+from ranks import BadInput, Unavailable
 
 Config = dict[str, Any]
+
+_BATCH = {
+    "global_size": "train_batch_size",
+    "micro": "train_micro_batch_size_per_gpu",
+    "accumulation": "gradient_accumulation_steps",
+}
 
 _INCLUDES = ("/usr/include", "/usr/local/include")
 
@@ -33,26 +36,14 @@ def load_config(
     clip: float | None = None,
     schedule: Mapping[str, float] | None = None,
 ) -> Config:
-    """Read a DeepSpeed config and complete it for this run.
+    """Read a DeepSpeed config and complete it: what it leaves out, or calls ``auto``.
 
-    Args:
-        path: a JSON file. Batch numbers it leaves out, or calls ``auto``, are filled in.
-        batch: the sizes for the actual number of ranks.
-        dtype: ``fp32``, ``bf16``, ``fp16``, or None for what the config says (fp32 if nothing).
-        clip: largest gradient norm, 0 for no clipping, or None for what the config says (1.0 if
-            nothing, as DeepSpeed 0.19 does unasked).
-        schedule: what ``auto`` stands for in the optimizer and scheduler sections: ``lr``,
-            ``weight_decay``, ``steps``, ``warmup``.
-
-    Raises:
-        BadInput: not a JSON object, a key that DeepSpeed does not know, or it contradicts itself
-            or the arguments; the message names the key.
-        Unavailable: it offloads to NVMe, or logs to a tool, and what that needs is not there.
+    ``dtype`` and ``clip`` None: what the config says (fp32, and 1.0 as DeepSpeed does unasked).
+    ``schedule`` is what ``auto`` stands for in the optimizer and scheduler sections.
     """
     config = _read(Path(path))
-    _check_keys(config, path)
-    for key, number in batch.deepspeed().items():
-        _fill(config, path, key, number, "the job's batch")
+    for name, key in _BATCH.items():
+        _fill(config, path, key, getattr(batch, name), "the job's batch")
     if clip is not None:
         _fill(config, path, "gradient_clipping", clip, "--clip")
     config.setdefault("gradient_clipping", 1.0)
@@ -73,13 +64,9 @@ def load_config(
 
 
 def batch_numbers(path: Path | str) -> dict[str, int]:
-    """The batch numbers that a config has, under the names that ``batch.solve`` takes.
-
-    Raises:
-        BadInput: not a JSON object, or a number that is none.
-    """
+    """The batch numbers that a config has, under the names that ``batch.solve`` takes."""
     config, numbers = _read(Path(path)), {}
-    for name, key in DEEPSPEED_KEYS.items():
+    for name, key in _BATCH.items():
         value = config.get(key, "auto")
         if value == "auto":
             continue
@@ -99,26 +86,6 @@ def _read(path: Path) -> Config:
     if not isinstance(config, dict):
         raise BadInput(f"DeepSpeed config {path} must be a JSON object")
     return config
-
-
-def _check_keys(config: Config, path: Path | str) -> None:
-    for key in config:
-        if key in REMOVED[""]:
-            hint = INSTEAD.get(key, "leave it out")
-            raise BadInput(f"{path}: DeepSpeed 0.19 no longer has `{key}`", hint)
-        if key not in KEYS:
-            near = difflib.get_close_matches(key, KEYS, 1)
-            raise BadInput(
-                f"{path}: DeepSpeed knows no key `{key}`, and would not say so",
-                hint=f"did you mean {near[0]}?" if near else "leave it out",
-            )
-    on = [
-        name
-        for name in ("fp16", "bf16", "torch_autocast")
-        if isinstance(config.get(name), dict) and config[name].get("enabled")
-    ]
-    if len(on) > 1:
-        raise BadInput(f"{path}: {' and '.join(on)} are both enabled", hint="enable one of them")
 
 
 def _fill(config: Config, path: Path | str, key: str, value: float, source: str) -> None:
@@ -206,3 +173,9 @@ def _check_monitors(config: Config, path: Path | str) -> None:
 def _has_header(name: str) -> bool:
     given = filter(None, os.environ.get("CPATH", "").split(os.pathsep))
     return any(os.path.exists(os.path.join(folder, name)) for folder in (*given, *_INCLUDES))
+
+
+def precision(config: Mapping[str, Any]) -> str:
+    """The number format that a config asks for: fp32, bf16 or fp16."""
+    on = [name for name in ("bf16", "fp16") if (config.get(name) or {}).get("enabled")]
+    return on[0] if on else "fp32"

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from batch import Batch
+from ranks import BadInput
+from strategy import MicroBatch
 from torch import Tensor
-
-from clusterkit.batch import Batch
-from clusterkit.errors import BadInput
-from clusterkit.runtime.distributed import World
-from clusterkit.runtime.strategy import MicroBatch
+from world import World
 
 STANDARD_LIBRARY_BYTES = 4_000_000
 

@@ -1,0 +1,95 @@
+"""The ranks as a grid, as ``--mesh`` of jobs/train/gpt describes it; its own mesh.py says more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from clusterkit.errors import BadInput, counted
+
+_TAKES = {
+    "ddp": ("dp",),
+    "deepspeed": ("pp", "dp", "tp"),
+    "fsdp": ("replicate", "shard", "dp"),
+    "tp": ("dp", "tp"),
+    "pp": ("pp", "dp"),
+    "3d": ("pp", "dp", "tp"),
+}
+STRATEGIES = tuple(_TAKES)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How many ranks along each dimension."""
+
+    pp: int = 1  # pipeline stages, each with a run of the layers
+    replicate: int = 1  # groups of ranks that each hold a whole copy of the (sharded) state
+    shard: int = 1  # ranks that share one copy between them
+    tp: int = 1  # ranks that each compute a slice of every layer, on the same samples
+
+    @property
+    def dp(self) -> int:
+        """Ranks that train on different samples."""
+        return self.replicate * self.shard
+
+    @property
+    def size(self) -> int:
+        """All ranks."""
+        return self.pp * self.dp * self.tp
+
+    def __str__(self) -> str:
+        shape = {"pp": self.pp, "replicate": self.replicate, "shard": self.shard, "tp": self.tp}
+        if self.replicate == 1:
+            shape = {"pp": self.pp, "dp": self.dp, "tp": self.tp}
+        return ",".join(f"{name}={size}" for name, size in shape.items() if size > 1) or "dp=1"
+
+
+def choose(strategy: str, text: str | None, *, ranks: int, local_ranks: int) -> Mesh:
+    """The mesh of ``--mesh``; what it leaves out follows from the number of ranks.
+
+    Raises:
+        BadInput: not of that form, or sizes that do not make up the number of ranks.
+    """
+    sizes: dict[str, int] = {}
+    for word in filter(None, (text or "").replace(" ", "").split(",")):
+        name, _, number = word.partition("=")
+        if name not in _TAKES[strategy] or not number.isdecimal() or int(number) < 1:
+            takes = ", ".join(f"{dimension}=N" for dimension in _TAKES[strategy])
+            raise BadInput(f"--mesh {text}: {word}: --strategy {strategy} takes {takes}")
+        sizes[name] = int(number)
+    if not sizes and strategy in ("tp", "pp"):
+        sizes = {strategy: local_ranks if strategy == "tp" else ranks}
+    given = math.prod(sizes.values())
+    rest = "shard" if strategy == "fsdp" and "dp" not in sizes else "dp"
+    if rest not in sizes and ranks % given == 0:
+        sizes[rest] = ranks // given
+    if math.prod(sizes.values()) != ranks:
+        raise BadInput(
+            f"--mesh {text}: {' x '.join(f'{name} {size}' for name, size in sizes.items())} is "
+            f"{math.prod(sizes.values())} ranks, not {ranks}"
+        )
+    return Mesh(
+        pp=sizes.get("pp", 1),
+        replicate=sizes.get("replicate", 1),
+        shard=sizes.get("shard", 1) * sizes.get("dp", 1),
+        tp=sizes.get("tp", 1),
+    )
+
+
+def check_model(mesh: Mesh, name: str, shape: Mapping[str, int] | None, *, sequence: bool) -> None:
+    """Whether a model of these layers, heads and context can be cut like this.
+
+    Raises:
+        BadInput: it cannot; or nothing is known of its shape.
+    """
+    if mesh.pp == 1 and mesh.tp == 1:
+        return
+    if shape is None:
+        raise BadInput(f"{name} is not cut into layers or stages; fsdp or deepspeed divide it")
+    if mesh.pp > shape["layers"]:
+        raise BadInput(f"--mesh pp={mesh.pp}: {name} has {counted(shape['layers'], 'layer')}")
+    if shape["heads"] % mesh.tp:
+        raise BadInput(f"--mesh tp={mesh.tp} does not divide the {shape['heads']} heads of {name}")
+    if sequence and shape["context"] % mesh.tp:
+        raise BadInput(f"--sequence-parallel: tp={mesh.tp} does not divide {shape['context']}")

@@ -1,0 +1,163 @@
+"""The ranks together: the process group, the request to stop, and how a rank ends."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import astuple, dataclass, field
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from ranks import BadInput, Explained, Ranks, Unavailable
+
+EXIT_STOPPED = 128 + signal.SIGTERM
+
+
+@dataclass(frozen=True)
+class World(Ranks):
+    """A rank with its device, inside a process group. Its methods are collective."""
+
+    device: torch.device = field(kw_only=True)
+    backend: str = field(kw_only=True)
+
+    def mean(self, *values: torch.Tensor | float) -> list[float]:
+        """The mean of each value over the ranks, all in one collective."""
+        whole = [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values]
+        total = torch.stack(whole)
+        if self.size > 1:
+            dist.all_reduce(total)
+        return [float(value) / self.size for value in total.tolist()]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The small picklable ``value`` of every rank, in rank order, on every rank."""
+        values: list[Any] = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+
+@contextmanager
+def distributed(ranks: Ranks, device: torch.device) -> Iterator[World]:
+    """Join the process group: NCCL on GPUs, gloo on CPUs; on the way out wait for the others.
+
+    From here on a SIGTERM does not end the process but shows in ``stop_requested``.
+    """
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    _join(ranks, device, backend)
+    # Only now: before, there is nothing to save, and a rank that waits for the others in C++
+    # would not see a Python handler.
+    signal.signal(signal.SIGTERM, _request_stop)
+    yield World(*astuple(ranks), device=device, backend=backend)
+    if ranks.size > 1:
+        dist.barrier()
+    if backend == "nccl":
+        dist.destroy_process_group()
+
+
+def _join(ranks: Ranks, device: torch.device, backend: str) -> None:
+    seconds = os.environ.get("CLUSTERKIT_TIMEOUT") or "600"
+    try:
+        options: dict[str, Any] = {"timeout": timedelta(seconds=float(seconds))}
+    except (ValueError, OverflowError):
+        raise BadInput(f"CLUSTERKIT_TIMEOUT is {seconds!r}; it must be seconds") from None
+    # Libraries (DeepSpeed) read these names whoever started the rank.
+    names = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    os.environ.update(zip(names, map(str, astuple(ranks)), strict=True))
+    if backend == "nccl":
+        torch.cuda.set_device(device)
+        options["device_id"] = device
+    if ranks.size == 1:  # needs neither address nor port, so runs on one machine cannot collide
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    try:
+        dist.init_process_group(backend, **options)
+    except dist.DistError as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise Unavailable(
+            f"rank {ranks.rank} could not meet the other {ranks.size - 1} ranks at {where}: "
+            f"{str(error).splitlines()[0]}",
+            "is every node up, and does it reach that address and port?",
+        ) from error
+    global _joined
+    _joined = ranks.size > 1
+
+
+_joined = False
+_stop_requested = False
+
+
+def stop_requested() -> bool:
+    """Whether this rank was asked to stop. Ranks learn of it at different moments: put it through
+    ``World.mean`` and stop together when that is above 0."""
+    return _stop_requested
+
+
+def _request_stop(signum: int, frame: object) -> None:
+    global _stop_requested
+    _stop_requested = True
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the second one means it
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Run ``main`` and end the process with its exit code.
+
+    An `Explained` is one line on stderr; any other exception its traceback, once, and code 1.
+    """
+    # Where clusterkit is, it saves the second that torch takes to import a compiler nobody calls.
+    # It goes when its own launcher, which does this before the ranks start, is the usual one.
+    with suppress(ImportError):
+        from clusterkit.agent.eager import defer_dynamo
+
+        defer_dynamo()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # One write per line, even under ``python -u``: ranks whose launcher gives them one pipe
+        # would otherwise mix their lines.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    try:
+        code = main()
+    except Explained as error:
+        if int(os.environ.get("LOCAL_RANK") or 0) > 0:
+            _let_others_speak()  # ranks that share a node mostly share their mistakes
+        hint = f" ({error.hint})" if error.hint else ""
+        print(f"error: {error.message}{hint}", file=sys.stderr)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except Exception as error:
+        code = _show(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if _joined:
+        # Ranks sometimes abort (SIGABRT) when the interpreter ends after gloo was used, and a
+        # failing rank may wait in NCCL's clean-up for peers that wait for it. Leave at once.
+        os._exit(code)
+    sys.exit(code)
+
+
+def _show(error: Exception) -> int:
+    """Print the traceback; a rank that only lost a failing one would bury the cause under its."""
+    lost_peer = isinstance(error, dist.DistNetworkError | dist.DistBackendError) or (
+        isinstance(error, RuntimeError) and "gloo/transport" in str(error)
+    )
+    if lost_peer and _stop_requested:
+        return EXIT_STOPPED
+    if lost_peer:
+        _let_others_speak()
+    sys.excepthook(type(error), error, error.__traceback__)
+    return 1
+
+
+def _let_others_speak() -> None:
+    """Give the launcher time to end this rank because of another one, whose message counts."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(1.0)

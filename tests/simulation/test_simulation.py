@@ -1,0 +1,105 @@
+"""A run's decisions on bad days: 2,000 of them, a crash at every step, 1,000 nodes.
+
+More of them: ``make simulation SCHEDULES=100000``.
+"""
+
+import pytest
+
+from clusterkit.agent.membership import Membership
+from clusterkit.agent.peer import Peer
+from tests.simulation import agents
+from tests.simulation.__main__ import at_scale
+from tests.simulation.schedule import LOSSES, Fault, Schedule, make
+from tests.simulation.world import World, fails, shrink
+
+SCHEDULES, CHUNK = 2000, 100
+
+
+@pytest.mark.parametrize("first", range(0, SCHEDULES, CHUNK))
+def test_what_must_hold_does(first):
+    for seed in range(first, first + CHUNK):
+        if fails(make(seed)):
+            small = shrink(make(seed))
+            pytest.fail(f"seed {seed}: {fails(small)}\n{small!r}")
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_node_may_be_lost_at_every_step(kind):
+    quiet = Schedule(1, 3, restarts=1, work=1.0, faults=(Fault("rank", 1, at=1.5),))
+    steps = World(quiet).run().steps
+    assert steps > 20
+    for step in range(1, steps):
+        for node in range(3):
+            lost = Fault(kind, node, step=step, seconds=0.5)
+            schedule = Schedule(1, 3, restarts=1, work=1.0, faults=(*quiet.faults, lost))
+            assert fails(schedule) is None, schedule
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        # Node 0 was lost, and one that never met the new one had ended: it waited for ever.
+        Schedule(59, 2, restarts=0, work=8.699,
+                 faults=(Fault("crash", 0, step=3, seconds=4.085),
+                         Fault("from", 1, step=6, seconds=27.225))),
+        # A launcher that met nobody runs on, and the others start again around a new node 0.
+        Schedule(9459, 3, restarts=0, work=1.602,
+                 faults=(Fault("crash", 0, step=5, seconds=2.397),)),
+        # The ranks of a new node 0 have ended with those that had begun around the old one.
+        Schedule(12991, 4, restarts=1, work=6.313,
+                 faults=(Fault("rank", 1, at=2.207), Fault("zombie", 0, step=41, seconds=2.474))),
+        Schedule(1391, 2, restarts=0, work=5.859, lost=0.02, doubled=0.1, late=0.1,
+                 faults=(Fault("zombie", 0, step=2, seconds=2.436),)),
+        # A node gave up a node 0 that stood still, and what failed of that ended the run.
+        Schedule(2014666, 3, restarts=0, work=9.292, lost=0.1,
+                 faults=(Fault("freeze", 0, at=0.4223, seconds=9.945),)),
+        # What failed of a node 0 that was lost before it was met cost a restart.
+        Schedule(2615, 3, restarts=1, work=6.148, lost=0.1, late=0.1,
+                 faults=(Fault("rank", 2, at=6.846), Fault("node", 0, step=2, seconds=1.96),
+                         Fault("crash", 0, at=2.739, seconds=0.471))),
+    ],
+)  # fmt: skip
+def test_what_was_found_is_mended(schedule):
+    assert fails(schedule) is None
+
+
+class NoBarrier(Membership):
+    """Begins the next round before all launchers have ended."""
+
+    def turn(self, now):
+        for member in self.members.values():
+            member.running, member.ready = False, True
+        super().turn(now)
+
+
+class Forgetful(Peer):
+    """Starts again what has ended already."""
+
+    def hears(self, message, now):
+        if not self._running:
+            self._round, self._code = 0, None
+        super().hears(message, now)
+
+
+class Deaf(Peer):
+    """Never takes node 0 for lost."""
+
+    def turn(self, now):
+        self._heard, self._gone = now, None
+        super().turn(now)
+
+
+@pytest.mark.parametrize("broken", [NoBarrier, Forgetful, Deaf])
+def test_what_is_broken_on_purpose_is_found_and_shrunk(broken, monkeypatch):
+    monkeypatch.setattr(agents, broken.__mro__[1].__name__, broken)
+    schedule = next(make(seed) for seed in range(1000) if fails(make(seed)))
+    small = shrink(schedule)
+    assert fails(small) == fails(eval(repr(small)))  # it replays exactly
+    assert len(small.faults) <= min(2, len(schedule.faults))
+
+
+def test_a_round_takes_messages_by_the_node():
+    for nodes in (10, 1000):
+        found = at_scale(nodes)
+        assert found.messages_of_a_round <= 10 * nodes
+        assert found.seconds_of_a_round < 4.0  # the slowest launcher takes 3 s to end

@@ -1,0 +1,465 @@
+"""Nodes that are lost and come back, launchers that fail: what the nodes of a run decide.
+
+`tests/simulation` has them meet each other on a bad day."""
+
+import pytest
+
+from clusterkit.agent import limits
+from clusterkit.agent.membership import Membership
+from clusterkit.agent.peer import Peer
+
+
+class Table:
+    """Peers around a membership, at a moment that the test chooses; what is said is heard."""
+
+    def __init__(self, nodes=2, wait=60.0, restarts=0):
+        self.now, self.nodes, self.wait, self.restarts = 0.0, nodes, wait, restarts
+        self.peers = {}
+        self.away = set()  # nodes without a connection
+        self.new_node_0()
+
+    def new_node_0(self):
+        self.membership = Membership(self.nodes, 30.0, self.wait, self.restarts)
+
+    def arrives(self, node, running=False):
+        """Another agent does."""
+        again = bool(self.wait or self.restarts)
+        self.peers[node] = Peer(node, 30.0, self.wait, again, self.now)
+        if running and self.wait:
+            self.peers[node].disconnected(self.now, "nobody there")
+            self.peers[node].orders.clear()
+        return self.returns(node)
+
+    def returns(self, node):
+        """Its connection does."""
+        self.away.discard(node)
+        self.peers[node].connected(self.now)
+        return self.talk(node)
+
+    def all_arrive(self):
+        for node in range(self.nodes):
+            self.arrives(node)
+        return self
+
+    def ended(self, node, code):
+        self.peers[node].ended(code, self.now)
+        return self.talk(node)
+
+    def leaves(self, node):
+        self.peers[node].leave()
+        return self.talk(node)
+
+    def breaks(self, node):
+        self.away.add(node)
+        self.peers[node].disconnected(self.now)
+        self.membership.closed(node, self.now)
+        return self.talk()
+
+    def turn(self, seconds, but=()):
+        """Time goes by, and all but these say that they live."""
+        self.now += seconds
+        return self.talk(*(node for node in self.peers if node not in but))
+
+    def talk(self, *nodes):
+        """What these say, and all that follows of it: the last order to each node."""
+        found, told = [], 0
+        waiting = [node for node in nodes if node not in self.away]
+        while waiting or told != self.membership.count:
+            for node in waiting:
+                self.membership.hears(node, self.peers[node].statement(), self.now)
+            self.membership.turn(self.now)
+            told = self.membership.count
+            for node, peer in sorted(self.peers.items()):
+                if node not in self.away:
+                    peer.hears(self.membership.says(node), self.now)
+            waiting = [n for n, peer in self.peers.items() if peer.news and n not in self.away]
+        for node, peer in sorted(self.peers.items()):
+            peer.turn(self.now)
+            found += [(node, *order) for order in peer.orders if order[0] != "say"][-1:]
+            self.said = [order[1] for order in peer.orders if order[0] == "say"]
+            peer.orders.clear()
+        return found
+
+
+def to_all(*order, nodes=2):
+    return [(node, *order) for node in range(nodes)]
+
+
+def start(*nodes):
+    return [(node, "start", "") for node in nodes]
+
+
+def wait(*nodes):
+    return [(node, "wait", "") for node in nodes]
+
+
+def test_the_first_to_come_start_at_once():
+    table = Table()
+    assert table.arrives(1) == start(1)
+    assert table.arrives(0) == start(0)
+    assert table.turn(1000) == []
+
+
+def test_one_that_started_before_it_met_node_0_belongs_to_the_first_round():
+    table = Table()
+    table.arrives(0)
+    assert table.arrives(1, running=True) == []
+    table.ended(0, 0)
+    assert table.ended(1, 0) == to_all("exit", "")
+
+
+def test_one_that_fails_before_it_met_node_0_may_have_failed_of_another_one():
+    table = Table()
+    table.arrives(0)
+    table.peers[1] = Peer(1, 30.0, 60.0, True, 0.0)
+    table.peers[1].disconnected(0.0, "nobody there")
+    table.peers[1].ended(127, 0.0)
+    table.peers[1].orders.clear()
+    assert table.returns(1) == wait(0, 1)
+    assert table.ended(0, 143) == start(0, 1)
+    assert table.ended(1, 127) == wait(0, 1)
+    assert table.ended(0, 143) == [(0, "stop", "node 1 failed"), (1, "exit", "node 1 failed")]
+
+
+def test_all_end_when_the_last_has_ended_well():
+    table = Table().all_arrive()
+    assert table.ended(0, 0) == []
+    assert table.ended(1, 0) == to_all("exit", "")
+
+
+def test_a_launcher_that_fails_while_no_node_is_lost_ends_the_run():
+    table = Table(3).all_arrive()
+    assert table.ended(1, 7) == wait(0, 1, 2)
+    assert table.ended(0, 143) == []
+    words = "node 1 failed"
+    assert table.ended(2, 143) == [(0, "stop", words), (1, "exit", words), (2, "stop", words)]
+    assert table.arrives(2) == [(2, "stop", words)]
+
+
+def test_a_failure_that_is_the_echo_of_a_lost_node_ends_nothing():
+    table = Table().all_arrive()
+    assert table.ended(0, 1) == wait(0, 1)
+    table.leaves(1)
+    assert table.turn(50, but={1}) == []
+    assert table.arrives(1) == start(0, 1)
+
+
+def test_a_failure_is_judged_once_it_is_known_whether_a_quiet_node_is_lost():
+    table = Table().all_arrive()
+    table.breaks(1)
+    assert table.ended(0, 1) == wait(0)
+    assert table.turn(limits.PEER_GONE_SECONDS - 0.1) == []
+    assert table.turn(50) == wait(1)  # it has given node 0 up
+    assert table.arrives(1) == start(0, 1)
+    table.ended(0, 0)
+    assert table.ended(1, 0) == to_all("exit", "")
+
+
+@pytest.mark.parametrize("wait_for", [0.0, 60.0])
+def test_a_launcher_that_fails_is_started_again_with_all_others(wait_for):
+    table = Table(3, wait_for, restarts=2).all_arrive()
+    assert table.ended(1, 7) == wait(0, 1, 2)
+    assert table.ended(0, 143) == []
+    assert table.ended(2, 0) == start(0, 1, 2)
+    assert table.said == ["restart 1 of 2; starting again"]
+    assert table.ended(0, 1) == wait(0, 1, 2)
+    table.ended(1, 143)
+    assert table.ended(2, 143) == []  # soon after the first one: after a pause
+    assert table.turn(1.1) == start(0, 1, 2)
+    for node in range(3):
+        orders = table.ended(node, 0)
+    assert orders == to_all("exit", "", nodes=3)
+
+
+@pytest.mark.parametrize("wait_for", [0.0, 60.0])
+def test_after_the_last_restart_a_failure_ends_the_run(wait_for):
+    table = Table(2, wait_for, restarts=1).all_arrive()
+    for _ in range(2):
+        orders = table.ended(0, 7)
+        orders += table.ended(1, 143) if orders[-1][1] == "wait" else []
+    assert orders[-2:] == [(0, "exit", "node 0 failed"), (1, "stop", "node 0 failed")]
+
+
+def test_a_single_node_starts_again_by_the_same_rules():
+    table = Table(1, 0.0, restarts=1).all_arrive()
+    assert table.ended(0, 9) == start(0)
+    assert table.ended(0, 9) == [(0, "exit", "node 0 failed")]
+
+
+def test_pauses_grow_while_launchers_fail_soon_and_have_a_bound():
+    table = Table(1, 0.0, restarts=20).all_arrive()
+    pauses = []
+    for _ in range(9):
+        began, orders = table.now, table.ended(0, 9)
+        while orders != start(0):
+            orders = table.turn(0.5)
+        pauses.append(table.now - began)
+    assert pauses == [0, 1, 2, 4, 8, 16, 30, 30, 30]
+    table.turn(limits.SOON_SECONDS + 1)
+    assert table.ended(0, 9) == start(0)
+
+
+def test_restarts_that_were_used_are_known_to_a_new_node_0():
+    table = Table(2, restarts=1).all_arrive()
+    table.ended(1, 7)
+    table.ended(0, 143)
+    table.breaks(1)
+    table.new_node_0()
+    table.arrives(0)
+    table.returns(1)
+    table.ended(0, 143)
+    table.ended(1, 143)
+    table.ended(0, 7)
+    assert table.ended(1, 143)[-1] == (1, "stop", "node 0 failed")
+
+
+def test_a_lost_node_costs_no_restart():
+    table = Table(2, restarts=1).all_arrive()
+    for _ in range(3):
+        table.ended(0, 1)
+        table.leaves(1)
+        assert table.arrives(1) == start(0, 1)
+
+
+def test_without_a_return_a_lost_node_ends_a_run_that_has_restarts():
+    table = Table(2, 0.0, restarts=1).all_arrive()
+    table.breaks(1)
+    words = "the launcher of node 1 is gone"
+    assert table.turn(limits.PEER_GONE_SECONDS + 0.1, but={1})[0] == (0, "stop", words)
+
+
+def test_a_launcher_that_does_not_end_is_not_waited_for_without_a_bound():
+    table = Table(2, 0.0, restarts=1).all_arrive()
+    table.ended(0, 7)
+    for _ in range(24):
+        assert table.turn(limits.END_SECONDS / 25) == []
+    assert table.turn(limits.END_SECONDS / 20)[0][1:] == ("stop", "node 1 did not end within 606 s")
+
+
+def test_a_connection_that_breaks_off_for_a_moment_changes_nothing():
+    table = Table().all_arrive()
+    table.breaks(1)
+    table.turn(limits.PEER_GONE_SECONDS - 1)
+    assert table.returns(1) == []
+    assert table.turn(100) == []
+    # What was said meanwhile is made good.
+    table.breaks(1)
+    table.peers[1].ended(5, table.now)
+    assert table.returns(1) == wait(0, 1)
+
+
+def test_an_order_that_was_not_heard_is_said_again():
+    table = Table().all_arrive()
+    table.breaks(0)
+    table.leaves(1)
+    assert table.arrives(1) == wait(1)
+    assert table.returns(0) == wait(0)
+    table.breaks(0)
+    table.peers[0].ended(143, table.now)
+    assert table.returns(0) == start(0, 1)
+
+
+def test_the_others_end_before_all_start_again():
+    table = Table(3).all_arrive()
+    assert table.leaves(2) == wait(0, 1)
+    table.arrives(2)
+    assert table.ended(0, 143) == []
+    assert table.ended(1, 1) == start(0, 1, 2)
+
+
+def test_an_agent_in_another_s_place_says_that_the_node_was_lost():
+    table = Table().all_arrive()
+    assert table.arrives(1) == wait(0, 1)
+    assert table.ended(0, 1) == start(0, 1)
+
+
+def test_an_agent_in_whose_place_another_has_come_changes_nothing():
+    table = Table().all_arrive()
+    old = table.peers[1]
+    table.arrives(1)
+    assert table.ended(0, 1) == start(0, 1)
+    assert not table.membership.hears(1, old.statement(), table.now)
+    old.hears(table.membership.replaced(), table.now)
+    assert old.orders[-1] == ("stop", "another agent has taken its place")
+    assert table.turn(1) == []
+
+
+def test_one_that_started_too_early_ends_first():
+    table = Table().all_arrive()
+    table.leaves(1)
+    table.ended(0, 1)
+    assert table.arrives(1, running=True) == wait(1)
+    assert table.ended(1, 143) == start(0, 1)
+
+
+def test_two_may_be_lost_at_once_and_one_while_it_is_waited_for():
+    table = Table(4, wait=100).all_arrive()
+    table.leaves(1)
+    table.leaves(2)
+    for node in (0, 3):
+        table.ended(node, 143)
+    table.arrives(1)
+    assert table.turn(90, but={2}) == []
+    table.leaves(1)
+    assert table.turn(90, but={1, 2}) == []  # each has its own time
+    table.arrives(1)
+    assert table.arrives(2) == start(0, 1, 2, 3)
+
+
+def test_one_that_stays_away_ends_the_run():
+    table = Table(3).all_arrive()
+    table.leaves(1)
+    table.leaves(2)
+    table.ended(0, 143)
+    table.arrives(1)
+    assert table.turn(60, but={2}) == []
+    assert table.turn(1, but={2})[0] == (
+        0, "stop", "node 2 was lost and did not come back within 60 s",
+    )  # fmt: skip
+
+
+def test_one_that_fell_silent_is_lost_and_may_come_back_itself():
+    table = Table().all_arrive()
+    assert table.turn(29, but={1}) == []
+    assert table.turn(2, but={1}) == wait(0, 1)  # it may still hear
+    table.ended(0, 1)
+    assert table.ended(1, 137) == start(0, 1)
+
+
+def test_one_that_had_given_node_0_up_is_no_failure():
+    table = Table().all_arrive()
+    table.away.add(1)
+    assert table.turn(30, but={1}) == []
+    assert table.talk() == []
+    table.peers[1].turn(table.now + 1)
+    table.peers[1].ended(143, table.now)
+    assert table.returns(1) == wait(0, 1)
+    assert table.ended(0, 143) == start(0, 1)
+
+
+def test_a_new_node_0_goes_on_with_those_who_were_there_before():
+    table = Table(3).all_arrive()
+    for node in (1, 2):
+        table.breaks(node)
+        table.peers[node].ended(1, table.now)
+    table.new_node_0()
+    assert table.arrives(0) == start(0)
+    assert table.returns(1) == start(1)
+    assert table.said == ["node 0 is back; starting again"] or table.said == []
+    assert table.returns(2) == start(2)
+    assert table.said == ["node 0 is back; starting again"]
+    for node in range(3):
+        table.ended(node, 0)
+    assert table.membership.verdict["do"] == "exit"
+
+
+def test_ranks_that_still_run_may_not_reach_those_of_a_new_node_0():
+    table = Table().all_arrive()
+    table.breaks(1)
+    table.new_node_0()
+    table.arrives(0)
+    assert table.returns(1) == wait(0, 1)
+    assert table.ended(1, 143) == []
+    assert table.ended(0, 143) == start(0, 1)
+
+
+def test_ranks_that_met_nobody_may_not_reach_those_of_a_new_node_0_either():
+    table = Table(3).all_arrive()
+    table.breaks(1)
+    table.peers[1].ended(1, table.now)
+    del table.peers[2]
+    table.new_node_0()
+    table.arrives(0)
+    assert table.arrives(2, running=True) == []
+    assert table.returns(1) == wait(0, 1, 2)
+
+
+def test_those_who_never_come_to_a_new_node_0_end_the_run():
+    table = Table(3).all_arrive()
+    table.breaks(1)
+    table.peers[1].ended(1, table.now)
+    del table.peers[2]
+    table.new_node_0()
+    table.arrives(0)
+    table.returns(1)
+    words = "node 2 was lost and did not come back within 60 s"
+    assert table.turn(61)[0] == (0, "stop", words)
+
+
+def test_one_that_ended_before_a_new_node_0_was_there_is_not_waited_for_without_a_bound():
+    table = Table()
+    table.arrives(0)
+    table.ended(0, 0)
+    assert table.turn(60) == []
+    assert table.turn(1) == [(0, "exit", "")]
+
+
+# ---------------------------------------------------------------- nobody comes back
+
+
+def alone(nodes=3):
+    """All run, and have started before they met node 0."""
+    table = Table(nodes, wait=0.0)
+    for node in range(nodes):
+        assert table.arrives(node) == []
+    return table
+
+
+def stop(failed, nodes=3):
+    """What all are told then: the one that failed ends by itself."""
+    words = f"node {failed} failed"
+    return [(node, "exit" if node == failed else "stop", words) for node in range(nodes)]
+
+
+@pytest.mark.parametrize("node", [0, 1, 2])
+def test_without_a_return_a_failure_ends_the_run_in_the_same_moment(node):
+    table = alone()
+    assert table.ended(node, 7) == stop(node)
+    assert table.turn(1000) == []
+
+
+def test_without_a_return_a_node_that_failed_before_it_met_node_0_ends_the_run():
+    table = Table(2, wait=0.0)
+    table.arrives(0)
+    table.peers[1] = Peer(1, 30.0, 0.0, False, 0.0)
+    table.peers[1].ended(127, 0.0)
+    assert table.returns(1) == stop(1, nodes=2)
+
+
+def test_without_a_return_a_node_that_ended_well_is_not_lost():
+    table = alone()
+    assert table.ended(1, 0) == []
+    table.breaks(1)
+    del table.peers[1]
+    assert table.turn(1000) == []
+    assert table.ended(0, 0) == [(0, "exit", ""), (2, "exit", "")]  # and nobody watches node 2
+
+
+def test_without_a_return_a_node_that_is_gone_ends_the_run():
+    table = alone()
+    table.breaks(1)
+    del table.peers[1]
+    assert table.turn(limits.PEER_GONE_SECONDS) == []
+    words = "the launcher of node 1 is gone"
+    assert table.turn(0.1) == [(0, "stop", words), (2, "stop", words)]
+
+
+def test_without_a_return_a_node_may_connect_again():
+    table = alone()
+    table.breaks(1)
+    table.turn(limits.PEER_GONE_SECONDS - 1)
+    assert table.returns(1) == []
+    assert table.turn(1000) == []
+
+
+def test_without_a_return_a_silent_node_ends_the_run():
+    table = alone()
+    assert table.turn(30, but={2}) == []
+    assert table.turn(0.1, but={2}) == to_all(
+        "stop", "node 2 does not answer node 0 for 30 s", nodes=3
+    )
+
+
+def test_without_a_return_another_agent_in_a_node_s_place_ends_the_run():
+    table = alone()
+    assert table.arrives(1) == to_all("stop", "the launcher of node 1 is gone", nodes=3)
