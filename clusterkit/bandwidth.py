@@ -8,7 +8,6 @@ slow (`clusterkit.slow_links`). The ranks measure by `clusterkit.runtime.bandwid
 from __future__ import annotations
 
 import contextlib
-import difflib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +18,7 @@ import msgspec
 from msgspec import Struct, field
 
 from clusterkit.cluster import Facts
-from clusterkit.errors import BadInput, ClusterkitError, counted
+from clusterkit.errors import BadInput, ClusterkitError, counted, did_you_mean
 from clusterkit.plan import Plan
 from clusterkit.slow_links import Finding, judge
 from clusterkit.spec import JobSpec
@@ -217,9 +216,8 @@ def choose(
 def _one_of(key: str, word: str, known: Iterable[str]) -> None:
     names = list(known)
     if word not in names:
-        near = difflib.get_close_matches(word, names, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise BadInput(f"{key}: {word!r} is unknown", hint=f"{hint}one of {', '.join(names)}")
+        hint = f"{did_you_mean(word, names)} one of {', '.join(names)}".lstrip()
+        raise BadInput(f"{key}: {word!r} is unknown", hint=hint)
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ is asked by `clusterkit.deepspeed_probe`.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,7 @@ from typing import Any, Literal
 
 from clusterkit import batch as batches
 from clusterkit.deepspeed_table import KEYS, REMOVED, VERSION
-from clusterkit.errors import BadInput, Place, dotted
+from clusterkit.errors import BadInput, Place, did_you_mean, dotted
 
 INSTEAD = {
     "amp": "use bf16, fp16 or torch_autocast",
@@ -75,14 +74,14 @@ def _check(
             raise _error(at, f"DeepSpeed {VERSION} no longer has `{key}`", hint)
         if key not in keys and "" not in keys:
             # Of the outermost ones DeepSpeed refuses none: a near miss is a slip of the hand.
-            near = difflib.get_close_matches(key, keys, 1, 0.6 if place else 0.8)
+            near = did_you_mean(key, keys, 0.6 if place else 0.8)
             if not (place or near):
                 remarks.append(
                     f"deepspeed.{key} is not a key of DeepSpeed {VERSION}, which ignores it"
                 )
                 continue
             raise _error(
-                at, "unknown key" + (f" (did you mean {near[0]}?)" if near else ""),
+                at, "unknown key" + (f" ({near})" if near else ""),
                 None if near else f"allowed: {', '.join(keys)}",
             )  # fmt: skip
         kind = keys.get(key, "any")

@@ -18,7 +18,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,7 +46,9 @@ _NEVER = frozenset({
     ".pytest_cache", ".ruff_cache", ".ipynb_checkpoints", ".tox", ".cache",
 })  # fmt: skip
 _BOOT = "import sys;exec(compile(sys.stdin.buffer.read({}),'receiver','exec'))"
-_SAMPLE_BYTES = 1 << 16
+_SAMPLE_BYTES = 1 << 14
+BATCH_BYTES = 1 << 18
+"""Pieces are written together until they are so many bytes."""
 # A git hook's, for example: they name another checkout than the one that is asked about.
 _OF_A_CHECKOUT = frozenset({
     "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY",
@@ -69,20 +71,24 @@ class _Kept:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pieces: dict[int, list[tuple[int, bytes]]] = {}
+        self._pieces: dict[tuple[int, bool], list[tuple[int, bytes]]] = {}
         self._room = CACHED_BYTES
 
     def pieces(
-        self, number: int, size: int, make: Callable[[int], Iterator[tuple[int, bytes]]]
+        self,
+        number: int,
+        zipped: bool,
+        size: int,
+        make: Callable[[int, bool], Iterator[tuple[int, bytes]]],
     ) -> Iterable[tuple[int, bytes]]:
         with self._lock:
-            if number in self._pieces:
-                return self._pieces[number]
+            if (number, zipped) in self._pieces:
+                return self._pieces[number, zipped]
             if size <= self._room:
                 self._room -= size
-                self._pieces[number] = list(make(number))
-                return self._pieces[number]
-        return make(number)
+                self._pieces[number, zipped] = list(make(number, zipped))
+                return self._pieces[number, zipped]
+        return make(number, zipped)
 
 
 @dataclass(frozen=True)
@@ -126,8 +132,11 @@ class Snapshot:
         zipped = zlib.compress(self._listing, 1)
         return receiver.COUNT.pack(len(zipped)) + zipped
 
-    def payload(self, missing: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+    def payload(self, missing: Sequence[int], zipped: bool = True) -> Iterator[tuple[int, bytes]]:
         """What to send for the entries that a host misses: a piece's bytes of file, and the piece.
+
+        Args:
+            zipped: compress what becomes smaller by that.
 
         Raises:
             SubmitFailed: a file cannot be read any more.
@@ -135,9 +144,9 @@ class Snapshot:
         for number in missing:
             entry = self.entries[number]
             if entry.target is None:
-                yield from self._kept.pieces(number, entry.size, self._pieces)
+                yield from self._kept.pieces(number, zipped, entry.size, self._pieces)
 
-    def _pieces(self, number: int) -> Iterator[tuple[int, bytes]]:
+    def _pieces(self, number: int, zipped: bool = True) -> Iterator[tuple[int, bytes]]:
         entry = self.entries[number]
         left = entry.size  # what has been appended since is of no concern
         more = receiver.MORE
@@ -147,12 +156,9 @@ class Snapshot:
                     data = file.read(min(left, PIECE_BYTES))
                     left = left - len(data) if data else 0
                     more = receiver.MORE if left else 0
-                    zipped = receiver.ZIPPED if _shrinks(data) else 0
-                    packed = zlib.compress(data, 1) if zipped else data
-                    yield (
-                        len(data),
-                        receiver.HEADER.pack(number, zipped | more, len(packed)) + packed,
-                    )
+                    packed = _smaller(data) if zipped else data
+                    flags = more if packed is data else more | receiver.ZIPPED
+                    yield len(data), receiver.HEADER.pack(number, flags, len(packed)) + packed
         except OSError as error:
             raise SubmitFailed(
                 f"{self.root / entry.path}: {(error.strerror or 'unreadable').lower()} "
@@ -161,9 +167,12 @@ class Snapshot:
             ) from None
 
 
-def _shrinks(data: bytes) -> bool:
+def _smaller(data: bytes) -> bytes:
+    """The data compressed, or itself where that hardly helps."""
     sample = data[:_SAMPLE_BYTES]
-    return len(data) > 512 and len(zlib.compress(sample, 1)) < 0.8 * len(sample)
+    if len(data) <= 512 or len(packed := zlib.compress(sample, 1)) >= 0.8 * len(sample):
+        return data
+    return packed if len(sample) == len(data) else zlib.compress(data, 1)
 
 
 def snapshot(workdir: Path, program: str | None = None) -> Snapshot:
@@ -287,14 +296,14 @@ def _git_files(root: Path) -> list[str]:
     names: dict[str, None] = {}
     for raw in listing.split(b"\0"):
         name = os.fsdecode(raw).rstrip("/")
-        path = root / name
+        path = f"{root}/{name}"
         if name in ("", "."):
             continue
-        if not path.is_dir() or path.is_symlink():
+        if not os.path.isdir(path) or os.path.islink(path):
             names[name] = None
-        elif (path / ".git").exists():
+        elif os.path.exists(f"{path}/.git"):
             # A submodule that is checked out, or a checkout within the checkout.
-            names |= dict.fromkeys(f"{name}/{below}" for below in _git_files(path))
+            names |= dict.fromkeys(f"{name}/{below}" for below in _git_files(Path(path)))
     return sorted(names)
 
 
@@ -312,8 +321,9 @@ def _all_files(root: Path, without: Path | None = None) -> list[str]:
             for name in below
             if name not in _NEVER and name not in links and os.path.join(folder, name) != left_out
         ]
+        inside = os.path.relpath(folder, root)
         names += [
-            os.path.relpath(os.path.join(folder, name), root)
+            name if inside == "." else f"{inside}/{name}"
             for name in [*files, *links]
             if not name.endswith(".pyc") and name != ".git"
         ]
@@ -324,7 +334,7 @@ def _entries(root: Path, names: Sequence[str]) -> tuple[Entry, ...]:
     files: dict[str, os.stat_result] = {}
     for name in names:
         try:
-            files[name] = os.lstat(root / name)
+            files[name] = os.lstat(f"{root}/{name}")  # a string: thousands of them are quicker
         except (FileNotFoundError, NotADirectoryError):
             continue  # tracked, and deleted
         except OSError as error:
@@ -344,7 +354,8 @@ def _entries(root: Path, names: Sequence[str]) -> tuple[Entry, ...]:
                 found.append(Entry(name, 0o777, 0, "", os.readlink(root / name)))
             elif stat.S_ISREG(status.st_mode):
                 mode = 0o755 if status.st_mode & 0o100 else 0o644
-                found.append(Entry(name, mode, status.st_size, _digest(root / name, status)))
+                digest = _digest(f"{root}/{name}", status)
+                found.append(Entry(name, mode, status.st_size, digest))
         except FileNotFoundError:
             continue
         except OSError as error:
@@ -352,17 +363,20 @@ def _entries(root: Path, names: Sequence[str]) -> tuple[Entry, ...]:
     return tuple(found)
 
 
-_blake2b = partial(hashlib.blake2b, digest_size=receiver.DIGEST_BYTES)
 _digests: dict[tuple[int, int, int, int, int], str] = {}
 """Of files that this process has read: a submit reads the project twice, again as it copies."""
 
 
-def _digest(path: Path, status: os.stat_result) -> str:
+def _digest(path: str, status: os.stat_result) -> str:
     size, changed = status.st_size, status.st_ctime_ns
     known = (status.st_dev, status.st_ino, size, status.st_mtime_ns, changed)
     if (digest := _digests.get(known)) is None:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, _blake2b).hexdigest()
+        hashed = hashlib.blake2b(digest_size=receiver.DIGEST_BYTES)
+        # `hashlib.file_digest` makes a large buffer for every file.
+        with open(path, "rb", buffering=0) as file:
+            while data := file.read(min(size + 1, PIECE_BYTES)):
+                hashed.update(data)
+        digest = hashed.hexdigest()
         # The kernel's clock ticks: what was written within the last tick may be written again.
         if time.time_ns() - changed > _TICK_NS:
             _digests[known] = digest
@@ -400,8 +414,8 @@ def send(
         Unavailable: the host cannot be reached.
     """
     text = Path(receiver.__file__).read_bytes()
-    # File names are bytes to both sides, whatever the locale there.
-    argv = [python, "-I", "-X", "utf8", "-c", _BOOT.format(len(text))]
+    # File names are bytes to both sides, whatever the locale there; no installed package is needed.
+    argv = [python, "-I", "-S", "-X", "utf8", "-c", _BOOT.format(len(text))]
     with transport.open(host, argv) as stream:
         request = json.dumps({"path": tree.path}).encode() + b"\n"
         stream.write(text + request + found.packed())
@@ -412,8 +426,8 @@ def send(
         done = 0
         if "error" not in answer:
             progress(host, 0, whole)
-            for size, piece in found.payload(missing):
-                stream.write(piece)
+            for size, pieces in _together(found.payload(missing, zipped=not stream.near)):
+                stream.write(pieces)
                 done += size
                 progress(host, done, whole)
             answer = next(answers)
@@ -426,6 +440,21 @@ def send(
             )
         stream.close_input()
         return len(missing)
+
+
+def _together(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """Small pieces as one: each write is a packet at least, and costs as such."""
+    waiting: list[bytes] = []
+    size = room = 0
+    for length, piece in pieces:
+        waiting.append(piece)
+        size += length
+        room += len(piece)
+        if room >= BATCH_BYTES:
+            yield size, b"".join(waiting)
+            waiting, size, room = [], 0, 0
+    if waiting:
+        yield size, b"".join(waiting)
 
 
 def _answers(stream: Stream, host: str) -> Iterator[dict[str, Any]]:

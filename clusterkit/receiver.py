@@ -57,21 +57,17 @@ def _record_of(tree: Path) -> Path:
     return tree.with_name(f"{tree.name}.json")
 
 
-def _intact(tree: Path) -> Record:
-    """The files of a tree that are as they were made."""
-    try:
-        record = json.loads(_record_of(tree).read_bytes())
-        return {name: entry for name, entry in record.items() if _is_as_made(tree, name, entry)}
-    except (OSError, ValueError, AttributeError, TypeError):
-        return {}
-
-
-def _is_as_made(tree: Path, name: str, entry: list[Any]) -> bool:
-    try:
-        found = os.lstat(f"{tree}/{name}")
-    except OSError:
-        return False
-    return bool([found.st_size, found.st_mtime_ns] == entry[1:])
+def _intact(tree: Path, digests: set[str]) -> dict[str, tuple[list[Any], int]]:
+    """The files of a tree with one of these digests that are as they were made: record, mode."""
+    intact = {}
+    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
+        for name, entry in json.loads(_record_of(tree).read_bytes()).items():
+            with contextlib.suppress(OSError):
+                if entry[0] in digests:
+                    found = os.lstat(f"{tree}/{name}")
+                    if [found.st_size, found.st_mtime_ns] == entry[1:]:
+                        intact[name] = entry, found.st_mode & 0o777
+    return intact
 
 
 def receive(request: dict[str, Any], entries: list[Entry], source: BinaryIO) -> int:
@@ -124,7 +120,7 @@ def _make(final: Path, entries: list[Entry], source: BinaryIO) -> list[int]:
     if new:
         into = final.with_name(f"{_DRAFT}tree")
         into.mkdir()
-        record, missing = _link_known(entries, into, _known(final))
+        record, missing = _link_known(entries, into, _known(final, entries))
     else:
         into = final
         record, missing = _unchanged(entries, final)
@@ -132,14 +128,14 @@ def _make(final: Path, entries: list[Entry], source: BinaryIO) -> list[int]:
     draft = final.with_name(f"{_DRAFT}file")
     for number in missing:
         name, _, _, _, target = entries[number]
-        path = into / name
         # In a tree that is there under another name first: the old file may be linked from others.
-        place = path if new else draft
+        place = f"{into}/{name}" if new else str(draft)
         if target is None:
             record[name] = _take_file(number, entries[number], place, source)
         else:
-            place.symlink_to(target)
+            os.symlink(target, place)
         if not new:
+            path = into / name
             _make_folders(into, path.parent)
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -154,7 +150,7 @@ def _make(final: Path, entries: list[Entry], source: BinaryIO) -> list[int]:
 
 def _unchanged(entries: list[Entry], tree: Path) -> tuple[Record, list[int]]:
     """What of a tree is still as the entries say, and the numbers of the rest."""
-    here = _intact(tree)
+    here = _intact(tree, {entry[3] for entry in entries})
     record, missing = {}, []
     real = {tree: True}
 
@@ -169,28 +165,28 @@ def _unchanged(entries: list[Entry], tree: Path) -> tuple[Record, list[int]]:
         try:
             if target is not None:
                 return is_real(path.parent) and os.readlink(path) == target
-            right = is_real(path.parent) and os.lstat(path).st_mode & 0o777 == mode
-            return bool(right and name in here and here[name][0] == digest)
-        except OSError:
+            return is_real(path.parent) and here[name][0][0] == digest and here[name][1] == mode
+        except (OSError, KeyError):
             return False
 
     for number, (name, mode, _, digest, target) in enumerate(entries):
         if not is_same(name, mode, digest, target):
             missing.append(number)
         elif target is None:
-            record[name] = here[name]
+            record[name] = here[name][0]
     return record, missing
 
 
 # Thousands of files at a time: paths are plain strings here, which are far quicker to join.
-def _known(final: Path) -> dict[tuple[str, int], tuple[str, list[Any]]]:
-    """Digest and mode to an unchanged file of the two trees made last, and its record."""
+def _known(final: Path, entries: list[Entry]) -> dict[tuple[str, int], tuple[str, list[Any]]]:
+    """Digest and mode of entries to an unchanged file of the two trees made last, and its record:
+    of the older one what the newer one has not."""
     known: dict[tuple[str, int], tuple[str, list[Any]]] = {}
+    wanted = {entry[3] for entry in entries}
     for other in _other_trees(final)[:2]:
-        for name, entry in _intact(other).items():
-            path = f"{other}/{name}"
-            with contextlib.suppress(FileNotFoundError):
-                known.setdefault((entry[0], os.lstat(path).st_mode & 0o777), (path, entry))
+        for name, (entry, mode) in _intact(other, wanted).items():
+            known.setdefault((entry[0], mode), (f"{other}/{name}", entry))
+        wanted -= {digest for digest, _ in known}
     return known
 
 
@@ -219,7 +215,7 @@ def _link_known(
     return record, missing
 
 
-def _take_file(number: int, entry: Entry, path: Path, source: BinaryIO) -> list[Any]:
+def _take_file(number: int, entry: Entry, path: str, source: BinaryIO) -> list[Any]:
     """Write one file as its pieces come; return its record."""
     name, mode, _, digest, _ = entry
     hashed = hashlib.blake2b(digest_size=DIGEST_BYTES)

@@ -51,6 +51,11 @@ class Put:
 class Stream(Protocol):
     """A command that runs on a host, with its input and output; a context manager."""
 
+    @property
+    def near(self) -> bool:
+        """Whether the host is so near that compressing what is sent takes longer than it saves."""
+        return False
+
     def write(self, data: bytes) -> None:
         """Feed its standard input; nothing happens if it has closed that."""
 
@@ -226,6 +231,10 @@ class LocalStream(Stream):
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._input, self._output = self._process.stdin, self._process.stdout
+
+    @property
+    def near(self) -> bool:
+        return True
 
     def write(self, data: bytes) -> None:
         with contextlib.suppress(BrokenPipeError):

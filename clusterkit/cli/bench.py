@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from clusterkit import api, bandwidth
-from clusterkit.cli.common import complete_cluster, json_option, print_json, table
+from clusterkit.cli.common import cluster_options, host_options, json_option, print_json, table
 from clusterkit.errors import EXIT_FAILURE, counted
 from clusterkit.slow_links import figure
 from clusterkit.status import RunStatus
@@ -24,16 +24,11 @@ PLAIN_LINES = 20
     epilog="Examples: clusterkit bench --nodes 2 --sizes 1K:1M -o bus.png;  "
     "clusterkit bench --cluster lab --pairwise",
 )
-@click.option("-c", "--cluster", default="local", show_default=True, metavar="NAME",
-              help="Entry of the cluster file.", shell_complete=complete_cluster)  # fmt: skip
-@click.option("--clusters", "clusters_file", metavar="FILE", type=click.Path(),
-              help="Cluster file; by default clusters.yaml here or above.")  # fmt: skip
+@cluster_options("Entry of the cluster file.", "local")
 @click.option("-n", "--nodes", type=int, metavar="N",
               help="How many nodes; by default every host of the cluster.")  # fmt: skip
 @click.option("-g", "--gpus", type=int, metavar="N", help="Ranks per node.")
-@click.option("--include", metavar="HOSTS",
-              help="Only these hosts and GPUs of the cluster: host1@host2:0,1.")  # fmt: skip
-@click.option("--exclude", metavar="HOSTS", help="All hosts and GPUs but these.")
+@host_options
 @click.option("--collectives", metavar="A,B,...",
               help=f"Some of {', '.join(bandwidth.FACTORS)}; by default all.")  # fmt: skip
 @click.option("--sizes", metavar="SIZES",

@@ -104,6 +104,22 @@ def cluster_options(meaning: str, default: str | None = None) -> Callable[[Funct
     return lambda function: name(file(function))
 
 
+set_option = click.option("--set", "settings", multiple=True, metavar="KEY=VALUE",
+                          help="Change a key of the job file, e.g. batch.micro=4.")  # fmt: skip
+facts_option = click.option("--facts", "facts_file", metavar="FILE", type=click.Path(),
+                            help="Facts of an earlier run (facts.json) instead of probing."
+                            )  # fmt: skip
+
+
+def host_options(function: Function) -> Function:
+    """``--include`` and ``--exclude``."""
+    include = click.option("--include", metavar="HOSTS",
+                           help="Only these hosts (and GPUs): h1@h2:0,1.")  # fmt: skip
+    exclude = click.option("--exclude", metavar="HOSTS",
+                           help="All hosts (and GPUs) but these.")  # fmt: skip
+    return include(exclude(function))
+
+
 def plan_options(function: Function) -> Function:
     """Options that `submit` and `plan` have in common."""
     for option in reversed([
@@ -111,12 +127,9 @@ def plan_options(function: Function) -> Function:
         cluster_options("Entry of the cluster file.", "local"),
         click.option("-n", "--nodes", metavar="N|MIN:MAX", help="How many nodes."),
         click.option("-g", "--gpus", type=int, metavar="N", help="Ranks per node."),
-        click.option("--set", "settings", multiple=True, metavar="KEY=VALUE",
-                     help="Change a key of the job file, e.g. batch.micro=4."),
-        click.option("--include", metavar="HOSTS", help="Only these hosts (and GPUs): h1@h2:0,1."),
-        click.option("--exclude", metavar="HOSTS", help="All hosts (and GPUs) but these."),
-        click.option("--facts", "facts_file", metavar="FILE", type=click.Path(),
-                     help="Facts of an earlier run (facts.json) instead of probing."),
+        set_option,
+        host_options,
+        facts_option,
         click.option("--run-id", metavar="ID", help="Instead of a new id."),
         click.option("--no-doctor", "doctor", is_flag=True, flag_value=False, default=True,
                      help="Do not check first whether the hosts are fit."),

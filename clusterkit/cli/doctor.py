@@ -12,7 +12,14 @@ from typing import Any
 import click
 
 from clusterkit import api
-from clusterkit.cli.common import complete_cluster, json_option, print_json, table
+from clusterkit.cli.common import (
+    cluster_options,
+    host_options,
+    json_option,
+    print_json,
+    set_option,
+    table,
+)
 from clusterkit.doctor import Progress, every_check
 from clusterkit.doctor.base import Level
 from clusterkit.doctor.report import ranges
@@ -40,16 +47,11 @@ def _complete_check(ctx: click.Context, param: click.Parameter, incomplete: str)
     "clusterkit doctor jobs/zero3.yaml --cluster lab --only names,head-port",
 )
 @click.argument("job", required=False, type=click.Path())
-@click.option("-c", "--cluster", default="local", show_default=True, metavar="NAME",
-              help="Entry of the cluster file.", shell_complete=complete_cluster)  # fmt: skip
-@click.option("--clusters", "clusters_file", metavar="FILE", type=click.Path(),
-              help="Cluster file; by default clusters.yaml here or above.")  # fmt: skip
+@cluster_options("Entry of the cluster file.", "local")
 @click.option("-n", "--nodes", metavar="N|MIN:MAX", help="Only as many hosts as this many nodes.")
 @click.option("-g", "--gpus", type=int, metavar="N", help="Ranks per node.")
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE",
-              help="Change a key of the job file, e.g. device=cuda.")  # fmt: skip
-@click.option("--include", metavar="HOSTS", help="Only these hosts (and GPUs): h1@h2:0,1.")
-@click.option("--exclude", metavar="HOSTS", help="All hosts (and GPUs) but these.")
+@set_option
+@host_options
 @click.option("--quick", is_flag=True, help="Only the checks that submit makes as well.")
 @click.option("--only", metavar="CHECK,...", shell_complete=_complete_check,
               help="Only these checks.")  # fmt: skip

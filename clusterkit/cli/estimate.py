@@ -14,9 +14,12 @@ from clusterkit import api
 from clusterkit.cli.common import (
     COMMAND,
     PlanCommand,
+    cluster_options,
+    facts_option,
     json_option,
     prepare_options,
     print_json,
+    set_option,
     table,
 )
 from clusterkit.estimate import Estimate, published
@@ -66,14 +69,9 @@ def _options(function: Any) -> Any:
                      help="Keep a layer's input alone and compute the rest again."),
         click.option("--overhead", metavar="SIZE",
                      help="What a GPU holds besides tensors (assumed: 1.5GiB)."),
-        click.option("-c", "--cluster", default="local", show_default=True, metavar="NAME",
-                     help="Whose GPUs, unless --gpu-memory is given."),
-        click.option("--clusters", "clusters_file", metavar="FILE", type=click.Path(),
-                     help="Cluster file; by default clusters.yaml here or above."),
-        click.option("--facts", "facts_file", metavar="FILE", type=click.Path(),
-                     help="Facts of an earlier run (facts.json) instead of probing."),
-        click.option("--set", "settings", multiple=True, metavar="KEY=VALUE",
-                     help="Change a key of the job file, e.g. batch.micro=4."),
+        cluster_options("Whose GPUs, unless --gpu-memory is given.", "local"),
+        facts_option,
+        set_option,
     ]):  # fmt: skip
         function = option(function)
     return function

@@ -6,7 +6,6 @@ print(report.table())
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from clusterkit.doctor.base import Finding, HostSubject, Machine, Needs, Rule, Subject
 from clusterkit.doctor.check import Check
 from clusterkit.doctor.report import Progress, Report, refusal
-from clusterkit.errors import BadInput
+from clusterkit.errors import BadInput, did_you_mean
 
 if TYPE_CHECKING:
     from clusterkit.transport import Transport
@@ -88,9 +87,6 @@ def chosen(checks: Sequence[Any], *, quick: bool, only: Sequence[str] | None) ->
         raise BadInput("no check was named", hint=f"one of {', '.join(names)}")
     for name in only:
         if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            raise BadInput(
-                f"check {name!r} is unknown",
-                hint=f"did you mean {near[0]}?" if near else f"one of {', '.join(names)}",
-            )
+            hint = did_you_mean(name, names) or f"one of {', '.join(names)}"
+            raise BadInput(f"check {name!r} is unknown", hint=hint)
     return [check for check in checks if check.name in only]

@@ -17,7 +17,7 @@ from clusterkit.doctor.check import Answer, Output, Script
 # Tried in turn until one does its work: where the interpreter of the ranks does not run, any
 # other still finds out what is right and wrong with the rest of the host.
 _FIRST_THAT_WORKS = """program=$1; shift
-for python in "$@"; do "$python" -c "$program" "$python" && exit 0; done
+for python in "$@"; do "$python" %s -c "$program" "$python" && exit 0; done
 exit 127"""
 _OTHERS = ("python3", "/usr/bin/python3")
 
@@ -61,7 +61,9 @@ def command(
         f'exec(compile(zlib.decompress(base64.b64decode("{packed}")), "doctor", "exec"))'
     )
     pythons = dict.fromkeys((python, *_OTHERS))
-    return ["/bin/sh", "-c", _FIRST_THAT_WORKS, "sh", unpack, *pythons]
+    # What is installed for it is of interest in the first phase alone, and looking costs time.
+    flags = "-S" if all(script.phase > 1 for script in scripts) else ""
+    return ["/bin/sh", "-c", _FIRST_THAT_WORKS % flags, "sh", unpack, *pythons]
 
 
 @cache

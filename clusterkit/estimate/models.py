@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -13,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clusterkit.errors import BadInput, Unavailable
+from clusterkit.errors import BadInput, Unavailable, did_you_mean
 from clusterkit.estimate import published
 from clusterkit.estimate.presets import PRESETS
 from clusterkit.estimate.setup import Model
@@ -252,11 +251,11 @@ def hugging_face(name: str, context: int | None = None) -> Model:
     """
     found = locate(name)
     if found is None:
-        near = difflib.get_close_matches(name.rpartition("/")[2].lower(), published.NAMES, 1)
+        near = did_you_mean(name.rpartition("/")[2].lower(), published.NAMES)
         raise BadInput(
             f"--model {name}: no folder with config.json, not in the Hugging Face cache, and none "
             "of the published models known here",
-            hint=(f"did you mean {near[0]}? Or " if near else "")
+            hint=(f"{near} Or " if near else "")
             + f"hf download {name} config.json, or give --parameters, --layers, --hidden",
         )
     if found.folder is None:

@@ -29,12 +29,7 @@ def parse_size(text: str, what: str) -> int:
     Raises:
         BadInput: no number, no unit or an unknown one, nothing or less, more than there is.
     """
-    number, unit = _split(text, what, "80GB, 80GiB or 40960MiB")
-    factor = _BYTES.get(unit.upper())
-    if factor is None:
-        raise BadInput(
-            f"{what}: {text!r}: {unit!r} is not a unit", hint="MB, GB, MiB, GiB, TB or TiB"
-        )
+    number, factor = _split(text, what, _BYTES, "80GB, 80GiB or 40960MiB")
     if factor == 1:
         raise BadInput(f"{what}: {text!r} has no unit", hint=f"{what} {number:g}GB, or GiB")
     return _whole(number * factor, text, what)
@@ -46,18 +41,20 @@ def parse_count(text: str, what: str) -> int:
     Raises:
         BadInput: no number, an unknown letter, nothing or less, more than there is.
     """
-    number, letter = _split(text, what, "7B, 350M or 124439808")
-    factor = _COUNTS.get(letter.upper())
-    if factor is None:
-        raise BadInput(f"{what}: {text!r}: {letter!r} is not a unit", hint="K, M, B or T")
+    number, factor = _split(text, what, _COUNTS, "7B, 350M or 124439808")
     return _whole(number * factor, text, what)
 
 
-def _split(text: str, what: str, example: str) -> tuple[float, str]:
+def _split(text: str, what: str, units: dict[str, int], example: str) -> tuple[float, int]:
+    """The number, and what its unit stands for."""
     match = _NUMBER.match(text.strip().replace(",", "").replace("_", ""))
     if match is None:
         raise BadInput(f"{what}: {text!r} is not of the form NUMBER UNIT", hint=example)
-    return float(match[1]), match[2]
+    factor = units.get(match[2].upper())
+    if factor is None:
+        hint = "K, M, B or T" if units is _COUNTS else "MB, GB, MiB, GiB, TB or TiB"
+        raise BadInput(f"{what}: {text!r}: {match[2]!r} is not a unit", hint=hint)
+    return float(match[1]), factor
 
 
 def _whole(value: float, text: str, what: str) -> int:

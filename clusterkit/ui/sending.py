@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +16,13 @@ def sending(ready: Prepared) -> Iterator[Progress | None]:
 
     None where there is nothing to send, or no terminal to draw on.
     """
+    if not ready.plan.trees or not sys.stderr.isatty():
+        yield None
+        return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
     console = Console(stderr=True)
-    if not ready.plan.trees or not console.is_terminal:
-        yield None
-        return
     columns = (TextColumn("copying the project"), BarColumn(), DownloadColumn())
     sent: dict[tuple[str, int], tuple[int, int]] = {}
     lock = threading.Lock()

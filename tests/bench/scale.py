@@ -142,7 +142,7 @@ def plan_seconds(backend: str, nodes: int) -> float:
 def new_run(nodes: int) -> RunFolder:
     """The folder of a run over SSH that is to be started."""
     cluster, facts = made_up("ssh", nodes)
-    job = JobSpec(name="scale", command=("train",), nodes=nodes, gpus_per_node=1, launcher="python")
+    job = JobSpec(name="scale", command=("train",), nodes=nodes, gpus_per_node=1)
     folder = RunFolder.create(new_run_id("scale"))
     folder.write_json("job.json", job)
     folder.write_json("cluster.json", {"backend": "ssh"} | msgspec.to_builtins(cluster))

@@ -11,16 +11,20 @@ import json
 import os
 import random
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from clusterkit import api
 from clusterkit.cli.common import table
+from clusterkit.errors import counted
 from clusterkit.launch import send_trees
+from clusterkit.runs import StepRecord, Submission, find
 from tests.bench.__main__ import BIN, SECONDS, Program, Row, compare
 from tests.lab import Lab, machine
 
@@ -121,28 +125,29 @@ def project(folder: Path) -> None:
     (folder / "train.py").write_text("print('trained')\n")
 
 
-def sync(rounds: int) -> list[Row]:
-    """A project to 8 hosts: the first time, and after a change of one file."""
+def sync(rounds: int, sizes: Sequence[int]) -> list[Row]:
+    """A project to so many hosts: the first time, and after a change of one file."""
+    rows = []
     with tempfile.TemporaryDirectory(prefix="bench-sync-") as place:
         source = Path(place, "project")
         source.mkdir()
         project(source)
-        with Lab(Path(place, "lab"), 8) as lab:
+        with Lab(Path(place, "lab"), max(sizes)) as lab:
             entry = {"backend": "ssh", "inventory": str(lab.inventory)}
             clusters = Path(place, "clusters.yaml")
             clusters.write_text(json.dumps({"lab": entry}))
             number = 0
 
-            def send(fresh: bool) -> float:
+            def send(fresh: bool, size: int) -> float:
                 nonlocal number
                 number += 1
                 if fresh:
-                    for host in lab.hosts:
+                    for host in lab.hosts[:size]:
                         lab.ssh(host.name, "rm", "-rf", "/root/clusterkit/projects")
                 else:
                     (source / "package0" / "file0").write_text(f"change {number}\n")
                 ready = api.prepare(
-                    ["python", "train.py"], cluster="lab", clusters_file=clusters, nodes=8,
+                    ["python", "train.py"], cluster="lab", clusters_file=clusters, nodes=size,
                     doctor=False,
                 )  # fmt: skip
                 begun = time.perf_counter()
@@ -151,15 +156,15 @@ def sync(rounds: int) -> list[Row]:
                 ready.transport.close()
                 return spent
 
-            def rsync(fresh: bool) -> float:
+            def rsync(fresh: bool, size: int) -> float:
                 nonlocal number
                 number += 1
                 if fresh:
-                    for host in lab.hosts:
+                    for host in lab.hosts[:size]:
                         lab.ssh(host.name, "rm", "-rf", "/root/rsynced")
                 else:
                     (source / "package0" / "file0").write_text(f"change {number}\n")
-                names = " ".join(host.name for host in lab.hosts)
+                names = " ".join(host.name for host in lab.hosts[:size])
                 line = (
                     f"for h in {names}; do rsync -a -e 'ssh -F {lab.ssh_config}' "
                     f"{source}/ $h:/root/rsynced & done; wait"
@@ -169,19 +174,58 @@ def sync(rounds: int) -> list[Row]:
             here = os.getcwd()
             os.chdir(source)
             try:
-                return [
-                    compare("50 MB, 2,000 files to 8 hosts / rsync -a in parallel",
-                            lambda: send(True), lambda: rsync(True), rounds),
-                    compare("the same after a change of one file / rsync -a in parallel",
-                            lambda: send(False), lambda: rsync(False), rounds),
-                ]  # fmt: skip
+                for size in sizes:
+                    hosts = counted(size, "host")
+                    for fresh, what in (
+                        (True, f"50 MB, 2,000 files to {hosts} / rsync -a in parallel"),
+                        (False, f"the same after a change of one file, {hosts} / rsync -a"),
+                    ):
+                        ours = partial(send, fresh, size)
+                        rows.append(compare(what, ours, partial(rsync, fresh, size), rounds))
+                return rows
             finally:
                 os.chdir(here)
+
+
+PHASES = (
+    "hosts looked at, plan made", "project copied, supervisor up, nodes started", "agents up",
+    "ranks' first line", "first step",
+)  # fmt: skip
+
+
+def times_of(run: api.Run, begun: float) -> list[float]:
+    """When each of `PHASES` ended, in seconds since ``begun``."""
+    folder = find(run.id)
+    lines = list(run.logs(rank=0))
+    nodes = [folder.node_dir(1, node) / "started.json" for node in range(folder.plan().nodes)]
+    return [
+        ended - begun
+        for ended in (
+            folder.read_json("run.json", Submission).created_at,
+            max(step.at for step in folder.records("steps.jsonl", StepRecord)),
+            max(json.loads(path.read_bytes())["at"] for path in nodes),
+            lines[0].time,
+            next(each.time for each in lines if (each.event or {}).get("event") == "metrics"),
+        )
+    ]
+
+
+def phases(measured: Sequence[Sequence[float]]) -> str:
+    """The seconds of every phase, medians; the first, uncounted round is left out."""
+    ends = [statistics.median(times) for times in zip(*measured[1:], strict=True)]
+    return table(
+        [
+            [name, f"{end - before:.3f}", f"{end:.3f}"]
+            for name, before, end in zip(PHASES, [0.0, *ends], ends, strict=False)
+        ],
+        ("SUBMIT OVER SSH, 2 HOSTS", "SECONDS", "SINCE ENTER"),
+    )
 
 
 def first_step(rounds: int) -> Row:
     """Submit to the first step on 2 hosts, against ssh and torchrun by hand."""
     program = Program("ddp", 3)
+    measured: list[list[float]] = []
     with (
         tempfile.TemporaryDirectory(prefix="bench-lab-") as place,
         Lab(Path(place, "lab"), 2) as lab,
@@ -205,12 +249,9 @@ def first_step(rounds: int) -> Row:
             if done.returncode:
                 raise RuntimeError(done.stderr)
             run = api.get(done.stdout.strip())
-            first = next(
-                line for line in run.logs(rank=0)
-                if (line.event or {}).get("event") == "metrics"
-            )  # fmt: skip
+            measured.append(times_of(run, begun))
             run.delete()
-            return first.time - begun
+            return measured[-1][-1]
 
         def by_hand() -> float:
             port = 20000 + random.randrange(10000)
@@ -238,21 +279,24 @@ def first_step(rounds: int) -> Row:
                 node.communicate(timeout=SECONDS)
             return spent
 
-        return compare("submit to first step, ddp, 2 hosts / ssh and torchrun by hand",
-                       ours, by_hand, rounds)  # fmt: skip
+        row = compare("submit to first step, ddp, 2 hosts / ssh and torchrun by hand",
+                      ours, by_hand, rounds)  # fmt: skip
+        print(phases(measured), end="\n\n")
+        return row
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.ssh", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds of each comparison")
     parser.add_argument("--hosts", type=int, nargs="+", default=[8, 32, 64], help="for `true`")
+    parser.add_argument("--copies", type=int, nargs="+", default=[1, 8, 64], help="for the copy")
     options = parser.parse_args()
     if (problem := machine.problem()) is not None:
         print(f"no lab: {problem.message}; {problem.hint}", file=sys.stderr)
         return 3
     with tempfile.TemporaryDirectory(prefix="bench-home-") as home:
         os.environ["CLUSTERKIT_HOME"] = home
-        rows = [first_step(options.rounds), *sync(max(2, options.rounds // 2))]
+        rows = [first_step(options.rounds), *sync(options.rounds, options.copies)]
         rows += fan_out(options.rounds, options.hosts)
     print(table([row.cells() for row in rows], ("WHAT", "OURS s", "PEER s", "RATIO", "SPREAD")))
     return 0

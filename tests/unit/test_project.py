@@ -440,14 +440,12 @@ def test_ignored_data_is_not_counted(checkout):
 
 
 def test_a_file_that_cannot_be_read_is_named(checkout, monkeypatch):
-    real = Path.open
+    def refuse(path, *args, **kwargs):
+        if Path(path).name == "a.py":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return open(path, *args, **kwargs)
 
-    def refuse(self, *args, **kwargs):
-        if self.name == "a.py":
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
-        return real(self, *args, **kwargs)
-
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(project, "open", refuse, raising=False)
     with pytest.raises(RunFolderError, match=r"lib/a\.py: permission denied") as error:
         snapshot(checkout)
     assert "ignore it, or fix it" in (error.value.hint or "")
@@ -565,7 +563,9 @@ def test_a_host_without_hard_links_gets_every_file(checkout, tmp_path, monkeypat
 
     monkeypatch.setattr(os, "link", refuse)
     (tmp_path / "into").mkdir()
-    record, missing = receiver._link_known(entries, tmp_path / "into", receiver._known(tree))
+    record, missing = receiver._link_known(
+        entries, tmp_path / "into", receiver._known(tree, entries)
+    )
     assert (record, missing) == ({}, list(range(len(entries))))
 
 
@@ -693,8 +693,9 @@ class Interrupted(LocalTransport):
 
 @pytest.mark.parametrize("after", [0, 1, 2, 4])
 def test_a_receiver_that_is_killed_leaves_no_tree_and_the_next_one_clears_up(
-    folder, tmp_path, after
+    folder, tmp_path, after, monkeypatch
 ):
+    monkeypatch.setattr(project, "BATCH_BYTES", 1)
     for number in range(6):
         write(folder / f"f{number}", f"{number}")
     found = snapshot(folder)
@@ -707,7 +708,10 @@ def test_a_receiver_that_is_killed_leaves_no_tree_and_the_next_one_clears_up(
     assert leftovers(tmp_path) == []
 
 
-def test_a_receiver_that_is_killed_while_it_repairs_leaves_the_tree_to_the_next(folder, tmp_path):
+def test_a_receiver_that_is_killed_while_it_repairs_leaves_the_tree_to_the_next(
+    folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(project, "BATCH_BYTES", 1)
     for number in range(6):
         write(folder / f"f{number}", f"{number}")
     found = snapshot(folder)
@@ -990,10 +994,10 @@ def test_a_file_that_is_spoilt_while_others_are_repaired_is_not_written_down_as_
     spoil_gone(path)
     real = project.Snapshot.payload
 
-    def meanwhile(self, missing):
+    def meanwhile(self, missing, **how):
         # The host has looked at its files by now.
         write(path / "train.py", "a program is at work")
-        yield from real(self, missing)
+        yield from real(self, missing, **how)
 
     monkeypatch.setattr(project.Snapshot, "payload", meanwhile)
     deliver(tmp_path, found)

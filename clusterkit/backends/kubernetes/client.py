@@ -137,6 +137,8 @@ class KubeTransport(LocalTransport):
 class RawStream:
     """An answer that goes on."""
 
+    near = True  # nothing is sent
+
     def __init__(self, response: Any) -> None:
         self._response = response
         self._pieces: Iterator[bytes] = response.stream(1 << 16, decode_content=True)

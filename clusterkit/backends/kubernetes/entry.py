@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from clusterkit.backends.kubernetes.connect import not_installed
 from clusterkit.backends.kubernetes.text import quantity
 from clusterkit.cluster import KubernetesCluster
-from clusterkit.errors import BadInput, about
+from clusterkit.errors import BadInput, about, did_you_mean
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "str": (str,),
@@ -103,10 +102,9 @@ def _check(value: Any, kind: str, place: str, client: Any) -> None:
     for key, inner in value.items():
         where = f"{place}.{key}" if place else str(key)
         if key not in names:
-            near = get_close_matches(str(key), names, 1)
             raise BadInput(
                 f"patch: {where}: pods have no such key",
-                hint=f"did you mean {near[0]}?" if near else f"it goes into a pod's spec ({kind})",
+                hint=did_you_mean(key, names) or f"it goes into a pod's spec ({kind})",
                 cluster="patch",
             )
         _check(inner, model.openapi_types[names[key]], where, client)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from clusterkit import execute, mirror
 from clusterkit.agent import archive
-from clusterkit.assemble import Placement
 from clusterkit.backends.base import (
     Backend,
     Monitor,
@@ -19,8 +18,6 @@ from clusterkit.backends.base import (
 from clusterkit.backends.nodes import stop_arguments
 from clusterkit.backends.ports import ports_taken
 from clusterkit.backends.ssh.observe import SshMonitor, observation, report, views
-from clusterkit.backends.ssh.place import place
-from clusterkit.backends.ssh.probe import hosts_for, probe, ranks_python, resolved
 from clusterkit.cluster import ClusterSpec, Facts, SshCluster
 from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.plan import Plan
@@ -29,12 +26,15 @@ from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport, fan_out
 
 if TYPE_CHECKING:
+    from clusterkit.assemble import Placement
     from clusterkit.doctor.base import HostSubject
 
 _REPORT_GONE = 2
 """Exit code of a Python that does not find its program."""
 
 
+# `probe`, `place` and the transport are imported where they are used: a supervisor, or a command
+# that looks at a run, needs not all of them, and their imports are a good part of its time.
 class SshBackend(Backend, SupportsDoctor, SupportsForget):
     """Nodes are machines; see `clusterkit.agent` for what runs on each of them."""
 
@@ -45,6 +45,8 @@ class SshBackend(Backend, SupportsDoctor, SupportsForget):
     def resolved(
         cls, cluster: ClusterSpec, folder: Path, include: str | None, exclude: str | None
     ) -> ClusterSpec:
+        from clusterkit.backends.ssh.probe import resolved
+
         assert isinstance(cluster, SshCluster)
         return resolved(cluster, folder, include, exclude)
 
@@ -70,10 +72,13 @@ class SshBackend(Backend, SupportsDoctor, SupportsForget):
     def probe(
         self, cluster: ClusterSpec, transport: Transport, job: JobSpec | None = None
     ) -> Facts:
+        from clusterkit.backends.ssh.probe import probe
+
         assert isinstance(cluster, SshCluster)
         return probe(cluster, transport, job)
 
     def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> HostSubject:
+        from clusterkit.backends.ssh.probe import hosts_for, ranks_python
         from clusterkit.doctor.base import HostSubject, Machine, Needs
 
         assert isinstance(cluster, SshCluster)
@@ -103,6 +108,8 @@ class SshBackend(Backend, SupportsDoctor, SupportsForget):
     # -- planning -------------------------------------------------------------
 
     def place(self, job: JobSpec, cluster: ClusterSpec, facts: Facts, run_id: str) -> Placement:
+        from clusterkit.backends.ssh.place import place
+
         assert isinstance(cluster, SshCluster)
         return place(job, cluster, facts, run_id)
 
@@ -148,7 +155,7 @@ class SshBackend(Backend, SupportsDoctor, SupportsForget):
         def stop(host: str) -> None:
             done = transport.run(
                 host,
-                [plan.python, "-I", "-", *stop_arguments(plan, reason)],
+                [plan.python, "-I", "-S", "-", *stop_arguments(plan, reason)],
                 stdin=program,
                 timeout=plan.stop_grace + 60,
             )

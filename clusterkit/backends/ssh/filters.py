@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from clusterkit.cluster import Host
-from clusterkit.errors import BadInput, counted
+from clusterkit.errors import BadInput, counted, did_you_mean
 
 BRACKETED = re.compile(r"\[([^\[\]]*:[^\[\]]*)\](?::(.*))?\Z")
 """An IPv6 address in brackets, and what stands behind a colon."""
@@ -62,10 +61,9 @@ def _filter(flag: str, text: str, hosts: Mapping[str, Host]) -> dict[str, list[i
             name, colon, rest = part.partition(":")
             numbers = rest if colon else None
         if name not in hosts:
-            near = difflib.get_close_matches(name, hosts, 1)
             raise BadInput(
                 f"{flag} {text}: host {name!r} is unknown",
-                hint=f"did you mean {near[0]}?" if near else f"known: {listed(hosts)}",
+                hint=did_you_mean(name, hosts) or f"known: {listed(hosts)}",
             )
         if numbers is not None and not _NUMBERS.match(numbers):
             raise BadInput(f"{flag} {text}: {numbers!r} is not a list of GPUs", hint=f"{name}:0,1")

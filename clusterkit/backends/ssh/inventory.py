@@ -7,7 +7,6 @@ and vaults, is read by ``ansible-inventory``, which takes 0.5 s.
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import json
 import os
@@ -25,7 +24,7 @@ from typing import Any
 from clusterkit.backends.ssh.filters import BRACKETED, chosen, listed
 from clusterkit.backends.ssh.variables import absolute, host_of
 from clusterkit.cluster import Host
-from clusterkit.errors import BadInput, Unavailable
+from clusterkit.errors import BadInput, Unavailable, did_you_mean
 from clusterkit.files import read_file, why
 from clusterkit.yaml_file import Document, parse_yaml
 
@@ -222,11 +221,9 @@ class _Inventory:
         """The hosts of one group with the variables of all groups that they are in."""
         names = {*self.groups, "all"}
         if wanted not in names:
-            near = difflib.get_close_matches(wanted, names, 1)
             raise BadInput(
                 f"{self.where}: there is no group {wanted!r}",
-                hint=(f"did you mean {near[0]}? " if near else "")
-                + f"groups: {listed(sorted(names))}",
+                hint=f"{did_you_mean(wanted, names)} groups: {listed(sorted(names))}".lstrip(),
             )
         depth, above = self._ancestors()
         groups_of = {host: {"all"} & depth.keys() for host in self.hosts}

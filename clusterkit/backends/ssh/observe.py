@@ -29,8 +29,8 @@ def report(handle: RunHandle, view: NodeView, transport: Transport, *, follow: b
     return transport.open(
         view.host,
         [
-            plan.python, "-I", posixpath.join(plan.run_dir, "files", archive.ARCHIVE), "report",
-            node_dir(plan.run_dir, handle.attempt, view.node),
+            plan.python, "-I", "-S", posixpath.join(plan.run_dir, "files", archive.ARCHIVE),
+            "report", node_dir(plan.run_dir, handle.attempt, view.node),
             "--log", str(known["log"]), "--ranks", str(known["ranks.jsonl"]),
             *(["--follow"] if follow else []),
         ],

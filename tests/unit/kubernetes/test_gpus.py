@@ -49,7 +49,7 @@ def planned(clusterkit_home, monkeypatch):
     monkeypatch.setattr(probe, "context_of", lambda cluster: ("lab", "default"))
 
     def plan(*nodes, entry=None, **job):
-        spec = JobSpec(name="any", command=("true",), launcher="python", nodes=2, **job)
+        spec = JobSpec(name="any", command=("true",), nodes=2, **job)
         cluster = KubernetesCluster(**(entry or {}))
         backend = backends.backend("kubernetes")
         facts = backend.probe(cluster, ApiServer(*nodes), spec)
