@@ -69,6 +69,7 @@ estimate-check: .venv/.train ## Predicted memory against measured; writes the ta
 .PHONY: bench
 bench: .venv/.train ## Ratios against torchrun and deepspeed, start-up, runs and plans of many nodes
 	@$(BIN)/python -m tests.bench
+	@$(BIN)/python -m tests.bench.start
 	@$(BIN)/python -m tests.bench.scale
 	@$(BIN)/python -m tests.bench.ssh || [ $$? = 3 ]
 	@$(BIN)/python -m tests.bench.compose || [ $$? = 3 ]

@@ -246,7 +246,6 @@ def test_accelerate_on_the_cpu_makes_one_world(
     [
         ("exception", 1, "ValueError: boom é"),
         ("exit", 7, "exited with 7: about to leave"),
-        ("signal", 137, "killed by SIGKILL"),
     ],
 )
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "mpirun", "forkserver"])
@@ -255,11 +254,14 @@ def test_the_rank_that_failed_is_named_and_its_code_passed_on(
 ) -> None:
     if launcher == "mpirun":
         needs_mpirun()
-    run = submit("fail.py", how, 3, 99, nodes=2, gpus=2, launcher=launcher, env=QUIET)
+    # Each deepspeed imports itself for 6 s; `test_a_killed_rank_takes_the_run_down` has two.
+    nodes = 1 if launcher == "deepspeed" else 2
+    options = {"nodes": nodes, "gpus": 4 // nodes, "launcher": launcher}
+    run = submit("fail.py", how, 3, 99, env=QUIET, **options)
     status = run.wait(SOON)
     assert status.state is State.FAILED
     assert status.failure is not None
-    assert (status.failure.node, status.failure.rank) == (1, 3)
+    assert (status.failure.node, status.failure.rank) == (nodes - 1, 3)
     assert status.failure.cause.startswith(cause)
     assert status.exit_code == status.failure.exit_code == code
 
@@ -286,7 +288,18 @@ def test_a_killed_rank_takes_the_run_down(submit: Submit, launcher: str) -> None
     assert status.state is State.FAILED
     assert status.failure is not None
     assert (status.failure.node, status.failure.rank) == (1, 1)
-    assert status.exit_code == 137
+    assert status.failure.cause.startswith("killed by SIGKILL")
+    assert status.exit_code == status.failure.exit_code == 137
+
+
+def test_a_rank_that_kills_itself_under_mpirun_is_named(submit: Submit) -> None:
+    """Under the other launchers the test above says it."""
+    needs_mpirun()
+    run = submit("fail.py", "signal", 3, 99, nodes=2, gpus=2, launcher="mpirun", env=QUIET)
+    status = run.wait(SOON)
+    assert status.failure is not None
+    assert (status.failure.node, status.failure.rank, status.exit_code) == (1, 3, 137)
+    assert status.failure.cause.startswith("killed by SIGKILL")
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "forkserver"])
@@ -340,7 +353,7 @@ def test_restarts_come_to_an_end(submit: Submit) -> None:
 # ---------------------------------------------------------------- cancel, and killed submitters
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "forkserver"])
+@pytest.mark.parametrize("launcher", ["torchrun", "forkserver"])
 def test_cancel_ends_everything_and_may_be_repeated(submit: Submit, launcher: str) -> None:
     run = submit("beat.py", 6000, nodes=2, launcher=launcher)
     all_ready(run, 2)
@@ -382,6 +395,7 @@ def test_ranks_have_the_whole_grace_to_save_their_work(
     run = submit(str(program), gpus=2, launcher=launcher)
     all_ready(run, 2)
     assert run.cancel().state is State.CANCELLED
+    assert agent.processes_of(str(run.path)) == []
     workdir = Path(json.loads((run.path / "job.json").read_text())["workdir"])
     assert sorted(path.name for path in workdir.glob("saved-*")) == ["saved-0", "saved-1"]
     for path in workdir.glob("saved-*"):
@@ -720,7 +734,7 @@ def test_a_restarted_run_resumes_from_its_checkpoint_as_if_nothing_had_happened(
     def gpt(restarts: int) -> api.Run:
         settings = [f"restarts={restarts}", "checkpoint={every: 5}", "batch={global: 8}"]
         settings += ["device=cpu", "threads_per_rank=1"]
-        return api.submit("jobs/ddp.yaml", gpus=2, settings=settings, more_args=["--steps", "60"])
+        return api.submit("jobs/ddp.yaml", gpus=2, settings=settings, more_args=["--steps", "30"])
 
     broken = gpt(restarts=1)
     for line in broken.logs(follow=True):

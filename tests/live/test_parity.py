@@ -18,7 +18,7 @@ PARTS = {"ddp": 1, "zero0": 1, "zero1": 2, "zero2": 2, "zero2-offload": 2, "zero
 
 RESUMED = {
     "ddp 1x2": (2, 1), "zero0 2x1": (1,), "zero2-universal 1x2": (4,), "zero3-offload 2x1": (2,),
-    "fsdp 1x2": (2, 4), "hsdp 1x4 --micro-batch": (2,), "tp 1x2": (4,), "tp-autotp 1x2": (2,),
+    "fsdp 1x2": (4,), "hsdp 1x4 --micro-batch": (2,), "tp 1x2": (4,), "tp-autotp 1x2": (2,),
     "pp 1x2 --micro-batch": (4,), "pp-deepspeed 1x4 --micro-batch": (4,),
     "3d 1x8 --micro-batch": (4,),
 }  # fmt: skip

@@ -267,7 +267,7 @@ def lay_out(case, folder):
         path.parent.mkdir(parents=True, exist_ok=True)
         if name.endswith(".zip"):
             with zipfile.ZipFile(path, "w") as archive:
-                archive.writestr("__main__.py", content)
+                archive.writestr(zipfile.ZipInfo("__main__.py"), content)
         else:
             path.write_bytes(content if isinstance(content, bytes) else content.encode())
 

@@ -222,12 +222,13 @@ def test_the_coordinator_decides_once_for_many_words(monkeypatch):
             pass
 
     class Membership:
-        members = orders = ()
-        decided = False
+        members, count, news, decided = (), 0, True, False
 
         def turn(self, moment):
             turns.append(moment)
             self.decided = len(turns) == 10
+
+        settle = turn
 
     coordinator.Server(Listener(), Membership()).run()
     assert len(turns) == 10
