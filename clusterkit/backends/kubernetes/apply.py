@@ -127,8 +127,8 @@ def _refuse_another_s(request: Request, namespace: str, objects: Sequence[Object
         user = (meta.get("labels") or {}).get(USER)
         by = f" by {user}" if user else ""
         raise BadInput(
-            f"namespace {namespace} has a {each['kind']} {name} that is not of this run: it was "
-            f"made{by} at {meta.get('creationTimestamp')}",
+            f"another run has this id: {each['kind']} {name} in namespace {namespace}, made{by} at "
+            f"{meta.get('creationTimestamp')}",
             hint="another --run-id; `clusterkit attach` takes up a run that is there",
         )
 

@@ -105,6 +105,7 @@ def hang_up(transport: paramiko.Transport) -> None:
         with contextlib.suppress(OSError):  # wakes the thread that reads, which keeps it open
             transport.sock.shutdown(socket.SHUT_RDWR)
     transport.close()
+    transport.sock.close()  # returns when a ProxyCommand is gone; the thread may be about to do it
 
 
 def _plain_type(kind: str) -> str:

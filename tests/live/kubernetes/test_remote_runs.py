@@ -110,7 +110,7 @@ def test_another_home_s_run_of_the_same_id_is_left_alone(submit, begun, elsewher
     second = submit(COUNT, run_id=first.id)
     status = second.wait(60)
     assert status.state is State.FAILED
-    assert f"that is not of this run: it was made by {status_user(kube, first.id)}" in (
+    assert f"made by {status_user(kube, first.id)} at" in (
         status.failure.cause
     )
     second.cancel()

@@ -208,7 +208,7 @@ def test_what_is_there_under_the_run_s_name_and_is_not_its_own_stays_as_it_is(
         server.answers[f"{root}/namespaces/ns/{place}/r-1"] = (
             (200, {"metadata": there}) if found else missing
         )
-    words = f"namespace ns has a {kind} r-1 that is not of this run: it was made by ann at 2026-11-"
+    words = f"another run has this id: {kind} r-1 in namespace ns, made by ann at 2026-11-"
     argv = [*tool, *folder(tmp_path, JOB, ours=False)]
     for _ in range(2):
         with pytest.raises(BadInput, match=words) as error:
