@@ -110,9 +110,7 @@ def test_another_home_s_run_of_the_same_id_is_left_alone(submit, begun, elsewher
     second = submit(COUNT, run_id=first.id)
     status = second.wait(60)
     assert status.state is State.FAILED
-    assert f"made by {status_user(kube, first.id)} at" in (
-        status.failure.cause
-    )
+    assert f"made by {status_user(kube, first.id)} at" in (status.failure.cause)
     second.cancel()
     assert kube.there() == there
     assert first.status().state is State.RUNNING
