@@ -288,7 +288,8 @@ def test_a_killed_rank_takes_the_run_down(submit: Submit, launcher: str) -> None
     assert status.state is State.FAILED
     assert status.failure is not None
     assert (status.failure.node, status.failure.rank) == (1, 1)
-    assert status.failure.cause.startswith("killed by SIGKILL")
+    # What else runs on this machine may be out of memory at the time: then that is the guess.
+    assert "SIGKILL" in status.failure.cause
     assert status.exit_code == status.failure.exit_code == 137
 
 
@@ -299,7 +300,8 @@ def test_a_rank_that_kills_itself_under_mpirun_is_named(submit: Submit) -> None:
     status = run.wait(SOON)
     assert status.failure is not None
     assert (status.failure.node, status.failure.rank, status.exit_code) == (1, 3, 137)
-    assert status.failure.cause.startswith("killed by SIGKILL")
+    # What else runs on this machine may be out of memory at the time: then that is the guess.
+    assert "SIGKILL" in status.failure.cause
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "forkserver"])

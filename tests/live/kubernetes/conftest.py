@@ -162,7 +162,13 @@ def submit(kube: Kube) -> Iterator[Callable[..., api.Run]]:
     rank runs; ended with the test."""
     started: list[api.Run] = []
 
-    def start(script: str | JobSpec, *, on: dict[str, Any] | None = None, **fields: Any) -> api.Run:
+    def start(
+        script: str | JobSpec,
+        *,
+        on: dict[str, Any] | None = None,
+        run_id: str | None = None,
+        **fields: Any,
+    ) -> api.Run:
         job = script
         if isinstance(script, str):
             command: Sequence[str] = ("sh", "-c", script)
@@ -175,7 +181,7 @@ def submit(kube: Kube) -> Iterator[Callable[..., api.Run]]:
                     **fields,
                 }
             )
-        started.append(api.submit(job, **kube.entry(**(on or {}))))
+        started.append(api.submit(job, run_id=run_id, **kube.entry(**(on or {}))))
         return started[-1]
 
     yield start
