@@ -88,7 +88,7 @@ def apply(request: Request, namespace: str, folder: Path, env: Mapping[str, str]
 
     made_before = folder.parent / MADE
     if not made_before.exists():
-        _refuse_another_s(request, namespace, [job, root, *rest])
+        _refuse_other_run(request, namespace, objects)
         made_before.touch()
 
     def make(each: Object) -> Object:
@@ -107,7 +107,7 @@ def apply(request: Request, namespace: str, folder: Path, env: Mapping[str, str]
         list(pool.map(lambda path: request("PATCH", path, body, MERGE_PATCH), paths))
 
 
-def _refuse_another_s(request: Request, namespace: str, objects: Sequence[Object]) -> None:
+def _refuse_other_run(request: Request, namespace: str, objects: Sequence[Object]) -> None:
     """Before anything is sent: whatever has one of the names is not of this run.
 
     Raises:
@@ -115,7 +115,7 @@ def _refuse_another_s(request: Request, namespace: str, objects: Sequence[Object
     """
     for each in objects:
         if each["kind"] not in (*_OWNERS, "ConfigMap"):
-            continue  # nobody has to be allowed to read these
+            continue  # the role need not allow to read these
         path, name = path_of(each, namespace), each["metadata"]["name"]
         try:
             found = json.loads(request("GET", path, None, JSON))
