@@ -50,7 +50,9 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]  # the first one has t
 @pytest.fixture(scope="module")
 def module_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One CLUSTERKIT_HOME for all tests here: what an image holds is asked once."""
-    return tmp_path_factory.mktemp("compose") / "home"
+    home = tmp_path_factory.mktemp("compose") / "home"
+    home.mkdir()
+    return home
 
 
 @pytest.fixture(autouse=True)
