@@ -55,6 +55,9 @@ def run_steps(
 
     def carry_out(step: Step) -> None:
         env = {**step.env, "CLUSTERKIT_ATTEMPT": str(attempt)}
+        if step.kind == "start":
+            # From its first moment on it is found as one of the run's (`agent.processes_of`).
+            env["CLUSTERKIT_RUN_DIR"] = plan.run_dir
         try:
             env |= {name: values[name].reveal() for name in step.secrets}
             outcome = _carry_out(step, transport, env)

@@ -18,7 +18,6 @@ import struct
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Any
 
 _SIOCGIFADDR = 0x8915
@@ -42,12 +41,28 @@ def interfaces() -> list[dict[str, str]]:
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
     """What is installed for this interpreter."""
-    found = {}
-    for name in packages:
-        # Half a package may have no version, or none that can be read.
-        with contextlib.suppress(metadata.PackageNotFoundError, KeyError, OSError, ValueError):
-            if version := metadata.version(name):
-                found[name] = version
+    # As importlib.metadata finds them, which takes 30 ms to import and to read whole documents.
+    found: dict[str, str] = {}
+    wanted = {name.lower().replace("-", "_"): name for name in packages}
+    for folder in sys.path:
+        try:
+            entries = sorted(os.listdir(folder or "."))
+        except OSError:
+            continue
+        for entry in entries:
+            stem, _, kind = entry.rpartition(".")
+            name = wanted.get(stem.partition("-")[0].lower().replace(".", "_"))
+            if name is None or name in found or kind not in ("dist-info", "egg-info"):
+                continue
+            # Half a package may have no version, or none that can be read.
+            with contextlib.suppress(OSError, StopIteration):
+                inside = "METADATA" if kind == "dist-info" else "PKG-INFO"
+                path = os.path.join(folder, entry)
+                path = os.path.join(path, inside) if os.path.isdir(path) else path
+                with open(path, encoding="utf-8", errors="replace") as lines:
+                    version = next(line for line in lines if line.startswith("Version:"))
+                if version := version.partition(":")[2].strip():
+                    found[name] = version
     return found
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import os
 import shutil
-import tarfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 import clusterkit
-from clusterkit import backends, execute, loader, project, request, run_state, supervise
+from clusterkit import backends, loader, request, run_state, supervise
 from clusterkit import runs as store
 from clusterkit.backends.base import Backend, SupportsRemoteRuns, check_capabilities
 from clusterkit.cluster import ClusterSpec, Facts
@@ -234,7 +232,10 @@ def _start(
                 )
                 folder.write_json("run.json", submission)
                 complete(folder)
-                supervise.spawn(folder, lock, adopt=adopt)
+                if adopt:
+                    supervise.spawn(folder, lock, adopt=True)
+                else:
+                    supervise.launch(folder, lock, ready.transport)
         except BaseException:
             if not adopt:
                 run_state.abandon(folder)
@@ -250,6 +251,10 @@ def send_trees(ready: Prepared, progress: Progress | None = None) -> None:
         ClusterkitError: a host does not take them, or they have changed since they were probed.
     """
     plan = ready.plan
+    if not plan.trees:
+        return
+    from clusterkit import execute, project
+
     snapshots = {}
     for tree in plan.trees:
         shipped = ready.facts.shipped is not None and tree.digest == ready.facts.shipped.digest
@@ -272,8 +277,7 @@ def send_trees(ready: Prepared, progress: Progress | None = None) -> None:
                 progress or (lambda *_: None),
             )  # fmt: skip
 
-    if plan.trees:
-        in_order(fan_out(execute.everyone(plan), send))
+    in_order(fan_out(execute.everyone(plan), send))
 
 
 def take_up(run: str, cluster: str, clusters_file: str | os.PathLike[str] | None = None) -> Run:
@@ -287,6 +291,8 @@ def take_up(run: str, cluster: str, clusters_file: str | os.PathLike[str] | None
         RunNotFound: the cluster knows of no such run.
         BadInput: a secret that a restart needs is not in the environment.
     """
+    from clusterkit import execute
+
     entry = resolved_cluster(cluster, clusters_file)
     backend = backends.backend(entry.backend)
     if not isinstance(backend, SupportsRemoteRuns):
@@ -326,6 +332,9 @@ def _unpack(packed: bytes, path: Path) -> None:
     Raises:
         RunFolderError: it is damaged, or there is no room.
     """
+    import io
+    import tarfile
+
     try:
         with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
             archive.extractall(path, filter="data")

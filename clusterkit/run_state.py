@@ -217,7 +217,10 @@ def _cancel(folder: RunFolder, connections: Connections) -> RunStatus:
     if before.state.final and not leftovers.exists():
         if unfinished(folder, connections):  # by now it is: `attach` starts it no more
             before = _replace(before, remark=None)
-            _record_end(before, *_ending(folder, before.attempt, connections))
+            backend, handle, transport = _ending(folder, before.attempt, connections)
+            with contextlib.suppress(ClusterkitError):  # nodes that had just been started
+                backend.cancel(handle, transport)
+            _record_end(before, backend, handle, transport)
         return before
     with contextlib.suppress(RunFolderError):  # a folder that is full or gone: end what runs
         folder.mark_cancelled()
@@ -291,7 +294,7 @@ def forget(folder: RunFolder) -> None:
 
 
 def abandon(folder: RunFolder) -> None:
-    """End a submit that was interrupted: its supervisor may have come up."""
-    if folder.is_held():
+    """End a submit that was interrupted: its nodes may have started, its supervisor come up."""
+    if folder.file("state.json").exists():
         with contextlib.suppress(ClusterkitError):
             cancel(folder)

@@ -1,8 +1,9 @@
 """What happens while a run runs: starting it, watching it, restarts, and its end.
 
-``python -m clusterkit.supervise`` is the process that does this (`spawn`), detached from the
-terminal and from `clusterkit submit`; whoever follows the run only reads its folder. It holds the
-folder's lock, so that there is one of them.
+The process that submits starts the nodes (`launch`): it has the connections and all imports. The
+rest is done by ``python -m clusterkit.supervise`` (`spawn`), detached from the terminal, which
+starts while the ranks do; whoever follows the run only reads its folder. It holds the folder's
+lock, so that there is one of them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ from clusterkit.backends.base import (
 )
 from clusterkit.backends.ports import moved_port
 from clusterkit.cluster import Facts
-from clusterkit.diagnose import PORT_TAKEN, diagnose
 from clusterkit.errors import (
     EXIT_INTERRUPTED,
     ClusterkitError,
@@ -56,6 +56,7 @@ from clusterkit.runs import (
 from clusterkit.shell import Secret
 from clusterkit.spec import JobSpec
 from clusterkit.status import AttemptStatus, Failure, NodeStatus, RunStatus, State
+from clusterkit.transport import Transport
 
 PEERS_SECONDS = 2.0
 """How long the other nodes have to fail by themselves, so that the first failure is seen."""
@@ -80,7 +81,7 @@ RESERVE_BYTES = 1 << 16
 class Supervisor:
     """Carries one run from its first attempt to its last."""
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: RunFolder, transport: Transport | None = None) -> None:
         self.folder = folder
         self.submission = folder.read_json("run.json", Submission)
         self.job = folder.read_json("job.json", JobSpec)
@@ -88,7 +89,7 @@ class Supervisor:
         self.facts = folder.read_json("facts.json", Facts)
         self.plan = folder.plan()
         self.backend: Backend = backends.backend(self.submission.backend)
-        self.transport = backends.transport_for(self.cluster)
+        self.transport = transport or backends.transport_for(self.cluster)
         self.secrets = {name: Secret(name, os.environ[name]) for name in self.job.secrets}
         self.attempt = 1
         self.attempts: tuple[AttemptStatus, ...] = ()
@@ -99,26 +100,33 @@ class Supervisor:
         self.terminated = False
 
     def begin(self) -> None:
-        """Take the run over: from now on ``state.json`` says how it stands.
+        """Take the run over: from now on ``state.json`` says how it stands."""
+        # The ranks may have filled the disk already: whoever prints much is fast.
+        with contextlib.suppress(RunFolderError):
+            self.folder.write_json("supervisor.json", agent.identity(os.getpid()))
+            if not self.folder.file("state.json").exists():
+                self.folder.write_json("state.json", self._status(State.PENDING, None))
 
-        Raises:
-            RunFolderError: no space.
-        """
-        self.folder.write_json("supervisor.json", agent.identity(os.getpid()))
-        if not self.folder.file("state.json").exists():
-            self.folder.write_json("state.json", self._status(State.PENDING, None))
+    def start(self) -> bool:
+        """Start the first attempt. False: the run has ended with that, as ``state.json`` says."""
+        self._recorded(self._start_attempt)
+        return self.folder.read_json("state.json", RunStatus).state is State.PENDING
 
     def main(self, *, adopt: bool = False) -> None:
         """Run to the end; whatever happens, ``state.json`` says how it ended.
 
         Args:
-            adopt: the newest attempt has been started already.
+            adopt: of the newest attempt it is not known whether it was started.
         """
         for signum in (signal.SIGHUP, signal.SIGINT):
             signal.signal(signum, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._terminated)
+        self._recorded(partial(self._attempts, adopt))
+
+    def _recorded(self, work: Callable[[], None]) -> None:
+        """Do it; an error ends the run, and is how it ended."""
         try:
-            self._attempts(adopt)
+            work()
         except HandedOver as error:
             self._event(error.message)
         except ClusterkitError as error:
@@ -140,35 +148,25 @@ class Supervisor:
         return self.terminated or self.folder.is_cancelled()
 
     def _attempts(self, adopt: bool = False) -> None:
-        progress: ClusterProgress | None = None
-        if adopt:
-            adopt, progress = self._adopted()
+        """From the newest attempt to the last; the first has been started by `start`."""
+        begun, progress = self._adopted() if adopt else (True, None)
         restarts_left = max(0, self.job.restarts - (self.attempt - 1))
         port_tries = PORT_TRIES
         while True:
             if progress is not None:
                 restarts_left = max(0, restarts_left - (progress.attempt - self.attempt))
-                adopt = progress.begun if progress.watched else adopt
+                begun = progress.begun if progress.watched else begun
                 self.attempt = progress.attempt
                 if progress.late:
                     self._cancel()
                     return self._finish(State.FAILED, over_time(self.job))
             if self._to_be_ended():
-                if adopt:
+                if begun:
                     self._cancel()
                 return self._finish(State.CANCELLED)
-            if not adopt:
-                self._check_again()
-                self.running_since = None
-                self._save(State.PENDING)
-                self.backend.submit(
-                    self.plan,
-                    self.transport,
-                    attempt=self.attempt,
-                    secrets=self.secrets,
-                    record=self._record,
-                )
-            adopt = False
+            if not begun:
+                self._start_attempt()
+            begun = False
             handle = self._handle()
             seen = self._watch(handle)
             if (progress := seen.superseded) is not None:
@@ -202,6 +200,18 @@ class Supervisor:
             self._attempt_ended(failure)
             self._save(State.RESTARTING, failure=failure)
             self.attempt += 1
+
+    def _start_attempt(self) -> None:
+        self._check_again()
+        self.running_since = None
+        self._save(State.PENDING)
+        self.backend.submit(
+            self.plan,
+            self.transport,
+            attempt=self.attempt,
+            secrets=self.secrets,
+            record=self._record,
+        )
 
     def _attempt_ended(self, failure: Failure | None) -> None:
         now = time.time()
@@ -339,6 +349,8 @@ class Supervisor:
         self.folder.save_plan(self.facts, self.plan)
 
     def _port_was_taken(self, failure: Failure) -> bool:
+        from clusterkit.diagnose import PORT_TAKEN
+
         # With our own number in it: a program may have ports of its own.
         said = f"{failure.cause}\n{failure.traceback or ''}"
         ours = re.search(rf"\b{self.plan.port}\b", said)
@@ -400,6 +412,8 @@ def over_time(job: JobSpec) -> Failure:
 
 def diagnosis(handle: RunHandle, seen: Observation) -> Failure:
     """Why an attempt that has ended did not succeed."""
+    from clusterkit.diagnose import diagnose  # of no use to a run that succeeds
+
     plan = handle.plan
     lines = chain.from_iterable(handle.folder.log(handle.attempt, range(plan.nodes)))
     tail = deque(lines, maxlen=TAIL_LINES)
@@ -415,6 +429,20 @@ def diagnosis(handle: RunHandle, seen: Observation) -> Failure:
 
 
 # ---------------------------------------------------------------- the process
+
+
+def launch(folder: RunFolder, lock: IO[bytes], transport: Transport) -> None:
+    """Start a new run's nodes, then its supervisor. If the nodes do not start, the run has failed.
+
+    Args:
+        lock: as for `spawn`.
+
+    Raises:
+        RunFolderError, SubmitFailed: as of `spawn`.
+    """
+    folder.write(RESERVE, bytes(RESERVE_BYTES))
+    if Supervisor(folder, transport).start():
+        spawn(folder, lock)
 
 
 def spawn(folder: RunFolder, lock: IO[bytes], *, adopt: bool = False) -> None:

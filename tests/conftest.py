@@ -18,6 +18,7 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from clusterkit import agent, api, runs, supervise
 from clusterkit.cluster import Facts, Gpu, HostFacts
 from clusterkit.runs import RunFolder
+from clusterkit.transport import Transport
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job is deaf to Ctrl-C, and so is what it starts; some tests press it.
@@ -208,12 +209,12 @@ def unstarted_run(
     """A submitted run that is watched over, and for which nothing happens: its folder, and no
     process."""
 
-    def spawn(folder: RunFolder, lock: IO[bytes], **_: Any) -> None:
+    def launch(folder: RunFolder, lock: IO[bytes], transport: Transport) -> None:
         HELD[folder.path] = os.fdopen(os.dup(lock.fileno()), "ab")
 
     def submit(text: str = "launcher: forkserver\n", **options: Any) -> api.Run:
         with monkeypatch.context() as patched:
-            patched.setattr(supervise, "spawn", spawn)
+            patched.setattr(supervise, "launch", launch)
             return api.submit(write_job(text), facts=options.pop("facts", facts), **options)
 
     yield submit

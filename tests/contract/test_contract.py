@@ -426,7 +426,12 @@ def test_submitting_does_exactly_what_the_plan_says_in_order(stage, any_job, rec
                 step.kind,
                 step.host,
                 step.argv,
-                {**step.env, "CLUSTERKIT_ATTEMPT": "1", **dict.fromkeys(step.secrets, TOKEN)},
+                {
+                    **step.env,
+                    "CLUSTERKIT_ATTEMPT": "1",
+                    **({"CLUSTERKIT_RUN_DIR": plan.run_dir} if step.kind == "start" else {}),
+                    **dict.fromkeys(step.secrets, TOKEN),
+                },
             )
             for step in plan.steps
             if step.host == host

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from clusterkit import api, backends, supervise
+from clusterkit import agent, api, backends, supervise
 from clusterkit.cluster import Project
 from clusterkit.errors import BadInput, RunFolderError, RunNotFound, SubmitFailed
 from clusterkit.runs import Event, RunFolder
@@ -101,7 +101,7 @@ def test_a_submit_that_cannot_start_leaves_nothing(write_job, facts, clusterkit_
     def broken(*_, **__):
         raise SubmitFailed("no process")
 
-    monkeypatch.setattr(supervise, "spawn", broken)
+    monkeypatch.setattr(supervise, "launch", broken)
     with pytest.raises(SubmitFailed, match="no process"):
         api.submit(write_job("launcher: forkserver\n"), facts=facts)
     assert os.listdir(clusterkit_home / "runs") == []
@@ -113,10 +113,37 @@ def test_a_submit_interrupted_by_ctrl_c_leaves_nothing(
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(supervise, "spawn", interrupted)
+    monkeypatch.setattr(supervise, "launch", interrupted)
     with pytest.raises(KeyboardInterrupt):
         api.submit(write_job("launcher: forkserver\n"), facts=facts)
     assert os.listdir(clusterkit_home / "runs") == []
+
+
+def test_ctrl_c_between_the_start_of_the_nodes_and_that_of_the_supervisor_ends_them(
+    clusterkit_home, cwd, monkeypatch
+):
+    started = []
+
+    def interrupted(folder, lock):
+        started.append(folder.path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(supervise, "spawn", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        api.submit(["sleep", "600"], settings=["launcher=python"])
+    assert agent.processes_of(str(started[0])) == []
+    assert os.listdir(clusterkit_home / "runs") == []
+
+
+def test_nodes_that_do_not_start_are_how_the_run_ended(write_job, monkeypatch):
+    def refused(*_, **__):
+        raise SubmitFailed("no process", hint="look")
+
+    monkeypatch.setattr(LocalTransport, "start", refused)
+    monkeypatch.setattr(supervise, "spawn", lambda *_, **__: pytest.fail("nothing to watch"))
+    status = api.submit(write_job("launcher: python\n")).status()
+    assert (status.state, status.exit_code) == (State.FAILED, 1)
+    assert (status.failure.cause, status.failure.hint) == ("no process", "look")
 
 
 @pytest.fixture
@@ -149,7 +176,7 @@ def transports(monkeypatch):
     ids=["plan", "submit", "a prepare that fails", "estimate"],
 )
 def test_connections_are_closed(use, write_job, facts, transports, monkeypatch, clusterkit_home):
-    monkeypatch.setattr(supervise, "spawn", lambda *_, **__: None)
+    monkeypatch.setattr(supervise, "launch", lambda *_, **__: None)
     with contextlib.suppress(BadInput):
         use(write_job("launcher: forkserver\n"), facts)
     assert [transport.closed for transport in transports] == [True]
@@ -167,7 +194,7 @@ def test_a_disk_that_fills_up_during_a_submit_leaves_nothing(
         real(self, name, data)
 
     monkeypatch.setattr(RunFolder, "write", write)
-    monkeypatch.setattr(supervise, "spawn", lambda *_, **__: pytest.fail("it was started"))
+    monkeypatch.setattr(supervise, "launch", lambda *_, **__: pytest.fail("it was started"))
     with pytest.raises(RunFolderError, match="No space left"):
         api.submit(write_job("launcher: forkserver\n"), facts=facts)
     assert os.listdir(clusterkit_home / "runs") == []

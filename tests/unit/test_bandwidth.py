@@ -600,7 +600,7 @@ def played(
     def play(
         marks: list[dict[str, Any]], state: State = State.SUCCEEDED, failure: Failure | None = None
     ) -> None:
-        def spawn(folder: RunFolder, lock: object, **_: Any) -> None:
+        def launch(folder: RunFolder, lock: object, transport: object) -> None:
             log = "".join(f"{STAMP} 0 @clusterkit {json.dumps(mark)}\n" for mark in marks)
             code = 0 if state is State.SUCCEEDED else 7
             by_hand(api.Run(folder)).node(exit_code=code, log=f"{STAMP} 0 a warning\n{log}")
@@ -616,7 +616,7 @@ def played(
                 ),
             )  # fmt: skip
 
-        monkeypatch.setattr(supervise, "spawn", spawn)
+        monkeypatch.setattr(supervise, "launch", launch)
 
     return play
 

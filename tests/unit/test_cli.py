@@ -404,7 +404,7 @@ def test_a_full_disk_refuses_the_submit_and_leaves_nothing(cli, write_job, tmp_p
         pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.decode().strip()}")
     try:
         monkeypatch.setenv("CLUSTERKIT_HOME", str(disk))
-        monkeypatch.setattr(supervise, "spawn", lambda *_, **__: pytest.fail("it was started"))
+        monkeypatch.setattr(supervise, "launch", lambda *_, **__: pytest.fail("it was started"))
         done = cli("submit", write_job("launcher: forkserver\n"))
         assert done.code == 1
         assert "No space left on device" in done.err.splitlines()[0]
@@ -422,13 +422,13 @@ def scripted_submit(monkeypatch, by_hand):
     """Submits whose supervisor is replaced by its last word."""
 
     def end(state, code, **fields):
-        def spawn(folder, lock, **_):
+        def launch(folder, lock, transport):
             node = folder.path / "attempts" / "1" / "node-0"
             node.mkdir(parents=True)
             (node / "log").write_text(LOG)
             folder.write_json("state.json", final(folder.run_id, state, code, **fields))
 
-        monkeypatch.setattr(supervise, "spawn", spawn)
+        monkeypatch.setattr(supervise, "launch", launch)
 
     return end
 

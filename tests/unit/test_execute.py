@@ -51,7 +51,7 @@ def test_steps_are_carried_out_in_order_and_recorded():
             "start",
             "b",
             ("sh", "n"),
-            {"B": "2", "CLUSTERKIT_ATTEMPT": "3", "TOKEN": "hunter2"},
+            {"B": "2", "CLUSTERKIT_ATTEMPT": "3", "CLUSTERKIT_RUN_DIR": "/r", "TOKEN": "hunter2"},
         ),
     ]
     assert records == [(RUN, "exit 0"), (START, "started")]

@@ -399,6 +399,8 @@ def supervise_with(unstarted_run, monkeypatch):
         supervisor = Supervisor(RunFolder(run.path))
         if adopt is not None:
             adopt(supervisor)
+        elif not supervisor.start():
+            return backend, supervisor.folder.read_json("state.json", RunStatus), run.events()
         supervisor._attempts(adopt is not None)
         return backend, supervisor.folder.read_json("state.json", RunStatus), run.events()
 
@@ -562,14 +564,14 @@ def test_a_port_of_the_program_s_own_that_is_taken_is_its_own_failure(supervise_
     assert events == []
 
 
-def test_a_cancelled_run_is_not_started(unstarted_run, monkeypatch):
+def test_a_run_that_is_cancelled_before_it_is_watched_is_ended(unstarted_run, monkeypatch):
     run = unstarted_run()
     backend = Scripted([])
     monkeypatch.setattr(backends, "backend", lambda name: backend)
     folder = RunFolder(run.path)
     folder.mark_cancelled()
     Supervisor(folder)._attempts()
-    assert backend.submitted == []
+    assert (backend.submitted, backend.cancelled) == ([], 1)
     status = folder.read_json("state.json", RunStatus)
     assert (status.state, status.exit_code) == (State.CANCELLED, 130)
 
@@ -719,15 +721,16 @@ def fill(tmp_path, monkeypatch):
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-@pytest.mark.parametrize(("left", "file"), [(40, ".reserve"), (64, "supervisor.json")])
-def test_a_disk_that_is_nearly_full_refuses_the_start(fill, unstarted_run, make_facts, left, file):
+@pytest.mark.parametrize("start", ["launch", "spawn"])
+def test_a_disk_that_is_nearly_full_refuses_the_start(fill, unstarted_run, make_facts, start):
     facts = make_facts(home=os.environ["CLUSTERKIT_HOME"])
     made = RunFolder(unstarted_run(facts=facts).path)
     HELD.pop(made.path).close()
-    fill(left)
-    words = rf"cannot write {made.path}/{file}: No space left on device"
+    fill(40)
+    words = rf"cannot write {made.path}/.reserve: No space left on device"
     with pytest.raises(ClusterkitError, match=words) as error, made.hold() as lock:
-        supervise.spawn(made, lock)
+        getattr(supervise, start)(made, lock, *([LocalTransport()] if start == "launch" else []))
+    assert not made.file("supervisor.log").exists()
     assert error.value.hint == (
         f"make room on the disk that holds {made.path}, or set CLUSTERKIT_HOME"
     )
