@@ -119,9 +119,10 @@ class MPIJob(Flavor):
             "readinessProbe": {"tcpSocket": {"port": SSH_PORT}, "periodSeconds": 2},
         }
         launcher = template(shape, "mpi", rank=None, ranks=False)
-        worker = template(
-            shape, "mpi", rank=None, role="worker", command=("clusterkit-sshd",), more=probe
-        )
+        sshd: tuple[str, ...] = ("clusterkit-sshd",)
+        if shape.copied:
+            sshd = ("sh", "-c", f"{shape.unpack}exec {sshd[0]}")
+        worker = template(shape, "mpi", rank=None, role="worker", command=sshd, more=probe)
         spec = {
             "slotsPerWorker": shape.nproc_per_node,
             "sshAuthMountPath": SSH_KEYS,

@@ -652,7 +652,8 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="watcher.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("rules", type=Path, help="watch.json of the run")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    # As a failure: of a pod that ends well its Job would make no other.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     Watcher(Api(), Rules(**json.loads(options.rules.read_bytes()))).main()
     return 0
 
