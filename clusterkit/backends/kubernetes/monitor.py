@@ -186,6 +186,10 @@ class PodMonitor:
     def _explained(self, pods: dict[str, Pod]) -> dict[str, Pod]:
         """The pods, with what their events say of why they were ended."""
         for name, pod in pods.items():
+            if pod.leaving and pod.removed_by is None and self._objects.namespace_goes:
+                pods[name] = msgspec.structs.replace(
+                    pod, removed_by=f"its namespace, {self._objects.namespace}, is being deleted"
+                )
             if not unexplained(pod):
                 continue
             if pod.uid not in self._events:

@@ -58,6 +58,8 @@ RECORD_BYTES = 900_000
 TAKEN_AWAY = 128
 """Least exit code of a pod that another one takes the place of, where that is so: agents end with
 143 when their pod is taken away, and with no other code so high."""
+FOLLOWED = "stopped: "
+"""How the reason begins that an agent leaves which ended because another node had."""
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 Object = dict[str, Any]
@@ -177,6 +179,8 @@ class Pod(NamedTuple):
     made_at: str = ""
     held: bool = False
     """Whether a finalizer keeps it."""
+    followed: bool = False
+    """Whether it ended because another node had."""
 
 
 def read_pod(document: Mapping[str, Any], index: str | None, now: float) -> Pod | None:
@@ -217,6 +221,7 @@ def read_pod(document: Mapping[str, Any], index: str | None, now: float) -> Pod 
         silent_since=unix(ready.get("lastTransitionTime")) if silent else None,
         made_at=str(meta.get("creationTimestamp") or ""),
         held=bool(meta.get("finalizers")),
+        followed=f'"reason": "{FOLLOWED}' in str((ended or {}).get("message")),
     )
 
 
@@ -289,6 +294,7 @@ def verdict(pods: Sequence[Pod], memory: Memory, rules: Rules, now: float) -> tu
     for pod in sorted(pods, key=lambda each: (each.made_at, not each.leaving)):
         there[pod.node] = pod  # a Job's that failed may stay beside their successors
     lost: list[str] = []
+    followers: list[str] = []
     done = 0
     for node in range(rules.nodes):
         one = there.get(node)
@@ -308,13 +314,14 @@ def verdict(pods: Sequence[Pod], memory: Memory, rules: Rules, now: float) -> tu
             if gone_since is not None and now > gone_since + GONE_SECONDS:
                 lost.append(f"node {node}: exit code {one.exit_code}")
         elif one.exit_code:
-            lost.append(f"node {node}: exit code {one.exit_code}")
+            (followers if one.followed else lost).append(f"node {node}: exit code {one.exit_code}")
         elif (
             not rules.replaces
             and one.silent_since is not None
             and now > one.silent_since + rules.lost_after
         ):
             lost.append(f"node {node}: its node of the cluster does not answer")
+    lost += followers
     if rules.nodes - len(lost) < rules.needed:
         return "failed", lost[0]
     if done and done + len(lost) == rules.nodes:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 
@@ -92,8 +93,12 @@ def test_a_watcher_whose_pod_is_deleted_comes_back(submit, begun, kube):
     kube.kubectl("wait", "pod", *watcher, "--for=condition=Ready", "--timeout=60s")
     first = kube.kubectl("get", "pods", *watcher, "-o", "name")
     kube.kubectl("delete", first.strip())
-    kube.kubectl("wait", "pod", *watcher, "--for=condition=Ready", "--timeout=60s")
-    assert kube.kubectl("get", "pods", *watcher, "-o", "name") != first
+    deadline = time.monotonic() + 60  # its Job's back-off is 10 s
+    while not (found := kube.kubectl("get", "pods", *watcher, "-o", "name")):
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    kube.kubectl("wait", found.strip(), "--for=condition=Ready", "--timeout=60s")
+    assert found != first
 
 
 def test_its_role_covers_the_run_and_no_more(submit, begun, kube):

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from clusterkit import backends
+from clusterkit.agent import STOPPED
 from clusterkit.backends.kubernetes.client import KubeTransport
 from clusterkit.backends.kubernetes.lease import progress
 from clusterkit.backends.kubernetes.monitor import PodMonitor
@@ -99,6 +100,8 @@ class Handler(BaseHTTPRequestHandler):
             self._send(self.server.job)
         elif path.endswith("/events"):
             self._send({"items": self.server.events})
+        elif path.endswith("/namespaces/ns"):
+            self._send({"metadata": {"deletionTimestamp": "2026-11-22T04:00:00Z"}})
         elif path.endswith("/configmaps/demo-1-watch"):
             self._send({"data": self.server.record})
         else:
@@ -180,6 +183,23 @@ def test_a_pod_that_ends_is_seen_with_its_whole_log(server, transport, handle):
     assert (seen.state, seen.nodes[0].exit_code, seen.nodes[0].host) == (State.FAILED, 3, "node-1")
     assert log_of(handle) == [LINE]
     assert snapshot(handle)["demo-1-worker-0"].exit_code == 3
+
+
+def test_a_namespace_that_is_being_deleted_is_the_cause(server, transport, handle):
+    server.end(143)
+    server.pod["metadata"] = server.pod["metadata"] | {"deletionTimestamp": "2026-11-22T04:00:00Z"}
+    words = json.dumps({"exit_code": 143, "reason": STOPPED})
+    server.pod["status"]["containerStatuses"][0]["state"]["terminated"]["message"] = words
+    monitor = PodMonitor(handle, transport)
+    try:
+        deadline = time.monotonic() + 30
+        while not (seen := monitor.status()).state.final:
+            assert time.monotonic() < deadline, seen
+            time.sleep(0.05)
+    finally:
+        monitor.close()
+    assert seen.nodes[0].reason == "its namespace, ns, is being deleted"
+    assert seen.causes[0].words == seen.nodes[0].reason
 
 
 def test_what_a_pod_shows_while_it_is_deleted_does_not_hide_why_it_never_began(
