@@ -191,11 +191,7 @@ def read_pod(document: Mapping[str, Any], index: str | None, now: float) -> Pod 
         now: Unix time.
     """
     meta, status = document["metadata"], document.get("status") or {}
-    labels = meta.get("labels") or {}
-    if labels.get(ROLE) != "node":
-        return None
-    number = "0" if index is None else str(labels.get(index, ""))
-    if not number.isdigit():
+    if (node := node_of(document, index)) is None:
         return None
     containers = status.get("containerStatuses") or []
     state = (containers[0].get("state") or {}) if containers else {}
@@ -213,7 +209,7 @@ def read_pod(document: Mapping[str, Any], index: str | None, now: float) -> Pod 
     return Pod(
         name=meta["name"],
         uid=meta["uid"],
-        node=int(number),
+        node=node,
         exit_code=code,
         started_at=unix((running or ended or {}).get("startedAt")),
         leaving=due is not None or disruption.get("status") == "True",
@@ -223,6 +219,13 @@ def read_pod(document: Mapping[str, Any], index: str | None, now: float) -> Pod 
         held=bool(meta.get("finalizers")),
         followed=f'"reason": "{FOLLOWED}' in str((ended or {}).get("message")),
     )
+
+
+def node_of(document: Mapping[str, Any], index: str | None) -> int | None:
+    """The rank of a pod's node, as its label ``index`` says; None: it runs no node agent."""
+    labels = document["metadata"].get("labels") or {}
+    number = "0" if index is None else str(labels.get(index, ""))
+    return int(number) if labels.get(ROLE) == "node" and number.isdigit() else None
 
 
 def unix(stamp: str | None) -> float | None:
