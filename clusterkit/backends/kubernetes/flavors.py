@@ -291,7 +291,7 @@ def choose(job: JobSpec, cluster: KubernetesCluster, facts: KubernetesFacts) -> 
     if (mpi and name != "mpijob") or (name == "mpijob" and job.started_by not in _MPI):
         raise BadInput(
             f"flavor: {name} cannot run launcher {job.started_by}",
-            hint="flavor: auto, or --set launcher=forkserver" if mpi else "flavor: auto",
+            hint=f"flavor: auto, or --set launcher={'forkserver' if mpi else 'mpirun'}",
             cluster="flavor",
         )
     if job.elastic and name != "pytorchjob":

@@ -186,8 +186,12 @@ def test_deepspeed_starts_an_mpijob_s_ranks_by_way_of_mpirun(planned):
     [("mpijob", "torchrun"), ("mpijob", "forkserver"), ("pytorchjob", "mpirun"), ("job", "mpirun")],
 )
 def test_launchers_that_a_kind_of_job_cannot_run(flavor, launcher, planned):
-    with pytest.raises(BadInput, match=f"flavor: {flavor} cannot run launcher {launcher}"):
+    with pytest.raises(
+        BadInput, match=f"flavor: {flavor} cannot run launcher {launcher}"
+    ) as refused:
         planned(flavor, launcher=launcher)
+    other = "mpirun" if flavor == "mpijob" else "forkserver"
+    assert refused.value.hint == f"flavor: auto, or --set launcher={other}"
 
 
 def test_an_elastic_run_keeps_to_torchrun_s_own_way(planned):
