@@ -158,6 +158,7 @@ def test_a_rank_sees_the_variables_of_torchrun_s_ranks_whatever_the_agent_starts
     # Where an exception is to be written, how the ranks meet; and for hangs to be found.
     own = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE",
            "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCH_FR_BUFFER_SIZE"}  # fmt: skip
+    own.add("PYTEST_CURRENT_TEST")  # whichever test came first started it
     for environ in (torchrun, forked, spawned):
         for name in own:
             environ.pop(name, None)
