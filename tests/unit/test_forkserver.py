@@ -101,7 +101,7 @@ def agent(tmp_path):
     started = []
 
     def begin(program, *arguments, **settings):
-        started.append(Agent(tmp_path, program, *arguments, **settings))
+        started.append(Agent(begin.folder, program, *arguments, **settings))
         return started[-1]
 
     begin.folder = tmp_path
@@ -249,6 +249,23 @@ def test_what_the_last_run_imported_is_imported_ahead(agent, packages):
     second = agent(program)
     assert second.end() == 0
     assert second.says() == ["False False", "True False"]
+
+
+def test_an_edited_project_has_imported_ahead_what_its_last_version_imported(
+    agent, packages, tmp_path
+):
+    """Over SSH each version of a project is a folder of its own on the hosts."""
+    packages("torch", "")
+    packages("other", "import os\npid = os.getpid()\n")
+    said = []
+    for project in ("p/00000000000000aa", "p/00000000000000bb", "q/00000000000000bb"):
+        agent.folder = tmp_path / "projects" / project / "below"
+        agent.folder.mkdir(parents=True)
+        program = f"import os, torch, other\nprint(other.pid == os.getppid())  # {project}"
+        begun = agent(program, XDG_CACHE_HOME=str(tmp_path))
+        assert begun.end() == 0
+        said += begun.says()
+    assert said == ["False", "True", "False"]
 
 
 def test_a_program_without_torch_has_none_imported(agent, packages):

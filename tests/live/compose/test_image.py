@@ -96,7 +96,9 @@ def test_a_change_builds_the_last_layers_and_installs_nothing(
         assert len(steps) > 8
         shown = engine.out("run", "--rm", tag, "pip", "show", "clusterkit")
         assert f"Version: {clusterkit.__version__}\n" in shown
-        assert clusterkit.__version__ in engine.out("run", "--rm", tag, "clusterkit", "--version")
+        anywhere = ("run", "--rm", "--workdir", "/tmp", tag)
+        assert clusterkit.__version__ in engine.out(*anywhere, "clusterkit", "--version")
+        assert "ddp" in engine.out(*anywhere, "clusterkit", "plan", "/opt/clusterkit/jobs/ddp.yaml")
         last = engine.out("run", "--rm", tag, "tail", "-1", edited)
         assert last == edit
     finally:
