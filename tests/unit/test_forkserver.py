@@ -285,6 +285,39 @@ def test_torch_in_a_module_beside_the_program_is_seen(agent, packages):
     assert begun.says() == ["True"]
 
 
+NAMES = """
+import os, socket
+def find(name, port):
+    if not os.path.exists("known"):
+        print("asked for", name, flush=True)
+        raise socket.gaierror
+socket.getaddrinfo = find
+print("imported", flush=True)
+"""
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_imports_do_not_wait_for_node_0_s_name_and_ranks_do(agent, packages, nodes):
+    packages("torch", NAMES)
+    program = "import torch; print('ran')"
+    begun = agent(program, options=["--nodes", str(nodes)], MASTER_ADDR="node-0")
+    if nodes > 1:
+        begun.until_said("asked for b'node-0'")
+        (agent.folder / "known").touch()
+    assert begun.end() == 0
+    texts = [line.text for line in begun.lines()]
+    assert [*dict.fromkeys(texts)] == ["imported", *["asked for b'node-0'"] * (nodes - 1), "ran"]
+
+
+def test_a_cancel_need_not_wait_for_a_name(agent, packages):
+    packages("torch", NAMES)
+    begun = agent("import torch; print('ran')", options=["--nodes", "2"], MASTER_ADDR="node-0")
+    begun.until_said("asked for b'node-0'")
+    begun.process.terminate()
+    assert begun.end() == 128 + signal.SIGTERM
+    assert begun.says() == []
+
+
 def test_what_is_drawn_at_an_import_is_drawn_by_every_rank(agent, packages):
     packages("torch", "import multiprocessing, random\nimport numpy.random\n")
     program = (
