@@ -222,12 +222,14 @@ def test_the_coordinator_decides_once_for_many_words(monkeypatch):
             pass
 
     class Membership:
-        members = orders = ()
-        decided = False
+        members = ()
+        news, decided, count = True, False, 0
 
         def turn(self, moment):
             turns.append(moment)
             self.decided = len(turns) == 10
+
+        settle = turn
 
     coordinator.Server(Listener(), Membership()).run()
     assert len(turns) == 10
