@@ -266,7 +266,7 @@ class Membership:
         if self._failed is not None:
             self._used += 1
             self._in_a_row += 1
-            self._say = f"restart {self._used} of {self._restarts}; {AGAIN}"
+            self._say = f"restart {self._used} of {self._restarts}"
         self.round += 1
         self.count += 1
         self._began, self._over_at, self._failed, self._replaced_at = now, None, None, None

@@ -26,6 +26,7 @@ from clusterkit.agent.protocol import (
     PEER_TOKEN,
     STOPPED,
     STOPPED_BY_PEERS,
+    Document,
 )
 from clusterkit.agent.signals import STOPS, adopt_orphans, read_signals, sender, signal_handle
 
@@ -54,7 +55,9 @@ class Node:
         self.finished = False  # whether the run is over, for this node
         self.left = False
         """Whether this node is being taken away from a run that goes on with another one."""
+        self.held: str | None = None  # the reason, where it ended before another attempt
         self.obeyed = False  # whether the launcher ends because the coordinator said so
+        self.first = self.attempt = int(os.environ["CLUSTERKIT_ATTEMPT"])
         self.remarks: list[str] = []  # what a person should know of this node, however it ends
         # The ranks have no use for it.
         self.token = os.environ.pop(PEER_TOKEN, "").encode()
@@ -76,8 +79,9 @@ class Node:
         self.oom_kills_before = _oom_kills()
         self.started = {**identity(os.getpid()), "at": time.time(), "host": socket.gethostname()}
         write_json(self.folder / "started.json", self.started)
+        self.reserve = self.folder / ".reserve"
         with contextlib.suppress(OSError):
-            (self.folder / ".reserve").write_bytes(bytes(limits.RESERVE_BYTES))
+            self.reserve.write_bytes(bytes(limits.RESERVE_BYTES))
         self.log = NodeLog(self.folder, echo=self.options.echo)
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.signals, selectors.EVENT_READ)
@@ -97,7 +101,7 @@ class Node:
         rejoin = self.options.rejoin > 0
         if not (rejoin and self.options.coordinator):
             self._start()  # and waits for nobody
-        if self.options.coordinator:
+        if self.options.coordinator or self.options.restarts:
             self._join()
         while True:
             if self.running and not self.launcher.running:
@@ -122,21 +126,25 @@ class Node:
             with contextlib.suppress(OSError):
                 os.write(self.waker, b".")
 
-        host, _, port = self.options.coordinator.rpartition(":")
+        # A node alone decides by the same rules, over a connection to itself.
+        host, _, port = (self.options.coordinator or "127.0.0.1:0").rpartition(":")
         self.client = Client(
             (host, int(port)), node=int(os.environ["NODE_RANK"]), nodes=self.options.nodes,
             run={"run": os.environ["CLUSTERKIT_RUN_ID"],
                  "attempt": os.environ["CLUSTERKIT_ATTEMPT"]},
             token=self.token, lost_after=self.options.lost_after, wait=self.options.rejoin,
+            restarts=self.options.restarts,
             order=order, say=self._say, warn=self._warn,
         )  # fmt: skip
         self.client.start()
 
     def _obey(self, order: str, why: str) -> None:
         if order == "start":
+            self._next_attempt(self.first + int(why))
             self._start()
         elif order == "wait":
             self.obeyed = True
+            self.held = f"{STOPPED_BY_PEERS}{why}" if self.running else None
             if self.running:
                 self.reason = None
                 self._stop()
@@ -150,6 +158,21 @@ class Node:
         self.running, self.obeyed = True, False
         self.reason = self.launcher.start()
 
+    def _next_attempt(self, attempt: int) -> None:
+        """Go on in another folder, where a restart was used since the last start."""
+        if attempt <= self.attempt:
+            return
+        self.reason = self.reason or self.held
+        self._write_end(self._exit_code(), {"next": attempt})
+        self.attempt, name = attempt, self.folder.name
+        self.folder = self.folder.parents[1] / str(attempt) / name
+        self.folder.mkdir(parents=True, exist_ok=True)
+        os.environ.update(CLUSTERKIT_ATTEMPT=str(attempt), CLUSTERKIT_NODE_DIR=str(self.folder))
+        self.started |= {"at": time.time()}
+        write_json(self.folder / "started.json", self.started)
+        self.log.move(self.folder)
+        self.suspended.clear()
+
     def _launcher_ended(self) -> None:
         self.running = False
         if self.launcher.end_leftovers():
@@ -158,7 +181,7 @@ class Node:
         self.launcher.finish_output()
         if self.client is not None:
             self.client.ended(self._exit_code())
-        if self.client is None or not self.options.rejoin:
+        if self.client is None or not (self.options.rejoin or self.options.restarts):
             self.finished = True
 
     def _exit_code(self) -> int:
@@ -244,7 +267,18 @@ class Node:
         if self.client is not None:
             self.client.close()
         with contextlib.suppress(OSError):
-            (self.folder / ".reserve").unlink()
+            self.reserve.unlink()
+        ended = self._write_end(code, {})
+        if self.options.last_words:
+            whole = json.dumps(ended).encode()
+            short = json.dumps({**ended, "processes": []}).encode()
+            # Only where such a place is there already.
+            with contextlib.suppress(OSError), self.options.last_words.open("r+b") as file:
+                file.write(whole if len(whole) <= limits.LAST_WORDS_BYTES else short)
+        return code
+
+    def _write_end(self, code: int, more: Document) -> Document:
+        """How this attempt ended here: ``exit.json``."""
         self.log.lines("-", [])
         if self.log.lost and not self.options.echo:
             self.remarks.append(lines_lost(self.log.lost))
@@ -259,16 +293,11 @@ class Node:
             "remarks": self.remarks,
             "stopped_by": self.stopped_by,
             "causes": self._causes(),
+            **more,
         }
         with contextlib.suppress(OSError):
             write_json(self.folder / "exit.json", ended)
-        if self.options.last_words:
-            whole = json.dumps(ended).encode()
-            short = json.dumps({**ended, "processes": []}).encode()
-            # Only where such a place is there already.
-            with contextlib.suppress(OSError), self.options.last_words.open("r+b") as file:
-                file.write(whole if len(whole) <= limits.LAST_WORDS_BYTES else short)
-        return code
+        return ended
 
 
 def _oom_kills() -> int:

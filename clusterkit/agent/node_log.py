@@ -18,6 +18,13 @@ class NodeLog:
 
     def __init__(self, folder: Path, *, echo: bool = False) -> None:
         self._echo = echo
+        self._handle = -1
+        self.move(folder)
+
+    def move(self, folder: Path) -> None:
+        """Go on in that folder, with the next attempt."""
+        if self._handle >= 0:
+            os.close(self._handle)
         self._handle = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._ranks = folder / "ranks.jsonl"
         self.ranks: list[Document] = []  # identities of the ranks that have started

@@ -23,9 +23,9 @@ class Peer:
 
     def __init__(self, node: int, lost_after: float, wait: float, stays: bool, now: float) -> None:
         self.orders: list[tuple[str, str]] = []
-        """For the caller to take: ``start`` (the launcher), ``wait`` (end it, and be ready),
-        ``stop`` (end, for the reason given), ``exit`` (end as the launcher has); a line to ``say``
-        in the node's log, or to ``warn`` people with."""
+        """For the caller to take: ``start`` (the launcher; with how many restarts were used),
+        ``wait`` (end it, and be ready), ``stop`` (end, for the reason given), ``exit`` (end as the
+        launcher has); a line to ``say`` in the node's log, or to ``warn`` people with."""
         self.done = False  # whether there is nothing more to hear
         self.news = False  # whether there is something to say at once
         self.met = ""  # which coordinator was met last
@@ -166,14 +166,14 @@ class Peer:
         self._round, self._code, self._running = number, None, True
         self._waiting = self._gave_up = False
         self.news = True
-        self.orders.append(("start", ""))
+        self.orders.append(("start", str(self._used)))
 
     def _hold(self, say: str) -> None:
         """Have the launcher end, and wait."""
         self._log(0, "wait", say)
         if not self._waiting:
             self._waiting, self._code, self.news = True, None, True
-            self.orders.append(("wait", ""))
+            self.orders.append(("wait", say))
 
     def _log(self, number: int, do: str, say: str) -> None:
         if say and (number, do, say) != self._logged:
