@@ -66,9 +66,9 @@ class Client(threading.Thread):
 
     # -- from the node's main loop
 
-    def ended(self, code: int) -> None:
-        """This node's launcher has."""
-        self._tell_thread("ended", code)
+    def ended(self, code: int, *, last: bool = False) -> None:
+        """This node's launcher has. ``last``: no other can be started here."""
+        self._tell_thread("last" if last else "ended", code)
 
     def leave(self) -> None:
         """This node was asked to end, by nobody of the run."""
@@ -154,8 +154,8 @@ class Client(threading.Thread):
         with contextlib.suppress(queue.Empty):
             while True:
                 what, code = self._news.get_nowait()
-                if what == "ended":
-                    self.peer.ended(code, clock.awake())
+                if what in ("ended", "last"):
+                    self.peer.ended(code, clock.awake(), last=what == "last")
                     # Node 0 stays until its own server has heard of it.
                     self.peer.done |= not self._again and self._server is None
                 elif what == "leave":

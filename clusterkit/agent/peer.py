@@ -41,6 +41,7 @@ class Peer:
         self._ended_at: float | None = None
         self._waiting = False  # whether the launcher may not run
         self._gave_up = False  # whether it ended its launcher because node 0 was lost
+        self._last = False  # whether no other launcher can be started here
         self._leaving = False
         self._began = self._heard = now
         self._connected: float | None = None  # since when there is a connection
@@ -61,6 +62,7 @@ class Peer:
             "agent": self._agent, "count": self._said, "coordinator": self.met,
             "round": self._round, "used": self._used, "running": self._running, "code": self._code,
             "waiting": self._waiting, "gave_up": self._gave_up, "leaving": self._leaving,
+            "last": self._last,
         }  # fmt: skip
 
     def connected(self, now: float) -> None:
@@ -82,9 +84,9 @@ class Peer:
             now - max(self._connected, self._heard) > self._lost_after
         )
 
-    def ended(self, code: int, now: float) -> None:
-        """This node's launcher has."""
-        self._running, self._ended_at, self.news = False, now, True
+    def ended(self, code: int, now: float, *, last: bool = False) -> None:
+        """This node's launcher has. ``last``: no other can be started here."""
+        self._running, self._ended_at, self.news, self._last = False, now, True, last
         self._code = None if self._waiting else code
 
     def leave(self) -> None:

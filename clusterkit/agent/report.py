@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -68,7 +69,7 @@ def _state(folder: Path) -> tuple[Document, bytes | None]:
     started = read_json(folder / "started.json")
     exit_json = read_from(folder / "exit.json")
     if started is not None:
-        alive = is_alive(started)
+        alive = is_alive(started) and not goes_on(exit_json)
     else:
         # node.sh has recorded its process; the agent in it is about to start.
         text = (read_from(folder / "pid") or b"").strip()
@@ -77,6 +78,14 @@ def _state(folder: Path) -> tuple[Document, bytes | None]:
     if not alive and begun and exit_json is None:
         exit_json = read_from(folder / "exit.json")  # it ended while we looked
     return {"begun": begun, "alive": alive, "ended": begun and not alive}, exit_json
+
+
+def goes_on(exit_json: bytes | None) -> int | None:
+    """The attempt with which a node's agent went on after the one that this file ended."""
+    with contextlib.suppress(ValueError, AttributeError):
+        number = json.loads(exit_json or b"").get("next")
+        return number if isinstance(number, int) else None
+    return None
 
 
 def read_from(path: Path, offset: int = 0) -> bytes | None:
