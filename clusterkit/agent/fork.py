@@ -245,7 +245,7 @@ class Fork:
             "TORCHELASTIC_RUN_ID": env.get("CLUSTERKIT_RUN_ID", "none"),
             "TORCHELASTIC_RESTART_COUNT": str(self._starts - 1),
             "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "False",
-            "TORCHELASTIC_ERROR_FILE": str(self._folder / f"rank-{rank}-error.json"),
+            "TORCHELASTIC_ERROR_FILE": f"{env['CLUSTERKIT_NODE_DIR']}/rank-{rank}-error.json",
         }  # fmt: skip
 
 

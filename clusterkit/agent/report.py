@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from pathlib import Path
 from typing import BinaryIO
 
 from clusterkit.agent import limits
-from clusterkit.agent.files import read_json
+from clusterkit.agent.files import goes_on, read_json
 from clusterkit.agent.processes import is_alive, start_ticks
 from clusterkit.agent.protocol import Document
 
@@ -78,14 +77,6 @@ def _state(folder: Path) -> tuple[Document, bytes | None]:
     if not alive and begun and exit_json is None:
         exit_json = read_from(folder / "exit.json")  # it ended while we looked
     return {"begun": begun, "alive": alive, "ended": begun and not alive}, exit_json
-
-
-def goes_on(exit_json: bytes | None) -> int | None:
-    """The attempt with which a node's agent went on after the one that this file ended."""
-    with contextlib.suppress(ValueError, AttributeError):
-        number = json.loads(exit_json or b"").get("next")
-        return number if isinstance(number, int) else None
-    return None
 
 
 def read_from(path: Path, offset: int = 0) -> bytes | None:

@@ -7,7 +7,7 @@ import posixpath
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from clusterkit.agent import STOPPED, STOPPED_BY_PEERS
+from clusterkit.agent import STOPPED, STOPPED_BY_PEERS, goes_on
 from clusterkit.backends.base import Observation
 from clusterkit.plan import Plan
 from clusterkit.runs import RunHandle, node_dir
@@ -48,7 +48,7 @@ def judge_node(
         complaint: contents of ``agent.log``.
         started: contents of ``started.json``; None: there is none.
     """
-    if alive:
+    if alive and goes_on(exit_json) is None:
         return NodeStatus(node=node, host=host, state=State.RUNNING, remarks=remarks(started))
     if exit_json is not None:
         return judge_exit(node, host, exit_json)
@@ -122,6 +122,7 @@ def observed(nodes: Sequence[NodeStatus], exit_json: Mapping[int, bytes]) -> Obs
         rank_exits=tuple(end for ends, _ in told for end in ends),
         oom_kills=max((kills for _, kills in told), default=0),
         causes=tuple(cause for node, data in exit_json.items() for cause in _causes(node, data)),
+        goes_on=next(filter(None, map(goes_on, exit_json.values())), None),
     )
 
 

@@ -18,6 +18,7 @@ from clusterkit.spec import JobSpec
 from clusterkit.yaml_text import Shared, documents, merged
 
 LABEL = "clusterkit.run_dir"
+ATTEMPT = "clusterkit.attempt"
 """Marks what belongs to a run, whatever becomes of its files."""
 OURS = "/run/clusterkit"
 """Folder in the containers that no image and no project has."""
@@ -67,7 +68,7 @@ def render(placement: Placement, containers: Containers, assembly: Assembly) -> 
         {
             "clusterkit.run": run_id,
             LABEL: run_dir,
-            "clusterkit.attempt": _Interpolated("${CLUSTERKIT_ATTEMPT:-1}"),
+            ATTEMPT: _Interpolated("${CLUSTERKIT_ATTEMPT:-1}"),
         },
     )
     common: dict[str, Any] = {
