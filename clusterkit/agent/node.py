@@ -56,7 +56,7 @@ class Node:
         """Whether this node was asked to end; where it can, the run goes on with another one."""
         self.held: str | None = None  # the reason, where it ended before another attempt
         self.obeyed = False  # whether the launcher ends because the coordinator said so
-        self.first = int(os.environ["CLUSTERKIT_ATTEMPT"])  # attempt of this agent
+        self.first = int(os.environ.get("CLUSTERKIT_ATTEMPT", "1"))  # attempt of this agent
         # The plan says how many restarts a run has, from its first attempt on.
         self.restarts = max(0, options.restarts - (self.first - 1))
         self.again = options.rejoin > 0 or self.restarts > 0

@@ -18,8 +18,9 @@ from clusterkit.spec import JobSpec
 from clusterkit.yaml_text import Shared, documents, merged
 
 LABEL = "clusterkit.run_dir"
-ATTEMPT = "clusterkit.attempt"
 """Marks what belongs to a run, whatever becomes of its files."""
+ATTEMPT = "clusterkit.attempt"
+"""Marks the attempt that a container was made for; its agent may go on with later ones."""
 OURS = "/run/clusterkit"
 """Folder in the containers that no image and no project has."""
 STOP_EXTRA = 5

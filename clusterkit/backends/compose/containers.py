@@ -170,7 +170,7 @@ def _keep(handle: RunHandle, transport: Transport) -> None:
     with contextlib.suppress(ClusterkitError):
         found = inspect(handle, transport)
         for node, container in found.items():
-            if container.over and transport.get(HOST, node_file(handle, node, "pid"), 0, 1) is None:
+            if container.over and not _begun(handle, node, transport):
                 said = _said(handle.plan, node, transport)
                 found[node] = msgspec.structs.replace(container, said=said)
         if found:

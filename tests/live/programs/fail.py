@@ -1,8 +1,12 @@
-"""Rank RANK of the first ATTEMPTS attempts fails: by an exception, an exit code, a signal."""
+"""Rank RANK of the first ATTEMPTS attempts fails: by an exception, an exit code, a signal.
+
+With "wait" all ranks of those wait for one from outside.
+"""
 
 import os
 import signal
 import sys
+import time
 
 how, rank, attempts = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 mine = int(os.environ["RANK"]) == rank and int(os.environ["CLUSTERKIT_ATTEMPT"]) <= attempts
@@ -23,4 +27,7 @@ if mine and how == "exit":
     sys.exit(7)
 if mine and how == "signal":
     os.kill(os.getpid(), signal.SIGKILL)
+if how == "wait" and int(os.environ["CLUSTERKIT_ATTEMPT"]) <= attempts:
+    print("ready", flush=True)
+    time.sleep(600)
 print("fine", flush=True)
