@@ -314,7 +314,6 @@ def test_a_second_start_forks_from_the_same_server(packages, tmp_path, monkeypat
         "os.environ['TORCHELASTIC_RESTART_COUNT'])\ntorch.done = True\n"
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CLUSTERKIT_NODE_DIR", str(tmp_path))
     log = NodeLog(tmp_path)
     with selectors.DefaultSelector() as selector:
         options = Namespace(
