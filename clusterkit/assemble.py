@@ -150,6 +150,12 @@ class Placement:
         return self.job.started_by if self.mpi_interface is None else "mpirun"
 
     @property
+    def forked(self) -> int | None:
+        """How many words of the ranks' command are a Python that they are forked from; None: they
+        are not."""
+        return interpreter_words(self.job) if self.starter == "forkserver" else None
+
+    @property
     def launchers(self) -> int:
         """How many nodes are started: mpirun starts the ranks of all nodes from the first."""
         return 1 if self.starter == "mpirun" else self.topology.nodes
@@ -256,10 +262,9 @@ def assemble(placement: Placement) -> Assembly:
         text = hostfile(placement.names, topology.nproc_per_node)
         files.append(PlanFile(places.file("hostfile"), text=text))
     program = program_argv(job, places.python, run_env, topology)
-    forked = interpreter_words(job) if launcher == "forkserver" else None
     how: list[Word] = []
-    if forked is not None:
-        how = ["--fork", str(forked)]
+    if placement.forked is not None:
+        how = ["--fork", str(placement.forked)]
         commands = [program]
     else:
         script = rank_script(starter, topology, places.python)

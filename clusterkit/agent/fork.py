@@ -208,6 +208,7 @@ class Fork:
             document = {
                 "start": self._starts, "argv": self._words, "cwd": os.getcwd(), "ranks": ranks,
                 "header": RANK_HEADER.decode(), "socket": str(self._folder / WORKER_SOCKET),
+                "head": os.environ.get("MASTER_ADDR") if self._options.nodes > 1 else None,
             }  # fmt: skip
             os.write(order, json.dumps(document).encode())
             pipes = (self._folder / f"pipe-{number}" for number in some)

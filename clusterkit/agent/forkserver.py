@@ -8,7 +8,8 @@ Standard library only, and any Python from 3.9 on.
 What goes through the channel, a socket of packets:
 
 * to here: one byte and handles, of a file that holds an order and of the ranks' outputs. The
-  order is read when its turn comes; one that is empty by then was taken back.
+  order is read when its turn comes and node 0 can be found by name; one that is empty by then was
+  taken back.
 * from here, JSON: ``{"ready": seconds}``, ``{"start": .., "number": .., "pid": ..}`` when a rank
   begins and ``{"pid": .., "status": ..}`` when it has ended.
 """
@@ -28,6 +29,7 @@ from typing import Any
 
 Document = dict[str, Any]
 _HANDLES = 253  # the most that one message brings; unix(7)
+_NAME_TRIES, _NAME_PAUSE = 60, 0.2  # 12 s: another pod's name may come late, or the pod have ended
 
 
 class Server:
@@ -65,9 +67,9 @@ class Server:
         if not message:
             os._exit(0)  # the agent is gone, or has no more use for this
         file, *outputs = handles
-        text = os.pread(file, os.fstat(file).st_size, 0)
+        _await_head(file)
+        order = _contents(file)
         os.close(file)
-        order: Document = json.loads(text or b'{"ranks": []}')
         server = os.getpid()
         for rank, output in zip(order.pop("ranks"), outputs):  # noqa: B905 (3.9)
             pid = os.fork()
@@ -91,6 +93,30 @@ class Server:
         os.close(handle)
         pid, status = os.waitpid(self._ranks.pop(handle), 0)
         self.tell({"pid": pid, "status": status})
+
+
+def _contents(file: int) -> Document:
+    """The order that a file holds."""
+    order: Document = json.loads(os.pread(file, os.fstat(file).st_size, 0) or b'{"ranks": []}')
+    return order
+
+
+def _await_head(file: int) -> None:
+    """Return when node 0's name can be resolved, the order was taken back or time is up.
+
+    A pod's name may come late; or never, if it has ended, and the program need not ask for it.
+    """
+    for tries in range(_NAME_TRIES):
+        name = _contents(file).get("head")
+        with contextlib.suppress(OSError):
+            if name:
+                # As a str it would have modules imported that the program did not ask for.
+                socket.getaddrinfo(name.encode(), 0)
+            return
+        if tries == _NAME_TRIES // 2:
+            os.write(2, f"waiting for the name {name} to resolve\n".encode())
+        time.sleep(_NAME_PAUSE)
+    os.write(2, f"the name {name} does not resolve; going on without it\n".encode())
 
 
 def run(

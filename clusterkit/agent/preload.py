@@ -31,6 +31,8 @@ _TORCH = re.compile(
     rb"\b(torch\w*|deepspeed|transformers|accelerate|lightning|pytorch_lightning)\b"
 )
 _IMPORT = re.compile(rb"^[ \t]*(?:from[ \t]+([\w.]+)|import[ \t]+([\w., \t]+))", re.MULTILINE)
+# Of a project that is copied to hosts every version has a folder of its own, named by its digest.
+_VERSION = re.compile(r"(?<=/)(projects/[^/]+)/[0-9a-f]{16}(?=/)")
 _COMPILER = "torch._dynamo.eval_frame"  # there once the real torch._dynamo is
 
 
@@ -156,9 +158,10 @@ class Preload:
         return False
 
     def _memory(self) -> str:
-        """The file that keeps what the program imports from one run to the next."""
+        """The file that keeps what the program imports from one run, and version, to the next."""
         home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        what = [sys.executable, sys.version, self._module or "", self._program]
+        program = _VERSION.sub(r"\1", self._program)
+        what = [sys.executable, sys.version, self._module or "", program]
         digest = hashlib.sha256("\0".join(what).encode(errors="surrogateescape")).hexdigest()
         return os.path.join(home, "clusterkit", "imports", f"{digest[:16]}.json")
 

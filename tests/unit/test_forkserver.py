@@ -101,7 +101,7 @@ def agent(tmp_path):
     started = []
 
     def begin(program, *arguments, **settings):
-        started.append(Agent(tmp_path, program, *arguments, **settings))
+        started.append(Agent(begin.folder, program, *arguments, **settings))
         return started[-1]
 
     begin.folder = tmp_path
@@ -251,6 +251,23 @@ def test_what_the_last_run_imported_is_imported_ahead(agent, packages):
     assert second.says() == ["False False", "True False"]
 
 
+def test_an_edited_project_has_imported_ahead_what_its_last_version_imported(
+    agent, packages, tmp_path
+):
+    """Over SSH each version of a project is a folder of its own on the hosts."""
+    packages("torch", "")
+    packages("other", "import os\npid = os.getpid()\n")
+    said = []
+    for project in ("p/00000000000000aa", "p/00000000000000bb", "q/00000000000000bb"):
+        agent.folder = tmp_path / "projects" / project / "below"
+        agent.folder.mkdir(parents=True)
+        program = f"import os, torch, other\nprint(other.pid == os.getppid())  # {project}"
+        begun = agent(program, XDG_CACHE_HOME=str(tmp_path))
+        assert begun.end() == 0
+        said += begun.says()
+    assert said == ["False", "True", "False"]
+
+
 def test_a_program_without_torch_has_none_imported(agent, packages):
     packages("torch", "raise SystemExit('imported')")
     begun = agent("import sys\nprint('torch' in sys.modules)")
@@ -266,6 +283,39 @@ def test_torch_in_a_module_beside_the_program_is_seen(agent, packages):
     begun = agent("import os, sys, pack.train\nprint(sys.modules['torch'].pid == os.getppid())")
     assert begun.end() == 0
     assert begun.says() == ["True"]
+
+
+NAMES = """
+import os, socket
+def find(name, port):
+    if not os.path.exists("known"):
+        print("asked for", name, flush=True)
+        raise socket.gaierror
+socket.getaddrinfo = find
+print("imported", flush=True)
+"""
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_imports_do_not_wait_for_node_0_s_name_and_ranks_do(agent, packages, nodes):
+    packages("torch", NAMES)
+    program = "import torch; print('ran')"
+    begun = agent(program, options=["--nodes", str(nodes)], MASTER_ADDR="node-0")
+    if nodes > 1:
+        begun.until_said("asked for b'node-0'")
+        (agent.folder / "known").touch()
+    assert begun.end() == 0
+    texts = [line.text for line in begun.lines()]
+    assert [*dict.fromkeys(texts)] == ["imported", *["asked for b'node-0'"] * (nodes - 1), "ran"]
+
+
+def test_a_cancel_need_not_wait_for_a_name(agent, packages):
+    packages("torch", NAMES)
+    begun = agent("import torch; print('ran')", options=["--nodes", "2"], MASTER_ADDR="node-0")
+    begun.until_said("asked for b'node-0'")
+    begun.process.terminate()
+    assert begun.end() == 128 + signal.SIGTERM
+    assert begun.says() == []
 
 
 def test_what_is_drawn_at_an_import_is_drawn_by_every_rank(agent, packages):

@@ -56,9 +56,10 @@ class KubernetesPlacement(Placement):
         flavor = FLAVORS[native.flavor]
         objects = flavor.render(shape)
         mpi = self.starter == "mpirun"
+        waits = shape.nodes > 1 and self.forked is None
         files = [self._file(posixpath.basename(each.path), each) for each in assembly.files]
         script = _pod_script(
-            self.names if mpi else self.names[:1] if shape.nodes > 1 else (),
+            self.names if mpi else self.names[:1] if waits else (),
             assembly.command,
             needed=self.job.started_by != "forkserver",
             project=posixpath.join(shape.run_dir, "project") if shape.copied else None,
@@ -107,7 +108,7 @@ def _pod_script(
     """What a pod starts with.
 
     Args:
-        names: of other pods, to wait for.
+        names: of other pods, to wait for; the fork server does that itself, after its imports.
         needed: a launcher cannot do without; a program may, and the other pod may have ended.
         project: folder that the project is to be unpacked into.
     """
@@ -136,10 +137,10 @@ def _pod_script(
         "    done\n"
         "}\n"
     )
+    waiting = ", waits until the others can\n# be found by name" if names else ""
     return (
         "#!/bin/sh\n"
-        "# what a pod runs: forgets what the operator tells torchrun, waits until the others can\n"
-        "# be found by name, becomes the node\n"
+        f"# what a pod runs: forgets what the operator tells torchrun{waiting}, becomes the node\n"
         "trap 'exit 143' TERM\n"
         f"unset {' '.join(_PET)}\n"
         f"{unpack}{function + waits if names else ''}"

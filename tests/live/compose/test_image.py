@@ -56,8 +56,18 @@ def test_labels_user_and_entry_point(engine: Engine, image: str) -> None:
     assert config["Healthcheck"]["Test"] == ["CMD", "clusterkit-health"]
 
 
-def test_a_change_in_jobs_builds_one_layer(
-    engine: Engine, base: str, image: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("edited", "layers"),
+    [
+        ("jobs/train/gpt/train.py", ["COPY jobs jobs"]),
+        ("clusterkit/errors.py", [
+            "COPY clusterkit clusterkit", "RUN python -m compileall -q -j 0 clusterkit",
+            "COPY jobs jobs",
+        ]),
+    ],
+)  # fmt: skip
+def test_a_change_builds_the_last_layers_and_installs_nothing(
+    engine: Engine, base: str, image: str, tmp_path: Path, edited: str, layers: list[str]
 ) -> None:
     checkout = tmp_path / "checkout"
     checkout.mkdir()
@@ -69,7 +79,7 @@ def test_a_change_in_jobs_builds_one_layer(
     tag = "clusterkit:edited"
     try:
         build(engine, base, checkout, tag)
-        program = checkout / "jobs" / "train" / "gpt" / "train.py"
+        program = checkout / edited
         text = program.read_text()
         program.unlink()  # it is a link to the checkout's own
         edit = f"# {uuid.uuid4()}"  # the engine remembers the layers of an earlier run
@@ -82,9 +92,14 @@ def test_a_change_in_jobs_builds_one_layer(
             for number, words in steps.items()
             if number not in cached and not words.startswith("FROM ")
         ]
-        assert built == ["COPY jobs jobs"]
+        assert built == layers
         assert len(steps) > 8
-        last = engine.out("run", "--rm", tag, "tail", "-1", "jobs/train/gpt/train.py")
+        shown = engine.out("run", "--rm", tag, "pip", "show", "clusterkit")
+        assert f"Version: {clusterkit.__version__}\n" in shown
+        anywhere = ("run", "--rm", "--workdir", "/tmp", tag)
+        assert clusterkit.__version__ in engine.out(*anywhere, "clusterkit", "--version")
+        assert "ddp" in engine.out(*anywhere, "clusterkit", "plan", "/opt/clusterkit/jobs/ddp.yaml")
+        last = engine.out("run", "--rm", tag, "tail", "-1", edited)
         assert last == edit
     finally:
         engine.run("image", "rm", "--force", tag)

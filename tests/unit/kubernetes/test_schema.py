@@ -167,6 +167,17 @@ def test_deepspeed_starts_an_mpijob_s_ranks_by_way_of_mpirun(planned):
     assert "await demo-1-worker-1.demo-1.ns.svc" in pod
 
 
+def test_only_what_does_not_import_ahead_waits_for_a_name_before_its_agent_starts(planned):
+    def waits(**job):
+        files = planned("job", **job).files
+        return "await demo-1-0.demo-1" in next(f.text for f in files if f.path.endswith("pod.sh"))
+
+    assert not waits()
+    assert not waits(program=None, command=["python", "-X", "dev", "x.py"])
+    assert waits(program=None, command=["sh", "x.sh"])
+    assert waits(launcher="torchrun")
+
+
 @pytest.mark.parametrize(
     ("flavor", "launcher"),
     [("mpijob", "torchrun"), ("mpijob", "forkserver"), ("pytorchjob", "mpirun"), ("job", "mpirun")],
