@@ -16,6 +16,7 @@ import pytest
 from clusterkit import agent, backends, mirror, run_state, supervise
 from clusterkit.backends.base import ClusterProgress, Observation, SupportsCleanup
 from clusterkit.backends.local.backend import LocalBackend
+from clusterkit.backends.nodes import observed as from_files
 from clusterkit.backends.nodes import overall
 from clusterkit.backends.ports import moved_port
 from clusterkit.cluster import CLUSTER_TYPES
@@ -516,6 +517,17 @@ def test_an_attempt_that_was_announced_in_the_cluster_and_never_begun_is_started
     backend, status, _ = supervise_with([left, observed(OK)], job)
     assert [attempt for attempt, _ in backend.submitted] == [1, 2]
     assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
+
+
+def test_a_rank_of_a_node_that_was_stopped_for_another_s_failure_may_have_failed_first():
+    def document(at, code, **more):
+        end = {"pid": 1, "rank": 1, "exit_code": code, "at": at}
+        return json.dumps({"exit_code": 1, "processes": [end], **more}).encode()
+
+    stopped = observed(BAD, State.CANCELLED).nodes
+    for first, code, expected in ((1.0, 137, [0, 1]), (3.0, 137, [0]), (1.0, 143, [0])):
+        ended = {0: document(2.0, 1), 1: document(first, code, reason="stopped: node 0 failed")}
+        assert [end.node for end in from_files(stopped, ended).rank_exits] == expected
 
 
 def went_on(attempt, *states):

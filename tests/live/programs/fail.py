@@ -9,6 +9,9 @@ import sys
 import time
 
 how, rank, attempts = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+if how == "wait" and int(os.environ["CLUSTERKIT_ATTEMPT"]) <= attempts:
+    print("ready", flush=True)
+    time.sleep(600)
 if int(os.environ["RANK"]) == rank and int(os.environ["CLUSTERKIT_ATTEMPT"]) <= attempts:
     if how == "exception":
         raise ValueError("boom é")
@@ -16,7 +19,4 @@ if int(os.environ["RANK"]) == rank and int(os.environ["CLUSTERKIT_ATTEMPT"]) <= 
         print("about to leave", flush=True)
         sys.exit(7)
     os.kill(os.getpid(), signal.SIGKILL)
-if how == "wait" and int(os.environ["CLUSTERKIT_ATTEMPT"]) <= attempts:
-    print("ready", flush=True)
-    time.sleep(600)
 print("fine", flush=True)
