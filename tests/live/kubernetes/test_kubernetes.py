@@ -135,6 +135,21 @@ def test_the_losses_are_those_of_this_machine(flavor, name, launcher, kube, refe
     assert losses(run) == pytest.approx(reference, abs=2e-6)
 
 
+def test_mpirun_starts_a_program_that_only_the_copied_project_has(kube, tmp_path, monkeypatch):
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "main.py").write_text("import os; print('rank', os.environ['RANK'])\n")
+    monkeypatch.chdir(project)
+    run = api.submit(
+        ["python", "main.py"], nodes=2, settings=["launcher=mpirun"], **kube.entry(code="copied")
+    )
+    try:
+        assert run.wait(120).state is State.SUCCEEDED, run.status()
+        assert sorted(x.text for x in run.logs() if x.rank is not None) == ["rank 0", "rank 1"]
+    finally:
+        run.cancel()
+
+
 # ---------------------------------------------------------------- by hand
 
 
@@ -258,18 +273,20 @@ def test_what_pods_wait_for_is_said_and_a_cancel_ends_it(on, words, submit):
     assert run.cancel().state is State.CANCELLED
 
 
-@pytest.mark.parametrize("flavor", ["pytorchjob", "job"])
+@pytest.mark.parametrize("flavor", ["pytorchjob", "job", "mpijob"])
 def test_an_image_that_cannot_be_had_stays_the_cause_when_its_pods_are_removed(flavor, submit):
     on = {"image": "nowhere.example/no:1", "image_pull_policy": "Never", "flavor": flavor}
-    found = failed(submit(FOREVER, on=on))
+    launcher = "mpirun" if flavor == "mpijob" else "forkserver"
+    found = failed(submit(FOREVER, on=on, launcher=launcher))
     assert "image nowhere.example/no:1 cannot be pulled: it is not on the node" in found.cause
 
 
-def test_a_quota_is_named_while_no_pod_comes(submit, kube):
-    kube.kubectl("create", "quota", "none", "--hard=pods=0")
-    run = submit(FOREVER)
+@pytest.mark.parametrize(("flavor", "pods"), [("pytorchjob", 0), ("job", 1)])
+def test_a_quota_is_named_while_a_pod_does_not_come(flavor, pods, submit, kube):
+    kube.kubectl("create", "quota", "none", f"--hard=pods={pods}")
+    run = submit(FOREVER, on={"flavor": flavor, "watcher": False})
     status = run.wait(60, until=lambda s: any("quota" in (n.reason or "") for n in s.nodes))
-    assert status.state is State.PENDING
+    assert State.PENDING in {node.state for node in status.nodes}
     run.cancel()
     kube.kubectl("delete", "quota", "none")
 
