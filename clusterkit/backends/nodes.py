@@ -14,7 +14,6 @@ from clusterkit.plan import Plan
 from clusterkit.runs import RunHandle, node_dir
 from clusterkit.status import NodeCause, NodeStatus, RankExit, State
 
-
 _TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
