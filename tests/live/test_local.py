@@ -66,17 +66,17 @@ def all_ready(run: api.Run, ranks: int) -> None:
     pytest.fail(f"only ranks {ready} got ready: {run.status()}")
 
 
-def rank_pid(run: api.Run, rank: int) -> int:
+def rank_pid(run: api.Run, rank: int, attempt: int = 1) -> int:
     records = [
         json.loads(line)
-        for path in run.path.glob("attempts/*/node-*/ranks.jsonl")
+        for path in run.path.glob(f"attempts/{attempt}/node-*/ranks.jsonl")
         for line in path.read_text().splitlines()
     ]
     return next(int(record["pid"]) for record in records if record["rank"] == rank)
 
 
-def agent_pid(run: api.Run, node: int) -> int:
-    started = json.loads((run.path / f"attempts/1/node-{node}/started.json").read_text())
+def agent_pid(run: api.Run, node: int, attempt: int = 1) -> int:
+    started = json.loads((run.path / f"attempts/{attempt}/node-{node}/started.json").read_text())
     return int(started["pid"])
 
 
@@ -84,6 +84,13 @@ def kill(pid: int) -> None:
     """SIGKILL, and wait until it is gone."""
     os.kill(pid, signal.SIGKILL)
     agent.wait_gone([pid], SOON)
+
+
+def until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 # ---------------------------------------------------------------- what ranks see
@@ -500,6 +507,34 @@ def test_a_run_without_supervisor_tells_how_it_ended(submit: Submit) -> None:
     assert status.failure.rank == 1
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_failed_ranks_start_again_although_nobody_watches(submit: Submit, nodes: int) -> None:
+    run = submit("fail.py", "wait", nodes - 1, 1, nodes=nodes, restarts=2)
+    all_ready(run, nodes)
+    supervisors.kill(run)
+    kill(rank_pid(run, nodes - 1))
+    status = run.wait(SOON)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
+    for node in range(nodes):
+        assert agent_pid(run, node, attempt=2) == agent_pid(run, node)
+    assert {line.attempt for line in run.logs()} == {1, 2}
+
+
+def test_whoever_attaches_hears_of_what_the_agents_did_meanwhile(submit: Submit) -> None:
+    run = submit("fail.py", "wait", 1, 2, nodes=2, restarts=2)
+    all_ready(run, 2)
+    supervisors.kill(run)
+    kill(rank_pid(run, 1))
+    until(lambda: run.status().attempt == 2)
+    assert "its nodes start failed ranks again (1 restart left)" in (run.status().remark or "")
+    assert run.attach()
+    assert any((line.attempt, line.rank) == (2, 1) for line in run.logs(follow=True))
+    kill(rank_pid(run, 1, attempt=2))
+    status = run.wait(SOON)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 3)
+    assert [attempt.failure and attempt.failure.rank for attempt in status.attempts] == [1, 1]
+
+
 def test_attach_starts_a_run_again_that_failed_alone_and_only_once(
     submit: Submit, tmp_path: Path
 ) -> None:
@@ -511,7 +546,7 @@ def test_attach_starts_a_run_again_that_failed_alone_and_only_once(
     run = submit(str(program), restarts=1)
     all_ready(run, 1)
     supervisors.kill(run)
-    kill(rank_pid(run, 0))
+    kill(agent_pid(run, 0))
     assert run.wait(SOON).state is State.FAILED
     with ThreadPoolExecutor(4) as pool:
         assert sum(pool.map(lambda _: run.attach(), range(4))) == 1

@@ -172,7 +172,10 @@ def test_plan_prints_the_plan_and_writes_nothing(cli, write_job, clusterkit_home
     done = cli("plan", write_job("launcher: forkserver\n"), "--nodes", "2", "--gpus", "2")
     assert done.code == 0
     assert done.out.startswith("plan demo-plan: 2 nodes x 2 ranks on this machine")
-    assert "  2 start on localhost node 1: NODE_RANK=1 /bin/sh " in done.out
+    assert (
+        "  2 start on localhost node 1: CLUSTERKIT_PEER_TOKEN=<secret> NODE_RANK=1 /bin/sh "
+        in done.out
+    )
     assert done.err == ""
     assert not clusterkit_home.exists()
 

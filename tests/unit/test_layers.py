@@ -19,6 +19,7 @@ agent.protocol agent.limits
 agent.clock agent.files
 agent.processes agent.signals agent.archive agent.connections agent.membership
 agent.node_log agent.report agent.coordinator agent.peer
+agent.record
 agent.streams agent.client agent.spawn agent.fork
 agent.eager agent.preload agent.rank agent.program agent.forkserver
 agent.launcher
@@ -78,6 +79,7 @@ backends.kubernetes.place backends.kubernetes.monitor
 backends.kubernetes.lease
 backends.kubernetes.remove
 backends.*.backend
+verdict
 supervise
 run_state
 run

@@ -487,6 +487,22 @@ def test_a_restart_goes_on_from_the_last_checkpoint(start: Start, engine: Any) -
     assert left_over(engine) == []
 
 
+def test_failed_ranks_start_again_in_the_same_containers(start: Start, engine: Any) -> None:
+    code = (
+        "import os, sys; print('ready', flush=True); "
+        "sys.exit(7 * (os.environ['CLUSTERKIT_ATTEMPT'] + os.environ['RANK'] == '11'))"
+    )
+    run = start(words(code, restarts=1))
+    status = run.wait(SOON)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
+    (earlier,) = status.attempts
+    assert earlier.failure is not None
+    assert (earlier.failure.node, earlier.failure.exit_code) == (1, 7)
+    steps = (run.path / "steps.jsonl").read_text().splitlines()
+    assert {json.loads(step)["attempt"] for step in steps} == {1}
+    assert left_over(engine) == []
+
+
 def test_cancel_ends_everything_and_may_be_repeated(start: Start, engine: Any) -> None:
     run = start(words(WAIT))
     ready(run)
