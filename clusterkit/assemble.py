@@ -138,8 +138,6 @@ class Placement:
     """Where the values above come from."""
     remarks: tuple[Note, ...] = ()
     """Notes that stand last."""
-    in_place: bool = True
-    """Whether the nodes' agents carry the job's restarts out."""
     rejoin: bool = False
     replace_lost: bool = False
     native: Native | None = None
@@ -165,7 +163,7 @@ class Placement:
         """How often the agents start all ranks again. Nodes that do not watch each other cannot,
         and an elastic run's launchers have restarts of their own."""
         together = self.launchers == 1 or self.watching is not None
-        able = self.in_place and together and not self.topology.elastic
+        able = together and not self.topology.elastic
         return self.job.restarts if able else 0
 
     def files(self, assembly: Assembly) -> tuple[PlanFile, ...]:

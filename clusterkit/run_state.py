@@ -15,7 +15,6 @@ import msgspec
 from clusterkit import backends
 from clusterkit.backends.base import (
     Backend,
-    ClusterProgress,
     Observation,
     SupportsCleanup,
     SupportsForget,
@@ -27,7 +26,7 @@ from clusterkit.plan import Plan
 from clusterkit.runs import LEFTOVERS, POLL_SECONDS, RunFolder, RunHandle, Submission
 from clusterkit.spec import JobSpec
 from clusterkit.status import Failure, RunStatus, State
-from clusterkit.verdict import diagnosis, over_time
+from clusterkit.verdict import diagnosis
 
 if TYPE_CHECKING:
     from clusterkit.transport import Transport
@@ -102,12 +101,6 @@ def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunS
         )
         return _replace(saved or nothing, state=State.UNKNOWN, remark=error.message)
     base = saved or _submitted(submission)
-    progress = ClusterProgress(attempt=handle.attempt)
-    with contextlib.suppress(ClusterkitError):
-        progress = backend.catch_up(handle, transport)
-    if progress.attempt > handle.attempt:
-        handle = folder.handle(progress.attempt, handle.plan)
-        base = _replace(base, attempt=progress.attempt, state=State.RUNNING)
     seen = backend.status(handle, transport)
     while seen is not None and (seen.goes_on or 0) > handle.attempt:
         handle = folder.handle(seen.goes_on or 0, handle.plan)
@@ -117,7 +110,7 @@ def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunS
         return _replace(base, state=State.UNKNOWN, remark="nothing of it was found")
     if seen.state is not State.RUNNING:
         _sync(backend, handle, transport)
-    found, startable = _judged(_replace(base, nodes=seen.nodes), handle, seen, progress)
+    found, startable = _judged(_replace(base, nodes=seen.nodes), handle, seen)
     if found.state.final and not startable and isinstance(backend, SupportsCleanup):
         _record_end(found, backend, handle, transport)
     return found
@@ -145,9 +138,7 @@ def unfinished(folder: RunFolder, connections: Connections | None = None) -> boo
     return not (saved or reconcile(folder, connections)).state.final
 
 
-def _judged(
-    base: RunStatus, handle: RunHandle, seen: Observation, progress: ClusterProgress
-) -> tuple[RunStatus, bool]:
+def _judged(base: RunStatus, handle: RunHandle, seen: Observation) -> tuple[RunStatus, bool]:
     """The status of a run whose supervisor is gone, and whether `attach` would start it again."""
     folder = handle.folder
     job = folder.maybe_json("job.json", JobSpec)
@@ -156,24 +147,19 @@ def _judged(
     attach = f"`clusterkit attach {folder.run_id}`"
     if seen.state is State.RUNNING:
         remark = (
-            f"its supervisor is gone: {_alone(handle, progress, restarts)}; {attach} watches over "
+            f"its supervisor is gone: {_alone(handle, restarts)}; {attach} watches over "
             f"it again, `clusterkit cancel {folder.run_id}` ends it"
         )
         return _replace(base, state=State.RUNNING, remark=remark), False
     if folder.is_cancelled():
         return _replace(base, state=State.CANCELLED, exit_code=EXIT_INTERRUPTED), False
     finished = max((node.ended_at or 0.0 for node in seen.nodes), default=0.0) or None
-    again = not progress.late and not progress.finished and restarts > 0
+    again = restarts > 0
     left = counted(restarts, "restart")
     remark = f"it was not restarted ({left} left): {attach} does"
-    if progress.late and job is not None:
-        failure = over_time(job)
-    elif seen.state is State.SUCCEEDED:
+    if seen.state is State.SUCCEEDED:
         return _replace(base, state=State.SUCCEEDED, exit_code=0, finished_at=finished), False
-    elif progress.watched and not progress.finished and (restarts or not begun):
-        remark = f"the watcher in the cluster restarts it; {attach} follows it"
-        return _replace(base, state=State.RESTARTING, remark=remark), False
-    elif not begun:
+    if not begun:
         again = folder.file("state.json").exists()
         remark = f"it was not started: {attach} does"
         failure = Failure(
@@ -194,13 +180,12 @@ def _judged(
     return found, again
 
 
-def _alone(handle: RunHandle, progress: ClusterProgress, restarts: int) -> str:
+def _alone(handle: RunHandle, restarts: int) -> str:
     """What does not happen to a run that goes on without its supervisor."""
-    if progress.watched:
-        return "the watcher in the cluster goes on with it"
     again = f" ({counted(restarts, 'restart')} left)" if restarts else ""
     if again and handle.plan.restarts:
-        return f"its nodes start failed ranks again{again}, nobody starts lost nodes again"
+        lost = "" if handle.plan.rejoin else ", nobody starts lost nodes again"
+        return f"its nodes start failed ranks again{again}{lost}"
     facts = handle.folder.maybe_json("facts.json", Facts)
     together = facts is not None and facts.watch_port is not None  # its nodes watch each other
     ends = "" if together else " or ends the other nodes when one fails"

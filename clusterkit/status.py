@@ -87,7 +87,6 @@ class AttemptStatus(Struct, frozen=True, kw_only=True):
     attempt: int
     state: State
     failure: Failure | None
-    """None where the cluster went on with the run while nobody here watched."""
     started_at: float
     finished_at: float
 

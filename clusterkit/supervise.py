@@ -27,14 +27,7 @@ from typing import IO
 import msgspec
 
 from clusterkit import agent, backends, mirror
-from clusterkit.backends.base import (
-    Backend,
-    ClusterProgress,
-    HandedOver,
-    Monitor,
-    Observation,
-    SupportsCleanup,
-)
+from clusterkit.backends.base import Backend, Monitor, Observation, SupportsCleanup
 from clusterkit.backends.ports import moved_port
 from clusterkit.cluster import Facts
 from clusterkit.errors import (
@@ -126,8 +119,6 @@ class Supervisor:
         """Do it; an error ends the run, and is how it ended."""
         try:
             work()
-        except HandedOver as error:
-            self._event(error.message)
         except ClusterkitError as error:
             self._cancel()
             failure = Failure(exit_code=error.exit_code, cause=error.message, hint=error.hint)
@@ -148,17 +139,10 @@ class Supervisor:
 
     def _attempts(self, adopt: bool = False) -> None:
         """From the newest attempt to the last; the first has been started by `start`."""
-        begun, progress = self._adopted() if adopt else (True, None)
+        begun = self._adopted() if adopt else True
         restarts_left = max(0, self.job.restarts - (self.attempt - 1))
         port_tries = PORT_TRIES
         while True:
-            if progress is not None:
-                restarts_left = max(0, restarts_left - (progress.attempt - self.attempt))
-                begun = progress.begun if progress.watched else begun
-                self.attempt = progress.attempt
-                if progress.late:
-                    self._cancel()
-                    return self._finish(State.FAILED, over_time(self.job))
             if self._to_be_ended():
                 if begun:
                     self._cancel()
@@ -168,10 +152,6 @@ class Supervisor:
             begun = False
             handle = self._handle()
             seen = self._watch(handle)
-            if (progress := seen.superseded) is not None:
-                self._event(f"attempt {progress.attempt} continues; the cluster started it")
-                self._attempt_ended(None)
-                continue
             self.followed = begun = seen.goes_on is not None
             if not begun:
                 if isinstance(self.backend, SupportsCleanup):
@@ -215,7 +195,7 @@ class Supervisor:
             record=self._record,
         )
 
-    def _attempt_ended(self, failure: Failure | None) -> None:
+    def _attempt_ended(self, failure: Failure) -> None:
         now = time.time()
         before = self.attempts[-1].finished_at if self.attempts else self.submission.created_at
         ended = AttemptStatus(
@@ -224,8 +204,8 @@ class Supervisor:
         )  # fmt: skip
         self.attempts = (*self.attempts, ended)
 
-    def _adopted(self) -> tuple[bool, ClusterProgress | None]:
-        """Whether the newest attempt known here has been started; and what came after it."""
+    def _adopted(self) -> bool:
+        """Whether the newest attempt known here has been started."""
         saved = self.folder.maybe_json("state.json", RunStatus)
         begun = saved is None or saved.state is not State.RESTARTING
         if saved is not None:
@@ -236,9 +216,7 @@ class Supervisor:
                 begun = False
             self.attempt = saved.attempt + (not begun)
             self.running_since = saved.running_since if begun else None
-        with contextlib.suppress(ClusterkitError):
-            return begun, self.backend.catch_up(self._handle(), self.transport)
-        return begun, None
+        return begun
 
     def _carried_out(self, attempt: int) -> bool:
         """Whether all steps of the plan were."""
@@ -263,8 +241,6 @@ class Supervisor:
             seen = monitor.status()
             if seen is None:
                 raise RunFolderError(f"the folder of run {self.folder.run_id} is gone")
-            if seen.superseded is not None:
-                return seen
             self._note_progress(seen, needed)
             now = mirror.awake()
             states = [node.state for node in seen.nodes]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import queue
 import selectors
@@ -27,7 +26,7 @@ from clusterkit.agent.protocol import (
     STOPPED_BY_PEERS,
     Document,
 )
-from clusterkit.agent.record import Record
+from clusterkit.agent.record import Record, brief
 from clusterkit.agent.signals import STOPS, adopt_orphans, read_signals, sender, signal_handle
 
 
@@ -262,11 +261,9 @@ class Node:
             self.client.close()
         ended = self.record.end(self._ended(code))
         if self.options.last_words:
-            whole = json.dumps(ended).encode()
-            short = json.dumps({**ended, "processes": []}).encode()
             # Only where such a place is there already.
             with contextlib.suppress(OSError), self.options.last_words.open("r+b") as file:
-                file.write(whole if len(whole) <= limits.LAST_WORDS_BYTES else short)
+                file.write(brief(ended))
         return code
 
     def _ended(self, code: int) -> Document:

@@ -39,9 +39,7 @@ class NodeLog:
 
     def lines(self, rank: str, texts: list[bytes]) -> None:
         """Append them; without any, only say how many are missing, where some are."""
-        now = time.time()
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
-        stamp = f"{stamp}.{int(now % 1 * 1e6):06d}Z"
+        stamp = _stamp()
         head = f"{stamp} {rank} ".encode()
         data = b"".join(head + text + b"\n" for text in texts)
         if self._echo:
@@ -51,6 +49,11 @@ class NodeLog:
         lost = data.count(b"\n", max(0, kept - len(gap)))
         self.lost += lost
         self._missing = lost + (0 if kept >= len(gap) else self._missing)
+
+    def tell(self, mark: bytes, words: bytes) -> None:
+        """A line for whoever reads this node's output, where somebody does; no line of the log."""
+        if self._echo:
+            self._print(f"{_stamp()} - ".encode() + mark + b" " + words + b"\n")
 
     @staticmethod
     def _print(data: bytes) -> None:
@@ -82,6 +85,11 @@ class NodeLog:
             pid = next((each["pid"] for each in self.ranks if each["rank"] == rank), None)
             end = {"pid": pid, "rank": rank, "exit_code": code, "at": time.time()}
             self.rank_ends.append(end)
+
+
+def _stamp() -> str:
+    now = time.time()
+    return time.strftime(f"%Y-%m-%dT%H:%M:%S.{int(now % 1 * 1e6):06d}Z", time.gmtime(now))
 
 
 def _open(folder: Path) -> int:

@@ -12,6 +12,9 @@ RANK_ENDED = b"@clusterkit-rank-ended"
 """Begins a rank's last line where the agent is not its parent: rank and exit code follow."""
 WORKER_SOCKET = "rank-{RANK}.sock"
 """In a node's folder: where torch in a rank answers how that stands (torch's ``_WorkerServer``)."""
+ATTEMPT_ENDED = b"@clusterkit-attempt-ended"
+"""Begins a line that an agent prints where its output is all that leaves the node: how an attempt
+has ended there, as in its ``exit.json``, when another one has begun."""
 PEER_TOKEN = "CLUSTERKIT_PEER_TOKEN"
 """Environment variable with the secret by which the nodes of a run know each other."""
 STOPPED = "stopped on request"  # why a node ended that was asked to by a signal

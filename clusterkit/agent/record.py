@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import time
@@ -12,7 +13,7 @@ from clusterkit.agent import limits
 from clusterkit.agent.files import write_json
 from clusterkit.agent.node_log import NodeLog, lines_lost
 from clusterkit.agent.processes import identity
-from clusterkit.agent.protocol import Document
+from clusterkit.agent.protocol import ATTEMPT_ENDED, Document
 
 
 class Record:
@@ -39,7 +40,7 @@ class Record:
         folder = self.folder.parents[1] / str(number) / self.folder.name
         folder.mkdir(parents=True, exist_ok=True)
         self._begin(folder)  # whoever reads that the other has ended finds this one
-        self.end({**ended, "next": number})
+        self.log.tell(ATTEMPT_ENDED, brief(self.end({**ended, "next": number})))
         self.folder, self.attempt, self.remarks = folder, number, []
         self._oom_kills = _oom_kills()
         self.log.move(folder)
@@ -72,6 +73,14 @@ class Record:
         with contextlib.suppress(OSError):
             write_json(self.folder / "exit.json", whole)
         return whole
+
+
+def brief(ended: Document) -> bytes:
+    """It in JSON, without its processes where Kubernetes would not take so much."""
+    whole = json.dumps(ended).encode()
+    if len(whole) <= limits.LAST_WORDS_BYTES:
+        return whole
+    return json.dumps({**ended, "processes": []}).encode()
 
 
 _RESERVE = ".reserve"  # room for exit.json on a disk full of logs

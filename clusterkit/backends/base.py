@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from msgspec import Struct
 
 from clusterkit.cluster import ClusterSpec, Facts
-from clusterkit.errors import BadInput, CapabilityError, ClusterkitError
+from clusterkit.errors import BadInput, CapabilityError
 from clusterkit.plan import Plan
 from clusterkit.runs import RunHandle
 from clusterkit.spec import JobSpec
@@ -26,24 +26,6 @@ if TYPE_CHECKING:  # whoever only reads of a run starts without these
     from clusterkit.execute import Record
     from clusterkit.shell import Secret
     from clusterkit.transport import Transport
-
-
-class HandedOver(ClusterkitError):
-    """Somebody else watches over the run by now; it goes on."""
-
-
-class ClusterProgress(Struct, frozen=True, kw_only=True):
-    """How far a run has come in its cluster while no supervisor lived."""
-
-    attempt: int
-    begun: bool = True
-    """Whether the attempt has been started."""
-    late: bool = False
-    """Whether the run was ended at its time limit."""
-    watched: bool = False
-    """Whether something in the cluster goes on with the run."""
-    finished: bool = False
-    """Whether that has ended its work, because the run has ended."""
 
 
 class Observation(Struct, frozen=True, kw_only=True):
@@ -58,8 +40,6 @@ class Observation(Struct, frozen=True, kw_only=True):
     """Why nodes or their ranks were killed, where the backend knows."""
     goes_on: int | None = None
     """The attempt that the nodes' agents have begun after this one, on the same nodes."""
-    superseded: ClusterProgress | None = None
-    """The run has gone on without us; nothing else here counts then."""
 
 
 class RemoteRun(Struct, frozen=True, kw_only=True):
@@ -96,11 +76,7 @@ class Monitor(Protocol):
     """Follows one attempt; made by `Backend.watch`."""
 
     def status(self) -> Observation | None:
-        """The newest state, as of `Backend.status`.
-
-        Raises:
-            HandedOver: another supervisor has taken the run over.
-        """
+        """The newest state, as of `Backend.status`."""
 
     def close(self) -> None:
         """Stop following; the nodes go on."""
@@ -251,16 +227,6 @@ class Backend(ABC):
         Raises:
             Unavailable: a host does not answer; on the others it is done.
         """
-
-    # -- a run whose supervisor is gone ---------------------------------------
-
-    def catch_up(self, handle: RunHandle, transport: Transport) -> ClusterProgress:
-        """How far the run has come; what its cluster wrote of it is brought to the run's folder.
-
-        Raises:
-            Unavailable: the cluster does not answer.
-        """
-        return ClusterProgress(attempt=handle.attempt)
 
 
 class _Polling:

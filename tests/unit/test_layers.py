@@ -55,7 +55,7 @@ backends backends.nodes backends.ports backends.placing backends.probing
 backends.local backends.ssh backends.compose backends.kubernetes
 backends.ssh.config backends.ssh.filters backends.ssh.variables backends.compose.compose_file
 backends.compose.engine
-backends.kubernetes.text backends.kubernetes.watcher backends.kubernetes.connect
+backends.kubernetes.text backends.kubernetes.lost_pods backends.kubernetes.connect
 backends.kubernetes.nodes
 backends.ssh.inventory backends.ssh.known_hosts
 backends.ssh.connection
@@ -73,10 +73,9 @@ doctor.kubernetes.base
 doctor.kubernetes.checks.*
 doctor.kubernetes.checks
 doctor.kubernetes
-backends.kubernetes.observe backends.kubernetes.guard
+backends.kubernetes.observe backends.kubernetes.watcher
 backends.kubernetes.run_files backends.kubernetes.pod_log
 backends.kubernetes.place backends.kubernetes.monitor
-backends.kubernetes.lease
 backends.kubernetes.remove
 backends.*.backend
 verdict
@@ -183,7 +182,9 @@ def test_the_runtime_needs_little_of_the_orchestrator():
 
 
 AGENT = {name for name in MODULES if name.startswith("clusterkit.agent")}
-SENT = {f"clusterkit.{name}" for name in ("host_probe", "receiver", "backends.kubernetes.watcher")}
+SENT = {
+    f"clusterkit.{name}" for name in ("host_probe", "receiver", "backends.kubernetes.lost_pods")
+}
 
 
 def test_what_is_sent_to_a_node_imports_the_standard_library_alone():

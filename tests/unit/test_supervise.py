@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from clusterkit import agent, backends, mirror, run_state, supervise
-from clusterkit.backends.base import ClusterProgress, Observation, SupportsCleanup
+from clusterkit.backends.base import Observation, SupportsCleanup
 from clusterkit.backends.local.backend import LocalBackend
 from clusterkit.backends.nodes import observed as from_files
 from clusterkit.backends.nodes import overall
@@ -495,28 +495,6 @@ def test_a_pause_of_the_supervisor_is_no_node_s_fault(supervise_with, monkeypatc
     waiting = observed(State.PENDING)
     _, ended, _ = supervise_with([[waiting, waiting, observed(OK)]])
     assert ended.state is State.SUCCEEDED
-
-
-def test_a_run_that_has_gone_on_in_its_cluster_is_followed_and_not_started_again(supervise_with):
-    gone_on = ClusterProgress(attempt=3, watched=True)
-    left = msgspec.structs.replace(observed(BAD), superseded=gone_on)
-    job = "launcher: forkserver\nrestarts: 3\n"
-    backend, status, events = supervise_with(
-        [left, observed(BAD), observed(BAD), observed(OK)], job
-    )
-    assert [attempt for attempt, _ in backend.submitted] == [1, 4]
-    assert (status.state, status.attempt) == (State.SUCCEEDED, 4)
-    assert events[0].text == "attempt 3 continues; the cluster started it"
-    assert events[1].text.endswith("starting again, 0 restarts left")
-
-
-def test_an_attempt_that_was_announced_in_the_cluster_and_never_begun_is_started(supervise_with):
-    announced = ClusterProgress(attempt=2, begun=False)
-    left = msgspec.structs.replace(observed(BAD), superseded=announced)
-    job = "launcher: forkserver\nrestarts: 1\n"
-    backend, status, _ = supervise_with([left, observed(OK)], job)
-    assert [attempt for attempt, _ in backend.submitted] == [1, 2]
-    assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
 
 
 def test_a_rank_of_a_node_that_was_stopped_for_another_s_failure_may_have_failed_first():

@@ -13,9 +13,9 @@ from typing import Any
 import yaml
 
 from clusterkit.backends.kubernetes.flavors import FLAVORS
-from clusterkit.backends.kubernetes.pods import MANAGER, ROLE, USER
+from clusterkit.backends.kubernetes.lost_pods import JSON, MERGE_PATCH
+from clusterkit.backends.kubernetes.pods import ATTEMPT, MANAGER, USER
 from clusterkit.backends.kubernetes.text import Object
-from clusterkit.backends.kubernetes.watcher import reference, renumber
 from clusterkit.errors import BadInput, SubmitFailed, Unavailable
 from clusterkit.runs import MADE
 
@@ -31,11 +31,10 @@ KUSTOMIZATION = "kustomization.yaml"
 _PLURALS = {
     "ConfigMap": "configmaps", "Secret": "secrets", "Service": "services",
     "TrainingRuntime": "trainingruntimes", "ServiceAccount": "serviceaccounts", "Role": "roles",
-    "RoleBinding": "rolebindings", "Lease": "leases",
+    "RoleBinding": "rolebindings",
     **{flavor.kind: flavor.plural for flavor in FLAVORS.values()},
 }  # fmt: skip
 _OWNERS = tuple(flavor.kind for flavor in FLAVORS.values())
-JSON, MERGE_PATCH = "application/json", "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
 Request = Callable[[str, str, object, str], str]
 """Method, path, body and its content type to the answer."""
@@ -78,11 +77,9 @@ def apply(request: Request, namespace: str, folder: Path, env: Mapping[str, str]
         secret = {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "stringData": secrets}
         objects.insert(0, secret)
     if attempt != "1":
-        renumber(objects, attempt)
-    # The job last: with it the run begins. The watcher's, where there is one, owns all of it.
-    job = next(each for each in objects if each["kind"] in _OWNERS and not _watches(each))
-    root = next((each for each in objects if _watches(each)), job)
-    rest = [each for each in objects if each is not job and each is not root]
+        _renumber(objects, attempt)
+    # The job last: with it the run begins, and it owns all the rest.
+    *rest, job = objects
     # Whether we may bind a role is looked up in the role.
     late = [each for each in rest if each["kind"] == "RoleBinding"]
 
@@ -97,12 +94,11 @@ def apply(request: Request, namespace: str, folder: Path, env: Mapping[str, str]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         made = list(pool.map(make, (each for each in rest if each not in late)))
         made += pool.map(make, late)
-        owner = reference(make(root))
-        if root is not job:
-            job["metadata"]["ownerReferences"] = [owner]
-            make(job)
+        owner = make(job)
+        reference = {key: owner[key] for key in ("apiVersion", "kind")}
+        reference |= {key: owner["metadata"][key] for key in ("name", "uid")}
         # With it goes all that belongs to it, whoever deletes it.
-        body = {"metadata": {"ownerReferences": [owner]}}
+        body = {"metadata": {"ownerReferences": [reference]}}
         paths = [path_of(each, namespace) for each in made]
         list(pool.map(lambda path: request("PATCH", path, body, MERGE_PATCH), paths))
 
@@ -205,7 +201,13 @@ def _data(files: Mapping[str, bytes]) -> Object:
     return {"data": text} | ({"binaryData": binary} if binary else {})
 
 
-def _watches(each: Mapping[str, Any]) -> bool:
-    """Whether it is the job of a run's watcher."""
-    labels = each["metadata"].get("labels") or {}
-    return bool(each["kind"] == "Job" and labels.get(ROLE) == "watcher")
+def _renumber(value: Any, attempt: str) -> None:
+    """Give every label that numbers the attempt this number."""
+    if isinstance(value, dict):
+        if isinstance(value.get(ATTEMPT), str):
+            value[ATTEMPT] = attempt
+        for inner in value.values():
+            _renumber(inner, attempt)
+    elif isinstance(value, list):
+        for inner in value:
+            _renumber(inner, attempt)

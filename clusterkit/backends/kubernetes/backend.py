@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from pathlib import Path
@@ -12,7 +13,6 @@ import yaml
 
 from clusterkit.backends.base import (
     Backend,
-    ClusterProgress,
     Monitor,
     Observation,
     Recovered,
@@ -24,7 +24,6 @@ from clusterkit.backends.base import (
 )
 from clusterkit.backends.kubernetes.client import KubeTransport
 from clusterkit.backends.kubernetes.entry import check_entry
-from clusterkit.backends.kubernetes.lease import LeasedMonitor, guarded, progress
 from clusterkit.backends.kubernetes.monitor import PodMonitor
 from clusterkit.backends.kubernetes.observe import (
     all_nodes_had_pods,
@@ -132,20 +131,20 @@ class KubernetesBackend(Backend, SupportsCleanup, SupportsDoctor, SupportsRemote
         objects = RunObjects(handle.plan, transport)
         if not pods and (unknown := ended_elsewhere(handle, objects)) is not None:
             return unknown
+        if handle.plan.restarts:
+            # Which attempt goes on in the pods, only their logs tell, each node's the same.
+            with contextlib.suppress(ClusterkitError):
+                collect(handle, transport, [pod for pod in pods.values() if pod.node == 0])
         before = snapshot(handle)
         whole = all_nodes_had_pods(handle.plan, pods, before)
         waits = None if whole else why_no_pods(objects)
         return observation(handle, pods, transport, before=before, waits=waits)
 
     def watch(self, handle: RunHandle, transport: Transport) -> Monitor:
-        kind = LeasedMonitor if guarded(handle.plan) else PodMonitor
-        return kind(handle, transport)
-
-    def catch_up(self, handle: RunHandle, transport: Transport) -> ClusterProgress:
-        return progress(handle, transport)
+        return PodMonitor(handle, transport)
 
     def sync(self, handle: RunHandle, transport: Transport) -> None:
-        collect(handle, transport)
+        collect(handle, transport, pods_of(handle, transport).values())
 
     def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
         remove(handle, transport)

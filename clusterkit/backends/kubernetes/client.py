@@ -15,8 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from clusterkit.backends.kubernetes.apply import APPLY_PATCH, JSON, Away, Refusal, apply
+from clusterkit.backends.kubernetes.apply import APPLY_PATCH, Away, Refusal, apply
 from clusterkit.backends.kubernetes.connect import connect
+from clusterkit.backends.kubernetes.lost_pods import JSON
 from clusterkit.backends.kubernetes.text import as_yaml
 from clusterkit.errors import SubmitFailed, Unavailable
 from clusterkit.transport import Completed, LocalTransport, Stream

@@ -12,8 +12,8 @@ import msgspec
 from msgspec import Struct
 
 from clusterkit.agent import STOPPED
-from clusterkit.backends.kubernetes.pods import ATTEMPT
-from clusterkit.backends.kubernetes.watcher import node_of, unix
+from clusterkit.backends.kubernetes.lost_pods import silent_since, unix
+from clusterkit.backends.kubernetes.pods import ATTEMPT, ROLE
 from clusterkit.backends.nodes import judge_exit
 from clusterkit.status import NodeCause, NodeStatus, State
 
@@ -59,7 +59,7 @@ class Pod(Struct, frozen=True, kw_only=True):
     last_words: str | None = None
     """What its agent left: ``exit.json``."""
     lost: bool = False
-    """Whether its node of the cluster is gone."""
+    """Whether its node of the cluster has not answered for so long that it counts as gone."""
     hopeless: bool = False
     """Whether what it waits for will not come."""
     limit: str | None = None
@@ -71,10 +71,12 @@ class Pod(Struct, frozen=True, kw_only=True):
     container: str = ""
     leaving: bool = False
     """Whether it is being removed."""
+    held: bool = False
+    """Whether it stays, removed by force or not, until somebody lets it go."""
     silent_since: float | None = None
     """Unix time from which its node has not answered; it may come back."""
-    unready_since: float | None = None
-    """The same, where the cluster removes it already."""
+    attempt: int = 1
+    """That it was started as."""
     created: float = 0.0
     """Unix time."""
 
@@ -92,7 +94,9 @@ def read_pod(document: Mapping[str, Any], index: str | None, now: float | None =
         now: Unix time, to tell for how long it has waited.
     """
     meta = document["metadata"]
-    node = node_of(document, index)
+    labels = meta.get("labels") or {}
+    number = "0" if index is None else str(labels.get(index, ""))
+    node = int(number) if labels.get(ROLE) == "node" and number.isdigit() else None
     try:
         return _read(document, node, now)
     except (KeyError, TypeError, AttributeError, ValueError, IndexError):
@@ -111,33 +115,27 @@ def _read(document: Mapping[str, Any], node: int | None, now: float | None) -> P
     disruption = conditions.get("DisruptionTarget", {})
     removed = disruption.get("reason") if disruption.get("status") == "True" else None
     limits = (spec.get("containers") or [{}])[0].get("resources", {}).get("limits", {})
-    ready = conditions.get("Ready", {})
-    phase = str(status.get("phase", "Unknown"))
-    running = state.get("running") is not None
-    leaving = bool(meta.get("deletionTimestamp"))
-    unready = ready.get("status") == "False" and running and phase == "Running"
-    since = unix(ready.get("lastTransitionTime")) if unready else None
     return Pod(
         name=meta["name"],
         uid=meta.get("uid", ""),
         node=node,
-        phase=phase,
+        phase=str(status.get("phase", "Unknown")),
         host=spec.get("nodeName") or "",
         words=words,
-        started=running or ended is not None,
+        started=state.get("running") is not None or ended is not None,
         exit_code=None if ended is None else int(ended.get("exitCode", -1)),
         reason=None if ended is None else ended.get("reason"),
         last_words=None if ended is None else ended.get("message"),
-        lost=running and removed == "DeletionByTaintManager",
-        silent_since=None if leaving else since,
-        unready_since=since,
+        silent_since=silent_since(document),
         created=unix(meta.get("creationTimestamp")) or 0.0,
         hopeless=hopeless,
         limit=limits.get("memory"),
         removed_by=_removal(removed, disruption, status),
         restarts=int(containers[0].get("restartCount", 0)) if containers else 0,
         finished_at=None if ended is None else unix(ended.get("finishedAt")),
-        leaving=leaving,
+        leaving=bool(meta.get("deletionTimestamp")),
+        held=bool(meta.get("finalizers")),
+        attempt=attempt_of(document),
         container=(spec.get("containers") or [{}])[0].get("name", ""),
     )
 
@@ -152,7 +150,7 @@ def began_or(first: Pod | None, pod: Pod) -> Pod:
 
 
 def attempt_of(document: Mapping[str, Any]) -> int:
-    """Which attempt a pod belongs to."""
+    """Which attempt a pod was started as; its agent may have begun others since."""
     text = str((document["metadata"].get("labels") or {}).get(ATTEMPT, ""))
     return int(text) if text.isdigit() else 0
 

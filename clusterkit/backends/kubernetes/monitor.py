@@ -31,7 +31,6 @@ WATCH_SECONDS = 280
 """How long one watch lasts; the server ends it."""
 NEWS_SECONDS = 5.0
 """How often it is asked why there are no pods, and states are judged anew although nothing came."""
-_LET_GO = {"metadata": {"finalizers": None}}
 
 
 class PodMonitor:
@@ -106,22 +105,15 @@ class PodMonitor:
         )  # fmt: skip
 
     def _give_up(self, pod: Pod, now: float) -> None:
-        """Remove by force a pod whose node of the cluster has not answered for long: nobody there
-        says that it has ended, and before that none is made in its place."""
-        since = pod.unready_since
+        """Remove by force a pod whose node of the cluster has not answered for long, as the run's
+        watcher in the cluster does, where it has one."""
+        since = pod.silent_since
         if since is None or pod.node is None or time.time() < since + self._handle.plan.lost_after:
             return
-        if now < self._given_up.get(pod.uid, now):
-            return
-        self._given_up[pod.uid] = now + NEWS_SECONDS
-        objects = self._objects
-        with contextlib.suppress(ClusterkitError):
-            ready = objects.node_ready(pod.host)
-            if ready is False or (ready is None and pod.lost):
-                objects.delete(objects.pod_path(pod.name), gracePeriodSeconds="0")
-                if objects.flavor.kind != "PyTorchJob":
-                    # A Job holds its pods until they have ended, which this one will not say.
-                    objects.patch(objects.pod_path(pod.name), _LET_GO)
+        if now >= self._given_up.get(pod.uid, now):
+            self._given_up[pod.uid] = now + NEWS_SECONDS
+            with contextlib.suppress(ClusterkitError):
+                self._objects.force(pod.name, pod.uid, held=pod.held)
 
     def _log_of(self, pod: Pod) -> PodLog | None:
         """The follower of a pod's log, made as soon as there can be one."""
@@ -133,8 +125,15 @@ class PodMonitor:
                 if log.node == pod.node and uid != pod.uid:
                     # What a node of the cluster that does not answer still holds will not come.
                     log.give_up()
-            self._logs[key] = PodLog(self._handle, pod, self._transport, self._closed)
+            self._logs[key] = PodLog(
+                self._handle, pod, self._transport, self._closed, self._went_on
+            )
         return self._logs[key]
+
+    def _went_on(self) -> None:
+        """A node's agent has begun another attempt."""
+        with self._lock:
+            self._news = True
 
     # -- the watch
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from clusterkit.agent import goes_on
 from clusterkit.backends.base import Observation
 from clusterkit.backends.kubernetes.judge import (
     Pod,
@@ -22,7 +23,7 @@ from clusterkit.backends.kubernetes.judge import (
 )
 from clusterkit.backends.kubernetes.records import Removed, removed, replaces, snapshot
 from clusterkit.backends.kubernetes.server import RunObjects
-from clusterkit.backends.nodes import observed
+from clusterkit.backends.nodes import judge_exit, observed
 from clusterkit.errors import ClusterkitError
 from clusterkit.plan import Plan
 from clusterkit.runs import RunHandle
@@ -48,10 +49,12 @@ def pods_of(handle: RunHandle, transport: Transport) -> dict[str, Pod]:
 def read_pods(
     handle: RunHandle, objects: RunObjects, items: Sequence[Mapping[str, Any]]
 ) -> dict[str, Pod]:
-    """Those of the attempt, by name."""
+    """Those in which the attempt goes on, by name: started as this attempt, or as one before that
+    has gone on in them."""
     now, index = time.time(), objects.flavor.index
-    found = (read_pod(each, index, now) for each in items if attempt_of(each) == handle.attempt)
-    return {pod.name: pod for pod in found}
+    found = [read_pod(each, index, now) for each in items if attempt_of(each) <= handle.attempt]
+    newest = max((pod.attempt for pod in found), default=0)
+    return {pod.name: pod for pod in found if pod.attempt == newest > 0}
 
 
 def observation(
@@ -103,6 +106,10 @@ def observation(
         if pod is None and last is None and worker is not None:
             pod, last = pods.get(worker.name), worker
         named = pod or last
+        if (ended := _went_on(handle, node)) is not None:
+            nodes.append(judge_exit(node, named.host if named else "", ended))
+            last_words[node] = ended
+            continue
         found = judge(
             node,
             pod,
@@ -123,6 +130,14 @@ def observation(
     # Of pods that others have taken the place of, the end is not the run's.
     blamed = causes(list(by_node(seen).values() if plan.rejoin else seen), by_us.ended)
     return msgspec.structs.replace(observed(nodes, last_words), causes=blamed)
+
+
+def _went_on(handle: RunHandle, node: int) -> bytes | None:
+    """How the attempt ended on a node whose agent has begun another one since, by its log."""
+    with contextlib.suppress(OSError):
+        ended = (handle.folder.node_dir(handle.attempt, node) / "exit.json").read_bytes()
+        return ended if goes_on(ended) is not None else None
+    return None
 
 
 def _lost(pod: Pod, lost: bool) -> Pod:

@@ -58,7 +58,8 @@ def place(
     rejoin, rejoin_origin = _rejoin(job, cluster, flavor_name)
     own = _own_program(job) if cluster.code == "baked" else None
     workdir, workdir_origin, program = _program(job, cluster, facts, run_dir, own)
-    watched, watched_origin = _watched(cluster, kube)
+    replaces = (rejoin or job.elastic) and cluster.replace_lost
+    watched, watched_origin = _watched(cluster, kube, replaces=replaces)
     user = {USER: kube.user} if kube.user else {}
     shape = Shape(
         name=name,
@@ -150,9 +151,8 @@ def place(
             Note("watcher", "on" if watched else "off", watched_origin),
         ),
         remarks=tuple(remarks),
-        in_place=False,
         rejoin=rejoin,
-        replace_lost=rejoin and cluster.replace_lost,
+        replace_lost=replaces,
         native=KubernetesNative(
             kubeconfig=kube.kubeconfig,
             context=kube.context,
@@ -168,13 +168,21 @@ def place(
     )
 
 
-def _watched(cluster: KubernetesCluster, kube: KubernetesFacts) -> tuple[bool, str]:
-    """Whether the run gets a watcher in the cluster, and why."""
+def _watched(
+    cluster: KubernetesCluster, kube: KubernetesFacts, *, replaces: bool
+) -> tuple[bool, str]:
+    """Whether the run gets a watcher in the cluster, and why.
+
+    Args:
+        replaces: whether a lost pod is removed, so that another takes its place.
+    """
     if cluster.watcher is False:
         return False, "cluster: watcher"
+    if not replaces:
+        return False, "no lost pod is replaced"
     if not kube.may_watch:
         return False, "you may not create its role: k8s/rbac.yaml has the rights"
-    return True, "it goes on with the run while nobody outside watches"
+    return True, "it removes pods from nodes of the cluster that do not answer"
 
 
 def _device(

@@ -6,16 +6,19 @@ import re
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import quote
 
+from clusterkit.agent import ATTEMPT_ENDED, goes_on
 from clusterkit.backends.kubernetes.judge import Pod, read_pod
-from clusterkit.backends.kubernetes.observe import pods_of
 from clusterkit.backends.kubernetes.server import RunObjects
 from clusterkit.errors import ClusterkitError
+from clusterkit.files import write_atomic
 from clusterkit.mirror import NodeView, keeping
-from clusterkit.runs import RunHandle
+from clusterkit.runs import RunFolder, RunHandle
 from clusterkit.transport import Stream, Transport
 
 AGAIN_SECONDS = 1.0
@@ -26,10 +29,11 @@ AT_ONCE = 8
 """Logs that are read together, of a run that nobody watched."""
 _STAMPED = re.compile(rb"([0-9T:.-]{19,29})Z (.*)\Z", re.DOTALL)
 _OURS = re.compile(rb"[0-9T:-]{19}\.[0-9]{6}Z (-|[0-9]{1,9}) ")
+_NEXT = re.compile(rb"[0-9T:.-]{26}Z - " + ATTEMPT_ENDED + rb" (.*)\n\Z", re.DOTALL)
 
 
-def collect(handle: RunHandle, transport: Transport) -> None:
-    """Bring what is new in the logs of an attempt's pods to the run's folder, once.
+def collect(handle: RunHandle, transport: Transport, pods: Iterable[Pod]) -> None:
+    """Bring what is new in the logs of pods to the run's folder, once.
 
     Raises:
         Unavailable: the API server does not answer.
@@ -37,15 +41,21 @@ def collect(handle: RunHandle, transport: Transport) -> None:
     objects = RunObjects(handle.plan, transport)
 
     def bring(pod: Pod) -> None:
-        assert pod.node is not None
-        lines = LogLines(handle.folder.node_dir(handle.attempt, pod.node) / "log")
-        lines.append(objects.text(_log_path(objects, pod, since=lines.since)).encode())
+        with keeping(_view(handle, pod)) as view:
+            if view.folder is not None:
+                with NodeLines(handle.folder, pod) as lines:
+                    lines.feed(objects.text(_log_path(objects, pod, since=lines.since)).encode())
+                    lines.end()
 
-    begun = [
-        pod for pod in pods_of(handle, transport).values() if pod.node is not None and pod.started
-    ]
+    begun = [pod for pod in pods if pod.node is not None and pod.started]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(bring, begun))
+
+
+def _view(handle: RunHandle, pod: Pod) -> NodeView:
+    """Of a pod's node; its folder is locked for as long as a log is written from the pod."""
+    assert pod.node is not None
+    return NodeView(pod.node, pod.host, handle.folder.node_dir(pod.attempt, pod.node))
 
 
 def _log_path(objects: RunObjects, pod: Pod, *, since: str | None) -> str:
@@ -54,41 +64,69 @@ def _log_path(objects: RunObjects, pod: Pod, *, since: str | None) -> str:
     return f"{objects.pod_path(pod.name)}/log?{query}"
 
 
-class LogLines:
-    """Turns a pod's log as the API server gives it into lines of a node's log, from where the file
-    at ``path`` ends."""
+class NodeLines:
+    """Makes the logs of a node's attempts of its pod's log, as the API server gives that, from
+    where they end.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    All attempts that went on in a pod are in its one log; a line of its agent's (`ATTEMPT_ENDED`)
+    says where the next one begins. It becomes the ``exit.json`` of the one that has ended.
+    """
+
+    def __init__(self, folder: RunFolder, pod: Pod, went_on: Callable[[], None] | None = None):
+        assert pod.node is not None
+        self._folder, self._node, self._went_on = folder, pod.node, went_on
         self._rest = b""
         self._seen: Counter[bytes] = Counter()
         self.since: str | None = None
-        try:
-            with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - (1 << 20)))
-                tail = file.read().split(b"\n")[:-1]
-        except OSError:
-            return
-        if tail and (last := _OURS.match(tail[-1])):
-            # The server takes whole seconds; what comes twice is left out.
-            stamp = tail[-1][:19].decode()
-            self.since = f"{stamp}Z"
-            self._seen.update(line for line in tail if line[:19] >= last[0][:19])
+        """From when on the log is wanted."""
+        there = folder.path.glob(f"attempts/*/node-{pod.node}/log")
+        numbers = sorted(int(path.parts[-3]) for path in there if path.parts[-3].isdigit())
+        self._attempt = max([pod.attempt, *numbers])
+        for number in reversed([each for each in numbers if each >= pod.attempt]):
+            tail = _tail(folder.node_dir(number, pod.node) / "log")
+            if self.since is None and tail and _OURS.match(tail[-1]):
+                self.since = f"{tail[-1][:19].decode()}Z"
+            if self.since is not None:
+                # The server takes whole seconds; what comes twice is left out.
+                again = [line for line in tail if line[:19] >= self.since[:-1].encode()]
+                self._seen.update(again)
+                if len(again) < len(tail):
+                    break
+        self._file = self._open()
 
-    def feed(self, data: bytes) -> bytes:
+    def _open(self) -> BinaryIO:
+        path = self._folder.node_dir(self._attempt, self._node)
+        path.mkdir(parents=True, exist_ok=True)
+        return (path / "log").open("ab", buffering=0)
+
+    def feed(self, data: bytes) -> None:
+        """Write what is new of it."""
         *lines, self._rest = (self._rest + data).split(b"\n")
-        return b"".join(map(self._line, lines))
+        self._take(lines)
 
-    def end(self) -> bytes:
-        """A last line without its newline."""
-        rest, self._rest = self._rest, b""
-        return self._line(rest) if rest else b""
+    def end(self) -> None:
+        """Write a last line that has no newline."""
+        self.feed(b"\n" if self._rest else b"")
 
-    def append(self, data: bytes) -> None:
-        """Add what is new of a whole log to the file."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("ab") as file:
-            file.write(self.feed(data) + self.end())
+    def _take(self, lines: list[bytes]) -> None:
+        new: list[bytes] = []
+        for line in map(self._line, lines):
+            if (ended := _NEXT.match(line)) is None:
+                new.append(line)
+            elif (number := goes_on(ended[1]) or 0) > self._attempt:
+                self._file.write(b"".join(new))
+                self._next(number, ended[1])
+                new = []
+        self._file.write(b"".join(new))
+
+    def _next(self, number: int, ended: bytes) -> None:
+        """The attempt has ended so, and that one has begun."""
+        folder, self._attempt = self._folder.node_dir(self._attempt, self._node), number
+        self._file.close()
+        self._file = self._open()
+        write_atomic(folder / "exit.json", ended)
+        if self._went_on is not None:
+            self._went_on()
 
     def _line(self, line: bytes) -> bytes:
         match = _STAMPED.match(line)
@@ -104,39 +142,57 @@ class LogLines:
             return b""
         return text + b"\n"
 
+    def __enter__(self) -> NodeLines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def _tail(path: Path) -> list[bytes]:
+    """The last whole lines of a log."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - (1 << 20)))
+        return file.read().split(b"\n")[:-1]
+
 
 class PodLog:
     """Brings the log of one pod into the run's folder while it is written."""
 
     def __init__(
-        self, handle: RunHandle, pod: Pod, transport: Transport, closed: threading.Event
+        self,
+        handle: RunHandle,
+        pod: Pod,
+        transport: Transport,
+        closed: threading.Event,
+        went_on: Callable[[], None],
     ) -> None:
         assert pod.node is not None
         self.node = pod.node
         self.whole = threading.Event()
         """The container has ended and all of its log is here."""
-        self._pod = pod
+        self._handle, self._pod, self._went_on = handle, pod, went_on
         self._objects = RunObjects(handle.plan, transport)
         self._closed = closed
         self._stream: Stream | None = None
         self._given_up = False
         self._hurry = threading.Event()
-        self._view = NodeView(pod.node, pod.host, handle.folder.node_dir(handle.attempt, pod.node))
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
-        with keeping(self._view, lambda: not self._closed.wait(0.1)) as view:
-            if view.folder is None or self._follow(view.folder / "log"):
+        view = _view(self._handle, self._pod)
+        with keeping(view, lambda: not self._closed.wait(0.1)) as view:
+            if view.folder is None or self._follow():
                 self.whole.set()
 
-    def _follow(self, path: Path) -> bool:
+    def _follow(self) -> bool:
         """Until all of the log is here, or will not come; False: nobody watches any more."""
         pause = AGAIN_SECONDS
         while not self._closed.is_set():
             began, ended = time.monotonic(), False
             try:
-                ended = self._pull(path)
+                ended = self._pull()
                 # Where streams end at once, they would be opened for ever and ever.
                 brief = time.monotonic() < began + AGAIN_SECONDS
                 pause = min(2 * pause, LOG_SECONDS) if brief else AGAIN_SECONDS
@@ -147,19 +203,18 @@ class PodLog:
             self._hurry.wait(pause)
         return False
 
-    def _pull(self, path: Path) -> bool:
+    def _pull(self) -> bool:
         """Take what is new; whether the log has ended."""
-        lines = LogLines(path)
-        where = _log_path(self._objects, self._pod, since=lines.since) + "&follow=true"
-        with self._objects.stream(where) as stream, path.open("ab", buffering=0) as file:
-            self._stream = stream
-            while not self._closed.is_set() and (data := stream.read(None)):
-                if new := lines.feed(data):
-                    file.write(new)
-            if new := lines.end():
-                file.write(new)
-        # A stream that ends while the container runs has broken off.
-        return self._ended()
+        with NodeLines(self._handle.folder, self._pod, self._went_on) as lines:
+            where = _log_path(self._objects, self._pod, since=lines.since) + "&follow=true"
+            with self._objects.stream(where) as stream:
+                self._stream = stream
+                while not self._closed.is_set() and (data := stream.read(None)):
+                    lines.feed(data)
+            # A stream that ends while the container runs has broken off.
+            if ended := self._ended():
+                lines.end()
+            return ended
 
     def _ended(self) -> bool:
         if self._closed.is_set():

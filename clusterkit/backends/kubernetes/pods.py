@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from clusterkit.agent import PEER_TOKEN
-from clusterkit.backends.kubernetes import watcher
 from clusterkit.backends.kubernetes.nodes import gpu_toleration
 from clusterkit.backends.kubernetes.text import Object, literal
 from clusterkit.cluster import KubernetesCluster
 from clusterkit.rendezvous import NODE_ADDRESS
 from clusterkit.shell import quote
 
-# The watcher goes into the cluster as one file, and so has them itself.
-RUN, ATTEMPT, ROLE, MANAGER = watcher.RUN, watcher.ATTEMPT, watcher.ROLE, watcher.MANAGER
+RUN, ATTEMPT, ROLE = "clusterkit/run", "clusterkit/attempt", "clusterkit/role"
+MANAGER = "clusterkit"
 JOB = "clusterkit/job"
 USER = "clusterkit/user"
 """Label of all objects of a run: who submitted it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import posixpath
 from collections.abc import Mapping
 
@@ -34,8 +35,13 @@ def known(plan: Plan, transport: Transport) -> bool:
 
 
 def snapshot(handle: RunHandle) -> dict[str, Pod]:
-    """The attempt's pods as they were when they were seen last, by name."""
-    return handle.folder.maybe_json(_file(handle, "pods"), dict[str, Pod]) or {}
+    """The attempt's pods as they were when they were seen last, by name: those of the attempt
+    before, where that has gone on in them."""
+    found = handle.folder.maybe_json(_file(handle, "pods"), dict[str, Pod])
+    before = dataclasses.replace(handle, attempt=handle.attempt - 1)
+    if found is not None or handle.attempt == 1 or removed(before) is not None:
+        return found or {}
+    return snapshot(before)
 
 
 def keep(handle: RunHandle, pods: Mapping[str, Pod]) -> None:

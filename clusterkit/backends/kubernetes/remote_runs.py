@@ -15,11 +15,11 @@ from clusterkit.backends.base import RemoteRun
 from clusterkit.backends.kubernetes.apply import Refusal
 from clusterkit.backends.kubernetes.flavors import FLAVORS, Flavor
 from clusterkit.backends.kubernetes.judge import attempt_of
+from clusterkit.backends.kubernetes.lost_pods import unix
 from clusterkit.backends.kubernetes.pods import ATTEMPT, JOB, PROJECT, RUN, USER
 from clusterkit.backends.kubernetes.rights import ROLE_HINT
 from clusterkit.backends.kubernetes.server import Server
 from clusterkit.backends.kubernetes.text import Object, object_name
-from clusterkit.backends.kubernetes.watcher import unix
 from clusterkit.cluster import Facts, KubernetesCluster
 from clusterkit.errors import RunFolderError, RunNotFound, Unavailable
 from clusterkit.spec import JobSpec

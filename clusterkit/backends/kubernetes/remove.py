@@ -9,9 +9,7 @@ from urllib.parse import quote
 import msgspec
 
 from clusterkit.backends.kubernetes.apply import Refusal
-from clusterkit.backends.kubernetes.guard import watch_name
-from clusterkit.backends.kubernetes.judge import read_pod
-from clusterkit.backends.kubernetes.lease import guarded
+from clusterkit.backends.kubernetes.lost_pods import silent_since
 from clusterkit.backends.kubernetes.observe import pods_of
 from clusterkit.backends.kubernetes.pods import STOP_EXTRA
 from clusterkit.backends.kubernetes.records import (
@@ -25,6 +23,7 @@ from clusterkit.backends.kubernetes.records import (
 )
 from clusterkit.backends.kubernetes.server import RunObjects
 from clusterkit.backends.kubernetes.text import Object
+from clusterkit.backends.kubernetes.watcher import KINDS, watch_name
 from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.plan import Plan
 from clusterkit.runs import MADE, RunHandle, StepRecord
@@ -49,7 +48,7 @@ def remove(handle: RunHandle, transport: Transport) -> None:
     plan, objects = handle.plan, RunObjects(handle.plan, transport)
     if known(plan, transport) and not _is_ours(handle):
         return
-    name, watch = objects.name, watch_name(objects.name)
+    name = objects.name
     try:
         if known(plan, transport):
             pods = pods_of(handle, transport)
@@ -57,9 +56,6 @@ def remove(handle: RunHandle, transport: Transport) -> None:
             if removed(handle) is None:
                 ended = frozenset(pod.name for pod in pods.values() if pod.ran)
                 put_removed(handle, Removed(ended))
-        if guarded(plan):
-            # First, or it would go on with the run.
-            objects.delete(objects.path("batch/v1", "jobs", watch))
         if plan.trees:
             objects.delete(objects.path("v1", "configmaps", f"{name}-code"))
         # Before the pods: without it nobody makes new ones.
@@ -67,8 +63,8 @@ def remove(handle: RunHandle, transport: Transport) -> None:
         _delete_pods(objects)
         for kind in (*objects.flavor.besides, ("v1", "configmaps"), ("v1", "secrets")):
             objects.delete(objects.path(*kind, name))
-        for kind in _GUARD if guarded(plan) else ():
-            objects.delete(objects.path(*kind, watch))
+        for kind in KINDS if objects.watched else ():
+            objects.delete(objects.path(*kind, watch_name(name)))
         lost = _await_gone(plan, objects)
         if known(plan, transport):
             by_us = removed(handle) or Removed()
@@ -89,13 +85,6 @@ def _is_ours(handle: RunHandle) -> bool:
         step.argv == last.argv and step.outcome == "exit 0"
         for step in folder.records("steps.jsonl", StepRecord)
     )
-
-
-_GUARD = (
-    ("coordination.k8s.io/v1", "leases"), ("v1", "configmaps"), ("v1", "serviceaccounts"),
-    ("rbac.authorization.k8s.io/v1", "rolebindings"), ("rbac.authorization.k8s.io/v1", "roles"),
-)  # fmt: skip
-"""What a watcher in the cluster has besides its job."""
 
 
 def _delete_pods(objects: RunObjects) -> None:
@@ -151,13 +140,13 @@ def _end_lost(objects: RunObjects, items: list[Object]) -> set[str]:
     lost: set[str] = set()
     gone: dict[str | None, bool] = {}
     for each in items:
-        if not each["metadata"].get("deletionTimestamp"):
+        meta = each["metadata"]
+        if not meta.get("deletionTimestamp"):
             continue
         host = (each.get("spec") or {}).get("nodeName")
         if host not in gone:
             gone[host] = host is not None and objects.node_ready(host) is False
-        if gone[host] or read_pod(each, None).lost:
-            name = each["metadata"]["name"]
-            lost.add(name)
-            objects.delete(objects.pod_path(name), gracePeriodSeconds="0")
+        if gone[host] or silent_since(each) is not None:
+            lost.add(meta["name"])
+            objects.force(meta["name"], meta["uid"], held=bool(meta.get("finalizers")))
     return lost

@@ -37,7 +37,6 @@ BESIDES = (
 WATCHING = (
     Rule("", ("serviceaccounts",), ("create", "patch", "delete")),
     Rule("rbac.authorization.k8s.io", ("roles", "rolebindings"), ("create", "patch", "delete")),
-    Rule("coordination.k8s.io", ("leases",), ("get", "create", "patch", "delete")),
 )
 """For the watcher that a run has in the cluster; without these rights it has none."""
 

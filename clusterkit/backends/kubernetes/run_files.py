@@ -12,11 +12,11 @@ import msgspec
 from clusterkit.assemble import Assembly, Placement
 from clusterkit.backends.kubernetes.apply import KUSTOMIZATION
 from clusterkit.backends.kubernetes.flavors import FLAVORS
-from clusterkit.backends.kubernetes.guard import PROGRAM, RULES, guard, rules_of, rules_text
 from clusterkit.backends.kubernetes.pods import MANAGER, PROJECT, Shape
 from clusterkit.backends.kubernetes.remote_runs import RECORD, Record
 from clusterkit.backends.kubernetes.server import HOST, flags
 from clusterkit.backends.kubernetes.text import Object
+from clusterkit.backends.kubernetes.watcher import PROGRAM, watcher
 from clusterkit.plan import KubernetesNative, PlanFile, Step
 from clusterkit.shell import quote
 from clusterkit.yaml_text import documents
@@ -66,11 +66,9 @@ class KubernetesPlacement(Placement):
         )
         files.append(self._file("pod.sh", PlanFile("", text=script, mode=0o755)))
         if native.watched:
-            rules = rules_of(shape, flavor, objects, self.job, self.launchers)
-            objects = [*guard(shape, flavor, objects, self.places.python), *objects]
-            program = PlanFile("", resource="backends/kubernetes/watcher.py")
+            objects = [*watcher(shape, flavor, self.places.python), *objects]
+            program = PlanFile("", resource=f"backends/kubernetes/{PROGRAM}")
             files.append(self._file(PROGRAM, program))
-            files.append(self._file(RULES, PlanFile("", text=rules_text(rules))))
         if (own := self.own_program) is not None:
             files.append(self._file(posixpath.basename(own), PlanFile("", resource=own)))
         files.append(self._file(RECORD, PlanFile("", text=self.record.text())))

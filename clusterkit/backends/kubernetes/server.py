@@ -7,9 +7,10 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import quote
 
-from clusterkit.backends.kubernetes.apply import JSON, MERGE_PATCH, Refusal
+from clusterkit.backends.kubernetes.apply import Refusal
 from clusterkit.backends.kubernetes.client import Context, KubeTransport
 from clusterkit.backends.kubernetes.flavors import FLAVORS
+from clusterkit.backends.kubernetes.lost_pods import JSON, force
 from clusterkit.backends.kubernetes.pods import RUN
 from clusterkit.backends.kubernetes.text import Object
 from clusterkit.cluster import KubernetesCluster
@@ -72,11 +73,6 @@ class Server:
         found: Object = json.loads(self.request("POST", path, body))
         return found
 
-    def patch(self, path: str, body: Object) -> Object:
-        """The object at a path after a merge."""
-        found: Object = json.loads(self.request("PATCH", path, body, MERGE_PATCH))
-        return found
-
     def delete(self, path: str, **query: str) -> None:
         """Remove what is at a path, and in the background what that owns. Idempotent."""
         options = {"propagationPolicy": "Background", **query}
@@ -107,6 +103,7 @@ class RunObjects(Server):
         self.namespace = native.namespace
         self.flavor = FLAVORS[native.flavor]
         self.name = native.name
+        self.watched = native.watched
         self._run_id = plan.run_id
 
     def path(self, api: str, plural: str, name: str) -> str:
@@ -116,6 +113,14 @@ class RunObjects(Server):
 
     def pod_path(self, name: str) -> str:
         return self.path("v1", "pods", name)
+
+    def force(self, name: str, uid: str, *, held: bool) -> None:
+        """As `lost_pods.force`; fine where it is gone, or another one, by now."""
+        try:
+            force(self.request, self.pod_path(name), uid, held=held)
+        except Refusal as error:
+            if error.reason not in ("NotFound", "Conflict"):
+                raise
 
     @property
     def job_path(self) -> str:

@@ -185,8 +185,11 @@ def test_a_watcher_is_planned_for_whoever_may_have_one():
     assert (
         only(judged("rights", replies=replies)).cause == f"admin may do all {count} things needed"
     )
-    assert only(judged("plan", replies=replies)).cause == "3 pods"
-    roles = [role for role, _, _ in templates(seen_of(subject_of(), replies).objects)]
+    assert only(judged("plan", replies=replies)).cause == "2 pods"
+    # Where another pod is waited for in the place of a lost one.
+    waits = subject_of(JobSpec(name="any", command=("true",), nodes=2, restarts=1))
+    assert only(judged("plan", waits, replies)).cause == "3 pods"
+    roles = [role for role, _, _ in templates(seen_of(waits, replies).objects)]
     assert roles == ["watcher", "worker"]
     # Its pod is kept by a Job, whatever keeps the others.
     assert ("create", "batch", "jobs") in to_watch()

@@ -19,10 +19,11 @@ from cryptography.x509.oid import NameOID
 from clusterkit.backends.kubernetes.apply import Away, Refusal
 from clusterkit.backends.kubernetes.client import Context, KubeTransport
 from clusterkit.backends.kubernetes.connect import connect
-from clusterkit.backends.kubernetes.pod_log import LogLines
+from clusterkit.backends.kubernetes.judge import Pod
+from clusterkit.backends.kubernetes.pod_log import NodeLines
 from clusterkit.backends.kubernetes.server import Server
 from clusterkit.errors import BadInput, SubmitFailed, Unavailable
-from clusterkit.runs import MADE
+from clusterkit.runs import MADE, RunFolder
 
 
 class Answers(ThreadingHTTPServer):
@@ -142,20 +143,19 @@ def _body(asked):
     return yaml.safe_load(asked[2])
 
 
-def test_the_job_of_a_watcher_owns_all_and_the_run_s_own_job_comes_last(
-    server, tool, transport, tmp_path
-):
-    labels = {"clusterkit/role": "watcher"}
-    watcher = {**JOB, "metadata": {"name": "r-1-watch", "labels": labels}}
+def test_the_run_s_own_job_comes_last_and_owns_all(server, tool, transport, tmp_path):
+    watcher = {**JOB, "metadata": {"name": "r-1-watch"}}
     argv = [*tool, *folder(tmp_path, JOB)]
     manifests = tmp_path / "run" / "files" / "manifests.yaml"
     manifests.write_text(yaml.safe_dump_all([watcher, *yaml.safe_load_all(manifests.read_text())]))
     assert transport.run("localhost", argv).exit_code == 0
     names = [asked[1].partition("?")[0].rpartition("/")[2] for asked in server.asked]
-    assert names == ["r-1", "r-1-watch", "r-1", "r-1"]
-    owners = [_body(asked)["metadata"].get("ownerReferences") for asked in server.asked]
-    assert [bool(each) for each in owners] == [False, False, True, True]
+    assert (sorted(names[:2]), names[2]) == (["r-1", "r-1-watch"], "r-1")
+    assert (sorted(names[3:]), len(names)) == (["r-1", "r-1-watch"], 5)
     assert _body(server.asked[2])["kind"] == "Job"
+    for asked in server.asked[3:]:
+        (owner,) = _body(asked)["metadata"]["ownerReferences"]
+        assert owner["name"] == "r-1"
 
 
 def test_secrets_and_the_attempt_come_from_the_environment(server, tool, transport, tmp_path):
@@ -247,11 +247,11 @@ def test_what_the_server_refuses_is_raised_with_its_reason(
     status, answer, reason, said, server, api
 ):
     server.answers["/x"] = (status, [(status, answer)])
-    for ask in (lambda: api.get("/x"), lambda: api.post("/x", {}), lambda: api.patch("/x", {})):
+    for ask in (lambda: api.get("/x"), lambda: api.post("/x", {})):
         with pytest.raises(Refusal) as error:
             ask()
         assert (error.value.reason, error.value.said) == (reason, said)
-    assert [asked[0] for asked in server.asked] == ["GET", "POST", "PATCH"]
+    assert [asked[0] for asked in server.asked] == ["GET", "POST"]
 
 
 def test_what_is_not_there_is_none_and_can_be_deleted(server, api):
@@ -344,32 +344,39 @@ def test_many_connect_at_once_and_no_key_stays_on_the_disk(with_keys, tmp_path, 
 
 
 def test_a_log_goes_on_where_it_had_stopped_and_no_line_comes_twice(tmp_path):
-    log = tmp_path / "log"
     ours = [f"2026-11-22T04:00:0{n}.000000Z 0 line {n}" for n in range(6)]
     cri = [f"2026-11-22T04:00:0{n}.123456789Z {line}\n".encode() for n, line in enumerate(ours)]
-    first = LogLines(log)
-    assert first.since is None
-    log.write_bytes(first.feed(b"".join(cri[:4]) + cri[4][:30]))
-    again = LogLines(log)
-    assert again.since == "2026-11-22T04:00:03Z"
-    with log.open("ab") as file:
-        file.write(again.feed(b"".join(cri[3:])))
-    assert log.read_text().splitlines() == ours
+    with lines_of(tmp_path) as first:
+        assert first.since is None
+        first.feed(b"".join(cri[:4]) + cri[4][:30])
+    with lines_of(tmp_path) as again:
+        assert again.since == "2026-11-22T04:00:03Z"
+        again.feed(b"".join(cri[3:]))
+    assert log_in(tmp_path).splitlines() == ours
+
+
+def lines_of(folder):
+    return NodeLines(RunFolder(folder), Pod(name="p", uid="u", node=0, phase="Running"))
+
+
+def log_in(folder):
+    return (folder / "attempts" / "1" / "node-0" / "log").read_text()
 
 
 def test_the_same_words_twice_in_one_second_are_two_lines(tmp_path):
-    log = tmp_path / "log"
     line = b"2026-11-22T04:00:00.5Z 2026-11-22T04:00:00.500000Z 0 same\n"
-    log.write_bytes(LogLines(log).feed(line))
-    again = LogLines(log)
-    with log.open("ab") as file:
-        file.write(again.feed(line + line))
-    assert log.read_text().count("same") == 2
+    with lines_of(tmp_path) as lines:
+        lines.feed(line)
+    with lines_of(tmp_path) as lines:
+        lines.feed(line + line)
+    assert log_in(tmp_path).count("same") == 2
 
 
 def test_what_is_not_the_agent_s_gets_a_time_and_no_rank(tmp_path):
-    found = LogLines(tmp_path / "none").feed(b"2026-11-22T04:00:00.123456789Z sh: not found\n")
-    assert found == b"2026-11-22T04:00:00.123456Z - sh: not found\n"
-    lines = LogLines(tmp_path / "none")
-    assert lines.feed(b"2026-11-22T04:00:00.5Z no newline") == b""
-    assert lines.end() == b"2026-11-22T04:00:00.500000Z - no newline\n"
+    with lines_of(tmp_path) as lines:
+        lines.feed(b"2026-11-22T04:00:00.123456789Z sh: not found\n")
+        lines.feed(b"2026-11-22T04:00:00.5Z no newline")
+        whole = "2026-11-22T04:00:00.123456Z - sh: not found\n"
+        assert log_in(tmp_path) == whole
+        lines.end()
+    assert log_in(tmp_path) == whole + "2026-11-22T04:00:00.500000Z - no newline\n"

@@ -1,5 +1,6 @@
 """Following a run's pods: an API server as a small server of HTTP plays it."""
 
+import dataclasses
 import json
 import threading
 import time
@@ -10,12 +11,10 @@ import pytest
 import yaml
 
 from clusterkit import backends
-from clusterkit.agent import STOPPED
+from clusterkit.agent import ATTEMPT_ENDED, STOPPED
 from clusterkit.backends.kubernetes.client import KubeTransport
-from clusterkit.backends.kubernetes.lease import progress
 from clusterkit.backends.kubernetes.monitor import PodMonitor
 from clusterkit.backends.kubernetes.observe import observation, read_pods
-from clusterkit.backends.kubernetes.pod_log import collect
 from clusterkit.backends.kubernetes.records import (
     Removed,
     keep,
@@ -28,7 +27,7 @@ from clusterkit.backends.kubernetes.remove import remove
 from clusterkit.backends.kubernetes.server import RunObjects
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
 from clusterkit.errors import Unavailable
-from clusterkit.runs import MADE, Event, RunFolder, RunHandle, StepRecord
+from clusterkit.runs import MADE, RunFolder, RunHandle, StepRecord
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
 
@@ -38,7 +37,6 @@ LABELS = {
     "training.kubeflow.org/replica-index": "0",
 }  # fmt: skip
 LINE = "2026-11-22T04:00:01.000000Z 0 hello"
-LOG = f"2026-11-22T04:00:01.500000000Z {LINE}\n"
 
 
 def pod(code=None):
@@ -62,7 +60,7 @@ class Server(ThreadingHTTPServer):
         self.pod = pod()
         self.job = None
         self.events = []
-        self.record = {}
+        self.log = [LINE]
         self.deleted = []
         self.changed = threading.Event()
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -86,7 +84,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         path = self.path.partition("?")[0]
         if path.endswith("/log"):
-            self._send(LOG.encode())
+            self._send("".join(f"{line[:26]}500Z {line}\n" for line in self.server.log).encode())
         elif "watch=1" in self.path:
             self.server.changed.wait(10)
             self._send(json.dumps({"type": "MODIFIED", "object": self.server.pod}).encode() + b"\n")
@@ -102,8 +100,6 @@ class Handler(BaseHTTPRequestHandler):
             self._send({"items": self.server.events})
         elif path.endswith("/namespaces/ns"):
             self._send({"metadata": {"deletionTimestamp": "2026-11-22T04:00:00Z"}})
-        elif path.endswith("/configmaps/demo-1-watch"):
-            self._send({"data": self.server.record})
         else:
             self._send({"reason": "NotFound", "message": "no"}, 404)
 
@@ -183,6 +179,17 @@ def test_a_pod_that_ends_is_seen_with_its_whole_log(server, transport, handle):
     assert (seen.state, seen.nodes[0].exit_code, seen.nodes[0].host) == (State.FAILED, 3, "node-1")
     assert log_of(handle) == [LINE]
     assert snapshot(handle)["demo-1-worker-0"].exit_code == 3
+
+
+def test_a_node_that_does_not_answer_for_a_moment_is_not_lost(server, transport, handle):
+    server.pod["status"]["conditions"] = [
+        {"type": "Ready", "status": "False", "lastTransitionTime": "2026-11-22T04:00:00Z"},
+        {"type": "ContainersReady", "status": "True"},
+    ]
+    for seconds, expected in ((1e9, State.RUNNING), (30.0, State.UNKNOWN)):
+        plan = msgspec.structs.replace(handle.plan, lost_after=seconds)
+        seen = BACKEND.status(dataclasses.replace(handle, plan=plan), transport)
+        assert seen.nodes[0].state is expected
 
 
 def test_a_namespace_that_is_being_deleted_is_the_cause(server, transport, handle):
@@ -273,32 +280,93 @@ def test_what_an_mpijob_s_workers_wait_for_is_said_of_its_launcher(server, trans
 def test_a_log_is_brought_once_however_often_it_is_collected(server, transport, handle):
     server.end(0)
     for _ in range(2):
-        collect(handle, transport)
+        BACKEND.sync(handle, transport)
     assert log_of(handle) == [LINE]
 
 
-def test_what_the_watcher_recorded_comes_into_the_run_s_folder(server, transport, handle):
-    entry = {"pod": pod(7), "log": LOG}
-    server.record = {
-        "verdict": json.dumps({"state": "FAILED", "attempt": 2, "why": "x", "late": "late"}),
-        "events": json.dumps({"at": 1.0, "text": "attempt 1 failed"}) + "\n",
-        "attempt-1": json.dumps([entry]),
-    }
+def next_attempt(number, code=7):
+    """What an agent prints when it begins another attempt."""
+    ended = {"exit_code": code, "reason": None, "at": 1.0, "processes": [], "next": number}
+    return f"2026-11-22T04:00:01.000000Z - {ATTEMPT_ENDED.decode()} {json.dumps(ended)}"
+
+
+def texts(handle, attempt):
+    log = handle.folder.node_dir(attempt, 0) / "log"
+    return [line.rpartition(" ")[2] for line in log.read_text().splitlines()]
+
+
+@pytest.fixture
+def again(run_of, server):
+    """A run whose pod has gone on with its second attempt."""
+    server.log += [next_attempt(2), LINE.replace("hello", "again")]
+    return run_of(restarts=2)
+
+
+def test_the_attempts_of_a_pod_have_their_own_logs_and_ends(server, transport, again):
+    for _ in range(2):  # the second time from where it was
+        BACKEND.sync(again, transport)
+    assert (texts(again, 1), texts(again, 2)) == (["hello"], ["again"])
+    assert json.loads((again.folder.node_dir(1, 0) / "exit.json").read_bytes())["next"] == 2
+    # All within one second: that tells nothing apart.
+    server.log += [LINE, next_attempt(3), LINE]
     for _ in range(2):
-        found = progress(handle, transport)
-        assert (found.attempt, found.late, found.watched) == (2, True, True)
-    (event,) = handle.folder.records("events.jsonl", Event)
-    assert event.text == "attempt 1 failed"
-    assert snapshot(handle)["demo-1-worker-0"].exit_code == 7
-    assert log_of(handle) == [LINE]
+        BACKEND.sync(again, transport)
+    assert [texts(again, number) for number in (1, 2, 3)] == [
+        ["hello"], ["again", "hello"], ["hello"],
+    ]  # fmt: skip
+
+
+def test_a_pod_that_takes_another_s_place_goes_on_with_the_run_s_attempt(transport, again, server):
+    BACKEND.sync(again, transport)
+    server.pod["metadata"] = server.pod["metadata"] | {"uid": "new"}
+    later = "2026-11-22T04:00:09.000000Z"
+    server.log = [f"{later} - waiting", f"{later}{next_attempt(2)[27:]}", f"{later} 0 back"]
+    BACKEND.sync(again, transport)
+    assert (texts(again, 1), texts(again, 2)) == (["hello"], ["again", "waiting", "back"])
+
+
+def test_status_says_which_attempt_goes_on_in_the_pods(transport, again):
+    seen = BACKEND.status(again, transport)
+    assert seen.goes_on == 2
+    assert (seen.nodes[0].state, seen.nodes[0].exit_code) == (State.FAILED, 7)
+    seen = BACKEND.status(dataclasses.replace(again, attempt=2), transport)
+    assert (seen.goes_on, seen.nodes[0].state) == (None, State.RUNNING)
+
+
+def until(monitor, right):
+    deadline = time.monotonic() + 30
+    while not right(seen := monitor.status()):
+        assert time.monotonic() < deadline, seen
+        time.sleep(0.05)
+    return seen
+
+
+def test_a_pod_is_followed_from_attempt_to_attempt(server, transport, run_of):
+    handle = run_of(restarts=1)
+    monitor = PodMonitor(handle, transport)
+    try:
+        until(monitor, lambda seen: seen.state is State.RUNNING)
+        server.log += [next_attempt(2)]
+        seen = until(monitor, lambda seen: seen.goes_on == 2)
+    finally:
+        monitor.close()
+    assert seen.nodes[0].exit_code == 7
+    monitor = PodMonitor(second := dataclasses.replace(handle, attempt=2), transport)
+    try:
+        # It is the same pod, and known.
+        assert monitor.status().state is State.RUNNING
+        assert snapshot(second) == snapshot(handle)
+        server.end(0)
+        seen = until(monitor, lambda seen: seen.state.final)
+    finally:
+        monitor.close()
+    assert (seen.state, seen.goes_on) == (State.SUCCEEDED, None)
 
 
 def test_a_removal_ends_all_that_the_run_has_and_remembers_whom_it_ended(server, transport, handle):
     for _ in range(2):
         remove(handle, transport)
-    assert {"pytorchjobs/demo-1", "pods", "configmaps/demo-1", "leases/demo-1-watch"} <= set(
-        server.deleted
-    )
+    assert {"pytorchjobs/demo-1", "pods", "configmaps/demo-1"} <= set(server.deleted)
     found = removed(handle)
     assert (found.ended, found.complete) == (frozenset({"demo-1-worker-0"}), True)
 

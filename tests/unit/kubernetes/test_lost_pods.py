@@ -1,0 +1,82 @@
+"""What the watcher in the cluster takes for lost, and what it does then."""
+
+import pytest
+
+from clusterkit.backends.kubernetes import lost_pods
+from clusterkit.backends.kubernetes.lost_pods import JSON, MERGE_PATCH, look, silent_since
+
+NOW = 1_800_000_000.0
+AT = "2027-01-15T08:00:00Z"
+
+
+def pod(name="r-0", phase="Running", conditions=(), **meta):
+    return {
+        "metadata": {"name": name, "uid": f"u-{name}", **meta},
+        "status": {"phase": phase, "conditions": list(conditions)},
+    }
+
+
+def holds(kind, status, **more):
+    return {"type": kind, "status": status, "lastTransitionTime": AT, **more}
+
+
+SILENT = [holds("Ready", "False"), holds("ContainersReady", "True")]
+TAINTED = [holds("DisruptionTarget", "True", reason="DeletionByTaintManager")]
+
+
+@pytest.mark.parametrize(
+    ("told", "since"),
+    [
+        (pod(conditions=SILENT), NOW),
+        (pod("Failed", conditions=SILENT, phase="Failed"), None),
+        # Its kubelet says it: a probe fails, or it ends.
+        (pod(conditions=[holds("Ready", "False"), holds("ContainersReady", "False")]), None),
+        (pod(conditions=[holds("Ready", "True"), holds("ContainersReady", "True")]), None),
+        # It had not begun: only that it does not end tells.
+        (pod(phase="Pending", conditions=TAINTED, deletionTimestamp=AT), NOW),
+        (pod(phase="Pending", deletionTimestamp=AT), None),
+        (pod(conditions=TAINTED), None),
+        ({"metadata": {}}, None),
+    ],
+)
+def test_since_when_a_pod_s_node_has_not_answered(told, since):
+    assert silent_since(told) == since
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What an API server is asked that has one silent pod of a Job, and others that are well; with
+    a function that sets the time."""
+    found = []
+    pods = [
+        pod("r-0"),
+        pod("r-1", conditions=SILENT, finalizers=["batch.kubernetes.io/job-tracking"]),
+        pod("r-2", phase="Succeeded"),
+    ]
+
+    def ask(method, path, body=None, content=JSON):
+        found.append((method, path, body, content))
+        return {"items": pods} if method == "GET" else {}
+
+    monkeypatch.setattr(lost_pods, "ask", ask)
+    return found
+
+
+@pytest.mark.parametrize(("late", "removed"), [(29, 0), (31, 2)])
+def test_a_pod_is_removed_by_force_once_its_node_was_silent_for_so_long(
+    late, removed, asked, monkeypatch
+):
+    monkeypatch.setattr(lost_pods.time, "time", lambda: NOW + late)
+    assert look("/pods", "run=r", 30.0)
+    (listing, *rest) = asked
+    assert listing[:2] == ("GET", "/pods?labelSelector=run%3Dr")
+    gone = {"gracePeriodSeconds": 0, "preconditions": {"uid": "u-r-1"}}
+    let_go = {"metadata": {"uid": "u-r-1", "finalizers": None}}
+    both = [("DELETE", "/pods/r-1", gone, JSON), ("PATCH", "/pods/r-1", let_go, MERGE_PATCH)]
+    assert rest == both[:removed]
+
+
+def test_pods_that_have_all_ended_are_nothing_to_stay_for(monkeypatch):
+    ended = {"items": [pod(phase="Succeeded"), pod(phase="Failed")]}
+    monkeypatch.setattr(lost_pods, "ask", lambda *_: ended)
+    assert not look("/pods", "run=r", 30.0)
