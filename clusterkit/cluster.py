@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from clusterkit.spec import Auto, Count, Spec
+from clusterkit.spec import Auto, Count, Duration, Spec
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Amount = Annotated[int, Meta(ge=0)]
@@ -35,6 +35,9 @@ class LocalCluster(Spec, frozen=True, kw_only=True):
     stop_grace: Grace = 10.0
     """Seconds between SIGTERM and SIGKILL when a run is ended; mpirun ends its ranks after 1 s of
     its own."""
+    warm: Duration | None = None
+    """How long what a run has imported stays in memory for the next one, such as `10m`; by default
+    what `clusterkit warm on` says, or not at all."""
 
 
 class Host(Spec, frozen=True, kw_only=True):
@@ -347,6 +350,10 @@ class Facts(Struct, frozen=True, kw_only=True):
     """Network interface that the ranks talk over."""
     watch_port: int | None = None
     """Port on the first host where the nodes watch each other, if they do."""
+    warm: float = 0.0
+    """Seconds that a fork server waits for another run; 0: it ends with its own."""
+    warm_origin: str = ""
+    """Why, in words."""
     project: Project | None = None
     """What is copied to the hosts, where something is."""
     shipped: Project | None = None

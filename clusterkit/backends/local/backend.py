@@ -87,6 +87,9 @@ class LocalBackend(Backend, SupportsDoctor):
         run_dir = posixpath.join(facts.home, "runs", run_id)
         shared = f"{topology.world_size} ranks share {counted(host.cpus, 'core')}: expect them slow"
         slow = device == "cpu" and topology.world_size > host.cpus
+        notes = []
+        if facts.warm and job.started_by == "forkserver":
+            notes = [Note("warm", f"{facts.warm:g} s", facts.warm_origin)]
         return Placement(
             job=job,
             topology=topology,
@@ -106,12 +109,14 @@ class LocalBackend(Backend, SupportsDoctor):
             network_env=interface_env(facts.interface),
             node_env=tuple(gpu_share(host.gpus, device, n * nproc, nproc) for n in range(nodes)),
             stop_grace=cluster.stop_grace,
+            warm=facts.warm,
             notes=(
                 Note("device", device, device_origin),
                 Note("nproc_per_node", str(nproc), nproc_origin),
                 Note("master_addr", host.address, "this machine, loopback"),
                 Note("master_port", str(facts.port), facts.port_origin),
                 Note("threads_per_rank", str(threads), threads_origin),
+                *notes,
             ),
             remarks=(Note("", shared, ""),) if slow else (),
         )
