@@ -123,7 +123,7 @@ kube-up: ## A Kubernetes on this machine with all operators and clusterkit:cpu; 
 	@test -x $(KUBE) || { echo "$(KUBE) is not there; docs/kubernetes.md says how with kind or minikube" >&2; exit 3; }
 	@docker image inspect clusterkit:cpu >/dev/null || { echo "first: make image, or with GPUs: python3 docker/build.py --tag clusterkit:cpu" >&2; exit 3; }
 	@$(KUBE) up
-	@mkdir -p .make && docker save clusterkit:cpu --output .make/image.tar && $(KUBE) load .make/image.tar; code=$$?; rm -f .make/image.tar; exit $$code
+	@mkdir -p .make && docker save $$(docker image inspect clusterkit:cpu --format '{{join .RepoTags " "}}') --output .make/image.tar && $(KUBE) load .make/image.tar; code=$$?; rm -f .make/image.tar; exit $$code
 
 .PHONY: kube-down
 kube-down: ## Remove it

@@ -2,8 +2,8 @@
 
 A marked line is ``@clusterkit`` and a JSON object with a key ``event``: ``start``, ``phase``,
 ``metrics``, ``checkpoint``, ``resumed``, ``optimizer``, ``end``, or those of
-`clusterkit.runtime.bandwidth`. Ranks write them (`clusterkit.runtime.metrics`, or any program by
-itself); whoever reads the log parses them.
+`clusterkit.runtime.bandwidth`. Any program writes them by printing;
+whoever reads the log parses them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Build the training image: `make image`, or python docker/build.py [--base IMAGE] [--tag NAME].
 
 With GPUs here it is clusterkit:gpu, made from the Dockerfile's own base; without, clusterkit:cpu
-from a small Debian with Python, and torch without CUDA.
+from a small Debian with Python, and torch without CUDA. Either is called by its version as well, as
+the manifests in k8s/ name it: clusterkit:0.1.0-gpu.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ def arguments(base: str | None, tag: str) -> list[str]:
     if base:
         values["BASE_IMAGE"] = base
     words = ["--file", str(ROOT / "docker" / "Dockerfile"), "--tag", tag, "--progress", "plain"]
+    if tag in ("clusterkit:gpu", "clusterkit:cpu"):
+        words += ["--tag", tag.replace(":", f":{values['VERSION']}-")]
     for name, value in values.items():
         words += ["--build-arg", f"{name}={value}"]
     return words

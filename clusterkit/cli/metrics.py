@@ -16,8 +16,8 @@ _COLUMNS = ("step", "loss", "eval_loss", "tokens_per_second", "step_seconds", "l
 def command(run: str, as_json: bool) -> None:
     """Show loss, tokens/s and more, step by step.
 
-    RUN is a run's id, the beginning of one, or `last`. A program reports through
-    clusterkit.runtime.metrics, or by printing the same marked lines itself.
+    RUN is a run's id, the beginning of one, or `last`. A program reports
+    by printing marked lines: docs/programs.md.
     """
     found = api.metrics(run)
     if as_json:

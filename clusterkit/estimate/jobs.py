@@ -31,9 +31,7 @@ _DEFAULT_GLOBAL_BATCH = 32
 _HUGGING_FACE_CONTEXT = 256
 """Tokens in a sample of a Hugging Face model in train.py, when nothing is said."""
 _RECOMPUTE = ("--activation-checkpointing", "--gradient-checkpointing", "--gradient_checkpointing")
-_OURS = re.compile(
-    r"^\s*(from|import) clusterkit\.runtime\b|\bsettings\.Parser\(__doc__", re.MULTILINE
-)
+_OURS = re.compile(r"\b(settings\.Parser|make_parser)\(__doc__")
 _HAS_PRESETS = re.compile(r"^from model import .*\bPRESETS\b", re.MULTILINE)
 
 

@@ -1,5 +1,4 @@
-"""Help for programs in ranks that want it: distributed set-up, metrics; and what measures links.
+"""What clusterkit itself runs with torch: measuring links, counting a model's parameters.
 
-The only part of clusterkit that imports torch (``metrics`` and ``arguments`` do not). A program
-that knows nothing of it still runs under clusterkit; jobs/train/gpt needs nothing of it.
+The only part of clusterkit that imports torch. Programs in ranks need nothing of it.
 """

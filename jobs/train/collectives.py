@@ -10,18 +10,18 @@ or a result that is not what it must be, ends the program with exit code 1.
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import sys
 from collections import Counter
 from typing import Any
 
 import operations_all  # noqa: F401 (adds its part to OPERATIONS)
 import torch
-from flags import Flags
-from operations import OPERATIONS, Outcome
+import torch.distributed as dist
+from operations import OPERATIONS, Outcome, World
 from torch import Tensor
-
-from clusterkit.errors import BadInput
-from clusterkit.runtime.distributed import World, choose_device, distributed, read_ranks, run
-from clusterkit.runtime.metrics import Reporter
 
 LACKS = {
     "gloo": {"all_reduce PREMUL_SUM", "all_gather, uneven"},
@@ -30,27 +30,29 @@ LACKS = {
 """gloo's were seen with torch 2.13; NCCL's are what PyTorch's documentation says."""
 
 
-def main() -> int:
-    args = parse_args()
-    ranks = read_ranks()
-    if ranks.size < 2:
-        raise BadInput("one rank has nobody to talk to", hint="--nodes 2, or --gpus 2")
-    device = choose_device(ranks)
-    unknown = sorted(set(args.only) - OPERATIONS.keys())
-    if unknown:
-        raise BadInput(f"no operation {unknown[0]!r}", hint="; ".join(OPERATIONS))
-    reporter = Reporter(speaks=ranks.is_first)
-    with distributed(ranks, device) as world:
-        reporter.event("start", steps=len(args.only or OPERATIONS), first_step=0)
-        results = {name: shown(name, world) for name in args.only or OPERATIONS}
-        if world.is_first:
-            count = Counter(results.values())
-            print(f"{world.backend}, {world.size} ranks: {count[True]} operations right, "
-                  f"{count[None]} not there, {count[False]} wrong", flush=True)  # fmt: skip
+def main() -> None:
+    names = parse_args().only or list(OPERATIONS)
+    on_gpu = torch.cuda.is_available() and os.environ.get("CLUSTERKIT_DEVICE") != "cpu"
+    device = torch.device("cpu")
+    if on_gpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    world = World(dist.get_rank(), dist.get_world_size(), device)
+    if world.rank == 0:  # a line that clusterkit reads
+        record = {"event": "start", "steps": len(names), "first_step": 0}
+        print("@clusterkit " + json.dumps(record), flush=True)
+    results = {name: shown(name, world) for name in names}
+    if world.rank == 0:
+        count = Counter(results.values())
+        print(f"{dist.get_backend()}, {world.size} ranks: {count[True]} operations right, "
+              f"{count[None]} not there, {count[False]} wrong", flush=True)  # fmt: skip
     wrong = [name for name, right in results.items() if right is False]
     if wrong:
         raise RuntimeError(f"not what it must be: {', '.join(wrong)}")
-    return 0
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # a process that used gloo sometimes aborts where the interpreter would end it
 
 
 def shown(name: str, world: World) -> bool | None:
@@ -59,18 +61,20 @@ def shown(name: str, world: World) -> bool | None:
     Returns:
         Whether every rank got what it must; None if the backend has no such operation.
     """
-    lacking = name in LACKS.get(world.backend, ())
+    backend = dist.get_backend()
+    lacking = name in LACKS.get(backend, ())
     try:
         outcome = OPERATIONS[name](world)
     except (RuntimeError, ValueError) as error:
         if not lacking:
             raise
-        if world.is_first:
+        if world.rank == 0:
             reason = str(error).splitlines()[0]
-            print(f"{name:26} {world.backend} has none of it: {reason}", flush=True)
+            print(f"{name:26} {backend} has none of it: {reason}", flush=True)
         return None
-    everyone = world.gather((words(outcome[0]), words(outcome[1]), is_right(outcome)))
-    if world.is_first:
+    everyone: list[Any] = [None] * world.size
+    dist.all_gather_object(everyone, (words(outcome[0]), words(outcome[1]), is_right(outcome)))
+    if world.rank == 0:
         print_part(name, everyone)
     return all(right for _, _, right in everyone)
 
@@ -110,11 +114,18 @@ def is_right(outcome: Outcome) -> bool:
     return bool(after == must)
 
 
-def parse_args() -> Any:
-    flags = Flags(__doc__)
-    flags.add_argument("only", nargs="*", metavar="OPERATION", help="only these, as in the table")
-    return flags.parse_args()
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("only", nargs="*", metavar="OPERATION", help="only these, as in the table")
+    args = parser.parse_args()
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        parser.error("one rank has nobody to talk to: --nodes 2, or --gpus 2")
+    if unknown := sorted(set(args.only) - OPERATIONS.keys()):
+        parser.error(f"no operation {unknown[0]!r}; there are {'; '.join(OPERATIONS)}")
+    return args
 
 
 if __name__ == "__main__":
-    run(main)
+    main()

@@ -19,28 +19,24 @@ from pathlib import Path
 
 import torch
 import torch.multiprocessing as mp
-from flags import Flags
-
-from clusterkit.runtime.arguments import positive
-from clusterkit.runtime.distributed import read_ranks, run
 
 PROGRAM = Path(__file__).with_name("ddp.py")
 
 
 def main() -> int:
     args = parse_args()
-    here = read_ranks()
-    if here.local_rank > 0:
+    # Started by a launcher: as many ranks as it would start. By hand: one per GPU, or two.
+    by_hand = torch.cuda.device_count() or 2
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", by_hand))
+    nodes = int(os.environ.get("WORLD_SIZE", here)) // here
+    node_rank = int(os.environ.get("NODE_RANK", "0"))
+    if os.environ.get("LOCAL_RANK", "0") != "0":
         return 0
-    # Started by a launcher: as many as it would start. By hand: one per GPU, or two.
-    launched = "RANK" in os.environ
-    count = args.ranks or (here.local_size if launched else torch.cuda.device_count() or 2)
-    nodes = here.size // here.local_size
-    if not launched:
+    if "MASTER_PORT" not in os.environ:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if args.way == "launch":
-        launch(count, nodes, here.node_rank, args.rest)
-    return spawn(count, nodes, here.node_rank, args.rest)
+        launch(args.ranks or here, nodes, node_rank, args.rest)
+    return spawn(args.ranks or here, nodes, node_rank, args.rest)
 
 
 def spawn(count: int, nodes: int, node_rank: int, rest: list[str]) -> int:
@@ -67,7 +63,7 @@ def child(local_rank: int, rest: list[str]) -> None:
     sys.argv = [str(PROGRAM), *rest]
     import ddp
 
-    run(ddp.main)
+    ddp.main()
 
 
 def launch(count: int, nodes: int, node_rank: int, rest: list[str]) -> None:
@@ -88,9 +84,13 @@ def free_port() -> int:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = Flags(f"{__doc__}\nOther arguments, and all after --, go to ddp.py.")
+    parser = argparse.ArgumentParser(
+        description=f"{__doc__}\nOther arguments, and all after --, go to ddp.py.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("way", choices=["spawn", "launch"])
-    parser.add_argument("--ranks", type=positive, metavar="N", help="on this node")
+    parser.add_argument("--ranks", type=int, metavar="N", help="on this node")
     args, args.rest = parser.parse_known_args()
     if args.rest[:1] == ["--"]:
         del args.rest[0]
@@ -98,4 +98,4 @@ def parse_args() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run(main)
+    sys.exit(main())

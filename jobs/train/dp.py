@@ -13,16 +13,12 @@ DistributedDataParallel (ddp.py). The program shows what each GPU was given and 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import time
 
 import torch
-from flags import Flags
 from torch import Tensor, nn
-
-from clusterkit.errors import BadInput
-from clusterkit.runtime.arguments import positive
-from clusterkit.runtime.distributed import choose_device, read_ranks, run
-from clusterkit.runtime.metrics import Reporter
 
 WIDTH = 512
 
@@ -41,26 +37,17 @@ class Classifier(nn.Module):
         return outputs
 
 
-def main() -> int:
-    args = parse_args()
-    ranks = read_ranks()
-    if ranks.size > ranks.local_size:
-        raise BadInput(
-            f"nn.DataParallel is one process, so it cannot use {ranks.size // ranks.local_size} "
-            "nodes",
-            hint="--nodes 1, or DistributedDataParallel: jobs/ddp-torchrun.yaml",
-        )
-    if ranks.local_rank > 0:
-        return 0  # clusterkit starts one process per GPU; the first one uses them all
-    device = choose_device(ranks)
-    devices = list(range(torch.cuda.device_count())) if device.type == "cuda" else []
-    if len(devices) > args.batch:
-        raise BadInput(f"--batch {args.batch}: {len(devices)} GPUs cannot have a sample each")
+def main() -> None:
+    on_gpu = torch.cuda.is_available() and os.environ.get("CLUSTERKIT_DEVICE") != "cpu"
+    devices = list(range(torch.cuda.device_count())) if on_gpu else []
+    args = parse_args(len(devices))
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return  # clusterkit starts one process per GPU; the first one uses them all
     print(f"nn.DataParallel: 1 process, {len(devices)} GPUs", flush=True)
 
-    reporter = Reporter(speaks=True)
-    bare, bare_time, whole = measure(args, device, None, reporter)
-    wrapped, wrapped_time, given = measure(args, device, devices, reporter)
+    device = torch.device("cuda" if on_gpu else "cpu")
+    bare, bare_time, whole = measure(args, device, None)
+    wrapped, wrapped_time, given = measure(args, device, devices)
     if sum(given) != sum(whole):
         raise RuntimeError(f"the copies saw batches of {given}, the whole is {whole}")
     # On several GPUs the sums are made in another order.
@@ -75,11 +62,10 @@ def main() -> int:
         print(f"{name}  loss {loss:.6f}  {1000 * seconds:.2f} ms a step", flush=True)
     if not devices:
         print("without GPUs nothing was divided: use ddp.py", flush=True)
-    return 0
 
 
 def measure(
-    args: argparse.Namespace, device: torch.device, devices: list[int] | None, reporter: Reporter
+    args: argparse.Namespace, device: torch.device, devices: list[int] | None
 ) -> tuple[float, float, list[int]]:
     """Train from the same start, as it is (``devices`` None) or wrapped.
 
@@ -93,7 +79,7 @@ def measure(
     inputs = torch.randn(args.batch, WIDTH, device=device)
     targets = inputs[:, :10].argmax(dim=1)
     if devices is not None:
-        reporter.event("start", steps=args.steps, first_step=0)
+        report("start", steps=args.steps, first_step=0)
     times, value = [], 0.0
     for step in range(1, args.steps + 1):
         started = time.perf_counter()
@@ -104,17 +90,34 @@ def measure(
         value = loss.item()  # waits for the GPU
         times.append(time.perf_counter() - started)
         if devices is not None:
-            reporter.event("metrics", step=step, loss=value, step_seconds=times[-1])
+            report("metrics", step=step, loss=value, step_seconds=times[-1])
     return value, sorted(times)[len(times) // 2], module.seen
 
 
-def parse_args() -> argparse.Namespace:
-    flags = Flags(__doc__)
-    flags.add_batch(256)
-    flags.add_argument("--steps", type=positive, default=50, help="default: 50")
-    flags.add_argument("--seed", type=int, default=0, help="default: 0")
-    return flags.parse_args()
+def report(event: str, **fields: object) -> None:
+    """Print a line that clusterkit reads: progress, metrics and plots are made of it."""
+    print("@clusterkit " + json.dumps({"event": event, **fields}), flush=True)
+
+
+def parse_args(gpus: int) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add, batch = parser.add_argument, os.environ.get("CLUSTERKIT_MICRO_BATCH") or 256
+    add("--batch", type=int, default=batch, metavar="SAMPLES", help="of a step (default: 256)")
+    add("--steps", type=int, default=50, help="default: 50")
+    add("--seed", type=int, default=0, help="default: 0")
+    args = parser.parse_args()
+    ranks, local = (os.environ.get(name) or 1 for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if (nodes := int(ranks) // int(local)) > 1:
+        parser.error(f"nn.DataParallel is one process, so it cannot use {nodes} nodes: --nodes 1, "
+                     "or DistributedDataParallel: jobs/ddp-torchrun.yaml")  # fmt: skip
+    if os.environ.get("CLUSTERKIT_ACCUMULATION", "1") != "1":
+        parser.error("this program does not accumulate: give batch.global or batch.micro alone")
+    if args.batch < max(gpus, 1) or args.steps < 1:
+        parser.error(f"--batch {args.batch} --steps {args.steps}: {gpus} GPUs need a sample each")
+    return args
 
 
 if __name__ == "__main__":
-    run(main)
+    main()

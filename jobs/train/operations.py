@@ -7,13 +7,20 @@ must hold after. None: nothing. Those between all and all are in operations_all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from clusterkit.runtime.distributed import World
+
+class World(NamedTuple):
+    """This rank among all."""
+
+    rank: int
+    size: int
+    device: torch.device
+
 
 Outcome = tuple[Any, Any, Any]
 OPERATIONS: dict[str, Callable[[World], Outcome]] = {}

@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from operations import Outcome, operation, own, owns, zeros
+from operations import Outcome, World, operation, own, owns, zeros
 from torch import Tensor
 from torch.distributed import ReduceOp
-
-from clusterkit.runtime.distributed import World
 
 
 def all_reduce(name: str, op: Any, fold: Callable[[Tensor, Tensor], Tensor]) -> None:

@@ -9,17 +9,22 @@ from __future__ import annotations
 import argparse
 import csv
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from clusterkit.errors import BadInput
-from clusterkit.runtime.arguments import positive
-
 SHIPPED = Path(__file__).parents[1] / "data" / "reviews.csv"
 _MISSING = {"", "nan", "null", "none", "n/a", "<na>"}
+
+
+class BadInput(ValueError):
+    """A file or a model that cannot be used: ``message``, and in brackets what helps."""
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(f"{message} ({hint})" if hint else message)
 
 
 @dataclass(frozen=True)
@@ -151,20 +156,25 @@ def split(count: int, fraction: float, seed: int) -> tuple[list[int], list[int]]
     return order[held_out:], order[:held_out]
 
 
-def add_flags(flags: argparse.ArgumentParser) -> None:
+def make_parser(description: str | None) -> argparse.ArgumentParser:
     """The flags that both sentiment programs have."""
-    add = flags.add_argument
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add, batch = parser.add_argument, os.environ.get("CLUSTERKIT_MICRO_BATCH") or 16
+    add("--batch", type=_positive, default=batch, metavar="ROWS", help="of one rank (default: 16)")
     add("--data", default=str(SHIPPED), metavar="CSV", help="default: jobs/data/reviews.csv")
     add("--separator", type=_separator, default=",", help="between columns; tab (default: ,)")
     add("--encoding", default="utf-8", metavar="NAME", help="such as gbk (default: utf-8)")
     add("--model", metavar="NAME", help="Hugging Face name or folder (default: a small new BERT)")
-    add("--epochs", type=positive, default=2, help="default: 2")
+    add("--epochs", type=_positive, default=2, help="default: 2")
     add("--learning-rate", type=float, metavar="RATE",
         help="at the start, falls to 0 (default: 5e-5 with --model, else 1e-3)")  # fmt: skip
-    add("--max-length", type=positive, default=64, metavar="TOKENS", help="default: 64")
+    add("--max-length", type=_positive, default=64, metavar="TOKENS", help="default: 64")
     add("--validation", type=float, default=0.1, metavar="PART", help="held out (default: 0.1)")
     add("--seed", type=int, default=0, help="of split, order and weights (default: 0)")
     add("--output", metavar="FOLDER", help="where the trained model is saved (default: nowhere)")
+    return parser
 
 
 def learning_rate(args: argparse.Namespace) -> float:
@@ -172,6 +182,12 @@ def learning_rate(args: argparse.Namespace) -> float:
     if args.learning_rate is not None:
         return float(args.learning_rate)
     return 5e-5 if args.model else 1e-3
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not 1 or more")
+    return int(text)
 
 
 def _separator(text: str) -> str:

@@ -12,20 +12,15 @@ its gradients; nobody waits, but the gradients are of weights that others have c
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import threading
 import warnings
 
 import torch
 import torch.distributed.rpc as rpc
-from flags import Flags
 from torch import Tensor, nn
 from torch.futures import Future
-
-from clusterkit.errors import BadInput
-from clusterkit.runtime.arguments import positive
-from clusterkit.runtime.distributed import Ranks, read_ranks, run
-from clusterkit.runtime.metrics import Reporter
 
 SERVER = "server"
 TOLERANCE = 1e-6
@@ -35,12 +30,11 @@ Weights = list[Tensor]
 class Server:
     """The model and its optimizer. Methods are called by workers, in threads of torch RPC."""
 
-    def __init__(self, args: argparse.Namespace, workers: int, reporter: Reporter) -> None:
+    def __init__(self, args: argparse.Namespace, workers: int) -> None:
         self.model = make_model(args.seed)
         self.optimizer = make_optimizer(self.model, args)
         self.asynchronous = args.asynchronous
         self.workers = workers
-        self.reporter = reporter
         self.lock = threading.Lock()
         self.waiting: list[tuple[Weights, float]] = []
         self.answer: Future[Weights] = Future()
@@ -64,7 +58,7 @@ class Server:
             parameter.grad = torch.stack(parts).mean(dim=0)
         self.optimizer.step()
         self.waiting, self.steps = [], self.steps + 1
-        self.reporter.event("metrics", step=self.steps, loss=sum(losses) / len(losses))
+        report("metrics", step=self.steps, loss=sum(losses) / len(losses))
 
     def weights(self) -> Weights:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
@@ -87,44 +81,39 @@ def push(gradients: Weights, loss: float) -> Future[Weights]:
     return server.push(gradients, loss)
 
 
-def main() -> int:
+def main() -> None:
     global server
-    args = parse_args()
-    ranks = read_ranks()
-    workers = ranks.size - 1
-    if workers < 1:
-        raise BadInput("a parameter server needs a worker besides", hint="--nodes 2, or --gpus 2")
-    reporter = Reporter(speaks=ranks.is_first)
-    if ranks.is_first:
-        server = Server(args, workers, reporter)  # before any worker can ask for it
-        updates = args.steps * (workers if args.asynchronous else 1)
-        reporter.event("start", steps=updates, first_step=0, world_size=ranks.size)
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    args = parse_args(size)
+    if rank == 0:
+        server = Server(args, size - 1)  # before any worker can ask for it
+        updates = args.steps * (size - 1 if args.asynchronous else 1)
+        report("start", steps=updates, first_step=0, world_size=size)
     # TensorPipe asks the host name for its address, unless it is told the interface.
     if "GLOO_SOCKET_IFNAME" in os.environ:
         os.environ.setdefault("TP_SOCKET_IFNAME", os.environ["GLOO_SOCKET_IFNAME"])
     warnings.filterwarnings("ignore", "You are using a Backend")  # torch 2.13 about its own code
-    name = SERVER if ranks.is_first else f"worker-{ranks.rank}"
-    rpc.init_rpc(name, rank=ranks.rank, world_size=ranks.size)
-    if not ranks.is_first:
-        work(args, ranks)
+    name = SERVER if rank == 0 else f"worker-{rank}"
+    rpc.init_rpc(name, rank=rank, world_size=size)
+    if rank > 0:
+        work(args, rank)
     rpc.shutdown()  # waits until nobody has anything left to ask
     if server is not None:
         check(args, server)
-    return 0
 
 
-def work(args: argparse.Namespace, ranks: Ranks) -> None:
+def work(args: argparse.Namespace, rank: int) -> None:
     """Compute gradients of this worker's samples and exchange them for new weights."""
-    model = make_model(args.seed + ranks.rank)  # its own weights are replaced at once
+    model = make_model(args.seed + rank)  # its own weights are replaced at once
     weights = rpc.rpc_sync(SERVER, pull)
     for step in range(args.steps):
         for parameter, weight in zip(model.parameters(), weights, strict=True):
             parameter.data, parameter.grad = weight, None
-        loss = loss_of(model, *samples(args, step, ranks.rank))
+        loss = loss_of(model, *samples(args, step, rank))
         loss.backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         weights = rpc.rpc_sync(SERVER, push, (gradients, loss.item()))
-    print(f"worker {ranks.rank}: {args.steps} x {args.batch} samples", flush=True)
+    print(f"worker {rank}: {args.steps} x {args.batch} samples", flush=True)
 
 
 def check(args: argparse.Namespace, server: Server) -> None:
@@ -169,16 +158,30 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.mse_loss(model(inputs), targets)
 
 
-def parse_args() -> argparse.Namespace:
-    flags = Flags(__doc__)
-    flags.add_batch(32)
-    add = flags.add_argument
-    add("--steps", type=positive, default=200, help="of every worker (default: 200)")
+def report(event: str, **fields: object) -> None:
+    """Print a line that clusterkit reads: progress, metrics and plots are made of it."""
+    print("@clusterkit " + json.dumps({"event": event, **fields}), flush=True)
+
+
+def parse_args(ranks: int) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add, batch = parser.add_argument, os.environ.get("CLUSTERKIT_MICRO_BATCH") or 32
+    add("--batch", type=int, default=batch, metavar="SAMPLES", help="of a worker (default: 32)")
+    add("--steps", type=int, default=200, help="of every worker (default: 200)")
     add("--asynchronous", action="store_true", help="do not wait for the other workers")
     add("--learning-rate", type=float, default=0.05, metavar="RATE", help="default: 0.05")
     add("--seed", type=int, default=0, help="default: 0")
-    return flags.parse_args()
+    if os.environ.get("CLUSTERKIT_ACCUMULATION", "1") != "1":
+        parser.error("this program does not accumulate: give batch.global or batch.micro alone")
+    args = parser.parse_args()
+    if ranks < 2:
+        parser.error("a parameter server needs a worker besides: --nodes 2, or --gpus 2")
+    if min(args.batch, args.steps) < 1:
+        parser.error("--batch and --steps begin at 1")
+    return args
 
 
 if __name__ == "__main__":
-    run(main)
+    main()

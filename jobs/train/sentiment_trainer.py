@@ -11,50 +11,39 @@ is here: batch sizes and clipping that agree with the DeepSpeed config, and, on 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import sys
 import tempfile
 import warnings
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from classifier import choose_model, encode
-from flags import Flags
-from hub import import_transformers, read_deepspeed_config
-from reviews import add_flags, learning_rate, read_reviews, split
+import torch.distributed as dist
+from classifier import choose_model, encode, import_transformers, join, report
+from reviews import BadInput, learning_rate, make_parser, read_reviews, split
 
-from clusterkit.errors import Unavailable
-from clusterkit.runtime.distributed import (
-    EXIT_STOPPED,
-    World,
-    choose_device,
-    distributed,
-    read_ranks,
-    run,
-    stop_requested,
-)
-from clusterkit.runtime.metrics import Reporter
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+AUTO = {"gradient_clipping": 1.0, "zero_optimization": {}, **dict.fromkeys(SIZES, "auto")}
 
 
-def main() -> int:
+def main() -> None:
     args = parse_args()
-    ranks = read_ranks()
-    reporter = Reporter(speaks=ranks.is_first)
-    device = choose_device(ranks)
     reviews = read_reviews(args.data, separator=args.separator, encoding=args.encoding)
     parts = split(len(reviews.texts), args.validation, args.seed)
     config = read_deepspeed_config(args.deepspeed_config) if args.deepspeed_config else None
     texts = [reviews.texts[row] for row in parts[0]]
     tokenizer, make_model = choose_model(args.model, texts, reviews.classes, args.max_length)
+    device = join()
     hf = import_trainer(device, config)
-    if ranks.is_first:
+    if dist.get_rank() == 0:
         print(reviews.describe(*map(len, parts)), flush=True)
     sets = [encode(tokenizer, reviews, rows, args.max_length) for rows in parts]
-    reporter.phase("rendezvous")
-    with distributed(ranks, device) as world, tempfile.TemporaryDirectory() as folder:
-        reporter.phase("build")
+    with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(args.seed)
-        options = trainer_options(args, world, config)
+        options = trainer_options(args, device, config)
         trainer = hf.Trainer(
             model=make_model(),
             args=hf.TrainingArguments(output_dir=folder, **options),
@@ -62,30 +51,28 @@ def main() -> int:
             eval_dataset=sets[1],
             data_collator=hf.DataCollatorWithPadding(tokenizer),
             compute_metrics=count_right,
-            callbacks=[make_callback(hf, reporter, world, len(sets[1]))],
+            callbacks=[make_callback(hf, len(sets[1]))],
         )
         trainer.remove_callback(hf.PrinterCallback)
         # The classifier takes any keyword, so transformers 5.23 believes that its loss is a sum
         # over all ranks' rows, and multiplies it by the ranks and the accumulation. It is a mean.
         trainer.model_accepts_loss_kwargs = False
-        reporter.phase("training")
         trainer.train()
-        if trainer.state.global_step < trainer.state.max_steps:
-            return EXIT_STOPPED
-        print(describe(trainer, config, world), flush=True)
+        print(describe(trainer, config), flush=True)
         if args.output:
             trainer.save_model(args.output)  # with ZeRO-3 the ranks gather it: all must call
             tokenizer.save_pretrained(args.output)
-    reporter.event("end", steps=trainer.state.global_step)
-    reporter.phase(None)
-    return 0
+    report("end", steps=trainer.state.global_step)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # a process that used gloo sometimes aborts where the interpreter would end it
 
 
 def trainer_options(
-    args: argparse.Namespace, world: World, config: dict[str, Any] | None
+    args: argparse.Namespace, device: torch.device, config: dict[str, Any] | None
 ) -> dict[str, Any]:
     """TrainingArguments; what stands in the DeepSpeed config as well must be the same there."""
-    on_cpu = world.device.type == "cpu"
+    on_cpu = device.type == "cpu"
     return {
         "per_device_train_batch_size": args.batch,
         "per_device_eval_batch_size": args.batch,
@@ -113,22 +100,18 @@ def count_right(prediction: Any) -> dict[str, float]:
     return {"accuracy": float(right.mean()), "rows": len(right)}
 
 
-def make_callback(hf: ModuleType, reporter: Reporter, world: World, rows: int) -> Any:
-    """What passes the Trainer's own logs on to clusterkit, and a request to stop to the Trainer."""
+def make_callback(hf: ModuleType, rows: int) -> Any:
+    """What passes the Trainer's own logs on to clusterkit."""
 
     class Reports(hf.TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            reporter.event("start", steps=state.max_steps, first_step=state.global_step)
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            (stop,) = world.mean(stop_requested())  # all ranks must leave at the same step
-            control.should_training_stop |= stop > 0
+            report("start", steps=state.max_steps, first_step=state.global_step)
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
             if "loss" in logs:
                 values = {"loss": logs["loss"], "gradient_norm": logs.get("grad_norm")}
                 values["learning_rate"] = logs.get("learning_rate")
-                reporter.event("metrics", step=state.global_step, **values)
+                report("metrics", step=state.global_step, **values)
             elif "eval_loss" in logs:
                 if logs["eval_rows"] != rows:
                     raise RuntimeError(f"{logs['eval_rows']} of {rows} rows were evaluated")
@@ -136,39 +119,29 @@ def make_callback(hf: ModuleType, reporter: Reporter, world: World, rows: int) -
                 if state.is_world_process_zero:
                     print(f"epoch {logs['epoch']:g}  validation loss {values['loss']:.4f}  "
                           f"accuracy {values['accuracy']:.4f}", flush=True)  # fmt: skip
-                reporter.event("evaluation", step=state.global_step, **values)
+                report("evaluation", step=state.global_step, **values)
 
     return Reports()
 
 
-def describe(trainer: Any, config: dict[str, Any] | None, world: World) -> str:
+def describe(trainer: Any, config: dict[str, Any] | None) -> str:
     """One line of this rank. ZeRO-3 leaves it a part of each parameter, in ``ds_tensor``."""
     parameters = list(trainer.model.parameters())
     held = sum(getattr(p, "ds_tensor", p).numel() for p in parameters)
     whole = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
     engine = type(trainer.model_wrapped).__name__
     stage = "" if config is None else f" ZeRO-{trainer.model_wrapped.zero_optimization_stage()}"
-    return f"rank {world.rank} | {engine}{stage} | keeps {held} of {whole} parameters"
+    return f"rank {dist.get_rank()} | {engine}{stage} | keeps {held} of {whole} parameters"
 
 
 def import_trainer(device: torch.device, config: dict[str, Any] | None) -> ModuleType:
-    """transformers, with what the Trainer needs beside it.
-
-    Raises:
-        Unavailable: accelerate or DeepSpeed is not installed.
-    """
+    """transformers, with what the Trainer needs beside it."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)  # accelerate looks at DeepSpeed anyway
-    try:
-        import accelerate  # noqa: F401 (the Trainer imports it, and explains less)
+    import accelerate  # noqa: F401 (the Trainer imports it, and explains less where it is missing)
 
-        if config is not None:
-            import deepspeed.ops
-    except ImportError as error:
-        raise Unavailable(
-            f"the Hugging Face Trainer needs {error.name}, which is not installed",
-            hint="pip install accelerate deepspeed",
-        ) from None
     if config is not None:
+        import deepspeed.ops
+
         # DeepSpeed calls collectives by names that torch 2.13 has renamed.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         if device.type == "cpu":
@@ -179,15 +152,27 @@ def import_trainer(device: torch.device, config: dict[str, Any] | None) -> Modul
     return import_transformers()
 
 
+def read_deepspeed_config(path: str) -> dict[str, Any]:
+    """The DeepSpeed config; batch sizes that it leaves out are the Trainer's."""
+    try:
+        return AUTO | json.loads(Path(path).read_text())
+    except (OSError, ValueError, TypeError) as error:
+        raise BadInput(f"DeepSpeed config {path}: {error}") from None
+
+
 def parse_args() -> argparse.Namespace:
-    flags = Flags(__doc__)
-    flags.add_batch(16, accumulates=True)
-    add_flags(flags)
+    parser = make_parser(__doc__)
+    add, passes = parser.add_argument, os.environ.get("CLUSTERKIT_ACCUMULATION") or 1
+    add("--accumulation", type=int, default=passes, metavar="PASSES", help="in a step (default: 1)")
     config = os.environ.get("CLUSTERKIT_DEEPSPEED_CONFIG")
-    flags.add_argument("--deepspeed-config", default=config, metavar="FILE",
-                       help="JSON (default: the job's deepspeed section)")  # fmt: skip
-    return flags.parse_args()
+    add("--deepspeed-config", default=config, metavar="FILE",
+        help="JSON (default: the job's deepspeed section)")  # fmt: skip
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    run(main)
+    try:
+        main()
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -171,8 +171,7 @@ def test_the_runtime_needs_little_of_the_orchestrator(name):
     """It runs inside the ranks, where neither a cluster nor a command line is."""
     ours = {other for other in imports(name) if other.startswith("clusterkit.")}
     outside = {other for other in ours if not other.startswith("clusterkit.runtime")}
-    light = {"agent.eager", "errors", "batch", "marks", "deepspeed_config", "deepspeed_table"}
-    assert outside <= {f"clusterkit.{module}" for module in light}
+    assert outside <= {"clusterkit.errors"}
 
 
 AGENT = {name for name in MODULES if name.startswith("clusterkit.agent")}

@@ -118,7 +118,7 @@ class MPIJob(Flavor):
             "ports": [{"name": "ssh", "containerPort": SSH_PORT}],
             "readinessProbe": {"tcpSocket": {"port": SSH_PORT}, "periodSeconds": 2},
         }
-        launcher = template(shape, "mpi", rank=None, gpus=0)
+        launcher = template(shape, "mpi", rank=None, ranks=False)
         worker = template(
             shape, "mpi", rank=None, role="worker", command=("clusterkit-sshd",), more=probe
         )

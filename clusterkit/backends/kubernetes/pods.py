@@ -78,7 +78,7 @@ def template(
     rank: str | None,
     command: Sequence[str] | None = None,
     role: str = "node",
-    gpus: int | None = None,
+    ranks: bool = True,
     more: Mapping[str, Any] | None = None,
     subdomain: str | None = None,
 ) -> Object:
@@ -89,7 +89,7 @@ def template(
         rank: field of the pod that holds the node's rank; None: there is only node 0.
         command: instead of the shape's own, which starts a node.
         role: ``node``, or ``worker`` for a pod that runs no node agent.
-        gpus: instead of the shape's.
+        ranks: whether ranks run in it.
         more: further keys of the container.
         subdomain: of the pods' names.
     """
@@ -121,7 +121,7 @@ def template(
         spec["subdomain"] = subdomain
     if cluster.service_account:
         spec["serviceAccountName"] = cluster.service_account
-    gpus = shape.gpus if gpus is None else gpus
+    gpus = shape.gpus if ranks else 0
     spec |= placement(cluster, _tolerations(shape, gpus))
     spec["securityContext"] = pod_security(cluster.user)
     words = shape.command if command is None else command
@@ -131,7 +131,7 @@ def template(
         "imagePullPolicy": cluster.image_pull_policy,
         "command": [literal(word) for word in words],
         "env": env,
-        "resources": resources(cluster, gpus, asking=node),
+        "resources": resources(cluster, gpus, ranks=ranks),
         "securityContext": container_security(read_only=cluster.read_only_root),
         "volumeMounts": [mount for _, mount in _volumes(shape)],
         **(more or {}),
@@ -219,15 +219,23 @@ def _field(path: str) -> Object:
     return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
-def resources(cluster: KubernetesCluster, gpus: int, *, asking: bool = True) -> Object:
-    """What a pod asks for; GPUs and memory cannot be had beyond that."""
+LAUNCHER_CPUS, LAUNCHER_MEMORY = 0.1, "1Gi"
+"""What a pod asks for that only starts the ranks of others (deepspeed loads torch for that)."""
+
+
+def resources(cluster: KubernetesCluster, gpus: int, *, ranks: bool = True) -> Object:
+    """What a pod asks for; GPUs and memory cannot be had beyond that.
+
+    Args:
+        ranks: whether ranks run in it; another one asks for little, where the entry asks at all.
+    """
     requests: Object = {}
     limits: Object = {}
-    if asking:
-        if cluster.cpus is not None:
-            requests["cpu"] = f"{cluster.cpus:g}"
-        if cluster.memory is not None:
-            requests["memory"] = limits["memory"] = cluster.memory
+    if cluster.cpus is not None:
+        requests["cpu"] = f"{cluster.cpus if ranks else LAUNCHER_CPUS:g}"
+    if cluster.memory is not None:
+        requests["memory"] = limits["memory"] = cluster.memory if ranks else LAUNCHER_MEMORY
+    if ranks:
         limits |= cluster.resources
         requests |= cluster.resources
     if gpus:

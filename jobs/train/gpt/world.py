@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -113,12 +113,6 @@ def run(main: Callable[[], int]) -> NoReturn:
 
     An `Explained` is one line on stderr; any other exception its traceback, once, and code 1.
     """
-    # Where clusterkit is, it saves the second that torch takes to import a compiler nobody calls.
-    # It goes when its own launcher, which does this before the ranks start, is the usual one.
-    with suppress(ImportError):
-        from clusterkit.agent.eager import defer_dynamo
-
-        defer_dynamo()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # One write per line, even under ``python -u``: ranks whose launcher gives them one pipe
         # would otherwise mix their lines.

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
-from clusterkit import agent, api
+from clusterkit import __version__, agent, api
 from clusterkit.spec import JobSpec
 from tests.live.compose.engine import Engine
 
@@ -128,7 +128,9 @@ def running(nodes: None, request: pytest.FixtureRequest, tmp_path_factory: Any) 
     loaded = STATE / "clusterkit-image"
     if not loaded.exists() or loaded.read_text() != made:
         archive = tmp_path_factory.mktemp("image") / "image.tar"
-        engine.run("save", image, "--output", str(archive))
+        # By its version as well, as manifests name it.
+        named = image.replace(":", f":{__version__}-")
+        engine.run("save", image, named, "--output", str(archive))
         cluster("load", archive)
         archive.unlink()
         loaded.write_text(made)

@@ -140,6 +140,8 @@ def test_the_readme_s_three_commands(kube, tmp_path):
     shutil.copytree(ROOT / "k8s", folder)
     manifest = folder / "pytorchjob.yaml"
     manifest.write_text(manifest.read_text().replace('"200"', '"12"'))
+    chosen = folder / "kustomization.yaml"
+    chosen.write_text(chosen.read_text().replace("components: []", "components: [overlays/cpu]"))
     kube.kubectl("apply", "-k", str(folder))
     kube.kubectl("wait", "pytorchjob/ddp", "--for=condition=Succeeded", "--timeout=240s")
     log = kube.kubectl("logs", "-f", "ddp-worker-0") + kube.kubectl("logs", "-f", "ddp-worker-1")

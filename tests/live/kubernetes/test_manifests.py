@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from clusterkit import __version__
 from tests.golden import test_golden
 from tests.live.kubernetes.conftest import Kube
 from tests.unit.kubernetes.test_schema import (
@@ -103,6 +104,9 @@ def small(folder: Path, overlay: str, resources: list[str], steps: int = 6) -> P
     for path in folder.glob("*.yaml"):
         text = re.sub(r'(--steps\n\s+- )"\d+"', rf'\1"{steps}"', path.read_text())
         path.write_text(re.sub(r'--steps, "\d+"', f'--steps, "{steps}"', text))
+    # A node of this cluster is this machine.
+    gpu = folder / "overlays" / "gpu" / "kustomization.yaml"
+    gpu.write_text(gpu.read_text().replace('cpu: "8", memory: 32Gi', 'cpu: "1", memory: 1Gi'))
     base = folder / "kustomization.yaml"
     told = yaml.safe_load(base.read_text())
     told |= {"resources": resources, "components": [f"overlays/{overlay}"]}
@@ -166,7 +170,7 @@ def test_the_gpu_overlay_gets_a_whole_node_for_each_pod(kube, gpus, tmp_path):
     assert {pod["spec"]["nodeName"] for pod in pods} == set(kube.nodes())
     for pod in pods:
         (container,) = pod["spec"]["containers"]
-        assert container["image"] == "clusterkit:gpu"
+        assert container["image"] == f"clusterkit:{__version__}-gpu"
         assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
     kube.kubectl("delete", "-k", str(tmp_path / "k8s"), "--wait")
     kube.kubectl("wait", "pods", "--all", "--for=delete", "--timeout=60s", check=False)

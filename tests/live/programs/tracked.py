@@ -8,7 +8,9 @@ tensor. The peak is of the steps, from the first on; building the model is told 
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import json
 import os
 import sys
 import weakref
@@ -18,9 +20,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
-
-from clusterkit.runtime.distributed import run
-from clusterkit.runtime.metrics import report
 
 
 class Tracker(TorchDispatchMode):
@@ -86,7 +85,7 @@ def follow_resizes(tracker: Tracker) -> None:
     torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
 
 
-def main() -> int:
+def main() -> None:
     path = Path(sys.argv[1])
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(path.parent))
@@ -104,21 +103,16 @@ def main() -> int:
         built, start = tracker.peak, tracker.live
         tracker.peak = tracker.live
         result = train(*args, **kwargs)
-        report(
-            "memory",
-            rank=int(os.environ.get("RANK", "0")),
-            build=built,
-            start=start,
-            peak=tracker.peak,
-            end=tracker.live,
-        )
+        told = {"build": built, "start": start, "peak": tracker.peak, "end": tracker.live}
+        record = {"event": "memory", "rank": int(os.environ.get("RANK", "0")), **told}
+        print(f"@clusterkit {json.dumps(record)}", flush=True)
         return result
 
     program.train = tracked
+    run = importlib.import_module("world").run  # the program's own way to end a rank
     with tracker:
-        code: int = program.main()
-    return code
+        run(program.main)
 
 
 if __name__ == "__main__":
-    run(main)
+    main()

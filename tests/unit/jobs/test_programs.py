@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +19,9 @@ import torch
 from torch import nn
 
 from clusterkit import loader
-from clusterkit.errors import BadInput
+from clusterkit.marks import parse_mark
 from tests.unit.jobs.conftest import PROGRAMS, ROOT
+from tests.unit.runtime.conftest import environment
 
 FILES = sorted(PROGRAMS.glob("*.py"))
 JOBS = sorted((ROOT / "jobs").glob("*.yaml"))
@@ -25,7 +29,52 @@ JOBS = sorted((ROOT / "jobs").glob("*.yaml"))
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_program_can_be_read_in_one_sitting(path: Path) -> None:
-    assert len(path.read_text().splitlines()) < 200
+    text = path.read_text()
+    assert len(text.splitlines()) < 200
+    assert not re.search(r"^\s*(from|import) clusterkit\b", text, re.MULTILINE)
+
+
+STANDALONE = {
+    "ddp": (["ddp.py"], ["--epochs", "1"], "checked: all 2 ranks hold the same weights"),
+    "ddp_start": (["ddp_start.py", "ddp.py"], ["spawn", "--epochs", "1"], "checked: all 2 ranks"),
+    "dp": (["dp.py"], ["--steps", "2"], "without GPUs nothing was divided"),
+    "rpc": (["rpc.py"], ["--steps", "2"], "checked: the weights of one process"),
+    "collectives": (
+        ["collectives.py", "operations.py", "operations_all.py"], ["barrier"], "1 operations right"
+    ),
+    "sentiment": (["sentiment.py", "classifier.py", "reviews.py"], [], "accuracy"),
+    "sentiment_trainer": (["sentiment_trainer.py", "classifier.py", "reviews.py"], [], "keeps"),
+}  # fmt: skip
+"""What to copy, with which arguments it runs, and what it then says."""
+
+
+@pytest.mark.parametrize("name", STANDALONE)
+def test_a_program_runs_where_it_was_copied_without_clusterkit(name: str, tmp_path: Path) -> None:
+    files, words, said = STANDALONE[name]
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for file in files:
+        shutil.copy(PROGRAMS / file, folder)
+    (folder / "clusterkit.py").write_text("raise ImportError('there is no clusterkit here')")
+    if name.startswith("sentiment"):
+        data = folder / "reviews.csv"
+        data.write_text("label,review\n" + "1,good one\n0,bad one\n" * 20)
+        words = ["--data", str(data), "--epochs", "1", "--max-length", "8"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, files[0], *words],
+        cwd=folder, env=environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout
+    events = [event for line in done.stdout.splitlines() if (event := parse_mark(line))]
+    assert "start" in [event["event"] for event in events]
+
+
+def test_every_program_is_copied_and_run() -> None:
+    assert {file for files, _, _ in STANDALONE.values() for file in files} == {
+        path.name for path in FILES
+    }
 
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
@@ -38,26 +87,50 @@ def test_a_job_file_says_what_it_is_and_has_its_own_name(path: Path) -> None:
 
 # ---------------------------------------------------------------- flags
 
+PARSERS = {
+    "ddp": lambda module: module.parse_args(),
+    "dp": lambda module: module.parse_args(0),
+    "rpc": lambda module: module.parse_args(2),
+    "sentiment": lambda module: module.parse_args(),
+    "sentiment_trainer": lambda module: module.parse_args(),
+}
 
-def test_a_wrong_flag_is_one_error(program) -> None:
-    flags = program("flags").Flags("a program")
-    flags.add_batch(32)
-    assert flags.parse_args([]).batch == 32
-    for wrong in (["--batch", "0"], ["--batch", "x"], ["--bat", "1"], ["more"]):
-        with pytest.raises(BadInput):
-            flags.parse_args(wrong)
+
+@pytest.fixture(params=PARSERS)
+def parse(request: pytest.FixtureRequest, program, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``parse("--batch", "3")``: what a program makes of these words."""
+    module = program(request.param)
+
+    def parse(*words: str) -> Any:
+        monkeypatch.setattr(sys, "argv", [f"{request.param}.py", *words])
+        return PARSERS[request.param](module)
+
+    parse.accumulates = request.param == "sentiment_trainer"  # type: ignore[attr-defined]
+    return parse
 
 
-def test_the_job_s_micro_batch_is_the_default(program, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("words", [["--batch", "0"], ["--batch", "x"], ["more"]])
+def test_a_wrong_flag_is_told_and_ends_with_2(parse, capsys, words: list[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        parse(*words)
+    assert leaving.value.code == 2
+    said = capsys.readouterr().err
+    assert ": error: " in said
+    assert "Traceback" not in said
+
+
+def test_the_job_s_micro_batch_is_the_default(parse, monkeypatch, capsys) -> None:
     monkeypatch.setenv("CLUSTERKIT_MICRO_BATCH", "7")
+    assert parse().batch == 7
+    assert parse("--batch", "3").batch == 3
     monkeypatch.setenv("CLUSTERKIT_ACCUMULATION", "3")
-    flags = program("flags").Flags(None)
-    with pytest.raises(BadInput, match="does not accumulate"):
-        flags.add_batch(32)
-    flags = program("flags").Flags(None)
-    flags.add_batch(32, accumulates=True)
-    args = flags.parse_args([])
-    assert (args.batch, args.accumulation) == (7, 3)
+    if parse.accumulates:
+        assert (parse().batch, parse().accumulation) == (7, 3)
+        return
+    with pytest.raises(SystemExit) as leaving:
+        parse()
+    assert leaving.value.code == 2
+    assert "error: this program does not accumulate" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [
@@ -114,7 +187,7 @@ def test_a_hub_that_says_anything_is_there(
 ) -> None:
     with hub(status) as (address, asked):
         monkeypatch.setenv("HF_ENDPOINT", address)
-        assert program("hub")._answers("owner/model")
+        assert program("classifier")._answers("owner/model")
     assert asked == ["/api/models/owner/model"]
 
 
@@ -126,14 +199,15 @@ def test_a_hub_that_says_nothing_is_not_there(
     program, monkeypatch: pytest.MonkeyPatch, endpoint: str
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
-    assert not program("hub")._answers("owner/model")
+    assert not program("classifier")._answers("owner/model")
 
 
 def test_a_folder_without_a_model_is_refused_before_anything_is_imported(
     program, tmp_path: Path
 ) -> None:
-    with pytest.raises(BadInput, match=r"holds no config\.json"):
-        program("hub").import_transformers(str(tmp_path))
+    classifier = program("classifier")
+    with pytest.raises(classifier.BadInput, match=r"holds no config\.json"):
+        classifier.import_transformers(str(tmp_path))
 
 
 # ---------------------------------------------------------------- counting right
@@ -161,9 +235,9 @@ def collate(rows: list[dict[str, Any]]) -> Any:
 @pytest.mark.parametrize("count", [1, 2, 7, 31, 64])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_validation_counts_every_row_once_however_many_ranks_share_it(
-    program, count: int, ranks: int
+    program, monkeypatch: pytest.MonkeyPatch, count: int, ranks: int
 ) -> None:
-    evaluate = program("sentiment").evaluate
+    sentiment = program("sentiment")
     draw = torch.Generator().manual_seed(count)
     rows = [
         {"input_ids": [int(token)], "labels": int(label)}
@@ -180,8 +254,10 @@ def test_validation_counts_every_row_once_however_many_ranks_share_it(
             told.append([float(value) for value in values])
             return [0.0, 0.0]
 
-        world = SimpleNamespace(rank=rank, size=ranks, device=torch.device("cpu"), mean=mean)
-        evaluate(Guess(), rows, collate, 5, world)
+        monkeypatch.setattr(sentiment, "mean", mean)
+        sentiment.evaluate(
+            Guess(), rows[rank::ranks], count / ranks, collate, 5, torch.device("cpu")
+        )
     accuracy, loss = (sum(column) / ranks for column in zip(*told, strict=True))
     batch = collate(rows)
     logits = Guess()(batch["input_ids"]).logits
@@ -191,23 +267,27 @@ def test_validation_counts_every_row_once_however_many_ranks_share_it(
     assert loss == pytest.approx(expected, abs=1e-6)
 
 
-def test_samples_that_were_not_all_seen_are_noticed(program, capsys) -> None:
-    ddp = program("ddp")
-    world = SimpleNamespace(rank=0, size=1, is_first=True)
-    ddp.check_samples(torch.ones(64, dtype=torch.int64), 32, 2, world)
+@pytest.fixture
+def ddp(program, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    return program("ddp")
+
+
+def test_samples_that_were_not_all_seen_are_noticed(ddp, capsys) -> None:
+    ddp.check_samples(torch.ones(64, dtype=torch.int64), 32, 2, 1)
     assert capsys.readouterr().out == (
         "checked: 32 x 2 steps x 1 ranks = 64 samples, each seen once\n"
     )
     for seen in ([1, 0, 2, 1], [2, 1, 1, 1]):
         with pytest.raises(RuntimeError, match="samples were seen"):
-            ddp.check_samples(torch.tensor(seen), 2, 2, world)
+            ddp.check_samples(torch.tensor(seen), 2, 2, 1)
 
 
-def test_weights_that_differ_are_noticed(program) -> None:
-    ddp = program("ddp")
-    world = SimpleNamespace(size=2, is_first=True, gather=lambda mine: [mine, [[0.0], [1.0]]])
+def test_weights_that_differ_are_noticed(ddp, capsys) -> None:
+    ddp.check_weights([[0.5, 1.0], [0.5, 1.0]])
+    assert capsys.readouterr().out == "checked: all 2 ranks hold the same weights\n"
     with pytest.raises(RuntimeError, match="different weights"):
-        ddp.check_weights(nn.Linear(3, 1), world)
+        ddp.check_weights([[0.5, 1.0], [0.5, 1.5]])
 
 
 # ---------------------------------------------------------------- collectives
@@ -234,7 +314,7 @@ def test_a_wrong_result_is_called_wrong(program, capsys) -> None:
     assert "WRONG on rank 1" in capsys.readouterr().out
 
 
-def test_one_rank_has_nobody_to_talk_to(program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_has_nobody_to_talk_to(program, monkeypatch, capsys) -> None:
     for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     for name, complaint in (
@@ -242,28 +322,29 @@ def test_one_rank_has_nobody_to_talk_to(program, monkeypatch: pytest.MonkeyPatch
         ("rpc", "a parameter server needs a worker"),
     ):
         monkeypatch.setattr(sys, "argv", [f"{name}.py"])
-        with pytest.raises(BadInput, match=complaint):
+        with pytest.raises(SystemExit):
             program(name).main()
+        assert f"{name}.py: error: {complaint}" in capsys.readouterr().err
 
 
-def test_an_operation_that_there_is_not_is_refused(
-    program, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_operation_that_there_is_not_is_refused(program, monkeypatch, capsys) -> None:
     launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # fmt: skip
     monkeypatch.setenv("CLUSTERKIT_DEVICE", "cpu")
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["collectives.py", "all_redcue SUM"])
-    with pytest.raises(BadInput, match="no operation 'all_redcue SUM'"):
+    with pytest.raises(SystemExit):
         program("collectives").main()
+    assert "error: no operation 'all_redcue SUM'" in capsys.readouterr().err
 
 
-def test_data_parallel_refuses_a_second_node(program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_parallel_refuses_a_second_node(program, monkeypatch, capsys) -> None:
     launched = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
                 "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # fmt: skip
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["dp.py"])
-    with pytest.raises(BadInput, match="one process, so it cannot use 2 nodes"):
+    with pytest.raises(SystemExit):
         program("dp").main()
+    assert "one process, so it cannot use 2 nodes" in capsys.readouterr().err

@@ -1,22 +1,24 @@
 """The manifests of ``k8s/``, which people apply by hand, say what jobs and code say."""
 
 import json
+import re
 import shutil
 import subprocess
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 
-from clusterkit import loader
+from clusterkit import __version__, backends, loader
 from clusterkit.assemble import deepspeed_config
-from clusterkit.backends.kubernetes.flavors import FLAVORS, SSH_KEYS, SSH_PORT
-from clusterkit.backends.kubernetes.pods import MANAGER, ROLE, container_security, pod_security
+from clusterkit.backends.kubernetes.flavors import SSH_KEYS
+from clusterkit.backends.kubernetes.pods import MANAGER, ROLE
 from clusterkit.backends.kubernetes.rights import BESIDES, WATCHING, jobs_rules
 from clusterkit.backends.kubernetes.rights import ROLE as SUBMITTER
-from clusterkit.backends.kubernetes.text import literal
-from tests.unit.kubernetes.test_schema import templates
+from clusterkit.cluster import KubernetesCluster, KubernetesFacts
+from tests.unit.kubernetes.test_schema import documents_of, templates
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "k8s"
@@ -42,47 +44,122 @@ def documents(name):
     return list(yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text()))
 
 
+# What plans have besides, as an agent starts the ranks there and reports on them.
+AGENT = {
+    "NODE_RANK", "USER", "LOGNAME", "PYTHONUNBUFFERED", "PATH", "MASTER_ADDR", "MASTER_PORT",
+    "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CLUSTERKIT_ATTEMPT", "CLUSTERKIT_PEER_TOKEN",
+    "CLUSTERKIT_NODE_ADDRESS", "CLUSTERKIT_NODE_DIR", "CLUSTERKIT_RUN_ID", "CLUSTERKIT_RUN_DIR",
+    "CLUSTERKIT_JOB", "CLUSTERKIT_DEVICE", "CLUSTERKIT_MICRO_BATCH", "CLUSTERKIT_ACCUMULATION",
+}  # fmt: skip
+# What lies elsewhere in a pod without a run's folder.
+FOLDERS = {"CLUSTERKIT_CHECKPOINT_DIR", "CLUSTERKIT_DEEPSPEED_CONFIG"}
+# What only torchrun needs that an operator starts: its ranks find each other a second time.
+OPERATOR = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
+
+
 @pytest.fixture(params=JOBS)
-def manifest(request):
-    """The documents of a manifest, and the job that it runs."""
+def both(request, make_facts):
+    """The documents of a manifest, and the plan of the same job."""
+    objects = documents(request.param)
     job = loader.load_job(ROOT / "jobs" / f"{JOBS[request.param]}.yaml")
-    return documents(request.param), job
+    flavor = request.param.partition("-")[0]
+    nodes = job.nodes if job.elastic else 2
+    launcher = "mpirun" if flavor == "mpijob" else "torchrun"
+    job = msgspec.structs.replace(job, nodes=nodes, launcher=launcher)
+    kubernetes = KubernetesFacts(
+        version="v1.34.4", context="c", namespace="ns", kinds=("PyTorchJob", "MPIJob", "TrainJob")
+    )
+    facts = msgspec.structs.replace(make_facts(gpus=1), kubernetes=kubernetes)
+    cluster = KubernetesCluster(
+        flavor=flavor, image=f"clusterkit:{__version__}-gpu", cpus=1, memory="4Gi"
+    )
+    return objects, backends.backend("kubernetes").plan(job, cluster, facts, "demo")
+
+
+def file_of(plan, name):
+    return next(file.text for file in plan.files if file.path.endswith(f"/{name}"))
+
+
+def containers(objects):
+    """Of all pods, each kind of job's own way: name of its container, and what it is."""
+    return [
+        (template["spec"], container)
+        for each in objects
+        for template in templates(each)
+        for container in template["spec"]["containers"]
+        if container["name"] != "watcher"
+    ]
 
 
 def launching(objects):
     """The container that starts the job's program."""
-    (found,) = (
-        container
-        for each in objects
-        for template in templates(each)
-        for container in template["spec"]["containers"]
-        if "env" in container
-    )
+    (found,) = (one for _, one in containers(objects) if one["command"] != ["clusterkit-sshd"])
     return found
 
 
-def test_a_manifest_starts_the_program_of_its_job(manifest):
-    objects, job = manifest
-    words = [literal(word) for word in (job.program, *job.args)]
-    assert launching(objects)["command"][-len(words) :] == words
+def test_the_kinds_are_those_of_the_plan(both):
+    objects, plan = both
+
+    def kinds(documents):
+        return {(each["apiVersion"], each["kind"]) for each in documents} - {
+            ("v1", "ConfigMap"),  # deepspeed.json, which a plan's kustomization has
+            ("trainer.kubeflow.org/v1alpha1", "TrainJob"),  # in a file of its own by hand
+        }
+
+    assert kinds(objects) == kinds(yaml.safe_load_all(file_of(plan, "manifests.yaml")))
 
 
-def test_a_manifest_s_environment_is_what_its_job_asks_for(manifest):
-    objects, job = manifest
-    env = {each["name"]: each["value"] for each in launching(objects)["env"]}
-    assert env.pop("CLUSTERKIT_GLOBAL_BATCH") == str(job.batch.global_size)
-    for key in ("every", "keep", "resume"):
-        found = env.pop(f"CLUSTERKIT_CHECKPOINT_{key.upper()}", None)
-        assert found == (job.checkpoint and str(getattr(job.checkpoint, key)))
-    folder = env.pop("CLUSTERKIT_CHECKPOINT_DIR", None)
-    assert (folder is None) == (job.checkpoint is None)
+def test_the_ranks_are_those_of_the_plan(both):
+    objects, plan = both
+    nodes, ranks, gpus = ranks_and_gpus(objects)
+    assert (nodes, ranks, gpus) == (plan.topology["nodes"], plan.world_size, plan.world_size)
+
+
+def test_the_command_is_that_of_the_plan(both):
+    objects, plan = both
+    words = launching(objects)["command"]
+    own = words[words.index("jobs/train/gpt/train.py") :]
+    assert f"python -u {' '.join(own)}\n" in file_of(plan, "node.sh").replace("python3", "python")
+
+
+def test_the_environment_is_that_of_the_plan(both):
+    objects, plan = both
+    planned = documents_of(plan)
+    theirs = dict(re.findall(r"(?m)^export (\w+)=(.*)", file_of(plan, "node.sh")))
+    theirs |= {each["name"]: each.get("value") for each in launching(planned)["env"]}
+    ours = {each["name"]: each["value"] for each in launching(objects)["env"]}
+    besides = {name for name in set(theirs) - set(ours) if not name.startswith("OMPI_")}
+    assert besides <= AGENT
+    assert set(ours) - set(theirs) <= OPERATOR
+    for name in set(ours) - OPERATOR - FOLDERS:
+        assert ours[name] == theirs[name], name
     mounts = [each["mountPath"] for each in launching(objects)["volumeMounts"]]
-    assert folder is None or folder in mounts
-    config = env.pop("CLUSTERKIT_DEEPSPEED_CONFIG", None)
-    assert (config is None) == (job.deepspeed is None)
-    again = env.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)
-    assert again == ("1" if objects[0]["kind"] == "PyTorchJob" else None)
-    assert env == {"HOME": "/tmp", "OMP_NUM_THREADS": "1"}
+    assert ours.get("CLUSTERKIT_CHECKPOINT_DIR", "/checkpoints") in mounts
+
+
+def test_what_pods_ask_for_and_may_do_is_that_of_the_plan(both):
+    objects, plan = both
+    ours, theirs = containers(objects), containers(documents_of(plan))
+    assert len(ours) == len(theirs)
+    for (spec, container), (their_spec, their_container) in zip(ours, theirs, strict=True):
+        for key in ("securityContext", "automountServiceAccountToken", "enableServiceLinks"):
+            assert spec[key] == their_spec[key]
+        for key in ("name", "image", "securityContext"):
+            assert container[key] == their_container[key]
+        assert container.get("ports") == their_container.get("ports")
+        assert container.get("readinessProbe") == their_container.get("readinessProbe")
+        amounts = json.loads(json.dumps(container["resources"]), parse_int=str)
+        their_amounts = json.loads(json.dumps(their_container["resources"]))
+        their_amounts["requests"]["cpu"] = their_amounts["requests"]["cpu"].replace("0.1", "100m")
+        assert amounts == their_amounts
+        written = {mount["mountPath"] for mount in container["volumeMounts"]}
+        assert written >= {"/tmp", "/dev/shm"}
+
+
+@pytest.mark.parametrize("name", [*JOBS, "trainjob"])
+def test_every_object_has_the_labels_by_which_clusterkit_s_are_found(name):
+    for each in documents(name):
+        assert each["metadata"]["labels"]["app.kubernetes.io/managed-by"] == MANAGER
 
 
 def test_mpirun_hands_its_environment_on():
@@ -98,31 +175,14 @@ def test_deepspeed_reads_what_its_job_asks_for():
     assert json.loads(documents("mpijob")[0]["data"]["deepspeed.json"]) == wanted
 
 
-def test_an_elastic_manifest_has_as_many_nodes_as_its_job():
+def test_an_elastic_manifest_begins_with_as_few_nodes_as_its_job():
     job = loader.load_job(ROOT / "jobs" / "elastic.yaml")
-    spec = documents("pytorchjob-elastic")[0]["spec"]
-    policy = spec["elasticPolicy"]
+    policy = documents("pytorchjob-elastic")[0]["spec"]["elasticPolicy"]
     assert (policy["minReplicas"], policy["maxReplicas"]) == job.node_range
-    assert spec["pytorchReplicaSpecs"]["Worker"]["replicas"] == job.node_range[1]
-
-
-@pytest.mark.parametrize("name", [*JOBS, "trainjob"])
-def test_kinds_labels_and_security_are_those_of_plans(name):
-    apis = {flavor.kind: flavor.api for flavor in FLAVORS.values()}
-    for each in documents(name):
-        assert each["apiVersion"] == apis.get(each["kind"], each["apiVersion"])
-        assert each["metadata"]["labels"]["app.kubernetes.io/managed-by"] == MANAGER
-        for template in templates(each):
-            assert template["spec"]["securityContext"] == pod_security(1000)
-            for container in template["spec"]["containers"]:
-                assert container["securityContext"] == container_security()
 
 
 def test_sshd_of_the_mpi_job_is_where_the_image_has_it():
-    spec = documents("mpijob")[1]["spec"]
-    assert spec["sshAuthMountPath"] == SSH_KEYS
-    (container,) = spec["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
-    assert container["ports"] == [{"name": "ssh", "containerPort": SSH_PORT}]
+    assert documents("mpijob")[1]["spec"]["sshAuthMountPath"] == SSH_KEYS
 
 
 def test_the_role_has_the_rights_that_doctor_asks_for():
@@ -162,9 +222,9 @@ def test_an_overlay_changes_what_the_manifests_have(overlay):
     for kind, operations in patched.items():
         where = f"{CONTAINERS[kind]}/resources"
         if overlay == "cpu":
-            assert operations == {where: None}
+            assert operations == {f"{where}/limits/nvidia.com~1gpu": None}
         else:
-            assert operations[f"{where}/limits/nvidia.com~1gpu"] == 8
+            assert operations[where]["limits"]["nvidia.com/gpu"] == 8
 
 
 def after(command, word):
@@ -213,4 +273,5 @@ def test_a_manifest_starts_a_rank_for_every_gpu_that_it_asks_for(tmp_path, name,
     nodes, ranks, gpus = ranks_and_gpus(list(yaml.safe_load_all(built.stdout)))
     per_node = {None: 1, "cpu": None, "gpu": 8}[overlay]
     assert gpus == (per_node and per_node * nodes)
+    assert f"image: clusterkit:{__version__}-{overlay or 'gpu'}\n" in built.stdout
     assert ranks == (per_node or 1) * nodes

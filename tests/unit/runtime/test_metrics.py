@@ -6,10 +6,10 @@ import os
 import time
 
 import pytest
+import report as module
+from report import Reporter, report
 
 from clusterkit.marks import MARK, parse_mark
-from clusterkit.runtime import metrics
-from clusterkit.runtime.metrics import Reporter, process_started_at, report
 
 
 def records(capfd: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
@@ -58,16 +58,16 @@ def test_other_and_torn_lines_are_no_records(line: str) -> None:
 
 
 def test_the_process_started_a_moment_ago() -> None:
-    assert 0 <= time.time() - process_started_at() < 3600
-    assert process_started_at() == pytest.approx(process_started_at(), abs=0.05)
+    assert 0 <= time.time() - module._process_started_at() < 3600
+    assert module._process_started_at() == pytest.approx(module._process_started_at(), abs=0.05)
 
 
 def test_one_phase_ends_where_the_next_begins(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter([103.0, 104.5, 110.0])
-    monkeypatch.setattr(metrics, "process_started_at", lambda: 100.0)
-    monkeypatch.setattr(metrics.time, "time", lambda: next(clock))
+    monkeypatch.setattr(module, "_process_started_at", lambda: 100.0)
+    monkeypatch.setattr(module.time, "time", lambda: next(clock))
     reporter = Reporter(speaks=True)
     reporter.phase("rendezvous")
     reporter.phase(None)
