@@ -153,7 +153,7 @@ def test_a_namespace_that_is_not_there_and_one_that_goes():
     found = only(judged("namespace", replies=replies))
     assert (found.level, found.cause) == ("fail", "the cluster has no namespace default")
     assert found.remedy == "kubectl create namespace default"
-    assert only(judged("pod-security", replies=replies)).level == "skip"
+    assert only(judged("admission", replies=replies)).level == "skip"
     replies["namespace"][ALONE] = Reply({"status": {"phase": "Terminating"}})
     assert "being deleted" in only(judged("namespace", replies=replies)).cause
 
@@ -479,21 +479,24 @@ def test_pod_security_in_the_api_server_s_own_words():
     replies["namespace"][ALONE].document["metadata"]["labels"][
         "pod-security.kubernetes.io/enforce"
     ] = "restricted"
-    assert only(judged("pod-security", replies=replies)).cause == (
-        "the namespace enforces restricted; the job's pods pass"
+    assert only(judged("admission", replies=replies)).cause == (
+        "the namespace enforces restricted; it takes a pod (worker), PyTorchJob"
     )
     replies["rehearsal"]["worker"] = Reply(reason="Forbidden", said=REFUSED)
-    told = only(judged("pod-security", replies=replies))
+    told = only(judged("admission", replies=replies))
     assert told.level == "fail"
-    assert told.cause.startswith('pods (worker) are refused: violates PodSecurity "restricted')
-    assert only(judged("admission", replies=replies)).level == "ok"
+    assert told.cause.startswith('a pod (worker) is refused: violates PodSecurity "restricted')
     not_allowed = 'pods is forbidden: User "u" cannot create resource "pods" in API group ""'
     replies["rehearsal"]["worker"] = Reply(reason="Forbidden", said=not_allowed)
-    assert "not tried" in only(judged("pod-security", replies=replies)).cause
     told = only(judged("admission", replies=replies))
-    assert told.cause.endswith("pods were not tried: you may not create them yourself")
+    assert told.cause == (
+        "the namespace enforces restricted, which clusterkit's pods pass; it takes PyTorchJob; "
+        "pods were not tried: you may not create them yourself"
+    )
     patched = subject_of(patch={"hostNetwork": True})
-    assert only(judged("pod-security", patched, replies)).level == "skip"
+    assert "clusterkit's pods pass" not in only(judged("admission", patched, replies)).cause
+    replies["rehearsal"]["PyTorchJob"] = Reply(reason="Forbidden", said=not_allowed)
+    assert only(judged("admission", patched, replies)).level == "skip"
 
 
 def test_what_admission_refuses_is_told_in_its_words():
@@ -546,11 +549,21 @@ def test_a_quota_that_wants_an_amount_named():
     replies = quota(documents(), {"requests.cpu": "100"})
     said = 'pods "x" is forbidden: failed quota: team: must specify requests.cpu for: pytorch'
     replies["rehearsal"]["worker"] = Reply(reason="Forbidden", said=said)
-    found = only(judged("quota", replies=replies))
+    found = only(judged("admission", replies=replies))
     assert found.cause == (
         "a pod (worker) is refused: failed quota: team: must specify requests.cpu for: pytorch"
     )
+    assert only(judged("quota", replies=replies)).level == "ok"
+
+
+def test_a_quota_that_is_used_up_is_told_once():
+    replies = quota(documents(), {"pods": "3"}, {"pods": "3"})
+    said = 'pods "x" is forbidden: exceeded quota: team, requested: pods=1, used: pods=3'
+    replies["rehearsal"]["worker"] = Reply(reason="Forbidden", said=said)
+    assert only(judged("quota", replies=replies)).level == "warn"
     assert only(judged("admission", replies=replies)).level == "ok"
+    replies["quotas"][ALONE].document["items"][0]["spec"]["scopes"] = ["BestEffort"]
+    assert "exceeded quota: team" in only(judged("admission", replies=replies)).cause
 
 
 def test_a_quota_for_some_pods_only_is_left_to_admission():
@@ -692,7 +705,7 @@ def test_the_report_says_what_everything_is():
 
     report = look(subject_of(), Api(answer), list(CHECKS), lambda *_: None)
     assert report.hosts == (CLUSTER, "node-1", "node-2")
-    assert report.summary().startswith("k8s: cluster and 2 nodes, 17 checks: ")
+    assert report.summary().startswith("k8s: cluster and 2 nodes, 16 checks: ")
 
 
 def test_checks_have_names_of_their_own():

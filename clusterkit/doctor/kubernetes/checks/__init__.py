@@ -8,6 +8,5 @@ from clusterkit.doctor.kubernetes.checks import cluster, namespace, nodes
 CHECKS: tuple[KubeCheck, ...] = (
     cluster.api_server, cluster.namespace, cluster.rights, cluster.kind, cluster.operator,
     namespace.plan, nodes.nodes, nodes.gpus, nodes.room, nodes.image, namespace.pull_secrets,
-    namespace.volumes, namespace.pod_security, namespace.admission,
-    namespace.quota, namespace.limit_range, cluster.dns,
+    namespace.volumes, namespace.admission, namespace.quota, namespace.limit_range, cluster.dns,
 )  # fmt: skip

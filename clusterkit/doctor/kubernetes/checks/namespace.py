@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
@@ -46,81 +45,64 @@ def plan(seen: Seen, subject: KubeSubject) -> Finding:
 # ---------------------------------------------------------------- whether it admits them
 
 
-@check(
-    "pod-security",
-    "The namespace's pod security admits the job's pods.",
-    NAMESPACE,
-    REHEARSAL,
-    planned=True,
-)
-def pod_security(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
-    space = seen.reply(NAMESPACE)
-    if space.reason == "NotFound":
-        return skip("there is no such namespace")
-    labels = (space.document.get("metadata") or {}).get("labels") or {}
-    level = labels.get("pod-security.kubernetes.io/enforce")
-    enforced = f"the namespace enforces {level or 'nothing'}"
-    if space.reason:
-        enforced = "what the namespace enforces is unknown"
-    refused: dict[str, list[str]] = {}
-    tried = rehearsed(seen)
-    for role, _, _ in templates(seen.objects):
-        outcome, said = tried[role]
-        if outcome == "pod security":
-            refused.setdefault("violates" + said.partition("violates")[2], []).append(role)
-        elif outcome == "not allowed":
-            passes = (
-                "" if subject.entry.patch or level is None else ", which clusterkit's pods pass"
-            )
-            cause = f"{enforced}{passes}; not tried: you may not create pods yourself"
-            return ok(cause) if passes or level is None else skip(cause)
-        elif outcome == "unasked":
-            return skip("the API server did not answer")
-    return [
-        fail(f"pods ({', '.join(roles)}) are refused: {words}") for words, roles in refused.items()
-    ] or ok(f"{enforced}; the job's pods pass")
+QUOTAS = Look("quotas", one("/api/v1/namespaces/{namespace}/resourcequotas"))
+_NOT_TRIED = "not tried: you may not create them yourself"
 
 
 @check(
     "admission",
-    "The API server would take the job and its pods: schema, webhooks, classes, accounts.",
+    "The API server would take the job and its pods: pod security, quotas, schema, webhooks, "
+    "classes, accounts.",
     NAMESPACE,
     REHEARSAL,
+    QUOTAS,
     planned=True,
 )
 def admission(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
-    if seen.reply(NAMESPACE).reason == "NotFound":
+    space = seen.reply(NAMESPACE)
+    if space.reason == "NotFound":
         return skip("there is no such namespace")
     tried = {what: each for what, each in rehearsed(seen).items() if each[0] != "unasked"}
     if not tried:
         return skip("the API server did not answer")
     kind = "" if seen.kind is None else seen.kind.kind
     names = {what: what if what == kind else f"a pod ({what})" for what in tried}
-    taken = [names[what] for what, (outcome, _) in tried.items() if outcome == "taken"]
     refused: dict[str, tuple[str, list[str]]] = {}
     for what, (outcome, said) in tried.items():
-        if outcome == "refused":
-            # A refusal begins with the pod's own name.
-            why = said.rpartition(" is forbidden: ")[2]
-            refused.setdefault(why, (said, []))[1].append(names[what])
+        # A refusal begins with the pod's own name.
+        why = said.rpartition(" is forbidden: ")[2]
+        if outcome == "quota" and (why.startswith("failed") or not _exceeded(seen, subject)):
+            # One that a pod fails wants it to say how much memory it takes.
+            said = why
+        elif outcome == "pod security":
+            said = why = "violates" + said.partition("violates")[2]
+        elif outcome != "refused":
+            continue
+        refused.setdefault(why, (said, []))[1].append(names[what])
     if refused:
         return [
             fail(
                 f"{' and '.join(whats)} {'is' if len(whats) == 1 else 'are'} refused: "
-                + shortened(said, 400)
+                + shortened(said, 800)
             )
             for said, whats in refused.values()
         ]
-    if not taken:
-        return skip("not tried: you may not create them yourself")
+    labels = (space.document.get("metadata") or {}).get("labels") or {}
+    level = labels.get("pod-security.kubernetes.io/enforce")
+    cause = f"the namespace enforces {level or 'nothing'}"
+    if space.reason:
+        cause = "what the namespace enforces is unknown"
     untried = any(outcome == "not allowed" for outcome, _ in tried.values())
-    more = "; pods were not tried: you may not create them yourself" if untried else ""
-    return ok(f"it takes {', '.join(taken)}{more}")
+    if untried and level is not None and not subject.entry.patch:
+        cause += ", which clusterkit's pods pass"
+    taken = [names[what] for what, (outcome, _) in tried.items() if outcome == "taken"]
+    if not taken:
+        return skip(f"{cause}; {_NOT_TRIED}" if untried else cause)
+    cause += f"; it takes {', '.join(taken)}"
+    return ok(f"{cause}; pods were {_NOT_TRIED}" if untried else cause)
 
 
 # ---------------------------------------------------------------- how much it may have
-
-QUOTAS = Look("quotas", one("/api/v1/namespaces/{namespace}/resourcequotas"))
 
 
 @check(
@@ -132,44 +114,29 @@ QUOTAS = Look("quotas", one("/api/v1/namespaces/{namespace}/resourcequotas"))
     planned=True,
 )
 def quota(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
-    wanted = _wanted(seen, subject)
-    quotas = [each for each in seen.reply(QUOTAS).items if not _scoped(each)]
-    findings = [finding for each in quotas for finding in _exceeded(each, wanted, seen, subject)]
-    tried = rehearsed(seen)
-    for role, _, _ in templates(seen.objects):
-        outcome, said = tried[role]
-        # A quota that a pod fails may want it to say how much memory it takes.
-        if outcome == "quota" and ("failed quota" in said or not findings):
-            words = re.search(r"(failed|exceeded) quota.*", said, re.DOTALL)
-            findings.append(fail(f"a pod ({role}) is refused: {words[0] if words else said}"))
     names = ", ".join(each["metadata"]["name"] for each in seen.reply(QUOTAS).items)
-    return findings or ok(f"room in {names}" if names else "there is none")
+    return _exceeded(seen, subject) or ok(f"room in {names}" if names else "there is none")
 
 
-def _scoped(quota: Any) -> bool:
-    """Whether it counts some pods only, by rules that are not followed here."""
-    spec = quota.get("spec") or {}
-    return bool(spec.get("scopes") or spec.get("scopeSelector"))
-
-
-def _exceeded(
-    quota: Any, wanted: dict[str, Decimal], seen: Seen, subject: KubeSubject
-) -> list[Finding]:
-    name = quota["metadata"]["name"]
-    status = quota.get("status") or {}
-    hard = status.get("hard") or (quota.get("spec") or {}).get("hard") or {}
-    used = status.get("used") or {}
-    findings = []
-    for resource, limit in hard.items():
-        need, most = wanted.get(resource), quantity(limit)
-        taken = quantity(used.get(resource, 0))
-        if need is None or taken + need <= most:
-            continue
-        cause = f"quota {name} has {amount(resource, most)} of {resource}, "
-        cause += f"{amount(resource, taken)} in use; the job needs {amount(resource, need)}"
-        mend = subject.kubectl("-n", seen.namespace, "describe", "quota", name)
-        # What is in use now may be free later; what is more than all of it never fits.
-        findings.append((fail if need > most else warn)(cause, mend))
+def _exceeded(seen: Seen, subject: KubeSubject) -> list[Finding]:
+    """Of what there is not enough for all pods together."""
+    wanted, findings = _wanted(seen, subject), []
+    for each in seen.reply(QUOTAS).items:
+        name, spec, status = each["metadata"]["name"], each.get("spec") or {}, each.get("status")
+        if spec.get("scopes") or spec.get("scopeSelector"):
+            continue  # it counts some pods only, by rules that are not followed here
+        hard = (status or {}).get("hard") or spec.get("hard") or {}
+        used = (status or {}).get("used") or {}
+        for resource, limit in hard.items():
+            need, most = wanted.get(resource), quantity(limit)
+            taken = quantity(used.get(resource, 0))
+            if need is None or taken + need <= most:
+                continue
+            cause = f"quota {name} has {amount(resource, most)} of {resource}, "
+            cause += f"{amount(resource, taken)} in use; the job needs {amount(resource, need)}"
+            mend = subject.kubectl("-n", seen.namespace, "describe", "quota", name)
+            # What is in use now may be free later; what is more than all of it never fits.
+            findings.append((fail if need > most else warn)(cause, mend))
     return findings
 
 
