@@ -350,10 +350,6 @@ class Facts(Struct, frozen=True, kw_only=True):
     """Network interface that the ranks talk over."""
     watch_port: int | None = None
     """Port on the first host where the nodes watch each other, if they do."""
-    warm: float = 0.0
-    """Seconds that a fork server waits for another run; 0: it ends with its own."""
-    warm_origin: str = ""
-    """Why, in words."""
     project: Project | None = None
     """What is copied to the hosts, where something is."""
     shipped: Project | None = None

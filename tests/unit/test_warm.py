@@ -18,7 +18,6 @@ from clusterkit.backends.local.backend import LocalBackend
 from clusterkit.cluster import LocalCluster
 from clusterkit.errors import BadInput
 from clusterkit.spec import JobSpec
-from clusterkit.transport import LocalTransport
 from tests.unit import test_forkserver
 from tests.unit.test_forkserver import Agent
 
@@ -242,6 +241,16 @@ def test_a_fork_that_dies_ends_its_run_with_a_reason_and_not_the_server(begin, r
     assert run()
 
 
+def test_a_cancel_need_not_wait_for_its_imports(begin, torch, pipes, folder):
+    torch(f"open({str(pipes('held'))!r}).read()\n")
+    begun = begin()
+    while not warm.servers(folder):
+        time.sleep(0.01)
+    begun.process.terminate()
+    assert begun.end() == 128 + signal.SIGTERM
+    assert begun.says() == []
+
+
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_with_the_agent_end_its_ranks(begin, pipes, folder, how):
     begun = begin(HELD, str(pipes("held")))
@@ -268,23 +277,26 @@ def test_what_a_rank_leaves_behind_ends_with_the_run(begin):
 # ---------------------------------------------------------------- the setting
 
 
-def test_the_plan_says_that_it_is_warm_and_why(clusterkit_home):
-    local, job = LocalBackend(), JobSpec(name="demo", program="train.py", workdir="/w")
+def test_the_plan_says_that_it_is_warm_and_why(make_facts, clusterkit_home):
+    local, job, facts = (
+        LocalBackend(),
+        JobSpec(name="a", program="a.py", workdir="/w"),
+        make_facts(),
+    )
 
     def said(cluster, **fields):
-        facts = local.probe(cluster, LocalTransport(), job)
+        cluster = local.resolved(cluster, Path("/"), None, None)
         plan = local.plan(msgspec.structs.replace(job, **fields), cluster, facts, "demo-1")
-        notes = [(note.value, note.origin) for note in plan.notes if note.name == "warm"]
-        options = [file.text.count("--warm") for file in plan.files if file.text]
-        assert sum(options) == len(notes)
+        notes = [note.value for note in plan.notes if note.name == "warm"]
+        assert sum(file.text.count("--warm") for file in plan.files if file.text) == len(notes)
         return notes
 
     cluster = LocalCluster()
     assert said(cluster) == []
-    assert said(LocalCluster(warm="90s")) == [("90 s", "cluster: warm")]
+    assert said(LocalCluster(warm="90s")) == ["90 s"]
     api.warm("on", "30m")
-    assert said(cluster) == [("1800 s", "clusterkit warm on")]
-    assert said(LocalCluster(warm="90s")) == [("90 s", "cluster: warm")]
+    assert said(cluster) == ["1800 s"]
+    assert said(LocalCluster(warm="90s")) == ["90 s"]
     assert said(cluster, launcher="torchrun") == []
     with pytest.raises(BadInput, match="warm: 'soon' is not a length of time"):
         said(LocalCluster(warm="soon"))

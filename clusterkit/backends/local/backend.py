@@ -6,8 +6,12 @@ import contextlib
 import json
 import posixpath
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from clusterkit import warm as warmth
 from clusterkit.agent import archive, is_alive, start_ticks
 from clusterkit.assemble import Placement, Places, require_packages
 from clusterkit.backends.base import Backend, Observation, SupportsDoctor
@@ -27,11 +31,11 @@ from clusterkit.backends.placing import (
 )
 from clusterkit.backends.ports import ports_taken
 from clusterkit.cluster import ClusterSpec, Facts, LocalCluster
-from clusterkit.errors import BadInput, Unavailable, counted
+from clusterkit.errors import BadInput, Unavailable, about, counted
 from clusterkit.plan import Note
 from clusterkit.rendezvous import Endpoint, Topology
 from clusterkit.runs import RunHandle, home
-from clusterkit.spec import JobSpec
+from clusterkit.spec import JobSpec, parse_duration
 from clusterkit.status import NodeStatus, State
 from clusterkit.transport import Transport
 
@@ -44,6 +48,19 @@ class LocalBackend(Backend, SupportsDoctor):
 
     name = "local"
     summary = "this machine; several nodes are simulated on it"
+
+    @classmethod
+    def resolved(
+        cls, cluster: ClusterSpec, folder: Path, include: str | None, exclude: str | None
+    ) -> ClusterSpec:
+        cluster = super().resolved(cluster, folder, include, exclude)
+        assert isinstance(cluster, LocalCluster)
+        if cluster.warm is not None:
+            with about("cluster", "warm"):
+                parse_duration(cluster.warm, "warm")
+        elif idle := warmth.seconds():
+            return msgspec.structs.replace(cluster, warm=idle)
+        return cluster
 
     def probe(
         self, cluster: ClusterSpec, transport: Transport, job: JobSpec | None = None
@@ -88,8 +105,10 @@ class LocalBackend(Backend, SupportsDoctor):
         shared = f"{topology.world_size} ranks share {counted(host.cpus, 'core')}: expect them slow"
         slow = device == "cpu" and topology.world_size > host.cpus
         notes = []
-        if facts.warm and job.started_by == "forkserver":
-            notes = [Note("warm", f"{facts.warm:g} s", facts.warm_origin)]
+        assert isinstance(cluster, LocalCluster)
+        warm = 0.0 if cluster.warm is None else parse_duration(cluster.warm, "warm")
+        if warm and job.started_by == "forkserver":
+            notes = [Note("warm", f"{warm:g} s", "cluster: warm, or clusterkit warm on")]
         return Placement(
             job=job,
             topology=topology,
@@ -109,7 +128,7 @@ class LocalBackend(Backend, SupportsDoctor):
             network_env=interface_env(facts.interface),
             node_env=tuple(gpu_share(host.gpus, device, n * nproc, nproc) for n in range(nodes)),
             stop_grace=cluster.stop_grace,
-            warm=facts.warm,
+            warm=warm,
             notes=(
                 Note("device", device, device_origin),
                 Note("nproc_per_node", str(nproc), nproc_origin),

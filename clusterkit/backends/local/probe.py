@@ -6,7 +6,6 @@ import os
 import shutil
 import sys
 
-from clusterkit import warm
 from clusterkit.backends.probing import (
     NAMES_PYTHON,
     ask,
@@ -15,9 +14,9 @@ from clusterkit.backends.probing import (
     own_report,
 )
 from clusterkit.cluster import Facts, HostFacts, LocalCluster
-from clusterkit.errors import PortTaken, Unavailable, about
+from clusterkit.errors import PortTaken, Unavailable
 from clusterkit.runs import home
-from clusterkit.spec import JobSpec, parse_duration
+from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
 
 HOST = "localhost"
@@ -50,18 +49,12 @@ def probe(cluster: LocalCluster, transport: Transport, job: JobSpec | None) -> F
         versions=report.versions,
         tools=report.tools,
     )
-    idle, idle_origin = warm.seconds(), "clusterkit warm on"
-    if cluster.warm is not None:
-        with about("cluster", "warm"):
-            idle, idle_origin = parse_duration(cluster.warm, "warm"), "cluster: warm"
     return Facts(
         home=str(home()),
         hosts=(host,),
         port=port,
         port_origin="free when probed" if cluster.port == "auto" else "cluster: port",
         interface="lo",
-        warm=idle,
-        warm_origin=idle_origin if idle else "",
     )
 
 
