@@ -68,7 +68,7 @@ class Watching:
 
     address: str | Var
     port: int
-    lost_after: float
+    lost_after: float = 30.0
     rejoin: float = 0.0
     """Seconds that a lost node has to come back; 0: it ends the run."""
 
@@ -140,6 +140,8 @@ class Placement:
     """Where the values above come from."""
     remarks: tuple[Note, ...] = ()
     """Notes that stand last."""
+    in_place: bool = True
+    """Whether the nodes' agents carry the job's restarts out."""
     rejoin: bool = False
     replace_lost: bool = False
     native: Native | None = None
@@ -159,6 +161,14 @@ class Placement:
     def launchers(self) -> int:
         """How many nodes are started: mpirun starts the ranks of all nodes from the first."""
         return 1 if self.starter == "mpirun" else self.topology.nodes
+
+    @property
+    def restarts(self) -> int:
+        """How often the agents start all ranks again. Nodes that do not watch each other cannot,
+        and an elastic run's launchers have restarts of their own."""
+        together = self.launchers == 1 or self.watching is not None
+        able = self.in_place and together and not self.topology.elastic
+        return self.job.restarts if able else 0
 
     def files(self, assembly: Assembly) -> tuple[PlanFile, ...]:
         """The plan's files."""
@@ -202,6 +212,7 @@ class Placement:
             shared=self.places.shared or "",
             stop_grace=self.stop_grace,
             lost_after=self.lost_after,
+            restarts=self.restarts,
             rejoin=self.rejoin,
             replace_lost=self.replace_lost,
             native=self.native,
@@ -333,6 +344,7 @@ def _node_script(
         places.python, "-I", places.file(ARCHIVE), "run", "--nproc", str(nproc),
         "--nodes", str(placement.launchers), "--workdir", places.workdir,
         "--grace", f"{placement.stop_grace:g}",
+        *(["--restarts", str(placement.restarts)] if placement.restarts else []),
         *(["--echo", "--last-words", LAST_WORDS] if container else []),
         *options, "--",
     ]  # fmt: skip

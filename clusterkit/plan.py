@@ -131,6 +131,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     """Seconds between SIGTERM and SIGKILL."""
     lost_after: float = 30.0
     """Seconds without an answer after which a host counts as lost."""
+    restarts: int = 0
+    """How often the nodes' agents start all ranks again, each time as another attempt."""
     rejoin: bool = False
     """Whether a lost node may come back, and the run goes on."""
     replace_lost: bool = False

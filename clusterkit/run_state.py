@@ -27,6 +27,7 @@ from clusterkit.plan import Plan
 from clusterkit.runs import LEFTOVERS, POLL_SECONDS, RunFolder, RunHandle, Submission
 from clusterkit.spec import JobSpec
 from clusterkit.status import Failure, RunStatus, State
+from clusterkit.verdict import diagnosis, over_time
 
 if TYPE_CHECKING:
     from clusterkit.transport import Transport
@@ -108,6 +109,10 @@ def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunS
         handle = folder.handle(progress.attempt, handle.plan)
         base = _replace(base, attempt=progress.attempt, state=State.RUNNING)
     seen = backend.status(handle, transport)
+    while seen is not None and (seen.goes_on or 0) > handle.attempt:
+        handle = folder.handle(seen.goes_on or 0, handle.plan)
+        base = _replace(base, attempt=handle.attempt, running_since=None)
+        seen = backend.status(handle, transport)
     if seen is None:
         return _replace(base, state=State.UNKNOWN, remark="nothing of it was found")
     if seen.state is not State.RUNNING:
@@ -144,8 +149,6 @@ def _judged(
     base: RunStatus, handle: RunHandle, seen: Observation, progress: ClusterProgress
 ) -> tuple[RunStatus, bool]:
     """The status of a run whose supervisor is gone, and whether `attach` would start it again."""
-    from clusterkit.supervise import diagnosis, over_time
-
     folder = handle.folder
     job = folder.maybe_json("job.json", JobSpec)
     restarts = 0 if job is None else max(0, job.restarts - (handle.attempt - 1))
@@ -153,7 +156,7 @@ def _judged(
     attach = f"`clusterkit attach {folder.run_id}`"
     if seen.state is State.RUNNING:
         remark = (
-            f"its supervisor is gone: {_alone(folder, progress, restarts)}; {attach} watches over "
+            f"its supervisor is gone: {_alone(handle, progress, restarts)}; {attach} watches over "
             f"it again, `clusterkit cancel {folder.run_id}` ends it"
         )
         return _replace(base, state=State.RUNNING, remark=remark), False
@@ -191,13 +194,15 @@ def _judged(
     return found, again
 
 
-def _alone(folder: RunFolder, progress: ClusterProgress, restarts: int) -> str:
+def _alone(handle: RunHandle, progress: ClusterProgress, restarts: int) -> str:
     """What does not happen to a run that goes on without its supervisor."""
     if progress.watched:
         return "the watcher in the cluster goes on with it"
-    facts = folder.maybe_json("facts.json", Facts)
-    together = facts is not None and facts.watch_port is not None  # its nodes watch each other
     again = f" ({counted(restarts, 'restart')} left)" if restarts else ""
+    if again and handle.plan.restarts:
+        return f"its nodes start failed ranks again{again}, nobody starts lost nodes again"
+    facts = handle.folder.maybe_json("facts.json", Facts)
+    together = facts is not None and facts.watch_port is not None  # its nodes watch each other
     ends = "" if together else " or ends the other nodes when one fails"
     return f"nobody restarts it{again}{ends}"
 

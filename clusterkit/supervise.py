@@ -1,4 +1,7 @@
-"""What happens while a run runs: starting it, watching it, restarts, and its end.
+"""What happens while a run runs: starting it, watching it, and its end.
+
+Ranks that failed are started again by the nodes' agents (`clusterkit.agent.membership`): that is
+only followed here. Nodes are started again here: lost ones, and where the agents cannot go on.
 
 The process that submits starts the nodes (`launch`): it has the connections and all imports. The
 rest is done by ``python -m clusterkit.supervise`` (`spawn`), detached from the terminal, which
@@ -16,10 +19,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import IO
 
@@ -57,6 +58,7 @@ from clusterkit.shell import Secret
 from clusterkit.spec import JobSpec
 from clusterkit.status import AttemptStatus, Failure, NodeStatus, RunStatus, State
 from clusterkit.transport import Transport
+from clusterkit.verdict import diagnosis, over_time
 
 PEERS_SECONDS = 2.0
 """How long the other nodes have to fail by themselves, so that the first failure is seen."""
@@ -65,14 +67,10 @@ PROBED_SECONDS = 20.0
 CANCEL_SECONDS = 5.0
 """Pause before nodes that did not end are told again."""
 PORT_TRIES = 3
-TAIL_LINES = 5000
-"""Log lines per attempt that a diagnosis reads."""
 START_SECONDS = 60.0
 """How long a supervisor may take to start; one that ends meanwhile is noticed at once."""
 STARTED = b"started\n"
 """What a supervisor answers to whoever started it."""
-LATE_EXIT = 124
-"""Exit code of a run that was ended at its time limit: that of timeout(1)."""
 RESERVE = ".reserve"
 RESERVE_BYTES = 1 << 16
 """Kept free for the last ``state.json``, so that a full disk does not hide how a run ended."""
@@ -96,6 +94,7 @@ class Supervisor:
         self.remark: str | None = None
         self.nodes: tuple[NodeStatus, ...] = ()
         self.running_since: float | None = None
+        self.followed = False  # whether this attempt was begun by the agents of the one before
         self.late = False
         self.terminated = False
 
@@ -173,24 +172,26 @@ class Supervisor:
                 self._event(f"attempt {progress.attempt} continues; the cluster started it")
                 self._attempt_ended(None)
                 continue
-            if isinstance(self.backend, SupportsCleanup):
-                self._end(partial(self.backend.clean_up, handle, self.transport))
-            if seen.state is State.SUCCEEDED:
-                return self._finish(State.SUCCEEDED)
-            if any(node.state is State.UNKNOWN for node in seen.nodes):
-                self._cancel()  # something may still run there
-            if self._to_be_ended():
-                return self._finish(State.CANCELLED)
-            if self.late:
-                return self._finish(State.FAILED, over_time(self.job))
+            self.followed = begun = seen.goes_on is not None
+            if not begun:
+                if isinstance(self.backend, SupportsCleanup):
+                    self._end(partial(self.backend.clean_up, handle, self.transport))
+                if seen.state is State.SUCCEEDED:
+                    return self._finish(State.SUCCEEDED)
+                if any(node.state is State.UNKNOWN for node in seen.nodes):
+                    self._cancel()  # something may still run there
+                if self._to_be_ended():
+                    return self._finish(State.CANCELLED)
+                if self.late:
+                    return self._finish(State.FAILED, over_time(self.job))
             failure = diagnosis(handle, seen)
-            if self._port_was_taken(failure) and port_tries:
+            if not begun and self._port_was_taken(failure) and port_tries:
                 port_tries -= 1
                 why = f"port {self.plan.port} was taken before the run could listen there"
                 port = self.transport.free_port(self.facts.hosts[0].host)
                 self._plan_anew(*moved_port(self.cluster, self.facts, port, why))
-            elif restarts_left:
-                restarts_left -= 1
+            elif begun or restarts_left:
+                restarts_left = max(0, restarts_left - 1)
                 self._event(
                     f"attempt {self.attempt} failed: {failure.who}: {failure.summary}; "
                     f"starting again, {counted(restarts_left, 'restart')} left"
@@ -198,12 +199,13 @@ class Supervisor:
             else:
                 return self._finish(State.FAILED, failure)
             self._attempt_ended(failure)
-            self._save(State.RESTARTING, failure=failure)
-            self.attempt += 1
+            if not begun:
+                self._save(State.RESTARTING, failure=failure)
+            self.attempt = seen.goes_on or self.attempt + 1
+            self.running_since = None
 
     def _start_attempt(self) -> None:
         self._check_again()
-        self.running_since = None
         self._save(State.PENDING)
         self.backend.submit(
             self.plan,
@@ -272,12 +274,14 @@ class Supervisor:
                     f"node {silent} did not report within {self.backend.start_seconds:g} s",
                     hint=f"see the logs in {self.folder.path}/attempts/{self.attempt}",
                 )
-            if not {State.RUNNING, State.PENDING} & set(states):
+            # One that its agent did not begin may not have been begun anywhere.
+            ended = self.followed and again
+            if not {State.RUNNING, *(() if ended else (State.PENDING,))} & set(states):
                 return self._ended(seen, needed)
             if self._to_be_ended() or self._is_late():
                 give_up = now
             lost = sum(s in (State.FAILED, State.CANCELLED, State.UNKNOWN) for s in states)
-            if give_up is None and len(states) - lost < needed:
+            if give_up is None and seen.goes_on is None and len(states) - lost < needed:
                 give_up = now + PEERS_SECONDS
             if give_up is not None and now >= max(give_up, again):
                 self._cancel()
@@ -293,12 +297,12 @@ class Supervisor:
 
     def _is_late(self) -> bool:
         limit = self.job.limit_seconds
-        if limit is None or self.running_since is None or time.time() < self.running_since + limit:
-            return False
-        if not self.late:
+        if limit is None or self.late:
+            return self.late
+        if self.running_since is not None and time.time() >= self.running_since + limit:
             self.late = True
             self._event(f"attempt {self.attempt} is over its time limit: stopping it")
-        return True
+        return self.late
 
     def _note_progress(self, seen: Observation, needed: int) -> None:
         begun = sum(node.state is not State.PENDING for node in seen.nodes)
@@ -306,8 +310,8 @@ class Supervisor:
             self.running_since = time.time()
         if seen.nodes != self.nodes:
             self.nodes = seen.nodes
-            state = State.PENDING if seen.state is State.PENDING else State.RUNNING
-            self._save(state)
+            waits = seen.state is State.PENDING and not self.followed
+            self._save(State.PENDING if waits else State.RUNNING)
 
     def _cancel(self) -> None:
         reason = "the run is over its time limit" if self.late else "another node has ended"
@@ -399,33 +403,6 @@ class Supervisor:
                 node=step.node, argv=step.argv, outcome=outcome,
             ),
         )  # fmt: skip
-
-
-def over_time(job: JobSpec) -> Failure:
-    """Why a run failed that was ended at its time limit."""
-    return Failure(
-        exit_code=LATE_EXIT,
-        cause=f"it was stopped at its time_limit of {job.time_limit}",
-        hint="raise time_limit; another run can resume from this one's checkpoint",
-    )
-
-
-def diagnosis(handle: RunHandle, seen: Observation) -> Failure:
-    """Why an attempt that has ended did not succeed."""
-    from clusterkit.diagnose import diagnose  # of no use to a run that succeeds
-
-    plan = handle.plan
-    lines = chain.from_iterable(handle.folder.log(handle.attempt, range(plan.nodes)))
-    tail = deque(lines, maxlen=TAIL_LINES)
-    nproc = plan.topology.get("nproc_per_node", 1)
-    failure = diagnose(
-        seen.nodes, tail, rank_exits=seen.rank_exits, nproc_per_node=nproc,
-        oom_kills=seen.oom_kills, causes=seen.causes,
-    )  # fmt: skip
-    if plan.nodes < plan.topology.get("nodes", plan.nodes) and failure.rank is not None:
-        # One launcher for all nodes (mpirun): its log does not tell them apart, the rank does.
-        failure = msgspec.structs.replace(failure, node=failure.rank // nproc)
-    return failure
 
 
 # ---------------------------------------------------------------- the process

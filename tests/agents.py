@@ -34,9 +34,20 @@ class Nodes:
         self.up = self._pipe("up")
         self.codes = {node: self._pipe(f"code-{node}") for node in range(3)}
 
-    def start(self, node, nodes=2, wait=60.0, lost_after=30.0, argv=("sh", "-c", RANK), run=RUN):
+    def start(
+        self,
+        node,
+        nodes=2,
+        wait=60.0,
+        lost_after=30.0,
+        argv=("sh", "-c", RANK),
+        run=RUN,
+        restarts=0,
+    ):
         options = ["--nproc", "1", "--workdir", "/", "--grace", "5", "--spawn",
                    "--nodes", str(nodes), "--lost-after", str(lost_after)]  # fmt: skip
+        if restarts:
+            options += ["--restarts", str(restarts)]
         if wait:
             options += ["--rejoin", str(wait)]
         if nodes > 1:
@@ -62,8 +73,8 @@ class Nodes:
         os.mkfifo(self.folder / name)
         return os.fdopen(os.open(self.folder / name, os.O_RDWR), "r+b", buffering=0)
 
-    def path(self, node):
-        return runs.node_dir(str(self.folder), 1, node)
+    def path(self, node, attempt=1):
+        return runs.node_dir(str(self.folder), attempt, node)
 
     def running(self, *nodes):
         """The ranks of these nodes, once they have started."""
@@ -77,11 +88,11 @@ class Nodes:
         """Have the rank that runs there, or is about to, exit with this code."""
         self.codes[node].write(b"%d\n" % code)
 
-    def exit_of(self, node):
-        return json.loads((Path(self.path(node)) / "exit.json").read_bytes())
+    def exit_of(self, node, attempt=1):
+        return json.loads((Path(self.path(node, attempt)) / "exit.json").read_bytes())
 
-    def log_of(self, node):
-        raw = (Path(self.path(node)) / "log").read_bytes().splitlines()
+    def log_of(self, node, attempt=1):
+        raw = (Path(self.path(node, attempt)) / "log").read_bytes().splitlines()
         return [x.text for line in raw for x in parse_lines(line, 0) if x.rank is None]
 
     def close(self):

@@ -15,7 +15,7 @@ Here is what the rest of clusterkit uses of it.
 """
 
 from clusterkit.agent.clock import Awake
-from clusterkit.agent.files import write_json
+from clusterkit.agent.files import goes_on, write_json
 from clusterkit.agent.processes import (
     descendants,
     identity,
@@ -37,6 +37,6 @@ from clusterkit.agent.protocol import (
 
 __all__ = [
     "AGAIN", "LEFT", "PEER_TOKEN", "RANK_ENDED", "RANK_HEADER", "STOPPED", "STOPPED_BY_PEERS",
-    "Awake", "descendants", "identity", "is_alive", "processes_of", "send",
+    "Awake", "descendants", "goes_on", "identity", "is_alive", "processes_of", "send",
     "start_ticks", "wait_gone", "write_json",
 ]  # fmt: skip

@@ -31,6 +31,7 @@ class Client(threading.Thread):
         token: the run's own.
         lost_after: seconds of silence after which a node is lost.
         wait: seconds that a lost node has to come back.
+        restarts: how often the run goes on after a launcher failed.
         order: takes an order for this node: ``start`` (the launcher), ``wait`` (end it, and be
             ready), ``stop`` (end, for the reason given), ``exit`` (end as the launcher has).
         say: takes a line for this node's log.
@@ -47,6 +48,7 @@ class Client(threading.Thread):
         token: bytes,
         lost_after: float,
         wait: float,
+        restarts: int = 0,
         order: Callable[[str, str], None],
         say: Callable[[str], None],
         warn: Callable[[str], None],
@@ -54,18 +56,19 @@ class Client(threading.Thread):
         super().__init__(daemon=True)
         self._host, self._port = address
         self._node, self._nodes, self._run, self._token = node, nodes, run, token
-        self._lost_after, self._wait = lost_after, wait
+        self._lost_after, self._wait, self._restarts = lost_after, wait, restarts
+        self._again = wait > 0 or restarts > 0
         self._order, self._say, self._warn = order, say, warn
-        self.peer = Peer(node, lost_after, wait, wait > 0, clock.awake())
+        self.peer = Peer(node, lost_after, wait, self._again, clock.awake())
         self._server: Server | None = None
         self._news: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._wake, self._waker = socket.socketpair()
 
     # -- from the node's main loop
 
-    def ended(self, code: int) -> None:
-        """This node's launcher has."""
-        self._tell_thread("ended", code)
+    def ended(self, code: int, *, last: bool = False) -> None:
+        """This node's launcher has. ``last``: no other can be started here."""
+        self._tell_thread("last" if last else "ended", code)
 
     def leave(self) -> None:
         """This node was asked to end, by nobody of the run."""
@@ -73,7 +76,7 @@ class Client(threading.Thread):
 
     def close(self) -> None:
         """Return when the others know what this node had to say, or after some seconds."""
-        if self._wait:
+        if self._again:
             self._tell_thread("close", 0)
         self.join(limits.PEER_SECONDS)
         if self._server is not None and self._server.decided:
@@ -93,10 +96,12 @@ class Client(threading.Thread):
             try:
                 if self._node == 0:
                     listener = Listener(self._port, self._run, self._token, self._nodes)
-                    membership = Membership(self._nodes, self._lost_after, self._wait)
+                    membership = Membership(
+                        self._nodes, self._lost_after, self._wait, self._restarts
+                    )
                     self._server = Server(listener, membership)
                     self._server.start()
-                    self._host = "127.0.0.1"
+                    self._host, self._port = "127.0.0.1", listener.port
             except OSError as error:
                 # Without what `socket.create_server` adds.
                 why = os.strerror(error.errno) if error.errno else str(error)
@@ -149,10 +154,10 @@ class Client(threading.Thread):
         with contextlib.suppress(queue.Empty):
             while True:
                 what, code = self._news.get_nowait()
-                if what == "ended":
-                    self.peer.ended(code, clock.awake())
+                if what in ("ended", "last"):
+                    self.peer.ended(code, clock.awake(), last=what == "last")
                     # Node 0 stays until its own server has heard of it.
-                    self.peer.done |= not self._wait and self._server is None
+                    self.peer.done |= not self._again and self._server is None
                 elif what == "leave":
                     self.peer.leave()
                 else:

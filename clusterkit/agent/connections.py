@@ -120,7 +120,9 @@ class Listener:
 
     def __init__(self, port: int, run: dict[str, str], token: bytes, nodes: int) -> None:
         allow_open_files(nodes)
-        self._server = socket.create_server(("", port), backlog=1024)
+        host = "" if nodes > 1 else "127.0.0.1"  # a node alone speaks to itself
+        self._server = socket.create_server((host, port), backlog=1024)
+        self.port: int = self._server.getsockname()[1]
         self._server.setblocking(False)
         self._run = run
         self._token = token

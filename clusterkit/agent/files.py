@@ -41,6 +41,14 @@ def read_json(path: Path) -> Document | None:
     return document if isinstance(document, dict) else None
 
 
+def goes_on(exit_json: bytes | None) -> int | None:
+    """The attempt that the agent which wrote this ``exit.json`` has begun after that one."""
+    with contextlib.suppress(ValueError, AttributeError):
+        number = json.loads(exit_json or b"").get("next")
+        return number if isinstance(number, int) else None
+    return None
+
+
 def allow_open_files(number: int) -> None:
     """Let this process have so many files open besides the usual ones, if it may. What it starts
     from now on inherits that."""

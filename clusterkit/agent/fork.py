@@ -245,6 +245,7 @@ class Fork:
             return env
         node = int(env.get("NODE_RANK", "0"))
         rank, world = str(node * nproc + number), str(nodes * nproc)
+        place = env.get("CLUSTERKIT_NODE_DIR", self._folder)  # of this attempt
         return env | {
             "RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": str(number),
             "LOCAL_WORLD_SIZE": str(nproc), "GROUP_RANK": str(node),
@@ -253,5 +254,5 @@ class Fork:
             "TORCHELASTIC_RUN_ID": env.get("CLUSTERKIT_RUN_ID", "none"),
             "TORCHELASTIC_RESTART_COUNT": str(self._starts - 1),
             "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "False",
-            "TORCHELASTIC_ERROR_FILE": str(self._folder / f"rank-{rank}-error.json"),
+            "TORCHELASTIC_ERROR_FILE": f"{place}/rank-{rank}-error.json",
         }  # fmt: skip

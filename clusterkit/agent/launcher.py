@@ -71,7 +71,7 @@ class Launcher:
 
     def start(self) -> str | None:
         """Start all processes; why that failed, if it did."""
-        self.ended, self.deadline, self.stop_at = [], None, None
+        self.ended, self.deadline, self.stop_at, self.without_ranks = [], None, None, False
         try:
             self._processes.start()
         except OSError as error:

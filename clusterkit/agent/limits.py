@@ -1,7 +1,7 @@
 """Times in seconds, and sizes. Used as ``limits.NAME``, so that a test can change them."""
 
 # Ranks and launchers
-RANKS_GRACE = 2.0  # that other ranks have to fail by themselves once one has failed
+RANKS_GRACE = 0.5  # that other ranks have to fail by themselves once one has failed
 LAUNCHER_GRACE = 1.0  # for a launcher without ranks: torchrun's exit barrier hears no signal
 LEFTOVER_GRACE = 3.0  # for processes that outlive their launcher
 LOOK_SECONDS = 2.0  # between two looks whether ranks were stopped (SIGSTOP)

@@ -32,7 +32,8 @@ class Membership:
     back. Everyone ends its launcher then; once all nodes are here and each has said that none of an
     older round runs or will, the next round begins for all at once. A node that is found lost
     meanwhile is why the launcher failed: that costs no restart. Every launcher that ended with 0
-    ends the run, and so does one that failed when no restart is left.
+    ends the run, and so does one that failed when no restart is left, or when a node can start no
+    other.
 
     Where lost nodes do not come back (``wait`` 0), one ends the run. Where nothing is ever started
     again (``restarts`` 0 as well), a launcher that fails ends it at once; a node that ended leaves,
@@ -64,6 +65,7 @@ class Membership:
         self._say = ""  # what all nodes log of this round
         self._over_at: float | None = None  # since when this round is over; None: it goes on
         self._failed: int | None = None  # the node for which it is; None: one was lost
+        self._last = False  # whether a node says that none can follow
         self._began = 0.0
         self._last_end = 0.0  # when the last launcher ended by itself
         self._in_a_row = 0  # rounds that failed soon
@@ -138,6 +140,7 @@ class Membership:
                 self._replaced_at = now
                 self.count += 1
         member.early |= member.running and not met
+        self._last |= bool(said["last"]) and ours and number == self.round
         if said["gave_up"]:
             self._failed = None  # whoever failed may have failed of that
         if self._over_at is not None or said["leaving"]:
@@ -207,7 +210,7 @@ class Membership:
             elif seconds > max(self._patience, limits.END_SECONDS):
                 busy = next(n for n, each in self.members.items() if each.running or not each.ready)
                 self._decide("stop", f"node {busy} did not end within {seconds:.0f} s")
-        elif self._failed is not None and self._used >= self._restarts:
+        elif self._failed is not None and (self._last or self._used >= self._restarts):
             self._decide("stop", f"node {self._failed} failed", failed=self._failed)
         elif now >= self._next_at:
             self._next_round(now)
@@ -266,10 +269,11 @@ class Membership:
         if self._failed is not None:
             self._used += 1
             self._in_a_row += 1
-            self._say = f"restart {self._used} of {self._restarts}; {AGAIN}"
+            self._say = f"restart {self._used} of {self._restarts}"
         self.round += 1
         self.count += 1
         self._began, self._over_at, self._failed, self._replaced_at = now, None, None, None
+        self._last = False
         for member in self.members.values():
             member.ready = False
 

@@ -16,17 +16,18 @@ from pathlib import Path
 
 from clusterkit.agent import limits
 from clusterkit.agent.client import Client
-from clusterkit.agent.files import read_json, write_json
+from clusterkit.agent.files import read_json
 from clusterkit.agent.launcher import Launcher, no_start
-from clusterkit.agent.node_log import NodeLog, lines_lost
-from clusterkit.agent.processes import identity, is_alive, is_stopped
+from clusterkit.agent.processes import is_alive, is_stopped
 from clusterkit.agent.protocol import (
     LAUNCHER_WAITED,
     LEFT,
     PEER_TOKEN,
     STOPPED,
     STOPPED_BY_PEERS,
+    Document,
 )
+from clusterkit.agent.record import Record
 from clusterkit.agent.signals import STOPS, adopt_orphans, read_signals, sender, signal_handle
 
 
@@ -35,7 +36,6 @@ class Node:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.folder = Path(os.environ["CLUSTERKIT_NODE_DIR"])
         self.running = False  # whether the launcher was started and its end has not been dealt with
         self.reason: str | None = None
         """Why this node ends, where its launcher's exit code does not say it."""
@@ -53,16 +53,22 @@ class Node:
         """Of the coordinator, each with why."""
         self.finished = False  # whether the run is over, for this node
         self.left = False
-        """Whether this node is being taken away from a run that goes on with another one."""
+        """Whether this node was asked to end; where it can, the run goes on with another one."""
+        self.held: str | None = None  # the reason, where it ended before another attempt
         self.obeyed = False  # whether the launcher ends because the coordinator said so
-        self.remarks: list[str] = []  # what a person should know of this node, however it ends
+        self.first = int(os.environ.get("CLUSTERKIT_ATTEMPT", "1"))  # attempt of this agent
+        # The plan says how many restarts a run has, from its first attempt on.
+        self.restarts = max(0, options.restarts - (self.first - 1))
+        self.again = options.rejoin > 0 or self.restarts > 0
+        """Whether what has ended may be started once more."""
         # The ranks have no use for it.
         self.token = os.environ.pop(PEER_TOKEN, "").encode()
 
     def main(self) -> int:
         """Run it to its end; its exit code."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        started = read_json(self.folder / "started.json")
+        folder = Path(os.environ["CLUSTERKIT_NODE_DIR"])
+        folder.mkdir(parents=True, exist_ok=True)
+        started = read_json(folder / "started.json")
         if started and is_alive(started):
             print(f"this node already runs as process {started['pid']}", file=sys.stderr)
             return 75
@@ -73,16 +79,12 @@ class Node:
         self.wake, self.waker = os.pipe()
         for handle in (self.wake, self.waker):
             os.set_blocking(handle, False)
-        self.oom_kills_before = _oom_kills()
-        self.started = {**identity(os.getpid()), "at": time.time(), "host": socket.gethostname()}
-        write_json(self.folder / "started.json", self.started)
-        with contextlib.suppress(OSError):
-            (self.folder / ".reserve").write_bytes(bytes(limits.RESERVE_BYTES))
-        self.log = NodeLog(self.folder, echo=self.options.echo)
+        self.record = Record(folder, self.first, echo=self.options.echo)
+        self.log = self.record.log
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.signals, selectors.EVENT_READ)
         self.selector.register(self.wake, selectors.EVENT_READ)
-        self.launcher = Launcher(self.options, self.folder, self.log, self.selector)
+        self.launcher = Launcher(self.options, folder, self.log, self.selector)
         try:
             self.launcher.open_pipes()
             os.chdir(self.options.workdir)
@@ -93,11 +95,11 @@ class Node:
         return self._rounds()
 
     def _rounds(self) -> int:
-        """The launcher from its first start to the run's end, once more after each lost node."""
+        """The launcher from its first start to the run's end, again and again where that is due."""
         rejoin = self.options.rejoin > 0
         if not (rejoin and self.options.coordinator):
             self._start()  # and waits for nobody
-        if self.options.coordinator:
+        if self.options.coordinator or self.restarts:
             self._join()
         while True:
             if self.running and not self.launcher.running:
@@ -108,10 +110,8 @@ class Node:
             while not self.left and not self.orders.empty():
                 self._obey(*self.orders.get())
         code = self._exit_code()
-        if self.left:
+        if rejoin and (self.left or (self.obeyed and not code)):
             code = LEFT
-        elif rejoin and self.obeyed:
-            code = code or LEFT
         self._finish(code)
         # From 128 on Kubernetes' operators take it for the end of a pod that is to be replaced.
         return code if code < 128 or self.left or not rejoin else 1
@@ -122,21 +122,25 @@ class Node:
             with contextlib.suppress(OSError):
                 os.write(self.waker, b".")
 
-        host, _, port = self.options.coordinator.rpartition(":")
+        # A node alone decides by the same rules, over a connection to itself.
+        host, _, port = (self.options.coordinator or "127.0.0.1:0").rpartition(":")
+        token = self.token if self.options.coordinator else os.urandom(16).hex().encode()
         self.client = Client(
             (host, int(port)), node=int(os.environ["NODE_RANK"]), nodes=self.options.nodes,
             run={"run": os.environ["CLUSTERKIT_RUN_ID"],
                  "attempt": os.environ["CLUSTERKIT_ATTEMPT"]},
-            token=self.token, lost_after=self.options.lost_after, wait=self.options.rejoin,
-            order=order, say=self._say, warn=self._warn,
+            token=token, lost_after=self.options.lost_after, wait=self.options.rejoin,
+            restarts=self.restarts, order=order, say=self._say, warn=self.record.warn,
         )  # fmt: skip
         self.client.start()
 
     def _obey(self, order: str, why: str) -> None:
         if order == "start":
+            self._next_attempt(self.first + int(why))
             self._start()
         elif order == "wait":
             self.obeyed = True
+            self.held = f"{STOPPED_BY_PEERS}{why}" if self.running else None
             if self.running:
                 self.reason = None
                 self._stop()
@@ -150,6 +154,15 @@ class Node:
         self.running, self.obeyed = True, False
         self.reason = self.launcher.start()
 
+    def _next_attempt(self, number: int) -> None:
+        """Go on as another attempt, where a restart was used since the last start."""
+        if number > self.record.attempt:
+            self.reason = self.reason or self.held
+            self.record.next_attempt(number, self._ended(self._exit_code()))
+            folder = str(self.record.folder)
+            os.environ.update(CLUSTERKIT_ATTEMPT=str(number), CLUSTERKIT_NODE_DIR=folder)
+            self.suspended.clear()
+
     def _launcher_ended(self) -> None:
         self.running = False
         if self.launcher.end_leftovers():
@@ -157,9 +170,19 @@ class Node:
         self.reason = self.reason or self.launcher.failure
         self.launcher.finish_output()
         if self.client is not None:
-            self.client.ended(self._exit_code())
-        if self.client is None or not self.options.rejoin:
+            self.client.ended(self._exit_code(), last=not self._can_start_again())
+        if self.client is None or not self.again:
             self.finished = True
+
+    def _can_start_again(self) -> bool:
+        """Whether the port of rank 0's store is free: else the next round would fail as well."""
+        if not self.restarts or os.environ["NODE_RANK"] != "0" or "MASTER_PORT" not in os.environ:
+            return True
+        try:
+            socket.create_server(("", int(os.environ["MASTER_PORT"]))).close()
+        except OSError:
+            return False
+        return True
 
     def _exit_code(self) -> int:
         code = self.launcher.exit_code
@@ -192,13 +215,13 @@ class Node:
         if signum == signal.SIGCONT:
             if late > limits.LOOK_SECONDS:
                 self.frozen = time.monotonic(), late
-                self._warn(f"this node's agent was stopped (SIGSTOP) for {late:.0f} s")
+                self.record.warn(f"this node's agent was stopped (SIGSTOP) for {late:.0f} s")
         elif self.reason is None or not self.running:
             self.stopped_by, meant = sender(signum, pid, uid)
             if not meant and pid > 1:  # nor a container's own init, which passes it on
                 self.stray = f"stopped by {self.stopped_by}"
-                self.remarks.append(self.stray)
-            self.left = self.options.rejoin > 0
+                self.record.remarks.append(self.stray)
+            self.left = self.again
             if self.left and self.client is not None:
                 self.client.leave()
             self.reason = STOPPED
@@ -225,13 +248,6 @@ class Node:
     def _say(self, text: str) -> None:
         self.log.lines("-", [text.encode()])
 
-    def _warn(self, text: str) -> None:
-        """A line of the log that `clusterkit status` shows as well."""
-        self._say(text)
-        self.remarks.append(text)
-        with contextlib.suppress(OSError):
-            write_json(self.folder / "started.json", {**self.started, "remarks": self.remarks})
-
     def _causes(self) -> list[str]:
         """What was done to this node that it, and others, may have failed of."""
         found = [f"rank {number} was stopped (SIGSTOP)" for number in sorted(self.suspended)]
@@ -243,25 +259,7 @@ class Node:
         self.launcher.close()
         if self.client is not None:
             self.client.close()
-        with contextlib.suppress(OSError):
-            (self.folder / ".reserve").unlink()
-        self.log.lines("-", [])
-        if self.log.lost and not self.options.echo:
-            self.remarks.append(lines_lost(self.log.lost))
-        ranks = {rank["pid"]: rank["rank"] for rank in self.log.ranks}
-        own = [{**end, "rank": ranks.get(end["pid"])} for end in self.launcher.ended]
-        ended = {
-            "exit_code": code,
-            "at": time.time(),
-            "reason": self.reason,
-            "processes": own + self.log.rank_ends,
-            "oom_kills": _oom_kills() - self.oom_kills_before,
-            "remarks": self.remarks,
-            "stopped_by": self.stopped_by,
-            "causes": self._causes(),
-        }
-        with contextlib.suppress(OSError):
-            write_json(self.folder / "exit.json", ended)
+        ended = self.record.end(self._ended(code))
         if self.options.last_words:
             whole = json.dumps(ended).encode()
             short = json.dumps({**ended, "processes": []}).encode()
@@ -270,11 +268,12 @@ class Node:
                 file.write(whole if len(whole) <= limits.LAST_WORDS_BYTES else short)
         return code
 
-
-def _oom_kills() -> int:
-    """Processes that the kernel has killed for want of memory since boot."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0
+    def _ended(self, code: int) -> Document:
+        """How this attempt ended here."""
+        return {
+            "exit_code": code,
+            "reason": self.reason,
+            "processes": self.launcher.ended,
+            "stopped_by": self.stopped_by,
+            "causes": self._causes(),
+        }

@@ -18,7 +18,17 @@ class NodeLog:
 
     def __init__(self, folder: Path, *, echo: bool = False) -> None:
         self._echo = echo
-        self._handle = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._handle = _open(folder)
+        self._begin(folder)
+
+    def move(self, folder: Path) -> None:
+        """Go on in that folder, with the next attempt."""
+        handle = _open(folder)
+        os.dup2(handle, self._handle)  # at no moment is there none, for another thread's lines
+        os.close(handle)
+        self._begin(folder)
+
+    def _begin(self, folder: Path) -> None:
         self._ranks = folder / "ranks.jsonl"
         self.ranks: list[Document] = []  # identities of the ranks that have started
         self.rank_ends: list[Document] = []
@@ -72,6 +82,10 @@ class NodeLog:
             pid = next((each["pid"] for each in self.ranks if each["rank"] == rank), None)
             end = {"pid": pid, "rank": rank, "exit_code": code, "at": time.time()}
             self.rank_ends.append(end)
+
+
+def _open(folder: Path) -> int:
+    return os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
 
 def lines_lost(number: int) -> str:

@@ -23,9 +23,9 @@ class Peer:
 
     def __init__(self, node: int, lost_after: float, wait: float, stays: bool, now: float) -> None:
         self.orders: list[tuple[str, str]] = []
-        """For the caller to take: ``start`` (the launcher), ``wait`` (end it, and be ready),
-        ``stop`` (end, for the reason given), ``exit`` (end as the launcher has); a line to ``say``
-        in the node's log, or to ``warn`` people with."""
+        """For the caller to take: ``start`` (the launcher; with how many restarts were used),
+        ``wait`` (end it, and be ready), ``stop`` (end, for the reason given), ``exit`` (end as the
+        launcher has); a line to ``say`` in the node's log, or to ``warn`` people with."""
         self.done = False  # whether there is nothing more to hear
         self.news = False  # whether there is something to say at once
         self.met = ""  # which coordinator was met last
@@ -41,6 +41,7 @@ class Peer:
         self._ended_at: float | None = None
         self._waiting = False  # whether the launcher may not run
         self._gave_up = False  # whether it ended its launcher because node 0 was lost
+        self._last = False  # whether no other launcher can be started here
         self._leaving = False
         self._began = self._heard = now
         self._connected: float | None = None  # since when there is a connection
@@ -61,6 +62,7 @@ class Peer:
             "agent": self._agent, "count": self._said, "coordinator": self.met,
             "round": self._round, "used": self._used, "running": self._running, "code": self._code,
             "waiting": self._waiting, "gave_up": self._gave_up, "leaving": self._leaving,
+            "last": self._last,
         }  # fmt: skip
 
     def connected(self, now: float) -> None:
@@ -82,9 +84,9 @@ class Peer:
             now - max(self._connected, self._heard) > self._lost_after
         )
 
-    def ended(self, code: int, now: float) -> None:
-        """This node's launcher has."""
-        self._running, self._ended_at, self.news = False, now, True
+    def ended(self, code: int, now: float, *, last: bool = False) -> None:
+        """This node's launcher has. ``last``: no other can be started here."""
+        self._running, self._ended_at, self.news, self._last = False, now, True, last
         self._code = None if self._waiting else code
 
     def leave(self) -> None:
@@ -166,14 +168,14 @@ class Peer:
         self._round, self._code, self._running = number, None, True
         self._waiting = self._gave_up = False
         self.news = True
-        self.orders.append(("start", ""))
+        self.orders.append(("start", str(self._used)))
 
     def _hold(self, say: str) -> None:
         """Have the launcher end, and wait."""
         self._log(0, "wait", say)
         if not self._waiting:
             self._waiting, self._code, self.news = True, None, True
-            self.orders.append(("wait", ""))
+            self.orders.append(("wait", say))
 
     def _log(self, number: int, do: str, say: str) -> None:
         if say and (number, do, say) != self._logged:

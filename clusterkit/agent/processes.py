@@ -158,7 +158,7 @@ def stop(run_dir: str, grace: float) -> Document:
         their children the ones that needed SIGKILL.
     """
     started = (read_json(path) for path in Path(run_dir).glob("attempts/*/node-*/started.json"))
-    living = [each for each in started if each and is_alive(each)]
+    living = {each["pid"]: each for each in started if each and is_alive(each)}.values()
     agents = [int(each["pid"]) for each in living]
     frozen = [int(each["pid"]) for each in living if is_stopped(each)]
     send(agents, signal.SIGTERM)

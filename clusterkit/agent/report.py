@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from clusterkit.agent import limits
-from clusterkit.agent.files import read_json
+from clusterkit.agent.files import goes_on, read_json
 from clusterkit.agent.processes import is_alive, start_ticks
 from clusterkit.agent.protocol import Document
 
@@ -68,7 +68,7 @@ def _state(folder: Path) -> tuple[Document, bytes | None]:
     started = read_json(folder / "started.json")
     exit_json = read_from(folder / "exit.json")
     if started is not None:
-        alive = is_alive(started)
+        alive = is_alive(started) and not goes_on(exit_json)
     else:
         # node.sh has recorded its process; the agent in it is about to start.
         text = (read_from(folder / "pid") or b"").strip()

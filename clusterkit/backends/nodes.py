@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import posixpath
+import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from clusterkit.agent import STOPPED, STOPPED_BY_PEERS
+from clusterkit.agent import STOPPED, STOPPED_BY_PEERS, goes_on
 from clusterkit.backends.base import Observation
 from clusterkit.plan import Plan
 from clusterkit.runs import RunHandle, node_dir
 from clusterkit.status import NodeCause, NodeStatus, RankExit, State
+
+_TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 def node_file(handle: RunHandle, node: int, name: str) -> str:
@@ -48,7 +51,7 @@ def judge_node(
         complaint: contents of ``agent.log``.
         started: contents of ``started.json``; None: there is none.
     """
-    if alive:
+    if alive and goes_on(exit_json) is None:
         return NodeStatus(node=node, host=host, state=State.RUNNING, remarks=remarks(started))
     if exit_json is not None:
         return judge_exit(node, host, exit_json)
@@ -116,12 +119,19 @@ def observed(nodes: Sequence[NodeStatus], exit_json: Mapping[int, bytes]) -> Obs
     """An attempt, from its nodes' states and the ``exit.json`` of those that left one."""
     failed = [node.node for node in nodes if node.state is State.FAILED]
     told = [_endings(node, exit_json.get(node, b"")) for node in failed]
+    exits = [end for ends, _ in told for end in ends]
+    # Another node's launcher may be the first to notice that a rank failed here.
+    first = min((end.at for end in exits if end.exit_code), default=0.0)
+    for node in exit_json.keys() - set(failed):
+        ends, _ = _endings(node, exit_json[node])
+        exits += [end for end in ends if end.at < first and end.exit_code not in _TERMINATED]
     return Observation(
         state=overall({node.state for node in nodes}),
         nodes=tuple(nodes),
-        rank_exits=tuple(end for ends, _ in told for end in ends),
+        rank_exits=tuple(exits),
         oom_kills=max((kills for _, kills in told), default=0),
         causes=tuple(cause for node, data in exit_json.items() for cause in _causes(node, data)),
+        goes_on=next(filter(None, map(goes_on, exit_json.values())), None),
     )
 
 

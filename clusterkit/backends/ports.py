@@ -8,6 +8,15 @@ from clusterkit.cluster import ClusterSpec, Facts
 from clusterkit.errors import ClusterkitError
 from clusterkit.transport import Transport
 
+_LAST_PORT = 65535
+
+
+def watch_port(cluster: ClusterSpec, host: str, port: int, transport: Transport) -> int:
+    """Where the nodes watch each other, beside the run's port on that host."""
+    if cluster.port == "auto":
+        return port + 1  # beside one that was chosen it is free: that saves a round trip
+    return transport.free_port(host, port + 1 if port < _LAST_PORT else port - 1)
+
 
 def ports_taken(
     cluster: ClusterSpec, facts: Facts, transport: Transport

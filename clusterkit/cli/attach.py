@@ -23,9 +23,9 @@ def command(
     """Follow a run to its end, as submit does.
 
     A run goes on by itself. When its supervisor process is gone (the machine was switched off, the
-    process killed), nothing restarts the run or ends the other nodes when one fails: attach starts
-    a new supervisor. A run that failed meanwhile is started again if it has restarts left. Ctrl-C
-    asks: detach or cancel.
+    process killed), nobody starts lost nodes again or records how the run ends: attach starts a new
+    supervisor. A run that has ended meanwhile is started again if it failed and has restarts left.
+    Ctrl-C asks: detach or cancel.
 
     With --cluster it takes up a run that was submitted from another machine or folder, where the
     cluster keeps a record of it (Kubernetes): it becomes a run of this machine, its logs are read

@@ -14,9 +14,9 @@ from clusterkit.status import RunStatus, State
 
 def follow(run: api.Run, as_json: bool, *, detach: bool = False) -> int:
     """Show a run until it ends, or with ``detach`` wait until it has started; its exit code."""
-    from clusterkit.ui import follow
-
     try:
+        from clusterkit.ui import follow  # a moment in which Ctrl-C may come, too
+
         status = run.wait_started() if detach else follow.follow(run)
     except KeyboardInterrupt:
         status = _interrupted(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pty
@@ -25,6 +26,7 @@ from clusterkit import agent, api, backends, loader
 from clusterkit.cluster import LocalCluster
 from clusterkit.errors import PortTaken
 from clusterkit.runs import RunFolder
+from clusterkit.spec import JobSpec
 from clusterkit.status import State
 from clusterkit.transport import LocalTransport
 from tests.live import supervisors
@@ -38,6 +40,9 @@ START_FEW = (
     "from clusterkit import api; print(api.submit(['sleep', '600'], gpus=40, "
     "settings=['launcher=forkserver']).id)"
 )
+
+UGLY = "a b\n'\"$HOME;`x`,=é"
+"""A value that careless quoting breaks."""
 
 QUIET = {"OMPI_MCA_orte_execute_quiet": "1"}
 """Has mpirun keep to itself which rank failed; now and then it does so unasked."""
@@ -61,17 +66,17 @@ def all_ready(run: api.Run, ranks: int) -> None:
     pytest.fail(f"only ranks {ready} got ready: {run.status()}")
 
 
-def rank_pid(run: api.Run, rank: int) -> int:
+def rank_pid(run: api.Run, rank: int, attempt: int = 1) -> int:
     records = [
         json.loads(line)
-        for path in run.path.glob("attempts/*/node-*/ranks.jsonl")
+        for path in run.path.glob(f"attempts/{attempt}/node-*/ranks.jsonl")
         for line in path.read_text().splitlines()
     ]
     return next(int(record["pid"]) for record in records if record["rank"] == rank)
 
 
-def agent_pid(run: api.Run, node: int) -> int:
-    started = json.loads((run.path / f"attempts/1/node-{node}/started.json").read_text())
+def agent_pid(run: api.Run, node: int, attempt: int = 1) -> int:
+    started = json.loads((run.path / f"attempts/{attempt}/node-{node}/started.json").read_text())
     return int(started["pid"])
 
 
@@ -81,23 +86,51 @@ def kill(pid: int) -> None:
     agent.wait_gone([pid], SOON)
 
 
+def until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 # ---------------------------------------------------------------- what ranks see
 
 
+@pytest.fixture(scope="module")
+def in_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], api.Run]:
+    """``in_ranks(launcher)``: the run of environment.py under it on two nodes, once for all."""
+    home = tmp_path_factory.mktemp("in-ranks") / "home"
+
+    @functools.cache
+    def run(launcher: str) -> api.Run:
+        program = str(PROGRAMS / "environment.py")
+        job = JobSpec(
+            name="environment", program=program, args=(UGLY,), launcher=launcher,
+            env={"UGLY": UGLY},
+        )  # fmt: skip
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CLUSTERKIT_HOME", str(home))
+            run = api.submit(job, nodes=2, gpus=2)
+            assert run.wait(SOON).state is State.SUCCEEDED, run.status()
+        return run
+
+    return run
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "mpirun", "forkserver"])
-def test_every_rank_sees_the_whole_environment_contract(submit: Submit, launcher: str) -> None:
+def test_every_rank_sees_the_whole_environment_contract(
+    in_ranks: Callable[[str], api.Run], launcher: str
+) -> None:
     if launcher == "mpirun":
         needs_mpirun()
-    ugly = "a b\n'\"$HOME;`x`,=é"
-    run = submit("environment.py", ugly, nodes=2, gpus=2, launcher=launcher, env={"UGLY": ugly})
-    assert run.wait(SOON).state is State.SUCCEEDED, run.status()
+    run = in_ranks(launcher)
     seen = {line.rank: json.loads(line.text) for line in run.logs() if line.rank is not None}
     assert sorted(seen) == [0, 1, 2, 3]
     for rank, told in seen.items():
         assert rank is not None
         env = told["env"]
-        assert told["argv"] == [ugly]
-        assert env["UGLY"] == ugly
+        assert told["argv"] == [UGLY]
+        assert env["UGLY"] == UGLY
         expected = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank % 2),
@@ -111,32 +144,38 @@ def test_every_rank_sees_the_whole_environment_contract(submit: Submit, launcher
 
 
 def test_a_rank_sees_the_variables_of_torchrun_s_ranks_whatever_the_agent_starts(
-    submit: Submit,
+    in_ranks: Callable[[str], api.Run], own_home: Path
 ) -> None:
     def seen(run: api.Run) -> dict[str, str]:
-        assert run.wait(SOON).state is State.SUCCEEDED, run.status()
         (line,) = (line for line in run.logs() if line.rank == 3)
-        return {
-            name: value.replace(run.id, "RUN").replace(str(run.plan.port), "PORT")
-            for name, value in json.loads(line.text)["env"].items()
-        }
+        names = {run.id: "RUN", str(run.plan.port): "PORT", str(run.path.parents[1]): "HOME"}
+        found = {}
+        for name, value in json.loads(line.text)["env"].items():
+            for own, common in names.items():
+                value = value.replace(own, common)
+            found[name] = value
+        return found
 
-    torchrun = seen(submit("environment.py", nodes=2, gpus=2, launcher="torchrun"))
-    forked = seen(submit("environment.py", nodes=2, gpus=2, launcher="forkserver"))
+    torchrun, forked = seen(in_ranks("torchrun")), seen(in_ranks("forkserver"))
     words = ["python", "-c", (PROGRAMS / "environment.py").read_text()]
-    spawned = seen(api.submit(words, nodes=2, gpus=2, settings=["name=environment"]))
+    settings = ["name=environment", f"env={json.dumps({'UGLY': UGLY})}"]
+    run = api.submit(words, nodes=2, gpus=2, settings=settings)
+    assert run.wait(SOON).state is State.SUCCEEDED, run.status()
+    spawned = seen(run)
     # Where an exception is to be written, how the ranks meet; and for hangs to be found.
     own = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE",
            "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCH_FR_BUFFER_SIZE"}  # fmt: skip
+    own.add("PYTEST_CURRENT_TEST")  # whichever test came first started it
     for environ in (torchrun, forked, spawned):
         for name in own:
             environ.pop(name, None)
     assert forked == torchrun == spawned
 
 
-def test_lines_carry_the_node_and_rank_that_wrote_them(submit: Submit) -> None:
-    run = submit("environment.py", nodes=2, gpus=2)
-    run.wait(SOON)
+def test_lines_carry_the_node_and_rank_that_wrote_them(
+    in_ranks: Callable[[str], api.Run],
+) -> None:
+    run = in_ranks("forkserver")
     assert Counter((line.node, line.rank) for line in run.logs()) == {
         (0, 0): 1, (0, 1): 1, (1, 2): 1, (1, 3): 1,
     }  # fmt: skip
@@ -271,7 +310,7 @@ def test_peers_that_fail_of_it_are_not_blamed_and_one_traceback_is_shown(
 ) -> None:
     done = subprocess.run(
         [*clusterkit, "submit", "--nodes", "2", "--set", "launcher=forkserver", "--",
-         "python", str(PROGRAMS / "fail.py"), "peers", "1", "99"],
+         "python", str(PROGRAMS / "peers.py"), "1"],
         capture_output=True, text=True, timeout=SOON,
     )  # fmt: skip
     assert done.returncode == 1
@@ -306,7 +345,7 @@ def test_a_rank_that_kills_itself_under_mpirun_is_named(submit: Submit) -> None:
 
 @pytest.mark.parametrize("launcher", ["torchrun", "forkserver"])
 def test_a_killed_agent_takes_the_run_down(submit: Submit, launcher: str) -> None:
-    run = submit("beat.py", 6000, nodes=2, launcher=launcher)
+    run = submit("tick.py", 6000, nodes=2, launcher=launcher)
     all_ready(run, 2)
     kill(agent_pid(run, 1))
     status = run.wait(SOON)
@@ -315,7 +354,7 @@ def test_a_killed_agent_takes_the_run_down(submit: Submit, launcher: str) -> Non
 
 
 def test_a_killed_launcher_takes_the_run_down(submit: Submit) -> None:
-    run = submit("beat.py", 6000, nodes=2, launcher="torchrun")
+    run = submit("tick.py", 6000, nodes=2, launcher="torchrun")
     all_ready(run, 2)
     (launcher,) = (pid for pid in agent.descendants(agent_pid(run, 1)) if pid != rank_pid(run, 1))
     kill(launcher)
@@ -357,7 +396,7 @@ def test_restarts_come_to_an_end(submit: Submit) -> None:
 
 @pytest.mark.parametrize("launcher", ["torchrun", "forkserver"])
 def test_cancel_ends_everything_and_may_be_repeated(submit: Submit, launcher: str) -> None:
-    run = submit("beat.py", 6000, nodes=2, launcher=launcher)
+    run = submit("tick.py", 6000, nodes=2, launcher=launcher)
     all_ready(run, 2)
     assert run.cancel().state is State.CANCELLED
     assert agent.processes_of(str(run.path)) == []
@@ -415,7 +454,7 @@ def test_a_node_that_cannot_start_all_its_ranks_leaves_none(submit: Submit) -> N
 
 
 def test_followers_end_when_the_folder_of_a_run_goes_away(submit: Submit) -> None:
-    run = submit("beat.py", 6000)
+    run = submit("tick.py", 6000)
     all_ready(run, 1)
     supervisors.kill(run)
     backends.backend("local").cancel(RunFolder(run.path).handle(), LocalTransport())
@@ -427,7 +466,7 @@ def test_followers_end_when_the_folder_of_a_run_goes_away(submit: Submit) -> Non
 
 
 def test_cancel_right_after_submit(submit: Submit) -> None:
-    run = submit("beat.py", 6000, nodes=2)
+    run = submit("tick.py", 6000, nodes=2)
     assert run.cancel().state is State.CANCELLED
 
 
@@ -447,7 +486,7 @@ def test_cancel_kills_a_rank_that_ignores_sigterm(submit: Submit, tmp_path: Path
 def test_a_killed_supervisor_leaves_a_run_that_tells_the_truth_and_can_be_cancelled(
     submit: Submit,
 ) -> None:
-    run = submit("beat.py", 6000, nodes=2)
+    run = submit("tick.py", 6000, nodes=2)
     all_ready(run, 2)
     supervisors.kill(run)
     status = run.status()
@@ -468,6 +507,34 @@ def test_a_run_without_supervisor_tells_how_it_ended(submit: Submit) -> None:
     assert status.failure.rank == 1
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_failed_ranks_start_again_although_nobody_watches(submit: Submit, nodes: int) -> None:
+    run = submit("fail.py", "wait", nodes - 1, 1, nodes=nodes, restarts=2)
+    all_ready(run, nodes)
+    supervisors.kill(run)
+    kill(rank_pid(run, nodes - 1))
+    status = run.wait(SOON)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
+    for node in range(nodes):
+        assert agent_pid(run, node, attempt=2) == agent_pid(run, node)
+    assert {line.attempt for line in run.logs()} == {1, 2}
+
+
+def test_whoever_attaches_hears_of_what_the_agents_did_meanwhile(submit: Submit) -> None:
+    run = submit("fail.py", "wait", 1, 2, nodes=2, restarts=2)
+    all_ready(run, 2)
+    supervisors.kill(run)
+    kill(rank_pid(run, 1))
+    until(lambda: run.status().attempt == 2)
+    assert "its nodes start failed ranks again (1 restart left)" in (run.status().remark or "")
+    assert run.attach()
+    assert any((line.attempt, line.rank) == (2, 1) for line in run.logs(follow=True))
+    kill(rank_pid(run, 1, attempt=2))
+    status = run.wait(SOON)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 3)
+    assert [attempt.failure and attempt.failure.rank for attempt in status.attempts] == [1, 1]
+
+
 def test_attach_starts_a_run_again_that_failed_alone_and_only_once(
     submit: Submit, tmp_path: Path
 ) -> None:
@@ -479,7 +546,7 @@ def test_attach_starts_a_run_again_that_failed_alone_and_only_once(
     run = submit(str(program), restarts=1)
     all_ready(run, 1)
     supervisors.kill(run)
-    kill(rank_pid(run, 0))
+    kill(agent_pid(run, 0))
     assert run.wait(SOON).state is State.FAILED
     with ThreadPoolExecutor(4) as pool:
         assert sum(pool.map(lambda _: run.attach(), range(4))) == 1
@@ -491,7 +558,7 @@ def test_attach_starts_a_run_again_that_failed_alone_and_only_once(
 def test_submit_killed_with_9_leaves_the_run_going(clusterkit: list[str]) -> None:
     submitter = subprocess.Popen(
         [*clusterkit, "submit", "--nodes", "2", "--set", "launcher=forkserver", "--",
-         "python", str(PROGRAMS / "beat.py"), "6000"],
+         "python", str(PROGRAMS / "tick.py"), "6000"],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     assert submitter.stdout is not None
@@ -511,7 +578,7 @@ def test_submit_killed_with_9_leaves_the_run_going(clusterkit: list[str]) -> Non
 def test_cancel_from_elsewhere_ends_the_submit_that_follows(clusterkit: list[str]) -> None:
     submitter = subprocess.Popen(
         [*clusterkit, "submit", "--set", "launcher=forkserver", "--",
-         "python", str(PROGRAMS / "beat.py"), "6000"],
+         "python", str(PROGRAMS / "tick.py"), "6000"],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     assert submitter.stdout is not None
@@ -561,7 +628,7 @@ class Terminal:
 def beating(clusterkit: list[str], *options: str) -> list[str]:
     return [
         *clusterkit, "submit", "--set", "launcher=forkserver", *options, "--",
-        "python", str(PROGRAMS / "beat.py"), "6000",
+        "python", str(PROGRAMS / "tick.py"), "6000",
     ]  # fmt: skip
 
 
@@ -642,7 +709,7 @@ def test_ctrl_c_while_the_supervisor_starts_leaves_nothing(
 
     monkeypatch.setattr(supervise, "spawn", spawn_then_interrupted)
     with pytest.raises(KeyboardInterrupt):
-        api.submit(["python", str(PROGRAMS / "beat.py"), "6000"], settings=["launcher=forkserver"])
+        api.submit(["python", str(PROGRAMS / "tick.py"), "6000"], settings=["launcher=forkserver"])
     assert list((own_home / "runs").iterdir()) == []
     assert agent.processes_of(str(folders[0].path)) == []
 
@@ -683,7 +750,7 @@ def test_a_port_that_the_cluster_entry_fixes_is_refused_when_taken(
 
 def test_submits_at_the_same_moment_do_not_meet(submit: Submit) -> None:
     with ThreadPoolExecutor() as pool:
-        runs = list(pool.map(lambda _: submit("beat.py", 2, nodes=2), range(4)))
+        runs = list(pool.map(lambda _: submit("tick.py", 2, nodes=2), range(4)))
     assert len({run.id for run in runs}) == 4
     assert [run.wait(SOON).state for run in runs] == [State.SUCCEEDED] * 4
     assert len({run.plan.port for run in runs}) == 4

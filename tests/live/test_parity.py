@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -25,11 +27,13 @@ RESUMED = {
 """Each kind of checkpoint once, on other ranks if it can be. To the bit, all strategies resume in
 tests/unit/runtime/test_gpt.py; `make parity` does both with all."""
 EACH_TIME = (
-    "ddp 2x1", "zero2-offload 2x1", "zero2-universal 1x2", "zero3-offload 2x1", "fsdp 1x2",
-    "tp-autotp 1x2", "pp-deepspeed 1x4 --micro-batch", "3d 1x8 --micro-batch",
+    "ddp 2x1", "zero2-universal 1x2", "zero3-offload 2x1", "fsdp 1x2", "tp-autotp 1x2",
+    "pp-deepspeed 1x4 --micro-batch", "3d 1x8 --micro-batch",
 )  # fmt: skip
 """One of each way to divide. tests/unit/runtime/test_gpt.py compares all strategies, where ranks
 start in a tenth of the time; here they come by their job files, the others in `make thorough`."""
+WHOLE_EACH_TIME = ("tp-autotp 1x2", "pp-deepspeed 1x4 --micro-batch", "3d 1x8 --micro-batch")
+"""Of these, those with many ranks or slow starts: `make thorough` resumes them."""
 
 
 @pytest.fixture(scope="module")
@@ -43,20 +47,21 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses
 
 
+def cases() -> Iterator[Any]:
+    """Each case, and the numbers of ranks it is resumed on."""
+    for case in parity.CASES[1:]:
+        ranks, each_time, name = RESUMED.get(case.name, ()), case.name in EACH_TIME, case.name
+        if case.name in WHOLE_EACH_TIME:
+            yield pytest.param(case, (), id=name)
+            each_time, name = False, f"{name} resumed"
+        yield pytest.param(case, ranks, id=name, marks=() if each_time else pytest.mark.thorough)
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            case, id=case.name, marks=() if case.name in EACH_TIME else pytest.mark.thorough
-        )
-        for case in parity.CASES[1:]
-    ],
-)
+@pytest.mark.parametrize(("case", "ranks"), [*cases()])
 def test_all_strategies_compute_the_same_losses_and_zero_divides_the_optimizer(
-    case: Case, reference: list[float]
+    case: Case, ranks: tuple[int, ...], reference: list[float]
 ) -> None:
-    ranks = RESUMED.get(case.name, ())
     result, resumed = parity.measure_and_resume(case, on=ranks)
     assert parity.largest_difference(result.losses, reference) <= parity.TOLERANCE
     if case.job in PARTS:
@@ -71,6 +76,7 @@ def test_all_strategies_compute_the_same_losses_and_zero_divides_the_optimizer(
 
 def test_every_case_that_is_resumed_is_one() -> None:
     assert {*RESUMED, *EACH_TIME} <= {case.name for case in parity.CASES}
+    assert {*WHOLE_EACH_TIME} <= {*RESUMED}.intersection(EACH_TIME)
 
 
 def test_a_result_that_differs_is_seen() -> None:

@@ -130,12 +130,11 @@ def test_three_ways_to_start_ddp_train_the_same(run_job, tmp_path: Path, monkeyp
     assert list(temporary.iterdir()) == []
 
 
-def test_samples_that_the_ranks_cannot_share_are_filled_up() -> None:
-    words = ["spawn", "--ranks", "3", "--", "--samples", "100", "--epochs", "1"]
-    done = program("ddp_start.py", *words)
-    assert done.returncode == 0, done.stderr
+def test_samples_that_the_ranks_cannot_share_are_filled_up(run_job) -> None:
+    words = ("--samples", 100, "--epochs", 1)
+    run = run_job("ddp-torchrun", *words, gpus=3, settings=("launcher=forkserver",))
     assert "checked: 32 x 2 steps x 3 ranks = 192 >= 100 samples, each seen, 2 of them again" in (
-        done.stdout
+        said(run)
     )
 
 
@@ -157,7 +156,7 @@ def test_sentiment_counts_right_and_can_be_used_afterwards(
 ) -> None:
     saved = tmp_path / "model"
     run = run_job("sentiment", "--epochs", 2, "--data", reviews, "--output", saved,
-                  nodes=2, settings=("batch.global=16",))  # fmt: skip
+                  gpus=2, settings=("batch.global=16",))  # fmt: skip
     told = [row for row in run.metrics() if "eval_loss" in row]
     assert len(told) == 2
     monkeypatch.syspath_prepend(str(TRAIN))
@@ -183,7 +182,8 @@ def test_sentiment_counts_right_and_can_be_used_afterwards(
 
 @needs_accelerate
 def test_the_trainer_computes_the_same_with_ddp_and_zero(run_job, reviews: Path) -> None:
-    how = {"nodes": 2, "settings": ("batch={global: 16, micro: 4}",)}
+    # Ranks of one node: one process does their imports.
+    how = {"gpus": 2, "settings": ("batch={global: 16, micro: 4}",)}
     runs = {
         stage: run_job(name, "--epochs", 1, "--data", reviews, **how)
         for stage, name in (
@@ -207,7 +207,7 @@ def test_the_trainer_computes_the_same_with_ddp_and_zero(run_job, reviews: Path)
 
 
 def test_qwen_says_what_each_device_keeps(run_job) -> None:
-    run = run_job("qwen", "--steps", 4, "--context", 32, nodes=2)
+    run = run_job("qwen", "--steps", 4, "--context", 32, gpus=2)
     lines = sorted(line for line in said(run) if line.startswith("Device"))
     shape = r"Device (\d) \| ZeRO Stage: 3 \| whole model=90688 \| parameter count=(\d+)"
     told = [re.fullmatch(shape, line) for line in lines]

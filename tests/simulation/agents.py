@@ -278,7 +278,7 @@ class Agent:
             return
         if self.closing is None:
             self.closing = self.clock()
-        if self.wait:
+        if self.again:
             self.peer.done = True
             self.thread_ends()
         waited = self.clock() - self.closing

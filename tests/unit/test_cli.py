@@ -12,8 +12,8 @@ import click
 import msgspec
 import pytest
 
-from clusterkit import launch, supervise
-from clusterkit.cli import VERBS, common
+from clusterkit import launch, supervise, ui
+from clusterkit.cli import VERBS, common, following
 from clusterkit.cli import cli as group
 from clusterkit.cli.common import table
 from clusterkit.runs import Event, RunFolder
@@ -47,9 +47,10 @@ def final(run_id, state=State.SUCCEEDED, code=0, **fields):
 
 @pytest.fixture
 def ended(unstarted_run, by_hand):
-    """A run of two ranks that has succeeded."""
+    """A run of two ranks that has succeeded; its supervisor is gone."""
     run = unstarted_run("launcher: forkserver\ngpus_per_node: 2\n")
     by_hand(run).node(exit_code=0, log=LOG)
+    by_hand(run).unwatched()
     RunFolder(run.path).write_json("state.json", final(run.id))
     return run
 
@@ -171,7 +172,10 @@ def test_plan_prints_the_plan_and_writes_nothing(cli, write_job, clusterkit_home
     done = cli("plan", write_job("launcher: forkserver\n"), "--nodes", "2", "--gpus", "2")
     assert done.code == 0
     assert done.out.startswith("plan demo-plan: 2 nodes x 2 ranks on this machine")
-    assert "  2 start on localhost node 1: NODE_RANK=1 /bin/sh " in done.out
+    assert (
+        "  2 start on localhost node 1: CLUSTERKIT_PEER_TOKEN=<secret> NODE_RANK=1 /bin/sh "
+        in done.out
+    )
     assert done.err == ""
     assert not clusterkit_home.exists()
 
@@ -534,6 +538,30 @@ def test_a_follower_of_logs_hears_of_a_restart_on_stderr(cli, ended):
     folder.append("events.jsonl", Event(at=1.0, attempt=1, text=text))
     assert cli("logs", "-f", ended.id).err == f"note: {text}\n"
     assert cli("logs", ended.id).err == ""
+
+
+def test_ctrl_c_in_the_moment_before_a_run_is_shown_cancels_it(monkeypatch):
+    """Importing what shows it takes a while: the id is printed by then, and it runs."""
+
+    class Interrupted:
+        def find_spec(self, name, path=None, target=None):
+            if name == "clusterkit.ui.follow":
+                raise KeyboardInterrupt
+
+    class Run:
+        id, cancelled = "demo-1", False
+
+        def cancel(self):
+            self.cancelled = True
+
+    monkeypatch.delitem(sys.modules, "clusterkit.ui.follow", raising=False)
+    monkeypatch.delattr(ui, "follow", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    run = Run()
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as left:
+        following.follow(run, as_json=False)
+    assert run.cancelled
+    assert getattr(left.value, "code", None) == 130
 
 
 def test_logs_of_one_rank_raw(cli, ended):

@@ -1,7 +1,9 @@
 """The shape of the house: who imports whom, and what only some may do."""
 
 import ast
+import functools
 import re
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -20,6 +22,7 @@ agent.node_log agent.report agent.coordinator agent.peer
 agent.eager agent.preload agent.rank agent.program agent.standby agent.forkserver
 agent.server
 agent.warm
+agent.record
 agent.streams agent.client agent.spawn agent.fork
 agent.launcher
 agent.node
@@ -79,6 +82,7 @@ backends.kubernetes.place backends.kubernetes.monitor
 backends.kubernetes.lease
 backends.kubernetes.remove
 backends.*.backend
+verdict
 supervise
 run_state
 run
@@ -121,10 +125,17 @@ def layer(name: str) -> int | None:
     return min(fits)[1] if fits else None
 
 
-def imports(name: str) -> set[str]:
+@functools.cache
+def nodes(name: str) -> list[ast.AST]:
+    """Of a module's text, the module itself first."""
+    return list(ast.walk(ast.parse(MODULES[name].read_text())))
+
+
+@functools.cache
+def imports(name: str) -> frozenset[str]:
     """Every module that a module imports, anywhere in its text, lazily or not."""
     found = set()
-    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+    for node in nodes(name):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -132,18 +143,18 @@ def imports(name: str) -> set[str]:
             for alias in node.names:
                 below = f"{node.module}.{alias.name}"
                 found.add(below if below in MODULES else str(node.module))
-    return found
+    return frozenset(found)
 
 
-@pytest.mark.parametrize("name", ORCHESTRATOR)
-def test_every_module_has_a_layer_and_imports_only_from_below_it(name):
-    own = layer(name)
-    assert own is not None, f"give {name} a place in LAYERS"
-    for other in imports(name):
-        if other.split(".")[0] == "clusterkit":
-            below = layer(other)
-            assert below is not None, f"{name} imports {other}, which has no layer"
-            assert below < own, f"{name} imports {other}, which is not below it"
+def test_every_module_has_a_layer_and_imports_only_from_below_it():
+    for name in ORCHESTRATOR:
+        own = layer(name)
+        assert own is not None, f"give {name} a place in LAYERS"
+        for other in imports(name):
+            if other.split(".")[0] == "clusterkit":
+                below = layer(other)
+                assert below is not None, f"{name} imports {other}, which has no layer"
+                assert below < own, f"{name} imports {other}, which is not below it"
 
 
 def test_every_layer_is_of_modules_that_exist():
@@ -151,83 +162,75 @@ def test_every_layer_is_of_modules_that_exist():
     assert named <= set(MODULES)
 
 
-@pytest.mark.parametrize("name", ORCHESTRATOR)
-def test_what_serves_one_backend_is_used_by_that_one_alone(name):
+def test_what_serves_one_backend_is_used_by_that_one_alone():
     """But by its doctor; the registry names them, and imports what is asked for."""
-    own = name.split(".")[2:3]
-    for other in imports(name):
-        of = re.match(r"clusterkit\.backends\.(local|ssh|compose|kubernetes)\b", other)
-        assert of is None or of[1] in own, f"{name} imports {other}"
+    for name in ORCHESTRATOR:
+        own = name.split(".")[2:3]
+        for other in imports(name):
+            of = re.match(r"clusterkit\.backends\.(local|ssh|compose|kubernetes)\b", other)
+            assert of is None or of[1] in own, f"{name} imports {other}"
 
 
-@pytest.mark.parametrize("name", ORCHESTRATOR)
-def test_only_the_runtime_imports_torch(name):
+def test_only_the_runtime_imports_torch():
     heavy = {"torch", "deepspeed", "transformers", "numpy"}
-    assert not {other.split(".")[0] for other in imports(name)} & heavy
+    for name in ORCHESTRATOR:
+        assert not {other.split(".")[0] for other in imports(name)} & heavy, name
 
 
-@pytest.mark.parametrize("name", [n for n in MODULES if n not in ORCHESTRATOR])
-def test_the_runtime_needs_little_of_the_orchestrator(name):
+def test_the_runtime_needs_little_of_the_orchestrator():
     """It runs inside the ranks, where neither a cluster nor a command line is."""
-    ours = {other for other in imports(name) if other.startswith("clusterkit.")}
-    outside = {other for other in ours if not other.startswith("clusterkit.runtime")}
-    assert outside <= {"clusterkit.errors"}
+    for name in set(MODULES) - set(ORCHESTRATOR):
+        ours = {other for other in imports(name) if other.startswith("clusterkit.")}
+        outside = {other for other in ours if not other.startswith("clusterkit.runtime")}
+        assert outside <= {"clusterkit.errors"}, name
 
 
 AGENT = {name for name in MODULES if name.startswith("clusterkit.agent")}
 SENT = {f"clusterkit.{name}" for name in ("host_probe", "receiver", "backends.kubernetes.watcher")}
 
 
-@pytest.mark.parametrize("name", sorted(AGENT | SENT))
-def test_what_is_sent_to_a_node_imports_the_standard_library_alone(name):
-    import sys
-
-    found = imports(name) - (AGENT if name in AGENT else set())
-    assert {module.split(".")[0] for module in found} <= sys.stdlib_module_names
+def test_what_is_sent_to_a_node_imports_the_standard_library_alone():
+    for name in AGENT | SENT:
+        found = imports(name) - (AGENT if name in AGENT else set())
+        assert {module.split(".")[0] for module in found} <= sys.stdlib_module_names, name
 
 
-@pytest.mark.parametrize("name", [n for n in ORCHESTRATOR if not n.startswith("clusterkit.back")])
-def test_no_backend_is_asked_for_by_name_outside_backends(name):
+def test_no_backend_is_asked_for_by_name_outside_backends():
     """No ``if backend == "slurm"``: what differs between backends lives in their modules."""
-    for node in ast.walk(ast.parse(MODULES[name].read_text())):
-        if isinstance(node, ast.Compare):
-            compared = [node.left, *node.comparators]
-            words = {
-                part.value
-                for side in compared
-                for part in ast.walk(side)
-                if isinstance(part, ast.Constant)
-            }
-            about = {
-                part.attr if isinstance(part, ast.Attribute) else part.id
-                for side in compared
-                for part in ast.walk(side)
-                if isinstance(part, ast.Attribute | ast.Name)
-            }
-            named = words & set(backends.NAMES)
-            assert not (named and "backend" in about), f"{MODULES[name]}:{node.lineno}"
-        if isinstance(node, ast.Match):
-            patterns = {
-                part.value for case in node.cases for part in ast.walk(case.pattern)
-                if isinstance(part, ast.Constant)
-            }  # fmt: skip
-            assert not patterns & set(backends.NAMES), f"{MODULES[name]}:{node.lineno}"
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
-            classes = ast.unparse(node.args[1])
-            assert not re.search(r"\w+Backend\b", classes), f"{MODULES[name]}:{node.lineno}"
+    for name in ORCHESTRATOR:
+        if not name.startswith("clusterkit.back"):
+            for node in nodes(name):
+                assert not asks_for_a_backend(node), f"{MODULES[name]}:{node.lineno}"
 
 
-@pytest.mark.parametrize("name", [n for n in ORCHESTRATOR if n != "clusterkit.shell"])
-def test_only_shell_py_quotes_for_a_shell(name):
-    assert "shlex" not in imports(name)
-    text = MODULES[name].read_text()
-    assert "shell=True" not in text
-    assert "os.system(" not in text
+def asks_for_a_backend(node: ast.AST) -> bool:
+    if isinstance(node, ast.Compare):
+        parts = [part for side in (node.left, *node.comparators) for part in ast.walk(side)]
+        words = {part.value for part in parts if isinstance(part, ast.Constant)}
+        about = {part.attr for part in parts if isinstance(part, ast.Attribute)}
+        about |= {part.id for part in parts if isinstance(part, ast.Name)}
+        return bool(words & set(backends.NAMES)) and "backend" in about
+    if isinstance(node, ast.Match):
+        parts = [part for case in node.cases for part in ast.walk(case.pattern)]
+        words = {part.value for part in parts if isinstance(part, ast.Constant)}
+        return bool(words & set(backends.NAMES))
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+        return re.search(r"\w+Backend\b", ast.unparse(node.args[1])) is not None
+    return False
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_every_module_says_what_it_is_for(name):
-    assert ast.get_docstring(ast.parse(MODULES[name].read_text()))
+def test_only_shell_py_quotes_for_a_shell():
+    for name in ORCHESTRATOR:
+        if name != "clusterkit.shell":
+            text = MODULES[name].read_text()
+            assert "shlex" not in imports(name), name
+            assert "shell=True" not in text, name
+            assert "os.system(" not in text, name
+
+
+def test_every_module_says_what_it_is_for():
+    for name in MODULES:
+        assert ast.get_docstring(nodes(name)[0]), name
 
 
 def test_nothing_is_killed_by_name():

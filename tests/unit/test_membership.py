@@ -75,7 +75,11 @@ class Table:
             waiting = [n for n, peer in self.peers.items() if peer.news and n not in self.away]
         for node, peer in sorted(self.peers.items()):
             peer.turn(self.now)
-            found += [(node, *order) for order in peer.orders if order[0] != "say"][-1:]
+            found += [
+                (node, what, why if what in ("stop", "exit") else "")
+                for what, why in peer.orders
+                if what != "say"
+            ][-1:]
             self.said = [order[1] for order in peer.orders if order[0] == "say"]
             peer.orders.clear()
         return found
@@ -161,7 +165,7 @@ def test_a_launcher_that_fails_is_started_again_with_all_others(wait_for):
     assert table.ended(1, 7) == wait(0, 1, 2)
     assert table.ended(0, 143) == []
     assert table.ended(2, 0) == start(0, 1, 2)
-    assert table.said == ["restart 1 of 2; starting again"]
+    assert table.said == ["restart 1 of 2"]
     assert table.ended(0, 1) == wait(0, 1, 2)
     table.ended(1, 143)
     assert table.ended(2, 143) == []  # soon after the first one: after a pause

@@ -16,6 +16,7 @@ import pytest
 from clusterkit import agent, backends, mirror, run_state, supervise
 from clusterkit.backends.base import ClusterProgress, Observation, SupportsCleanup
 from clusterkit.backends.local.backend import LocalBackend
+from clusterkit.backends.nodes import observed as from_files
 from clusterkit.backends.nodes import overall
 from clusterkit.backends.ports import moved_port
 from clusterkit.cluster import CLUSTER_TYPES
@@ -516,6 +517,86 @@ def test_an_attempt_that_was_announced_in_the_cluster_and_never_begun_is_started
     backend, status, _ = supervise_with([left, observed(OK)], job)
     assert [attempt for attempt, _ in backend.submitted] == [1, 2]
     assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
+
+
+def test_a_rank_of_a_node_that_was_stopped_for_another_s_failure_may_have_failed_first():
+    def document(at, code, **more):
+        end = {"pid": 1, "rank": 1, "exit_code": code, "at": at}
+        return json.dumps({"exit_code": 1, "processes": [end], **more}).encode()
+
+    stopped = observed(BAD, State.CANCELLED).nodes
+    for first, code, expected in ((1.0, 137, [0, 1]), (3.0, 137, [0]), (1.0, 143, [0])):
+        ended = {0: document(2.0, 1), 1: document(first, code, reason="stopped: node 0 failed")}
+        assert [end.node for end in from_files(stopped, ended).rank_exits] == expected
+
+
+def went_on(attempt, *states):
+    """An attempt that has ended so, and whose agents have begun that one."""
+    return msgspec.structs.replace(observed(*states), goes_on=attempt)
+
+
+def test_an_attempt_that_the_agents_begin_is_followed_and_not_started(supervise_with):
+    job = "launcher: forkserver\nnodes: 2\nrestarts: 2\n"
+    backend, status, events = supervise_with(
+        [[observed(UP, UP), went_on(2, BAD, UP), went_on(2, BAD, OK)], went_on(3, BAD, BAD),
+         [observed(State.PENDING, UP), observed(UP, UP), observed(OK, OK)]], job, kind=Kept,
+    )  # fmt: skip
+    assert [attempt for attempt, _ in backend.submitted] == [1]
+    assert backend.cancelled == 1  # at the end
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 3)
+    assert [each.failure.who for each in status.attempts] == ["node 0", "node 0"]
+    assert [event.text.split("; ")[-1] for event in events] == [
+        "starting again, 1 restart left",
+        "starting again, 0 restarts left",
+    ]
+
+
+def test_what_the_agents_cannot_begin_is_started_while_restarts_are_left(supervise_with):
+    job = "launcher: forkserver\nrestarts: 2\n"
+    backend, status, _ = supervise_with([went_on(2, BAD), observed(BAD), observed(OK)], job)
+    assert [attempt for attempt, _ in backend.submitted] == [1, 3]
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 3)
+    backend, status, _ = supervise_with(
+        [went_on(2, BAD), went_on(3, BAD), observed(BAD, code=9)], job
+    )
+    assert [attempt for attempt, _ in backend.submitted] == [1]
+    assert (status.state, status.exit_code) == (State.FAILED, 9)
+
+
+def test_a_node_that_did_not_go_on_with_the_others_is_not_waited_for(supervise_with):
+    job = "launcher: forkserver\nnodes: 2\nrestarts: 1\n"
+    backend, status, _ = supervise_with([went_on(2, BAD, BAD), observed(BAD, State.PENDING)], job)
+    assert backend.cancelled >= 1
+    assert (status.state, status.attempt, status.failure.node) == (State.FAILED, 2, 0)
+
+
+def test_the_time_limit_holds_although_the_agents_have_gone_on(supervise_with):
+    job = "launcher: forkserver\nrestarts: 3\ntime_limit: 0.000001\n"
+    backend, status, _ = supervise_with(
+        [[observed(UP), went_on(2, BAD)], [observed(UP), observed(BAD, code=143)]], job
+    )
+    assert backend.cancelled >= 1
+    assert (status.state, status.exit_code, status.attempt) == (State.FAILED, 124, 2)
+
+
+def test_a_cancel_ends_what_the_agents_may_have_begun(supervise_with):
+    def cancelled(supervisor):
+        saved(State.RUNNING)(supervisor)
+        supervisor.folder.file("cancelled").touch()
+
+    job = "launcher: forkserver\nrestarts: 3\n"
+    backend, status, _ = supervise_with([went_on(2, BAD), observed(UP)], job, adopt=cancelled)
+    assert backend.cancelled >= 1
+    assert status.state is State.CANCELLED
+
+
+def test_whoever_attaches_follows_what_the_agents_began_meanwhile(supervise_with):
+    job = "launcher: forkserver\nrestarts: 2\n"
+    backend, status, _ = supervise_with(
+        [went_on(2, BAD), went_on(3, BAD), observed(OK)], job, adopt=saved(State.RUNNING)
+    )
+    assert backend.submitted == []
+    assert (status.state, len(status.attempts)) == (State.SUCCEEDED, 2)
 
 
 def test_a_node_that_fails_takes_the_others_down(supervise_with):

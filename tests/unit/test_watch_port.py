@@ -66,7 +66,7 @@ class Rejoining(Watched):
 
     def __init__(self, port, **options):
         super().__init__(port, **options)
-        assert self.hears() == ("start", "")
+        assert self.hears() == ("start", "0")
 
 
 def connect(port):
@@ -126,7 +126,7 @@ def test_whoever_is_no_node_is_turned_away_and_changes_nothing(port, kind):
     with connect(port) as one:
         say(one, TOKEN, HELLO, ENDED)
         # In the other kind it may have failed of an older node 0.
-        expected = ("stop", "node 1 failed") if kind is Watched else ("wait", "")
+        expected = ("stop", "node 1 failed") if kind is Watched else ("wait", "node 1 failed")
         assert there.hears() == expected
     there.end()
 

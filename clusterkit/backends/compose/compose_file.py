@@ -19,6 +19,8 @@ from clusterkit.yaml_text import Shared, documents, merged
 
 LABEL = "clusterkit.run_dir"
 """Marks what belongs to a run, whatever becomes of its files."""
+ATTEMPT = "clusterkit.attempt"
+"""Marks the attempt that a container was made for; its agent may go on with later ones."""
 OURS = "/run/clusterkit"
 """Folder in the containers that no image and no project has."""
 STOP_EXTRA = 5
@@ -67,7 +69,7 @@ def render(placement: Placement, containers: Containers, assembly: Assembly) -> 
         {
             "clusterkit.run": run_id,
             LABEL: run_dir,
-            "clusterkit.attempt": _Interpolated("${CLUSTERKIT_ATTEMPT:-1}"),
+            ATTEMPT: _Interpolated("${CLUSTERKIT_ATTEMPT:-1}"),
         },
     )
     common: dict[str, Any] = {

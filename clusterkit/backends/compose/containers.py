@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from clusterkit.agent import STOPPED
+from clusterkit.agent import STOPPED, goes_on
 from clusterkit.backends.base import Observation
-from clusterkit.backends.compose.compose_file import LABEL, STOP_EXTRA, container_name
+from clusterkit.backends.compose.compose_file import ATTEMPT, LABEL, STOP_EXTRA, container_name
 from clusterkit.backends.compose.engine import ENGINE_SECONDS, HOST, Docker
 from clusterkit.backends.nodes import judge_exit, node_file, observed, remarks
 from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
@@ -103,7 +103,9 @@ def docker_of(plan: Plan, transport: Transport) -> Docker:
 
 
 def _begun(handle: RunHandle, node: int, transport: Transport) -> bool:
-    return transport.get(HOST, node_file(handle, node, "pid"), 0, 1) is not None
+    # The first is node.sh's; an attempt that its agent began has none.
+    files = (node_file(handle, node, name) for name in ("pid", "started.json"))
+    return any(transport.get(HOST, file, 0, 1) is not None for file in files)
 
 
 def known(plan: Plan, transport: Transport) -> bool:
@@ -111,7 +113,7 @@ def known(plan: Plan, transport: Transport) -> bool:
 
 
 def inspect(handle: RunHandle, transport: Transport) -> dict[int, Container]:
-    """The attempt's containers that there are, by node.
+    """The containers in which an attempt began, or one before it, that there are; by node.
 
     Raises:
         Unavailable: the engine does not answer.
@@ -130,9 +132,7 @@ def inspect(handle: RunHandle, transport: Transport) -> dict[int, Container]:
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
             entry = json.loads(line)
             labels = entry["labels"]
-            if labels[LABEL] == plan.run_dir and labels["clusterkit.attempt"] == str(
-                handle.attempt
-            ):
+            if labels[LABEL] == plan.run_dir and int(labels[ATTEMPT]) <= handle.attempt:
                 found[int(labels["clusterkit.node"])] = _container(entry)
     return found
 
@@ -170,7 +170,7 @@ def _keep(handle: RunHandle, transport: Transport) -> None:
     with contextlib.suppress(ClusterkitError):
         found = inspect(handle, transport)
         for node, container in found.items():
-            if container.over and transport.get(HOST, node_file(handle, node, "pid"), 0, 1) is None:
+            if container.over and not _begun(handle, node, transport):
                 said = _said(handle.plan, node, transport)
                 found[node] = msgspec.structs.replace(container, said=said)
         if found:
@@ -210,7 +210,8 @@ def judge(
         return NodeStatus(node=node, host=host, state=state, reason=reason, exit_code=code)
 
     if exit_json is not None:
-        if live is not None and live.state == "running" and kept is None:
+        over = goes_on(exit_json) is not None
+        if live is not None and live.state == "running" and kept is None and not over:
             return status(State.RUNNING)  # its agent has ended, its container is about to
         ended = judge_exit(node, host, exit_json)
         before = kept or live

@@ -26,15 +26,21 @@ from clusterkit.backends.kubernetes.client import KubeTransport
 from clusterkit.backends.kubernetes.entry import check_entry
 from clusterkit.backends.kubernetes.lease import LeasedMonitor, guarded, progress
 from clusterkit.backends.kubernetes.monitor import PodMonitor
-from clusterkit.backends.kubernetes.observe import observation, pods_of
+from clusterkit.backends.kubernetes.observe import (
+    all_nodes_had_pods,
+    ended_elsewhere,
+    observation,
+    pods_of,
+    why_no_pods,
+)
 from clusterkit.backends.kubernetes.place import place
 from clusterkit.backends.kubernetes.pod_log import collect
 from clusterkit.backends.kubernetes.probe import context_of, facts_of, places, probe
-from clusterkit.backends.kubernetes.records import known
+from clusterkit.backends.kubernetes.records import known, snapshot
 from clusterkit.backends.kubernetes.remote_runs import kept, listing
 from clusterkit.backends.kubernetes.remove import remove
 from clusterkit.backends.kubernetes.run_files import MANIFESTS, KubernetesPlacement
-from clusterkit.backends.kubernetes.server import Server, flags
+from clusterkit.backends.kubernetes.server import RunObjects, Server, flags
 from clusterkit.backends.kubernetes.text import Object
 from clusterkit.cluster import ClusterSpec, Facts, Gpu, KubernetesCluster, KubernetesFacts
 from clusterkit.errors import ClusterkitError
@@ -123,7 +129,12 @@ class KubernetesBackend(Backend, SupportsCleanup, SupportsDoctor, SupportsRemote
             pods = pods_of(handle, transport)
         except ClusterkitError as error:
             return observation(handle, {}, transport, silent=error.message)
-        return observation(handle, pods, transport)
+        objects = RunObjects(handle.plan, transport)
+        if not pods and (unknown := ended_elsewhere(handle, objects)) is not None:
+            return unknown
+        whole = all_nodes_had_pods(handle.plan, pods, snapshot(handle))
+        waits = None if whole else why_no_pods(objects)
+        return observation(handle, pods, transport, waits=waits)
 
     def watch(self, handle: RunHandle, transport: Transport) -> Monitor:
         kind = LeasedMonitor if guarded(handle.plan) else PodMonitor

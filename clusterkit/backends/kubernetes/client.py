@@ -59,7 +59,8 @@ class KubeTransport(LocalTransport):
         try:
             apply(partial(self.request, to), flags["--namespace"], Path(argv[-1]), env or {})
         except Refusal as error:
-            return Completed(tuple(argv), 1, "", error.message)
+            # As it was said: no kubectl ran that could have exited with anything.
+            raise SubmitFailed(error.message) from error
         return Completed(tuple(argv), 0, "", "")
 
     def request(

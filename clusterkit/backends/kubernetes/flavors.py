@@ -119,9 +119,10 @@ class MPIJob(Flavor):
             "readinessProbe": {"tcpSocket": {"port": SSH_PORT}, "periodSeconds": 2},
         }
         launcher = template(shape, "mpi", rank=None, ranks=False)
-        worker = template(
-            shape, "mpi", rank=None, role="worker", command=("clusterkit-sshd",), more=probe
-        )
+        sshd: tuple[str, ...] = ("clusterkit-sshd",)
+        if shape.copied:
+            sshd = ("sh", "-c", f"{shape.unpack}exec {sshd[0]}")
+        worker = template(shape, "mpi", rank=None, role="worker", command=sshd, more=probe)
         spec = {
             "slotsPerWorker": shape.nproc_per_node,
             "sshAuthMountPath": SSH_KEYS,
@@ -290,7 +291,7 @@ def choose(job: JobSpec, cluster: KubernetesCluster, facts: KubernetesFacts) -> 
     if (mpi and name != "mpijob") or (name == "mpijob" and job.started_by not in _MPI):
         raise BadInput(
             f"flavor: {name} cannot run launcher {job.started_by}",
-            hint="flavor: auto, or --set launcher=forkserver" if mpi else "flavor: auto",
+            hint=f"flavor: auto, or --set launcher={'forkserver' if mpi else 'mpirun'}",
             cluster="flavor",
         )
     if job.elastic and name != "pytorchjob":

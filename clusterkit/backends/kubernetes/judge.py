@@ -12,8 +12,8 @@ import msgspec
 from msgspec import Struct
 
 from clusterkit.agent import STOPPED
-from clusterkit.backends.kubernetes.pods import ATTEMPT, ROLE
-from clusterkit.backends.kubernetes.watcher import unix
+from clusterkit.backends.kubernetes.pods import ATTEMPT
+from clusterkit.backends.kubernetes.watcher import node_of, unix
 from clusterkit.backends.nodes import judge_exit
 from clusterkit.status import NodeCause, NodeStatus, State
 
@@ -92,11 +92,7 @@ def read_pod(document: Mapping[str, Any], index: str | None, now: float | None =
         now: Unix time, to tell for how long it has waited.
     """
     meta = document["metadata"]
-    labels = meta.get("labels") or {}
-    node: int | None = None
-    if labels.get(ROLE) == "node":
-        number = "0" if index is None else str(labels.get(index, ""))
-        node = int(number) if number.isdigit() else None
+    node = node_of(document, index)
     try:
         return _read(document, node, now)
     except (KeyError, TypeError, AttributeError, ValueError, IndexError):

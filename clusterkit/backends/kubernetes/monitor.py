@@ -13,7 +13,12 @@ import msgspec
 
 from clusterkit.backends.base import Observation
 from clusterkit.backends.kubernetes.judge import Pod, cause_from_events, unexplained
-from clusterkit.backends.kubernetes.observe import observation, read_pods, why_no_pods
+from clusterkit.backends.kubernetes.observe import (
+    all_nodes_had_pods,
+    observation,
+    read_pods,
+    why_no_pods,
+)
 from clusterkit.backends.kubernetes.pod_log import AGAIN_SECONDS, LOG_SECONDS, PodLog
 from clusterkit.backends.kubernetes.records import keep, known, snapshot, with_seen
 from clusterkit.backends.kubernetes.server import RunObjects
@@ -67,7 +72,8 @@ class PodMonitor:
         if before != self._kept:
             self._kept = before
             keep(self._handle, before)
-        if listed and not pods and silent is None and now >= self._ask_at:
+        whole = all_nodes_had_pods(self._handle.plan, pods, before)
+        if listed and not whole and silent is None and now >= self._ask_at:
             self._ask_at = now + NEWS_SECONDS
             waits = why_no_pods(self._objects)
             news, self._waits = news or waits != self._waits, waits
@@ -180,6 +186,10 @@ class PodMonitor:
     def _explained(self, pods: dict[str, Pod]) -> dict[str, Pod]:
         """The pods, with what their events say of why they were ended."""
         for name, pod in pods.items():
+            if pod.leaving and pod.removed_by is None and self._objects.namespace_goes:
+                pods[name] = msgspec.structs.replace(
+                    pod, removed_by=f"its namespace, {self._objects.namespace}, is being deleted"
+                )
             if not unexplained(pod):
                 continue
             if pod.uid not in self._events:

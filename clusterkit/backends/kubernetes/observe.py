@@ -24,9 +24,15 @@ from clusterkit.backends.kubernetes.records import Removed, removed, replaces, s
 from clusterkit.backends.kubernetes.server import RunObjects
 from clusterkit.backends.nodes import observed
 from clusterkit.errors import ClusterkitError
+from clusterkit.plan import Plan
 from clusterkit.runs import RunHandle
-from clusterkit.status import State
+from clusterkit.status import NodeStatus, State
 from clusterkit.transport import Transport
+
+ELSEWHERE = (
+    "nothing of it is left in the cluster: it was taken up elsewhere (`clusterkit attach`) and has "
+    "ended there, or somebody deleted it"
+)
 
 
 def pods_of(handle: RunHandle, transport: Transport) -> dict[str, Pod]:
@@ -63,7 +69,7 @@ def observation(
 
     Args:
         before: the pods as they were seen last; None: as they were written down.
-        waits: why there are no pods.
+        waits: why there are not all pods.
         silent: why the API server does not answer.
         unheard: pods that have ended and whose logs are still to come.
         unseen: what a node is that nobody has ever seen while the API server does not answer.
@@ -88,14 +94,19 @@ def observation(
         away = any(rejoin.waits(pod, there=node in now) is not None for node, pod in known_ones)
         if away and not _goes_on(RunObjects(plan, transport)):
             rejoin = None
+    seen = {**before, **pods}.values()
+    # An MPIJob's launcher, which is its node, is made once all workers are well.
+    worker = next((pod for pod in seen if pod.node is None and pod.words), None)
     nodes, last_words = [], {}
     for node in range(plan.nodes):
-        pod = now.get(node)
-        named = pod or then.get(node)
+        pod, last = now.get(node), then.get(node)
+        if pod is None and last is None and worker is not None:
+            pod, last = pods.get(worker.name), worker
+        named = pod or last
         found = judge(
             node,
             pod,
-            then.get(node),
+            last,
             replaced=replaces(plan),
             rejoin=rejoin,
             waits=waits,
@@ -110,7 +121,6 @@ def observation(
         if named is not None:
             last_words[node] = (named.last_words or "").encode()
     # Of pods that others have taken the place of, the end is not the run's.
-    seen = {**before, **pods}.values()
     blamed = causes(list(by_node(seen).values() if plan.rejoin else seen), by_us.ended)
     return msgspec.structs.replace(observed(nodes, last_words), causes=blamed)
 
@@ -132,19 +142,40 @@ def _goes_on(objects: RunObjects) -> bool:
     return not any(objects.flavor.states.get(each, State.UNKNOWN).final for each in true)
 
 
+def ended_elsewhere(handle: RunHandle, objects: RunObjects) -> Observation | None:
+    """Of an attempt without pods that was going on when it was seen last from here: nobody here can
+    say how it ended. None: its job is there, or clusterkit has ended it from here."""
+    there = by_node(snapshot(handle).values())
+    with contextlib.suppress(ClusterkitError):
+        began = any(pod.exit_code is None for pod in there.values()) and removed(handle) is None
+        if began and objects.find(objects.job_path) is None:
+            unknown = (
+                NodeStatus(node=node, host=pod.host, state=State.UNKNOWN, reason=ELSEWHERE)
+                for node, pod in there.items()
+            )
+            return observed(list(unknown), {})
+    return None
+
+
+def all_nodes_had_pods(plan: Plan, pods: Mapping[str, Pod], before: Mapping[str, Pod]) -> bool:
+    return len(by_node([*before.values(), *pods.values()])) == plan.nodes
+
+
 def why_no_pods(objects: RunObjects) -> str | None:
-    """What the cluster says of a job that has no pods: its queue, a quota, a rule."""
+    """What the cluster says of a job that lacks pods: its queue, a quota, a rule."""
     name = objects.name
-    words: list[str] = []
+    words: list[tuple[str, str]] = []
     with contextlib.suppress(ClusterkitError, ValueError, KeyError, TypeError):
         job = objects.get(objects.job_path)
         if job.get("spec", {}).get("suspend") or job["spec"].get("runPolicy", {}).get("suspend"):
             return "it waits in its queue"
         if not job.get("status"):
-            words.append(f"nobody acts on {objects.flavor.kind} {name}: is its operator up?")
+            words.append(("", f"nobody acts on {objects.flavor.kind} {name}: is its operator up?"))
     with contextlib.suppress(ClusterkitError, ValueError, KeyError, TypeError):
         for event in objects.events("type=Warning"):
-            about = event["involvedObject"].get("name", "")
-            if about == name or about.startswith(f"{name}-"):
-                words.append(str(event.get("message", "")).strip())
-    return words[-1] if words else None
+            about = event["involvedObject"]
+            # Pods that are there tell by themselves.
+            if about.get("kind") != "Pod" and f"{about.get('name')}-".startswith(f"{name}-"):
+                at = str(event.get("lastTimestamp") or event.get("eventTime") or "")
+                words.append((at, str(event.get("message", "")).strip()))
+    return max(words, default=("", None))[1]

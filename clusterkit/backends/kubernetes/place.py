@@ -150,6 +150,7 @@ def place(
             Note("watcher", "on" if watched else "off", watched_origin),
         ),
         remarks=tuple(remarks),
+        in_place=False,
         rejoin=rejoin,
         replace_lost=rejoin and cluster.replace_lost,
         native=KubernetesNative(

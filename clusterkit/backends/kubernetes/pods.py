@@ -15,6 +15,7 @@ from clusterkit.backends.kubernetes.nodes import gpu_toleration
 from clusterkit.backends.kubernetes.text import Object, literal
 from clusterkit.cluster import KubernetesCluster
 from clusterkit.rendezvous import NODE_ADDRESS
+from clusterkit.shell import quote
 
 # The watcher goes into the cluster as one file, and so has them itself.
 RUN, ATTEMPT, ROLE, MANAGER = watcher.RUN, watcher.ATTEMPT, watcher.ROLE, watcher.MANAGER
@@ -24,6 +25,8 @@ USER = "clusterkit/user"
 STOP_EXTRA = 5
 """Seconds that a pod has beyond its ranks' own to end."""
 TMP = "/tmp"
+PROJECT = "project.tar.gz"
+"""Of the config map `Shape.code`."""
 QUEUE = "kueue.x-k8s.io/queue-name"
 
 
@@ -54,6 +57,18 @@ class Shape:
     def code(self) -> str:
         """The config map that holds the project."""
         return f"{self.name}-code"
+
+    @property
+    def unpack(self) -> str:
+        """Lines of shell that unpack it, if it was copied."""
+        if not self.copied:
+            return ""
+        archive = posixpath.join(self.run_dir, "code", PROJECT)
+        project = posixpath.join(self.run_dir, "project")
+        return (
+            f"mkdir -p {quote(project)}\n"
+            f"tar -xzf {quote(archive)} -C {quote(project)} --no-same-owner || exit 73\n"
+        )
 
     @property
     def elastic(self) -> bool:

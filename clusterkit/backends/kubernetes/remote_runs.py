@@ -15,7 +15,7 @@ from clusterkit.backends.base import RemoteRun
 from clusterkit.backends.kubernetes.apply import Refusal
 from clusterkit.backends.kubernetes.flavors import FLAVORS, Flavor
 from clusterkit.backends.kubernetes.judge import attempt_of
-from clusterkit.backends.kubernetes.pods import ATTEMPT, JOB, RUN, USER
+from clusterkit.backends.kubernetes.pods import ATTEMPT, JOB, PROJECT, RUN, USER
 from clusterkit.backends.kubernetes.rights import ROLE_HINT
 from clusterkit.backends.kubernetes.server import Server
 from clusterkit.backends.kubernetes.text import Object, object_name
@@ -27,7 +27,6 @@ from clusterkit.status import State
 
 RECORD = "record.json"
 """Of the run's files, the one that says what its plan was made of."""
-PROJECT = "project.tar.gz"
 
 
 class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -13,8 +13,8 @@ from clusterkit.assemble import Assembly, Placement
 from clusterkit.backends.kubernetes.apply import KUSTOMIZATION
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.guard import PROGRAM, RULES, guard, rules_of, rules_text
-from clusterkit.backends.kubernetes.pods import MANAGER, Shape
-from clusterkit.backends.kubernetes.remote_runs import PROJECT, RECORD, Record
+from clusterkit.backends.kubernetes.pods import MANAGER, PROJECT, Shape
+from clusterkit.backends.kubernetes.remote_runs import RECORD, Record
 from clusterkit.backends.kubernetes.server import HOST, flags
 from clusterkit.backends.kubernetes.text import Object
 from clusterkit.plan import KubernetesNative, PlanFile, Step
@@ -62,7 +62,7 @@ class KubernetesPlacement(Placement):
             self.names if mpi else self.names[:1] if waits else (),
             assembly.command,
             needed=self.job.started_by != "forkserver",
-            project=posixpath.join(shape.run_dir, "project") if shape.copied else None,
+            unpack=shape.unpack,
         )
         files.append(self._file("pod.sh", PlanFile("", text=script, mode=0o755)))
         if native.watched:
@@ -102,23 +102,14 @@ class KubernetesPlacement(Placement):
         return (*packing, Step(kind="run", host=HOST, argv=apply, secrets=assembly.secrets))
 
 
-def _pod_script(
-    names: Sequence[str], command: Sequence[str], *, needed: bool, project: str | None
-) -> str:
+def _pod_script(names: Sequence[str], command: Sequence[str], *, needed: bool, unpack: str) -> str:
     """What a pod starts with.
 
     Args:
         names: of other pods, to wait for; the fork server does that itself, after its imports.
         needed: a launcher cannot do without; a program may, and the other pod may have ended.
-        project: folder that the project is to be unpacked into.
+        unpack: lines that unpack the project.
     """
-    unpack = ""
-    if project is not None:
-        archive = posixpath.join(posixpath.dirname(project), "code", PROJECT)
-        unpack = (
-            f"mkdir -p {quote(project)}\n"
-            f"tar -xzf {quote(archive)} -C {quote(project)} --no-same-owner || exit 73\n"
-        )
     seconds = NAME_SECONDS if needed else NAME_SECONDS // 10
     message = f"the name $1 did not resolve within {seconds} s"
     if needed:

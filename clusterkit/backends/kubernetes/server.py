@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from typing import Any
 from urllib.parse import quote
 
@@ -133,6 +134,12 @@ class RunObjects(Server):
         path = f"/api/v1/namespaces/{self.namespace}/events?fieldSelector={chosen}"
         found: list[dict[str, Any]] = self.get(path)["items"]
         return found
+
+    @cached_property
+    def namespace_goes(self) -> bool:
+        """Whether it is being deleted; asked for once. False where we may not look."""
+        found = self.look(f"/api/v1/namespaces/{self.namespace}") or {}
+        return "deletionTimestamp" in found.get("metadata", {})
 
     def node_ready(self, host: str) -> bool | None:
         """Whether a node of the cluster answers; None: we may not look, or nobody says."""

@@ -58,6 +58,8 @@ RECORD_BYTES = 900_000
 TAKEN_AWAY = 128
 """Least exit code of a pod that another one takes the place of, where that is so: agents end with
 143 when their pod is taken away, and with no other code so high."""
+FOLLOWED = "stopped: "
+"""How the reason begins that an agent leaves which ended because another node had."""
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 Object = dict[str, Any]
@@ -177,6 +179,8 @@ class Pod(NamedTuple):
     made_at: str = ""
     held: bool = False
     """Whether a finalizer keeps it."""
+    followed: bool = False
+    """Whether it ended because another node had."""
 
 
 def read_pod(document: Mapping[str, Any], index: str | None, now: float) -> Pod | None:
@@ -187,11 +191,7 @@ def read_pod(document: Mapping[str, Any], index: str | None, now: float) -> Pod 
         now: Unix time.
     """
     meta, status = document["metadata"], document.get("status") or {}
-    labels = meta.get("labels") or {}
-    if labels.get(ROLE) != "node":
-        return None
-    number = "0" if index is None else str(labels.get(index, ""))
-    if not number.isdigit():
+    if (node := node_of(document, index)) is None:
         return None
     containers = status.get("containerStatuses") or []
     state = (containers[0].get("state") or {}) if containers else {}
@@ -209,7 +209,7 @@ def read_pod(document: Mapping[str, Any], index: str | None, now: float) -> Pod 
     return Pod(
         name=meta["name"],
         uid=meta["uid"],
-        node=int(number),
+        node=node,
         exit_code=code,
         started_at=unix((running or ended or {}).get("startedAt")),
         leaving=due is not None or disruption.get("status") == "True",
@@ -217,7 +217,15 @@ def read_pod(document: Mapping[str, Any], index: str | None, now: float) -> Pod 
         silent_since=unix(ready.get("lastTransitionTime")) if silent else None,
         made_at=str(meta.get("creationTimestamp") or ""),
         held=bool(meta.get("finalizers")),
+        followed=f'"reason": "{FOLLOWED}' in str((ended or {}).get("message")),
     )
+
+
+def node_of(document: Mapping[str, Any], index: str | None) -> int | None:
+    """The rank of a pod's node, as its label ``index`` says; None: it runs no node agent."""
+    labels = document["metadata"].get("labels") or {}
+    number = "0" if index is None else str(labels.get(index, ""))
+    return int(number) if labels.get(ROLE) == "node" and number.isdigit() else None
 
 
 def unix(stamp: str | None) -> float | None:
@@ -289,6 +297,7 @@ def verdict(pods: Sequence[Pod], memory: Memory, rules: Rules, now: float) -> tu
     for pod in sorted(pods, key=lambda each: (each.made_at, not each.leaving)):
         there[pod.node] = pod  # a Job's that failed may stay beside their successors
     lost: list[str] = []
+    followers: list[str] = []
     done = 0
     for node in range(rules.nodes):
         one = there.get(node)
@@ -308,13 +317,14 @@ def verdict(pods: Sequence[Pod], memory: Memory, rules: Rules, now: float) -> tu
             if gone_since is not None and now > gone_since + GONE_SECONDS:
                 lost.append(f"node {node}: exit code {one.exit_code}")
         elif one.exit_code:
-            lost.append(f"node {node}: exit code {one.exit_code}")
+            (followers if one.followed else lost).append(f"node {node}: exit code {one.exit_code}")
         elif (
             not rules.replaces
             and one.silent_since is not None
             and now > one.silent_since + rules.lost_after
         ):
             lost.append(f"node {node}: its node of the cluster does not answer")
+    lost += followers
     if rules.nodes - len(lost) < rules.needed:
         return "failed", lost[0]
     if done and done + len(lost) == rules.nodes:
@@ -652,7 +662,8 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="watcher.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("rules", type=Path, help="watch.json of the run")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    # As a failure: of a pod that ends well its Job would make no other.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     Watcher(Api(), Rules(**json.loads(options.rules.read_bytes()))).main()
     return 0
 

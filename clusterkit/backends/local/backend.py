@@ -13,7 +13,7 @@ import msgspec
 
 from clusterkit import warm as warmth
 from clusterkit.agent import archive, is_alive, start_ticks
-from clusterkit.assemble import Placement, Places, require_packages
+from clusterkit.assemble import Placement, Places, Watching, require_packages
 from clusterkit.backends.base import Backend, Observation, SupportsDoctor
 from clusterkit.backends.local.probe import ADDRESS, HOST, probe, ranks_python
 from clusterkit.backends.nodes import (
@@ -129,6 +129,7 @@ class LocalBackend(Backend, SupportsDoctor):
             node_env=tuple(gpu_share(host.gpus, device, n * nproc, nproc) for n in range(nodes)),
             stop_grace=cluster.stop_grace,
             warm=warm,
+            watching=Watching(host.address, facts.watch_port) if facts.watch_port else None,
             notes=(
                 Note("device", device, device_origin),
                 Note("nproc_per_node", str(nproc), nproc_origin),

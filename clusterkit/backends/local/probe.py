@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 
+from clusterkit.backends.ports import watch_port
 from clusterkit.backends.probing import (
     NAMES_PYTHON,
     ask,
@@ -55,6 +56,7 @@ def probe(cluster: LocalCluster, transport: Transport, job: JobSpec | None) -> F
         port=port,
         port_origin="free when probed" if cluster.port == "auto" else "cluster: port",
         interface="lo",
+        watch_port=watch_port(cluster, HOST, port, transport),
     )
 
 

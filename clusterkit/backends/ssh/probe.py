@@ -8,14 +8,13 @@ from pathlib import Path
 import msgspec
 
 from clusterkit import project
+from clusterkit.backends.ports import watch_port
 from clusterkit.backends.probing import HostReport, ask, interpreter
 from clusterkit.backends.ssh import inventory
 from clusterkit.cluster import Facts, Host, HostFacts, SshCluster
 from clusterkit.errors import BadInput, PortTaken, about, counted
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport, fan_out, in_order
-
-LAST_PORT = 65535
 
 
 def resolved(
@@ -86,10 +85,7 @@ def probe(cluster: SshCluster, transport: Transport, job: JobSpec | None) -> Fac
     return Facts(
         home=next(iter(homes)),
         hosts=found,
-        # Beside a port that was chosen it is free: that saves a round trip.
-        watch_port=port + 1
-        if wanted is None
-        else transport.free_port(hosts[0].name, port + 1 if port < LAST_PORT else port - 1),
+        watch_port=watch_port(cluster, hosts[0].name, port, transport),
         port=port,
         port_origin=f"free on {hosts[0].name} when probed" if wanted is None else "cluster: port",
         interface=interfaces.pop() or "" if len(interfaces) == 1 else "",

@@ -153,7 +153,7 @@ def test_a_job_file_runs_in_two_containers(
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    job = ["jobs/zero3.yaml", "--nodes", "2", "--cluster", "here", "--clusters", str(clusters)]
+    job = ["jobs/ddp.yaml", "--nodes", "2", "--cluster", "here", "--clusters", str(clusters)]
     job += ["--set", "threads_per_rank=1"]
     run = call("submit", *job, "--", "--steps", "4").strip()
     status = json.loads(call("status", run, "--json"))
@@ -163,7 +163,7 @@ def test_a_job_file_runs_in_two_containers(
     assert run in call("ls")
     assert {line.rank for line in api.get(run).logs()} >= {0, 1}
     printed = api.plan(
-        "jobs/zero3.yaml", nodes=2, cluster="here", clusters_file=clusters, run_id=run,
+        "jobs/ddp.yaml", nodes=2, cluster="here", clusters_file=clusters, run_id=run,
         settings=["threads_per_rank=1"], more_args=["--steps", "4"],
     )  # fmt: skip
     assert printed.to_text() == (api.get(run).path / "plan.txt").read_text()
@@ -347,7 +347,7 @@ def after(run: api.Run, engine: Any, *command: str, within: float = CRASH_SECOND
 
 
 def test_a_killed_container_is_named(start: Start, engine: Any) -> None:
-    run = start(program("beat.py", 6000))
+    run = start(words(WAIT))
     failure = after(run, engine, "kill", node(run, 1)).failure
     assert failure is not None
     assert (failure.node, failure.exit_code) == (1, 137)
@@ -384,7 +384,7 @@ def test_a_container_that_is_stopped_or_removed_is_named(start: Start, engine: A
 
 
 def test_a_killed_rank_takes_the_run_down(start: Start, engine: Any) -> None:
-    run = start(program("beat.py", 6000))
+    run = start(words(WAIT))
     ready(run)
     path = run.path / "attempts/1/node-1/ranks.jsonl"
     pid = json.loads(path.read_text().splitlines()[0])["pid"]  # as it is called in there
@@ -484,6 +484,22 @@ def test_a_restart_goes_on_from_the_last_checkpoint(start: Start, engine: Any) -
     steps = [row["step"] for row in run.metrics()]
     assert steps.count(resumed) == 1
     assert "killed from outside" in run.events()[0].text
+    assert left_over(engine) == []
+
+
+def test_failed_ranks_start_again_in_the_same_containers(start: Start, engine: Any) -> None:
+    code = (
+        "import os, sys; print('ready', flush=True); "
+        "sys.exit(7 * (os.environ['CLUSTERKIT_ATTEMPT'] + os.environ['RANK'] == '11'))"
+    )
+    run = start(words(code, restarts=1))
+    status = run.wait(SOON)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
+    (earlier,) = status.attempts
+    assert earlier.failure is not None
+    assert (earlier.failure.node, earlier.failure.exit_code) == (1, 7)
+    steps = (run.path / "steps.jsonl").read_text().splitlines()
+    assert {json.loads(step)["attempt"] for step in steps} == {1}
     assert left_over(engine) == []
 
 

@@ -67,7 +67,14 @@ def well(kube: Kube) -> None:
         time.sleep(1)
 
 
-@pytest.mark.parametrize("flavor", ["pytorchjob", "mpijob", "trainjob", "job"])
+@pytest.mark.parametrize(
+    "flavor",
+    [
+        "pytorchjob",
+        "mpijob",
+        *(pytest.param(each, marks=pytest.mark.thorough) for each in ("trainjob", "job")),
+    ],
+)
 def test_all_is_well(flavor, examine, well, kube):
     job = JobSpec(
         name="live", command=("true",), nodes=2,

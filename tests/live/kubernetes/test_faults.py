@@ -166,7 +166,7 @@ def test_a_namespace_that_is_deleted_under_the_run(submit, begun, kube):
     kube.kubectl("create", "namespace", other)
     run = begun(submit(FOREVER, on={"namespace": other}))
     kube.kubectl("delete", "namespace", other)
-    assert re.search("deleted", failed(run).cause)
+    assert failed(run).cause == f"its namespace, {other}, is being deleted"
     assert run.status().remark is None
 
 

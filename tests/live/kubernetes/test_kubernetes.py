@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -93,10 +92,11 @@ def test_a_secret_is_in_a_secret_and_nowhere_else(submit, begun, kube, monkeypat
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """Losses of the same jobs on this machine, of a text that both have."""
-    os.environ["CLUSTERKIT_HOME"] = str(tmp_path_factory.mktemp("reference"))
-    run = api.submit(ROOT / "jobs" / "ddp.yaml", nodes=2, gpus=2, more_args=STEPS)
-    assert run.wait(300).state is State.SUCCEEDED
-    return losses(run)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CLUSTERKIT_HOME", str(tmp_path_factory.mktemp("reference")))
+        run = api.submit(ROOT / "jobs" / "ddp.yaml", nodes=1, gpus=4, more_args=STEPS)
+        assert run.wait(300).state is State.SUCCEEDED
+        return losses(run)
 
 
 STEPS = ("--data", "jobs/data/reviews.csv", "--steps", "8")
@@ -109,8 +109,11 @@ def losses(run):
 @pytest.mark.parametrize(
     ("flavor", "name", "launcher"),
     [
-        ("pytorchjob", "zero2", "deepspeed"), ("mpijob", "zero3", "deepspeed"),
-        ("trainjob", "ddp", "torchrun"), ("job", "ddp", "torchrun"),
+        # With ddp, torchrun and a PyTorchJob test_rejoin.py shows it.
+        ("mpijob", "zero3", "deepspeed"),
+        pytest.param("pytorchjob", "zero2", "deepspeed", marks=pytest.mark.thorough),
+        pytest.param("trainjob", "ddp", "torchrun", marks=pytest.mark.thorough),
+        pytest.param("job", "ddp", "torchrun", marks=pytest.mark.thorough),
         pytest.param("pytorchjob", "ddp", "torchrun", marks=pytest.mark.thorough),
         pytest.param("pytorchjob", "zero3", "torchrun", marks=pytest.mark.thorough),
         pytest.param("mpijob", "zero2", "mpirun", marks=pytest.mark.thorough),
@@ -130,6 +133,21 @@ def test_the_losses_are_those_of_this_machine(flavor, name, launcher, kube, refe
         run.cancel()
     assert len(reference) == 8
     assert losses(run) == pytest.approx(reference, abs=2e-6)
+
+
+def test_mpirun_starts_a_program_that_only_the_copied_project_has(kube, tmp_path, monkeypatch):
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "main.py").write_text("import os; print('rank', os.environ['RANK'])\n")
+    monkeypatch.chdir(project)
+    run = api.submit(
+        ["python", "main.py"], nodes=2, settings=["launcher=mpirun"], **kube.entry(code="copied")
+    )
+    try:
+        assert run.wait(120).state is State.SUCCEEDED, run.status()
+        assert sorted(x.text for x in run.logs() if x.rank is not None) == ["rank 0", "rank 1"]
+    finally:
+        run.cancel()
 
 
 # ---------------------------------------------------------------- by hand
@@ -162,7 +180,11 @@ def failed(run, seconds=120):
 
 @pytest.mark.parametrize(
     ("flavor", "launcher"),
-    [("pytorchjob", "forkserver"), ("mpijob", "mpirun"), ("mpijob", "deepspeed")],
+    [
+        ("pytorchjob", "forkserver"),
+        ("mpijob", "mpirun"),
+        pytest.param("mpijob", "deepspeed", marks=pytest.mark.thorough),
+    ],
 )
 def test_a_rank_that_fails_ends_the_run_with_its_exit_code(flavor, launcher, submit):
     script = "[ $RANK = 1 ] && exit 7; exec sleep 3600"
@@ -251,18 +273,20 @@ def test_what_pods_wait_for_is_said_and_a_cancel_ends_it(on, words, submit):
     assert run.cancel().state is State.CANCELLED
 
 
-@pytest.mark.parametrize("flavor", ["pytorchjob", "job"])
+@pytest.mark.parametrize("flavor", ["pytorchjob", "job", "mpijob"])
 def test_an_image_that_cannot_be_had_stays_the_cause_when_its_pods_are_removed(flavor, submit):
     on = {"image": "nowhere.example/no:1", "image_pull_policy": "Never", "flavor": flavor}
-    found = failed(submit(FOREVER, on=on))
+    launcher = "mpirun" if flavor == "mpijob" else "forkserver"
+    found = failed(submit(FOREVER, on=on, launcher=launcher))
     assert "image nowhere.example/no:1 cannot be pulled: it is not on the node" in found.cause
 
 
-def test_a_quota_is_named_while_no_pod_comes(submit, kube):
-    kube.kubectl("create", "quota", "none", "--hard=pods=0")
-    run = submit(FOREVER)
+@pytest.mark.parametrize(("flavor", "pods"), [("pytorchjob", 0), ("job", 1)])
+def test_a_quota_is_named_while_a_pod_does_not_come(flavor, pods, submit, kube):
+    kube.kubectl("create", "quota", "none", f"--hard=pods={pods}")
+    run = submit(FOREVER, on={"flavor": flavor, "watcher": False})
     status = run.wait(60, until=lambda s: any("quota" in (n.reason or "") for n in s.nodes))
-    assert status.state is State.PENDING
+    assert State.PENDING in {node.state for node in status.nodes}
     run.cancel()
     kube.kubectl("delete", "quota", "none")
 
@@ -363,9 +387,9 @@ def test_the_role_is_enough_and_no_more(submit, begun, kube, tmp_path):
     )  # fmt: skip
     token = kube.kubectl("create", "token", "me").strip()
     mine = kubeconfig(tmp_path / "mine", user={"token": token})
-    for flavor in ("pytorchjob", "job", "trainjob"):
-        run = begun(submit(FOREVER, on={"kubeconfig": mine, "flavor": flavor}))
-        assert run.cancel().state is State.CANCELLED
+    flavors = ("pytorchjob", "job", "trainjob")
+    for run in [submit(FOREVER, on={"kubeconfig": mine, "flavor": each}) for each in flavors]:
+        assert begun(run).cancel().state is State.CANCELLED
     kubectl = ["auth", "can-i", "--as", f"system:serviceaccount:{kube.namespace}:me"]
     for words in (("get", "secrets"), ("create", "pods"), ("bind", "roles"), ("list", "nodes")):
         assert kube.kubectl(*kubectl, *words, check=False).strip().startswith("no")

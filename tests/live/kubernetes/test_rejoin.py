@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import time
 from pathlib import Path
@@ -38,10 +37,12 @@ APART = {
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """Losses of the same job on this machine."""
-    os.environ["CLUSTERKIT_HOME"] = str(tmp_path_factory.mktemp("reference"))
-    run = api.submit(ROOT / "jobs" / "ddp.yaml", nodes=2, gpus=1, more_args=ARGS, settings=EVERY)
-    assert run.wait(300).state is State.SUCCEEDED
-    return by_step(run)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CLUSTERKIT_HOME", str(tmp_path_factory.mktemp("reference")))
+        job = ROOT / "jobs" / "ddp.yaml"
+        run = api.submit(job, nodes=1, gpus=2, more_args=ARGS, settings=EVERY)
+        assert run.wait(300).state is State.SUCCEEDED
+        return by_step(run)
 
 
 def by_step(run):

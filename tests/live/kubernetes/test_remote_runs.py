@@ -103,6 +103,20 @@ def test_a_run_whose_submitter_is_gone_is_taken_up_from_elsewhere(
     assert kube.there() == set()
 
 
+def test_a_run_that_succeeded_elsewhere_has_not_failed_here(submit, begun, kube, elsewhere, taken):
+    run = begun(submit("echo here; until [ -e /tmp/go ]; do sleep 0.2; done"))
+    supervisors.kill(run)
+    elsewhere()
+    found = taken(run.id)
+    found.wait_started(120)
+    for node in (0, 1):
+        kube.kubectl("exec", f"{run.id}-worker-{node}", "--", "touch", "/tmp/go")
+    assert found.wait(60).state is State.SUCCEEDED
+    status = run.status()
+    assert status.state is State.UNKNOWN
+    assert "taken up elsewhere" in status.nodes[0].reason
+
+
 def test_another_home_s_run_of_the_same_id_is_left_alone(submit, begun, elsewhere, kube):
     first = begun(submit(COUNT))
     there = kube.there()

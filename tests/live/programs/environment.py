@@ -1,4 +1,7 @@
-"""Print what a rank sees, as one line of JSON; needs no torch."""
+"""Print what a rank sees, as one line of JSON.
+
+It needs no torch, but names it: the fork server imports that ahead, as for most programs.
+"""
 
 import json
 import os

@@ -401,7 +401,7 @@ def test_attach_starts_a_run_again_that_failed_while_nobody_watched(
     saying(run, "hello", 2)
     time.sleep(2 * limits.PEER_SECONDS)  # until the nodes have met
     supervisors.kill(run)
-    on(lab, "h1", f"kill -9 {rank_pid(run, 1)}")
+    on(lab, "h1", f"kill -9 {agent_pid(run, 1)}")
     status, _ = ended(run)
     assert status.state is State.FAILED
     assert f"`clusterkit attach {run.id}` does" in (status.remark or "")
@@ -409,6 +409,23 @@ def test_attach_starts_a_run_again_that_failed_while_nobody_watched(
     status, _ = ended(run)
     assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
     assert [attempt.failure.node for attempt in status.attempts if attempt.failure] == [1]
+
+
+def test_failed_ranks_start_again_although_nobody_watches(
+    submit: Submit, lab: Lab, place: Path
+) -> None:
+    (place / "tick.py").write_text(
+        "import os, time\nprint('hello', flush=True)\n"
+        "time.sleep(600 if os.environ['CLUSTERKIT_ATTEMPT'] == '1' else 0)\n"
+    )
+    run = submit(1, settings=("restarts=1",))
+    saying(run, "hello", 2)
+    supervisors.kill(run)
+    on(lab, "h1", f"kill -9 {rank_pid(run, 1)}")
+    status, _ = ended(run)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
+    said = [(line.attempt, line.node) for line in run.logs() if line.text == "hello"]
+    assert sorted(said) == [(1, 0), (1, 1), (2, 0), (2, 1)]
 
 
 def test_the_laptop_can_be_closed(submit: Submit) -> None:

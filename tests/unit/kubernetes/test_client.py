@@ -21,7 +21,7 @@ from clusterkit.backends.kubernetes.client import Context, KubeTransport
 from clusterkit.backends.kubernetes.connect import connect
 from clusterkit.backends.kubernetes.pod_log import LogLines
 from clusterkit.backends.kubernetes.server import Server
-from clusterkit.errors import BadInput, Unavailable
+from clusterkit.errors import BadInput, SubmitFailed, Unavailable
 from clusterkit.runs import MADE
 
 
@@ -187,9 +187,9 @@ def test_a_refusal_is_told_in_the_server_s_own_words(server, tool, transport, tm
     server.answers["/apis/batch/v1/namespaces/ns/jobs/r-1"] = (
         403, {"reason": "Forbidden", "message": words},
     )  # fmt: skip
-    done = transport.run("localhost", [*tool, *folder(tmp_path, JOB)])
-    assert done.exit_code == 1
-    assert done.stderr == f"Error from server (Forbidden): {words}"
+    with pytest.raises(SubmitFailed) as error:
+        transport.run("localhost", [*tool, *folder(tmp_path, JOB)])
+    assert error.value.message == f"Error from server (Forbidden): {words}"
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,8 @@ def test_what_a_run_has_made_is_its_own_when_it_is_made_again(server, tool, tran
     for path in paths:
         server.answers[path] = (404, {"reason": "NotFound", "message": "no"})
     # Nothing is there, and the job cannot be made either.
-    assert transport.run("localhost", argv).exit_code == 1
+    with pytest.raises(SubmitFailed):
+        transport.run("localhost", argv)
     server.answers.clear()
     assert transport.run("localhost", argv).exit_code == 0
 

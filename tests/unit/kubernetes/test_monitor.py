@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from clusterkit import backends
+from clusterkit.agent import STOPPED
 from clusterkit.backends.kubernetes.client import KubeTransport
 from clusterkit.backends.kubernetes.lease import progress
 from clusterkit.backends.kubernetes.monitor import PodMonitor
@@ -17,6 +18,7 @@ from clusterkit.backends.kubernetes.observe import observation, read_pods
 from clusterkit.backends.kubernetes.pod_log import collect
 from clusterkit.backends.kubernetes.records import (
     Removed,
+    keep,
     put_removed,
     removed,
     snapshot,
@@ -30,6 +32,7 @@ from clusterkit.runs import MADE, Event, RunFolder, RunHandle, StepRecord
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
 
+BACKEND = backends.backend("kubernetes")
 LABELS = {
     "clusterkit/role": "node", "clusterkit/attempt": "1", "clusterkit/run": "demo-1",
     "training.kubeflow.org/replica-index": "0",
@@ -57,6 +60,8 @@ class Server(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.pod = pod()
+        self.job = None
+        self.events = []
         self.record = {}
         self.deleted = []
         self.changed = threading.Event()
@@ -91,6 +96,12 @@ class Handler(BaseHTTPRequestHandler):
             self._send({"metadata": {"resourceVersion": "1"}, "items": items})
         elif path.endswith("/demo-1-worker-0"):
             self._send(self.server.pod)
+        elif path.endswith("/demo-1") and self.server.job is not None:
+            self._send(self.server.job)
+        elif path.endswith("/events"):
+            self._send({"items": self.server.events})
+        elif path.endswith("/namespaces/ns"):
+            self._send({"metadata": {"deletionTimestamp": "2026-11-22T04:00:00Z"}})
         elif path.endswith("/configmaps/demo-1-watch"):
             self._send({"data": self.server.record})
         else:
@@ -118,7 +129,19 @@ def transport():
 
 
 @pytest.fixture
-def handle(server, make_facts, tmp_path):
+def run_of(server, make_facts, tmp_path):
+    """A run of a job on that server."""
+    return lambda **job: _handle(server, make_facts(), tmp_path, JobSpec(**{
+        "name": "demo", "command": ("true",), "launcher": "forkserver", **job
+    }))  # fmt: skip
+
+
+@pytest.fixture
+def handle(run_of):
+    return run_of()
+
+
+def _handle(server, facts, tmp_path, job):
     config = tmp_path / "config"
     config.write_text(yaml.safe_dump({
         "clusters": [
@@ -129,11 +152,10 @@ def handle(server, make_facts, tmp_path):
     }))  # fmt: skip
     kube = KubernetesFacts(
         version="v1.34.4", context="c", namespace="ns", kubeconfig=str(config),
-        kinds=("PyTorchJob",), may_watch=True,
+        kinds=("PyTorchJob", "MPIJob"), may_watch=True,
     )  # fmt: skip
-    facts = msgspec.structs.replace(make_facts(), kubernetes=kube, home=str(tmp_path))
-    job = JobSpec(name="demo", command=("true",), launcher="forkserver")
-    plan = backends.backend("kubernetes").plan(job, KubernetesCluster(), facts, "demo-1")
+    facts = msgspec.structs.replace(facts, kubernetes=kube, home=str(tmp_path))
+    plan = BACKEND.plan(job, KubernetesCluster(), facts, "demo-1")
     folder = RunFolder(tmp_path / "runs" / "demo-1")
     folder.path.mkdir(parents=True)
     folder.write("run.json", "{}")
@@ -163,6 +185,23 @@ def test_a_pod_that_ends_is_seen_with_its_whole_log(server, transport, handle):
     assert snapshot(handle)["demo-1-worker-0"].exit_code == 3
 
 
+def test_a_namespace_that_is_being_deleted_is_the_cause(server, transport, handle):
+    server.end(143)
+    server.pod["metadata"] = server.pod["metadata"] | {"deletionTimestamp": "2026-11-22T04:00:00Z"}
+    words = json.dumps({"exit_code": 143, "reason": STOPPED})
+    server.pod["status"]["containerStatuses"][0]["state"]["terminated"]["message"] = words
+    monitor = PodMonitor(handle, transport)
+    try:
+        deadline = time.monotonic() + 30
+        while not (seen := monitor.status()).state.final:
+            assert time.monotonic() < deadline, seen
+            time.sleep(0.05)
+    finally:
+        monitor.close()
+    assert seen.nodes[0].reason == "its namespace, ns, is being deleted"
+    assert seen.causes[0].words == seen.nodes[0].reason
+
+
 def test_what_a_pod_shows_while_it_is_deleted_does_not_hide_why_it_never_began(
     server, transport, handle
 ):
@@ -185,6 +224,50 @@ def test_what_a_pod_shows_while_it_is_deleted_does_not_hide_why_it_never_began(
             "image a/b:1 cannot be pulled: it is not on the node, and image_pull_policy is Never"
         )
         put_removed(handle, Removed(frozenset({"demo-1-worker-0"}), complete=True))
+
+
+def test_what_was_not_seen_to_end_and_is_gone_has_ended_nobody_knows_how(server, transport, handle):
+    """Somebody may have taken it up elsewhere, where it succeeded."""
+    keep(handle, read_pods(handle, RunObjects(handle.plan, transport), [server.pod]))
+    server.deleted.append("pods")
+    server.job = {"spec": {}}
+    assert BACKEND.status(handle, transport).state is State.FAILED
+    server.job = None
+    (node,) = BACKEND.status(handle, transport).nodes
+    assert (node.state, node.host) == (State.UNKNOWN, "node-1")
+    assert "taken up elsewhere" in node.reason
+    put_removed(handle, Removed(frozenset({"demo-1-worker-0"}), complete=True))
+    assert BACKEND.status(handle, transport).state is State.CANCELLED
+
+
+def event(message, at, kind="PyTorchJob", name="demo-1"):
+    return {
+        "involvedObject": {"kind": kind, "name": name}, "message": message,
+        "lastTimestamp": f"2026-11-22T04:00:{at:02}Z",
+    }  # fmt: skip
+
+
+def test_why_a_job_lacks_a_pod_is_said_although_it_has_others(server, transport, run_of):
+    server.job = {"spec": {}, "status": {"active": 1}}
+    server.events = [
+        event("exceeded quota: two", 2), event("exceeded quota: one", 1),
+        event("probe failed", 3, "Pod", "demo-1-worker-0"), event("other", 4, name="demo-12"),
+    ]  # fmt: skip
+    seen = BACKEND.status(run_of(nodes=2), transport)
+    assert [node.reason for node in seen.nodes] == [None, "exceeded quota: two"]
+
+
+def test_what_an_mpijob_s_workers_wait_for_is_said_of_its_launcher(server, transport, run_of):
+    handle = run_of(nodes=2, launcher="mpirun")
+    waiting = {"waiting": {"reason": "ErrImageNeverPull"}}
+    server.pod["metadata"] = server.pod["metadata"] | {
+        "labels": LABELS | {"clusterkit/role": "worker"}
+    }
+    server.pod["spec"]["containers"][0]["image"] = "a/b:1"
+    server.pod["status"] = {"phase": "Pending", "containerStatuses": [{"state": waiting}]}
+    (node,) = BACKEND.status(handle, transport).nodes
+    assert "image a/b:1 cannot be pulled" in node.reason
+    assert node.state is State.FAILED
 
 
 def test_a_log_is_brought_once_however_often_it_is_collected(server, transport, handle):

@@ -10,7 +10,7 @@ import yaml
 from kubernetes import client
 
 from clusterkit import backends, loader
-from clusterkit.cluster import Claim, KubernetesCluster, KubernetesFacts
+from clusterkit.cluster import Claim, KubernetesCluster, KubernetesFacts, Project
 from clusterkit.errors import BadInput
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -100,7 +100,7 @@ def complaints(document):
 
 @pytest.fixture
 def planned(make_facts):
-    def plan(flavor, *, full=False, **changes):
+    def plan(flavor, *, full=False, code="baked", project=None, **changes):
         job = loader.load_job(ROOT / "jobs" / "zero2.yaml")
         if flavor == "mpijob":
             changes = {"launcher": "mpirun"} | changes
@@ -117,7 +117,8 @@ def planned(make_facts):
             "tolerations": ({"key": "k", "operator": "Exists"},), "shared": "/a",
             "image_pull_secrets": ("r",), "annotations": {"x": "y"}, "labels": {"l": "m"},
         } if full else {}  # fmt: skip
-        cluster = KubernetesCluster(flavor=flavor, **more)
+        cluster = KubernetesCluster(flavor=flavor, code=code, **more)
+        facts = msgspec.structs.replace(facts, project=project)
         return backends.backend("kubernetes").plan(job, cluster, facts, "demo-1")
 
     return plan
@@ -154,6 +155,19 @@ def test_the_plan_says_whether_a_lost_pod_is_replaced_and_why(
     assert ("podFailurePolicy" in text) == (plan.rejoin and flavor != "pytorchjob")
 
 
+def test_every_pod_of_an_mpijob_unpacks_a_project_that_was_copied(planned, tmp_path):
+    project = Project(root=str(tmp_path), digest="d", files=1, bytes=1, how="all")
+    plan = planned("mpijob", code="copied", project=project)
+    unpack = "tar -xzf /run/clusterkit/demo-1/code/project.tar.gz -C /run/clusterkit/demo-1/project"
+    assert unpack in next(file for file in plan.files if file.path.endswith("pod.sh")).text
+    job = documents_of(plan)[-1]
+    worker = job["spec"]["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    assert worker["command"][:2] == ["sh", "-c"]
+    assert unpack in worker["command"][2]
+    assert worker["command"][2].endswith("exec clusterkit-sshd")
+    assert "/run/clusterkit/demo-1/code" in [each["mountPath"] for each in worker["volumeMounts"]]
+
+
 def test_deepspeed_starts_an_mpijob_s_ranks_by_way_of_mpirun(planned):
     plan = planned("mpijob", launcher="deepspeed")
     node = next(file for file in plan.files if file.path.endswith("node.sh")).text
@@ -183,8 +197,12 @@ def test_only_what_does_not_import_ahead_waits_for_a_name_before_its_agent_start
     [("mpijob", "torchrun"), ("mpijob", "forkserver"), ("pytorchjob", "mpirun"), ("job", "mpirun")],
 )
 def test_launchers_that_a_kind_of_job_cannot_run(flavor, launcher, planned):
-    with pytest.raises(BadInput, match=f"flavor: {flavor} cannot run launcher {launcher}"):
+    with pytest.raises(
+        BadInput, match=f"flavor: {flavor} cannot run launcher {launcher}"
+    ) as refused:
         planned(flavor, launcher=launcher)
+    other = "mpirun" if flavor == "mpijob" else "forkserver"
+    assert refused.value.hint == f"flavor: auto, or --set launcher={other}"
 
 
 def test_an_elastic_run_keeps_to_torchrun_s_own_way(planned):

@@ -1,7 +1,10 @@
 """What the watcher in the cluster makes of pods; and its work against a small API server."""
 
+import json
+
 import pytest
 
+from clusterkit.agent import STOPPED_BY_PEERS
 from clusterkit.backends.kubernetes.watcher import (
     GONE_SECONDS,
     Memory,
@@ -46,6 +49,11 @@ def judged(pods, *, before=None, at=NOW, **fields):
         ([pod(0, exit_code=0), pod(1)], {}, ("going", "")),
         ([pod(0, exit_code=0), pod(1, exit_code=0)], {}, ("succeeded", "")),
         ([pod(0), pod(1, exit_code=7)], {}, ("failed", "node 1: exit code 7")),
+        (
+            [pod(0, exit_code=1, followed=True), pod(1, exit_code=137)],
+            {},
+            ("failed", "node 1: exit code 137"),
+        ),
         ([pod(0), pod(1, leaving=True)], {}, ("failed", "node 1: its pod was deleted")),
         ([pod(0), pod(1, uid="new")], {}, ("failed", "node 1: its pod was replaced")),
         ([pod(0)], {}, ("going", "")),
@@ -109,6 +117,9 @@ def test_pods_are_read_as_they_are():
     ended = [{"state": {"terminated": {"exitCode": 3, "startedAt": "2027-01-15T08:00:00Z"}}}]
     assert read_pod(told(phase="Failed", containerStatuses=ended), "index", NOW).exit_code == 3
     assert read_pod(told(phase="Failed"), "index", NOW).exit_code == 1
+    words = json.dumps({"exit_code": 1, "reason": f"{STOPPED_BY_PEERS}node 1 failed"})
+    ended[0]["state"]["terminated"]["message"] = words
+    assert read_pod(told(phase="Failed", containerStatuses=ended), "index", NOW).followed
     assert read_pod(told(phase="Succeeded"), None, NOW).node == 0
 
 

@@ -1,0 +1,86 @@
+"""What a node leaves on disk of an attempt: ``started.json``, its log, ``exit.json``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from pathlib import Path
+
+from clusterkit.agent import limits
+from clusterkit.agent.files import write_json
+from clusterkit.agent.node_log import NodeLog, lines_lost
+from clusterkit.agent.processes import identity
+from clusterkit.agent.protocol import Document
+
+
+class Record:
+    """One node's, from attempt to attempt; each has a folder of its own."""
+
+    def __init__(self, folder: Path, attempt: int, *, echo: bool) -> None:
+        self.folder, self.attempt, self._echo = folder, attempt, echo
+        self.remarks: list[str] = []  # what a person should know of this node, however it ends
+        self._started = {**identity(os.getpid()), "host": socket.gethostname()}
+        self._oom_kills = _oom_kills()
+        self._begin(folder)
+        self.log = NodeLog(folder, echo=echo)
+
+    def _begin(self, folder: Path) -> None:
+        self._started["at"] = time.time()
+        write_json(folder / "started.json", self._started)
+        with contextlib.suppress(OSError):
+            (folder / _RESERVE).write_bytes(bytes(limits.RESERVE_BYTES))
+
+    def next_attempt(self, number: int, ended: Document) -> None:
+        """This attempt has ended so; go on in that one's folder."""
+        with contextlib.suppress(OSError):
+            (self.folder / _RESERVE).unlink()
+        folder = self.folder.parents[1] / str(number) / self.folder.name
+        folder.mkdir(parents=True, exist_ok=True)
+        self._begin(folder)  # whoever reads that the other has ended finds this one
+        self.end({**ended, "next": number})
+        self.folder, self.attempt, self.remarks = folder, number, []
+        self._oom_kills = _oom_kills()
+        self.log.move(folder)
+
+    def warn(self, text: str) -> None:
+        """A line of the log that `clusterkit status` shows as well."""
+        self.log.lines("-", [text.encode()])
+        self.remarks.append(text)
+        with contextlib.suppress(OSError):
+            document = {**self._started, "remarks": self.remarks}
+            write_json(self.folder / "started.json", document)
+
+    def end(self, ended: Document) -> Document:
+        """Write down that this attempt has ended so; all that is written."""
+        with contextlib.suppress(OSError):
+            (self.folder / _RESERVE).unlink()
+        log = self.log
+        log.lines("-", [])
+        if log.lost and not self._echo:
+            self.remarks.append(lines_lost(log.lost))
+        whole = {
+            "at": time.time(),
+            "oom_kills": _oom_kills() - self._oom_kills,
+            "remarks": self.remarks,
+            **ended,
+        }
+        ranks = {rank["pid"]: rank["rank"] for rank in log.ranks}
+        own = [{**end, "rank": ranks.get(end["pid"])} for end in ended["processes"]]
+        whole["processes"] = own + log.rank_ends
+        with contextlib.suppress(OSError):
+            write_json(self.folder / "exit.json", whole)
+        return whole
+
+
+_RESERVE = ".reserve"  # room for exit.json on a disk full of logs
+
+
+def _oom_kills() -> int:
+    """Processes that the kernel has killed for want of memory since boot."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0

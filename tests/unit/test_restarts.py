@@ -1,0 +1,85 @@
+"""Agents that start all ranks again after one failed, each time as another attempt."""
+
+import signal
+import time
+
+import pytest
+
+from clusterkit import agent
+from tests.agents import Nodes
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    found = Nodes(tmp_path)
+    yield found
+    found.close()
+
+
+def begin(nodes, count, restarts, wait=0.0):
+    """Start them all; their ranks, once each node has met node 0."""
+    ranks = nodes.begin(count, wait=wait, restarts=restarts)
+    deadline = time.monotonic() + 60
+    while not all((nodes.folder / f"met-{node}").exists() for node in range(count)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return ranks
+
+
+@pytest.mark.parametrize("wait", [0.0, 60.0])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_all_ranks_start_again_by_the_same_agents(nodes, failing, wait):
+    before = begin(nodes, 2, 1, wait)
+    nodes.end(failing, 7)
+    after = nodes.running(0, 1)
+    assert not set(before.values()) & set(after.values())
+    for node in (0, 1):
+        nodes.end(node, 0)
+    assert [nodes.agents[node].wait(60) for node in (0, 1)] == [0, 0]
+    first, second = nodes.exit_of(failing), nodes.exit_of(failing, 2)
+    assert (first["exit_code"], first["reason"], first["next"]) == (7, None, 2)
+    assert (second["exit_code"], second["reason"], second.get("next")) == (0, None, None)
+    other = nodes.exit_of(1 - failing)
+    assert (other["exit_code"], other["reason"]) == (143, f"stopped: node {failing} failed")
+    assert nodes.log_of(failing) == [f"node {failing} failed", "restart 1 of 1"]
+
+
+def test_a_single_node_needs_no_coordinator_of_others(nodes):
+    begin(nodes, 1, 2)
+    for code in (7, 9):
+        nodes.end(0, code)
+        nodes.running(0)
+    nodes.end(0, 5)
+    assert nodes.agents[0].wait(60) == 5
+    assert [nodes.exit_of(0, attempt)["exit_code"] for attempt in (1, 2, 3)] == [7, 9, 5]
+
+
+def test_a_node_that_ended_well_starts_again_with_the_others(nodes):
+    begin(nodes, 2, 1)
+    nodes.end(1, 0)
+    nodes.end(0, 7)
+    nodes.running(0, 1)
+    for node in (0, 1):
+        nodes.end(node, 0)
+    assert [nodes.agents[node].wait(60) for node in (0, 1)] == [0, 0]
+    assert nodes.exit_of(1)["exit_code"] == 0
+
+
+def test_a_killed_rank_is_followed_by_the_next_round_at_once(nodes):
+    taken = []
+    ranks = begin(nodes, 1, 3)
+    for _ in range(3):
+        began = time.monotonic()
+        agent.send(ranks.values(), signal.SIGKILL)
+        ranks = nodes.running(0)
+        taken.append(time.monotonic() - began)
+    assert taken[0] < 50  # 0.3 s alone
+    nodes.end(0, 0)
+    assert nodes.agents[0].wait(60) == 0
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_an_agent_that_is_gone_ends_the_others(nodes, lost):
+    begin(nodes, 2, 5)
+    nodes.agents[lost].kill()
+    assert nodes.agents[1 - lost].wait(60) == 143
