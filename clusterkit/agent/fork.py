@@ -148,7 +148,8 @@ class Fork:
         self._drain()
         code, level = self._forget_server(), self._level + 1
         if self._process is None:
-            send(processes_of(str(self._folder), "CLUSTERKIT_NODE_DIR"), signal.SIGKILL)
+            place = os.environ.get("CLUSTERKIT_NODE_DIR", str(self._folder))  # of this attempt
+            send(processes_of(place, "CLUSTERKIT_NODE_DIR"), signal.SIGKILL)
             if not self._ready:
                 self._be_cold("it ended")
                 code, level = -signal.SIGKILL, 0
