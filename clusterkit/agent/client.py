@@ -150,18 +150,20 @@ class Client(threading.Thread):
                 line.write(peer.statement())
 
     def _take_news(self) -> None:
-        """What the main loop says."""
+        """What the main loop says; where nothing starts again, a node that has ended leaves."""
         with contextlib.suppress(queue.Empty):
             while True:
                 what, code = self._news.get_nowait()
                 if what in ("ended", "last"):
                     self.peer.ended(code, clock.awake(), last=what == "last")
-                    # Node 0 stays until its own server has heard of it.
-                    self.peer.done |= not self._again and self._server is None
                 elif what == "leave":
                     self.peer.leave()
                 else:
                     self.peer.done = True
+        # Node 0 stays until its own server has heard of it, as does a failure nobody was told of:
+        # the first try may have come before node 0 listened.
+        over = self.peer.code == 0 or (self.peer.code is not None and self.peer.met != "")
+        self.peer.done |= over and not self._again and self._server is None
 
     def _carry_out(self) -> None:
         orders, self.peer.orders = self.peer.orders, []

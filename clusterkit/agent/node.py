@@ -241,7 +241,8 @@ class Node:
             if stopped and number not in self.suspended:
                 self.suspended.add(number)
                 self._say(f"rank {number} was stopped (SIGSTOP)")
-            elif stopped is False and number in self.suspended:
+            elif stopped is False and number in self.suspended and self.launcher.deadline is None:
+                # Not one that is being killed, which runs for a moment.
                 self.suspended.remove(number)
                 self._say(f"rank {number} goes on")
 

@@ -37,7 +37,7 @@ class Peer:
         self._round = 0  # the last one that was heard of: no older one will be started here
         self._used = 0  # restarts, as was heard
         self._running = not wait
-        self._code: int | None = None  # how the launcher ended by itself
+        self.code: int | None = None  # how the launcher ended by itself
         self._ended_at: float | None = None
         self._waiting = False  # whether the launcher may not run
         self._gave_up = False  # whether it ended its launcher because node 0 was lost
@@ -53,14 +53,14 @@ class Peer:
     @property
     def new(self) -> bool:
         """Whether nothing was started yet, and nobody met who could say whether it may be."""
-        return not self.met and not self._running and self._code is None
+        return not self.met and not self._running and self.code is None
 
     def statement(self) -> Document:
         """How things stand here, for the coordinator."""
         self._said, self.news = self._said + 1, False
         return {
             "agent": self._agent, "count": self._said, "coordinator": self.met,
-            "round": self._round, "used": self._used, "running": self._running, "code": self._code,
+            "round": self._round, "used": self._used, "running": self._running, "code": self.code,
             "waiting": self._waiting, "gave_up": self._gave_up, "leaving": self._leaving,
             "last": self._last,
         }  # fmt: skip
@@ -87,7 +87,7 @@ class Peer:
     def ended(self, code: int, now: float, *, last: bool = False) -> None:
         """This node's launcher has. ``last``: no other can be started here."""
         self._running, self._ended_at, self.news, self._last = False, now, True, last
-        self._code = None if self._waiting else code
+        self.code = None if self._waiting else code
 
     def leave(self) -> None:
         """This node was asked to end, by nobody of the run."""
@@ -100,7 +100,7 @@ class Peer:
         self._heard, self._gone, self._given_up = now, None, None
         if coordinator != self.met:
             if self.met:
-                self._round, self._code = 0, None
+                self._round, self.code = 0, None
                 if self._running:
                     self._hold("node 0 was lost; waiting for it")
             self.met, self._count = coordinator, 0
@@ -110,7 +110,7 @@ class Peer:
         self._count, self._used = count, max(self._used, int(message["used"]))
         say = str(message.get("say") or "")
         if do == "start":
-            if self._running or (self._code is not None and not self._round):
+            if self._running or (self.code is not None and not self._round):
                 if not self._waiting and not self._round:
                     self._round = number  # a first launcher is of that round
                 self._log(number, do, say)
@@ -165,7 +165,7 @@ class Peer:
 
     def _start(self, number: int, say: str) -> None:
         self._log(number, "start", say)
-        self._round, self._code, self._running = number, None, True
+        self._round, self.code, self._running = number, None, True
         self._waiting = self._gave_up = False
         self.news = True
         self.orders.append(("start", str(self._used)))
@@ -174,7 +174,7 @@ class Peer:
         """Have the launcher end, and wait."""
         self._log(0, "wait", say)
         if not self._waiting:
-            self._waiting, self._code, self.news = True, None, True
+            self._waiting, self.code, self.news = True, None, True
             self.orders.append(("wait", say))
 
     def _log(self, number: int, do: str, say: str) -> None:

@@ -124,7 +124,7 @@ def observed(nodes: Sequence[NodeStatus], exit_json: Mapping[int, bytes]) -> Obs
     first = min((end.at for end in exits if end.exit_code), default=0.0)
     for node in exit_json.keys() - set(failed):
         ends, _ = _endings(node, exit_json[node])
-        exits += [end for end in ends if end.at < first and end.exit_code not in _TERMINATED]
+        exits += [end for end in ends if end.at < first and end.exit_code not in (0, *_TERMINATED)]
     return Observation(
         state=overall({node.state for node in nodes}),
         nodes=tuple(nodes),

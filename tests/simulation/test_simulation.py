@@ -77,7 +77,7 @@ class Forgetful(Peer):
 
     def hears(self, message, now):
         if not self._running:
-            self._round, self._code = 0, None
+            self._round, self.code = 0, None
         super().hears(message, now)
 
 

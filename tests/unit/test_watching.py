@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from clusterkit import agent
 from tests.agents import RUN, Nodes
 
 # None of these may be waited for before a node starts, or tells of its failure.
@@ -54,6 +55,17 @@ def test_a_node_starts_although_node_0_does_not_answer(nodes):
         nodes.running(1)
         nodes.end(1, 0)
         assert nodes.agents[1].wait(60) == 0
+
+
+def test_a_failure_before_node_0_could_be_reached_is_told_to_it(nodes):
+    nodes.start(1, wait=0, run=RUN.replace("PEER_SECONDS = 0.2", "PEER_SECONDS = 60"))
+    rank = nodes.running(1)[1]
+    nodes.end(1, 7)
+    agent.wait_gone([rank], 60)
+    nodes.start(0, wait=0)
+    assert nodes.agents[0].wait(60) == 143
+    assert nodes.exit_of(0)["reason"] == "stopped: node 1 failed"
+    assert nodes.agents[1].wait(60) == 7
 
 
 @pytest.mark.parametrize("failing", [0, 1])

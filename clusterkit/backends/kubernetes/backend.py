@@ -132,9 +132,10 @@ class KubernetesBackend(Backend, SupportsCleanup, SupportsDoctor, SupportsRemote
         objects = RunObjects(handle.plan, transport)
         if not pods and (unknown := ended_elsewhere(handle, objects)) is not None:
             return unknown
-        whole = all_nodes_had_pods(handle.plan, pods, snapshot(handle))
+        before = snapshot(handle)
+        whole = all_nodes_had_pods(handle.plan, pods, before)
         waits = None if whole else why_no_pods(objects)
-        return observation(handle, pods, transport, waits=waits)
+        return observation(handle, pods, transport, before=before, waits=waits)
 
     def watch(self, handle: RunHandle, transport: Transport) -> Monitor:
         kind = LeasedMonitor if guarded(handle.plan) else PodMonitor

@@ -124,6 +124,8 @@ def test_without_a_watcher_status_says_that_nobody_starts_it_again(submit, begun
     supervisors.kill(run)
     assert "nobody restarts it (2 restarts left)" in (run.status().remark or "")
     kube.kubectl("delete", "pytorchjob", run.id)
+    gone = ("--for=delete", "--timeout=60s")  # one that is being deleted tells how it ends
+    kube.kubectl("wait", "pod", "-l", f"clusterkit/run={run.id}", *gone, check=False)
     status = run.wait(60)
     assert status.state is State.UNKNOWN  # it may have been taken up elsewhere
     assert "it was not restarted (2 restarts left)" in (status.remark or "")

@@ -390,15 +390,21 @@ def test_a_supervisor_that_was_stopped_for_long_ends_nothing(
     assert [line.text for line in run.logs(rank=1)] == ["hello from 1 h1", "done"]
 
 
-def test_attach_starts_a_run_again_that_failed_while_nobody_watched(
-    submit: Submit, lab: Lab, place: Path
-) -> None:
+def ended_by_its_second_attempt(submit: Submit, place: Path) -> api.Run:
+    """A run with one restart whose ranks are up; those of the first attempt do not end."""
     (place / "tick.py").write_text(
         "import os, time\nprint('hello', flush=True)\n"
         "time.sleep(600 if os.environ['CLUSTERKIT_ATTEMPT'] == '1' else 0)\n"
     )
     run = submit(1, settings=("restarts=1",))
     saying(run, "hello", 2)
+    return run
+
+
+def test_attach_starts_a_run_again_that_failed_while_nobody_watched(
+    submit: Submit, lab: Lab, place: Path
+) -> None:
+    run = ended_by_its_second_attempt(submit, place)
     time.sleep(2 * limits.PEER_SECONDS)  # until the nodes have met
     supervisors.kill(run)
     on(lab, "h1", f"kill -9 {agent_pid(run, 1)}")
@@ -414,12 +420,7 @@ def test_attach_starts_a_run_again_that_failed_while_nobody_watched(
 def test_failed_ranks_start_again_although_nobody_watches(
     submit: Submit, lab: Lab, place: Path
 ) -> None:
-    (place / "tick.py").write_text(
-        "import os, time\nprint('hello', flush=True)\n"
-        "time.sleep(600 if os.environ['CLUSTERKIT_ATTEMPT'] == '1' else 0)\n"
-    )
-    run = submit(1, settings=("restarts=1",))
-    saying(run, "hello", 2)
+    run = ended_by_its_second_attempt(submit, place)
     supervisors.kill(run)
     on(lab, "h1", f"kill -9 {rank_pid(run, 1)}")
     status, _ = ended(run)
