@@ -241,6 +241,22 @@ def test_a_fork_that_dies_ends_its_run_with_a_reason_and_not_the_server(begin, r
     assert run()
 
 
+def test_a_fork_that_dies_in_a_later_attempt_ends_the_ranks_of_that(begin, pipes, folder):
+    program = "import os, sys\nif os.environ['CLUSTERKIT_ATTEMPT'] == '1': sys.exit(1)\n" + HELD
+    begun = begin(
+        program, str(pipes("held")), options=("--restarts", "1"), NODE_RANK="0",
+        CLUSTERKIT_RUN_ID="run-0",
+        CLUSTERKIT_ATTEMPT="1",
+    )  # fmt: skip
+    begun.folder = begun.folder.parents[1] / "2" / "node-0"
+    begun.until_said("None")
+    (rank,) = processes_of(str(begun.folder), "CLUSTERKIT_NODE_DIR")
+    os.kill(int(begun.says()[0].split()[1]), signal.SIGKILL)
+    assert begun.end() == 1
+    ended(rank)
+    assert len(warm.servers(folder)) == 1
+
+
 def test_a_cancel_need_not_wait_for_its_imports(begin, torch, pipes, folder):
     torch(f"open({str(pipes('held'))!r}).read()\n")
     begun = begin()
