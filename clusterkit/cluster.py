@@ -214,8 +214,8 @@ class KubernetesCluster(Spec, frozen=True, kw_only=True):
     queue: str | None = None
     """Queue of Kueue that the run waits in."""
     watcher: bool | Auto = "auto"
-    """Whether a small pod of the run's own goes on with it (restarts, time limit, lost nodes) while
-    nobody outside watches; `auto`: where you may create the role that it needs."""
+    """Whether a small pod of the run's own does what `replace_lost` says while nobody outside
+    watches; `auto`: where you may create the role that it needs."""
     labels: dict[str, str] = {}
     """Further labels of all objects."""
     annotations: dict[str, str] = {}
