@@ -32,6 +32,18 @@ _NODES = "([0-9]{1,7})(?::([0-9]{1,7}))?"
 _SECONDS = r"[0-9]+(\.[0-9]+)?"
 _DURATION = r"([0-9]+(\.[0-9]+)?[dhms])+"
 
+Duration = Annotated[
+    float | str,
+    Meta(
+        extra_json_schema={
+            "exclusiveMinimum": 0,
+            "exclusiveMaximum": LONGEST,
+            "pattern": rf"^\s*(?=.*[1-9])({_SECONDS}|{_DURATION})\s*$",
+        }
+    ),
+]
+"""A length of time, for `parse_duration`."""
+
 RUNS = ("program", "module", "command")
 """What a job can run; it has one of them."""
 
@@ -127,16 +139,7 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     """Checkpoints and where to resume."""
     restarts: Annotated[int, Meta(ge=0)] = 0
     """How often a failed run is started again."""
-    time_limit: Annotated[
-        float | str | None,
-        Meta(
-            extra_json_schema={
-                "exclusiveMinimum": 0,
-                "exclusiveMaximum": LONGEST,
-                "pattern": rf"^\s*(?=.*[1-9])({_SECONDS}|{_DURATION})\s*$",
-            }
-        ),
-    ] = None
+    time_limit: Duration | None = None
     """How long an attempt may run, in seconds or as `90m`, `2h`, `1d12h`; then the run is ended.
     Waiting for nodes does not count."""
     env: Annotated[
@@ -208,7 +211,7 @@ def parse_nodes(nodes: int | str) -> tuple[int, int]:
     return low, high
 
 
-def parse_duration(duration: float | str) -> float:
+def parse_duration(duration: float | str, of: str = "time_limit") -> float:
     """``90``, ``"90s"``, ``"1.5h"`` and ``"1d2h"`` in seconds.
 
     Raises:
@@ -223,14 +226,10 @@ def parse_duration(duration: float | str) -> float:
         seconds = sum(float(number) * units[unit] for number, unit in parts)
     else:
         raise BadInput(
-            f"time_limit: {text[:40]!r} is not a length of time",
-            hint="such as 3600, 90m, 2h, 1d12h",
-            job="time_limit",
+            f"{of}: {text[:40]!r} is not a length of time", hint="such as 3600, 90m, 2h, 1d12h"
         )
     if not 0 < seconds < LONGEST:
-        raise BadInput(
-            f"time_limit: {text[:40]}: it has to be above 0, and finite", job="time_limit"
-        )
+        raise BadInput(f"{of}: {text[:40]}: it has to be above 0, and finite")
     return seconds
 
 
@@ -262,7 +261,8 @@ def check_job(job: JobSpec) -> None:
         few = "needs at least 1 rank" if job.gpus_per_node < 1 else f"has {MOST_RANKS} at most"
         raise BadInput(f"gpus_per_node: {job.gpus_per_node}: a node {few}", job="gpus_per_node")
     if job.time_limit is not None:
-        parse_duration(job.time_limit)
+        with about("job", "time_limit"):
+            parse_duration(job.time_limit)
     if job.elastic and job.started_by != "torchrun":
         raise BadInput(
             f"nodes: {job.nodes}: launcher {job.launcher} cannot run an elastic number of nodes",
