@@ -226,6 +226,12 @@ def assemble(placement: Placement) -> Assembly:
     """
     job, topology, places = placement.job, placement.topology, placement.places
     starter, watching = placement.starter, placement.watching
+    if job.retry_on and job.restarts and not placement.restarts:
+        raise BadInput(
+            "retry_on: these nodes do not start failed ranks again by themselves",
+            hint="it needs a fixed number of nodes",
+            job="retry_on",
+        )
     sizes, notes = solve_batch(job, topology)
     launcher, origin = launcher_of(job)
     notes = [
@@ -338,11 +344,15 @@ def _node_script(
     topology, places, container = placement.topology, placement.places, placement.container
     # mpirun starts the ranks of all nodes from the first.
     nproc = topology.nproc_per_node if placement.starter != "mpirun" else topology.world_size
+    limit = placement.job.limit_seconds
     agent: list[Word] = [
         places.python, "-I", places.file(ARCHIVE), "run", "--nproc", str(nproc),
         "--nodes", str(placement.launchers), "--workdir", places.workdir,
         "--grace", f"{placement.stop_grace:g}",
         *(["--restarts", str(placement.restarts)] if placement.restarts else []),
+        *(["--time-limit", f"{limit:g}"] if limit and not topology.elastic else []),
+        *(["--retry-on", ",".join(map(str, placement.job.retry_on))] if placement.restarts and
+          placement.job.retry_on else []),
         *(["--echo", "--last-words", LAST_WORDS] if container else []),
         *options, "--",
     ]  # fmt: skip

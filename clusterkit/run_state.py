@@ -26,12 +26,13 @@ from clusterkit.plan import Plan
 from clusterkit.runs import LEFTOVERS, POLL_SECONDS, RunFolder, RunHandle, Submission
 from clusterkit.spec import JobSpec
 from clusterkit.status import Failure, RunStatus, State
-from clusterkit.verdict import diagnosis
+from clusterkit.verdict import diagnosis, over_time
 
 if TYPE_CHECKING:
     from clusterkit.transport import Transport
 
 _replace = msgspec.structs.replace
+_GOING_ON = (State.RUNNING, State.RESTARTING)
 LAST_WORD_SECONDS = 10.0
 """How long a supervisor has to record the end of a run whose nodes have ended."""
 
@@ -108,7 +109,7 @@ def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunS
         seen = backend.status(handle, transport)
     if seen is None:
         return _replace(base, state=State.UNKNOWN, remark="nothing of it was found")
-    if seen.state is not State.RUNNING:
+    if seen.state not in _GOING_ON:
         _sync(backend, handle, transport)
     found, startable = _judged(_replace(base, nodes=seen.nodes), handle, seen)
     if found.state.final and not startable and isinstance(backend, SupportsCleanup):
@@ -145,21 +146,23 @@ def _judged(base: RunStatus, handle: RunHandle, seen: Observation) -> tuple[RunS
     restarts = 0 if job is None else max(0, job.restarts - (handle.attempt - 1))
     begun = any(node.state is not State.PENDING for node in seen.nodes)
     attach = f"`clusterkit attach {folder.run_id}`"
-    if seen.state is State.RUNNING:
+    if seen.state in _GOING_ON:
         remark = (
             f"its supervisor is gone: {_alone(handle, restarts)}; {attach} watches over "
             f"it again, `clusterkit cancel {folder.run_id}` ends it"
         )
-        return _replace(base, state=State.RUNNING, remark=remark), False
+        return _replace(base, state=seen.state, remark=remark), False
     if folder.is_cancelled():
         return _replace(base, state=State.CANCELLED, exit_code=EXIT_INTERRUPTED), False
     finished = max((node.ended_at or 0.0 for node in seen.nodes), default=0.0) or None
-    again = restarts > 0
+    again = restarts > 0 and not seen.final
     left = counted(restarts, "restart")
     remark = f"it was not restarted ({left} left): {attach} does"
     if seen.state is State.SUCCEEDED:
         return _replace(base, state=State.SUCCEEDED, exit_code=0, finished_at=finished), False
-    if not begun:
+    if seen.late and job is not None:
+        failure = over_time(job)
+    elif not begun:
         again = folder.file("state.json").exists()
         remark = f"it was not started: {attach} does"
         failure = Failure(

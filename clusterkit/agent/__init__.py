@@ -27,8 +27,9 @@ from clusterkit.agent.processes import (
 )
 from clusterkit.agent.protocol import (
     AGAIN,
-    ATTEMPT_ENDED,
     LEFT,
+    NODE_FILE,
+    OVER_TIME,
     PEER_TOKEN,
     RANK_ENDED,
     RANK_HEADER,
@@ -37,7 +38,7 @@ from clusterkit.agent.protocol import (
 )
 
 __all__ = [
-    "AGAIN", "ATTEMPT_ENDED", "LEFT", "PEER_TOKEN", "RANK_ENDED", "RANK_HEADER", "STOPPED",
-    "STOPPED_BY_PEERS", "Awake", "descendants", "goes_on", "identity", "is_alive", "processes_of",
-    "send", "start_ticks", "wait_gone", "write_json",
+    "AGAIN", "LEFT", "NODE_FILE", "OVER_TIME", "PEER_TOKEN", "RANK_ENDED", "RANK_HEADER",
+    "STOPPED", "STOPPED_BY_PEERS", "Awake", "descendants", "goes_on", "identity", "is_alive",
+    "processes_of", "send", "start_ticks", "wait_gone", "write_json",
 ]  # fmt: skip

@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 
 from clusterkit.agent import limits
+from clusterkit.agent.failure import Words
 from clusterkit.agent.processes import identity
-from clusterkit.agent.protocol import Document
+from clusterkit.agent.protocol import NODE_FILE, Document
 
 
 class NodeLog:
@@ -33,6 +34,7 @@ class NodeLog:
         self.ranks: list[Document] = []  # identities of the ranks that have started
         self.rank_ends: list[Document] = []
         """How ranks failed that this agent is not the parent of, by their own words."""
+        self.words = Words()
         self.lost = 0  # lines that the disk had no room for
         self._size = os.fstat(self._handle).st_size
         self._missing = 0  # of these, the ones whose place in the log does not say so yet
@@ -50,10 +52,11 @@ class NodeLog:
         self.lost += lost
         self._missing = lost + (0 if kept >= len(gap) else self._missing)
 
-    def tell(self, mark: bytes, words: bytes) -> None:
-        """A line for whoever reads this node's output, where somebody does; no line of the log."""
+    def tell(self, name: str, document: bytes) -> None:
+        """Whoever reads this node's output, where somebody does, of one of its files."""
         if self._echo:
-            self._print(f"{_stamp()} - ".encode() + mark + b" " + words + b"\n")
+            head = f"{_stamp()} - {NODE_FILE.decode()} {name} "
+            self._print(head.encode() + document + b"\n")
 
     @staticmethod
     def _print(data: bytes) -> None:

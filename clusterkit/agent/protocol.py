@@ -12,13 +12,14 @@ RANK_ENDED = b"@clusterkit-rank-ended"
 """Begins a rank's last line where the agent is not its parent: rank and exit code follow."""
 WORKER_SOCKET = "rank-{RANK}.sock"
 """In a node's folder: where torch in a rank answers how that stands (torch's ``_WorkerServer``)."""
-ATTEMPT_ENDED = b"@clusterkit-attempt-ended"
-"""Begins a line that an agent prints where its output is all that leaves the node: how an attempt
-has ended there, as in its ``exit.json``, when another one has begun."""
+NODE_FILE = b"@clusterkit-file"
+"""Begins a line that an agent prints where its output is all that leaves the node: the name of a
+file of the node and what it holds. After an ``exit.json`` come the lines of the next attempt."""
 PEER_TOKEN = "CLUSTERKIT_PEER_TOKEN"
 """Environment variable with the secret by which the nodes of a run know each other."""
 STOPPED = "stopped on request"  # why a node ended that was asked to by a signal
 STOPPED_BY_PEERS = "stopped: "  # how the reason begins of a node that ended because another did
+OVER_TIME = "it is over its time_limit"  # why a run ended whose attempt ran for too long
 LAUNCHER_WAITED = "its ranks had ended; its launcher waited for those of the other nodes"
 """Why a node's launcher was stopped whose ranks have done their work."""
 AGAIN = "starting again"

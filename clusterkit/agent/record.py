@@ -13,7 +13,7 @@ from clusterkit.agent import limits
 from clusterkit.agent.files import write_json
 from clusterkit.agent.node_log import NodeLog, lines_lost
 from clusterkit.agent.processes import identity
-from clusterkit.agent.protocol import ATTEMPT_ENDED, Document
+from clusterkit.agent.protocol import Document
 
 
 class Record:
@@ -29,6 +29,7 @@ class Record:
 
     def _begin(self, folder: Path) -> None:
         self._started["at"] = time.time()
+        self._started.pop("waits", None)
         write_json(folder / "started.json", self._started)
         with contextlib.suppress(OSError):
             (folder / _RESERVE).write_bytes(bytes(limits.RESERVE_BYTES))
@@ -40,7 +41,7 @@ class Record:
         folder = self.folder.parents[1] / str(number) / self.folder.name
         folder.mkdir(parents=True, exist_ok=True)
         self._begin(folder)  # whoever reads that the other has ended finds this one
-        self.log.tell(ATTEMPT_ENDED, brief(self.end({**ended, "next": number})))
+        self.log.tell("exit.json", brief(self.end({**ended, "next": number})))
         self.folder, self.attempt, self.remarks = folder, number, []
         self._oom_kills = _oom_kills()
         self.log.move(folder)
@@ -49,8 +50,22 @@ class Record:
         """A line of the log that `clusterkit status` shows as well."""
         self.log.lines("-", [text.encode()])
         self.remarks.append(text)
+        self._tell()
+
+    def waits(self, why: str, seconds: float) -> None:
+        """Nothing runs here until the next start, which may take so many seconds to come."""
+        self._started["waits"] = {"why": why, "until": time.time() + seconds}
+        self._tell()
+
+    def goes_on(self) -> None:
+        """The next start has come."""
+        if self._started.pop("waits", None):
+            self._tell()
+
+    def _tell(self) -> None:
         with contextlib.suppress(OSError):
             document = {**self._started, "remarks": self.remarks}
+            self.log.tell("started.json", brief(document))
             write_json(self.folder / "started.json", document)
 
     def end(self, ended: Document) -> Document:
@@ -75,12 +90,12 @@ class Record:
         return whole
 
 
-def brief(ended: Document) -> bytes:
+def brief(document: Document) -> bytes:
     """It in JSON, without its processes where Kubernetes would not take so much."""
-    whole = json.dumps(ended).encode()
+    whole = json.dumps(document).encode()
     if len(whole) <= limits.LAST_WORDS_BYTES:
         return whole
-    return json.dumps({**ended, "processes": []}).encode()
+    return json.dumps({**document, "processes": []}).encode()
 
 
 _RESERVE = ".reserve"  # room for exit.json on a disk full of logs

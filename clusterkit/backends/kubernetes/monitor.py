@@ -125,13 +125,11 @@ class PodMonitor:
                 if log.node == pod.node and uid != pod.uid:
                     # What a node of the cluster that does not answer still holds will not come.
                     log.give_up()
-            self._logs[key] = PodLog(
-                self._handle, pod, self._transport, self._closed, self._went_on
-            )
+            self._logs[key] = PodLog(self._handle, pod, self._transport, self._closed, self._told)
         return self._logs[key]
 
-    def _went_on(self) -> None:
-        """A node's agent has begun another attempt."""
+    def _told(self) -> None:
+        """A node's agent has told of itself."""
         with self._lock:
             self._news = True
 

@@ -23,7 +23,7 @@ from clusterkit.backends.kubernetes.judge import (
 )
 from clusterkit.backends.kubernetes.records import Removed, removed, replaces, snapshot
 from clusterkit.backends.kubernetes.server import RunObjects
-from clusterkit.backends.nodes import judge_exit, observed
+from clusterkit.backends.nodes import judge_exit, judge_running, observed
 from clusterkit.errors import ClusterkitError
 from clusterkit.plan import Plan
 from clusterkit.runs import RunHandle
@@ -119,6 +119,8 @@ def observation(
             waits=waits,
             ours=by_us.complete if named is None else named.name in by_us.ended,
         )
+        if found.state is State.RUNNING and found.reason is None:
+            found = judge_running(node, found.host, _file(handle, node, "started.json"))
         if pod is not None and pod.name in unheard and found.state.final:
             found = msgspec.structs.replace(found, state=State.RUNNING, reason=None)
         if silent is not None and not found.state.final:
@@ -134,9 +136,14 @@ def observation(
 
 def _went_on(handle: RunHandle, node: int) -> bytes | None:
     """How the attempt ended on a node whose agent has begun another one since, by its log."""
+    ended = _file(handle, node, "exit.json")
+    return ended if goes_on(ended) is not None else None
+
+
+def _file(handle: RunHandle, node: int, name: str) -> bytes | None:
+    """What a node's agent has told of itself, by its log."""
     with contextlib.suppress(OSError):
-        ended = (handle.folder.node_dir(handle.attempt, node) / "exit.json").read_bytes()
-        return ended if goes_on(ended) is not None else None
+        return (handle.folder.node_dir(handle.attempt, node) / name).read_bytes()
     return None
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote
 
-from clusterkit.agent import ATTEMPT_ENDED, goes_on
+from clusterkit.agent import NODE_FILE, goes_on
 from clusterkit.backends.kubernetes.judge import Pod, read_pod
 from clusterkit.backends.kubernetes.server import RunObjects
 from clusterkit.errors import ClusterkitError
@@ -29,7 +29,9 @@ AT_ONCE = 8
 """Logs that are read together, of a run that nobody watched."""
 _STAMPED = re.compile(rb"([0-9T:.-]{19,29})Z (.*)\Z", re.DOTALL)
 _OURS = re.compile(rb"[0-9T:-]{19}\.[0-9]{6}Z (-|[0-9]{1,9}) ")
-_NEXT = re.compile(rb"[0-9T:.-]{26}Z - " + ATTEMPT_ENDED + rb" (.*)\n\Z", re.DOTALL)
+_FILE = re.compile(
+    rb"[0-9T:.-]{26}Z - " + NODE_FILE + rb" (started|exit)\.json (.*)\n\Z", re.DOTALL
+)
 
 
 def collect(handle: RunHandle, transport: Transport, pods: Iterable[Pod]) -> None:
@@ -68,13 +70,13 @@ class NodeLines:
     """Makes the logs of a node's attempts of its pod's log, as the API server gives that, from
     where they end.
 
-    All attempts that went on in a pod are in its one log; a line of its agent's (`ATTEMPT_ENDED`)
-    says where the next one begins. It becomes the ``exit.json`` of the one that has ended.
+    All attempts that went on in a pod are in its one log. The agent's files, which it prints as
+    lines (`NODE_FILE`), become files again; after an ``exit.json`` the next attempt begins.
     """
 
-    def __init__(self, folder: RunFolder, pod: Pod, went_on: Callable[[], None] | None = None):
+    def __init__(self, folder: RunFolder, pod: Pod, news: Callable[[], None] = lambda: None):
         assert pod.node is not None
-        self._folder, self._node, self._went_on = folder, pod.node, went_on
+        self._folder, self._node, self._news = folder, pod.node, news
         self._rest = b""
         self._seen: Counter[bytes] = Counter()
         self.since: str | None = None
@@ -111,22 +113,25 @@ class NodeLines:
     def _take(self, lines: list[bytes]) -> None:
         new: list[bytes] = []
         for line in map(self._line, lines):
-            if (ended := _NEXT.match(line)) is None:
+            if (told := _FILE.match(line)) is None:
                 new.append(line)
-            elif (number := goes_on(ended[1]) or 0) > self._attempt:
+            else:
                 self._file.write(b"".join(new))
-                self._next(number, ended[1])
                 new = []
+                self._told(told[1].decode(), told[2])
         self._file.write(b"".join(new))
 
-    def _next(self, number: int, ended: bytes) -> None:
-        """The attempt has ended so, and that one has begun."""
-        folder, self._attempt = self._folder.node_dir(self._attempt, self._node), number
-        self._file.close()
-        self._file = self._open()
-        write_atomic(folder / "exit.json", ended)
-        if self._went_on is not None:
-            self._went_on()
+    def _told(self, name: str, document: bytes) -> None:
+        folder = self._folder.node_dir(self._attempt, self._node)
+        if name == "exit":
+            number = goes_on(document) or 0
+            if number <= self._attempt:
+                return  # heard before, or by another pod
+            self._attempt = number
+            self._file.close()
+            self._file = self._open()
+        write_atomic(folder / f"{name}.json", document)
+        self._news()
 
     def _line(self, line: bytes) -> bytes:
         match = _STAMPED.match(line)
@@ -165,13 +170,13 @@ class PodLog:
         pod: Pod,
         transport: Transport,
         closed: threading.Event,
-        went_on: Callable[[], None],
+        news: Callable[[], None],
     ) -> None:
         assert pod.node is not None
         self.node = pod.node
         self.whole = threading.Event()
         """The container has ended and all of its log is here."""
-        self._handle, self._pod, self._went_on = handle, pod, went_on
+        self._handle, self._pod, self._news = handle, pod, news
         self._objects = RunObjects(handle.plan, transport)
         self._closed = closed
         self._stream: Stream | None = None
@@ -205,7 +210,7 @@ class PodLog:
 
     def _pull(self) -> bool:
         """Take what is new; whether the log has ended."""
-        with NodeLines(self._handle.folder, self._pod, self._went_on) as lines:
+        with NodeLines(self._handle.folder, self._pod, self._news) as lines:
             where = _log_path(self._objects, self._pod, since=lines.since) + "&follow=true"
             with self._objects.stream(where) as stream:
                 self._stream = stream

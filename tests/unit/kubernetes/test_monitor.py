@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from clusterkit import backends
-from clusterkit.agent import ATTEMPT_ENDED, STOPPED
+from clusterkit.agent import NODE_FILE, STOPPED
 from clusterkit.backends.kubernetes.client import KubeTransport
 from clusterkit.backends.kubernetes.monitor import PodMonitor
 from clusterkit.backends.kubernetes.observe import observation, read_pods
@@ -287,7 +287,7 @@ def test_a_log_is_brought_once_however_often_it_is_collected(server, transport, 
 def next_attempt(number, code=7):
     """What an agent prints when it begins another attempt."""
     ended = {"exit_code": code, "reason": None, "at": 1.0, "processes": [], "next": number}
-    return f"2026-11-22T04:00:01.000000Z - {ATTEMPT_ENDED.decode()} {json.dumps(ended)}"
+    return f"2026-11-22T04:00:01.000000Z - {NODE_FILE.decode()} exit.json {json.dumps(ended)}"
 
 
 def texts(handle, attempt):
