@@ -1,5 +1,6 @@
 """Agents that start all ranks again after one failed, each time as another attempt."""
 
+import json
 import signal
 import time
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from clusterkit import agent
+from clusterkit.agent.record import Record
 from clusterkit.backends.nodes import judge_running
 from clusterkit.status import State
 from tests.agents import Nodes
@@ -94,6 +96,30 @@ def test_a_killed_rank_is_followed_by_the_next_round_at_once(nodes):
     assert taken[0] < 50  # 0.3 s alone
     nodes.end(0, 0)
     assert nodes.agents[0].wait(60) == 0
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_agents_end_an_attempt_at_its_time_limit_and_start_no_other(nodes, count):
+    nodes.begin(count, wait=0.0, restarts=2, limit=2.0)
+    assert {nodes.agents[node].wait(60) for node in range(count)} == {143}
+    for node in range(count):
+        ended = nodes.exit_of(node)
+        assert (ended["reason"], ended["final"]) == (f"stopped: {agent.OVER_TIME}", True)
+
+
+def test_an_agent_whose_output_is_all_that_leaves_it_prints_what_it_writes(tmp_path, capfd):
+    (tmp_path / "1" / "node-0").mkdir(parents=True)
+    record = Record(tmp_path / "1" / "node-0", 1, echo=True)
+    record.waits("restart 1 of 2 waits 1 s", 1.0)
+    record.next_attempt(2, {"exit_code": 7, "processes": []})
+    first, second = (line.split(" ", 4) for line in capfd.readouterr().out.splitlines())
+    assert [first[1:4], second[1:4]] == [
+        ["-", agent.NODE_FILE.decode(), f"{name}.json"] for name in ("started", "exit")
+    ]
+    assert json.loads(first[4])["waits"]["why"] == "restart 1 of 2 waits 1 s"
+    assert json.loads(second[4])["next"] == 2
+    # To its log that adds nothing.
+    assert (tmp_path / "1" / "node-0" / "log").read_text() == ""
 
 
 @pytest.mark.parametrize("lost", [0, 1])

@@ -475,6 +475,14 @@ def test_a_run_is_ended_at_its_time_limit_whatever_restarts_are_left(supervise_w
     assert backend.cancelled >= 1
 
 
+def test_a_run_that_its_agents_have_ended_at_its_time_limit_is_not_started_again(supervise_with):
+    job = "launcher: forkserver\nrestarts: 3\ntime_limit: 1h\n"
+    late = observed(State.CANCELLED, reason=f"{agent.STOPPED_BY_PEERS}{agent.OVER_TIME}")
+    backend, status, _ = supervise_with([late], job)
+    assert (status.exit_code, len(backend.submitted)) == (124, 1)
+    assert status.failure.cause == "it was stopped at its time_limit of 1h"
+
+
 def test_waiting_does_not_count_for_the_time_limit(supervise_with):
     waiting = observed(State.PENDING)
     job = "launcher: forkserver\ntime_limit: 0.000001\n"

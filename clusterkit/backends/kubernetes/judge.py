@@ -100,7 +100,10 @@ def read_pod(document: Mapping[str, Any], index: str | None, now: float | None =
     try:
         return _read(document, node, now)
     except (KeyError, TypeError, AttributeError, ValueError, IndexError):
-        return Pod(name=meta["name"], uid=str(meta.get("uid", "")), node=node, phase="unreadable")
+        return Pod(
+            name=meta["name"], uid=str(meta.get("uid", "")), node=node, phase="unreadable",
+            attempt=attempt_of(document),
+        )  # fmt: skip
 
 
 def _read(document: Mapping[str, Any], node: int | None, now: float | None) -> Pod:

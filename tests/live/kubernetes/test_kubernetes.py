@@ -244,16 +244,6 @@ def test_memory_beyond_the_limit_is_named_with_the_limit(submit):
     assert failure.cause.endswith("over its pod's memory limit of 200Mi")
 
 
-def test_a_failed_run_starts_again_with_the_next_number(submit):
-    script = 'echo "attempt $CLUSTERKIT_ATTEMPT"; [ $CLUSTERKIT_ATTEMPT$RANK != 11 ] || exit 3'
-    run = submit(script, restarts=1)
-    status = run.wait(120)
-    assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
-    told = {(x.attempt, x.rank, x.text) for x in run.logs() if x.rank is not None}
-    assert {(2, 0, "attempt 2"), (2, 1, "attempt 2")} <= told
-    assert (1, 1, "attempt 1") in told
-
-
 @pytest.mark.parametrize(
     ("on", "words"),
     [
@@ -284,8 +274,7 @@ def test_an_image_that_cannot_be_had_stays_the_cause_when_its_pods_are_removed(f
 @pytest.mark.parametrize(("flavor", "pods"), [("pytorchjob", 0), ("job", 1)])
 def test_a_quota_is_named_while_a_pod_does_not_come(flavor, pods, submit, kube):
     kube.kubectl("create", "quota", "none", f"--hard=pods={pods}")
-    # A watcher would be the one pod.
-    run = submit(FOREVER, on={"flavor": flavor, "watcher": False if pods else "auto"})
+    run = submit(FOREVER, on={"flavor": flavor})
     status = run.wait(60, until=lambda s: any("quota" in (n.reason or "") for n in s.nodes))
     assert State.PENDING in {node.state for node in status.nodes}
     run.cancel()
@@ -389,7 +378,9 @@ def test_the_role_is_enough_and_no_more(submit, begun, kube, tmp_path):
     token = kube.kubectl("create", "token", "me").strip()
     mine = kubeconfig(tmp_path / "mine", user={"token": token})
     flavors = ("pytorchjob", "job", "trainjob")
-    for run in [submit(FOREVER, on={"kubeconfig": mine, "flavor": each}) for each in flavors]:
+    for run in [
+        submit(FOREVER, restarts=1, on={"kubeconfig": mine, "flavor": each}) for each in flavors
+    ]:
         assert begun(run).cancel().state is State.CANCELLED
     kubectl = ["auth", "can-i", "--as", f"system:serviceaccount:{kube.namespace}:me"]
     for words in (("get", "secrets"), ("create", "pods"), ("bind", "roles"), ("list", "nodes")):

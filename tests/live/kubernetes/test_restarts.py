@@ -58,3 +58,56 @@ def test_a_killed_rank_starts_all_again_in_the_same_pods(flavor, submit, begun, 
     status = run.wait(60)
     assert (status.state, status.attempt, status.exit_code) == (State.FAILED, 2, 137)
     assert (status.failure.rank, pods_of(kube, run)) == (1, {})
+
+
+def test_the_time_limit_ends_a_run_that_nobody_watches(submit, begun, kube):
+    run = begun(submit(FOREVER, time_limit="15s", restarts=1))
+    supervisors.kill(run)
+    status = run.wait(60)
+    assert (status.state, status.attempt, status.exit_code) == (State.FAILED, 1, 124), status
+    assert "time_limit of 15s" in status.failure.cause
+    assert {line.text for line in run.logs() if line.rank is not None} == {"attempt 1"}
+
+
+def test_a_run_that_ended_while_nobody_watched_is_told_as_it_was(submit, begun, kube):
+    run = begun(submit("echo here; sleep 5; echo done; [ $RANK = 0 ] || exit 4"))
+    supervisors.kill(run)
+    status = run.wait(60)
+    assert (status.state, status.exit_code) == (State.FAILED, 4), status
+    # What the ranks said meanwhile is not gone with their pods.
+    assert [line.text for line in run.logs(rank=1)] == ["here", "done"]
+    assert [line.text for line in run.logs(rank=0)] == ["here", "done"]
+    assert kube.there() == set()
+
+
+def test_a_watcher_whose_pod_is_deleted_comes_back_and_its_role_covers_the_run(submit, begun, kube):
+    run = begun(submit(FOREVER, restarts=1))
+    me = f"system:serviceaccount:{kube.namespace}:{run.id}-watch"
+
+    def may(*words):
+        said = kube.kubectl("auth", "can-i", "--as", me, *words, check=False)
+        return said.strip().startswith("yes")
+
+    assert may("delete", f"pods/{run.id}-worker-1")
+    assert not may("delete", "pods/another")
+    assert not may("delete", f"pytorchjobs.kubeflow.org/{run.id}")
+    assert not may("get", "secrets")
+    watcher = ("-l", f"clusterkit/run={run.id},clusterkit/role=watcher")
+    kube.kubectl("wait", "pod", *watcher, "--for=condition=Ready", "--timeout=60s")
+    first = kube.kubectl("get", "pods", *watcher, "-o", "name")
+    kube.kubectl("delete", first.strip())
+    words = ("wait", "job", f"{run.id}-watch", "--for=jsonpath={.status.ready}=1")
+    kube.kubectl(*words, "--timeout=60s")  # its Job's back-off is 10 s
+    assert kube.kubectl("get", "pods", *watcher, "-o", "name") != first
+
+
+def test_a_run_whose_job_is_gone_is_not_known_to_have_failed(submit, begun, kube):
+    run = begun(submit(FOREVER, restarts=2, on={"watcher": False}))
+    assert not [name for name in kube.there() if "watch" in name]
+    supervisors.kill(run)
+    kube.kubectl("delete", "pytorchjob", run.id)
+    gone = ("--for=delete", "--timeout=60s")  # one that is being deleted tells how it ends
+    kube.kubectl("wait", "pod", "-l", f"clusterkit/run={run.id}", *gone, check=False)
+    status = run.wait(60)
+    assert status.state is State.UNKNOWN  # it may have been taken up elsewhere
+    assert "it was not restarted (2 restarts left)" in (status.remark or "")

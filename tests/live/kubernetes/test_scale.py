@@ -79,7 +79,6 @@ def test_200_pods_with_1600_gpus(flavor, kube, counting, measured, own_home):
     )  # fmt: skip
     entry = kube.entry(
         kubeconfig=str(counting.kubeconfig), flavor=flavor, gpus=8, lost_after=300.0,
-        watcher=False,  # it would have to be on a node that is none
         node_selector={"kube-test/fake": "true"},
         tolerations=[{"key": "kube-test/fake", "operator": "Exists"}],
     )  # fmt: skip
