@@ -168,25 +168,18 @@ class KubernetesBackend(Backend, SupportsCleanup, SupportsDoctor, SupportsRemote
         ids = [each.run for each in listing(server, namespace)]
         run = resolve(run, ids, f"in namespace {namespace}")
         found = kept(server, namespace, run)
-        kube = found.record.facts.kubernetes
+        entry, kube = found.cluster, found.facts.kubernetes
+        assert isinstance(entry, KubernetesCluster)
         assert kube is not None
-        here = replace(
-            kube,
-            context=context,
-            namespace=namespace,
-            kubeconfig=cluster.kubeconfig or os.environ.get("KUBECONFIG"),
-        )
-        return Recovered(
-            run=run,
-            job=found.record.job,
+        config = cluster.kubeconfig or os.environ.get("KUBECONFIG")
+        here = replace(kube, context=context, namespace=namespace, kubeconfig=config)
+        return replace(
+            found,
             cluster=replace(
-                found.record.cluster,
+                entry,
                 kubeconfig=cluster.kubeconfig,
                 context=cluster.context,
                 namespace=cluster.namespace,
             ),
-            facts=replace(found.record.facts, home=str(home()), kubernetes=here),
-            attempt=found.attempt,
-            created_at=found.created_at,
-            project=found.project,
+            facts=replace(found.facts, home=str(home()), kubernetes=here),
         )

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import msgspec
 from msgspec import Struct
 
-from clusterkit.backends.base import RemoteRun
+from clusterkit.backends.base import Recovered, RemoteRun
 from clusterkit.backends.kubernetes.apply import Refusal
 from clusterkit.backends.kubernetes.flavors import FLAVORS, Flavor
 from clusterkit.backends.kubernetes.judge import attempt_of
@@ -52,16 +52,6 @@ class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
     def text(self) -> str:
         """As a file of the plan."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode() + "\n"
-
-
-class Kept(Struct, frozen=True, kw_only=True):
-    """What the cluster keeps of a run."""
-
-    record: Record
-    attempt: int
-    created_at: float
-    project: bytes | None
-    """The working tree that was copied, as a tar.gz."""
 
 
 # ---------------------------------------------------------------- listing
@@ -153,8 +143,9 @@ def _pods(spec: Mapping[str, Any]) -> int | None:
 # ---------------------------------------------------------------- one run
 
 
-def kept(server: Server, namespace: str, run_id: str) -> Kept:
-    """What the cluster keeps of a run, to take it up from here.
+def kept(server: Server, namespace: str, run_id: str) -> Recovered:
+    """What the cluster keeps of a run, to take it up from here; without what only the machine knows
+    that does.
 
     Raises:
         RunNotFound: nothing.
@@ -188,8 +179,11 @@ def kept(server: Server, namespace: str, run_id: str) -> Kept:
         if packed is None:
             raise RunFolderError(f"run {run_id}: its config map {name}-code is gone")
         code = base64.b64decode(packed)
-    return Kept(
-        record=record,
+    return Recovered(
+        run=run_id,
+        job=record.job,
+        cluster=record.cluster,
+        facts=record.facts,
         attempt=attempt_of(found) or 1,
         created_at=unix(found["metadata"].get("creationTimestamp")) or 0.0,
         project=code,

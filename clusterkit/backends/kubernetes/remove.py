@@ -26,7 +26,7 @@ from clusterkit.backends.kubernetes.text import Object
 from clusterkit.backends.kubernetes.watcher import KINDS, watch_name
 from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.plan import Plan
-from clusterkit.runs import MADE, RunHandle, StepRecord
+from clusterkit.runs import MADE, RunHandle
 from clusterkit.transport import Transport
 
 LOOK_SECONDS = 0.25
@@ -46,7 +46,7 @@ def remove(handle: RunHandle, transport: Transport) -> None:
         Unavailable: the API server does not answer, will not, or a node does not.
     """
     plan, objects = handle.plan, RunObjects(handle.plan, transport)
-    if known(plan, transport) and not _is_ours(handle):
+    if known(plan, transport) and not handle.folder.file(MADE).exists():
         return
     name = objects.name
     try:
@@ -76,15 +76,6 @@ def remove(handle: RunHandle, transport: Transport) -> None:
             f"could not end run {plan.run_id}: {error.message}",
             hint=f"clusterkit cancel {plan.run_id} again, once it answers",
         ) from error
-
-
-def _is_ours(handle: RunHandle) -> bool:
-    """Whether this run made what is there."""
-    folder, last = handle.folder, handle.plan.steps[-1]
-    return folder.file(MADE).exists() or any(  # a folder of before that file
-        step.argv == last.argv and step.outcome == "exit 0"
-        for step in folder.records("steps.jsonl", StepRecord)
-    )
 
 
 def _delete_pods(objects: RunObjects) -> None:

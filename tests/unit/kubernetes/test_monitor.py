@@ -27,7 +27,7 @@ from clusterkit.backends.kubernetes.remove import remove
 from clusterkit.backends.kubernetes.server import RunObjects
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
 from clusterkit.errors import Unavailable
-from clusterkit.runs import MADE, RunFolder, RunHandle, StepRecord
+from clusterkit.runs import MADE, RunFolder, RunHandle
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
 
@@ -378,18 +378,6 @@ def test_a_run_that_made_nothing_removes_nothing_of_another_s_with_its_id(
     remove(handle, transport)
     assert server.deleted == []
     assert removed(handle) is None
-
-
-def test_a_run_of_before_that_record_is_removed_by_what_its_steps_did(server, transport, handle):
-    handle.folder.file(MADE).unlink()
-    (step,) = handle.plan.steps
-    done = StepRecord(
-        at=1.0, attempt=1, kind=step.kind, host=step.host, node=None, argv=step.argv,
-        outcome="exit 0",
-    )  # fmt: skip
-    handle.folder.append("steps.jsonl", done)
-    remove(handle, transport)
-    assert "pytorchjobs/demo-1" in server.deleted
 
 
 def test_a_server_that_is_away_is_named(server, transport, handle):

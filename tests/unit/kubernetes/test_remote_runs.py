@@ -147,11 +147,11 @@ def test_the_record_holds_what_a_plan_is_made_of_and_nothing_of_its_machine(make
     found = kept(server_of({"configmaps/ddp-1": held}), "x", "ddp-1")
     assert (found.attempt, found.created_at, found.project) == (2, 1795327200.0, None)
     again = backends.backend("kubernetes").plan(
-        found.record.job,
-        msgspec.structs.replace(found.record.cluster, namespace="x"),
+        found.job,
+        msgspec.structs.replace(found.cluster, namespace="x"),
         msgspec.structs.replace(
-            found.record.facts, home="/root/.clusterkit",
-            kubernetes=msgspec.structs.replace(found.record.facts.kubernetes, namespace="x"),
+            found.facts, home="/root/.clusterkit",
+            kubernetes=msgspec.structs.replace(found.facts.kubernetes, namespace="x"),
         ),
         "ddp-1",
     )  # fmt: skip
