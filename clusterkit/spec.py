@@ -139,6 +139,20 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     ] = None
     """How long an attempt may run, in seconds or as `90m`, `2h`, `1d12h`; then the run is ended.
     Waiting for nodes does not count."""
+    hang_timeout: Annotated[
+        float | str | None,
+        Meta(
+            extra_json_schema={
+                "minimum": 0,
+                "exclusiveMaximum": LONGEST,
+                "pattern": rf"^\s*({_SECONDS}|{_DURATION})\s*$",
+            }
+        ),
+    ] = None
+    """After how long without progress all ranks are ended, and start again if there are restarts
+    left; written as `time_limit` is. `0`: never. By default 2 minutes or 20 steps, whichever is
+    longer, if a rank waits for another one; ten times that before the first step, in a checkpoint
+    and in an evaluation."""
     env: Annotated[
         dict[str, Text], Meta(extra_json_schema={"propertyNames": {"pattern": f"^{NAME}$"}})
     ] = {}
@@ -167,7 +181,14 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     @property
     def limit_seconds(self) -> float | None:
         """``time_limit`` in seconds."""
-        return None if self.time_limit is None else parse_duration(self.time_limit)
+        return None if self.time_limit is None else parse_duration(self.time_limit, "time_limit")
+
+    @property
+    def hang_seconds(self) -> float | None:
+        """``hang_timeout`` in seconds; 0: never."""
+        if self.hang_timeout is None or str(self.hang_timeout).strip() in ("0", "0.0"):
+            return None if self.hang_timeout is None else 0.0
+        return parse_duration(self.hang_timeout, "hang_timeout")
 
 
 def launcher_of(job: JobSpec) -> tuple[Launcher, str]:
@@ -208,8 +229,8 @@ def parse_nodes(nodes: int | str) -> tuple[int, int]:
     return low, high
 
 
-def parse_duration(duration: float | str) -> float:
-    """``90``, ``"90s"``, ``"1.5h"`` and ``"1d2h"`` in seconds.
+def parse_duration(duration: float | str, key: str) -> float:
+    """``90``, ``"90s"``, ``"1.5h"`` and ``"1d2h"`` in seconds. ``key``: the job's, for messages.
 
     Raises:
         BadInput: not of that form, or not above 0.
@@ -223,14 +244,12 @@ def parse_duration(duration: float | str) -> float:
         seconds = sum(float(number) * units[unit] for number, unit in parts)
     else:
         raise BadInput(
-            f"time_limit: {text[:40]!r} is not a length of time",
+            f"{key}: {text[:40]!r} is not a length of time",
             hint="such as 3600, 90m, 2h, 1d12h",
-            job="time_limit",
+            job=key,
         )
     if not 0 < seconds < LONGEST:
-        raise BadInput(
-            f"time_limit: {text[:40]}: it has to be above 0, and finite", job="time_limit"
-        )
+        raise BadInput(f"{key}: {text[:40]}: it has to be above 0, and finite", job=key)
     return seconds
 
 
@@ -261,8 +280,7 @@ def check_job(job: JobSpec) -> None:
     if job.gpus_per_node != "auto" and not 1 <= job.gpus_per_node <= MOST_RANKS:
         few = "needs at least 1 rank" if job.gpus_per_node < 1 else f"has {MOST_RANKS} at most"
         raise BadInput(f"gpus_per_node: {job.gpus_per_node}: a node {few}", job="gpus_per_node")
-    if job.time_limit is not None:
-        parse_duration(job.time_limit)
+    _ = job.limit_seconds, job.hang_seconds
     if job.elastic and job.started_by != "torchrun":
         raise BadInput(
             f"nodes: {job.nodes}: launcher {job.launcher} cannot run an elastic number of nodes",

@@ -38,6 +38,8 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     ended_at: float | None = None
     remarks: tuple[str, ...] = ()
     """What a person should know of it, however it ended: log lines that were lost, and the like."""
+    hang: str | None = None
+    """What its ranks stand still for, or on node 0 those of all nodes; null while they go on."""
 
 
 class RankExit(Struct, frozen=True):

@@ -15,6 +15,7 @@ from clusterkit.agent.connections import Line, Listener
 from clusterkit.agent.coordinator import Server
 from clusterkit.agent.membership import Membership
 from clusterkit.agent.peer import Peer
+from clusterkit.agent.protocol import Document
 
 
 class Client(threading.Thread):
@@ -36,6 +37,7 @@ class Client(threading.Thread):
             ready), ``stop`` (end, for the reason given), ``exit`` (end as the launcher has).
         say: takes a line for this node's log.
         warn: takes a sentence for people, when the nodes cannot watch each other.
+        hears: takes what another node, which comes first, has for this one's `watch`.
     """
 
     def __init__(
@@ -52,16 +54,18 @@ class Client(threading.Thread):
         order: Callable[[str, str], None],
         say: Callable[[str], None],
         warn: Callable[[str], None],
+        hears: Callable[[int, Document], None] = lambda node, message: None,
     ) -> None:
         super().__init__(daemon=True)
         self._host, self._port = address
         self._node, self._nodes, self._run, self._token = node, nodes, run, token
         self._lost_after, self._wait, self._restarts = lost_after, wait, restarts
         self._again = wait > 0 or restarts > 0
-        self._order, self._say, self._warn = order, say, warn
+        self._order, self._hears, self._say, self._warn = order, hears, say, warn
         self.peer = Peer(node, lost_after, wait, self._again, clock.awake())
         self._server: Server | None = None
         self._news: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Document] = queue.SimpleQueue()
         self._wake, self._waker = socket.socketpair()
 
     # -- from the node's main loop
@@ -73,6 +77,15 @@ class Client(threading.Thread):
     def leave(self) -> None:
         """This node was asked to end, by nobody of the run."""
         self._tell_thread("leave", 0)
+
+    def send(self, message: Document) -> None:
+        """To the `watch` of node 0, if that can be reached; from there to those of all others."""
+        if self._server is not None:
+            self._server.messages.put(message)
+        elif self._node:
+            self._messages.put(message)
+            with contextlib.suppress(OSError):
+                self._waker.send(b".")
 
     def close(self) -> None:
         """Return when the others know what this node had to say, or after some seconds."""
@@ -99,7 +112,7 @@ class Client(threading.Thread):
                     membership = Membership(
                         self._nodes, self._lost_after, self._wait, self._restarts
                     )
-                    self._server = Server(listener, membership)
+                    self._server = Server(listener, membership, self._hears)
                     self._server.start()
                     self._host, self._port = "127.0.0.1", listener.port
             except OSError as error:
@@ -139,7 +152,10 @@ class Client(threading.Thread):
         while not (line.closed or peer.done or peer.silent(clock.awake())):
             try:
                 for message in line.messages(self._wait_for_news()):
-                    peer.hears(message, clock.awake())
+                    if "do" in message:
+                        peer.hears(message, clock.awake())
+                    else:
+                        self._hears(0, message)
             except (KeyError, TypeError, ValueError):
                 line.close()  # it speaks of something else
             self._take_news()
@@ -148,6 +164,8 @@ class Client(threading.Thread):
             if peer.news or clock.awake() >= beat:
                 beat = clock.awake() + limits.PEER_SECONDS
                 line.write(peer.statement())
+            while not self._messages.empty():
+                line.write(self._messages.get())
 
     def _take_news(self) -> None:
         """What the main loop says; where nothing starts again, a node that has ended leaves."""

@@ -29,6 +29,7 @@ from clusterkit.agent.protocol import (
 )
 from clusterkit.agent.record import Record
 from clusterkit.agent.signals import STOPS, adopt_orphans, read_signals, sender, signal_handle
+from clusterkit.agent.watch import Watch
 
 
 class Node:
@@ -41,6 +42,7 @@ class Node:
         """Why this node ends, where its launcher's exit code does not say it."""
         self.stopped_by: str | None = None  # who asked this node to end, or what for
         self.stray: str | None = None  # the same in a sentence, where it was nobody of the run
+        self.hung: str | None = None  # the hang for which this node's ranks were ended
         self.suspended: set[int] = set()
         """Ranks that are stopped (SIGSTOP), or were when they were last there."""
         self.look_at = 0.0
@@ -85,6 +87,9 @@ class Node:
         self.selector.register(self.signals, selectors.EVENT_READ)
         self.selector.register(self.wake, selectors.EVENT_READ)
         self.launcher = Launcher(self.options, folder, self.log, self.selector)
+        self.watch = Watch(self.options, folder, self._ranks, self._order)
+        self.log.marked = self.watch.metrics.line
+        self.watch.start()
         try:
             self.launcher.open_pipes()
             os.chdir(self.options.workdir)
@@ -116,12 +121,16 @@ class Node:
         # From 128 on Kubernetes' operators take it for the end of a pod that is to be replaced.
         return code if code < 128 or self.left or not rejoin else 1
 
-    def _join(self) -> None:
-        def order(what: str, why: str) -> None:
-            self.orders.put((what, why))
-            with contextlib.suppress(OSError):
-                os.write(self.waker, b".")
+    def _order(self, what: str, why: str) -> None:
+        self.orders.put((what, why))
+        with contextlib.suppress(OSError):
+            os.write(self.waker, b".")
 
+    def _ranks(self) -> list[Document]:
+        """Those of this start, where they are processes of this host."""
+        return [] if self.options.tagged else list({r["rank"]: r for r in self.log.ranks}.values())
+
+    def _join(self) -> None:
         # A node alone decides by the same rules, over a connection to itself.
         host, _, port = (self.options.coordinator or "127.0.0.1:0").rpartition(":")
         token = self.token if self.options.coordinator else os.urandom(16).hex().encode()
@@ -130,8 +139,10 @@ class Node:
             run={"run": os.environ["CLUSTERKIT_RUN_ID"],
                  "attempt": os.environ["CLUSTERKIT_ATTEMPT"]},
             token=token, lost_after=self.options.lost_after, wait=self.options.rejoin,
-            restarts=self.restarts, order=order, say=self._say, warn=self.record.warn,
+            restarts=self.restarts, order=self._order, hears=self.watch.hears, say=self._say,
+            warn=self.record.warn,
         )  # fmt: skip
+        self.watch.send = self.client.send
         self.client.start()
 
     def _obey(self, order: str, why: str) -> None:
@@ -144,6 +155,12 @@ class Node:
             if self.running:
                 self.reason = None
                 self._stop()
+        elif order in ("note", "over"):
+            self.record.stands(why or None)
+        elif order == "hang":
+            if self.running and self.reason is None:
+                self.hung = self.reason = f"hang: {why}"
+                self._stop()
         else:
             self.finished = True
             if order == "stop" and (self.obeyed or (self.running and self.reason is None)):
@@ -151,7 +168,8 @@ class Node:
                 self._stop()
 
     def _start(self) -> None:
-        self.running, self.obeyed = True, False
+        self.running, self.obeyed, self.hung = True, False, None
+        self.watch.begin()
         self.reason = self.launcher.start()
 
     def _next_attempt(self, number: int) -> None:
@@ -251,12 +269,14 @@ class Node:
 
     def _causes(self) -> list[str]:
         """What was done to this node that it, and others, may have failed of."""
-        found = [f"rank {number} was stopped (SIGSTOP)" for number in sorted(self.suspended)]
+        found = [self.hung] if self.hung else []
+        found += [f"rank {number} was stopped (SIGSTOP)" for number in sorted(self.suspended)]
         if self.frozen and time.monotonic() < self.frozen[0] + limits.RECENT_SECONDS:
             found.append(f"its agent was stopped (SIGSTOP) for {self.frozen[1]:.0f} s")
         return [*found, self.stray] if self.stray else found
 
     def _finish(self, code: int) -> int:
+        self.watch.close()
         self.launcher.close()
         if self.client is not None:
             self.client.close()

@@ -6,17 +6,19 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from clusterkit.agent import limits
 from clusterkit.agent.processes import identity
-from clusterkit.agent.protocol import Document
+from clusterkit.agent.protocol import MARK, Document
 
 
 class NodeLog:
     """Appends ``TIME RANK TEXT`` lines; a full disk loses lines, never the training."""
 
     def __init__(self, folder: Path, *, echo: bool = False) -> None:
+        self.marked: Callable[[bytes], None] = lambda text: None  # takes marked lines
         self._echo = echo
         self._handle = _open(folder)
         self._begin(folder)
@@ -43,6 +45,9 @@ class NodeLog:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
         stamp = f"{stamp}.{int(now % 1 * 1e6):06d}Z"
         head = f"{stamp} {rank} ".encode()
+        for text in texts:
+            if text.startswith(MARK):
+                self.marked(text)
         data = b"".join(head + text + b"\n" for text in texts)
         if self._echo:
             self._print(data)

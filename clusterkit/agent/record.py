@@ -12,7 +12,7 @@ from clusterkit.agent import limits
 from clusterkit.agent.files import write_json
 from clusterkit.agent.node_log import NodeLog, lines_lost
 from clusterkit.agent.processes import identity
-from clusterkit.agent.protocol import Document
+from clusterkit.agent.protocol import GOES_ON, STILL, Document
 
 
 class Record:
@@ -27,6 +27,7 @@ class Record:
         self.log = NodeLog(folder, echo=echo)
 
     def _begin(self, folder: Path) -> None:
+        self._still: str | None = None
         self._started["at"] = time.time()
         write_json(folder / "started.json", self._started)
         with contextlib.suppress(OSError):
@@ -48,8 +49,18 @@ class Record:
         """A line of the log that `clusterkit status` shows as well."""
         self.log.lines("-", [text.encode()])
         self.remarks.append(text)
+        self._tell()
+
+    def stands(self, text: str | None) -> None:
+        """Nothing moves, as the text says; None: it does again. `clusterkit status` shows it."""
+        if text is not None or self._still is not None:
+            self.log.lines("-", [(GOES_ON if text is None else f"{STILL}{text}").encode()])
+            self._still = text
+            self._tell()
+
+    def _tell(self) -> None:
         with contextlib.suppress(OSError):
-            document = {**self._started, "remarks": self.remarks}
+            document = {**self._started, "remarks": self.remarks, "hang": self._still}
             write_json(self.folder / "started.json", document)
 
     def end(self, ended: Document) -> Document:

@@ -8,6 +8,8 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from clusterkit.agent import STOPPED, STOPPED_BY_PEERS, goes_on
 from clusterkit.backends.base import Observation
 from clusterkit.plan import Plan
@@ -52,7 +54,8 @@ def judge_node(
         started: contents of ``started.json``; None: there is none.
     """
     if alive and goes_on(exit_json) is None:
-        return NodeStatus(node=node, host=host, state=State.RUNNING, remarks=remarks(started))
+        running = NodeStatus(node=node, host=host, state=State.RUNNING, remarks=remarks(started))
+        return msgspec.structs.replace(running, hang=_hang(started))
     if exit_json is not None:
         return judge_exit(node, host, exit_json)
     if not begun:
@@ -90,6 +93,11 @@ def remarks(data: bytes | None) -> tuple[str, ...]:
     """What a node's agent remarks in its ``started.json`` or ``exit.json``."""
     found = _document(data or b"").get("remarks")
     return tuple(map(str, found)) if isinstance(found, list) else ()
+
+
+def _hang(started: bytes | None) -> str | None:
+    found = _document(started or b"").get("hang")
+    return None if found is None else str(found)
 
 
 def stop_arguments(plan: Plan, reason: str) -> list[str]:

@@ -18,11 +18,11 @@ LAYERS = """
 agent.protocol agent.limits
 agent.clock agent.files
 agent.processes agent.signals agent.archive agent.connections agent.membership
-agent.node_log agent.report agent.coordinator agent.peer
+agent.hangs agent.node_log agent.report agent.coordinator agent.peer
 agent.record
 agent.streams agent.client agent.spawn agent.fork
-agent.eager agent.preload agent.rank agent.program agent.forkserver
-agent.launcher
+agent.standing agent.eager agent.preload agent.rank agent.program agent.forkserver
+agent.watch agent.launcher
 agent.node
 agent.__main__ agent
 errors
