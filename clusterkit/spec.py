@@ -181,7 +181,7 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     @property
     def limit_seconds(self) -> float | None:
         """``time_limit`` in seconds."""
-        return None if self.time_limit is None else parse_duration(self.time_limit, "time_limit")
+        return None if self.time_limit is None else parse_duration(self.time_limit)
 
     @property
     def hang_seconds(self) -> float | None:
@@ -229,7 +229,7 @@ def parse_nodes(nodes: int | str) -> tuple[int, int]:
     return low, high
 
 
-def parse_duration(duration: float | str, key: str) -> float:
+def parse_duration(duration: float | str, key: str = "time_limit") -> float:
     """``90``, ``"90s"``, ``"1.5h"`` and ``"1d2h"`` in seconds. ``key``: the job's, for messages.
 
     Raises:

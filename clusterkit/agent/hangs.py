@@ -245,6 +245,8 @@ class Hangs:
             self._decided = True
             words = f"no progress for {found.seconds:.0f} s: {found.text}"
             orders.append(("hang", found.node, words))
+        elif limit > found.seconds:
+            self._next = min(self._next, now + limit - found.seconds)
         return orders
 
     def _over(self) -> list[tuple[str, int, str]]:

@@ -102,7 +102,11 @@ def place(trace: str, folder: str) -> Document:
     else:
         file = "/".join(file.split("/")[-2:])
     inside = "" if function == "<module>" else f" in {function}()"
-    busy = any(_BUSY.search(f"{file} {function}") for file, _, function in frames)
+    busy = any(
+        _BUSY.search(f"{file} {function}")
+        for file, _, function in frames
+        if not file.endswith("torch/utils/checkpoint.py")  # that is of every step
+    )
     return {"at": f"{file[-80:]}:{line}{inside[:60]}", "busy": busy}
 
 
