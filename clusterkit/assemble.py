@@ -128,6 +128,8 @@ class Placement:
     """How the nodes watch each other; None: somebody else does."""
     container: bool = False
     """Whether a node's output is what becomes of it: its log goes there as well."""
+    warm: float = 0.0
+    """Seconds that what ranks are forked from stays for another run; 0: it ends with its own."""
     mpi_interface: str | None = None
     """Network interface of deepspeed's ranks where it starts those of all nodes with mpirun, from
     node 0; None: each node starts its own."""
@@ -265,6 +267,8 @@ def assemble(placement: Placement) -> Assembly:
     how: list[Word] = []
     if placement.forked is not None:
         how = ["--fork", str(placement.forked)]
+        if placement.warm:
+            how += ["--warm", f"{placement.warm:g}"]
         commands = [program]
     else:
         script = rank_script(starter, topology, places.python)

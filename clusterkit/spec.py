@@ -32,6 +32,18 @@ _NODES = "([0-9]{1,7})(?::([0-9]{1,7}))?"
 _SECONDS = r"[0-9]+(\.[0-9]+)?"
 _DURATION = r"([0-9]+(\.[0-9]+)?[dhms])+"
 
+Duration = Annotated[
+    float | str,
+    Meta(
+        extra_json_schema={
+            "exclusiveMinimum": 0,
+            "exclusiveMaximum": LONGEST,
+            "pattern": rf"^\s*(?=.*[1-9])({_SECONDS}|{_DURATION})\s*$",
+        }
+    ),
+]
+"""A length of time, for `parse_duration`."""
+
 RUNS = ("program", "module", "command")
 """What a job can run; it has one of them."""
 
@@ -127,16 +139,7 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     """Checkpoints and where to resume."""
     restarts: Annotated[int, Meta(ge=0)] = 0
     """How often a failed run is started again."""
-    time_limit: Annotated[
-        float | str | None,
-        Meta(
-            extra_json_schema={
-                "exclusiveMinimum": 0,
-                "exclusiveMaximum": LONGEST,
-                "pattern": rf"^\s*(?=.*[1-9])({_SECONDS}|{_DURATION})\s*$",
-            }
-        ),
-    ] = None
+    time_limit: Duration | None = None
     """How long an attempt may run, in seconds or as `90m`, `2h`, `1d12h`; then the run is ended.
     Waiting for nodes does not count."""
     hang_timeout: Annotated[
@@ -145,7 +148,7 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
             extra_json_schema={
                 "minimum": 0,
                 "exclusiveMaximum": LONGEST,
-                "pattern": rf"^\s*({_SECONDS}|{_DURATION})\s*$",
+                "pattern": rf"^\s*((?=.*[1-9])({_SECONDS}|{_DURATION})|0)\s*$",
             }
         ),
     ] = None
@@ -186,9 +189,10 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     @property
     def hang_seconds(self) -> float | None:
         """``hang_timeout`` in seconds; 0: never."""
-        if self.hang_timeout is None or str(self.hang_timeout).strip() in ("0", "0.0"):
-            return None if self.hang_timeout is None else 0.0
-        return parse_duration(self.hang_timeout, "hang_timeout")
+        timeout = self.hang_timeout
+        if timeout is None or _never(timeout):
+            return None if timeout is None else 0.0
+        return parse_duration(timeout, "hang_timeout")
 
 
 def launcher_of(job: JobSpec) -> tuple[Launcher, str]:
@@ -229,8 +233,12 @@ def parse_nodes(nodes: int | str) -> tuple[int, int]:
     return low, high
 
 
-def parse_duration(duration: float | str, key: str = "time_limit") -> float:
-    """``90``, ``"90s"``, ``"1.5h"`` and ``"1d2h"`` in seconds. ``key``: the job's, for messages.
+def _never(timeout: float | str) -> bool:
+    return str(timeout).strip() in ("0", "0.0")
+
+
+def parse_duration(duration: float | str, of: str = "time_limit") -> float:
+    """``90``, ``"90s"``, ``"1.5h"`` and ``"1d2h"`` in seconds.
 
     Raises:
         BadInput: not of that form, or not above 0.
@@ -244,12 +252,10 @@ def parse_duration(duration: float | str, key: str = "time_limit") -> float:
         seconds = sum(float(number) * units[unit] for number, unit in parts)
     else:
         raise BadInput(
-            f"{key}: {text[:40]!r} is not a length of time",
-            hint="such as 3600, 90m, 2h, 1d12h",
-            job=key,
+            f"{of}: {text[:40]!r} is not a length of time", hint="such as 3600, 90m, 2h, 1d12h"
         )
     if not 0 < seconds < LONGEST:
-        raise BadInput(f"{key}: {text[:40]}: it has to be above 0, and finite", job=key)
+        raise BadInput(f"{of}: {text[:40]}: it has to be above 0, and finite")
     return seconds
 
 
@@ -280,7 +286,10 @@ def check_job(job: JobSpec) -> None:
     if job.gpus_per_node != "auto" and not 1 <= job.gpus_per_node <= MOST_RANKS:
         few = "needs at least 1 rank" if job.gpus_per_node < 1 else f"has {MOST_RANKS} at most"
         raise BadInput(f"gpus_per_node: {job.gpus_per_node}: a node {few}", job="gpus_per_node")
-    _ = job.limit_seconds, job.hang_seconds
+    for key, length in (("time_limit", job.time_limit), ("hang_timeout", job.hang_timeout)):
+        if length is not None and (key == "time_limit" or not _never(length)):
+            with about("job", key):
+                parse_duration(length, key)
     if job.elastic and job.started_by != "torchrun":
         raise BadInput(
             f"nodes: {job.nodes}: launcher {job.launcher} cannot run an elastic number of nodes",

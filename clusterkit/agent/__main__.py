@@ -28,6 +28,8 @@ def main(arguments: list[str]) -> int:
     run.add_argument("--spawn", action="store_true", help="start the command once per rank")
     run.add_argument("--fork", type=int, default=0, metavar="N",
                      help="fork the ranks: N words are Python and its options")  # fmt: skip
+    run.add_argument("--warm", type=float, default=0.0, metavar="SECONDS",
+                     help="of a server that stays so long after its last run")  # fmt: skip
     run.add_argument("--tagged", action="store_true", help="the launcher tags lines with ranks")
     run.add_argument("--coordinator", metavar="ADDRESS:PORT", help="where node 0 watches the rest")
     run.add_argument("--nodes", type=int, default=1, help="how many agents the run has")

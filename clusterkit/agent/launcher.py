@@ -13,7 +13,7 @@ from pathlib import Path
 from clusterkit.agent import limits
 from clusterkit.agent.fork import Fork
 from clusterkit.agent.node_log import NodeLog
-from clusterkit.agent.processes import descendants, is_alive, kill_all_below, send, wait_gone
+from clusterkit.agent.processes import all_below, is_alive, kill_all_below, send, wait_gone
 from clusterkit.agent.protocol import Document
 from clusterkit.agent.spawn import Processes, Spawn
 from clusterkit.agent.streams import Stream
@@ -149,7 +149,7 @@ class Launcher:
         now = time.monotonic()
         if self.deadline is not None and now >= self.deadline:
             self.deadline = now + 1
-            send(self._below(), signal.SIGKILL)
+            send(all_below(self._processes.kept), signal.SIGKILL)
         if self.stop_at is None or now < self.stop_at:
             return False
         self.stop_at = None
@@ -161,7 +161,7 @@ class Launcher:
         Returns:
             Whether there were ranks although the launcher had ended with 0: it has failed then.
         """
-        left = self._below()
+        left = all_below(self._processes.kept)
         if not left:
             return False
         failed = self.exit_code == 0 and not {r["pid"] for r in self._log.ranks}.isdisjoint(left)
@@ -175,10 +175,6 @@ class Launcher:
         wait_gone(left, seconds)
         kill_all_below(self._processes.kept)
         return failed
-
-    def _below(self) -> list[int]:
-        """Every process of this start, and what they have started."""
-        return [pid for pid in descendants(os.getpid()) if pid not in self._processes.kept]
 
     def finish_output(self) -> None:
         """Log what is left of this start's output; nothing is due any more."""

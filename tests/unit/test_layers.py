@@ -19,10 +19,12 @@ agent.protocol agent.limits
 agent.clock agent.files
 agent.processes agent.signals agent.archive agent.connections agent.membership
 agent.hangs agent.node_log agent.report agent.coordinator agent.peer
+agent.standing agent.eager agent.preload agent.rank agent.program agent.standby agent.forkserver
+agent.server
+agent.warm agent.watch
 agent.record
 agent.streams agent.client agent.spawn agent.fork
-agent.standing agent.eager agent.preload agent.rank agent.program agent.forkserver
-agent.watch agent.launcher
+agent.launcher
 agent.node
 agent.__main__ agent
 errors
@@ -34,6 +36,7 @@ cluster command
 batch rendezvous loader schema
 plan request catalogue deepspeed_config
 program runs
+warm
 deepspeed_probe estimate.units estimate.setup estimate.published
 estimate.memory
 estimate.models estimate.advice
