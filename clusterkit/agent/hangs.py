@@ -211,10 +211,10 @@ class Hangs:
         slow = steps.every > 0 and steps.quiet >= patience(steps.every)
         if self._asked is None:
             waits = max(self._waiting.values(), default=0.0) >= patience(steps.pace)
-            if self._decided or now < self._next:
-                return []
             if not (waits or slow):
                 return self._over()
+            if self._decided or now < self._next:
+                return []
             self.number, self._asked, self._ranks = self.number + 1, now, {}
             return [("ask", 0, str(self.number))]
         answer = limits.STILL_AGAIN_SECONDS + limits.ANSWER_SECONDS

@@ -54,9 +54,9 @@ class Record:
     def stands(self, text: str | None) -> None:
         """Nothing moves, as the text says; None: it does again. `clusterkit status` shows it."""
         if text is not None or self._still is not None:
-            self.log.lines("-", [(GOES_ON if text is None else f"{STILL}{text}").encode()])
             self._still = text
             self._tell()
+            self.log.lines("-", [(GOES_ON if text is None else f"{STILL}{text}").encode()])
 
     def _tell(self) -> None:
         with contextlib.suppress(OSError):
