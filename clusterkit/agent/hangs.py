@@ -14,6 +14,7 @@ that have ever entered something in it, and of the default group, whose name is 
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import defaultdict
@@ -49,10 +50,21 @@ class Finding:
 class Steps:
     """What the program's own metrics lines say."""
 
-    last: int = 0  # how many of them there were
+    last: float = 0.0  # when the newest came
     quiet: float = 0.0  # seconds since the newest
     every: float = 0.0  # seconds from one to the next; 0: that is not known
     pace: float = 0.0  # seconds that a step takes
+
+
+def steps_of(lines: Sequence[tuple[float, object]], now: float) -> Steps:
+    """What they say: each came at a moment, and gives the seconds of a step if it is a number."""
+    if not lines:
+        return Steps()
+    between = [later - earlier for (earlier, _), (later, _) in itertools.pairwise(lines)]
+    every = statistics.median(between) if between else 0.0
+    told = [float(seconds) for _, seconds in lines if isinstance(seconds, int | float)]
+    pace = statistics.median(told) if told else every
+    return Steps(last=lines[-1][0], quiet=now - lines[-1][0], every=every, pace=pace)
 
 
 def compare(ranks: Mapping[int, Document], world: int, nproc: int, pace: float) -> Finding | None:
@@ -211,9 +223,11 @@ class Hangs:
         slow = steps.every > 0 and steps.quiet >= patience(steps.every)
         if self._asked is None:
             waits = max(self._waiting.values(), default=0.0) >= patience(steps.pace)
+            if self._decided:
+                return []
             if not (waits or slow):
                 return self._over()
-            if self._decided or now < self._next:
+            if now < self._next:
                 return []
             self.number, self._asked, self._ranks = self.number + 1, now, {}
             return [("ask", 0, str(self.number))]

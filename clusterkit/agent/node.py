@@ -9,13 +9,13 @@ import os
 import queue
 import selectors
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
 
 from clusterkit.agent import limits
 from clusterkit.agent.client import Client
+from clusterkit.agent.connections import is_free
 from clusterkit.agent.files import read_json
 from clusterkit.agent.launcher import Launcher, no_start
 from clusterkit.agent.processes import is_alive, is_stopped
@@ -29,7 +29,7 @@ from clusterkit.agent.protocol import (
 )
 from clusterkit.agent.record import Record
 from clusterkit.agent.signals import STOPS, adopt_orphans, read_signals, sender, signal_handle
-from clusterkit.agent.watch import Watch
+from clusterkit.agent.watch import HANG, Watch
 
 
 class Node:
@@ -42,7 +42,6 @@ class Node:
         """Why this node ends, where its launcher's exit code does not say it."""
         self.stopped_by: str | None = None  # who asked this node to end, or what for
         self.stray: str | None = None  # the same in a sentence, where it was nobody of the run
-        self.hung: str | None = None  # the hang for which this node's ranks were ended
         self.suspended: set[int] = set()
         """Ranks that are stopped (SIGSTOP), or were when they were last there."""
         self.look_at = 0.0
@@ -57,6 +56,7 @@ class Node:
         self.left = False
         """Whether this node was asked to end; where it can, the run goes on with another one."""
         self.held: str | None = None  # the reason, where it ended before another attempt
+        self.final = False  # whether it was decided that nothing follows this failure
         self.obeyed = False  # whether the launcher ends because the coordinator said so
         self.first = int(os.environ.get("CLUSTERKIT_ATTEMPT", "1"))  # attempt of this agent
         # The plan says how many restarts a run has, from its first attempt on.
@@ -78,17 +78,14 @@ class Node:
         self.signals = signal_handle((*STOPS, signal.SIGCONT))
         for signum in STOPS:  # a shell ignores SIGINT for what it starts in the background
             signal.signal(signum, signal.SIG_DFL)
-        self.wake, self.waker = os.pipe()
-        for handle in (self.wake, self.waker):
-            os.set_blocking(handle, False)
+        self.wake, self.waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.record = Record(folder, self.first, echo=self.options.echo)
         self.log = self.record.log
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.signals, selectors.EVENT_READ)
         self.selector.register(self.wake, selectors.EVENT_READ)
         self.launcher = Launcher(self.options, folder, self.log, self.selector)
-        self.watch = Watch(self.options, folder, self._ranks, self._order)
-        self.log.marked = self.watch.metrics.line
+        self.watch = Watch(self.options, folder, self.log, self._order)
         self.watch.start()
         try:
             self.launcher.open_pipes()
@@ -126,10 +123,6 @@ class Node:
         with contextlib.suppress(OSError):
             os.write(self.waker, b".")
 
-    def _ranks(self) -> list[Document]:
-        """Those of this start, where they are processes of this host."""
-        return [] if self.options.tagged else list({r["rank"]: r for r in self.log.ranks}.values())
-
     def _join(self) -> None:
         # A node alone decides by the same rules, over a connection to itself.
         host, _, port = (self.options.coordinator or "127.0.0.1:0").rpartition(":")
@@ -139,8 +132,8 @@ class Node:
             run={"run": os.environ["CLUSTERKIT_RUN_ID"],
                  "attempt": os.environ["CLUSTERKIT_ATTEMPT"]},
             token=token, lost_after=self.options.lost_after, wait=self.options.rejoin,
-            restarts=self.restarts, order=self._order, hears=self.watch.hears, say=self._say,
-            warn=self.record.warn,
+            restarts=self.restarts, retry_on=self.options.retry_on, order=self._order,
+            hears=self.watch.hears, say=self._say, warn=self.record.warn,
         )  # fmt: skip
         self.watch.send = self.client.send
         self.client.start()
@@ -149,6 +142,13 @@ class Node:
         if order == "start":
             self._next_attempt(self.first + int(why))
             self._start()
+        elif order == "pause":
+            seconds, _, what = why.partition(" ")
+            self.record.waits(what, float(seconds))
+        elif order == "final":
+            self.final = True
+            if why:
+                self.record.warn(why)
         elif order == "wait":
             self.obeyed = True
             self.held = f"{STOPPED_BY_PEERS}{why}" if self.running else None
@@ -159,7 +159,7 @@ class Node:
             self.record.stands(why or None)
         elif order == "hang":
             if self.running and self.reason is None:
-                self.hung = self.reason = f"hang: {why}"
+                self.reason = f"{HANG}{why}"
                 self._stop()
         else:
             self.finished = True
@@ -168,8 +168,9 @@ class Node:
                 self._stop()
 
     def _start(self) -> None:
-        self.running, self.obeyed, self.hung = True, False, None
+        self.running, self.obeyed = True, False
         self.watch.begin()
+        self.record.goes_on()
         self.reason = self.launcher.start()
 
     def _next_attempt(self, number: int) -> None:
@@ -188,19 +189,17 @@ class Node:
         self.reason = self.reason or self.launcher.failure
         self.launcher.finish_output()
         if self.client is not None:
-            self.client.ended(self._exit_code(), last=not self._can_start_again())
+            self.client.ended(
+                self._exit_code(), last=not self._can_start_again(),
+                failure=self.launcher.own_failure(), step=self.log.words.step,
+            )  # fmt: skip
         if self.client is None or not self.again:
             self.finished = True
 
     def _can_start_again(self) -> bool:
         """Whether the port of rank 0's store is free: else the next round would fail as well."""
-        if not self.restarts or os.environ["NODE_RANK"] != "0" or "MASTER_PORT" not in os.environ:
-            return True
-        try:
-            socket.create_server(("", int(os.environ["MASTER_PORT"]))).close()
-        except OSError:
-            return False
-        return True
+        port = os.environ.get("MASTER_PORT") if os.environ["NODE_RANK"] == "0" else None
+        return not self.restarts or port is None or is_free(int(port))
 
     def _exit_code(self) -> int:
         code = self.launcher.exit_code
@@ -269,14 +268,13 @@ class Node:
 
     def _causes(self) -> list[str]:
         """What was done to this node that it, and others, may have failed of."""
-        found = [self.hung] if self.hung else []
+        found = [self.reason] if self.reason and self.reason.startswith(HANG) else []
         found += [f"rank {number} was stopped (SIGSTOP)" for number in sorted(self.suspended)]
         if self.frozen and time.monotonic() < self.frozen[0] + limits.RECENT_SECONDS:
             found.append(f"its agent was stopped (SIGSTOP) for {self.frozen[1]:.0f} s")
         return [*found, self.stray] if self.stray else found
 
     def _finish(self, code: int) -> int:
-        self.watch.close()
         self.launcher.close()
         if self.client is not None:
             self.client.close()
@@ -297,4 +295,5 @@ class Node:
             "processes": self.launcher.ended,
             "stopped_by": self.stopped_by,
             "causes": self._causes(),
+            "final": self.final,
         }

@@ -6,19 +6,18 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from clusterkit.agent import limits
+from clusterkit.agent.failure import Words
 from clusterkit.agent.processes import identity
-from clusterkit.agent.protocol import MARK, Document
+from clusterkit.agent.protocol import Document
 
 
 class NodeLog:
     """Appends ``TIME RANK TEXT`` lines; a full disk loses lines, never the training."""
 
     def __init__(self, folder: Path, *, echo: bool = False) -> None:
-        self.marked: Callable[[bytes], None] = lambda text: None  # takes marked lines
         self._echo = echo
         self._handle = _open(folder)
         self._begin(folder)
@@ -35,6 +34,7 @@ class NodeLog:
         self.ranks: list[Document] = []  # identities of the ranks that have started
         self.rank_ends: list[Document] = []
         """How ranks failed that this agent is not the parent of, by their own words."""
+        self.words = Words()
         self.lost = 0  # lines that the disk had no room for
         self._size = os.fstat(self._handle).st_size
         self._missing = 0  # of these, the ones whose place in the log does not say so yet
@@ -45,9 +45,6 @@ class NodeLog:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
         stamp = f"{stamp}.{int(now % 1 * 1e6):06d}Z"
         head = f"{stamp} {rank} ".encode()
-        for text in texts:
-            if text.startswith(MARK):
-                self.marked(text)
         data = b"".join(head + text + b"\n" for text in texts)
         if self._echo:
             self._print(data)

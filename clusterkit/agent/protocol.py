@@ -16,7 +16,6 @@ WORKER_SOCKET = "rank-{RANK}.sock"
 TRACE_FILE = "clusterkit-trace"
 """Name of the file in memory where a rank's faulthandler writes on TRACE_SIGNAL."""
 TRACE_SIGNAL = signal.SIGRTMAX - 7  # of which no program, nor the C library, is known to make use
-MARK = b"@clusterkit "  # begins a line that tells of steps; `clusterkit.marks`
 STILL, GOES_ON = "stands still: ", "the ranks go on"
 """Begin the lines of a node's log by which it says that nothing moves, and that it does again."""
 PEER_TOKEN = "CLUSTERKIT_PEER_TOKEN"

@@ -27,8 +27,9 @@ class Record:
         self.log = NodeLog(folder, echo=echo)
 
     def _begin(self, folder: Path) -> None:
-        self._still: str | None = None
         self._started["at"] = time.time()
+        for key in ("waits", "hang"):
+            self._started.pop(key, None)
         write_json(folder / "started.json", self._started)
         with contextlib.suppress(OSError):
             (folder / _RESERVE).write_bytes(bytes(limits.RESERVE_BYTES))
@@ -53,14 +54,24 @@ class Record:
 
     def stands(self, text: str | None) -> None:
         """Nothing moves, as the text says; None: it does again. `clusterkit status` shows it."""
-        if text is not None or self._still is not None:
-            self._still = text
+        if text != self._started.get("hang"):
+            self._started["hang"] = text
             self._tell()
             self.log.lines("-", [(GOES_ON if text is None else f"{STILL}{text}").encode()])
 
+    def waits(self, why: str, seconds: float) -> None:
+        """Nothing runs here until the next start, which may take so many seconds to come."""
+        self._started["waits"] = {"why": why, "until": time.time() + seconds}
+        self._tell()
+
+    def goes_on(self) -> None:
+        """The next start has come."""
+        if self._started.pop("waits", None):
+            self._tell()
+
     def _tell(self) -> None:
         with contextlib.suppress(OSError):
-            document = {**self._started, "remarks": self.remarks, "hang": self._still}
+            document = {**self._started, "remarks": self.remarks}
             write_json(self.folder / "started.json", document)
 
     def end(self, ended: Document) -> Document:

@@ -8,58 +8,19 @@ STILL_SECONDS, when no step is made, or when node 0 asks because it is so elsewh
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
 import os
 import queue
-import statistics
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from clusterkit.agent import clock, limits, standing
-from clusterkit.agent.hangs import Hangs, Steps, longest
+from clusterkit.agent.hangs import Hangs, Steps, longest, steps_of
+from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.protocol import Document
 
+HANG = "hang: "  # how the reason begins of a node whose ranks were ended because of one
 _SPINS = os.path.exists("/dev/nvidiactl")  # a main thread that waits for a GPU never rests
-_WINDOW = 20  # steps whose median counts
-
-
-class Metrics:
-    """The newest lines by which the program told of its steps; `line` takes one, unread."""
-
-    def __init__(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        """Another round."""
-        self._lines: deque[tuple[float, bytes]] = deque(maxlen=_WINDOW)
-        self._count = 0
-
-    def line(self, text: bytes) -> None:
-        if b'"metrics"' in text or b'"end"' in text:
-            self._count += 1
-            self._lines.append((clock.awake(), text))
-
-    def steps(self, now: float) -> Steps:
-        lines = list(self._lines)
-        if not lines or b'"end"' in lines[-1][1]:
-            return Steps()
-        at = [moment for moment, _ in lines]
-        between = [later - earlier for earlier, later in itertools.pairwise(at)]
-        every = statistics.median(between) if between else 0.0
-        told = [seconds for _, text in lines if (seconds := _step_seconds(text)) is not None]
-        pace = statistics.median(told) if told else every
-        return Steps(last=self._count, quiet=now - at[-1], every=every, pace=pace)
-
-
-def _step_seconds(text: bytes) -> float | None:
-    try:
-        seconds = json.loads(text.partition(b" ")[2]).get("step_seconds")
-    except (ValueError, AttributeError):
-        return None
-    return float(seconds) if isinstance(seconds, int | float) and 0 <= seconds < 1e6 else None
 
 
 class Watch(threading.Thread):
@@ -68,7 +29,7 @@ class Watch(threading.Thread):
     Args:
         options: of ``agent run``.
         folder: where the ranks' sockets are.
-        ranks: gives their lines of ``ranks.jsonl``.
+        log: the node's.
         order: takes what `Hangs` has decided for this node: ``note``, ``over`` or ``hang``; words.
     """
 
@@ -76,17 +37,18 @@ class Watch(threading.Thread):
         self,
         options: argparse.Namespace,
         folder: Path,
-        ranks: Callable[[], Sequence[Document]],
+        log: NodeLog,
         order: Callable[[str, str], None],
     ) -> None:
         super().__init__(daemon=True)
-        self.metrics = Metrics()
         self.send: Callable[[Document], None] = lambda message: None
         """To node 0, or from there to all others; for whoever has the connection to set."""
         node, timeout = int(os.environ.get("NODE_RANK", "0")), options.hang_timeout
         self._hangs = None if node else Hangs(options.nodes, options.nproc, timeout)
-        self._node, self._folder, self._ranks, self._order = node, folder, ranks, order
-        self._news: queue.SimpleQueue[tuple[int, Document] | None] = queue.SimpleQueue()
+        self._node, self._folder, self._log, self._order = node, folder, log, order
+        self._tagged = options.tagged
+        self._began = 0.0  # when this round did
+        self._news: queue.SimpleQueue[tuple[int, Document]] = queue.SimpleQueue()
         self._moved: dict[int, tuple[bytes, float]] = {}  # by process: what changes, since when
         self._standing = False  # whether this node said that a rank of it stands still
         self._next = 0.0  # when ranks that stand still are asked (again)
@@ -100,9 +62,6 @@ class Watch(threading.Thread):
         """Another round begins."""
         self._news.put((self._node, {"begin": True}))
 
-    def close(self) -> None:
-        self._news.put(None)
-
     def run(self) -> None:
         look = clock.awake()
         while True:
@@ -114,12 +73,10 @@ class Watch(threading.Thread):
                 if self._standing:
                     look = min(look, self._next)
             else:
-                if news is None:
-                    return
                 self._take(*news)
             if self._hangs is not None:
                 now = clock.awake()
-                for what, node, words in self._hangs.turn(now, self.metrics.steps(now)):
+                for what, node, words in self._hangs.turn(now, self._steps(now)):
                     if what == "ask":
                         self.send({"ask": int(words)})
                         self._answer(int(words))
@@ -129,7 +86,7 @@ class Watch(threading.Thread):
     def _take(self, node: int, message: Document) -> None:
         if "begin" in message:
             self._moved, self._standing, self._next, self._pause = {}, False, 0.0, 0.0
-            self.metrics.begin()
+            self._began = clock.awake()
             if self._hangs is not None:
                 self._hangs.begin()
             self._order("over", "")
@@ -148,6 +105,15 @@ class Watch(threading.Thread):
             self.send({"hang": words, "node": node})
         else:
             self._order(what, words)
+
+    def _steps(self, now: float) -> Steps:
+        lines = list(self._log.words.metrics)
+        return steps_of([line for line in lines if line[0] >= self._began], now)
+
+    def _ranks(self) -> list[Document]:
+        """Lines of ``ranks.jsonl``, one a rank; none where they are processes of other hosts."""
+        newest = {each["rank"]: each for each in self._log.ranks}
+        return [] if self._tagged else list(newest.values())
 
     def _answer(self, number: int) -> None:
         self._tell([standing.record(rank, self._folder) for rank in self._ranks()], number)

@@ -229,3 +229,37 @@ def test_a_rank_is_where_its_own_code_is(file: str, function: str, busy: bool) -
     assert place(trace, "/home/me/job") == {"at": "train.py:44 in load()", "busy": busy}
     assert place(trace, "/elsewhere")["at"] == "job/train.py:44 in load()"
     assert place("", "/") == {"at": None}
+
+
+def test_steps_are_as_long_as_the_program_says_or_as_its_lines_are_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(clock, "awake", lambda: now)
+    words = Words()
+    for now, more in (
+        (101.0, b', "step_seconds": 0.5'), (103.0, b', "step_seconds": "?"'), (105.0, b""),
+    ):  # fmt: skip
+        words.read("0", b'@clusterkit {"event": "metrics", "step": 1%s}' % more)
+    assert steps_of(list(words.metrics), 109.0) == Steps(105.0, 4.0, 2.0, 0.5)
+    assert steps_of(list(words.metrics)[1:], 109.0).pace == 2.0
+    words.read("0", b'@clusterkit {"event": "end"}')
+    assert steps_of(list(words.metrics), 109.0) == Steps()
+
+
+def test_status_shows_it_until_it_is_taken_back(tmp_path: Path) -> None:
+    record = Record(tmp_path, 1, echo=False)
+
+    def status() -> NodeStatus:
+        return judge_running(0, "h", (tmp_path / "started.json").read_bytes())
+
+    assert status().hang is None
+    record.stands("rank 1 has not come")
+    run = RunStatus(run="r", job="j", cluster="c", backend="b", state=State.RUNNING,
+                    nodes=(status(),))  # fmt: skip
+    assert remark_lines(run) == ["stands still: rank 1 has not come"]
+    record.stands(None)
+    record.stands(None)
+    assert status().hang is None
+    lines = [line.partition(" - ")[2] for line in (tmp_path / "log").read_text().splitlines()]
+    assert lines == ["stands still: rank 1 has not come", "the ranks go on"]
