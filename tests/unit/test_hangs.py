@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clusterkit.agent.hangs import WORLD, Hangs, Steps, compare
+from clusterkit.agent import clock
+from clusterkit.agent.failure import Words
+from clusterkit.agent.hangs import WORLD, Hangs, Steps, compare, steps_of
+from clusterkit.agent.record import Record
 from clusterkit.agent.standing import place, recorded
+from clusterkit.backends.nodes import judge_running
+from clusterkit.status import NodeStatus, RunStatus, State
+from clusterkit.ui.words import remark_lines
 
 LOAD, STEP = "train.py:44 in load()", "train.py:51 in step()"
 MOVING = Steps(last=9, quiet=0.5, every=0.5, pace=0.5)
@@ -234,12 +241,10 @@ def test_a_rank_is_where_its_own_code_is(file: str, function: str, busy: bool) -
 def test_steps_are_as_long_as_the_program_says_or_as_its_lines_are_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now = 100.0
-    monkeypatch.setattr(clock, "awake", lambda: now)
+    moments = iter((101.0, 103.0, 105.0))
+    monkeypatch.setattr(clock, "awake", lambda: next(moments))
     words = Words()
-    for now, more in (
-        (101.0, b', "step_seconds": 0.5'), (103.0, b', "step_seconds": "?"'), (105.0, b""),
-    ):  # fmt: skip
+    for more in (b', "step_seconds": 0.5', b', "step_seconds": "?"', b""):
         words.read("0", b'@clusterkit {"event": "metrics", "step": 1%s}' % more)
     assert steps_of(list(words.metrics), 109.0) == Steps(105.0, 4.0, 2.0, 0.5)
     assert steps_of(list(words.metrics)[1:], 109.0).pace == 2.0
