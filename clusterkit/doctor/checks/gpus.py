@@ -357,7 +357,7 @@ def collect_diagnosis(given: dict[str, Any]) -> Any:
 
 @check(collect_diagnosis, quick=False, pointless=_on_cpus)
 def gpu_diagnosis(answers: Answers) -> Iterator[Verdict]:
-    """NVIDIA's own quick diagnosis (`dcgmi diag -r 1`) finds nothing, where it is installed."""
+    """NVIDIA's own short diagnosis (`dcgmi diag -r 1`) finds nothing, where it is installed."""
     for host, there in answers.read(collect_diagnosis).items():
         if there.command is None:
             yield skip(host, "dcgmi is not installed")
