@@ -11,22 +11,11 @@ from typing import Any
 
 from msgspec import Struct
 
-from clusterkit.doctor.base import (
-    HostSubject,
-    Level,
-    Process,
-    Verdict,
-    common,
-    end_processes,
-    fail,
-    ok,
-    shortened,
-    skip,
-    warn,
-)
+from clusterkit.doctor.base import HostSubject, Level, Verdict, fail, ok, skip, warn
 from clusterkit.doctor.check import Answers, check, script
 from clusterkit.doctor.checks.packages import Packages, collect_packages
 from clusterkit.doctor.driver import run, text_of, user_of
+from clusterkit.doctor.words import Process, common, end_processes, shortened
 from clusterkit.errors import counted
 
 _GPU_COLUMNS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version")

@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -17,14 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterkit import errors
-from clusterkit.doctor import driver
-from clusterkit.doctor.base import LEVELS, Machine, Needs, common, parsed_address
+from clusterkit.doctor import bundle
+from clusterkit.doctor.base import LEVELS, Machine, Needs
 from clusterkit.doctor.check import Output
 from clusterkit.doctor.checks import CHECKS
 from clusterkit.doctor.checks.network import MEET
 from clusterkit.doctor.checks.packages import Packages, collect_packages
 from clusterkit.doctor.checks.system import agreed, collect_strays, offset
 from clusterkit.doctor.hosts import judge
+from clusterkit.doctor.words import common, parsed_address
 from clusterkit.spec import JobSpec
 from tests.unit.doctor.conftest import PYTHON, make_answer, make_subject, named, needs, raw
 
@@ -469,7 +469,7 @@ def test_a_package_s_folder_is_looked_for_and_not_its_metadata_alone(tmp_path):
     (tmp_path / "numpy" / "__init__.py").write_text("raise SystemExit('it was imported')\n")
     (tmp_path / "deepspeed").mkdir()  # without a file: pip leaves caches behind
     text = (
-        f"{Path(driver.__file__).read_text()}\n"
+        f"{bundle.driver_text()}\n"
         f"sys.path[:] = [{str(tmp_path)!r}, *(p for p in sys.path if 'site-' not in p)]\n"
         f"{collect_packages.source}\nprint(sorted(collect_packages({{}})['gone']))"
     )
