@@ -190,7 +190,7 @@ class Supervisor:
                 why = f"port {self.plan.port} was taken before the run could listen there"
                 port = self.transport.free_port(self.facts.hosts[0].host)
                 self._plan_anew(*moved_port(self.cluster, self.facts, port, why))
-            elif begun or restarts_left:
+            elif begun or (restarts_left and not seen.final):
                 restarts_left = max(0, restarts_left - 1)
                 self._event(
                     f"attempt {self.attempt} failed: {failure.who}: {failure.summary}; "
@@ -227,7 +227,8 @@ class Supervisor:
     def _adopted(self) -> tuple[bool, ClusterProgress | None]:
         """Whether the newest attempt known here has been started; and what came after it."""
         saved = self.folder.maybe_json("state.json", RunStatus)
-        begun = saved is None or saved.state is not State.RESTARTING
+        # The attempt that is saved as one that has ended is followed by one that has not begun.
+        begun = saved is None or all(one.attempt != saved.attempt for one in saved.attempts)
         if saved is not None:
             self.attempts = saved.attempts
             if saved.state is State.PENDING and not self._carried_out(saved.attempt):
@@ -276,7 +277,8 @@ class Supervisor:
                 )
             # One that its agent did not begin may not have been begun anywhere.
             ended = self.followed and again
-            if not {State.RUNNING, *(() if ended else (State.PENDING,))} & set(states):
+            going_on = {State.RUNNING, State.RESTARTING, *(() if ended else (State.PENDING,))}
+            if not going_on & set(states):
                 return self._ended(seen, needed)
             if self._to_be_ended() or self._is_late():
                 give_up = now
@@ -311,7 +313,8 @@ class Supervisor:
         if seen.nodes != self.nodes:
             self.nodes = seen.nodes
             waits = seen.state is State.PENDING and not self.followed
-            self._save(State.PENDING if waits else State.RUNNING)
+            again = State.RESTARTING if seen.state is State.RESTARTING else State.RUNNING
+            self._save(State.PENDING if waits else again)
 
     def _cancel(self) -> None:
         reason = "the run is over its time limit" if self.late else "another node has ended"

@@ -55,6 +55,7 @@ class Node:
         self.left = False
         """Whether this node was asked to end; where it can, the run goes on with another one."""
         self.held: str | None = None  # the reason, where it ended before another attempt
+        self.final = False  # whether it was decided that nothing follows this failure
         self.obeyed = False  # whether the launcher ends because the coordinator said so
         self.first = int(os.environ.get("CLUSTERKIT_ATTEMPT", "1"))  # attempt of this agent
         # The plan says how many restarts a run has, from its first attempt on.
@@ -130,7 +131,8 @@ class Node:
             run={"run": os.environ["CLUSTERKIT_RUN_ID"],
                  "attempt": os.environ["CLUSTERKIT_ATTEMPT"]},
             token=token, lost_after=self.options.lost_after, wait=self.options.rejoin,
-            restarts=self.restarts, order=order, say=self._say, warn=self.record.warn,
+            restarts=self.restarts, retry_on=self.options.retry_on,
+            order=order, say=self._say, warn=self.record.warn,
         )  # fmt: skip
         self.client.start()
 
@@ -138,6 +140,13 @@ class Node:
         if order == "start":
             self._next_attempt(self.first + int(why))
             self._start()
+        elif order == "pause":
+            seconds, _, what = why.partition(" ")
+            self.record.waits(what, float(seconds))
+        elif order == "final":
+            self.final = True
+            if why:
+                self.record.warn(why)
         elif order == "wait":
             self.obeyed = True
             self.held = f"{STOPPED_BY_PEERS}{why}" if self.running else None
@@ -152,6 +161,7 @@ class Node:
 
     def _start(self) -> None:
         self.running, self.obeyed = True, False
+        self.record.goes_on()
         self.reason = self.launcher.start()
 
     def _next_attempt(self, number: int) -> None:
@@ -170,7 +180,10 @@ class Node:
         self.reason = self.reason or self.launcher.failure
         self.launcher.finish_output()
         if self.client is not None:
-            self.client.ended(self._exit_code(), last=not self._can_start_again())
+            self.client.ended(
+                self._exit_code(), last=not self._can_start_again(),
+                failure=self.launcher.own_failure(), step=self.log.words.step,
+            )  # fmt: skip
         if self.client is None or not self.again:
             self.finished = True
 
@@ -277,4 +290,5 @@ class Node:
             "processes": self.launcher.ended,
             "stopped_by": self.stopped_by,
             "causes": self._causes(),
+            "final": self.final,
         }

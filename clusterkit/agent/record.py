@@ -28,6 +28,7 @@ class Record:
 
     def _begin(self, folder: Path) -> None:
         self._started["at"] = time.time()
+        self._started.pop("waits", None)
         write_json(folder / "started.json", self._started)
         with contextlib.suppress(OSError):
             (folder / _RESERVE).write_bytes(bytes(limits.RESERVE_BYTES))
@@ -48,6 +49,19 @@ class Record:
         """A line of the log that `clusterkit status` shows as well."""
         self.log.lines("-", [text.encode()])
         self.remarks.append(text)
+        self._tell()
+
+    def waits(self, why: str, seconds: float) -> None:
+        """Nothing runs here until the next start, which may take so many seconds to come."""
+        self._started["waits"] = {"why": why, "until": time.time() + seconds}
+        self._tell()
+
+    def goes_on(self) -> None:
+        """The next start has come."""
+        if self._started.pop("waits", None):
+            self._tell()
+
+    def _tell(self) -> None:
         with contextlib.suppress(OSError):
             document = {**self._started, "remarks": self.remarks}
             write_json(self.folder / "started.json", document)

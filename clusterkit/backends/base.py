@@ -56,6 +56,8 @@ class Observation(Struct, frozen=True, kw_only=True):
     """Processes that a kernel killed for want of memory meanwhile."""
     causes: tuple[NodeCause, ...] = ()
     """Why nodes or their ranks were killed, where the backend knows."""
+    final: bool = False
+    """Whether the nodes' agents have decided that nothing follows this failure."""
     goes_on: int | None = None
     """The attempt that the nodes' agents have begun after this one, on the same nodes."""
     superseded: ClusterProgress | None = None

@@ -257,7 +257,7 @@ class Agent:
         if not self.again:
             self.finished = True
         if not self.peer.done:
-            self.peer.ended(code, self.clock())
+            self.peer.ended(code, self.clock(), last=self.world.port_taken and self.node == 0)
             if not self.connecting and self.link is not None:
                 self.speak()
             if not self.again and self.server is None:

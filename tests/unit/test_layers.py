@@ -17,6 +17,7 @@ PACKAGE = ROOT / "clusterkit"
 LAYERS = """
 agent.protocol agent.limits
 agent.clock agent.files
+agent.failure agent.member agent.retries
 agent.processes agent.signals agent.archive agent.connections agent.membership
 agent.node_log agent.report agent.coordinator agent.peer
 agent.eager agent.preload agent.rank agent.program agent.standby agent.forkserver

@@ -563,6 +563,13 @@ def test_what_the_agents_cannot_begin_is_started_while_restarts_are_left(supervi
     assert (status.state, status.exit_code) == (State.FAILED, 9)
 
 
+def test_what_the_agents_have_decided_is_not_started_again(supervise_with):
+    over = msgspec.structs.replace(observed(BAD, code=9), final=True)
+    backend, status, _ = supervise_with([over], "launcher: forkserver\nrestarts: 2\n")
+    assert [attempt for attempt, _ in backend.submitted] == [1]
+    assert (status.state, status.exit_code) == (State.FAILED, 9)
+
+
 def test_a_node_that_did_not_go_on_with_the_others_is_not_waited_for(supervise_with):
     job = "launcher: forkserver\nnodes: 2\nrestarts: 1\n"
     backend, status, _ = supervise_with([went_on(2, BAD, BAD), observed(BAD, State.PENDING)], job)
