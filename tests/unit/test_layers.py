@@ -46,7 +46,7 @@ estimate
 project
 assemble execute slow_links
 bandwidth
-doctor.driver doctor.meeting doctor.base
+doctor.driver doctor.meeting doctor.base doctor.words
 doctor.check doctor.report
 doctor.bundle
 doctor.checks.packages
