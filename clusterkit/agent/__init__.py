@@ -28,6 +28,8 @@ from clusterkit.agent.processes import (
 from clusterkit.agent.protocol import (
     AGAIN,
     GOES_ON,
+    LATE,
+    LATE_EXIT,
     LEFT,
     PEER_TOKEN,
     RANK_ENDED,
@@ -38,7 +40,7 @@ from clusterkit.agent.protocol import (
 )
 
 __all__ = [
-    "AGAIN", "GOES_ON", "LEFT", "PEER_TOKEN", "RANK_ENDED", "RANK_HEADER", "STILL", "STOPPED",
-    "STOPPED_BY_PEERS", "Awake", "descendants", "goes_on", "identity", "is_alive", "processes_of",
-    "send", "start_ticks", "wait_gone", "write_json",
+    "AGAIN", "GOES_ON", "LATE", "LATE_EXIT", "LEFT", "PEER_TOKEN", "RANK_ENDED", "RANK_HEADER",
+    "STILL", "STOPPED", "STOPPED_BY_PEERS", "Awake", "descendants", "goes_on", "identity",
+    "is_alive", "processes_of", "send", "start_ticks", "wait_gone", "write_json",
 ]  # fmt: skip

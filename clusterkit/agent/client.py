@@ -80,6 +80,10 @@ class Client(threading.Thread):
         """This node was asked to end, by nobody of the run."""
         self._tell_thread("leave")
 
+    def late(self) -> None:
+        """The run is over its time limit."""
+        self._tell_thread("late")
+
     def send(self, message: Document) -> None:
         """To the `watch` of node 0, if that can be reached; from there to those of all others."""
         if self._server is not None:
@@ -178,6 +182,8 @@ class Client(threading.Thread):
                     self.peer.ended(now=clock.awake(), **how)
                 elif what == "leave":
                     self.peer.leave()
+                elif what == "late":
+                    self.peer.late()
                 else:
                     self.peer.done = True
         # Node 0 stays until its own server has heard of it, as does a failure nobody was told of:

@@ -59,7 +59,9 @@ class Watch(threading.Thread):
         self._news.put((node, message))
 
     def begin(self) -> None:
-        """Another round begins."""
+        """A round begins, the first one or another."""
+        if not self.is_alive():
+            self.start()
         self._news.put((self._node, {"begin": True}))
 
     def run(self) -> None:
