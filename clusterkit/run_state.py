@@ -26,7 +26,7 @@ from clusterkit.plan import Plan
 from clusterkit.runs import LEFTOVERS, POLL_SECONDS, RunFolder, RunHandle, Submission
 from clusterkit.spec import JobSpec
 from clusterkit.status import Failure, RunStatus, State
-from clusterkit.verdict import diagnosis, over_time
+from clusterkit.verdict import diagnosis
 
 if TYPE_CHECKING:
     from clusterkit.transport import Transport
@@ -155,14 +155,12 @@ def _judged(base: RunStatus, handle: RunHandle, seen: Observation) -> tuple[RunS
     if folder.is_cancelled():
         return _replace(base, state=State.CANCELLED, exit_code=EXIT_INTERRUPTED), False
     finished = max((node.ended_at or 0.0 for node in seen.nodes), default=0.0) or None
-    again = restarts > 0 and not seen.final
+    again = restarts > 0 and not (seen.final or seen.late)
     left = counted(restarts, "restart")
     remark = f"it was not restarted ({left} left): {attach} does"
     if seen.state is State.SUCCEEDED:
         return _replace(base, state=State.SUCCEEDED, exit_code=0, finished_at=finished), False
-    if seen.late and job is not None:
-        failure = over_time(job)
-    elif not begun:
+    if not begun:
         again = folder.file("state.json").exists()
         remark = f"it was not started: {attach} does"
         failure = Failure(

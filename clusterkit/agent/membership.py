@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from clusterkit.agent import limits
 from clusterkit.agent.member import Member, not_back
-from clusterkit.agent.protocol import AGAIN, OVER_TIME, Document
+from clusterkit.agent.protocol import AGAIN, Document
 from clusterkit.agent.retries import Retries
 
 
@@ -35,13 +35,17 @@ class Membership:
         lost_after: seconds of silence after which a node is lost.
         wait: seconds that a lost node has to come back.
         restarts: how often the run goes on after a launcher failed.
-        retry_on, limit: as of `Retries`.
+        retry_on: only after a rank's exit with one of these codes; empty: with any.
     """
 
     def __init__(
-        self, nodes: int, lost_after: float, wait: float, restarts: int = 0,
-        retry_on: Collection[int] = (), limit: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        nodes: int,
+        lost_after: float,
+        wait: float,
+        restarts: int = 0,
+        retry_on: Collection[int] = (),
+    ) -> None:
         self.identity = os.urandom(8).hex()
         self.round = 1
         self.members: dict[int, Member] = {}
@@ -51,7 +55,7 @@ class Membership:
         self._nodes = nodes
         self._lost_after = lost_after
         self._wait = wait
-        self._retries = Retries(restarts, retry_on, limit)
+        self._retries = Retries(restarts, retry_on)
         self._say = ""  # what all nodes log of this round
         self._over_at: float | None = None  # since when this round is over; None: it goes on
         self._failed: int | None = None  # the node for which it is; None: one was lost
@@ -80,7 +84,8 @@ class Membership:
         else:
             say, member = self._say, self.members.get(node)
             if not say and self._replaced_at is not None:
-                say = f"{_REPLACES}; {AGAIN}" if node == 0 else ""
+                say = f"this node takes the place of one that was lost; {AGAIN}"
+                say = say if node == 0 else ""
                 if node and member is not None and member.met:
                     say = f"node 0 is back; {AGAIN}"
             what = {"do": "start", "say": say}
@@ -124,8 +129,11 @@ class Membership:
         self._retries.used = max(self._retries.used, used)
         if self.decided:
             return True
-        if gone:
+        if said["late"]:
+            self._decide("stop", "the run is over its time limit", final="")
+        elif gone:
             self._lost(node, now)
+        if gone or self.decided:
             return True
         if met and not ours:
             member.met = True
@@ -191,8 +199,6 @@ class Membership:
             self._decide("exit", "")
         elif self._over_at is not None:
             self._between_rounds(now, now - self._over_at)
-        elif here and self._retries.is_late(now):
-            self._decide("stop", OVER_TIME, final="")
         elif self._replaced_at is not None and now - self._replaced_at > self._patience:
             if missing := self._missing():
                 self._decide("stop", not_back(missing, self._patience))
@@ -230,10 +236,8 @@ class Membership:
         return True
 
     def _missing(self) -> list[int]:
-        return [
-            node for node in range(self._nodes)
-            if node not in self.members or not self.members[node].present
-        ]  # fmt: skip
+        here = {node for node, member in self.members.items() if member.present}
+        return sorted(set(range(self._nodes)) - here)
 
     @property
     def _patience(self) -> float:
@@ -293,6 +297,3 @@ class Membership:
         """The run's end. ``final``: nobody may start it again, for this reason if there is one."""
         self.verdict = {"do": what, "why": why, "failed": failed, "final": final}
         self.count += 1
-
-
-_REPLACES = "this node takes the place of one that was lost"

@@ -14,12 +14,10 @@ class Retries:
     Args:
         restarts: how many there are.
         retry_on: only after a rank's exit with one of these codes; empty: with any.
-        limit: seconds that an attempt may run; 0: any number.
     """
 
-    def __init__(self, restarts: int, retry_on: Collection[int] = (), limit: float = 0.0) -> None:
-        self.restarts, self.used, self._limit = restarts, 0, limit
-        self._whole_at: float | None = None  # since when all nodes have been in this attempt
+    def __init__(self, restarts: int, retry_on: Collection[int] = ()) -> None:
+        self.restarts, self.used = restarts, 0
         self._retry_on = frozenset(retry_on)
         self._errors: set[str] = set()  # of the round before
         self._in_a_row = 0  # rounds that failed soon
@@ -40,17 +38,11 @@ class Retries:
         return f"restart {self.used + 1} of {self.restarts}"
 
     def use(self) -> str:
-        """Use one, for another attempt; its name."""
+        """Use one; its name."""
         name = self.next
         self.used += 1
         self._in_a_row += 1
-        self._whole_at = None
         return name
-
-    def is_late(self, now: float) -> bool:
-        """Whether the attempt, in which all nodes are now, has run for too long."""
-        self._whole_at = now if self._whole_at is None else self._whole_at
-        return 0 < self._limit < now - self._whole_at
 
     def refusal(self, failures: Iterable[Document], step: int | None) -> str | None:
         """Why none is used after a round in which ranks failed so (`failure.Words.failure`) when

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from msgspec import Struct
 
-from clusterkit.agent import OVER_TIME, STOPPED_BY_PEERS
+from clusterkit.agent import LATE
 from clusterkit.cluster import ClusterSpec, Facts
 from clusterkit.errors import BadInput, CapabilityError
 from clusterkit.plan import Plan
@@ -46,8 +46,8 @@ class Observation(Struct, frozen=True, kw_only=True):
 
     @property
     def late(self) -> bool:
-        """Whether the nodes' agents have ended it at its time limit."""
-        return any(node.reason == f"{STOPPED_BY_PEERS}{OVER_TIME}" for node in self.nodes)
+        """Whether the nodes have ended the run at its time limit."""
+        return any(node.reason == LATE for node in self.nodes)
 
 
 class RemoteRun(Struct, frozen=True, kw_only=True):

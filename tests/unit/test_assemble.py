@@ -132,14 +132,6 @@ def test_the_agents_are_told_after_which_exit_codes_they_start_ranks_again():
         assembled(job(restarts=2, retry_on=(137,), nodes=2), Topology(2, 2, 1))
 
 
-def test_the_agents_are_told_how_long_an_attempt_may_run():
-    limited = job(time_limit="1h30m")
-    assert "--time-limit 5400" in file_of(assembled(limited), "node.sh").text
-    # What torchrun numbers anew has no node 0 that all others know.
-    elastic = file_of(assembled(limited, Topology(1, 2, 1)), "node.sh").text
-    assert "--time-limit" not in elastic
-
-
 def test_an_absolute_checkpoint_folder_is_kept():
     env = exported(assembled(job(checkpoint=CheckpointSpec(dir="/big/disk"))))
     assert env["CLUSTERKIT_CHECKPOINT_DIR"] == "/big/disk"

@@ -7,23 +7,20 @@ import pytest
 from clusterkit.agent import limits
 from clusterkit.agent.membership import Membership
 from clusterkit.agent.peer import Peer
-from clusterkit.agent.protocol import OVER_TIME
 
 
 class Table:
     """Peers around a membership, at a moment that the test chooses; what is said is heard."""
 
-    def __init__(self, nodes=2, wait=60.0, restarts=0, retry_on=(), limit=0.0):
-        self.retry_on, self.limit = retry_on, limit
+    def __init__(self, nodes=2, wait=60.0, restarts=0, retry_on=()):
+        self.retry_on = retry_on
         self.now, self.nodes, self.wait, self.restarts = 0.0, nodes, wait, restarts
         self.peers = {}
         self.away = set()  # nodes without a connection
         self.new_node_0()
 
     def new_node_0(self):
-        self.membership = Membership(
-            self.nodes, 30.0, self.wait, self.restarts, self.retry_on, self.limit
-        )
+        self.membership = Membership(self.nodes, 30.0, self.wait, self.restarts, self.retry_on)
 
     def arrives(self, node, running=False):
         """Another agent does."""
@@ -542,24 +539,3 @@ def test_without_a_return_a_silent_node_ends_the_run():
 def test_without_a_return_another_agent_in_a_node_s_place_ends_the_run():
     table = alone()
     assert table.arrives(1) == to_all("stop", "the launcher of node 1 is gone", nodes=3)
-
-
-@pytest.mark.parametrize(("lost", "restarts"), [(60.0, 0), (0.0, 0), (0.0, 1)])
-def test_the_time_limit_counts_from_when_all_nodes_are_there(lost, restarts):
-    table = Table(wait=lost, restarts=restarts, limit=100.0)
-    table.arrives(0)
-    assert table.turn(1000) == []
-    table.arrives(1)
-    assert [table.turn(20) for _ in range(5)] == [[]] * 5
-    assert table.turn(1) == to_all("stop", OVER_TIME)
-    assert table.membership.verdict["final"] == ""
-
-
-def test_each_attempt_has_the_whole_time_limit():
-    table = Table(wait=0.0, restarts=1, limit=100.0).all_arrive()
-    for _ in range(4):
-        assert table.turn(20) == []
-    table.ended(0, 7)
-    assert table.ended(1, 143) == start(0, 1)
-    assert [table.turn(20) for _ in range(5)] == [[]] * 5
-    assert table.turn(1) == to_all("stop", OVER_TIME)

@@ -74,6 +74,25 @@ def test_the_same_exception_twice_in_a_row_ends_the_run(nodes):
     ])  # fmt: skip
 
 
+@pytest.mark.parametrize("restarts", [0, 3])
+def test_all_nodes_end_at_the_time_limit_of_one(nodes, restarts):
+    nodes.start(0, 2, wait=0, restarts=restarts, limit=600)
+    nodes.start(1, 2, wait=0, restarts=restarts, limit=0.5)
+    assert [nodes.agents[node].wait(60) for node in (1, 0)] == [124, 143]
+    ends = [nodes.exit_of(node) for node in (1, 0)]
+    assert [end["final"] for end in ends] == [True, True]
+    assert ends[0]["reason"] == "it was stopped at its time_limit"
+    assert ends[1]["reason"].startswith("stopped: ")
+
+
+def test_the_time_limit_counts_from_the_first_attempt(tmp_path):
+    first, second = (tmp_path / f"{number}/node-0" for number in (1, 2))
+    for folder in (first, second):
+        folder.mkdir(parents=True)
+    (first / "started.json").write_text(json.dumps({"at": time.time() - 100}))
+    assert 100 <= Record(second, 2, echo=False).seconds() < 160
+
+
 def test_a_node_that_ended_well_starts_again_with_the_others(nodes):
     begin(nodes, 2, 1)
     nodes.end(1, 0)
@@ -96,15 +115,6 @@ def test_a_killed_rank_is_followed_by_the_next_round_at_once(nodes):
     assert taken[0] < 50  # 0.3 s alone
     nodes.end(0, 0)
     assert nodes.agents[0].wait(60) == 0
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_agents_end_an_attempt_at_its_time_limit_and_start_no_other(nodes, count):
-    nodes.begin(count, wait=0.0, restarts=2, limit=2.0)
-    assert {nodes.agents[node].wait(60) for node in range(count)} == {143}
-    for node in range(count):
-        ended = nodes.exit_of(node)
-        assert (ended["reason"], ended["final"]) == (f"stopped: {agent.OVER_TIME}", True)
 
 
 def test_an_agent_whose_output_is_all_that_leaves_it_prints_what_it_writes(tmp_path, capfd):
