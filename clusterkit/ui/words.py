@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from typing import TextIO
 
 from clusterkit.logs import LogLine, readable
-from clusterkit.status import RunStatus
+from clusterkit.status import Goodput, RunStatus
 
 _SEQUENCE = re.compile(
     r"(\x1b\[[0-9;:]*m)"  # colours
@@ -78,6 +78,15 @@ def failure_text(status: RunStatus) -> str:
     if failure.hint:
         lines.append(f"hint: {failure.hint}")
     return "\n".join(lines)
+
+
+def goodput_text(goodput: Goodput) -> str:
+    """``93 % of the time was training; the rest: 12 s start, 30 s restart``."""
+    names = {"waiting": "waiting", "start": "start", "restart": "restart",
+             "again": "steps done again", "end": "since the last step"}  # fmt: skip
+    rest = [(getattr(goodput, name), words) for name, words in names.items()]
+    shown = ", ".join(f"{duration(seconds)} {words}" for seconds, words in rest if seconds >= 0.5)
+    return f"{100 * goodput.share:.0f} % of the time was training{f'; the rest: {shown}' if shown else ''}"
 
 
 def remark_lines(status: RunStatus) -> list[str]:
