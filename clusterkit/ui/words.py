@@ -86,7 +86,8 @@ def goodput_text(goodput: Goodput) -> str:
              "again": "steps done again", "end": "since the last step"}  # fmt: skip
     rest = [(getattr(goodput, name), words) for name, words in names.items()]
     shown = ", ".join(f"{duration(seconds)} {words}" for seconds, words in rest if seconds >= 0.5)
-    return f"{100 * goodput.share:.0f} % of the time was training{f'; the rest: {shown}' if shown else ''}"
+    head = f"{100 * goodput.share:.0f} % of the time was training"
+    return f"{head}; the rest: {shown}" if shown else head
 
 
 def remark_lines(status: RunStatus) -> list[str]:
