@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 from msgspec import Struct
@@ -59,6 +59,11 @@ class Rule(Protocol):
     def purpose(self) -> str: ...
     @property
     def quick(self) -> bool: ...
+
+
+def described(judge: Callable[..., object]) -> tuple[str, str]:
+    """A check's name and purpose: the name and the docstring of the function that judges."""
+    return judge.__name__.replace("_", "-"), " ".join((judge.__doc__ or "").split())
 
 
 class Machine(Struct, frozen=True, kw_only=True):

@@ -204,14 +204,9 @@ _REMEDIES = (
 )
 
 
-@check(
-    "gpu-driver",
-    "The NVIDIA driver works, is the same everywhere and new enough for the CUDA of torch.",
-    collect_nvidia,
-    collect_packages,
-    pointless=_on_cpus,
-)
+@check(collect_nvidia, collect_packages, pointless=_on_cpus)
 def gpu_driver(answers: Answers) -> Iterator[Verdict]:
+    """The NVIDIA driver works, is the same everywhere and new enough for the CUDA of torch."""
     seen = _seen(answers)
     versions = {
         host: nvidia.gpus[0]["driver_version"] for host, nvidia in seen.items() if nvidia.gpus
@@ -268,14 +263,10 @@ _SERIOUS = {48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140}
 _SICK = ("[gpu requires reset]", "[unknown error]", "err!", "[gpu is lost]")
 
 
-@check(
-    "gpus",
-    "There are as many GPUs as the job needs, of one kind, without memory errors, throttling or "
-    "errors in the kernel's log.",
-    collect_nvidia,
-    pointless=_on_cpus,
-)
+@check(collect_nvidia, pointless=_on_cpus)
 def gpus(answers: Answers) -> Iterator[Verdict]:
+    """There are as many GPUs as the job needs, of one kind, without memory errors, throttling
+    or errors in the kernel's log."""
     seen = _seen(answers)
     healthy = {}
     for host, nvidia in seen.items():
@@ -350,13 +341,9 @@ FREE_MIB = 1024
 """A GPU that nobody uses holds less: the driver's own part, an idle context."""
 
 
-@check(
-    "gpu-processes",
-    "No process left over, or of somebody else, holds the GPUs that the job needs.",
-    collect_nvidia,
-    pointless=_on_cpus,
-)
+@check(collect_nvidia, pointless=_on_cpus)
 def gpu_processes(answers: Answers) -> Iterator[Verdict]:
+    """No process left over, or of somebody else, holds the GPUs that the job needs."""
     for host, nvidia in _seen(answers).items():
         with_process = {process["gpu_uuid"] for process in nvidia.processes}
         busy = [

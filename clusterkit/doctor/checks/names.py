@@ -108,13 +108,10 @@ def collect_names(given: dict[str, Any]) -> Any:
     return seen
 
 
-@check(
-    "names",
-    "Every host finds every other by name and by address, at once; its own name is not 127.0.1.1.",
-    collect_names,
-    pointless=alone,
-)
+@check(collect_names, pointless=alone)
 def names(answers: Answers) -> Iterator[Verdict]:
+    """Every host finds every other by name and by address, at once; its own name is not
+    127.0.1.1."""
     subject = answers.subject
     # Ranks get addresses; these find each other by name.
     by_name = subject.needs.launcher in ("mpirun", "deepspeed") or subject.needs.elastic

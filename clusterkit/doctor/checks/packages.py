@@ -145,15 +145,9 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-@check(
-    "python",
-    f"The interpreter of the ranks works, is Python {_dotted(OLDEST)} or newer, and the same "
-    "everywhere.",
-    collect_python,
-    collect_packages,
-    silent_too=True,
-)
+@check(collect_python, collect_packages, silent_too=True)
 def python(answers: Answers) -> Iterator[Verdict]:
+    """The interpreter of the ranks works, is Python 3.11 or newer, and the same everywhere."""
     packages = _packages_of_a_new_one(answers)
     working = _with_its_python(answers)
     for host, answer in answers.of.items():
@@ -219,13 +213,10 @@ def _environment(base: str, folder: str, packages: dict[str, str], sudo: str = "
 # ---------------------------------------------------------------- packages
 
 
-@check(
-    "packages",
-    "torch (and the CUDA it is built for), NCCL, DeepSpeed and transformers are there as the job "
-    "needs them, where Python finds them, and the same everywhere.",
-    collect_packages,
-)
+@check(collect_packages)
 def packages(answers: Answers) -> Iterator[Verdict]:
+    """torch (and the CUDA it is built for), NCCL, DeepSpeed and transformers are there as the
+    job needs them, where Python finds them, and the same everywhere."""
     right = _with_its_python(answers)
     for host in answers.of:
         if host not in right:
@@ -320,15 +311,10 @@ def _without_deepspeed(subject: HostSubject) -> str | None:
     return None if uses else "the job does not use DeepSpeed"
 
 
-@check(
-    "compiler",
-    "A C++ compiler, ninja and Python's headers are there for DeepSpeed, and no lock of a killed "
-    "build.",
-    collect_tools,
-    quick=False,
-    pointless=_without_deepspeed,
-)
+@check(collect_tools, quick=False, pointless=_without_deepspeed)
 def compiler(answers: Answers) -> Iterator[Verdict]:
+    """A C++ compiler, ninja and Python's headers are there for DeepSpeed, and no lock of a
+    killed build."""
     for host, tools in answers.read(collect_tools).items():
         stale = [lock.path for lock in tools.locks if lock.age > STALE and not tools.building]
         if stale:

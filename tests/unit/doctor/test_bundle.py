@@ -196,7 +196,7 @@ def test_a_process_limit_is_an_error_of_the_scripts_that_did_not_start(monkeypat
 
     monkeypatch.setattr(os, "fork", no_fork)
     running = driver._start_all([{"name": "echo", "limit": 1}], {})
-    assert running == {}
+    assert running == []
     reply = bundle.parse(capfd.readouterr().out)
     assert "cannot start a process: " in reply.outputs["echo"].error
 
