@@ -164,9 +164,9 @@ class Fork:
                 pass
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         self.failure = f"the Python that forks the ranks ended: {how}"
-        lost, self.running = list(self.running.values()), {}
-        for pid in lost:
-            self._told(pid, code or 1)
+        lost, self.running = len(self.running), {}
+        for _ in range(lost):
+            self._told(0, code or 1)  # it is no rank's own end
 
     def _hear(self) -> None:
         if not self._drain() and self._process is None:
