@@ -72,11 +72,10 @@ def command(
 def driver_text() -> str:
     """The driver, and what others ask hosts as well."""
     text = Path(driver.__file__).read_text(encoding="utf-8") + f"\nPORTS = {PORTS}\n"
-    for function in (versions, refusal, free_port):
-        text += (
-            f"{inspect.getsource(function)}\nHELPERS[{function.__name__!r}] = {function.__name__}\n"
-        )
-    return text
+    functions = (versions, refusal, free_port)
+    text += "\n".join(map(inspect.getsource, functions))
+    names = ", ".join(f"{each.__name__}={each.__name__}" for each in functions)
+    return f"{text}\nHELPERS.update({names})\n"
 
 
 def limit(scripts: Sequence[Script[Any]], patience: float = 1.0) -> float:
