@@ -73,7 +73,7 @@ def driver_text() -> str:
     """The driver, and what others ask hosts as well."""
     text = Path(driver.__file__).read_text(encoding="utf-8") + f"\nPORTS = {PORTS}\n"
     functions = (versions, refusal, free_port)
-    text += "\n".join(map(inspect.getsource, functions))
+    text += "\n".join(inspect.getsource(each) for each in functions)
     names = ", ".join(f"{each.__name__}={each.__name__}" for each in functions)
     return f"{text}\nHELPERS.update({names})\n"
 
