@@ -164,7 +164,7 @@ def _answer(pid: int, reader: int, until: float) -> dict[str, Any]:
     try:
         while not data.endswith(b"\n"):
             # Whoever has had to wait for this has a moment more.
-            wait = max(0.2, until - time.monotonic())
+            wait = max(1.0, until - time.monotonic())
             if not select.select([reader], [], [], wait)[0]:
                 state = _state(pid)
                 kill()
