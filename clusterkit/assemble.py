@@ -354,6 +354,8 @@ def _node_script(
         *(["--retry-on", ",".join(map(str, placement.job.retry_on))] if placement.restarts and
           placement.job.retry_on else []),
         *(["--echo", "--last-words", LAST_WORDS] if container else []),
+        *(["--time-limit", f"{placement.job.limit_seconds:.10g}"]
+          if placement.job.limit_seconds else []),
         *options, "--",
     ]  # fmt: skip
     lines = " \\\n    ".join(shell.join(words) for words in (agent, *command) if words)

@@ -164,7 +164,7 @@ def _judged(
     if folder.is_cancelled():
         return _replace(base, state=State.CANCELLED, exit_code=EXIT_INTERRUPTED), False
     finished = max((node.ended_at or 0.0 for node in seen.nodes), default=0.0) or None
-    over = progress.late or progress.finished or seen.final
+    over = progress.late or progress.finished or seen.final or seen.late
     again = not over and restarts > 0
     left = counted(restarts, "restart")
     remark = f"it was not restarted ({left} left): {attach} does"

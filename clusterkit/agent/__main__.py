@@ -43,6 +43,7 @@ def main(arguments: list[str]) -> int:
         metavar="CODES",
         help="only after a rank's exit with one of these",
     )
+    run.add_argument("--time-limit", type=float, help="seconds from this node's first start on")
     run.add_argument("--echo", action="store_true", help="print the log's lines as well")
     run.add_argument("--last-words", type=Path, metavar="FILE", help="exit.json goes there, too")
     run.add_argument("argv", nargs="+", help="the command, after --")

@@ -77,6 +77,10 @@ class Client(threading.Thread):
         """This node was asked to end, by nobody of the run."""
         self._tell_thread("leave")
 
+    def late(self) -> None:
+        """The run is over its time limit."""
+        self._tell_thread("late")
+
     def close(self) -> None:
         """Return when the others know what this node had to say, or after some seconds."""
         if self._again:
@@ -161,6 +165,8 @@ class Client(threading.Thread):
                     self.peer.ended(now=clock.awake(), **how)
                 elif what == "leave":
                     self.peer.leave()
+                elif what == "late":
+                    self.peer.late()
                 else:
                     self.peer.done = True
         # Node 0 stays until its own server has heard of it, as does a failure nobody was told of:

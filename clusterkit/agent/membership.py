@@ -84,7 +84,8 @@ class Membership:
         else:
             say, member = self._say, self.members.get(node)
             if not say and self._replaced_at is not None:
-                say = f"{_REPLACES}; {AGAIN}" if node == 0 else ""
+                say = f"this node takes the place of one that was lost; {AGAIN}"
+                say = say if node == 0 else ""
                 if node and member is not None and member.met:
                     say = f"node 0 is back; {AGAIN}"
             what = {"do": "start", "say": say}
@@ -128,8 +129,11 @@ class Membership:
         self._retries.used = max(self._retries.used, used)
         if self.decided:
             return True
-        if gone:
+        if said["late"]:
+            self._decide("stop", "the run is over its time limit", final="")
+        elif gone:
             self._lost(node, now)
+        if gone or self.decided:
             return True
         if met and not ours:
             member.met = True
@@ -232,10 +236,8 @@ class Membership:
         return True
 
     def _missing(self) -> list[int]:
-        return [
-            node for node in range(self._nodes)
-            if node not in self.members or not self.members[node].present
-        ]  # fmt: skip
+        here = {node for node, member in self.members.items() if member.present}
+        return sorted(set(range(self._nodes)) - here)
 
     @property
     def _patience(self) -> float:
@@ -295,6 +297,3 @@ class Membership:
         """The run's end. ``final``: nobody may start it again, for this reason if there is one."""
         self.verdict = {"do": what, "why": why, "failed": failed, "final": final}
         self.count += 1
-
-
-_REPLACES = "this node takes the place of one that was lost"

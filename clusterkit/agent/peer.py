@@ -48,7 +48,7 @@ class Peer:
         self._last = False  # whether no other launcher can be started here
         self._failure: Document | None = None  # of the launcher's ranks, by themselves
         self._step: int | None = None  # that they came to
-        self._leaving = False
+        self._leaving = self._late = False
         self._began = self._heard = now
         self._connected: float | None = None  # since when there is a connection
         self._gone: float | None = now  # since when there is none on which anything was heard
@@ -68,7 +68,7 @@ class Peer:
             "agent": self._agent, "count": self._said, "coordinator": self.met,
             "round": self._round, "used": self._used, "running": self._running, "code": self.code,
             "waiting": self._waiting, "gave_up": self._gave_up, "leaving": self._leaving,
-            "last": self._last, "failure": self._failure, "step": self._step,
+            "late": self._late, "last": self._last, "failure": self._failure, "step": self._step,
         }  # fmt: skip
 
     def connected(self, now: float) -> None:
@@ -113,6 +113,10 @@ class Peer:
     def leave(self) -> None:
         """This node was asked to end, by nobody of the run."""
         self._leaving = self.news = True
+
+    def late(self) -> None:
+        """The run is over its time limit."""
+        self._late = self.news = True
 
     def hears(self, message: Document, now: float) -> None:
         """Node 0 says how things stand."""

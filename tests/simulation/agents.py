@@ -273,6 +273,14 @@ class Agent:
         self.stop()
         self.maybe_exit()
 
+    def late(self):
+        self.finished = True
+        self.peer.late()
+        if self.link is not None:
+            self.speak()
+        self.stop()
+        self.maybe_exit()
+
     def maybe_exit(self):
         if self.ended is not None or self.ranks is not None or not (self.finished or self.left):
             return

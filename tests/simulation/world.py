@@ -107,6 +107,8 @@ class World:
             agent.stillborn += 1
         elif kind == "freeze":
             agent.frozen = max(agent.frozen, self.now + fault.seconds)
+        elif kind == "late":
+            agent.late()
         elif kind == "port":
             self.port_taken = True
         elif kind == "leap":

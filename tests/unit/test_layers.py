@@ -19,7 +19,7 @@ agent.protocol agent.limits
 agent.clock agent.files
 agent.failure agent.member agent.retries
 agent.processes agent.signals agent.archive agent.connections agent.membership
-agent.node_log agent.report agent.coordinator agent.peer
+agent.stops agent.node_log agent.report agent.coordinator agent.peer
 agent.eager agent.preload agent.rank agent.program agent.standby agent.forkserver
 agent.server
 agent.warm

@@ -1,5 +1,6 @@
 """Agents that start all ranks again after one failed, each time as another attempt."""
 
+import json
 import signal
 import time
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from clusterkit import agent
+from clusterkit.agent.record import Record
 from clusterkit.backends.nodes import judge_running
 from clusterkit.status import State
 from tests.agents import Nodes
@@ -70,6 +72,25 @@ def test_the_same_exception_twice_in_a_row_ends_the_run(nodes):
         'failed twice in the same way: E: bad (File "a.py", line 3, in main) at step 4; '
         "not restarted again"
     ])  # fmt: skip
+
+
+@pytest.mark.parametrize("restarts", [0, 3])
+def test_all_nodes_end_at_the_time_limit_of_one(nodes, restarts):
+    nodes.start(0, 2, wait=0, restarts=restarts, limit=600)
+    nodes.start(1, 2, wait=0, restarts=restarts, limit=0.5)
+    assert [nodes.agents[node].wait(60) for node in (1, 0)] == [124, 143]
+    ends = [nodes.exit_of(node) for node in (1, 0)]
+    assert [end["final"] for end in ends] == [True, True]
+    assert ends[0]["reason"] == "it was stopped at its time_limit"
+    assert ends[1]["reason"].startswith("stopped: ")
+
+
+def test_the_time_limit_counts_from_the_first_attempt(tmp_path):
+    first, second = (tmp_path / f"{number}/node-0" for number in (1, 2))
+    for folder in (first, second):
+        folder.mkdir(parents=True)
+    (first / "started.json").write_text(json.dumps({"at": time.time() - 100}))
+    assert 100 <= Record(second, 2, echo=False).seconds() < 160
 
 
 def test_a_node_that_ended_well_starts_again_with_the_others(nodes):
