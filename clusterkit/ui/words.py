@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TextIO
 
-from clusterkit.agent import STILL
 from clusterkit.logs import LogLine, readable
 from clusterkit.status import Goodput, RunStatus
 
@@ -94,6 +93,10 @@ def goodput_text(goodput: Goodput) -> str:
 def remark_lines(status: RunStatus) -> list[str]:
     """What the nodes remark, a line each."""
     found = [f"node {node.node}: {text}" for node in status.nodes for text in node.remarks]
+    if not any(node.hang for node in status.nodes):
+        return found
+    from clusterkit.agent import STILL  # `ls` and `status` start without it
+
     return found + [f"{STILL}{node.hang}" for node in status.nodes if node.hang]
 
 
