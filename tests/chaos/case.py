@@ -90,8 +90,9 @@ class Case:
         )  # fmt: skip
 
     def runs(self) -> list[api.Run]:
-        found = sorted((self.folder / "home" / "runs").glob("[a-z]*"))
-        return [api.Run(RunFolder(path)) for path in found]
+        home = self.folder / "home" / "runs"
+        names = sorted(os.listdir(home)) if home.exists() else []
+        return [api.Run(RunFolder(home / name)) for name in names if not name.startswith(".")]
 
     @property
     def run(self) -> api.Run:
@@ -105,7 +106,7 @@ class Case:
                     return found
             if time.monotonic() > deadline:
                 raise RuntimeError(f"no {what} after {SOON:g} s")
-            time.sleep(0.02)
+            time.sleep(0.05)
 
     def until_step(self, step: int, attempt: int = 1) -> None:
         for line in self.run.logs(node=0, follow=True):
