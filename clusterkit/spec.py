@@ -139,9 +139,12 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     """Checkpoints and where to resume."""
     restarts: Annotated[int, Meta(ge=0)] = 0
     """How often a failed run is started again."""
+    retry_on: tuple[Annotated[int, Meta(ge=1, le=255)], ...] = ()
+    """Exit codes of a rank after which the run is started again (a signal N is 128 + N); by default
+    any. One that failed with another ends the run, whatever `restarts` are left."""
     time_limit: Duration | None = None
-    """How long an attempt may run, in seconds or as `90m`, `2h`, `1d12h`; then the run is ended.
-    Waiting for nodes does not count."""
+    """How long the run may take, restarts included, in seconds or as `90m`, `2h`, `1d12h`; then its
+    nodes end it. It counts from their start: waiting for them does not."""
     env: Annotated[
         dict[str, Text], Meta(extra_json_schema={"propertyNames": {"pattern": f"^{NAME}$"}})
     ] = {}

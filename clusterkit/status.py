@@ -36,6 +36,8 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     reason: str | None = None
     """Why it ended, where an exit code does not say."""
     ended_at: float | None = None
+    until: float | None = None
+    """RESTARTING: when the next attempt begins, or until when it is waited for a lost node."""
     remarks: tuple[str, ...] = ()
     """What a person should know of it, however it ended: log lines that were lost, and the like."""
 

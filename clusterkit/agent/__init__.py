@@ -27,6 +27,8 @@ from clusterkit.agent.processes import (
 )
 from clusterkit.agent.protocol import (
     AGAIN,
+    LATE,
+    LATE_EXIT,
     LEFT,
     PEER_TOKEN,
     RANK_ENDED,
@@ -36,7 +38,7 @@ from clusterkit.agent.protocol import (
 )
 
 __all__ = [
-    "AGAIN", "LEFT", "PEER_TOKEN", "RANK_ENDED", "RANK_HEADER", "STOPPED", "STOPPED_BY_PEERS",
-    "Awake", "descendants", "goes_on", "identity", "is_alive", "processes_of", "send",
-    "start_ticks", "wait_gone", "write_json",
+    "AGAIN", "LATE", "LATE_EXIT", "LEFT", "PEER_TOKEN", "RANK_ENDED", "RANK_HEADER",
+    "STOPPED", "STOPPED_BY_PEERS", "Awake", "descendants", "goes_on", "identity", "is_alive",
+    "processes_of", "send", "start_ticks", "wait_gone", "write_json",
 ]  # fmt: skip

@@ -8,13 +8,15 @@ import queue
 import selectors
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 from clusterkit.agent import clock, limits
 from clusterkit.agent.connections import Line, Listener
 from clusterkit.agent.coordinator import Server
 from clusterkit.agent.membership import Membership
 from clusterkit.agent.peer import Peer
+from clusterkit.agent.protocol import Document
 
 
 class Client(threading.Thread):
@@ -31,9 +33,8 @@ class Client(threading.Thread):
         token: the run's own.
         lost_after: seconds of silence after which a node is lost.
         wait: seconds that a lost node has to come back.
-        restarts: how often the run goes on after a launcher failed.
-        order: takes an order for this node: ``start`` (the launcher), ``wait`` (end it, and be
-            ready), ``stop`` (end, for the reason given), ``exit`` (end as the launcher has).
+        restarts, retry_on: as of `Membership`.
+        order: takes an order for this node, as of `Peer.orders`.
         say: takes a line for this node's log.
         warn: takes a sentence for people, when the nodes cannot watch each other.
     """
@@ -49,6 +50,7 @@ class Client(threading.Thread):
         lost_after: float,
         wait: float,
         restarts: int = 0,
+        retry_on: Collection[int] = (),
         order: Callable[[str, str], None],
         say: Callable[[str], None],
         warn: Callable[[str], None],
@@ -57,34 +59,39 @@ class Client(threading.Thread):
         self._host, self._port = address
         self._node, self._nodes, self._run, self._token = node, nodes, run, token
         self._lost_after, self._wait, self._restarts = lost_after, wait, restarts
+        self._retry_on = retry_on
         self._again = wait > 0 or restarts > 0
         self._order, self._say, self._warn = order, say, warn
         self.peer = Peer(node, lost_after, wait, self._again, clock.awake())
         self._server: Server | None = None
-        self._news: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[tuple[str, Document]] = queue.SimpleQueue()
         self._wake, self._waker = socket.socketpair()
 
     # -- from the node's main loop
 
-    def ended(self, code: int, *, last: bool = False) -> None:
-        """This node's launcher has. ``last``: no other can be started here."""
-        self._tell_thread("last" if last else "ended", code)
+    def ended(self, code: int, **how: Any) -> None:
+        """This node's launcher has, as of `Peer.ended`."""
+        self._tell_thread("ended", code=code, **how)
 
     def leave(self) -> None:
         """This node was asked to end, by nobody of the run."""
-        self._tell_thread("leave", 0)
+        self._tell_thread("leave")
+
+    def late(self) -> None:
+        """The run is over its time limit."""
+        self._tell_thread("late")
 
     def close(self) -> None:
         """Return when the others know what this node had to say, or after some seconds."""
         if self._again:
-            self._tell_thread("close", 0)
+            self._tell_thread("close")
         self.join(limits.PEER_SECONDS)
         if self._server is not None and self._server.decided:
             # The others hear of it from this node.
             self._server.join(limits.PEER_SECONDS)
 
-    def _tell_thread(self, what: str, code: int) -> None:
-        self._news.put((what, code))
+    def _tell_thread(self, what: str, **how: Any) -> None:
+        self._news.put((what, how))
         with contextlib.suppress(OSError):
             self._waker.send(b".")
 
@@ -97,7 +104,7 @@ class Client(threading.Thread):
                 if self._node == 0:
                     listener = Listener(self._port, self._run, self._token, self._nodes)
                     membership = Membership(
-                        self._nodes, self._lost_after, self._wait, self._restarts
+                        self._nodes, self._lost_after, self._wait, self._restarts, self._retry_on
                     )
                     self._server = Server(listener, membership)
                     self._server.start()
@@ -153,11 +160,13 @@ class Client(threading.Thread):
         """What the main loop says; where nothing starts again, a node that has ended leaves."""
         with contextlib.suppress(queue.Empty):
             while True:
-                what, code = self._news.get_nowait()
-                if what in ("ended", "last"):
-                    self.peer.ended(code, clock.awake(), last=what == "last")
+                what, how = self._news.get_nowait()
+                if what == "ended":
+                    self.peer.ended(now=clock.awake(), **how)
                 elif what == "leave":
                     self.peer.leave()
+                elif what == "late":
+                    self.peer.late()
                 else:
                     self.peer.done = True
         # Node 0 stays until its own server has heard of it, as does a failure nobody was told of:

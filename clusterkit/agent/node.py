@@ -18,8 +18,10 @@ from clusterkit.agent import limits
 from clusterkit.agent.client import Client
 from clusterkit.agent.files import read_json
 from clusterkit.agent.launcher import Launcher, no_start
-from clusterkit.agent.processes import is_alive, is_stopped
+from clusterkit.agent.processes import is_alive
 from clusterkit.agent.protocol import (
+    LATE,
+    LATE_EXIT,
     LAUNCHER_WAITED,
     LEFT,
     PEER_TOKEN,
@@ -29,6 +31,7 @@ from clusterkit.agent.protocol import (
 )
 from clusterkit.agent.record import Record
 from clusterkit.agent.signals import STOPS, adopt_orphans, read_signals, sender, signal_handle
+from clusterkit.agent.stops import Stops
 
 
 class Node:
@@ -41,9 +44,7 @@ class Node:
         """Why this node ends, where its launcher's exit code does not say it."""
         self.stopped_by: str | None = None  # who asked this node to end, or what for
         self.stray: str | None = None  # the same in a sentence, where it was nobody of the run
-        self.suspended: set[int] = set()
-        """Ranks that are stopped (SIGSTOP), or were when they were last there."""
-        self.look_at = 0.0
+        self.stops = Stops(self._say, here=not options.tagged)
         self.turned, self.late = time.monotonic(), 0.0
         """When the last `select` returned, and by how many seconds too late."""
         self.frozen: tuple[float, float] | None = None
@@ -55,6 +56,8 @@ class Node:
         self.left = False
         """Whether this node was asked to end; where it can, the run goes on with another one."""
         self.held: str | None = None  # the reason, where it ended before another attempt
+        self.final = False  # whether it was decided that nothing follows this failure
+        self.deadline: float | None = None  # when the run is over its time limit
         self.obeyed = False  # whether the launcher ends because the coordinator said so
         self.first = int(os.environ.get("CLUSTERKIT_ATTEMPT", "1"))  # attempt of this agent
         # The plan says how many restarts a run has, from its first attempt on.
@@ -81,6 +84,9 @@ class Node:
             os.set_blocking(handle, False)
         self.record = Record(folder, self.first, echo=self.options.echo)
         self.log = self.record.log
+        if self.options.time_limit is not None:
+            left = self.options.time_limit - self.record.seconds()
+            self.deadline = time.monotonic() + max(0.0, left)
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.signals, selectors.EVENT_READ)
         self.selector.register(self.wake, selectors.EVENT_READ)
@@ -130,7 +136,8 @@ class Node:
             run={"run": os.environ["CLUSTERKIT_RUN_ID"],
                  "attempt": os.environ["CLUSTERKIT_ATTEMPT"]},
             token=token, lost_after=self.options.lost_after, wait=self.options.rejoin,
-            restarts=self.restarts, order=order, say=self._say, warn=self.record.warn,
+            restarts=self.restarts, retry_on=self.options.retry_on,
+            order=order, say=self._say, warn=self.record.warn,
         )  # fmt: skip
         self.client.start()
 
@@ -138,6 +145,13 @@ class Node:
         if order == "start":
             self._next_attempt(self.first + int(why))
             self._start()
+        elif order == "pause":
+            seconds, _, what = why.partition(" ")
+            self.record.waits(what, float(seconds))
+        elif order == "final":
+            self.final = True
+            if why:
+                self.record.warn(why)
         elif order == "wait":
             self.obeyed = True
             self.held = f"{STOPPED_BY_PEERS}{why}" if self.running else None
@@ -146,12 +160,14 @@ class Node:
                 self._stop()
         else:
             self.finished = True
-            if order == "stop" and (self.obeyed or (self.running and self.reason is None)):
+            stopped = self.obeyed or (self.running and self.reason is None)
+            if order == "stop" and stopped and self.reason != LATE:
                 self.obeyed, self.reason = True, f"{STOPPED_BY_PEERS}{why}"
                 self._stop()
 
     def _start(self) -> None:
         self.running, self.obeyed = True, False
+        self.record.goes_on()
         self.reason = self.launcher.start()
 
     def _next_attempt(self, number: int) -> None:
@@ -161,7 +177,7 @@ class Node:
             self.record.next_attempt(number, self._ended(self._exit_code()))
             folder = str(self.record.folder)
             os.environ.update(CLUSTERKIT_ATTEMPT=str(number), CLUSTERKIT_NODE_DIR=folder)
-            self.suspended.clear()
+            self.stops.clear()
 
     def _launcher_ended(self) -> None:
         self.running = False
@@ -170,7 +186,10 @@ class Node:
         self.reason = self.reason or self.launcher.failure
         self.launcher.finish_output()
         if self.client is not None:
-            self.client.ended(self._exit_code(), last=not self._can_start_again())
+            self.client.ended(
+                self._exit_code(), last=not self._can_start_again(),
+                failure=self.launcher.own_failure(), step=self.log.words.step,
+            )  # fmt: skip
         if self.client is None or not self.again:
             self.finished = True
 
@@ -185,6 +204,8 @@ class Node:
         return True
 
     def _exit_code(self) -> int:
+        if self.reason == LATE:
+            return LATE_EXIT
         code = self.launcher.exit_code
         if self.launcher.without_ranks and not self.options.rejoin and code == 128 + signal.SIGKILL:
             code, self.reason = 0, LAUNCHER_WAITED
@@ -193,6 +214,8 @@ class Node:
     def _turn(self) -> None:
         patience = self.launcher.patience()
         timeout = limits.LOOK_SECONDS if patience is None else min(patience, limits.LOOK_SECONDS)
+        if self.deadline is not None:
+            timeout = max(0.0, min(timeout, self.deadline - time.monotonic()))
         ready = self.selector.select(timeout)
         # Of a select that came to its end meanwhile, only the next one knows what has come.
         late, turned = self.late, self.turned
@@ -206,10 +229,20 @@ class Node:
             else:
                 for signum, pid, uid in read_signals(self.signals):
                     self._signalled(signum, pid, uid, max(late, self.late))
-        if time.monotonic() >= self.look_at:
-            self._look()
+        if time.monotonic() >= self.stops.look_at:
+            self.stops.look(self.log.ranks, ending=self.launcher.deadline is not None)
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            self._late()
         if self.launcher.turn():
             self._stop()
+
+    def _late(self) -> None:
+        """Whatever else goes on, this node ends now, and the others do."""
+        self.deadline, self.reason = None, LATE
+        self.finished = self.final = True
+        if self.client is not None:
+            self.client.late()
+        self._stop()
 
     def _signalled(self, signum: int, pid: int, uid: int, late: float) -> None:
         if signum == signal.SIGCONT:
@@ -228,30 +261,15 @@ class Node:
             self._stop()
 
     def _stop(self) -> None:
-        self._look()
+        self.stops.look(self.log.ranks, ending=self.launcher.deadline is not None)
         self.launcher.stop()
-
-    def _look(self) -> None:
-        """Log which ranks were stopped, and which of those go on."""
-        self.look_at = time.monotonic() + limits.LOOK_SECONDS
-        if self.options.tagged:
-            return  # they are processes of other hosts
-        for rank in self.log.ranks:
-            stopped, number = is_stopped(rank), rank["rank"]
-            if stopped and number not in self.suspended:
-                self.suspended.add(number)
-                self._say(f"rank {number} was stopped (SIGSTOP)")
-            elif stopped is False and number in self.suspended and self.launcher.deadline is None:
-                # Not one that is being killed, which runs for a moment.
-                self.suspended.remove(number)
-                self._say(f"rank {number} goes on")
 
     def _say(self, text: str) -> None:
         self.log.lines("-", [text.encode()])
 
     def _causes(self) -> list[str]:
         """What was done to this node that it, and others, may have failed of."""
-        found = [f"rank {number} was stopped (SIGSTOP)" for number in sorted(self.suspended)]
+        found = self.stops.causes()
         if self.frozen and time.monotonic() < self.frozen[0] + limits.RECENT_SECONDS:
             found.append(f"its agent was stopped (SIGSTOP) for {self.frozen[1]:.0f} s")
         return [*found, self.stray] if self.stray else found
@@ -277,4 +295,5 @@ class Node:
             "processes": self.launcher.ended,
             "stopped_by": self.stopped_by,
             "causes": self._causes(),
+            "final": self.final,
         }

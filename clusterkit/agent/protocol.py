@@ -16,6 +16,9 @@ PEER_TOKEN = "CLUSTERKIT_PEER_TOKEN"
 """Environment variable with the secret by which the nodes of a run know each other."""
 STOPPED = "stopped on request"  # why a node ended that was asked to by a signal
 STOPPED_BY_PEERS = "stopped: "  # how the reason begins of a node that ended because another did
+LATE = "it was stopped at its time_limit"  # why a node ended that was over it
+LATE_EXIT = 124
+"""Exit code of such a node: that of timeout(1)."""
 LAUNCHER_WAITED = "its ranks had ended; its launcher waited for those of the other nodes"
 """Why a node's launcher was stopped whose ranks have done their work."""
 AGAIN = "starting again"

@@ -24,7 +24,7 @@ def node_file(handle: RunHandle, node: int, name: str) -> str:
 
 def overall(states: set[State]) -> State:
     """A run's state from its nodes' states."""
-    for state in (State.UNKNOWN, State.RUNNING, State.FAILED, State.CANCELLED):
+    for state in (State.UNKNOWN, State.RESTARTING, State.RUNNING, State.FAILED, State.CANCELLED):
         if state in states:
             return state
     if states == {State.SUCCEEDED}:
@@ -52,7 +52,7 @@ def judge_node(
         started: contents of ``started.json``; None: there is none.
     """
     if alive and goes_on(exit_json) is None:
-        return NodeStatus(node=node, host=host, state=State.RUNNING, remarks=remarks(started))
+        return judge_running(node, host, started)
     if exit_json is not None:
         return judge_exit(node, host, exit_json)
     if not begun:
@@ -65,6 +65,15 @@ def judge_node(
         reason=f"its agent ended without reporting an exit code{f': {last}' if last else ''}",
         remarks=remarks(started),
     )
+
+
+def judge_running(node: int, host: str, started: bytes | None) -> NodeStatus:
+    """The state of a node whose agent runs, from its ``started.json``: it may wait."""
+    waits = _document(started or b"").get("waits") or {}
+    return NodeStatus(
+        node=node, host=host, state=State.RESTARTING if waits else State.RUNNING,
+        reason=waits.get("why"), until=waits.get("until"), remarks=remarks(started),
+    )  # fmt: skip
 
 
 def judge_exit(node: int, host: str, data: bytes) -> NodeStatus:
@@ -131,6 +140,7 @@ def observed(nodes: Sequence[NodeStatus], exit_json: Mapping[int, bytes]) -> Obs
         rank_exits=tuple(exits),
         oom_kills=max((kills for _, kills in told), default=0),
         causes=tuple(cause for node, data in exit_json.items() for cause in _causes(node, data)),
+        final=any(_document(data).get("final") is True for data in exit_json.values()),
         goes_on=next(filter(None, map(goes_on, exit_json.values())), None),
     )
 

@@ -18,15 +18,19 @@ from clusterkit.cluster import LocalCluster
 from clusterkit.errors import BadInput
 from clusterkit.loader import (
     job_from_command,
-    load_cluster,
     load_job,
     locate_program,
+    read_cluster,
 )
 from clusterkit.schema import json_schema
 from clusterkit.spec import JobSpec, Spec
 from clusterkit.yaml_file import parse_yaml
 
 HERE = Path(__file__).resolve()
+
+
+def load_cluster(name, path=None):
+    return read_cluster(name, path).cluster
 
 
 def data(text: str):
