@@ -194,14 +194,15 @@ class Node:
             self.finished = True
 
     def _can_start_again(self) -> bool:
-        """Whether the port of rank 0's store is free: else the next round would fail as well."""
-        if not self.restarts or os.environ["NODE_RANK"] != "0" or "MASTER_PORT" not in os.environ:
+        """Whether the disk has room for another attempt, and the port of rank 0's store is free."""
+        if not self.restarts or not self.record.has_room():
+            return not self.restarts
+        if os.environ["NODE_RANK"] != "0" or "MASTER_PORT" not in os.environ:
             return True
-        try:
+        with contextlib.suppress(OSError):
             socket.create_server(("", int(os.environ["MASTER_PORT"]))).close()
-        except OSError:
-            return False
-        return True
+            return True
+        return False
 
     def _exit_code(self) -> int:
         if self.reason == LATE:
