@@ -75,6 +75,11 @@ bench: .venv/.train ## Ratios against torchrun and deepspeed, start-up, runs and
 	@$(BIN)/python -m tests.bench.compose || [ $$? = 3 ]
 	@$(BIN)/python -m tests.bench.kubernetes || [ $$? = 3 ]
 
+MINUTES ?= 10
+.PHONY: bench-goodput
+bench-goodput: .venv/.train ## Goodput with a rank killed a minute, against torchrun --max-restarts: MINUTES=10
+	@$(BIN)/python -m tests.bench.goodput --minutes $(MINUTES)
+
 ##  ---- containers
 
 # BASE: the base image. With GPUs clusterkit:gpu is made, without clusterkit:cpu.
