@@ -346,11 +346,13 @@ def _node_script(
     topology, places, container = placement.topology, placement.places, placement.container
     # mpirun starts the ranks of all nodes from the first.
     nproc = topology.nproc_per_node if placement.starter != "mpirun" else topology.world_size
+    hang = placement.job.hang_seconds
     agent: list[Word] = [
         places.python, "-I", places.file(ARCHIVE), "run", "--nproc", str(nproc),
         "--nodes", str(placement.launchers), "--workdir", places.workdir,
         "--grace", f"{placement.stop_grace:g}",
         *(["--restarts", str(placement.restarts)] if placement.restarts else []),
+        *(["--hang-timeout", f"{hang:g}"] if hang is not None else []),
         *(["--retry-on", ",".join(map(str, placement.job.retry_on))] if placement.restarts and
           placement.job.retry_on else []),
         *(["--echo", "--last-words", LAST_WORDS] if container else []),

@@ -37,6 +37,7 @@ class Client(threading.Thread):
         order: takes an order for this node, as of `Peer.orders`.
         say: takes a line for this node's log.
         warn: takes a sentence for people, when the nodes cannot watch each other.
+        hears: takes what another node, which comes first, has for this one's `watch`.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Client(threading.Thread):
         order: Callable[[str, str], None],
         say: Callable[[str], None],
         warn: Callable[[str], None],
+        hears: Callable[[int, Document], None] = lambda node, message: None,
     ) -> None:
         super().__init__(daemon=True)
         self._host, self._port = address
@@ -61,10 +63,11 @@ class Client(threading.Thread):
         self._lost_after, self._wait, self._restarts = lost_after, wait, restarts
         self._retry_on = retry_on
         self._again = wait > 0 or restarts > 0
-        self._order, self._say, self._warn = order, say, warn
+        self._order, self._hears, self._say, self._warn = order, hears, say, warn
         self.peer = Peer(node, lost_after, wait, self._again, clock.awake())
         self._server: Server | None = None
         self._news: queue.SimpleQueue[tuple[str, Document]] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Document] = queue.SimpleQueue()
         self._wake, self._waker = socket.socketpair()
 
     # -- from the node's main loop
@@ -80,6 +83,15 @@ class Client(threading.Thread):
     def late(self) -> None:
         """The run is over its time limit."""
         self._tell_thread("late")
+
+    def send(self, message: Document) -> None:
+        """To the `watch` of node 0, if that can be reached; from there to those of all others."""
+        if self._server is not None:
+            self._server.messages.put(message)
+        elif self._node:
+            self._messages.put(message)
+            with contextlib.suppress(OSError):
+                self._waker.send(b".")
 
     def close(self) -> None:
         """Return when the others know what this node had to say, or after some seconds."""
@@ -106,7 +118,7 @@ class Client(threading.Thread):
                     membership = Membership(
                         self._nodes, self._lost_after, self._wait, self._restarts, self._retry_on
                     )
-                    self._server = Server(listener, membership)
+                    self._server = Server(listener, membership, self._hears)
                     self._server.start()
                     self._host, self._port = "127.0.0.1", listener.port
             except OSError as error:
@@ -146,7 +158,10 @@ class Client(threading.Thread):
         while not (line.closed or peer.done or peer.silent(clock.awake())):
             try:
                 for message in line.messages(self._wait_for_news()):
-                    peer.hears(message, clock.awake())
+                    if "do" in message:
+                        peer.hears(message, clock.awake())
+                    else:
+                        self._hears(0, message)
             except (KeyError, TypeError, ValueError):
                 line.close()  # it speaks of something else
             self._take_news()
@@ -155,6 +170,8 @@ class Client(threading.Thread):
             if peer.news or clock.awake() >= beat:
                 beat = clock.awake() + limits.PEER_SECONDS
                 line.write(peer.statement())
+            while not self._messages.empty():
+                line.write(self._messages.get())
 
     def _take_news(self) -> None:
         """What the main loop says; where nothing starts again, a node that has ended leaves."""

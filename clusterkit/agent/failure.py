@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 
+from clusterkit.agent import clock
 from clusterkit.agent.protocol import Document
 
 ECHOES = re.compile(
@@ -22,6 +24,7 @@ ECHOES = re.compile(
 _MARK = b"@clusterkit {"
 # torch 2.13, multiprocessing/api.py: it tells of a rank that failed, and exits with 1 itself
 _TORCHRUN = re.compile(rb"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
+_WINDOW = 20  # lines of metrics that are remembered
 _LONGEST = 200  # characters of an error; a line between nodes has a bound
 
 
@@ -30,6 +33,9 @@ class Words:
 
     def __init__(self) -> None:
         self.step: int | None = None  # the last that a rank reported
+        self.metrics: deque[tuple[float, object]] = deque(maxlen=_WINDOW)
+        """When the newest lines of metrics came, by `clock.awake`, and their ``step_seconds``;
+        none once the program has said that it comes to its end."""
         self.codes: dict[int, int] = {}  # exit codes by process id, as torchrun tells them
         self._errors: dict[str, str] = {}  # by rank
         self._places: dict[str, str] = {}  # the last frame of the traceback that a rank writes
@@ -56,8 +62,12 @@ class Words:
             event = json.loads(text[len(_MARK) - 1 :])
         except ValueError:
             return
-        if event.get("event") == "metrics" and isinstance(event.get("step"), int):
-            self.step = event["step"]
+        if event.get("event") == "metrics":
+            self.metrics.append((clock.awake(), event.get("step_seconds")))
+            if isinstance(event.get("step"), int):
+                self.step = event["step"]
+        elif event.get("event") == "end":
+            self.metrics.clear()
 
     def failure(self, rank: int | None, code: int) -> Document:
         """What the other nodes hear of a rank (None: the launcher) that failed so.

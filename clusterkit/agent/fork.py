@@ -16,7 +16,13 @@ from pathlib import Path
 
 from clusterkit.agent import server
 from clusterkit.agent.processes import processes_of, send
-from clusterkit.agent.protocol import RANK_HEADER, WORKER_SOCKET, Document
+from clusterkit.agent.protocol import (
+    RANK_HEADER,
+    TRACE_FILE,
+    TRACE_SIGNAL,
+    WORKER_SOCKET,
+    Document,
+)
 from clusterkit.agent.signals import end_with_parent
 
 _LAST_LEVEL = 2  # of what the server imports, `preload.LEVELS`: nothing
@@ -216,6 +222,7 @@ class Fork:
             document = {
                 "start": self._starts, "argv": self._words, "cwd": os.getcwd(), "ranks": ranks,
                 "header": RANK_HEADER.decode(), "socket": str(self._folder / WORKER_SOCKET),
+                "trace": (TRACE_FILE, TRACE_SIGNAL),
                 "head": os.environ.get("MASTER_ADDR") if self._options.nodes > 1 else None,
             }  # fmt: skip
             os.write(order, json.dumps(document).encode())

@@ -9,13 +9,13 @@ import os
 import queue
 import selectors
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
 
 from clusterkit.agent import limits
 from clusterkit.agent.client import Client
+from clusterkit.agent.connections import is_free
 from clusterkit.agent.files import read_json
 from clusterkit.agent.launcher import Launcher, no_start
 from clusterkit.agent.processes import is_alive
@@ -32,6 +32,7 @@ from clusterkit.agent.protocol import (
 from clusterkit.agent.record import Record
 from clusterkit.agent.signals import STOPS, adopt_orphans, read_signals, sender, signal_handle
 from clusterkit.agent.stops import Stops
+from clusterkit.agent.watch import HANG, Watch
 
 
 class Node:
@@ -50,8 +51,7 @@ class Node:
         self.frozen: tuple[float, float] | None = None
         """Until when (monotonic), and for how many seconds, this process itself was stopped."""
         self.client: Client | None = None
-        self.orders: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-        """Of the coordinator, each with why."""
+        self.orders: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()  # each with why
         self.finished = False  # whether the run is over, for this node
         self.left = False
         """Whether this node was asked to end; where it can, the run goes on with another one."""
@@ -79,9 +79,7 @@ class Node:
         self.signals = signal_handle((*STOPS, signal.SIGCONT))
         for signum in STOPS:  # a shell ignores SIGINT for what it starts in the background
             signal.signal(signum, signal.SIG_DFL)
-        self.wake, self.waker = os.pipe()
-        for handle in (self.wake, self.waker):
-            os.set_blocking(handle, False)
+        self.wake, self.waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.record = Record(folder, self.first, echo=self.options.echo)
         self.log = self.record.log
         if self.options.time_limit is not None:
@@ -91,6 +89,7 @@ class Node:
         self.selector.register(self.signals, selectors.EVENT_READ)
         self.selector.register(self.wake, selectors.EVENT_READ)
         self.launcher = Launcher(self.options, folder, self.log, self.selector)
+        self.watch = Watch(self.options, folder, self.log, self._order)
         try:
             self.launcher.open_pipes()
             os.chdir(self.options.workdir)
@@ -122,12 +121,12 @@ class Node:
         # From 128 on Kubernetes' operators take it for the end of a pod that is to be replaced.
         return code if code < 128 or self.left or not rejoin else 1
 
-    def _join(self) -> None:
-        def order(what: str, why: str) -> None:
-            self.orders.put((what, why))
-            with contextlib.suppress(OSError):
-                os.write(self.waker, b".")
+    def _order(self, what: str, why: str) -> None:
+        self.orders.put((what, why))
+        with contextlib.suppress(OSError):
+            os.write(self.waker, b".")
 
+    def _join(self) -> None:
         # A node alone decides by the same rules, over a connection to itself.
         host, _, port = (self.options.coordinator or "127.0.0.1:0").rpartition(":")
         token = self.token if self.options.coordinator else os.urandom(16).hex().encode()
@@ -136,9 +135,10 @@ class Node:
             run={"run": os.environ["CLUSTERKIT_RUN_ID"],
                  "attempt": os.environ["CLUSTERKIT_ATTEMPT"]},
             token=token, lost_after=self.options.lost_after, wait=self.options.rejoin,
-            restarts=self.restarts, retry_on=self.options.retry_on,
-            order=order, say=self._say, warn=self.record.warn,
+            restarts=self.restarts, retry_on=self.options.retry_on, order=self._order,
+            hears=self.watch.hears, say=self._say, warn=self.record.warn,
         )  # fmt: skip
+        self.watch.send = self.client.send
         self.client.start()
 
     def _obey(self, order: str, why: str) -> None:
@@ -158,7 +158,12 @@ class Node:
             if self.running:
                 self.reason = None
                 self._stop()
-        else:
+        elif order in ("note", "over"):
+            self.record.stands(why or None)
+        elif order == "hang" and self.running and self.reason is None:
+            self.reason = f"{HANG}{why}"
+            self._stop()
+        elif order != "hang":
             self.finished = True
             stopped = self.obeyed or (self.running and self.reason is None)
             if order == "stop" and stopped and self.reason != LATE:
@@ -167,6 +172,7 @@ class Node:
 
     def _start(self) -> None:
         self.running, self.obeyed = True, False
+        self.watch.begin()
         self.record.goes_on()
         self.reason = self.launcher.start()
 
@@ -186,23 +192,16 @@ class Node:
         self.reason = self.reason or self.launcher.failure
         self.launcher.finish_output()
         if self.client is not None:
+            code, last, port = self._exit_code(), False, int(os.environ.get("MASTER_PORT", "0"))
+            if code and self.restarts:
+                # With rank 0's port taken, or a full disk, the next round would fail as well.
+                taken = port > 0 and os.environ["NODE_RANK"] == "0" and not is_free(port)
+                last = taken or not self.record.has_room()
             self.client.ended(
-                self._exit_code(), last=not self._can_start_again(),
-                failure=self.launcher.own_failure(), step=self.log.words.step,
-            )  # fmt: skip
+                code, last=last, failure=self.launcher.own_failure(), step=self.log.words.step
+            )
         if self.client is None or not self.again:
             self.finished = True
-
-    def _can_start_again(self) -> bool:
-        """Whether the disk has room for another attempt, and the port of rank 0's store is free."""
-        if not self.restarts or not self.record.has_room():
-            return not self.restarts
-        if os.environ["NODE_RANK"] != "0" or "MASTER_PORT" not in os.environ:
-            return True
-        with contextlib.suppress(OSError):
-            socket.create_server(("", int(os.environ["MASTER_PORT"]))).close()
-            return True
-        return False
 
     def _exit_code(self) -> int:
         if self.reason == LATE:
@@ -270,7 +269,8 @@ class Node:
 
     def _causes(self) -> list[str]:
         """What was done to this node that it, and others, may have failed of."""
-        found = self.stops.causes()
+        found = [self.reason] if self.reason and self.reason.startswith(HANG) else []
+        found += self.stops.causes()
         if self.frozen and time.monotonic() < self.frozen[0] + limits.RECENT_SECONDS:
             found.append(f"its agent was stopped (SIGSTOP) for {self.frozen[1]:.0f} s")
         return [*found, self.stray] if self.stray else found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 Document = dict[str, Any]  # A JSON object: a message between nodes, or a file of a node
@@ -12,6 +13,11 @@ RANK_ENDED = b"@clusterkit-rank-ended"
 """Begins a rank's last line where the agent is not its parent: rank and exit code follow."""
 WORKER_SOCKET = "rank-{RANK}.sock"
 """In a node's folder: where torch in a rank answers how that stands (torch's ``_WorkerServer``)."""
+TRACE_FILE = "clusterkit-trace"
+"""Name of the file in memory where a rank's faulthandler writes on TRACE_SIGNAL."""
+TRACE_SIGNAL = signal.SIGRTMAX - 7  # of which no program, nor the C library, is known to make use
+STILL, GOES_ON = "stands still: ", "the ranks go on"
+"""Begin the lines of a node's log by which it says that nothing moves, and that it does again."""
 PEER_TOKEN = "CLUSTERKIT_PEER_TOKEN"
 """Environment variable with the secret by which the nodes of a run know each other."""
 STOPPED = "stopped on request"  # why a node ended that was asked to by a signal

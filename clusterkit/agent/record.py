@@ -12,7 +12,7 @@ from clusterkit.agent import limits
 from clusterkit.agent.files import read_json, write_json
 from clusterkit.agent.node_log import NodeLog, lines_lost
 from clusterkit.agent.processes import identity
-from clusterkit.agent.protocol import Document
+from clusterkit.agent.protocol import GOES_ON, STILL, Document
 
 
 class Record:
@@ -28,7 +28,8 @@ class Record:
 
     def _begin(self, folder: Path) -> None:
         self._started["at"] = time.time()
-        self._started.pop("waits", None)
+        for key in ("waits", "hang"):
+            self._started.pop(key, None)
         write_json(folder / "started.json", self._started)
         with contextlib.suppress(OSError):
             (folder / _RESERVE).write_bytes(bytes(limits.RESERVE_BYTES))
@@ -65,6 +66,13 @@ class Record:
         self.log.lines("-", [text.encode()])
         self.remarks.append(text)
         self._tell()
+
+    def stands(self, text: str | None) -> None:
+        """Nothing moves, as the text says; None: it does again. `clusterkit status` shows it."""
+        if text != self._started.get("hang"):
+            self._started["hang"] = text
+            self._tell()
+            self.log.lines("-", [(GOES_ON if text is None else f"{STILL}{text}").encode()])
 
     def waits(self, why: str, seconds: float) -> None:
         """Nothing runs here until the next start, which may take so many seconds to come."""

@@ -14,6 +14,10 @@ from clusterkit.plan import Plan
 from clusterkit.runs import RunHandle, node_dir
 from clusterkit.status import NodeCause, NodeStatus, RankExit, State
 
+_HINTS = {
+    "SIGSTOP": "kill -CONT lets a stopped process go on",
+    "hang: ": "where it was only slow, hang_timeout in the job file gives it longer",
+}  # by what a cause's words hold
 _TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
@@ -73,6 +77,7 @@ def judge_running(node: int, host: str, started: bytes | None) -> NodeStatus:
     return NodeStatus(
         node=node, host=host, state=State.RESTARTING if waits else State.RUNNING,
         reason=waits.get("why"), until=waits.get("until"), remarks=remarks(started),
+        hang=_document(started or b"").get("hang"),
     )  # fmt: skip
 
 
@@ -153,7 +158,7 @@ def _causes(node: int, exit_json: bytes) -> list[NodeCause]:
         NodeCause(
             node=node,
             words=str(words),
-            hint="kill -CONT lets a stopped process go on" if "SIGSTOP" in str(words) else None,
+            hint=next((hint for word, hint in _HINTS.items() if word in str(words)), None),
             exit_code=code if isinstance(code, int) and code else 1,
         )
         for words in (found if isinstance(found, list) else ())
