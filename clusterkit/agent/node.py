@@ -192,11 +192,10 @@ class Node:
         self.reason = self.reason or self.launcher.failure
         self.launcher.finish_output()
         if self.client is not None:
-            code, last, port = self._exit_code(), False, int(os.environ.get("MASTER_PORT", "0"))
-            if code and self.restarts:
-                # With rank 0's port taken, or a full disk, the next round would fail as well.
-                taken = port > 0 and os.environ["NODE_RANK"] == "0" and not is_free(port)
-                last = taken or not self.record.has_room()
+            code, port = self._exit_code(), int(os.environ.get("MASTER_PORT", "0"))
+            # With rank 0's port taken, or a full disk, the next round would fail as well.
+            fit = os.environ["NODE_RANK"] != "0" or is_free(port)
+            last = bool(self.restarts and code) and not (fit and self.record.has_room())
             self.client.ended(
                 code, last=last, failure=self.launcher.own_failure(), step=self.log.words.step
             )
