@@ -92,7 +92,7 @@ def recorded(dump: Document, now: float) -> Document:
 
 
 def place(trace: str, folder: str) -> Document:
-    """``at``, ``busy``, ``doing`` of what ``faulthandler`` writes; its last thread is the main one."""
+    """``at``, ``busy``, ``doing`` of what faulthandler writes; its last thread is the main one."""
     frames = _FRAME.findall(trace.rpartition("(most recent call first):")[2])
     own = [frame for frame in frames if not _LIBRARY.search(frame[0])]
     if not frames:
