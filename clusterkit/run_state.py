@@ -154,12 +154,12 @@ def _judged(
     restarts = 0 if job is None else max(0, job.restarts - (handle.attempt - 1))
     begun = any(node.state is not State.PENDING for node in seen.nodes)
     attach = f"`clusterkit attach {folder.run_id}`"
-    if seen.state is State.RUNNING:
+    if seen.state is State.RUNNING or seen.queued:
         remark = (
             f"its supervisor is gone: {_alone(handle, progress, restarts)}; {attach} watches over "
             f"it again, `clusterkit cancel {folder.run_id}` ends it"
         )
-        return _replace(base, state=State.RUNNING, remark=remark), False
+        return _replace(base, state=seen.state, remark=remark), False
     if folder.is_cancelled():
         return _replace(base, state=State.CANCELLED, exit_code=EXIT_INTERRUPTED), False
     finished = max((node.ended_at or 0.0 for node in seen.nodes), default=0.0) or None

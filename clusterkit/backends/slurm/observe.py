@@ -115,7 +115,10 @@ def observation(
         if job is not None and node.state is State.FAILED and node.reason == job.ending
     )
     return msgspec.structs.replace(
-        found, goes_on=found.goes_on or again, causes=(*causes, *found.causes)
+        found,
+        goes_on=found.goes_on or again,
+        causes=(*causes, *found.causes),
+        queued=job is not None and job.means is State.PENDING,
     )
 
 
