@@ -16,7 +16,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -27,12 +27,13 @@ from clusterkit.errors import EXIT_FAILURE, CapabilityError, RunFailed
 from clusterkit.run import Run as Run
 from clusterkit.runs import Submission
 from clusterkit.spec import Job as Job
-from clusterkit.spec import JobSpec, parse_nodes
+from clusterkit.spec import JobSpec, parse_duration, parse_nodes
 from clusterkit.status import RunStatus, State
 
 if TYPE_CHECKING:
     from clusterkit import bandwidth
     from clusterkit import doctor as doctors
+    from clusterkit import warm as warmth
     from clusterkit.catalogue import CatalogueEntry
     from clusterkit.cluster import Facts
     from clusterkit.estimate import Estimate
@@ -380,6 +381,27 @@ def jobs() -> list[CatalogueEntry]:
     from clusterkit import catalogue
 
     return catalogue.entries(catalogue.find_folder())
+
+
+def warm(
+    action: Literal["status", "on", "off"] = "status", idle: float | str = "10m"
+) -> warmth.Warm:
+    """Whether what a run has imported stays in memory for the next one on this machine.
+
+    Args:
+        action: ``on`` and ``off`` change that; ``off`` also ends what is there.
+        idle: how long it stays, in seconds or as ``10m``.
+
+    Raises:
+        BadInput: ``idle`` is not a length of time.
+    """
+    from clusterkit import warm as warmth
+
+    if action == "on":
+        warmth.turn_on(parse_duration(idle, "idle"))
+    elif action == "off":
+        warmth.turn_off()
+    return warmth.state()
 
 
 def schema() -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from clusterkit.spec import Auto, Count, Spec
+from clusterkit.spec import Auto, Count, Duration, Spec
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Amount = Annotated[int, Meta(ge=0)]
@@ -35,6 +35,9 @@ class LocalCluster(Spec, frozen=True, kw_only=True):
     stop_grace: Grace = 10.0
     """Seconds between SIGTERM and SIGKILL when a run is ended; mpirun ends its ranks after 1 s of
     its own."""
+    warm: Duration | None = None
+    """How long what a run has imported stays in memory for the next one, such as `10m`; by default
+    what `clusterkit warm on` says, or not at all."""
 
 
 class Host(Spec, frozen=True, kw_only=True):

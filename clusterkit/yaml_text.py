@@ -1,28 +1,24 @@
-"""YAML as clusterkit writes it: plain words, shared parts, text of several lines as such. Pure.
-
-PyYAML's own writer takes 30 times as long, which a compose file of thousands of nodes would show.
-"""
+"""YAML as clusterkit writes it: plain words, shared parts, text of several lines as such. Pure."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import yaml
 
 _PLAIN = re.compile(
     r"[A-Za-z/_][A-Za-z0-9/_.$()-]*(:[A-Za-z0-9/_.-]+)*\Z"
     r"|--?[A-Za-z][A-Za-z0-9-]*(=[A-Za-z0-9$().-]+)?\Z"
     r"|[0-9]+[KMGTPE]i\Z"
 )
-"""Names and paths, options, amounts of memory."""
+"""Names and paths, options, amounts of memory: what no reader, of YAML 1.1 or 1.2, takes for
+something else. All other text is quoted."""
+_RESERVED = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none", "."})
 _FLOW_LENGTH = 80
 """Characters that a list may have which stands in one line."""
-_RESERVED = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none", "."})
-_ESCAPED = re.compile('[^\x20-\x7e\xa0-\ud7ff\ue000-\ufffd]|["\\\\\u2028\u2029\ufeff]')
-_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\x1b": "\\e"}
-_NO_BLOCK = re.compile("[^\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd]|[\u2028\u2029\ufeff]| \n| \\Z")
-"""What keeps a text from standing in lines of its own."""
 
 
 class Shared(dict[str, Any]):
@@ -45,92 +41,53 @@ def merged(shared: Shared, own: Mapping[str, Any]) -> dict[Any, Any]:
 def documents(objects: Sequence[Mapping[str, Any]], head: str = "") -> str:
     """Several documents as one text, in the order given, below ``head`` as a comment."""
     comment = "".join(f"# {line}".rstrip() + "\n" for line in head.splitlines())
-    return comment + "---\n".join(_document(each) for each in objects)
+    return comment + "---\n".join(
+        yaml.dump(each, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)
+        for each in objects
+    )
 
 
-def _document(content: Mapping[str, Any]) -> str:
-    written: set[str] = set()  # anchors
+class _Dumper(yaml.SafeDumper):
+    """Indents lists, and refers by anchor to what is `Shared` alone."""
 
-    def mapping(content: Mapping[Any, Any], pad: str) -> Iterator[str]:
-        for key, value in content.items():
-            name = "<<" if isinstance(key, _Merge) else _scalar(key)
-            yield from entry(f"{pad}{name}:", value, f"{pad}  ")
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)
 
-    def entry(begin: str, value: Any, pad: str) -> Iterator[str]:
-        """What follows ``begin`` in its line, and the lines below that."""
-        if isinstance(value, Shared):
-            if value.anchor in written:
-                yield f"{begin} *{value.anchor}"
-                return
-            written.add(value.anchor)
-            begin = f"{begin} &{value.anchor}"
-        if isinstance(value, Mapping):
-            yield begin if value else f"{begin} {{}}"
-            yield from mapping(value, pad)
-        elif isinstance(value, (list, tuple)):
-            if _in_one_line(value):
-                yield f"{begin} [{', '.join(map(_scalar, value))}]"
-            else:
-                yield begin
-                for each in value:
-                    yield from item(each, pad)
-        elif isinstance(value, str) and _is_block(value):
-            # The digit: the first line may begin with spaces.
-            hint = "2" if value[0] in " \n" else ""
-            hint += "+" if value.endswith("\n\n") else "" if value[-1] == "\n" else "-"
-            yield f"{begin} |{hint}"
-            for line in value.removesuffix("\n").split("\n"):
-                yield f"{pad}{line}" if line else ""
-        else:
-            yield f"{begin} {_scalar(value)}"
+    def ignore_aliases(self, data: Any) -> bool:
+        return not isinstance(data, Shared)
 
-    def item(value: Any, pad: str) -> Iterator[str]:
-        if isinstance(value, Mapping) and value and not isinstance(value, Shared):
-            lines = mapping(value, f"{pad}  ")
-        elif isinstance(value, (list, tuple)) and not _in_one_line(value):
-            lines = (line for each in value for line in item(each, f"{pad}  "))
-        else:
-            yield from entry(f"{pad}-", value, f"{pad}  ")
-            return
-        yield f"{pad}- {next(lines).lstrip(' ')}"
-        yield from lines
-
-    return "".join(f"{line}\n" for line in mapping(content, "")) or "{}\n"
+    def generate_anchor(self, node: Any) -> str:
+        return str(node.anchor)
 
 
-def _in_one_line(content: Sequence[Any]) -> bool:
-    length = 0
-    for each in content:
-        if isinstance(each, (Mapping, list, tuple)) or (isinstance(each, str) and _is_block(each)):
-            return False
-        length += len(each if isinstance(each, str) else _scalar(each)) + 2
-    return length <= _FLOW_LENGTH
+def _text(dumper: _Dumper, text: str) -> yaml.Node:
+    style = None if _PLAIN.match(text) and text.lower() not in _RESERVED else '"'
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, "|" if "\n" in text.rstrip("\n") else style
+    )
 
 
-def _is_block(text: str) -> bool:
-    return "\n" in text.rstrip("\n") and not _NO_BLOCK.search(text)
+def _list(dumper: _Dumper, items: Sequence[Any]) -> yaml.Node:
+    node = dumper.represent_list(items)
+    scalars = all(
+        isinstance(each, yaml.ScalarNode) and "\n" not in each.value for each in node.value
+    )
+    node.flow_style = scalars and sum(len(each.value) + 2 for each in node.value) <= _FLOW_LENGTH
+    return node
 
 
-def _scalar(value: Any) -> str:
-    if isinstance(value, str):
-        return _string(str(value))
-    if isinstance(value, float):
-        text = repr(value)
-        return text if "." in text else text.replace("e", ".0e")
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return "null" if value is None else str(value)
+def _shared(dumper: _Dumper, content: Shared) -> Any:
+    node: Any = dumper.represent_dict(content.items())
+    node.anchor = content.anchor
+    return node
 
 
-@lru_cache(maxsize=1024)
-def _string(text: str) -> str:
-    """Quoted where any reader, of YAML 1.1 or 1.2, might take it for something else (``1e3``)."""
-    if _PLAIN.match(text) and text.lower() not in _RESERVED:
-        return text
-    return f'"{_ESCAPED.sub(_escape, text)}"'
-
-
-def _escape(found: re.Match[str]) -> str:
-    code = ord(found[0])
-    width, letter = (2, "x") if code < 1 << 8 else (4, "u") if code < 1 << 16 else (8, "U")
-    return _ESCAPES.get(found[0]) or f"\\{letter}{code:0{width}X}"
+_Dumper.add_representer(str, _text)
+_Dumper.add_multi_representer(str, _text)
+_Dumper.add_multi_representer(dict, _Dumper.represent_dict)
+_Dumper.add_representer(list, _list)
+_Dumper.add_representer(tuple, _list)
+_Dumper.add_representer(Shared, _shared)
+_Dumper.add_representer(
+    _Merge, lambda dumper, _: dumper.represent_scalar("tag:yaml.org,2002:merge", "<<")
+)

@@ -28,12 +28,23 @@ def main(arguments: list[str]) -> int:
     run.add_argument("--spawn", action="store_true", help="start the command once per rank")
     run.add_argument("--fork", type=int, default=0, metavar="N",
                      help="fork the ranks: N words are Python and its options")  # fmt: skip
+    run.add_argument("--warm", type=float, default=0.0, metavar="SECONDS",
+                     help="of a server that stays so long after its last run")  # fmt: skip
     run.add_argument("--tagged", action="store_true", help="the launcher tags lines with ranks")
     run.add_argument("--coordinator", metavar="ADDRESS:PORT", help="where node 0 watches the rest")
     run.add_argument("--nodes", type=int, default=1, help="how many agents the run has")
     run.add_argument("--lost-after", type=float, default=30.0, help="seconds without a sign")
     run.add_argument("--rejoin", type=float, default=0.0, help="seconds to wait for lost nodes")
     run.add_argument("--restarts", type=int, default=0, help="how often all ranks start again")
+    run.add_argument("--hang-timeout", type=float, help="seconds; 0: never; else by the steps")
+    run.add_argument(
+        "--retry-on",
+        type=lambda text: [int(code) for code in text.split(",")],
+        default=[],
+        metavar="CODES",
+        help="only after a rank's exit with one of these",
+    )
+    run.add_argument("--time-limit", type=float, help="seconds from this node's first start on")
     run.add_argument("--echo", action="store_true", help="print the log's lines as well")
     run.add_argument("--last-words", type=Path, metavar="FILE", help="exit.json goes there, too")
     run.add_argument("argv", nargs="+", help="the command, after --")

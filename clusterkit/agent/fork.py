@@ -13,42 +13,20 @@ import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from clusterkit.agent.processes import send
-from clusterkit.agent.protocol import RANK_HEADER, WORKER_SOCKET, Document
+from clusterkit.agent import server
+from clusterkit.agent.processes import processes_of, send
+from clusterkit.agent.protocol import (
+    RANK_HEADER,
+    TRACE_FILE,
+    TRACE_SIGNAL,
+    WORKER_SOCKET,
+    Document,
+)
 from clusterkit.agent.signals import end_with_parent
 
-_MODULES = ("eager", "preload", "rank", "program", "forkserver")
 _LAST_LEVEL = 2  # of what the server imports, `preload.LEVELS`: nothing
 _HANDLES = 200  # that fit into one message; unix(7)
-# Run by the server, as "<clusterkit>". The program starts from the outermost frame, so that nothing
-# but this one stands below it.
-_MAIN = """
-import sys
-config["modules"] = frozenset(sys.modules)
-spaces = {}
-for name, text in config["texts"].items():
-    spaces[name] = {"__name__": "clusterkit_" + name}
-    exec(compile(text, f"<clusterkit {name}>", "exec", dont_inherit=True), spaces[name])
-preload = spaces["preload"]["Preload"](config, spaces["eager"])
-program = spaces["forkserver"]["run"](
-    config, preload, spaces["rank"]["become"], spaces["program"]["Program"]
-)
-error = None
-for step in range(2):  # find the program, and be it
-    try:
-        program.start(*program.arguments)
-    except BaseException as raised:
-        error = raised
-        break
-program.end(error)
-"""
-# What the server's command line holds; the handle is that of a file in memory.
-_LOADER = (
-    "exec(compile((lambda os: os.pread({0}, os.fstat({0}).st_size, 0))(__import__('os')),"
-    "'<clusterkit>','exec'),{{'__name__':'clusterkit'}})"
-)
 
 
 class Fork:
@@ -75,8 +53,10 @@ class Fork:
         self.running: dict[int, int] = {}
         self.kept: set[int] = set()
         self.failure: str | None = None
-        self._server: subprocess.Popen[bytes] | None = None
-        self._handle = -1  # tells of the server's end
+        self._idle: float = options.warm  # of a warm server; 0: none
+        self._there = False  # whether there is a server, or was asked for
+        self._process: subprocess.Popen[bytes] | None = None  # None: a fork of a warm server
+        self._handle = -1  # of the process
         self._ready = False  # whether it has done its imports
         self._starts = 0
         self._orders: list[int] = []  # handles of the files that hold this start's
@@ -87,7 +67,7 @@ class Fork:
 
     def start(self) -> None:
         self.failure = None
-        if self._server is None:
+        if not self._there:
             self._start_server(level=0)
         self._starts += 1
         self.running = dict.fromkeys(range(self._options.nproc), 0)
@@ -102,8 +82,9 @@ class Fork:
             self._told(0, -signal.SIGTERM)
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.kill()
+        if self._there:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
             self._forget_server()
         self._forget_orders()
         for path in self._folder.glob(WORKER_SOCKET.format(RANK="*")):
@@ -113,53 +94,75 @@ class Fork:
 
     def _start_server(self, level: int) -> None:
         mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        source = os.memfd_create("clusterkit")
-        text, env = _LOADER.format(source), self._environment()
-        config = {
-            "texts": {name: _text(name) for name in _MODULES}, "argv": self._python,
-            "words": self._words, "env": env, "channel": other.fileno(), "source": source,
-            "text": text,
-        }  # fmt: skip
-        output = self._output()
+        output, env = self._output(), self._environment()
+        process, self.kept = None, set()
         try:
-            os.write(source, f"config = {config!r}\n{_MAIN}".encode())
-            server = subprocess.Popen(
-                [*self._python, "-c", text, str(level)], env=env, stdin=subprocess.DEVNULL,
-                stdout=output, stderr=output, process_group=0, preexec_fn=end_with_parent,
-                pass_fds=(other.fileno(), source),
-            )  # fmt: skip
+            if not (self._idle and self._ask(env, other.fileno(), output)):
+                process = server.start(
+                    self._python, self._words, env, other.fileno(), output, level=level,
+                    begin=end_with_parent,
+                )  # fmt: skip
         except BaseException:
             mine.close()
             raise
         finally:
             other.close()
-            os.close(source)
             os.close(output)
-        self._server, self._channel, self._ready, self._level = server, mine, False, level
-        self.kept = {server.pid}
+        self._channel, self._process, self._level = mine, process, level
+        self._there, self._ready = True, False
         mine.setblocking(False)
-        self._handle = os.pidfd_open(server.pid)
         self._selector.register(mine, selectors.EVENT_READ, self._hear)
-        self._selector.register(self._handle, selectors.EVENT_READ, self._server_ended)
+        if process is not None:
+            self._know(process.pid)
+            self._selector.register(self._handle, selectors.EVENT_READ, self._server_ended)
+
+    def _ask(self, env: dict[str, str], channel: int, output: int) -> bool:
+        """Whether a fork of a warm server is going to serve; it is no child of this process."""
+        from clusterkit.agent import warm
+
+        folder = Path(env["CLUSTERKIT_RUN_DIR"]).parents[1] / "warm"
+        try:
+            warm.ask(folder, self._idle, self._python, self._words, env, channel, output)
+        except (OSError, subprocess.SubprocessError) as error:
+            self._be_cold(str(error))
+        return self._idle > 0
+
+    def _be_cold(self, why: str) -> None:
+        self._idle = 0.0
+        output = self._output()
+        os.write(output, f"without a warm fork server: {why}\n".encode())
+        os.close(output)
+
+    def _know(self, pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # the channel's end is heard of as well
+            self._handle, self.kept = os.pidfd_open(pid), {pid}
 
     def _forget_server(self) -> int:
-        """Its exit code."""
-        assert self._server is not None
-        code = self._server.wait()
-        for each in (self._channel, self._handle):
-            self._selector.unregister(each)
+        """Its exit code, or 1 where nobody here is told."""
+        code = 1
+        self._selector.unregister(self._channel)
         self._channel.close()
-        os.close(self._handle)
-        self._server, self.kept = None, set()
+        if self._process is not None:
+            code = self._process.wait()
+            self._selector.unregister(self._handle)
+        if self._handle >= 0:
+            os.close(self._handle)
+        self._there, self._handle, self.kept = False, -1, set()
         return code
 
     def _server_ended(self) -> None:
-        self._hear()
-        code = self._forget_server()
-        if code < 0 and not self._ready and self._level < _LAST_LEVEL:
+        self._drain()
+        code, level = self._forget_server(), self._level + 1
+        if self._process is None:
+            place = os.environ.get("CLUSTERKIT_NODE_DIR", str(self._folder))  # of this attempt
+            send(processes_of(place, "CLUSTERKIT_NODE_DIR"), signal.SIGKILL)
+            if not self._ready:
+                self._be_cold("it ended")
+                code, level = -signal.SIGKILL, 0
+        if code < 0 and not self._ready and level <= _LAST_LEVEL:
             # What it imported may have killed it.
             try:
-                self._start_server(self._level + 1)
+                self._start_server(level)
                 if self.running:
                     self._order()
                 return
@@ -167,19 +170,30 @@ class Fork:
                 pass
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         self.failure = f"the Python that forks the ranks ended: {how}"
-        lost, self.running = list(self.running.values()), {}
-        for pid in lost:
-            self._told(pid, code or 1)
+        lost, self.running = len(self.running), {}
+        for _ in range(lost):
+            self._told(0, code or 1)  # it is no rank's own end
 
     def _hear(self) -> None:
-        """What the server tells."""
-        with contextlib.suppress(OSError):  # nothing more there; or it is gone
+        if not self._drain() and self._process is None:
+            self._server_ended()
+
+    def _drain(self) -> bool:
+        """Hear what the server tells; whether more may come."""
+        try:
             while message := self._channel.recv(1 << 16):
                 self._heard(json.loads(message))
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
 
     def _heard(self, message: Document) -> None:
         if "ready" in message:
             self._ready = True
+            if self._process is None:
+                self._know(message["ready"])
         elif "number" in message:
             number, pid = message["number"], message["pid"]
             if message["start"] == self._starts and number in self.running:
@@ -208,6 +222,7 @@ class Fork:
             document = {
                 "start": self._starts, "argv": self._words, "cwd": os.getcwd(), "ranks": ranks,
                 "header": RANK_HEADER.decode(), "socket": str(self._folder / WORKER_SOCKET),
+                "trace": (TRACE_FILE, TRACE_SIGNAL),
                 "head": os.environ.get("MASTER_ADDR") if self._options.nodes > 1 else None,
             }  # fmt: skip
             os.write(order, json.dumps(document).encode())
@@ -249,10 +264,3 @@ class Fork:
             "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "False",
             "TORCHELASTIC_ERROR_FILE": f"{place}/rank-{rank}-error.json",
         }  # fmt: skip
-
-
-def _text(name: str) -> str:
-    """The source of a module of this package, which lies in a folder or in the archive."""
-    spec: Any = __spec__
-    data: bytes = spec.loader.get_data(os.path.join(os.path.dirname(__file__), f"{name}.py"))
-    return data.decode()

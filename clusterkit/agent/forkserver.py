@@ -1,17 +1,17 @@
 """The program that imports torch once and forks the ranks of a node.
 
-The agent (`fork`) has the job's own Python run the text of this module and of `preload`, `rank`,
-`program` and `eager`, with the job's options and environment. They are no modules there: nothing
-of clusterkit stands in ``sys.modules`` or on ``sys.path`` of the program that a fork becomes.
-Standard library only, and any Python from 3.9 on.
+The agent (`server`) has the job's own Python run the text of this module and of `preload`, `rank`,
+`program`, `eager` and `standby`, with the job's options and environment. They are no modules there:
+nothing of clusterkit stands in ``sys.modules`` or on ``sys.path`` of the program that a fork
+becomes. Standard library only, and any Python from 3.9 on.
 
 What goes through the channel, a socket of packets:
 
 * to here: one byte and handles, of a file that holds an order and of the ranks' outputs. The
   order is read when its turn comes and node 0 can be found by name; one that is empty by then was
   taken back.
-* from here, JSON: ``{"ready": seconds}``, ``{"start": .., "number": .., "pid": ..}`` when a rank
-  begins and ``{"pid": .., "status": ..}`` when it has ended.
+* from here, JSON: ``{"ready": pid}`` after the imports, ``{"start": .., "number": .., "pid": ..}``
+  when a rank begins and ``{"pid": .., "status": ..}`` when it has ended.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 Document = dict[str, Any]
@@ -119,29 +118,28 @@ def _await_head(file: int) -> None:
     os.write(2, f"the name {name} does not resolve; going on without it\n".encode())
 
 
-def run(
-    config: Document, preload: Any, become: Callable[..., None], program: Callable[..., Any]
-) -> Any:
+def run(config: Document, spaces: Document) -> Any:
     """Import and serve; returns in every fork, with the `program.Program` that it is to be.
 
     Args:
-        config: what `fork` says of the program; ``channel`` is the socket's handle.
-        preload: a `preload.Preload`.
-        become: `rank.become`.
-        program: `program.Program`.
+        config: what `server` says of the program; ``channel`` is the socket's handle.
+        spaces: what the modules define, by their names.
     """
-    began = time.perf_counter()
+    began = time.time()
     environment = dict(os.environ)
     if sys.path[:1] == [""]:
         del sys.path[0]  # of ``-c``; the program's own folder is a rank's to add
-    server = Server(config["channel"])
     gc.disable()  # nothing of an import is garbage
+    preload = spaces["preload"]["Preload"](config, spaces["eager"])
     preload()
     gc.freeze()  # a rank's collections leave alone, and do not copy, what all ranks share
-    server.tell({"ready": round(time.perf_counter() - began, 3)})
+    if "idle" in config:
+        spaces["standby"]["Standby"](config, preload, spaces, began).wait()
+    server = Server(config["channel"])
+    server.tell({"ready": os.getpid()})
     order = server.serve()
     gc.enable()
     os.close(config["source"])
-    become(order, config, environment)
+    spaces["rank"]["become"](order, config, environment)
     last = preload.record if order["number"] == 0 else lambda code: None
-    return program(order["argv"], config["modules"], last)
+    return spaces["program"]["Program"](order["argv"], config["modules"], last)

@@ -13,7 +13,7 @@ from pathlib import Path
 from clusterkit.agent import limits
 from clusterkit.agent.fork import Fork
 from clusterkit.agent.node_log import NodeLog
-from clusterkit.agent.processes import descendants, is_alive, kill_all_below, send, wait_gone
+from clusterkit.agent.processes import all_below, is_alive, kill_all_below, send, wait_gone
 from clusterkit.agent.protocol import Document
 from clusterkit.agent.spawn import Processes, Spawn
 from clusterkit.agent.streams import Stream
@@ -38,6 +38,7 @@ class Launcher:
         self._log = log
         self._selector = selector
         self.ended: list[Document] = []  # how the processes of this start ended
+        self.first: Document | None = None  # the first that failed, before it was asked to stop
         self.deadline: float | None = None  # when what still runs is killed
         self.stop_at: float | None = None
         """When the other ranks are asked to stop, after one failed."""
@@ -72,6 +73,7 @@ class Launcher:
     def start(self) -> str | None:
         """Start all processes; why that failed, if it did."""
         self.ended, self.deadline, self.stop_at, self.without_ranks = [], None, None, False
+        self.first = None
         try:
             self._processes.start()
         except OSError as error:
@@ -114,14 +116,27 @@ class Launcher:
     def _ended(self, pid: int, code: int) -> None:
         """Note how a process ended; a rank that failed ends the others soon."""
         self.ended.append({"pid": pid, "exit_code": code, "at": time.time()})
+        if code and self.deadline is None and self.first is None:
+            self.first = self.ended[-1]
         if code and self._ranks and self.deadline is None and self.stop_at is None:
             self.stop_at = time.monotonic() + limits.RANKS_GRACE
 
     @property
     def exit_code(self) -> int:
         """Of the first process that failed, as a shell gives it."""
-        first = next((end["exit_code"] for end in self.ended if end["exit_code"]), 0)
-        return 128 - first if first < 0 else int(first)
+        return shell_code(next((end["exit_code"] for end in self.ended if end["exit_code"]), 0))
+
+    def own_failure(self) -> Document | None:
+        """How the first rank of this start failed, unless it was asked to stop; `Words.failure`."""
+        if self.first is None:
+            return None
+        log, pid, code = self._log, self.first["pid"], self.first["exit_code"]
+        ranks = {rank["pid"]: rank["rank"] for rank in log.ranks}
+        if log.rank_ends:  # those of deepspeed and mpirun say so themselves
+            first = log.rank_ends[0]
+            return log.words.failure(first["rank"], shell_code(first["exit_code"]))
+        pid, code = next(iter(log.words.codes.items()), (pid, code))
+        return log.words.failure(ranks.get(pid), shell_code(code))
 
     def stop(self) -> None:
         """Ask everything to end, and kill it after the grace."""
@@ -149,7 +164,7 @@ class Launcher:
         now = time.monotonic()
         if self.deadline is not None and now >= self.deadline:
             self.deadline = now + 1
-            send(self._below(), signal.SIGKILL)
+            send(all_below(self._processes.kept), signal.SIGKILL)
         if self.stop_at is None or now < self.stop_at:
             return False
         self.stop_at = None
@@ -161,7 +176,7 @@ class Launcher:
         Returns:
             Whether there were ranks although the launcher had ended with 0: it has failed then.
         """
-        left = self._below()
+        left = all_below(self._processes.kept)
         if not left:
             return False
         failed = self.exit_code == 0 and not {r["pid"] for r in self._log.ranks}.isdisjoint(left)
@@ -175,10 +190,6 @@ class Launcher:
         wait_gone(left, seconds)
         kill_all_below(self._processes.kept)
         return failed
-
-    def _below(self) -> list[int]:
-        """Every process of this start, and what they have started."""
-        return [pid for pid in descendants(os.getpid()) if pid not in self._processes.kept]
 
     def finish_output(self) -> None:
         """Log what is left of this start's output; nothing is due any more."""
@@ -199,6 +210,11 @@ class Launcher:
         for slot in range(self._options.nproc):
             with contextlib.suppress(OSError):
                 os.unlink(self._folder / f"pipe-{slot}")
+
+
+def shell_code(code: int) -> int:
+    """An exit code as a shell gives it: 128 + N for a process that signal N ended."""
+    return 128 - code if code < 0 else code
 
 
 def no_start(error: OSError) -> tuple[int, str]:

@@ -54,7 +54,7 @@ class Preload:
         safe = getattr(sys.flags, "safe_path", sys.flags.isolated)
         self._folder = os.getcwd() if self._module else os.path.dirname(self._program)
         self._first = "" if safe else self._folder
-        self._file = self._memory()
+        self.memory = self._memory()
         known = self._known()
         self._recorded: list[str] = known.get("names", [])
         self.level = max(int(sys.argv[1]), known.get("level", 0))
@@ -67,7 +67,9 @@ class Preload:
         if wanted:
             self._import(wanted)
             if why := self._unfit(modules, handles):
-                self._again(why)
+                said = f"imports ahead of the program brought {why}: without {LEVELS[self.level]}\n"
+                os.write(2, said.encode())
+                self.again(self.level + 1)
         if self.level > self._known_level:
             self._write({"level": self.level, "names": self._recorded})
 
@@ -115,14 +117,12 @@ class Preload:
         """Whether the program would find a module of this name beside itself."""
         return _module_file(self._first, name) is not None
 
-    def _again(self, why: str) -> None:
-        """Be the same process with nothing imported, one level down."""
+    def again(self, level: int, *more: str) -> None:
+        """Be the same process with nothing imported."""
         config = self._config
-        said = f"imports ahead of the program brought {why}: without {LEVELS[self.level]}\n"
-        os.write(2, said.encode())
         for handle in (config["channel"], config["source"]):
             os.set_inheritable(handle, True)
-        argv = [*config["argv"], "-c", config["text"], str(self.level + 1)]
+        argv = [*config["argv"], "-c", config["text"], str(level), *more]
         os.execvpe(argv[0], argv, config["env"])
 
     # -- what is known of the program
@@ -166,7 +166,7 @@ class Preload:
         return os.path.join(home, "clusterkit", "imports", f"{digest[:16]}.json")
 
     def _known(self) -> Document:
-        with contextlib.suppress(OSError, TypeError, ValueError), open(self._file, "rb") as file:
+        with contextlib.suppress(OSError, TypeError, ValueError), open(self.memory, "rb") as file:
             known = json.loads(file.read(MOST_BYTES))
             old = time.time() - os.fstat(file.fileno()).st_mtime > _LEVEL_SECONDS
             return {**known, "level": 0} if old else dict(known)
@@ -174,7 +174,7 @@ class Preload:
 
     def record(self, code: int) -> None:
         """Keep what is imported now, for the program's next run."""
-        packages = _site_folders()
+        packages = site_folders()
         names = [
             name
             for name, module in list(sys.modules.items())
@@ -188,13 +188,13 @@ class Preload:
             self._write({"level": self.level, "names": names})
 
     def _write(self, document: Document) -> None:
-        temporary = f"{self._file}.{os.getpid()}"
+        temporary = f"{self.memory}.{os.getpid()}"
         with contextlib.suppress(OSError):
-            os.makedirs(os.path.dirname(self._file), exist_ok=True)
+            os.makedirs(os.path.dirname(self.memory), exist_ok=True)
             with open(temporary, "w") as file:
                 json.dump(document, file)
-            os.replace(temporary, self._file)
-            others = list(os.scandir(os.path.dirname(self._file)))
+            os.replace(temporary, self.memory)
+            others = list(os.scandir(os.path.dirname(self.memory)))
             others.sort(key=lambda other: other.stat().st_mtime)
             for other in others[:-_MOST_PROGRAMS]:
                 os.unlink(other)
@@ -206,7 +206,7 @@ def _module_file(folder: str, name: str) -> str | None:
     return next((place for place in places if os.path.isfile(place)), None)
 
 
-def _site_folders() -> tuple[str, ...]:
+def site_folders() -> tuple[str, ...]:
     """Where packages are installed, each with a slash behind it."""
     found = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     with contextlib.suppress(Exception):

@@ -72,26 +72,26 @@ def is_stopped(recorded: Document) -> bool | None:
     return _fields(stat)[0] == b"T"
 
 
-def descendants(root: int) -> list[int]:
-    """Living processes below ``root``, parents first."""
+def descendants(*roots: int) -> list[int]:
+    """Living processes below these, parents first."""
     children: dict[int, list[int]] = {}
     for pid in _all_pids():
         stat = _stat(pid)
         if process_start(stat) is not None:
             children.setdefault(int(_fields(stat)[1]), []).append(pid)
-    found = [root]
+    found = list(roots)
     for pid in found:
-        found += children.get(pid, [])
-    return found[1:]
+        found += children.pop(pid, [])
+    return found[len(roots) :]
 
 
-def processes_of(run_dir: str) -> list[int]:
+def processes_of(folder: str, variable: str = "CLUSTERKIT_RUN_DIR") -> list[int]:
     """Living processes that carry this run's folder in the environment they started with.
 
     The folder's name was made for the run alone, and every process of the run inherits it:
     this finds the ones that lost their parent before anybody recorded them.
     """
-    mark = b"CLUSTERKIT_RUN_DIR=" + os.fsencode(run_dir)
+    mark = os.fsencode(f"{variable}={folder}")
     spared = {os.getpid(), *_ancestors(os.getpid())}
     found = []
     for pid in _all_pids():
@@ -119,9 +119,14 @@ def send(pids: Iterable[int], signum: int) -> None:
             os.kill(pid, signum)
 
 
+def all_below(kept: Collection[int] = ()) -> list[int]:
+    """Every descendant of this process, and of those ``kept``, but not those."""
+    return [pid for pid in descendants(os.getpid(), *kept) if pid not in kept]
+
+
 def kill_all_below(kept: Collection[int] = ()) -> None:
-    """SIGKILL for every descendant of this process but those ``kept``, until none is left."""
-    while left := [pid for pid in descendants(os.getpid()) if pid not in kept]:
+    """SIGKILL for `all_below`, until none is left."""
+    while left := all_below(kept):
         send(left, signal.SIGKILL)
         wait_gone(left, 1.0)
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
+import fcntl
 import importlib
 import importlib.abc
 import importlib.util
@@ -22,7 +24,7 @@ from typing import Any
 
 Document = dict[str, Any]
 _PR_SET_PDEATHSIG, _PR_SET_MM, _PR_SET_MM_MAP = 1, 35, 14
-_libc = ctypes.CDLL(None, use_errno=True)
+libc = ctypes.CDLL(None, use_errno=True)
 _kept: list[Any] = []  # what must live as long as the process
 
 
@@ -36,7 +38,7 @@ def become(order: Document, config: Document, environment: Mapping[str, str]) ->
     """
     os.setpgid(0, 0)
     # As a launcher's rank: SIGTERM if the agent, and by that the server, is killed with -9.
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != order["server"]:
         os.kill(os.getpid(), signal.SIGTERM)
     env = order["env"]
@@ -47,10 +49,11 @@ def become(order: Document, config: Document, environment: Mapping[str, str]) ->
     os.chdir(order["cwd"])
     argv, words = config["argv"], order["argv"]
     _set_environment(environment, env)
-    _set_title([*argv, *words], env)
+    set_title([*argv, *words], env)
     if hasattr(sys, "orig_argv"):
         sys.orig_argv[:] = [*argv, *words]
     _be_another_process()
+    _trace(*order["trace"])
     _serve(order["socket"].format(**env))
 
 
@@ -73,11 +76,14 @@ def _be_another_process() -> None:
         vars(threading.Thread)["_set_native_id"](threading.main_thread())
 
 
-def _set_title(argv: list[str], env: Mapping[str, str]) -> None:
+def set_title(argv: list[str], env: Mapping[str, str]) -> bool:
     """Have ``/proc/PID/cmdline`` and ``environ`` show the program, to ps, py-spy and `stop`.
 
     Where the kernel does not take it (PR_SET_MM_MAP; prctl(2)) they show the server's own, whose
     environment names the run as well.
+
+    Returns:
+        Whether it did.
     """
     words = b"".join(os.fsencode(word) + b"\0" for word in argv)
     block = ctypes.create_string_buffer(
@@ -89,12 +95,20 @@ def _set_title(argv: list[str], env: Mapping[str, str]) -> None:
         fields = [b"", b"", b"", *(file.read().rpartition(b")")[2].split())]
     start_code, end_code, stack = (int(fields[number]) for number in (26, 27, 28))
     start_data, end_data, start_brk = (int(fields[number]) for number in (45, 46, 47))
-    _libc.sbrk.restype = ctypes.c_void_p
+    libc.sbrk.restype = ctypes.c_void_p
     layout = struct.pack(
-        "=12QIi", start_code, end_code, start_data, end_data, start_brk, _libc.sbrk(0) or 0, stack,
+        "=12QIi", start_code, end_code, start_data, end_data, start_brk, libc.sbrk(0) or 0, stack,
         at, at + len(words), at + len(words), at + len(block) - 1, 0, 0, -1,
     )  # fmt: skip
-    _libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, layout, len(layout), 0)
+    return int(libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, layout, len(layout), 0)) == 0
+
+
+def _trace(name: str, signum: int) -> None:
+    """Have a signal write where every thread is, whatever the interpreter does meanwhile."""
+    with contextlib.suppress(OSError, AttributeError):
+        file = os.memfd_create(name)
+        fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
+        faulthandler.register(signum, file)
 
 
 def _serve(path: str) -> None:

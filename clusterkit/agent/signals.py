@@ -55,12 +55,17 @@ def sender(signum: int, pid: int, uid: int) -> tuple[str, bool]:
     return f"{name} from process {pid} of user {uid}{f' ({command})' if command else ''}", False
 
 
-def adopt_orphans() -> None:
+def adopt_orphans(on: bool = True) -> None:
     """Become the parent of every descendant that loses its own."""
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
+
+
+def take_signals() -> None:
+    """In a process that the agent starts: take them as usual."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPS, signal.SIGCONT))
 
 
 def end_with_parent() -> None:
     """In a new launcher: take signals as usual, and SIGTERM if the agent is killed with -9."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPS, signal.SIGCONT))
+    take_signals()
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

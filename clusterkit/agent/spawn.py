@@ -20,7 +20,7 @@ class Processes(Protocol):
     running: dict[int, int]
     """Process ids by number, from a start on; 0: not known yet."""
     kept: set[int]
-    """Processes that outlive a start, for the next one."""
+    """Processes that outlive a start, for the next one; not all are below this one."""
     failure: str | None
     """Why no more can be started, where their ends do not say it."""
 

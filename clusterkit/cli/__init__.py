@@ -31,6 +31,7 @@ VERBS = {
     "plot": "Draw loss and tokens/s of one or several runs.",
     "doctor": "Check hosts, GPUs, network and software before a run.",
     "bench": "Measure bandwidth and latency between nodes; find the slow link.",
+    "warm": "Keep what a run has imported in memory, for the next one.",
     "rm": "Remove the folders of runs that have ended.",
     "schema": "Print the JSON schema of job files, for editors.",
     "completion": "Print the completion script for a shell.",

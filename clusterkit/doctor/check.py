@@ -16,7 +16,8 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
-from clusterkit.doctor.base import HostSubject, Machine, Verdict, fail, shortened, warn
+from clusterkit.doctor.base import HostSubject, Machine, Verdict, described, fail, warn
+from clusterkit.doctor.words import shortened
 from clusterkit.errors import ClusterkitError
 
 T = TypeVar("T")
@@ -212,8 +213,7 @@ class Check:
     pointless: Callable[[HostSubject], str | None] = always
 
 
-def check(
-    name: str, purpose: str, *scripts: Script[Any], **options: Any
-) -> Callable[[Judge], Check]:
-    """Make a `Check` of the function that judges, with its other attributes as options."""
-    return lambda judge: Check(name, purpose, judge, scripts, **options)
+def check(*scripts: Script[Any], **options: Any) -> Callable[[Judge], Check]:
+    """Make a `Check` of the function that judges: its docstring is the purpose. The check's other
+    attributes are options."""
+    return lambda judge: Check(*described(judge), judge, scripts, **options)

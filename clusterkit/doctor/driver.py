@@ -45,8 +45,26 @@ def user_of(uid: int) -> str:
         return str(uid)
 
 
+def run(*argv: str, seconds: float = 20) -> dict[str, Any] | None:
+    """How a command ended: ``exit_code``, ``stdout``, ``stderr``; None where it is not there."""
+    import subprocess
+
+    try:
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds,
+            env={**os.environ, "LC_ALL": "C"},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        text = f"{argv[0]} did not end within {seconds:g} s"
+        return {"exit_code": -1, "stdout": "", "stderr": text}
+    except OSError:
+        return None
+    texts = [text.decode("utf-8", "replace") for text in (done.stdout, done.stderr)]
+    return {"exit_code": done.returncode, "stdout": texts[0], "stderr": texts[1][:4096]}
+
+
 HELPERS = {
-    "text_of": text_of, "user_of": user_of,
+    "text_of": text_of, "user_of": user_of, "run": run,
     "contextlib": contextlib, "errno": errno, "glob": glob, "os": os, "pwd": pwd, "re": re,
     "socket": socket, "sys": sys, "threading": threading, "time": time,
 }  # fmt: skip
@@ -54,7 +72,7 @@ HELPERS = {
 
 
 def main(tasks: list[dict[str, Any]], given: dict[str, Any], interpreter: str) -> None:
-    """Run the tasks, print one line for each as it ends, and end this process.
+    """Run the tasks, print one line for each, and end this process.
 
     Args:
         tasks: ``name``, ``function``, ``source``, ``limit`` (seconds) and ``safe`` of each.
@@ -71,7 +89,9 @@ def main(tasks: list[dict[str, Any]], given: dict[str, Any], interpreter: str) -
         for task in tasks:
             if task["safe"]:
                 _print({"name": task["name"], **json.loads(_run(task, given).decode())})
-        _await_all(running)
+        # Side by side, whoever is asked first: those that end soon do not wait for the others.
+        for name, pid, reader, until in sorted(running, key=lambda work: work[3]):
+            _print({"name": name, **_answer(pid, reader, until)})
         _print({"ended": time.time()})
     except BrokenPipeError:
         pass  # nobody reads any more
@@ -82,32 +102,31 @@ def main(tasks: list[dict[str, Any]], given: dict[str, Any], interpreter: str) -
         os._exit(code)
 
 
-def _start_all(tasks: list[dict[str, Any]], given: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """What runs, by the pipe that its answer comes through."""
-    running: dict[int, dict[str, Any]] = {}
+def _start_all(
+    tasks: list[dict[str, Any]], given: dict[str, Any]
+) -> list[tuple[str, int, int, float]]:
+    """Name, process, pipe and last moment of each task that could be started."""
+    running = []
     for task in tasks:
         try:
-            reader, pid = _start(task, given, list(running))
+            pid, reader = _start(task, given)
         except OSError as error:
             _print({"name": task["name"], "error": f"cannot start a process: {error}"})
             continue
-        until = time.monotonic() + task["limit"]
-        running[reader] = {"pid": pid, "name": task["name"], "data": b"", "until": until}
+        running.append((task["name"], pid, reader, time.monotonic() + task["limit"]))
     return running
 
 
-def _start(task: dict[str, Any], given: dict[str, Any], others: list[int]) -> tuple[int, int]:
+def _start(task: dict[str, Any], given: dict[str, Any]) -> tuple[int, int]:
     reader, writer = os.pipe()
     pid = os.fork()
     if pid:
         os.close(writer)
-        return reader, pid
+        return pid, reader
     try:
         os.setpgid(0, 0)
         # Should the parent be killed, this ends all the same.
         signal.alarm(int(task["limit"]) + 10)
-        for handle in [reader, *others]:
-            os.close(handle)
         nothing = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(nothing, stream)
@@ -131,46 +150,38 @@ def _run(task: dict[str, Any], given: dict[str, Any]) -> bytes:
         return json.dumps({"error": f"{type(error).__name__}: {error}"[:500]}).encode()
 
 
-def _await_all(running: dict[int, dict[str, Any]]) -> None:
-    poll = select.poll()
-    for reader in running:
-        poll.register(reader, select.POLLIN)
-    while running:
-        wait = min(work["until"] for work in running.values()) - time.monotonic()
-        for reader, _ in poll.poll(max(0, wait) * 1000 + 1):
-            work = running[reader]
+def _answer(pid: int, reader: int, until: float) -> dict[str, Any]:
+    """What a task wrote into its pipe, or why that is nothing."""
+
+    def kill() -> None:
+        # Not waited for: a process that hangs in a dead NFS mount ends when that answers again.
+        for end in (os.killpg, os.kill):
+            with contextlib.suppress(OSError):
+                end(pid, signal.SIGKILL)
+
+    data = b""
+    try:
+        while not data.endswith(b"\n"):
+            # Whoever has had to wait for this has a moment more.
+            wait = max(0.2, until - time.monotonic())
+            if not select.select([reader], [], [], wait)[0]:
+                state = _state(pid)
+                kill()
+                return {"timed_out": state}
             chunk = os.read(reader, 65536)
-            work["data"] += chunk
-            whole = not chunk or work["data"].endswith(b"\n")
-            if not whole and len(work["data"]) <= MOST:
-                continue
-            _report(work)
-            poll.unregister(reader)
-            os.close(reader)
-            del running[reader]
-        for reader, work in list(running.items()):
-            if time.monotonic() >= work["until"]:
-                _print({"name": work["name"], "timed_out": _state(work["pid"])})
-                _kill(work["pid"])
-                poll.unregister(reader)
-                os.close(reader)
-                del running[reader]
-
-
-def _report(work: dict[str, Any]) -> None:
-    line = {"name": work["name"]}
-    if len(work["data"]) > MOST:
-        line["error"] = f"it gave more than {MOST} bytes"
-        _kill(work["pid"])
-    else:
-        try:
-            line.update(json.loads(work["data"].decode()))
-        except ValueError:
-            line["error"] = "it was killed"
-    # Who ignores SIGCHLD hands that down to us: then the kernel has buried it already.
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(work["pid"], os.WNOHANG)
-    _print(line)
+            data += chunk
+            if not chunk:
+                return {"error": "it was killed"}
+            if len(data) > MOST:
+                kill()
+                return {"error": f"it gave more than {MOST} bytes"}
+        answer: dict[str, Any] = json.loads(data.decode())
+        return answer
+    finally:
+        os.close(reader)
+        # Who ignores SIGCHLD hands that down to us: then the kernel has buried it already.
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
 
 
 def _state(pid: int) -> str:
@@ -186,13 +197,6 @@ def _state(pid: int) -> str:
             break
         time.sleep(0.1)
     return state
-
-
-def _kill(pid: int) -> None:
-    # Never waited for: a process that hangs in a dead NFS mount ends when that answers again.
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(OSError):
-            kill(pid, signal.SIGKILL)
 
 
 def _print(document: dict[str, Any]) -> None:

@@ -294,7 +294,7 @@ class Forked:
         key = case.python, tuple(case.env.items())
         if key not in self.servers:
             argv = [sys.executable, *case.python, "program.py"]
-            options = Namespace(nproc=1, nodes=1, fork=len(argv) - 1, argv=argv)
+            options = Namespace(nproc=1, nodes=1, warm=0.0, fork=len(argv) - 1, argv=argv)
             self.servers[key] = Fork(
                 options, self.folder, self.selector, lambda: os.dup(2), self.ended
             )

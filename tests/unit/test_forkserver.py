@@ -42,16 +42,17 @@ class Agent:
         python=(),
         options=(),
         interpreter=sys.executable,
+        run="run",
         **env,
     ):
-        self.folder = Path(runs.node_dir(str(folder / "run"), 1, 0))
+        self.folder = Path(runs.node_dir(str(folder / run), 1, 0))
         (folder / "program.py").write_text(program)
         words = [interpreter, *python]
         self.process = subprocess.Popen(
             [sys.executable, "-c", RUN, "run", "--nproc", str(nproc), "--workdir", str(folder),
              "--grace", "5", "--fork", str(len(words)), *options, "--", *words, "program.py",
              *arguments],
-            env={"PATH": os.environ["PATH"], "CLUSTERKIT_RUN_DIR": str(folder / "run"),
+            env={"PATH": os.environ["PATH"], "CLUSTERKIT_RUN_DIR": str(folder / run),
                  "XDG_CACHE_HOME": str(folder / "cache"), "PYTHONUNBUFFERED": "1",
                  **{name: value for name, value in os.environ.items() if name in SHARED},
                  "CLUSTERKIT_NODE_DIR": str(self.folder), **env},
@@ -163,6 +164,7 @@ def test_a_server_that_is_killed_is_the_reason_and_no_hang(agent):
     os.kill(server_of(begun), signal.SIGKILL)
     assert begun.end() == 128 + signal.SIGKILL
     assert begun.exit["reason"] == "the Python that forks the ranks ended: SIGKILL"
+    assert {end["rank"] for end in begun.exit["processes"]} == {None}  # none of them failed first
 
 
 def test_an_agent_that_is_killed_takes_the_ranks_along(agent):
@@ -367,7 +369,7 @@ def test_a_second_start_forks_from_the_same_server(packages, tmp_path, monkeypat
     log = NodeLog(tmp_path)
     with selectors.DefaultSelector() as selector:
         options = Namespace(
-            nproc=2, nodes=1, fork=1, spawn=False, tagged=False, grace=5.0,
+            nproc=2, nodes=1, fork=1, warm=0.0, spawn=False, tagged=False, grace=5.0,
             argv=[sys.executable, str(program)],
         )  # fmt: skip
         launcher = Launcher(options, tmp_path, log, selector)

@@ -17,11 +17,14 @@ PACKAGE = ROOT / "clusterkit"
 LAYERS = """
 agent.protocol agent.limits
 agent.clock agent.files
+agent.failure agent.member agent.retries
 agent.processes agent.signals agent.archive agent.connections agent.membership
-agent.node_log agent.report agent.coordinator agent.peer
+agent.stops agent.hangs agent.node_log agent.report agent.coordinator agent.peer
+agent.standing agent.eager agent.preload agent.rank agent.program agent.standby agent.forkserver
+agent.server
+agent.warm agent.watch
 agent.record
 agent.streams agent.client agent.spawn agent.fork
-agent.eager agent.preload agent.rank agent.program agent.forkserver
 agent.launcher
 agent.node
 agent.__main__ agent
@@ -34,6 +37,7 @@ cluster command
 batch rendezvous loader schema
 plan request catalogue deepspeed_config
 program runs
+warm
 deepspeed_probe estimate.units estimate.setup estimate.published
 estimate.memory
 estimate.models estimate.advice
@@ -42,7 +46,7 @@ estimate
 project
 assemble execute slow_links
 bandwidth
-doctor.driver doctor.meeting doctor.base
+doctor.driver doctor.meeting doctor.base doctor.words
 doctor.check doctor.report
 doctor.bundle
 doctor.checks.packages

@@ -6,8 +6,12 @@ import contextlib
 import json
 import posixpath
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from clusterkit import warm as warmth
 from clusterkit.agent import archive, is_alive, start_ticks
 from clusterkit.assemble import Placement, Places, Watching, require_packages
 from clusterkit.backends.base import Backend, Observation, SupportsDoctor
@@ -27,11 +31,11 @@ from clusterkit.backends.placing import (
 )
 from clusterkit.backends.ports import ports_taken
 from clusterkit.cluster import ClusterSpec, Facts, LocalCluster
-from clusterkit.errors import BadInput, Unavailable, counted
+from clusterkit.errors import BadInput, Unavailable, about, counted
 from clusterkit.plan import Note
 from clusterkit.rendezvous import Endpoint, Topology
 from clusterkit.runs import RunHandle, home
-from clusterkit.spec import JobSpec
+from clusterkit.spec import JobSpec, parse_duration
 from clusterkit.status import NodeStatus, State
 from clusterkit.transport import Transport
 
@@ -44,6 +48,19 @@ class LocalBackend(Backend, SupportsDoctor):
 
     name = "local"
     summary = "this machine; several nodes are simulated on it"
+
+    @classmethod
+    def resolved(
+        cls, cluster: ClusterSpec, folder: Path, include: str | None, exclude: str | None
+    ) -> ClusterSpec:
+        cluster = super().resolved(cluster, folder, include, exclude)
+        assert isinstance(cluster, LocalCluster)
+        if cluster.warm is not None:
+            with about("cluster", "warm"):
+                parse_duration(cluster.warm, "warm")
+        elif idle := warmth.seconds():
+            return msgspec.structs.replace(cluster, warm=idle)
+        return cluster
 
     def probe(
         self, cluster: ClusterSpec, transport: Transport, job: JobSpec | None = None
@@ -87,6 +104,11 @@ class LocalBackend(Backend, SupportsDoctor):
         run_dir = posixpath.join(facts.home, "runs", run_id)
         shared = f"{topology.world_size} ranks share {counted(host.cpus, 'core')}: expect them slow"
         slow = device == "cpu" and topology.world_size > host.cpus
+        notes = []
+        assert isinstance(cluster, LocalCluster)
+        warm = 0.0 if cluster.warm is None else parse_duration(cluster.warm, "warm")
+        if warm and job.started_by == "forkserver":
+            notes = [Note("warm", f"{warm:g} s", "cluster: warm, or clusterkit warm on")]
         return Placement(
             job=job,
             topology=topology,
@@ -106,6 +128,7 @@ class LocalBackend(Backend, SupportsDoctor):
             network_env=interface_env(facts.interface),
             node_env=tuple(gpu_share(host.gpus, device, n * nproc, nproc) for n in range(nodes)),
             stop_grace=cluster.stop_grace,
+            warm=warm,
             watching=Watching(host.address, facts.watch_port) if facts.watch_port else None,
             notes=(
                 Note("device", device, device_origin),
@@ -113,6 +136,7 @@ class LocalBackend(Backend, SupportsDoctor):
                 Note("master_addr", host.address, "this machine, loopback"),
                 Note("master_port", str(facts.port), facts.port_origin),
                 Note("threads_per_rank", str(threads), threads_origin),
+                *notes,
             ),
             remarks=(Note("", shared, ""),) if slow else (),
         )

@@ -13,9 +13,10 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import HostSubject, Level, Verdict, fail, ok, size, skip, warn, worst
+from clusterkit.doctor.base import HostSubject, Level, Verdict, fail, ok, skip, warn, worst
 from clusterkit.doctor.check import Answers, check, script
 from clusterkit.doctor.driver import text_of, user_of
+from clusterkit.doctor.words import size
 
 BYTES_WARN = 5 << 30
 BYTES_FAIL = 500 << 20
@@ -60,12 +61,9 @@ def collect_disks(given: dict[str, Any]) -> Any:
     return list(disks.values())
 
 
-@check(
-    "disk",
-    "The disks of the working folder, /tmp and the home have room, for bytes and for files.",
-    collect_disks,
-)
+@check(collect_disks)
 def disk(answers: Answers) -> Iterator[Verdict]:
+    """The disks of the working folder, /tmp and the home have room, for bytes and for files."""
     for host, disks in answers.read(collect_disks).items():
         for disk in disks:
             if disk.read_only:
@@ -152,12 +150,9 @@ def collect_workdir(given: dict[str, Any]) -> Any:
     return seen
 
 
-@check(
-    "workdir",
-    "The working folder can be written to by the user, without sudo, and takes named pipes.",
-    collect_workdir,
-)
+@check(collect_workdir)
 def workdir(answers: Answers) -> Iterator[Verdict]:
+    """The working folder can be written to by the user, without sudo, and takes named pipes."""
     for host, folder in answers.read(collect_workdir).items():
         if folder.error is not None:
             verb = "written to" if folder.there else "made"
@@ -249,16 +244,9 @@ def _nothing_shared(subject: HostSubject) -> str | None:
     return None if subject.shared else "the cluster entry names no shared folder"
 
 
-@check(
-    "shared",
-    "What one host writes to the shared folder, every other reads there at once.",
-    collect_written,
-    collect_found,
-    remove_shared,
-    quick=False,
-    pointless=_nothing_shared,
-)
+@check(collect_written, collect_found, remove_shared, quick=False, pointless=_nothing_shared)
 def shared(answers: Answers) -> Iterator[Verdict]:
+    """What one host writes to the shared folder, every other reads there at once."""
     folder = answers.subject.shared or ""
     head = answers.subject.head.name
     mount = f"mountpoint {shell.quote(folder)} || sudo mount {shell.quote(folder)}"

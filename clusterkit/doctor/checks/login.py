@@ -10,18 +10,10 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import (
-    Verdict,
-    common,
-    fail,
-    is_about_host_key,
-    ok,
-    shortened,
-    skip,
-    warn,
-)
+from clusterkit.doctor.base import Verdict, fail, ok, skip, warn
 from clusterkit.doctor.check import Answers, alone, check, script, without_ssh
 from clusterkit.doctor.driver import text_of
+from clusterkit.doctor.words import common, is_about_host_key, shortened
 
 SLOW = 8.0
 """Seconds until a host begins to answer; a look-up that fails takes 10."""
@@ -31,8 +23,9 @@ _NO_LOOKUPS = (
 _RETURN_EARLY = "sed -i '1i case $- in *i*) ;; *) return ;; esac' ~/.bashrc"
 
 
-@check("reachable", "The host answers, within seconds.", silent_too=True)
+@check(silent_too=True)
 def reachable(answers: Answers) -> Iterator[Verdict]:
+    """The host answers, within seconds."""
     for host, answer in answers.of.items():
         error = answer.error
         if error is not None:
@@ -52,13 +45,9 @@ def reachable(answers: Answers) -> Iterator[Verdict]:
         yield ok(host)
 
 
-@check(
-    "host-key",
-    "The key that proves who the host is stands in known_hosts and has not changed.",
-    silent_too=True,
-    pointless=without_ssh,
-)
+@check(silent_too=True, pointless=without_ssh)
 def host_key(answers: Answers) -> Iterator[Verdict]:
+    """The key that proves who the host is stands in known_hosts and has not changed."""
     for host, answer in answers.of.items():
         error = answer.error
         if error is None:
@@ -97,14 +86,9 @@ def collect_shell(given: dict[str, Any]) -> Any:
     return {"shell": shell, "output": done.stdout[:4096].decode("utf-8", "replace")}
 
 
-@check(
-    "login-shell",
-    "The login shell prints nothing when a command runs over SSH.",
-    collect_shell,
-    quick=False,
-    pointless=without_ssh,
-)
+@check(collect_shell, quick=False, pointless=without_ssh)
 def login_shell(answers: Answers) -> Iterator[Verdict]:
+    """The login shell prints nothing when a command runs over SSH."""
     for host, seen in answers.read(collect_shell).items():
         if seen.output.strip():
             cause = (
@@ -148,13 +132,10 @@ def collect_user(given: dict[str, Any]) -> Any:
     }
 
 
-@check(
-    "user",
-    "Commands run as an ordinary user with a home, without sudo; with a shared folder, under the "
-    "same number everywhere.",
-    collect_user,
-)
+@check(collect_user)
 def user(answers: Answers) -> Iterator[Verdict]:
+    """Commands run as an ordinary user with a home, without sudo; with a shared folder, under
+    the same number everywhere."""
     seen = answers.read(collect_user)
     usual = common((user.uid for user in seen.values()), 0)
     for host, user in seen.items():
@@ -201,13 +182,9 @@ def collect_identity(given: dict[str, Any]) -> Any:
     return {"hostname": os.uname().nodename, "boot": boot, "network": network}
 
 
-@check(
-    "duplicates",
-    "Every host is a machine of its own, with a name and an address of its own.",
-    collect_identity,
-    pointless=alone,
-)
+@check(collect_identity, pointless=alone)
 def duplicates(answers: Answers) -> Iterator[Verdict]:
+    """Every host is a machine of its own, with a name and an address of its own."""
     machines: dict[tuple[str, str], str] = {}
     hostnames: dict[str, str] = {}
     addresses: dict[str, str] = {}

@@ -14,23 +14,11 @@ from msgspec import Struct
 
 from clusterkit import shell
 from clusterkit.doctor import meeting
-from clusterkit.doctor.base import (
-    HostSubject,
-    Machine,
-    Process,
-    Verdict,
-    common,
-    end_processes,
-    fail,
-    listed,
-    ok,
-    parsed_address,
-    skip,
-    warn,
-)
+from clusterkit.doctor.base import HostSubject, Machine, Verdict, fail, ok, skip, warn
 from clusterkit.doctor.check import Answers, alone, check, script
 from clusterkit.doctor.driver import text_of, user_of
 from clusterkit.doctor.meeting import SLOW
+from clusterkit.doctor.words import Process, common, end_processes, listed, parsed_address
 
 _SHOWN = 6
 
@@ -106,14 +94,10 @@ def collect_routes(given: dict[str, Any]) -> Any:
     return routes
 
 
-@check(
-    "interface",
-    "The hosts talk over the interface that is meant, it is up, and MTU and speed are the same "
-    "everywhere.",
-    collect_interfaces,
-    collect_routes,
-)
+@check(collect_interfaces, collect_routes)
 def interface(answers: Answers) -> Iterator[Verdict]:
+    """The hosts talk over the interface that is meant, it is up, and MTU and speed are the same
+    everywhere."""
     subject = answers.subject
     seen = answers.read(collect_interfaces)
     routes = answers.read(collect_routes)
@@ -250,8 +234,9 @@ def collect_port(given: dict[str, Any]) -> Any:
     }
 
 
-@check("port", "The rendezvous port is free on the head.", collect_port)
+@check(collect_port)
 def port(answers: Answers) -> Iterator[Verdict]:
+    """The rendezvous port is free on the head."""
     wanted = answers.subject.port
     for host, there in answers.read(collect_port).items():
         if there.error is None:
@@ -302,12 +287,9 @@ def _open_firewall(hosts: Sequence[str], subject: HostSubject, most: int = 8) ->
     return f"for a in {' '.join(addresses[:most])}; do sudo ufw allow from $a; done{more}"
 
 
-@check(
-    "head-port",
-    "Every host can connect to the head's rendezvous port, at the address the ranks will use.",
-    MEET,
-)
+@check(MEET)
 def head_port(answers: Answers) -> Iterator[Verdict]:
+    """Every host can connect to the head's rendezvous port, at the address the ranks will use."""
     subject, head = answers.subject, answers.subject.head
     seen = _met(answers)
     there = seen.get(head.name)
@@ -339,15 +321,10 @@ _FULL = (
 )
 
 
-@check(
-    "mesh",
-    "Every host can connect to every other on ports that the kernel chooses, as gloo and NCCL do, "
-    f"and its link carries more than {SLOW:g} Mbit/s.",
-    MEET,
-    quick=False,
-    pointless=alone,
-)
+@check(MEET, quick=False, pointless=alone)
 def mesh(answers: Answers) -> Iterator[Verdict]:
+    """Every host can connect to every other on ports that the kernel chooses, as gloo and NCCL
+    do, and its link carries more than 10 Mbit/s."""
     subject = answers.subject
     bench = shell.join(["clusterkit", "bench", "--cluster", subject.cluster, "--pairwise"])
     measure = f"{bench}  # measures every link; then look at cable, switch and `ethtool` there"

@@ -13,19 +13,11 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import (
-    HostSubject,
-    Level,
-    Verdict,
-    common,
-    fail,
-    ok,
-    shortened,
-    skip,
-    warn,
-)
+from clusterkit.doctor.base import HostSubject, Level, Verdict, fail, ok, skip, warn
 from clusterkit.doctor.check import Answers, check, script
 from clusterkit.doctor.driver import text_of
+from clusterkit.doctor.words import common, shortened
+from clusterkit.host_probe import versions
 
 OLDEST = (3, 11)
 _MUST_AGREE = ("torch", "deepspeed", "nvidia-nccl")
@@ -81,28 +73,12 @@ def collect_packages(given: dict[str, Any]) -> Any:
         # A folder without the package's own files has no origin.
         return found is not None and found.origin is not None
 
-    # What importlib.metadata does, which takes 20 ms to import.
-    wanted = r"(torch|deepspeed|transformers|numpy|nvidia-(nccl|cuda-runtime)(-cu\d+)?)\Z"
-    versions: dict[str, str] = {}
-    for folder in sys.path:
-        try:
-            entries = os.listdir(folder)
-        except OSError:
-            continue
-        for entry in entries:
-            stem, _, kind = entry.rpartition(".")
-            name = re.sub("[-_.]+", "-", stem.partition("-")[0]).lower()
-            if kind not in ("dist-info", "egg-info") or not re.match(wanted, name):
-                continue
-            for file_name in ("METADATA", "PKG-INFO", ""):
-                text = text_of(os.path.join(folder, entry, file_name).rstrip("/"))[:4096]
-                found = re.search(r"^Version:\s*(\S+)", text, re.MULTILINE)
-                if found is not None:
-                    versions.setdefault(name, found[1])
-                if text:
-                    break
-    gone = [name for name in versions if not name.startswith("nvidia-") and not there(name)]
-    return {"interpreter": sys.executable, "versions": versions, "gone": gone}
+    wanted = ["torch", "deepspeed", "transformers", "numpy"]
+    for cuda in ("", "-cu11", "-cu12", "-cu13"):
+        wanted += [f"nvidia-nccl{cuda}", f"nvidia-cuda-runtime{cuda}"]
+    found = versions(wanted)
+    gone = [name for name in found if not name.startswith("nvidia-") and not there(name)]
+    return {"interpreter": sys.executable, "versions": found, "gone": gone}
 
 
 def _needed(subject: HostSubject) -> dict[str, str]:
@@ -145,15 +121,9 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-@check(
-    "python",
-    f"The interpreter of the ranks works, is Python {_dotted(OLDEST)} or newer, and the same "
-    "everywhere.",
-    collect_python,
-    collect_packages,
-    silent_too=True,
-)
+@check(collect_python, collect_packages, silent_too=True)
 def python(answers: Answers) -> Iterator[Verdict]:
+    """The interpreter of the ranks works, is Python 3.11 or newer, and the same everywhere."""
     packages = _packages_of_a_new_one(answers)
     working = _with_its_python(answers)
     for host, answer in answers.of.items():
@@ -219,13 +189,10 @@ def _environment(base: str, folder: str, packages: dict[str, str], sudo: str = "
 # ---------------------------------------------------------------- packages
 
 
-@check(
-    "packages",
-    "torch (and the CUDA it is built for), NCCL, DeepSpeed and transformers are there as the job "
-    "needs them, where Python finds them, and the same everywhere.",
-    collect_packages,
-)
+@check(collect_packages)
 def packages(answers: Answers) -> Iterator[Verdict]:
+    """torch (and the CUDA it is built for), NCCL, DeepSpeed and transformers are there as the
+    job needs them, where Python finds them, and the same everywhere."""
     right = _with_its_python(answers)
     for host in answers.of:
         if host not in right:
@@ -320,15 +287,10 @@ def _without_deepspeed(subject: HostSubject) -> str | None:
     return None if uses else "the job does not use DeepSpeed"
 
 
-@check(
-    "compiler",
-    "A C++ compiler, ninja and Python's headers are there for DeepSpeed, and no lock of a killed "
-    "build.",
-    collect_tools,
-    quick=False,
-    pointless=_without_deepspeed,
-)
+@check(collect_tools, quick=False, pointless=_without_deepspeed)
 def compiler(answers: Answers) -> Iterator[Verdict]:
+    """A C++ compiler, ninja and Python's headers are there for DeepSpeed, and no lock of a
+    killed build."""
     for host, tools in answers.read(collect_tools).items():
         stale = [lock.path for lock in tools.locks if lock.age > STALE and not tools.building]
         if stale:

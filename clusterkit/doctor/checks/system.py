@@ -9,9 +9,10 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import Level, Verdict, common, fail, ok, shortened, size, warn
+from clusterkit.doctor.base import Level, Verdict, fail, ok, warn
 from clusterkit.doctor.check import Answer, Answers, check, script
 from clusterkit.doctor.driver import text_of, user_of
+from clusterkit.doctor.words import common, shortened, size
 from clusterkit.errors import counted
 
 
@@ -52,8 +53,9 @@ def collect_system(given: dict[str, Any]) -> Any:
     }
 
 
-@check("system", "Processor, system, C library and kernel are the same everywhere.", collect_system)
+@check(collect_system)
 def system(answers: Answers) -> Iterator[Verdict]:
+    """Processor, system, C library and kernel are the same everywhere."""
     seen = answers.read(collect_system)
     usual = {key: common((getattr(each, key) for each in seen.values()), "") for key in _PARTS}
     for host, there in seen.items():
@@ -102,8 +104,9 @@ def agreed(spans: Iterable[Span]) -> float:
     )
 
 
-@check("clock", "The clocks of all hosts agree.")
+@check()
 def clock(answers: Answers) -> Iterator[Verdict]:
+    """The clocks of all hosts agree."""
     offsets = {host: span for host, answer in answers.of.items() if (span := offset(answer))}
     right = agreed(offsets.values())
     limit = CLOCK_ELASTIC if answers.subject.needs.elastic else CLOCK_FAIL
@@ -165,8 +168,9 @@ def collect_memory(given: dict[str, Any]) -> Any:
     return {"total": values["MemTotal"], "available": available, "limit": limit}
 
 
-@check("memory", "There is memory for every rank, and about as much on every host.", collect_memory)
+@check(collect_memory)
 def memory(answers: Answers) -> Iterator[Verdict]:
+    """There is memory for every rank, and about as much on every host."""
     seen = answers.read(collect_memory)
     totals = {host: min(each.total, each.limit or each.total) for host, each in seen.items()}
     usual = common(totals.values(), 0)
@@ -196,8 +200,9 @@ def collect_load(given: dict[str, Any]) -> Any:
     return {"cpus": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]}
 
 
-@check("load", "There is a core for every rank, and nothing else keeps them busy.", collect_load)
+@check(collect_load)
 def load(answers: Answers) -> Iterator[Verdict]:
+    """There is a core for every rank, and nothing else keeps them busy."""
     seen = answers.read(collect_load)
     usual = common((load.cpus for load in seen.values()), 0)
     for host, load in seen.items():
@@ -241,8 +246,9 @@ def collect_shm(given: dict[str, Any]) -> Any:
     }
 
 
-@check("shm", "/dev/shm has room for the buffers of NCCL and of data loaders.", collect_shm)
+@check(collect_shm)
 def shm(answers: Answers) -> Iterator[Verdict]:
+    """/dev/shm has room for the buffers of NCCL and of data loaders."""
     for host, there in answers.read(collect_shm).items():
         if not there.there or not there.writable:
             cause = "/dev/shm cannot be written to" if there.there else "there is no /dev/shm"
@@ -301,13 +307,10 @@ def collect_limits(given: dict[str, Any]) -> Any:
     }
 
 
-@check(
-    "limits",
-    "A session may open enough files, start enough processes, lock memory for InfiniBand, and "
-    "writes no core dumps.",
-    collect_limits,
-)
+@check(collect_limits)
 def limits(answers: Answers) -> Iterator[Verdict]:
+    """A session may open enough files, start enough processes, lock memory for InfiniBand, and
+    writes no core dumps."""
     ranks = {host: machine.slots or 8 for host, machine in answers.machines.items()}
     # A rank has a connection or two to every other, besides its libraries and data files.
     files = 256 + 4 * sum(ranks.values())
@@ -390,12 +393,10 @@ def collect_strays(given: dict[str, Any]) -> Any:
     return {"runs": runs, "others": others}
 
 
-@check(
-    "strays",
-    "No processes of the same user's other runs are left there, and no ranks of another user run.",
-    collect_strays,
-)
+@check(collect_strays)
 def strays(answers: Answers) -> Iterator[Verdict]:
+    """No processes of the same user's other runs are left there, and no ranks of another user
+    run."""
     for host, there in answers.read(collect_strays).items():
         for run, pids in sorted(there.runs.items()):
             number = "1 process" if len(pids) == 1 else f"{len(pids)} processes"

@@ -23,7 +23,8 @@ from clusterkit.backends.kubernetes.pods import ATTEMPT
 from clusterkit.backends.kubernetes.rights import access_review, to_watch
 from clusterkit.backends.kubernetes.text import Object
 from clusterkit.cluster import Gpu, KubernetesCluster, KubernetesFacts
-from clusterkit.doctor.base import Finding, shortened
+from clusterkit.doctor.base import Finding, described
+from clusterkit.doctor.words import shortened
 from clusterkit.errors import ClusterkitError
 from clusterkit.spec import JobSpec
 
@@ -173,14 +174,13 @@ UNPLANNED = "the job cannot be planned for this cluster"
 
 
 def check(
-    name: str,
-    purpose: str,
     *looks: Look,
     quick: bool = False,
     of: str | None = None,
     planned: bool = False,
 ) -> Callable[[Judge], KubeCheck]:
-    """Make a check of a function whose findings are those of `ok`, `warn`, `fail` and `skip`.
+    """Make a check of a function whose findings are those of `ok`, `warn`, `fail` and `skip`. Its
+    docstring is the check's purpose.
 
     Args:
         of: what the first look shows. Where it was not answered, this is what is unknown, and the
@@ -200,6 +200,7 @@ def check(
             several = found if isinstance(found, list) else [found]
             return [replace(each, check=name) for each in several]
 
+        name, purpose = described(function)
         return KubeCheck(name, purpose, judge, looks, quick)
 
     return made

@@ -1,4 +1,8 @@
-"""Text as tokens, and which samples a rank sees at a step.
+"""Tokens, and which samples a rank sees at a step.
+
+Text is read whole, a token per byte or by the model's tokenizer. Token files are not: they are
+mapped into memory, and only what a step needs is read (nanoGPT's layout, written by prepare.py:
+each token two bytes, nothing else, ``train.bin`` and ``val.bin`` in a folder, or any one ``.bin``).
 
 Sampling is a pure function of seed, step and the sample's number in the global batch, so the same
 seed and global batch give the same samples on any number of ranks, and after a resume.
@@ -7,18 +11,21 @@ seed and global batch give the same samples on any number of ranks, and after a 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sysconfig
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from batch import Batch
-from ranks import BadInput
-from strategy import MicroBatch
+from settings import Batch
 from torch import Tensor
-from world import World
+from world import BadInput, World
+
+MicroBatch = tuple[Tensor, Tensor]
+"""Tokens and targets, both (micro batch, context), int64, on the rank's device."""
 
 STANDARD_LIBRARY_BYTES = 4_000_000
 
@@ -31,15 +38,7 @@ _NOT_EVERYWHERE = {
 
 
 def read_text(path: str | None = None) -> bytes:
-    """The bytes to train on.
-
-    Args:
-        path: a file, or a folder whose files are joined in the order of their sorted paths; None
-            for the source of Python's own standard library, its first 4 MB.
-
-    Raises:
-        BadInput: there is nothing to read at ``path``.
-    """
+    """A file, or a folder's files in sorted order; None: the first 4 MB of Python's own library."""
     if path is None:
         return _standard_library()
     try:
@@ -75,21 +74,55 @@ def as_tokens(text: bytes) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
+def map_tokens(path: Path) -> Tensor:
+    """The tokens of a ``.bin`` file, mapped and not read: (number of tokens,), uint16."""
+    try:
+        size = path.stat().st_size
+        about = path.with_name("meta.json")
+        meant = json.loads(about.read_text()).get(path.name) if about.exists() else None
+    except (OSError, ValueError, AttributeError) as error:
+        raise BadInput(f"--data {path}: {error}", hint="prepare.py writes such files") from None
+    if size % 2 or (meant is not None and size != 2 * meant):
+        whole = f", not the {2 * meant} of its meta.json" if meant is not None else ""
+        raise BadInput(
+            f"--data {path} is truncated, or no token file: {size} bytes{whole}",
+            hint="two bytes a token; write it anew with prepare.py",
+        )
+    return torch.from_file(str(path), size=size // 2, dtype=torch.uint16)
+
+
 @dataclass(frozen=True)
 class Text:
-    """Tokens to train on and a held-out tail to evaluate on, both at least one sample long."""
+    """Tokens to train on and a held-out part to evaluate on, both at least one sample long."""
 
     training: Tensor  # (number of tokens,), any integer type
     held_out: Tensor  # the same
     context: int  # tokens in one sample
+    source: str = "the text"
+    vocabulary: int | None = None  # of the model: no token may be as large
 
 
-def split(tokens: Tensor, context: int, source: str) -> Text:
-    """Hold out the last tenth of the tokens.
+def read(
+    path: str | None,
+    context: int,
+    vocabulary: int | None = None,
+    tokenize: Callable[[bytes], Tensor] = as_tokens,
+) -> Text:
+    """What ``--data`` names: token files as they are, or text, which ``tokenize`` makes tokens."""
+    source = path or "the standard library"
+    folder = Path(path or "")
+    if path and (folder / "train.bin").exists() and (folder / "val.bin").exists():
+        training, held_out = (map_tokens(folder / name) for name in ("train.bin", "val.bin"))
+        for name, tokens in (("train.bin", training), ("val.bin", held_out)):
+            if len(tokens) < context + 1:
+                raise BadInput(f"{folder / name} holds {len(tokens)} tokens, a sample {context}")
+        return Text(training, held_out, context, source, vocabulary)
+    tokens = map_tokens(folder) if folder.suffix == ".bin" else tokenize(read_text(path))
+    return split(tokens, context, source, vocabulary)
 
-    Raises:
-        BadInput: too few tokens for one sample in each part.
-    """
+
+def split(tokens: Tensor, context: int, source: str, vocabulary: int | None = None) -> Text:
+    """Hold out the last tenth of the tokens."""
     held_out = len(tokens) // 10
     if held_out < context + 1:
         raise BadInput(
@@ -97,17 +130,15 @@ def split(tokens: Tensor, context: int, source: str) -> Text:
             f"least {10 * (context + 1)}",
             hint="give more text with --data, or a smaller --context",
         )
-    return Text(tokens[:-held_out], tokens[-held_out:], context)
+    return Text(tokens[:-held_out], tokens[-held_out:], context, source, vocabulary)
 
 
 def check_same(text: Text, world: World) -> None:
-    """Make sure that all ranks read the same text (of a long one, a sample). Collective.
-
-    Raises:
-        BadInput: they did not; the message names the first rank that differs.
-    """
+    """Make sure that all ranks read the same text (of a long one, a sample). Collective."""
     tokens = text.training
-    sample = tokens[:: max(1, len(tokens) // 1_000_000)].contiguous()
+    # What is only mapped is read for this: less of it.
+    most = 1_000_000 if tokens.dtype == torch.uint8 else 10_000
+    sample = tokens[:: max(1, len(tokens) // most)].contiguous()
     seen = world.gather((len(tokens), zlib.crc32(sample.numpy().tobytes())))
     for rank, (length, _) in enumerate(seen):
         if seen[rank] != seen[0]:
@@ -124,8 +155,8 @@ class Batches:
     text: Text
     seed: int  # another seed, other samples
     batch: Batch  # how many samples a step has and how the ranks share them
-    world: World  # who this rank is, and the device the micro batches go to
-    replica: int | None = None  # this rank's share of the global batch; None: one for each rank
+    device: torch.device  # where the micro batches go
+    replica: int = 0  # which of the equal shares of the global batch is this rank's
 
     @property
     def tokens_per_step(self) -> int:
@@ -141,13 +172,13 @@ class Batches:
         return self._draw(self.text.training, step)
 
     def held_out(self) -> list[MicroBatch]:
-        """This rank's share of one global batch from the held-out tail, always the same."""
+        """This rank's share of one global batch of the held-out part, always the same."""
         return self._draw(self.text.held_out, 0)
 
     def _draw(self, tokens: Tensor, step: int) -> list[MicroBatch]:
         micro = self.batch.micro
         share = micro * self.batch.accumulation
-        first = (self.world.rank if self.replica is None else self.replica) * share
+        first = self.replica * share
         return [
             self._micro_batch(tokens, step, range(number, number + micro))
             for number in range(first, first + share, micro)
@@ -159,6 +190,14 @@ class Batches:
         for number in numbers:
             drawn = hashlib.blake2b(f"{self.seed} {step} {number}".encode(), digest_size=8).digest()
             starts.append(int.from_bytes(drawn, "big") % (len(tokens) - length + 1))
-        windows = torch.stack([tokens[start : start + length] for start in starts])
-        windows = windows.to(self.world.device, torch.int64)
+        windows = torch.stack([tokens[s : s + length].to(torch.int64) for s in starts])
+        vocabulary = self.text.vocabulary
+        if vocabulary is not None and (largest := int(windows.max())) >= vocabulary:
+            raise BadInput(
+                f"--data {self.text.source} has a token {largest}, the model {vocabulary} tokens",
+                hint="another --model, or tokens of its own tokenizer (prepare.py --tokenizer)",
+            )
+        if self.device.type == "cuda":  # the host goes on while they travel
+            windows = windows.pin_memory()
+        windows = windows.to(self.device, non_blocking=True)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

@@ -17,11 +17,10 @@ from dataclasses import fields
 from pathlib import Path
 
 import torch
-from checkpoint_files import Checkpoint, readable
+from checkpoint import Checkpoint, readable
 from model import GPT, Shape
-from ranks import BadInput
 from torch import Tensor, nn
-from world import run
+from world import BadInput, run
 
 
 def export(source: Path, target: Path) -> Path:
@@ -52,30 +51,16 @@ def export(source: Path, target: Path) -> Path:
 def weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Every parameter of a checkpoint by its name, whole, in fp32, in host memory."""
     folder = checkpoint.path
-    if (folder / "shards").exists():
-        state = _from_shards(folder / "shards")
-    elif (folder / "zero").exists():
-        state = _from_zero(folder)
-    else:
-        saved = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-        state = saved["model"]
+    state = _from_zero(folder) if (folder / "zero").exists() else _from_shards(folder)
     return {name: tensor.float() for name, tensor in state.items()}
 
 
 def _from_shards(folder: Path) -> dict[str, Tensor]:
-    from shards import Reader
-    from torch.distributed.checkpoint.state_dict_loader import load
+    from shards import read_weights
 
-    reader = Reader(folder)
-    state = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in reader.sizes().items()
-        if key.startswith(("model/", "buffer/"))
-    }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        load(state, storage_reader=reader, no_dist=True)
-    return {key.partition("/")[2]: tensor for key, tensor in state.items()}
+        return read_weights(folder)
 
 
 def _from_zero(folder: Path) -> dict[str, Tensor]:

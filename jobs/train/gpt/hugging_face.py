@@ -14,31 +14,35 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from data import as_tokens
-from ranks import BadInput
 from torch import Tensor, nn
+from world import BadInput
 
 _FEWEST_TOKENS = 100
 """For some kinds of model transformers makes up an empty tokenizer where the folder has none."""
 
 
 def choose(
-    name: str, text: bytes, pretrained: bool
-) -> tuple[dict[str, Any], Callable[[], nn.Module], Tensor]:
-    """A model of the hub or a folder: what describes it, what builds it, and the text's tokens.
+    name: str, pretrained: bool
+) -> tuple[dict[str, Any], Callable[[], nn.Module], Callable[[bytes], Tensor]]:
+    """A model of the hub or a folder: what describes it, what builds it, and its tokenizer.
 
-    They are by the model's own tokenizer; bytes if it has none.
+    Its tokens are bytes if it has none.
     """
     _mind_the_network(name)
     config = load_config(name)
-    tokens = _tokenize(name, text)
     vocabulary = config.get_text_config().vocab_size
-    if int(tokens.max()) >= vocabulary:
-        raise BadInput(
-            f"--model {name} has {vocabulary} tokens, the text needs {int(tokens.max()) + 1}",
-            hint="put the model's tokenizer beside its config.json",
-        )
+
+    def tokenize(text: bytes) -> Tensor:
+        tokens = _tokenize(name, text)
+        if len(tokens) and int(tokens.max()) >= vocabulary:
+            raise BadInput(
+                f"--model {name} has {vocabulary} tokens, the text needs {int(tokens.max()) + 1}",
+                hint="put the model's tokenizer beside its config.json",
+            )
+        return tokens
+
     facts = {"name": name, "type": config.model_type, "vocabulary": vocabulary}
-    return facts, lambda: CausalLM(name, config, pretrained=pretrained), tokens
+    return facts, lambda: CausalLM(name, config, pretrained=pretrained), tokenize
 
 
 class CausalLM(nn.Module):
@@ -96,12 +100,18 @@ def import_transformers() -> Any:
     return transformers
 
 
-def _tokenize(name: str, text: bytes) -> Tensor:
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a name on the hub or a folder; None if it has none."""
     try:
         tokenizer = import_transformers().AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError):
-        return as_tokens(text)
-    if len(tokenizer) < _FEWEST_TOKENS:
+        return None
+    return tokenizer if len(tokenizer) >= _FEWEST_TOKENS else None
+
+
+def _tokenize(name: str, text: bytes) -> Tensor:
+    tokenizer = load_tokenizer(name)
+    if tokenizer is None:
         return as_tokens(text)
     tokens = tokenizer(text.decode(errors="replace"), verbose=False)["input_ids"]
     return torch.tensor(tokens, dtype=torch.int32)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ranks import BadInput
+from world import BadInput
 
 _TAKES = {
     "ddp": ("dp",),

@@ -1,98 +1,111 @@
-"""How a model is cut over a device mesh by torch's own tools: FSDP2, HSDP, tensor, sequence.
+"""How a model is cut over the ranks by torch's own tools, on one DeviceMesh.
 
-FSDP2 (``fully_shard``) cuts every parameter over the ranks of the ``shard`` dimension, gathers a
+DDP copies it. FSDP2 (``fully_shard``) cuts every parameter over the ranks of ``shard``, gathers a
 layer just before it is needed, and copies the result over ``replicate`` (HSDP). Tensor parallel
 cuts every layer over the ranks of ``tp``, which all see the same samples. Parameters become
-DTensors, which know where their parts lie. The stages of a pipeline are `model.GPT.stage`.
+DTensors, which know where their parts lie. Stages are in pipeline.py, ZeRO in zero.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
 from mesh import Mesh
-from strategy import DTYPES, count_parameters, local
+from model import SHARED
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
-from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+from world import BadInput
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How to divide and to train."""
+def parallelize(
+    model: nn.Module,
+    args: argparse.Namespace,
+    mesh: Mesh,
+    grid: Any,
+    dtype: str,
+    device: torch.device,
+) -> nn.Module:
+    """A model, or a stage of one, on its device and cut as ``args`` say; ``grid`` is the mesh's."""
+    if args.strategy == "ddp":
+        model.to(device)
+        if mesh.size == 1:
+            return model
+        gpus = [device] if device.type == "cuda" else None
+        return DistributedDataParallel(model, device_ids=gpus, gradient_as_bucket_view=True)
+    # torch 2.13's own FSDP and checkpoints call collectives by names that it has deprecated.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    # It warns of changing a layer's output in place, which no model here does.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
+    if mesh.tp > 1:
+        slice_layers(model, grid["tp"], sequence=args.sequence_parallel)
+    if uses_fsdp(args, mesh):
+        shard(model, args, mesh, grid, dtype)
+    else:
+        model.to(device)
+    return model
 
-    name: str  # of the strategy
-    mesh: Mesh
-    dtype: str = "fp32"  # or bf16, to compute and gather in; the weights stay float32
-    clip: float = 0.0  # largest gradient norm; 0 for no clipping
-    # Free a layer's gathered parameters after its forward pass (ZeRO-3) instead of after its
-    # backward pass (more memory, one all-gather less).
-    reshard: bool = True
-    offload: bool = False  # keep shards, gradients and optimizer in the memory of the host
-    sequence: bool = False  # divide activations between the sliced layers along the sequence
-    asynchronous: bool = False  # go on training while a checkpoint is being written
-    schedule: str = "1f1b"  # of the pipeline; or gpipe
-    micro_batches: int = 1  # of the pipeline, in each step
 
-    @property
-    def uses_fsdp(self) -> bool:
-        return self.mesh.dp > 1 or self.name == "fsdp"
-
-
-def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
+def device_mesh(mesh: Mesh, device: torch.device) -> Any:
     """All ranks, the dimension of the most talk innermost."""
+    from torch.distributed.device_mesh import init_device_mesh
+
     sizes = (mesh.pp, mesh.replicate, mesh.shard, mesh.tp)
     return init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "replicate", "shard", "tp"))
 
 
-def parallelize(module: nn.Module, settings: Settings, mesh: DeviceMesh, device: torch.device):
-    """Cut a model, or a stage of one, in place."""
-    if settings.mesh.tp > 1:
-        slice_layers(module, mesh["tp"], sequence=settings.sequence)
-    if settings.uses_fsdp:
-        shard(module, settings, mesh, device)
-    else:
-        module.to(device)
+def uses_fsdp(args: argparse.Namespace, mesh: Mesh) -> bool:
+    return args.strategy == "fsdp" or (args.strategy != "ddp" and mesh.dp > 1)
 
 
-def shard(module: nn.Module, settings: Settings, mesh: DeviceMesh, device: torch.device) -> None:
+def shard(model: nn.Module, args: argparse.Namespace, mesh: Mesh, grid: Any, dtype: str) -> None:
     """FSDP2 over ``shard``; copied over ``replicate``, if that is above 1."""
-    hybrid, reduced = settings.mesh.replicate > 1, settings.dtype != "fp32"
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
+
+    low, on_gpu, reshard = DTYPES[dtype], grid.device_type == "cuda", args.reshard_after_forward
     options: dict[str, Any] = {
-        "mesh": mesh["replicate", "shard"] if hybrid else mesh["shard"],
-        "reshard_after_forward": settings.reshard,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=DTYPES[settings.dtype] if reduced else None,
-            reduce_dtype=torch.float32 if reduced else None,
-        ),
-        "offload_policy": offload if settings.offload else OffloadPolicy(),
+        "mesh": grid["replicate", "shard"] if mesh.replicate > 1 else grid["shard"],
+        # Free a layer's gathered parameters after its forward pass (ZeRO-3), or only after its
+        # backward pass (more memory, one all-gather less). A pipeline would gather them again for
+        # every micro batch.
+        "reshard_after_forward": mesh.pp == 1 if reshard is None else reshard,
+        "mp_policy": MixedPrecisionPolicy()
+        if dtype == "fp32"
+        else MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if args.offload else OffloadPolicy(),
     }
-    for layer in layers(module):
+    for layer in layers(model):
         fully_shard(layer, **options)
-    fully_shard(module, **options)
+    fully_shard(model, **options)
 
 
-def slice_layers(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
+def slice_layers(model: Any, grid: Any, *, sequence: bool) -> None:
     """Tensor parallel over a mesh of one dimension."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     # Every rank has the same weights already: nothing to send.
-    parallelize_module(module, mesh, tensor_plan(module, sequence=sequence), src_data_rank=None)
-    if hasattr(module, "tie"):
-        module.tie()
+    parallelize_module(model, grid, tensor_plan(model, sequence=sequence), src_data_rank=None)
+    if hasattr(model, "tie"):
+        model.tie()
 
 
-def tensor_plan(module: Any, *, sequence: bool) -> dict[str, Any]:
+def tensor_plan(model: Any, *, sequence: bool) -> dict[str, Any]:
     """Which layer of a GPT, or of a stage of one, is sliced which way.
 
     Megatron's cut (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3): the
@@ -113,7 +126,7 @@ def tensor_plan(module: Any, *, sequence: bool) -> dict[str, Any]:
 
     between = Shard(1) if sequence else Replicate()
     plan: dict[str, Any] = {}
-    for name in module.blocks:
+    for name in model.blocks:
         block = f"blocks.{name}"
         plan |= {
             f"{block}.attention.heads_in": ColwiseParallel(input_layouts=between),
@@ -125,7 +138,7 @@ def tensor_plan(module: Any, *, sequence: bool) -> dict[str, Any]:
             plan[f"{block}.attention_norm"] = SequenceParallel(use_local_output=True)
             plan[f"{block}.perceptron_norm"] = SequenceParallel(use_local_output=True)
     if sequence:
-        names = list(module.blocks)
+        names = list(model.blocks)
         whole, sliced = Replicate(), Shard(1)
         if len(names) == 1:
             plan[f"blocks.{names[0]}"] = PrepareModuleInputOutput(
@@ -139,9 +152,9 @@ def tensor_plan(module: Any, *, sequence: bool) -> dict[str, Any]:
             plan[f"blocks.{names[-1]}"] = PrepareModuleOutput(
                 output_layouts=sliced, desired_output_layouts=whole
             )
-    if module.token is not None:
+    if model.token is not None:
         plan["token"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
-    if module.head is not None:
+    if model.head is not None:
         plan["head"] = ColwiseParallel(output_layouts=Replicate())
     return plan
 
@@ -149,10 +162,66 @@ def tensor_plan(module: Any, *, sequence: bool) -> dict[str, Any]:
 def layers(model: nn.Module) -> list[nn.Module]:
     """The repeated layers of a model: the members of its largest list of modules."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.ModuleDict) and len(m)]
-    if not lists:
-        return []
-    largest = max(lists, key=count_parameters)
-    return list(largest.children())
+    return list(max(lists, key=count_parameters).children()) if lists else []
+
+
+def recompute(model: nn.Module, checkpoint: Callable[..., Any] | None = None) -> None:
+    """Keep only the inputs of a model's layers, and compute the rest again on the way back.
+
+    Chen et al. 2016, https://arxiv.org/abs/1604.06174. Less memory for one more forward pass.
+    ``checkpoint`` is called as ``checkpoint(layer, x)``; torch's own by default.
+    """
+    inner: Any = getattr(model, "model", None)
+    if hasattr(model, "recompute"):
+        torch_own = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+        vars(model)["recompute"] = checkpoint or torch_own
+    elif hasattr(inner, "gradient_checkpointing_enable"):
+        inner.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        raise BadInput(f"activation checkpointing: {type(model).__name__} has no layers for it")
+
+
+# ---------------------------------------------------------------- what a step needs of it
+
+
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """The shape of a parameter before ZeRO-3 has divided it."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
+def count_parameters(model: nn.Module) -> int:
+    """All parameters of a model, shared ones once; divided ones as if they were whole."""
+    return sum(math.prod(whole_shape(parameter)) for parameter in model.parameters())
+
+
+def send_gradients(model: Any, now: bool) -> None:
+    """Whether the next backward pass averages the gradients, which once a step suffices."""
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = now
+    elif hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(now)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what FSDP has gathered, which only a backward pass would do."""
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+
+def autocast(
+    args: argparse.Namespace, mesh: Mesh, device: torch.device, dtype: str
+) -> AbstractContextManager[Any]:
+    """Within, compute in ``dtype``: float32 is what torch does anyway, FSDP gathers in it."""
+    if dtype == "fp32" or uses_fsdp(args, mesh):
+        return nullcontext()
+    return torch.autocast(device.type, DTYPES[dtype])
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def placed_gradient(parameter: Tensor) -> Tensor:
@@ -162,16 +231,66 @@ def placed_gradient(parameter: Tensor) -> Tensor:
     gradients.
     """
     gradient: Any = parameter.grad
-    assert gradient is not None
-    if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(placements=parameter.placements)
+    placements = getattr(parameter, "placements", None)
+    if placements is not None and gradient.placements != placements:
+        gradient = gradient.redistribute(placements=placements)
         parameter.grad = gradient
     return local(gradient)
 
 
-def parts(parameter: Tensor) -> int:
+def named_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's parameters by names that no mesh changes."""
+    # In the last stage of a pipeline the output layer alone holds the weight that it shares.
+    return {SHARED.get(name, name): p for name, p in model.named_parameters()}
+
+
+def buffers(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds besides parameters."""
+    kept = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+
+
+def optimizer_parameters(optimizer: torch.optim.Optimizer) -> int:
+    """How many parameters' Adam state this rank holds; 0 before the first step.
+
+    Counts the state itself: parameter groups mislead, ZeRO-3 empties them between steps.
+    """
+    state = optimizer.state.values()
+    return sum(local(entry["exp_avg"]).numel() for entry in state if "exp_avg" in entry)
+
+
+def clip_gradients(parameters: Mapping[str, Tensor], clip: float, mesh: Mesh) -> Tensor:
+    """The norm of the whole gradient; then scaled down to ``clip``, unless that is 0."""
+    here = {name: p for name, p in parameters.items() if p.grad is not None}
+    if mesh.pp * mesh.tp == 1 and not any(hasattr(p, "placements") for p in here.values()):
+        if clip > 0:
+            return clip_grad_norm_(here.values(), clip)
+        return get_total_norm([p.grad for p in here.values() if p.grad is not None])
+    # Every rank adds its own parts, each divided by the number of ranks that hold the same.
+    gradients = [placed_gradient(parameter) for parameter in here.values()]
+    shared = SHARED.values()  # held by the first stage and the last
+    copies = [
+        mesh.dp * mesh.tp // _parts(parameter) * (2 if mesh.pp > 1 and name in shared else 1)
+        for name, parameter in here.items()
+    ]
+    total = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
+    for gradient, count in zip(gradients, copies, strict=True):
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32).double()
+        total += norm.square() / count
+    total = total.to("cuda" if dist.get_backend() == "nccl" else "cpu")  # offloaded or not
+    if mesh.size > 1:
+        dist.all_reduce(total)
+    norm = total.sqrt()
+    if clip > 0:
+        factor = (clip / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].device)
+        for gradient in gradients:
+            gradient.mul_(factor)
+    return norm
+
+
+def _parts(parameter: Any) -> int:
     """Over how many ranks the elements of a parameter are divided."""
-    if not isinstance(parameter, DTensor):
+    if not hasattr(parameter, "placements"):
         return 1
     # Not `is_shard`: what FSDP makes of a sliced parameter is a shard that says it is none.
     along = zip(parameter.device_mesh.shape, parameter.placements, strict=True)

@@ -9,20 +9,18 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
-import data_parallel
 import mesh as meshes
 import torch
-from batch import Batch, solve
-from checkpoint import Checkpoints
-from mesh import STRATEGIES, Mesh
-from ranks import BadInput, Ranks
-from strategy import Recipe
+from mesh import STRATEGIES, Mesh, counted
+from world import BadInput, Ranks
 
 _GLOBAL_BATCH = 32
 _AUTO = (("lr", "learning_rate"), *((name, name) for name in ("weight_decay", "steps", "warmup")))
+_NATIVE = ("fsdp", "tp", "pp", "3d")
 
 
 def _env(name: str) -> str | None:
@@ -83,7 +81,7 @@ class Parser(argparse.ArgumentParser):
             metavar="auto|never|FOLDER",
             help="the newest, none, or this one (default: auto)",
         )
-        text = "fsdp, tp, pp, 3d: go on training while a checkpoint is being written"
+        text = "not deepspeed: go on training while a checkpoint is being written"
         switch("--checkpoint-async", help=text)
 
     def error(self, message: str) -> NoReturn:
@@ -98,6 +96,51 @@ def choose_mesh(args: argparse.Namespace, ranks: Ranks, model: Mapping[str, Any]
         for warning in meshes.warnings(args.strategy, chosen, local_ranks=ranks.local_size):
             print(f"warning: {warning}", file=sys.stderr)
     return chosen
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sizes in samples: global = micro x accumulation x ranks that see different samples."""
+
+    global_size: int  # of one optimizer step, over all ranks
+    micro: int  # of one forward pass of one rank
+    accumulation: int  # forward passes of one rank in a step
+    data_parallel: int
+
+
+def solve(
+    *,
+    data_parallel: int,
+    global_size: int | None = None,
+    micro: int | None = None,
+    accumulation: int | None = None,
+) -> Batch:
+    """Work out the sizes that are missing; ``global_size`` alone means no accumulation."""
+    for size in (global_size, micro, accumulation):
+        if size is not None and size < 1:
+            raise BadInput(f"batch: a size is {size}; it must be at least 1")
+    if global_size is None:
+        steps = accumulation or 1
+        if micro is None:
+            raise BadInput("batch: give the global or the micro batch")
+        return Batch(micro * steps * data_parallel, micro, steps, data_parallel)
+    ranks = f"{data_parallel} rank{'s' * (data_parallel > 1)}"
+    steps = accumulation or 1
+    product = (steps if micro is None else micro) * data_parallel
+    if global_size % product:
+        factor = "" if micro is None and steps == 1 else f"{micro or steps} x "
+        below, above = (global_size // product + n for n in (0, 1))
+        near = f"{below * product} or {above * product}" if below else f"{above * product}"
+        raise BadInput(f"batch: global {global_size} is not a multiple of {factor}{ranks}", near)
+    if micro is None:
+        return Batch(global_size, global_size // product, steps, data_parallel)
+    if accumulation not in (None, global_size // product):
+        raise BadInput(
+            f"batch: global {global_size} = micro {micro} x accumulation {accumulation} x {ranks} "
+            "does not hold",
+            hint=f"leave accumulation out: it is {global_size // product} on {ranks}",
+        )
+    return Batch(global_size, micro, global_size // product, data_parallel)
 
 
 def choose_batch(args: argparse.Namespace, mesh: Mesh) -> Batch:
@@ -117,18 +160,29 @@ def choose_batch(args: argparse.Namespace, mesh: Mesh) -> Batch:
     return solve(data_parallel=mesh.dp, global_size=args.global_batch, micro=args.micro_batch)
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """How the model is divided and computed, checked before the ranks meet."""
+
+    name: str  # what is written into checkpoints and the start line, such as ddp
+    dtype: str  # fp32, bf16 or fp16
+    clip: float  # largest gradient norm; 0: no clipping
+    any_world_size: bool = True  # whether checkpoints of N ranks can be loaded by M
+    converts: bool = False  # whether they can, whatever has saved them
+    config: dict[str, Any] | None = None  # DeepSpeed's, complete
+
+
 def choose_strategy(
     args: argparse.Namespace, batch: Batch, device: torch.device, mesh: Mesh
-) -> Recipe:
-    """The strategy, with its settings checked. Its modules are imported only now."""
+) -> Chosen:
+    """The strategy, with its settings checked."""
     _refuse_unused(args)
     if args.strategy == "deepspeed":
         if not args.deepspeed_config:
             raise BadInput("--strategy deepspeed needs a config", hint="--deepspeed-config FILE")
-        import zero
-        from zero_config import load_config
+        import zero_config
 
-        config = load_config(
+        config = zero_config.load_config(
             args.deepspeed_config,
             batch=batch,
             dtype=args.dtype,
@@ -136,37 +190,32 @@ def choose_strategy(
             # What `auto` stands for, where the program has these flags.
             schedule={key: getattr(args, flag) for key, flag in _AUTO if flag in args},
         )
-        return zero.recipe(config, mesh, divided=args.zero_init)
+        config = zero_config.on_mesh(config, mesh, divided=args.zero_init)
+        name, dtype = zero_config.name(config, mesh), zero_config.precision(config)
+        any_size = name == "deepspeed zero-0"
+        return Chosen(name, dtype, 0.0, any_size, zero_config.universal(config), config)
     dtype = args.dtype or ("bf16" if device.type == "cuda" else "fp32")
-    clip = 1.0 if args.clip is None else args.clip
-    if args.strategy == "ddp":
-        return data_parallel.recipe(dtype=dtype, clip=clip)
-    import sharded
-
-    reshard = args.reshard_after_forward
-    settings = sharded.Settings(
-        name=args.strategy,
-        mesh=mesh,
-        dtype=dtype,
-        clip=clip,
-        reshard=mesh.pp == 1 if reshard is None else reshard,
-        offload=args.offload,
-        sequence=args.sequence_parallel,
-        asynchronous=args.checkpoint_async,
-        schedule=args.schedule,
-        micro_batches=batch.accumulation,
-    )
-    return sharded.recipe(settings)
+    if dtype == "fp16" and args.strategy != "ddp":
+        raise BadInput(
+            f"--dtype fp16: --strategy {args.strategy} does not scale the loss",
+            hint="use bf16 or fp32; ddp and deepspeed can do fp16",
+        )
+    if args.schedule == "1f1b" and batch.accumulation < mesh.pp:
+        raise BadInput(
+            f"--schedule 1f1b: {counted(batch.accumulation, 'micro batch')} a step for "
+            f"{mesh.pp} stages",
+            hint=f"a global batch of {mesh.pp} micro batches or more, or --schedule gpipe",
+        )
+    return Chosen(args.strategy, dtype, 1.0 if args.clip is None else args.clip)
 
 
 def _refuse_unused(args: argparse.Namespace) -> None:
     """A flag that would have no effect is a misunderstanding: say so."""
-    native = ("fsdp", "tp", "pp", "3d")
     for flag, given, takers in (
         ("--offload", args.offload, ("fsdp",)),
-        ("--reshard-after-forward", args.reshard_after_forward is not None, native),
+        ("--reshard-after-forward", args.reshard_after_forward is not None, _NATIVE),
         ("--sequence-parallel", args.sequence_parallel, ("tp", "3d")),
-        ("--checkpoint-async", args.checkpoint_async, native),
+        ("--checkpoint-async", args.checkpoint_async, ("ddp", *_NATIVE)),
         ("--zero-init", args.zero_init, ("deepspeed",)),
     ):
         if given and args.strategy not in takers:
@@ -174,12 +223,6 @@ def _refuse_unused(args: argparse.Namespace) -> None:
             if flag == "--offload" and args.strategy == "deepspeed":
                 hint = "zero_optimization.offload_optimizer in the DeepSpeed config"
             raise BadInput(f"{flag} does nothing with --strategy {args.strategy}", hint=hint)
-
-
-def choose_checkpoints(args: argparse.Namespace, model: Mapping[str, Any]) -> Checkpoints:
-    """The run's checkpoints; ``model`` is what describes the model they hold."""
-    every, keep, resume = args.checkpoint_every, args.checkpoint_keep, args.checkpoint_resume
-    return Checkpoints(args.checkpoint_dir, every=every, keep=keep, resume=resume, model=model)
 
 
 def positive(text: str) -> int:

@@ -1,7 +1,9 @@
-"""Torch's sharded checkpoints (DCP), written by all ranks together and read as data.
+"""Torch's sharded checkpoints (DCP): written by all ranks together, read on any mesh, as data only.
 
-Every tensor stands under a name that no mesh changes. Their ``.metadata`` is a pickle, of which
-nothing is taken but the places and sizes of tensors.
+Every tensor stands under a name that no mesh changes. ``get_state_dict`` of torch would do for most
+of this, but it names a weight that two stages of a pipeline share twice, and adds objects that are
+pickled. Here is nothing but tensors, and of ``.metadata``, which is a pickle, nothing is taken but
+the places and sizes of tensors.
 """
 
 from __future__ import annotations
@@ -9,14 +11,14 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from ranks import BadInput
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
-from torch.optim import Optimizer
+from world import BadInput
 
 _FOLDER = "shards"
 
@@ -40,18 +42,14 @@ _NAMES = {
 
 
 class Reader(filesystem.FileSystemReader):
-    """Reads the shards in a folder.
+    """Reads the shards of a checkpoint; metadata that hold more than tensors are refused."""
 
-    Raises:
-        pickle.UnpicklingError: the metadata hold more than the places and sizes of tensors.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._folder = folder
+    def __init__(self, checkpoint: Path) -> None:
+        self.folder = checkpoint / _FOLDER
+        super().__init__(self.folder)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        with (self._folder / ".metadata").open("rb") as file:
+        with (self.folder / ".metadata").open("rb") as file:
             found: metadata.Metadata = _Unpickler(file).load()
         found.storage_meta = found.storage_meta or metadata.StorageMeta()
         found.storage_meta.load_id = self.load_id
@@ -70,25 +68,30 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def state(
-    parameters: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    optimizer: Optimizer,
-) -> dict[str, Tensor]:
-    """What a checkpoint holds."""
-    held = {f"model/{name}": p.detach() for name, p in parameters.items()}
-    held |= {f"buffer/{name}": buffer for name, buffer in buffers.items()}
-    for name, parameter in parameters.items():
-        for entry, value in optimizer.state.get(parameter, {}).items():
-            held[f"optimizer/{name}/{entry}"] = value
-    return held
+@dataclass(frozen=True)
+class State:
+    """What a checkpoint holds of a rank: tensors by names that no mesh changes."""
+
+    parameters: Mapping[str, Tensor]
+    optimizer: torch.optim.Optimizer
+    buffers: Mapping[str, Tensor]
+    scaler: torch.amp.GradScaler  # of fp16
+
+    def tensors(self) -> dict[str, Tensor]:
+        held = {f"model/{name}": p.detach() for name, p in self.parameters.items()}
+        held |= {f"buffer/{name}": buffer for name, buffer in self.buffers.items()}
+        held |= {f"scaler/{k}": torch.tensor(v) for k, v in self.scaler.state_dict().items()}
+        for name, parameter in self.parameters.items():
+            for entry, value in self.optimizer.state.get(parameter, {}).items():
+                held[f"optimizer/{name}/{entry}"] = value
+        return held
 
 
-def save(folder: Path, held: dict[str, Tensor], background: Any) -> Future[Any] | None:
+def save(state: State, background: Any, folder: Path) -> Future[Any] | None:
     """Write; with a process group for it, in the background. Collective."""
     from torch.distributed.checkpoint import state_dict_saver
 
-    path = folder / _FOLDER
+    path, held = folder / _FOLDER, state.tensors()
     if background is None:
         state_dict_saver.save(held, checkpoint_id=path)
         return None
@@ -97,50 +100,50 @@ def save(folder: Path, held: dict[str, Tensor], background: Any) -> Future[Any] 
     return state_dict_saver.async_save(held, checkpoint_id=path, process_group=background)
 
 
-def load(
-    folder: Path,
-    parameters: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    optimizer: Optimizer,
-) -> None:
+def load(state: State, folder: Path) -> None:
     """Read into these, whatever mesh they were saved from. Collective."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
 
     try:
-        reader = Reader(folder / _FOLDER)
-        held = reader.sizes()
-        _check_holds(folder, held, parameters)
-        _expect_optimizer(held, parameters, optimizer)
-        load(state(parameters, buffers, optimizer), storage_reader=reader)
+        reader = Reader(folder)
+        held: Mapping[str, Any] = reader.sizes()
+        for name, parameter in state.parameters.items():
+            entry = held.get(f"model/{name}")
+            if entry is None or entry.size != parameter.shape:
+                there = "no such parameter" if entry is None else list(entry.size)
+                raise BadInput(
+                    f"checkpoint {folder} is of another model: {name} is {list(parameter.shape)} "
+                    f"here and {there} there",
+                    hint="use the model that was saved, or another checkpoint folder",
+                )
+            # The optimizer has no state before its first step: make room for what was saved.
+            prefix = f"optimizer/{name}/"
+            for key in (key for key in held if key.startswith(prefix)):
+                state.optimizer.state[parameter][key.removeprefix(prefix)] = (
+                    torch.zeros_like(parameter.detach())
+                    if held[key].size == parameter.shape
+                    else torch.zeros(held[key].size, dtype=held[key].properties.dtype)
+                )
+        tensors = state.tensors()
+        load(tensors, storage_reader=reader)
+        scaling = {k.removeprefix("scaler/"): v for k, v in tensors.items() if k[:7] == "scaler/"}
+        if scaling:
+            state.scaler.load_state_dict({key: value.item() for key, value in scaling.items()})
     except CheckpointException as error:  # a BaseException
         reason = next(iter(error.failures.values()))[0]
         raise RuntimeError(str(reason).splitlines()[0]) from error
 
 
-def _expect_optimizer(
-    held: Mapping[str, Any], parameters: Mapping[str, Tensor], optimizer: Optimizer
-) -> None:
-    """Make room for the optimizer state that a checkpoint has."""
-    for name, parameter in parameters.items():
-        prefix = f"optimizer/{name}/"
-        for key in (key for key in held if key.startswith(prefix)):
-            entry = held[key]
-            alike = entry.size == parameter.shape
-            optimizer.state[parameter][key.removeprefix(prefix)] = (
-                torch.zeros_like(parameter.detach())
-                if alike
-                else torch.zeros(entry.size, dtype=entry.properties.dtype)
-            )
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Parameters and buffers, whole, in host memory, without a process group."""
+    from torch.distributed.checkpoint.state_dict_loader import load
 
-
-def _check_holds(folder: Path, held: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
-    for name, parameter in parameters.items():
-        entry = held.get(f"model/{name}")
-        if entry is None or entry.size != parameter.shape:
-            there = "no such parameter" if entry is None else list(entry.size)
-            raise BadInput(
-                f"checkpoint {folder} is of another model: {name} is {list(parameter.shape)} "
-                f"here and {there} there",
-                hint="use the model that was saved, or another checkpoint folder",
-            )
+    reader = Reader(folder)
+    held = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in reader.sizes().items()
+        if key.startswith(("model/", "buffer/"))
+    }
+    load(held, storage_reader=reader, no_dist=True)
+    return {key.partition("/")[2]: tensor for key, tensor in held.items()}

@@ -16,25 +16,36 @@ import argparse
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import data
+import parallelize
 import settings
 import torch
+import torch.distributed as dist
 from checkpoint import Checkpoints
-from checkpoint_files import Checkpoint
 from model import GPT, PRESETS
-from ranks import BadInput, choose_device, read_ranks
 from report import Reporter, report
 from settings import count, positive
-from strategy import Strategy, decayed_groups, recompute
-from world import EXIT_STOPPED, World, distributed, run, stop_requested
+from torch import Tensor, nn
+from world import EXIT_STOPPED, BadInput, choose_device, distributed, read_ranks, run
+from world import stop_requested as asked_to_stop
 
 
 def main() -> int:
     args = parse_args()
+    return train(args, choose_model, partial(scheduled, args=args))
+
+
+def train(
+    args: argparse.Namespace,
+    choose_model: Callable[..., Any],
+    rate_of: Callable[[int], float],
+    describe: Callable[..., str] | None = None,
+) -> int:
+    """Train to the last step, or until the ranks are asked to stop. Returns the exit code."""
     ranks = read_ranks()
     reporter = Reporter(speaks=ranks.is_first)
     # Whatever can be wrong with the input, each rank finds alone, before they meet.
@@ -42,109 +53,199 @@ def main() -> int:
     facts, make_model, text = choose_model(args)
     mesh = settings.choose_mesh(args, ranks, facts)
     batch = settings.choose_batch(args, mesh)
-    recipe = settings.choose_strategy(args, batch, device, mesh)
-    checkpoints = settings.choose_checkpoints(args, facts)
-    checkpoint = checkpoints.find(ranks, strategy=recipe.name, converts=recipe.converts)
+    chosen = settings.choose_strategy(args, batch, device, mesh)
+    checkpoints = Checkpoints(
+        args.checkpoint_dir, facts, chosen.name, chosen.any_world_size, chosen.converts,
+        args.checkpoint_every, args.checkpoint_keep, args.checkpoint_resume,
+    )  # fmt: skip
+    resumed = checkpoints.find(ranks)
 
     reporter.phase("rendezvous")
     with distributed(ranks, device) as world:
         reporter.phase("build")
         data.check_same(text, world)
+        batches = data.Batches(text, args.seed, batch, device, mesh.replica(world.rank))
         torch.manual_seed(args.seed)  # every rank builds the same weights
-        with recipe.building(world):
+        engine = pipe = None
+        if chosen.config is not None:
+            import zero
+
+            with zero.building(chosen.config, world, divided=args.zero_init):
+                model = make_model()
+            total = parallelize.count_parameters(model)
+            if args.activation_checkpointing:
+                parallelize.recompute(model)
+            engine = zero.Engine(chosen.config, model, partial(adamw, args=args), mesh, world)
+            optimizer, save, load = engine.optimizer(), engine.save, engine.load
+        else:
+            import shards
+
             model = make_model()
-        if args.activation_checkpointing:
-            recompute(model)
-        groups = decayed_groups(model, args.weight_decay)
-        optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.95))
-        strategy = recipe.build(model, optimizer, world)
-        batches = data.Batches(text, args.seed, batch, world, strategy.replica)
-        if checkpoint is not None:
-            checkpoints.load(checkpoint, strategy, world)
+            total = parallelize.count_parameters(model)
+            if args.activation_checkpointing:
+                parallelize.recompute(model)
+            grid = None if args.strategy == "ddp" else parallelize.device_mesh(mesh, device)
+            if mesh.pp > 1:
+                model = model.stage(mesh.stage(world.rank), mesh.pp)
+            module = parallelize.parallelize(model, args, mesh, grid, chosen.dtype, device)
+            parameters = parallelize.named_parameters(model)
+            optimizer = adamw(model, args)
+            if mesh.pp > 1:
+                from pipeline import Pipeline
+
+                pipe = Pipeline(model, args.schedule, batch.accumulation, mesh, grid, world)
+            computing = partial(parallelize.autocast, args, mesh, device, chosen.dtype)
+            scaler = torch.amp.GradScaler(device.type, enabled=chosen.dtype == "fp16")
+            # Collectives of a checkpoint that is written in the background need their own group.
+            group = dist.new_group(backend="gloo") if args.checkpoint_async else None
+            state = shards.State(parameters, optimizer, parallelize.buffers(model), scaler)
+            save, load = partial(shards.save, state, group), partial(shards.load, state)
+        if resumed is not None:
+            checkpoints.load(resumed, load, world)
+        first = resumed.step + 1 if resumed else 1
+        if describe is not None:
+            print(describe(world.rank, chosen.name, model, total), flush=True)
         reporter.event(
             "start",
             steps=args.steps,
-            first_step=checkpoint.step if checkpoint else 0,
+            first_step=first - 1,
             tokens_per_step=batches.tokens_per_step,
-            parameters=strategy.parameters,
+            parameters=total,
             device=device.type,
-            dtype=recipe.dtype,
+            dtype=chosen.dtype,
             world_size=world.size,
-            strategy=recipe.name,
-            **strategy.describe(),
+            strategy=chosen.name,
+            **mesh_facts(args, mesh, batch.accumulation),
         )
-        pace = Pace(args.steps, args.log_every, args.eval_every, partial(scheduled, args=args))
-        return train(pace, world, reporter, strategy, batches, checkpoints, checkpoint)
+
+        @torch.no_grad()
+        def evaluate() -> float:
+            """The mean loss of all ranks on the held-out part."""
+            micro_batches = batches.held_out()
+            if engine is not None:
+                loss = engine.evaluate(micro_batches)
+            else:
+                model.eval()
+                with computing():
+                    if pipe is not None:
+                        loss = pipe.evaluate(micro_batches)
+                    else:
+                        loss = mean(model(*micro_batch) for micro_batch in micro_batches)
+                model.train()
+                parallelize.reshard(model)
+            return world.mean(loss)[0]
+
+        def tell(step: int, rate: float, seconds: float, numbers: Any, **more: float) -> float:
+            """Report a step's numbers once they are there; returns whether anybody must stop."""
+            loss, norm, stop, written = numbers()
+            if written == 1.0:
+                checkpoints.finish(world)
+            notes.update(loss=loss, first_loss=notes.get("first_loss", loss))
+            if more or stop or step in (first, args.steps) or step % args.log_every == 0:
+                reporter.event(
+                    "metrics", step=step, loss=loss,
+                    tokens_per_second=batches.tokens_per_step / seconds, step_seconds=seconds,
+                    learning_rate=rate, gradient_norm=norm, **more,
+                )  # fmt: skip
+            return stop
+
+        notes: dict[str, Any] = dict(resumed.notes) if resumed else {}
+        stop, waiting = 0.0, None  # the step whose numbers are still on their way
+        reporter.phase("first_step")
+        for step in range(first, args.steps + 1):
+            started = time.perf_counter()
+            micro_batches, rate = batches.of_step(step), rate_of(step)
+            if engine is not None:
+                loss, norm, rate = engine.step(micro_batches, rate)
+            else:
+                if pipe is not None:
+                    with computing():
+                        loss = pipe.backward(micro_batches, parameters)
+                else:
+                    losses = []
+                    for number, (tokens, targets) in enumerate(micro_batches, 1):
+                        # The gradients travel once per step, with the last micro batch.
+                        parallelize.send_gradients(module, number == len(micro_batches))
+                        with computing():
+                            loss = module(tokens, targets)
+                        scaler.scale(loss / len(micro_batches)).backward()
+                        losses.append(loss.detach())
+                    loss = mean(losses)
+                scaler.unscale_(optimizer)
+                norm = parallelize.clip_gradients(parameters, chosen.clip, mesh)
+                for param_group in optimizer.param_groups:
+                    param_group["lr"] = rate
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            # One collective tells the loss, whether anyone must stop, and whether all have
+            # written. Its numbers are read one step later: the GPUs have their next step by then.
+            norm = math.nan if norm is None else norm
+            numbers = world.mean_later(loss, norm, asked_to_stop(), checkpoints.written())
+            if waiting is not None:
+                stop, waiting = tell(*waiting), None
+            last = step == args.steps or stop > 0
+            evaluates = args.eval_every and (last or step % args.eval_every == 0)
+            saves = checkpoints.due(step, last=last)
+            if not (last or evaluates or saves or step == first):
+                waiting = step, rate, time.perf_counter() - started, numbers
+                continue
+            numbers()  # now, because something else waits for this step
+            seconds = time.perf_counter() - started
+            if step == first:
+                held = parallelize.optimizer_parameters(optimizer)
+                report("optimizer", rank=world.rank, parameters=held, total=total)
+                reporter.phase("training")
+            evaluated = {"eval_loss": evaluate()} if evaluates else {}
+            stop = max(stop, tell(step, rate, seconds, numbers, **evaluated))
+            if saves:
+                checkpoints.save(step, save, world, notes)
+            if last:
+                break
+
+        reporter.phase("ending")
+        checkpoints.finish(world)
+        if engine is not None:
+            engine.finish()
+        world.barrier()
+        if stop == 0:
+            reporter.event("end", steps=args.steps, **notes)
+            reporter.phase(None)
+        return EXIT_STOPPED if stop > 0 else 0
 
 
-@dataclass(frozen=True)
-class Pace:
-    """How long to train and how often to do what."""
-
-    steps: int  # the last one
-    log_every: int  # steps between two reports
-    eval_every: int  # steps between two evaluations; 0 for none
-    learning_rate: Callable[[int], float]  # of a step, counted from 1
+def mean(losses: Any) -> Tensor:
+    """In float64: the same whatever way the micro batches lie over the ranks."""
+    return torch.stack([loss.double() for loss in losses]).mean()
 
 
-def train(
-    pace: Pace,
-    world: World,
-    reporter: Reporter,
-    strategy: Strategy,
-    batches: data.Batches,
-    checkpoints: Checkpoints,
-    resumed: Checkpoint | None,
-) -> int:
-    """Train to the last step, or until the ranks are asked to stop. Returns the exit code."""
-    first = resumed.step + 1 if resumed else 1
-    notes: dict[str, Any] = dict(resumed.notes) if resumed else {}
-    stop = 0.0
-    reporter.phase("first_step")
-    for step in range(first, pace.steps + 1):
-        started = time.perf_counter()
-        learning_rate = pace.learning_rate(step)
-        rank_loss, gradient_norm = strategy.step(batches.of_step(step), learning_rate)
-        # One collective tells the loss, whether anyone must stop, and whether all have written.
-        loss, stop, written = world.mean(rank_loss, stop_requested(), checkpoints.written())
-        seconds = time.perf_counter() - started
-        own_rate = strategy.own_rate()
-        if written == 1.0:
-            checkpoints.finish(world)
-        if step == first:
-            held = strategy.optimizer_parameters()
-            report("optimizer", rank=world.rank, parameters=held, total=strategy.parameters)
-            reporter.phase("training")
+def mesh_facts(args: argparse.Namespace, mesh: Any, micro_batches: int) -> dict[str, Any]:
+    """What the start line tells of the mesh."""
+    if mesh.pp > 1:
+        from pipeline import bubble
 
-        notes = {"loss": loss, "first_loss": notes.get("first_loss", loss)}
-        last = step == pace.steps or stop > 0
-        evaluated = {}
-        if pace.eval_every and (last or step % pace.eval_every == 0):
-            (evaluated["eval_loss"],) = world.mean(strategy.evaluate(batches.held_out()))
-        if last or evaluated or step == first or step % pace.log_every == 0:
-            reporter.event(
-                "metrics",
-                step=step,
-                loss=loss,
-                tokens_per_second=batches.tokens_per_step / seconds,
-                step_seconds=seconds,
-                learning_rate=learning_rate if own_rate is None else own_rate,
-                gradient_norm=gradient_norm,
-                **evaluated,
+        return {
+            "mesh": str(mesh),
+            "schedule": "1f1b" if args.strategy == "deepspeed" else args.schedule,
+            "micro_batches": micro_batches,
+            "bubble": bubble(mesh.pp, micro_batches),
+        }
+    plain = args.strategy == "ddp" or (args.strategy == "deepspeed" and mesh.tp == 1)
+    return {} if plain else {"mesh": str(mesh)}
+
+
+def adamw(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
+    """AdamW; weight decay on matrices and embeddings, none on biases and norms."""
+    groups: dict[Any, dict[str, Any]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            decay = 0.0 if len(parallelize.whole_shape(parameter)) < 2 else args.weight_decay
+            # torch's loops over many tensors take no mix of plain ones and those of two meshes.
+            key = decay, getattr(parameter, "device_mesh", None)
+            groups.setdefault(key, {"params": [], "weight_decay": decay})["params"].append(
+                parameter
             )
-        if checkpoints.due(step, last=last):
-            checkpoints.save(step, strategy, world, notes)
-        if stop > 0:
-            break
-
-    reporter.phase("ending")
-    checkpoints.finish(world)
-    strategy.finish()
-    world.barrier()
-    if stop == 0:
-        reporter.event("end", steps=pace.steps, **notes)
-        reporter.phase(None)
-    return EXIT_STOPPED if stop > 0 else 0
+    return torch.optim.AdamW([*groups.values()], lr=args.learning_rate, betas=(0.9, 0.95))
 
 
 def scheduled(step: int, args: argparse.Namespace) -> float:
@@ -156,25 +257,23 @@ def scheduled(step: int, args: argparse.Namespace) -> float:
     return peak * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
-def choose_model(args: argparse.Namespace) -> tuple[Any, ...]:
+def choose_model(args: argparse.Namespace) -> tuple[dict[str, Any], Callable[[], nn.Module], Any]:
     """What describes the model, what builds it, and the text in its tokens."""
-    text = data.read_text(args.data)
     if args.model in PRESETS:
         shape = PRESETS[args.model]
         shape = replace(shape, context=args.context or shape.context)
-        facts, context = {"name": args.model, **asdict(shape)}, shape.context
-        make_model, tokens = partial(GPT, shape), data.as_tokens(text)
-    else:
-        import hugging_face
+        facts = {"name": args.model, **asdict(shape)}
+        return facts, partial(GPT, shape), data.read(args.data, shape.context, shape.vocabulary)
+    import hugging_face
 
-        if not hugging_face.looks_like_a_name(args.model):
-            raise BadInput(
-                f"--model {args.model}: no such model",
-                f"one of {', '.join(PRESETS)}, or the name or folder of a Hugging Face model",
-            )
-        facts, make_model, tokens = hugging_face.choose(args.model, text, args.pretrained)
-        context = args.context or 256
-    return facts, make_model, data.split(tokens, context, args.data or "the standard library")
+    if not hugging_face.looks_like_a_name(args.model):
+        raise BadInput(
+            f"--model {args.model}: no such model",
+            f"one of {', '.join(PRESETS)}, or the name or folder of a Hugging Face model",
+        )
+    facts, make_model, tokenize = hugging_face.choose(args.model, args.pretrained)
+    text = data.read(args.data, args.context or 256, facts["vocabulary"], tokenize)
+    return facts, make_model, text
 
 
 def parse_args() -> argparse.Namespace:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint_files import file_sizes, more_than_data
-from ranks import BadInput
+from checkpoint import file_sizes, more_than_data
+from world import BadInput
 
 _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from batch import Batch
 from mesh import Mesh
-from ranks import BadInput, Ranks
-from settings import Parser, choose_batch, choose_mesh, choose_strategy
+from settings import Batch, Parser, choose_batch, choose_mesh, choose_strategy
+from world import BadInput, Ranks
 
 DP = Mesh(shard=2)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -7,39 +7,28 @@ from pathlib import Path
 from typing import Any
 
 import checkpoint as module
-import checkpoint_files as files
 import pytest
 import torch
-from checkpoint import Checkpoints
-from checkpoint_files import Checkpoint
-from ranks import BadInput, Explained, Ranks
-from strategy import Strategy
-from world import World
+from checkpoint import Checkpoint, Checkpoints
+from world import BadInput, Explained, Ranks, World
 
 MODEL = {"name": "tiny", "layers": 2}
 ALONE = Ranks(rank=0, local_rank=0, node_rank=0, size=1, local_size=1)
 WORLD = World(**vars(ALONE), device=torch.device("cpu"), backend="gloo")
 
 
-class Fake(Strategy):
+class Fake:
     """Holds one word instead of a model."""
-
-    name = "fake"
-    any_world_size = False
 
     def __init__(self, word: str = "") -> None:
         self.word = word
 
-    def save(self, folder: Path) -> None:
+    def write(self, folder: Path) -> None:
         (folder / "part").mkdir()
         (folder / "part" / "word").write_text(self.word)
 
-    def load(self, folder: Path) -> None:
+    def read(self, folder: Path) -> None:
         self.word = (folder / "part" / "word").read_text()
-
-    def step(self, *_: Any) -> Any: ...
-    def evaluate(self, *_: Any) -> Any: ...
-    def optimizer(self) -> Any: ...
 
 
 @pytest.fixture
@@ -55,7 +44,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def checkpoints(folder: Path | None, **settings: Any) -> Checkpoints:
-    return Checkpoints(folder, **{"model": MODEL, **settings})
+    usual = {"model": MODEL, "strategy": "fake", "any_world_size": False}
+    return Checkpoints(folder, **(usual | settings))
 
 
 def steps(folder: Path) -> list[str]:
@@ -63,29 +53,29 @@ def steps(folder: Path) -> list[str]:
 
 
 def test_what_was_saved_comes_back(folder: Path) -> None:
-    checkpoints(folder).save(5, Fake("hello"), WORLD, {"loss": 0.1})
-    found = checkpoints(folder).find(ALONE, strategy="fake")
+    checkpoints(folder).save(5, Fake("hello").write, WORLD, {"loss": 0.1})
+    found = checkpoints(folder).find(ALONE)
     assert found is not None
     assert (found.step, found.world_size, found.notes) == (5, 1, {"loss": 0.1})
     strategy = Fake()
-    checkpoints(folder).load(found, strategy, WORLD)
+    checkpoints(folder).load(found, strategy.read, WORLD)
     assert strategy.word == "hello"
 
 
 def test_random_numbers_go_on_where_they_were(folder: Path) -> None:
-    path = checkpoints(folder).save(1, Fake(), WORLD)
+    path = checkpoints(folder).save(1, Fake().write, WORLD)
     expected = (random.random(), float(torch.rand(1)))
     found = Checkpoint.read(path)
     assert found is not None
-    checkpoints(folder).load(found, Fake(), WORLD)
+    checkpoints(folder).load(found, Fake().read, WORLD)
     assert (random.random(), float(torch.rand(1))) == expected
 
 
 def test_saving_and_resuming_are_reported(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = checkpoints(folder).save(5, Fake(), WORLD)
+    path = checkpoints(folder).save(5, Fake().write, WORLD)
     found = Checkpoint.read(path)
     assert found is not None
-    checkpoints(folder).load(found, Fake(), WORLD)
+    checkpoints(folder).load(found, Fake().read, WORLD)
     saved, resumed = (
         json.loads(line.split(" ", 1)[1]) for line in capfd.readouterr().out.split("\n")[:2]
     )
@@ -109,7 +99,7 @@ def test_when_to_save(folder: Path, every: int, due: list[int]) -> None:
 @pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 3]), (1, [3]), (2, [2, 3])])
 def test_only_the_newest_are_kept(folder: Path, keep: int, left: list[int]) -> None:
     for step in (1, 2, 3):
-        checkpoints(folder, keep=keep).save(step, Fake(), WORLD)
+        checkpoints(folder, keep=keep).save(step, Fake().write, WORLD)
     assert steps(folder) == [f"step-{step:08d}" for step in left]
 
 
@@ -133,8 +123,8 @@ def lose_file(path: Path) -> None:
 @pytest.mark.parametrize("damage", [tear_manifest, lose_manifest, cut_file, lose_file])
 def test_a_torn_checkpoint_is_passed_over(folder: Path, damage: Any) -> None:
     here = checkpoints(folder)
-    here.save(1, Fake("older"), WORLD)
-    torn = here.save(2, Fake("newer"), WORLD)
+    here.save(1, Fake("older").write, WORLD)
+    torn = here.save(2, Fake("newer").write, WORLD)
     damage(torn)
     found = here.find(ALONE)
     assert found is not None
@@ -147,15 +137,15 @@ def test_a_crash_while_saving_leaves_the_one_before(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = checkpoints(folder)
-    here.save(1, Fake("older"), WORLD)
+    here.save(1, Fake("older").write, WORLD)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError("power cut")))
         with pytest.raises(Explained, match=r"cannot write checkpoint .*: power cut"):
-            here.save(2, Fake("newer"), WORLD)
+            here.save(2, Fake("newer").write, WORLD)
     found = here.find(ALONE)
     assert found is not None
     assert found.step == 1
-    here.save(2, Fake("newer"), WORLD)  # and the draft is not in the way
+    here.save(2, Fake("newer").write, WORLD)  # and the draft is not in the way
     assert steps(folder) == ["step-00000001", "step-00000002"]
 
 
@@ -163,22 +153,22 @@ def test_the_draft_is_durable_before_it_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    sync, rename = files._sync, Path.rename
-    monkeypatch.setattr(files, "_sync", lambda p: (done.append(f"sync {p.name}"), sync(p)))
+    sync, rename = module._sync, Path.rename
+    monkeypatch.setattr(module, "_sync", lambda p: (done.append(f"sync {p.name}"), sync(p)))
     monkeypatch.setattr(
         Path, "rename", lambda p, to: (done.append(f"rename {to.name}"), rename(p, to))
     )
-    checkpoints(folder).save(1, Fake(), WORLD)
+    checkpoints(folder).save(1, Fake().write, WORLD)
     named = done.index("rename step-00000001")
     assert {"sync word", "sync part", "sync random.pt", "sync checkpoint.json"} < set(done[:named])
     assert done[named + 1 :] == ["sync checkpoints"]
 
 
 def test_never_begins_anew_and_then_counts_as_the_newest(folder: Path) -> None:
-    checkpoints(folder).save(200, Fake("old run"), WORLD)
+    checkpoints(folder).save(200, Fake("old run").write, WORLD)
     anew = checkpoints(folder, resume="never")
     assert anew.find(ALONE) is None
-    anew.save(100, Fake("new run"), WORLD)
+    anew.save(100, Fake("new run").write, WORLD)
     found = checkpoints(folder).find(ALONE)
     assert found is not None
     assert found.step == 100
@@ -186,52 +176,50 @@ def test_never_begins_anew_and_then_counts_as_the_newest(folder: Path) -> None:
 
 def test_a_checkpoint_of_the_same_step_is_replaced(folder: Path) -> None:
     for word in ("one", "two"):
-        path = checkpoints(folder).save(1, Fake(word), WORLD)
+        path = checkpoints(folder).save(1, Fake(word).write, WORLD)
     assert (path / "part" / "word").read_text() == "two"
 
 
 def test_a_path_resumes_from_that_one(folder: Path) -> None:
-    first = checkpoints(folder).save(1, Fake(), WORLD)
-    checkpoints(folder).save(2, Fake(), WORLD)
+    first = checkpoints(folder).save(1, Fake().write, WORLD)
+    checkpoints(folder).save(2, Fake().write, WORLD)
     found = checkpoints(None, resume=str(first)).find(ALONE)
     assert found is not None
     assert found.step == 1
 
 
 def test_another_model_is_refused_by_name(folder: Path) -> None:
-    checkpoints(folder).save(1, Fake(), WORLD)
+    checkpoints(folder).save(1, Fake().write, WORLD)
     other = checkpoints(folder, model={"name": "small", "layers": 6})
     with pytest.raises(BadInput, match=r"holds the model name=tiny, layers=2, .* name=small"):
         other.find(ALONE)
 
 
 def test_another_strategy_is_refused_by_name(folder: Path) -> None:
-    checkpoints(folder).save(1, Fake(), WORLD)
+    checkpoints(folder).save(1, Fake().write, WORLD)
     with pytest.raises(BadInput, match="was saved by fake, this run uses ddp"):
-        checkpoints(folder).find(ALONE, strategy="ddp")
+        checkpoints(folder, strategy="ddp").find(ALONE)
 
 
 def test_another_number_of_ranks_is_refused_only_where_it_must_be(folder: Path) -> None:
     two = Ranks(rank=1, local_rank=1, node_rank=0, size=2, local_size=2)
-    strategy = Fake()
-    checkpoints(folder).save(1, strategy, WORLD)
+    checkpoints(folder).save(1, Fake().write, WORLD)
     with pytest.raises(BadInput, match=r"saved by 1 ranks, now there are 2; fake divides") as error:
         checkpoints(folder).find(two)
     assert "run on 1 ranks" in str(error.value.hint)
-    strategy.any_world_size = True
-    checkpoints(folder).save(1, strategy, WORLD)
+    checkpoints(folder, any_world_size=True).save(1, Fake().write, WORLD)
     assert checkpoints(folder).find(two) is not None
 
 
 def test_nodes_that_see_different_checkpoints_are_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = checkpoints(folder).save(1, Fake(), WORLD)
+    path = checkpoints(folder).save(1, Fake().write, WORLD)
     found = Checkpoint.read(path)
     assert found is not None
     monkeypatch.setattr(World, "gather", lambda self, value: [value, "/other"])
     with pytest.raises(BadInput, match="rank 1 from /other") as error:
-        checkpoints(folder).load(found, Fake(), WORLD)
+        checkpoints(folder).load(found, Fake().read, WORLD)
     assert "a disk that all nodes share" in str(error.value.hint)
 
 
@@ -242,19 +230,19 @@ class Slow(Fake):
         super().__init__("slow")
         self.writing: Future[None] = Future()
 
-    def save(self, folder: Path) -> Future[None]:
+    def write(self, folder: Path) -> Future[None]:
         self.folder = folder
         return self.writing
 
     def complete(self) -> None:
-        super().save(self.folder)
+        super().write(self.folder)
         self.writing.set_result(None)
 
 
 def test_a_checkpoint_written_in_the_background_counts_once_all_is_there(folder: Path) -> None:
     here, strategy = checkpoints(folder), Slow()
     assert not here.written()
-    here.save(1, strategy, WORLD)
+    here.save(1, strategy.write, WORLD)
     assert not here.written()
     assert checkpoints(folder).find(ALONE) is None
     strategy.complete()
@@ -269,16 +257,16 @@ def test_a_checkpoint_written_in_the_background_counts_once_all_is_there(folder:
 
 def test_the_next_save_waits_for_the_one_before(folder: Path) -> None:
     here, strategy = checkpoints(folder), Slow()
-    here.save(1, strategy, WORLD)
+    here.save(1, strategy.write, WORLD)
     strategy.complete()
-    here.save(2, Fake(), WORLD)
+    here.save(2, Fake().write, WORLD)
     assert steps(folder) == ["step-00000001", "step-00000002"]
 
 
 def test_a_background_write_that_fails_is_told_and_leaves_the_one_before(folder: Path) -> None:
     here, strategy = checkpoints(folder), Slow()
-    here.save(1, Fake(), WORLD)
-    here.save(2, strategy, WORLD)
+    here.save(1, Fake().write, WORLD)
+    here.save(2, strategy.write, WORLD)
     strategy.writing.set_exception(OSError(28, "No space left on device"))
     with pytest.raises(Explained, match=r"cannot write .*step-00000002: No space left"):
         here.finish(WORLD)
@@ -292,27 +280,27 @@ def test_a_background_write_that_fails_is_told_and_leaves_the_one_before(folder:
 def test_files_that_cannot_be_read_are_one_clear_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    path = checkpoints(folder).save(1, Fake(), WORLD)
+    path = checkpoints(folder).save(1, Fake().write, WORLD)
     found = Checkpoint.read(path)
     assert found is not None
-    monkeypatch.setattr(Fake, "load", lambda *_: (_ for _ in ()).throw(error))
+    monkeypatch.setattr(Fake, "read", lambda *_: (_ for _ in ()).throw(error))
     with pytest.raises(BadInput, match=r"checkpoint .*step-00000001 cannot be read: \S+") as told:
-        checkpoints(folder).load(found, Fake(), WORLD)
+        checkpoints(folder).load(found, Fake().read, WORLD)
     assert "\n" not in told.value.message
 
 
 def test_a_lost_rank_is_no_unreadable_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = checkpoints(folder).save(1, Fake(), WORLD)
+    path = checkpoints(folder).save(1, Fake().write, WORLD)
     found = Checkpoint.read(path)
     assert found is not None
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer")
-    monkeypatch.setattr(Fake, "load", lambda *_: (_ for _ in ()).throw(lost))
+    monkeypatch.setattr(Fake, "read", lambda *_: (_ for _ in ()).throw(lost))
     with pytest.raises(RuntimeError, match="Connection closed"):
-        checkpoints(folder).load(found, Fake(), WORLD)
+        checkpoints(folder).load(found, Fake().read, WORLD)
 
 
 def test_what_can_be_converted_may_come_from_another_number_of_ranks(folder: Path) -> None:
     two = Ranks(rank=1, local_rank=1, node_rank=0, size=2, local_size=2)
-    checkpoints(folder).save(1, Fake(), WORLD)
-    found = checkpoints(folder).find(two, converts=True)
+    checkpoints(folder).save(1, Fake().write, WORLD)
+    found = checkpoints(folder, converts=True).find(two)
     assert found is not None

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from batch import solve
 from data import (
     STANDARD_LIBRARY_BYTES,
     Batches,
@@ -13,9 +12,10 @@ from data import (
     read_text,
     split,
 )
-from ranks import BadInput
-from world import World
+from settings import solve
+from world import BadInput, World
 
+CPU = torch.device("cpu")
 TEXT = split(as_tokens(bytes(range(256)) * 20), 16, "the test")
 
 
@@ -25,7 +25,7 @@ def world(rank: int = 0, size: int = 1) -> World:
 
 def batches(rank: int = 0, size: int = 1, *, seed: int = 0, micro: int = 2) -> Batches:
     sizes = solve(data_parallel=size, global_size=8, micro=micro)
-    return Batches(TEXT, seed, sizes, world(rank, size))
+    return Batches(TEXT, seed, sizes, CPU, rank)
 
 
 def test_the_standard_library_is_the_same_text_every_time() -> None:
@@ -59,7 +59,7 @@ def test_the_shortest_text_that_will_do() -> None:
     text = split(as_tokens(bytes(90)), 8, "it")
     assert len(text.held_out) == 9
     sizes = solve(data_parallel=1, global_size=1)
-    ((tokens, targets),) = Batches(text, 0, sizes, world()).held_out()
+    ((tokens, targets),) = Batches(text, 0, sizes, CPU).held_out()
     assert tokens.shape == targets.shape == (1, 8)
 
 
@@ -95,7 +95,7 @@ def test_another_step_or_seed_is_other_samples() -> None:
 def test_evaluation_never_sees_the_training_text() -> None:
     tokens = torch.cat([torch.zeros(900, dtype=torch.uint8), torch.ones(100, dtype=torch.uint8)])
     text = split(tokens, 16, "it")
-    here = Batches(text, 0, solve(data_parallel=1, global_size=64), world())
+    here = Batches(text, 0, solve(data_parallel=1, global_size=64), CPU)
     assert all(int(pair[1].sum()) == 0 for step in range(5) for pair in here.of_step(step))
     assert all(int(pair[0].min()) == 1 for pair in here.held_out())
 

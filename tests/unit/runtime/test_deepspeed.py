@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import zero_config
-from batch import Batch, solve
 from mesh import Mesh
-from ranks import BadInput, Unavailable
-from zero import recipe
-from zero_config import batch_numbers, load_config, precision
-from zero_setup import comms_table
+from settings import Batch, solve
+from world import BadInput, Unavailable
+from zero import comms_table
+from zero_config import batch_numbers, load_config, name, on_mesh, precision
 
 SIXTY_FOUR_ON_FOUR = solve(data_parallel=4, global_size=64, micro=8)
 
@@ -158,7 +157,7 @@ def test_a_table_of_what_travelled() -> None:
 
 def test_only_stage_3_is_built_divided(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="ZeRO-2 has whole ones"):
-        recipe(load(tmp_path, {"zero_optimization": {"stage": 2}}), Mesh(), divided=True)
+        on_mesh(load(tmp_path, {"zero_optimization": {"stage": 2}}), Mesh(), divided=True)
 
 
 @pytest.mark.parametrize(
@@ -174,15 +173,17 @@ def test_a_mesh_that_deepspeed_cannot_use_is_refused(
     tmp_path: Path, stage: int, mesh: Mesh, message: str
 ) -> None:
     with pytest.raises(BadInput, match=message):
-        recipe(load(tmp_path, {"zero_optimization": {"stage": stage}}), mesh)
+        on_mesh(load(tmp_path, {"zero_optimization": {"stage": stage}}), mesh)
 
 
 def test_autotp_says_how_many_slices_once(tmp_path: Path) -> None:
     config = load(tmp_path, {"zero_optimization": {"stage": 1}})
-    assert recipe(config, Mesh(tp=2)).name == "deepspeed zero-1 tp=2"
+    cut = on_mesh(config, Mesh(tp=2))
+    assert cut["tensor_parallel"] == {"autotp_size": 2}
+    assert name(cut, Mesh(tp=2)) == "deepspeed zero-1 tp=2"
     config["tensor_parallel"] = {"autotp_size": 4}
     with pytest.raises(BadInput, match=r"autotp_size is 4, --mesh says tp=2"):
-        recipe(config, Mesh(tp=2))
+        on_mesh(config, Mesh(tp=2))
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
@@ -201,5 +202,5 @@ def test_the_number_format_comes_from_either_side(tmp_path: Path) -> None:
 
 def test_the_name_tells_what_a_checkpoint_depends_on(tmp_path: Path) -> None:
     two = load(tmp_path, {"zero_optimization": {"stage": 2}})
-    assert recipe(two, Mesh()).name == "deepspeed zero-2"
-    assert recipe(load(tmp_path, {}, dtype="bf16"), Mesh()).name == "deepspeed zero-0 bf16"
+    assert name(two, Mesh()) == "deepspeed zero-2"
+    assert name(load(tmp_path, {}, dtype="bf16"), Mesh()) == "deepspeed zero-0 bf16"

@@ -17,6 +17,6 @@ def test_without_a_tokenizer_the_tokens_are_bytes(
         "transformers", reason="transformers: not installed (pip install 'clusterkit[train]')"
     )
     getattr(transformers, kind)(vocab_size=300).save_pretrained(tmp_path)
-    facts, _, tokens = hugging_face.choose(str(tmp_path), b"abc", False)
+    facts, _, tokenize = hugging_face.choose(str(tmp_path), False)
     assert facts["vocabulary"] == 300
-    assert tokens.tolist() == [97, 98, 99]
+    assert tokenize(b"abc").tolist() == [97, 98, 99]

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_files import Checkpoint
+from checkpoint import Checkpoint
 from export import export
-from ranks import BadInput
+from world import BadInput
 
 SAVE = ["--steps", "2", "--checkpoint-every", "1", "--checkpoint-keep", "0",
         "--global-batch", "4", "--micro-batch", "2", "--context", "16"]  # fmt: skip
@@ -49,7 +49,7 @@ def metadata_of_an_object(path: Path, trap: Touch) -> None:
 
 
 CASES = {
-    "ddp": ("ddp", "state.pt", torch_file),
+    "ddp": ("ddp", "shards/.metadata", shard_metadata),
     "random": ("ddp", "random.pt", torch_file),
     "fsdp": ("fsdp", "shards/.metadata", shard_metadata),
     "fsdp-object": ("fsdp", "shards/.metadata", metadata_of_an_object),

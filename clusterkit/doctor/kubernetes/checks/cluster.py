@@ -41,13 +41,9 @@ LEAST = 27
 """Before it a Job's pods lack ``batch.kubernetes.io/job-name``, by which they are found."""
 
 
-@check(
-    "api-server",
-    "The API server answers, and its version is one that clusterkit knows.",
-    VERSION,
-    quick=True,
-)
+@check(VERSION, quick=True)
 def api_server(seen: Seen, subject: KubeSubject) -> Finding:
+    """The API server answers, and its version is one that clusterkit knows."""
     reply = seen.reply(VERSION)
     if reply.reason:
         return fail(reply.said or "it did not answer", "kubectl cluster-info")
@@ -81,8 +77,9 @@ def _age(built: str, now: float) -> str:
     return f", built {when}, {counted(months, 'month')} ago"
 
 
-@check("namespace", "The namespace is there.", NAMESPACE, quick=True)
+@check(NAMESPACE, quick=True)
 def namespace(seen: Seen, subject: KubeSubject) -> Finding:
+    """The namespace is there."""
     reply, name = seen.reply(NAMESPACE), seen.namespace
     if reply.reason == "NotFound":
         mend = subject.kubectl("create", "namespace", name)
@@ -94,15 +91,9 @@ def namespace(seen: Seen, subject: KubeSubject) -> Finding:
     return ok(name)
 
 
-@check(
-    "kind",
-    "The cluster serves the kind of job that is to keep the pods, in the version that is used.",
-    GROUPS,
-    KINDS,
-    quick=True,
-    of="the API groups",
-)
+@check(GROUPS, KINDS, quick=True, of="the API groups")
 def kind(seen: Seen, subject: KubeSubject) -> Finding:
+    """The cluster serves the kind of job that is to keep the pods, in the version that is used."""
     name = seen.flavor
     if name is None and subject.entry.flavor == "auto":
         # Only mpirun cannot do with what every cluster has.
@@ -136,12 +127,9 @@ _CALLED = {
 _ONLY_IN = re.compile(r"--?namespace(?:=(\S*))?\Z")
 
 
-@check(
-    "operator",
-    "Whoever makes pods of the job is alive, and watches this namespace.",
-    DEPLOYMENTS,
-)
+@check(DEPLOYMENTS)
 def operator(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
+    """Whoever makes pods of the job is alive, and watches this namespace."""
     if seen.flavor is None:
         return skip("there is no kind of job to act on")
     if seen.flavor == "job":
@@ -207,13 +195,9 @@ _SLICES = "/apis/discovery.k8s.io/v1/namespaces/kube-system/endpointslices"
 SERVERS = Look("dns", one(f"{_SLICES}?labelSelector=kubernetes.io%2Fservice-name%3Dkube-dns"))
 
 
-@check(
-    "dns",
-    "The cluster's name servers are ready.",
-    SERVERS,
-    of="the name servers in kube-system",
-)
+@check(SERVERS, of="the name servers in kube-system")
 def dns(seen: Seen, subject: KubeSubject) -> Finding:
+    """The cluster's name servers are ready."""
     reply = seen.reply(SERVERS)
     ready = {
         address
@@ -252,15 +236,9 @@ WHO = Look(
 )
 
 
-@check(
-    "rights",
-    "We may do all that a run needs; `k8s/rbac.yaml` is a role with just that.",
-    WHO,
-    NEEDED,
-    WATCHING,
-    quick=True,
-)
+@check(WHO, NEEDED, WATCHING, quick=True)
 def rights(seen: Seen, subject: KubeSubject) -> Finding:
+    """We may do all that a run needs; `k8s/rbac.yaml` is a role with just that."""
     status = seen.reply(WHO).document.get("status") or {}
     who = str((status.get("userInfo") or {}).get("username") or "")
     wanted = needed(seen.flavor or "job")

@@ -7,7 +7,7 @@ from decimal import Decimal
 from typing import Any
 
 from clusterkit.cluster import Claim
-from clusterkit.doctor.base import Finding, shortened
+from clusterkit.doctor.base import Finding
 from clusterkit.doctor.kubernetes.base import (
     NAMESPACE,
     REHEARSAL,
@@ -30,11 +30,13 @@ from clusterkit.doctor.kubernetes.base import (
     templates,
     warn,
 )
+from clusterkit.doctor.words import shortened
 from clusterkit.errors import counted
 
 
-@check("plan", "The job fits the cluster's entry and can be planned for it.", quick=True)
+@check(quick=True)
 def plan(seen: Seen, subject: KubeSubject) -> Finding:
+    """The job fits the cluster's entry and can be planned for it."""
     if seen.problem is not None:
         return fail(seen.problem.message, seen.problem.hint)
     if not seen.objects:
@@ -49,16 +51,10 @@ QUOTAS = Look("quotas", one("/api/v1/namespaces/{namespace}/resourcequotas"))
 _NOT_TRIED = "not tried: you may not create them yourself"
 
 
-@check(
-    "admission",
-    "The API server would take the job and its pods: pod security, quotas, schema, webhooks, "
-    "classes, accounts.",
-    NAMESPACE,
-    REHEARSAL,
-    QUOTAS,
-    planned=True,
-)
+@check(NAMESPACE, REHEARSAL, QUOTAS, planned=True)
 def admission(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
+    """The API server would take the job and its pods: pod security, quotas, schema, webhooks,
+    classes, accounts."""
     space = seen.reply(NAMESPACE)
     if space.reason == "NotFound":
         return skip("there is no such namespace")
@@ -105,15 +101,9 @@ def admission(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
 # ---------------------------------------------------------------- how much it may have
 
 
-@check(
-    "quota",
-    "The namespace's quotas leave room for the job.",
-    QUOTAS,
-    REHEARSAL,
-    of="quotas",
-    planned=True,
-)
+@check(QUOTAS, REHEARSAL, of="quotas", planned=True)
 def quota(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
+    """The namespace's quotas leave room for the job."""
     names = ", ".join(each["metadata"]["name"] for each in seen.reply(QUOTAS).items)
     return _exceeded(seen, subject) or ok(f"room in {names}" if names else "there is none")
 
@@ -174,13 +164,9 @@ def _wanted(seen: Seen, subject: KubeSubject) -> dict[str, Decimal]:
 RANGES = Look("limit-ranges", one("/api/v1/namespaces/{namespace}/limitranges"))
 
 
-@check(
-    "limit-range",
-    "A pod of the job is within what the namespace allows one to have.",
-    RANGES,
-    of="limit ranges",
-)
+@check(RANGES, of="limit ranges")
 def limit_range(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
+    """A pod of the job is within what the namespace allows one to have."""
     reply = seen.reply(RANGES)
     if not reply.items:
         return ok("there is none")
@@ -250,13 +236,9 @@ CLASSES = Look("classes", one("/apis/storage.k8s.io/v1/storageclasses"))
 _SEVERAL = {"ReadWriteMany", "ReadOnlyMany"}
 
 
-@check(
-    "volumes",
-    "The claims of the cluster entry are bound, and all pods can write to them.",
-    CLAIMS,
-    CLASSES,
-)
+@check(CLAIMS, CLASSES)
 def volumes(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
+    """The claims of the cluster entry are bound, and all pods can write to them."""
     if not subject.entry.volumes:
         return skip("the cluster entry names none")
     findings = [
@@ -319,8 +301,9 @@ def _secrets(seen: Seen, subject: KubeSubject) -> Mapping[str, Ask]:
 SECRETS = Look("pull-secrets", _secrets)
 
 
-@check("pull-secrets", "The secrets with the registry's credentials are there.", SECRETS)
+@check(SECRETS)
 def pull_secrets(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
+    """The secrets with the registry's credentials are there."""
     names = subject.entry.image_pull_secrets
     if not names:
         return skip("the cluster entry names none")

@@ -33,8 +33,9 @@ from clusterkit.errors import counted
 _PRESSURE = {"MemoryPressure": "memory", "DiskPressure": "disk", "PIDPressure": "process ids"}
 
 
-@check("nodes", "There are nodes that take pods of the job, and they are well.", NODES, of="nodes")
+@check(NODES, of="nodes")
 def nodes(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
+    """There are nodes that take pods of the job, and they are well."""
     there = nodes_of(seen, subject)
     if not there:
         wanted = ", ".join(f"{key}={value}" for key, value in subject.entry.node_selector.items())
@@ -84,13 +85,9 @@ def _taking(seen: Seen, subject: KubeSubject) -> list[Object]:
 _WAITS = "Pods wait until a node has as many, which is right where a pool is scaled to zero"
 
 
-@check(
-    "gpus",
-    "A device plugin offers GPUs, and there are nodes with as many as a pod of the job needs.",
-    NODES,
-    of="nodes, so not at their GPUs",
-)
+@check(NODES, of="nodes, so not at their GPUs")
 def gpus(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
+    """A device plugin offers GPUs, and there are nodes with as many as a pod of the job needs."""
     resource = subject.entry.gpu_resource
     there = _taking(seen, subject)
     wanted = _gpus_wanted(seen, subject)
@@ -141,16 +138,9 @@ def _gpus_wanted(seen: Seen, subject: KubeSubject) -> int | None:
 Amounts = dict[str, Decimal]
 
 
-@check(
-    "room",
-    "The nodes have room for all pods of the job, with what each asks for.",
-    NODES,
-    PODS,
-    REHEARSAL,
-    of="nodes, so not at the room there",
-    planned=True,
-)
+@check(NODES, PODS, REHEARSAL, of="nodes, so not at the room there", planned=True)
 def room(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
+    """The nodes have room for all pods of the job, with what each asks for."""
     pods = [
         requests(seen.spec_of(role, template))
         for role, number, template in templates(seen.objects)
@@ -237,14 +227,9 @@ LISTED = 50
 """How many images a node tells of, the largest first, unless its kubelet is set otherwise."""
 
 
-@check(
-    "image",
-    "The nodes have the image; where they do not, that it can be pulled is only seen then.",
-    NODES,
-    of="nodes, so not at their images",
-    planned=True,
-)
+@check(NODES, of="nodes, so not at their images", planned=True)
 def image(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
+    """The nodes have the image; where they do not, that it can be pulled is only seen then."""
     (name,) = {
         container["image"]
         for _, _, template in templates(seen.objects)

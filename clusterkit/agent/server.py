@@ -1,0 +1,82 @@
+"""The process of a fork server: the job's own Python, which runs the text of some modules."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+MODULES = ("eager", "preload", "rank", "program", "standby", "forkserver")
+# Run by the server, as "<clusterkit>". The program starts from the outermost frame, so that nothing
+# but this one stands below it.
+_MAIN = """
+import sys
+config["modules"] = frozenset(sys.modules)
+spaces = {}
+for name, text in config["texts"].items():
+    spaces[name] = {"__name__": "clusterkit_" + name}
+    exec(compile(text, f"<clusterkit {name}>", "exec", dont_inherit=True), spaces[name])
+program = spaces["forkserver"]["run"](config, spaces)
+error = None
+for step in range(2):  # find the program, and be it
+    try:
+        program.start(*program.arguments)
+    except BaseException as raised:
+        error = raised
+        break
+program.end(error)
+"""
+# What its command line holds; the handle is that of a file in memory.
+_LOADER = (
+    "exec(compile((lambda os: os.pread({0}, os.fstat({0}).st_size, 0))(__import__('os')),"
+    "'<clusterkit>','exec'),{{'__name__':'clusterkit'}})"
+)
+
+
+def start(
+    python: Sequence[str],
+    words: Sequence[str],
+    env: Mapping[str, str],
+    channel: int,
+    output: int,
+    *,
+    level: int = 0,
+    begin: Callable[[], None],
+    **more: Any,
+) -> subprocess.Popen[bytes]:
+    """Start one.
+
+    Args:
+        python: the interpreter and its options.
+        words: the program, or ``-m`` and its module, and what else is known of its arguments.
+        env: its environment.
+        channel: the handle of the socket that it gets its orders from.
+        output: a handle that takes what it prints.
+        level: the first of `preload.LEVELS` to try.
+        begin: done in the new process.
+        more: for `standby`.
+    """
+    source = os.memfd_create("clusterkit")
+    try:
+        text = _LOADER.format(source)
+        config = {
+            "texts": {name: module_text(name) for name in MODULES}, "argv": list(python),
+            "words": list(words), "env": dict(env), "channel": channel, "source": source,
+            "text": text, **more,
+        }  # fmt: skip
+        os.write(source, f"config = {config!r}\n{_MAIN}".encode())
+        return subprocess.Popen(
+            [*python, "-c", text, str(level)], env=env, stdin=subprocess.DEVNULL,
+            stdout=output, stderr=output, process_group=0, preexec_fn=begin,
+            pass_fds=(channel, source),
+        )  # fmt: skip
+    finally:
+        os.close(source)
+
+
+def module_text(name: str) -> str:
+    """The source of a module of this package, which lies in a folder or in the archive."""
+    spec: Any = __spec__
+    data: bytes = spec.loader.get_data(os.path.join(os.path.dirname(__file__), f"{name}.py"))
+    return data.decode()
