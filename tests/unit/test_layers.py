@@ -43,6 +43,7 @@ estimate.memory
 estimate.models estimate.advice
 estimate.jobs
 estimate
+relay
 project
 assemble execute slow_links
 bandwidth
