@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from msgspec import Struct
 
-from clusterkit.agent import LATE
 from clusterkit.cluster import ClusterSpec, Facts
 from clusterkit.errors import BadInput, CapabilityError, ClusterkitError
 from clusterkit.plan import Plan
@@ -69,6 +68,8 @@ class Observation(Struct, frozen=True, kw_only=True):
     @property
     def late(self) -> bool:
         """Whether the nodes have ended the run at its time limit."""
+        from clusterkit.agent import LATE  # whoever only reads of a run starts without it
+
         return any(node.reason == LATE for node in self.nodes)
 
 

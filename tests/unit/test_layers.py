@@ -37,7 +37,7 @@ cluster command
 batch rendezvous loader schema
 plan request catalogue deepspeed_config
 program runs
-warm
+warm goodput
 deepspeed_probe estimate.units estimate.setup estimate.published
 estimate.memory
 estimate.models estimate.advice
