@@ -175,8 +175,8 @@ live-here: .venv/.dev ## On this machine alone: local runs, all programs, parity
 	@$(BIN)/python -m tests.again -m "not thorough" tests/live/test_*.py
 
 .PHONY: live-nodes
-live-nodes: .venv/.dev ## On SSH hosts, in containers, on Kubernetes: what there cannot be is skipped
-	@$(BIN)/python -m tests.again -m "not thorough" tests/live/ssh tests/live/compose tests/live/kubernetes
+live-nodes: .venv/.dev ## On SSH hosts, in containers, on Kubernetes and Slurm: what there cannot be is skipped
+	@$(BIN)/python -m tests.again -m "not thorough" tests/live/ssh tests/live/compose tests/live/kubernetes tests/live/slurm
 
 .PHONY: thorough
 thorough: .venv/.dev ## The live tests that `make test` leaves out because they take long: half an hour; root
