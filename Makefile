@@ -159,6 +159,13 @@ SCHEDULES ?= 100000
 simulation: .venv/.dev ## More simulated bad days of a run than the unit tests have: SCHEDULES=100000
 	@$(BIN)/python -m tests.simulation $(SCHEDULES)
 
+FAULTS ?= 50
+SEED ?= 1
+ON ?= local
+.PHONY: chaos
+chaos: .venv/.dev ## Faults at random times against real runs: FAULTS=50 SEED=1 ON=local,ssh,compose; root
+	@$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED) --on $(ON) $(if $(ONLY),--only $(ONLY))
+
 .PHONY: live
 live: .venv/.dev ## Tests that start real runs; what fails is run once more, and named FLAKY if it passes
 	@$(BIN)/python -m tests.again -m "not thorough" --numprocesses 4 --dist loadscope tests/live

@@ -228,6 +228,12 @@ def assemble(placement: Placement) -> Assembly:
     """
     job, topology, places = placement.job, placement.topology, placement.places
     starter, watching = placement.starter, placement.watching
+    if job.retry_on and job.restarts and not placement.restarts:
+        raise BadInput(
+            "retry_on: these nodes do not start failed ranks again by themselves",
+            hint="it needs a fixed number of nodes",
+            job="retry_on",
+        )
     sizes, notes = solve_batch(job, topology)
     launcher, origin = launcher_of(job)
     notes = [
@@ -340,12 +346,18 @@ def _node_script(
     topology, places, container = placement.topology, placement.places, placement.container
     # mpirun starts the ranks of all nodes from the first.
     nproc = topology.nproc_per_node if placement.starter != "mpirun" else topology.world_size
+    hang = placement.job.hang_seconds
     agent: list[Word] = [
         places.python, "-I", places.file(ARCHIVE), "run", "--nproc", str(nproc),
         "--nodes", str(placement.launchers), "--workdir", places.workdir,
         "--grace", f"{placement.stop_grace:g}",
         *(["--restarts", str(placement.restarts)] if placement.restarts else []),
+        *(["--hang-timeout", f"{hang:g}"] if hang is not None else []),
+        *(["--retry-on", ",".join(map(str, placement.job.retry_on))] if placement.restarts and
+          placement.job.retry_on else []),
         *(["--echo", "--last-words", LAST_WORDS] if container else []),
+        *(["--time-limit", f"{placement.job.limit_seconds:.10g}"]
+          if placement.job.limit_seconds else []),
         *options, "--",
     ]  # fmt: skip
     lines = " \\\n    ".join(shell.join(words) for words in (agent, *command) if words)

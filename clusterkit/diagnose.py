@@ -1,7 +1,7 @@
 """Who failed first, on which node, why, and what to do: read from exit codes and log lines.
 
 When one rank dies, its peers die of it a moment later with errors of their own. The first
-failure is therefore the earliest among those that are not an echo (see `_ECHOES`); only
+failure is therefore the earliest among those that are not an echo (see `ECHOES`); only
 when all are echoes is the earliest of them blamed.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from clusterkit.agent import AGAIN
+from clusterkit.agent.failure import ECHOES
 from clusterkit.logs import LogLine
 from clusterkit.status import Failure, NodeCause, NodeStatus, RankExit, State
 from clusterkit.tracebacks import Output
@@ -26,12 +27,6 @@ _MPIRUN_NAME = re.compile(r"Process name: \[\[\d+,\d+\],(\d+)\]")
 _MPIRUN_CODE = re.compile(r"\s*Exit code:\s+(\d+)\s*\Z")
 # "[...] exits with return code = 7", deepspeed 0.19, launcher/launch.py
 _DEEPSPEED = re.compile(r"exits with return code = (-?\d+)")
-_ECHOES = re.compile(
-    r"Connection (closed|reset|refused) by peer|Connection closed by peer|Broken pipe"
-    r"|Connection refused|Socket closed|recvValue failed|sendBytes failed|failed to recv"
-    r"|Timed out waiting \d+ms|connectFullMesh|remote process exited|NCCL communicator was aborted"
-    r"|DistNetworkError|DistStoreError|SignalException|Watchdog caught collective operation timeout"
-)
 _NO_CODE_YET = 256
 """Stands for an exit code whose line has not come yet."""
 _OF_ITS_OWN = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
@@ -96,7 +91,7 @@ class _Suspect:
     def echo(self) -> bool:
         # Further lines of a message may quote what a peer, or a server of data, has said.
         said = self.words.partition("\n")[0] if self.output.traceback else self.words
-        return bool(_ECHOES.search(said)) or self.exit_code in _NEVER_PRIMARY
+        return bool(ECHOES.search(said)) or self.exit_code in _NEVER_PRIMARY
 
 
 def diagnose(

@@ -345,11 +345,6 @@ class LoadedCluster:
     document: Document | None = None
 
 
-def load_cluster(name: str, path: str | os.PathLike[str] | None = None) -> ClusterSpec:
-    """The entry of `read_cluster`."""
-    return read_cluster(name, path).cluster
-
-
 def read_cluster(name: str, path: str | os.PathLike[str] | None = None) -> LoadedCluster:
     """One entry of the cluster file; ``local`` is there without one.
 

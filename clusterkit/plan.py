@@ -139,10 +139,6 @@ class Plan(Struct, frozen=True, kw_only=True):
     """Whether one whose host does not answer is given up, so that another can take its place."""
     native: Native | None = None
 
-    def note(self, name: str) -> str | None:
-        """The value noted under ``name``."""
-        return next((note.value for note in self.notes if note.name == name), None)
-
     def node_of(self, rank: int) -> int | None:
         """The node whose log has a rank's lines; None where only the run itself tells."""
         shape = self.topology
@@ -155,15 +151,6 @@ class Plan(Struct, frozen=True, kw_only=True):
     def to_json(self) -> bytes:
         """The plan as one indented JSON document, in a stable order."""
         return msgspec.json.format(msgspec.json.encode(self, order="deterministic"), indent=2)
-
-    @classmethod
-    def from_json(cls, data: bytes) -> Plan:
-        """The plan that `to_json` wrote.
-
-        Raises:
-            msgspec.ValidationError: the document is not a plan.
-        """
-        return msgspec.json.decode(data, type=cls)
 
     def to_text(self) -> str:
         """The plan for people: notes, every file with its text, every command."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from clusterkit.transport import Transport
 
 _replace = msgspec.structs.replace
+_GOING_ON = (State.RUNNING, State.RESTARTING)
 LAST_WORD_SECONDS = 10.0
 """How long a supervisor has to record the end of a run whose nodes have ended."""
 
@@ -115,7 +116,7 @@ def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunS
         seen = backend.status(handle, transport)
     if seen is None:
         return _replace(base, state=State.UNKNOWN, remark="nothing of it was found")
-    if seen.state is not State.RUNNING:
+    if seen.state not in _GOING_ON:
         _sync(backend, handle, transport)
     found, startable = _judged(_replace(base, nodes=seen.nodes), handle, seen, progress)
     if found.state.final and not startable and isinstance(backend, SupportsCleanup):
@@ -154,16 +155,17 @@ def _judged(
     restarts = 0 if job is None else max(0, job.restarts - (handle.attempt - 1))
     begun = any(node.state is not State.PENDING for node in seen.nodes)
     attach = f"`clusterkit attach {folder.run_id}`"
-    if seen.state is State.RUNNING:
+    if seen.state in _GOING_ON:
         remark = (
             f"its supervisor is gone: {_alone(handle, progress, restarts)}; {attach} watches over "
             f"it again, `clusterkit cancel {folder.run_id}` ends it"
         )
-        return _replace(base, state=State.RUNNING, remark=remark), False
+        return _replace(base, state=seen.state, remark=remark), False
     if folder.is_cancelled():
         return _replace(base, state=State.CANCELLED, exit_code=EXIT_INTERRUPTED), False
     finished = max((node.ended_at or 0.0 for node in seen.nodes), default=0.0) or None
-    again = not progress.late and not progress.finished and restarts > 0
+    over = progress.late or progress.finished or seen.final or seen.late
+    again = not over and restarts > 0
     left = counted(restarts, "restart")
     remark = f"it was not restarted ({left} left): {attach} does"
     if progress.late and job is not None:

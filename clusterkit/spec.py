@@ -139,9 +139,26 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     """Checkpoints and where to resume."""
     restarts: Annotated[int, Meta(ge=0)] = 0
     """How often a failed run is started again."""
+    retry_on: tuple[Annotated[int, Meta(ge=1, le=255)], ...] = ()
+    """Exit codes of a rank after which the run is started again (a signal N is 128 + N); by default
+    any. One that failed with another ends the run, whatever `restarts` are left."""
     time_limit: Duration | None = None
-    """How long an attempt may run, in seconds or as `90m`, `2h`, `1d12h`; then the run is ended.
-    Waiting for nodes does not count."""
+    """How long the run may take, restarts included, in seconds or as `90m`, `2h`, `1d12h`; then its
+    nodes end it. It counts from their start: waiting for them does not."""
+    hang_timeout: Annotated[
+        float | str | None,
+        Meta(
+            extra_json_schema={
+                "minimum": 0,
+                "exclusiveMaximum": LONGEST,
+                "pattern": rf"^\s*((?=.*[1-9])({_SECONDS}|{_DURATION})|0)\s*$",
+            }
+        ),
+    ] = None
+    """After how long without progress all ranks are ended, and start again if there are restarts
+    left; written as `time_limit` is. `0`: never. By default 2 minutes or 20 steps, whichever is
+    longer, if a rank waits for another one; ten times that before the first step, in a checkpoint
+    and in an evaluation."""
     env: Annotated[
         dict[str, Text], Meta(extra_json_schema={"propertyNames": {"pattern": f"^{NAME}$"}})
     ] = {}
@@ -171,6 +188,14 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     def limit_seconds(self) -> float | None:
         """``time_limit`` in seconds."""
         return None if self.time_limit is None else parse_duration(self.time_limit)
+
+    @property
+    def hang_seconds(self) -> float | None:
+        """``hang_timeout`` in seconds; 0: never."""
+        timeout = self.hang_timeout
+        if timeout is None or _never(timeout):
+            return None if timeout is None else 0.0
+        return parse_duration(timeout, "hang_timeout")
 
 
 def launcher_of(job: JobSpec) -> tuple[Launcher, str]:
@@ -209,6 +234,10 @@ def parse_nodes(nodes: int | str) -> tuple[int, int]:
             job="nodes",
         )
     return low, high
+
+
+def _never(timeout: float | str) -> bool:
+    return str(timeout).strip() in ("0", "0.0")
 
 
 def parse_duration(duration: float | str, of: str = "time_limit") -> float:
@@ -260,9 +289,10 @@ def check_job(job: JobSpec) -> None:
     if job.gpus_per_node != "auto" and not 1 <= job.gpus_per_node <= MOST_RANKS:
         few = "needs at least 1 rank" if job.gpus_per_node < 1 else f"has {MOST_RANKS} at most"
         raise BadInput(f"gpus_per_node: {job.gpus_per_node}: a node {few}", job="gpus_per_node")
-    if job.time_limit is not None:
-        with about("job", "time_limit"):
-            parse_duration(job.time_limit)
+    for key, length in (("time_limit", job.time_limit), ("hang_timeout", job.hang_timeout)):
+        if length is not None and (key == "time_limit" or not _never(length)):
+            with about("job", key):
+                parse_duration(length, key)
     if job.elastic and job.started_by != "torchrun":
         raise BadInput(
             f"nodes: {job.nodes}: launcher {job.launcher} cannot run an elastic number of nodes",

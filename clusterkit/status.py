@@ -36,8 +36,12 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     reason: str | None = None
     """Why it ended, where an exit code does not say."""
     ended_at: float | None = None
+    until: float | None = None
+    """RESTARTING: when the next attempt begins, or until when it is waited for a lost node."""
     remarks: tuple[str, ...] = ()
     """What a person should know of it, however it ended: log lines that were lost, and the like."""
+    hang: str | None = None
+    """What its ranks stand still for, or on node 0 those of all nodes; null while they go on."""
 
 
 class RankExit(Struct, frozen=True):

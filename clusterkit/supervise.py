@@ -95,7 +95,6 @@ class Supervisor:
         self.nodes: tuple[NodeStatus, ...] = ()
         self.running_since: float | None = None
         self.followed = False  # whether this attempt was begun by the agents of the one before
-        self.late = False
         self.terminated = False
 
     def begin(self) -> None:
@@ -182,15 +181,13 @@ class Supervisor:
                     self._cancel()  # something may still run there
                 if self._to_be_ended():
                     return self._finish(State.CANCELLED)
-                if self.late:
-                    return self._finish(State.FAILED, over_time(self.job))
             failure = diagnosis(handle, seen)
             if not begun and self._port_was_taken(failure) and port_tries:
                 port_tries -= 1
                 why = f"port {self.plan.port} was taken before the run could listen there"
                 port = self.transport.free_port(self.facts.hosts[0].host)
                 self._plan_anew(*moved_port(self.cluster, self.facts, port, why))
-            elif begun or restarts_left:
+            elif begun or (restarts_left and not seen.final and not seen.late):
                 restarts_left = max(0, restarts_left - 1)
                 self._event(
                     f"attempt {self.attempt} failed: {failure.who}: {failure.summary}; "
@@ -227,7 +224,8 @@ class Supervisor:
     def _adopted(self) -> tuple[bool, ClusterProgress | None]:
         """Whether the newest attempt known here has been started; and what came after it."""
         saved = self.folder.maybe_json("state.json", RunStatus)
-        begun = saved is None or saved.state is not State.RESTARTING
+        # The attempt that is saved as one that has ended is followed by one that has not begun.
+        begun = saved is None or all(one.attempt != saved.attempt for one in saved.attempts)
         if saved is not None:
             self.attempts = saved.attempts
             if saved.state is State.PENDING and not self._carried_out(saved.attempt):
@@ -276,9 +274,10 @@ class Supervisor:
                 )
             # One that its agent did not begin may not have been begun anywhere.
             ended = self.followed and again
-            if not {State.RUNNING, *(() if ended else (State.PENDING,))} & set(states):
+            going_on = {State.RUNNING, State.RESTARTING, *(() if ended else (State.PENDING,))}
+            if not going_on & set(states):
                 return self._ended(seen, needed)
-            if self._to_be_ended() or self._is_late():
+            if self._to_be_ended():
                 give_up = now
             lost = sum(s in (State.FAILED, State.CANCELLED, State.UNKNOWN) for s in states)
             if give_up is None and seen.goes_on is None and len(states) - lost < needed:
@@ -295,15 +294,6 @@ class Supervisor:
             return msgspec.structs.replace(seen, state=State.SUCCEEDED)
         return seen
 
-    def _is_late(self) -> bool:
-        limit = self.job.limit_seconds
-        if limit is None or self.late:
-            return self.late
-        if self.running_since is not None and time.time() >= self.running_since + limit:
-            self.late = True
-            self._event(f"attempt {self.attempt} is over its time limit: stopping it")
-        return self.late
-
     def _note_progress(self, seen: Observation, needed: int) -> None:
         begun = sum(node.state is not State.PENDING for node in seen.nodes)
         if self.running_since is None and begun >= needed:
@@ -311,12 +301,11 @@ class Supervisor:
         if seen.nodes != self.nodes:
             self.nodes = seen.nodes
             waits = seen.state is State.PENDING and not self.followed
-            self._save(State.PENDING if waits else State.RUNNING)
+            again = State.RESTARTING if seen.state is State.RESTARTING else State.RUNNING
+            self._save(State.PENDING if waits else again)
 
     def _cancel(self) -> None:
-        reason = "the run is over its time limit" if self.late else "another node has ended"
-        if self._to_be_ended():
-            reason = "cancelled"
+        reason = "cancelled" if self._to_be_ended() else "another node has ended"
         self._end(partial(self.backend.cancel, self._handle(), self.transport, reason))
 
     def _end(self, work: Callable[[], None]) -> None:

@@ -7,6 +7,7 @@ from itertools import chain
 
 import msgspec
 
+from clusterkit.agent import LATE, LATE_EXIT
 from clusterkit.backends.base import Observation
 from clusterkit.runs import RunHandle
 from clusterkit.spec import JobSpec
@@ -14,15 +15,13 @@ from clusterkit.status import Failure
 
 TAIL_LINES = 5000
 """Log lines per attempt that a diagnosis reads."""
-LATE_EXIT = 124
-"""Exit code of a run that was ended at its time limit: that of timeout(1)."""
 
 
 def over_time(job: JobSpec) -> Failure:
     """Why a run failed that was ended at its time limit."""
     return Failure(
         exit_code=LATE_EXIT,
-        cause=f"it was stopped at its time_limit of {job.time_limit}",
+        cause=f"{LATE} of {job.time_limit}",
         hint="raise time_limit; another run can resume from this one's checkpoint",
     )
 
@@ -31,6 +30,8 @@ def diagnosis(handle: RunHandle, seen: Observation) -> Failure:
     """Why an attempt that has ended did not succeed."""
     from clusterkit.diagnose import diagnose  # of no use to a run that succeeds
 
+    if seen.late:
+        return over_time(handle.folder.read_json("job.json", JobSpec))
     plan = handle.plan
     lines = chain.from_iterable(handle.folder.log(handle.attempt, range(plan.nodes)))
     tail = deque(lines, maxlen=TAIL_LINES)

@@ -43,11 +43,14 @@ class Nodes:
         argv=("sh", "-c", RANK),
         run=RUN,
         restarts=0,
+        limit=None,
     ):
         options = ["--nproc", "1", "--workdir", "/", "--grace", "5", "--spawn",
                    "--nodes", str(nodes), "--lost-after", str(lost_after)]  # fmt: skip
         if restarts:
             options += ["--restarts", str(restarts)]
+        if limit is not None:
+            options += ["--time-limit", str(limit)]
         if wait:
             options += ["--rejoin", str(wait)]
         if nodes > 1:

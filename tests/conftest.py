@@ -17,6 +17,7 @@ from hypothesis.configuration import set_hypothesis_home_dir
 
 from clusterkit import agent, api, runs, supervise
 from clusterkit.cluster import Facts, Gpu, HostFacts
+from clusterkit.plan import Plan
 from clusterkit.runs import RunFolder
 from clusterkit.transport import Transport
 
@@ -50,6 +51,11 @@ UGLY = {
     "LINE_SEPARATOR": "a\u2028b\x85c\x0bd",
 }
 """Environment values that careless quoting breaks."""
+
+
+def noted(plan: Plan, name: str) -> str | None:
+    """The value noted under ``name``."""
+    return next((note.value for note in plan.notes if note.name == name), None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -27,16 +27,20 @@ from clusterkit.agent.processes import (
 )
 from clusterkit.agent.protocol import (
     AGAIN,
+    GOES_ON,
+    LATE,
+    LATE_EXIT,
     LEFT,
     PEER_TOKEN,
     RANK_ENDED,
     RANK_HEADER,
+    STILL,
     STOPPED,
     STOPPED_BY_PEERS,
 )
 
 __all__ = [
-    "AGAIN", "LEFT", "PEER_TOKEN", "RANK_ENDED", "RANK_HEADER", "STOPPED", "STOPPED_BY_PEERS",
-    "Awake", "descendants", "goes_on", "identity", "is_alive", "processes_of", "send",
-    "start_ticks", "wait_gone", "write_json",
+    "AGAIN", "GOES_ON", "LATE", "LATE_EXIT", "LEFT", "PEER_TOKEN", "RANK_ENDED", "RANK_HEADER",
+    "STILL", "STOPPED", "STOPPED_BY_PEERS", "Awake", "descendants", "goes_on", "identity",
+    "is_alive", "processes_of", "send", "start_ticks", "wait_gone", "write_json",
 ]  # fmt: skip

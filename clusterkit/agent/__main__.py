@@ -36,6 +36,15 @@ def main(arguments: list[str]) -> int:
     run.add_argument("--lost-after", type=float, default=30.0, help="seconds without a sign")
     run.add_argument("--rejoin", type=float, default=0.0, help="seconds to wait for lost nodes")
     run.add_argument("--restarts", type=int, default=0, help="how often all ranks start again")
+    run.add_argument("--hang-timeout", type=float, help="seconds; 0: never; else by the steps")
+    run.add_argument(
+        "--retry-on",
+        type=lambda text: [int(code) for code in text.split(",")],
+        default=[],
+        metavar="CODES",
+        help="only after a rank's exit with one of these",
+    )
+    run.add_argument("--time-limit", type=float, help="seconds from this node's first start on")
     run.add_argument("--echo", action="store_true", help="print the log's lines as well")
     run.add_argument("--last-words", type=Path, metavar="FILE", help="exit.json goes there, too")
     run.add_argument("argv", nargs="+", help="the command, after --")

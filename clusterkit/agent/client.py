@@ -8,13 +8,15 @@ import queue
 import selectors
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 from clusterkit.agent import clock, limits
 from clusterkit.agent.connections import Line, Listener
 from clusterkit.agent.coordinator import Server
 from clusterkit.agent.membership import Membership
 from clusterkit.agent.peer import Peer
+from clusterkit.agent.protocol import Document
 
 
 class Client(threading.Thread):
@@ -31,11 +33,11 @@ class Client(threading.Thread):
         token: the run's own.
         lost_after: seconds of silence after which a node is lost.
         wait: seconds that a lost node has to come back.
-        restarts: how often the run goes on after a launcher failed.
-        order: takes an order for this node: ``start`` (the launcher), ``wait`` (end it, and be
-            ready), ``stop`` (end, for the reason given), ``exit`` (end as the launcher has).
+        restarts, retry_on: as of `Membership`.
+        order: takes an order for this node, as of `Peer.orders`.
         say: takes a line for this node's log.
         warn: takes a sentence for people, when the nodes cannot watch each other.
+        hears: takes what another node, which comes first, has for this one's `watch`.
     """
 
     def __init__(
@@ -49,42 +51,59 @@ class Client(threading.Thread):
         lost_after: float,
         wait: float,
         restarts: int = 0,
+        retry_on: Collection[int] = (),
         order: Callable[[str, str], None],
         say: Callable[[str], None],
         warn: Callable[[str], None],
+        hears: Callable[[int, Document], None] = lambda node, message: None,
     ) -> None:
         super().__init__(daemon=True)
         self._host, self._port = address
         self._node, self._nodes, self._run, self._token = node, nodes, run, token
         self._lost_after, self._wait, self._restarts = lost_after, wait, restarts
+        self._retry_on = retry_on
         self._again = wait > 0 or restarts > 0
-        self._order, self._say, self._warn = order, say, warn
+        self._order, self._hears, self._say, self._warn = order, hears, say, warn
         self.peer = Peer(node, lost_after, wait, self._again, clock.awake())
         self._server: Server | None = None
-        self._news: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[tuple[str, Document]] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Document] = queue.SimpleQueue()
         self._wake, self._waker = socket.socketpair()
 
     # -- from the node's main loop
 
-    def ended(self, code: int, *, last: bool = False) -> None:
-        """This node's launcher has. ``last``: no other can be started here."""
-        self._tell_thread("last" if last else "ended", code)
+    def ended(self, code: int, **how: Any) -> None:
+        """This node's launcher has, as of `Peer.ended`."""
+        self._tell_thread("ended", code=code, **how)
 
     def leave(self) -> None:
         """This node was asked to end, by nobody of the run."""
-        self._tell_thread("leave", 0)
+        self._tell_thread("leave")
+
+    def late(self) -> None:
+        """The run is over its time limit."""
+        self._tell_thread("late")
+
+    def send(self, message: Document) -> None:
+        """To the `watch` of node 0, if that can be reached; from there to those of all others."""
+        if self._server is not None:
+            self._server.messages.put(message)
+        elif self._node:
+            self._messages.put(message)
+            with contextlib.suppress(OSError):
+                self._waker.send(b".")
 
     def close(self) -> None:
         """Return when the others know what this node had to say, or after some seconds."""
         if self._again:
-            self._tell_thread("close", 0)
+            self._tell_thread("close")
         self.join(limits.PEER_SECONDS)
         if self._server is not None and self._server.decided:
             # The others hear of it from this node.
             self._server.join(limits.PEER_SECONDS)
 
-    def _tell_thread(self, what: str, code: int) -> None:
-        self._news.put((what, code))
+    def _tell_thread(self, what: str, **how: Any) -> None:
+        self._news.put((what, how))
         with contextlib.suppress(OSError):
             self._waker.send(b".")
 
@@ -97,9 +116,9 @@ class Client(threading.Thread):
                 if self._node == 0:
                     listener = Listener(self._port, self._run, self._token, self._nodes)
                     membership = Membership(
-                        self._nodes, self._lost_after, self._wait, self._restarts
+                        self._nodes, self._lost_after, self._wait, self._restarts, self._retry_on
                     )
-                    self._server = Server(listener, membership)
+                    self._server = Server(listener, membership, self._hears)
                     self._server.start()
                     self._host, self._port = "127.0.0.1", listener.port
             except OSError as error:
@@ -139,7 +158,10 @@ class Client(threading.Thread):
         while not (line.closed or peer.done or peer.silent(clock.awake())):
             try:
                 for message in line.messages(self._wait_for_news()):
-                    peer.hears(message, clock.awake())
+                    if "do" in message:
+                        peer.hears(message, clock.awake())
+                    else:
+                        self._hears(0, message)
             except (KeyError, TypeError, ValueError):
                 line.close()  # it speaks of something else
             self._take_news()
@@ -148,16 +170,20 @@ class Client(threading.Thread):
             if peer.news or clock.awake() >= beat:
                 beat = clock.awake() + limits.PEER_SECONDS
                 line.write(peer.statement())
+            while not self._messages.empty():
+                line.write(self._messages.get())
 
     def _take_news(self) -> None:
         """What the main loop says; where nothing starts again, a node that has ended leaves."""
         with contextlib.suppress(queue.Empty):
             while True:
-                what, code = self._news.get_nowait()
-                if what in ("ended", "last"):
-                    self.peer.ended(code, clock.awake(), last=what == "last")
+                what, how = self._news.get_nowait()
+                if what == "ended":
+                    self.peer.ended(now=clock.awake(), **how)
                 elif what == "leave":
                     self.peer.leave()
+                elif what == "late":
+                    self.peer.late()
                 else:
                     self.peer.done = True
         # Node 0 stays until its own server has heard of it, as does a failure nobody was told of:

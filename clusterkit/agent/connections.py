@@ -15,6 +15,15 @@ from clusterkit.agent.files import allow_open_files
 from clusterkit.agent.protocol import Document
 
 
+def is_free(port: int) -> bool:
+    """Whether nobody listens at a port of this host."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        return False
+    return True
+
+
 class Line:
     """Lines of JSON over a socket that a selector watches, with this as its data.
 

@@ -7,7 +7,9 @@ once when something changed, and every PEER_SECONDS.
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
+from collections.abc import Callable
 
 from clusterkit.agent import clock, limits
 from clusterkit.agent.connections import Line, Listener
@@ -16,12 +18,19 @@ from clusterkit.agent.protocol import Document
 
 
 class Server(threading.Thread):
-    """Runs on node 0 until the run's end is decided and every node that is there knows it."""
+    """Runs on node 0 until the run's end is decided and every node that is there knows it.
 
-    def __init__(self, listener: Listener, membership: Membership) -> None:
+    ``watch`` takes what other nodes have for this one's `watch`.
+    """
+
+    def __init__(
+        self, listener: Listener, membership: Membership, watch: Callable[[int, Document], None]
+    ) -> None:
         super().__init__(daemon=True)
         self._listener = listener
-        self._membership = membership
+        self._membership, self._watch = membership, watch
+        self.messages: queue.SimpleQueue[Document] = queue.SimpleQueue()
+        """For the `watch` of every other node."""
         self._lines: dict[int, Line] = {}
         self._told = 0  # the newest decision that all nodes were told of
 
@@ -38,6 +47,10 @@ class Server(threading.Thread):
             while not self.decided or any(membership.members[n].present for n in self._lines):
                 wait = max(0.0, due - clock.awake()) if news else limits.PEER_AGAIN_SECONDS
                 news = self._listener.receive(wait, self._hear) or news
+                while not self.messages.empty():
+                    message = self.messages.get()
+                    for line in (line for node, line in self._lines.items() if node):
+                        line.write(message)
                 # What follows looks at every node: not once for every word of one of a thousand.
                 if clock.awake() < due:
                     continue
@@ -58,7 +71,9 @@ class Server(threading.Thread):
 
     def _hear(self, line: Line, message: Document) -> None:
         node = line.node or 0
-        if not self._membership.hears(node, message, clock.awake()):
+        if "stands" in message:
+            self._watch(node, message)
+        elif not self._membership.hears(node, message, clock.awake()):
             line.write(self._membership.replaced())
             line.close()
         elif self._lines.get(node) is not line:

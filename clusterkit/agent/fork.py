@@ -16,7 +16,13 @@ from pathlib import Path
 
 from clusterkit.agent import server
 from clusterkit.agent.processes import processes_of, send
-from clusterkit.agent.protocol import RANK_HEADER, WORKER_SOCKET, Document
+from clusterkit.agent.protocol import (
+    RANK_HEADER,
+    TRACE_FILE,
+    TRACE_SIGNAL,
+    WORKER_SOCKET,
+    Document,
+)
 from clusterkit.agent.signals import end_with_parent
 
 _LAST_LEVEL = 2  # of what the server imports, `preload.LEVELS`: nothing
@@ -164,9 +170,9 @@ class Fork:
                 pass
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         self.failure = f"the Python that forks the ranks ended: {how}"
-        lost, self.running = list(self.running.values()), {}
-        for pid in lost:
-            self._told(pid, code or 1)
+        lost, self.running = len(self.running), {}
+        for _ in range(lost):
+            self._told(0, code or 1)  # it is no rank's own end
 
     def _hear(self) -> None:
         if not self._drain() and self._process is None:
@@ -216,6 +222,7 @@ class Fork:
             document = {
                 "start": self._starts, "argv": self._words, "cwd": os.getcwd(), "ranks": ranks,
                 "header": RANK_HEADER.decode(), "socket": str(self._folder / WORKER_SOCKET),
+                "trace": (TRACE_FILE, TRACE_SIGNAL),
                 "head": os.environ.get("MASTER_ADDR") if self._options.nodes > 1 else None,
             }  # fmt: skip
             os.write(order, json.dumps(document).encode())

@@ -38,6 +38,7 @@ class Launcher:
         self._log = log
         self._selector = selector
         self.ended: list[Document] = []  # how the processes of this start ended
+        self.first: Document | None = None  # the first that failed, before it was asked to stop
         self.deadline: float | None = None  # when what still runs is killed
         self.stop_at: float | None = None
         """When the other ranks are asked to stop, after one failed."""
@@ -72,6 +73,7 @@ class Launcher:
     def start(self) -> str | None:
         """Start all processes; why that failed, if it did."""
         self.ended, self.deadline, self.stop_at, self.without_ranks = [], None, None, False
+        self.first = None
         try:
             self._processes.start()
         except OSError as error:
@@ -114,14 +116,27 @@ class Launcher:
     def _ended(self, pid: int, code: int) -> None:
         """Note how a process ended; a rank that failed ends the others soon."""
         self.ended.append({"pid": pid, "exit_code": code, "at": time.time()})
+        if code and self.deadline is None and self.first is None:
+            self.first = self.ended[-1]
         if code and self._ranks and self.deadline is None and self.stop_at is None:
             self.stop_at = time.monotonic() + limits.RANKS_GRACE
 
     @property
     def exit_code(self) -> int:
         """Of the first process that failed, as a shell gives it."""
-        first = next((end["exit_code"] for end in self.ended if end["exit_code"]), 0)
-        return 128 - first if first < 0 else int(first)
+        return shell_code(next((end["exit_code"] for end in self.ended if end["exit_code"]), 0))
+
+    def own_failure(self) -> Document | None:
+        """How the first rank of this start failed, unless it was asked to stop; `Words.failure`."""
+        if self.first is None:
+            return None
+        log, pid, code = self._log, self.first["pid"], self.first["exit_code"]
+        ranks = {rank["pid"]: rank["rank"] for rank in log.ranks}
+        if log.rank_ends:  # those of deepspeed and mpirun say so themselves
+            first = log.rank_ends[0]
+            return log.words.failure(first["rank"], shell_code(first["exit_code"]))
+        pid, code = next(iter(log.words.codes.items()), (pid, code))
+        return log.words.failure(ranks.get(pid), shell_code(code))
 
     def stop(self) -> None:
         """Ask everything to end, and kill it after the grace."""
@@ -195,6 +210,11 @@ class Launcher:
         for slot in range(self._options.nproc):
             with contextlib.suppress(OSError):
                 os.unlink(self._folder / f"pipe-{slot}")
+
+
+def shell_code(code: int) -> int:
+    """An exit code as a shell gives it: 128 + N for a process that signal N ended."""
+    return 128 - code if code < 0 else code
 
 
 def no_start(error: OSError) -> tuple[int, str]:

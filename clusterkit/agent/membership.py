@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 
 from clusterkit.agent import limits
+from clusterkit.agent.member import Member, not_back
 from clusterkit.agent.protocol import AGAIN, Document
-
-
-class Member:
-    """One node's place in the run, as the agent that has it said last."""
-
-    def __init__(self, agent: str) -> None:
-        self.agent = agent
-        self.count = 0  # of its statements: the newest that was heard
-        self.heard = 0.0
-        self.closed: float | None = None  # when its connection broke off; None: there is one
-        self.present = True  # whether it is not lost
-        self.running = False  # whether its launcher runs
-        self.ready = False  # whether it waits for the next round, and will start no older one
-        self.code: int | None = None  # how its launcher ended by itself in this round
-        self.met = False  # whether it was in this run before this coordinator was
-        self.early = False  # whether its launcher was started before it met anyone
+from clusterkit.agent.retries import Retries
 
 
 class Membership:
@@ -48,9 +35,17 @@ class Membership:
         lost_after: seconds of silence after which a node is lost.
         wait: seconds that a lost node has to come back.
         restarts: how often the run goes on after a launcher failed.
+        retry_on: only after a rank's exit with one of these codes; empty: with any.
     """
 
-    def __init__(self, nodes: int, lost_after: float, wait: float, restarts: int = 0) -> None:
+    def __init__(
+        self,
+        nodes: int,
+        lost_after: float,
+        wait: float,
+        restarts: int = 0,
+        retry_on: Collection[int] = (),
+    ) -> None:
         self.identity = os.urandom(8).hex()
         self.round = 1
         self.members: dict[int, Member] = {}
@@ -60,16 +55,16 @@ class Membership:
         self._nodes = nodes
         self._lost_after = lost_after
         self._wait = wait
-        self._restarts = restarts
-        self._used = 0  # of the restarts
+        self._retries = Retries(restarts, retry_on)
         self._say = ""  # what all nodes log of this round
         self._over_at: float | None = None  # since when this round is over; None: it goes on
         self._failed: int | None = None  # the node for which it is; None: one was lost
         self._last = False  # whether a node says that none can follow
         self._began = 0.0
         self._last_end = 0.0  # when the last launcher ended by itself
-        self._in_a_row = 0  # rounds that failed soon
         self._next_at = 0.0  # when the next one may begin
+        self._until: float | None = None  # when it does, or how long a lost node is waited for
+        self._now = 0.0  # of what was heard or decided last
         self._past: set[str] = set()  # agents in whose place another one has come
         self._replaced_at: float | None = None
         """When it was known that this node 0 replaces one that was lost."""
@@ -84,11 +79,13 @@ class Membership:
         if self.decided:
             what = self.verdict
         elif self._over_at is not None:
-            what = {"do": "wait", "say": self._say}
+            seconds = 0.0 if self._until is None else max(0.0, self._until - self._now)
+            what = {"do": "wait", "say": self._say, "seconds": seconds}
         else:
             say, member = self._say, self.members.get(node)
             if not say and self._replaced_at is not None:
-                say = f"{_REPLACES}; {AGAIN}" if node == 0 else ""
+                say = f"this node takes the place of one that was lost; {AGAIN}"
+                say = say if node == 0 else ""
                 if node and member is not None and member.met:
                     say = f"node 0 is back; {AGAIN}"
             what = {"do": "start", "say": say}
@@ -102,7 +99,7 @@ class Membership:
     def _standing(self) -> Document:
         return {
             "coordinator": self.identity, "count": self.count, "round": self.round,
-            "used": self._used,
+            "used": self._retries.used,
         }  # fmt: skip
 
     def hears(self, node: int, said: Document, now: float) -> bool:
@@ -111,6 +108,7 @@ class Membership:
         number, used = int(said["round"]), int(said["used"])
         code = None if said["code"] is None else int(said["code"])
         member = self.members.get(node)
+        self._now = now
         if agent in self._past:
             return False
         if member is not None and member.agent == agent and count <= member.count:
@@ -128,11 +126,14 @@ class Membership:
         self.news |= standing != (member.present, member.running, member.ready)
         member.count, member.heard, member.closed = count, now, None
         member.present, member.running, member.ready = standing
-        self._used = max(self._used, used)
+        self._retries.used = max(self._retries.used, used)
         if self.decided:
             return True
-        if gone:
+        if said["late"]:
+            self._decide("stop", "the run is over its time limit", final="")
+        elif gone:
             self._lost(node, now)
+        if gone or self.decided:
             return True
         if met and not ours:
             member.met = True
@@ -140,7 +141,9 @@ class Membership:
                 self._replaced_at = now
                 self.count += 1
         member.early |= member.running and not met
-        self._last |= bool(said["last"]) and ours and number == self.round
+        if ours and number == self.round:
+            self._last |= bool(said["last"])
+            member.failure, member.step = said["failure"], said["step"]
         if said["gave_up"]:
             self._failed = None  # whoever failed may have failed of that
         if self._over_at is not None or said["leaving"]:
@@ -185,7 +188,7 @@ class Membership:
 
     def settle(self, now: float) -> None:
         """What follows of what was said (``news``): `turn` without a look at who is silent."""
-        self.news = False
+        self.news, self._now = False, now
         if self.decided or not self.members:
             return
         here = len(self.members) == self._nodes
@@ -203,23 +206,38 @@ class Membership:
 
     def _between_rounds(self, now: float, seconds: float) -> None:
         if len(self.members) < self._nodes or any(
-            each.running or not each.ready or not each.present for each in self.members.values()
+            each.running or not each.ready or not each.present or each.closed is not None
+            for each in self.members.values()
         ):
             if seconds > self._patience and (missing := self._missing()):
                 self._decide("stop", not_back(missing, self._patience))
             elif seconds > max(self._patience, limits.END_SECONDS):
                 busy = next(n for n, each in self.members.items() if each.running or not each.ready)
                 self._decide("stop", f"node {busy} did not end within {seconds:.0f} s")
-        elif self._failed is not None and (self._last or self._used >= self._restarts):
-            self._decide("stop", f"node {self._failed} failed", failed=self._failed)
+        elif self._failed is not None and self._until is None and self._is_last():
+            return
         elif now >= self._next_at:
             self._next_round(now)
+        elif self._until is None:
+            self._until, self.count = self._next_at, self.count + 1
+            self._say = f"{self._retries.next} waits {self._next_at - now:.0f} s"
+
+    def _is_last(self) -> bool:
+        """Whether no round follows this one, in which a launcher failed: that is decided then."""
+        failures = [each.failure for each in self.members.values() if each.failure]
+        steps = (each.step for each in self.members.values() if each.step is not None)
+        final = None  # with another port somebody else may start all nodes again
+        if not self._last:
+            final = self._retries.refusal(failures, max(steps, default=None))
+            if final is None and self._retries.left:
+                return False
+            final = final or ""
+        self._decide("stop", f"node {self._failed} failed", failed=self._failed, final=final)
+        return True
 
     def _missing(self) -> list[int]:
-        return [
-            node for node in range(self._nodes)
-            if node not in self.members or not self.members[node].present
-        ]  # fmt: skip
+        here = {node for node, member in self.members.items() if member.present}
+        return sorted(set(range(self._nodes)) - here)
 
     @property
     def _patience(self) -> float:
@@ -229,22 +247,19 @@ class Membership:
     @property
     def _again(self) -> bool:
         """Whether anything is ever started again."""
-        return self._wait > 0 or self._restarts > 0
+        return self._wait > 0 or self._retries.restarts > 0
 
     def _ended(self, node: int, code: int, now: float, known: bool) -> None:
         """Its launcher has, by itself, in this round. ``known``: after it had met this node 0."""
         member = self.members[node]
         if member.code is None:
             member.code, self._last_end, self.news = code, now, True
-        if not self._wait and code and self._used >= self._restarts:
+        if not self._wait and code and not self._retries.left:
             self._decide("stop", f"node {node} failed", failed=node)
         elif not self._again and node == 0:
             self._decide("exit", "")
         elif code:
-            if now - self._began > limits.SOON_SECONDS:
-                self._in_a_row = 0
-            pause = 2.0 ** (self._in_a_row - 1) if self._in_a_row else 0.0
-            self._next_at = now + min(pause, limits.LONGEST_PAUSE)
+            self._next_at = now + self._retries.pause(now - self._began)
             # Else it may have failed of a node 0 that was lost before it met that.
             self._over(node if known or not self._wait else None, f"node {node} failed", now)
 
@@ -260,6 +275,7 @@ class Membership:
 
     def _over(self, failed: int | None, say: str, now: float) -> None:
         self._failed, self._say, self._over_at = failed, say, now
+        self._until = now + self._patience if failed is None else None
         self.count += 1
         for member in self.members.values():
             member.ready, member.early, member.code = False, False, None
@@ -267,25 +283,17 @@ class Membership:
     def _next_round(self, now: float) -> None:
         self._say = f"all {self._nodes} nodes are here; {AGAIN}"
         if self._failed is not None:
-            self._used += 1
-            self._in_a_row += 1
-            self._say = f"restart {self._used} of {self._restarts}"
+            self._say = self._retries.use()
         self.round += 1
         self.count += 1
         self._began, self._over_at, self._failed, self._replaced_at = now, None, None, None
         self._last = False
         for member in self.members.values():
-            member.ready = False
+            member.ready, member.failure, member.step = False, None, None
 
-    def _decide(self, what: str, why: str, failed: int | None = None) -> None:
-        self.verdict = {"do": what, "why": why, "failed": failed}
+    def _decide(
+        self, what: str, why: str, failed: int | None = None, final: str | None = None
+    ) -> None:
+        """The run's end. ``final``: nobody may start it again, for this reason if there is one."""
+        self.verdict = {"do": what, "why": why, "failed": failed, "final": final}
         self.count += 1
-
-
-_REPLACES = "this node takes the place of one that was lost"
-
-
-def not_back(nodes: list[int], seconds: float) -> str:
-    """That these nodes were lost and have not come back in time."""
-    names = f"nodes {', '.join(map(str, nodes))} were" if len(nodes) > 1 else f"node {nodes[0]} was"
-    return f"{names} lost and did not come back within {seconds:g} s"

@@ -9,17 +9,19 @@ import os
 import queue
 import selectors
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
 
 from clusterkit.agent import limits
 from clusterkit.agent.client import Client
+from clusterkit.agent.connections import is_free
 from clusterkit.agent.files import read_json
 from clusterkit.agent.launcher import Launcher, no_start
-from clusterkit.agent.processes import is_alive, is_stopped
+from clusterkit.agent.processes import is_alive
 from clusterkit.agent.protocol import (
+    LATE,
+    LATE_EXIT,
     LAUNCHER_WAITED,
     LEFT,
     PEER_TOKEN,
@@ -29,6 +31,8 @@ from clusterkit.agent.protocol import (
 )
 from clusterkit.agent.record import Record
 from clusterkit.agent.signals import STOPS, adopt_orphans, read_signals, sender, signal_handle
+from clusterkit.agent.stops import Stops
+from clusterkit.agent.watch import HANG, Watch
 
 
 class Node:
@@ -41,20 +45,19 @@ class Node:
         """Why this node ends, where its launcher's exit code does not say it."""
         self.stopped_by: str | None = None  # who asked this node to end, or what for
         self.stray: str | None = None  # the same in a sentence, where it was nobody of the run
-        self.suspended: set[int] = set()
-        """Ranks that are stopped (SIGSTOP), or were when they were last there."""
-        self.look_at = 0.0
+        self.stops = Stops(self._say, here=not options.tagged)
         self.turned, self.late = time.monotonic(), 0.0
         """When the last `select` returned, and by how many seconds too late."""
         self.frozen: tuple[float, float] | None = None
         """Until when (monotonic), and for how many seconds, this process itself was stopped."""
         self.client: Client | None = None
-        self.orders: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-        """Of the coordinator, each with why."""
+        self.orders: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()  # each with why
         self.finished = False  # whether the run is over, for this node
         self.left = False
         """Whether this node was asked to end; where it can, the run goes on with another one."""
         self.held: str | None = None  # the reason, where it ended before another attempt
+        self.final = False  # whether it was decided that nothing follows this failure
+        self.deadline: float | None = None  # when the run is over its time limit
         self.obeyed = False  # whether the launcher ends because the coordinator said so
         self.first = int(os.environ.get("CLUSTERKIT_ATTEMPT", "1"))  # attempt of this agent
         # The plan says how many restarts a run has, from its first attempt on.
@@ -76,15 +79,17 @@ class Node:
         self.signals = signal_handle((*STOPS, signal.SIGCONT))
         for signum in STOPS:  # a shell ignores SIGINT for what it starts in the background
             signal.signal(signum, signal.SIG_DFL)
-        self.wake, self.waker = os.pipe()
-        for handle in (self.wake, self.waker):
-            os.set_blocking(handle, False)
+        self.wake, self.waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.record = Record(folder, self.first, echo=self.options.echo)
         self.log = self.record.log
+        if self.options.time_limit is not None:
+            left = self.options.time_limit - self.record.seconds()
+            self.deadline = time.monotonic() + max(0.0, left)
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.signals, selectors.EVENT_READ)
         self.selector.register(self.wake, selectors.EVENT_READ)
         self.launcher = Launcher(self.options, folder, self.log, self.selector)
+        self.watch = Watch(self.options, folder, self.log, self._order)
         try:
             self.launcher.open_pipes()
             os.chdir(self.options.workdir)
@@ -116,12 +121,12 @@ class Node:
         # From 128 on Kubernetes' operators take it for the end of a pod that is to be replaced.
         return code if code < 128 or self.left or not rejoin else 1
 
-    def _join(self) -> None:
-        def order(what: str, why: str) -> None:
-            self.orders.put((what, why))
-            with contextlib.suppress(OSError):
-                os.write(self.waker, b".")
+    def _order(self, what: str, why: str) -> None:
+        self.orders.put((what, why))
+        with contextlib.suppress(OSError):
+            os.write(self.waker, b".")
 
+    def _join(self) -> None:
         # A node alone decides by the same rules, over a connection to itself.
         host, _, port = (self.options.coordinator or "127.0.0.1:0").rpartition(":")
         token = self.token if self.options.coordinator else os.urandom(16).hex().encode()
@@ -130,28 +135,45 @@ class Node:
             run={"run": os.environ["CLUSTERKIT_RUN_ID"],
                  "attempt": os.environ["CLUSTERKIT_ATTEMPT"]},
             token=token, lost_after=self.options.lost_after, wait=self.options.rejoin,
-            restarts=self.restarts, order=order, say=self._say, warn=self.record.warn,
+            restarts=self.restarts, retry_on=self.options.retry_on, order=self._order,
+            hears=self.watch.hears, say=self._say, warn=self.record.warn,
         )  # fmt: skip
+        self.watch.send = self.client.send
         self.client.start()
 
     def _obey(self, order: str, why: str) -> None:
         if order == "start":
             self._next_attempt(self.first + int(why))
             self._start()
+        elif order == "pause":
+            seconds, _, what = why.partition(" ")
+            self.record.waits(what, float(seconds))
+        elif order == "final":
+            self.final = True
+            if why:
+                self.record.warn(why)
         elif order == "wait":
             self.obeyed = True
             self.held = f"{STOPPED_BY_PEERS}{why}" if self.running else None
             if self.running:
                 self.reason = None
                 self._stop()
-        else:
+        elif order in ("note", "over"):
+            self.record.stands(why or None)
+        elif order == "hang" and self.running and self.reason is None:
+            self.reason = f"{HANG}{why}"
+            self._stop()
+        elif order != "hang":
             self.finished = True
-            if order == "stop" and (self.obeyed or (self.running and self.reason is None)):
+            stopped = self.obeyed or (self.running and self.reason is None)
+            if order == "stop" and stopped and self.reason != LATE:
                 self.obeyed, self.reason = True, f"{STOPPED_BY_PEERS}{why}"
                 self._stop()
 
     def _start(self) -> None:
         self.running, self.obeyed = True, False
+        self.watch.begin()
+        self.record.goes_on()
         self.reason = self.launcher.start()
 
     def _next_attempt(self, number: int) -> None:
@@ -161,7 +183,7 @@ class Node:
             self.record.next_attempt(number, self._ended(self._exit_code()))
             folder = str(self.record.folder)
             os.environ.update(CLUSTERKIT_ATTEMPT=str(number), CLUSTERKIT_NODE_DIR=folder)
-            self.suspended.clear()
+            self.stops.clear()
 
     def _launcher_ended(self) -> None:
         self.running = False
@@ -170,21 +192,19 @@ class Node:
         self.reason = self.reason or self.launcher.failure
         self.launcher.finish_output()
         if self.client is not None:
-            self.client.ended(self._exit_code(), last=not self._can_start_again())
+            first = self.restarts and os.environ["NODE_RANK"] == "0"
+            port = int(os.environ.get("MASTER_PORT", "0")) if first else 0
+            # If rank 0's store found its port taken, the next round would fail as well.
+            self.client.ended(
+                self._exit_code(), last=port > 0 and not is_free(port),
+                failure=self.launcher.own_failure(), step=self.log.words.step,
+            )  # fmt: skip
         if self.client is None or not self.again:
             self.finished = True
 
-    def _can_start_again(self) -> bool:
-        """Whether the port of rank 0's store is free: else the next round would fail as well."""
-        if not self.restarts or os.environ["NODE_RANK"] != "0" or "MASTER_PORT" not in os.environ:
-            return True
-        try:
-            socket.create_server(("", int(os.environ["MASTER_PORT"]))).close()
-        except OSError:
-            return False
-        return True
-
     def _exit_code(self) -> int:
+        if self.reason == LATE:
+            return LATE_EXIT
         code = self.launcher.exit_code
         if self.launcher.without_ranks and not self.options.rejoin and code == 128 + signal.SIGKILL:
             code, self.reason = 0, LAUNCHER_WAITED
@@ -193,6 +213,8 @@ class Node:
     def _turn(self) -> None:
         patience = self.launcher.patience()
         timeout = limits.LOOK_SECONDS if patience is None else min(patience, limits.LOOK_SECONDS)
+        if self.deadline is not None:
+            timeout = max(0.0, min(timeout, self.deadline - time.monotonic()))
         ready = self.selector.select(timeout)
         # Of a select that came to its end meanwhile, only the next one knows what has come.
         late, turned = self.late, self.turned
@@ -206,10 +228,20 @@ class Node:
             else:
                 for signum, pid, uid in read_signals(self.signals):
                     self._signalled(signum, pid, uid, max(late, self.late))
-        if time.monotonic() >= self.look_at:
-            self._look()
+        if time.monotonic() >= self.stops.look_at:
+            self.stops.look(self.log.ranks, ending=self.launcher.deadline is not None)
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            self._late()
         if self.launcher.turn():
             self._stop()
+
+    def _late(self) -> None:
+        """Whatever else goes on, this node ends now, and the others do."""
+        self.deadline, self.reason = None, LATE
+        self.finished = self.final = True
+        if self.client is not None:
+            self.client.late()
+        self._stop()
 
     def _signalled(self, signum: int, pid: int, uid: int, late: float) -> None:
         if signum == signal.SIGCONT:
@@ -228,30 +260,16 @@ class Node:
             self._stop()
 
     def _stop(self) -> None:
-        self._look()
+        self.stops.look(self.log.ranks, ending=self.launcher.deadline is not None)
         self.launcher.stop()
-
-    def _look(self) -> None:
-        """Log which ranks were stopped, and which of those go on."""
-        self.look_at = time.monotonic() + limits.LOOK_SECONDS
-        if self.options.tagged:
-            return  # they are processes of other hosts
-        for rank in self.log.ranks:
-            stopped, number = is_stopped(rank), rank["rank"]
-            if stopped and number not in self.suspended:
-                self.suspended.add(number)
-                self._say(f"rank {number} was stopped (SIGSTOP)")
-            elif stopped is False and number in self.suspended and self.launcher.deadline is None:
-                # Not one that is being killed, which runs for a moment.
-                self.suspended.remove(number)
-                self._say(f"rank {number} goes on")
 
     def _say(self, text: str) -> None:
         self.log.lines("-", [text.encode()])
 
     def _causes(self) -> list[str]:
         """What was done to this node that it, and others, may have failed of."""
-        found = [f"rank {number} was stopped (SIGSTOP)" for number in sorted(self.suspended)]
+        found = [self.reason] if self.reason and self.reason.startswith(HANG) else []
+        found += self.stops.causes()
         if self.frozen and time.monotonic() < self.frozen[0] + limits.RECENT_SECONDS:
             found.append(f"its agent was stopped (SIGSTOP) for {self.frozen[1]:.0f} s")
         return [*found, self.stray] if self.stray else found
@@ -277,4 +295,5 @@ class Node:
             "processes": self.launcher.ended,
             "stopped_by": self.stopped_by,
             "causes": self._causes(),
+            "final": self.final,
         }

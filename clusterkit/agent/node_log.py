@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from clusterkit.agent import limits
+from clusterkit.agent.failure import Words
 from clusterkit.agent.processes import identity
 from clusterkit.agent.protocol import Document
 
@@ -33,6 +34,7 @@ class NodeLog:
         self.ranks: list[Document] = []  # identities of the ranks that have started
         self.rank_ends: list[Document] = []
         """How ranks failed that this agent is not the parent of, by their own words."""
+        self.words = Words()
         self.lost = 0  # lines that the disk had no room for
         self._size = os.fstat(self._handle).st_size
         self._missing = 0  # of these, the ones whose place in the log does not say so yet

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 
 from clusterkit.agent import limits
-from clusterkit.agent.membership import not_back
+from clusterkit.agent.member import not_back
 from clusterkit.agent.protocol import Document
+
+_WAITS = "node 0 was lost; waiting for it"
 
 
 class Peer:
@@ -24,8 +26,10 @@ class Peer:
     def __init__(self, node: int, lost_after: float, wait: float, stays: bool, now: float) -> None:
         self.orders: list[tuple[str, str]] = []
         """For the caller to take: ``start`` (the launcher; with how many restarts were used),
-        ``wait`` (end it, and be ready), ``stop`` (end, for the reason given), ``exit`` (end as the
-        launcher has); a line to ``say`` in the node's log, or to ``warn`` people with."""
+        ``wait`` (end it, and be ready), ``pause`` (so many seconds may go by until the next start;
+        why follows), ``final`` (what comes is for good, for the reason given, if any), ``stop``
+        (end, for the reason given), ``exit`` (end as the launcher has); a line to ``say`` in the
+        node's log, or to ``warn`` people with."""
         self.done = False  # whether there is nothing more to hear
         self.news = False  # whether there is something to say at once
         self.met = ""  # which coordinator was met last
@@ -42,7 +46,9 @@ class Peer:
         self._waiting = False  # whether the launcher may not run
         self._gave_up = False  # whether it ended its launcher because node 0 was lost
         self._last = False  # whether no other launcher can be started here
-        self._leaving = False
+        self._failure: Document | None = None  # of the launcher's ranks, by themselves
+        self._step: int | None = None  # that they came to
+        self._leaving = self._late = False
         self._began = self._heard = now
         self._connected: float | None = None  # since when there is a connection
         self._gone: float | None = now  # since when there is none on which anything was heard
@@ -62,7 +68,7 @@ class Peer:
             "agent": self._agent, "count": self._said, "coordinator": self.met,
             "round": self._round, "used": self._used, "running": self._running, "code": self.code,
             "waiting": self._waiting, "gave_up": self._gave_up, "leaving": self._leaving,
-            "last": self._last,
+            "late": self._late, "last": self._last, "failure": self._failure, "step": self._step,
         }  # fmt: skip
 
     def connected(self, now: float) -> None:
@@ -84,14 +90,33 @@ class Peer:
             now - max(self._connected, self._heard) > self._lost_after
         )
 
-    def ended(self, code: int, now: float, *, last: bool = False) -> None:
-        """This node's launcher has. ``last``: no other can be started here."""
+    def ended(
+        self,
+        code: int,
+        now: float,
+        *,
+        last: bool = False,
+        failure: Document | None = None,
+        step: int | None = None,
+    ) -> None:
+        """This node's launcher has.
+
+        Args:
+            last: no other can be started here.
+            failure: how its ranks failed before they were asked to end (`failure.Words.failure`).
+            step: the last that they reported.
+        """
+        self._failure, self._step = failure, step
         self._running, self._ended_at, self.news, self._last = False, now, True, last
         self.code = None if self._waiting else code
 
     def leave(self) -> None:
         """This node was asked to end, by nobody of the run."""
         self._leaving = self.news = True
+
+    def late(self) -> None:
+        """The run is over its time limit."""
+        self._late = self.news = True
 
     def hears(self, message: Document, now: float) -> None:
         """Node 0 says how things stand."""
@@ -102,7 +127,7 @@ class Peer:
             if self.met:
                 self._round, self.code = 0, None
                 if self._running:
-                    self._hold("node 0 was lost; waiting for it")
+                    self._hold(_WAITS, self._wait)
             self.met, self._count = coordinator, 0
         if count < self._count or self._leaving or self.done:
             return
@@ -118,8 +143,10 @@ class Peer:
                 self._start(number, say)
         elif do == "wait":
             self._round = number
-            self._hold(say)
+            self._hold(say, float(message["seconds"]))
         else:
+            if (final := message.get("final")) is not None:
+                self.orders.append(("final", final if message.get("failed") == self._node else ""))
             self._end(do if message.get("failed") != self._node else "exit", str(message["why"]))
 
     def turn(self, now: float) -> None:
@@ -161,17 +188,20 @@ class Peer:
         if not self._wait:
             return self._end("stop", why)
         self._given_up, self._gave_up = now, True
-        self._hold("node 0 was lost; waiting for it")
+        self._hold(_WAITS, self._wait)
 
     def _start(self, number: int, say: str) -> None:
         self._log(number, "start", say)
         self._round, self.code, self._running = number, None, True
         self._waiting = self._gave_up = False
+        self._failure = None
         self.news = True
         self.orders.append(("start", str(self._used)))
 
-    def _hold(self, say: str) -> None:
+    def _hold(self, say: str, seconds: float) -> None:
         """Have the launcher end, and wait."""
+        if seconds and (0, "wait", say) != self._logged:
+            self.orders.append(("pause", f"{seconds:.3f} {say}"))
         self._log(0, "wait", say)
         if not self._waiting:
             self._waiting, self.code, self.news = True, None, True

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
+import fcntl
 import importlib
 import importlib.abc
 import importlib.util
@@ -51,6 +53,7 @@ def become(order: Document, config: Document, environment: Mapping[str, str]) ->
     if hasattr(sys, "orig_argv"):
         sys.orig_argv[:] = [*argv, *words]
     _be_another_process()
+    _trace(*order["trace"])
     _serve(order["socket"].format(**env))
 
 
@@ -98,6 +101,14 @@ def set_title(argv: list[str], env: Mapping[str, str]) -> bool:
         at, at + len(words), at + len(words), at + len(block) - 1, 0, 0, -1,
     )  # fmt: skip
     return int(libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, layout, len(layout), 0)) == 0
+
+
+def _trace(name: str, signum: int) -> None:
+    """Have a signal write where every thread is, whatever the interpreter does meanwhile."""
+    with contextlib.suppress(OSError, AttributeError):
+        file = os.memfd_create(name)
+        fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
+        faulthandler.register(signum, file)
 
 
 def _serve(path: str) -> None:

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 from clusterkit.agent import limits
-from clusterkit.agent.files import write_json
+from clusterkit.agent.files import read_json, write_json
 from clusterkit.agent.node_log import NodeLog, lines_lost
 from clusterkit.agent.processes import identity
-from clusterkit.agent.protocol import Document
+from clusterkit.agent.protocol import GOES_ON, STILL, Document
 
 
 class Record:
@@ -28,9 +28,18 @@ class Record:
 
     def _begin(self, folder: Path) -> None:
         self._started["at"] = time.time()
+        for key in ("waits", "hang"):
+            self._started.pop(key, None)
         write_json(folder / "started.json", self._started)
         with contextlib.suppress(OSError):
             (folder / _RESERVE).write_bytes(bytes(limits.RESERVE_BYTES))
+
+    def seconds(self) -> float:
+        """How long ago this node began with the run's first attempt, whichever agent did."""
+        starts = self.folder.parents[1].glob(f"*/{self.folder.name}/started.json")
+        began = [(read_json(path) or {}).get("at") for path in starts]
+        now = time.time()
+        return max(0.0, now - min((at for at in began if isinstance(at, float)), default=now))
 
     def next_attempt(self, number: int, ended: Document) -> None:
         """This attempt has ended so; go on in that one's folder."""
@@ -48,6 +57,26 @@ class Record:
         """A line of the log that `clusterkit status` shows as well."""
         self.log.lines("-", [text.encode()])
         self.remarks.append(text)
+        self._tell()
+
+    def stands(self, text: str | None) -> None:
+        """Nothing moves, as the text says; None: it does again. `clusterkit status` shows it."""
+        if text != self._started.get("hang"):
+            self._started["hang"] = text
+            self._tell()
+            self.log.lines("-", [(GOES_ON if text is None else f"{STILL}{text}").encode()])
+
+    def waits(self, why: str, seconds: float) -> None:
+        """Nothing runs here until the next start, which may take so many seconds to come."""
+        self._started["waits"] = {"why": why, "until": time.time() + seconds}
+        self._tell()
+
+    def goes_on(self) -> None:
+        """The next start has come."""
+        if self._started.pop("waits", None):
+            self._tell()
+
+    def _tell(self) -> None:
         with contextlib.suppress(OSError):
             document = {**self._started, "remarks": self.remarks}
             write_json(self.folder / "started.json", document)

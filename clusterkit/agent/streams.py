@@ -101,7 +101,10 @@ class Stream:
 
     def _emit(self, lines: list[tuple[str, bytes]]) -> None:
         for rank, group in itertools.groupby(self._owned(lines), key=lambda owned: owned[0]):
-            self._log.lines(rank, [text for _, text in group])
+            texts = [text for _, text in group]
+            self._log.lines(rank, texts)
+            for text in texts:
+                self._log.words.read(rank, text)
 
     def _owned(self, lines: list[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
         """Lines with whose they are; what ranks say of their start and end is taken out."""

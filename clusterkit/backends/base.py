@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from msgspec import Struct
 
+from clusterkit.agent import LATE
 from clusterkit.cluster import ClusterSpec, Facts
 from clusterkit.errors import BadInput, CapabilityError, ClusterkitError
 from clusterkit.plan import Plan
@@ -56,10 +57,17 @@ class Observation(Struct, frozen=True, kw_only=True):
     """Processes that a kernel killed for want of memory meanwhile."""
     causes: tuple[NodeCause, ...] = ()
     """Why nodes or their ranks were killed, where the backend knows."""
+    final: bool = False
+    """Whether the nodes' agents have decided that nothing follows this failure."""
     goes_on: int | None = None
     """The attempt that the nodes' agents have begun after this one, on the same nodes."""
     superseded: ClusterProgress | None = None
     """The run has gone on without us; nothing else here counts then."""
+
+    @property
+    def late(self) -> bool:
+        """Whether the nodes have ended the run at its time limit."""
+        return any(node.reason == LATE for node in self.nodes)
 
 
 class RemoteRun(Struct, frozen=True, kw_only=True):

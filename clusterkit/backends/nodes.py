@@ -14,6 +14,10 @@ from clusterkit.plan import Plan
 from clusterkit.runs import RunHandle, node_dir
 from clusterkit.status import NodeCause, NodeStatus, RankExit, State
 
+_HINTS = {
+    "SIGSTOP": "kill -CONT lets a stopped process go on",
+    "hang: ": "where it was only slow, hang_timeout in the job file gives it longer",
+}  # by what a cause's words hold
 _TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
@@ -24,7 +28,7 @@ def node_file(handle: RunHandle, node: int, name: str) -> str:
 
 def overall(states: set[State]) -> State:
     """A run's state from its nodes' states."""
-    for state in (State.UNKNOWN, State.RUNNING, State.FAILED, State.CANCELLED):
+    for state in (State.UNKNOWN, State.RESTARTING, State.RUNNING, State.FAILED, State.CANCELLED):
         if state in states:
             return state
     if states == {State.SUCCEEDED}:
@@ -52,7 +56,7 @@ def judge_node(
         started: contents of ``started.json``; None: there is none.
     """
     if alive and goes_on(exit_json) is None:
-        return NodeStatus(node=node, host=host, state=State.RUNNING, remarks=remarks(started))
+        return judge_running(node, host, started)
     if exit_json is not None:
         return judge_exit(node, host, exit_json)
     if not begun:
@@ -65,6 +69,16 @@ def judge_node(
         reason=f"its agent ended without reporting an exit code{f': {last}' if last else ''}",
         remarks=remarks(started),
     )
+
+
+def judge_running(node: int, host: str, started: bytes | None) -> NodeStatus:
+    """The state of a node whose agent runs, from its ``started.json``: it may wait."""
+    waits = _document(started or b"").get("waits") or {}
+    return NodeStatus(
+        node=node, host=host, state=State.RESTARTING if waits else State.RUNNING,
+        reason=waits.get("why"), until=waits.get("until"), remarks=remarks(started),
+        hang=_document(started or b"").get("hang"),
+    )  # fmt: skip
 
 
 def judge_exit(node: int, host: str, data: bytes) -> NodeStatus:
@@ -131,6 +145,7 @@ def observed(nodes: Sequence[NodeStatus], exit_json: Mapping[int, bytes]) -> Obs
         rank_exits=tuple(exits),
         oom_kills=max((kills for _, kills in told), default=0),
         causes=tuple(cause for node, data in exit_json.items() for cause in _causes(node, data)),
+        final=any(_document(data).get("final") is True for data in exit_json.values()),
         goes_on=next(filter(None, map(goes_on, exit_json.values())), None),
     )
 
@@ -143,7 +158,7 @@ def _causes(node: int, exit_json: bytes) -> list[NodeCause]:
         NodeCause(
             node=node,
             words=str(words),
-            hint="kill -CONT lets a stopped process go on" if "SIGSTOP" in str(words) else None,
+            hint=next((hint for word, hint in _HINTS.items() if word in str(words)), None),
             exit_code=code if isinstance(code, int) and code else 1,
         )
         for words in (found if isinstance(found, list) else ())

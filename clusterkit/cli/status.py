@@ -42,7 +42,7 @@ def command(run: str, as_json: bool) -> None:
                 node.host,
                 node.state,
                 "-" if node.exit_code is None else str(node.exit_code),
-                node.reason or "",
+                f"{node.reason or ''}{_until(node.until)}",
             )
             for node in status.nodes
         ]
@@ -56,3 +56,7 @@ def command(run: str, as_json: bool) -> None:
         click.echo(f"  {shown(status.remark)}")
     if status.failure is not None:
         click.echo(shown(failure_text(status)))
+
+
+def _until(moment: float | None) -> str:
+    return f" (until {time.strftime('%H:%M:%S', time.localtime(moment))})" if moment else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import inspect
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -13,6 +14,7 @@ import msgspec
 
 from clusterkit.doctor import driver
 from clusterkit.doctor.check import Answer, Output, Script
+from clusterkit.host_probe import versions
 
 # Tried in turn until one does its work: where the interpreter of the ranks does not run, any
 # other still finds out what is right and wrong with the rest of the host.
@@ -53,7 +55,7 @@ def command(
         }
         for script in scripts
     ]
-    program = f"{_driver()}\nmain({tasks!r}, {dict(given)!r}, sys.argv[1])\n"
+    program = f"{driver_text()}\nmain({tasks!r}, {dict(given)!r}, sys.argv[1])\n"
     packed = base64.b64encode(zlib.compress(program.encode())).decode()
     # The empty entry would let a json.py in the current folder shadow Python's own.
     unpack = (
@@ -67,8 +69,10 @@ def command(
 
 
 @cache
-def _driver() -> str:
-    return Path(driver.__file__).read_text(encoding="utf-8")
+def driver_text() -> str:
+    """The driver, and what a host is asked by others as well."""
+    text = Path(driver.__file__).read_text(encoding="utf-8")
+    return f"{text}\n{inspect.getsource(versions)}\nHELPERS['versions'] = versions\n"
 
 
 def limit(scripts: Sequence[Script[Any]], patience: float = 1.0) -> float:

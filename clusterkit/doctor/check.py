@@ -16,7 +16,8 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
-from clusterkit.doctor.base import HostSubject, Machine, Verdict, described, fail, shortened, warn
+from clusterkit.doctor.base import HostSubject, Machine, Verdict, described, fail, warn
+from clusterkit.doctor.words import shortened
 from clusterkit.errors import ClusterkitError
 
 T = TypeVar("T")

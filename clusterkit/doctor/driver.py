@@ -45,8 +45,26 @@ def user_of(uid: int) -> str:
         return str(uid)
 
 
+def run(*argv: str, seconds: float = 20) -> dict[str, Any] | None:
+    """How a command ended: ``exit_code``, ``stdout``, ``stderr``; None where it is not there."""
+    import subprocess
+
+    try:
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds,
+            env={**os.environ, "LC_ALL": "C"},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        text = f"{argv[0]} did not end within {seconds:g} s"
+        return {"exit_code": -1, "stdout": "", "stderr": text}
+    except OSError:
+        return None
+    texts = [text.decode("utf-8", "replace") for text in (done.stdout, done.stderr)]
+    return {"exit_code": done.returncode, "stdout": texts[0], "stderr": texts[1][:4096]}
+
+
 HELPERS = {
-    "text_of": text_of, "user_of": user_of,
+    "text_of": text_of, "user_of": user_of, "run": run,
     "contextlib": contextlib, "errno": errno, "glob": glob, "os": os, "pwd": pwd, "re": re,
     "socket": socket, "sys": sys, "threading": threading, "time": time,
 }  # fmt: skip

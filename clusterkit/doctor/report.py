@@ -6,9 +6,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
 from msgspec import Struct
 
-from clusterkit.doctor.base import LEVELS, Finding, Level, shortened, worst
+from clusterkit.doctor.base import LEVELS, Finding, Level, worst
+from clusterkit.doctor.words import shortened
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
 
 WIDTH = 100
@@ -47,15 +49,7 @@ class Report(Struct, frozen=True, kw_only=True):
 
     def document(self) -> dict[str, object]:
         """For ``--json``."""
-        return {
-            "cluster": self.cluster,
-            "ok": self.ok,
-            "worst": self.worst,
-            "hosts": self.hosts,
-            "everything": self.everything,
-            "checks": self.checks,
-            "findings": self.findings,
-        }
+        return {**msgspec.structs.asdict(self), "ok": self.ok, "worst": self.worst}
 
     def table(self, *, width: int = WIDTH, style: Style = lambda text, level: text) -> str:
         """Checks x hosts, hosts that agree in one column; then every fault once."""

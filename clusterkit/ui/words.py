@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TextIO
 
+from clusterkit.agent import STILL
 from clusterkit.logs import LogLine, readable
 from clusterkit.status import RunStatus
 
@@ -82,7 +83,8 @@ def failure_text(status: RunStatus) -> str:
 
 def remark_lines(status: RunStatus) -> list[str]:
     """What the nodes remark, a line each."""
-    return [f"node {node.node}: {text}" for node in status.nodes for text in node.remarks]
+    found = [f"node {node.node}: {text}" for node in status.nodes for text in node.remarks]
+    return found + [f"{STILL}{node.hang}" for node in status.nodes if node.hang]
 
 
 def loss_text(loss: float) -> str:

@@ -166,7 +166,7 @@ def test_every_job_file_of_the_repository_has_a_plan(stage, path, nodes, monkeyp
 
 def test_a_plan_survives_the_run_folder(stage, any_job):
     plan = stage.plan(any_job)
-    assert Plan.from_json(plan.to_json()) == plan
+    assert msgspec.json.decode(plan.to_json(), type=Plan) == plan
 
 
 # ---------------------------------------------------------------- 3, 4: what a rank sees

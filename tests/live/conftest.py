@@ -22,6 +22,7 @@ from tests.live.compose.image import base, engine, image
 __all__ = ["base", "engine", "image"]
 LIVE = Path(__file__).parent
 PROGRAMS = LIVE / "programs"
+JOB_KEYS = ("launcher", "restarts", "hang_timeout", "env", "secrets", "batch", "checkpoint")
 IMAGE_SECONDS = 1500
 """For a test that may be the first to need the image, and then has it built."""
 SHARED = pytest.StashKey[contextlib.ExitStack]()
@@ -80,11 +81,7 @@ def submit() -> Iterator[Callable[..., api.Run]]:
     started: list[api.Run] = []
 
     def start(program: str, *args: object, **options: object) -> api.Run:
-        fields = {
-            key: options.pop(key)
-            for key in ("launcher", "restarts", "env", "secrets", "batch", "checkpoint")
-            if key in options
-        }
+        fields = {key: options.pop(key) for key in JOB_KEYS if key in options}
         job = JobSpec(
             name=Path(program).stem,
             program=str(PROGRAMS / program),

@@ -29,6 +29,7 @@ from clusterkit.runs import RunFolder
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
 from clusterkit.transport import LocalTransport
+from tests.conftest import noted
 from tests.live import supervisors
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -228,7 +229,7 @@ def test_every_way_to_start_python_starts_the_same(
     expected = named if "named" in words[0] else environment
     prefix, executable = next(run.logs(rank=0)).text.split()
     assert prefix == str(expected)
-    assert run.plan.note("python") == executable == str(expected / "bin/python")
+    assert noted(run.plan, "python") == executable == str(expected / "bin/python")
 
 
 def test_a_named_interpreter_that_is_not_there_is_refused(
@@ -728,7 +729,7 @@ def test_a_port_taken_meanwhile_is_said_and_another_chosen(submit: Submit) -> No
     (event,) = run.events()
     assert event.text == f"port {taken} was taken meanwhile; {run.plan.port} chosen instead"
     assert run.plan.port != taken
-    assert run.plan.note("master_port") == str(run.plan.port)
+    assert noted(run.plan, "master_port") == str(run.plan.port)
 
 
 def test_a_port_that_the_cluster_entry_fixes_is_refused_when_taken(

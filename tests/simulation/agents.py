@@ -257,7 +257,7 @@ class Agent:
         if not self.again:
             self.finished = True
         if not self.peer.done:
-            self.peer.ended(code, self.clock())
+            self.peer.ended(code, self.clock(), last=self.world.port_taken and self.node == 0)
             if not self.connecting and self.link is not None:
                 self.speak()
             if not self.again and self.server is None:
@@ -268,6 +268,14 @@ class Agent:
     def leave(self):
         self.left = True
         self.peer.leave()
+        if self.link is not None:
+            self.speak()
+        self.stop()
+        self.maybe_exit()
+
+    def late(self):
+        self.finished = True
+        self.peer.late()
         if self.link is not None:
             self.speak()
         self.stop()

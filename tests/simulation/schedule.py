@@ -12,7 +12,8 @@ MEET = 60.0  # after which ranks that did not find each other fail
 
 LOSSES = ("crash", "node", "leave", "zombie")
 FAILURES = ("rank", "start")
-FAULTS = (*LOSSES, *FAILURES, "cut", "to", "from", "freeze", "leap", "reset")
+MOMENTS = (*FAILURES, "reset", "port", "late")  # without a length
+FAULTS = (*LOSSES, "cut", "to", "from", "freeze", "leap", *MOMENTS)
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Fault:
     ``rank``: a rank fails. ``start``: one of the next launcher's does, at once.
     ``cut``, ``to``, ``from``: nothing gets through for ``seconds``, or nothing to or from node 0.
     ``freeze``: its agent stands still. ``leap``: its clock goes on by that much. ``reset``: its
-    connection breaks off.
+    connection breaks off. ``port``: rank 0's port is taken from now on: nothing can follow a
+    launcher that ends on node 0. ``late``: its agent finds the run over its time limit.
     """
 
     kind: str
@@ -51,7 +53,8 @@ class Schedule:
     @property
     def kind(self) -> bool:
         """Whether there are nodes and restarts enough for the run to succeed."""
-        if sum(fault.kind in FAILURES for fault in self.faults) > self.restarts:
+        failures = sum(fault.kind in FAILURES for fault in self.faults)
+        if failures > self.restarts or any(f.kind in ("port", "late") for f in self.faults):
             return False
         away = sum(fault.seconds for fault in self.faults)
         if self.back:
@@ -78,7 +81,7 @@ def make(seed: int) -> Schedule:
     for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6))):
         kind = rng.choice(FAULTS)
         longest = (3.0 if back else 0.5) if short else 30.0
-        seconds = 0.0 if kind in (*FAILURES, "reset") else round(rng.uniform(0, longest), 3)
+        seconds = 0.0 if kind in MOMENTS else round(rng.uniform(0, longest), 3)
         # Troubles never come singly.
         if rng.random() < 0.5:
             step += rng.choice((1, 2, rng.randrange(1, 8 * nodes), rng.randrange(1, 40 * nodes)))

@@ -29,6 +29,7 @@ class World:
         self.lost_early = False  # whether one was before it had met node 0
         self.lost_late = False  # whether one was when all was done but for the telling
         self.complete_once = False
+        self.port_taken = False  # rank 0's, by another program
         self.verdicts, self.rulings, self.failures = [], [], 0
         self.cuts = {}
         self.place = [None] * schedule.nodes  # by node, the agent that has it now
@@ -106,6 +107,10 @@ class World:
             agent.stillborn += 1
         elif kind == "freeze":
             agent.frozen = max(agent.frozen, self.now + fault.seconds)
+        elif kind == "late":
+            agent.late()
+        elif kind == "port":
+            self.port_taken = True
         elif kind == "leap":
             agent.leap += fault.seconds
         elif kind == "reset":
@@ -225,8 +230,9 @@ class World:
 
     def after_decision(self, agent):
         server = agent.server
-        if server._used > self.schedule.restarts:
-            raise Broken(f"{server._used} restarts of {self.schedule.restarts}")
+        used = server._retries.used
+        if used > self.schedule.restarts:
+            raise Broken(f"{used} restarts of {self.schedule.restarts}")
 
     def at_the_end(self):
         for agent in self.agents:

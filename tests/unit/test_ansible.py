@@ -121,9 +121,8 @@ def made(name: str) -> set[str]:
 @pytest.mark.parametrize("name", ROLES)
 def test_every_role_has_its_parts_and_no_readme(name: str) -> None:
     assert role(name, "tasks", "main.yml").is_file()
-    about = load(role(name, "meta", "main.yml"))
-    assert about["galaxy_info"]["role_name"] == name
-    assert about["galaxy_info"]["description"].endswith(".")
+    about = load(role(name, "meta", "argument_specs.yml"))["argument_specs"]["main"]
+    assert about["short_description"].endswith(".")
     assert not list(role(name).glob("README*"))
     assert all(key.startswith(f"{name}_") for key in defaults(name))
 

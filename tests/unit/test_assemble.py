@@ -124,6 +124,13 @@ def test_a_rank_knows_its_run_its_batch_and_its_checkpoints():
     }
 
 
+def test_the_agents_are_told_after_which_exit_codes_they_start_ranks_again():
+    node = file_of(assembled(job(restarts=2, retry_on=(137, 75))), "node.sh")
+    assert "--restarts 2 --retry-on 137,75" in node.text
+    with pytest.raises(BadInput, match=r"^retry_on: "):
+        assembled(job(restarts=2, retry_on=(137,)), in_place=False)
+
+
 def test_an_absolute_checkpoint_folder_is_kept():
     env = exported(assembled(job(checkpoint=CheckpointSpec(dir="/big/disk"))))
     assert env["CLUSTERKIT_CHECKPOINT_DIR"] == "/big/disk"

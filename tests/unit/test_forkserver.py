@@ -164,6 +164,7 @@ def test_a_server_that_is_killed_is_the_reason_and_no_hang(agent):
     os.kill(server_of(begun), signal.SIGKILL)
     assert begun.end() == 128 + signal.SIGKILL
     assert begun.exit["reason"] == "the Python that forks the ranks ended: SIGKILL"
+    assert {end["rank"] for end in begun.exit["processes"]} == {None}  # none of them failed first
 
 
 def test_an_agent_that_is_killed_takes_the_ranks_along(agent):

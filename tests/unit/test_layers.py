@@ -17,11 +17,12 @@ PACKAGE = ROOT / "clusterkit"
 LAYERS = """
 agent.protocol agent.limits
 agent.clock agent.files
+agent.failure agent.member agent.retries
 agent.processes agent.signals agent.archive agent.connections agent.membership
-agent.node_log agent.report agent.coordinator agent.peer
-agent.eager agent.preload agent.rank agent.program agent.standby agent.forkserver
+agent.stops agent.hangs agent.node_log agent.report agent.coordinator agent.peer
+agent.standing agent.eager agent.preload agent.rank agent.program agent.standby agent.forkserver
 agent.server
-agent.warm
+agent.warm agent.watch
 agent.record
 agent.streams agent.client agent.spawn agent.fork
 agent.launcher
@@ -45,7 +46,7 @@ estimate
 project
 assemble execute slow_links
 bandwidth
-doctor.driver doctor.meeting doctor.base
+doctor.driver doctor.meeting doctor.base doctor.words
 doctor.check doctor.report
 doctor.bundle
 doctor.checks.packages

@@ -18,15 +18,19 @@ from clusterkit.cluster import LocalCluster
 from clusterkit.errors import BadInput
 from clusterkit.loader import (
     job_from_command,
-    load_cluster,
     load_job,
     locate_program,
+    read_cluster,
 )
 from clusterkit.schema import json_schema
 from clusterkit.spec import JobSpec, Spec
 from clusterkit.yaml_file import parse_yaml
 
 HERE = Path(__file__).resolve()
+
+
+def load_cluster(name, path=None):
+    return read_cluster(name, path).cluster
 
 
 def data(text: str):
@@ -588,6 +592,7 @@ LIKELY = {
     "env": st.dictionaries(st.sampled_from(["A", "b_1", "1b", ""]), SCALARS, max_size=2),
     "secrets": st.lists(st.sampled_from(["S", "T2", "2T", ""]), max_size=2),
     "time_limit": st.sampled_from([0, 1, 0.5, 1e9, "90", "1d2h", "0m", " 5s ", "5 s", "1h\n"]),
+    "hang_timeout": st.sampled_from([0, 0.0, "0", " 0 ", -1, 0.5, "90", "0m", "2m", "m"]),
 }
 KEYS = sorted(loader.fields_of(JobSpec))
 RUNS = st.sampled_from([{"program": "train.py"}] * 4 + [{"command": ["a"]}, {"module": "m"}, {}])

@@ -20,6 +20,7 @@ from clusterkit.runs import RunFolder, RunHandle
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
 from clusterkit.transport import LocalTransport
+from tests.conftest import noted
 
 CSV = """\
 0, GPU-aaaa-1, NVIDIA H100 80GB HBM3, 81559
@@ -311,12 +312,12 @@ def test_worked_out_values_say_where_they_come_from(make_facts):
 )
 def test_ranks_share_the_cores(make_facts, cpus, fields, threads):
     found = plan(make_facts(cpus=cpus), **fields)
-    assert found.note("threads_per_rank") == threads
+    assert noted(found, "threads_per_rank") == threads
     assert f"export OMP_NUM_THREADS={threads}\n" in (found.files[0].text or "")
 
 
 def test_more_ranks_than_cores_get_a_remark(make_facts):
-    assert plan(make_facts(cpus=2), gpus_per_node=8).note("") == (
+    assert noted(plan(make_facts(cpus=2), gpus_per_node=8), "") == (
         "8 ranks share 2 cores: expect them slow"
     )
 

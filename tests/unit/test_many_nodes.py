@@ -230,7 +230,7 @@ def test_the_coordinator_decides_once_for_many_words(monkeypatch):
 
         settle = turn
 
-    coordinator.Server(Listener(), Membership()).run()
+    coordinator.Server(Listener(), Membership(), lambda node, message: None).run()
     assert len(turns) == 10
     assert 90 * 9 < len(waits) <= 101 * 10
     assert waits.count(limits.PEER_AGAIN_SECONDS) == 10  # then there was no news yet

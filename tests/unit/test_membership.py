@@ -12,14 +12,15 @@ from clusterkit.agent.peer import Peer
 class Table:
     """Peers around a membership, at a moment that the test chooses; what is said is heard."""
 
-    def __init__(self, nodes=2, wait=60.0, restarts=0):
+    def __init__(self, nodes=2, wait=60.0, restarts=0, retry_on=()):
+        self.retry_on = retry_on
         self.now, self.nodes, self.wait, self.restarts = 0.0, nodes, wait, restarts
         self.peers = {}
         self.away = set()  # nodes without a connection
         self.new_node_0()
 
     def new_node_0(self):
-        self.membership = Membership(self.nodes, 30.0, self.wait, self.restarts)
+        self.membership = Membership(self.nodes, 30.0, self.wait, self.restarts, self.retry_on)
 
     def arrives(self, node, running=False):
         """Another agent does."""
@@ -78,9 +79,10 @@ class Table:
             found += [
                 (node, what, why if what in ("stop", "exit") else "")
                 for what, why in peer.orders
-                if what != "say"
+                if what not in ("say", "pause")
             ][-1:]
             self.said = [order[1] for order in peer.orders if order[0] == "say"]
+            self.pauses = [order[1] for order in peer.orders if order[0] == "pause"]
             peer.orders.clear()
         return found
 
@@ -169,6 +171,7 @@ def test_a_launcher_that_fails_is_started_again_with_all_others(wait_for):
     assert table.ended(0, 1) == wait(0, 1, 2)
     table.ended(1, 143)
     assert table.ended(2, 143) == []  # soon after the first one: after a pause
+    assert table.pauses == ["1.000 restart 2 of 2 waits 1 s"]
     assert table.turn(1.1) == start(0, 1, 2)
     for node in range(3):
         orders = table.ended(node, 0)
@@ -182,6 +185,65 @@ def test_after_the_last_restart_a_failure_ends_the_run(wait_for):
         orders = table.ended(0, 7)
         orders += table.ended(1, 143) if orders[-1][1] == "wait" else []
     assert orders[-2:] == [(0, "exit", "node 0 failed"), (1, "stop", "node 0 failed")]
+
+
+def failure(error="E: bad", code=1):
+    return {"failure": {"code": code, "error": error, "echo": "by peer" in error}}
+
+
+def rounds(failures, steps=(None,) * 9, **options):
+    """What ends a run of two nodes whose ranks fail so, and after how many rounds."""
+    table = Table(2, 0.0, restarts=6, **options).all_arrive()
+    for number, ((first, other), step) in enumerate(zip(failures, steps, strict=False), 1):
+        table.peers[1].ended(1, table.now, **(first or {}), step=step)
+        table.talk(1)
+        table.peers[0].ended(1, table.now, **(other or {}))
+        table.talk(0)
+        table.turn(limits.SOON_SECONDS)
+        if table.membership.decided:
+            return number, table.membership.verdict["final"]
+    return None
+
+
+ECHO = failure("RuntimeError: Connection closed by peer")
+
+
+@pytest.mark.parametrize(
+    ("failures", "steps", "end"),
+    [
+        ([(failure(), ECHO)] * 2, (3, 3), "E: bad at step 3"),
+        # The other node is the first to fail of it.
+        ([(failure(), None), (ECHO, failure())], (), "E: bad"),
+        # Both fail by themselves, but the second time one is asked to end first.
+        ([(failure(), failure("E: worse")), (failure(), None)], (3, 3), "E: bad at step 3"),
+    ],
+)
+def test_the_same_failure_twice_in_a_row_is_the_last(failures, steps, end):
+    words = f"failed twice in the same way: {end}; not restarted again"
+    assert rounds(failures, steps or (None, None)) == (2, words)
+
+
+@pytest.mark.parametrize(
+    ("failures", "steps"),
+    [
+        ([(failure(), ECHO)] * 2, (3, 4)),
+        ([(failure(), None), (failure("E: worse"), None), (failure(), None)], (3, 3, 3)),
+        ([(ECHO, None)] * 2, (3, 3)),
+        ([(failure("", 137), failure())] * 2, (3, 3)),  # killed: the others may fail of that
+        ([(None, None)] * 2, (3, 3)),
+    ],
+)
+def test_what_may_be_another_failure_is_followed_by_another_round(failures, steps):
+    assert rounds(failures, steps) is None
+
+
+def test_only_the_exit_codes_that_the_job_names_are_followed_by_another_round():
+    killed, left = failure("", 137), failure("", 3)
+    assert rounds([(killed, ECHO), (left, ECHO)], retry_on=(137, 75)) == (
+        2, "exit code 3 is none of retry_on; not restarted"
+    )  # fmt: skip
+    # Who failed first is not known.
+    assert rounds([(ECHO, None), (None, None)], retry_on=(137,)) is None
 
 
 def test_a_single_node_starts_again_by_the_same_rules():
@@ -230,6 +292,16 @@ def test_without_a_return_a_lost_node_ends_a_run_that_has_restarts():
     table.breaks(1)
     words = "the launcher of node 1 is gone"
     assert table.turn(limits.PEER_GONE_SECONDS + 0.1, but={1})[0] == (0, "stop", words)
+
+
+def test_a_round_does_not_begin_while_a_node_s_connection_is_broken():
+    """It may be the agent that died during the pause: the next round would miss it."""
+    table = Table(2, 0.0, restarts=2).all_arrive()
+    table.ended(0, 7)
+    table.breaks(1)
+    assert table.ended(1, 143) == []
+    assert table.turn(limits.PEER_GONE_SECONDS - 1, but={1}) == []
+    assert table.turn(1.1, but={1})[0] == (0, "stop", "the launcher of node 1 is gone")
 
 
 def test_a_launcher_that_does_not_end_is_not_waited_for_without_a_bound():

@@ -1,11 +1,16 @@
 """Agents that start all ranks again after one failed, each time as another attempt."""
 
+import json
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
 from clusterkit import agent
+from clusterkit.agent.record import Record
+from clusterkit.backends.nodes import judge_running
+from clusterkit.status import State
 from tests.agents import Nodes
 
 
@@ -54,6 +59,40 @@ def test_a_single_node_needs_no_coordinator_of_others(nodes):
     assert [nodes.exit_of(0, attempt)["exit_code"] for attempt in (1, 2, 3)] == [7, 9, 5]
 
 
+FAILS = """echo "$NODE_RANK $$" >"$DIR/up"; echo '@clusterkit {"event": "metrics", "step": 4}'
+echo 'Traceback (most recent call last):'; echo '  File "a.py", line 3, in main'; echo 'E: bad'
+exit 1"""
+
+
+def test_the_same_exception_twice_in_a_row_ends_the_run(nodes):
+    nodes.start(0, 1, wait=0, restarts=5, argv=("sh", "-c", FAILS))
+    assert nodes.agents[0].wait(60) == 1
+    ended = nodes.exit_of(0, 2)
+    assert (ended["final"], ended["remarks"]) == (True, [
+        'failed twice in the same way: E: bad (File "a.py", line 3, in main) at step 4; '
+        "not restarted again"
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("restarts", [0, 3])
+def test_all_nodes_end_at_the_time_limit_of_one(nodes, restarts):
+    nodes.start(0, 2, wait=0, restarts=restarts, limit=600)
+    nodes.start(1, 2, wait=0, restarts=restarts, limit=0.5)
+    assert [nodes.agents[node].wait(60) for node in (1, 0)] == [124, 143]
+    ends = [nodes.exit_of(node) for node in (1, 0)]
+    assert [end["final"] for end in ends] == [True, True]
+    assert ends[0]["reason"] == "it was stopped at its time_limit"
+    assert ends[1]["reason"].startswith("stopped: ")
+
+
+def test_the_time_limit_counts_from_the_first_attempt(tmp_path):
+    first, second = (tmp_path / f"{number}/node-0" for number in (1, 2))
+    for folder in (first, second):
+        folder.mkdir(parents=True)
+    (first / "started.json").write_text(json.dumps({"at": time.time() - 100}))
+    assert 100 <= Record(second, 2, echo=False).seconds() < 160
+
+
 def test_a_node_that_ended_well_starts_again_with_the_others(nodes):
     begin(nodes, 2, 1)
     nodes.end(1, 0)
@@ -83,3 +122,20 @@ def test_an_agent_that_is_gone_ends_the_others(nodes, lost):
     begin(nodes, 2, 5)
     nodes.agents[lost].kill()
     assert nodes.agents[1 - lost].wait(60) == 143
+
+
+def test_a_pause_before_the_next_attempt_is_told(nodes):
+    begin(nodes, 1, 3)
+    for _ in range(2):
+        nodes.end(0, 7)
+    nodes.running(0)
+    started = Path(nodes.path(0, 2)) / "started.json"
+    deadline = time.monotonic() + 60
+    while (found := judge_running(0, "here", started.read_bytes())).state is State.RUNNING:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert (found.state, found.reason) == (State.RESTARTING, "restart 2 of 3 waits 1 s")
+    assert abs(found.until - started.stat().st_mtime - 1) < 0.5
+    nodes.running(0)
+    after = (Path(nodes.path(0, 3)) / "started.json").read_bytes()
+    assert judge_running(0, "here", after).state is State.RUNNING

@@ -24,6 +24,7 @@ from clusterkit.runs import RunFolder, RunHandle, node_dir
 from clusterkit.spec import CheckpointSpec, JobSpec
 from clusterkit.status import RunStatus, State
 from clusterkit.transport import LocalTransport
+from tests.conftest import noted
 
 SSH = SshBackend()
 PROJECT = Project(root="/home/me/my project", digest="d" * 32, files=3, bytes=4_200_000, how="all")
@@ -119,7 +120,7 @@ def test_without_sync_the_hosts_have_the_project_where_it_is_here():
     made = plan(facts(project=None), cluster(sync=False), nodes=2)
     assert made.trees == ()
     assert "--workdir '/home/me/my project'" in script(made)
-    assert made.note("workdir") == "/home/me/my project"
+    assert noted(made, "workdir") == "/home/me/my project"
     absolute = plan(facts(project=None), cluster(sync=False), nodes=2, program="/srv/train.py")
     assert " /srv/train.py" in script(absolute)
 
@@ -284,7 +285,7 @@ def test_a_host_without_gpus_that_the_job_does_not_use_does_no_harm():
 
 def test_threads_are_those_of_the_smallest_host():
     made = plan(facts(host_facts(0, cpus=64), host_facts(1, cpus=6)), nodes=2, gpus_per_node=4)
-    assert made.note("threads_per_rank") == "1"
+    assert noted(made, "threads_per_rank") == "1"
 
 
 # ---------------------------------------------------------------- what differs
@@ -338,7 +339,7 @@ def test_one_interface_on_all_hosts_is_in_the_node_s_environment():
     for number in (0, 1):
         env = exported(made, number)
         assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"]) == ("eth0", "eth0")
-    assert made.note("interface") == "eth0"
+    assert noted(made, "interface") == "eth0"
 
 
 def test_interfaces_that_differ_are_each_host_s_own():
@@ -347,7 +348,7 @@ def test_interfaces_that_differ_are_each_host_s_own():
     for number, interface in enumerate(("eth0", "ens5")):
         env = exported(made, number)
         assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"]) == (interface, interface)
-    assert made.note("interface") == "h0 eth0, h1 ens5"
+    assert noted(made, "interface") == "h0 eth0, h1 ens5"
 
 
 @pytest.mark.parametrize("where", ["job", "cluster"])

@@ -465,21 +465,12 @@ def test_without_restarts_the_first_failure_is_the_end(supervise_with):
     assert status.finished_at is not None
 
 
-def test_a_run_is_ended_at_its_time_limit_whatever_restarts_are_left(supervise_with):
-    script = [[observed(UP), observed(UP), observed(BAD, code=143)]]
-    job = "launcher: forkserver\nrestarts: 3\ntime_limit: 0.000001\n"
-    backend, status, events = supervise_with(script, job)
-    assert (status.state, status.exit_code, status.attempt) == (State.FAILED, 124, 1)
-    assert status.failure.cause == "it was stopped at its time_limit of 1e-06"
-    assert [event.text for event in events] == ["attempt 1 is over its time limit: stopping it"]
-    assert backend.cancelled >= 1
-
-
-def test_waiting_does_not_count_for_the_time_limit(supervise_with):
-    waiting = observed(State.PENDING)
-    job = "launcher: forkserver\ntime_limit: 0.000001\n"
-    _, status, _ = supervise_with([[waiting, waiting, waiting, observed(OK)]], job)
-    assert (status.state, status.exit_code) == (State.SUCCEEDED, 0)
+def test_a_run_that_its_nodes_ended_at_the_time_limit_says_so_and_is_over(supervise_with):
+    late = observed(BAD, code=124, reason=agent.LATE)
+    job = "launcher: forkserver\nrestarts: 3\ntime_limit: 90m\n"
+    _, status, _ = supervise_with([went_on(2, BAD), late], job)
+    assert (status.state, status.exit_code, status.attempt) == (State.FAILED, 124, 2)
+    assert status.failure.cause == "it was stopped at its time_limit of 90m"
 
 
 def test_a_pause_of_the_supervisor_is_no_node_s_fault(supervise_with, monkeypatch):
@@ -563,20 +554,18 @@ def test_what_the_agents_cannot_begin_is_started_while_restarts_are_left(supervi
     assert (status.state, status.exit_code) == (State.FAILED, 9)
 
 
+def test_what_the_agents_have_decided_is_not_started_again(supervise_with):
+    over = msgspec.structs.replace(observed(BAD, code=9), final=True)
+    backend, status, _ = supervise_with([over], "launcher: forkserver\nrestarts: 2\n")
+    assert [attempt for attempt, _ in backend.submitted] == [1]
+    assert (status.state, status.exit_code) == (State.FAILED, 9)
+
+
 def test_a_node_that_did_not_go_on_with_the_others_is_not_waited_for(supervise_with):
     job = "launcher: forkserver\nnodes: 2\nrestarts: 1\n"
     backend, status, _ = supervise_with([went_on(2, BAD, BAD), observed(BAD, State.PENDING)], job)
     assert backend.cancelled >= 1
     assert (status.state, status.attempt, status.failure.node) == (State.FAILED, 2, 0)
-
-
-def test_the_time_limit_holds_although_the_agents_have_gone_on(supervise_with):
-    job = "launcher: forkserver\nrestarts: 3\ntime_limit: 0.000001\n"
-    backend, status, _ = supervise_with(
-        [[observed(UP), went_on(2, BAD)], [observed(UP), observed(BAD, code=143)]], job
-    )
-    assert backend.cancelled >= 1
-    assert (status.state, status.exit_code, status.attempt) == (State.FAILED, 124, 2)
 
 
 def test_a_cancel_ends_what_the_agents_may_have_begun(supervise_with):

@@ -17,7 +17,7 @@ from clusterkit.agent import STOPPED, goes_on
 from clusterkit.backends.base import Observation
 from clusterkit.backends.compose.compose_file import ATTEMPT, LABEL, STOP_EXTRA, container_name
 from clusterkit.backends.compose.engine import ENGINE_SECONDS, HOST, Docker
-from clusterkit.backends.nodes import judge_exit, node_file, observed, remarks
+from clusterkit.backends.nodes import judge_exit, judge_running, node_file, observed, remarks
 from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.plan import ComposeNative, Plan
 from clusterkit.runs import RunHandle
@@ -277,6 +277,8 @@ def observation(
         if not found.remarks:
             began = transport.get(HOST, node_file(handle, node, "started.json"))
             found = msgspec.structs.replace(found, remarks=remarks(exit_json or began))
+            if exit_json is None and found.state is State.RUNNING and found.reason is None:
+                found = judge_running(node, found.host, began)
         nodes.append(found)
         own = None if exit_json is None else judge_exit(node, found.host, exit_json)
         if found.state is State.FAILED and found.reason and found != own:

@@ -10,7 +10,7 @@ CHECKS: tuple[Check, ...] = (
     system.system, system.clock,
     packages.python, packages.packages, packages.compiler,
     network.interface, names.names, network.port, network.head_port, network.mesh,
-    gpus.gpu_driver, gpus.gpus, gpus.gpu_processes,
+    gpus.gpu_driver, gpus.gpus, gpus.gpu_processes, gpus.gpu_diagnosis,
     system.memory, system.load, system.shm, system.limits,
     folders.disk, folders.workdir, folders.shared, system.strays,
 )  # fmt: skip

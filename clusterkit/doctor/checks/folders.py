@@ -13,9 +13,10 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import HostSubject, Level, Verdict, fail, ok, size, skip, warn, worst
+from clusterkit.doctor.base import HostSubject, Level, Verdict, fail, ok, skip, warn, worst
 from clusterkit.doctor.check import Answers, check, script
 from clusterkit.doctor.driver import text_of, user_of
+from clusterkit.doctor.words import size
 
 BYTES_WARN = 5 << 30
 BYTES_FAIL = 500 << 20

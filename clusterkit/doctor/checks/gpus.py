@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,26 +11,16 @@ from typing import Any
 
 from msgspec import Struct
 
-from clusterkit.doctor.base import (
-    HostSubject,
-    Level,
-    Process,
-    Verdict,
-    common,
-    end_processes,
-    fail,
-    ok,
-    shortened,
-    skip,
-    warn,
-)
+from clusterkit.doctor.base import HostSubject, Level, Verdict, fail, ok, skip, warn
 from clusterkit.doctor.check import Answers, check, script
 from clusterkit.doctor.checks.packages import Packages, collect_packages
-from clusterkit.doctor.driver import text_of, user_of
+from clusterkit.doctor.driver import run, text_of, user_of
+from clusterkit.doctor.words import Process, common, end_processes, shortened
 from clusterkit.errors import counted
 
 _GPU_COLUMNS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version")
 _PROCESS_COLUMNS = ("pid", "process_name", "gpu_uuid")
+_REMAPPED_COLUMNS = ("gpu_uuid", "remapped_rows.pending", "remapped_rows.failure")
 
 
 class Command(Struct):
@@ -38,6 +29,12 @@ class Command(Struct):
     exit_code: int
     stdout: str
     stderr: str
+
+
+class Diagnosis(Struct):
+    """What dcgmi said; None: it is not installed."""
+
+    command: Command | None
 
 
 class Owner(Struct):
@@ -58,12 +55,17 @@ class Nvidia(Struct):
     me: str = ""
     """The user who asked."""
     owners: dict[str, Owner] = {}
+    remapped: Command | None = None
+    """None: this nvidia-smi does not know of rows that are remapped."""
     xids: list[str] = []
+    log: bool = True
+    """Whether this user may read the kernel's log."""
 
     @property
     def gpus(self) -> list[dict[str, str]]:
         """A dict per GPU that nvidia-smi lists, by its own names of the columns."""
-        return _parsed(self.query, _GPU_COLUMNS)[0]
+        rows = {row["gpu_uuid"]: row for row in _parsed(self.remapped, _REMAPPED_COLUMNS)[0]}
+        return [gpu | rows.get(gpu["uuid"], {}) for gpu in _parsed(self.query, _GPU_COLUMNS)[0]]
 
     @property
     def processes(self) -> list[dict[str, str]]:
@@ -95,7 +97,7 @@ def _parsed(
         titles = [cell.partition(" [")[0] for cell in cells]
         if not header and titles[: len(columns)] == list(columns):
             header = titles
-        elif header and cells[0].isdecimal() and len(cells) >= len(header):
+        elif header and re.match(r"[0-9]+\Z|GPU-", cells[0]) and len(cells) >= len(header):
             # Only the name of a process, in the second column, may hold commas.
             more = len(cells) - len(header)
             cells[1 : more + 2] = [",".join(cells[1 : more + 2])]
@@ -107,47 +109,32 @@ def _parsed(
 
 @script("nvidia", Nvidia, limit=45)
 def collect_nvidia(given: dict[str, Any]) -> Any:
-    import shutil
-
-    devices = len(glob.glob("/dev/nvidia[0-9]*"))
-    if shutil.which("nvidia-smi") is None:
-        return {"devices": devices, "query": None}
-
-    import subprocess
-
-    def run(*argv: str) -> Any:
-        try:
-            done = subprocess.run(
-                argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=20,
-                env={**os.environ, "LC_ALL": "C"},
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return {"exit_code": -1, "stdout": "", "stderr": "nvidia-smi did not end within 20 s"}
-        except OSError:
-            return None
-        texts = [text.decode("utf-8", "replace") for text in (done.stdout, done.stderr)]
-        return {"exit_code": done.returncode, "stdout": texts[0], "stderr": texts[1]}
-
     def query(kind: str, *fields: str) -> Any:
         found = run("nvidia-smi", f"--query-{kind}={','.join(fields)}", "--format=csv,nounits")
         if found is not None:
-            found.update(stdout=found["stdout"][:65536], stderr=found["stderr"][:4096])
+            found["stdout"] = found["stdout"][:65536]
         return found
 
+    devices = len(glob.glob("/dev/nvidia[0-9]*"))
     always = ["index", "uuid", "name", "memory.total", "memory.used", "driver_version"]
     health = [
         "ecc.errors.uncorrected.volatile.total", "retired_pages.pending", "mig.mode.current",
         "compute_mode",
     ]  # fmt: skip
+    reasons, older = "clocks_event_reasons.active", "clocks_throttle_reasons.active"
     found = None
-    # Drivers before 535 have the second name of the reasons; one unknown name spoils the query.
-    for more in (["clocks_event_reasons.active"], ["clocks_throttle_reasons.active"], None):
+    # One name that a driver does not know spoils the query; those before 535 have the older one.
+    for more in ([reasons, "fabric.state", "fabric.status"], [reasons], [older], None):
         found = query("gpu", *always, *([] if more is None else health + more))
         if found is None or "not a valid field" not in found["stdout"] + found["stderr"]:
             break
-    apps = None
+    apps = remapped = None
     owners: dict[str, Any] = {}
     if found is not None and found["exit_code"] == 0:
+        # Ampere and newer replace rows of memory; what came before, "retired pages".
+        remapped = query(
+            "remapped-rows", "gpu_uuid", "remapped_rows.pending", "remapped_rows.failure"
+        )
         apps = query("compute-apps", "pid", "process_name", "gpu_uuid", "used_memory")
         for line in (apps or {"stdout": ""})["stdout"].splitlines():
             pid = line.split(",")[0].strip()
@@ -161,13 +148,16 @@ def collect_nvidia(given: dict[str, Any]) -> Any:
             for entry in text_of(f"/proc/{pid}/environ").split("\0"):
                 if entry.startswith("CLUSTERKIT_RUN_ID="):
                     owners[pid]["run"] = entry.partition("=")[2]
-    xids = []
-    if devices:
-        lines = (run("dmesg") or {"stdout": ""})["stdout"].splitlines()
-        xids = [line[-300:] for line in lines if "NVRM: Xid" in line][-20:]
+    # Many systems keep users from dmesg, and let some of them read the journal.
+    log = ""
+    for reader in (["dmesg"], ["journalctl", "-k", "-b", "-q", "--no-pager"]) if devices else ():
+        done = run(*reader)
+        if done is not None and done["exit_code"] == 0:
+            log = log or done["stdout"]
+    xids = [line[-300:] for line in log.splitlines() if "NVRM: Xid" in line][-20:]
     return {
-        "devices": devices, "query": found, "apps": apps, "owners": owners, "xids": xids,
-        "me": user_of(os.geteuid()),
+        "devices": devices, "query": found, "apps": apps, "owners": owners, "remapped": remapped,
+        "xids": xids, "log": bool(log), "me": user_of(os.geteuid()),
     }  # fmt: skip
 
 
@@ -247,14 +237,24 @@ def _driver(
 # ---------------------------------------------------------------- their health
 
 _RESET = "sudo nvidia-smi --gpu-reset -i {number}"
+_FABRIC = "sudo systemctl restart nvidia-fabricmanager; systemctl status nvidia-fabricmanager"
 _STATES: tuple[tuple[str, str, Level, str, str], ...] = (
     ("retired_pages.pending", "yes", "fail", "broken memory pages wait to be retired", _RESET),
+    ("remapped_rows.pending", "yes|1", "warn", "broken rows of its memory wait to be replaced",
+     _RESET),
+    ("remapped_rows.failure", "yes|1", "fail", "broken rows of its memory could not be replaced",
+     "have the GPU replaced"),
+    ("fabric.state", "not started|in progress", "fail",
+     "NVSwitch has not taken it in: no CUDA program starts", _FABRIC),
+    ("fabric.status", r"(?!success|\W*n/a|\W*not supported).+", "fail",
+     "NVSwitch could not take it in", _FABRIC),
     ("compute_mode", "prohibited", "fail", "computing is prohibited",
      "sudo nvidia-smi -i {number} -c DEFAULT"),
     ("mig.mode.current", "enabled", "warn", "it is divided (MIG): NCCL cannot connect the parts",
      "sudo nvidia-smi -i {number} -mig 0"),
 )  # fmt: skip
-"""Column and value of nvidia-smi that mean trouble, how much, in words, and what mends it."""
+"""Column, and a pattern of those values of nvidia-smi that mean trouble; how much, in words, and
+what mends it."""
 _SLOWED = {0x08: "hardware slowdown", 0x40: "heat", 0x80: "its power supply"}
 """Bits of clocks_event_reasons.active that mean trouble (nvml.h, nvmlClocksEventReasons)."""
 _SERIOUS = {48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140}
@@ -294,7 +294,8 @@ def gpus(answers: Answers) -> Iterator[Verdict]:
             cause = f"{kinds[host]}, but {usual} on the other hosts: the slowest sets the pace"
             yield warn(host, cause, "nvidia-smi -L")
         else:
-            yield ok(host, f"{there} x {kinds[host]}")
+            unread = "" if nvidia.log else "; Xid errors: not allowed to read the kernel's log"
+            yield ok(host, f"{there} x {kinds[host]}{unread}")
 
 
 def _kind(nvidia: Nvidia) -> str:
@@ -315,7 +316,7 @@ def _faults(host: str, gpu: Mapping[str, str]) -> Iterator[Verdict]:
         found = counted(int(errors), "memory error")
         yield fail(host, f"{which}: {found} that could not be corrected", reset)
     for column, bad, level, words, mend in _STATES:
-        if gpu.get(column, "").lower() == bad:
+        if re.fullmatch(bad, gpu.get(column, "").lower()):
             yield Verdict(host, level, f"{which}: {words}", mend.format(number=number))
     reasons = gpu.get("clocks_event_reasons.active", gpu.get("clocks_throttle_reasons.active", ""))
     if re.fullmatch(r"0x[0-9a-fA-F]+", reasons):
@@ -333,6 +334,48 @@ def _logged(host: str, nvidia: Nvidia) -> Iterator[Verdict]:
         numbers = ", ".join(dict.fromkeys(number for number, _ in serious))
         cause = f"the kernel has logged Xid {numbers}: {shortened(serious[-1][1])}"
         yield warn(host, cause, "sudo dmesg -T | grep NVRM")
+
+
+# ---------------------------------------------------------------- NVIDIA's own diagnosis
+
+
+@script("gpu-diagnosis", Diagnosis, limit=150)
+def collect_diagnosis(given: dict[str, Any]) -> Any:
+    return {"command": run("dcgmi", "diag", "-r", "1", "-j", seconds=140)}
+
+
+@check(collect_diagnosis, quick=False, pointless=_on_cpus)
+def gpu_diagnosis(answers: Answers) -> Iterator[Verdict]:
+    """NVIDIA's own short diagnosis (`dcgmi diag -r 1`) finds nothing, where it is installed."""
+    for host, there in answers.read(collect_diagnosis).items():
+        if there.command is None:
+            yield skip(host, "dcgmi is not installed")
+            continue
+        try:
+            # A line of words may stand before the document.
+            document = json.loads(there.command.stdout[there.command.stdout.index("{") :])
+        except ValueError:
+            said = shortened(f"{there.command.stdout} {there.command.stderr}")
+            yield warn(host, f"dcgmi diag says: {said}", "sudo systemctl restart nvidia-dcgm")
+            continue
+        for name, result in _failed(document):
+            ids = result.get("gpu_ids", result.get("entity_id"))
+            where = "" if ids is None else f" on GPU {ids}"
+            said = shortened(json.dumps(result.get("warnings", result.get("info", ""))))
+            yield fail(host, f"{name} fails{where}: {said}", "dcgmi diag -r 1")
+        yield ok(host, "dcgmi diag -r 1 finds nothing")
+
+
+def _failed(part: Any, name: str = "a test") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and result of every test that failed; DCGM 3 and 4 nest them differently."""
+    if isinstance(part, dict):
+        name = str(part.get("name", name))
+        if str(part.get("status")).lower() == "fail" and part.keys() - {"status"}:
+            yield name, part
+    for below in (
+        part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    ):
+        yield from _failed(below, name)
 
 
 # ---------------------------------------------------------------- who holds them

@@ -10,18 +10,10 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import (
-    Verdict,
-    common,
-    fail,
-    is_about_host_key,
-    ok,
-    shortened,
-    skip,
-    warn,
-)
+from clusterkit.doctor.base import Verdict, fail, ok, skip, warn
 from clusterkit.doctor.check import Answers, alone, check, script, without_ssh
 from clusterkit.doctor.driver import text_of
+from clusterkit.doctor.words import common, is_about_host_key, shortened
 
 SLOW = 8.0
 """Seconds until a host begins to answer; a look-up that fails takes 10."""

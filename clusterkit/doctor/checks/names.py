@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
@@ -11,8 +12,9 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import Level, Machine, Verdict, listed, ok, parsed_address, warn
+from clusterkit.doctor.base import Level, Machine, Verdict, ok, warn
 from clusterkit.doctor.check import Answers, alone, check, script
+from clusterkit.doctor.words import listed, parsed_address
 
 WARN = 1.0
 FAIL = 2.0
@@ -78,22 +80,13 @@ def collect_names(given: dict[str, Any]) -> Any:
         place = (f"::ffff:{address}", 0, 0, 0) if "." in address else (address, 0, 0, 0)
         return [socket.getnameinfo(place, socket.NI_NUMERICSERV)[0]]
 
-    def is_address(text: str) -> bool:
-        for family in (socket.AF_INET, socket.AF_INET6):
-            try:
-                socket.inet_pton(family, text)
-                return True
-            except OSError:
-                pass
-        return False
-
     hostname = socket.gethostname()
     seen: dict[str, Any] = {
         "hostname": hostname, "own": later(forward, hostname),
         "names": {}, "addresses": {}, "yardsticks": [],
     }  # fmt: skip
     for number, (name, address) in enumerate(given["hosts"]):
-        if is_address(address):
+        if re.fullmatch(r"[0-9.]+|.*:.*", address):
             seen["addresses"][address] = later(backward, address)
         else:
             seen["names"][address] = later(forward, address)

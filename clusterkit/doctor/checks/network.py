@@ -14,23 +14,11 @@ from msgspec import Struct
 
 from clusterkit import shell
 from clusterkit.doctor import meeting
-from clusterkit.doctor.base import (
-    HostSubject,
-    Machine,
-    Process,
-    Verdict,
-    common,
-    end_processes,
-    fail,
-    listed,
-    ok,
-    parsed_address,
-    skip,
-    warn,
-)
+from clusterkit.doctor.base import HostSubject, Machine, Verdict, fail, ok, skip, warn
 from clusterkit.doctor.check import Answers, alone, check, script
 from clusterkit.doctor.driver import text_of, user_of
 from clusterkit.doctor.meeting import SLOW
+from clusterkit.doctor.words import Process, common, end_processes, listed, parsed_address
 
 _SHOWN = 6
 

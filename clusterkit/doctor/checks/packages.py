@@ -13,19 +13,11 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import (
-    HostSubject,
-    Level,
-    Verdict,
-    common,
-    fail,
-    ok,
-    shortened,
-    skip,
-    warn,
-)
+from clusterkit.doctor.base import HostSubject, Level, Verdict, fail, ok, skip, warn
 from clusterkit.doctor.check import Answers, check, script
 from clusterkit.doctor.driver import text_of
+from clusterkit.doctor.words import common, shortened
+from clusterkit.host_probe import versions
 
 OLDEST = (3, 11)
 _MUST_AGREE = ("torch", "deepspeed", "nvidia-nccl")
@@ -81,28 +73,12 @@ def collect_packages(given: dict[str, Any]) -> Any:
         # A folder without the package's own files has no origin.
         return found is not None and found.origin is not None
 
-    # What importlib.metadata does, which takes 20 ms to import.
-    wanted = r"(torch|deepspeed|transformers|numpy|nvidia-(nccl|cuda-runtime)(-cu\d+)?)\Z"
-    versions: dict[str, str] = {}
-    for folder in sys.path:
-        try:
-            entries = os.listdir(folder)
-        except OSError:
-            continue
-        for entry in entries:
-            stem, _, kind = entry.rpartition(".")
-            name = re.sub("[-_.]+", "-", stem.partition("-")[0]).lower()
-            if kind not in ("dist-info", "egg-info") or not re.match(wanted, name):
-                continue
-            for file_name in ("METADATA", "PKG-INFO", ""):
-                text = text_of(os.path.join(folder, entry, file_name).rstrip("/"))[:4096]
-                found = re.search(r"^Version:\s*(\S+)", text, re.MULTILINE)
-                if found is not None:
-                    versions.setdefault(name, found[1])
-                if text:
-                    break
-    gone = [name for name in versions if not name.startswith("nvidia-") and not there(name)]
-    return {"interpreter": sys.executable, "versions": versions, "gone": gone}
+    wanted = ["torch", "deepspeed", "transformers", "numpy"]
+    for cuda in ("", "-cu11", "-cu12", "-cu13"):
+        wanted += [f"nvidia-nccl{cuda}", f"nvidia-cuda-runtime{cuda}"]
+    found = versions(wanted)
+    gone = [name for name in found if not name.startswith("nvidia-") and not there(name)]
+    return {"interpreter": sys.executable, "versions": found, "gone": gone}
 
 
 def _needed(subject: HostSubject) -> dict[str, str]:

@@ -9,9 +9,10 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import Level, Verdict, common, fail, ok, shortened, size, warn
+from clusterkit.doctor.base import Level, Verdict, fail, ok, warn
 from clusterkit.doctor.check import Answer, Answers, check, script
 from clusterkit.doctor.driver import text_of, user_of
+from clusterkit.doctor.words import common, shortened, size
 from clusterkit.errors import counted
 
 

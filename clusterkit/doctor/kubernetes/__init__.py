@@ -13,7 +13,7 @@ from clusterkit.backends.kubernetes.nodes import gpus_of
 from clusterkit.backends.kubernetes.rights import to_watch
 from clusterkit.backends.kubernetes.server import Server
 from clusterkit.cluster import Gpu, KubernetesFacts
-from clusterkit.doctor.base import Finding, shortened
+from clusterkit.doctor.base import Finding
 from clusterkit.doctor.kubernetes.base import (
     CLUSTER,
     FIRST,
@@ -33,6 +33,7 @@ from clusterkit.doctor.kubernetes.base import (
 )
 from clusterkit.doctor.kubernetes.checks import CHECKS
 from clusterkit.doctor.report import Progress, Report
+from clusterkit.doctor.words import shortened
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
 from clusterkit.transport import Transport
 

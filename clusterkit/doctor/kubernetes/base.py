@@ -23,7 +23,8 @@ from clusterkit.backends.kubernetes.pods import ATTEMPT
 from clusterkit.backends.kubernetes.rights import access_review, to_watch
 from clusterkit.backends.kubernetes.text import Object
 from clusterkit.cluster import Gpu, KubernetesCluster, KubernetesFacts
-from clusterkit.doctor.base import Finding, described, shortened
+from clusterkit.doctor.base import Finding, described
+from clusterkit.doctor.words import shortened
 from clusterkit.errors import ClusterkitError
 from clusterkit.spec import JobSpec
 

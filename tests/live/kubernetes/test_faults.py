@@ -14,6 +14,7 @@ from clusterkit import api
 from clusterkit.errors import BadInput, CapabilityError
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
+from tests.conftest import noted
 from tests.live.kubernetes.conftest import KUBECONFIG, ROOT, api_up, cluster
 from tests.live.kubernetes.test_kubernetes import FOREVER, failed
 
@@ -319,7 +320,7 @@ def test_a_name_that_kubernetes_does_not_take(submit):
     name = "9_Lives.Of-A-Cat-" + "x" * 60
     run = submit("echo here", name=name)
     assert run.wait(120).state is State.SUCCEEDED, run.status()
-    assert run.plan.note("name")
+    assert noted(run.plan, "name")
 
 
 @pytest.mark.parametrize(

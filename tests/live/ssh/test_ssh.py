@@ -23,6 +23,7 @@ from clusterkit.backends.ssh.config import HostUnreachable
 from clusterkit.backends.ssh.known_hosts import HostKeyProblem
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.status import RunStatus, State
+from tests.conftest import noted
 from tests.lab import Lab
 from tests.live import supervisors
 
@@ -610,7 +611,7 @@ def test_a_python_that_the_job_names_runs_or_is_refused(submit: Submit) -> None:
         assert "/nowhere/python" in said
     run = submit(2, settings=("python=/usr/bin/python3",))
     assert ended(run)[0].state is State.SUCCEEDED
-    assert run.plan.note("python") == "/usr/bin/python3"
+    assert noted(run.plan, "python") == "/usr/bin/python3"
 
 
 def test_more_nodes_than_hosts(submit: Submit) -> None:

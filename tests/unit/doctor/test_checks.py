@@ -2,13 +2,13 @@
 
 import contextlib
 import ipaddress
+import json
 import os
 import pwd
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -16,14 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterkit import errors
-from clusterkit.doctor import driver
-from clusterkit.doctor.base import LEVELS, Machine, Needs, common, parsed_address
+from clusterkit.doctor import bundle
+from clusterkit.doctor.base import LEVELS, Machine, Needs
 from clusterkit.doctor.check import Output
 from clusterkit.doctor.checks import CHECKS
 from clusterkit.doctor.checks.network import MEET
 from clusterkit.doctor.checks.packages import Packages, collect_packages
 from clusterkit.doctor.checks.system import agreed, collect_strays, offset
 from clusterkit.doctor.hosts import judge
+from clusterkit.doctor.words import common, parsed_address
 from clusterkit.spec import JobSpec
 from tests.unit.doctor.conftest import PYTHON, make_answer, make_subject, named, needs, raw
 
@@ -468,7 +469,7 @@ def test_a_package_s_folder_is_looked_for_and_not_its_metadata_alone(tmp_path):
     (tmp_path / "numpy" / "__init__.py").write_text("raise SystemExit('it was imported')\n")
     (tmp_path / "deepspeed").mkdir()  # without a file: pip leaves caches behind
     text = (
-        f"{Path(driver.__file__).read_text()}\n"
+        f"{bundle.driver_text()}\n"
         f"sys.path[:] = [{str(tmp_path)!r}, *(p for p in sys.path if 'site-' not in p)]\n"
         f"{collect_packages.source}\nprint(sorted(collect_packages({{}})['gone']))"
     )
@@ -944,11 +945,22 @@ def smi(*rows, columns=COLUMNS, exit_code=0, stderr="", complaint=""):
     return {"exit_code": exit_code, "stdout": "\n".join(lines) + "\n", "stderr": stderr}
 
 
-def nvidia(*rows, apps=None, owners=None, xids=(), devices=None, me="root", **changed):
+def nvidia(
+    *rows,
+    apps=None,
+    owners=None,
+    xids=(),
+    devices=None,
+    me="root",
+    remapped=None,
+    log=True,
+    **changed,
+):
     return {
         "devices": len(rows) if devices is None else devices,
         "query": smi(*rows, **changed),
         "apps": apps, "owners": owners or {}, "xids": list(xids), "me": me,
+        "remapped": remapped, "log": log,
     }  # fmt: skip
 
 
@@ -1132,6 +1144,107 @@ def test_xids_that_speak_of_the_hardware(judged, number, level):
     found = judged("gpus", make_subject(1, slots=1), value)
     assert found["h0"].level == level
     assert level == "ok" or f"Xid {number}" in found["h0"].cause
+
+
+REMAPPED = "gpu_uuid, remapped_rows.pending, remapped_rows.failure"
+
+
+@pytest.mark.parametrize(
+    ("pending", "failure", "level", "words"),
+    [("No", "No", "ok", ""), ("0", "0", "ok", ""), ("[N/A]", "[N/A]", "ok", ""),
+     ("Yes", "No", "warn", "GPU 0: broken rows of its memory wait"), ("1", "0", "warn", "wait"),
+     ("No", "Yes", "fail", "GPU 0: broken rows of its memory could not be replaced")],
+)  # fmt: skip
+def test_rows_of_memory_that_were_or_were_not_replaced(judged, pending, failure, level, words):
+    rows = [f"{one.split(', ')[1]}, No, No" for one in EIGHT[1:]]
+    rows.insert(0, f"{EIGHT[0].split(', ')[1]}, {pending}, {failure}")
+    value = nvidia(*EIGHT, remapped=smi(*rows, columns=REMAPPED))
+    found = judged("gpus", make_subject(1, slots=1), value)["h0"]
+    assert found.level == level
+    assert words in found.cause
+
+
+@pytest.mark.parametrize(
+    ("state", "status", "level"),
+    [("Completed", "Success", "ok"), ("[N/A]", "[N/A]", "ok"), ("N/A", "N/A", "ok"),
+     ("In Progress", "[N/A]", "fail"), ("Not Started", "[N/A]", "fail"),
+     ("Completed", "Insufficient Resources", "fail")],
+)  # fmt: skip
+def test_a_gpu_that_nvswitch_has_not_taken_in(judged, state, status, level):
+    value = nvidia(
+        f"{gpu(0)}, {state}, {status}", columns=f"{COLUMNS}, fabric.state, fabric.status"
+    )
+    found = judged("gpus", make_subject(1, slots=0), value)["h0"]
+    assert found.level == level
+    assert level == "ok" or "nvidia-fabricmanager" in found.remedy
+
+
+def test_a_kernel_log_that_may_not_be_read_is_told(judged):
+    found = judged("gpus", make_subject(1, slots=1), nvidia(gpu(0), log=False))
+    assert found["h0"].level == "ok"
+    assert found["h0"].cause.endswith("; Xid errors: not allowed to read the kernel's log")
+
+
+@pytest.mark.parametrize(("journal", "log"), [(XID.format(79), True), ("", False)])
+def test_where_dmesg_is_closed_the_journal_is_read(tmp_path, monkeypatch, journal, log):
+    programs = {
+        "dmesg": "echo 'dmesg: read kernel buffer failed: Operation not permitted' >&2; exit 1",
+        "journalctl": f'cat <<"END"\n{journal}\nEND' if log else "exit 1",
+        "nvidia-smi": "exit 9",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr("glob.glob", lambda pattern: ["/dev/nvidia0"])
+    seen = named("gpus").scripts[0].collect({})
+    assert seen["log"] is log
+    assert seen["xids"] == ([XID.format(79)] if log else [])
+
+
+def diagnosis(*tests, before="", version=4):
+    """What ``dcgmi diag -r 1 -j`` prints, in the form of DCGM 3 or 4."""
+    key = "DCGM Diagnostic" if version == 4 else "DCGM GPU Diagnostic"
+    document = {key: {"test_categories": [{"category": "Deployment", "tests": list(tests)}]}}
+    text = before + json.dumps(document, indent=2)
+    return {"command": {"exit_code": 0, "stdout": text, "stderr": ""}}
+
+
+WELL = {
+    "name": "software", "test_summary": {"status": "Pass"},
+    "results": [{"entity_group": "GPU", "entity_id": 0, "status": "Pass"}],
+}  # fmt: skip
+ILL = {
+    "name": "memory", "test_summary": {"status": "Fail"},
+    "results": [
+        {"entity_group": "GPU", "entity_id": 0, "status": "Pass"},
+        {"entity_group": "GPU", "entity_id": 3, "status": "Fail",
+         "warnings": [{"error_id": 31, "warning": "3 ECC errors"}]},
+    ],
+}  # fmt: skip
+ILL_3 = {
+    "name": "Page Retirement/Row Remap",
+    "results": [{"gpu_ids": "0,1,2", "status": "Fail", "warnings": "pending page retirements"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("value", "level", "words"),
+    [
+        ({"command": None}, "skip", "dcgmi is not installed"),
+        (diagnosis(WELL), "ok", "finds nothing"),
+        (diagnosis(WELL, ILL), "fail", "memory fails on GPU 3: "),
+        (diagnosis(ILL_3, version=3, before="Successfully ran diagnostic for group.\n"), "fail",
+         'Page Retirement/Row Remap fails on GPU 0,1,2: "pending page retirements"'),
+        ({"command": {"exit_code": 255, "stdout": "", "stderr": "Error: unable to establish a "
+          "connection to the specified host: localhost"}}, "warn", "unable to establish"),
+    ],
+    ids=["none", "well", "ill", "ill, DCGM 3", "no daemon"],
+)  # fmt: skip
+def test_nvidia_s_own_diagnosis(judged, value, level, words):
+    found = judged("gpu-diagnosis", make_subject(1), value)["h0"]
+    assert found.level == level
+    assert words in found.cause
 
 
 APPS = "pid, process_name, gpu_uuid, used_gpu_memory [MiB]"

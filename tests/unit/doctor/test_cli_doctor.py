@@ -192,5 +192,7 @@ def test_no_color_is_honoured(cli, examined, monkeypatch):
 def test_checks_complete():
     from clusterkit.cli.doctor import _complete_check
 
-    assert _complete_check(None, None, "gpu") == ["gpu-driver", "gpus", "gpu-processes"]
+    assert _complete_check(None, None, "gpu") == [
+        "gpu-driver", "gpus", "gpu-processes", "gpu-diagnosis",
+    ]  # fmt: skip
     assert _complete_check(None, None, "user,cl") == ["user,clock"]

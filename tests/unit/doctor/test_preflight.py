@@ -87,7 +87,7 @@ def test_quick_leaves_out_what_is_not():
     quick = doctor.chosen(CHECKS, quick=True, only=None)
     assert everything == list(CHECKS)
     assert {check.name for check in everything} - {check.name for check in quick} == {
-        "login-shell", "compiler", "mesh", "shared",
+        "login-shell", "compiler", "mesh", "shared", "gpu-diagnosis",
     }  # fmt: skip
 
 

@@ -3,8 +3,9 @@
 import msgspec
 import pytest
 
-from clusterkit.doctor.base import Finding, shortened, size
+from clusterkit.doctor.base import Finding
 from clusterkit.doctor.report import Report, ranges, refusal
+from clusterkit.doctor.words import shortened, size
 from clusterkit.errors import EXIT_BAD_INPUT, EXIT_UNAVAILABLE
 
 HOSTS = tuple(f"h{i}" for i in range(64))

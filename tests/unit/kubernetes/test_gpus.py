@@ -11,6 +11,7 @@ from clusterkit.backends.kubernetes.client import KubeTransport
 from clusterkit.cluster import KubernetesCluster
 from clusterkit.errors import BadInput
 from clusterkit.spec import JobSpec
+from tests.conftest import noted
 
 GPU = "nvidia.com/gpu"
 TAINT = {"key": GPU, "value": "present", "effect": "NoSchedule"}
@@ -84,7 +85,7 @@ def test_gpus_asked_for_by_number_are_taken_from_a_pool_at_zero(planned, there, 
     number = {} if entry else {"gpus_per_node": 8}
     plan = planned(node(there), node(), entry=entry, **job, **number)
     assert gpus_of(plan) == "8"
-    assert plan.note("image").startswith("clusterkit:gpu")
+    assert noted(plan, "image").startswith("clusterkit:gpu")
     assert f"no node has more than {there} {GPU} now" in remarks(plan)
 
 

@@ -12,6 +12,7 @@ from kubernetes import client
 from clusterkit import backends, loader
 from clusterkit.cluster import Claim, KubernetesCluster, KubernetesFacts, Project
 from clusterkit.errors import BadInput
+from tests.conftest import noted
 
 ROOT = Path(__file__).resolve().parents[3]
 CRDS = {path.stem: json.loads(path.read_text()) for path in ROOT.glob("tests/data/crds/*.json")}
@@ -208,7 +209,7 @@ def test_launchers_that_a_kind_of_job_cannot_run(flavor, launcher, planned):
 def test_an_elastic_run_keeps_to_torchrun_s_own_way(planned):
     plan = planned("pytorchjob", full=True, nodes="2:4")
     assert not plan.rejoin
-    assert plan.note("lost_pod") is None
+    assert noted(plan, "lost_pod") is None
     assert "--rejoin" not in plan.to_text()
 
 

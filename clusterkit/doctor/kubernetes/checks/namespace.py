@@ -7,7 +7,7 @@ from decimal import Decimal
 from typing import Any
 
 from clusterkit.cluster import Claim
-from clusterkit.doctor.base import Finding, shortened
+from clusterkit.doctor.base import Finding
 from clusterkit.doctor.kubernetes.base import (
     NAMESPACE,
     REHEARSAL,
@@ -30,6 +30,7 @@ from clusterkit.doctor.kubernetes.base import (
     templates,
     warn,
 )
+from clusterkit.doctor.words import shortened
 from clusterkit.errors import counted
 
 

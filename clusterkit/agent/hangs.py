@@ -1,0 +1,287 @@
+"""Whether ranks hang, which ones, and what to do: records of ranks and a clock in, words out.
+
+A rank's record (`standing.record`) is a JSON object:
+
+* ``rank``; ``at``: where its Python is, ``train.py:44 in load()``, or None
+* ``state``: ``stopped``, ``ended``, or empty; ``busy``: whether it writes a checkpoint or evaluates
+* ``last``: of each process group by name, the number of the newest collective it has entered
+* ``waits``: those it has entered that are not complete: group, number, name, since how many
+  seconds, and how often one like it comes (seconds; 0: it never came before)
+
+Only numbers of one group are compared. Of which ranks a group consists gloo does not tell: those
+that have ever entered something in it, and of the default group, whose name is ``WORLD``, all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from clusterkit.agent import limits
+from clusterkit.agent.protocol import Document
+
+WORLD = "world"
+"""The name, in records, of the group of all ranks."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Why nothing goes on."""
+
+    about: object
+    """The same as long as it is the same standstill."""
+    seconds: float
+    pace: float
+    """How long a step takes; 0: that is not known."""
+    node: int
+    """Where the first rank is that did not come."""
+    busy: bool
+    """Whether whoever did not come writes a checkpoint or evaluates."""
+    hang: bool
+    """Whether a rank waits for another one; else nobody does, but no step is made."""
+    text: str
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What the program's own metrics lines say."""
+
+    last: float = 0.0  # when the newest came
+    quiet: float = 0.0  # seconds since the newest
+    every: float = 0.0  # seconds from one to the next; 0: that is not known
+    pace: float = 0.0  # seconds that a step takes
+
+
+def steps_of(lines: Sequence[tuple[float, object]], now: float) -> Steps:
+    """What they say: each came at a moment, and gives the seconds of a step if it is a number."""
+    if not lines:
+        return Steps()
+    between = [later - earlier for (earlier, _), (later, _) in itertools.pairwise(lines)]
+    every = statistics.median(between) if between else 0.0
+    told = [float(seconds) for _, seconds in lines if isinstance(seconds, int | float)]
+    pace = statistics.median(told) if told else every
+    return Steps(last=lines[-1][0], quiet=now - lines[-1][0], every=every, pace=pace)
+
+
+def compare(ranks: Mapping[int, Document], world: int, nproc: int, pace: float) -> Finding | None:
+    """Who did not come to a collective that others wait in.
+
+    Args:
+        ranks: their records.
+        world: how many there should be, ``nproc`` on a node.
+        pace: seconds that a step takes; 0: that is not known.
+    """
+    waiting: dict[tuple[str, int], dict[int, tuple[str, float, float]]] = defaultdict(dict)
+    for rank, record in ranks.items():
+        for group, number, name, seconds, every in record.get("waits", ()):
+            waiting[group, number][rank] = name, seconds, every
+    found = []
+    for (group, number), waits in waiting.items():
+        members = range(world) if group == WORLD else [
+            rank for rank, record in ranks.items() if group in record.get("last", {})
+        ]  # fmt: skip
+        missing = [
+            rank for rank in members
+            if rank not in ranks or ranks[rank].get("last", {}).get(group, 0) < number
+        ]  # fmt: skip
+        # Whoever waits for another one itself is seldom the cause.
+        cause = [rank for rank in missing if not ranks.get(rank, {}).get("waits")]
+        seconds = max(seconds for _, seconds, _ in waits.values())
+        known = [every for _, _, every in waits.values() if every]
+        like = min(statistics.median(known), limits.LONGEST_PACE) if known else 0.0
+        busy = any(ranks[rank].get("busy") for rank in (cause or missing or waits) if rank in ranks)
+        found.append(
+            (not cause, not missing, -seconds, group, number, Finding(
+                about=(group, number, tuple(missing)), seconds=seconds, pace=pace or like,
+                node=min(cause or missing or waits) // nproc, busy=busy, hang=True,
+                text=_words(ranks, waits, group, number, cause or missing, nproc, world),
+            ))
+        )  # fmt: skip
+    return min(found, key=lambda each: each[:5])[5] if found else None
+
+
+def stall(ranks: Mapping[int, Document], steps: Steps, nproc: int, world: int) -> Finding:
+    """No step is made, and nobody waits for another rank."""
+    return Finding(
+        about=("steps", steps.last), seconds=steps.quiet, pace=steps.every, node=0,
+        busy=any(record.get("busy") for record in ranks.values()), hang=False,
+        text=f"no step is made{_places(ranks, ranks, nproc, world)}",
+    )  # fmt: skip
+
+
+def _words(
+    ranks: Mapping[int, Document], waits: Mapping[int, tuple[str, float, float]], group: str,
+    number: int, missing: Sequence[int], nproc: int, world: int,
+) -> str:  # fmt: skip
+    names: dict[str, list[int]] = defaultdict(list)
+    for rank, (name, _, _) in waits.items():
+        names[name].append(rank)
+    (name, first), *others = sorted(names.items(), key=lambda item: -len(item[1]))
+    of_group = "" if group == WORLD else f" of group {group}"
+    who, wait = names_of(first, nproc, world), "wait" if len(first) > 1 else "waits"
+    if others:
+        rest = "; ".join(
+            f"{names_of(them, nproc, world)} entered {other} instead" for other, them in others
+        )
+        text = f"{who} {wait} in {name} #{number}{of_group}; {rest}"
+    elif missing:
+        has = "has" if len(missing) == 1 else "have"
+        text = (
+            f"{names_of(missing, nproc, world)} {has} not come to {name} #{number}{of_group}, "
+            f"which {who} {wait} in"
+        )
+    else:
+        text = f"{who} {wait} in {name} #{number}{of_group}, which does not complete"
+    return text + _places(ranks, [*missing, *(rank for rank in ranks if rank not in missing)],
+                          nproc, world)  # fmt: skip
+
+
+def _places(ranks: Mapping[int, Document], order: Iterable[int], nproc: int, world: int) -> str:
+    """Where each of them is, those at one place together."""
+    at: dict[str, list[int]] = defaultdict(list)
+    for rank in order:
+        at[_place(ranks.get(rank))].append(rank)
+    return "".join(
+        f"; {names_of(them, nproc, world)} {'is' if len(them) == 1 else 'are'} {place}"
+        for place, them in at.items()
+    )
+
+
+def _place(record: Document | None) -> str:
+    if record is None:
+        return "on a node that says nothing"
+    state, at = str(record.get("state") or ""), record.get("at")
+    if state == "stopped":
+        return "stopped (SIGSTOP)"
+    if state == "ended":
+        return "at its end"
+    waits = record.get("waits")
+    inside = f", in {waits[0][2]} #{waits[0][1]}" if waits else ""
+    return (f"at {at}" if at else "where it does not say") + inside
+
+
+def names_of(ranks: Iterable[int], nproc: int, world: int) -> str:
+    """``rank 3 on node 1``, ``ranks 0-2 and 5``."""
+    numbers = sorted(ranks)
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    words = [str(low) if low == high else f"{low}-{high}" for low, high in spans]
+    text = " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
+    nodes = {number // nproc for number in numbers}
+    where = f" on node {min(nodes)}" if len(nodes) == 1 and world > nproc else ""
+    return f"rank{'s' if len(numbers) > 1 else ''} {text}{where}"
+
+
+class Hangs:
+    """Node 0's: decides when all nodes are asked, what people are told, and that a round ends.
+
+    Touches neither sockets nor clocks: ``now`` is a moment of a monotonic clock, in seconds.
+
+    Args:
+        timeout: seconds after which a standstill ends the round; 0: never; None: by the steps, and
+            only if a rank waits for another one.
+    """
+
+    def __init__(self, nodes: int, nproc: int, timeout: float | None) -> None:
+        self._nodes, self._nproc, self._timeout = nodes, nproc, timeout
+        self.number = 0  # of the newest question
+        self.begin()
+
+    def begin(self) -> None:
+        """Another round."""
+        self._waiting: dict[int, float] = {}  # nodes where ranks wait for others; since how long
+        self._ranks: dict[int, Document] = {}  # records, of the answers
+        self._asked: float | None = None  # when all were asked who have not all answered yet
+        self._next = -math.inf  # when they may be asked again
+        self._found: Finding | None = None
+        self._since = 0.0  # when that was found first
+        self._told = self._decided = False
+
+    def stands(self, node: int, ranks: Sequence[Document], number: int = 0) -> None:
+        """A node says how its ranks are: one stands still, or (``number``) it was asked."""
+        if number == 0:
+            self._waiting[node] = longest(ranks)
+        elif number == self.number:
+            self._ranks.update((int(each["rank"]), each) for each in ranks)
+
+    def goes_on(self, node: int) -> None:
+        """No rank of that node waits for another one any more."""
+        self._waiting.pop(node, None)
+
+    def turn(self, now: float, steps: Steps) -> list[tuple[str, int, str]]:
+        """What is to be done: ``ask`` all nodes, tell people (``note``) or tell them that it goes
+        on (``over``), end that node's ranks (``hang``). With the node, and the words."""
+        world = self._nodes * self._nproc
+        slow = steps.every > 0 and steps.quiet >= patience(steps.every)
+        if self._asked is None:
+            waits = max(self._waiting.values(), default=0.0) >= patience(steps.pace)
+            if self._decided:
+                return []
+            if not (waits or slow):
+                return self._over()
+            if now < self._next:
+                return []
+            self.number, self._asked, self._ranks = self.number + 1, now, {}
+            return [("ask", 0, str(self.number))]
+        answer = limits.STILL_AGAIN_SECONDS + limits.ANSWER_SECONDS
+        if len(self._ranks) < world and now - self._asked < answer:
+            return []
+        self._asked = None
+        found = compare(self._ranks, world, self._nproc, steps.pace)
+        if found is None and slow:
+            found = stall(self._ranks, steps, self._nproc, world)
+        self._next = now + max(limits.STILL_AGAIN_SECONDS, found.seconds / 10 if found else 0.0)
+        if found is None:
+            self._waiting.clear()  # whoever still waits says it again
+            return self._over()
+        return self._judge(found, now)
+
+    def _judge(self, found: Finding, now: float) -> list[tuple[str, int, str]]:
+        orders = []
+        if self._found is None or found.about != self._found.about:
+            orders, self._since = self._over(), now
+        self._found = found
+        wait = patience(found.pace, found.busy or not found.pace)
+        if not self._told and found.seconds >= wait:
+            self._told = True
+            orders = [("note", found.node, found.text)]
+        limit = self._limit(found)
+        # Seconds by a clock that leaps are not all of it.
+        if found.seconds >= limit and now - self._since >= limit - 2 * wait:
+            self._decided = True
+            words = f"no progress for {found.seconds:.0f} s: {found.text}"
+            orders.append(("hang", found.node, words))
+        elif limit > found.seconds:
+            self._next = min(self._next, now + limit - found.seconds)
+        return orders
+
+    def _over(self) -> list[tuple[str, int, str]]:
+        told, self._told, self._found = self._told, False, None
+        return [("over", 0, "")] if told else []
+
+    def _limit(self, found: Finding) -> float:
+        if self._timeout is not None:
+            return self._timeout or math.inf
+        if not found.hang:
+            return math.inf  # slow is not hung, unless somebody said how slow that is
+        limit = max(limits.HANG_SECONDS, limits.HANG_STEPS * found.pace)
+        return limit * (limits.HANG_PATIENCE if found.busy or not found.pace else 1)
+
+
+def longest(ranks: Iterable[Document]) -> float:
+    """Seconds that one of these ranks has waited for others; 0: none waits."""
+    return max((wait[3] for each in ranks for wait in each.get("waits", ())), default=0.0)
+
+
+def patience(pace: float, more: bool = False) -> float:
+    """Seconds after which people are told, where a step takes ``pace``."""
+    seconds = max(limits.STILL_SECONDS, limits.STILL_STEPS * pace)
+    return max(seconds, limits.STILL_FIRST_SECONDS) if more else seconds

@@ -1,0 +1,305 @@
+"""One run, one fault, and what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clusterkit import agent, api
+from clusterkit.backends.compose.compose_file import container_name
+from clusterkit.errors import ClusterkitError
+from clusterkit.runs import RunFolder
+from clusterkit.status import RunStatus, State
+from tests.chaos.faults import Fault
+from tests.chaos.places import Local
+
+STEPS, NODES, NPROC, EVERY = 20, 2, 2, 4
+SOON = 90.0
+"""Seconds after which something hangs."""
+UNSTARTED = "clusterkit was killed before the run started"
+PROGRAM = Path(__file__).with_name("program.py")
+
+
+@dataclass
+class Row:
+    """What is told of one fault; times are seconds."""
+
+    id: str
+    first: float = 0.0
+    """From Enter to the first step."""
+    detected: float | None = None
+    again: float | None = None
+    lost: int | None = None
+    seconds: float = 0.0
+    state: str = ""
+    cause: str = ""
+    wrong: list[str] = field(default_factory=list)
+
+
+class Case:
+    """A run that something is done to, in a folder of its own."""
+
+    def __init__(self, fault: Fault, place: Local, id: str, seed: int, folder: Path) -> None:
+        self.fault, self.place, self.row, self.folder = fault, place, Row(id), folder
+        rng = random.Random(f"{seed} {id}")
+        rank = rng.randrange(NODES * NPROC)
+        self.rank = rank if fault.rank is None else fault.rank
+        # There is a checkpoint; and a limit is there before it is passed.
+        self.step = STEPS if fault.mischief == "memory" else rng.randrange(EVERY + 1, STEPS)
+        self.moment = rng.random()
+        self.node = self.rank // NPROC
+        self.held = contextlib.ExitStack()
+        self.started: list[subprocess.Popen[bytes]] = []
+        self.struck = self.entered = 0.0
+
+    last_step = STEPS
+
+    # ------------------------------------------------------------ what faults use
+
+    @property
+    def submitter(self) -> subprocess.Popen[bytes]:
+        return self.started[0]
+
+    def start(self) -> subprocess.Popen[bytes]:
+        words = ["submit", "job.yaml", "--cluster", "here", "--clusters", "clusters.yaml"]
+        with (self.folder / "said").open("ab") as said:
+            return subprocess.Popen(
+                [sys.executable, "-m", "clusterkit", *words, "--no-doctor"], cwd=self.folder,
+                env=self.env, stdin=subprocess.DEVNULL, stdout=said, stderr=said,
+            )  # fmt: skip
+
+    @property
+    def env(self) -> dict[str, str]:
+        own = {"CLUSTERKIT_HOME": str(self.folder / "home"), "TMPDIR": str(self.folder / "tmp")}
+        return {**os.environ, **self.place.env, **own}
+
+    def clusterkit(self, *words: str) -> None:
+        subprocess.run(
+            [sys.executable, "-m", "clusterkit", *words], cwd=self.folder, env=self.env,
+            capture_output=True, timeout=SOON,
+        )  # fmt: skip
+
+    def runs(self) -> list[api.Run]:
+        found = sorted((self.folder / "home" / "runs").glob("[a-z]*"))
+        return [api.Run(RunFolder(path)) for path in found]
+
+    @property
+    def run(self) -> api.Run:
+        return self.until(lambda: [run for run in self.runs() if run.plan], "run")[0]
+
+    def until(self, look: Any, what: str) -> Any:
+        deadline = time.monotonic() + SOON
+        while True:
+            with contextlib.suppress(OSError, ValueError, LookupError, ClusterkitError):
+                if found := look():
+                    return found
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no {what} after {SOON:g} s")
+            time.sleep(0.02)
+
+    def until_step(self, step: int, attempt: int = 1) -> None:
+        for line in self.run.logs(node=0, follow=True):
+            if line.attempt >= attempt and (line.event or {}).get("step", 0) >= step:
+                return
+        raise RuntimeError(f"it ended before step {step}: {self.run.status()}")
+
+    def record(self, attempt: int, node: int, name: str) -> Path:
+        return self.run.path / f"attempts/{attempt}/node-{node}/{name}"
+
+    def rank_pid(self, rank: int, attempt: int = 1) -> int:
+        path = self.record(attempt, rank // NPROC, "ranks.jsonl")
+        lines = self.until(lambda: path.read_text().splitlines()[NPROC - 1 :] and path, "rank")
+        records = map(json.loads, lines.read_text().splitlines())
+        return next(int(each["pid"]) for each in records if each["rank"] == rank)
+
+    def agent_pid(self, node: int) -> int:
+        path = self.record(1, node, "started.json")
+        return int(self.until(lambda: json.loads(path.read_text())["pid"], "agent"))
+
+    def supervisor_pid(self) -> int:
+        path = self.run.path / "supervisor.json"
+        return int(self.until(lambda: json.loads(path.read_text())["pid"], "supervisor"))
+
+    def port(self) -> int:
+        path = self.run.path / "facts.json"
+        return int(self.until(lambda: json.loads(path.read_text())["port"], "port"))
+
+    def sh(self, node: int, script: str) -> str:
+        return self.place.sh(self.run, node, script)
+
+    def signal(self, node: int, pid: int, signum: int) -> None:
+        self.struck = time.time()
+        self.sh(node, f"kill -{int(signum)} {pid}")
+
+    def names(self) -> dict[str, str]:
+        return {
+            "container": container_name(self.run.id, self.node), "rank": str(self.rank),
+            "network": f"clusterkit-{self.run.id}_default", "node": str(self.node),
+        }  # fmt: skip
+
+    def attach(self) -> None:
+        for run in self.runs():
+            self.clusterkit("attach", run.id, "--detach")
+
+    def go(self) -> None:
+        """Let the run come to its last step."""
+        for run in self.runs():
+            self.place.sh(run, 0, f"touch {run.plan.run_dir}/go", check=False)
+
+    # ------------------------------------------------------------ the whole
+
+    def carry_out(self, first: Row, loss: float | None = None) -> Row:
+        """Start it, break it, wait for its end, and judge that; whatever happens gives a row.
+
+        Args:
+            first: of an undisturbed run.
+            loss: what that came to.
+        """
+        began = time.monotonic()
+        try:
+            with self.held:
+                self._prepare()
+                self._strike(first)
+                self._judge(loss)
+        except Exception as error:
+            self.row.wrong.append(f"{type(error).__name__}: {error}")
+        finally:
+            self._clear()
+        self.row.seconds = time.monotonic() - began
+        return self.row
+
+    @property
+    def checkpoints(self) -> str:
+        there = (
+            "checkpoints" if self.place.name == "local" else f"{self.run.plan.run_dir}/checkpoints"
+        )
+        return str(self.folder / there)
+
+    def _prepare(self) -> None:
+        for name in ("home", "tmp", "checkpoints"):
+            (self.folder / name).mkdir()
+        small = {"disk": "home", "disk-saving": "checkpoints"}.get(self.fault.name)
+        if small:
+            where = str(self.folder / small)
+            words = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", where]
+            subprocess.run(words, check=True)
+            self.held.callback(subprocess.run, ["umount", "-l", where], check=True)
+        (self.folder / "train.py").write_text(PROGRAM.read_text())
+        mischief = f"{self.fault.mischief or 'none'}:{self.rank}:{self.step}"
+        own = self.place.name == "local" and self.fault.name != "twice"
+        job = {
+            "program": "train.py", "args": [str(STEPS), mischief], "nodes": NODES,
+            "gpus_per_node": NPROC, "restarts": self.fault.restarts, "device": "cpu",
+            "checkpoint": {
+                "every": EVERY, "dir": str(self.folder / "checkpoints") if own else "checkpoints"
+            },
+        }  # fmt: skip
+        (self.folder / "job.yaml").write_text(json.dumps(job))
+        (self.folder / "clusters.yaml").write_text(json.dumps({"here": self.place.entry}))
+
+    def _strike(self, first: Row) -> None:
+        self.entered = time.time()
+        self.started.append(self.start())
+        if self.fault.early:
+            time.sleep(self.moment * first.first)
+        elif self.fault.mischief:
+            self.until_step(self.step - 1)
+        else:
+            self.until_step(self.step)
+        self.struck = time.time()
+        self.fault.do(self)
+        if 1 not in self.fault.attempts:  # then it is not to be too late for this one
+            again = self.run.path / "attempts" / "2"
+            self.until(lambda: again.exists() or self.run.status().state.final, "end")
+        self.go()
+
+    def _judge(self, loss: float | None) -> None:
+        fault, row = self.fault, self.row
+        codes = [submitter.wait(SOON) for submitter in self.started]
+        ends = [run.wait(SOON) for run in self.runs()]
+        if not ends:
+            if not fault.early:
+                row.wrong.append("there is no run")
+            row.state = "no run"
+            return
+        for run, end in zip(self.runs(), ends, strict=True):
+            row.state = f"{end.state.value} {end.exit_code}, attempt {end.attempt}"
+            if fault.early and end.failure and end.failure.cause == UNSTARTED:
+                continue
+            if end.state is not fault.state:
+                row.wrong.append(f"it is {end.state}: {end.failure} {end.remark}")
+            if end.attempt not in fault.attempts:
+                row.wrong.append(f"attempt {end.attempt}")
+            if min(codes) >= 0 and end.exit_code not in codes:
+                row.wrong.append(f"submit left with {codes}")
+            self._measure(run, end)
+            if end.state is State.SUCCEEDED and loss is not None and fault.traced:
+                told = {row["step"]: row["loss"] for row in run.metrics()}
+                if (told.get(STEPS), len(told)) != (loss, STEPS):
+                    row.wrong.append(f"loss {told.get(STEPS)} after {len(told)} steps, not {loss}")
+            self._diagnosis(run, end)
+            row.wrong += [f"left: {each}" for each in self.place.left(run)]
+        row.wrong += [f"left: {path.name}" for path in (self.folder / "tmp").iterdir()]
+
+    def _diagnosis(self, run: api.Run, end: RunStatus) -> None:
+        """Whether a failure on record names whoever was hit, and what for."""
+        fault, names = self.fault, self.names()
+        failures = [each.failure for each in end.attempts if each.failure]
+        failures += [end.failure] if end.failure else []
+        if failures:
+            self.row.cause = f"{failures[0].who}: {failures[0].summary}"
+        wanted = {"node": (self.node, None), "rank": (self.node, self.rank)}.get(fault.blames)
+        named = any(
+            re.search(fault.cause.format(**names), each.cause)
+            and wanted in (None, (each.node, each.rank))
+            for each in failures
+        )
+        if (fault.cause or fault.blames) and not named:
+            self.row.wrong.append(f"diagnosis: {failures}, not {fault.blames} {wanted}")
+        if not (fault.cause or fault.blames) and failures and fault.attempts == (1,):
+            self.row.wrong.append(f"diagnosis: {failures}")
+        if fault.said:
+            lines = [line.text for line in run.logs()] + [event.text for event in run.events()]
+            if not any(re.search(fault.said.format(**names), line) for line in lines):
+                self.row.wrong.append(f"nobody said {fault.said!r}")
+
+    def _measure(self, run: api.Run, end: RunStatus) -> None:
+        row, lines = self.row, list(run.logs())
+        told = [(line.attempt, line.time, line.event["step"]) for line in lines
+                if line.event and line.event["event"] == "metrics"]  # fmt: skip
+        first = {a: (t, s) for a, t, s in reversed(told)}
+        last = {a: s for a, _, s in told}
+        row.lost = sum(max(0, last.get(a - 1, 0) - s + 1) for a, (_, s) in first.items() if a > 1)
+        row.first = first[1][0] - self.entered if 1 in first else 0.0
+        later = [t for a, (t, _) in first.items() if a > 1 and t > self.struck]
+        row.again = min(later) - self.struck if later else None
+        seen = [line.time for line in lines if line.rank is None]
+        seen += [event.at for event in run.events()]
+        seen += [end.finished_at] if end.finished_at and end.state is not State.SUCCEEDED else []
+        for path in run.path.glob("attempts/*/node-*/exit.json"):
+            ended = json.loads(path.read_bytes())
+            seen += [ended["at"]] if ended["exit_code"] else []
+        row.detected = min((at - self.struck for at in seen if at >= self.struck), default=None)
+
+    def _clear(self) -> None:
+        """Leave nothing, whatever was left."""
+        for submitter in self.started:
+            if submitter.poll() is None:
+                submitter.kill()
+                submitter.wait()
+        for run in self.runs():
+            with contextlib.suppress(Exception):
+                run.cancel()
+            agent.send(agent.processes_of(str(run.path)), signal.SIGKILL)
+        with contextlib.suppress(Exception):
+            self.place.repair()

@@ -1,0 +1,267 @@
+"""What is done to runs: a name, where, how, and what must come of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from clusterkit.agent import processes
+from clusterkit.status import State
+
+if TYPE_CHECKING:
+    from tests.chaos.case import Case
+
+ALL = "local ssh compose"
+STOPPED_SECONDS = 2.5
+"""Longer than an agent takes to see it of a rank, shorter than a host may be silent for."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One kind of fault.
+
+    Args:
+        name: what it is called.
+        on: the places where it can happen.
+        do: does it, once the run is at the step that was drawn.
+        state: the run's end.
+        attempts: how many it may take to that.
+        blames: whom a failure must name: ``rank``, ``node``, or nobody.
+        cause: a pattern that the failure's cause matches; ``{rank}`` and the like are filled in.
+        said: a pattern that a line of the log or an event matches.
+        mischief: what the program does by itself at that step.
+        early: it is done at a random moment after Enter instead.
+        restarts: of the job.
+        traced: whether the log tells of all steps.
+        rank: the one it is done to; by default one is drawn.
+    """
+
+    name: str
+    on: str
+    do: Callable[[Case], None] = lambda case: None
+    state: State = State.SUCCEEDED
+    attempts: tuple[int, ...] = (2,)
+    blames: str = ""
+    cause: str = ""
+    said: str = ""
+    mischief: str = ""
+    early: bool = False
+    restarts: int = 2
+    traced: bool = True
+    rank: int | None = None
+
+
+# ---------------------------------------------------------------- how
+
+
+def rank(signum: int) -> Callable[[Case], None]:
+    return lambda case: case.signal(case.node, case.rank_pid(case.rank), signum)
+
+
+def agent(signum: int) -> Callable[[Case], None]:
+    return lambda case: case.signal(case.node, case.agent_pid(case.node), signum)
+
+
+def supervisor(signum: int) -> Callable[[Case], None]:
+    return lambda case: os.kill(case.supervisor_pid(), signum)
+
+
+def submitter(signum: int) -> Callable[[Case], None]:
+    return lambda case: case.submitter.send_signal(signum)
+
+
+def for_a_while(stop: Callable[[int], Callable[[Case], None]]) -> Callable[[Case], None]:
+    """Stopped (SIGSTOP), and after some seconds not any more."""
+
+    def do(case: Case) -> None:
+        pid = {rank: lambda: case.rank_pid(case.rank), agent: lambda: case.agent_pid(case.node)}
+        found = pid[stop]() if stop in pid else 0
+        stop(signal.SIGSTOP)(case)
+        case.go()
+        time.sleep(STOPPED_SECONDS)
+        if found:
+            case.signal(case.node, found, signal.SIGCONT)
+        else:
+            stop(signal.SIGCONT)(case)
+
+    return do
+
+
+def fork_server(case: Case) -> None:
+    """The agent's child whose children the ranks are."""
+    pid = case.rank_pid(case.rank)
+    stat = case.sh(case.node, f"cat /proc/{pid}/stat")
+    case.signal(case.node, int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
+
+
+def whole_node(case: Case) -> None:
+    """The agent and all below it."""
+    pid = case.agent_pid(case.node)
+    processes.send([pid, *processes.descendants(pid)], signal.SIGKILL)
+
+
+def memory_limit(case: Case) -> None:
+    """A cgroup of 64 MiB for a rank that takes more at its last step; containers have theirs."""
+    if case.place.name == "local":
+        group = Path("/sys/fs/cgroup/memory") / f"{case.folder.parent.name}-{case.folder.name}"
+        group.mkdir()
+        case.held.callback(lambda: case.until(lambda: not group.rmdir(), "empty cgroup"))
+        (group / "memory.limit_in_bytes").write_text(str(64 << 20))
+        (group / "cgroup.procs").write_text(str(case.rank_pid(case.rank)))
+    case.go()
+
+
+def two_ranks(case: Case) -> None:
+    """One on each node."""
+    pids = [(node, case.rank_pid(2 * node)) for node in (0, 1)]
+    for node, pid in pids:
+        with contextlib.suppress(RuntimeError):  # gone already, of the first one's end
+            case.signal(node, pid, signal.SIGKILL)
+
+
+def rank_twice(case: Case) -> None:
+    rank(signal.SIGKILL)(case)
+    case.until_step(case.step, attempt=2)
+    case.signal(case.node, case.rank_pid(case.rank, attempt=2), signal.SIGKILL)
+
+
+def supervisor_and_rank(case: Case) -> None:
+    supervisor(signal.SIGKILL)(case)
+    rank(signal.SIGKILL)(case)
+
+
+def killed_and_attached(case: Case) -> None:
+    submitter(signal.SIGKILL)(case)
+    case.submitter.wait()
+    case.attach()
+
+
+def squat(case: Case) -> None:
+    """Take rank 0's port as soon as it is known, or as soon as its rank is gone."""
+    port = case.port()
+    if not case.fault.early:
+        rank(signal.SIGKILL)(case)
+    squatter = case.held.enter_context(socket.socket())
+    squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            squatter.bind(("", port))
+            squatter.listen()
+            return
+
+
+def fill(name: str) -> Callable[[Case], None]:
+    """The disk that a folder of the case lies on."""
+
+    def do(case: Case) -> None:
+        with contextlib.suppress(OSError), (case.folder / name / "filler").open("wb") as file:
+            while True:
+                file.write(b"x" * 4096)
+                file.flush()
+
+    return do
+
+
+def tear(case: Case) -> None:
+    """The newest checkpoint loses its end, once no other will follow; then a rank is killed."""
+    case.until_step(case.last_step - 1)
+    case.sh(0, f"f=$(ls {case.checkpoints}/step-* | tail -n 1); truncate -s 9 $f")
+    rank(signal.SIGKILL)(case)
+
+
+def cancel(case: Case) -> None:
+    for run in case.until(case.runs, "run"):
+        case.clusterkit("cancel", run.id)
+
+
+def twice(case: Case) -> None:
+    """The same job again, by the same person at the same time."""
+    case.started.append(case.start())
+    case.until(lambda: len([run for run in case.runs() if run.plan]) == 2, "second run")
+
+
+def host(fault: str, *then: str, seconds: float = 2.0) -> Callable[[Case], None]:
+    def do(case: Case) -> None:
+        name, value = (*fault.split(), None)[:2]
+        case.place.lab.fault(name, f"h{case.node}", value)
+        case.go()
+        for each in then:
+            time.sleep(seconds)
+            case.place.lab.fault(each, f"h{case.node}")
+
+    return do
+
+
+def container(*words: str) -> Callable[[Case], None]:
+    def do(case: Case) -> None:
+        case.place.docker(*(word.format(**case.names()) for word in words))
+
+    return do
+
+
+# ---------------------------------------------------------------- what
+
+KILLED = "killed by SIGKILL from outside|out of memory \\(SIGKILL"
+"""What runs beside on this machine may be out of memory meanwhile."""
+SILENT = "its agent ended without reporting an exit code"
+FAULTS = (
+    Fault("none", ALL, attempts=(1,)),
+    Fault("rank-kill", ALL, rank(signal.SIGKILL), blames="rank", cause=KILLED),
+    Fault("rank-segv", ALL, rank(signal.SIGSEGV), blames="rank", cause="crashed .SIGSEGV"),
+    Fault("rank-term", ALL, rank(signal.SIGTERM), blames="rank", cause="ended by SIGTERM"),
+    Fault("rank-stop", ALL, for_a_while(rank), attempts=(1,),
+          said="rank {rank} was stopped .SIGSTOP"),
+    Fault("rank-twice", ALL, rank_twice, attempts=(3,), blames="rank", cause=KILLED),
+    Fault("rank-last", ALL, rank(signal.SIGKILL), State.FAILED, (1,), "rank", KILLED, restarts=0),
+    Fault("two-ranks", ALL, two_ranks, cause=KILLED),
+    Fault("exception", ALL, mischief="exception", blames="rank", cause="ValueError: injected, as"),
+    Fault("exit", ALL, mischief="exit", blames="rank", cause="exited with 7: about to leave"),
+    Fault("memory", "local compose", memory_limit, mischief="memory", blames="rank",
+          cause="memory"),
+    Fault("torn", ALL, tear, blames="rank", cause=KILLED, said="skipped step-"),
+    Fault("launcher-kill", ALL, fork_server, blames="node",
+          cause="forks the ranks ended: SIGKILL"),
+    Fault("agent-kill", "local ssh", agent(signal.SIGKILL), blames="node", cause=SILENT),
+    Fault("agent-stop", "local compose", for_a_while(agent), attempts=(1,)),
+    Fault("agent-term", "local ssh", agent(signal.SIGTERM), blames="node", cause="stopped by"),
+    Fault("node-kill", "local", whole_node, blames="node", cause=SILENT),
+    Fault("supervisor-kill", ALL, supervisor(signal.SIGKILL), attempts=(1,)),
+    Fault("supervisor-stop", ALL, for_a_while(supervisor), attempts=(1,)),
+    Fault("supervisor-rank", ALL, supervisor_and_rank),
+    Fault("submitter-kill", ALL, submitter(signal.SIGKILL), attempts=(1,)),
+    Fault("submitter-early", ALL, killed_and_attached, attempts=(1, 2), early=True),
+    Fault("submitter-int", ALL, submitter(signal.SIGINT), State.CANCELLED, (1,), early=True),
+    Fault("cancel", ALL, cancel, State.CANCELLED, (1,)),
+    Fault("cancel-early", ALL, cancel, State.CANCELLED, (1,), early=True),
+    Fault("twice", ALL, twice, attempts=(1,), early=True),
+    Fault("port", "local", squat, attempts=(2, 3), blames="rank", rank=0),
+    Fault("port-early", "local", squat, attempts=(1, 2), said="port .* was taken", early=True),
+    Fault("disk", "local", fill("home"), attempts=(1,), traced=False),
+    Fault("disk-saving", "local", fill("checkpoints"), State.FAILED, (1, 2, 3), "rank",
+          "No space left on device", rank=0),
+    Fault("host-crash", "ssh", host("crash"), State.FAILED, (1, 2), "node", "host h{node}"),
+    Fault("host-cut", "ssh", host("cut"), State.FAILED, (1, 2), "node", "host h{node}"),
+    Fault("host-freeze", "ssh", host("freeze"), State.FAILED, (1, 2), "node", "host h{node}"),
+    Fault("host-blink", "ssh", host("cut", "heal"), attempts=(1,)),
+    Fault("host-sshd", "ssh", host("restart-sshd"), attempts=(1,)),
+    Fault("host-slow", "ssh", host("slow 1mbit"), attempts=(1,)),
+    Fault("host-disk", "ssh", host("full-disk"), State.FAILED, (1, 2, 3), "rank",
+          "No space left on device", rank=0),
+    Fault("container-kill", "compose", container("kill", "{container}"), blames="node",
+          cause="killed from outside"),
+    Fault("container-stop", "compose", container("stop", "{container}"), blames="node",
+          cause="stopped"),
+    Fault("container-pause", "compose", container("pause", "{container}"), blames="node",
+          cause="paused"),
+    Fault("container-cut", "compose",
+          container("network", "disconnect", "{network}", "{container}"), blames="node",
+          cause="cut off"),
+)  # fmt: skip

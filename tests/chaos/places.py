@@ -1,0 +1,132 @@
+"""Where runs are broken: this machine, hosts of the lab, containers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from clusterkit import agent, api
+from clusterkit.backends.compose.compose_file import container_name
+from tests.lab import Lab, machine
+from tests.live.compose import engine as engines
+
+
+@dataclass
+class Local:
+    """This machine. Others are this one with another way to a node."""
+
+    entry: dict[str, Any] = field(default_factory=lambda: {"backend": "local", "stop_grace": 2})
+    env: dict[str, str] = field(default_factory=dict)
+    name: str = "local"
+    parallel: bool = True
+    """Whether what is done to one run leaves the others alone."""
+
+    def shell(self, run: api.Run, node: int) -> list[str]:
+        """What runs a line of shell on a node of a run."""
+        return ["sh", "-c"]
+
+    def sh(self, run: api.Run, node: int, script: str, *, check: bool = True) -> str:
+        done = subprocess.run(
+            [*self.shell(run, node), script], capture_output=True, text=True, timeout=60,
+            env={**os.environ, **self.env},
+        )  # fmt: skip
+        if check and done.returncode:
+            raise RuntimeError(f"node {node}: {script}: {done.stderr.strip()}")
+        return done.stdout
+
+    def left(self, run: api.Run) -> list[str]:
+        """What is left of a run that has ended."""
+        found = [f"process {pid}" for pid in agent.processes_of(str(run.path))]
+        facts = json.loads((run.path / "facts.json").read_bytes())
+        for port in filter(None, (facts["port"], facts.get("watch_port"))):
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if self.name == "local" and probe.connect_ex(("127.0.0.1", port)) == 0:
+                    found.append(f"port {port}")
+        return found
+
+    def repair(self) -> None:
+        """Undo what was done to it."""
+
+
+@dataclass
+class Hosts(Local):
+    """Two hosts of a lab."""
+
+    lab: Lab = field(kw_only=True)
+
+    def shell(self, run: api.Run, node: int) -> list[str]:
+        host = self.lab.hosts[node].name
+        return [machine.tool("ssh"), "-F", str(self.lab.ssh_config), "-o", "BatchMode=yes", host]
+
+    def left(self, run: api.Run) -> list[str]:
+        self.repair()
+        run.cancel()  # as the status advises for a host that was lost and is back
+        mine = f"grep -lz '^CLUSTERKIT_RUN_DIR={run.plan.run_dir}$' /proc/[0-9]*/environ"
+        found = super().left(run)
+        for node, host in enumerate(self.lab.hosts):
+            there = self.sh(run, node, f"{mine} 2>/dev/null; ls -A /tmp", check=False).split()
+            found += [f"{path} on {host.name}" for path in there]
+        return found
+
+    def repair(self) -> None:
+        self.lab.repair()
+
+
+@dataclass
+class Containers(Local):
+    """Containers of a docker engine on this machine."""
+
+    def shell(self, run: api.Run, node: int) -> list[str]:
+        return ["docker", "exec", container_name(run.id, node), "sh", "-c"]
+
+    def docker(self, *words: str) -> str:
+        done = subprocess.run(
+            ["docker", *words], env={**os.environ, **self.env}, capture_output=True, text=True,
+            timeout=60,
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(f"docker {' '.join(words)}: {done.stderr.strip()}")
+        return done.stdout
+
+    def left(self, run: api.Run) -> list[str]:
+        mine = ("--quiet", "--filter", f"label=clusterkit.run={run.path}")
+        containers = self.docker("ps", "--all", *mine).split()
+        return [*super().left(run), *containers, *self.docker("network", "ls", *mine).split()]
+
+
+@contextlib.contextmanager
+def place(name: str) -> Iterator[Local]:
+    """One of them, while it is there.
+
+    Raises:
+        ClusterkitError, engines.NoEngine: this machine cannot have it.
+    """
+    if name == "local":
+        yield Local()
+    elif name == "ssh":
+        with Lab(tempfile.mkdtemp(prefix="clusterkit-lab-"), 2) as lab:
+            entry = {"backend": "ssh", "inventory": str(lab.inventory), "stop_grace": 2}
+            entry |= {"lost_after": 4, "connect_timeout": 5, "python": sys.executable}
+            yield Hosts(entry, name=name, parallel=False, lab=lab)
+    else:
+        with engines.engine() as engine:
+            image = engine.out("images", "--quiet", "clusterkit:cpu")
+            if not image:
+                raise engines.NoEngine("no image clusterkit:cpu: make image")
+            entry = {"backend": "compose", "image": "clusterkit:cpu", "stop_grace": 2}
+            entry |= {"lost_after": 4, "memory": "128m"}
+            env = {k: v for k, v in engine.env.items() if k.startswith("DOCKER_") or k == "PATH"}
+            os.environ.update(env)  # for what this process asks of a run
+            yield Containers(entry, env, name=name, parallel=False)
+
+
+NAMES = ("local", "ssh", "compose")

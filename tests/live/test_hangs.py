@@ -1,0 +1,71 @@
+"""Ranks that hang, and ranks that are only slow, for real."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from clusterkit import api
+from clusterkit.agent import GOES_ON, STILL
+from clusterkit.status import State
+
+pytestmark = pytest.mark.live
+Submit = Callable[..., api.Run]
+
+
+def said(run: api.Run, beginning: str) -> str:
+    """The first line of node 0's agent that begins so; waits for it."""
+    for line in run.logs(follow=True):
+        if line.rank is None and line.text.startswith(beginning):
+            return line.text
+    pytest.fail(f"it did not say {beginning!r}: {run.status()}")
+
+
+def test_a_rank_that_hangs_is_named_and_all_start_again(submit: Submit) -> None:
+    run = submit("hang.py", "native", gpus=2, restarts=1, hang_timeout=6)
+    named = "rank 1 has not come to all_reduce #31, which rank 0 waits in; rank 1 is at "
+    text = said(run, STILL)
+    assert text.startswith(f"{STILL}{named}")
+    status = run.wait()
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
+    failure = status.attempts[0].failure
+    assert failure is not None
+    assert failure.cause.startswith("hang: no progress for ")
+    assert named in failure.cause
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("how", "rank_1"),
+    [("python", "in load()"), ("skip", "in main()"), ("stop", "is stopped (SIGSTOP)")],
+)
+def test_a_rank_of_another_node_that_hangs_ends_the_run(
+    submit: Submit, how: str, rank_1: str
+) -> None:
+    run = submit("hang.py", how, nodes=2, gpus=1, hang_timeout=7)
+    text = said(run, STILL)
+    assert text.startswith(f"{STILL}rank 1 on node 1 has not come to all_reduce #")
+    assert rank_1 in text.split("; ")[1]
+    status = run.wait()
+    assert status.state is State.FAILED
+    assert status.failure is not None
+    assert status.failure.node == 1
+    assert text.removeprefix(STILL).partition(";")[0] in status.failure.cause
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [("slow", "rank 1 has not come to all_reduce #31"), ("all slow", "no step is made; ranks 0-1")],
+)
+def test_a_slow_data_loader_is_no_hang(submit: Submit, how: str, says: str) -> None:
+    run = submit("hang.py", how, gpus=2)
+    assert says in said(run, STILL)
+    started = run.path / "attempts/1/node-0/started.json"
+    assert says in json.loads(started.read_bytes())["hang"]
+    said(run, GOES_ON)
+    status = run.wait()
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 1)
+    assert status.nodes[0].hang is None

@@ -1,0 +1,48 @@
+"""What an agent reads of its ranks' output, to know one failure from another."""
+
+import pytest
+
+from clusterkit.agent.failure import Words
+
+TRACEBACK = [b"Traceback (most recent call last):", b'  File "train.py", line 7, in main',
+             b"    step()", b"ValueError: bad"]  # fmt: skip
+BAD = 'ValueError: bad (File "train.py", line 7, in main)'
+
+
+@pytest.mark.parametrize(
+    ("lines", "error"),
+    [
+        (TRACEBACK, BAD),
+        ([b"[rank0]: " + line for line in TRACEBACK], BAD),
+        ([*TRACEBACK, b"", b"During handling of the above exception:", b"",
+          TRACEBACK[0], b'  File "b.py", line 1, in f', b"KeyError: 1"],
+         'KeyError: 1 (File "b.py", line 1, in f)'),
+        ([b"ValueError: bad"], ""),
+    ],
+)  # fmt: skip
+def test_the_last_exception_and_its_place(lines, error):
+    words = Words()
+    for line in lines:
+        words.read("0", line)
+    assert words.failure(0, 1) == {"code": 1, "error": error, "echo": False}
+    assert words.failure(1, 1)["error"] == ""
+    assert words.failure(0, 137)["error"] == ""  # it was killed, whatever it said before
+
+
+def test_steps_and_what_torchrun_tells_are_read():
+    words = Words()
+    for rank, line in [
+        ("0", b'@clusterkit {"event": "metrics", "step": 3}'),
+        ("0", b'@clusterkit {"event": "metrics", "st'),
+        ("0", b'@clusterkit {"event": "phase", "step": 9}'),
+        ("-", b"E1123 api.py:1] failed (exitcode: -9) local_rank: 0 (pid: 77) of binary: sh"),
+    ]:
+        words.read(rank, line)
+    assert (words.step, words.codes) == (3, {77: -9})
+
+
+def test_an_echo_is_known():
+    words = Words()
+    for line in (*TRACEBACK[:2], b"RuntimeError: Connection closed by peer [127.0.0.1]:1"):
+        words.read("2", line)
+    assert words.failure(2, 1)["echo"]

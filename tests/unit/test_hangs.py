@@ -1,0 +1,270 @@
+"""Who hangs: records of ranks and a clock in, words and orders out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterkit.agent import clock
+from clusterkit.agent.failure import Words
+from clusterkit.agent.hangs import WORLD, Hangs, Steps, compare, steps_of
+from clusterkit.agent.record import Record
+from clusterkit.agent.standing import place, recorded
+from clusterkit.backends.nodes import judge_running
+from clusterkit.status import NodeStatus, RunStatus, State
+from clusterkit.ui.words import remark_lines
+
+LOAD, STEP = "train.py:44 in load()", "train.py:51 in step()"
+MOVING = Steps(last=9, quiet=0.5, every=0.5, pace=0.5)
+
+
+def waits(rank: int, number: int = 57, name: str = "all_reduce", seconds: float = 6.0,
+          group: str = WORLD, every: float = 0.5, **more: Any) -> dict[str, Any]:  # fmt: skip
+    return {"rank": rank, "at": STEP, "busy": False, "last": {WORLD: 56, group: number},
+            "waits": [(group, number, name, seconds, every)], **more}  # fmt: skip
+
+
+def away(rank: int, number: int = 56, **more: Any) -> dict[str, Any]:
+    return {"rank": rank, "at": LOAD, "busy": False, "last": {WORLD: number}, "waits": [], **more}
+
+
+def found(*ranks: dict[str, Any], nproc: int = 2, world: int | None = None) -> str | None:
+    records = {each["rank"]: each for each in ranks}
+    finding = compare(records, world or len(ranks), nproc, 0.5)
+    return finding and finding.text
+
+
+def test_the_rank_that_did_not_come_is_named_with_the_collective_and_all_places() -> None:
+    assert found(waits(0), waits(1), waits(2), away(3)) == (
+        "rank 3 on node 1 has not come to all_reduce #57, which ranks 0-2 wait in; "
+        f"rank 3 on node 1 is at {LOAD}; ranks 0-2 are at {STEP}, in all_reduce #57"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "says"),
+    [
+        ([away(0), away(1)], None),  # wherever they are: nobody waits for another one
+        ([waits(0), away(1, 57)], "rank 0 waits in all_reduce #57, which does not complete"),
+        ([waits(0), waits(1, name="barrier")], "rank 0 waits in all_reduce #57; "
+         "rank 1 entered barrier instead"),
+        ([waits(0), {"rank": 1, "state": "stopped"}], "rank 1 is stopped (SIGSTOP)"),
+        ([waits(0), {"rank": 1, "state": "ended"}], "rank 1 is at its end"),
+        ([waits(0), {"rank": 1, "at": None}], "rank 1 is where it does not say"),
+        ([waits(0), waits(1), waits(2), waits(3)], "ranks 0-3 wait in all_reduce #57, "
+         "which does not complete"),
+        # Of two groups that wait, the one whose missing rank waits for nobody is the cause.
+        ([waits(0), waits(1, 9, "broadcast", 8.0, "tp"), away(2, last={WORLD: 56, "tp": 8}),
+          waits(3)], "rank 2 on node 1 has not come to"),
+        # Each waits for the other.
+        ([waits(0, 5, group="a", last={"a": 5, "b": 6}), waits(1, 7, "broadcast", 9.0, "b",
+          last={"a": 4, "b": 7})], "rank 0 has not come to broadcast #7 of group b"),
+    ],
+)  # fmt: skip
+def test_what_is_said(ranks: list[dict[str, Any]], says: str | None) -> None:
+    text = found(*ranks)
+    assert text is None if says is None else says in str(text)
+
+
+def test_a_node_that_does_not_answer_is_said_to_be_silent() -> None:
+    assert "rank 1 on node 1 is on a node that says nothing" in str(
+        found(waits(0), nproc=1, world=2)
+    )
+
+
+class Run:
+    """Two nodes of one rank; ``standing`` gives their records once a rank waits."""
+
+    def __init__(self, timeout: float | None = None, silent: bool = False) -> None:
+        self.hangs, self.silent = Hangs(2, 1, timeout), silent
+        self.now, self.asked = 100.0, 0
+        self.orders: list[tuple[float, str, str]] = []
+
+    def pass_time(
+        self, seconds: float, *ranks: dict[str, Any], steps: Steps = MOVING, leap: float = 0.0
+    ) -> None:
+        """One second after the other; what ranks wait has lasted as long by then, and a leap."""
+        begun = self.now
+        while self.now < begun + seconds:
+            self.now += 1.0
+            past = self.now - begun + leap
+            told = [
+                {**each, "waits": [(*wait[:3], past, wait[4]) for wait in each["waits"]]}
+                for each in ranks
+            ]
+            for each in told:
+                if each["waits"]:
+                    self.hangs.stands(each["rank"], [each])
+            self._turn(told, steps)
+
+    def _turn(self, told: list[dict[str, Any]], steps: Steps) -> None:
+        for what, _, words in self.hangs.turn(self.now, steps):
+            if what == "ask":
+                self.asked += 1
+                for each in told[: 1 if self.silent else 2]:
+                    self.hangs.stands(each["rank"], [each], int(words))
+                self._turn(told, steps)
+            else:
+                self.orders.append((self.now - 100, what, words))
+
+    def told(self) -> list[tuple[float, str]]:
+        return [(at, what) for at, what, _ in self.orders]
+
+
+def test_nobody_is_asked_while_all_goes_on() -> None:
+    run = Run()
+    run.pass_time(1000, away(0), away(1))
+    assert (run.asked, run.orders) == (0, [])
+
+
+def test_a_hang_is_told_after_5_s_and_ends_the_round_after_2_min() -> None:
+    run = Run()
+    run.pass_time(200, waits(0), away(1))
+    assert run.told() == [(5, "note"), (120, "hang")]
+    assert run.orders[1][2].startswith("no progress for 120 s: rank 1 on node 1 has not come")
+    run.hangs.begin()
+    run.pass_time(6, waits(0), away(1))
+    assert run.told()[2:] == [(205, "note")]
+
+
+def test_what_was_told_is_taken_back_when_it_goes_on() -> None:
+    run = Run()
+    run.pass_time(8, waits(0), away(1))
+    run.hangs.goes_on(0)
+    run.pass_time(5, away(0), away(1))
+    assert [what for _, what in run.told()] == ["note", "over"]
+
+
+def test_a_rank_that_waits_somewhere_else_by_now_is_another_standstill() -> None:
+    run = Run()
+    run.pass_time(100, waits(0, 57), away(1))
+    run.pass_time(100, waits(0, 58), away(1, 57))
+    assert [what for _, what in run.told()] == ["note", "over", "note"]
+
+
+@pytest.mark.parametrize(
+    ("timeout", "rank", "other", "steps", "told"),
+    [
+        (8.0, waits(0), away(1), MOVING, [(5, "note"), (8, "hang")]),
+        (0.0, waits(0), away(1), MOVING, [(5, "note")]),
+        # Steps of 10 s: 50 s, 200 s.
+        (None, waits(0), away(1), Steps(9, 0.0, 10.0, 10.0), [(50, "note"), (200, "hang")]),
+        # Before the first step, and while whoever does not come writes a checkpoint.
+        (None, waits(0, every=0.0), away(1), Steps(), [(30, "note"), (1200, "hang")]),
+        (None, waits(0), away(1, busy=True), MOVING, [(30, "note"), (1200, "hang")]),
+        # Without metrics lines, a collective of its kind comes every 3 s.
+        (None, waits(0, every=3.0), away(1), Steps(), [(15, "note"), (120, "hang")]),
+    ],
+)
+def test_how_long_it_takes(timeout, rank, other, steps, told) -> None:  # type: ignore[no-untyped-def]
+    run = Run(timeout)
+    run.pass_time(1300, rank, other, steps=steps)
+    # Asked at once and then every so often: not late by more than a question.
+    assert [what for _, what in run.told()] == [what for _, what in told]
+    for (at, _), (due, _) in zip(run.told(), told, strict=True):
+        assert due <= at <= due * 1.1 + 1
+
+
+@pytest.mark.parametrize(("timeout", "ends"), [(None, False), (60.0, True)])
+def test_steps_that_are_not_made_end_a_run_only_if_somebody_said_when(timeout, ends) -> None:  # type: ignore[no-untyped-def]
+    run = Run(timeout)
+    for second in range(1, 201):
+        run.pass_time(1, away(0), away(1), steps=Steps(9, second, 0.5, 0.5))
+    what = [each[1] for each in run.orders]
+    assert what == (["note", "hang"] if ends else ["note"])
+    assert run.orders[0][2] == f"no step is made; ranks 0-1 are at {LOAD}"
+
+
+def test_a_clock_that_leaps_ends_nothing() -> None:
+    run = Run()
+    run.pass_time(60, waits(0), away(1), leap=4000.0)
+    assert [what for _, what in run.told()] == ["note"]
+
+
+def test_a_node_that_does_not_answer_is_not_waited_for() -> None:
+    run = Run(silent=True)
+    run.pass_time(20, waits(0), away(1))
+    assert "rank 1 on node 1 is on a node that says nothing" in run.orders[0][2]
+
+
+def entry(number: int, at: float, name: str = "gloo:all_reduce", *, retired: bool = True,
+          group: tuple[str, str] = ("0", "default_pg")) -> dict[str, Any]:  # fmt: skip
+    return {
+        "collective_seq_id": number, "profiling_name": name, "process_group": list(group),
+        "input_sizes": [[1000]], "retired": retired, "state": "scheduled", "is_p2p": False,
+        "time_created_ns": int(at * 1e9),
+    }  # fmt: skip
+
+
+def test_a_flight_recording_tells_what_was_entered_and_what_is_pending() -> None:
+    entries = [entry(number, 10.0 + number / 2) for number in range(1, 9)]
+    entries.append(entry(3, 14.0, "gloo:broadcast", group=("7", "undefined")))
+    entries.append(entry(9, 14.5, retired=False))
+    assert recorded({"entries": entries}, 20.5) == {
+        "last": {"7": 3, WORLD: 9}, "waits": [(WORLD, 9, "all_reduce", 6.0, 0.5)],
+    }  # fmt: skip
+    first = {"entries": [entry(1, 14.5, "gloo:barrier", retired=False)]}
+    assert recorded(first, 15.0)["waits"] == [(WORLD, 1, "barrier", 0.5, 0.0)]
+
+
+TRACE = """Current thread 0x00007f4e0effd6c0 (most recent call first):
+  <no Python frame>
+
+Thread 0x00007f4e347c1b80 (most recent call first):
+  File "{}", line 3252 in {}
+  File "/venv/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
+  File "/home/me/job/train.py", line 44 in load
+  File "/home/me/job/train.py", line 99 in <module>
+  File "<clusterkit>", line 16 in <module>
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "function", "busy"),
+    [
+        ("/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", "all_reduce",
+         False),
+        ("/venv/lib/python3.11/site-packages/torch/serialization.py", "save", True),
+        ("/venv/lib/python3.11/site-packages/torch/utils/checkpoint.py", "checkpoint", False),
+        ("/venv/lib/python3.11/site-packages/transformers/trainer.py", "evaluation_loop", True),
+    ],
+)  # fmt: skip
+def test_a_rank_is_where_its_own_code_is(file: str, function: str, busy: bool) -> None:
+    trace = TRACE.format(file, function)
+    assert place(trace, "/home/me/job") == {"at": "train.py:44 in load()", "busy": busy}
+    assert place(trace, "/elsewhere")["at"] == "job/train.py:44 in load()"
+    assert place("", "/") == {"at": None}
+
+
+def test_steps_are_as_long_as_the_program_says_or_as_its_lines_are_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moments = iter((101.0, 103.0, 105.0))
+    monkeypatch.setattr(clock, "awake", lambda: next(moments))
+    words = Words()
+    for more in (b', "step_seconds": 0.5', b', "step_seconds": "?"', b""):
+        words.read("0", b'@clusterkit {"event": "metrics", "step": 1%s}' % more)
+    assert steps_of(list(words.metrics), 109.0) == Steps(105.0, 4.0, 2.0, 0.5)
+    assert steps_of(list(words.metrics)[1:], 109.0).pace == 2.0
+    words.read("0", b'@clusterkit {"event": "end"}')
+    assert steps_of(list(words.metrics), 109.0) == Steps()
+
+
+def test_status_shows_it_until_it_is_taken_back(tmp_path: Path) -> None:
+    record = Record(tmp_path, 1, echo=False)
+
+    def status() -> NodeStatus:
+        return judge_running(0, "h", (tmp_path / "started.json").read_bytes())
+
+    assert status().hang is None
+    record.stands("rank 1 has not come")
+    run = RunStatus(run="r", job="j", cluster="c", backend="b", state=State.RUNNING,
+                    nodes=(status(),))  # fmt: skip
+    assert remark_lines(run) == ["stands still: rank 1 has not come"]
+    record.stands(None)
+    record.stands(None)
+    assert status().hang is None
+    lines = [line.partition(" - ")[2] for line in (tmp_path / "log").read_text().splitlines()]
+    assert lines == ["stands still: rank 1 has not come", "the ranks go on"]
