@@ -80,6 +80,11 @@ bench: .venv/.train ## Ratios against torchrun and deepspeed, start-up, runs and
 bench-gpu: .venv/.train ## Tokens/s, MFU and peak memory of jobs/train/gpt on one GPU; under 10 minutes
 	@$(BIN)/python -m tests.bench.gpu || [ $$? = 3 ]
 
+MINUTES ?= 10
+.PHONY: bench-goodput
+bench-goodput: .venv/.train ## Goodput with a rank killed a minute, against torchrun --max-restarts: MINUTES=10
+	@$(BIN)/python -m tests.bench.goodput --minutes $(MINUTES)
+
 ##  ---- containers
 
 # BASE: the base image. With GPUs clusterkit:gpu is made, without clusterkit:cpu.
@@ -175,8 +180,8 @@ live-here: .venv/.dev ## On this machine alone: local runs, all programs, parity
 	@$(BIN)/python -m tests.again -m "not thorough" tests/live/test_*.py
 
 .PHONY: live-nodes
-live-nodes: .venv/.dev ## On SSH hosts, in containers, on Kubernetes: what there cannot be is skipped
-	@$(BIN)/python -m tests.again -m "not thorough" tests/live/ssh tests/live/compose tests/live/kubernetes
+live-nodes: .venv/.dev ## On SSH hosts, in containers, on Kubernetes and Slurm: what there cannot be is skipped
+	@$(BIN)/python -m tests.again -m "not thorough" tests/live/ssh tests/live/compose tests/live/kubernetes tests/live/slurm
 
 .PHONY: thorough
 thorough: .venv/.dev ## The live tests that `make test` leaves out because they take long: half an hour; root

@@ -189,8 +189,8 @@ def warning(job: JobSpec, facts: Facts) -> str | None:
     """
     try:
         gpus = [gpu for host in facts.hosts for gpu in host.gpus]
-        if job.device == "cpu" or not gpus:
-            return None
+        if job.device == "cpu" or not all(gpu.memory_mib for gpu in gpus) or not gpus:
+            return None  # some clusters do not say how much memory their GPUs have
         program = jobs.read_program(job)
         model = jobs.model_of(program, count=False)
         if model is None:
