@@ -224,11 +224,7 @@ def bench(
 
     Args:
         nodes: how many; by default every host of the cluster.
-        gpus: ranks per node, as for `prepare`.
-        cluster: as for `prepare`, and so are the file and the hosts to take.
-        clusters_file: as for `prepare`.
-        include: as for `prepare`.
-        exclude: as for `prepare`.
+        gpus, cluster, clusters_file, include, exclude: as for `prepare`.
         watch: waits for the run's end; whoever interrupts it cancels the run.
         choices: what to measure, as for `clusterkit.bandwidth.choose`.
 
@@ -295,10 +291,8 @@ def estimate(
         gpus: GPUs per node.
         cluster: whose GPUs; not looked at when the question says ``gpu_memory`` and the number
             of GPUs is known.
-        clusters_file: as for `prepare`.
         facts: instead of probing.
-        settings: as for `prepare`.
-        more_args: as for `prepare`.
+        clusters_file, settings, more_args: as for `prepare`.
         question: fields of `clusterkit.estimate.Question`, such as ``gpu_memory="80GB"``.
 
     Raises:

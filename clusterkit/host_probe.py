@@ -1,4 +1,5 @@
-"""Looks at one host before a submit; read-only, prints one JSON document.
+"""Looks at one host before a submit; read-only, prints one JSON document. Others send some of
+its functions.
 
 Standard library only; its text is sent to the host and run there by the job's Python:
 
@@ -9,9 +10,11 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import random
 import shutil
 import socket
 import struct
@@ -20,6 +23,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+PORTS = range(20000, 32000)
+"""Below Linux's ephemeral range (32768 and up): no outgoing connection takes such a port."""
 _SIOCGIFADDR = 0x8915
 NVIDIA_SECONDS = 20
 
@@ -64,6 +69,34 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
                 if version := version.partition(":")[2].strip():
                     found[name] = version
     return found
+
+
+def refusal(port: int) -> OSError | None:
+    """Why nothing can listen on a port; None: it is free."""
+    # SO_REUSEADDR, as torch's store has it: the connections of the attempt that has just ended are
+    # in TIME_WAIT for a minute. Both families, because that store listens on [::] where there is
+    # IPv6.
+    for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind((address, port))
+                probe.listen(1)
+        except OSError as error:
+            if family == socket.AF_INET or error.errno == errno.EADDRINUSE:
+                return error
+    return None
+
+
+def free_port(wanted: int | None) -> int | None:
+    """``wanted`` if it is free, otherwise (or without it) another, and the one after it is, too."""
+    if wanted is not None and refusal(wanted) is None:
+        return wanted
+    # At random, so that two submits at the same moment do not get the same one.
+    ports = random.sample(PORTS, 200)
+    return next((port for port in ports if refusal(port) is refusal(port + 1) is None), None)
 
 
 def gpus(query: Sequence[str]) -> str:

@@ -253,7 +253,7 @@ def send_trees(ready: Prepared, progress: Progress | None = None) -> None:
     plan = ready.plan
     if not plan.trees:
         return
-    from clusterkit import execute, project
+    from clusterkit import execute, project, relay
 
     snapshots = {}
     for tree in plan.trees:
@@ -270,14 +270,21 @@ def send_trees(ready: Prepared, progress: Progress | None = None) -> None:
             )
         snapshots[tree.path] = found
 
-    def send(host: str) -> None:
-        for tree in plan.trees:
-            project.send(
-                snapshots[tree.path], tree, host, plan.python, ready.transport,
-                progress or (lambda *_: None),
-            )  # fmt: skip
+    hosts = execute.everyone(plan)
+    with contextlib.ExitStack() as stack:
+        relays: dict[str, relay.Relay] = {}
+        if len(hosts) > relay.HOSTS:
+            addresses = {host.host: host.address for host in ready.facts.hosts}
+            relays = {tree.path: stack.enter_context(relay.Relay(addresses)) for tree in plan.trees}
 
-    in_order(fan_out(execute.everyone(plan), send))
+        def send(host: str) -> None:
+            for tree in plan.trees:
+                project.send(
+                    snapshots[tree.path], tree, host, plan.python, ready.transport,
+                    progress or (lambda *_: None), relays.get(tree.path),
+                )  # fmt: skip
+
+        in_order(fan_out(hosts, send))
 
 
 def take_up(run: str, cluster: str, clusters_file: str | os.PathLike[str] | None = None) -> Run:

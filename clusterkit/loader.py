@@ -398,8 +398,8 @@ def find_clusters_file() -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def cluster_names(path: str | Path | None = None) -> list[str]:
+def cluster_names() -> list[str]:
     """Names that ``--cluster`` takes here."""
-    found = Path(path) if path is not None else find_clusters_file()
+    found = find_clusters_file()
     data = read_yaml(found, depth=1).data if found is not None else {}
     return sorted({"local", *(data if isinstance(data, dict) else {})})

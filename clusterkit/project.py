@@ -8,6 +8,7 @@ the project is copied. Only what a host does not have is sent; see `clusterkit.r
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -30,6 +31,7 @@ from clusterkit import receiver
 from clusterkit.cluster import Project
 from clusterkit.errors import BadInput, RunFolderError, SubmitFailed, counted
 from clusterkit.plan import Tree
+from clusterkit.relay import Relay
 from clusterkit.runs import home
 from clusterkit.transport import Stream, Transport
 
@@ -39,8 +41,7 @@ QUIET_SECONDS = 120.0
 CACHED_BYTES = 1 << 28
 """Up to here what is sent to several hosts is read and compressed once."""
 _TICK_NS = 50_000_000
-PIECE_BYTES = 1 << 22
-"""A file goes in pieces of this size, so that no host's thread holds all of it."""
+PIECE_BYTES = receiver.PIECE_BYTES
 _NEVER = frozenset({
     ".git", ".hg", ".svn", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache",
     ".pytest_cache", ".ruff_cache", ".ipynb_checkpoints", ".tox", ".cache",
@@ -400,11 +401,13 @@ def send(
     python: str,
     transport: Transport,
     progress: Callable[[str, int, int], None] = lambda host, done, whole: None,
+    relay: Relay | None = None,
 ) -> int:
     """Have a host's folder ``tree.path`` hold exactly this snapshot.
 
     Args:
         progress: gets the host, bytes sent and bytes to send.
+        relay: of the hosts that get the same folder; None: all of it comes from here.
 
     Returns:
         Files that had to be sent.
@@ -416,21 +419,32 @@ def send(
     text = Path(receiver.__file__).read_bytes()
     # File names are bytes to both sides, whatever the locale there; no installed package is needed.
     argv = [python, "-I", "-S", "-X", "utf8", "-c", _BOOT.format(len(text))]
-    with transport.open(host, argv) as stream:
-        request = json.dumps({"path": tree.path}).encode() + b"\n"
+    with contextlib.ExitStack() as kept, contextlib.ExitStack() as slot:
+        stream = kept.enter_context(transport.open(host, argv))
+        request = json.dumps({"path": tree.path, "relay": relay and relay.token}).encode() + b"\n"
         stream.write(text + request + found.packed())
         answers = _answers(stream, host)
         answer = next(answers)
         missing = answer.get("missing", [])
         whole = sum(found.entries[number].size for number in missing)
-        done = 0
+
+        def feed(numbers: Sequence[int]) -> dict[str, Any]:
+            """Send these, and hear what becomes of it."""
+            for done, pieces in _together(found.payload(numbers, zipped=not stream.near)):
+                stream.write(pieces)
+                progress(host, done, whole)
+            return next(answers)
+
+        sender = None
         if "error" not in answer:
             progress(host, 0, whole)
-            for size, pieces in _together(found.payload(missing, zipped=not stream.near)):
-                stream.write(pieces)
-                done += size
-                progress(host, done, whole)
-            answer = next(answers)
+            if relay is not None and missing:
+                sender = slot.enter_context(relay.sender(whole))
+                stream.write(json.dumps({"from": sender}).encode() + b"\n")
+            answer = next(answers) if sender else feed(missing)
+            if relay is not None and "missing" in answer:
+                relay.drop(sender)
+                answer = feed(answer["missing"])
         if "error" in answer:
             hint = "make room there, or choose another `workdir` that this user may write to"
             if "changed while" in str(answer["error"]):
@@ -438,7 +452,10 @@ def send(
             raise SubmitFailed(
                 f"host {host}: cannot copy {found.root} to {tree.path}: {answer['error']}", hint
             )
-        stream.close_input()
+        progress(host, whole, whole)
+        if relay is not None and relay.worthwhile(whole):
+            stream.write(b"\n")
+            relay.add(host, next(answers)["port"], kept.pop_all())
         return len(missing)
 
 

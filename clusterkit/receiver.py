@@ -9,6 +9,11 @@ conversation on standard input and output:
     sender  index, flags, length; data     pieces of each file that is missing
     host    {"done": 2} or {"error": ".."}
 
+If the request holds a token under ``relay``, a line of JSON comes before the pieces: ``{}``, or
+``{"from": [address, port]}`` of a host that has the tree. That one sends the same pieces over TCP;
+what it does not send is ``missing`` once more. After ``done`` a line from the sender asks this host
+for ``{"port": ..}``, where it serves others, who show the token, until its input ends.
+
 A tree is made under another name and renamed when it is whole, so that a run never starts in
 half a project. Files that an earlier tree has unchanged are linked, not copied. Beside a tree
 ``NAME.json`` keeps every file's digest, size and time of change: a file that a program has
@@ -20,11 +25,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import hmac
 import json
 import os
 import shutil
+import socket
 import struct
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -37,10 +45,14 @@ HEADER = struct.Struct(">IBQ")
 ZIPPED, MORE = 1, 2
 """Flags of a piece: compressed; not the file's last."""
 DIGEST_BYTES = 16
+PIECE_BYTES = 1 << 22
+"""A file goes in pieces of this size, so that nobody holds all of it in memory."""
 WAITING_SECONDS = 10.0
 """How often the sender hears that it has to wait."""
 COUNT = struct.Struct(">Q")
 """Comes before the list of entries: its bytes."""
+PEER_SECONDS = 10.0
+"""For a host to accept another one's connection, or to send it something."""
 _DRAFT = ".draft-"
 """Begins the names of what is not finished; whoever holds the lock may remove such."""
 Entry = list[Any]
@@ -77,7 +89,7 @@ def receive(request: dict[str, Any], entries: list[Entry], source: BinaryIO) -> 
     with _locked(final.parent):
         _sweep(final.parent)
         try:
-            missing = _make(final, entries, source)
+            missing = _make(final, entries, source, request.get("relay"))
         finally:
             _sweep(final.parent)
         os.utime(final)
@@ -115,7 +127,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _make(final: Path, entries: list[Entry], source: BinaryIO) -> list[int]:
+def _make(final: Path, entries: list[Entry], source: BinaryIO, token: str | None) -> list[int]:
     new = not final.is_dir()
     if new:
         into = final.with_name(f"{_DRAFT}tree")
@@ -125,13 +137,21 @@ def _make(final: Path, entries: list[Entry], source: BinaryIO) -> list[int]:
         into = final
         record, missing = _unchanged(entries, final)
     _say({"missing": missing})
+    peer = _peer(source, missing, token) if missing and token else None
     draft = final.with_name(f"{_DRAFT}file")
-    for number in missing:
+    for at, number in enumerate(missing):
         name, _, _, _, target = entries[number]
         # In a tree that is there under another name first: the old file may be linked from others.
         place = f"{into}/{name}" if new else str(draft)
         if target is None:
-            record[name] = _take_file(number, entries[number], place, source)
+            if peer is not None:
+                try:
+                    record[name] = _take_file(number, entries[number], place, peer)
+                except (OSError, ValueError, EOFError, zlib.error):
+                    peer = None
+                    _say({"missing": missing[at:]})
+            if peer is None:
+                record[name] = _take_file(number, entries[number], place, source)
         else:
             os.symlink(target, place)
         if not new:
@@ -215,7 +235,7 @@ def _link_known(
     return record, missing
 
 
-def _take_file(number: int, entry: Entry, path: str, source: BinaryIO) -> list[Any]:
+def _take_file(number: int, entry: Entry, path: str, source: BinaryIO | _Peer) -> list[Any]:
     """Write one file as its pieces come; return its record."""
     name, mode, _, digest, _ = entry
     hashed = hashlib.blake2b(digest_size=DIGEST_BYTES)
@@ -238,6 +258,68 @@ def _take_file(number: int, entry: Entry, path: str, source: BinaryIO) -> list[A
     return [digest, found.st_size, found.st_mtime_ns]
 
 
+class _Peer:
+    """What another host sends; the sender hears now and then that it comes."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._file = connection.makefile("rb")
+        self._began = self._spoken = time.monotonic()
+
+    def read(self, size: int) -> bytes:
+        if (now := time.monotonic()) - self._spoken > WAITING_SECONDS:
+            self._spoken = now
+            _say({"waiting": now - self._began})
+        return self._file.read(size)
+
+
+def _peer(source: BinaryIO, missing: list[int], token: str) -> _Peer | None:
+    """The host that the sender names to take the files from; None: the sender sends them."""
+    if (address := json.loads(source.readline()).get("from")) is not None:
+        try:
+            connection = socket.create_connection(tuple(address), PEER_SECONDS)
+            wanted = json.dumps({"token": token, "missing": missing})
+            connection.sendall(wanted.encode() + b"\n")
+            return _Peer(connection)
+        except OSError:
+            _say({"missing": missing})
+    return None
+
+
+def _serve(tree: Path, entries: list[Entry], token: str, source: BinaryIO) -> None:
+    """Send files of the tree to the hosts that ask, until the sender says no more."""
+    with socket.create_server(("", 0), backlog=64) as listening:
+
+        def accept() -> None:
+            while True:
+                connection = listening.accept()[0]
+                threading.Thread(target=_pass_on, args=(connection, tree, entries, token)).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        _say({"port": listening.getsockname()[1]})
+        source.read()
+        os._exit(0)  # whoever is still being sent something turns to the sender
+
+
+def _pass_on(connection: socket.socket, tree: Path, entries: list[Entry], token: str) -> None:
+    # A file that a program has changed since does not have its digest: the other host sees that.
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError), connection:
+        connection.settimeout(PEER_SECONDS)
+        with connection.makefile("rb") as asked, connection.makefile("wb", PIECE_BYTES) as out:
+            wanted = json.loads(asked.readline())
+            if not hmac.compare_digest(wanted["token"], token):
+                return
+            for number in wanted["missing"]:
+                name, _, left, _, target = entries[number]
+                if target is None:
+                    with open(tree / name, "rb") as file:
+                        more = MORE
+                        while more:
+                            data = file.read(min(left, PIECE_BYTES))
+                            left -= len(data)
+                            more = MORE if left and data else 0
+                            out.write(HEADER.pack(number, more, len(data)) + data)
+
+
 def _make_folders(root: Path, folder: Path) -> None:
     """Have real folders from ``root`` down, whatever a program has put in their places."""
     current = root
@@ -248,7 +330,7 @@ def _make_folders(root: Path, folder: Path) -> None:
             current.mkdir()
 
 
-def _exactly(source: BinaryIO, size: int) -> bytes:
+def _exactly(source: BinaryIO | _Peer, size: int) -> bytes:
     data = source.read(size)
     if len(data) != size:
         raise EOFError("the sender disconnected")
@@ -307,6 +389,11 @@ def main() -> int:
         size = COUNT.unpack(_exactly(source, COUNT.size))[0]
         entries = json.loads(zlib.decompress(_exactly(source, size)))
         answer: dict[str, Any] = {"done": receive(request, entries, source)}
+        if request.get("relay"):
+            _say(answer)
+            if source.readline():
+                _serve(Path(request["path"]), entries, request["relay"], source)
+            return 0
     except BrokenPipeError:
         return 0  # nobody listens any more
     except OSError as error:

@@ -57,6 +57,12 @@ class Run:
         """How it stands now."""
         return run_state.reconcile(self._folder)
 
+    def accounted(self, status: RunStatus) -> RunStatus:
+        """A status of this run with ``goodput``, and steps in ``attempts``: reads its logs."""
+        from clusterkit.goodput import with_goodput  # of no use to who only waits
+
+        return with_goodput(self._folder, status, time.time())
+
     def events(self) -> list[Event]:
         """What the supervisor did beyond the plan: another port, a restart."""
         return self._folder.records("events.jsonl", Event)

@@ -93,6 +93,28 @@ class AttemptStatus(Struct, frozen=True, kw_only=True):
     failure: Failure | None
     started_at: float
     finished_at: float
+    last_step: int | None = None
+    """That it reported."""
+    steps_lost: int | None = None
+    """From the step that a later attempt resumed from to ``last_step``."""
+
+
+class Goodput(Struct, frozen=True, kw_only=True):
+    """Where a run's seconds went, by what rank 0 reported, until it ended or until now."""
+
+    share: float
+    """Of all of them that were ``training``."""
+    training: float
+    waiting: float
+    """From submit to the start of its first node."""
+    start: float
+    """To the first attempt's first step."""
+    restart: float
+    """From the last step of an attempt to the first of the next one."""
+    again: float
+    """Steps that an earlier attempt had done."""
+    end: float
+    """Since the last step."""
 
 
 class RunStatus(Struct, frozen=True, kw_only=True):
@@ -113,6 +135,8 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     finished_at: float | None = None
     attempts: tuple[AttemptStatus, ...] = ()
     """The attempts before the newest."""
+    goodput: Goodput | None = None
+    """None: no step was reported, or nobody has looked."""
     remark: str | None = None
     """What a person should know of this state, in one sentence."""
 

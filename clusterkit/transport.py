@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import random
 import select
-import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +13,7 @@ from typing import Protocol, TypeVar
 
 from clusterkit.errors import ClusterkitError, SubmitFailed, counted
 from clusterkit.files import write_atomic
-
-# Below Linux's ephemeral range (32768 and up): no outgoing connection takes such a port.
-PORTS = range(20000, 32000)
-
+from clusterkit.host_probe import PORTS, free_port, refusal
 
 START = """command -v "$1" >/dev/null || { echo "$1: not found" >&2; exit 127; }
 ${detach:-} "$@" </dev/null >/dev/null 2>&1 &"""
@@ -204,7 +198,7 @@ class LocalTransport(Transport):
             return None
 
     def free_port(self, host: str, wanted: int | None = None) -> int:
-        if (port := _free_port(wanted)) is not None:
+        if (port := free_port(wanted)) is not None:
             return port
         raise SubmitFailed(f"no free TCP port between {PORTS.start} and {PORTS.stop} on {host}")
 
@@ -311,39 +305,12 @@ def in_order(outcomes: Mapping[str, Result | ClusterkitError]) -> dict[str, Resu
     return {h: found for h, found in outcomes.items() if not isinstance(found, ClusterkitError)}
 
 
-def _is_free(port: int) -> bool:
-    # SO_REUSEADDR, as torch's store has it: the connections of the attempt that has just ended are
-    # in TIME_WAIT for a minute. Both families, because that store listens on [::] where there is
-    # IPv6.
-    families = [(socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")]
-    for family, address in families:
-        try:
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                probe.bind((address, port))
-        except OSError as error:
-            if family == socket.AF_INET or error.errno == errno.EADDRINUSE:
-                return False
-    return True
-
-
-def _free_port(wanted: int | None) -> int | None:
-    if wanted is not None and _is_free(wanted):
-        return wanted
-    # At random, so that two submits at the same moment do not get the same one.
-    ports = random.sample(PORTS, 200)
-    return next((port for port in ports if _is_free(port) and _is_free(port + 1)), None)
-
-
 def free_port_program(wanted: int | None) -> str:
     """Python text that prints what `Transport.free_port` returns; for remote hosts."""
     import inspect
 
-    functions = "".join(inspect.getsource(function) for function in (_is_free, _free_port))
+    functions = "".join(inspect.getsource(function) for function in (refusal, free_port))
     return (
-        "import errno, random, socket\n"
-        f"PORTS = range({PORTS.start}, {PORTS.stop})\n{functions}"
-        f"print(_free_port({wanted!r}) or '')\n"
+        "from __future__ import annotations\nimport errno, random, socket\n"
+        f"PORTS = {PORTS}\n{functions}print(free_port({wanted!r}) or '')\n"
     )

@@ -7,7 +7,6 @@ from itertools import chain
 
 import msgspec
 
-from clusterkit.agent import LATE, LATE_EXIT
 from clusterkit.backends.base import Observation
 from clusterkit.runs import RunHandle
 from clusterkit.spec import JobSpec
@@ -19,6 +18,8 @@ TAIL_LINES = 5000
 
 def over_time(job: JobSpec) -> Failure:
     """Why a run failed that was ended at its time limit."""
+    from clusterkit.agent import LATE, LATE_EXIT  # as `diagnose` below
+
     return Failure(
         exit_code=LATE_EXIT,
         cause=f"{LATE} of {job.time_limit}",

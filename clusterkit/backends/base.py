@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from msgspec import Struct
 
-from clusterkit.agent import LATE
 from clusterkit.cluster import ClusterSpec, Facts
 from clusterkit.errors import BadInput, CapabilityError
 from clusterkit.plan import Plan
@@ -43,10 +42,14 @@ class Observation(Struct, frozen=True, kw_only=True):
     """Whether the nodes' agents have decided that nothing follows this failure."""
     goes_on: int | None = None
     """The attempt that the nodes' agents have begun after this one, on the same nodes."""
+    queued: bool = False
+    """Whether the nodes have not started, and will without us."""
 
     @property
     def late(self) -> bool:
         """Whether the nodes have ended the run at its time limit."""
+        from clusterkit.agent import LATE  # whoever only reads of a run starts without it
+
         return any(node.reason == LATE for node in self.nodes)
 
 

@@ -10,7 +10,7 @@ import click
 
 from clusterkit import api
 from clusterkit.cli.common import STATE_COLOURS, json_option, print_json, run_argument, table
-from clusterkit.ui.words import failure_text, remark_lines, shown_on
+from clusterkit.ui.words import failure_text, goodput_text, remark_lines, shown_on
 
 
 @click.command("status", epilog="Example: clusterkit status last")
@@ -22,7 +22,7 @@ def command(run: str, as_json: bool) -> None:
     RUN is a run's id, the beginning of one, or `last`.
     """
     found = api.get(run)
-    status = found.status()
+    status = found.accounted(found.status())
     if as_json:
         print_json(status)
         return
@@ -48,6 +48,21 @@ def command(run: str, as_json: bool) -> None:
         ]
         header = ("NODE", "HOST", "STATE", "EXIT", "WHY")
         click.echo(textwrap.indent(table(rows, header, indent=2), "  "))
+    if status.attempts:
+        header = ("ATTEMPT", "ENDED", "LAST STEP", "STEPS LOST", "WHY")
+        earlier = [
+            (
+                str(one.attempt),
+                time.strftime("%H:%M:%S", time.localtime(one.finished_at)),
+                "-" if one.last_step is None else str(one.last_step),
+                "-" if one.steps_lost is None else str(one.steps_lost),
+                f"{one.failure.who}: {one.failure.summary}" if one.failure else "",
+            )
+            for one in status.attempts
+        ]
+        click.echo(textwrap.indent(shown(table(earlier, header, indent=2)), "  "))
+    if status.goodput is not None:
+        click.echo(f"  {goodput_text(status.goodput)}")
     for line in remark_lines(status):
         click.echo(f"  {shown(line)}")
     for event in found.events():

@@ -14,7 +14,7 @@ import msgspec
 
 from clusterkit.doctor import driver
 from clusterkit.doctor.check import Answer, Output, Script
-from clusterkit.host_probe import versions
+from clusterkit.host_probe import PORTS, free_port, refusal, versions
 
 # Tried in turn until one does its work: where the interpreter of the ranks does not run, any
 # other still finds out what is right and wrong with the rest of the host.
@@ -70,9 +70,12 @@ def command(
 
 @cache
 def driver_text() -> str:
-    """The driver, and what a host is asked by others as well."""
-    text = Path(driver.__file__).read_text(encoding="utf-8")
-    return f"{text}\n{inspect.getsource(versions)}\nHELPERS['versions'] = versions\n"
+    """The driver, and what others ask hosts as well."""
+    text = Path(driver.__file__).read_text(encoding="utf-8") + f"\nPORTS = {PORTS}\n"
+    functions = (versions, refusal, free_port)
+    text += "\n".join(inspect.getsource(each) for each in functions)
+    names = ", ".join(f"{each.__name__}={each.__name__}" for each in functions)
+    return f"{text}\nHELPERS.update({names})\n"
 
 
 def limit(scripts: Sequence[Script[Any]], patience: float = 1.0) -> float:

@@ -14,6 +14,7 @@ import glob
 import json
 import os
 import pwd
+import random
 import re
 import select
 import signal
@@ -65,8 +66,8 @@ def run(*argv: str, seconds: float = 20) -> dict[str, Any] | None:
 
 HELPERS = {
     "text_of": text_of, "user_of": user_of, "run": run,
-    "contextlib": contextlib, "errno": errno, "glob": glob, "os": os, "pwd": pwd, "re": re,
-    "socket": socket, "sys": sys, "threading": threading, "time": time,
+    "contextlib": contextlib, "errno": errno, "glob": glob, "os": os, "pwd": pwd,
+    "random": random, "re": re, "socket": socket, "sys": sys, "threading": threading, "time": time,
 }  # fmt: skip
 """What every script finds there: its text says nothing of its module's imports."""
 
@@ -163,7 +164,7 @@ def _answer(pid: int, reader: int, until: float) -> dict[str, Any]:
     try:
         while not data.endswith(b"\n"):
             # Whoever has had to wait for this has a moment more.
-            wait = max(0.2, until - time.monotonic())
+            wait = max(1.0, until - time.monotonic())
             if not select.select([reader], [], [], wait)[0]:
                 state = _state(pid)
                 kill()

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TextIO
 
-from clusterkit.agent import STILL
 from clusterkit.logs import LogLine, readable
-from clusterkit.status import RunStatus
+from clusterkit.status import Goodput, RunStatus, State
 
 _SEQUENCE = re.compile(
     r"(\x1b\[[0-9;:]*m)"  # colours
@@ -81,9 +80,29 @@ def failure_text(status: RunStatus) -> str:
     return "\n".join(lines)
 
 
+def waits_for(status: RunStatus) -> str | None:
+    """Why its nodes have not started, where that is known."""
+    waiting = (node for node in status.nodes if node.state is State.PENDING)
+    return next((node.reason for node in waiting if node.reason), None)
+
+
+def goodput_text(goodput: Goodput) -> str:
+    """``93 % of the time was training; the rest: 12 s start, 30 s restart``."""
+    names = {"waiting": "waiting", "start": "start", "restart": "restart",
+             "again": "steps done again", "end": "since the last step"}  # fmt: skip
+    rest = [(getattr(goodput, name), words) for name, words in names.items()]
+    shown = ", ".join(f"{duration(seconds)} {words}" for seconds, words in rest if seconds >= 0.5)
+    head = f"{100 * goodput.share:.0f} % of the time was training"
+    return f"{head}; the rest: {shown}" if shown else head
+
+
 def remark_lines(status: RunStatus) -> list[str]:
     """What the nodes remark, a line each."""
     found = [f"node {node.node}: {text}" for node in status.nodes for text in node.remarks]
+    if not any(node.hang for node in status.nodes):
+        return found
+    from clusterkit.agent import STILL  # `ls` and `status` start without it
+
     return found + [f"{STILL}{node.hang}" for node in status.nodes if node.hang]
 
 

@@ -182,6 +182,12 @@ def sync(rounds: int, sizes: Sequence[int]) -> list[Row]:
                     ):
                         ours = partial(send, fresh, size)
                         rows.append(compare(what, ours, partial(rsync, fresh, size), rounds))
+                # As from a laptop: hosts are near to each other, and far from the submitter.
+                limit = f"qdisc add dev {lab.name} root tbf rate 100mbit burst 128k latency 100ms"
+                machine.call("tc", *limit.split())
+                what = f"50 MB to {counted(max(sizes), 'host')} / to 1, uplink of 100 Mbit/s"
+                all_of, one = partial(send, True, max(sizes)), partial(send, True, 1)
+                rows.append(compare(what, all_of, one, rounds))
                 return rows
             finally:
                 os.chdir(here)

@@ -19,6 +19,7 @@ from clusterkit.doctor.check import Answers, alone, check, script
 from clusterkit.doctor.driver import text_of, user_of
 from clusterkit.doctor.meeting import SLOW
 from clusterkit.doctor.words import Process, common, end_processes, listed, parsed_address
+from clusterkit.host_probe import free_port, refusal
 
 _SHOWN = 6
 
@@ -183,29 +184,9 @@ class Port(Struct):
 
 @script("port", Port, where="head", safe=True)
 def collect_port(given: dict[str, Any]) -> Any:
-    import random
-
-    def refused(port: int) -> Any:
-        """The error that listening there gives, or None."""
-        for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
-            try:
-                with socket.socket(family, socket.SOCK_STREAM) as probe:
-                    # As torch does it: a port that only waits for old packets can be had.
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    if family == socket.AF_INET6:
-                        probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                    probe.bind((address, port))
-                    probe.listen(1)
-            except OSError as error:
-                if family == socket.AF_INET or error.errno == errno.EADDRINUSE:
-                    return error
-        return None
-
     wanted = given["port"]
-    # Below Linux's range for outgoing connections; at random, so that two at a time differ.
-    ports = random.sample(range(20000, 32000), 200) if wanted is None else [wanted]
-    port = next((port for port in ports if refused(port) is None), ports[0])
-    problem = refused(port)
+    port = (free_port(None) or 20000) if wanted is None else wanted
+    problem = refusal(port)
     if problem is None:
         return {"port": port, "error": None, "taken": False, "holders": []}
     sockets = set()

@@ -196,20 +196,17 @@ def limit_range(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
 def _broken(name: str, rule: Any, spec: Any) -> list[str]:
     asked, most = requests(spec), limits(spec)
     found = []
-    for resource, limit in (rule.get("max") or {}).items():
-        value = most.get(resource, asked.get(resource))
-        if value is not None and value > quantity(limit):
-            found.append(
-                f"limit range {name}: {resource} {limit} at most, "
-                f"a pod of the job has {amount(resource, value)}"
-            )
-    for resource, least in (rule.get("min") or {}).items():
-        value = asked.get(resource)
-        if value is not None and value < quantity(least):
-            found.append(
-                f"limit range {name}: {resource} {least} at least, "
-                f"a pod of the job asks for {amount(resource, value)}"
-            )
+    for bounds, sign, has, end, verb in (
+        (rule.get("max"), 1, {**asked, **most}, "most", "has"),
+        (rule.get("min"), -1, asked, "least", "asks for"),
+    ):
+        for resource, bound in (bounds or {}).items():
+            value = has.get(resource)
+            if value is not None and sign * value > sign * quantity(bound):
+                found.append(
+                    f"limit range {name}: {resource} {bound} at {end}, "
+                    f"a pod of the job {verb} {amount(resource, value)}"
+                )
     return found
 
 

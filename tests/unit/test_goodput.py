@@ -1,0 +1,53 @@
+"""Where a run's time went."""
+
+from clusterkit.goodput import account, marks, with_goodput
+from clusterkit.runs import RunFolder
+from clusterkit.status import AttemptStatus, RunStatus, State
+
+START = {"event": "start", "first_step": 0}
+
+
+def step(number):
+    return {"event": "metrics", "step": number}
+
+
+def test_each_second_is_accounted_for_once():
+    first = [(20.0, START), (21.0, step(1)), (22.0, step(2)), (23.0, step(3))]
+    # Another four seconds later it goes on after step 1, and does two steps again.
+    resumed = {"event": "start", "first_step": 1}
+    phase = {"event": "phase", "name": "ending", "seconds": 1}
+    second = [(27.0, resumed), (28.0, step(2)), (28.5, step(3)), (29.5, step(4)), (30.0, phase)]
+    found = account([first, second], 10.0, 12.0, 31.0)
+    assert (found.waiting, found.start) == (2.0, 8.0)
+    assert (found.training, found.again, found.restart, found.end) == (4.0, 1.5, 4.0, 1.5)
+    assert found.share == 4 / 21
+
+
+def test_a_program_that_reports_its_steps_alone_is_enough():
+    found = account([[(20.0, step(1)), (22.0, step(2))], [], [(30.0, step(2))]], 10.0, 10.0, 30.0)
+    assert (found.start, found.training, found.restart, found.again) == (10.0, 2.0, 8.0, 0.0)
+
+
+def test_without_steps_nothing_is_said():
+    assert account([[(20.0, START)]], 10.0, 10.0, 30.0) is None
+
+
+def test_attempts_say_how_far_they_came_and_what_was_lost(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    text = '2026-11-23T10:00:0{}.000000Z 0 @clusterkit {{"event": "{}", "{}": {}}}\n'
+    logs = [[(1, "start", "first_step", 0), (2, "metrics", "step", 7)], [],
+            [(4, "start", "first_step", 5), (5, "metrics", "step", 6)]]  # fmt: skip
+    for number, lines in enumerate(logs, 1):
+        node = folder.node_dir(number, 0)
+        node.mkdir(parents=True)
+        (node / "log").write_text("torn\n" + "".join(text.format(*line) for line in lines))
+    began = next(marks(folder.node_dir(1, 0) / "log"))[0]
+    ended = [
+        AttemptStatus(attempt=n, state=State.FAILED, failure=None, started_at=0, finished_at=0)
+        for n in (1, 2)
+    ]
+    said = RunStatus(run="r", job="j", cluster="c", backend="local", state=State.RUNNING,
+                     attempt=3, attempts=tuple(ended), started_at=began - 1)  # fmt: skip
+    found = with_goodput(folder, said, began + 5)
+    assert [(one.last_step, one.steps_lost) for one in found.attempts] == [(7, 2), (None, None)]
+    assert (found.goodput.start, found.goodput.training) == (1.0, 1.0)
