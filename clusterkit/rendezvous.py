@@ -180,7 +180,7 @@ def launcher_argv(
 
 def _mpi_options(exports: Sequence[str]) -> list[str]:
     """Options of mpirun, however it is started: the placement of ranks, their environment."""
-    names = dict.fromkeys(("MASTER_ADDR", "MASTER_PORT", *exports))
+    names = dict.fromkeys(("MASTER_ADDR", "MASTER_PORT", "CLUSTERKIT_ATTEMPT", *exports))
     return [
         # By slot: ranks are numbered host by host, in the hostfile's order.
         "--map-by", "slot", "--bind-to", "none",
