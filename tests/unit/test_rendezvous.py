@@ -91,7 +91,8 @@ def test_deepspeed_by_way_of_mpirun_starts_all_nodes():
     (more,) = (word for word in argv if str(word).startswith("--launcher_args="))
     assert shlex.split(str(more).partition("=")[2]) == [
         "--mca", "btl_tcp_if_include", "eth1", "--map-by", "slot", "--bind-to", "none",
-        "--tag-output", "-x", "MASTER_ADDR", "-x", "MASTER_PORT", "-x", "TOKEN",
+        "--tag-output", "-x", "MASTER_ADDR", "-x", "MASTER_PORT", "-x", "CLUSTERKIT_ATTEMPT", "-x",
+        "TOKEN",
     ]  # fmt: skip
     assert argv[-4:] == ["--no_python", "sh", "rank.sh", "train.py"]
 

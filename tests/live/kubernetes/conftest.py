@@ -206,3 +206,28 @@ def begun() -> Callable[[api.Run], api.Run]:
         raise AssertionError(f"ended before it began: {run.status()}")
 
     return wait
+
+
+@pytest.fixture
+def broken(kube: Kube) -> Iterator[Callable[[str], None]]:
+    """Crash or cut node-2 of the cluster; mended when the test is over."""
+    undo = {"crash": "restore", "cut": "join"}
+    done: list[str] = []
+
+    def breaks(how: str) -> None:
+        cluster(how, "node-2")
+        done.append(how)
+
+    yield breaks
+    for how in done:
+        cluster(undo[how], "node-2")
+        kube.kubectl("wait", "node/node-2", "--for=condition=Ready", "--timeout=120s")
+
+
+def apart(job: str) -> dict[str, Any]:
+    """A ``patch`` for one pod of the job on each node of the cluster, as long as there are two."""
+    rule = {
+        "maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "DoNotSchedule",
+        "nodeTaintsPolicy": "Honor", "labelSelector": {"matchLabels": {"clusterkit/job": job}},
+    }  # fmt: skip
+    return {"topologySpreadConstraints": [rule]}

@@ -13,7 +13,7 @@ from clusterkit import api
 from clusterkit.spec import CheckpointSpec
 from clusterkit.status import State
 from tests.live import supervisors
-from tests.live.kubernetes.conftest import Kube, cluster
+from tests.live.kubernetes.conftest import Kube, apart
 
 ROOT = Path(__file__).parents[3]
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
@@ -28,11 +28,6 @@ kind: PersistentVolumeClaim
 metadata: {name: runs}
 spec: {accessModes: [ReadWriteMany], resources: {requests: {storage: 1Gi}}}
 """
-APART = {
-    "maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "DoNotSchedule",
-    "nodeTaintsPolicy": "Honor", "labelSelector": {"matchLabels": {"clusterkit/job": "ddp"}},
-}  # fmt: skip
-"""One pod on each node of the cluster, as long as there are two."""
 
 
 @pytest.fixture(scope="module")
@@ -196,22 +191,6 @@ def ranks_of(run):
     return found
 
 
-@pytest.fixture
-def broken(kube):
-    """Crash or cut node-2 of the cluster; mended when the test is over."""
-    undo = {"crash": "restore", "cut": "join"}
-    done = []
-
-    def breaks(how):
-        cluster(how, "node-2")
-        done.append(how)
-
-    yield breaks
-    for how in done:
-        cluster(undo[how], "node-2")
-        kube.kubectl("wait", "node/node-2", "--for=condition=Ready", "--timeout=120s")
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("flavor", "how", "watched"),
@@ -221,7 +200,7 @@ def test_the_pods_of_a_node_that_is_gone_come_back_on_another(
     flavor, how, watched, train, kube, reference, broken
 ):
     """``watched``: by whoever submitted it; else by what the run has in the cluster alone."""
-    run = train(flavor=flavor, patch={"topologySpreadConstraints": [APART]})
+    run = train(flavor=flavor, patch=apart("ddp"))
     until_step(run, 7)
     assert sorted(node.host for node in run.status().nodes) == ["node-1", "node-2"]
     if not watched:

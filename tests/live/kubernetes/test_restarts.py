@@ -1,11 +1,13 @@
 """Restarts in place, and what happens while nobody outside of the cluster watches over a run."""
 
 import json
+import time
 
 import pytest
 
 from clusterkit.status import State
 from tests.live import supervisors
+from tests.live.kubernetes.conftest import apart
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 FOREVER = 'echo "attempt $CLUSTERKIT_ATTEMPT"; exec sleep 3600'
@@ -58,6 +60,34 @@ def test_a_killed_rank_starts_all_again_in_the_same_pods(flavor, submit, begun, 
     status = run.wait(60)
     assert (status.state, status.attempt, status.exit_code) == (State.FAILED, 2, 137)
     assert (status.failure.rank, pods_of(kube, run)) == (1, {})
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("flavor", ["pytorchjob", "job", "trainjob"])
+def test_the_pods_of_a_crashed_node_come_back_although_nobody_watches(
+    flavor, submit, begun, kube, broken
+):
+    wait = "echo up; until [ -e /tmp/go ]; do sleep 0.2; done"
+    on = {"flavor": flavor, "lost_after": 5.0, "patch": apart("live")}
+    run = begun(submit(wait, restarts=1, on=on))
+    supervisors.kill(run)
+    before = pods_of(kube, run)
+    broken("crash")
+    deadline = time.monotonic() + 180
+    mine = ("-l", f"clusterkit/run={run.id},clusterkit/role=node", "-o", "json")
+    while True:
+        items = json.loads(kube.kubectl("get", "pods", *mine))["items"]
+        hosts = [each["spec"].get("nodeName") for each in items]
+        phases = [each["status"]["phase"] for each in items]
+        if (hosts, phases) == (["node-1"] * 2, ["Running"] * 2):
+            break
+        assert time.monotonic() < deadline, (hosts, phases)
+        time.sleep(0.5)
+    assert len(set(before.values()) & set(pods_of(kube, run).values())) == 1
+    for each in items:
+        kube.kubectl("exec", each["metadata"]["name"], "--", "touch", "/tmp/go")
+    status = run.wait(120)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 1), status
 
 
 def test_the_time_limit_ends_a_run_that_nobody_watches(submit, begun, kube):
