@@ -13,13 +13,12 @@ import json
 import os
 import re
 import socket
-import statistics
 import time
 import zlib
 from pathlib import Path
 
 from clusterkit.agent import limits
-from clusterkit.agent.hangs import WORLD
+from clusterkit.agent.hangs import WORLD, median
 from clusterkit.agent.processes import is_alive, is_stopped
 from clusterkit.agent.protocol import TRACE_FILE, TRACE_SIGNAL, WORKER_SOCKET, Document
 
@@ -83,7 +82,7 @@ def recorded(dump: Document, now: float) -> Document:
     waits = []
     for group, number, name, like, count in pending[:2]:
         before = [later - earlier for earlier, later in itertools.pairwise(like[:count])]
-        every = statistics.median(before) if len(before) > 1 else 0.0
+        every = median(before) if len(before) > 1 else 0.0
         waits.append((group, number, name, round(max(0.0, now - like[count - 1]), 1), every))
     newest = dict(list(last.items())[-_KEPT:])
     wanted = (WORLD, *(wait[0] for wait in waits))
