@@ -241,7 +241,62 @@ class KubernetesCluster(Spec, frozen=True, kw_only=True):
     """Seconds between SIGTERM and SIGKILL when a run is ended."""
 
 
-ClusterSpec = LocalCluster | SshCluster | ComposeCluster | KubernetesCluster
+class SlurmCluster(Spec, frozen=True, kw_only=True):
+    """Nodes of a Slurm cluster: one allocation a run."""
+
+    backend: Literal["slurm"] = "slurm"
+    """A partition of Slurm, from a login node."""
+    partition: Word | None = None
+    """Partition; by default Slurm's own default."""
+    account: Word | None = None
+    """Account that is charged."""
+    qos: Word | None = None
+    """Quality of service."""
+    constraint: Word | None = None
+    """Features that the nodes must have, such as `h100&ib`."""
+    reservation: Word | None = None
+    """Reservation to run in."""
+    time: Word | None = None
+    """Time limit as `sbatch` takes it, such as `2-00:00:00`; by default the job's `time_limit` and
+    5 minutes more, or the partition's."""
+    exclusive: bool = False
+    """Whether no other job may share the nodes."""
+    gres: Word | None = None
+    """What a node gives, such as `gpu:h100:4`; by default `gpu:N` for N ranks on GPUs."""
+    gpus: Amount | Auto = "auto"
+    """GPUs of a node; `auto`: all that a node of the partition has."""
+    cpus: Count | Auto = "auto"
+    """CPUs of a node; `auto`: its share for the GPUs that are asked for, or all without GPUs."""
+    memory: Word | None = None
+    """Memory of a node, such as `64G`; `0`: all of it. By default what Slurm gives."""
+    options: tuple[Word, ...] = ()
+    """Further options of `sbatch`, such as `--mail-type=FAIL`."""
+    modules: tuple[Word, ...] = ()
+    """Modules to load on the first node; the ranks inherit the environment."""
+    setup: tuple[Word, ...] = ()
+    """Lines of shell before the nodes start, on the first node, likewise."""
+    requeue: bool = True
+    """Whether Slurm starts the run again that it preempted, whose node failed, or that came to the
+    end of its time: it goes on from its checkpoint."""
+    notice: Annotated[float, Meta(ge=0, le=65535)] = 120.0
+    """Seconds before the end of the time limit at which the ranks are asked to stop."""
+    interface: Word | None = None
+    """Network interface of the ranks, such as `ib0`; by default gloo and NCCL choose, and the first
+    node has the address that Slurm knows."""
+    port: Port | Auto = "auto"
+    """Rendezvous port; `auto`: one at random that is free on the login node."""
+    python: Word | None = None
+    """Interpreter of the ranks, on a disk that all nodes see; by default the active environment's,
+    otherwise the one that runs clusterkit."""
+    env: dict[str, str] = {}
+    """Environment of every job here; a job's `env` goes first."""
+    lost_after: Seconds = 30.0
+    """Seconds without an answer after which a node counts as lost."""
+    stop_grace: Grace = 10.0
+    """Seconds between SIGTERM and SIGKILL when a run is ended."""
+
+
+ClusterSpec = LocalCluster | SshCluster | ComposeCluster | KubernetesCluster | SlurmCluster
 """Every kind of cluster entry; a new backend adds its own to this union."""
 
 CLUSTER_TYPES: dict[str, type[ClusterSpec]] = {
@@ -249,6 +304,7 @@ CLUSTER_TYPES: dict[str, type[ClusterSpec]] = {
     "ssh": SshCluster,
     "compose": ComposeCluster,
     "kubernetes": KubernetesCluster,
+    "slurm": SlurmCluster,
 }
 
 
@@ -336,6 +392,19 @@ class KubernetesFacts(Struct, frozen=True, kw_only=True):
     """GPUs of the node that has most of them now; None: not looked at."""
 
 
+class SlurmFacts(Struct, frozen=True, kw_only=True):
+    """The partition that gives the nodes."""
+
+    version: str
+    partition: str
+    nodes: int
+    """How many could be given, were all of them free."""
+    minutes: int | None = None
+    """Longest time limit; None: there is none."""
+    most_nodes: int | None = None
+    """Nodes that a job gets at most; None: there is no such limit."""
+
+
 class Facts(Struct, frozen=True, kw_only=True):
     """All that a plan needs to know of a cluster; saved with the run."""
 
@@ -358,3 +427,5 @@ class Facts(Struct, frozen=True, kw_only=True):
     """What starts the nodes, where they are containers."""
     kubernetes: KubernetesFacts | None = None
     """What keeps the nodes, where they are pods."""
+    slurm: SlurmFacts | None = None
+    """What gives the nodes, where Slurm does."""

@@ -155,7 +155,7 @@ def _judged(
     restarts = 0 if job is None else max(0, job.restarts - (handle.attempt - 1))
     begun = any(node.state is not State.PENDING for node in seen.nodes)
     attach = f"`clusterkit attach {folder.run_id}`"
-    if seen.state in _GOING_ON:
+    if seen.state in _GOING_ON or seen.queued:
         remark = (
             f"its supervisor is gone: {_alone(handle, progress, restarts)}; {attach} watches over "
             f"it again, `clusterkit cancel {folder.run_id}` ends it"

@@ -30,6 +30,7 @@ from clusterkit.cluster import (
     Host,
     KubernetesCluster,
     LocalCluster,
+    SlurmCluster,
     SshCluster,
 )
 from clusterkit.doctor import every_check
@@ -266,6 +267,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "ssh-cluster-keys": lambda: keys(SshCluster),
     "compose-cluster-keys": lambda: keys(ComposeCluster),
     "kubernetes-cluster-keys": lambda: keys(KubernetesCluster),
+    "slurm-cluster-keys": lambda: keys(SlurmCluster),
     "claim-keys": lambda: keys(Claim),
     "host-keys": lambda: keys(Host),
     "verbs": verbs,

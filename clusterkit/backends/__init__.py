@@ -17,6 +17,7 @@ _MODULES = {
     "ssh": "clusterkit.backends.ssh.backend:SshBackend",
     "compose": "clusterkit.backends.compose.backend:ComposeBackend",
     "kubernetes": "clusterkit.backends.kubernetes.backend:KubernetesBackend",
+    "slurm": "clusterkit.backends.slurm.backend:SlurmBackend",
 }
 
 NAMES = tuple(_MODULES)

@@ -60,6 +60,8 @@ class Observation(Struct, frozen=True, kw_only=True):
     """Whether the nodes' agents have decided that nothing follows this failure."""
     goes_on: int | None = None
     """The attempt that the nodes' agents have begun after this one, on the same nodes."""
+    queued: bool = False
+    """Whether the nodes have not started, and will without us."""
     superseded: ClusterProgress | None = None
     """The run has gone on without us; nothing else here counts then."""
 

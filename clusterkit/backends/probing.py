@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from typing import Literal
@@ -127,6 +129,20 @@ def interpreter(job: JobSpec | None, *entries: tuple[str | None, str]) -> tuple[
     own = None if job is None else job.python
     found = next((python, origin) for python, origin in ((own, "job: python"), *entries) if python)
     return found
+
+
+def own_interpreter(job: JobSpec | None, entry: str | None) -> tuple[str, str]:
+    """`interpreter` where the ranks can have this machine's: the active environment's, or ours."""
+    active = []
+    for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        folder = os.environ.get(variable, "")
+        python = sys.executable if folder == sys.prefix else os.path.join(folder, "bin/python")
+        # A shell may outlive the environment that was active in it.
+        if folder and os.access(python, os.X_OK):
+            active.append((python, f"the active environment, {variable}"))
+    return interpreter(
+        job, (entry, "cluster: python"), *active, (sys.executable, "clusterkit's own")
+    )
 
 
 def parse_gpus(csv: str, visible: str | None = None) -> tuple[Gpu, ...]:

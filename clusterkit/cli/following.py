@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import click
 
@@ -10,6 +11,10 @@ from clusterkit import api
 from clusterkit.cli.common import print_json
 from clusterkit.errors import EXIT_FAILURE, EXIT_INTERRUPTED
 from clusterkit.status import RunStatus, State
+from clusterkit.ui.words import waits_for
+
+QUEUE_SECONDS = 3.0
+"""How long nodes wait before it is said that they do."""
 
 
 def follow(run: api.Run, as_json: bool, *, detach: bool = False) -> int:
@@ -17,17 +22,33 @@ def follow(run: api.Run, as_json: bool, *, detach: bool = False) -> int:
     try:
         from clusterkit.ui import follow  # a moment in which Ctrl-C may come, too
 
-        status = run.wait_started() if detach else follow.follow(run)
+        status = run.wait(until=_Started()) if detach else follow.follow(run)
     except KeyboardInterrupt:
         status = _interrupted(run)
     if as_json:
         print_json(status)
     if detach and not status.state.final:
-        click.echo(f"{run.id} has started; clusterkit logs -f {run.id} follows it", err=True)
+        reason = waits_for(status)
+        how = "has started" if reason is None else f"waits ({reason})"
+        click.echo(f"{run.id} {how}; clusterkit logs -f {run.id} follows it", err=True)
     if status.state is State.UNKNOWN:
         click.echo(status.remark, err=True)
         return EXIT_FAILURE
     return status.exit_code or 0
+
+
+class _Started:
+    """Whether every node of a run runs, or it is known for some seconds why not."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def __call__(self, status: RunStatus) -> bool:
+        if waits_for(status) is None:
+            self._since = None
+            return bool(status.nodes) and all(n.state is not State.PENDING for n in status.nodes)
+        self._since = self._since or time.monotonic()
+        return time.monotonic() > self._since + QUEUE_SECONDS
 
 
 def _interrupted(run: api.Run) -> RunStatus:

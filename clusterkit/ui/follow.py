@@ -18,7 +18,15 @@ from clusterkit.errors import counted
 from clusterkit.logs import LogLine
 from clusterkit.marks import is_number
 from clusterkit.status import RunStatus, State
-from clusterkit.ui.words import duration, failure_text, loss_text, printable, remark_lines, source
+from clusterkit.ui.words import (
+    duration,
+    failure_text,
+    loss_text,
+    printable,
+    remark_lines,
+    source,
+    waits_for,
+)
 
 PLAIN_LINES = 20
 """How many progress lines a run gets where there is no terminal to redraw."""
@@ -146,6 +154,16 @@ def follow(run: api.Run, console: Console | None = None) -> RunStatus:
     """Show a run's progress on stderr until it ends, then its summary."""
     console = console or Console(stderr=True, highlight=False)
     view = View()
+    told: str | None = None
+
+    def begun(status: RunStatus) -> bool:
+        nonlocal told
+        if (reason := waits_for(status)) is not None and reason != told:
+            told = reason
+            _say(console, f"waits: {reason}")
+        return status.state is not State.PENDING
+
+    run.wait(until=begun)
     lines = run.logs(follow=True, note=lambda event: _say(console, f"note: {event.text}"))
     if console.is_terminal:
         _live(view, lines, console)

@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from typing import TextIO
 
 from clusterkit.logs import LogLine, readable
-from clusterkit.status import Goodput, RunStatus
+from clusterkit.status import Goodput, RunStatus, State
 
 _SEQUENCE = re.compile(
     r"(\x1b\[[0-9;:]*m)"  # colours
@@ -78,6 +78,12 @@ def failure_text(status: RunStatus) -> str:
     if failure.hint:
         lines.append(f"hint: {failure.hint}")
     return "\n".join(lines)
+
+
+def waits_for(status: RunStatus) -> str | None:
+    """Why its nodes have not started, where that is known."""
+    waiting = (node for node in status.nodes if node.state is State.PENDING)
+    return next((node.reason for node in waiting if node.reason), None)
 
 
 def goodput_text(goodput: Goodput) -> str:

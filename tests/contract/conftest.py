@@ -28,6 +28,7 @@ from clusterkit.cluster import (
     Facts,
     Host,
     KubernetesFacts,
+    SlurmFacts,
 )
 from clusterkit.logs import LogLine
 from clusterkit.plan import Plan, Step
@@ -95,6 +96,10 @@ class Stage:
         cluster: ClusterSpec | None = None,
     ) -> Plan:
         return self.backend.plan(job, cluster or self.cluster(), facts or self.facts_of(), run_id)
+
+    def address(self, plan: Plan) -> str:
+        """What the ranks have as MASTER_ADDR."""
+        return plan.address
 
     # -- what a backend without processes of its own would have to override --------
 
@@ -348,7 +353,47 @@ class KubernetesStage(LocalStage):
         (self._folder(handle, node) / "pod.json").write_text(json.dumps(native))
 
 
-STAGES = {kind.name: kind for kind in (LocalStage, SshStage, ComposeStage, KubernetesStage)}
+class NoJobs(LocalTransport):
+    """This machine as a login node, with a Slurm that has forgotten every job."""
+
+    def run(self, host: str, argv: Sequence[str], **options: Any) -> Completed:
+        if argv[0] != "squeue":
+            return super().run(host, argv, **options)
+        return Completed(tuple(argv), 0, "", "")
+
+
+class SlurmStage(LocalStage):
+    """Each task's command runs here as `srun` would start it; the run's folder is shared."""
+
+    name = "slurm"
+    watch_each_other = True
+
+    def __init__(self, facts: Callable[..., Facts]) -> None:
+        def in_partition(*args: Any, **fields: Any) -> Facts:
+            slurm = SlurmFacts(version="22.05.8", partition="main", nodes=4)
+            return msgspec.structs.replace(facts(*args, **fields), slurm=slurm)
+
+        super().__init__(in_partition)
+        self.transport = NoJobs()
+
+    def address(self, plan: Plan) -> str:
+        return "127.0.0.1"
+
+    def node_steps(self, plan: Plan) -> list[Step]:
+        (script,) = (file for file in plan.files if file.path.endswith("/slurm.sh"))
+        _, _, started = script.content().decode().rpartition("\nsrun ")
+        words = shlex.split(started.partition(" &\n")[0])
+        argv = tuple(words[words.index("/bin/sh") :])
+        head = {"CLUSTERKIT_HEAD": self.address(plan)}
+        return [
+            Step(kind="start", host="localhost", node=node, argv=argv,
+                 env={**head, "SLURM_NODEID": str(node)})
+            for node in range(plan.nodes)
+        ]  # fmt: skip
+
+
+KINDS = (LocalStage, SshStage, ComposeStage, KubernetesStage, SlurmStage)
+STAGES = {kind.name: kind for kind in KINDS}
 
 
 @pytest.fixture(params=backends.NAMES)

@@ -201,7 +201,7 @@ def test_every_rank_sees_the_whole_contract(stage, demo, run_nodes, dump_dir):
             "NODE_RANK": str(rank // 2),
             "WORLD_SIZE": "4",
             "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": plan.address,
+            "MASTER_ADDR": stage.address(plan),
             "MASTER_PORT": str(plan.port),
             "CLUSTERKIT_RUN_ID": plan.run_id,
             "CLUSTERKIT_RUN_DIR": plan.run_dir,
@@ -265,7 +265,7 @@ def test_stale_variables_of_the_submitter_do_not_reach_the_ranks(stage, demo, ru
     assert sorted(seen) == [0, 1]
     for one in seen.values():
         assert one["env"]["WORLD_SIZE"] == "2"
-        assert one["env"]["MASTER_ADDR"] == plan.address
+        assert one["env"]["MASTER_ADDR"] == stage.address(plan)
         assert one["env"]["GROUP_RANK"] == "0"
         assert one["env"]["TORCHELASTIC_RUN_ID"] == plan.run_id
 

@@ -15,7 +15,15 @@ import msgspec
 import pytest
 
 from clusterkit import backends, loader
-from clusterkit.cluster import CLUSTER_TYPES, Claim, Engine, Host, KubernetesFacts, Project
+from clusterkit.cluster import (
+    CLUSTER_TYPES,
+    Claim,
+    Engine,
+    Host,
+    KubernetesFacts,
+    Project,
+    SlurmFacts,
+)
 
 HERE = Path(__file__).resolve().parent
 EXPECTED = HERE / "expected"
@@ -89,6 +97,8 @@ def place(backend, facts, nodes):
         return (entry if facts.hosts[0].gpus else kind()), found
     if backend == "kubernetes":
         return in_pods(kind, facts, nodes)
+    if backend == "slurm":
+        return in_partition(kind, facts, nodes)
     return kind(), facts
 
 
@@ -116,6 +126,28 @@ def in_pods(kind, facts, nodes):
         resources={"rdma/hca": "1"}, image_pull_secrets=("registry",),
         patch={"containers": [{"name": "pytorch", "tty": True}], "hostNetwork": True},
         annotations={"team": "$(X) of research"},
+    )  # fmt: skip
+    return entry, found
+
+
+def in_partition(kind, facts, nodes):
+    """A cluster whose nodes have the GPUs; half of the cases take what an empty entry gives."""
+    (machine,) = facts.hosts
+    node = msgspec.structs.replace(
+        machine, address="", gpus=machine.gpus[: len(machine.gpus) // nodes], cpus=96
+    )
+    slurm = SlurmFacts(version="24.11.5", partition="h100", nodes=16, minutes=2880)
+    found = msgspec.structs.replace(
+        facts, home="/shared/u/cluster kit", hosts=(node,), watch_port=29502, slurm=slurm,
+        port_origin="free on the login node", interface="ib0" if machine.gpus else "",
+    )  # fmt: skip
+    if not machine.gpus:
+        return kind(), found
+    entry = kind(
+        partition="h100", account="nlp", qos="long", constraint="h100&ib", reservation="tuesday",
+        time="1-12:00:00", exclusive=True, memory="0", options=("--mail-type=FAIL",),
+        modules=("cuda/12.8", "nccl"), setup=("ulimit -l unlimited",), interface="ib0",
+        env={"HF_HOME": "/shared/hf"}, notice=300,
     )  # fmt: skip
     return entry, found
 

@@ -57,15 +57,15 @@ doctor.hosts
 doctor
 backends.base
 backends backends.nodes backends.ports backends.placing backends.probing
-backends.local backends.ssh backends.compose backends.kubernetes
+backends.local backends.ssh backends.compose backends.kubernetes backends.slurm
 backends.ssh.config backends.ssh.filters backends.ssh.variables backends.compose.compose_file
-backends.compose.engine
+backends.compose.engine backends.slurm.queue
 backends.kubernetes.text backends.kubernetes.watcher backends.kubernetes.connect
 backends.kubernetes.nodes
 backends.ssh.inventory backends.ssh.known_hosts
 backends.ssh.connection
 backends.ssh.transport
-backends.*.probe backends.ssh.observe
+backends.*.probe backends.ssh.observe backends.slurm.observe
 backends.*.place
 backends.compose.containers backends.kubernetes.pods
 backends.kubernetes.flavors backends.kubernetes.judge
@@ -169,7 +169,7 @@ def test_what_serves_one_backend_is_used_by_that_one_alone():
     for name in ORCHESTRATOR:
         own = name.split(".")[2:3]
         for other in imports(name):
-            of = re.match(r"clusterkit\.backends\.(local|ssh|compose|kubernetes)\b", other)
+            of = re.match(r"clusterkit\.backends\.(local|ssh|compose|kubernetes|slurm)\b", other)
             assert of is None or of[1] in own, f"{name} imports {other}"
 
 

@@ -286,6 +286,9 @@ class Ended:
     def __init__(self, lines, state):
         self._lines, self._state = lines, state
 
+    def wait(self, until):
+        assert until(self._state)
+
     def logs(self, follow, note):
         for line in self._lines:
             if isinstance(line, Event):
@@ -303,6 +306,20 @@ def test_a_restart_is_told_when_it_happens():
     follow.follow(Ended([line("one"), failed, line("two")], status()), console)
     told = [text for text in out.getvalue().splitlines() if "note" in text or "n0 r0" in text]
     assert told == ["n0 r0 one", f"note: {failed.text}", "n0 r0 two"]
+
+
+def test_why_nodes_wait_is_told_once():
+    class Waiting(Ended):
+        def wait(self, until):
+            for reason in (None, "other jobs go first", "other jobs go first", "nodes are in use"):
+                node = NodeStatus(node=0, host="", state=State.PENDING, reason=reason)
+                assert not until(status(state=State.PENDING, nodes=(node,)))
+            assert until(self._state)
+
+    console, out = recording_console()
+    follow.follow(Waiting([], status()), console)
+    told = [text for text in out.getvalue().splitlines() if "waits" in text]
+    assert told == ["waits: other jobs go first", "waits: nodes are in use"]
 
 
 def test_a_traceback_is_shown_once_and_from_the_failure():

@@ -10,8 +10,8 @@ from clusterkit.backends.ports import watch_port
 from clusterkit.backends.probing import (
     NAMES_PYTHON,
     ask,
-    interpreter,
     limited,
+    own_interpreter,
     own_report,
 )
 from clusterkit.cluster import Facts, HostFacts, LocalCluster
@@ -62,13 +62,4 @@ def probe(cluster: LocalCluster, transport: Transport, job: JobSpec | None) -> F
 
 def ranks_python(cluster: LocalCluster, job: JobSpec | None) -> tuple[str, str]:
     """The ranks' Python as it was named, and where it comes from."""
-    active = []
-    for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
-        folder = os.environ.get(variable, "")
-        python = sys.executable if folder == sys.prefix else os.path.join(folder, "bin/python")
-        # A shell may outlive the environment that was active in it.
-        if folder and os.access(python, os.X_OK):
-            active.append((python, f"the active environment, {variable}"))
-    return interpreter(
-        job, (cluster.python, "cluster: python"), *active, (sys.executable, "clusterkit's own")
-    )
+    return own_interpreter(job, cluster.python)

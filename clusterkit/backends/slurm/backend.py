@@ -1,0 +1,123 @@
+"""Nodes of a Slurm cluster: one allocation a run, one agent a node, started by one ``srun``.
+
+The run's folder lies on a disk that the login node and all nodes see, so that what the agents write
+is read there, as for local runs.
+"""
+
+from __future__ import annotations
+
+import math
+import posixpath
+import time
+from typing import TYPE_CHECKING, ClassVar
+
+from clusterkit.backends.base import (
+    Backend,
+    Monitor,
+    Observation,
+)
+from clusterkit.backends.slurm.observe import (
+    SlurmMonitor,
+    cancelled_elsewhere,
+    newest,
+    observation,
+    read,
+    stop_file,
+)
+from clusterkit.backends.slurm.queue import HOST, SLURM_SECONDS, Job, jobs_of
+from clusterkit.cluster import ClusterSpec, Facts, SlurmCluster
+from clusterkit.errors import ClusterkitError, Unavailable
+from clusterkit.runs import RunHandle
+from clusterkit.spec import JobSpec
+from clusterkit.status import State
+from clusterkit.transport import Transport
+
+if TYPE_CHECKING:
+    from clusterkit.assemble import Placement
+
+GRACE_SECONDS = 10.0
+"""Beyond `stop_grace`, before a job that does not end in order is ended by Slurm."""
+ASK_SECONDS = 1.0
+
+
+class SlurmBackend(Backend):
+    """Nodes are tasks of one job step; see `clusterkit.agent` for what runs in each of them."""
+
+    name = "slurm"
+    summary = "nodes of a Slurm cluster, in one allocation"
+    unsupported = {  # noqa: RUF012
+        "launcher=mpirun": "Open MPI would start steps of its own, which no agent can watch or end",
+    }
+    start_seconds: ClassVar[float] = math.inf
+
+    def probe(
+        self, cluster: ClusterSpec, transport: Transport, job: JobSpec | None = None
+    ) -> Facts:
+        from clusterkit.backends.slurm.probe import probe
+
+        assert isinstance(cluster, SlurmCluster)
+        return probe(cluster, transport, job)
+
+    def places(self, cluster: ClusterSpec, transport: Transport) -> int:
+        from clusterkit.backends.slurm.probe import partition
+
+        assert isinstance(cluster, SlurmCluster)
+        return sum(node.usable for node in partition(cluster, transport)[2])
+
+    def place(self, job: JobSpec, cluster: ClusterSpec, facts: Facts, run_id: str) -> Placement:
+        from clusterkit.backends.slurm.place import place
+
+        assert isinstance(cluster, SlurmCluster)
+        return place(job, cluster, facts, run_id)
+
+    # -- an attempt -----------------------------------------------------------
+
+    def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
+        files = read(handle, transport)
+        if files is None:
+            return None
+        job, silent = None, None
+        try:
+            job = newest(handle, transport)
+        except Unavailable as error:
+            silent = error.message
+        seen = observation(handle, files, job, transport, silent=silent)
+        if cancelled_elsewhere(seen, job):
+            handle.folder.mark_cancelled()
+        return seen
+
+    def watch(self, handle: RunHandle, transport: Transport) -> Monitor:
+        return SlurmMonitor(handle, transport)
+
+    def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
+        plan = handle.plan
+        deadline = time.monotonic() + plan.stop_grace + GRACE_SECONDS
+        asked: set[int] = set()
+        try:
+            while jobs := [job for job in jobs_of(plan.run_id, transport) if not job.means.final]:
+                for job in jobs:
+                    if transport.get(HOST, posixpath.join(plan.run_dir, "run.json"), 0, 1):
+                        transport.put(HOST, stop_file(plan, job), f"{reason}\n".encode())
+                    if job.means is not State.RUNNING or time.monotonic() > deadline:
+                        _scancel(transport, job)
+                    elif job.id not in asked:
+                        # Its batch script passes it on to the agents, with the reason.
+                        _scancel(transport, job, "--batch", "--signal=USR1")
+                    asked.add(job.id)
+                if time.monotonic() > deadline + SLURM_SECONDS:
+                    names = ", ".join(str(job.id) for job in jobs)
+                    raise Unavailable(f"job {names} does not end")
+                time.sleep(ASK_SECONDS)
+        except ClusterkitError as error:
+            raise Unavailable(
+                f"could not end run {plan.run_id}: {error.message}",
+                hint=f"clusterkit cancel {plan.run_id} again, once Slurm answers",
+            ) from None
+
+
+def _scancel(transport: Transport, job: Job, *options: str) -> None:
+    """Raises Unavailable: it could not be done, and the job is still there."""
+    done = transport.run(HOST, ["scancel", *options, str(job.id)], timeout=SLURM_SECONDS)
+    said = done.stderr.strip()
+    if done.exit_code and "Invalid job id" not in said and "already completing" not in said:
+        raise Unavailable(f"Slurm: {said or f'scancel exited with {done.exit_code}'}")

@@ -1,0 +1,278 @@
+"""What a run's job and the files of its agents mean for its nodes.
+
+The agents write to the run's folder, which the login node sees as well: how they stand, and how
+they ended, is read there. Slurm tells what they cannot: why nothing has started, and why they were
+ended without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import posixpath
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import msgspec
+from msgspec import Struct
+
+from clusterkit import mirror
+from clusterkit.backends.base import Observation
+from clusterkit.backends.nodes import judge_node, node_file, observed
+from clusterkit.backends.slurm.queue import HOST, Job, jobs_of
+from clusterkit.errors import Unavailable
+from clusterkit.plan import Plan
+from clusterkit.runs import RunHandle
+from clusterkit.status import NodeCause, NodeStatus, State
+from clusterkit.transport import Transport
+
+LOOK_SECONDS = 0.5
+"""Between two looks at the agents' files: each is a request to a file server."""
+ASK_SECONDS = (1.0, 5.0, 30.0)
+"""At least, between two questions to Slurm, which serves a whole cluster: where files have changed;
+while the job waits; while it runs."""
+_SIGNALLED = (143, -15, 137, -9)
+"""Exit codes of what was ended by SIGTERM, or SIGKILL."""
+LATE_SECONDS = 15.0
+"""That a file server may take to show what a node wrote before its job ended."""
+
+
+class Files(Struct, frozen=True):
+    """What one node has written."""
+
+    started: bytes | None
+    exit: bytes | None
+    log: bytes
+
+
+class Snapshot(Struct, frozen=True):
+    """What the run's folder holds of an attempt."""
+
+    nodes: tuple[Files, ...]
+    submitted: bytes | None
+    """Id of the job, once there is one."""
+    next: bytes | None
+    """The attempt that Slurm began after it."""
+
+    @property
+    def begun(self) -> bool:
+        return any(node.started is not None for node in self.nodes)
+
+    @property
+    def ended(self) -> bool:
+        return all(node.exit is not None for node in self.nodes)
+
+
+def read(handle: RunHandle, transport: Transport) -> Snapshot | None:
+    """What the run's folder holds; None: there is none."""
+    plan = handle.plan
+
+    def of(name: str) -> bytes | None:
+        return transport.get(HOST, posixpath.join(plan.run_dir, name))
+
+    if of("run.json") is None:
+        return None
+    nodes = []
+    for node in range(plan.nodes):
+        ended = transport.get(HOST, node_file(handle, node, "exit.json"))
+        started = transport.get(HOST, node_file(handle, node, "started.json"))
+        log = b"" if ended else transport.get(HOST, node_file(handle, node, "agent.log")) or b""
+        nodes.append(Files(started, ended, log[-4096:]))
+    attempt = handle.attempt
+    return Snapshot(tuple(nodes), of(f"job-{attempt}"), of(f"attempts/{attempt}/next"))
+
+
+def stop_file(plan: Plan, job: Job) -> str:
+    """Says why we end a job, to its batch script; and to us, that it was us."""
+    return posixpath.join(plan.run_dir, f"stop-{job.id}")
+
+
+def observation(
+    handle: RunHandle,
+    seen: Snapshot,
+    job: Job | None,
+    transport: Transport,
+    *,
+    silent: str | None = None,
+    patient: bool = False,
+) -> Observation:
+    """An attempt, from its files and its job as it was asked for after those were read.
+
+    Args:
+        job: the run's newest; None: Slurm knows of none.
+        silent: why Slurm does not answer; None: it does.
+        patient: whether files may still come to light.
+    """
+    again = _next(handle, seen, job)
+    ours = job is None or transport.get(HOST, stop_file(handle.plan, job), 0, 1) is not None
+    nodes = tuple(
+        _judge(handle, node, files, seen, job, ours, silent, patient, again)
+        for node, files in enumerate(seen.nodes)
+    )
+    found = observed(nodes, {node: files.exit or b"" for node, files in enumerate(seen.nodes)})
+    causes = tuple(
+        NodeCause(node=node.node, words=node.reason, exit_code=node.exit_code or 1)
+        for node in nodes
+        if job is not None and node.state is State.FAILED and node.reason == job.ending
+    )
+    return msgspec.structs.replace(
+        found,
+        goes_on=found.goes_on or again,
+        causes=(*causes, *found.causes),
+        queued=job is not None and job.means is State.PENDING,
+    )
+
+
+def cancelled_elsewhere(seen: Observation, job: Job | None) -> bool:
+    """Whether somebody ended the job by Slurm's own means, and not for another of its attempts."""
+    by_hand = any(
+        node.state is State.CANCELLED and job is not None and node.reason == job.ending
+        for node in seen.nodes
+    )
+    return by_hand and not any(node.state is State.RUNNING for node in seen.nodes)
+
+
+def _next(handle: RunHandle, seen: Snapshot, job: Job | None) -> int | None:
+    """The attempt with which the same job goes on, where Slurm has put it back into its queue."""
+    if seen.next is not None:
+        return handle.attempt + 1
+    waits = job is not None and job.means is State.PENDING
+    return handle.attempt + 1 if waits and seen.begun else None
+
+
+def _judge(
+    handle: RunHandle,
+    node: int,
+    files: Files,
+    seen: Snapshot,
+    job: Job | None,
+    ours: bool,
+    silent: str | None,
+    patient: bool,
+    again: int | None,
+) -> NodeStatus:
+    over = again is not None or (
+        silent is None and (job is None or job.means.final) and not patient
+    )
+    found = judge_node(
+        node,
+        _host(files.started),
+        begun=files.started is not None,
+        alive=not over and files.exit is None,
+        exit_json=files.exit,
+        complaint=files.log,
+        started=files.started,
+    )
+
+    def changed(state: State, reason: str | None) -> NodeStatus:
+        return msgspec.structs.replace(found, state=state, reason=reason)
+
+    if files.exit is not None:
+        # Slurm's signals reach ranks and agents alike: what they say of their end is an echo.
+        told = found.state in (State.CANCELLED, State.FAILED) and found.exit_code in _SIGNALLED
+        if told and job is not None and job.ended_by_slurm and not ours and again is None:
+            cancelled = job.means is State.CANCELLED
+            return changed(State.CANCELLED if cancelled else State.FAILED, job.ending)
+        return found
+    if silent is not None:
+        return changed(State.RUNNING if files.started else State.PENDING, silent)
+    if files.started is None and found.state is State.RUNNING:
+        found = changed(State.PENDING, None)
+    if job is None:
+        if files.started is None and seen.submitted is not None and not patient:
+            number = seen.submitted.decode(errors="replace").strip()
+            return changed(State.FAILED, f"job {number} left Slurm's queue before it started")
+        return found
+    if job.means is State.UNKNOWN:
+        return changed(State.UNKNOWN, f"Slurm reports job {job.id} as {job.state}")
+    if again is not None:
+        return changed(State.FAILED, "Slurm ended its job, and starts it again")
+    if job.means is State.PENDING:
+        return changed(State.PENDING, job.waiting)
+    if over:
+        cancelled = job.means is State.CANCELLED and not ours
+        return changed(State.CANCELLED if cancelled else State.FAILED, job.ending)
+    return found
+
+
+def _host(started: bytes | None) -> str:
+    with contextlib.suppress(ValueError, AttributeError):
+        return str(json.loads(started or b"{}").get("host") or "")
+    return ""
+
+
+def newest(handle: RunHandle, transport: Transport) -> Job | None:
+    """The run's newest job.
+
+    Raises:
+        Unavailable: the controller does not answer.
+    """
+    found = jobs_of(handle.plan.run_id, transport)
+    return found[-1] if found else None
+
+
+class SlurmMonitor:
+    """Looks at the agents' files; asks Slurm when they change, and now and then."""
+
+    def __init__(self, handle: RunHandle, transport: Transport) -> None:
+        self._about = (handle, transport)
+        self._pool = ThreadPoolExecutor(1)  # a controller that is away takes 10 s to say nothing
+        self._asking: Future[Job | None] | None = None
+        self._read: Snapshot | None = None
+        self._asked: Snapshot | None = None
+        """The files as they were when Slurm was asked."""
+        self._job: Job | None = None
+        self._silent: str | None = None
+        self._look_at = self._ask_at = 0.0
+        self._over_since: float | None = None
+        self._seen: Observation | None = None
+
+    def status(self) -> Observation | None:
+        handle, transport = self._about
+        now = mirror.awake()
+        if now < self._look_at:
+            return self._seen
+        self._look_at = now + LOOK_SECONDS
+        fresh = read(handle, transport)
+        if fresh is None:
+            return None
+        if fresh != self._read:
+            self._ask_at = min(self._ask_at, now + ASK_SECONDS[0])
+        self._read = fresh
+        if self._asking is None and now >= self._ask_at:
+            self._asked = fresh
+            self._asking = self._pool.submit(newest, handle, transport)
+        if self._asking is not None and (self._asking.done() or self._seen is None):
+            self._take(now)
+        if self._asked == fresh and self._asking is None:
+            self._judge(fresh, now)
+        elif self._seen is None or self._silent is not None:
+            self._seen = observation(handle, fresh, self._job, transport, silent=self._silent or "")
+        return self._seen
+
+    def _take(self, now: float) -> None:
+        """Slurm's answer."""
+        assert self._asking is not None
+        try:
+            self._job, self._silent = self._asking.result(), None
+        except Unavailable as error:
+            self._silent = error.message
+        self._asking = None
+        runs = self._job is not None and self._job.means is State.RUNNING
+        self._ask_at = now + ASK_SECONDS[2 if runs and self._silent is None else 1]
+
+    def _judge(self, fresh: Snapshot, now: float) -> None:
+        handle, transport = self._about
+        job = self._job
+        over = self._silent is None and (job is None or job.means.final)
+        if not over:
+            self._over_since = None
+        elif self._over_since is None:
+            self._over_since = now
+        patient = not fresh.ended and now - (self._over_since or now) < LATE_SECONDS
+        seen = observation(handle, fresh, job, transport, silent=self._silent, patient=patient)
+        if cancelled_elsewhere(seen, job):
+            handle.folder.mark_cancelled()
+        self._seen = seen
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)

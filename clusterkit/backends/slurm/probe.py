@@ -1,0 +1,150 @@
+"""Looking at a partition, and at the Python of the ranks, before a submit."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+
+import msgspec
+
+from clusterkit.backends.ports import watch_port
+from clusterkit.backends.probing import NAMES_PYTHON, ask, own_interpreter
+from clusterkit.backends.slurm.queue import HOST
+from clusterkit.backends.slurm.queue import ask as ask_slurm
+from clusterkit.cluster import Facts, Gpu, HostFacts, SlurmCluster, SlurmFacts
+from clusterkit.errors import BadInput, Unavailable
+from clusterkit.runs import home
+from clusterkit.spec import JobSpec
+from clusterkit.transport import Transport
+
+_GPUS = re.compile(r"(?:^|,)gpu:(?:([^:,()]+):)?(\d+)")
+_GONE = re.compile(r"down|drain|fail|unk|boot|power", re.IGNORECASE)
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?\Z")
+
+
+class PartitionNode(msgspec.Struct, frozen=True, kw_only=True):
+    """A node as `sinfo` shows it."""
+
+    name: str
+    state: str
+    cpus: int
+    memory_mib: int
+    gpus: tuple[Gpu, ...]
+
+    @property
+    def usable(self) -> bool:
+        return not _GONE.match(self.state)
+
+
+def probe(cluster: SlurmCluster, transport: Transport, job: JobSpec | None) -> Facts:
+    """As `clusterkit.backends.base.Backend.probe`."""
+    name, limits, nodes = partition(cluster, transport)
+    least = min((node for node in nodes), key=lambda node: (len(node.gpus), node.cpus))
+    if cluster.gpus != "auto":
+        gpus = tuple(Gpu(str(index), "GPU", 0) for index in range(cluster.gpus))
+    else:
+        gpus = () if job is not None and job.device == "cpu" else least.gpus
+    workdir = str(home())
+    python, origin = own_interpreter(job, cluster.python)
+    if (found := shutil.which(python)) is None:
+        raise Unavailable(
+            f"python: {python} does not exist, or cannot be executed", hint=NAMES_PYTHON
+        )
+    python = os.path.abspath(found)
+    report = ask(transport, HOST, [python], python=python, where="login node", workdir=workdir)
+    port = transport.free_port(HOST, None if cluster.port == "auto" else cluster.port)
+    if cluster.port != "auto":
+        port = cluster.port
+    most = limits.get("MaxNodes", "")
+    return Facts(
+        home=workdir,
+        hosts=(
+            HostFacts(
+                host=HOST,
+                address="",
+                cpus=least.cpus,
+                memory_mib=least.memory_mib,
+                gpus=gpus,
+                python=python,
+                python_origin=origin,
+                versions=report.versions,
+                tools=report.tools,
+            ),
+        ),
+        port=port,
+        port_origin="free on the login node" if cluster.port == "auto" else "cluster: port",
+        interface=cluster.interface or "",
+        watch_port=watch_port(cluster, HOST, port, transport),
+        slurm=SlurmFacts(
+            version=ask_slurm(transport, "sinfo", "--version").strip().rpartition(" ")[2],
+            partition=name,
+            nodes=len(nodes),
+            minutes=minutes(limits.get("MaxTime", "")),
+            most_nodes=int(most) if most.isdigit() else None,
+        ),
+    )
+
+
+def partition(
+    cluster: SlurmCluster, transport: Transport
+) -> tuple[str, dict[str, str], list[PartitionNode]]:
+    """Name, limits and nodes of the entry's partition.
+
+    Raises:
+        BadInput: there is no such partition.
+        Unavailable: the controller does not answer.
+    """
+    shown = ask_slurm(transport, "scontrol", "--oneliner", "show", "partition")
+    found = {}
+    for line in shown.splitlines():
+        words = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        found[words.get("PartitionName", "")] = words
+    name = cluster.partition or next(
+        (name for name, words in found.items() if words.get("Default") == "YES"), ""
+    )
+    limits = found.get(name.partition(",")[0])
+    if limits is None:
+        raise BadInput(
+            f"partition: {name} is none of Slurm's" if name else "partition: Slurm has no default",
+            hint=f"one of {', '.join(sorted(found))}",
+            cluster="partition",
+        )
+    form = "%N|%T|%c|%m|%G"
+    listed = ask_slurm(transport, "sinfo", "-hN", f"--partition={name}", f"--format={form}")
+    nodes = [node for line in listed.splitlines() if (node := _node(line)) is not None]
+    if not nodes:
+        raise Unavailable(f"Slurm: partition {name} has no nodes")
+    return name, limits, nodes
+
+
+def _node(line: str) -> PartitionNode | None:
+    fields = line.strip().split("|")
+    if len(fields) != 5:
+        return None
+    name, state, cpus, memory, gres = fields
+    gpus = [
+        (kind or "GPU", int(count)) for kind, count in _GPUS.findall(re.sub(r"\([^)]*\)", "", gres))
+    ]
+    kinds = [kind for kind, count in gpus for _ in range(count)]
+    return PartitionNode(
+        name=name,
+        state=state,
+        cpus=int(re.sub(r"\D", "", cpus) or 1),
+        memory_mib=int(re.sub(r"\D", "", memory) or 0),
+        gpus=tuple(Gpu(str(index), kind, 0) for index, kind in enumerate(kinds)),
+    )
+
+
+def minutes(text: str) -> int | None:
+    """A time as Slurm writes it, ``days-hours:minutes:seconds`` and shorter, in whole minutes;
+    None: no limit."""
+    match = _TIME.match(text)
+    if match is None:
+        return None
+    days, first, second, third = (int(part or 0) for part in match.groups())
+    if match[1] is not None:
+        return days * 1440 + first * 60 + second + (third > 0)
+    if match[4] is not None:
+        return first * 60 + second + (third > 0)
+    return first + (second > 0)

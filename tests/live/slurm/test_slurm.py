@@ -1,0 +1,106 @@
+"""Runs on a real Slurm: its daemons, two nodes, this machine's Python."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from clusterkit import agent, api
+from clusterkit.status import RunStatus, State
+from tests.live import parity
+from tests.live.parity import Case
+from tests.live.slurm.daemons import Slurm
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+ROOT = Path(__file__).parents[3]
+Train = Callable[..., api.Run]
+STEPS = 10
+FOR_EVER = 6000
+
+
+def beating(run: api.Run, attempt: int = 1) -> RunStatus:
+    """Once rank 0 of an attempt works."""
+    status = run.wait(120, until=lambda status: status.attempt >= attempt and beats(run) >= attempt)
+    assert not status.state.final, status
+    return status
+
+
+def beats(run: api.Run) -> int:
+    """How often rank 0 has begun."""
+    return sum(line.text.startswith("beat 0 ") for line in run.logs())
+
+
+def ranks(run: api.Run, node: int, attempt: int = 1) -> list[int]:
+    """Process ids of a node's ranks."""
+    text = (run.path / f"attempts/{attempt}/node-{node}/ranks.jsonl").read_text()
+    return [json.loads(line)["pid"] for line in text.splitlines()]
+
+
+def test_ddp_has_the_losses_of_one_rank_here(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    expected = parity.measure(parity.REFERENCE, steps=STEPS).losses
+    found = parity.measure(Case("ddp", 2, 2, parity.MICRO_2), steps=STEPS, cluster="hpc")
+    assert len(found.losses) == STEPS
+    assert parity.largest_difference(found.losses, expected) <= parity.TOLERANCE
+
+
+def test_a_rank_that_is_killed_is_started_again_in_the_same_job(slurm: Slurm, train: Train) -> None:
+    run = train("tick.py", FOR_EVER, restarts=1)
+    beating(run)
+    jobs = slurm.jobs()
+    os.kill(ranks(run, 1)[0], signal.SIGKILL)
+    status = beating(run, attempt=2)
+    assert slurm.jobs() == jobs
+    assert [node.state for node in status.nodes] == [State.RUNNING] * 2
+    (ended,) = run.status().attempts
+    assert ended.failure is not None
+    assert (ended.failure.node, ended.failure.rank) == (1, 1)
+    status = run.cancel()
+    assert status.state is State.CANCELLED
+    assert {node.reason for node in status.nodes} == {"stopped on request"}
+
+
+def test_who_cancels_the_job_by_hand_cancels_the_run(slurm: Slurm, train: Train) -> None:
+    run = train("tick.py", FOR_EVER, restarts=3)
+    beating(run)
+    slurm.run("scancel", f"--name={run.id}")
+    status = run.wait(60)
+    assert status.state is State.CANCELLED
+    assert "it was cancelled (scancel)" in (status.nodes[0].reason or "")
+
+
+def test_a_run_waits_in_the_queue_says_why_and_needs_nobody_to_watch(
+    slurm: Slurm, train: Train
+) -> None:
+    other = slurm.run("sbatch", "--parsable", "-N2", "--exclusive", "-o/dev/null",
+                      "--wrap", "sleep 600").strip()  # fmt: skip
+    run = train("tick.py", 5)
+    waiting = run.wait(60, until=lambda status: any(node.reason for node in status.nodes))
+    assert waiting.state is State.PENDING
+    supervisor = json.loads((run.path / "supervisor.json").read_text())["pid"]
+    os.kill(supervisor, signal.SIGKILL)
+    agent.wait_gone([supervisor], 10)
+    slurm.run("scancel", other)
+    status = run.wait(60)
+    assert status.state is State.SUCCEEDED
+    assert [node.exit_code for node in status.nodes] == [0, 0]
+
+
+def test_what_the_plan_prints_can_be_submitted_by_hand(
+    slurm: Slurm, clusterkit: list[str], tmp_path: Path
+) -> None:
+    """From the folder that ``plan --out`` wrote, where it says."""
+    job = tmp_path / "hello.yaml"
+    job.write_text('name: hello\ncommand: [sh, -c, "echo hello from $RANK of $WORLD_SIZE"]\n')
+    out = os.environ["CLUSTERKIT_HOME"] + "/runs/hello-plan"
+    words = [str(job), "--cluster", "hpc", "--nodes", "2", "--out", out]
+    subprocess.run([*clusterkit, "plan", *words], check=True, capture_output=True)
+    slurm.run("sbatch", "--wait", f"{out}/files/slurm.sh")
+    logs = [Path(out, f"attempts/1/node-{node}/log").read_text() for node in (0, 1)]
+    assert [line.rpartition(" hello")[2].strip() for line in logs] == ["from 0 of 2", "from 1 of 2"]

@@ -1,0 +1,278 @@
+"""The Slurm backend without a Slurm: what commands print, what states mean, the batch script."""
+
+import json
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from clusterkit import backends, runs
+from clusterkit.backends.slurm import observe, probe, queue
+from clusterkit.cluster import SlurmCluster, SlurmFacts
+from clusterkit.errors import BadInput, Unavailable
+from clusterkit.spec import JobSpec
+from clusterkit.status import State
+from clusterkit.transport import Completed, LocalTransport
+
+PARTITION = (
+    "PartitionName=main AllowGroups=ALL Default=YES DefaultTime=NONE MaxNodes=4 MaxTime=2-00:00:00 "
+    "State=UP TotalNodes=16\nPartitionName=long Default=NO MaxNodes=UNLIMITED MaxTime=UNLIMITED\n"
+)
+
+
+class Slurm(LocalTransport):
+    """A login node whose Slurm prints what it is told to; files are this machine's."""
+
+    def __init__(self, **printed: str) -> None:
+        self.printed = {"scontrol": PARTITION, **printed}
+        self.asked: list[tuple[str, ...]] = []
+
+    def run(self, host, argv, **options):
+        self.asked.append(tuple(argv))
+        text = self.printed.get(argv[0], "")
+        if text.startswith("error"):
+            return Completed(tuple(argv), 1, "", text)
+        return Completed(tuple(argv), 0, text, "")
+
+
+def job(state="RUNNING", number=7, reason="None", start="N/A"):
+    return f"{number}|{state}|{start}|2026-11-23T12:00:00|{reason}\n"
+
+
+# ---------------------------------------------------------------- what commands print
+
+
+def test_jobs_are_read_and_lines_of_another_form_passed_over():
+    text = "a plugin complains\n" + job(number=12) + job("PENDING", 9, "(ReqNodeNotAvail, x|y)")
+    transport = Slurm(squeue=text)
+    found = queue.jobs_of("demo-1", transport)
+    assert [(each.id, each.state) for each in found] == [(9, "PENDING"), (12, "RUNNING")]
+    assert "--name=demo-1" in transport.asked[0]
+    assert found[0].waiting == (
+        "job 9: nodes that it needs are down, drained or reserved (ReqNodeNotAvail)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "means"),
+    [
+        ("PENDING", "PENDING"), ("CONFIGURING", "PENDING"), ("RUNNING", "RUNNING"),
+        ("COMPLETING", "RUNNING"), ("SUSPENDED", "RUNNING"), ("COMPLETED", "SUCCEEDED"),
+        ("CANCELLED", "CANCELLED"), ("TIMEOUT", "FAILED"), ("PREEMPTED", "FAILED"),
+        ("NODE_FAIL", "FAILED"), ("OUT_OF_MEMORY", "FAILED"), ("HIBERNATING", "UNKNOWN"),
+    ],
+)  # fmt: skip
+def test_states_of_slurm_are_ours(state, means):
+    assert queue.Job(id=1, state=state).means is State[means]
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("Priority", "job 1: other jobs go first (Priority)"),
+        ("QOSMaxJobsPerUserLimit", "job 1: a limit of its QOS (QOSMaxJobsPerUserLimit)"),
+        ("AssocGrpGRES", "job 1: a limit of its account (AssocGrpGRES)"),
+        ("SomethingNew", "job 1: SomethingNew"),
+    ],
+)
+def test_a_reason_is_told_in_words(reason, words):
+    assert queue.Job(id=1, state="PENDING", reason=reason, start="N/A").waiting == words
+    expected = f"{words}; expected to start 2026-11-24T01:00:00"
+    due = queue.Job(id=1, state="PENDING", reason=reason, start="2026-11-24T01:00:00")
+    assert due.waiting == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("30", 30), ("30:30", 31), ("1:30:00", 90), ("2-00:00:00", 2880), ("1-12", 2160),
+        ("UNLIMITED", None), ("soon", None),
+    ],
+)  # fmt: skip
+def test_times_of_slurm(text, found):
+    assert probe.minutes(text) == found
+
+
+def test_the_partition_and_its_nodes():
+    listed = (
+        "n0|idle|96|1031000|gpu:h100:8(S:0-1)\nn1|down*|96+|1031000|gpu:h100:8\n"
+        "n2|mixed|48|512000|gpu:4,shard:8\nn3|idle|8|1000|(null)\nand more\n"
+    )
+    name, limits, nodes = probe.partition(SlurmCluster(), Slurm(sinfo=listed))
+    assert (name, limits["MaxTime"]) == ("main", "2-00:00:00")
+    assert [(n.name, n.usable, n.cpus, len(n.gpus)) for n in nodes] == [
+        ("n0", True, 96, 8), ("n1", False, 96, 8), ("n2", True, 48, 4), ("n3", True, 8, 0),
+    ]  # fmt: skip
+    assert nodes[0].gpus[0].name == "h100"
+    with pytest.raises(BadInput, match="partition: gpu is none of Slurm's") as error:
+        probe.partition(SlurmCluster(partition="gpu"), Slurm())
+    assert error.value.hint == "one of long, main"
+
+
+def test_a_controller_that_is_away_is_unavailable():
+    away = "error: Unable to contact slurm controller (connect failure)"
+    with pytest.raises(Unavailable, match="Unable to contact slurm controller"):
+        queue.jobs_of("demo-1", Slurm(squeue=away))
+
+
+# ---------------------------------------------------------------- the plan
+
+
+@pytest.fixture
+def plan(make_facts):
+    def make(cluster=None, slurm=None, **fields):
+        given = {"version": "22.05.8", "partition": "main", "nodes": 16, "minutes": 2880}
+        facts = msgspec.structs.replace(make_facts(), slurm=SlurmFacts(**(given | (slurm or {}))))
+        asked = JobSpec(**{"name": "demo", "command": ("true",), "nodes": 2, **fields})
+        entry = SlurmCluster(**(cluster or {}))
+        return backends.backend("slurm").plan(asked, entry, facts, "demo-1")
+
+    return make
+
+
+def options(plan):
+    (script,) = (file.text for file in plan.files if file.path.endswith("slurm.sh"))
+    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if "#SBATCH" in line]
+
+
+@pytest.mark.parametrize(
+    ("fields", "slurm", "message"),
+    [
+        ({"nodes": 17}, {}, "17 are wanted, partition main gives 16 nodes"),
+        ({"nodes": 5}, {"most_nodes": 4}, "5 are wanted, partition main gives 4 nodes"),
+        ({"cluster": {"time": "3-0"}}, {}, "3-0 is more than partition main allows"),
+        ({"cluster": {"time": "soon"}}, {}, "soon is not a time of Slurm's"),
+    ],
+)
+def test_what_slurm_would_let_wait_for_ever_is_refused(plan, fields, slurm, message):
+    with pytest.raises(BadInput, match=message):
+        plan(slurm=slurm, **fields)
+
+
+def test_the_job_s_own_time_limit_makes_slurm_s(plan):
+    assert "--time=65" in options(plan(time_limit="1h"))
+    assert "--time=2880" in options(plan(time_limit="48h"))
+    assert "--time=90" in options(plan(time_limit="1h", cluster={"time": "90"}))
+    assert not any("--time" in option for option in options(plan()))
+
+
+def test_an_option_is_quoted_as_sbatch_reads_it(plan):
+    found = options(plan(cluster={"constraint": "a&b", "options": ["--comment=it's"]}))
+    assert "'--constraint=a&b'" in found
+    assert "'--comment=it'\"'\"'s'" in found
+    with pytest.raises(BadInput, match="line break or a backslash"):
+        plan(cluster={"account": "a\nb"})
+
+
+# ---------------------------------------------------------------- what a job means for its nodes
+
+
+@pytest.fixture
+def seen(plan, tmp_path):
+    """An attempt with these files, and this job: its state, and each node's state and reason."""
+
+    def look(squeue, *nodes, attempt=1, patient=False, **files):
+        made = plan()
+        folder = runs.RunFolder(Path(made.run_dir))
+        for name, text in {"run_json": "{}", **files}.items():
+            path = folder.path / name.replace("run_json", "run.json").replace("_", "-")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        for node, written in enumerate(nodes):
+            path = folder.node_dir(attempt, node)
+            shutil.rmtree(path, ignore_errors=True)  # of an earlier call
+            path.mkdir(parents=True)
+            for name, document in (written or {}).items():
+                (path / f"{name}.json").write_text(json.dumps(document))
+        handle = runs.RunHandle(folder, made, attempt)
+        if patient:
+            transport = Slurm(squeue=squeue)
+            taken = observe.read(handle, transport)
+            number = observe.newest(handle, transport)
+            return observe.observation(handle, taken, number, transport, patient=True)
+        return backends.backend("slurm").status(handle, Slurm(squeue=squeue))
+
+    return look
+
+
+RUNS = {"started": {"pid": 1, "host": "gpu-3"}}
+DONE = {**RUNS, "exit": {"exit_code": 0, "at": 1.0, "reason": None}}
+ENDED = {**RUNS, "exit": {"exit_code": 143, "at": 1.0, "reason": "stopped on request"}}
+CRASHED = {**RUNS, "exit": {"exit_code": 7, "at": 1.0, "reason": None}}
+
+
+def states(found):
+    return found.state.value, [node.state.value for node in found.nodes], found.nodes[1].reason
+
+
+def test_nodes_run_once_their_agents_say_so(seen):
+    found = seen(job(), RUNS, None)
+    assert states(found) == ("RUNNING", ["RUNNING", "PENDING"], None)
+    assert found.nodes[0].host == "gpu-3"
+
+
+def test_a_job_that_waits_says_why(seen):
+    reason = "job 7: other jobs go first (Priority)"
+    found = seen(job("PENDING", reason="Priority"), None, None)
+    assert states(found) == ("PENDING", ["PENDING"] * 2, reason)
+    assert found.goes_on is None
+
+
+def test_a_job_that_waits_again_goes_on_as_the_next_attempt(seen):
+    assert seen(job("PENDING", reason="BeginTime"), ENDED, RUNS).goes_on == 2
+    assert seen(job(), ENDED, ENDED, **{"attempts/1/next": "2\n"}).goes_on == 2
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ("TIMEOUT", "it came to the end of Slurm's time limit (TIMEOUT)"),
+        ("PREEMPTED", "Slurm preempted it for another job (PREEMPTED)"),
+        ("OUT_OF_MEMORY", "it was over its memory limit (OUT_OF_MEMORY)"),
+    ],
+)
+def test_what_slurm_ended_has_slurm_s_reason(seen, state, words):
+    reason = f"job 7 ended: {words}"
+    assert states(seen(job(state), RUNS, ENDED)) == ("FAILED", ["FAILED"] * 2, reason)
+    assert seen(job(state), RUNS, ENDED).causes[0].words == reason
+
+
+def test_a_rank_that_failed_by_itself_keeps_its_own_reason(seen):
+    assert states(seen(job("FAILED"), ENDED, CRASHED)) == ("FAILED", ["CANCELLED", "FAILED"], None)
+
+
+def test_scancel_by_hand_cancels_the_run_and_ours_does_not(seen):
+    found = seen(job("CANCELLED"), ENDED, ENDED)
+    assert states(found)[:2] == ("CANCELLED", ["CANCELLED"] * 2)
+    folder = runs.home() / "runs/demo-1"
+    assert (folder / "cancelled").exists()
+    (folder / "cancelled").unlink()
+    seen(job("CANCELLED"), ENDED, RUNS, stop_7="another node has ended")
+    assert not (folder / "cancelled").exists()
+
+
+def test_a_job_that_slurm_has_forgotten_is_judged_by_the_agents(seen):
+    assert states(seen("", DONE, DONE))[0] == "SUCCEEDED"
+    found = seen("", DONE, RUNS)
+    assert states(found)[:2] == ("FAILED", ["SUCCEEDED", "FAILED"])
+    assert "without reporting" in found.nodes[1].reason
+    assert states(seen("", DONE, RUNS, patient=True))[0] == "RUNNING"
+
+
+def test_a_job_that_left_the_queue_before_it_started_has_failed(seen):
+    assert states(seen("", None, None)) == ("PENDING", ["PENDING"] * 2, None)
+    reason = "job 7 left Slurm's queue before it started"
+    assert states(seen("", None, None, job_1="7\n")) == ("FAILED", ["FAILED"] * 2, reason)
+
+
+def test_a_state_that_nobody_knows_is_unknown(seen):
+    reason = "Slurm reports job 7 as HIBERNATING"
+    assert states(seen(job("HIBERNATING"), RUNS, RUNS)) == ("UNKNOWN", ["UNKNOWN"] * 2, reason)
+
+
+def test_while_slurm_does_not_answer_the_agents_are_believed(seen):
+    away = "error: Unable to contact slurm controller"
+    assert states(seen(away, RUNS, RUNS))[:2] == ("RUNNING", ["RUNNING"] * 2)
+    assert "Unable to contact" in seen(away, RUNS, RUNS).nodes[0].reason
+    assert states(seen(away, DONE, DONE))[0] == "SUCCEEDED"
