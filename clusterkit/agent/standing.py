@@ -40,8 +40,9 @@ def moves(pid: int) -> bytes:
     return b""
 
 
-def record(rank: Document, folder: Path) -> Document:
-    """One rank's record; ``rank`` is its line of ``ranks.jsonl``."""
+def record(rank: Document, folder: Path, *, place: bool = True) -> Document:
+    """One rank's record; ``rank`` is its line of ``ranks.jsonl``. Without its ``place`` it comes
+    at once, whatever its interpreter does."""
     found: Document = {"rank": rank["rank"]}
     if not is_alive(rank):
         return {**found, "state": "ended"}
@@ -50,13 +51,15 @@ def record(rank: Document, folder: Path) -> Document:
     path = folder / WORKER_SOCKET.format(RANK=rank["rank"])
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         found.update(recorded(json.loads(_ask(path, "fr_trace_json")), time.time()))
+    if not place:
+        return found
     trace = b""
     with contextlib.suppress(OSError):
         trace = _ask(path, "dump_traceback")
     if b"File" not in trace:
         with contextlib.suppress(OSError):
             trace = _by_signal(int(rank["pid"]))
-    return {**found, **place(trace.decode(errors="replace"), os.getcwd())}
+    return {**found, **placed(trace.decode(errors="replace"), os.getcwd())}
 
 
 def recorded(dump: Document, now: float) -> Document:
@@ -90,7 +93,7 @@ def recorded(dump: Document, now: float) -> Document:
     return {"last": newest, "waits": waits}
 
 
-def place(trace: str, folder: str) -> Document:
+def placed(trace: str, folder: str) -> Document:
     """``at``, ``busy``, ``doing`` of what faulthandler writes; its last thread is the main one."""
     frames = _FRAME.findall(trace.rpartition("(most recent call first):")[2])
     own = [frame for frame in frames if not _LIBRARY.search(frame[0])]
