@@ -83,7 +83,7 @@ backends.kubernetes.run_files backends.kubernetes.pod_log
 backends.kubernetes.place backends.kubernetes.monitor
 backends.kubernetes.remove
 backends.*.backend
-verdict
+verdict losses
 supervise
 run_state
 run
