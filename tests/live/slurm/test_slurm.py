@@ -104,3 +104,84 @@ def test_what_the_plan_prints_can_be_submitted_by_hand(
     slurm.run("sbatch", "--wait", f"{out}/files/slurm.sh")
     logs = [Path(out, f"attempts/1/node-{node}/log").read_text() for node in (0, 1)]
     assert [line.rpartition(" hello")[2].strip() for line in logs] == ["from 0 of 2", "from 1 of 2"]
+
+
+def let_go(slurm: Slurm, run: api.Run) -> None:
+    """Slurm holds a job back for two minutes before it starts it again: not this one."""
+    waiting = run.wait(60, until=lambda status: any("two minutes" in (n.reason or "")
+                                                    for n in status.nodes))  # fmt: skip
+    assert waiting.state in (State.PENDING, State.RUNNING), waiting
+    slurm.run("scontrol", "update", f"jobid={slurm.jobs()[0]}", "StartTime=now")
+
+
+def test_a_job_that_is_told_of_its_end_goes_on_as_the_next_attempt(
+    slurm: Slurm, train: Train
+) -> None:
+    run = train("tick.py", FOR_EVER)
+    beating(run)
+    jobs = slurm.jobs()
+    # What --signal=B:USR1 does.
+    slurm.run("scancel", "--batch", "--signal=USR1", *jobs)
+    let_go(slurm, run)
+    status = beating(run, attempt=2)
+    assert slurm.jobs() == jobs
+    assert [node.state for node in status.nodes] == [State.RUNNING] * 2
+    ended = json.loads((run.path / "attempts/1/node-1/exit.json").read_text())
+    assert ended["stopped_by"] == "Slurm is about to end the job (time limit, or preemption)"
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+def test_over_its_time_a_run_goes_on_from_its_checkpoint_at_the_same_step(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    run = api.submit(
+        "jobs/ddp.yaml", cluster="short", nodes=2, gpus=1,
+        settings=["device=cpu", "checkpoint.every=100000"], more_args=["--steps", "100000"],
+    )  # fmt: skip
+    run.wait(200, until=lambda status: any("two minutes" in (n.reason or "") for n in status.nodes))
+    before = [each["step"] for each in run.metrics()]
+    let_go(slurm, run)
+    run.wait(120, until=lambda status: len(run.metrics()) > len(before) + 5)
+    run.cancel()
+    steps = [each["step"] for each in run.metrics()]
+    assert len(before) > 1
+    assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.mark.thorough
+def test_a_job_that_is_preempted_goes_on_when_the_nodes_are_free(
+    slurm: Slurm, train: Train
+) -> None:
+    run = train("tick.py", FOR_EVER)
+    beating(run)
+    slurm.run("sbatch", "--wait", "-purgent", "-N2", "--exclusive", "-o/dev/null", "--wrap", "true")
+    let_go(slurm, run)
+    assert [node.state for node in beating(run, attempt=2).nodes] == [State.RUNNING] * 2
+
+
+@pytest.mark.thorough
+def test_a_controller_that_is_away_changes_nothing(slurm: Slurm, train: Train) -> None:
+    run = train("tick.py", FOR_EVER, restarts=1)
+    beating(run)
+    slurm.stop("slurmctld")
+    try:
+        os.kill(ranks(run, 1)[0], signal.SIGKILL)
+        away = run.wait(60, until=lambda status: any("Unable to contact" in (n.reason or "")
+                                                     for n in status.nodes))  # fmt: skip
+        assert away.state is State.RUNNING
+        beating(run, attempt=2)
+    finally:
+        slurm.start_controller()
+        slurm.wait(lambda: slurm.states() != [], "slurmctld")
+    assert run.cancel().state is State.CANCELLED
+
+
+@pytest.mark.thorough
+def test_two_runs_at_once_do_not_disturb_each_other(slurm: Slurm, train: Train) -> None:
+    one, other = train("tick.py", FOR_EVER), train("tick.py", FOR_EVER)
+    beating(one)
+    beating(other)
+    assert one.cancel().state is State.CANCELLED
+    assert other.status().state is State.RUNNING
