@@ -70,10 +70,20 @@ estimate-check: .venv/.train ## Predicted memory against measured; writes the ta
 bench: .venv/.train ## Ratios against torchrun and deepspeed, start-up, runs and plans of many nodes
 	@$(BIN)/python -m tests.bench
 	@$(BIN)/python -m tests.bench.start
+	@$(BIN)/python -m tests.bench.gpt
 	@$(BIN)/python -m tests.bench.scale
 	@$(BIN)/python -m tests.bench.ssh || [ $$? = 3 ]
 	@$(BIN)/python -m tests.bench.compose || [ $$? = 3 ]
 	@$(BIN)/python -m tests.bench.kubernetes || [ $$? = 3 ]
+
+.PHONY: bench-gpu
+bench-gpu: .venv/.train ## Tokens/s, MFU and peak memory of jobs/train/gpt on one GPU; under 10 minutes
+	@$(BIN)/python -m tests.bench.gpu || [ $$? = 3 ]
+
+MINUTES ?= 10
+.PHONY: bench-goodput
+bench-goodput: .venv/.train ## Goodput with a rank killed a minute, against torchrun --max-restarts: MINUTES=10
+	@$(BIN)/python -m tests.bench.goodput --minutes $(MINUTES)
 
 ##  ---- containers
 

@@ -157,8 +157,8 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     ] = None
     """After how long without progress all ranks are ended, and start again if there are restarts
     left; written as `time_limit` is. `0`: never. By default 2 minutes or 20 steps, whichever is
-    longer, if a rank waits for another one; ten times that before the first step, in a checkpoint
-    and in an evaluation."""
+    longer, if a rank waits for another one; ten times that before the first step, and while the
+    one that others wait for does something else, such as a checkpoint or an evaluation."""
     env: Annotated[
         dict[str, Text], Meta(extra_json_schema={"propertyNames": {"pattern": f"^{NAME}$"}})
     ] = {}

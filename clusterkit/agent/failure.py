@@ -29,7 +29,7 @@ _LONGEST = 200  # characters of an error; a line between nodes has a bound
 
 
 class Words:
-    """Of all ranks of a node, in one attempt."""
+    """Of all ranks of a node, from one start of them to the next."""
 
     def __init__(self) -> None:
         self.step: int | None = None  # the last that a rank reported

@@ -4,6 +4,7 @@ A rank's record (`standing.record`) is a JSON object:
 
 * ``rank``; ``at``: where its Python is, ``train.py:44 in load()``, or None
 * ``state``: ``stopped``, ``ended``, or empty; ``busy``: whether it writes a checkpoint or evaluates
+* ``doing``: a number for the functions that it is in, down to the innermost
 * ``last``: of each process group by name, the number of the newest collective it has entered
 * ``waits``: those it has entered that are not complete: group, number, name, since how many
   seconds, and how often one like it comes (seconds; 0: it never came before)
@@ -44,6 +45,8 @@ class Finding:
     hang: bool
     """Whether a rank waits for another one; else nobody does, but no step is made."""
     text: str
+    doing: tuple[object, ...] = ()
+    """What whoever did not come is doing: as long as that changes, it works."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ def compare(ranks: Mapping[int, Document], world: int, nproc: int, pace: float) 
                 about=(group, number, tuple(missing)), seconds=seconds, pace=pace or like,
                 node=min(cause or missing or waits) // nproc, busy=busy, hang=True,
                 text=_words(ranks, waits, group, number, cause or missing, nproc, world),
+                doing=tuple(ranks.get(rank, {}).get("doing") for rank in cause),
             ))
         )  # fmt: skip
     return min(found, key=lambda each: each[:5])[5] if found else None
@@ -203,7 +207,7 @@ class Hangs:
         self._next = -math.inf  # when they may be asked again
         self._found: Finding | None = None
         self._since = 0.0  # when that was found first
-        self._told = self._decided = False
+        self._told = self._decided = self._works = False
 
     def stands(self, node: int, ranks: Sequence[Document], number: int = 0) -> None:
         """A node says how its ranks are: one stands still, or (``number``) it was asked."""
@@ -247,7 +251,9 @@ class Hangs:
     def _judge(self, found: Finding, now: float) -> list[tuple[str, int, str]]:
         orders = []
         if self._found is None or found.about != self._found.about:
-            orders, self._since = self._over(), now
+            orders, self._since, self._works = self._over(), now, False
+        elif found.doing != self._found.doing:
+            self._works = True
         self._found = found
         wait = patience(found.pace, found.busy or not found.pace)
         if not self._told and found.seconds >= wait:
@@ -273,7 +279,8 @@ class Hangs:
         if not found.hang:
             return math.inf  # slow is not hung, unless somebody said how slow that is
         limit = max(limits.HANG_SECONDS, limits.HANG_STEPS * found.pace)
-        return limit * (limits.HANG_PATIENCE if found.busy or not found.pace else 1)
+        patient = found.busy or self._works or not found.pace
+        return limit * (limits.HANG_PATIENCE if patient else 1)
 
 
 def longest(ranks: Iterable[Document]) -> float:

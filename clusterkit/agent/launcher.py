@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from clusterkit.agent import limits
+from clusterkit.agent.failure import Words
 from clusterkit.agent.fork import Fork
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.processes import all_below, is_alive, kill_all_below, send, wait_gone
@@ -74,6 +75,7 @@ class Launcher:
         """Start all processes; why that failed, if it did."""
         self.ended, self.deadline, self.stop_at, self.without_ranks = [], None, None, False
         self.first = None
+        self._log.words = Words()  # also where it is the same attempt: a lost node has come back
         try:
             self._processes.start()
         except OSError as error:

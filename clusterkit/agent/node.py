@@ -192,13 +192,13 @@ class Node:
         self.reason = self.reason or self.launcher.failure
         self.launcher.finish_output()
         if self.client is not None:
-            first = self.restarts and os.environ["NODE_RANK"] == "0"
-            port = int(os.environ.get("MASTER_PORT", "0")) if first else 0
-            # If rank 0's store found its port taken, the next round would fail as well.
+            code, port = self._exit_code(), int(os.environ.get("MASTER_PORT", "0"))
+            # With rank 0's port taken, or a full disk, the next round would fail as well.
+            fit = os.environ["NODE_RANK"] != "0" or is_free(port)
+            last = bool(self.restarts and code) and not (fit and self.record.has_room())
             self.client.ended(
-                self._exit_code(), last=port > 0 and not is_free(port),
-                failure=self.launcher.own_failure(), step=self.log.words.step,
-            )  # fmt: skip
+                code, last=last, failure=self.launcher.own_failure(), step=self.log.words.step
+            )
         if self.client is None or not self.again:
             self.finished = True
 

@@ -34,6 +34,14 @@ class Record:
         with contextlib.suppress(OSError):
             (folder / _RESERVE).write_bytes(bytes(limits.RESERVE_BYTES))
 
+    def has_room(self) -> bool:
+        """Whether the disk takes what another attempt begins with; if not, that is a remark."""
+        about = os.statvfs(self.folder)
+        if about.f_bavail * about.f_frsize >= 4 * limits.RESERVE_BYTES:
+            return True
+        self.remarks.append("not started again: its disk is full")
+        return False
+
     def seconds(self) -> float:
         """How long ago this node began with the run's first attempt, whichever agent did."""
         starts = self.folder.parents[1].glob(f"*/{self.folder.name}/started.json")

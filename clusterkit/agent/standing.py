@@ -15,6 +15,7 @@ import re
 import socket
 import statistics
 import time
+import zlib
 from pathlib import Path
 
 from clusterkit.agent import limits
@@ -91,7 +92,7 @@ def recorded(dump: Document, now: float) -> Document:
 
 
 def place(trace: str, folder: str) -> Document:
-    """``at`` and ``busy`` of what ``faulthandler`` writes, whose last thread is the main one."""
+    """``at``, ``busy``, ``doing`` of what faulthandler writes; its last thread is the main one."""
     frames = _FRAME.findall(trace.rpartition("(most recent call first):")[2])
     own = [frame for frame in frames if not _LIBRARY.search(frame[0])]
     if not frames:
@@ -107,7 +108,8 @@ def place(trace: str, folder: str) -> Document:
         for file, _, function in frames
         if not file.endswith("torch/utils/checkpoint.py")  # that is of every step
     )
-    return {"at": f"{file[-80:]}:{line}{inside[:60]}", "busy": busy}
+    doing = zlib.crc32(repr([(file, function) for file, _, function in frames]).encode())
+    return {"at": f"{file[-80:]}:{line}{inside[:60]}", "busy": busy, "doing": doing}
 
 
 def _ask(path: Path, what: str) -> bytes:

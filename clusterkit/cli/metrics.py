@@ -7,7 +7,8 @@ import click
 from clusterkit import api
 from clusterkit.cli.common import json_option, print_json, run_argument, table
 
-_COLUMNS = ("step", "loss", "eval_loss", "tokens_per_second", "step_seconds", "learning_rate")
+_COLUMNS = ("step", "loss", "eval_loss", "tokens_per_second", "step_seconds", "learning_rate",
+            "mfu", "peak_memory")  # fmt: skip
 
 
 @click.command("metrics", epilog="Example: clusterkit metrics last --json | jq '.[-1].loss'")

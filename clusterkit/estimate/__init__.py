@@ -158,12 +158,10 @@ def estimate(
     limit, origin = _limit(question, facts)
     known_hosts = facts is not None and question.gpu_memory is None
     host_limit = min(h.memory_mib for h in facts.hosts) << 20 if facts and known_hosts else None
-    setups = [own]
-    seen = {(advice.label(own), str(own.mesh))}
-    for setup in advice.alternatives(model, own, nodes * local):
-        if (key := (advice.label(setup), str(setup.mesh))) not in seen:
-            seen.add(key)
-            setups.append(setup)
+    ways: dict[tuple[str, str], Setup] = {}
+    for setup in (own, *advice.alternatives(model, own, nodes * local)):
+        ways.setdefault((advice.label(setup), str(setup.mesh)), setup)
+    setups = list(ways.values())
     rows = [
         advice.row(
             model, setup, own=job is not None and setup is own, limit=limit, host_limit=host_limit

@@ -203,7 +203,7 @@ def _static(model: Model, setup: Setup, share: _Share, own: float) -> _Static:
     # DDP's buckets are the gradients (gradient_as_bucket_view), but those of micro batches before
     # the last are accumulated beside them (no_sync).
     early = FP32 * own if accumulates else 0.0
-    if setup.strategy == "ddp":
+    if setup.strategy == "ddp" and setup.mesh.size > 1:  # one rank has no buckets
         early += FP32 * own
     temporary = _optimizer_temporary(setup, own, _largest(model, setup) * FP32)
     return _Static(

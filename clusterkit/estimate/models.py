@@ -14,7 +14,7 @@ from typing import Any
 
 from clusterkit.errors import BadInput, Unavailable, did_you_mean
 from clusterkit.estimate import published
-from clusterkit.estimate.presets import PRESETS
+from clusterkit.estimate.presets import PRESETS, Shape
 from clusterkit.estimate.setup import Model
 
 _COUNTING_SECONDS = 300.0
@@ -27,48 +27,36 @@ _ASPECT = 128
 def gpt(name: str, context: int | None = None) -> Model:
     """One of our GPT's presets, with its own context or another."""
     shape = PRESETS[name]
-    return _gpt(
-        f"gpt {name}",
-        layers=shape.layers,
-        heads=shape.heads,
-        width=shape.width,
-        inner=4 * shape.width,
-        context=context or shape.context,
-        vocabulary=shape.vocabulary,
-        divisible=True,
-        origin="jobs/train/gpt/model.py",
-    )
+    if context:
+        shape = replace(shape, context=context)
+    origin = "jobs/train/gpt/model.py"
+    return _gpt(f"gpt {name}", shape, 4 * shape.width, divisible=True, origin=origin)
 
 
-def _gpt(
-    name: str, *, layers: int, heads: int, width: int, inner: int, context: int, vocabulary: int,
-    **more: Any,
-) -> Model:  # fmt: skip
+def _gpt(name: str, shape: Shape, inner: int, **more: Any) -> Model:
     """GPT-2, in which positions are embedded and the output layer is the token embedding."""
+    width = shape.width
     matrices = 4 * width**2 + 2 * width * inner
     # Two norms, and the biases of four linear layers.
     layer = matrices + 9 * width + inner
-    ends = (vocabulary + context) * width
+    ends = (shape.vocabulary + shape.context) * width
     sizes: dict[str, Any] = {
-        "parameters": layers * layer + ends + 2 * width,
+        "layers": shape.layers,
+        "hidden": width,
+        "heads": shape.heads,
+        "context": shape.context,
+        "vocabulary": shape.vocabulary,
+        "parameters": shape.layers * layer + ends + 2 * width,
+        "layer_parameters": layer,
         "matrix_parameters": matrices,
         "largest": max(width * inner, 3 * width**2),
+        "feed_forward": inner,
         "first": ends,
         "last": 2 * width,
         "tied": True,
-        **_gpt_activations(width, heads, inner),
+        **_gpt_activations(width, shape.heads, inner),
     }
-    return Model(
-        name=name,
-        layers=layers,
-        hidden=width,
-        heads=heads,
-        context=context,
-        vocabulary=vocabulary,
-        layer_parameters=layer,
-        feed_forward=inner,
-        **(sizes | more),
-    )
+    return Model(name=name, **(sizes | more))
 
 
 def _gpt_activations(
@@ -329,22 +317,14 @@ def from_config(found: Located, context: int | None = None) -> Model | None:
 
 
 def _gpt2(name: str, config: Mapping[str, Any]) -> Model:
-    width, heads = int(config["n_embd"]), int(config["n_head"])
+    layers, heads, width = (int(config[key]) for key in ("n_layer", "n_head", "n_embd"))
+    context, vocabulary = int(config.get("n_positions", 1024)), int(config["vocab_size"])
     inner = int(config.get("n_inner") or 4 * width)
     # Its GELU is written out: half the input, the tangent and one more are saved as well.
     divided = _gpt_activations(width, heads, inner)["divided"] + 3 * inner
-    return _gpt(
-        name,
-        layers=int(config["n_layer"]),
-        heads=heads,
-        width=width,
-        inner=inner,
-        context=int(config.get("n_positions", 1024)),
-        vocabulary=int(config["vocab_size"]),
-        divided=divided,
-        tied=bool(config.get("tie_word_embeddings", True)),
-        origin="its config: gpt2",
-    )
+    tied = bool(config.get("tie_word_embeddings", True))
+    shape = Shape(layers, heads, width, context, vocabulary)
+    return _gpt(name, shape, inner, divided=divided, tied=tied, origin="its config: gpt2")
 
 
 def _llama(name: str, config: Mapping[str, Any], kind: str) -> Model:

@@ -170,6 +170,11 @@ def fill(name: str) -> Callable[[Case], None]:
     return do
 
 
+def full_and_killed(case: Case) -> None:
+    fill("home")(case)
+    rank(signal.SIGKILL)(case)
+
+
 def tear(case: Case) -> None:
     """The newest checkpoint loses its end, once no other will follow; then a rank is killed."""
     case.until_step(case.last_step - 1)
@@ -245,6 +250,8 @@ FAULTS = (
     Fault("port", "local", squat, attempts=(2, 3), blames="rank", rank=0),
     Fault("port-early", "local", squat, attempts=(1, 2), said="port .* was taken", early=True),
     Fault("disk", "local", fill("home"), attempts=(1,), traced=False),
+    Fault("disk-rank", "local", full_and_killed, State.FAILED, (1, 2), "rank", KILLED,
+          traced=False),
     Fault("disk-saving", "local", fill("checkpoints"), State.FAILED, (1, 2, 3), "rank",
           "No space left on device", rank=0),
     Fault("host-crash", "ssh", host("crash"), State.FAILED, (1, 2), "node", "host h{node}"),

@@ -17,6 +17,7 @@ from clusterkit import agent, api
 from clusterkit.backends.compose.compose_file import container_name
 from tests.lab import Lab, machine
 from tests.live.compose import engine as engines
+from tests.live.compose import image
 
 
 @dataclass
@@ -119,10 +120,8 @@ def place(name: str) -> Iterator[Local]:
             yield Hosts(entry, name=name, parallel=False, lab=lab)
     else:
         with engines.engine() as engine:
-            image = engine.out("images", "--quiet", "clusterkit:cpu")
-            if not image:
-                raise engines.NoEngine("no image clusterkit:cpu: make image")
-            entry = {"backend": "compose", "image": "clusterkit:cpu", "stop_grace": 2}
+            tag = image.made(engine, engines.base_image(engine))
+            entry = {"backend": "compose", "image": tag, "stop_grace": 2}
             entry |= {"lost_after": 4, "memory": "128m"}
             env = {k: v for k, v in engine.env.items() if k.startswith("DOCKER_") or k == "PATH"}
             os.environ.update(env)  # for what this process asks of a run

@@ -1,4 +1,5 @@
-"""A training program without torch: ranks that step together, checkpoints, a loss to the last bit.
+"""A training program that needs no framework, and names none, so that none is imported ahead:
+ranks that step together, checkpoints, a loss to the last bit.
 
     program.py STEPS MISCHIEF
 

@@ -177,6 +177,14 @@ def test_steps_that_are_not_made_end_a_run_only_if_somebody_said_when(timeout, e
     assert run.orders[0][2] == f"no step is made; ranks 0-1 are at {LOAD}"
 
 
+def test_a_rank_that_others_wait_for_and_that_works_has_ten_times_as_long() -> None:
+    run = Run()
+    for number in range(1, 1300):
+        run.pass_time(1, waits(0), away(1, doing=number // 9), leap=float(number))
+    assert [what for _, what in run.told()] == ["note", "hang"]
+    assert run.told()[1][0] > 1100
+
+
 def test_a_clock_that_leaps_ends_nothing() -> None:
     run = Run()
     run.pass_time(60, waits(0), away(1), leap=4000.0)
@@ -233,7 +241,8 @@ Thread 0x00007f4e347c1b80 (most recent call first):
 )  # fmt: skip
 def test_a_rank_is_where_its_own_code_is(file: str, function: str, busy: bool) -> None:
     trace = TRACE.format(file, function)
-    assert place(trace, "/home/me/job") == {"at": "train.py:44 in load()", "busy": busy}
+    found = place(trace, "/home/me/job")
+    assert (found["at"], found["busy"]) == ("train.py:44 in load()", busy)
     assert place(trace, "/elsewhere")["at"] == "job/train.py:44 in load()"
     assert place("", "/") == {"at": None}
 

@@ -1,7 +1,9 @@
 """Agents that start all ranks again after one failed, each time as another attempt."""
 
+import contextlib
 import json
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -57,6 +59,27 @@ def test_a_single_node_needs_no_coordinator_of_others(nodes):
     nodes.end(0, 5)
     assert nodes.agents[0].wait(60) == 5
     assert [nodes.exit_of(0, attempt)["exit_code"] for attempt in (1, 2, 3)] == [7, 9, 5]
+
+
+def test_a_full_disk_hides_no_failure(tmp_path):
+    """It takes no record of another attempt; so there is none."""
+    words = ["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(tmp_path)]
+    if subprocess.run(words, capture_output=True).returncode:
+        pytest.skip("cannot mount a tmpfs here")
+    nodes = Nodes(tmp_path)
+    try:
+        begin(nodes, 1, 2)
+        with contextlib.suppress(OSError), (tmp_path / "filler").open("wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        nodes.end(0, 7)
+        assert nodes.agents[0].wait(60) == 7
+        ended = nodes.exit_of(0)
+        assert (ended["exit_code"], ended.get("next")) == (7, None)
+        assert "not started again: its disk is full" in ended["remarks"]
+    finally:
+        nodes.close()
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 FAILS = """echo "$NODE_RANK $$" >"$DIR/up"; echo '@clusterkit {"event": "metrics", "step": 4}'

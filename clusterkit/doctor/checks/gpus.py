@@ -339,9 +339,9 @@ def _logged(host: str, nvidia: Nvidia) -> Iterator[Verdict]:
 # ---------------------------------------------------------------- NVIDIA's own diagnosis
 
 
-@script("gpu-diagnosis", Diagnosis, limit=150)
+@script("gpu-diagnosis", Diagnosis, limit=45)
 def collect_diagnosis(given: dict[str, Any]) -> Any:
-    return {"command": run("dcgmi", "diag", "-r", "1", "-j", seconds=140)}
+    return {"command": run("dcgmi", "diag", "-r", "1", "-j", seconds=40)}
 
 
 @check(collect_diagnosis, quick=False, pointless=_on_cpus)

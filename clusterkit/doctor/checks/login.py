@@ -12,7 +12,7 @@ from msgspec import Struct
 from clusterkit import shell
 from clusterkit.doctor.base import Verdict, fail, ok, skip, warn
 from clusterkit.doctor.check import Answers, alone, check, script, without_ssh
-from clusterkit.doctor.driver import text_of
+from clusterkit.doctor.driver import text_of, user_of
 from clusterkit.doctor.words import common, is_about_host_key, shortened
 
 SLOW = 8.0
@@ -116,14 +116,10 @@ class User(Struct):
 
 @script("user", User)
 def collect_user(given: dict[str, Any]) -> Any:
-    uid = os.geteuid()
-    try:
-        user = pwd.getpwuid(uid).pw_name
-    except KeyError:
-        user = ""
-    home = os.path.expanduser("~")
+    uid, home = os.geteuid(), os.path.expanduser("~")
+    user = user_of(uid)
     return {
-        "user": user,
+        "user": "" if user == str(uid) else user,
         "uid": uid,
         "home": home,
         "home_there": os.path.isdir(home),

@@ -16,8 +16,10 @@ import os
 import sysconfig
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from settings import Batch
@@ -74,12 +76,14 @@ def as_tokens(text: bytes) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def map_tokens(path: Path) -> Tensor:
+def map_tokens(path: Path, vocabulary: int | None = None) -> Tensor:
     """The tokens of a ``.bin`` file, mapped and not read: (number of tokens,), uint16."""
+    about: dict[str, Any] = {}
     try:
         size = path.stat().st_size
-        about = path.with_name("meta.json")
-        meant = json.loads(about.read_text()).get(path.name) if about.exists() else None
+        with suppress(FileNotFoundError):
+            about = json.loads(path.with_name("meta.json").read_text())
+        meant, largest = about.get(path.name), about.get("vocabulary")
     except (OSError, ValueError, AttributeError) as error:
         raise BadInput(f"--data {path}: {error}", hint="prepare.py writes such files") from None
     if size % 2 or (meant is not None and size != 2 * meant):
@@ -88,7 +92,16 @@ def map_tokens(path: Path) -> Tensor:
             f"--data {path} is truncated, or no token file: {size} bytes{whole}",
             hint="two bytes a token; write it anew with prepare.py",
         )
+    if vocabulary is not None and largest is not None and largest > vocabulary:
+        raise _other_vocabulary(path, f"a vocabulary of {largest}", vocabulary)
     return torch.from_file(str(path), size=size // 2, dtype=torch.uint16)
+
+
+def _other_vocabulary(path: object, what: str, vocabulary: int) -> BadInput:
+    return BadInput(
+        f"--data {path} has {what}, the model one of {vocabulary}",
+        hint="another --model, or tokens of its own tokenizer (prepare.py --tokenizer)",
+    )
 
 
 @dataclass(frozen=True)
@@ -112,12 +125,16 @@ def read(
     source = path or "the standard library"
     folder = Path(path or "")
     if path and (folder / "train.bin").exists() and (folder / "val.bin").exists():
-        training, held_out = (map_tokens(folder / name) for name in ("train.bin", "val.bin"))
-        for name, tokens in (("train.bin", training), ("val.bin", held_out)):
-            if len(tokens) < context + 1:
-                raise BadInput(f"{folder / name} holds {len(tokens)} tokens, a sample {context}")
-        return Text(training, held_out, context, source, vocabulary)
-    tokens = map_tokens(folder) if folder.suffix == ".bin" else tokenize(read_text(path))
+        parts = [map_tokens(folder / name, vocabulary) for name in ("train.bin", "val.bin")]
+        if (fewest := min(map(len, parts))) < context + 1:
+            raise BadInput(
+                f"{source} holds {fewest} tokens in train.bin or val.bin, and a sample needs "
+                f"{context + 1}",
+                hint="more text, or a smaller --context",
+            )
+        return Text(*parts, context, source, vocabulary)
+    mapped = folder.suffix == ".bin"
+    tokens = map_tokens(folder, vocabulary) if mapped else tokenize(read_text(path))
     return split(tokens, context, source, vocabulary)
 
 
@@ -193,10 +210,7 @@ class Batches:
         windows = torch.stack([tokens[s : s + length].to(torch.int64) for s in starts])
         vocabulary = self.text.vocabulary
         if vocabulary is not None and (largest := int(windows.max())) >= vocabulary:
-            raise BadInput(
-                f"--data {self.text.source} has a token {largest}, the model {vocabulary} tokens",
-                hint="another --model, or tokens of its own tokenizer (prepare.py --tokenizer)",
-            )
+            raise _other_vocabulary(self.text.source, f"a token {largest}", vocabulary)
         if self.device.type == "cuda":  # the host goes on while they travel
             windows = windows.pin_memory()
         windows = windows.to(self.device, non_blocking=True)

@@ -52,11 +52,29 @@ class Mesh:
         """Which pipeline stage a rank holds."""
         return rank // (self.tp * self.dp)
 
+    def facts(self, strategy: str, schedule: str, micro_batches: int) -> dict[str, Any]:
+        """What a start line tells of it."""
+        if self.pp > 1:
+            schedule = "1f1b" if strategy == "deepspeed" else schedule
+            return {"mesh": str(self), "schedule": schedule, "micro_batches": micro_batches,
+                    "bubble": bubble(self.pp, micro_batches)}  # fmt: skip
+        plain = strategy == "ddp" or (strategy == "deepspeed" and self.tp == 1)
+        return {} if plain else {"mesh": str(self)}
+
     def __str__(self) -> str:
         shape = {"pp": self.pp, "replicate": self.replicate, "shard": self.shard, "tp": self.tp}
         if self.replicate == 1:
             shape = {"pp": self.pp, "dp": self.dp, "tp": self.tp}
         return ",".join(f"{name}={size}" for name, size in shape.items() if size > 1) or "dp=1"
+
+
+def bubble(stages: int, micro_batches: int) -> float:
+    """The part of a step in which a rank of a pipeline waits: (p - 1) / (m + p - 1).
+
+    Huang et al. 2019 (GPipe), https://arxiv.org/abs/1811.06965, section 2.3. It takes all stages
+    to be equally long and sending to be free.
+    """
+    return (stages - 1) / (micro_batches + stages - 1)
 
 
 def counted(number: int, noun: str) -> str:

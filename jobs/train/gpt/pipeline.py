@@ -2,7 +2,7 @@
 
 GPipe runs all forward passes, then all backward passes; 1F1B begins a micro batch's backward pass
 as soon as it can, so a stage keeps the activations of as many micro batches as stages follow it
-and not of all. Both leave ranks idle for the same part of a step, `bubble`.
+and not of all. Both leave ranks idle for the same part of a step, `mesh.bubble`.
 
 Within a stage, data and tensor parallel as in parallelize.py. Over the data dimension FSDP2 shards
 the optimizer state and the float32 weights as ZeRO-1 does, gathers once a step and sends gradients
@@ -23,15 +23,6 @@ from parallelize import placed_gradient
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from world import World
-
-
-def bubble(stages: int, micro_batches: int) -> float:
-    """The part of a step in which a rank waits: (p - 1) / (m + p - 1).
-
-    Huang et al. 2019 (GPipe), https://arxiv.org/abs/1811.06965, section 2.3. It takes all stages
-    to be equally long and sending to be free.
-    """
-    return (stages - 1) / (micro_batches + stages - 1)
 
 
 class Pipeline:

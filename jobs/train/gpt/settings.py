@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import mesh as meshes
+import speed
 import torch
 from mesh import STRATEGIES, Mesh, counted
 from world import BadInput, Ranks
@@ -50,6 +51,9 @@ class Parser(argparse.ArgumentParser):
         add("--schedule", choices=["gpipe", "1f1b"], default="1f1b", help=text)
         text = "keep only the inputs of the layers and compute the rest again: less memory"
         switch("--activation-checkpointing", help=text)
+        switch("--compile", help="torch.compile; slow to start, and then faster, above all on GPUs")
+        text = "trace three steps of every rank into this folder, for ui.perfetto.dev"
+        add("--profile", metavar="FOLDER", help=text)
         text = "deepspeed stage 3: build the model divided, for one that no rank can hold whole"
         switch("--zero-init", help=text)
         text = (
@@ -177,6 +181,8 @@ def choose_strategy(
 ) -> Chosen:
     """The strategy, with its settings checked."""
     _refuse_unused(args)
+    if args.compile:
+        speed.check_compiler(device)
     if args.strategy == "deepspeed":
         if not args.deepspeed_config:
             raise BadInput("--strategy deepspeed needs a config", hint="--deepspeed-config FILE")

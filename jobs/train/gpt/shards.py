@@ -123,7 +123,11 @@ def load(state: State, folder: Path) -> None:
                 state.optimizer.state[parameter][key.removeprefix(prefix)] = (
                     torch.zeros_like(parameter.detach())
                     if held[key].size == parameter.shape
-                    else torch.zeros(held[key].size, dtype=held[key].properties.dtype)
+                    else torch.zeros(
+                        held[key].size,
+                        dtype=held[key].properties.dtype,
+                        device=parameter.device if state.optimizer.defaults["fused"] else "cpu",
+                    )
                 )
         tensors = state.tensors()
         load(tensors, storage_reader=reader)

@@ -23,6 +23,7 @@ from typing import Any
 import data
 import parallelize
 import settings
+import speed
 import torch
 import torch.distributed as dist
 from checkpoint import Checkpoints
@@ -59,9 +60,12 @@ def train(
         args.checkpoint_every, args.checkpoint_keep, args.checkpoint_resume,
     )  # fmt: skip
     resumed = checkpoints.find(ranks)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32, where float32 is multiplied at all
 
     reporter.phase("rendezvous")
-    with distributed(ranks, device) as world:
+    profiler = speed.profiler(args.profile, ranks.rank)
+    with distributed(ranks, device) as world, profiler as trace:
         reporter.phase("build")
         data.check_same(text, world)
         batches = data.Batches(text, args.seed, batch, device, mesh.replica(world.rank))
@@ -75,7 +79,9 @@ def train(
             total = parallelize.count_parameters(model)
             if args.activation_checkpointing:
                 parallelize.recompute(model)
-            engine = zero.Engine(chosen.config, model, partial(adamw, args=args), mesh, world)
+            engine = zero.Engine(chosen.config, model, partial(speed.adamw, args=args), mesh, world)
+            if args.compile:
+                engine.engine.compile()
             optimizer, save, load = engine.optimizer(), engine.save, engine.load
         else:
             import shards
@@ -88,8 +94,10 @@ def train(
             if mesh.pp > 1:
                 model = model.stage(mesh.stage(world.rank), mesh.pp)
             module = parallelize.parallelize(model, args, mesh, grid, chosen.dtype, device)
+            if args.compile:
+                speed.compile(model, args.strategy)
             parameters = parallelize.named_parameters(model)
-            optimizer = adamw(model, args)
+            optimizer = speed.adamw(model, args)
             if mesh.pp > 1:
                 from pipeline import Pipeline
 
@@ -102,6 +110,7 @@ def train(
             save, load = partial(shards.save, state, group), partial(shards.load, state)
         if resumed is not None:
             checkpoints.load(resumed, load, world)
+        meter = speed.Meter(facts, total, text.context, chosen.dtype, world)
         first = resumed.step + 1 if resumed else 1
         if describe is not None:
             print(describe(world.rank, chosen.name, model, total), flush=True)
@@ -115,7 +124,7 @@ def train(
             dtype=chosen.dtype,
             world_size=world.size,
             strategy=chosen.name,
-            **mesh_facts(args, mesh, batch.accumulation),
+            **mesh.facts(args.strategy, args.schedule, batch.accumulation),
         )
 
         @torch.no_grad()
@@ -142,10 +151,10 @@ def train(
                 checkpoints.finish(world)
             notes.update(loss=loss, first_loss=notes.get("first_loss", loss))
             if more or stop or step in (first, args.steps) or step % args.log_every == 0:
+                pace = batches.tokens_per_step / seconds
                 reporter.event(
-                    "metrics", step=step, loss=loss,
-                    tokens_per_second=batches.tokens_per_step / seconds, step_seconds=seconds,
-                    learning_rate=rate, gradient_norm=norm, **more,
+                    "metrics", step=step, loss=loss, tokens_per_second=pace, step_seconds=seconds,
+                    learning_rate=rate, gradient_norm=norm, **meter.measured(pace), **more,
                 )  # fmt: skip
             return stop
 
@@ -182,6 +191,8 @@ def train(
             # written. Its numbers are read one step later: the GPUs have their next step by then.
             norm = math.nan if norm is None else norm
             numbers = world.mean_later(loss, norm, asked_to_stop(), checkpoints.written())
+            if trace is not None:
+                trace.step()
             if waiting is not None:
                 stop, waiting = tell(*waiting), None
             last = step == args.steps or stop > 0
@@ -217,35 +228,6 @@ def train(
 def mean(losses: Any) -> Tensor:
     """In float64: the same whatever way the micro batches lie over the ranks."""
     return torch.stack([loss.double() for loss in losses]).mean()
-
-
-def mesh_facts(args: argparse.Namespace, mesh: Any, micro_batches: int) -> dict[str, Any]:
-    """What the start line tells of the mesh."""
-    if mesh.pp > 1:
-        from pipeline import bubble
-
-        return {
-            "mesh": str(mesh),
-            "schedule": "1f1b" if args.strategy == "deepspeed" else args.schedule,
-            "micro_batches": micro_batches,
-            "bubble": bubble(mesh.pp, micro_batches),
-        }
-    plain = args.strategy == "ddp" or (args.strategy == "deepspeed" and mesh.tp == 1)
-    return {} if plain else {"mesh": str(mesh)}
-
-
-def adamw(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
-    """AdamW; weight decay on matrices and embeddings, none on biases and norms."""
-    groups: dict[Any, dict[str, Any]] = {}
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            decay = 0.0 if len(parallelize.whole_shape(parameter)) < 2 else args.weight_decay
-            # torch's loops over many tensors take no mix of plain ones and those of two meshes.
-            key = decay, getattr(parameter, "device_mesh", None)
-            groups.setdefault(key, {"params": [], "weight_decay": decay})["params"].append(
-                parameter
-            )
-    return torch.optim.AdamW([*groups.values()], lr=args.learning_rate, betas=(0.9, 0.95))
 
 
 def scheduled(step: int, args: argparse.Namespace) -> float:

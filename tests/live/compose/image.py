@@ -48,6 +48,11 @@ def base(engine: Engine) -> str:
 
 @pytest.fixture(scope="session")
 def image(engine: Engine, base: str) -> str:
+    """The training image of this checkout."""
+    return made(engine, base)
+
+
+def made(engine: Engine, base: str) -> str:
     """The training image of this checkout, built as `make image` builds it.
 
     An engine that has none takes the slow layers from the image of an earlier session, if that was

@@ -97,18 +97,20 @@ def main() -> None:
     spec.loader.exec_module(program)
     tracker = Tracker()
     follow_resizes(tracker)
-    train = program.train
+    reporter = importlib.import_module("report").Reporter
+    phase, told = reporter.phase, {}
 
-    def tracked(*args: Any, **kwargs: Any) -> Any:
-        built, start = tracker.peak, tracker.live
-        tracker.peak = tracker.live
-        result = train(*args, **kwargs)
-        told = {"build": built, "start": start, "peak": tracker.peak, "end": tracker.live}
-        record = {"event": "memory", "rank": int(os.environ.get("RANK", "0")), **told}
-        print(f"@clusterkit {json.dumps(record)}", flush=True)
-        return result
+    def tracked(self: Any, name: str | None) -> None:
+        if name == "first_step":
+            told.update(build=tracker.peak, start=tracker.live)
+            tracker.peak = tracker.live
+        if name == "ending":
+            told.update(peak=tracker.peak, end=tracker.live)
+            record = {"event": "memory", "rank": int(os.environ.get("RANK", "0")), **told}
+            print(f"@clusterkit {json.dumps(record)}", flush=True)
+        phase(self, name)
 
-    program.train = tracked
+    reporter.phase = tracked
     run = importlib.import_module("world").run  # the program's own way to end a rank
     with tracker:
         run(program.main)

@@ -55,11 +55,12 @@ class Launcher:
         env: dict[str, str] | None = None,
         on_event: Callable[[dict[str, Any], list[Process]], None] | None = None,
         warm: str | None = "",
+        patience: float = 90,
     ) -> Result:
         """Run ``program`` on ``ranks`` ranks; ``on_event`` sees rank 0's events as they come.
 
         ``warm``: what the process has imported whose forks they are, one of `FAMILIES`; by default
-        as much as serves. None: each imports all by itself.
+        as much as serves. None: each imports all by itself. ``patience``: seconds for all of it.
         """
         self.count += 1
         outputs = [self.folder / f"{self.count}-{rank}.out" for rank in range(ranks)]
@@ -103,7 +104,7 @@ class Launcher:
                     event = parse_mark(line)
                     if event is not None:
                         on_event(event, started)
-        codes = [process.wait(timeout=90) for process in started]
+        codes = [process.wait(timeout=patience) for process in started]
         texts = [output.read_text() for output in outputs[listening:]]
         texts = [heard, *texts] if listening else texts
         events = [e for text in texts for line in text.splitlines() if (e := parse_mark(line))]

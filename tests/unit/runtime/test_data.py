@@ -9,9 +9,11 @@ from data import (
     Batches,
     as_tokens,
     check_same,
+    read,
     read_text,
     split,
 )
+from prepare import prepare
 from settings import solve
 from world import BadInput, World
 
@@ -105,3 +107,77 @@ def test_ranks_with_other_text_are_found(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(World, "gather", lambda self, value: [value, value, (7, 0)])
     with pytest.raises(BadInput, match=r"rank 2 trains on other text \(7 tokens\) than rank 0"):
         check_same(TEXT, world(0, 3))
+
+
+# ---------------------------------------------------------------- token files
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    """A folder of token files."""
+    assert prepare(bytes(range(250)) * 4, tmp_path, None) == {
+        "vocabulary": 256, "train.bin": 900, "val.bin": 100,
+    }  # fmt: skip
+    return tmp_path
+
+
+def test_token_files_give_the_samples_of_their_text(tokens: Path) -> None:
+    whole, files = split(as_tokens(bytes(range(250)) * 4), 16, "it"), read(str(tokens), 16, 256)
+    assert (files.training.dtype, len(files.training), len(files.held_out)) == (
+        torch.uint16, 900, 100,
+    )  # fmt: skip
+    sizes = solve(data_parallel=1, global_size=4)
+    (there, _), (here, _) = (Batches(text, 0, sizes, CPU).of_step(3)[0] for text in (whole, files))
+    assert torch.equal(here, there)
+    (tokens / "meta.json").unlink()  # nanoGPT's own has none
+    assert read(str(tokens / "train.bin"), 16, 256).training[249] == 249
+
+
+def test_two_bytes_hold_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tokenizer:
+        size = 0
+
+        def __len__(self) -> int:
+            return self.size
+
+        def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+            return {"input_ids": [65_535, 1, 2, 3, 4] * 4}
+
+    known = Tokenizer()
+    monkeypatch.setattr("hugging_face.load_tokenizer", lambda name: known)
+    known.size = 65_536
+    assert prepare(b"text", tmp_path, "some") == {
+        "vocabulary": 65_536, "train.bin": 18, "val.bin": 2,
+    }  # fmt: skip
+    assert (tmp_path / "train.bin").read_bytes()[:4] == b"\xff\xff\x01\x00"
+    known.size = 65_537
+    with pytest.raises(BadInput, match="--tokenizer some has 65537 tokens, and a token file of"):
+        prepare(b"text", tmp_path, "some")
+
+
+def test_a_torn_token_file_is_refused(tokens: Path) -> None:
+    train = tokens / "train.bin"
+    train.write_bytes(train.read_bytes()[:-2])
+    with pytest.raises(BadInput, match=r"train\.bin is truncated, .*: 1798 bytes, not the 1800 of"):
+        read(str(tokens), 16)
+    (tokens / "meta.json").unlink()
+    assert len(read(str(tokens), 16).training) == 899  # nothing says how long it was
+    train.write_bytes(train.read_bytes()[:-1])
+    with pytest.raises(BadInput, match=r"train\.bin is truncated, or no token file: 1797 bytes$"):
+        read(str(tokens), 16)
+    train.write_bytes(b"")
+    with pytest.raises(BadInput, match=r"holds 0 tokens in train\.bin or val.bin, and a sample ne"):
+        read(str(tokens), 16)
+    (tokens / "meta.json").write_text("[1")
+    with pytest.raises(BadInput, match=r"train\.bin: Expecting"):
+        read(str(tokens), 16)
+
+
+def test_tokens_of_another_vocabulary_are_refused(tokens: Path) -> None:
+    with pytest.raises(BadInput, match="has a vocabulary of 256, the model one of 200"):
+        read(str(tokens), 16, 200)
+    (tokens / "meta.json").unlink()
+    text = read(str(tokens), 16, 200)
+    batches = Batches(text, 0, solve(data_parallel=1, global_size=64), CPU)
+    with pytest.raises(BadInput, match=r"has a token 249, the model one of 200"):
+        batches.of_step(1)

@@ -17,6 +17,7 @@ from typing import Any
 
 import model as models
 import pytest
+import speed
 import torch
 import train
 from parallelize import count_parameters
@@ -60,7 +61,7 @@ def test_a_token_does_not_see_later_ones() -> None:
 
 def test_biases_and_norms_are_not_decayed() -> None:
     args = argparse.Namespace(weight_decay=0.1, learning_rate=1.0)
-    matrices, vectors = train.adamw(models.GPT(models.PRESETS["tiny"]), args).param_groups
+    matrices, vectors = speed.adamw(models.GPT(models.PRESETS["tiny"]), args).param_groups
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
     assert {p.dim() for p in matrices["params"]} == {2}
     assert {p.dim() for p in vectors["params"]} == {1}

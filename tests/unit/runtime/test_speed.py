@@ -1,0 +1,84 @@
+"""What makes a step fast, and says how fast it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import speed
+import torch
+from model import GPT, PRESETS
+from parallelize import count_parameters
+from world import Unavailable, World
+
+CPU = torch.device("cpu")
+SHORT = ["--global-batch", "8", "--micro-batch", "2", "--context", "16"]
+
+
+def test_a_token_costs_what_palm_s_appendix_says() -> None:
+    with torch.device("meta"):
+        parameters = count_parameters(GPT(PRESETS["124m"]))
+    facts = {"layers": 12, "width": 768, "context": 1024}
+    flops = speed.flops_per_token(facts, parameters, 1024)
+    assert flops == 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024
+    assert speed.flops_per_token({"name": "owner/model"}, 10, 1024) == 60
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("Some GPU", None),
+    ],
+)
+def test_mfu_is_of_the_gpu_s_dense_peak(
+    monkeypatch: pytest.MonkeyPatch, name: str, peak: float | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1 << 30)
+    world = World(0, 0, 0, 2, 2, device=torch.device("cuda", 0), backend="nccl")
+    told = speed.Meter({}, 100, 16, "bf16", world).measured(1e9)
+    mfu = {} if peak is None else {"mfu": pytest.approx(600 * 1e9 / (2 * peak))}
+    assert told == {"peak_memory": 1 << 30, **mfu}
+    assert "mfu" not in speed.Meter({}, 100, 16, "fp32", world).measured(1e9)
+
+
+def test_on_cpus_there_is_no_mfu() -> None:
+    world = World(0, 0, 0, 1, 1, device=CPU, backend="gloo")
+    assert speed.Meter({}, 100, 16, "bf16", world).measured(1e9) == {}
+
+
+@pytest.mark.parametrize(("kind", "what"), [("cpu", r"a C\+\+ compiler"), ("cuda", "a C compiler")])
+def test_without_a_compiler_nothing_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, what: str
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(Unavailable, match=f"--compile needs {what}, and there is none on this"):
+        speed.check_compiler(torch.device(kind))
+
+
+def test_a_profile_holds_three_steps_of_every_rank(launch, tmp_path: Path) -> None:
+    folder = tmp_path / "traces"
+    done = launch(*SHORT, "--steps", "8", "--profile", folder, ranks=2)
+    assert done.codes == [0, 0], done.stderr
+    for rank in (0, 1):
+        events = json.loads((folder / f"rank-{rank}.json").read_text())["traceEvents"]
+        names = [event["name"] for event in events if event["name"].startswith("ProfilerStep")]
+        assert {*names} == {"ProfilerStep#3", "ProfilerStep#4", "ProfilerStep#5"}
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp", "pp"])
+def test_what_was_compiled_computes_the_same(launch, strategy: str) -> None:
+    how = [*SHORT, "--steps", "4", "--strategy", strategy]
+    plain, compiled = launch(*how, ranks=2), launch(*how, "--compile", ranks=2, patience=600)
+    assert compiled.codes == [0, 0], compiled.stderr
+    assert compiled.losses() == pytest.approx(plain.losses(), abs=1e-5)
