@@ -80,6 +80,8 @@ class _Suspect:
     rank: int | None
     time: float
     exit_code: int | None = None
+    ended: float | None = None
+    """When its end was seen, which may be after its peers have said that it is gone."""
     output: Output = field(default_factory=Output)
 
     @property
@@ -117,7 +119,8 @@ def diagnose(
     suspects, outputs = _suspects(lines, nproc_per_node, {end.node for end in failures})
     for end in failures:
         named = _Suspect(end.node, end.rank, end.at)
-        suspects.setdefault((end.node, end.rank), named).exit_code = end.exit_code
+        suspect = suspects.setdefault((end.node, end.rank), named)
+        suspect.exit_code, suspect.ended = end.exit_code, end.at
     for key, suspect in suspects.items():
         suspect.output = outputs.get(key, suspect.output)
     accused = [s for s in suspects.values() if s.exit_code or s.output.traceback]
@@ -219,7 +222,10 @@ def _blame(suspects: Sequence[_Suspect]) -> _Suspect | None:
     real = [suspect for suspect in suspects if not suspect.echo]
     # A traceback without an exit code may be one that its rank survived.
     ended = [suspect for suspect in real if suspect.exit_code]
-    return min(ended or real or suspects, key=lambda suspect: suspect.time, default=None)
+    if ended or real:
+        return min(ended or real, key=lambda suspect: suspect.time)
+    # When the first one ended, nobody had been asked to end yet.
+    return min(suspects, key=lambda suspect: suspect.ended or suspect.time, default=None)
 
 
 def _words(suspect: _Suspect, exit_code: int | None, oom_kills: int) -> tuple[str, str | None]:

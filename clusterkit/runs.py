@@ -170,6 +170,11 @@ class RunFolder:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode=int(mode, 8))
+            return cls(path)
+        except KeyboardInterrupt:
+            with contextlib.suppress(OSError):
+                path.rmdir()  # nobody else knows of it yet
+            raise
         except FileExistsError:
             if path.is_dir():
                 raise BadInput(
@@ -180,7 +185,6 @@ class RunFolder:
             raise RunFolderError(
                 f"cannot make {path}: {error.strerror}", hint=_HOME_HINT
             ) from error
-        return cls(path)
 
     # -- files -------------------------------------------------------------
 

@@ -42,12 +42,12 @@ def carry_out(ids: list[str], seed: int, there: Local, keep: bool = False) -> It
     """Do them all in one place; rows as they come. The first run is left alone: its loss counts."""
     kinds = {fault.name: fault for fault in FAULTS}
     scratch = Path(tempfile.mkdtemp(prefix="chaos-"))
-    first, losses = Row(""), dict[int, float]()
+    losses: dict[int, float] = {}
 
     def one(id: str) -> Row:
         folder = scratch / id.partition("/")[2].replace("/", "-")
         folder.mkdir()
-        row = Case(kinds[id.split("/")[1]], there, id, seed, folder).carry_out(first, losses)
+        row = Case(kinds[id.split("/")[1]], there, id, seed, folder).carry_out(losses)
         if not row.wrong and not keep:
             shutil.rmtree(folder, ignore_errors=True)
         return row
@@ -55,7 +55,7 @@ def carry_out(ids: list[str], seed: int, there: Local, keep: bool = False) -> It
     try:
         undisturbed = Case(kinds["none"], there, f"{there.name}/none", seed, scratch / "first")
         undisturbed.folder.mkdir()
-        first = undisturbed.carry_out(first, losses)
+        first = undisturbed.carry_out(losses)
         if first.wrong:
             keep = True
             yield first

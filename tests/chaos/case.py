@@ -26,6 +26,12 @@ from tests.chaos.places import Local
 STEPS, NODES, NPROC, EVERY = 20, 2, 2, 4
 SOON = 90.0
 """Seconds after which something hangs."""
+MOMENTS = (
+    "", *("runs/*", "runs/*/run.json", "runs/*/facts.json", "runs/*/plan.json"),
+    *("runs/*/state.json", "runs/*/steps.jsonl", "runs/*/supervisor.json"),
+    *("runs/*/attempts/1/node-*/started.json", "runs/*/attempts/1/node-*/ranks.jsonl"),
+)  # fmt: skip
+"""Files that a submit brings about, in their order: an early fault comes just after one of them."""
 UNSTARTED = "clusterkit was killed before the run started"
 PROGRAM = Path(__file__).with_name("program.py")
 
@@ -35,8 +41,6 @@ class Row:
     """What is told of one fault; times are seconds."""
 
     id: str
-    first: float = 0.0
-    """From Enter to the first step."""
     detected: float | None = None
     again: float | None = None
     lost: int | None = None
@@ -56,11 +60,11 @@ class Case:
         self.rank = rank if fault.rank is None else fault.rank
         # There is a checkpoint; and a limit is there before it is passed.
         self.step = STEPS if fault.mischief == "memory" else rng.randrange(EVERY + 1, STEPS)
-        self.moment = rng.random()
+        self.moment = rng.choice(MOMENTS), rng.uniform(0, 0.1)
         self.node = self.rank // NPROC
         self.held = contextlib.ExitStack()
         self.started: list[subprocess.Popen[bytes]] = []
-        self.struck = self.entered = 0.0
+        self.struck = 0.0
 
     last_step = STEPS
 
@@ -98,7 +102,7 @@ class Case:
     def run(self) -> api.Run:
         return self.until(lambda: [run for run in self.runs() if run.plan], "run")[0]
 
-    def until(self, look: Any, what: str) -> Any:
+    def until(self, look: Any, what: str, pause: float = 0.05) -> Any:
         deadline = time.monotonic() + SOON
         while True:
             with contextlib.suppress(OSError, ValueError, LookupError, ClusterkitError):
@@ -106,7 +110,7 @@ class Case:
                     return found
             if time.monotonic() > deadline:
                 raise RuntimeError(f"no {what} after {SOON:g} s")
-            time.sleep(0.05)
+            time.sleep(pause)
 
     def until_step(self, step: int, attempt: int = 1) -> None:
         for line in self.run.logs(node=0, follow=True):
@@ -159,18 +163,17 @@ class Case:
 
     # ------------------------------------------------------------ the whole
 
-    def carry_out(self, first: Row, losses: dict[int, float]) -> Row:
+    def carry_out(self, losses: dict[int, float]) -> Row:
         """Start it, break it, wait for its end, and judge that; whatever happens gives a row.
 
         Args:
-            first: of an undisturbed run.
-            losses: of that, by step.
+            losses: of an undisturbed run, by step.
         """
         began = time.monotonic()
         try:
             with self.held:
                 self._prepare()
-                self._strike(first)
+                self._strike()
                 self._judge(losses)
         except Exception as error:
             self.row.wrong.append(f"{type(error).__name__}: {error}")
@@ -210,11 +213,13 @@ class Case:
         (self.folder / "job.yaml").write_text(json.dumps(job))
         (self.folder / "clusters.yaml").write_text(json.dumps({"here": self.place.entry}))
 
-    def _strike(self, first: Row) -> None:
-        self.entered = time.time()
+    def _strike(self) -> None:
         self.started.append(self.start())
         if self.fault.early:
-            time.sleep(self.moment * first.first)
+            what, seconds = self.moment
+            home = self.folder / "home"
+            self.until(lambda: not what or [*home.glob(what)], what, pause=0.002)
+            time.sleep(seconds)
         elif self.fault.mischief:
             self.until_step(self.step - 1)
         else:
@@ -286,7 +291,6 @@ class Case:
         first = {a: (t, s) for a, t, s in reversed(told)}
         last = {a: s for a, _, s in told}
         row.lost = sum(max(0, last.get(a - 1, 0) - s + 1) for a, (_, s) in first.items() if a > 1)
-        row.first = first[1][0] - self.entered if 1 in first else 0.0
         later = [t for a, (t, _) in first.items() if a > 1 and t > self.struck]
         row.again = min(later) - self.struck if later else None
         seen = [line.time for line in lines if line.rank is None]

@@ -41,6 +41,13 @@ def in_order(*blocks):
     return sorted((line for block in blocks for line in block), key=lambda line: line.time)
 
 
+def test_of_a_rank_that_is_ended_by_sigterm_its_peer_may_say_so_before_its_end_is_seen():
+    lines = said(0, 0, 1.0, PEER_GONE)
+    ends = [RankExit(0, 1, -15, 1.1), RankExit(0, 0, 1, 1.2)]
+    found = diagnose([node(0)], lines, rank_exits=ends, nproc_per_node=2)
+    assert (found.rank, found.cause) == (1, "ended by SIGTERM")
+
+
 def test_the_rank_with_the_exception_is_blamed_with_its_traceback():
     found = diagnose([node(0)], in_order(said(0, 1, 1.0, VALUE_ERROR)), nproc_per_node=2)
     assert (found.node, found.rank, found.exit_code) == (0, 1, 1)

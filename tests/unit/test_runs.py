@@ -6,6 +6,7 @@ import stat
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -310,3 +311,17 @@ def test_no_name_leads_out_of_the_home(name, clusterkit_home):
     with pytest.raises(RunNotFound, match="is unknown") as error:
         runs.find(name)
     assert error.value.hint == "there are no runs"
+
+
+def test_an_interrupt_while_the_folder_is_made_leaves_none(clusterkit_home, monkeypatch):
+    mkdir = Path.mkdir
+
+    def interrupted(path, *args, **options):
+        mkdir(path, *args, **options)
+        if path.name == "r":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "mkdir", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        RunFolder.create("r")
+    assert list((clusterkit_home / "runs").iterdir()) == []
