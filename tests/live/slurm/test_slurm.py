@@ -110,7 +110,8 @@ def test_what_the_plan_prints_can_be_submitted_by_hand(
     out = os.environ["CLUSTERKIT_HOME"] + "/runs/hello-plan"
     words = [str(job), "--cluster", "hpc", "--nodes", "2", "--out", out]
     subprocess.run([*clusterkit, "plan", *words], check=True, capture_output=True)
-    slurm.run("sbatch", "--wait", f"{out}/files/slurm.sh")
+    slurm.run("sbatch", f"{out}/files/slurm.sh")
+    slurm.wait(lambda: slurm.jobs() == [], "the job's end")
     logs = [Path(out, f"attempts/1/node-{node}/log").read_text() for node in (0, 1)]
     assert [line.rpartition(" hello")[2].strip() for line in logs] == ["from 0 of 2", "from 1 of 2"]
 
@@ -120,7 +121,8 @@ def let_go(slurm: Slurm, run: api.Run) -> None:
     waiting = run.wait(60, until=lambda status: any("two minutes" in (n.reason or "")
                                                     for n in status.nodes))  # fmt: skip
     assert waiting.state in (State.PENDING, State.RUNNING), waiting
-    slurm.run("scontrol", "update", f"jobid={slurm.jobs()[0]}", "StartTime=now")
+    job = slurm.run("squeue", "-h", f"--name={run.id}", "-o", "%i").strip()
+    slurm.run("scontrol", "update", f"jobid={job}", "StartTime=now")
 
 
 def test_a_job_that_is_told_of_its_end_goes_on_as_the_next_attempt(
@@ -164,7 +166,7 @@ def test_a_job_that_is_preempted_goes_on_when_the_nodes_are_free(
 ) -> None:
     run = train("tick.py", FOR_EVER)
     beating(run)
-    slurm.run("sbatch", "--wait", "-purgent", "-N2", "--exclusive", "-o/dev/null", "--wrap", "true")
+    slurm.run("sbatch", "-purgent", "-N2", "--exclusive", "-o/dev/null", "--wrap", "true")
     let_go(slurm, run)
     beating(run, attempt=2)
 
