@@ -84,7 +84,7 @@ backends.kubernetes.place backends.kubernetes.monitor
 backends.kubernetes.lease
 backends.kubernetes.remove
 backends.*.backend
-verdict
+verdict losses
 supervise
 run_state
 run
