@@ -139,6 +139,9 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     """Checkpoints and where to resume."""
     restarts: Annotated[int, Meta(ge=0)] = 0
     """How often a failed run is started again."""
+    on_node_loss: Literal["wait", "fail"] = "wait"
+    """What a run with `restarts` does that loses a node, not for a rank that failed: wait, for 10
+    minutes at most, until the node answers, and start again, which costs none of them; or end."""
     retry_on: tuple[Annotated[int, Meta(ge=1, le=255)], ...] = ()
     """Exit codes of a rank after which the run is started again (a signal N is 128 + N); by default
     any. One that failed with another ends the run, whatever `restarts` are left."""

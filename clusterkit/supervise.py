@@ -44,6 +44,7 @@ from clusterkit.errors import (
     SubmitFailed,
     counted,
 )
+from clusterkit.losses import Losses, names
 from clusterkit.plan import Step
 from clusterkit.runs import (
     LEFTOVERS,
@@ -149,7 +150,7 @@ class Supervisor:
         """From the newest attempt to the last; the first has been started by `start`."""
         begun, progress = self._adopted() if adopt else (True, None)
         restarts_left = max(0, self.job.restarts - (self.attempt - 1))
-        port_tries = PORT_TRIES
+        port_tries, losses = PORT_TRIES, Losses(self.job, self.plan)
         while True:
             if progress is not None:
                 restarts_left = max(0, restarts_left - (progress.attempt - self.attempt))
@@ -187,7 +188,15 @@ class Supervisor:
                 why = f"port {self.plan.port} was taken before the run could listen there"
                 port = self.transport.free_port(self.facts.hosts[0].host)
                 self._plan_anew(*moved_port(self.cluster, self.facts, port, why))
-            elif begun or (restarts_left and not seen.final and not seen.late):
+            elif not begun and (lost := losses.of(seen, self.running_since)):
+                self._event(f"attempt {self.attempt} has lost {names(lost)}: {failure.summary}")
+                self.nodes = losses.waiting(seen, lost)
+                self._save(State.RESTARTING, failure=failure)
+                if not losses.answer(lost, self.transport, self._to_be_ended):
+                    ended = self._to_be_ended()
+                    return self._finish(*((State.CANCELLED,) if ended else (State.FAILED, failure)))
+                self._event("all nodes answer; starting again, which costs no restart")
+            elif begun or (restarts_left and not (seen.final or seen.late or losses.end(seen))):
                 restarts_left = max(0, restarts_left - 1)
                 self._event(
                     f"attempt {self.attempt} failed: {failure.who}: {failure.summary}; "

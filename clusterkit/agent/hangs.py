@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from clusterkit.agent import limits
 from clusterkit.agent.protocol import Document
@@ -29,8 +28,7 @@ WORLD = "world"
 """The name, in records, of the group of all ranks."""
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """Why nothing goes on."""
 
     about: object
@@ -49,8 +47,7 @@ class Finding:
     """What whoever did not come is doing: as long as that changes, it works."""
 
 
-@dataclass(frozen=True)
-class Steps:
+class Steps(NamedTuple):
     """What the program's own metrics lines say."""
 
     last: float = 0.0  # when the newest came
@@ -64,9 +61,9 @@ def steps_of(lines: Sequence[tuple[float, object]], now: float) -> Steps:
     if not lines:
         return Steps()
     between = [later - earlier for (earlier, _), (later, _) in itertools.pairwise(lines)]
-    every = statistics.median(between) if between else 0.0
+    every = median(between)
     told = [float(seconds) for _, seconds in lines if isinstance(seconds, int | float)]
-    pace = statistics.median(told) if told else every
+    pace = median(told) if told else every
     return Steps(last=lines[-1][0], quiet=now - lines[-1][0], every=every, pace=pace)
 
 
@@ -95,7 +92,7 @@ def compare(ranks: Mapping[int, Document], world: int, nproc: int, pace: float) 
         cause = [rank for rank in missing if not ranks.get(rank, {}).get("waits")]
         seconds = max(seconds for _, seconds, _ in waits.values())
         known = [every for _, _, every in waits.values() if every]
-        like = min(statistics.median(known), limits.LONGEST_PACE) if known else 0.0
+        like = min(median(known), limits.LONGEST_PACE)
         busy = any(ranks[rank].get("busy") for rank in (cause or missing or waits) if rank in ranks)
         found.append(
             (not cause, not missing, -seconds, group, number, Finding(
@@ -281,6 +278,11 @@ class Hangs:
         limit = max(limits.HANG_SECONDS, limits.HANG_STEPS * found.pace)
         patient = found.busy or self._works or not found.pace
         return limit * (limits.HANG_PATIENCE if patient else 1)
+
+
+def median(values: Sequence[float]) -> float:
+    """Or 0; Python's own ``statistics`` takes 10 times as long to import as all of this."""
+    return sorted(values)[len(values) // 2] if values else 0.0
 
 
 def longest(ranks: Iterable[Document]) -> float:

@@ -29,7 +29,7 @@ from clusterkit.agent.protocol import (
     STOPPED_BY_PEERS,
     Document,
 )
-from clusterkit.agent.record import Record
+from clusterkit.agent.record import Record, restarts_used
 from clusterkit.agent.signals import STOPS, adopt_orphans, read_signals, sender, signal_handle
 from clusterkit.agent.stops import Stops
 from clusterkit.agent.watch import HANG, Watch
@@ -61,7 +61,7 @@ class Node:
         self.obeyed = False  # whether the launcher ends because the coordinator said so
         self.first = int(os.environ.get("CLUSTERKIT_ATTEMPT", "1"))  # attempt of this agent
         # The plan says how many restarts a run has, from its first attempt on.
-        self.restarts = max(0, options.restarts - (self.first - 1))
+        self.restarts = max(0, options.restarts - restarts_used(os.environ["CLUSTERKIT_NODE_DIR"]))
         self.again = options.rejoin > 0 or self.restarts > 0
         """Whether what has ended may be started once more."""
         # The ranks have no use for it.

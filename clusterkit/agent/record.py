@@ -111,6 +111,14 @@ class Record:
         return whole
 
 
+def restarts_used(node_dir: str) -> int:
+    """How many attempts of a node its agents have begun after a failure: the others were begun by
+    somebody who started the nodes anew."""
+    folder = Path(node_dir)
+    ends = folder.parents[1].glob(f"*/{folder.name}/exit.json")
+    return sum((read_json(path) or {}).get("next") is not None for path in ends)
+
+
 _RESERVE = ".reserve"  # room for exit.json on a disk full of logs
 
 

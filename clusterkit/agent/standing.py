@@ -13,13 +13,12 @@ import json
 import os
 import re
 import socket
-import statistics
 import time
 import zlib
 from pathlib import Path
 
 from clusterkit.agent import limits
-from clusterkit.agent.hangs import WORLD
+from clusterkit.agent.hangs import WORLD, median
 from clusterkit.agent.processes import is_alive, is_stopped
 from clusterkit.agent.protocol import TRACE_FILE, TRACE_SIGNAL, WORKER_SOCKET, Document
 
@@ -41,8 +40,9 @@ def moves(pid: int) -> bytes:
     return b""
 
 
-def record(rank: Document, folder: Path) -> Document:
-    """One rank's record; ``rank`` is its line of ``ranks.jsonl``."""
+def record(rank: Document, folder: Path, *, place: bool = True) -> Document:
+    """One rank's record; ``rank`` is its line of ``ranks.jsonl``. Without its ``place`` it comes
+    at once, whatever its interpreter does."""
     found: Document = {"rank": rank["rank"]}
     if not is_alive(rank):
         return {**found, "state": "ended"}
@@ -51,13 +51,15 @@ def record(rank: Document, folder: Path) -> Document:
     path = folder / WORKER_SOCKET.format(RANK=rank["rank"])
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         found.update(recorded(json.loads(_ask(path, "fr_trace_json")), time.time()))
+    if not place:
+        return found
     trace = b""
     with contextlib.suppress(OSError):
         trace = _ask(path, "dump_traceback")
     if b"File" not in trace:
         with contextlib.suppress(OSError):
             trace = _by_signal(int(rank["pid"]))
-    return {**found, **place(trace.decode(errors="replace"), os.getcwd())}
+    return {**found, **placed(trace.decode(errors="replace"), os.getcwd())}
 
 
 def recorded(dump: Document, now: float) -> Document:
@@ -83,7 +85,7 @@ def recorded(dump: Document, now: float) -> Document:
     waits = []
     for group, number, name, like, count in pending[:2]:
         before = [later - earlier for earlier, later in itertools.pairwise(like[:count])]
-        every = statistics.median(before) if len(before) > 1 else 0.0
+        every = median(before) if len(before) > 1 else 0.0
         waits.append((group, number, name, round(max(0.0, now - like[count - 1]), 1), every))
     newest = dict(list(last.items())[-_KEPT:])
     wanted = (WORLD, *(wait[0] for wait in waits))
@@ -91,7 +93,7 @@ def recorded(dump: Document, now: float) -> Document:
     return {"last": newest, "waits": waits}
 
 
-def place(trace: str, folder: str) -> Document:
+def placed(trace: str, folder: str) -> Document:
     """``at``, ``busy``, ``doing`` of what faulthandler writes; its last thread is the main one."""
     frames = _FRAME.findall(trace.rpartition("(most recent call first):")[2])
     own = [frame for frame in frames if not _LIBRARY.search(frame[0])]

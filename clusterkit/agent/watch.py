@@ -146,7 +146,7 @@ class Watch(threading.Thread):
             self._ask(now)
 
     def _ask(self, now: float) -> None:
-        ranks = [standing.record(rank, self._folder) for rank in self._ranks()]
+        ranks = [standing.record(rank, self._folder, place=False) for rank in self._ranks()]
         worst = longest(ranks)
         if worst > limits.STILL_SECONDS / 2:
             self._standing = True

@@ -11,7 +11,7 @@ from clusterkit.agent import clock
 from clusterkit.agent.failure import Words
 from clusterkit.agent.hangs import WORLD, Hangs, Steps, compare, steps_of
 from clusterkit.agent.record import Record
-from clusterkit.agent.standing import place, recorded
+from clusterkit.agent.standing import placed, recorded
 from clusterkit.backends.nodes import judge_running
 from clusterkit.status import NodeStatus, RunStatus, State
 from clusterkit.ui.words import remark_lines
@@ -241,10 +241,10 @@ Thread 0x00007f4e347c1b80 (most recent call first):
 )  # fmt: skip
 def test_a_rank_is_where_its_own_code_is(file: str, function: str, busy: bool) -> None:
     trace = TRACE.format(file, function)
-    found = place(trace, "/home/me/job")
+    found = placed(trace, "/home/me/job")
     assert (found["at"], found["busy"]) == ("train.py:44 in load()", busy)
-    assert place(trace, "/elsewhere")["at"] == "job/train.py:44 in load()"
-    assert place("", "/") == {"at": None}
+    assert placed(trace, "/elsewhere")["at"] == "job/train.py:44 in load()"
+    assert placed("", "/") == {"at": None}
 
 
 def test_steps_are_as_long_as_the_program_says_or_as_its_lines_are_apart(

@@ -77,14 +77,14 @@ backends.kubernetes.probe
 doctor.kubernetes.base
 doctor.kubernetes.checks.*
 doctor.kubernetes.checks
-doctor.kubernetes
+doctor.kubernetes doctor.slurm
 backends.kubernetes.observe backends.kubernetes.guard
 backends.kubernetes.run_files backends.kubernetes.pod_log
 backends.kubernetes.place backends.kubernetes.monitor
 backends.kubernetes.lease
 backends.kubernetes.remove
 backends.*.backend
-verdict
+verdict losses
 supervise
 run_state
 run

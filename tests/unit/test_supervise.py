@@ -9,11 +9,12 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 
 import msgspec
 import pytest
 
-from clusterkit import agent, backends, mirror, run_state, supervise
+from clusterkit import agent, backends, losses, mirror, run_state, runs, supervise
 from clusterkit.backends.base import ClusterProgress, Observation, SupportsCleanup
 from clusterkit.backends.local.backend import LocalBackend
 from clusterkit.backends.nodes import observed as from_files
@@ -931,3 +932,50 @@ def test_earlier_attempts_are_kept_by_the_next_supervisor(supervise_with):
     _, status, _ = supervise_with([observed(BAD), observed(BAD), observed(OK)], job, adopt=adopt)
     assert [attempt.attempt for attempt in status.attempts] == [1, 2]
     assert status.attempts[0] == earlier
+
+
+# ---------------------------------------------------------------- lost nodes
+
+
+LOSES = "launcher: forkserver\nrestarts: 1\n"
+
+
+def test_a_lost_node_costs_no_restart(supervise_with, monkeypatch):
+    monkeypatch.setattr(losses, "SOON_SECONDS", 0.0)
+    lost = observed(State.UNKNOWN)
+    backend, status, events = supervise_with([lost, lost, lost, observed(BAD), observed(OK)], LOSES)
+    assert [attempt for attempt, _ in backend.submitted] == [1, 2, 3, 4, 5]
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 5)
+    assert events[1].text == "all nodes answer; starting again, which costs no restart"
+
+
+def test_a_node_that_is_lost_at_once_again_and_again_is_not_waited_for(supervise_with):
+    backend, status, _ = supervise_with([observed(State.UNKNOWN)] * 6, LOSES)
+    assert len(backend.submitted) == losses.SOON_LOSSES + 2  # and the restart that there is
+    assert status.state is State.FAILED
+
+
+@pytest.mark.parametrize("job", [f"{LOSES}on_node_loss: fail\n", "launcher: forkserver\n"])
+def test_a_job_may_end_with_the_first_node_that_it_loses(supervise_with, job):
+    backend, status, _ = supervise_with([observed(State.UNKNOWN)] * 3, job)
+    assert (len(backend.submitted), status.state) == (1, State.FAILED)
+
+
+def test_a_host_that_does_not_answer_is_waited_for_and_status_says_so(supervise_with, monkeypatch):
+    said, tries = [], []
+
+    def run(self, host, argv, **more):
+        run = next(iter(runs.all_runs())).read_json("state.json", RunStatus)
+        said.append((run.state, run.nodes[0].state, run.nodes[0].reason, run.nodes[0].until))
+        tries.append(host)
+        if len(tries) < 3:
+            raise Unavailable("no answer")
+
+    monkeypatch.setattr(LocalTransport, "run", run)
+    monkeypatch.setattr(losses, "AGAIN_SECONDS", 0.0)
+    _, status, _ = supervise_with([observed(State.UNKNOWN), observed(OK)], LOSES)
+    assert status.state is State.SUCCEEDED
+    assert {each[:3] for each in said} == {
+        (State.RESTARTING, State.RESTARTING, "waiting for node 0 (h)")
+    }
+    assert abs(said[0][3] - time.time() - losses.LOST_SECONDS) < 60
