@@ -80,8 +80,8 @@ class _Suspect:
     rank: int | None
     time: float
     exit_code: int | None = None
-    ended: float | None = None
-    """When its end was seen, which may be after its peers have said that it is gone."""
+    asked: bool = True
+    """Whether its agent may have asked it to end before it did."""
     output: Output = field(default_factory=Output)
 
     @property
@@ -93,7 +93,7 @@ class _Suspect:
     def echo(self) -> bool:
         # Further lines of a message may quote what a peer, or a server of data, has said.
         said = self.words.partition("\n")[0] if self.output.traceback else self.words
-        return bool(ECHOES.search(said)) or self.exit_code in _NEVER_PRIMARY
+        return bool(ECHOES.search(said)) or (self.asked and self.exit_code in _NEVER_PRIMARY)
 
 
 def diagnose(
@@ -120,7 +120,7 @@ def diagnose(
     for end in failures:
         named = _Suspect(end.node, end.rank, end.at)
         suspect = suspects.setdefault((end.node, end.rank), named)
-        suspect.exit_code, suspect.ended = end.exit_code, end.at
+        suspect.exit_code, suspect.asked = end.exit_code, end.asked
     for key, suspect in suspects.items():
         suspect.output = outputs.get(key, suspect.output)
     accused = [s for s in suspects.values() if s.exit_code or s.output.traceback]
@@ -222,10 +222,7 @@ def _blame(suspects: Sequence[_Suspect]) -> _Suspect | None:
     real = [suspect for suspect in suspects if not suspect.echo]
     # A traceback without an exit code may be one that its rank survived.
     ended = [suspect for suspect in real if suspect.exit_code]
-    if ended or real:
-        return min(ended or real, key=lambda suspect: suspect.time)
-    # When the first one ended, nobody had been asked to end yet.
-    return min(suspects, key=lambda suspect: suspect.ended or suspect.time, default=None)
+    return min(ended or real or suspects, key=lambda suspect: suspect.time, default=None)
 
 
 def _words(suspect: _Suspect, exit_code: int | None, oom_kills: int) -> tuple[str, str | None]:

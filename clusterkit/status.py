@@ -51,6 +51,8 @@ class RankExit(Struct, frozen=True):
     rank: int
     exit_code: int
     at: float
+    asked: bool = True
+    """Whether its agent may have asked it to end before it did."""
 
 
 class NodeCause(Struct, frozen=True, kw_only=True):

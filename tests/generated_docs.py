@@ -273,6 +273,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "verbs": verbs,
     "doctor-checks": lambda: doctor_checks("hosts"),
     "doctor-checks-kubernetes": lambda: doctor_checks("kubernetes"),
+    "doctor-checks-slurm": lambda: doctor_checks("slurm"),
     "gpt-flags": gpt_flags,
 }
 """Name in the marker to what belongs there."""

@@ -117,7 +117,8 @@ class Launcher:
 
     def _ended(self, pid: int, code: int) -> None:
         """Note how a process ended; a rank that failed ends the others soon."""
-        self.ended.append({"pid": pid, "exit_code": code, "at": time.time()})
+        asked = self.deadline is not None
+        self.ended.append({"pid": pid, "exit_code": code, "at": time.time(), "asked": asked})
         if code and self.deadline is None and self.first is None:
             self.first = self.ended[-1]
         if code and self._ranks and self.deadline is None and self.stop_at is None:

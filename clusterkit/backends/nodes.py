@@ -120,7 +120,7 @@ def _endings(node: int, exit_json: bytes) -> tuple[list[RankExit], int]:
     try:
         ended = _document(exit_json)
         exits = [
-            RankExit(node, end["rank"], end["exit_code"], end["at"])
+            RankExit(node, end["rank"], end["exit_code"], end["at"], bool(end.get("asked", True)))
             for end in ended.get("processes", [])
             if isinstance(end["rank"], int)
         ]
@@ -138,7 +138,10 @@ def observed(nodes: Sequence[NodeStatus], exit_json: Mapping[int, bytes]) -> Obs
     first = min((end.at for end in exits if end.exit_code), default=0.0)
     for node in exit_json.keys() - set(failed):
         ends, _ = _endings(node, exit_json[node])
-        exits += [end for end in ends if end.at < first and end.exit_code not in (0, *_TERMINATED)]
+        exits += [
+            end for end in ends if (end.exit_code and not end.asked)
+            or (end.at < first and end.exit_code not in (0, *_TERMINATED))
+        ]  # fmt: skip
     return Observation(
         state=overall({node.state for node in nodes}),
         nodes=tuple(nodes),

@@ -33,7 +33,7 @@ __all__ = [
     "refusal",
 ]
 
-WAYS = ("hosts", "kubernetes")
+WAYS = ("hosts", "kubernetes", "slurm")
 """What there is to examine; each is a module here with ``CHECKS`` and ``look``."""
 
 

@@ -38,7 +38,7 @@ class Fault:
         said: a pattern that a line of the log or an event matches.
         mischief: what the program does by itself at that step.
         early: it is done at a random moment after Enter instead.
-        restarts: of the job.
+        restarts: of the job, as `hang_timeout` is.
         traced: whether the log tells of all steps.
         rank: the one it is done to; by default one is drawn.
     """
@@ -54,6 +54,7 @@ class Fault:
     mischief: str = ""
     early: bool = False
     restarts: int = 2
+    hang_timeout: float = 0.0
     traced: bool = True
     rank: int | None = None
 
@@ -229,6 +230,8 @@ FAULTS = (
     Fault("two-ranks", ALL, two_ranks, cause=KILLED),
     Fault("exception", ALL, mischief="exception", blames="rank", cause="ValueError: injected, as"),
     Fault("exit", ALL, mischief="exit", blames="rank", cause="exited with 7: about to leave"),
+    Fault("hang", ALL, mischief="hang", hang_timeout=3.0,
+          cause="rank {rank} on node {node} is at train.py:[0-9]+ in misbehave"),
     Fault("memory", "local compose", memory_limit, mischief="memory", blames="rank",
           cause="memory"),
     Fault("torn", ALL, tear, blames="rank", cause=KILLED, said="skipped step-"),

@@ -100,6 +100,8 @@ def misbehave(how: str) -> None:
     if how == "exit":
         print("about to leave", flush=True)
         sys.exit(7)
+    if how == "hang":
+        time.sleep(600)
     if how == "memory":
         KEPT.extend(b"x" * (8 << 20) for _ in range(64))
 

@@ -43,9 +43,27 @@ def in_order(*blocks):
 
 def test_of_a_rank_that_is_ended_by_sigterm_its_peer_may_say_so_before_its_end_is_seen():
     lines = said(0, 0, 1.0, PEER_GONE)
-    ends = [RankExit(0, 1, -15, 1.1), RankExit(0, 0, 1, 1.2)]
-    found = diagnose([node(0)], lines, rank_exits=ends, nproc_per_node=2)
+    lines += said(1, 2, 1.0, PEER_GONE)
+    ends = [RankExit(0, 1, -15, 1.1, asked=False), RankExit(1, 2, 1, 1.05)]
+    found = diagnose([node(0), node(1)], lines, rank_exits=ends, nproc_per_node=2)
     assert (found.rank, found.cause) == (1, "ended by SIGTERM")
+
+
+def test_what_a_rank_did_unasked_counts_though_its_node_was_stopped_and_others_ended_before():
+    def ended(code, reason, *ends):
+        processes = [
+            {"rank": rank, "exit_code": code, "at": at, "asked": asked}
+            for rank, code, at, asked in ends
+        ]
+        return json.dumps({"exit_code": code, "reason": reason, "processes": processes}).encode()
+
+    nodes = [node(0, 7, State.CANCELLED), node(1)]
+    exits = {0: ended(7, "stopped: node 1 failed", (1, 7, 1.2, False), (0, -15, 1.3, True)),
+             1: ended(1, None, (2, 1, 1.0, False))}  # fmt: skip
+    seen = observed(nodes, exits)
+    lines = said(1, 2, 0.9, PEER_GONE)
+    found = diagnose(nodes, lines, rank_exits=seen.rank_exits, nproc_per_node=2)
+    assert (found.rank, found.exit_code) == (1, 7)
 
 
 def test_the_rank_with_the_exception_is_blamed_with_its_traceback():

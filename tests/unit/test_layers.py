@@ -77,7 +77,7 @@ backends.kubernetes.probe
 doctor.kubernetes.base
 doctor.kubernetes.checks.*
 doctor.kubernetes.checks
-doctor.kubernetes
+doctor.kubernetes doctor.slurm
 backends.kubernetes.observe backends.kubernetes.watcher
 backends.kubernetes.run_files backends.kubernetes.pod_log
 backends.kubernetes.place backends.kubernetes.monitor

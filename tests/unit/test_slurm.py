@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from clusterkit import backends, runs
+from clusterkit import backends, doctor, runs
 from clusterkit.backends.slurm import observe, probe, queue
 from clusterkit.cluster import SlurmCluster, SlurmFacts
 from clusterkit.errors import BadInput, Unavailable
@@ -217,6 +217,9 @@ def test_a_job_that_waits_says_why(seen):
     found = seen(job("PENDING", reason="Priority"), None, None)
     assert states(found) == ("PENDING", ["PENDING"] * 2, reason)
     assert found.goes_on is None
+    assert found.queued
+    assert seen(job(), None, None).queued  # its agents are about to begin
+    assert not seen("", None, None).queued
 
 
 def test_a_job_that_waits_again_goes_on_as_the_next_attempt(seen):
@@ -276,3 +279,65 @@ def test_while_slurm_does_not_answer_the_agents_are_believed(seen):
     assert states(seen(away, RUNS, RUNS))[:2] == ("RUNNING", ["RUNNING"] * 2)
     assert "Unable to contact" in seen(away, RUNS, RUNS).nodes[0].reason
     assert states(seen(away, DONE, DONE))[0] == "SUCCEEDED"
+
+
+# ---------------------------------------------------------------- doctor
+
+
+class Fit(Slurm):
+    """A cluster that is fit, but for what is printed otherwise."""
+
+    def run(self, host, argv, **options):
+        if argv[0] == "sbatch" and "sbatch" in self.printed:
+            return Completed(tuple(argv), 1, "", self.printed["sbatch"])
+        if argv[0] in ("sbatch", "srun"):
+            self.asked.append((*argv, options.get("stdin", b"").decode()))
+            return Completed(tuple(argv), 0, self.printed.get("srun", "gpu-3\n"), "sbatch: Job 4\n")
+        if argv[0] in self.printed:
+            return super().run(host, argv, **options)
+        return LocalTransport.run(self, host, argv, **options)
+
+
+def examined(transport, **job):
+    asked = JobSpec(**{"name": "demo", "command": ("true",), "nodes": 2, **job})
+    subject = backends.backend("slurm").subject("hpc", SlurmCluster(), asked)
+    report = doctor.examine(subject, transport)
+    return {finding.check: (finding.level, finding.cause) for finding in report.findings}
+
+
+SINFO = "n0|idle|8|1000|(null)\nn1|idle|8|1000|(null)\n"
+
+
+def test_the_doctor_of_a_cluster_that_is_fit(no_gpus):
+    transport = Fit(sinfo=SINFO)
+    found = examined(transport)
+    assert found["partition"] == ("ok", "2 of 2 nodes of partition main can be used")
+    assert found["admission"] == ("ok", "Job 4")
+    assert found["compute"] == ("ok", "seen on gpu-3")
+    (rehearsed,) = (asked[-1] for asked in transport.asked if asked[0] == "sbatch")
+    assert "#SBATCH --nodes=2" in rehearsed
+
+
+@pytest.mark.parametrize(
+    ("printed", "job", "check", "verdict"),
+    [
+        (
+            {"sinfo": SINFO.replace("n1|idle", "n1|drained")}, {}, "partition",
+            ("warn", "1 of 2 nodes of partition main can be used, the job wants 2: it would wait"),
+        ),
+        (
+            {}, {"nodes": 3}, "admission",
+            ("fail", "nodes: 3 are wanted, partition main gives 2 nodes"),
+        ),
+        (
+            {"sbatch": "sbatch: error: Invalid account\nallocation failure: Invalid account"}, {},
+            "admission", ("fail", "error: Invalid account; allocation failure: Invalid account"),
+        ),
+        (
+            {"srun": "no folder /srv\n"}, {}, "compute",
+            ("fail", "a compute node has no folder /srv"),
+        ),
+    ],
+)  # fmt: skip
+def test_the_doctor_names_what_is_wrong(printed, job, check, verdict, no_gpus):
+    assert examined(Fit(**{"sinfo": SINFO, **printed}), **job)[check] == verdict

@@ -15,6 +15,7 @@ from clusterkit.backends.base import (
     Backend,
     Monitor,
     Observation,
+    SupportsDoctor,
 )
 from clusterkit.backends.slurm.observe import (
     SlurmMonitor,
@@ -34,13 +35,14 @@ from clusterkit.transport import Transport
 
 if TYPE_CHECKING:
     from clusterkit.assemble import Placement
+    from clusterkit.doctor.slurm import SlurmSubject
 
 GRACE_SECONDS = 10.0
 """Beyond `stop_grace`, before a job that does not end in order is ended by Slurm."""
 ASK_SECONDS = 1.0
 
 
-class SlurmBackend(Backend):
+class SlurmBackend(Backend, SupportsDoctor):
     """Nodes are tasks of one job step; see `clusterkit.agent` for what runs in each of them."""
 
     name = "slurm"
@@ -69,6 +71,23 @@ class SlurmBackend(Backend):
 
         assert isinstance(cluster, SlurmCluster)
         return place(job, cluster, facts, run_id)
+
+    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> SlurmSubject:
+        from clusterkit.backends.probing import own_interpreter
+        from clusterkit.doctor.slurm import SlurmSubject
+
+        assert isinstance(cluster, SlurmCluster)
+        asked = job or JobSpec(name="any", command=("true",))
+
+        def rehearsal(transport: Transport) -> str:
+            facts = self.probe(cluster, transport, asked)
+            plan = self.plan(asked, cluster, facts, "doctor-rehearsal")
+            return next(file.text or "" for file in plan.files if file.path.endswith("/slurm.sh"))
+
+        return SlurmSubject(
+            cluster=name, entry=cluster, job=asked, rehearsal=rehearsal,
+            python=own_interpreter(asked, cluster.python)[0],
+        )  # fmt: skip
 
     # -- an attempt -----------------------------------------------------------
 

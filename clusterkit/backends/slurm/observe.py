@@ -118,7 +118,7 @@ def observation(
         found,
         goes_on=found.goes_on or again,
         causes=(*causes, *found.causes),
-        queued=job is not None and job.means is State.PENDING,
+        queued=silent is not None or (job is not None and not job.means.final),
     )
 
 

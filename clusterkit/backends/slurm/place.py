@@ -63,11 +63,13 @@ notice() {{
     else
         again={again}
     fi
-    srun --overlap {stop} --reason "$why" &
+    srun --overlap {shape} --gres=none \\
+        {stop} --reason "$why" &
 }}
 trap notice USR1
 trap : TERM
-srun {srun} &
+srun {shape} {srun} \\
+    {start} &
 step=$!
 code=0
 while kill -0 "$step" 2>/dev/null; do
@@ -117,9 +119,9 @@ class SlurmPlacement(Placement):
             start += f"export {NODE_ADDRESS.name}; shift; "
             start += f'{NODE_RANK.name}="$SLURM_NODEID"; export {NODE_RANK.name}; exec "$@"'
         # The agents end each other; srun is not to end those of other nodes before they have.
-        srun = (*shape, *self.step_options, "--kill-on-bad-exit=0", "--wait=0")
+        srun = (*self.step_options, "--kill-on-bad-exit=0", "--wait=0")
         stop = (
-            *shape, "--gres=none", self.places.python, "-I", self.places.file(ARCHIVE), "stop",
+            self.places.python, "-I", self.places.file(ARCHIVE), "stop",
             self.places.run_dir, "--grace", f"{self.stop_grace:g}",
         )  # fmt: skip
         head = f'{HEAD.name}=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
@@ -138,7 +140,9 @@ class SlurmPlacement(Placement):
             head=HEAD.name,
             again="yes" if self.requeue else "",
             stop=join(stop),
-            srun=join((*srun, "/bin/sh", "-c", start, "sh", *assembly.command)),
+            shape=join(shape),
+            srun=join(srun),
+            start=join(("/bin/sh", "-c", start, "sh", *assembly.command)),
         )
 
 

@@ -32,7 +32,9 @@ def slurm(
     for name, value in daemons_here.env.items():
         monkeypatch.setenv(name, value)
     clusters = tmp_path / "clusters.yaml"
-    clusters.write_text(json.dumps({"hpc": {"backend": "slurm", "cpus": 2, "stop_grace": 5}}))
+    entry = {"backend": "slurm", "cpus": 2, "stop_grace": 5}
+    short = {**entry, "time": "2", "notice": 60}
+    clusters.write_text(json.dumps({"hpc": entry, "short": short}))
     monkeypatch.setenv("CLUSTERKIT_CLUSTERS", str(clusters))
     yield daemons_here
     with contextlib.suppress(FileNotFoundError):

@@ -25,8 +25,14 @@ FOR_EVER = 6000
 
 
 def beating(run: api.Run, attempt: int = 1) -> RunStatus:
-    """Once rank 0 of an attempt works."""
-    status = run.wait(120, until=lambda status: status.attempt >= attempt and beats(run) >= attempt)
+    """Once an attempt's nodes run, and their ranks."""
+
+    def does(status: RunStatus) -> bool:
+        running = [node.state for node in status.nodes] == [State.RUNNING] * 2
+        begun = all(_ranks_file(run, node, attempt).exists() for node in (0, 1))
+        return status.attempt == attempt and running and begun and beats(run) >= attempt
+
+    status = run.wait(120, until=does)
     assert not status.state.final, status
     return status
 
@@ -38,8 +44,12 @@ def beats(run: api.Run) -> int:
 
 def ranks(run: api.Run, node: int, attempt: int = 1) -> list[int]:
     """Process ids of a node's ranks."""
-    text = (run.path / f"attempts/{attempt}/node-{node}/ranks.jsonl").read_text()
+    text = _ranks_file(run, node, attempt).read_text()
     return [json.loads(line)["pid"] for line in text.splitlines()]
+
+
+def _ranks_file(run: api.Run, node: int, attempt: int) -> Path:
+    return run.path / f"attempts/{attempt}/node-{node}/ranks.jsonl"
 
 
 def test_ddp_has_the_losses_of_one_rank_here(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,9 +65,8 @@ def test_a_rank_that_is_killed_is_started_again_in_the_same_job(slurm: Slurm, tr
     beating(run)
     jobs = slurm.jobs()
     os.kill(ranks(run, 1)[0], signal.SIGKILL)
-    status = beating(run, attempt=2)
+    beating(run, attempt=2)
     assert slurm.jobs() == jobs
-    assert [node.state for node in status.nodes] == [State.RUNNING] * 2
     (ended,) = run.status().attempts
     assert ended.failure is not None
     assert (ended.failure.node, ended.failure.rank) == (1, 1)
@@ -101,6 +110,88 @@ def test_what_the_plan_prints_can_be_submitted_by_hand(
     out = os.environ["CLUSTERKIT_HOME"] + "/runs/hello-plan"
     words = [str(job), "--cluster", "hpc", "--nodes", "2", "--out", out]
     subprocess.run([*clusterkit, "plan", *words], check=True, capture_output=True)
-    slurm.run("sbatch", "--wait", f"{out}/files/slurm.sh")
+    slurm.run("sbatch", f"{out}/files/slurm.sh")
+    slurm.wait(lambda: slurm.jobs() == [], "the job's end")
     logs = [Path(out, f"attempts/1/node-{node}/log").read_text() for node in (0, 1)]
     assert [line.rpartition(" hello")[2].strip() for line in logs] == ["from 0 of 2", "from 1 of 2"]
+
+
+def let_go(slurm: Slurm, run: api.Run) -> None:
+    """Slurm holds a job back for two minutes before it starts it again: not this one."""
+    waiting = run.wait(60, until=lambda status: any("two minutes" in (n.reason or "")
+                                                    for n in status.nodes))  # fmt: skip
+    assert waiting.state in (State.PENDING, State.RUNNING), waiting
+    job = slurm.run("squeue", "-h", f"--name={run.id}", "-o", "%i").strip()
+    slurm.run("scontrol", "update", f"jobid={job}", "StartTime=now")
+
+
+def test_a_job_that_is_told_of_its_end_goes_on_as_the_next_attempt(
+    slurm: Slurm, train: Train
+) -> None:
+    run = train("tick.py", FOR_EVER)
+    beating(run)
+    jobs = slurm.jobs()
+    # What --signal=B:USR1 does.
+    slurm.run("scancel", "--batch", "--signal=USR1", *jobs)
+    let_go(slurm, run)
+    beating(run, attempt=2)
+    assert slurm.jobs() == jobs
+    ended = json.loads((run.path / "attempts/1/node-1/exit.json").read_text())
+    assert ended["stopped_by"] == "Slurm is about to end the job (time limit, or preemption)"
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+def test_over_its_time_a_run_goes_on_from_its_checkpoint_at_the_same_step(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    run = api.submit(
+        "jobs/ddp.yaml", cluster="short", nodes=2, gpus=1,
+        settings=["device=cpu", "checkpoint.every=100000"], more_args=["--steps", "100000"],
+    )  # fmt: skip
+    run.wait(200, until=lambda status: any("two minutes" in (n.reason or "") for n in status.nodes))
+    before = [each["step"] for each in run.metrics()]
+    let_go(slurm, run)
+    run.wait(120, until=lambda status: len(run.metrics()) > len(before) + 5)
+    run.cancel()
+    steps = [each["step"] for each in run.metrics()]
+    assert len(before) > 1
+    assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.mark.thorough
+def test_a_job_that_is_preempted_goes_on_when_the_nodes_are_free(
+    slurm: Slurm, train: Train
+) -> None:
+    run = train("tick.py", FOR_EVER)
+    beating(run)
+    slurm.run("sbatch", "-purgent", "-N2", "--exclusive", "-o/dev/null", "--wrap", "true")
+    let_go(slurm, run)
+    beating(run, attempt=2)
+
+
+@pytest.mark.thorough
+def test_a_controller_that_is_away_changes_nothing(slurm: Slurm, train: Train) -> None:
+    run = train("tick.py", FOR_EVER, restarts=1)
+    beating(run)
+    slurm.stop("slurmctld")
+    try:
+        os.kill(ranks(run, 1)[0], signal.SIGKILL)
+        away = run.wait(60, until=lambda status: any("Unable to contact" in (n.reason or "")
+                                                     for n in status.nodes))  # fmt: skip
+        assert away.state is State.RUNNING
+        beating(run, attempt=2)
+    finally:
+        slurm.start_controller()
+        slurm.wait(lambda: slurm.states() != [], "slurmctld")
+    assert run.cancel().state is State.CANCELLED
+
+
+@pytest.mark.thorough
+def test_two_runs_at_once_do_not_disturb_each_other(slurm: Slurm, train: Train) -> None:
+    one, other = train("tick.py", FOR_EVER), train("tick.py", FOR_EVER)
+    beating(one)
+    beating(other)
+    assert one.cancel().state is State.CANCELLED
+    assert other.status().state is State.RUNNING

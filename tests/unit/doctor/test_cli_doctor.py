@@ -129,7 +129,7 @@ def test_the_list_names_every_check_and_looks_at_nothing(cli, monkeypatch):
     monkeypatch.setattr(api, "doctor", None)
     done = cli("doctor", "--list")
     everything = [(of, c) for of, checks in doctor.every_check().items() for c in checks]
-    assert {of for of, _ in everything} == {"hosts", "kubernetes"}
+    assert {of for of, _ in everything} == {"hosts", "kubernetes", "slurm"}
     for of, check in everything:
         line = next(line for line in done.out.splitlines() if check.purpose in line)
         assert line.startswith(f"{check.name} ")

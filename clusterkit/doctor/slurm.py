@@ -1,0 +1,167 @@
+"""Examines a Slurm cluster: questions, a rehearsal of `sbatch`, a look at one compute node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from clusterkit.backends.slurm.probe import PartitionNode, partition
+from clusterkit.backends.slurm.queue import HOST, SLURM_SECONDS
+from clusterkit.cluster import SlurmCluster
+from clusterkit.doctor.base import Finding, Level
+from clusterkit.doctor.report import Progress, Report
+from clusterkit.doctor.words import shortened
+from clusterkit.errors import ClusterkitError, counted
+from clusterkit.runs import home
+from clusterkit.spec import JobSpec
+from clusterkit.transport import Transport
+
+LOCAL_DISKS = ("ext2/ext3", "xfs", "btrfs", "tmpfs", "overlayfs", "zfs")
+"""File systems, as stat(1) calls them, that other machines do not see."""
+IMMEDIATE_SECONDS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmSubject:
+    """A cluster entry, and the job that is to run there."""
+
+    way: ClassVar[str] = "slurm"
+    cluster: str
+    entry: SlurmCluster
+    job: JobSpec
+    python: str
+    rehearsal: Callable[[Transport], str]
+    """The batch script that a submit would hand to `sbatch`."""
+    port: None = None
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the checks have seen."""
+
+    subject: SlurmSubject
+    transport: Transport
+
+    @cached_property
+    def partition(self) -> tuple[str, dict[str, str], list[PartitionNode]]:
+        return partition(self.subject.entry, self.transport)
+
+
+Verdict = tuple[Level, str, str | None]
+
+
+@dataclass(frozen=True)
+class SlurmCheck:
+    """One thing that has to be right."""
+
+    name: str
+    purpose: str
+    judge: Callable[[Look], Iterator[Verdict]]
+    quick: bool = False
+
+
+def _partition(look: Look) -> Iterator[Verdict]:
+    """The partition is up, and has nodes enough"""
+    name, limits, nodes = look.partition
+    if limits.get("State", "UP") != "UP":
+        state = limits["State"]
+        yield "fail", f"partition {name} is {state}", "another partition; `sinfo` lists them"
+    usable = [node.name for node in nodes if node.usable]
+    wanted = look.subject.job.node_range[0]
+    having = f"{len(usable)} of {counted(len(nodes), 'node')} of partition {name} can be used"
+    if len(nodes) < wanted:
+        yield "fail", f"{having}, the job wants {wanted}", f"--nodes {len(nodes)}"
+    elif len(usable) < wanted:
+        yield "warn", f"{having}, the job wants {wanted}: it would wait", "`sinfo -R` says why"
+    else:
+        yield "ok", having, None
+
+
+def _admission(look: Look) -> Iterator[Verdict]:
+    """Slurm would take the job: account, QOS, limits, features, what a node gives"""
+    script = look.subject.rehearsal(look.transport)
+    done = look.transport.run(
+        HOST, ["sbatch", "--test-only"], stdin=script.encode(), timeout=SLURM_SECONDS
+    )
+    said = [line.removeprefix("sbatch: ") for line in done.stderr.strip().splitlines()]
+    if done.exit_code:
+        # The first line has the reason, the last one that it was refused.
+        yield "fail", shortened("; ".join(said) or "sbatch --test-only failed"), None
+    else:
+        yield "ok", shortened(said[-1] if said else ""), None
+
+
+def _folder(look: Look) -> Iterator[Verdict]:
+    """The folder for runs lies on a disk that compute nodes see"""
+    folder = home()
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    done = look.transport.run(
+        HOST, ["stat", "--file-system", "--format=%T", str(there)], timeout=SLURM_SECONDS
+    )
+    kind = done.stdout.strip()
+    if kind in LOCAL_DISKS:
+        cause = f"{folder} lies on {kind}, which compute nodes may not see"
+        yield "warn", cause, "export CLUSTERKIT_HOME=a folder on a shared disk"
+    else:
+        yield "ok", f"{folder} lies on {kind or 'an unknown file system'}", None
+
+
+def _compute(look: Look) -> Iterator[Verdict]:
+    """A compute node has the folder for runs, the job's folder and the Python"""
+    entry, job = look.subject.entry, look.subject.job
+    asked = {"partition": entry.partition, "account": entry.account, "qos": entry.qos,
+             "constraint": entry.constraint, "reservation": entry.reservation}  # fmt: skip
+    given = [f"--{name}={value}" for name, value in asked.items() if value is not None]
+    look_there = (
+        'for each in "$2" "$3"; do [ -d "$each" ] || { echo "no folder $each"; exit 1; }; done\n'
+        '"$1" -c "import sys; sys.exit(sys.version_info < (3, 11))" && hostname || echo "no $1"'
+    )
+    home().mkdir(parents=True, exist_ok=True)
+    done = look.transport.run(
+        HOST,
+        ["srun", f"--immediate={IMMEDIATE_SECONDS}", "--nodes=1", "--ntasks=1", "--time=1",
+         "--job-name=clusterkit-doctor", *given, "/bin/sh", "-c", look_there, "sh",
+         look.subject.python, str(home()), job.workdir or "/"],
+        timeout=IMMEDIATE_SECONDS + SLURM_SECONDS,
+    )  # fmt: skip
+    said = done.stdout.strip().rpartition("\n")[2]
+    if said.startswith("no "):
+        yield "fail", f"a compute node has {said}", "a disk that all nodes see under the same path"
+    elif done.exit_code:
+        why = done.stderr.strip().rpartition("\n")[2]
+        yield "skip", shortened(f"no node was free to look at: {why}"), None
+    else:
+        yield "ok", f"seen on {said}", None
+
+
+CHECKS = tuple(
+    SlurmCheck(judge.__name__.strip("_"), judge.__doc__ or "", judge)
+    for judge in (_partition, _admission, _folder, _compute)
+)
+
+
+def look(
+    subject: SlurmSubject, transport: Transport, checks: Sequence[SlurmCheck], progress: Progress
+) -> Report:
+    """Ask, and judge what was answered. Nothing in the cluster is changed."""
+    seen = Look(subject, transport)
+    findings = []
+    progress(1, ("Slurm",))
+    for check in checks:
+        try:
+            findings += [
+                Finding(check.name, "slurm", level, cause, remedy)
+                for level, cause, remedy in check.judge(seen)
+            ]
+        except ClusterkitError as error:
+            findings.append(Finding(check.name, "slurm", "fail", error.message, error.hint))
+    progress(1, ())
+    return Report(
+        cluster=subject.cluster,
+        hosts=("slurm",),
+        checks=tuple(check.name for check in checks),
+        findings=tuple(findings),
+        everything="Slurm",
+    )
