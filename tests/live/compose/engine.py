@@ -193,8 +193,10 @@ def stop(folder: Path) -> None:
     for mount in _mounts_below(folder):
         subprocess.run(["umount", "--lazy", mount], capture_output=True)
     subprocess.run(["ip", "link", "delete", state["bridge"]], capture_output=True)
+    _remove_rules({state["bridge"]})
     if not state["had_chains"]:
-        _remove_rules(state["bridge"], state["forward"])
+        _remove_rules({*CHAINS})
+        _remove_chains(state["forward"])
     for name in ("data", "exec"):
         shutil.rmtree(folder / name, ignore_errors=True)
     (folder / "engine.json").unlink()
@@ -352,16 +354,20 @@ def _forward_policy() -> str:
     return "DROP" if "-P FORWARD DROP" in done.stdout else "ACCEPT"
 
 
-def _remove_rules(bridge: str, forward: str) -> None:
-    """Take away what dockerd leaves in iptables, where none ran before."""
-    ours = {*CHAINS, bridge}
+def _remove_rules(ours: set[str]) -> None:
+    """Take away the rules of iptables that name one of these."""
     for table in ("filter", "nat"):
         words = ["iptables", "-w", "-t", table, "-S"]
         rules = subprocess.run(words, capture_output=True, text=True, env=_quiet()).stdout
         for rule in rules.splitlines():
             words = shlex.split(rule)
-            if words[0] == "-A" and words[1] not in CHAINS and ours.intersection(words):
+            if words[0] == "-A" and ours.intersection(words[2:]):
                 _iptables("-t", table, "-D", *words[1:])
+
+
+def _remove_chains(forward: str) -> None:
+    """Take away what dockerd leaves in iptables, where none ran before."""
+    for table in ("filter", "nat"):
         for action in ("-F", "-X"):
             for chain in CHAINS:
                 _iptables("-t", table, action, chain)
