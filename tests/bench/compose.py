@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -70,6 +71,8 @@ def first_step(rounds: int, program: Program) -> Row:
 
 
 def main() -> int:
+    # As Ctrl-C: what was set up is taken down.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     parser = argparse.ArgumentParser(prog="python -m tests.bench.compose", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds of each comparison")
     options = parser.parse_args()

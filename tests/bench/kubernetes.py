@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -324,6 +325,8 @@ def measure(kube: Kube, rounds: int) -> None:
 
 
 def main() -> int:
+    # As Ctrl-C: what was set up is taken down.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     parser = argparse.ArgumentParser(prog="python -m tests.bench.kubernetes", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds")
     rounds = max(1, parser.parse_args().rounds)

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -292,6 +293,8 @@ def first_step(rounds: int) -> Row:
 
 
 def main() -> int:
+    # As Ctrl-C: what was set up is taken down.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     parser = argparse.ArgumentParser(prog="python -m tests.bench.ssh", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds of each comparison")
     parser.add_argument("--hosts", type=int, nargs="+", default=[8, 32, 64], help="for `true`")

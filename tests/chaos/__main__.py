@@ -12,6 +12,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -76,6 +77,8 @@ def seconds(value: float | None) -> str:
 
 
 def main() -> int:
+    # As Ctrl-C: what was set up is taken down.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--faults", type=int, default=50, help="how many (default 50)")
     parser.add_argument("--seed", type=int, default=1)
