@@ -58,7 +58,9 @@ def test_a_node_starts_although_node_0_does_not_answer(nodes):
 
 
 def test_a_failure_before_node_0_could_be_reached_is_told_to_it(nodes):
-    nodes.start(1, wait=0, run=RUN.replace("PEER_SECONDS = 0.2", "PEER_SECONDS = 60"))
+    # Node 0 has as long as it takes to come up.
+    run = RUN.replace("PEER_GONE_SECONDS = 0.3", "PEER_GONE_SECONDS = limits.PEER_SECONDS = 60")
+    nodes.start(1, wait=0, run=run.replace("PEER_SECONDS = 0.2", "PEER_AGAIN_SECONDS = 0.05"))
     rank = nodes.running(1)[1]
     nodes.end(1, 7)
     agent.wait_gone([rank], 60)
