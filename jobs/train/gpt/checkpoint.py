@@ -211,14 +211,17 @@ def _writable(final: Path, draft: Path) -> Iterator[None]:
     """Within, a disk that does not take the files is one clear error, and leaves no draft."""
     try:
         yield
-    except (OSError, RuntimeError) as error:
+    except BaseException as error:
+        # DCP's error, a BaseException, holds those of all ranks: the first one counts.
+        first = next(iter(getattr(error, "failures", {}).values()), (error,))[0]
         # torch.save tells of a short write by a RuntimeError of its zip writer.
-        if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+        short = isinstance(first, RuntimeError) and "inline_container" in str(first)
+        if not (short or isinstance(first, OSError)):
             raise
-        reason = "not all of it was taken" if isinstance(error, RuntimeError) else error.strerror
+        reason = "not all of it was taken" if short else first.strerror
         shutil.rmtree(draft, ignore_errors=True)
         raise Explained(
-            f"cannot write checkpoint {final}: {reason or error}",
+            f"cannot write checkpoint {final}: {reason or first}",
             hint="make room on that disk, set checkpoint.dir to another, or lower checkpoint.keep",
         ) from error
 

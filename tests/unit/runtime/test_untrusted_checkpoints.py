@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shards
 import torch
 from checkpoint import Checkpoint
 from export import export
@@ -46,6 +48,29 @@ def metadata_of_an_object(path: Path, trap: Touch) -> None:
     name = next(key for key in metadata.state_dict_metadata if key.startswith("optimizer/"))
     metadata.state_dict_metadata[name] = BytesStorageMetadata()
     path.write_bytes(pickle.dumps(metadata))
+
+
+@dataclass
+class Attribute:
+    """Unpickled by pickle itself, an attribute of something, as Debian 12's Python has enums."""
+
+    of: Any
+    name: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.of, self.name)
+
+
+def test_of_attributes_only_members_of_enums_are_read(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
+
+    def read(what: Any) -> Any:
+        return shards._Unpickler(io.BytesIO(pickle.dumps(what))).load()
+
+    (member, *_) = _MEM_FORMAT_ENCODING
+    assert read(Attribute(_MEM_FORMAT_ENCODING, member.name)) is member
+    with pytest.raises(pickle.UnpicklingError, match="getattr is not metadata"):
+        read(Attribute(TensorProperties, "__init__"))
 
 
 CASES = {
