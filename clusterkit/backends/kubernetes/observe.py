@@ -200,11 +200,4 @@ def why_no_pods(objects: RunObjects) -> str | None:
             if about.get("kind") != "Pod" and f"{about.get('name')}-".startswith(f"{name}-"):
                 at = str(event.get("lastTimestamp") or event.get("eventTime") or "")
                 words.append((at, str(event.get("message", "")).strip()))
-    with contextlib.suppress(ClusterkitError, ValueError, KeyError, TypeError):
-        # The training operator makes no event of a pod that a quota refuses.
-        for quota in objects.get(f"/api/v1/namespaces/{objects.namespace}/resourcequotas")["items"]:
-            most, used = (quota["status"][key].get("pods") for key in ("hard", "used"))
-            if most is not None and int(used) >= int(most):
-                text = f"quota {quota['metadata']['name']} has {most} of pods, {used} in use"
-                words.append(("", text))
     return max(words, default=("", None))[1]
