@@ -455,7 +455,8 @@ def send(
         progress(host, whole, whole)
         if relay is not None and relay.worthwhile(whole):
             stream.write(b"\n")
-            relay.add(host, next(answers)["port"], kept.pop_all())
+            if (port := next(answers).get("port")) is not None:
+                relay.add(host, port, kept.pop_all())
         return len(missing)
 
 

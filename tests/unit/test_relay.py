@@ -150,3 +150,17 @@ def test_a_host_that_cannot_take_it_keeps_nobody_waiting(found, tmp_path, sent):
         deliver(found, tmp_path)
     assert contents(tmp_path / "h6" / "projects" / "p") == expected(found)
     assert sent[-1] == 3
+
+
+def test_a_host_that_cannot_serve_has_the_project_all_the_same(found, tmp_path):
+    large = [entry.path for entry in found.entries].index("lib/data")
+    said = [{"missing": [large]}, {"done": 1}, {"error": "Operation not permitted"}]
+    lines = " ".join(f"'{json.dumps(line)}'" for line in said)
+    fake = tmp_path / "python"
+    fake.write_text(f"#!/bin/sh\nprintf '%s\\n' {lines}\ncat >/dev/null\n")
+    fake.chmod(0o755)
+    tree = Tree(str(found.root), f"{tmp_path}/h0/projects/p", found.digest, "")
+    with Relay({"h0": "127.0.0.1"}) as passing:
+        assert send(found, tree, "h0", str(fake), LocalTransport(), relay=passing) == 1
+        with passing.sender(found.size) as sender:
+            assert sender is None
