@@ -428,8 +428,7 @@ def send(
         missing = answer.get("missing", [])
         whole = sum(found.entries[number].size for number in missing)
 
-        def feed(numbers: Sequence[int]) -> dict[str, Any]:
-            """Send these, and hear what becomes of it."""
+        def answer_to(numbers: Sequence[int]) -> dict[str, Any]:
             for done, pieces in _together(found.payload(numbers, zipped=not stream.near)):
                 stream.write(pieces)
                 progress(host, done, whole)
@@ -441,10 +440,10 @@ def send(
             if relay is not None and missing:
                 sender = slot.enter_context(relay.sender(whole))
                 stream.write(json.dumps({"from": sender}).encode() + b"\n")
-            answer = next(answers) if sender else feed(missing)
+            answer = next(answers) if sender else answer_to(missing)
             if relay is not None and "missing" in answer:
                 relay.drop(sender)
-                answer = feed(answer["missing"])
+                answer = answer_to(answer["missing"])
         if "error" in answer:
             hint = "make room there, or choose another `workdir` that this user may write to"
             if "changed while" in str(answer["error"]):
