@@ -94,8 +94,9 @@ def free_port(wanted: int | None) -> int | None:
     """``wanted`` if it is free, otherwise (or without it) another, and the one after it is, too."""
     if wanted is not None and refusal(wanted) is None:
         return wanted
-    # At random, so that two submits at the same moment do not get the same one.
-    ports = random.sample(PORTS, 200)
+    # At random, so that two submits at the same moment do not get the same one; by the system's
+    # own generator, because a program that submits may have seeded Python's.
+    ports = random.SystemRandom().sample(PORTS, 200)
     return next((port for port in ports if refusal(port) is refusal(port + 1) is None), None)
 
 

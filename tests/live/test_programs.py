@@ -113,6 +113,8 @@ def test_three_ways_to_start_ddp_train_the_same(run_job, tmp_path: Path, monkeyp
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
+    # torch makes this folder as soon as it imports its compiler, and leaves it.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     runs = [
         run_job("ddp-torchrun", "--epochs", 1),
         run_job("ddp-spawn", "--epochs", 1),

@@ -1,6 +1,7 @@
 """Speaking with commands, and working on many hosts at once."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -184,6 +185,14 @@ def test_it_keeps_the_wanted_port_while_it_is_free():
         [sys.executable, "-I", "-c", free_port_program(port)], capture_output=True, text=True
     )
     assert done.stdout == f"{port}\n"
+
+
+def test_programs_that_seed_alike_do_not_get_the_same_port():
+    ports = set()
+    for _ in range(4):
+        random.seed(1)
+        ports.add(LOCAL.free_port("h"))
+    assert len(ports) > 1
 
 
 # ---------------------------------------------------------------- steps on several hosts

@@ -66,13 +66,13 @@ def test_a_rank_that_is_killed_is_started_again_in_the_same_job(slurm: Slurm, tr
     jobs = slurm.jobs()
     os.kill(ranks(run, 1)[0], signal.SIGKILL)
     beating(run, attempt=2)
-    assert slurm.jobs() == jobs
+    assert slurm.jobs() == jobs, (run.status(), [line.text for line in run.logs()][-40:])
     (ended,) = run.status().attempts
     assert ended.failure is not None
     assert (ended.failure.node, ended.failure.rank) == (1, 1)
     status = run.cancel()
-    assert status.state is State.CANCELLED
-    assert {node.reason for node in status.nodes} == {"stopped on request"}
+    assert [node.state for node in status.nodes] == [State.CANCELLED] * 2
+    assert status.nodes[0].reason == "stopped on request"  # node 1 may see node 0 go first
 
 
 def test_who_cancels_the_job_by_hand_cancels_the_run(slurm: Slurm, train: Train) -> None:
