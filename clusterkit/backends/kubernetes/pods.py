@@ -51,6 +51,8 @@ class Shape:
     """Whether the project comes in a config map."""
     rejoin: bool = False
     """Whether the run waits for another pod in the place of one that is lost."""
+    deadline: int | None = None
+    """Seconds after which a node of the cluster ends a pod whose agent has not done so."""
 
     @property
     def code(self) -> str:
@@ -131,6 +133,9 @@ def template(
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
     }
+    if shape.deadline is not None:
+        # Of the pod, not of its job: waiting for a node does not count.
+        spec["activeDeadlineSeconds"] = shape.deadline
     if subdomain is not None:
         spec["subdomain"] = subdomain
     if cluster.service_account:

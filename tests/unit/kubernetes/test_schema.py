@@ -156,6 +156,18 @@ def test_the_plan_says_whether_a_lost_pod_is_replaced_and_why(
     assert ("podFailurePolicy" in text) == (plan.rejoin and flavor != "pytorchjob")
 
 
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_the_cluster_ends_pods_whose_agents_have_not_kept_the_time_limit(flavor, planned):
+    """Counted for each pod from its own start, and an hour later than the agents do it."""
+
+    def deadlines(**job):
+        pods = templates(documents_of(planned(flavor, **job)))
+        return [pod["spec"].get("activeDeadlineSeconds") for pod in pods]
+
+    assert set(deadlines(time_limit="2h")) == {7200 + 10 + 3600}
+    assert set(deadlines()) == {None}
+
+
 def test_every_pod_of_an_mpijob_unpacks_a_project_that_was_copied(planned, tmp_path):
     project = Project(root=str(tmp_path), digest="d", files=1, bytes=1, how="all")
     plan = planned("mpijob", code="copied", project=project)
