@@ -12,13 +12,13 @@ import msgspec
 from msgspec import Struct
 
 from clusterkit.backends.base import Recovered, RemoteRun
-from clusterkit.backends.kubernetes.apply import Refusal
+from clusterkit.backends.kubernetes.client import Refusal
 from clusterkit.backends.kubernetes.flavors import FLAVORS, Flavor
 from clusterkit.backends.kubernetes.judge import attempt_of
 from clusterkit.backends.kubernetes.lost_pods import unix
 from clusterkit.backends.kubernetes.pods import ATTEMPT, JOB, PROJECT, RUN, USER
 from clusterkit.backends.kubernetes.rights import ROLE_HINT
-from clusterkit.backends.kubernetes.server import Server
+from clusterkit.backends.kubernetes.server import Server, path_to
 from clusterkit.backends.kubernetes.text import Object, object_name
 from clusterkit.cluster import Facts, KubernetesCluster
 from clusterkit.errors import RunFolderError, RunNotFound, Unavailable
@@ -67,7 +67,7 @@ def listing(server: Server, namespace: str) -> list[RemoteRun]:
     selector = quote(f"{RUN},{ATTEMPT}", safe="")
 
     def ask(flavor: Flavor) -> list[RemoteRun]:
-        path = f"/apis/{flavor.api}/namespaces/{quote(namespace)}/{flavor.plural}"
+        path = path_to(flavor.api, namespace, flavor.plural)
         try:
             found = server.find(f"{path}?labelSelector={selector}")
         except Refusal as error:
@@ -191,7 +191,7 @@ def kept(server: Server, namespace: str, run_id: str) -> Recovered:
 
 
 def _config_map(server: Server, namespace: str, name: str) -> Object | None:
-    path = f"/api/v1/namespaces/{quote(namespace)}/configmaps/{name}"
+    path = path_to("v1", namespace, "configmaps", name)
     try:
         return server.find(path)
     except Refusal as error:

@@ -1,7 +1,10 @@
 """Every manifest against the schemas of the kinds that it is of: a wrong field is an error."""
 
+import base64
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import msgspec
@@ -9,7 +12,8 @@ import pytest
 import yaml
 from kubernetes import client
 
-from clusterkit import backends, loader
+from clusterkit import backends, loader, shell
+from clusterkit.backends.kubernetes.client import APPLY_PATCH, Context, KubeTransport, NotFound
 from clusterkit.cluster import Claim, KubernetesCluster, KubernetesFacts, Project
 from clusterkit.errors import BadInput
 from tests.conftest import noted
@@ -101,7 +105,7 @@ def complaints(document):
 
 @pytest.fixture
 def planned(make_facts):
-    def plan(flavor, *, full=False, code="baked", project=None, **changes):
+    def plan(flavor, *, full=False, code="baked", project=None, home=None, **changes):
         job = loader.load_job(ROOT / "jobs" / "zero2.yaml")
         if flavor == "mpijob":
             changes = {"launcher": "mpirun"} | changes
@@ -119,7 +123,7 @@ def planned(make_facts):
             "image_pull_secrets": ("r",), "annotations": {"x": "y"}, "labels": {"l": "m"},
         } if full else {}  # fmt: skip
         cluster = KubernetesCluster(flavor=flavor, code=code, **more)
-        facts = msgspec.structs.replace(facts, project=project)
+        facts = msgspec.structs.replace(facts, project=project, home=home or facts.home)
         return backends.backend("kubernetes").plan(job, cluster, facts, "demo-1")
 
     return plan
@@ -232,6 +236,44 @@ def test_a_plan_s_manifests_are_what_the_kinds_allow(flavor, full, planned):
     assert documents
     for document in documents:
         assert list(complaints(document)) == []
+
+
+class ApiServer(KubeTransport):
+    """Takes every object, and has no other."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = []
+
+    def request(self, to, method, path, body=None, content=""):
+        if method == "GET":
+            raise NotFound("no")
+        if content == APPLY_PATCH:
+            assert "/namespaces/ns/" in path
+            self.sent.append((to, body))
+        return json.dumps({"apiVersion": "v1", "kind": "K", "metadata": {"name": "n", "uid": "u"}})
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="takes kubectl")
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_what_is_sent_is_what_the_printed_command_would_send(flavor, planned, tmp_path):
+    plan, server = planned(flavor, full=True, home=str(tmp_path)), ApiServer()
+    backends.backend("kubernetes").submit(plan, server)
+    *command, folder = plan.steps[-1].argv
+    assert shell.join(command).startswith("kubectl --context c --namespace ns apply --server-side ")
+    assert command[-1] == "--kustomize"
+    assert {to for to, _ in server.sent} == {Context(None, "c")}
+    built = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, check=True)
+
+    def by_name(objects):
+        for each in objects:
+            each["metadata"].setdefault("namespace", "ns")  # which the path has as well
+            held = each.get("binaryData", {})
+            each |= {"binaryData": {name: base64.b64decode(text) for name, text in held.items()}}
+        return {(each["kind"], each["metadata"]["name"]): each for each in objects}
+
+    ours = by_name([body for _, body in server.sent if body["kind"] != "Secret"])
+    assert ours == by_name(list(yaml.safe_load_all(built.stdout)))
 
 
 @pytest.mark.parametrize(
