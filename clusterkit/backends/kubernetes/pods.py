@@ -142,6 +142,17 @@ def template(
         spec["serviceAccountName"] = cluster.service_account
     gpus = shape.gpus if ranks else 0
     spec |= placement(cluster, _tolerations(shape, gpus))
+    if cluster.topology_key:
+        # The run's own pods but the watcher, which belongs to no attempt. Of the first one of them
+        # nothing is asked.
+        own = {
+            "matchLabels": {RUN: shape.labels[RUN]},
+            "matchExpressions": [{"key": ATTEMPT, "operator": "Exists"}],
+        }
+        term = {"labelSelector": own, "topologyKey": cluster.topology_key}
+        spec["affinity"] = {
+            "podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
+        }
     spec["securityContext"] = pod_security(cluster.user)
     words = shape.command if command is None else command
     body: Object = {

@@ -114,9 +114,11 @@ def state_of(job: Mapping[str, Any], flavor: Flavor) -> State:
         if final in states:
             return final
     status = job.get("status") or {}
-    parts = [status, *(status.get("jobsStatus") or ())]
+    parts = [status]
+    for key in ("jobsStatus", "replicatedJobsStatus"):
+        parts += status.get(key) or ()
     if not holds:
-        # A Job, and so a TrainJob, says nothing while it runs but how many pods are ready.
+        # A Job, and what makes one, says nothing while it runs but how many pods are ready.
         if any(isinstance(each, Mapping) and each.get("ready") for each in parts):
             return State.RUNNING
         return State.PENDING
@@ -136,6 +138,8 @@ def _pods(spec: Mapping[str, Any]) -> int | None:
     for replicas in ("pytorchReplicaSpecs", "mpiReplicaSpecs"):
         if replicas in spec:
             return int(spec[replicas].get("Worker", {}).get("replicas", 1))
+    for each in spec.get("replicatedJobs") or ():
+        return int(each["template"]["spec"]["parallelism"])
     found = spec.get("parallelism", (spec.get("trainer") or {}).get("numNodes"))
     return None if found is None else int(found)
 

@@ -14,6 +14,7 @@ from kubernetes import client
 
 from clusterkit import backends, loader, shell
 from clusterkit.backends.kubernetes.client import APPLY_PATCH, Context, KubeTransport, NotFound
+from clusterkit.backends.kubernetes.entry import check_entry
 from clusterkit.cluster import Claim, KubernetesCluster, KubernetesFacts, Project
 from clusterkit.errors import BadInput
 from tests.conftest import noted
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 CRDS = {path.stem: json.loads(path.read_text()) for path in ROOT.glob("tests/data/crds/*.json")}
 # A TrainingRuntime is a ClusterTrainingRuntime that belongs to a namespace.
 CRDS["TrainingRuntime"] = CRDS["ClusterTrainingRuntime"]
-FLAVORS = ("pytorchjob", "mpijob", "trainjob", "job")
+FLAVORS = ("pytorchjob", "mpijob", "trainjob", "jobset", "job")
 BY_HAND = sorted(ROOT.glob("k8s/*.yaml"))
 
 
@@ -112,13 +113,14 @@ def planned(make_facts):
         job = msgspec.structs.replace(job, **({"nodes": 2, "gpus_per_node": 2} | changes))
         kubernetes = KubernetesFacts(
             may_watch=True, version="v1.34.4", context="c", namespace="ns",
-            kinds=("PyTorchJob", "MPIJob", "TrainJob"),
+            kinds=("PyTorchJob", "MPIJob", "TrainJob", "JobSet"),
         )  # fmt: skip
         facts = msgspec.structs.replace(make_facts(gpus=2 if full else 0), kubernetes=kubernetes)
         more = {
             "volumes": (Claim(claim="a", path="/a"), Claim(claim="b", path="/b", read_only=True)),
             "memory": "1Gi", "cpus": 2.0, "resources": {"rdma/hca": "1"}, "queue": "q",
-            "node_selector": {"a": "b"}, "priority_class": "p", "service_account": "s",
+            "node_selector": {"a": "b"}, "topology_key": "rack", "priority_class": "p",
+            "service_account": "s",
             "tolerations": ({"key": "k", "operator": "Exists"},), "shared": "/a",
             "image_pull_secrets": ("r",), "annotations": {"x": "y"}, "labels": {"l": "m"},
         } if full else {}  # fmt: skip
@@ -140,6 +142,7 @@ def documents_of(plan):
         ("pytorchjob", True, {}, "replaced, and the run goes on (checkpoints lie in a volume"),
         ("job", True, {}, "replaced, and the run goes on"),
         ("trainjob", True, {}, "replaced, and the run goes on"),
+        ("jobset", True, {}, "replaced, and the run goes on"),
         ("pytorchjob", False, {}, "ends the run (its checkpoints go with its pods)"),
         ("pytorchjob", False, {"checkpoint": None, "restarts": 1}, "(restarts: the job may begin"),
         ("pytorchjob", False, {"checkpoint": None}, "ends the run (the job would begin anew"),
@@ -158,6 +161,24 @@ def test_the_plan_says_whether_a_lost_pod_is_replaced_and_why(
     assert ("node.kubernetes.io/unreachable" in str(pods)) == plan.rejoin
     assert ("restartPolicy: ExitCode" in text) == (plan.rejoin and flavor == "pytorchjob")
     assert ("podFailurePolicy" in text) == (plan.rejoin and flavor != "pytorchjob")
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_a_topology_key_keeps_a_run_s_pods_together_and_leaves_its_watcher_out(flavor, planned):
+    wanted = {
+        "topologyKey": "rack",
+        "labelSelector": {
+            "matchLabels": {"clusterkit/run": "demo-1"},
+            "matchExpressions": [{"key": "clusterkit/attempt", "operator": "Exists"}],
+        },
+    }
+    for pod in templates(documents_of(planned(flavor, full=True))):
+        labels, affinity = pod["metadata"]["labels"], pod["spec"].get("affinity")
+        watcher = labels["clusterkit/role"] == "watcher"
+        assert labels["clusterkit/run"] == "demo-1"
+        assert ("clusterkit/attempt" in labels) == (not watcher)
+        required = "requiredDuringSchedulingIgnoredDuringExecution"
+        assert affinity == (None if watcher else {"podAffinity": {required: [wanted]}})
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
@@ -252,6 +273,30 @@ class ApiServer(KubeTransport):
             assert "/namespaces/ns/" in path
             self.sent.append((to, body))
         return json.dumps({"apiVersion": "v1", "kind": "K", "metadata": {"name": "n", "uid": "u"}})
+
+
+def test_the_documented_entries_for_rdma_give_pods_what_they_say(make_facts, tmp_path):
+    text = (ROOT / "docs/kubernetes.md").read_text().partition("### RDMA")[2]
+    (tmp_path / "clusters.yaml").write_text(text.partition("```yaml\n")[2].partition("```")[0])
+    kube = KubernetesFacts(version="v1", context="c", namespace="ns", kinds=("PyTorchJob",))
+    facts = msgspec.structs.replace(make_facts(gpus=8), kubernetes=kube)
+    job, found = loader.load_job(ROOT / "jobs" / "ddp.yaml"), {}
+    for name in ("restricted", "rdma"):
+        cluster = loader.read_cluster(name, tmp_path / "clusters.yaml").cluster
+        check_entry(cluster)
+        documents = documents_of(backends.backend("kubernetes").plan(job, cluster, facts, "demo-1"))
+        assert [line for each in documents for line in complaints(each)] == []
+        (pod,) = templates(documents)
+        (container,) = pod["spec"]["containers"]
+        assert container["resources"]["limits"]["rdma/hca"] == "1"
+        found[name] = (
+            pod["spec"]["securityContext"]["runAsUser"],
+            container["securityContext"]["capabilities"],
+        )
+    assert found == {
+        "restricted": (1000, {"drop": ["ALL"]}),
+        "rdma": (0, {"drop": ["ALL"], "add": ["IPC_LOCK"]}),
+    }
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="takes kubectl")
