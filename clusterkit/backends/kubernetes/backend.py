@@ -1,4 +1,4 @@
-"""Pods of a Kubernetes cluster, one per node, kept by a PyTorchJob, MPIJob, TrainJob, JobSet or Job."""
+"""Pods of a Kubernetes cluster, one per node, kept by a job of one of several kinds (`flavors`)."""
 
 from __future__ import annotations
 
