@@ -115,7 +115,9 @@ class KubeTransport(LocalTransport):
 
     def stream(self, to: Context, path: str) -> RawStream:
         """An answer that goes on: a watch, or a log that is followed. Raises as `request`."""
-        return RawStream(self._request(to, "GET", path))
+        # The server begins at once, but for the log of a pod on a node that was just lost: it would
+        # wait two minutes for that node, and who follows the log with it.
+        return RawStream(self._request(to, "GET", path, seconds=ANSWER_SECONDS))
 
     def close(self) -> None:
         with self._lock:
