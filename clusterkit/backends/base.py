@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from msgspec import Struct
 
@@ -131,7 +132,9 @@ class Backend(ABC):
 
         return LocalTransport()
 
-    @abstractmethod
+    # `probe` and `place` are functions of modules beside the backend's own, which import much:
+    # a supervisor, or a command that looks at a run, needs neither.
+
     def probe(
         self, cluster: ClusterSpec, transport: Transport, job: JobSpec | None = None
     ) -> Facts:
@@ -144,6 +147,8 @@ class Backend(ABC):
             BadInput: the job asks for more hosts than there are.
             Unavailable: a tool or service that the backend needs is missing.
         """
+        found: Facts = self._module("probe").probe(cluster, transport, job)
+        return found
 
     def places(self, cluster: ClusterSpec, transport: Transport) -> int:
         """How many hosts nodes can have to themselves.
@@ -161,13 +166,17 @@ class Backend(ABC):
         """
         return None
 
-    @abstractmethod
     def place(self, job: JobSpec, cluster: ClusterSpec, facts: Facts, run_id: str) -> Placement:
         """Where the job's nodes run and how their ranks find each other. Pure, as `plan` is.
 
         Raises:
             BadInput: the job does not fit the cluster.
         """
+        found: Placement = self._module("place").place(job, cluster, facts, run_id)
+        return found
+
+    def _module(self, name: str) -> Any:
+        return import_module(f"clusterkit.backends.{self.name}.{name}")
 
     def plan(self, job: JobSpec, cluster: ClusterSpec, facts: Facts, run_id: str) -> Plan:
         """What submitting does, as data. Pure: the same arguments give the same plan for ever.

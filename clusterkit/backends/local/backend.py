@@ -15,7 +15,7 @@ from clusterkit import warm as warmth
 from clusterkit.agent import archive, is_alive, start_ticks
 from clusterkit.assemble import Placement, Places, Watching, require_packages
 from clusterkit.backends.base import Backend, Observation, SupportsDoctor
-from clusterkit.backends.local.probe import ADDRESS, HOST, probe, ranks_python
+from clusterkit.backends.local.probe import ADDRESS, HOST, ranks_python
 from clusterkit.backends.nodes import (
     judge_node,
     node_file,
@@ -61,12 +61,6 @@ class LocalBackend(Backend, SupportsDoctor):
         elif idle := warmth.seconds():
             return msgspec.structs.replace(cluster, warm=idle)
         return cluster
-
-    def probe(
-        self, cluster: ClusterSpec, transport: Transport, job: JobSpec | None = None
-    ) -> Facts:
-        assert isinstance(cluster, LocalCluster)
-        return probe(cluster, transport, job)
 
     def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> HostSubject:
         from clusterkit.doctor.base import HostSubject, Machine, Needs

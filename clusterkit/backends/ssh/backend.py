@@ -26,15 +26,14 @@ from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport, fan_out
 
 if TYPE_CHECKING:
-    from clusterkit.assemble import Placement
     from clusterkit.doctor.base import HostSubject
 
 _REPORT_GONE = 2
 """Exit code of a Python that does not find its program."""
 
 
-# `probe`, `place` and the transport are imported where they are used: a supervisor, or a command
-# that looks at a run, needs not all of them, and their imports are a good part of its time.
+# The transport is imported where it is used: not every command needs it, and its imports are a good
+# part of a command's time.
 class SshBackend(Backend, SupportsDoctor, SupportsForget):
     """Nodes are machines; see `clusterkit.agent` for what runs on each of them."""
 
@@ -69,14 +68,6 @@ class SshBackend(Backend, SupportsDoctor, SupportsForget):
 
     # -- probing --------------------------------------------------------------
 
-    def probe(
-        self, cluster: ClusterSpec, transport: Transport, job: JobSpec | None = None
-    ) -> Facts:
-        from clusterkit.backends.ssh.probe import probe
-
-        assert isinstance(cluster, SshCluster)
-        return probe(cluster, transport, job)
-
     def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> HostSubject:
         from clusterkit.backends.ssh.probe import hosts_for, ranks_python
         from clusterkit.doctor.base import HostSubject, Machine, Needs
@@ -104,14 +95,6 @@ class SshBackend(Backend, SupportsDoctor, SupportsForget):
 
     def preflight(self, name: str, cluster: ClusterSpec, job: JobSpec) -> HostSubject:
         return self.subject(name, cluster, job)
-
-    # -- planning -------------------------------------------------------------
-
-    def place(self, job: JobSpec, cluster: ClusterSpec, facts: Facts, run_id: str) -> Placement:
-        from clusterkit.backends.ssh.place import place
-
-        assert isinstance(cluster, SshCluster)
-        return place(job, cluster, facts, run_id)
 
     # -- carrying out ---------------------------------------------------------
 
