@@ -23,7 +23,7 @@ from clusterkit.backends.compose.containers import (
     observation,
     remove,
 )
-from clusterkit.cluster import ClusterSpec, ComposeCluster
+from clusterkit.cluster import ComposeCluster
 from clusterkit.errors import BadInput, ClusterkitError
 from clusterkit.runs import RunHandle
 from clusterkit.transport import Transport
@@ -39,10 +39,9 @@ class ComposeBackend(Backend, SupportsCleanup):
 
     @classmethod
     def resolved(
-        cls, cluster: ClusterSpec, folder: Path, include: str | None, exclude: str | None
-    ) -> ClusterSpec:
+        cls, cluster: ComposeCluster, folder: Path, include: str | None, exclude: str | None
+    ) -> ComposeCluster:
         super().resolved(cluster, folder, include, exclude)
-        assert isinstance(cluster, ComposeCluster)
         for key in ("shm_size", "memory"):
             if (size := getattr(cluster, key)) is not None:
                 size_bytes(key, size)

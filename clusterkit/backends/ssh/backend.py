@@ -18,7 +18,7 @@ from clusterkit.backends.base import (
 from clusterkit.backends.nodes import stop_arguments
 from clusterkit.backends.ports import ports_taken
 from clusterkit.backends.ssh.observe import SshMonitor, observation, report, views
-from clusterkit.cluster import ClusterSpec, Facts, SshCluster
+from clusterkit.cluster import Facts, SshCluster
 from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.plan import Plan
 from clusterkit.runs import RunHandle, home
@@ -42,15 +42,14 @@ class SshBackend(Backend, SupportsDoctor, SupportsForget):
 
     @classmethod
     def resolved(
-        cls, cluster: ClusterSpec, folder: Path, include: str | None, exclude: str | None
-    ) -> ClusterSpec:
+        cls, cluster: SshCluster, folder: Path, include: str | None, exclude: str | None
+    ) -> SshCluster:
         from clusterkit.backends.ssh.probe import resolved
 
-        assert isinstance(cluster, SshCluster)
         return resolved(cluster, folder, include, exclude)
 
     @classmethod
-    def transport(cls, cluster: ClusterSpec) -> Transport:
+    def transport(cls, cluster: SshCluster) -> Transport:
         try:
             from clusterkit.backends.ssh.transport import SshTransport
         except ModuleNotFoundError as error:
@@ -61,18 +60,16 @@ class SshBackend(Backend, SupportsDoctor, SupportsForget):
                 hint="pip install 'clusterkit[ssh]'",
             ) from None
 
-        assert isinstance(cluster, SshCluster)
         return SshTransport(
             cluster.hosts, python=cluster.python, connect_timeout=cluster.connect_timeout
         )
 
     # -- probing --------------------------------------------------------------
 
-    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> HostSubject:
+    def subject(self, name: str, cluster: SshCluster, job: JobSpec | None = None) -> HostSubject:
         from clusterkit.backends.ssh.probe import hosts_for, ranks_python
         from clusterkit.doctor.base import HostSubject, Machine, Needs
 
-        assert isinstance(cluster, SshCluster)
         wanted = None if job is None or job.gpus_per_node == "auto" else job.gpus_per_node
         return HostSubject(
             cluster=name,
@@ -93,7 +90,7 @@ class SshBackend(Backend, SupportsDoctor, SupportsForget):
             over_ssh=True,
         )
 
-    def preflight(self, name: str, cluster: ClusterSpec, job: JobSpec) -> HostSubject:
+    def preflight(self, name: str, cluster: SshCluster, job: JobSpec) -> HostSubject:
         return self.subject(name, cluster, job)
 
     # -- carrying out ---------------------------------------------------------
@@ -102,7 +99,7 @@ class SshBackend(Backend, SupportsDoctor, SupportsForget):
         return home()  # the facts' is the hosts' own
 
     def before_attempt(
-        self, cluster: ClusterSpec, facts: Facts, transport: Transport, *, fresh: bool
+        self, cluster: SshCluster, facts: Facts, transport: Transport, *, fresh: bool
     ) -> tuple[Facts, str] | None:
         return None if fresh else ports_taken(cluster, facts, transport)
 

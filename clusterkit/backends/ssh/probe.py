@@ -173,17 +173,8 @@ def _host_facts(
             )
         gpus = tuple(by_index[str(device)] for device in host.devices if by_index)
     python, origin = ranks_python(cluster, host, job)
-    return HostFacts(
-        host=host.name,
-        address=address,
-        cpus=report.cpus,
-        memory_mib=report.memory_mib,
-        gpus=gpus,
-        # As it was named: a virtual environment's own path matters.
-        python=python,
-        python_origin=origin,
-        versions=report.versions,
-        tools=report.tools,
-        interface=interface or None,
-        slots=host.slots,
-    )
+    # The Python as it was named: a virtual environment's own path matters.
+    return report.facts(
+        host.name, address, gpus=gpus, python=python, python_origin=origin,
+        interface=interface or None, slots=host.slots,
+    )  # fmt: skip
