@@ -182,9 +182,12 @@ class LocalTransport(Transport):
         if done.returncode:
             raise SubmitFailed(f"cannot start {argv[0]} on {host}: {done.stderr.strip()}")
 
+    def put(self, host: str, path: str, data: bytes, mode: int = 0o644) -> None:
+        write_atomic(Path(path), data, mode)
+
     def put_all(self, host: str, files: Sequence[Put]) -> None:
         for file in files:
-            write_atomic(Path(file.path), file.data, file.mode)
+            self.put(host, file.path, file.data, file.mode)
 
     def get(self, host: str, path: str, offset: int = 0, limit: int | None = None) -> bytes | None:
         try:
