@@ -28,7 +28,7 @@ from clusterkit.agent.protocol import (
     STOPPED_BY_PEERS,
     Document,
 )
-from clusterkit.agent.record import Record, brief, restarts_used
+from clusterkit.agent.record import Record, brief, restarts_left
 from clusterkit.agent.signals import STOPS, adopt_orphans, read_signals, sender, signal_handle
 from clusterkit.agent.stops import Stops
 from clusterkit.agent.watch import HANG, Watch
@@ -59,8 +59,8 @@ class Node:
         self.deadline: float | None = None  # when the run is over its time limit
         self.obeyed = False  # whether the launcher ends because the coordinator said so
         self.first = int(os.environ.get("CLUSTERKIT_ATTEMPT", "1"))  # attempt of this agent
-        # The plan says how many restarts a run has, from its first attempt on.
-        self.restarts = max(0, options.restarts - restarts_used(os.environ["CLUSTERKIT_NODE_DIR"]))
+        self.restarts = restarts_left(options.restarts, os.environ["CLUSTERKIT_NODE_DIR"])
+        self.used = 0  # of these
         self.again = options.rejoin > 0 or self.restarts > 0
         """Whether what has ended may be started once more."""
         # The ranks have no use for it.
@@ -142,7 +142,8 @@ class Node:
 
     def _obey(self, order: str, why: str) -> None:
         if order == "start":
-            self._next_attempt(self.first + int(why))
+            self.used = int(why)
+            self._next_attempt(self.first + self.used)
             self._start()
         elif order == "pause":
             seconds, _, what = why.partition(" ")
@@ -293,4 +294,6 @@ class Node:
             "stopped_by": self.stopped_by,
             "causes": self._causes(),
             "final": self.final,
+            # None: somebody else counts them.
+            "restarts_left": self.restarts - self.used if self.options.restarts else None,
         }
