@@ -256,14 +256,16 @@ class Supervisor:
             self._note_progress(seen, needed)
             now = mirror.awake()
             states = [node.state for node in seen.nodes]
-            if State.PENDING in states and now > started + self.backend.start_seconds:
+            # One that its agent did not begin may not have been begun anywhere.
+            enough = states.count(State.PENDING) <= len(states) - needed
+            ended = self.followed and (again or enough)
+            late = now > started + self.backend.start_seconds and not ended
+            if State.PENDING in states and late:
                 silent = states.index(State.PENDING)
                 raise ClusterkitError(
                     f"node {silent} did not report within {self.backend.start_seconds:g} s",
                     hint=f"see the logs in {self.folder.path}/attempts/{self.attempt}",
                 )
-            # One that its agent did not begin may not have been begun anywhere.
-            ended = self.followed and again
             going_on = {State.RUNNING, State.RESTARTING, *(() if ended else (State.PENDING,))}
             if not going_on & set(states):
                 return self._ended(seen, needed)

@@ -63,8 +63,7 @@ class Node:
         self.used = 0  # of these
         self.again = options.rejoin > 0 or self.restarts > 0
         """Whether what has ended may be started once more."""
-        # The ranks have no use for it.
-        self.token = os.environ.pop(PEER_TOKEN, "").encode()
+        self.token = os.environ.pop(PEER_TOKEN, "").encode()  # the ranks have no use for it
 
     def main(self) -> int:
         """Run it to its end; its exit code."""
@@ -134,16 +133,18 @@ class Node:
             run={"run": os.environ["CLUSTERKIT_RUN_ID"],
                  "attempt": os.environ["CLUSTERKIT_ATTEMPT"]},
             token=token, lost_after=self.options.lost_after, wait=self.options.rejoin,
-            restarts=self.restarts, retry_on=self.options.retry_on, order=self._order,
-            hears=self.watch.hears, say=self._say, warn=self.record.warn,
+            restarts=self.restarts, retry_on=self.options.retry_on, least=self.options.min_nodes,
+            order=self._order, hears=self.watch.hears, say=self._say, warn=self.record.warn,
         )  # fmt: skip
         self.watch.send = self.client.send
         self.client.start()
 
     def _obey(self, order: str, why: str) -> None:
         if order == "start":
-            self.used = int(why)
+            self.used, *place = map(int, why.split())
             self._next_attempt(self.first + self.used)
+            if place:
+                os.environ["NODE_RANK"], self.options.nodes = str(place[0]), place[1]
             self._start()
         elif order == "pause":
             seconds, _, what = why.partition(" ")
@@ -172,7 +173,7 @@ class Node:
 
     def _start(self) -> None:
         self.running, self.obeyed = True, False
-        self.watch.begin()
+        self.watch.begin(int(os.environ["NODE_RANK"]), self.options.nodes)
         self.record.goes_on()
         self.reason = self.launcher.start()
 
@@ -196,9 +197,8 @@ class Node:
             # With rank 0's port taken, or a full disk, the next round would fail as well.
             fit = os.environ["NODE_RANK"] != "0" or is_free(port)
             last = bool(self.restarts and code) and not (fit and self.record.has_room())
-            self.client.ended(
-                code, last=last, failure=self.launcher.own_failure(), step=self.log.words.step
-            )
+            own = self.launcher.own_failure()
+            self.client.ended(code, last=last, failure=own, step=self.log.words.step)
         if self.client is None or not self.again:
             self.finished = True
 

@@ -614,6 +614,14 @@ def test_an_elastic_run_goes_on_without_the_nodes_it_can_do_without(supervise_wi
     assert [event.text for event in events] == ["1 of 2 elastic nodes failed"]
 
 
+def test_a_node_that_the_others_went_on_without_is_not_waited_for(supervise_with):
+    job = "launcher: forkserver\nnodes: '1:2'\non_node_loss: shrink\nrestarts: 1\n"
+    first = went_on(2, BAD, State.UNKNOWN, left=0)
+    _, status, events = supervise_with([first, observed(OK, State.PENDING)], job)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
+    assert events[-1].text == "1 of 2 elastic nodes failed"
+
+
 def test_an_elastic_run_with_too_few_nodes_left_ends(supervise_with):
     script = [[observed(BAD, BAD, UP), observed(BAD, BAD, BAD)]]
     backend, status, _ = supervise_with(script, 'nodes: "2:3"\n')
