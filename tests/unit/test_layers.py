@@ -29,7 +29,7 @@ agent.launcher
 agent.node
 agent.__main__ agent
 errors
-files status marks deepspeed_table host_probe receiver
+files status marks host_probe receiver
 shell transport logs yaml_text estimate.mesh estimate.presets
 mirror tracebacks yaml_file
 spec diagnose
