@@ -69,10 +69,10 @@ backends.*.probe backends.ssh.observe backends.slurm.observe
 backends.*.place
 backends.compose.containers backends.kubernetes.pods
 backends.kubernetes.flavors backends.kubernetes.judge
-backends.kubernetes.apply backends.kubernetes.rights
+backends.kubernetes.rights
 backends.kubernetes.client backends.kubernetes.entry
 backends.kubernetes.server
-backends.kubernetes.remote_runs backends.kubernetes.records
+backends.kubernetes.remote_runs backends.kubernetes.records backends.kubernetes.apply
 backends.kubernetes.probe
 doctor.kubernetes.base
 doctor.kubernetes.checks.*
