@@ -46,7 +46,7 @@ def job(state="RUNNING", number=7, reason="None", start="N/A"):
 def test_jobs_are_read_and_lines_of_another_form_passed_over():
     text = "a plugin complains\n" + job(number=12) + job("PENDING", 9, "(ReqNodeNotAvail, x|y)")
     transport = Slurm(squeue=text)
-    found = queue.jobs_of("demo-1", transport)
+    found = queue.jobs_of("demo-1", queue.HERE, transport)
     assert [(each.id, each.state) for each in found] == [(9, "PENDING"), (12, "RUNNING")]
     assert "--name=demo-1" in transport.asked[0]
     assert found[0].waiting == (
@@ -113,7 +113,7 @@ def test_the_partition_and_its_nodes():
 def test_a_controller_that_is_away_is_unavailable():
     away = "error: Unable to contact slurm controller (connect failure)"
     with pytest.raises(Unavailable, match="Unable to contact slurm controller"):
-        queue.jobs_of("demo-1", Slurm(squeue=away))
+        queue.jobs_of("demo-1", queue.HERE, Slurm(squeue=away))
 
 
 # ---------------------------------------------------------------- the plan
@@ -188,9 +188,9 @@ def seen(plan, tmp_path):
         handle = runs.RunHandle(folder, made, attempt)
         if patient:
             transport = Slurm(squeue=squeue)
-            taken = observe.read(handle, transport)
+            taken = observe.read(handle)
             number = observe.newest(handle, transport)
-            return observe.observation(handle, taken, number, transport, patient=True)
+            return observe.observation(handle, taken, number, patient=True)
         return backends.backend("slurm").status(handle, Slurm(squeue=squeue))
 
     return look
