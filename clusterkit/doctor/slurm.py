@@ -98,7 +98,7 @@ def _partition(look: Look) -> Iterator[Verdict]:
 def _admission(look: Look) -> Iterator[Verdict]:
     """Slurm would take the job: account, QOS, limits, features, what a node gives"""
     script = look.subject.rehearsal(look.transport)
-    done = run(look.transport, look.host, ["sbatch", "--test-only"], script.encode())
+    done = run(look.transport, look.host, ["sbatch", "--test-only"], stdin=script.encode())
     said = [line.removeprefix("sbatch: ") for line in done.stderr.strip().splitlines()]
     if done.exit_code:
         # The first line has the reason, the last one that it was refused.

@@ -82,6 +82,7 @@ backends.kubernetes.observe backends.kubernetes.watcher
 backends.kubernetes.run_files backends.kubernetes.pod_log
 backends.kubernetes.place backends.kubernetes.monitor
 backends.kubernetes.remove
+backends.slurm.remote_runs
 backends.*.backend
 verdict losses
 supervise

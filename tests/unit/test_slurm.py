@@ -10,7 +10,7 @@ import pytest
 from clusterkit import backends, doctor, runs
 from clusterkit.backends.slurm import observe, probe, queue
 from clusterkit.cluster import SlurmCluster, SlurmFacts
-from clusterkit.errors import BadInput, Unavailable
+from clusterkit.errors import BadInput, RunFolderError, RunNotFound, Unavailable
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
 from clusterkit.transport import Completed, LocalTransport
@@ -341,3 +341,37 @@ def test_the_doctor_of_a_cluster_that_is_fit(no_gpus):
 )  # fmt: skip
 def test_the_doctor_names_what_is_wrong(printed, job, check, verdict, no_gpus):
     assert examined(Fit(**{"sinfo": SINFO, **printed}), **job)[check] == verdict
+
+
+# ---------------------------------------------------------------- runs of others
+
+LISTED = """\
+12|RUNNING|alice|2|1795435200|1795436400|zero3-1123133450-mzxe|/work/a b/runs/zero3-1123133450-mzxe
+13|RUNNING|bob|1|1795435201|N/A|interactive|/home/bob
+11|TIMEOUT|alice|2|1795435100|1795435199|zero3-1123133450-mzxe|/work/a b/runs/zero3-1123133450-mzxe
+9|COMPLETED|carol|4|1795435000|1795435099|mine|/home/carol/.clusterkit/runs/mine
+14|HIBERNATING|carol|4|soon|never|other|/home/carol/.clusterkit/runs/other
+squeue: a plugin complains
+"""
+
+
+def test_runs_of_others_are_those_jobs_whose_folder_says_so():
+    transport = Slurm(squeue=LISTED)
+    found = backends.backend("slurm").listing(SlurmCluster(), transport)
+    assert [(run.run, run.job, run.state.value, run.user, run.pods) for run in found] == [
+        ("other", "other", "UNKNOWN", "carol", 4),
+        ("zero3-1123133450-mzxe", "zero3", "RUNNING", "alice", 2),
+        ("mine", "mine", "SUCCEEDED", "carol", 4),
+    ]
+    assert [(run.started_at, run.finished_at) for run in found] == [
+        (None, None), (1795435200.0, None), (1795435000.0, 1795435099.0),
+    ]  # fmt: skip
+
+
+def test_a_run_of_others_is_taken_up_where_it_was_submitted():
+    backend = backends.backend("slurm")
+    with pytest.raises(RunFolderError, match="run mine: it was submitted elsewhere") as error:
+        backend.recover("mine", SlurmCluster(), Slurm(squeue=LISTED))
+    assert "CLUSTERKIT_HOME=/home/carol/.clusterkit clusterkit attach mine" in error.value.hint
+    with pytest.raises(RunNotFound, match="'theirs' is unknown to Slurm"):
+        backend.recover("theirs", SlurmCluster(), Slurm(squeue=LISTED))

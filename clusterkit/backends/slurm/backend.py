@@ -16,8 +16,11 @@ from clusterkit.backends.base import (
     Backend,
     Monitor,
     Observation,
+    Recovered,
+    RemoteRun,
     SupportsDoctor,
     SupportsForget,
+    SupportsRemoteRuns,
 )
 from clusterkit.backends.slurm import login
 from clusterkit.backends.slurm.observe import (
@@ -45,7 +48,7 @@ GRACE_SECONDS = 10.0
 ASK_SECONDS = 1.0
 
 
-class SlurmBackend(Backend, SupportsDoctor, SupportsForget):
+class SlurmBackend(Backend, SupportsDoctor, SupportsForget, SupportsRemoteRuns):
     """Nodes are tasks of one job step; see `clusterkit.agent` for what runs in each of them."""
 
     name = "slurm"
@@ -154,6 +157,20 @@ class SlurmBackend(Backend, SupportsDoctor, SupportsForget):
                 raise Unavailable(
                     f"host {plan.hosts[0]}: cannot remove {plan.run_dir}: {done.stderr}"
                 )
+
+    # -- runs of others -------------------------------------------------------
+
+    def listing(self, cluster: ClusterSpec, transport: Transport) -> list[RemoteRun]:
+        from clusterkit.backends.slurm.remote_runs import listing
+
+        assert isinstance(cluster, SlurmCluster)
+        return listing(cluster, transport)
+
+    def recover(self, run: str, cluster: ClusterSpec, transport: Transport) -> Recovered:
+        from clusterkit.backends.slurm.remote_runs import refuse
+
+        assert isinstance(cluster, SlurmCluster)
+        raise refuse(run, cluster, transport)
 
 
 def _say_why(handle: RunHandle, job: Job, reason: str, transport: Transport) -> None:

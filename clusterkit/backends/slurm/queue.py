@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.status import State
-from clusterkit.transport import Completed, Transport
+from clusterkit.transport import Completed, Environment, Transport
 
 HERE = "localhost"
 """This machine, where it is a login node itself: where commands of Slurm run."""
@@ -121,24 +121,31 @@ def jobs_of(run_id: str, host: str, transport: Transport) -> list[Job]:
     return sorted(parse(ask(transport, host, *argv)), key=lambda job: job.id)
 
 
-def run(transport: Transport, host: str, argv: Sequence[str], stdin: bytes = b"") -> Completed:
+def run(
+    transport: Transport,
+    host: str,
+    argv: Sequence[str],
+    *,
+    stdin: bytes = b"",
+    env: Environment = None,
+) -> Completed:
     """A command of Slurm's on the login node.
 
     Raises:
         ClusterkitError: it cannot be run.
     """
     there = argv if host == HERE else ("/bin/sh", "-c", _FIND, "sh", *argv)
-    return transport.run(host, there, timeout=SLURM_SECONDS, stdin=stdin)
+    return transport.run(host, there, env=env, timeout=SLURM_SECONDS, stdin=stdin)
 
 
-def ask(transport: Transport, host: str, *argv: str) -> str:
+def ask(transport: Transport, host: str, *argv: str, env: Environment = None) -> str:
     """The output of a command of Slurm.
 
     Raises:
         Unavailable: it is not installed, or the controller does not answer.
     """
     try:
-        done = run(transport, host, argv)
+        done = run(transport, host, argv, env=env)
     except ClusterkitError as error:
         hint = error.hint
         if host == HERE:
