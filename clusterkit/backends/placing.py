@@ -116,7 +116,7 @@ def copies(job: JobSpec, facts: Facts, run_dir: str) -> tuple[JobSpec, str, tupl
         PYTHONPATH needs for clusterkit itself, if one is.
     """
     workdir, program = job.workdir or run_dir, job.program
-    tree, shipped = _tree(facts, facts.project), _tree(facts, facts.shipped, "clusterkit")
+    tree, shipped = tree_of(facts, facts.project), tree_of(facts, facts.shipped, "clusterkit")
     if tree is not None:
         workdir = posixpath.normpath(_copied(tree, workdir))
         if program is not None and posixpath.isabs(program):
@@ -128,7 +128,7 @@ def copies(job: JobSpec, facts: Facts, run_dir: str) -> tuple[JobSpec, str, tupl
     )  # fmt: skip
 
 
-def _tree(facts: Facts, found: Project | None, name: str | None = None) -> Tree | None:
+def tree_of(facts: Facts, found: Project | None, name: str | None = None) -> Tree | None:
     """Where a copy of a project lies on the hosts."""
     if found is None:
         return None
