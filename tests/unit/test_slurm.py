@@ -110,6 +110,43 @@ def test_the_partition_and_its_nodes():
     assert error.value.hint == "one of long, main"
 
 
+OUTPUTS = Path(__file__).parents[1] / "data/slurm"
+"""What versions of Slurm print; the first line of a file says whether it was recorded."""
+PRINTED = {
+    # Limits of the default partition, in minutes and nodes; its nodes and GPUs, and which can be
+    # used; states of jobs 101 to 103, or as they were recorded.
+    "20.11": (4320, None, "8 8 8 8", "n0 n1 n2", "PENDING PENDING PENDING"),
+    "22.05": (30, None, "0 0", "n0", "PENDING PENDING PENDING RUNNING"),
+    "23.11": (None, 16, "8 8 8 8", "n0 n1", "PENDING RUNNING FAILED"),
+    "24.11": (2880, None, "8 8 8 8", "n0 n1", "PENDING PENDING FAILED"),
+    "25.05": (2160, None, "8 8 8 0", "n0 n1 n3", "PENDING UNKNOWN FAILED"),
+}
+
+
+def printed(version):
+    """What each command of a version's file prints."""
+    parts = (OUTPUTS / f"{version}.txt").read_text().split("\n$ ")[1:]
+    return {part.partition("\n")[0]: part.partition("\n")[2] for part in parts}
+
+
+def test_what_versions_of_slurm_print_is_read():
+    assert {path.stem for path in OUTPUTS.iterdir()} == set(PRINTED)
+    for version, (minutes, most, gpus, usable, states) in PRINTED.items():
+        found = printed(version)
+        assert found["sinfo --version"].split()[1].startswith(version)
+        transport = Slurm(
+            scontrol=found["scontrol --oneliner show partition"], sinfo=found["sinfo -hN"]
+        )
+        name, limits, nodes = probe.partition(SlurmCluster(), transport)
+        assert name == "main", version
+        assert probe.minutes(limits["MaxTime"]) == minutes, version
+        assert limits["MaxNodes"] == str(most or "UNLIMITED"), version
+        assert " ".join(str(len(node.gpus)) for node in nodes) == gpus, version
+        assert [node.name for node in nodes if node.usable] == usable.split(), version
+        jobs = queue.parse(found["squeue"])
+        assert [job.means.value for job in jobs] == states.split(), version
+
+
 def test_a_controller_that_is_away_is_unavailable():
     away = "error: Unable to contact slurm controller (connect failure)"
     with pytest.raises(Unavailable, match="Unable to contact slurm controller"):

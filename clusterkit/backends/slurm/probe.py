@@ -20,8 +20,10 @@ from clusterkit.runs import home
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
 
-_GPUS = re.compile(r"(?:^|,)gpu:(?:([^:,()]+):)?(\d+)")
-_GONE = re.compile(r"down|drain|fail|unk|boot|power", re.IGNORECASE)
+_GPUS = re.compile(
+    r"(?:^|,)gpu(?::(?!no_consume:)([^:,()]+))?(?::no_consume)?:(\d+)", re.IGNORECASE
+)
+_GONE = re.compile(r"down|drain|fail|future|inval|unk|boot|power", re.IGNORECASE)
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?\Z")
 
 
