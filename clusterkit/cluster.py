@@ -169,9 +169,9 @@ class KubernetesCluster(Spec, frozen=True, kw_only=True):
     """Context of the kubeconfig; by default its current one."""
     namespace: str | None = None
     """By default the context's own, otherwise `default`."""
-    flavor: Literal["auto", "pytorchjob", "mpijob", "trainjob", "job"] = "auto"
-    """What keeps the pods. `auto`: `mpijob` for launcher mpirun; otherwise `pytorchjob` or
-    `trainjob` where the cluster has one, and `job`, which every cluster has."""
+    flavor: Literal["auto", "pytorchjob", "mpijob", "trainjob", "jobset", "job"] = "auto"
+    """What keeps the pods. `auto`: `mpijob` for launcher mpirun; otherwise `pytorchjob`,
+    `trainjob` or `jobset`, the first that the cluster has, and `job`, which every cluster has."""
     image: Word | None = None
     """Image of the pods; by default `clusterkit:gpu` where the job gets GPUs, otherwise
     `clusterkit:cpu`."""
@@ -195,7 +195,7 @@ class KubernetesCluster(Spec, frozen=True, kw_only=True):
     memory: str | None = None
     """Memory that a pod asks for and may use, such as `64Gi`."""
     resources: dict[str, str] = {}
-    """Anything else that a pod asks for, such as `{rdma/hca: 1}`."""
+    """Anything else that a pod asks for, such as `{rdma/hca: "1"}`."""
     shm_size: str = "8Gi"
     """Size of `/dev/shm`: NCCL and data loaders live there."""
     volumes: tuple[Claim, ...] = ()
@@ -205,6 +205,9 @@ class KubernetesCluster(Spec, frozen=True, kw_only=True):
     their pod."""
     node_selector: dict[str, str] = {}
     """Labels of the nodes that may be used."""
+    topology_key: Word | None = None
+    """Label of nodes, such as `topology.kubernetes.io/rack`: all pods of a run go to nodes of one
+    value of it."""
     tolerations: tuple[dict[str, Any], ...] = ()
     """Taints that do not matter."""
     priority_class: str | None = None

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from msgspec import Struct
 
@@ -109,9 +110,7 @@ class Backend(ABC):
     # -- before a run ---------------------------------------------------------
 
     @classmethod
-    def resolved(
-        cls, cluster: ClusterSpec, folder: Path, include: str | None, exclude: str | None
-    ) -> ClusterSpec:
+    def resolved(cls, cluster: Any, folder: Path, include: str | None, exclude: str | None) -> Any:
         """The entry with all that it refers to read, so that it can stand alone.
 
         Args:
@@ -127,16 +126,17 @@ class Backend(ABC):
         return cluster
 
     @classmethod
-    def transport(cls, cluster: ClusterSpec) -> Transport:
+    def transport(cls, cluster: Any) -> Transport:
         """What reaches the cluster's hosts."""
         from clusterkit.transport import LocalTransport
 
         return LocalTransport()
 
-    @abstractmethod
-    def probe(
-        self, cluster: ClusterSpec, transport: Transport, job: JobSpec | None = None
-    ) -> Facts:
+    # A hook's ``cluster`` is an entry of the backend's own kind, by which each backend types it.
+    # `probe` and `place` are functions of modules beside the backend's own, which import much:
+    # a supervisor, or a command that looks at a run, needs neither.
+
+    def probe(self, cluster: Any, transport: Transport, job: JobSpec | None = None) -> Facts:
         """Look at the cluster: the only reading of the outside world before a submit.
 
         Args:
@@ -146,8 +146,10 @@ class Backend(ABC):
             BadInput: the job asks for more hosts than there are.
             Unavailable: a tool or service that the backend needs is missing.
         """
+        found: Facts = self._module("probe").probe(cluster, transport, job)
+        return found
 
-    def places(self, cluster: ClusterSpec, transport: Transport) -> int:
+    def places(self, cluster: Any, transport: Transport) -> int:
         """How many hosts nodes can have to themselves.
 
         Raises:
@@ -155,7 +157,7 @@ class Backend(ABC):
         """
         return len(self.probe(cluster, transport).hosts)
 
-    def preflight(self, name: str, cluster: ClusterSpec, job: JobSpec) -> Subject | None:
+    def preflight(self, name: str, cluster: Any, job: JobSpec) -> Subject | None:
         """What `clusterkit.doctor` examines while `submit` probes; None: nothing. Pure.
 
         Args:
@@ -163,15 +165,19 @@ class Backend(ABC):
         """
         return None
 
-    @abstractmethod
-    def place(self, job: JobSpec, cluster: ClusterSpec, facts: Facts, run_id: str) -> Placement:
+    def place(self, job: JobSpec, cluster: Any, facts: Facts, run_id: str) -> Placement:
         """Where the job's nodes run and how their ranks find each other. Pure, as `plan` is.
 
         Raises:
             BadInput: the job does not fit the cluster.
         """
+        found: Placement = self._module("place").place(job, cluster, facts, run_id)
+        return found
 
-    def plan(self, job: JobSpec, cluster: ClusterSpec, facts: Facts, run_id: str) -> Plan:
+    def _module(self, name: str) -> Any:
+        return import_module(f"clusterkit.backends.{self.name}.{name}")
+
+    def plan(self, job: JobSpec, cluster: Any, facts: Facts, run_id: str) -> Plan:
         """What submitting does, as data. Pure: the same arguments give the same plan for ever.
 
         Raises:
@@ -186,7 +192,7 @@ class Backend(ABC):
     # -- an attempt -----------------------------------------------------------
 
     def before_attempt(
-        self, cluster: ClusterSpec, facts: Facts, transport: Transport, *, fresh: bool
+        self, cluster: Any, facts: Facts, transport: Transport, *, fresh: bool
     ) -> tuple[Facts, str] | None:
         """Check once more what may have changed since the probe, such as a port that was free.
 
@@ -263,7 +269,7 @@ class SupportsDoctor(ABC):
     """Backends whose clusters `clusterkit.doctor` can examine."""
 
     @abstractmethod
-    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> Subject:
+    def subject(self, name: str, cluster: Any, job: JobSpec | None = None) -> Subject:
         """What is examined, and what for. Pure.
 
         Args:
@@ -315,7 +321,7 @@ class SupportsRemoteRuns(ABC):
     """Backends whose clusters know of runs that other machines submitted."""
 
     @abstractmethod
-    def listing(self, cluster: ClusterSpec, transport: Transport) -> list[RemoteRun]:
+    def listing(self, cluster: Any, transport: Transport) -> list[RemoteRun]:
         """The runs that the cluster knows of, newest first.
 
         Raises:
@@ -323,7 +329,7 @@ class SupportsRemoteRuns(ABC):
         """
 
     @abstractmethod
-    def recover(self, run: str, cluster: ClusterSpec, transport: Transport) -> Recovered:
+    def recover(self, run: str, cluster: Any, transport: Transport) -> Recovered:
         """What the cluster keeps of a run.
 
         Args:

@@ -29,7 +29,7 @@ agent.launcher
 agent.node
 agent.__main__ agent
 errors
-files status marks deepspeed_table host_probe receiver
+files status marks host_probe receiver
 shell transport logs yaml_text estimate.mesh estimate.presets
 mirror tracebacks yaml_file
 spec diagnose
@@ -69,10 +69,10 @@ backends.*.probe backends.ssh.observe backends.slurm.observe
 backends.*.place
 backends.compose.containers backends.kubernetes.pods
 backends.kubernetes.flavors backends.kubernetes.judge
-backends.kubernetes.apply backends.kubernetes.rights
+backends.kubernetes.rights
 backends.kubernetes.client backends.kubernetes.entry
 backends.kubernetes.server
-backends.kubernetes.remote_runs backends.kubernetes.records
+backends.kubernetes.remote_runs backends.kubernetes.records backends.kubernetes.apply
 backends.kubernetes.probe
 doctor.kubernetes.base
 doctor.kubernetes.checks.*

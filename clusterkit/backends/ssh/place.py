@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from clusterkit.assemble import Placement, Places, Watching, require_packages
 from clusterkit.backends.placing import copies, device_of, gpu_share, interface_env, threads_of
-from clusterkit.backends.ssh.probe import named, too_few
+from clusterkit.backends.ssh.probe import too_few
 from clusterkit.cluster import Facts, HostFacts, SshCluster
-from clusterkit.errors import BadInput, counted
+from clusterkit.errors import BadInput, counted, listed
 from clusterkit.plan import Note
 from clusterkit.rendezvous import NODE_ADDRESS, Endpoint, Topology, mpirun_interface
 from clusterkit.spec import JobSpec
@@ -53,7 +53,7 @@ def place(job: JobSpec, cluster: SshCluster, facts: Facts, run_id: str) -> Place
         places=Places(run_dir, workdir, head.python, shared, head.python_origin),
         device=device,
         threads=threads,
-        where=f"on {named([host.host for host in hosts])}",
+        where=f"on {listed([host.host for host in hosts], 4)}",
         hosts=tuple(host.host for host in hosts),
         names=tuple(host.address for host in hosts),
         cluster_env=cluster.env,
@@ -139,7 +139,7 @@ def _interface_notes(facts: Facts, hosts: tuple[HostFacts, ...]) -> list[Note]:
         return [
             Note(
                 "",
-                f"no interface of {named(nameless)} carries the address it was reached at: "
+                f"no interface of {listed(nameless, 4)} carries the address it was reached at: "
                 "gloo and NCCL choose by themselves (`interface:` names one)",
                 "",
             )
@@ -155,7 +155,7 @@ def _version_notes(hosts: tuple[HostFacts, ...]) -> list[Note]:
             found.setdefault(host.versions.get(package, "none"), []).append(host.host)
         if len(found) > 1:
             differing = "; ".join(
-                f"{version} on {named(names)}" for version, names in found.items()
+                f"{version} on {listed(names, 4)}" for version, names in found.items()
             )
             notes.append(Note("", f"the hosts differ in {package}: {differing}", ""))
     return notes

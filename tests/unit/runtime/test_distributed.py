@@ -7,16 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import world as module
-from world import (
-    BadInput,
-    Ranks,
-    Unavailable,
-    World,
-    choose_device,
-    distributed,
-    read_ranks,
-    run,
-)
+from ranks import BadInput, Ranks, Unavailable, choose_device, read_ranks
+from world import World, distributed, run
 
 from tests.unit.runtime.conftest import GPT
 
@@ -194,6 +186,7 @@ def test_an_interrupt_is_no_traceback(capsys: pytest.CaptureFixture[str]) -> Non
 PROGRAM = """
 import os, sys
 sys.path[0] = os.environ["GPT"]
+from ranks import *
 from world import *
 
 def main():
