@@ -62,6 +62,9 @@ class KubernetesBackend(Backend, SupportsCleanup, SupportsDoctor, SupportsRemote
 
     name = "kubernetes"
     summary = "pods of a Kubernetes cluster, one node each"
+    unsupported: ClassVar[dict[str, str]] = {
+        "on_node_loss=shrink": "a pod that is lost is replaced, or ends the run",
+    }
     start_seconds: ClassVar[float] = math.inf
 
     @classmethod

@@ -55,6 +55,7 @@ class SlurmBackend(Backend, SupportsDoctor, SupportsForget, SupportsRemoteRuns):
     summary = "nodes of a Slurm cluster, in one allocation"
     unsupported = {  # noqa: RUF012
         "launcher=mpirun": "Open MPI would start steps of its own, which no agent can watch or end",
+        "on_node_loss=shrink": "an allocation ends with the first node that it loses",
     }
     start_seconds: ClassVar[float] = math.inf
 
