@@ -43,6 +43,8 @@ class Observation(Struct, frozen=True, kw_only=True):
     """Whether the nodes' agents have decided that nothing follows this failure."""
     goes_on: int | None = None
     """The attempt that the nodes' agents have begun after this one, on the same nodes."""
+    restarts_left: int | None = None
+    """How many the nodes' agents have left; None: they start nothing again, or did not say."""
     queued: bool = False
     """Whether the nodes have not started, and will without us."""
 
@@ -53,6 +55,10 @@ class Observation(Struct, frozen=True, kw_only=True):
 
         return any(node.reason == LATE for node in self.nodes)
 
+    def left_of(self, restarts: int) -> int:
+        """How many of the restarts that there were before this attempt are left."""
+        return restarts if self.restarts_left is None else min(restarts, self.restarts_left)
+
 
 class RemoteRun(Struct, frozen=True, kw_only=True):
     """A run that a cluster knows of, whoever submitted it. Times are Unix seconds."""
@@ -62,6 +68,8 @@ class RemoteRun(Struct, frozen=True, kw_only=True):
     state: State
     kind: str
     """What keeps it there."""
+    attach: str | None = None
+    """What takes it up; by default `attach` with its cluster."""
     attempt: int = 1
     pods: int | None = None
     """Nodes that it asks for."""

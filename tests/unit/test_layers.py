@@ -59,9 +59,9 @@ backends.base
 backends backends.nodes backends.ports backends.placing backends.probing
 backends.local backends.ssh backends.compose backends.kubernetes backends.slurm
 backends.ssh.config backends.ssh.filters backends.ssh.variables backends.compose.compose_file
-backends.compose.engine backends.slurm.queue
+backends.compose.engine backends.slurm.queue backends.slurm.tail
 backends.kubernetes.text backends.kubernetes.lost_pods backends.kubernetes.connect
-backends.kubernetes.nodes
+backends.kubernetes.nodes backends.slurm.login
 backends.ssh.inventory backends.ssh.known_hosts
 backends.ssh.connection
 backends.ssh.transport
@@ -82,6 +82,7 @@ backends.kubernetes.observe backends.kubernetes.watcher
 backends.kubernetes.run_files backends.kubernetes.pod_log
 backends.kubernetes.place backends.kubernetes.monitor
 backends.kubernetes.remove
+backends.slurm.remote_runs
 backends.*.backend
 verdict losses
 supervise
