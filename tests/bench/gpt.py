@@ -24,7 +24,7 @@ LOOP = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
 import torch
-from data import as_tokens, read_text
+from text import as_tokens, read_text
 from model import GPT, PRESETS
 
 model_name, batch, steps = sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
