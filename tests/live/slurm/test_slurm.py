@@ -116,9 +116,9 @@ def test_what_the_plan_prints_can_be_submitted_by_hand(
     assert [line.rpartition(" hello")[2].strip() for line in logs] == ["from 0 of 2", "from 1 of 2"]
 
 
-def let_go(slurm: Slurm, run: api.Run) -> None:
+def let_go(slurm: Slurm, run: api.Run, seconds: float = 60) -> None:
     """Slurm holds a job back for two minutes before it starts it again: not this one."""
-    waiting = run.wait(60, until=lambda status: any("two minutes" in (n.reason or "")
+    waiting = run.wait(seconds, until=lambda status: any("two minutes" in (n.reason or "")
                                                     for n in status.nodes))  # fmt: skip
     assert waiting.state in (State.PENDING, State.RUNNING), waiting
     job = slurm.run("squeue", "-h", f"--name={run.id}", "-o", "%i").strip()
@@ -142,17 +142,21 @@ def test_a_job_that_is_told_of_its_end_goes_on_as_the_next_attempt(
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-def test_over_its_time_a_run_goes_on_from_its_checkpoint_at_the_same_step(
-    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ended_by", ["time limit", "preemption"])
+def test_a_run_that_slurm_ends_goes_on_from_its_checkpoint_at_the_same_step(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch, ended_by: str
 ) -> None:
+    """Told first, or by SIGTERM, which reaches ranks twice: from Slurm, and from their agents."""
     monkeypatch.chdir(ROOT)
     run = api.submit(
-        "jobs/ddp.yaml", cluster="short", nodes=2, gpus=1,
+        "jobs/ddp.yaml", cluster="short" if ended_by == "time limit" else "hpc", nodes=2, gpus=1,
         settings=["device=cpu", "checkpoint.every=100000"], more_args=["--steps", "100000"],
     )  # fmt: skip
-    run.wait(200, until=lambda status: any("two minutes" in (n.reason or "") for n in status.nodes))
+    if ended_by == "preemption":
+        run.wait(120, until=lambda status: len(run.metrics()) > 5)
+        slurm.run("sbatch", "-purgent", "-N2", "--exclusive", "-o/dev/null", "--wrap", "true")
+    let_go(slurm, run, 200)
     before = [each["step"] for each in run.metrics()]
-    let_go(slurm, run)
     run.wait(120, until=lambda status: len(run.metrics()) > len(before) + 5)
     run.cancel()
     steps = [each["step"] for each in run.metrics()]
@@ -186,6 +190,44 @@ def test_a_controller_that_is_away_changes_nothing(slurm: Slurm, train: Train) -
         slurm.start_controller()
         slurm.wait(lambda: slurm.states() != [], "slurmctld")
     assert run.cancel().state is State.CANCELLED
+
+
+@pytest.mark.thorough
+def test_zero3_on_two_nodes_with_two_ranks_each(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    expected = parity.measure(parity.REFERENCE, steps=STEPS).losses
+    found = parity.measure(Case("zero3", 2, 2, parity.MICRO_2), steps=STEPS, cluster="hpc")
+    assert len(found.losses) == STEPS
+    assert parity.largest_difference(found.losses, expected) <= parity.TOLERANCE
+
+
+@pytest.mark.thorough
+def test_a_node_that_is_drained_keeps_the_runs_that_it_has(slurm: Slurm, train: Train) -> None:
+    run = train("tick.py", FOR_EVER, restarts=1)
+    beating(run)
+    slurm.run("scontrol", "update", "nodename=n1", "state=drain", "reason=a test")
+    try:
+        os.kill(ranks(run, 1)[0], signal.SIGKILL)
+        beating(run, attempt=2)
+        assert run.cancel().state is State.CANCELLED
+        slurm.wait(lambda: sorted(slurm.states()) == ["drained", "idle"], "the drained node")
+    finally:
+        slurm.run("scontrol", "update", "nodename=n1", "state=resume")
+
+
+@pytest.mark.thorough
+def test_a_node_whose_slurmd_is_killed_costs_an_attempt(slurm: Slurm, train: Train) -> None:
+    run = train("tick.py", FOR_EVER)
+    beating(run)
+    slurm.stop("n1", signal.SIGKILL)
+    try:
+        slurm.wait(lambda: any(state.startswith("down") for state in slurm.states()), "its loss")
+    finally:
+        slurm.start_node(1)
+    let_go(slurm, run)
+    beating(run, attempt=2)
 
 
 @pytest.mark.thorough
