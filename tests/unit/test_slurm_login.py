@@ -216,6 +216,19 @@ def test_a_run_is_judged_by_what_came(handle, write):
     assert backend.status(handle, transport).state is State.SUCCEEDED
 
 
+def test_a_job_that_ends_while_it_is_asked_about_is_judged_by_its_last_words(handle, write):
+    class Ends(LoginNode):
+        def run(self, host, argv, **options):
+            for node in (0, 1):
+                write(f"attempts/1/node-{node}/exit.json", DONE)
+            return super().run(host, argv, **options)
+
+    for node in (0, 1):
+        write(f"attempts/1/node-{node}/started.json", RUNS)
+    transport = Ends(squeue=JOB.format("COMPLETED"))
+    assert backends.backend("slurm").status(handle, transport).state is State.SUCCEEDED
+
+
 def test_a_monitor_judges_nothing_before_all_has_come(handle, write):
     transport = LoginNode(squeue="")  # Slurm has forgotten the job
     write("job-1", b"7\n")
