@@ -114,6 +114,23 @@ def test_what_the_plan_prints_can_be_submitted_by_hand(
     slurm.wait(lambda: slurm.jobs() == [], "the job's end")
     logs = [Path(out, f"attempts/1/node-{node}/log").read_text() for node in (0, 1)]
     assert [line.rpartition(" hello")[2].strip() for line in logs] == ["from 0 of 2", "from 1 of 2"]
+    # It has no supervisor and no record here: Slurm knows of it.
+    (listed,) = [each for each in api.runs_of("hpc") if each.run == "hello-plan"]
+    assert (listed.here, listed.state, listed.nodes_asked) == (False, State.SUCCEEDED, 2)
+    assert f"CLUSTERKIT_HOME={os.environ['CLUSTERKIT_HOME']}" in (listed.remark or "")
+
+
+def test_the_doctor_looks_at_the_partition_and_at_a_node(slurm: Slurm) -> None:
+    found = {each.check: each for each in api.doctor(cluster="hpc", nodes=2).findings}
+    assert set(found) == {"partition", "admission", "folder", "compute"}
+    assert found["partition"].cause == "2 of 2 nodes of partition main can be used"
+    assert {name: found[name].level for name in ("admission", "compute")} == {
+        "admission": "ok", "compute": "ok",
+    }, found  # fmt: skip
+    refused = api.doctor(cluster="hpc", nodes=3)
+    assert not refused.ok
+    down = {each.check: each.level for each in api.doctor(cluster="closed").findings}
+    assert down["partition"] == "fail"
 
 
 def let_go(slurm: Slurm, run: api.Run, seconds: float = 60) -> None:
