@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from clusterkit import backends, runs
+from clusterkit import backends, doctor, runs
 from clusterkit.backends.slurm import login, observe, probe, queue
 from clusterkit.backends.ssh.config import HostUnreachable
 from clusterkit.cluster import Project, SlurmCluster, SlurmFacts
@@ -282,3 +282,18 @@ def test_a_run_of_this_machine_copies_and_removes_nothing(handle):
     assert local.folder.path.exists()
     assert probe.folder(SlurmCluster()) == str(runs.home())
     assert observe.read(local) is not None
+
+
+def test_the_doctor_looks_from_the_login_node(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    transport = LoginNode(sbatch="", srun="gpu-3\n")
+    job = JobSpec(name="demo", command=("true",), workdir=str(tmp_path))
+    (tmp_path / "train.py").write_text("")
+    subject = backends.backend("slurm").subject("hpc", SlurmCluster(ssh=NAME), job)
+    found = {each.check: each for each in doctor.examine(subject, transport).findings}
+    assert found["compute"].cause == "seen on gpu-3"
+    assert found["admission"].level == "ok", found
+    assert str(tmp_path / "clusterkit") in found["folder"].cause
+    (asked,) = (asked for asked in transport.asked if "srun" in asked)
+    # The job's own folder is copied before it runs: it need not be there.
+    assert asked[-3:] == ("python3", str(tmp_path / "clusterkit"), "/")
