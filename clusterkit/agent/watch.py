@@ -58,11 +58,11 @@ class Watch(threading.Thread):
         """From another node, whichever thread it comes to."""
         self._news.put((node, message))
 
-    def begin(self, node: int, nodes: int) -> None:
-        """A round begins, the first one or another, of so many nodes, in which this one is that."""
+    def begin(self, nodes: int) -> None:
+        """A round begins, the first one or another, of so many nodes."""
         if not self.is_alive():
             self.start()
-        self._news.put((node, {"begin": nodes}))
+        self._news.put((int(os.environ.get("NODE_RANK", "0")), {"begin": nodes}))
 
     def run(self) -> None:
         look = clock.awake()
