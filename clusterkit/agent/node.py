@@ -157,8 +157,8 @@ class Node:
             if self.running:
                 self.reason = None
                 self._stop()
-        elif order in ("note", "over"):
-            self.record.stands(why or None)
+        elif order in ("note", "over", "slow"):
+            self.record.notes("slow" if order == "slow" else "hang", why or None)
         elif order == "hang" and self.running and self.reason is None:
             self.reason = f"{HANG}{why}"
             self._stop()
