@@ -7,6 +7,7 @@ every rank (`standing.arrived`). Node 0 asks the agents every REPORT_SECONDS; ra
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -14,6 +15,28 @@ from typing import NamedTuple
 from clusterkit.agent import limits
 from clusterkit.agent.hangs import names_of
 from clusterkit.agent.protocol import Document
+
+
+class Clock:
+    """How far a node's clock is ahead of node 0's: by at least ``least`` and at most ``most``.
+
+    A question that came at once to ``most``, or an answer to ``least``, holds for the later ones
+    too, but for what the clocks drift.
+    """
+
+    def __init__(self) -> None:
+        self.least, self.most, self._at = -math.inf, math.inf, 0.0
+
+    def hears(self, asked: float, heard: float, said: float, came: float) -> None:
+        """A question was ``asked`` and its answer ``came`` by node 0's clock; ``heard`` and
+        ``said`` by the node's."""
+        drift, self._at = abs(came - self._at) * limits.DRIFT, came
+        self.least, self.most = (
+            max(self.least - drift, said - came),
+            min(self.most + drift, heard - asked),
+        )
+        if self.least > self.most:  # one of them was set
+            self.least, self.most = said - came, heard - asked
 
 
 class Arrivals(NamedTuple):
@@ -108,6 +131,7 @@ class Stragglers:
 
     def __init__(self, nodes: int, nproc: int) -> None:
         self._nproc, self._world = nproc, nodes * nproc
+        self._clocks: dict[int, Clock] = defaultdict(Clock)
         self.number = 0  # of the newest question
         self.suspects: tuple[int, ...] = ()
         """Those of the newest judgement. What their nodes know is what has changed since."""
@@ -125,13 +149,17 @@ class Stragglers:
         self.suspects = ()
 
     def hears(self, node: int, answer: Document) -> None:
-        """A node's answer: its ranks' records, how far its clock is from node 0's."""
+        """A node's answer: its ranks' records; of other nodes also when, as of `Clock.hears`."""
+        offset = error = 0.0
+        if node:
+            clock = self._clocks[node]
+            clock.hears(*(float(answer[key]) for key in ("asked", "heard", "said", "came")))
+            offset, error = (clock.most + clock.least) / 2, (clock.most - clock.least) / 2
         if answer["report"] != self.number:
             return
         for record in answer["stands"]:
             if "steps" in record:
-                each = arrivals_of(record, float(answer["offset"]), float(answer["error"]))
-                self._ranks[int(record["rank"])] = each
+                self._ranks[int(record["rank"])] = arrivals_of(record, offset, max(0.0, error))
         if answer.get("knows"):
             self._knows[node] = str(answer["knows"])
 

@@ -106,7 +106,8 @@ class Watch(threading.Thread):
             self._order("over", "")
             self._order("slow", "")
         elif "report" in message and "stands" in message:
-            self._compare_clocks(node, message)
+            if self._slow is not None:
+                self._slow.hears(node, message)
         elif "report" in message:
             self._report(message)
         elif "look" in message:
@@ -146,19 +147,10 @@ class Watch(threading.Thread):
         for some in [records[first : first + at] for first in range(0, len(records), at)]:
             answer = {"stands": some, "report": message["report"], "knows": knows[:1000]}
             if self._slow is not None:
-                self._slow.hears(self._node, {**answer, "offset": 0.0, "error": 0.0})
+                self._slow.hears(self._node, answer)
             else:
-                # When the question was sent, by node 0's clock; when it came and was answered.
                 times = {"asked": message["sent"], "heard": message["came"], "said": time.time()}
                 self.send({**answer, **times})
-
-    def _compare_clocks(self, node: int, answer: Document) -> None:
-        """A node's clock is ahead of this one's by at most ``most`` and at least ``least``."""
-        most = answer["heard"] - answer["asked"]
-        least = answer["said"] - answer["came"]
-        if self._slow is not None and least <= most:  # else one of them was set
-            between = {"offset": (most + least) / 2, "error": (most - least) / 2}
-            self._slow.hears(node, {**answer, **between})
 
     def _host(self, suspects: list[int]) -> host.Look | None:
         """This host now, if it has some of them."""

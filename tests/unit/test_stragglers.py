@@ -13,7 +13,7 @@ from clusterkit.agent.hangs import WORLD
 from clusterkit.agent.host import Look, throttled
 from clusterkit.agent.record import Record
 from clusterkit.agent.standing import came
-from clusterkit.agent.stragglers import Stragglers
+from clusterkit.agent.stragglers import Clock, Stragglers
 from clusterkit.backends.nodes import judge_running
 from clusterkit.status import RunStatus, State
 from clusterkit.ui.words import remark_lines
@@ -43,8 +43,9 @@ class Run:
             if node:
                 mine = [{**each, "since": each["since"] + ahead} for each in mine]
             answer = {"stands": mine, "report": self.slow.number, "knows": knows if node else ""}
-            clock = {"offset": ahead if node else 0.0, "error": error if node else 0.0}
-            self.slow.hears(node, {**answer, **clock})
+            times = {"asked": self.now, "heard": self.now + error + ahead,
+                     "said": self.now + error + ahead, "came": self.now + 2 * error}  # fmt: skip
+            self.slow.hears(node, {**answer, **times})
         told = self.slow.turn(self.now)
         self.looked += [self.slow.suspects for what, _ in told if what == "look"]
         return [words for what, words in told if what == "slow"]
@@ -113,6 +114,16 @@ def test_clocks_that_differ_by_who_knows_how_much_accuse_nobody() -> None:
     run = Run(2, 1)
     for k in range(5):
         assert run.report(steps(0.1, 0.15, number=20 * k + 1), error=0.03) == []
+
+
+def test_what_is_known_of_a_clock_holds_but_for_its_drift() -> None:
+    clock = Clock()
+    clock.hears(100.0, 103.001, 103.1, 100.2)  # the question came at once
+    assert (clock.least, clock.most) == pytest.approx((2.9, 3.001))
+    clock.hears(115.0, 118.1, 118.199, 115.2)  # the answer did
+    assert (clock.least, clock.most) == pytest.approx((2.999, 3.004))
+    clock.hears(130.0, 143.0, 143.0, 130.1)  # it was set
+    assert (clock.least, clock.most) == pytest.approx((12.9, 13.0))
 
 
 def test_what_was_judged_or_is_too_little_is_not_judged_again() -> None:
