@@ -42,6 +42,8 @@ OWNED = frozenset({
     IS_HOST.name, NODE_ADDRESS.name, NODE_DIR.name, PEER_TOKEN,
 })  # fmt: skip
 """Variables that only clusterkit may set, besides those of the run itself."""
+SHRINK_SECONDS = 5.0
+"""How long a lost node is waited for before the others go on, beyond the grace of its ranks."""
 LAST_WORDS = "/dev/termination-log"
 """Where Kubernetes takes a container's last words from."""
 
@@ -72,15 +74,13 @@ class Watching:
     rejoin: float = 0.0
     """Seconds that a lost node has to come back; 0: it ends the run."""
 
-    def arguments(self, topology: Topology) -> list[Word]:
-        """For the node agent. An elastic run's launchers watch each other."""
+    def arguments(self, nodes: int) -> list[Word]:
+        """For the node agent."""
         found: list[Word] = []
-        if not topology.elastic and topology.nodes > 1:
+        if nodes > 1:
             found += ["--coordinator", Joined((self.address, f":{self.port}"))]
             found += ["--lost-after", f"{self.lost_after:g}"]
-        if not topology.elastic and self.rejoin:
-            found += ["--rejoin", f"{self.rejoin:g}"]
-        return found
+        return [*found, *(["--rejoin", f"{self.rejoin:g}"] if self.rejoin else [])]
 
 
 @dataclass(frozen=True)
@@ -162,11 +162,14 @@ class Placement:
 
     @property
     def restarts(self) -> int:
-        """How often the agents start all ranks again. Nodes that do not watch each other cannot,
-        and an elastic run's launchers have restarts of their own."""
+        """How often the agents start all ranks again; nodes that do not watch each other cannot."""
         together = self.launchers == 1 or self.watching is not None
-        able = together and not self.topology.elastic
-        return self.job.restarts if able else 0
+        return self.job.restarts if together and not self.torch_elastic else 0
+
+    @property
+    def torch_elastic(self) -> bool:
+        """Whether launchers watch each other, and have restarts of their own."""
+        return self.topology.elastic and not self.job.shrinks
 
     def files(self, assembly: Assembly) -> tuple[PlanFile, ...]:
         """The plan's files."""
@@ -292,7 +295,14 @@ def assemble(placement: Placement) -> Assembly:
             mpi_interface=placement.mpi_interface,
         )
         commands = [command, ["/bin/sh", places.file("rank.sh"), *program]]
-    watch = [] if watching is None or starter == "mpirun" else watching.arguments(topology)
+    watch: list[Word] = []
+    if watching is not None and starter != "mpirun" and not placement.torch_elastic:
+        if job.shrinks and topology.elastic:
+            # Until then a node that is cut off has given node 0 up, and ended its ranks.
+            wait = placement.stop_grace + SHRINK_SECONDS
+            watching = dataclasses.replace(watching, rejoin=wait)
+            watch = ["--min-nodes", str(topology.min_nodes)]
+        watch = [*watching.arguments(topology.nodes), *watch]
     script = _node_script(placement, env, commands, [*how, *watch])
     node_sh = PlanFile(places.file("node.sh"), text=script, mode=0o755)
     secrets = (*job.secrets, PEER_TOKEN) if "--coordinator" in watch else job.secrets
@@ -377,7 +387,7 @@ def _node_script(
         f"exec </dev/null {output}2>&1\n"
         f"unset {' '.join(stale)}\n"
         f"export NODE_RANK {NODE_DIR.name} CLUSTERKIT_ATTEMPT\n{shell.exports(env)}"
-        f"{is_host if topology.elastic else ''}"
+        f"{is_host if placement.torch_elastic else ''}"
         f"exec {lines}\n"
     )
 

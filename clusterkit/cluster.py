@@ -169,9 +169,9 @@ class KubernetesCluster(Spec, frozen=True, kw_only=True):
     """Context of the kubeconfig; by default its current one."""
     namespace: str | None = None
     """By default the context's own, otherwise `default`."""
-    flavor: Literal["auto", "pytorchjob", "mpijob", "trainjob", "job"] = "auto"
-    """What keeps the pods. `auto`: `mpijob` for launcher mpirun; otherwise `pytorchjob` or
-    `trainjob` where the cluster has one, and `job`, which every cluster has."""
+    flavor: Literal["auto", "pytorchjob", "mpijob", "trainjob", "jobset", "job"] = "auto"
+    """What keeps the pods. `auto`: `mpijob` for launcher mpirun; otherwise `pytorchjob`,
+    `trainjob` or `jobset`, the first that the cluster has, and `job`, which every cluster has."""
     image: Word | None = None
     """Image of the pods; by default `clusterkit:gpu` where the job gets GPUs, otherwise
     `clusterkit:cpu`."""
@@ -195,7 +195,7 @@ class KubernetesCluster(Spec, frozen=True, kw_only=True):
     memory: str | None = None
     """Memory that a pod asks for and may use, such as `64Gi`."""
     resources: dict[str, str] = {}
-    """Anything else that a pod asks for, such as `{rdma/hca: 1}`."""
+    """Anything else that a pod asks for, such as `{rdma/hca: "1"}`."""
     shm_size: str = "8Gi"
     """Size of `/dev/shm`: NCCL and data loaders live there."""
     volumes: tuple[Claim, ...] = ()
@@ -205,6 +205,9 @@ class KubernetesCluster(Spec, frozen=True, kw_only=True):
     their pod."""
     node_selector: dict[str, str] = {}
     """Labels of the nodes that may be used."""
+    topology_key: Word | None = None
+    """Label of nodes, such as `topology.kubernetes.io/rack`: all pods of a run go to nodes of one
+    value of it."""
     tolerations: tuple[dict[str, Any], ...] = ()
     """Taints that do not matter."""
     priority_class: str | None = None
@@ -246,6 +249,13 @@ class SlurmCluster(Spec, frozen=True, kw_only=True):
 
     backend: Literal["slurm"] = "slurm"
     """A partition of Slurm, from a login node."""
+    ssh: Word | None = None
+    """Login node to reach over SSH: `[user@]host[:port]`, the rest as `~/.ssh/config` says; by
+    default this machine is one."""
+    workdir: Word = "~/clusterkit"
+    """With `ssh`: folder for runs and projects, on a disk that login node and nodes see."""
+    sync: bool = True
+    """With `ssh`: copy the project there; `false` where it has the same path there anyway."""
     partition: Word | None = None
     """Partition; by default Slurm's own default."""
     account: Word | None = None
@@ -287,7 +297,7 @@ class SlurmCluster(Spec, frozen=True, kw_only=True):
     """Rendezvous port; `auto`: one at random that is free on the login node."""
     python: Word | None = None
     """Interpreter of the ranks, on a disk that all nodes see; by default the active environment's,
-    otherwise the one that runs clusterkit."""
+    otherwise the one that runs clusterkit; with `ssh` the login node's `python3`."""
     env: dict[str, str] = {}
     """Environment of every job here; a job's `env` goes first."""
     lost_after: Seconds = 30.0
@@ -394,6 +404,9 @@ class KubernetesFacts(Struct, frozen=True, kw_only=True):
 
 class SlurmFacts(Struct, frozen=True, kw_only=True):
     """The partition that gives the nodes."""
+
+    ssh: bool = False
+    """Whether its login node is reached over SSH."""
 
     version: str
     partition: str

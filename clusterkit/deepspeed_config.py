@@ -1,19 +1,25 @@
 """Whether DeepSpeed would take a job's ``deepspeed`` section: keys, values, batch sizes. Pure.
 
-The keys are those of one version (`clusterkit.deepspeed_table`); what the version on the hosts says
-is asked by `clusterkit.deepspeed_probe`.
+The keys are those of one version: ``deepspeed_keys.json``, made by ``python -m
+tests.deepspeed_table``. `clusterkit.deepspeed_probe` asks the version on the hosts.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from clusterkit import batch as batches
-from clusterkit.deepspeed_table import KEYS, REMOVED, VERSION
 from clusterkit.errors import BadInput, Place, did_you_mean, dotted
+
+_TABLE = json.loads(Path(__file__).with_name("deepspeed_keys.json").read_bytes())
+VERSION: str = _TABLE["version"]
+KEYS: dict[str, Any] = _TABLE["keys"]
+REMOVED: dict[str, list[str]] = _TABLE["removed"]
 
 INSTEAD = {
     "amp": "use bf16, fp16 or torch_autocast",

@@ -15,7 +15,6 @@ from typing import Any
 from clusterkit import catalogue, deepspeed_config, runs
 from clusterkit.batch import DEEPSPEED_KEYS
 from clusterkit.cluster import Facts
-from clusterkit.deepspeed_table import VERSION
 from clusterkit.errors import BadInput, ClusterkitError, Place, RunFolderError
 from clusterkit.files import read_file, write_atomic
 from clusterkit.plan import Note, Plan
@@ -78,8 +77,8 @@ def examine(
         json.loads(file.text or "") for file in plan.files if file.path.endswith("/deepspeed.json")
     )
     host = facts.hosts[0]
-    version = host.versions.get("deepspeed", VERSION).partition("+")[0]
-    remarks = deepspeed_config.check_keys(config) if version == VERSION else []
+    version = host.versions.get("deepspeed", deepspeed_config.VERSION).partition("+")[0]
+    remarks = deepspeed_config.check_keys(config) if version == deepspeed_config.VERSION else []
     completed = completes(job)
     autos = deepspeed_config.autos(config)
     if completed is False:

@@ -23,6 +23,13 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def listed(words: Iterable[str], most: int = 6) -> str:
+    """``a, b and 3 more``."""
+    words = list(words)
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more
+
+
 def nearest(word: object, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The name that a misspelt word most likely means; None if none is near."""
     import difflib

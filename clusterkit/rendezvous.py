@@ -230,6 +230,9 @@ def rank_script(launcher: Launcher, topology: Topology, python: str) -> str:
     it ends as the program did.
     """
     nproc = topology.nproc_per_node
+    # The agent says of how many nodes a round is.
+    nodes = '"$GROUP_WORLD_SIZE"' if topology.elastic else str(topology.nodes)
+    world = f"$((GROUP_WORLD_SIZE * {nproc}))" if topology.elastic else str(topology.world_size)
     completion = {
         "torchrun": 'export NODE_RANK="$GROUP_RANK"',
         # The launcher numbers GPUs from 0; a node that was given others keeps those.
@@ -238,10 +241,10 @@ def rank_script(launcher: Launcher, topology: Topology, python: str) -> str:
         "mpirun": 'export RANK="$OMPI_COMM_WORLD_RANK" WORLD_SIZE="$OMPI_COMM_WORLD_SIZE"\n'
         f"export LOCAL_WORLD_SIZE={nproc} "
         f"LOCAL_RANK=$((RANK % {nproc})) NODE_RANK=$((RANK / {nproc}))",
-        "forkserver": f"export WORLD_SIZE={topology.world_size} LOCAL_WORLD_SIZE={nproc}\n"
+        "forkserver": f"export WORLD_SIZE={world} LOCAL_WORLD_SIZE={nproc}\n"
         f"export RANK=$((NODE_RANK * {nproc} + LOCAL_RANK))\n"
         # What torchrun sets besides: programs look for it.
-        f'export GROUP_RANK="$NODE_RANK" GROUP_WORLD_SIZE={topology.nodes} ROLE_NAME=default '
+        f'export GROUP_RANK="$NODE_RANK" GROUP_WORLD_SIZE={nodes} ROLE_NAME=default '
         f'ROLE_RANK="$RANK" ROLE_WORLD_SIZE="$WORLD_SIZE"\n'
         'export TORCHELASTIC_RUN_ID="$CLUSTERKIT_RUN_ID" TORCHELASTIC_USE_AGENT_STORE=False '
         "TORCHELASTIC_RESTART_COUNT=0 TORCHELASTIC_MAX_RESTARTS=0 "

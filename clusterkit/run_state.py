@@ -103,7 +103,11 @@ def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunS
         return _replace(saved or nothing, state=State.UNKNOWN, remark=error.message)
     base = saved or _submitted(submission)
     seen = backend.status(handle, transport)
+    job = folder.maybe_json("job.json", JobSpec)
+    if base.restarts_left is None and job is not None:
+        base = _replace(base, restarts_left=job.restarts)
     while seen is not None and (seen.goes_on or 0) > handle.attempt:
+        base = _replace(base, restarts_left=seen.left_of(base.restarts_left or 0))
         handle = folder.handle(seen.goes_on or 0, handle.plan)
         base = _replace(base, attempt=handle.attempt, running_since=None)
         seen = backend.status(handle, transport)
@@ -142,8 +146,8 @@ def unfinished(folder: RunFolder, connections: Connections | None = None) -> boo
 def _judged(base: RunStatus, handle: RunHandle, seen: Observation) -> tuple[RunStatus, bool]:
     """The status of a run whose supervisor is gone, and whether `attach` would start it again."""
     folder = handle.folder
-    job = folder.maybe_json("job.json", JobSpec)
-    restarts = 0 if job is None else max(0, job.restarts - (handle.attempt - 1))
+    restarts = seen.left_of(base.restarts_left or 0)
+    base = _replace(base, restarts_left=restarts)
     begun = any(node.state is not State.PENDING for node in seen.nodes)
     attach = f"`clusterkit attach {folder.run_id}`"
     if seen.state in _GOING_ON or seen.queued:

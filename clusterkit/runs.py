@@ -33,7 +33,7 @@ import msgspec
 from msgspec import Struct
 
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, Facts
-from clusterkit.errors import BadInput, RunFolderError, RunNotFound
+from clusterkit.errors import BadInput, RunFolderError, RunNotFound, listed
 from clusterkit.files import locked, write_atomic
 from clusterkit.logs import LogLine, NodeLog, merged
 from clusterkit.plan import Plan
@@ -435,9 +435,8 @@ def resolve(name: str, ids: Sequence[str], where: str) -> str:
     if len(matching) == 1:
         return matching[0]
     if matching:
-        shown = ", ".join(matching[:5])
-        more = f" and {len(matching) - 5} more" if len(matching) > 5 else ""
-        raise RunNotFound(f"run {name!r} is ambiguous: {shown}{more}", hint="give more of its id")
+        shown = listed(matching, 5)
+        raise RunNotFound(f"run {name!r} is ambiguous: {shown}", hint="give more of its id")
     raise RunNotFound(
         f"run {name!r} is unknown {where}",
         hint=f"the newest are {', '.join(ids[:3])}" if ids else "there are no runs",

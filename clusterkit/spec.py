@@ -111,8 +111,8 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     """Interpreter of the ranks: a path, or a command of the hosts; by default the cluster entry's.
     """
     launcher: Launcher | Literal["auto", "python"] = "auto"
-    """What starts the ranks of one node. `auto`: torchrun for an elastic number of nodes, otherwise
-    forkserver, which `python` means, too."""
+    """What starts the ranks of one node. `auto`: torchrun for an elastic number of nodes, unless
+    `on_node_loss` is `shrink`, otherwise forkserver, which `python` means, too."""
     nodes: Annotated[
         int | str,
         Meta(
@@ -139,9 +139,11 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     """Checkpoints and where to resume."""
     restarts: Annotated[int, Meta(ge=0)] = 0
     """How often a failed run is started again."""
-    on_node_loss: Literal["wait", "fail"] = "wait"
+    on_node_loss: Literal["wait", "shrink", "fail"] = "wait"
     """What a run with `restarts` does that loses a node, not for a rank that failed: wait, for 10
-    minutes at most, until the node answers, and start again, which costs none of them; or end."""
+    minutes at most, until the node answers, and start again, which costs none of them; or end.
+    `shrink`, with `nodes: MIN:MAX`: after some seconds the others start again without it, if they
+    are at least MIN and node 0 is among them; that needs no `restarts`."""
     retry_on: tuple[Annotated[int, Meta(ge=1, le=255)], ...] = ()
     """Exit codes of a rank after which the run is started again (a signal N is 128 + N); by default
     any. One that failed with another ends the run, whatever `restarts` are left."""
@@ -183,6 +185,11 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
         return low != high
 
     @property
+    def shrinks(self) -> bool:
+        """Whether the agents start fewer nodes again; else torchrun does, of an elastic job."""
+        return self.on_node_loss == "shrink"
+
+    @property
     def started_by(self) -> Launcher:
         """The launcher that is used."""
         return launcher_of(self)[0]
@@ -207,7 +214,7 @@ def launcher_of(job: JobSpec) -> tuple[Launcher, str]:
         return "forkserver", "job: launcher python"
     if job.launcher != "auto":
         return job.launcher, "job: launcher"
-    if job.elastic:
+    if job.elastic and not job.shrinks:
         return "torchrun", f"nodes: {job.nodes} is elastic"
     return "forkserver", "the default"
 
@@ -296,10 +303,17 @@ def check_job(job: JobSpec) -> None:
         if length is not None and (key == "time_limit" or not _never(length)):
             with about("job", key):
                 parse_duration(length, key)
-    if job.elastic and job.started_by != "torchrun":
+    if job.shrinks and (not job.elastic or job.started_by != "forkserver"):
+        other = f"launcher {job.started_by}" if job.elastic else f"nodes: {job.nodes}"
+        raise BadInput(
+            f"on_node_loss: shrink needs nodes: MIN:MAX and launcher: forkserver, not {other}",
+            hint="torchrun goes on with fewer of nodes: MIN:MAX without it",
+            job="on_node_loss",
+        )
+    if job.elastic and job.started_by != "torchrun" and not job.shrinks:
         raise BadInput(
             f"nodes: {job.nodes}: launcher {job.launcher} cannot run an elastic number of nodes",
-            hint="launcher: torchrun",
+            hint="launcher: torchrun, or on_node_loss: shrink with launcher: forkserver",
             job="nodes",
         )
     check_environment(job.env)

@@ -139,6 +139,8 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     finished_at: float | None = None
     attempts: tuple[AttemptStatus, ...] = ()
     """The attempts before the newest."""
+    restarts_left: int | None = None
+    """None: nobody counts them, because its supervisor has not begun."""
     goodput: Goodput | None = None
     """None: no step was reported, or nobody has looked."""
     remark: str | None = None

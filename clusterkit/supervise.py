@@ -84,6 +84,7 @@ class Supervisor:
         self.transport = transport or backends.transport_for(self.cluster)
         self.secrets = {name: Secret(name, os.environ[name]) for name in self.job.secrets}
         self.attempt = 1
+        self.restarts_left = self.job.restarts
         self.attempts: tuple[AttemptStatus, ...] = ()
         self.remark: str | None = None
         self.nodes: tuple[NodeStatus, ...] = ()
@@ -140,7 +141,6 @@ class Supervisor:
     def _attempts(self, adopt: bool = False) -> None:
         """From the newest attempt to the last; the first has been started by `start`."""
         begun = self._adopted() if adopt else True
-        restarts_left = max(0, self.job.restarts - (self.attempt - 1))
         port_tries, losses = PORT_TRIES, Losses(self.job, self.plan)
         while True:
             if self._to_be_ended():
@@ -153,6 +153,7 @@ class Supervisor:
             handle = self._handle()
             seen = self._watch(handle)
             self.followed = begun = seen.goes_on is not None
+            self.restarts_left = seen.left_of(self.restarts_left)
             if not begun:
                 if isinstance(self.backend, SupportsCleanup):
                     self._end(partial(self.backend.clean_up, handle, self.transport))
@@ -176,11 +177,13 @@ class Supervisor:
                     ended = self._to_be_ended()
                     return self._finish(*((State.CANCELLED,) if ended else (State.FAILED, failure)))
                 self._event("all nodes answer; starting again, which costs no restart")
-            elif begun or (restarts_left and not (seen.final or seen.late or losses.end(seen))):
-                restarts_left = max(0, restarts_left - 1)
+            elif begun or (
+                self.restarts_left and not (seen.final or seen.late or losses.end(seen))
+            ):
+                self.restarts_left -= not begun
                 self._event(
                     f"attempt {self.attempt} failed: {failure.who}: {failure.summary}; "
-                    f"starting again, {counted(restarts_left, 'restart')} left"
+                    f"starting again, {counted(self.restarts_left, 'restart')} left"
                 )
             else:
                 return self._finish(State.FAILED, failure)
@@ -217,6 +220,8 @@ class Supervisor:
         begun = saved is None or all(one.attempt != saved.attempt for one in saved.attempts)
         if saved is not None:
             self.attempts = saved.attempts
+            if saved.restarts_left is not None:
+                self.restarts_left = saved.restarts_left
             if saved.state is State.PENDING and not self._carried_out(saved.attempt):
                 # Its supervisor was killed meanwhile: nobody knows what runs.
                 self._cancel()
@@ -251,14 +256,16 @@ class Supervisor:
             self._note_progress(seen, needed)
             now = mirror.awake()
             states = [node.state for node in seen.nodes]
-            if State.PENDING in states and now > started + self.backend.start_seconds:
+            # One that its agent did not begin may not have been begun anywhere.
+            enough = states.count(State.PENDING) <= len(states) - needed
+            ended = self.followed and (again or enough)
+            late = now > started + self.backend.start_seconds and not ended
+            if State.PENDING in states and late:
                 silent = states.index(State.PENDING)
                 raise ClusterkitError(
                     f"node {silent} did not report within {self.backend.start_seconds:g} s",
                     hint=f"see the logs in {self.folder.path}/attempts/{self.attempt}",
                 )
-            # One that its agent did not begin may not have been begun anywhere.
-            ended = self.followed and again
             going_on = {State.RUNNING, State.RESTARTING, *(() if ended else (State.PENDING,))}
             if not going_on & set(states):
                 return self._ended(seen, needed)
@@ -319,11 +326,16 @@ class Supervisor:
         changed = self.backend.before_attempt(self.cluster, self.facts, self.transport, fresh=fresh)
         if changed is not None:
             self._plan_anew(*changed)
+        elif self.restarts_left < self.plan.restarts:
+            self._plan_anew(self.facts)
 
-    def _plan_anew(self, facts: Facts, why: str) -> None:
-        self._event(why)
+    def _plan_anew(self, facts: Facts, why: str | None = None) -> None:
+        """Plan what is started next; agents are given the restarts that are left."""
+        if why is not None:
+            self._event(why)
         self.facts = facts
-        self.plan = self.backend.plan(self.job, self.cluster, self.facts, self.folder.run_id)
+        job = msgspec.structs.replace(self.job, restarts=self.restarts_left)
+        self.plan = self.backend.plan(job, self.cluster, self.facts, self.folder.run_id)
         self.folder.save_plan(self.facts, self.plan)
 
     def _port_was_taken(self, failure: Failure) -> bool:
@@ -360,6 +372,7 @@ class Supervisor:
             attempt=self.attempt,
             nodes=self.nodes,
             attempts=self.attempts,
+            restarts_left=self.restarts_left,
             failure=failure,
             started_at=self.submission.created_at,
             running_since=self.running_since,

@@ -44,6 +44,7 @@ class Nodes:
         run=RUN,
         restarts=0,
         limit=None,
+        least=None,
     ):
         options = ["--nproc", "1", "--workdir", "/", "--grace", "5", "--spawn",
                    "--nodes", str(nodes), "--lost-after", str(lost_after)]  # fmt: skip
@@ -51,6 +52,8 @@ class Nodes:
             options += ["--restarts", str(restarts)]
         if limit is not None:
             options += ["--time-limit", str(limit)]
+        if least is not None:
+            options += ["--min-nodes", str(least)]
         if wait:
             options += ["--rejoin", str(wait)]
         if nodes > 1:

@@ -1,4 +1,4 @@
-"""Makes ``clusterkit/deepspeed_table.py`` of the config classes of the DeepSpeed that is installed.
+"""Makes ``clusterkit/deepspeed_keys.json`` of the DeepSpeed that is installed.
 
 python -m tests.deepspeed_table
 """
@@ -6,14 +6,14 @@ python -m tests.deepspeed_table
 from __future__ import annotations
 
 import enum
-import pprint
+import json
 import types
 import typing
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-TABLE = ROOT / "clusterkit" / "deepspeed_table.py"
+TABLE = ROOT / "clusterkit" / "deepspeed_keys.json"
 
 _DTYPE = "bf16|fp16|fp32"
 PLAIN: dict[str, Any] = {
@@ -110,7 +110,7 @@ def kind_of(annotation: Any) -> Any:
 
 
 def text() -> str:
-    """The module's text."""
+    """The file's text."""
     import deepspeed
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.compile.config import CompileConfig
@@ -148,21 +148,9 @@ def text() -> str:
         "": sorted(config._REMOVED_TOP_LEVEL_CONFIG_KEYS),
         "zero_optimization": sorted(config._REMOVED_ZERO_CONFIG_KEYS),
     }
-    constants = {
-        "VERSION": deepspeed.__version__.partition("+")[0],
-        "KEYS": keys,
-        "REMOVED": removed,
-    }
-    annotations = {"VERSION": "str", "KEYS": "dict[str, Any]", "REMOVED": "dict[str, list[str]]"}
-    return (
-        f'"""The keys of a DeepSpeed config; made by ``python -m {__spec__.name}``."""\n\n'
-        "from typing import Any\n\n# fmt: off\n"
-        + "\n".join(
-            f"{name}: {annotations[name]} = {pprint.pformat(value, width=96)}"
-            for name, value in constants.items()
-        )
-        + "\n"
-    )
+    version = deepspeed.__version__.partition("+")[0]
+    table = {"version": version, "keys": keys, "removed": removed}
+    return json.dumps(table, indent=1, sort_keys=True) + "\n"
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class Client(threading.Thread):
         token: the run's own.
         lost_after: seconds of silence after which a node is lost.
         wait: seconds that a lost node has to come back.
-        restarts, retry_on: as of `Membership`.
+        restarts, retry_on, least: as of `Membership`.
         order: takes an order for this node, as of `Peer.orders`.
         say: takes a line for this node's log.
         warn: takes a sentence for people, when the nodes cannot watch each other.
@@ -52,6 +52,7 @@ class Client(threading.Thread):
         wait: float,
         restarts: int = 0,
         retry_on: Collection[int] = (),
+        least: int | None = None,
         order: Callable[[str, str], None],
         say: Callable[[str], None],
         warn: Callable[[str], None],
@@ -61,7 +62,7 @@ class Client(threading.Thread):
         self._host, self._port = address
         self._node, self._nodes, self._run, self._token = node, nodes, run, token
         self._lost_after, self._wait, self._restarts = lost_after, wait, restarts
-        self._retry_on = retry_on
+        self._retry_on, self._least = retry_on, least
         self._again = wait > 0 or restarts > 0
         self._order, self._hears, self._say, self._warn = order, hears, say, warn
         self.peer = Peer(node, lost_after, wait, self._again, clock.awake())
@@ -116,8 +117,9 @@ class Client(threading.Thread):
                 if self._node == 0:
                     listener = Listener(self._port, self._run, self._token, self._nodes)
                     membership = Membership(
-                        self._nodes, self._lost_after, self._wait, self._restarts, self._retry_on
-                    )
+                        self._nodes, self._lost_after, self._wait, self._restarts, self._retry_on,
+                        self._least,
+                    )  # fmt: skip
                     self._server = Server(listener, membership, self._hears)
                     self._server.start()
                     self._host, self._port = "127.0.0.1", listener.port

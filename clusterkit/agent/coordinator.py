@@ -45,7 +45,7 @@ class Server(threading.Thread):
         with contextlib.closing(self._listener):
             beat = due = look = 0.0
             news = False
-            while not self.decided or any(membership.members[n].present for n in self._lines):
+            while not self.decided or any(membership.members.said[n].present for n in self._lines):
                 wait = max(0.0, due - clock.awake()) if news else limits.PEER_AGAIN_SECONDS
                 news = self._listener.receive(wait, self._hear) or news
                 while not self.messages.empty():
@@ -76,7 +76,7 @@ class Server(threading.Thread):
         if "stands" in message:
             self._watch(node, message)
         elif not self._membership.hears(node, message, clock.awake()):
-            line.write(self._membership.replaced())
+            line.write(self._membership.turned_away(node))
             line.close()
         elif self._lines.get(node) is not line:
             if node in self._lines:

@@ -191,13 +191,14 @@ class Hangs:
             only if a rank waits for another one.
     """
 
-    def __init__(self, nodes: int, nproc: int, timeout: float | None) -> None:
-        self._nodes, self._nproc, self._timeout = nodes, nproc, timeout
+    def __init__(self, nproc: int, timeout: float | None) -> None:
+        self._nproc, self._timeout = nproc, timeout
         self.number = 0  # of the newest question
-        self.begin()
+        self.begin(1)
 
-    def begin(self) -> None:
-        """Another round."""
+    def begin(self, nodes: int) -> None:
+        """Another round, of so many nodes."""
+        self._nodes = nodes
         self._waiting: dict[int, float] = {}  # nodes where ranks wait for others; since how long
         self._ranks: dict[int, Document] = {}  # records, of the answers
         self._asked: float | None = None  # when all were asked who have not all answered yet

@@ -96,7 +96,9 @@ class Launcher:
 
     def _environment(self, number: int) -> dict[str, str]:
         env = {**os.environ, "CLUSTERKIT_PIPE": str(self._folder / "pipe")}
-        return {**env, "LOCAL_RANK": str(number)} if self._options.spawn else env
+        if self._options.spawn:
+            env |= {"LOCAL_RANK": str(number), "GROUP_WORLD_SIZE": str(self._options.nodes)}
+        return env
 
     def _read(self, handle: int) -> Stream:
         """Log what comes from there, from now on."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection
 
 from clusterkit.agent import limits
-from clusterkit.agent.member import Member, not_back
+from clusterkit.agent.member import Member, Members, not_back
 from clusterkit.agent.protocol import AGAIN, Document
 from clusterkit.agent.retries import Retries
 
@@ -22,6 +22,10 @@ class Membership:
     ends the run, and so does one that failed when no restart is left, or when a node can start no
     other.
 
+    Nodes that were lost and have not come back in time end the run, unless node 0 and ``least``
+    in all are left: these go on as a smaller run, with their ranks counted anew in the order that
+    they had, and any other node has to end.
+
     Where lost nodes do not come back (``wait`` 0), one ends the run. Where nothing is ever started
     again (``restarts`` 0 as well), a launcher that fails ends it at once; a node that ended leaves,
     and is not lost; when node 0 ends with 0, the others go on by themselves.
@@ -36,6 +40,7 @@ class Membership:
         wait: seconds that a lost node has to come back.
         restarts: how often the run goes on after a launcher failed.
         retry_on: only after a rank's exit with one of these codes; empty: with any.
+        least: with how many nodes the run may go on; by default no fewer.
     """
 
     def __init__(
@@ -45,17 +50,20 @@ class Membership:
         wait: float,
         restarts: int = 0,
         retry_on: Collection[int] = (),
+        least: int | None = None,
     ) -> None:
         self.identity = os.urandom(8).hex()
         self.round = 1
-        self.members: dict[int, Member] = {}
+        self.members = Members(nodes, nodes if least is None else least)
         self.verdict: Document = {}  # what ends the run, once that is decided
         self.count = 1  # of what was decided: another one is for all to hear
         self.news = False  # whether `turn` has something to do that does not come with time
-        self._nodes = nodes
         self._lost_after = lost_after
         self._wait = wait
+        self._patience = wait or limits.PEER_MEET_SECONDS  # for a node that is not here
+        self._again = wait > 0 or restarts > 0  # whether anything is ever started again
         self._retries = Retries(restarts, retry_on)
+        self._without = ""  # which nodes were lost for good since the last round
         self._say = ""  # what all nodes log of this round
         self._over_at: float | None = None  # since when this round is over; None: it goes on
         self._failed: int | None = None  # the node for which it is; None: one was lost
@@ -76,24 +84,29 @@ class Membership:
 
     def says(self, node: int) -> Document:
         """How things stand, for this node's agent."""
+        if node not in self.members.ranks:
+            return self.turned_away(node)
         if self.decided:
             what = self.verdict
         elif self._over_at is not None:
             seconds = 0.0 if self._until is None else max(0.0, self._until - self._now)
             what = {"do": "wait", "say": self._say, "seconds": seconds}
         else:
-            say, member = self._say, self.members.get(node)
+            say, member = self._say, self.members.said.get(node)
             if not say and self._replaced_at is not None:
                 say = f"this node takes the place of one that was lost; {AGAIN}"
                 say = say if node == 0 else ""
                 if node and member is not None and member.met:
                     say = f"node 0 is back; {AGAIN}"
-            what = {"do": "start", "say": say}
+            ranks = self.members.ranks
+            what = {"do": "start", "say": say, "rank": ranks[node], "nodes": len(ranks)}
         return {**self._standing, **what}
 
-    def replaced(self) -> Document:
-        """What an agent hears that another one has taken the place of."""
-        return {**self._standing, "do": "stop", "why": "another agent has taken its place"}
+    def turned_away(self, node: int) -> Document:
+        """What an agent hears that `hears` did not take."""
+        replaced = node in self.members.ranks
+        why = "another agent has taken its place" if replaced else "the run goes on without it"
+        return {**self._standing, "do": "stop", "why": why}
 
     @property
     def _standing(self) -> Document:
@@ -103,19 +116,20 @@ class Membership:
         }  # fmt: skip
 
     def hears(self, node: int, said: Document, now: float) -> bool:
-        """An agent says how it stands. Whether it is this node's: none has come in its place."""
+        """An agent says how it stands. Whether it is this node's: none has come in its place, and
+        the run does not go on without it."""
         agent, count, met = str(said["agent"]), int(said["count"]), str(said["coordinator"])
         number, used = int(said["round"]), int(said["used"])
         code = None if said["code"] is None else int(said["code"])
-        member = self.members.get(node)
+        member = self.members.said.get(node)
         self._now = now
-        if agent in self._past:
+        if agent in self._past or node not in self.members.ranks:
             return False
         if member is not None and member.agent == agent and count <= member.count:
             return True  # late, or said twice
         if member is None or member.agent != agent:
             before, member = member, Member(agent)
-            self.members[node] = member
+            self.members.said[node] = member
             if before is not None:
                 self._past.add(before.agent)
                 if before.present:
@@ -148,7 +162,7 @@ class Membership:
             self._failed = None  # whoever failed may have failed of that
         if self._over_at is not None or said["leaving"]:
             return True
-        if self._replaced_at is not None and self._mixed(member, met):
+        if self._replaced_at is not None and self.members.mixed(member, bool(met) and not ours):
             self._lost(0, now)
         elif met and not (ours and number == self.round):
             if member.running:
@@ -159,24 +173,17 @@ class Membership:
             self._lost(node, now)  # it had given this node 0 up, and ended its launcher
         return True
 
-    def _mixed(self, member: Member, met: str) -> bool:
-        """Whether ranks may have reached others that were started around another node 0."""
-        if any(each.early and each.running for each in self.members.values()):
-            return True
-        older = bool(met) and met != self.identity
-        return older and (
-            member.running or any(each.code is not None for each in self.members.values())
-        )
-
     def closed(self, node: int, now: float) -> None:
         """Its connection is gone."""
-        member = self.members[node]
+        member = self.members.said[node]
         if member.closed is None:
             member.closed = now
 
     def turn(self, now: float) -> None:
         """What has become due."""
-        for node, member in sorted(self.members.items()):
+        for node in self.members.ranks:
+            if (member := self.members.said.get(node)) is None:
+                continue
             if self.verdict or not member.present or (member.code is not None and not self._again):
                 continue
             gone = member.closed is not None and now - member.closed > limits.PEER_GONE_SECONDS
@@ -189,30 +196,26 @@ class Membership:
     def settle(self, now: float) -> None:
         """What follows of what was said (``news``): `turn` without a look at who is silent."""
         self.news, self._now = False, now
-        if self.decided or not self.members:
+        members = self.members.all()
+        if self.decided or not members:
             return
-        here = len(self.members) == self._nodes
+        here = len(members) == len(self.members.ranks)
         if (here or now - self._last_end > self._patience) and all(
-            member.code == 0 for member in self.members.values()
+            member.code == 0 for member in members
         ):
             # Whoever never came may have ended before this coordinator was there.
             self._decide("exit", "")
         elif self._over_at is not None:
             self._between_rounds(now, now - self._over_at)
         elif self._replaced_at is not None and now - self._replaced_at > self._patience:
-            if missing := self._missing():
-                self._decide("stop", not_back(missing, self._patience))
+            self._go_on_without(self.members.missing())
             self._replaced_at = None
 
     def _between_rounds(self, now: float, seconds: float) -> None:
-        if len(self.members) < self._nodes or any(
-            each.running or not each.ready or not each.present or each.closed is not None
-            for each in self.members.values()
-        ):
-            if seconds > self._patience and (missing := self._missing()):
-                self._decide("stop", not_back(missing, self._patience))
+        if (busy := self.members.busy()) is not None:
+            if seconds > self._patience and (missing := self.members.missing()):
+                self._go_on_without(missing)
             elif seconds > max(self._patience, limits.END_SECONDS):
-                busy = next(n for n, each in self.members.items() if each.running or not each.ready)
                 self._decide("stop", f"node {busy} did not end within {seconds:.0f} s")
         elif self._failed is not None and self._until is None and self._is_last():
             return
@@ -224,34 +227,28 @@ class Membership:
 
     def _is_last(self) -> bool:
         """Whether no round follows this one, in which a launcher failed: that is decided then."""
-        failures = [each.failure for each in self.members.values() if each.failure]
-        steps = (each.step for each in self.members.values() if each.step is not None)
         final = None  # with another port somebody else may start all nodes again
         if not self._last:
-            final = self._retries.refusal(failures, max(steps, default=None))
+            final = self._retries.refusal(*self.members.failures())
             if final is None and self._retries.left:
                 return False
             final = final or ""
         self._decide("stop", f"node {self._failed} failed", failed=self._failed, final=final)
         return True
 
-    def _missing(self) -> list[int]:
-        here = {node for node, member in self.members.items() if member.present}
-        return sorted(set(range(self._nodes)) - here)
-
-    @property
-    def _patience(self) -> float:
-        """Seconds to wait for a node that is not here."""
-        return self._wait or limits.PEER_MEET_SECONDS
-
-    @property
-    def _again(self) -> bool:
-        """Whether anything is ever started again."""
-        return self._wait > 0 or self._retries.restarts > 0
+    def _go_on_without(self, missing: list[int]) -> None:
+        """These nodes, if any, have not come back in time."""
+        if missing:
+            words, before = not_back(missing, self._patience), len(self.members.ranks)
+            if not self.members.shrink(missing):
+                return self._decide("stop", words)
+            self._without = f"{words}; {before - len(missing)} of {before} go on"
+            self.count, self.news = self.count + 1, True
+        return None
 
     def _ended(self, node: int, code: int, now: float, known: bool) -> None:
         """Its launcher has, by itself, in this round. ``known``: after it had met this node 0."""
-        member = self.members[node]
+        member = self.members.said[node]
         if member.code is None:
             member.code, self._last_end, self.news = code, now, True
         if not self._wait and code and not self._retries.left:
@@ -277,18 +274,19 @@ class Membership:
         self._failed, self._say, self._over_at = failed, say, now
         self._until = now + self._patience if failed is None else None
         self.count += 1
-        for member in self.members.values():
+        for member in self.members.all():
             member.ready, member.early, member.code = False, False, None
 
     def _next_round(self, now: float) -> None:
-        self._say = f"all {self._nodes} nodes are here; {AGAIN}"
+        here = self._without or f"all {len(self.members.ranks)} nodes are here"
+        self._say, self._without = f"{here}; {AGAIN}", ""
         if self._failed is not None:
             self._say = self._retries.use()
         self.round += 1
         self.count += 1
         self._began, self._over_at, self._failed, self._replaced_at = now, None, None, None
         self._last = False
-        for member in self.members.values():
+        for member in self.members.all():
             member.ready, member.failure, member.step = False, None, None
 
     def _decide(

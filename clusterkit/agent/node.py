@@ -28,7 +28,7 @@ from clusterkit.agent.protocol import (
     STOPPED_BY_PEERS,
     Document,
 )
-from clusterkit.agent.record import Record, brief, restarts_used
+from clusterkit.agent.record import Record, brief, restarts_left
 from clusterkit.agent.signals import STOPS, adopt_orphans, read_signals, sender, signal_handle
 from clusterkit.agent.stops import Stops
 from clusterkit.agent.watch import HANG, Watch
@@ -59,12 +59,11 @@ class Node:
         self.deadline: float | None = None  # when the run is over its time limit
         self.obeyed = False  # whether the launcher ends because the coordinator said so
         self.first = int(os.environ.get("CLUSTERKIT_ATTEMPT", "1"))  # attempt of this agent
-        # The plan says how many restarts a run has, from its first attempt on.
-        self.restarts = max(0, options.restarts - restarts_used(os.environ["CLUSTERKIT_NODE_DIR"]))
+        self.restarts = restarts_left(options.restarts, os.environ["CLUSTERKIT_NODE_DIR"])
+        self.used = 0  # of these
         self.again = options.rejoin > 0 or self.restarts > 0
         """Whether what has ended may be started once more."""
-        # The ranks have no use for it.
-        self.token = os.environ.pop(PEER_TOKEN, "").encode()
+        self.token = os.environ.pop(PEER_TOKEN, "").encode()  # the ranks have no use for it
 
     def main(self) -> int:
         """Run it to its end; its exit code."""
@@ -134,15 +133,18 @@ class Node:
             run={"run": os.environ["CLUSTERKIT_RUN_ID"],
                  "attempt": os.environ["CLUSTERKIT_ATTEMPT"]},
             token=token, lost_after=self.options.lost_after, wait=self.options.rejoin,
-            restarts=self.restarts, retry_on=self.options.retry_on, order=self._order,
-            hears=self.watch.hears, say=self._say, warn=self.record.warn,
+            restarts=self.restarts, retry_on=self.options.retry_on, least=self.options.min_nodes,
+            order=self._order, hears=self.watch.hears, say=self._say, warn=self.record.warn,
         )  # fmt: skip
         self.watch.send = self.client.send
         self.client.start()
 
     def _obey(self, order: str, why: str) -> None:
         if order == "start":
-            self._next_attempt(self.first + int(why))
+            self.used, *place = map(int, why.split())
+            self._next_attempt(self.first + self.used)
+            if place:
+                os.environ["NODE_RANK"], self.options.nodes = str(place[0]), place[1]
             self._start()
         elif order == "pause":
             seconds, _, what = why.partition(" ")
@@ -171,7 +173,7 @@ class Node:
 
     def _start(self) -> None:
         self.running, self.obeyed = True, False
-        self.watch.begin()
+        self.watch.begin(int(os.environ["NODE_RANK"]), self.options.nodes)
         self.record.goes_on()
         self.reason = self.launcher.start()
 
@@ -195,9 +197,8 @@ class Node:
             # With rank 0's port taken, or a full disk, the next round would fail as well.
             fit = os.environ["NODE_RANK"] != "0" or is_free(port)
             last = bool(self.restarts and code) and not (fit and self.record.has_room())
-            self.client.ended(
-                code, last=last, failure=self.launcher.own_failure(), step=self.log.words.step
-            )
+            own = self.launcher.own_failure()
+            self.client.ended(code, last=last, failure=own, step=self.log.words.step)
         if self.client is None or not self.again:
             self.finished = True
 
@@ -293,4 +294,6 @@ class Node:
             "stopped_by": self.stopped_by,
             "causes": self._causes(),
             "final": self.final,
+            # None: somebody else counts them.
+            "restarts_left": self.restarts - self.used if self.options.restarts else None,
         }

@@ -25,7 +25,8 @@ class Peer:
 
     def __init__(self, node: int, lost_after: float, wait: float, stays: bool, now: float) -> None:
         self.orders: list[tuple[str, str]] = []
-        """For the caller to take: ``start`` (the launcher; with how many restarts were used),
+        """For the caller to take: ``start`` (the launcher; with how many restarts were used, and
+        where it is known the node's rank in this round and of how many nodes that is),
         ``wait`` (end it, and be ready), ``pause`` (so many seconds may go by until the next start;
         why follows), ``final`` (what comes is for good, for the reason given, if any), ``stop``
         (end, for the reason given), ``exit`` (end as the launcher has); a line to ``say`` in the
@@ -140,7 +141,7 @@ class Peer:
                     self._round = number  # a first launcher is of that round
                 self._log(number, do, say)
             elif number > self._round:
-                self._start(number, say)
+                self._start(number, say, f" {int(message['rank'])} {int(message['nodes'])}")
         elif do == "wait":
             self._round = number
             self._hold(say, float(message["seconds"]))
@@ -190,13 +191,13 @@ class Peer:
         self._given_up, self._gave_up = now, True
         self._hold(_WAITS, self._wait)
 
-    def _start(self, number: int, say: str) -> None:
+    def _start(self, number: int, say: str, place: str = "") -> None:
         self._log(number, "start", say)
         self._round, self.code, self._running = number, None, True
         self._waiting = self._gave_up = False
         self._failure = None
         self.news = True
-        self.orders.append(("start", str(self._used)))
+        self.orders.append(("start", f"{self._used}{place}"))
 
     def _hold(self, say: str, seconds: float) -> None:
         """Have the launcher end, and wait."""

@@ -122,12 +122,12 @@ def brief(document: Document) -> bytes:
     return json.dumps({**document, "processes": []}).encode()
 
 
-def restarts_used(node_dir: str) -> int:
-    """How many attempts of a node its agents have begun after a failure: the others were begun by
-    somebody who started the nodes anew."""
+def restarts_left(given: int, node_dir: str) -> int:
+    """Of those that the plan gives, how many the agents of a node's earlier attempts have left."""
     folder = Path(node_dir)
     ends = folder.parents[1].glob(f"*/{folder.name}/exit.json")
-    return sum((read_json(path) or {}).get("next") is not None for path in ends)
+    said = [(read_json(path) or {}).get("restarts_left") for path in ends]
+    return min((given, *(left for left in said if isinstance(left, int))))
 
 
 _RESERVE = ".reserve"  # room for exit.json on a disk full of logs

@@ -129,16 +129,18 @@ class Stragglers:
     Touches neither sockets nor clocks: ``now`` is a moment of a monotonic clock, in seconds.
     """
 
-    def __init__(self, nodes: int, nproc: int) -> None:
-        self._nproc, self._world = nproc, nodes * nproc
+    def __init__(self, nproc: int) -> None:
+        self._nproc = nproc
         self._clocks: dict[int, Clock] = defaultdict(Clock)
         self.number = 0  # of the newest question
         self.suspects: tuple[int, ...] = ()
         """Those of the newest judgement. What their nodes know is what has changed since."""
-        self.begin(0.0)
+        self.begin(1, 0.0)
 
-    def begin(self, now: float) -> None:
-        """Another round."""
+    def begin(self, nodes: int, now: float) -> None:
+        """Another round, of so many nodes."""
+        self._world = nodes * self._nproc
+        self._clocks.clear()  # a node may have another number
         self._next = now + limits.REPORT_SECONDS
         self._asked: float | None = None  # when all were asked who have not all answered yet
         self._ranks: dict[int, Arrivals] = {}

@@ -47,9 +47,9 @@ class Watch(threading.Thread):
         super().__init__(daemon=True)
         self.send: Callable[[Document], None] = lambda message: None
         """To node 0, or from there to all others; for whoever has the connection to set."""
-        node, timeout = int(os.environ.get("NODE_RANK", "0")), options.hang_timeout
-        self._hangs = None if node else Hangs(options.nodes, options.nproc, timeout)
-        self._slow = None if node else Stragglers(options.nodes, options.nproc)
+        node, self._nproc = int(os.environ.get("NODE_RANK", "0")), options.nproc
+        self._hangs = None if node else Hangs(options.nproc, options.hang_timeout)
+        self._slow = None if node else Stragglers(options.nproc)
         self._look_before: host.Look | None = None  # since a rank of this node is a suspect
         self._node, self._folder, self._log, self._order = node, folder, log, order
         self._tagged = options.tagged
@@ -64,11 +64,11 @@ class Watch(threading.Thread):
         """From another node, whichever thread it comes to."""
         self._news.put((node, {**message, "came": time.time()}))
 
-    def begin(self) -> None:
-        """A round begins, the first one or another."""
+    def begin(self, node: int, nodes: int) -> None:
+        """A round begins, the first one or another, of so many nodes, in which this one is that."""
         if not self.is_alive():
             self.start()
-        self._news.put((self._node, {"begin": True}))
+        self._news.put((node, {"begin": nodes}))
 
     def run(self) -> None:
         look = clock.awake()
@@ -97,11 +97,11 @@ class Watch(threading.Thread):
     def _take(self, node: int, message: Document) -> None:
         if "begin" in message:
             self._moved, self._standing, self._next, self._pause = {}, False, 0.0, 0.0
-            self._began = clock.awake()
+            self._began, self._node = clock.awake(), node
             if self._hangs is not None:
-                self._hangs.begin()
+                self._hangs.begin(int(message["begin"]))
             if self._slow is not None:
-                self._slow.begin(self._began)
+                self._slow.begin(int(message["begin"]), self._began)
             self._look_before = None
             self._order("over", "")
             self._order("slow", "")
@@ -169,7 +169,7 @@ class Watch(threading.Thread):
 
     def _ranks(self) -> list[Document]:
         """Lines of ``ranks.jsonl``, one a rank; none where they are processes of other hosts."""
-        newest = {each["rank"]: each for each in self._log.ranks}
+        newest = {each["rank"] % self._nproc: each for each in self._log.ranks}
         return [] if self._tagged else list(newest.values())
 
     def _answer(self, number: int) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from msgspec import Struct
 
@@ -42,6 +43,8 @@ class Observation(Struct, frozen=True, kw_only=True):
     """Whether the nodes' agents have decided that nothing follows this failure."""
     goes_on: int | None = None
     """The attempt that the nodes' agents have begun after this one, on the same nodes."""
+    restarts_left: int | None = None
+    """How many the nodes' agents have left; None: they start nothing again, or did not say."""
     queued: bool = False
     """Whether the nodes have not started, and will without us."""
 
@@ -52,6 +55,10 @@ class Observation(Struct, frozen=True, kw_only=True):
 
         return any(node.reason == LATE for node in self.nodes)
 
+    def left_of(self, restarts: int) -> int:
+        """How many of the restarts that there were before this attempt are left."""
+        return restarts if self.restarts_left is None else min(restarts, self.restarts_left)
+
 
 class RemoteRun(Struct, frozen=True, kw_only=True):
     """A run that a cluster knows of, whoever submitted it. Times are Unix seconds."""
@@ -61,6 +68,8 @@ class RemoteRun(Struct, frozen=True, kw_only=True):
     state: State
     kind: str
     """What keeps it there."""
+    attach: str | None = None
+    """What takes it up; by default `attach` with its cluster."""
     attempt: int = 1
     pods: int | None = None
     """Nodes that it asks for."""
@@ -107,9 +116,7 @@ class Backend(ABC):
     # -- before a run ---------------------------------------------------------
 
     @classmethod
-    def resolved(
-        cls, cluster: ClusterSpec, folder: Path, include: str | None, exclude: str | None
-    ) -> ClusterSpec:
+    def resolved(cls, cluster: Any, folder: Path, include: str | None, exclude: str | None) -> Any:
         """The entry with all that it refers to read, so that it can stand alone.
 
         Args:
@@ -125,16 +132,17 @@ class Backend(ABC):
         return cluster
 
     @classmethod
-    def transport(cls, cluster: ClusterSpec) -> Transport:
+    def transport(cls, cluster: Any) -> Transport:
         """What reaches the cluster's hosts."""
         from clusterkit.transport import LocalTransport
 
         return LocalTransport()
 
-    @abstractmethod
-    def probe(
-        self, cluster: ClusterSpec, transport: Transport, job: JobSpec | None = None
-    ) -> Facts:
+    # A hook's ``cluster`` is an entry of the backend's own kind, by which each backend types it.
+    # `probe` and `place` are functions of modules beside the backend's own, which import much:
+    # a supervisor, or a command that looks at a run, needs neither.
+
+    def probe(self, cluster: Any, transport: Transport, job: JobSpec | None = None) -> Facts:
         """Look at the cluster: the only reading of the outside world before a submit.
 
         Args:
@@ -144,8 +152,10 @@ class Backend(ABC):
             BadInput: the job asks for more hosts than there are.
             Unavailable: a tool or service that the backend needs is missing.
         """
+        found: Facts = self._module("probe").probe(cluster, transport, job)
+        return found
 
-    def places(self, cluster: ClusterSpec, transport: Transport) -> int:
+    def places(self, cluster: Any, transport: Transport) -> int:
         """How many hosts nodes can have to themselves.
 
         Raises:
@@ -153,7 +163,7 @@ class Backend(ABC):
         """
         return len(self.probe(cluster, transport).hosts)
 
-    def preflight(self, name: str, cluster: ClusterSpec, job: JobSpec) -> Subject | None:
+    def preflight(self, name: str, cluster: Any, job: JobSpec) -> Subject | None:
         """What `clusterkit.doctor` examines while `submit` probes; None: nothing. Pure.
 
         Args:
@@ -161,15 +171,19 @@ class Backend(ABC):
         """
         return None
 
-    @abstractmethod
-    def place(self, job: JobSpec, cluster: ClusterSpec, facts: Facts, run_id: str) -> Placement:
+    def place(self, job: JobSpec, cluster: Any, facts: Facts, run_id: str) -> Placement:
         """Where the job's nodes run and how their ranks find each other. Pure, as `plan` is.
 
         Raises:
             BadInput: the job does not fit the cluster.
         """
+        found: Placement = self._module("place").place(job, cluster, facts, run_id)
+        return found
 
-    def plan(self, job: JobSpec, cluster: ClusterSpec, facts: Facts, run_id: str) -> Plan:
+    def _module(self, name: str) -> Any:
+        return import_module(f"clusterkit.backends.{self.name}.{name}")
+
+    def plan(self, job: JobSpec, cluster: Any, facts: Facts, run_id: str) -> Plan:
         """What submitting does, as data. Pure: the same arguments give the same plan for ever.
 
         Raises:
@@ -184,7 +198,7 @@ class Backend(ABC):
     # -- an attempt -----------------------------------------------------------
 
     def before_attempt(
-        self, cluster: ClusterSpec, facts: Facts, transport: Transport, *, fresh: bool
+        self, cluster: Any, facts: Facts, transport: Transport, *, fresh: bool
     ) -> tuple[Facts, str] | None:
         """Check once more what may have changed since the probe, such as a port that was free.
 
@@ -261,7 +275,7 @@ class SupportsDoctor(ABC):
     """Backends whose clusters `clusterkit.doctor` can examine."""
 
     @abstractmethod
-    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> Subject:
+    def subject(self, name: str, cluster: Any, job: JobSpec | None = None) -> Subject:
         """What is examined, and what for. Pure.
 
         Args:
@@ -313,7 +327,7 @@ class SupportsRemoteRuns(ABC):
     """Backends whose clusters know of runs that other machines submitted."""
 
     @abstractmethod
-    def listing(self, cluster: ClusterSpec, transport: Transport) -> list[RemoteRun]:
+    def listing(self, cluster: Any, transport: Transport) -> list[RemoteRun]:
         """The runs that the cluster knows of, newest first.
 
         Raises:
@@ -321,7 +335,7 @@ class SupportsRemoteRuns(ABC):
         """
 
     @abstractmethod
-    def recover(self, run: str, cluster: ClusterSpec, transport: Transport) -> Recovered:
+    def recover(self, run: str, cluster: Any, transport: Transport) -> Recovered:
         """What the cluster keeps of a run.
 
         Args:

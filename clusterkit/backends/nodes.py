@@ -132,6 +132,7 @@ def _endings(node: int, exit_json: bytes) -> tuple[list[RankExit], int]:
 def observed(nodes: Sequence[NodeStatus], exit_json: Mapping[int, bytes]) -> Observation:
     """An attempt, from its nodes' states and the ``exit.json`` of those that left one."""
     failed = [node.node for node in nodes if node.state is State.FAILED]
+    lefts = [_document(data).get("restarts_left") for data in exit_json.values()]
     told = [_endings(node, exit_json.get(node, b"")) for node in failed]
     exits = [end for ends, _ in told for end in ends]
     # Another node's launcher may be the first to notice that a rank failed here.
@@ -150,6 +151,7 @@ def observed(nodes: Sequence[NodeStatus], exit_json: Mapping[int, bytes]) -> Obs
         causes=tuple(cause for node, data in exit_json.items() for cause in _causes(node, data)),
         final=any(_document(data).get("final") is True for data in exit_json.values()),
         goes_on=next(filter(None, map(goes_on, exit_json.values())), None),
+        restarts_left=min((left for left in lefts if isinstance(left, int)), default=None),
     )
 
 

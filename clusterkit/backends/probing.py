@@ -6,13 +6,13 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 
 from clusterkit import host_probe
-from clusterkit.cluster import Gpu
+from clusterkit.cluster import Gpu, HostFacts
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Completed, Transport
@@ -61,6 +61,13 @@ class HostReport(Struct, frozen=True, kw_only=True):
 
     def visible_gpus(self) -> tuple[Gpu, ...]:
         return parse_gpus(self.gpus, self.visible)
+
+    def facts(self, host: str, address: str, **more: Any) -> HostFacts:
+        """Those of a host; ``more`` says what is decided and not found."""
+        return HostFacts(
+            host=host, address=address, versions=self.versions, tools=self.tools,
+            **{"cpus": self.cpus, "memory_mib": self.memory_mib, **more},
+        )  # fmt: skip
 
 
 def questions(workdir: str) -> dict[str, object]:

@@ -27,10 +27,7 @@ def command(
     The cluster is probed (for GPUs, a free port), nothing is written or started. With
     --run-id and --facts of a run that exists, this prints that run's plan again.
     """
-    plan = api.plan(
-        **job_of(ctx, job),
-        **{key: value for key, value in prepare_options(**options).items() if value is not None},
-    )
+    plan = api.plan(**job_of(ctx, job), **prepare_options(**options))
     if out is not None:
         for file in plan.files:
             write_atomic(Path(out, relative(plan, file)), file.content(), file.mode)

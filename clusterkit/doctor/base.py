@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 from msgspec import Struct
 
 from clusterkit.spec import Device, JobSpec, Launcher
-
-if TYPE_CHECKING:
-    pass
 
 Level = Literal["ok", "warn", "fail", "skip"]
 LEVELS: tuple[Level, ...] = ("skip", "ok", "warn", "fail")

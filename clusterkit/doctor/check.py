@@ -173,11 +173,6 @@ def _unread(host: str, answer: Answer, output: Output | None, limit: float) -> V
     return None
 
 
-def always(subject: HostSubject) -> str | None:
-    """No reason to leave a check out."""
-    return None
-
-
 def alone(subject: HostSubject) -> str | None:
     return "one host has no others" if len(subject.hosts) == 1 else None
 
@@ -210,7 +205,7 @@ class Check:
     scripts: tuple[Script[Any], ...] = ()
     quick: bool = True
     silent_too: bool = False
-    pointless: Callable[[HostSubject], str | None] = always
+    pointless: Callable[[HostSubject], str | None] = lambda subject: None
 
 
 def check(*scripts: Script[Any], **options: Any) -> Callable[[Judge], Check]:

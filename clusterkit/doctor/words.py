@@ -39,12 +39,6 @@ def common(values: Iterable[V], of_none: V) -> V:
     return next((value for value, _ in Counter(values).most_common(1)), of_none)
 
 
-def listed(words: Collection[str], most: int = 6) -> str:
-    """``a, b and 3 more``."""
-    more = f" and {len(words) - most} more" if len(words) > most else ""
-    return ", ".join(list(words)[:most]) + more
-
-
 def is_about_host_key(message: str) -> bool:
     """Whether a transport's error is about the key that proves who a host is."""
     return "host key" in message.lower()

@@ -27,7 +27,7 @@ from clusterkit.estimate.setup import ZERO, Model, Precision, Setup, Zero
 from clusterkit.spec import JobSpec
 
 _DEFAULT_GLOBAL_BATCH = 32
-"""Of programs with our flags, when nothing is said (jobs/train/gpt/settings.py)."""
+"""Of programs with our flags, when nothing is said (jobs/train/gpt/choices.py)."""
 _HUGGING_FACE_CONTEXT = 256
 """Tokens in a sample of a Hugging Face model in train.py, when nothing is said."""
 _RECOMPUTE = ("--activation-checkpointing", "--gradient-checkpointing", "--gradient_checkpointing")

@@ -19,8 +19,7 @@ import yaml
 
 from clusterkit import backends, runs
 from clusterkit.backends.base import Backend
-from clusterkit.backends.kubernetes.apply import Refusal
-from clusterkit.backends.kubernetes.client import Context, KubeTransport
+from clusterkit.backends.kubernetes.client import Context, InternalError, KubeTransport
 from clusterkit.cluster import (
     CLUSTER_TYPES,
     ClusterSpec,
@@ -61,7 +60,7 @@ class RecordingTransport(KubeTransport):
 
     def request(self, to: Context, method: str, path: str, *body: object) -> str:
         if self.exit_code:
-            raise Refusal("InternalError", "it complained")
+            raise InternalError("it complained")
         return "{}"
 
     def start(

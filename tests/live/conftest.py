@@ -22,7 +22,9 @@ from tests.live.compose.image import base, engine, image
 __all__ = ["base", "engine", "image"]
 LIVE = Path(__file__).parent
 PROGRAMS = LIVE / "programs"
-JOB_KEYS = ("launcher", "restarts", "hang_timeout", "env", "secrets", "batch", "checkpoint")
+JOB_KEYS = (
+    "launcher", "restarts", "on_node_loss", "hang_timeout", "env", "secrets", "batch", "checkpoint",
+)  # fmt: skip
 IMAGE_SECONDS = 1500
 """For a test that may be the first to need the image, and then has it built."""
 SHARED = pytest.StashKey[contextlib.ExitStack]()

@@ -26,7 +26,7 @@ from clusterkit import agent, api, backends, loader
 from clusterkit.cluster import LocalCluster
 from clusterkit.errors import PortTaken
 from clusterkit.runs import RunFolder
-from clusterkit.spec import JobSpec
+from clusterkit.spec import BatchSpec, JobSpec
 from clusterkit.status import State
 from clusterkit.transport import LocalTransport
 from tests.conftest import noted
@@ -390,6 +390,27 @@ def test_restarts_come_to_an_end(submit: Submit) -> None:
     run = submit("fail.py", "exit", 0, 99, restarts=2)
     status = run.wait(SOON)
     assert (status.state, status.attempt, status.exit_code) == (State.FAILED, 3, 7)
+
+
+@pytest.mark.thorough
+def test_a_run_goes_on_without_a_node(submit: Submit, tmp_path: Path) -> None:
+    program = tmp_path / "world.py"
+    program.write_text(
+        "import os, time\nprint('ready', *map(os.environ.get, ('RANK', 'WORLD_SIZE',"
+        "'GROUP_RANK', 'GROUP_WORLD_SIZE', 'CLUSTERKIT_GLOBAL_BATCH')), flush=True)\n"
+        "time.sleep(600 if os.environ['WORLD_SIZE'] == '3' else 0)\n"
+    )
+    batch = BatchSpec(global_size=12)
+    run = submit(str(program), nodes="2:3", on_node_loss="shrink", batch=batch)
+    all_ready(run, 3)
+    kill(agent_pid(run, 1))
+    status = run.wait(SOON)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 1)
+    said = {(line.node, line.text) for line in run.logs() if line.text.startswith("ready")}
+    assert {words for words in said if words[1].split()[2] == "2"} == {
+        (0, "ready 0 2 0 2 12"), (2, "ready 1 2 1 2 12"),
+    }  # fmt: skip
+    assert run.events()[-1].text == "1 of 3 elastic nodes failed"
 
 
 # ---------------------------------------------------------------- cancel, and killed submitters

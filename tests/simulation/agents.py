@@ -18,6 +18,7 @@ class Ranks:
 
     def __init__(self, agent):
         self.agent = agent
+        self.rank, self.nodes = agent.rank, agent.nodes
         self.group = None
         self.ending = False
 
@@ -115,12 +116,14 @@ class Agent:
         schedule = world.schedule
         self.leap, self.frozen = 0.0, 0.0
         self.clock = Awake(lambda: world.now + self.leap)
-        self.wait = WAIT if schedule.back else 0.0
+        self.wait = WAIT if schedule.back or schedule.least else 0.0
+        self.rank, self.nodes = node, schedule.nodes  # of the ranks that it starts
         self.again = bool(self.wait or schedule.restarts)
         self.peer = Peer(node, LOST_AFTER, self.wait, self.again, self.clock())
         self.ended = None  # its exit code
         self.gone = False  # vanished: nothing comes back from there
         self.zombie = False
+        self.lost = False  # for good
         self.ranks = None
         self.code = None  # of the last launcher
         self.finished = self.left = False
@@ -130,7 +133,10 @@ class Agent:
         self.lines, self.told, self.server_beat = {}, 0, 0.0
         self.server, self.verdict, self.look, self.due = None, {}, 0.0, False
         if node == 0:
-            self.server = Membership(schedule.nodes, LOST_AFTER, self.wait, schedule.restarts)
+            self.server = Membership(
+                schedule.nodes, LOST_AFTER, self.wait, schedule.restarts,
+                least=schedule.least or None,
+            )  # fmt: skip
         world.after(world.rng.uniform(0, 0.05), self.tick)
 
     # -- the thread of `Client`
@@ -213,6 +219,8 @@ class Agent:
 
     def obey(self, what, why):
         if what == "start":
+            _, *place = map(int, why.split())
+            self.rank, self.nodes = place or (self.rank, self.nodes)
             self.start()
         elif what == "wait":
             self.stop()
@@ -310,7 +318,7 @@ class Agent:
     @property
     def server_closed(self):
         server = self.server
-        return server.decided and not any(server.members[node].present for node in self.lines)
+        return server.decided and not any(server.members.said[node].present for node in self.lines)
 
     def server_turn(self):
         server, self.due = self.server, False
@@ -340,7 +348,7 @@ class Agent:
         taken = self.server.hears(node, message, self.clock())
         self.world.thinking += time.process_time() - began
         if not taken:
-            link.send(False, self.server.replaced())
+            link.send(False, self.server.turned_away(node))
             link.close(by_client=False)
         elif self.lines.get(node) is not link:
             if node in self.lines:

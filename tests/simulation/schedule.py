@@ -1,7 +1,7 @@
 """What happens to a simulated run, by number."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from clusterkit.agent import limits
 
@@ -49,6 +49,12 @@ class Schedule:
     doubled: float = 0.0
     late: float = 0.0
     faults: tuple[Fault, ...] = ()
+    least: int = 0  # nodes with which the run may go on; 0: with all alone
+
+    @property
+    def text(self) -> str:
+        """All but the faults; of what was added later, only what is not as it was before."""
+        return repr(replace(self, faults=())).replace(", least=0)", ")")
 
     @property
     def kind(self) -> bool:
@@ -56,6 +62,10 @@ class Schedule:
         failures = sum(fault.kind in FAILURES for fault in self.faults)
         if failures > self.restarts or any(f.kind in ("port", "late") for f in self.faults):
             return False
+        if self.least and not self.back:
+            lost = {fault.node for fault in self.faults if fault.kind in LOSSES}
+            away = sum(fault.seconds for fault in self.faults if fault.kind not in LOSSES)
+            return 0 not in lost and self.nodes - len(lost) >= self.least and away <= WAIT / 2
         away = sum(fault.seconds for fault in self.faults)
         if self.back:
             return away <= WAIT / 2
@@ -97,4 +107,5 @@ def make(seed: int) -> Schedule:
         lost=rng.choice((0.02, 0.1)) if unkind else 0.0,
         doubled=rng.choice((0.0, 0.1)) if unkind else 0.0,
         late=rng.choice((0.0, 0.05, 0.3)) if unkind else 0.0, faults=tuple(faults),
+        least=rng.choice((0, 0, 1, max(1, nodes - 1))),
     )  # fmt: skip

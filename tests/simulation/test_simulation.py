@@ -3,6 +3,8 @@
 More of them: ``make simulation SCHEDULES=100000``.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from clusterkit.agent.membership import Membership
@@ -32,6 +34,17 @@ def test_a_node_may_be_lost_at_every_step(kind):
         for node in range(3):
             lost = Fault(kind, node, step=step, seconds=0.5)
             schedule = Schedule(1, 3, restarts=1, work=1.0, faults=(*quiet.faults, lost))
+            assert fails(schedule) is None, schedule
+
+
+@pytest.mark.parametrize("kind", ["crash", "node", "leave"])
+def test_the_others_go_on_whenever_a_node_is_lost_for_good(kind):
+    quiet = Schedule(1, 3, False, restarts=1, work=1.0, faults=(Fault("rank", 1, at=1.5),), least=2)
+    steps = World(quiet).run().steps
+    assert steps > 20
+    for step in range(1, steps):
+        for node in (1, 2):
+            schedule = replace(quiet, faults=(*quiet.faults, Fault(kind, node, step=step)))
             assert fails(schedule) is None, schedule
 
 
@@ -67,8 +80,16 @@ class NoBarrier(Membership):
     """Begins the next round before all launchers have ended."""
 
     def turn(self, now):
-        for member in self.members.values():
+        for member in self.members.all():
             member.running, member.ready = False, True
+        super().turn(now)
+
+
+class Impatient(Membership):
+    """Goes on without a lost node before that has given the run up."""
+
+    def turn(self, now):
+        self._patience = 0.0
         super().turn(now)
 
 
@@ -89,7 +110,7 @@ class Deaf(Peer):
         super().turn(now)
 
 
-@pytest.mark.parametrize("broken", [NoBarrier, Forgetful, Deaf])
+@pytest.mark.parametrize("broken", [NoBarrier, Impatient, Forgetful, Deaf])
 def test_what_is_broken_on_purpose_is_found_and_shrunk(broken, monkeypatch):
     monkeypatch.setattr(agents, broken.__mro__[1].__name__, broken)
     schedule = next(make(seed) for seed in range(1000) if fails(make(seed)))

@@ -10,7 +10,7 @@ import random
 from dataclasses import replace
 
 from tests.simulation.agents import Agent, Broken, Group
-from tests.simulation.schedule import LOSSES, MEET
+from tests.simulation.schedule import LOSSES, LOST_AFTER, MEET
 
 
 class World:
@@ -18,8 +18,7 @@ class World:
 
     def __init__(self, schedule):
         self.schedule = schedule
-        text = repr(replace(schedule, faults=())).encode()
-        self.rng = random.Random(hashlib.sha256(text).digest())
+        self.rng = random.Random(hashlib.sha256(schedule.text.encode()).digest())
         self.now, self.events, self.count = 0.0, [], 0
         self.messages = self.steps = 0
         self.thinking = 0.0  # seconds of processor time that coordinators took
@@ -60,7 +59,7 @@ class World:
         self.log(f"node {node} comes")
         self.place[node] = agent = Agent(self, node)
         self.agents.append(agent)
-        if not self.schedule.back:
+        if not agent.wait:
             agent.start()  # and waits for nobody
 
     def run(self):
@@ -97,6 +96,7 @@ class World:
             return
         self.log(str(fault))
         if kind in LOSSES:
+            agent.lost = not self.schedule.back
             self.lost_late |= bool(self.rulings) or self.complete_once
             # Nobody knows that it was there before: what others fail of looks their own.
             others = self.place if agent.node == 0 else [agent]
@@ -167,9 +167,14 @@ class World:
         for agent in self.agents:
             mine = agent.ranks
             if mine is not None and not mine.ending and mine.group is None and not agent.zombie:
-                free[agent.node] = mine
-        if len(free) == self.schedule.nodes:
-            group = Group(list(free.values()))
+                free.setdefault(mine.nodes, {})[mine.rank] = mine
+        found = free.get(ranks.nodes, {})
+        if len(found) == ranks.nodes:
+            if ranks.nodes < (self.schedule.least or self.schedule.nodes):
+                raise Broken(f"{ranks.nodes} nodes go on")
+            if (nodes := [found[n].agent.node for n in sorted(found)]) != sorted(nodes):
+                raise Broken(f"the ranks are those of nodes {nodes}")
+            group = Group(list(found.values()))
             for one in group.ranks:
                 one.group = group
             self.after(self.schedule.work, self.complete, group)
@@ -177,13 +182,18 @@ class World:
             self.after(MEET, self.not_met, ranks)
 
     def no_two_rounds(self):
-        """Of agents that follow the same coordinator, all ranks are of the same round."""
-        rounds = {}
+        """Of agents that follow the same coordinator, all ranks are of the same round; where the
+        run goes on without an agent, none are left."""
+        rounds, servers = {}, {a.server.identity: a.server for a in self.agents if a.server}
         for agent in self.agents:
             met, number = agent.peer.met, agent.peer._round
             follows = met and number and agent.ended is None and agent is self.place[agent.node]
-            if agent.ranks is not None and follows:
+            if agent.ranks is None or not follows:
+                continue
+            if agent.node in servers[met].members.ranks:
                 rounds.setdefault(met, set()).add(number)
+            elif not agent.ranks.ending and self.now > agent.frozen + LOST_AFTER:
+                raise Broken(f"node {agent.node}, which is lost, runs beside the others")
         for found in rounds.values():
             if len(found) > 1:
                 raise Broken(f"ranks of rounds {sorted(found)} run at once")
@@ -242,7 +252,7 @@ class World:
             if not self.rulings or self.rulings[0]["do"] != "exit":
                 raise Broken(f"the run did not succeed: {self.rulings or self.verdicts}")
             for agent in self.place:
-                if agent.ended != 0 and not self.lost_late:
+                if agent.ended != 0 and not self.lost_late and not agent.lost:
                     raise Broken(f"node {agent.node} ended with {agent.ended}")
 
 
@@ -266,7 +276,10 @@ def shrink(schedule):
         tries += [replace(schedule, **{name: 0.0}) for name in ("lost", "doubled", "late")
                   if getattr(schedule, name)]  # fmt: skip
         if schedule.nodes > 1 and all(f.node < schedule.nodes - 1 for f in schedule.faults):
-            tries.append(replace(schedule, nodes=schedule.nodes - 1))
+            least = min(schedule.least, schedule.nodes - 1)
+            tries.append(replace(schedule, nodes=schedule.nodes - 1, least=least))
+        if schedule.least:
+            tries.append(replace(schedule, least=0))
         for smaller in tries:
             if (fails(smaller) or "").startswith(what):
                 schedule = smaller

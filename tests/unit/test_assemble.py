@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from clusterkit import agent
 from clusterkit.assemble import (
     OWNED,
     Placement,
@@ -130,6 +131,19 @@ def test_the_agents_are_told_after_which_exit_codes_they_start_ranks_again():
     with pytest.raises(BadInput, match=r"^retry_on: "):
         # Nodes that do not watch each other.
         assembled(job(restarts=2, retry_on=(137,), nodes=2), Topology(2, 2, 1))
+
+
+def test_nodes_that_go_on_without_others_say_how_few_they_may_be():
+    spec = job(nodes="2:3", on_node_loss="shrink", restarts=1, command=("train",), program=None)
+    watching = Watching("10.0.0.1", 29502)
+    made = assembled(spec, Topology(2, 3, 4), watching=watching)
+    node = file_of(made, "node.sh").text
+    assert "--coordinator 10.0.0.1:29502 --lost-after 30 --rejoin 15 --min-nodes 2 --" in node
+    assert "--restarts 1" in node
+    assert "WORLD_SIZE=$((GROUP_WORLD_SIZE * 4))" in file_of(made, "rank.sh").text
+    assert made.secrets == (agent.PEER_TOKEN,)
+    fixed = assembled(spec, Topology(2, 2, 4), watching=watching)
+    assert "--min-nodes" not in file_of(fixed, "node.sh").text
 
 
 def test_an_absolute_checkpoint_folder_is_kept():

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from clusterkit import api, deepspeed_config, deepspeed_probe, loader, runs
-from clusterkit.deepspeed_table import VERSION
+from clusterkit.deepspeed_config import VERSION
 from clusterkit.errors import BadInput
 from clusterkit.transport import Completed
 from tests import deepspeed_table

@@ -78,7 +78,8 @@ class Run:
     """Two nodes of one rank; ``standing`` gives their records once a rank waits."""
 
     def __init__(self, timeout: float | None = None, silent: bool = False) -> None:
-        self.hangs, self.silent = Hangs(2, 1, timeout), silent
+        self.hangs, self.silent = Hangs(1, timeout), silent
+        self.hangs.begin(2)
         self.now, self.asked = 100.0, 0
         self.orders: list[tuple[float, str, str]] = []
 
@@ -124,7 +125,7 @@ def test_a_hang_is_told_after_5_s_and_ends_the_round_after_2_min() -> None:
     run.pass_time(200, waits(0), away(1))
     assert run.told() == [(5, "note"), (120, "hang")]
     assert run.orders[1][2].startswith("no progress for 120 s: rank 1 on node 1 has not come")
-    run.hangs.begin()
+    run.hangs.begin(2)
     run.pass_time(6, waits(0), away(1))
     assert run.told()[2:] == [(205, "note")]
 

@@ -30,7 +30,7 @@ agent.launcher
 agent.node
 agent.__main__ agent
 errors
-files status marks deepspeed_table host_probe receiver
+files status marks host_probe receiver
 shell transport logs yaml_text estimate.mesh estimate.presets
 mirror tracebacks yaml_file
 spec diagnose
@@ -60,9 +60,9 @@ backends.base
 backends backends.nodes backends.ports backends.placing backends.probing
 backends.local backends.ssh backends.compose backends.kubernetes backends.slurm
 backends.ssh.config backends.ssh.filters backends.ssh.variables backends.compose.compose_file
-backends.compose.engine backends.slurm.queue
+backends.compose.engine backends.slurm.queue backends.slurm.tail
 backends.kubernetes.text backends.kubernetes.lost_pods backends.kubernetes.connect
-backends.kubernetes.nodes
+backends.kubernetes.nodes backends.slurm.login
 backends.ssh.inventory backends.ssh.known_hosts
 backends.ssh.connection
 backends.ssh.transport
@@ -70,10 +70,10 @@ backends.*.probe backends.ssh.observe backends.slurm.observe
 backends.*.place
 backends.compose.containers backends.kubernetes.pods
 backends.kubernetes.flavors backends.kubernetes.judge
-backends.kubernetes.apply backends.kubernetes.rights
+backends.kubernetes.rights
 backends.kubernetes.client backends.kubernetes.entry
 backends.kubernetes.server
-backends.kubernetes.remote_runs backends.kubernetes.records
+backends.kubernetes.remote_runs backends.kubernetes.records backends.kubernetes.apply
 backends.kubernetes.probe
 doctor.kubernetes.base
 doctor.kubernetes.checks.*
@@ -83,6 +83,7 @@ backends.kubernetes.observe backends.kubernetes.watcher
 backends.kubernetes.run_files backends.kubernetes.pod_log
 backends.kubernetes.place backends.kubernetes.monitor
 backends.kubernetes.remove
+backends.slurm.remote_runs
 backends.*.backend
 verdict losses
 supervise

@@ -12,15 +12,17 @@ from clusterkit.agent.peer import Peer
 class Table:
     """Peers around a membership, at a moment that the test chooses; what is said is heard."""
 
-    def __init__(self, nodes=2, wait=60.0, restarts=0, retry_on=()):
-        self.retry_on = retry_on
+    def __init__(self, nodes=2, wait=60.0, restarts=0, retry_on=(), least=None):
+        self.retry_on, self.least = retry_on, least
         self.now, self.nodes, self.wait, self.restarts = 0.0, nodes, wait, restarts
         self.peers = {}
         self.away = set()  # nodes without a connection
         self.new_node_0()
 
     def new_node_0(self):
-        self.membership = Membership(self.nodes, 30.0, self.wait, self.restarts, self.retry_on)
+        self.membership = Membership(
+            self.nodes, 30.0, self.wait, self.restarts, self.retry_on, self.least
+        )
 
     def arrives(self, node, running=False):
         """Another agent does."""
@@ -357,7 +359,7 @@ def test_an_agent_in_whose_place_another_has_come_changes_nothing():
     table.arrives(1)
     assert table.ended(0, 1) == start(0, 1)
     assert not table.membership.hears(1, old.statement(), table.now)
-    old.hears(table.membership.replaced(), table.now)
+    old.hears(table.membership.turned_away(1), table.now)
     assert old.orders[-1] == ("stop", "another agent has taken its place")
     assert table.turn(1) == []
 
@@ -541,3 +543,72 @@ def test_without_a_return_a_silent_node_ends_the_run():
 def test_without_a_return_another_agent_in_a_node_s_place_ends_the_run():
     table = alone()
     assert table.arrives(1) == to_all("stop", "the launcher of node 1 is gone", nodes=3)
+
+
+# ---------------------------------------------------------------- fewer nodes
+
+
+def without(table, *lost):
+    """These nodes vanish, the ranks of the others end; what follows when the wait is over."""
+    for node in lost:
+        table.breaks(node)
+        del table.peers[node]
+    table.turn(limits.PEER_GONE_SECONDS + 1, but=lost)
+    for node in set(range(table.nodes)) - set(lost):
+        table.ended(node, 1)
+    assert table.turn(table.wait - 1, but=lost) == []
+    return table.turn(2, but=lost)
+
+
+def test_the_others_go_on_without_a_node_that_does_not_come_back():
+    table = Table(4, least=2).all_arrive()
+    assert without(table, 1) == start(0, 2, 3)
+    assert table.said[-1] == (
+        "node 1 was lost and did not come back within 60 s; 3 of 4 go on; starting again"
+    )
+    assert table.membership.members.ranks == {0: 0, 2: 1, 3: 2}
+    for node in (0, 2):
+        assert table.ended(node, 0) == []
+    assert table.ended(3, 0) == [(node, "exit", "") for node in (0, 2, 3)]
+
+
+def test_each_node_hears_its_rank_and_how_many_there_are():
+    peer = Peer(3, 30.0, 60.0, True, 0.0)
+    table = Table(4, least=2).all_arrive()
+    without(table, 1)
+    peer.hears(table.membership.says(3), table.now)
+    assert peer.orders[-1] == ("start", "0 2 3")
+
+
+def test_a_node_that_comes_back_too_late_has_to_end():
+    table = Table(3, least=2).all_arrive()
+    without(table, 2)
+    assert table.arrives(2) == [(2, "stop", "the run goes on without it")]
+    assert not table.membership.hears(2, table.peers[2].statement(), table.now)
+    assert table.turn(1) == []
+
+
+@pytest.mark.parametrize(("least", "lost"), [(2, (1, 2)), (None, (1,)), (3, (2,))])
+def test_too_few_nodes_end(least, lost):
+    table = Table(3, least=least).all_arrive()
+    what = {order[1] for order in without(table, *lost)}
+    assert what == {"stop"}
+
+
+def test_a_run_may_lose_one_node_after_another():
+    table = Table(3, least=1).all_arrive()
+    assert without(table, 1) == start(0, 2)
+    table.breaks(2)
+    del table.peers[2]
+    table.turn(limits.PEER_GONE_SECONDS + 1)
+    table.ended(0, 1)
+    assert table.turn(61) == start(0)
+    assert table.ended(0, 0) == [(0, "exit", "")]
+
+
+def test_a_smaller_run_has_its_restarts():
+    table = Table(3, restarts=1, least=2).all_arrive()
+    without(table, 1)
+    assert table.ended(2, 7) == wait(0, 2)
+    assert table.ended(0, 143) == start(0, 2)
+    assert table.membership._retries.used == 1

@@ -1101,6 +1101,7 @@ def test_the_own_package_can_be_imported_where_it_arrives(tmp_path):
     )  # fmt: skip
     assert done.stdout.strip() == str(path / "clusterkit" / "__init__.py"), done.stderr
     assert not [name for name in paths(found) if name.endswith(".pyc")]
+    assert "clusterkit/deepspeed_keys.json" in paths(found)
 
 
 def test_two_thousand_files_need_no_second_reading(tmp_path):

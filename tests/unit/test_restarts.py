@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from clusterkit import agent
-from clusterkit.agent.record import Record
+from clusterkit.agent.record import Record, restarts_left
 from clusterkit.backends.nodes import judge_running
 from clusterkit.status import State
 from tests.agents import Nodes
@@ -58,7 +58,10 @@ def test_a_single_node_needs_no_coordinator_of_others(nodes):
         nodes.running(0)
     nodes.end(0, 5)
     assert nodes.agents[0].wait(60) == 5
-    assert [nodes.exit_of(0, attempt)["exit_code"] for attempt in (1, 2, 3)] == [7, 9, 5]
+    ends = [nodes.exit_of(0, attempt) for attempt in (1, 2, 3)]
+    assert [end["exit_code"] for end in ends] == [7, 9, 5]
+    assert [end["restarts_left"] for end in ends] == [1, 0, 0]
+    assert restarts_left(2, nodes.path(0)) == 0  # for an agent that somebody starts there anew
 
 
 def test_a_full_disk_hides_no_failure(tmp_path):

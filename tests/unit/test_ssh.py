@@ -805,7 +805,7 @@ def test_several_hosts_and_one_that_is_away(sshd, home):
 # ---------------------------------------------------------------- ways through
 
 
-def test_a_jump_host(sshd, other_sshd, home):
+def test_a_jump_host(sshd, other_sshd, home, monkeypatch):
     behind = other_sshd()
     with behind.known_hosts.open("a") as file:
         file.write(sshd.known_hosts.read_text())
@@ -814,8 +814,13 @@ def test_a_jump_host(sshd, other_sshd, home):
     transport = behind.transport(jump=f"{ME}@127.0.0.1:{sshd.port}")
     done = transport.run("h0", ["sh", "-c", "echo $SSH_CONNECTION"])
     assert done.stdout.split()[3] == str(behind.port)
-    assert len(transport._connections) == 2
+    outer, inner = transport._connections.values()
+    ended = []
+    monkeypatch.setattr("clusterkit.backends.ssh.transport.hang_up", ended.append)
     transport.close()
+    assert ended == [inner, outer]
+    for connection in ended:
+        connection.close()
     message, _, _ = refusal(behind.host(jump=f"{ME}@127.0.0.1:1"))
     assert message == "host 127.0.0.1 (127.0.0.1 port 1) refuses connections on port 1"
     message, _, _ = refusal(behind.host(port=1, jump=f"{ME}@127.0.0.1:{sshd.port}"))

@@ -28,7 +28,8 @@ class Run:
     """Nodes that answer at once with what a test gives."""
 
     def __init__(self, nodes: int, nproc: int) -> None:
-        self.slow, self.nodes, self.nproc = Stragglers(nodes, nproc), nodes, nproc
+        self.slow, self.nodes, self.nproc = Stragglers(nproc), nodes, nproc
+        self.slow.begin(nodes, 0.0)
         self.now = 0.0
         self.looked: list[tuple[int, ...]] = []
 
@@ -142,12 +143,14 @@ def test_a_node_without_an_answer_and_another_round_accuse_nobody() -> None:
         run.now += limits.PEER_SECONDS
         run.slow.turn(run.now)
     for k in range(4):
-        run.slow.begin(run.now)
+        run.slow.begin(2, run.now)
         assert run.report(steps(0.1, 0.15, number=20 * k + 1)) == []
 
 
 def test_a_rank_alone_is_asked_nothing() -> None:
-    assert Stragglers(1, 1).turn(1e9) == []
+    slow = Stragglers(1)
+    slow.begin(1, 0.0)
+    assert slow.turn(1e9) == []
 
 
 def entry(number: int, seconds: float, group: str = "default_pg", p2p: bool = False) -> Any:

@@ -354,10 +354,12 @@ class Scripted(LocalBackend):
     def __init__(self, attempts):
         self.attempts = [seen if isinstance(seen, list) else [seen] for seen in attempts]
         self.submitted = []
+        self.given = []  # restarts, to the agents that are started
         self.cancelled = 0
 
     def submit(self, plan, transport, *, attempt=1, secrets=None, record=None):
         self.submitted.append((attempt, plan.port))
+        self.given.append(plan.restarts)
 
     def status(self, handle, transport):
         seen = self.attempts[handle.attempt - 1]
@@ -500,15 +502,16 @@ def test_a_rank_of_a_node_that_was_stopped_for_another_s_failure_may_have_failed
         assert [end.node for end in from_files(stopped, ended).rank_exits] == expected
 
 
-def went_on(attempt, *states):
+def went_on(attempt, *states, left=None):
     """An attempt that has ended so, and whose agents have begun that one."""
-    return msgspec.structs.replace(observed(*states), goes_on=attempt)
+    return msgspec.structs.replace(observed(*states), goes_on=attempt, restarts_left=left)
 
 
 def test_an_attempt_that_the_agents_begin_is_followed_and_not_started(supervise_with):
     job = "launcher: forkserver\nnodes: 2\nrestarts: 2\n"
     backend, status, events = supervise_with(
-        [[observed(UP, UP), went_on(2, BAD, UP), went_on(2, BAD, OK)], went_on(3, BAD, BAD),
+        [[observed(UP, UP), went_on(2, BAD, UP, left=1), went_on(2, BAD, OK, left=1)],
+         went_on(3, BAD, BAD, left=0),
          [observed(State.PENDING, UP), observed(UP, UP), observed(OK, OK)]], job, kind=Kept,
     )  # fmt: skip
     assert [attempt for attempt, _ in backend.submitted] == [1]
@@ -523,14 +526,41 @@ def test_an_attempt_that_the_agents_begin_is_followed_and_not_started(supervise_
 
 def test_what_the_agents_cannot_begin_is_started_while_restarts_are_left(supervise_with):
     job = "launcher: forkserver\nrestarts: 2\n"
-    backend, status, _ = supervise_with([went_on(2, BAD), observed(BAD), observed(OK)], job)
+    first = went_on(2, BAD, left=1)
+    backend, status, _ = supervise_with([first, observed(BAD), observed(OK)], job)
     assert [attempt for attempt, _ in backend.submitted] == [1, 3]
     assert (status.state, status.attempt) == (State.SUCCEEDED, 3)
     backend, status, _ = supervise_with(
-        [went_on(2, BAD), went_on(3, BAD), observed(BAD, code=9)], job
+        [first, went_on(3, BAD, left=0), observed(BAD, code=9)], job
     )
     assert [attempt for attempt, _ in backend.submitted] == [1]
     assert (status.state, status.exit_code) == (State.FAILED, 9)
+
+
+def test_supervisor_and_agents_have_the_same_restarts(supervise_with):
+    job = "launcher: forkserver\nrestarts: 3\n"
+    backend, status, _ = supervise_with(
+        [observed(BAD), went_on(3, BAD, left=1), observed(BAD), observed(BAD, code=9)], job
+    )
+    assert [attempt for attempt, _ in backend.submitted] == [1, 2, 4]
+    assert backend.given == [3, 2, 0]
+    assert (status.state, status.exit_code, status.restarts_left) == (State.FAILED, 9, 0)
+
+
+def test_an_attempt_that_a_platform_begins_costs_no_restart(supervise_with):
+    job = "launcher: forkserver\nrestarts: 1\n"
+    preempted = went_on(2, State.UNKNOWN)
+    backend, status, _ = supervise_with([preempted, observed(BAD), observed(OK)], job)
+    assert [attempt for attempt, _ in backend.submitted] == [1, 3]
+    assert status.state is State.SUCCEEDED
+
+
+def test_whoever_attaches_counts_what_a_lost_node_did_not_cost(supervise_with):
+    adopt = saved(State.RUNNING, attempt=3, restarts_left=1)
+    attempts = [observed(BAD), observed(BAD), observed(BAD), observed(OK)]
+    backend, status, _ = supervise_with(attempts, "launcher: forkserver\nrestarts: 1\n", adopt)
+    assert [attempt for attempt, _ in backend.submitted] == [4]
+    assert (status.state, status.restarts_left) == (State.SUCCEEDED, 0)
 
 
 def test_what_the_agents_have_decided_is_not_started_again(supervise_with):
@@ -542,7 +572,9 @@ def test_what_the_agents_have_decided_is_not_started_again(supervise_with):
 
 def test_a_node_that_did_not_go_on_with_the_others_is_not_waited_for(supervise_with):
     job = "launcher: forkserver\nnodes: 2\nrestarts: 1\n"
-    backend, status, _ = supervise_with([went_on(2, BAD, BAD), observed(BAD, State.PENDING)], job)
+    backend, status, _ = supervise_with(
+        [went_on(2, BAD, BAD, left=0), observed(BAD, State.PENDING)], job
+    )
     assert backend.cancelled >= 1
     assert (status.state, status.attempt, status.failure.node) == (State.FAILED, 2, 0)
 
@@ -580,6 +612,14 @@ def test_an_elastic_run_goes_on_without_the_nodes_it_can_do_without(supervise_wi
     assert backend.cancelled == 0
     assert status.state is State.SUCCEEDED
     assert [event.text for event in events] == ["1 of 2 elastic nodes failed"]
+
+
+def test_a_node_that_the_others_went_on_without_is_not_waited_for(supervise_with):
+    job = "launcher: forkserver\nnodes: '1:2'\non_node_loss: shrink\nrestarts: 1\n"
+    first = went_on(2, BAD, State.UNKNOWN, left=0)
+    _, status, events = supervise_with([first, observed(OK, State.PENDING)], job)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
+    assert events[-1].text == "1 of 2 elastic nodes failed"
 
 
 def test_an_elastic_run_with_too_few_nodes_left_ends(supervise_with):

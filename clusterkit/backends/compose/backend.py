@@ -14,7 +14,6 @@ from pathlib import Path
 
 import msgspec
 
-from clusterkit.assemble import Placement
 from clusterkit.backends.base import Backend, Observation, SupportsCleanup
 from clusterkit.backends.compose.compose_file import parse_volume, size_bytes
 from clusterkit.backends.compose.containers import (
@@ -24,12 +23,9 @@ from clusterkit.backends.compose.containers import (
     observation,
     remove,
 )
-from clusterkit.backends.compose.place import place
-from clusterkit.backends.compose.probe import probe
-from clusterkit.cluster import ClusterSpec, ComposeCluster, Facts
+from clusterkit.cluster import ComposeCluster
 from clusterkit.errors import BadInput, ClusterkitError
 from clusterkit.runs import RunHandle
-from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
 
 _VOLUME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
@@ -43,10 +39,9 @@ class ComposeBackend(Backend, SupportsCleanup):
 
     @classmethod
     def resolved(
-        cls, cluster: ClusterSpec, folder: Path, include: str | None, exclude: str | None
-    ) -> ClusterSpec:
+        cls, cluster: ComposeCluster, folder: Path, include: str | None, exclude: str | None
+    ) -> ComposeCluster:
         super().resolved(cluster, folder, include, exclude)
-        assert isinstance(cluster, ComposeCluster)
         for key in ("shm_size", "memory"):
             if (size := getattr(cluster, key)) is not None:
                 size_bytes(key, size)
@@ -66,16 +61,6 @@ class ComposeBackend(Backend, SupportsCleanup):
                 )
         volumes = tuple(_resolved_volume(text, folder) for text in cluster.volumes)
         return msgspec.structs.replace(cluster, volumes=volumes)
-
-    def probe(
-        self, cluster: ClusterSpec, transport: Transport, job: JobSpec | None = None
-    ) -> Facts:
-        assert isinstance(cluster, ComposeCluster)
-        return probe(cluster, transport, job)
-
-    def place(self, job: JobSpec, cluster: ClusterSpec, facts: Facts, run_id: str) -> Placement:
-        assert isinstance(cluster, ComposeCluster)
-        return place(job, cluster, facts, run_id)
 
     def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
         if not known(handle.plan, transport):

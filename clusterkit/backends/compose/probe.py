@@ -36,7 +36,7 @@ from clusterkit.backends.probing import (
     parse_gpus,
     questions,
 )
-from clusterkit.cluster import ComposeCluster, Engine, Facts, Gpu, HostFacts
+from clusterkit.cluster import ComposeCluster, Engine, Facts, Gpu
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
 from clusterkit.runs import home
 from clusterkit.spec import JobSpec
@@ -69,21 +69,13 @@ def probe(cluster: ComposeCluster, transport: Transport, job: JobSpec | None) ->
     options += ["--userns", "host"] if remapped else []
     options += ["--gpus", "all"] if gpus else []
     report = _inside(cluster, python, docker, info, image, options)
+    host = report.facts(
+        HOST, "node-0", cpus=int(info["NCPU"]), memory_mib=int(info["MemTotal"]) >> 20,
+        gpus=gpus, python=python if "/" in python else report.python, python_origin=origin,
+    )  # fmt: skip
     return Facts(
         home=str(home()),
-        hosts=(
-            HostFacts(
-                host=HOST,
-                address="node-0",
-                cpus=int(info["NCPU"]),
-                memory_mib=int(info["MemTotal"]) >> 20,
-                gpus=gpus,
-                python=python if "/" in python else report.python,
-                python_origin=origin,
-                versions=report.versions,
-                tools=report.tools,
-            ),
-        ),
+        hosts=(host,),
         port=port,
         port_origin="the run's own network" if cluster.port == "auto" else "cluster: port",
         interface=INTERFACE,

@@ -5,26 +5,35 @@ from __future__ import annotations
 import base64
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from clusterkit.backends.kubernetes.client import (
+    Away,
+    Forbidden,
+    InternalError,
+    NotFound,
+    Refusal,
+)
 from clusterkit.backends.kubernetes.flavors import FLAVORS
-from clusterkit.backends.kubernetes.lost_pods import JSON, MERGE_PATCH
-from clusterkit.backends.kubernetes.pods import ATTEMPT, MANAGER, USER
+from clusterkit.backends.kubernetes.lost_pods import MERGE_PATCH
+from clusterkit.backends.kubernetes.pods import ATTEMPT, USER
+from clusterkit.backends.kubernetes.server import RunObjects
 from clusterkit.backends.kubernetes.text import Object
-from clusterkit.errors import BadInput, SubmitFailed, Unavailable
+from clusterkit.errors import BadInput, SubmitFailed
 from clusterkit.runs import MADE
 
 AWAY_SECONDS = 40.0
 """How long the API server may be away while a run is being made."""
 RUNTIME_SECONDS = 10.0
 """How long an operator may take to be ready for a job."""
-_SOON = ("must be created before", "failed calling webhook")
-"""Parts of refusals that are none a moment later."""
+_UNHEARD = "must be created before"
+"""The trainer, of a runtime that it has not heard of: "Forbidden", as of any other refusal."""
 AT_ONCE = 8
 """Requests that are under way together."""
 KUSTOMIZATION = "kustomization.yaml"
@@ -35,29 +44,9 @@ _PLURALS = {
     **{flavor.kind: flavor.plural for flavor in FLAVORS.values()},
 }  # fmt: skip
 _OWNERS = tuple(flavor.kind for flavor in FLAVORS.values())
-APPLY_PATCH = "application/apply-patch+yaml"
-Request = Callable[[str, str, object, str], str]
-"""Method, path, body and its content type to the answer."""
 
 
-class Refusal(Unavailable):
-    """The API server understood, and said no.
-
-    Attributes:
-        reason: ``NotFound``, ``Forbidden``, ``Conflict``.
-        said: its own words.
-    """
-
-    def __init__(self, reason: str, said: str) -> None:
-        super().__init__(f"Error from server ({reason}): {said}")
-        self.reason, self.said = reason, said
-
-
-class Away(Unavailable):
-    """The API server does not answer."""
-
-
-def apply(request: Request, namespace: str, folder: Path, env: Mapping[str, str]) -> None:
+def apply(to: RunObjects, folder: Path, env: Mapping[str, str]) -> None:
     """Make the objects of a kustomization.
 
     Whatever is in ``env`` besides the attempt's number becomes the run's Secret; no word and no
@@ -70,7 +59,7 @@ def apply(request: Request, namespace: str, folder: Path, env: Mapping[str, str]
     """
     attempt = env.get("CLUSTERKIT_ATTEMPT", "1")
     secrets = {name: value for name, value in env.items() if name != "CLUSTERKIT_ATTEMPT"}
-    objects = _kustomized(folder)
+    objects = kustomized(folder)
     if secrets:
         # Named and labelled as the run's config map.
         meta = json.loads(json.dumps(objects[0]["metadata"]))
@@ -85,25 +74,22 @@ def apply(request: Request, namespace: str, folder: Path, env: Mapping[str, str]
 
     made_before = folder.parent / MADE
     if not made_before.exists():
-        _refuse_other_run(request, namespace, objects)
+        _refuse_other_run(to, objects)
         made_before.touch()
 
-    def make(each: Object) -> Object:
-        return _made(request, path_of(each, namespace), each)
-
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        made = list(pool.map(make, (each for each in rest if each not in late)))
-        made += pool.map(make, late)
-        owner = make(job)
+        list(pool.map(partial(_make, to), (each for each in rest if each not in late)))
+        list(pool.map(partial(_make, to), late))
+        owner = _make(to, job)
         reference = {key: owner[key] for key in ("apiVersion", "kind")}
         reference |= {key: owner["metadata"][key] for key in ("name", "uid")}
         # With it goes all that belongs to it, whoever deletes it.
         body = {"metadata": {"ownerReferences": [reference]}}
-        paths = [path_of(each, namespace) for each in made]
-        list(pool.map(lambda path: request("PATCH", path, body, MERGE_PATCH), paths))
+        paths = [_path(to, each) for each in rest]
+        list(pool.map(lambda path: to.request("PATCH", path, body, MERGE_PATCH), paths))
 
 
-def _refuse_other_run(request: Request, namespace: str, objects: Sequence[Object]) -> None:
+def _refuse_other_run(to: RunObjects, objects: Sequence[Object]) -> None:
     """Before anything is sent: whatever has one of the names is not of this run.
 
     Raises:
@@ -112,31 +98,25 @@ def _refuse_other_run(request: Request, namespace: str, objects: Sequence[Object
     for each in objects:
         if each["kind"] not in (*_OWNERS, "ConfigMap"):
             continue  # the role need not allow to read these
-        path, name = path_of(each, namespace), each["metadata"]["name"]
         try:
-            found = json.loads(request("GET", path, None, JSON))
-        except Refusal as error:
-            if error.reason in ("NotFound", "Forbidden"):
-                continue
-            raise
-        meta = found["metadata"]
+            meta = to.get(_path(to, each))["metadata"]
+        except (NotFound, Forbidden):
+            continue
         user = (meta.get("labels") or {}).get(USER)
         by = f" by {user}" if user else ""
         raise BadInput(
-            f"another run has this id: {each['kind']} {name} in namespace {namespace}, made{by} at "
-            f"{meta.get('creationTimestamp')}",
+            f"another run has this id: {each['kind']} {each['metadata']['name']} in namespace "
+            f"{to.namespace}, made{by} at {meta.get('creationTimestamp')}",
             hint="another --run-id; `clusterkit attach` takes up a run that is there",
         )
 
 
-def _made(request: Request, path: str, each: Object) -> Object:
+def _make(to: RunObjects, each: Object) -> Object:
     """The object as the server has it now."""
-    path += f"?fieldManager={MANAGER}&force=true&fieldValidation=Strict"
     start = time.monotonic()
     while True:
         try:
-            made: Object = json.loads(request("PATCH", path, each, APPLY_PATCH))
-            return made
+            return to.apply(_path(to, each), each)
         except Away:
             # What is applied twice is applied once.
             if time.monotonic() > start + AWAY_SECONDS:
@@ -145,25 +125,17 @@ def _made(request: Request, path: str, each: Object) -> Object:
         except Refusal as error:
             # The trainer hears of a runtime a moment after it was made; an operator whose pod
             # is being replaced is not there to be asked.
-            late = time.monotonic() > start + RUNTIME_SECONDS
-            if late or not any(words in error.said for words in _SOON):
+            soon = isinstance(error, InternalError) or _UNHEARD in error.said
+            if not soon or time.monotonic() > start + RUNTIME_SECONDS:
                 raise
             time.sleep(RUNTIME_SECONDS / 50)
 
 
-def collection(each: Mapping[str, Any], namespace: str) -> str:
-    """The path of all objects of its kind."""
-    version = each["apiVersion"]
-    root = f"/apis/{version}" if "/" in version else f"/api/{version}"
-    return f"{root}/namespaces/{namespace}/{_PLURALS[each['kind']]}"
+def _path(to: RunObjects, each: Mapping[str, Any]) -> str:
+    return to.path(each["apiVersion"], _PLURALS[each["kind"]], each["metadata"]["name"])
 
 
-def path_of(each: Mapping[str, Any], namespace: str) -> str:
-    """The object's own path."""
-    return f"{collection(each, namespace)}/{each['metadata']['name']}"
-
-
-def _kustomized(folder: Path) -> list[Object]:
+def kustomized(folder: Path) -> list[Object]:
     """The objects of a kustomization: config maps of files, then the resources.
 
     Raises:

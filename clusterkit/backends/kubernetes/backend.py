@@ -1,10 +1,12 @@
-"""Pods of a Kubernetes cluster, one per node, kept by a PyTorchJob, MPIJob, TrainJob or Job."""
+"""Pods of a Kubernetes cluster, one per node, kept by a job of one of several kinds (`flavors`)."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -22,6 +24,7 @@ from clusterkit.backends.base import (
     SupportsRemoteRuns,
     SupportsSync,
 )
+from clusterkit.backends.kubernetes.apply import apply
 from clusterkit.backends.kubernetes.client import KubeTransport
 from clusterkit.backends.kubernetes.entry import check_entry
 from clusterkit.backends.kubernetes.monitor import PodMonitor
@@ -43,12 +46,15 @@ from clusterkit.backends.kubernetes.server import RunObjects, Server, flags
 from clusterkit.backends.kubernetes.text import Object
 from clusterkit.cluster import ClusterSpec, Facts, Gpu, KubernetesCluster, KubernetesFacts
 from clusterkit.errors import ClusterkitError
+from clusterkit.plan import Plan
 from clusterkit.runs import RunHandle, home, resolve
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
 
 if TYPE_CHECKING:
     from clusterkit.doctor.base import Subject
+    from clusterkit.execute import Record
+    from clusterkit.shell import Secret
 
 
 class KubernetesBackend(Backend, SupportsCleanup, SupportsDoctor, SupportsRemoteRuns, SupportsSync):
@@ -56,6 +62,9 @@ class KubernetesBackend(Backend, SupportsCleanup, SupportsDoctor, SupportsRemote
 
     name = "kubernetes"
     summary = "pods of a Kubernetes cluster, one node each"
+    unsupported: ClassVar[dict[str, str]] = {
+        "on_node_loss=shrink": "a pod that is lost is replaced, or ends the run",
+    }
     start_seconds: ClassVar[float] = math.inf
 
     @classmethod
@@ -120,6 +129,21 @@ class KubernetesBackend(Backend, SupportsCleanup, SupportsDoctor, SupportsRemote
         return place(job, cluster, facts, run_id)
 
     # -- carrying out ---------------------------------------------------------
+
+    def submit(
+        self,
+        plan: Plan,
+        transport: Transport,
+        *,
+        attempt: int = 1,
+        secrets: Mapping[str, Secret] | None = None,
+        record: Record | None = None,
+    ) -> None:
+        assert isinstance(transport, KubeTransport)
+        *_, command = plan.steps
+        folder = next(Path(file.path).parent for file in plan.files)
+        transport.carried_out[command.argv] = partial(apply, RunObjects(plan, transport), folder)
+        super().submit(plan, transport, attempt=attempt, secrets=secrets, record=record)
 
     def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
         if not known(handle.plan, transport):

@@ -1,8 +1,4 @@
-"""API servers, reached through the official client.
-
-A plan's step is what a person could type: ``kubectl apply --server-side --kustomize DIR``. It is
-carried out here, without kubectl, which need not be there.
-"""
+"""API servers, reached through the official client."""
 
 from __future__ import annotations
 
@@ -10,23 +6,57 @@ import contextlib
 import json
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from clusterkit.backends.kubernetes.apply import APPLY_PATCH, Away, Refusal, apply
 from clusterkit.backends.kubernetes.connect import connect
 from clusterkit.backends.kubernetes.lost_pods import JSON
 from clusterkit.backends.kubernetes.text import as_yaml
 from clusterkit.errors import SubmitFailed, Unavailable
-from clusterkit.transport import Completed, LocalTransport, Stream
+from clusterkit.transport import Completed, LocalTransport
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
+APPLY_PATCH = "application/apply-patch+yaml"
+
+
+class Refusal(Unavailable):
+    """The API server understood, and said no.
+
+    Attributes:
+        reason: its own word for why; the reasons that anybody acts upon have a class each.
+        said: its own words.
+    """
+
+    def __init__(self, said: str, reason: str = "") -> None:
+        self.said, self.reason = said, reason or type(self).__name__
+        super().__init__(f"Error from server ({self.reason}): {said}")
+
+
+class NotFound(Refusal):
+    pass
+
+
+class Conflict(Refusal):
+    pass
+
+
+class Forbidden(Refusal):
+    pass
+
+
+class InternalError(Refusal):
+    """A webhook that does not answer, for one."""
+
+
+_REFUSALS = {kind.__name__: kind for kind in (NotFound, Conflict, Forbidden, InternalError)}
+
+
+class Away(Unavailable):
+    """The API server does not answer."""
 
 
 class Context(NamedTuple):
@@ -37,9 +67,15 @@ class Context(NamedTuple):
 
 
 class KubeTransport(LocalTransport):
-    """This machine's files, and API servers."""
+    """This machine's files, and API servers.
+
+    Attributes:
+        carried_out: what is done for a plan's command that a person could type, such as ``kubectl
+            apply``, by its words; it is given the command's environment. kubectl need not be there.
+    """
 
     def __init__(self) -> None:
+        self.carried_out: dict[tuple[str, ...], Callable[[Mapping[str, str]], None]] = {}
         self._clients: dict[Context, ApiClient] = {}
         self._lock = threading.Lock()
 
@@ -52,13 +88,10 @@ class KubeTransport(LocalTransport):
         timeout: float | None = None,
         stdin: bytes = b"",
     ) -> Completed:
-        if argv[0] != "kubectl":
+        if (ours := self.carried_out.get(tuple(argv))) is None:
             return super().run(host, argv, env=env, timeout=timeout, stdin=stdin)
-        at = argv.index("apply")
-        flags = dict(zip(argv[1:at:2], argv[2:at:2], strict=True))
-        to = Context(flags.get("--kubeconfig"), flags.get("--context"))
         try:
-            apply(partial(self.request, to), flags["--namespace"], Path(argv[-1]), env or {})
+            ours(env or {})
         except Refusal as error:
             # As it was said: no kubectl ran that could have exited with anything.
             raise SubmitFailed(error.message) from error
@@ -80,9 +113,11 @@ class KubeTransport(LocalTransport):
             raise _unreachable(error, self._client(to)) from error
         return data.decode(errors="replace")
 
-    def stream(self, to: Context, path: str) -> Stream:
+    def stream(self, to: Context, path: str) -> RawStream:
         """An answer that goes on: a watch, or a log that is followed. Raises as `request`."""
-        return RawStream(self._request(to, "GET", path))
+        # The server begins at once, but for the log of a pod on a node that was just lost: it would
+        # wait two minutes for that node, and who follows the log with it.
+        return RawStream(self._request(to, "GET", path, seconds=ANSWER_SECONDS))
 
     def close(self) -> None:
         with self._lock:
@@ -139,18 +174,9 @@ class KubeTransport(LocalTransport):
 class RawStream:
     """An answer that goes on."""
 
-    near = True  # nothing is sent
-
     def __init__(self, response: Any) -> None:
         self._response = response
-        self._pieces: Iterator[bytes] = response.stream(1 << 16, decode_content=True)
         self._closed = False
-
-    def write(self, data: bytes) -> None:
-        raise AssertionError("nothing listens")
-
-    def close_input(self) -> None:
-        pass
 
     def read(self, timeout: float | None = None) -> bytes:
         """Some of it; ``b""`` at the end, and where the connection broke."""
@@ -172,13 +198,6 @@ class RawStream:
         connection = getattr(self._response, "connection", None)
         found: socket.socket | None = getattr(connection, "sock", None)
         return found
-
-    @property
-    def stderr(self) -> str:
-        return ""
-
-    def exit_code(self, timeout: float | None = None) -> int:
-        return 0
 
     def close(self) -> None:
         if self._closed:
@@ -209,7 +228,7 @@ def _refused(status: int, said: bytes, client: ApiClient) -> Unavailable:
             f"the API server {client.configuration.host} does not accept your credentials",
             hint="they may have expired: log in to the cluster again",
         )
-    return Refusal(reason, message)
+    return _REFUSALS.get(reason, Refusal)(message, reason)
 
 
 def _unreachable(error: Exception, client: ApiClient) -> Away:

@@ -201,14 +201,50 @@ def _replacing(shape: Shape, container: str) -> Object:
     return found
 
 
-class TrainJob(Flavor):
+class JobSet(Flavor):
+    """Of JobSet 0.10: one Job, in a network that JobSet makes for it."""
+
+    kind, api, plural = "JobSet", "jobset.x-k8s.io/v1alpha2", "jobsets"
+    index = PlainJob.index
+    operator = "JobSet"
+    states: ClassVar = {
+        "Suspended": State.PENDING,
+        "StartupPolicyInProgress": State.PENDING,
+        "Completed": State.SUCCEEDED,
+        "Failed": State.FAILED,
+    }
+
+    def node_name(self, shape: Shape, node: int) -> str:
+        return f"{shape.name}-node-0-{node}.{shape.name}"
+
+    def render(self, shape: Shape) -> list[Object]:
+        spec = {
+            # Names are there before their pods are ready: they wait for each other.
+            "network": {"subdomain": shape.name, "publishNotReadyAddresses": True},
+            "successPolicy": {"operator": "All"},
+            # The agents start ranks again, in the pods that are there.
+            "failurePolicy": {"maxRestarts": 0},
+            "replicatedJobs": [
+                _replicated(shape, completions=shape.nodes, parallelism=shape.nodes)
+            ],
+        }
+        return [self.job(shape, spec)]
+
+
+def _replicated(shape: Shape, **keys: Any) -> Object:
+    """The one Job of a JobSet, with further keys of its spec."""
+    pod = template(shape, "node", rank=f"metadata.annotations['{PlainJob.index}']")
+    spec = {**keys, **_replacing(shape, "node"), "template": pod}
+    return {"name": "node", "template": {"spec": spec}}
+
+
+class TrainJob(JobSet):
     """Of Kubeflow's trainer 2.1, with a runtime of the run's own, which no admin has to make.
 
-    The trainer makes a JobSet of it, and that a Job.
+    The trainer makes a JobSet of it.
     """
 
     kind, api, plural = "TrainJob", "trainer.kubeflow.org/v1alpha1", "trainjobs"
-    index = PlainJob.index
     operator = "Kubeflow's trainer"
     besides = ((api, "trainingruntimes"),)
     states: ClassVar = {
@@ -217,19 +253,10 @@ class TrainJob(Flavor):
         "Failed": State.FAILED,
     }
 
-    def node_name(self, shape: Shape, node: int) -> str:
-        return f"{shape.name}-node-0-{node}.{shape.name}"
-
     def render(self, shape: Shape) -> list[Object]:
+        job = _replicated(shape)
         labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-        pod = template(shape, "node", rank=f"metadata.annotations['{self.index}']")
-        job = {
-            "name": "node",
-            "template": {
-                "metadata": {"labels": labels},
-                "spec": {**_replacing(shape, "node"), "template": pod},
-            },
-        }
+        job["template"]["metadata"] = {"labels": labels}
         runtime: Object = {
             "apiVersion": self.api,
             "kind": "TrainingRuntime",
@@ -254,6 +281,7 @@ FLAVORS: Mapping[str, Flavor] = {
     "pytorchjob": PyTorchJob(),
     "mpijob": MPIJob(),
     "trainjob": TrainJob(),
+    "jobset": JobSet(),
     "job": PlainJob(),
 }
 _MPI = ("mpirun", "deepspeed")

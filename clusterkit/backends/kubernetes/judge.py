@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from clusterkit.agent import STOPPED
+from clusterkit.agent import LATE, STOPPED
 from clusterkit.backends.kubernetes.lost_pods import silent_since, unix
 from clusterkit.backends.kubernetes.pods import ATTEMPT, ROLE
 from clusterkit.backends.nodes import judge_exit
@@ -227,6 +227,8 @@ def _removal(
             return f"evicted by its node: {status.get('message') or said}"
         case "DeletionByTaintManager":
             return "its node is gone or tainted"
+    if status.get("reason") == "DeadlineExceeded":
+        return LATE
     if status.get("reason") == "Evicted":
         return f"evicted: {status.get('message') or 'its node was short of something'}"
     return None
@@ -343,6 +345,8 @@ class Rejoin(Struct, frozen=True):
         Args:
             there: whether it is still there.
         """
+        if pod.removed_by == LATE:
+            return None
         if there and pod.lost:
             silent = f"node {pod.host} of the cluster does not answer"
             if self.forced:

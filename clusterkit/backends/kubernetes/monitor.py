@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from clusterkit.backends.base import Observation
+from clusterkit.backends.kubernetes.client import RawStream
 from clusterkit.backends.kubernetes.judge import Pod, cause_from_events, unexplained
 from clusterkit.backends.kubernetes.observe import (
     all_nodes_had_pods,
@@ -25,7 +26,7 @@ from clusterkit.backends.kubernetes.server import RunObjects
 from clusterkit.errors import ClusterkitError
 from clusterkit.runs import RunHandle
 from clusterkit.status import State
-from clusterkit.transport import Stream, Transport
+from clusterkit.transport import Transport
 
 WATCH_SECONDS = 280
 """How long one watch lasts; the server ends it."""
@@ -52,7 +53,7 @@ class PodMonitor:
         self._ask_at = time.monotonic() + NEWS_SECONDS
         self._logs: dict[tuple[str, str, int], PodLog] = {}
         self._ended_at: dict[str, float] = {}
-        self._stream: Stream | None = None
+        self._stream: RawStream | None = None
         self._last: Observation | None = None
         self._given_up: dict[str, float] = {}
         self._events: dict[str, str] = {}

@@ -34,6 +34,9 @@ from clusterkit.spec import JobSpec
 REJOIN_SECONDS = 900.0
 """How long a run waits for another pod in the place of one that is lost; a Job takes up to 600 s
 before it makes one of which several were lost."""
+LATE_SECONDS = 3600.0
+"""How long after `time_limit` a pod is ended whose agent has not done so: the agents count from
+their start, and the pod's own time from before its image is pulled."""
 
 
 def place(
@@ -59,6 +62,7 @@ def place(
     own = _own_program(job) if cluster.code == "baked" else None
     workdir, workdir_origin, program = _program(job, cluster, facts, run_dir, own)
     replaces = (rejoin or job.elastic) and cluster.replace_lost
+    limit = job.limit_seconds
     watched, watched_origin = _watched(cluster, kube, replaces=replaces)
     user = {USER: kube.user} if kube.user else {}
     shape = Shape(
@@ -82,6 +86,7 @@ def place(
         command=("/bin/sh", posixpath.join(run_dir, "files", "pod.sh")),
         copied=cluster.code == "copied",
         rejoin=rejoin,
+        deadline=None if limit is None else math.ceil(limit + cluster.stop_grace + LATE_SECONDS),
     )
     names = tuple(flavor.node_name(shape, node) for node in range(most))
     trees: tuple[Tree, ...] = ()

@@ -13,13 +13,14 @@ from typing import BinaryIO
 from urllib.parse import quote
 
 from clusterkit.agent import NODE_FILE, goes_on
+from clusterkit.backends.kubernetes.client import RawStream
 from clusterkit.backends.kubernetes.judge import Pod, read_pod
 from clusterkit.backends.kubernetes.server import RunObjects
 from clusterkit.errors import ClusterkitError
 from clusterkit.files import write_atomic
 from clusterkit.mirror import NodeView, keeping
 from clusterkit.runs import RunFolder, RunHandle
-from clusterkit.transport import Stream, Transport
+from clusterkit.transport import Transport
 
 AGAIN_SECONDS = 1.0
 """Pause before a log is asked for again."""
@@ -179,7 +180,7 @@ class PodLog:
         self._handle, self._pod, self._news = handle, pod, news
         self._objects = RunObjects(handle.plan, transport)
         self._closed = closed
-        self._stream: Stream | None = None
+        self._stream: RawStream | None = None
         self._given_up = False
         self._hurry = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)

@@ -51,6 +51,8 @@ class Shape:
     """Whether the project comes in a config map."""
     rejoin: bool = False
     """Whether the run waits for another pod in the place of one that is lost."""
+    deadline: int | None = None
+    """Seconds after which a node of the cluster ends a pod whose agent has not done so."""
 
     @property
     def code(self) -> str:
@@ -131,12 +133,26 @@ def template(
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
     }
+    if shape.deadline is not None:
+        # Of the pod, not of its job: waiting for a node does not count.
+        spec["activeDeadlineSeconds"] = shape.deadline
     if subdomain is not None:
         spec["subdomain"] = subdomain
     if cluster.service_account:
         spec["serviceAccountName"] = cluster.service_account
     gpus = shape.gpus if ranks else 0
     spec |= placement(cluster, _tolerations(shape, gpus))
+    if cluster.topology_key:
+        # The run's own pods but the watcher, which belongs to no attempt. Of the first one of them
+        # nothing is asked.
+        own = {
+            "matchLabels": {RUN: shape.labels[RUN]},
+            "matchExpressions": [{"key": ATTEMPT, "operator": "Exists"}],
+        }
+        term = {"labelSelector": own, "topologyKey": cluster.topology_key}
+        spec["affinity"] = {
+            "podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
+        }
     spec["securityContext"] = pod_security(cluster.user)
     words = shape.command if command is None else command
     body: Object = {

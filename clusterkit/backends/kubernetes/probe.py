@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from clusterkit.backends.kubernetes.apply import Refusal
+from clusterkit.backends.kubernetes.client import Refusal
 from clusterkit.backends.kubernetes.flavors import FLAVORS, choose
 from clusterkit.backends.kubernetes.nodes import best_node, gpus_of, selected, usable
 from clusterkit.backends.kubernetes.rights import ROLE_HINT, access_review, to_watch

@@ -12,13 +12,13 @@ import msgspec
 from msgspec import Struct
 
 from clusterkit.backends.base import Recovered, RemoteRun
-from clusterkit.backends.kubernetes.apply import Refusal
+from clusterkit.backends.kubernetes.client import Refusal
 from clusterkit.backends.kubernetes.flavors import FLAVORS, Flavor
 from clusterkit.backends.kubernetes.judge import attempt_of
 from clusterkit.backends.kubernetes.lost_pods import unix
 from clusterkit.backends.kubernetes.pods import ATTEMPT, JOB, PROJECT, RUN, USER
 from clusterkit.backends.kubernetes.rights import ROLE_HINT
-from clusterkit.backends.kubernetes.server import Server
+from clusterkit.backends.kubernetes.server import Server, path_to
 from clusterkit.backends.kubernetes.text import Object, object_name
 from clusterkit.cluster import Facts, KubernetesCluster
 from clusterkit.errors import RunFolderError, RunNotFound, Unavailable
@@ -67,7 +67,7 @@ def listing(server: Server, namespace: str) -> list[RemoteRun]:
     selector = quote(f"{RUN},{ATTEMPT}", safe="")
 
     def ask(flavor: Flavor) -> list[RemoteRun]:
-        path = f"/apis/{flavor.api}/namespaces/{quote(namespace)}/{flavor.plural}"
+        path = path_to(flavor.api, namespace, flavor.plural)
         try:
             found = server.find(f"{path}?labelSelector={selector}")
         except Refusal as error:
@@ -114,9 +114,11 @@ def state_of(job: Mapping[str, Any], flavor: Flavor) -> State:
         if final in states:
             return final
     status = job.get("status") or {}
-    parts = [status, *(status.get("jobsStatus") or ())]
+    parts = [status]
+    for key in ("jobsStatus", "replicatedJobsStatus"):
+        parts += status.get(key) or ()
     if not holds:
-        # A Job, and so a TrainJob, says nothing while it runs but how many pods are ready.
+        # A Job, and what makes one, says nothing while it runs but how many pods are ready.
         if any(isinstance(each, Mapping) and each.get("ready") for each in parts):
             return State.RUNNING
         return State.PENDING
@@ -136,6 +138,8 @@ def _pods(spec: Mapping[str, Any]) -> int | None:
     for replicas in ("pytorchReplicaSpecs", "mpiReplicaSpecs"):
         if replicas in spec:
             return int(spec[replicas].get("Worker", {}).get("replicas", 1))
+    for each in spec.get("replicatedJobs") or ():
+        return int(each["template"]["spec"]["parallelism"])
     found = spec.get("parallelism", (spec.get("trainer") or {}).get("numNodes"))
     return None if found is None else int(found)
 
@@ -191,7 +195,7 @@ def kept(server: Server, namespace: str, run_id: str) -> Recovered:
 
 
 def _config_map(server: Server, namespace: str, name: str) -> Object | None:
-    path = f"/api/v1/namespaces/{quote(namespace)}/configmaps/{name}"
+    path = path_to("v1", namespace, "configmaps", name)
     try:
         return server.find(path)
     except Refusal as error:

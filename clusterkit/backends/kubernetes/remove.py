@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from urllib.parse import quote
 
 import msgspec
 
-from clusterkit.backends.kubernetes.apply import Refusal
+from clusterkit.backends.kubernetes.client import Forbidden
 from clusterkit.backends.kubernetes.lost_pods import silent_since
 from clusterkit.backends.kubernetes.observe import pods_of
 from clusterkit.backends.kubernetes.pods import STOP_EXTRA
@@ -87,15 +88,10 @@ def _delete_pods(objects: RunObjects) -> None:
     collections = [objects.pods_path()]
     if objects.flavor.kind == "PyTorchJob":
         selector = quote(f"training.kubeflow.org/job-name={objects.name}", safe="")
-        collections.append(
-            f"/api/v1/namespaces/{objects.namespace}/services?labelSelector={selector}"
-        )
+        collections.append(f"{objects.path('v1', 'services')}?labelSelector={selector}")
     for path in collections:
-        try:
+        with contextlib.suppress(Forbidden):
             objects.delete(path)
-        except Refusal as error:
-            if error.reason != "Forbidden":
-                raise
 
 
 def _await_gone(plan: Plan, objects: RunObjects) -> frozenset[str]:

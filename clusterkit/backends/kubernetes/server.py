@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from functools import cached_property
 from typing import Any
 from urllib.parse import quote
 
-from clusterkit.backends.kubernetes.apply import Refusal
-from clusterkit.backends.kubernetes.client import Context, KubeTransport
+from clusterkit.backends.kubernetes.client import (
+    APPLY_PATCH,
+    Conflict,
+    Context,
+    KubeTransport,
+    NotFound,
+    RawStream,
+    Refusal,
+)
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.lost_pods import JSON, force
-from clusterkit.backends.kubernetes.pods import RUN
+from clusterkit.backends.kubernetes.pods import MANAGER, RUN
 from clusterkit.backends.kubernetes.text import Object
 from clusterkit.cluster import KubernetesCluster
 from clusterkit.errors import RunFolderError
 from clusterkit.plan import KubernetesNative, Plan
-from clusterkit.transport import Stream, Transport
+from clusterkit.transport import Transport
 
 HOST = "localhost"
 
@@ -25,6 +33,12 @@ def flags(kubeconfig: str | None, context: str | None, namespace: str | None = N
     """Those of kubectl, in commands for people."""
     words = {"--kubeconfig": kubeconfig, "--context": context, "--namespace": namespace}
     return [word for flag, value in words.items() if value for word in (flag, value)]
+
+
+def path_to(api: str, namespace: str, plural: str, name: str = "") -> str:
+    """Where an object of a namespace is, or all of its kind."""
+    root = f"/apis/{api}" if "/" in api else f"/api/{api}"
+    return f"{root}/namespaces/{quote(namespace)}/{plural}{name and f'/{quote(name)}'}"
 
 
 class Server:
@@ -56,10 +70,8 @@ class Server:
         """`get`, or None where there is nothing."""
         try:
             return self.get(path)
-        except Refusal as error:
-            if error.reason == "NotFound":
-                return None
-            raise
+        except NotFound:
+            return None
 
     def look(self, path: str) -> Object | None:
         """`get`, or None where there is nothing, or we may not look."""
@@ -73,18 +85,19 @@ class Server:
         found: Object = json.loads(self.request("POST", path, body))
         return found
 
-    def delete(self, path: str, **query: str) -> None:
-        """Remove what is at a path, and in the background what that owns. Idempotent."""
-        options = {"propagationPolicy": "Background", **query}
-        words = "&".join(f"{key}={value}" for key, value in options.items())
-        joined = "&" if "?" in path else "?"
-        try:
-            self.request("DELETE", f"{path}{joined}{words}")
-        except Refusal as error:
-            if error.reason != "NotFound":
-                raise
+    def apply(self, path: str, body: Object) -> Object:
+        """Make the object at a path, or what is there into it; as the server has it then."""
+        path += f"?fieldManager={MANAGER}&force=true&fieldValidation=Strict"
+        made: Object = json.loads(self.request("PATCH", path, body, APPLY_PATCH))
+        return made
 
-    def stream(self, path: str) -> Stream:
+    def delete(self, path: str) -> None:
+        """Remove what is at a path, and in the background what that owns. Idempotent."""
+        joined = "&" if "?" in path else "?"
+        with contextlib.suppress(NotFound):
+            self.request("DELETE", f"{path}{joined}propagationPolicy=Background")
+
+    def stream(self, path: str) -> RawStream:
         """An answer that goes on: a watch, or a log that is followed."""
         return self._transport.stream(self._context, path)
 
@@ -106,21 +119,17 @@ class RunObjects(Server):
         self.watched = native.watched
         self._run_id = plan.run_id
 
-    def path(self, api: str, plural: str, name: str) -> str:
+    def path(self, api: str, plural: str, name: str = "") -> str:
         """Where an object of the namespace is."""
-        root = f"/apis/{api}" if "/" in api else f"/api/{api}"
-        return f"{root}/namespaces/{self.namespace}/{plural}/{name}"
+        return path_to(api, self.namespace, plural, name)
 
     def pod_path(self, name: str) -> str:
         return self.path("v1", "pods", name)
 
     def force(self, name: str, uid: str, *, held: bool) -> None:
         """As `lost_pods.force`; fine where it is gone, or another one, by now."""
-        try:
+        with contextlib.suppress(NotFound, Conflict):
             force(self.request, self.pod_path(name), uid, held=held)
-        except Refusal as error:
-            if error.reason not in ("NotFound", "Conflict"):
-                raise
 
     @property
     def job_path(self) -> str:
@@ -131,13 +140,13 @@ class RunObjects(Server):
         """Where all pods of the run are listed."""
         selector = quote(f"{RUN}={self._run_id}", safe="")
         more = "".join(f"&{key}={quote(value, safe='')}" for key, value in query.items())
-        return f"/api/v1/namespaces/{self.namespace}/pods?labelSelector={selector}{more}"
+        return f"{self.path('v1', 'pods')}?labelSelector={selector}{more}"
 
     def events(self, field: str) -> list[dict[str, Any]]:
         """The namespace's events of which this is true."""
         chosen = quote(field, safe="")
-        path = f"/api/v1/namespaces/{self.namespace}/events?fieldSelector={chosen}"
-        found: list[dict[str, Any]] = self.get(path)["items"]
+        listed = self.get(f"{self.path('v1', 'events')}?fieldSelector={chosen}")
+        found: list[dict[str, Any]] = listed["items"]
         return found
 
     @cached_property

@@ -15,7 +15,7 @@ from clusterkit import warm as warmth
 from clusterkit.agent import archive, is_alive, start_ticks
 from clusterkit.assemble import Placement, Places, Watching, require_packages
 from clusterkit.backends.base import Backend, Observation, SupportsDoctor
-from clusterkit.backends.local.probe import ADDRESS, HOST, probe, ranks_python
+from clusterkit.backends.local.probe import ADDRESS, HOST, ranks_python
 from clusterkit.backends.nodes import (
     judge_node,
     node_file,
@@ -30,7 +30,7 @@ from clusterkit.backends.placing import (
     threads_of,
 )
 from clusterkit.backends.ports import ports_taken
-from clusterkit.cluster import ClusterSpec, Facts, LocalCluster
+from clusterkit.cluster import Facts, LocalCluster
 from clusterkit.errors import BadInput, Unavailable, about, counted
 from clusterkit.plan import Note
 from clusterkit.rendezvous import Endpoint, Topology
@@ -51,10 +51,9 @@ class LocalBackend(Backend, SupportsDoctor):
 
     @classmethod
     def resolved(
-        cls, cluster: ClusterSpec, folder: Path, include: str | None, exclude: str | None
-    ) -> ClusterSpec:
-        cluster = super().resolved(cluster, folder, include, exclude)
-        assert isinstance(cluster, LocalCluster)
+        cls, cluster: LocalCluster, folder: Path, include: str | None, exclude: str | None
+    ) -> LocalCluster:
+        super().resolved(cluster, folder, include, exclude)
         if cluster.warm is not None:
             with about("cluster", "warm"):
                 parse_duration(cluster.warm, "warm")
@@ -62,16 +61,9 @@ class LocalBackend(Backend, SupportsDoctor):
             return msgspec.structs.replace(cluster, warm=idle)
         return cluster
 
-    def probe(
-        self, cluster: ClusterSpec, transport: Transport, job: JobSpec | None = None
-    ) -> Facts:
-        assert isinstance(cluster, LocalCluster)
-        return probe(cluster, transport, job)
-
-    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> HostSubject:
+    def subject(self, name: str, cluster: LocalCluster, job: JobSpec | None = None) -> HostSubject:
         from clusterkit.doctor.base import HostSubject, Machine, Needs
 
-        assert isinstance(cluster, LocalCluster)
         ranks = None
         if job is not None and job.gpus_per_node != "auto":
             ranks = job.gpus_per_node * job.node_range[1]
@@ -85,7 +77,7 @@ class LocalBackend(Backend, SupportsDoctor):
             needs=Needs.of(job),
         )
 
-    def place(self, job: JobSpec, cluster: ClusterSpec, facts: Facts, run_id: str) -> Placement:
+    def place(self, job: JobSpec, cluster: LocalCluster, facts: Facts, run_id: str) -> Placement:
         host = facts.hosts[0]
         least, nodes = job.node_range
         device, device_origin = device_of(job, [host])
@@ -105,7 +97,6 @@ class LocalBackend(Backend, SupportsDoctor):
         shared = f"{topology.world_size} ranks share {counted(host.cpus, 'core')}: expect them slow"
         slow = device == "cpu" and topology.world_size > host.cpus
         notes = []
-        assert isinstance(cluster, LocalCluster)
         warm = 0.0 if cluster.warm is None else parse_duration(cluster.warm, "warm")
         if warm and job.started_by == "forkserver":
             notes = [Note("warm", f"{warm:g} s", "cluster: warm, or clusterkit warm on")]
@@ -142,7 +133,7 @@ class LocalBackend(Backend, SupportsDoctor):
         )
 
     def before_attempt(
-        self, cluster: ClusterSpec, facts: Facts, transport: Transport, *, fresh: bool
+        self, cluster: LocalCluster, facts: Facts, transport: Transport, *, fresh: bool
     ) -> tuple[Facts, str] | None:
         return ports_taken(cluster, facts, transport)
 

@@ -14,7 +14,7 @@ from clusterkit.backends.probing import (
     own_interpreter,
     own_report,
 )
-from clusterkit.cluster import Facts, HostFacts, LocalCluster
+from clusterkit.cluster import Facts, LocalCluster
 from clusterkit.errors import PortTaken, Unavailable
 from clusterkit.runs import home
 from clusterkit.spec import JobSpec
@@ -39,17 +39,8 @@ def probe(cluster: LocalCluster, transport: Transport, job: JobSpec | None) -> F
         report = own_report(str(home()))
     else:
         report = ask(transport, HOST, [python], python=python, where=HOST, workdir=str(home()))
-    host = HostFacts(
-        host=HOST,
-        address=ADDRESS,
-        cpus=report.cpus,
-        memory_mib=report.memory_mib,
-        gpus=limited(report.visible_gpus(), cluster.gpus),
-        python=python,
-        python_origin=origin,
-        versions=report.versions,
-        tools=report.tools,
-    )
+    gpus = limited(report.visible_gpus(), cluster.gpus)
+    host = report.facts(HOST, ADDRESS, gpus=gpus, python=python, python_origin=origin)
     return Facts(
         home=str(home()),
         hosts=(host,),

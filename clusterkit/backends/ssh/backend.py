@@ -18,7 +18,7 @@ from clusterkit.backends.base import (
 from clusterkit.backends.nodes import stop_arguments
 from clusterkit.backends.ports import ports_taken
 from clusterkit.backends.ssh.observe import SshMonitor, observation, report, views
-from clusterkit.cluster import ClusterSpec, Facts, SshCluster
+from clusterkit.cluster import Facts, SshCluster
 from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.plan import Plan
 from clusterkit.runs import RunHandle, home
@@ -26,15 +26,14 @@ from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport, fan_out
 
 if TYPE_CHECKING:
-    from clusterkit.assemble import Placement
     from clusterkit.doctor.base import HostSubject
 
 _REPORT_GONE = 2
 """Exit code of a Python that does not find its program."""
 
 
-# `probe`, `place` and the transport are imported where they are used: a supervisor, or a command
-# that looks at a run, needs not all of them, and their imports are a good part of its time.
+# The transport is imported where it is used: not every command needs it, and its imports are a good
+# part of a command's time.
 class SshBackend(Backend, SupportsDoctor, SupportsForget):
     """Nodes are machines; see `clusterkit.agent` for what runs on each of them."""
 
@@ -43,15 +42,14 @@ class SshBackend(Backend, SupportsDoctor, SupportsForget):
 
     @classmethod
     def resolved(
-        cls, cluster: ClusterSpec, folder: Path, include: str | None, exclude: str | None
-    ) -> ClusterSpec:
+        cls, cluster: SshCluster, folder: Path, include: str | None, exclude: str | None
+    ) -> SshCluster:
         from clusterkit.backends.ssh.probe import resolved
 
-        assert isinstance(cluster, SshCluster)
         return resolved(cluster, folder, include, exclude)
 
     @classmethod
-    def transport(cls, cluster: ClusterSpec) -> Transport:
+    def transport(cls, cluster: SshCluster) -> Transport:
         try:
             from clusterkit.backends.ssh.transport import SshTransport
         except ModuleNotFoundError as error:
@@ -62,26 +60,16 @@ class SshBackend(Backend, SupportsDoctor, SupportsForget):
                 hint="pip install 'clusterkit[ssh]'",
             ) from None
 
-        assert isinstance(cluster, SshCluster)
         return SshTransport(
             cluster.hosts, python=cluster.python, connect_timeout=cluster.connect_timeout
         )
 
     # -- probing --------------------------------------------------------------
 
-    def probe(
-        self, cluster: ClusterSpec, transport: Transport, job: JobSpec | None = None
-    ) -> Facts:
-        from clusterkit.backends.ssh.probe import probe
-
-        assert isinstance(cluster, SshCluster)
-        return probe(cluster, transport, job)
-
-    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> HostSubject:
+    def subject(self, name: str, cluster: SshCluster, job: JobSpec | None = None) -> HostSubject:
         from clusterkit.backends.ssh.probe import hosts_for, ranks_python
         from clusterkit.doctor.base import HostSubject, Machine, Needs
 
-        assert isinstance(cluster, SshCluster)
         wanted = None if job is None or job.gpus_per_node == "auto" else job.gpus_per_node
         return HostSubject(
             cluster=name,
@@ -102,16 +90,8 @@ class SshBackend(Backend, SupportsDoctor, SupportsForget):
             over_ssh=True,
         )
 
-    def preflight(self, name: str, cluster: ClusterSpec, job: JobSpec) -> HostSubject:
+    def preflight(self, name: str, cluster: SshCluster, job: JobSpec) -> HostSubject:
         return self.subject(name, cluster, job)
-
-    # -- planning -------------------------------------------------------------
-
-    def place(self, job: JobSpec, cluster: ClusterSpec, facts: Facts, run_id: str) -> Placement:
-        from clusterkit.backends.ssh.place import place
-
-        assert isinstance(cluster, SshCluster)
-        return place(job, cluster, facts, run_id)
 
     # -- carrying out ---------------------------------------------------------
 
@@ -119,7 +99,7 @@ class SshBackend(Backend, SupportsDoctor, SupportsForget):
         return home()  # the facts' is the hosts' own
 
     def before_attempt(
-        self, cluster: ClusterSpec, facts: Facts, transport: Transport, *, fresh: bool
+        self, cluster: SshCluster, facts: Facts, transport: Transport, *, fresh: bool
     ) -> tuple[Facts, str] | None:
         return None if fresh else ports_taken(cluster, facts, transport)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from clusterkit.cluster import Host
-from clusterkit.errors import BadInput, counted, did_you_mean
+from clusterkit.errors import BadInput, counted, did_you_mean, listed
 
 BRACKETED = re.compile(r"\[([^\[\]]*:[^\[\]]*)\](?::(.*))?\Z")
 """An IPv6 address in brackets, and what stands behind a colon."""
@@ -63,7 +63,7 @@ def _filter(flag: str, text: str, hosts: Mapping[str, Host]) -> dict[str, list[i
         if name not in hosts:
             raise BadInput(
                 f"{flag} {text}: host {name!r} is unknown",
-                hint=did_you_mean(name, hosts) or f"known: {listed(hosts)}",
+                hint=did_you_mean(name, hosts) or f"known: {listed(hosts, 8)}",
             )
         if numbers is not None and not _NUMBERS.match(numbers):
             raise BadInput(f"{flag} {text}: {numbers!r} is not a list of GPUs", hint=f"{name}:0,1")
@@ -90,9 +90,3 @@ def _all_devices(host: Host) -> list[int]:
             hint="give it `slots` in the inventory, or name the wanted ones with include",
         )
     return list(range(host.slots))
-
-
-def listed(names: Iterable[str], most: int = 8) -> str:
-    everyone = list(names)
-    more = f" and {len(everyone) - most} more" if len(everyone) > most else ""
-    return ", ".join(everyone[:most]) + more

@@ -21,10 +21,10 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-from clusterkit.backends.ssh.filters import BRACKETED, chosen, listed
+from clusterkit.backends.ssh.filters import BRACKETED, chosen
 from clusterkit.backends.ssh.variables import absolute, host_of
 from clusterkit.cluster import Host
-from clusterkit.errors import BadInput, Unavailable, did_you_mean
+from clusterkit.errors import BadInput, Unavailable, did_you_mean, listed
 from clusterkit.files import read_file, why
 from clusterkit.yaml_file import Document, parse_yaml
 
@@ -223,7 +223,7 @@ class _Inventory:
         if wanted not in names:
             raise BadInput(
                 f"{self.where}: there is no group {wanted!r}",
-                hint=f"{did_you_mean(wanted, names)} groups: {listed(sorted(names))}".lstrip(),
+                hint=f"{did_you_mean(wanted, names)} groups: {listed(sorted(names), 8)}".lstrip(),
             )
         depth, above = self._ancestors()
         groups_of = {host: {"all"} & depth.keys() for host in self.hosts}

@@ -12,7 +12,7 @@ from clusterkit.backends.ports import watch_port
 from clusterkit.backends.probing import HostReport, ask, interpreter
 from clusterkit.backends.ssh import inventory
 from clusterkit.cluster import Facts, Host, HostFacts, SshCluster
-from clusterkit.errors import BadInput, PortTaken, about, counted
+from clusterkit.errors import BadInput, PortTaken, about, counted, listed
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport, fan_out, in_order
 
@@ -115,16 +115,10 @@ def hosts_for(cluster: SshCluster, job: JobSpec | None) -> tuple[Host, ...]:
 def too_few(wanted: int, there: int, cluster: SshCluster) -> BadInput:
     return BadInput(
         f"nodes: {wanted} are wanted, the cluster has {counted(there, 'host')}"
-        f" ({named([host.name for host in cluster.hosts])})",
+        f" ({listed([host.name for host in cluster.hosts], 4)})",
         hint=f"--nodes {there}, or more hosts in the inventory",
         job="nodes",
     )
-
-
-def named(names: list[str], most: int = 4) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def ranks_python(cluster: SshCluster, host: Host, job: JobSpec | None) -> tuple[str, str]:
@@ -179,17 +173,8 @@ def _host_facts(
             )
         gpus = tuple(by_index[str(device)] for device in host.devices if by_index)
     python, origin = ranks_python(cluster, host, job)
-    return HostFacts(
-        host=host.name,
-        address=address,
-        cpus=report.cpus,
-        memory_mib=report.memory_mib,
-        gpus=gpus,
-        # As it was named: a virtual environment's own path matters.
-        python=python,
-        python_origin=origin,
-        versions=report.versions,
-        tools=report.tools,
-        interface=interface or None,
-        slots=host.slots,
-    )
+    # The Python as it was named: a virtual environment's own path matters.
+    return report.facts(
+        host.name, address, gpus=gpus, python=python, python_origin=origin,
+        interface=interface or None, slots=host.slots,
+    )  # fmt: skip

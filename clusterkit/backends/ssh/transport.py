@@ -210,7 +210,8 @@ class SshTransport(Transport):
         with self._lock:
             self._closed += 1
             connections, self._connections = self._connections, {}
-        for connection in connections.values():
+        # The last ones first: a connection through a jump host says over that one that it ends.
+        for connection in reversed(connections.values()):
             hang_up(connection)
 
     def drop(self, name: str) -> None:

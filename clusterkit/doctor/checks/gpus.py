@@ -16,7 +16,7 @@ from clusterkit.doctor.check import Answers, check, script
 from clusterkit.doctor.checks.packages import Packages, collect_packages
 from clusterkit.doctor.driver import run, text_of, user_of
 from clusterkit.doctor.words import Process, common, end_processes, shortened
-from clusterkit.errors import counted
+from clusterkit.errors import counted, listed
 
 _GPU_COLUMNS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version")
 _PROCESS_COLUMNS = ("pid", "process_name", "gpu_uuid")
@@ -400,12 +400,11 @@ def gpu_processes(answers: Answers) -> Iterator[Verdict]:
             continue
         need = answers.machines[host].slots
         free = len(nvidia.gpus) - len(busy)
-        held = ", ".join(
+        held = [
             f"GPU {gpu['index']} by {_who(nvidia, gpu['uuid'])} ({gpu['memory.used']} MiB)"
-            for gpu in busy[:4]
-        )
-        more = f" and {len(busy) - 4} more" if len(busy) > 4 else ""
-        cause = f"{counted(len(busy), 'GPU')} of {len(nvidia.gpus)} in use: {held}{more}"
+            for gpu in busy
+        ]
+        cause = f"{counted(len(busy), 'GPU')} of {len(nvidia.gpus)} in use: {listed(held, 4)}"
         enough = free >= (len(nvidia.gpus) if need is None else need)
         yield Verdict(host, "warn" if enough else "fail", cause, _freed(nvidia))
 

@@ -14,7 +14,8 @@ from msgspec import Struct
 from clusterkit import shell
 from clusterkit.doctor.base import Level, Machine, Verdict, ok, warn
 from clusterkit.doctor.check import Answers, alone, check, script
-from clusterkit.doctor.words import listed, parsed_address
+from clusterkit.doctor.words import parsed_address
+from clusterkit.errors import listed
 
 WARN = 1.0
 FAIL = 2.0

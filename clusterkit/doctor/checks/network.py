@@ -18,7 +18,8 @@ from clusterkit.doctor.base import HostSubject, Machine, Verdict, fail, ok, skip
 from clusterkit.doctor.check import Answers, alone, check, script
 from clusterkit.doctor.driver import text_of, user_of
 from clusterkit.doctor.meeting import SLOW
-from clusterkit.doctor.words import Process, common, end_processes, listed, parsed_address
+from clusterkit.doctor.words import Process, common, end_processes, parsed_address
+from clusterkit.errors import listed
 from clusterkit.host_probe import free_port, refusal
 
 _SHOWN = 6

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from clusterkit.backends.kubernetes.apply import Refusal
+from clusterkit.backends.kubernetes.client import Refusal
 from clusterkit.backends.kubernetes.flavors import FLAVORS, choose
 from clusterkit.backends.kubernetes.nodes import gpus_of
 from clusterkit.backends.kubernetes.rights import to_watch

@@ -326,6 +326,9 @@ def templates(objects: Iterable[Object]) -> list[tuple[str, int, Object]]:
             found.append(
                 ("node", int(spec["mlPolicy"]["numNodes"]), job["template"]["spec"]["template"])
             )
+        elif each["kind"] == "JobSet":
+            (job,) = (one["template"]["spec"] for one in spec["replicatedJobs"])
+            found.append(("node", int(job["parallelism"]), job["template"]))
         elif each["kind"] == "Job":
             role = "node" if ATTEMPT in each["metadata"]["labels"] else WATCHER
             found.append((role, int(spec.get("parallelism", 1)), spec["template"]))

@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import BadInput, Explained, Ranks
 from report import report
-from world import BadInput, Explained, Ranks, World
+from world import World
 
 _MANIFEST, _RANDOM = "checkpoint.json", "random.pt"
 

@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 from checkpoint import Checkpoint, readable
 from model import GPT, Shape
+from ranks import BadInput
 from torch import Tensor, nn
-from world import BadInput, run
+from world import run
 
 
 def export(source: Path, target: Path) -> Path:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from data import as_tokens
+from ranks import BadInput
+from text import as_tokens
 from torch import Tensor, nn
-from world import BadInput
 
 _FEWEST_TOKENS = 100
 """For some kinds of model transformers makes up an empty tokenizer where the folder has none."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from world import BadInput
+from ranks import BadInput
 
 _TAKES = {
     "ddp": ("dp",),
@@ -99,19 +99,15 @@ def choose(strategy: str, text: str | None, *, ranks: int, local_ranks: int) -> 
     if rest not in sizes and ranks % given == 0:
         sizes[rest] = ranks // given
     if math.prod(sizes.values()) != ranks:
-        given_text = text or ",".join(f"{name}={size}" for name, size in sizes.items())
+        words = text or ",".join(f"{name}={size}" for name, size in sizes.items())
         product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        there = f"there {'is' if ranks == 1 else 'are'} {counted(ranks, 'rank')}"
         raise BadInput(
-            f"--mesh {given_text}: {product} is {math.prod(sizes.values())} ranks, and "
-            f"there {'is' if ranks == 1 else 'are'} {counted(ranks, 'rank')}",
+            f"--mesh {words}: {product} is {math.prod(sizes.values())} ranks, and {there}",
             hint=f"sizes whose product is {ranks}, or leave one out and it is worked out",
         )
-    mesh = Mesh(
-        pp=sizes.get("pp", 1),
-        replicate=sizes.get("replicate", 1),
-        shard=sizes.get("shard", 1) * sizes.get("dp", 1),
-        tp=sizes.get("tp", 1),
-    )
+    sizes["shard"] = sizes.get("shard", 1) * sizes.pop("dp", 1)
+    mesh = Mesh(**sizes)
     # A strategy named after a dimension of 1 would only do another's work under its name.
     if {"tp": mesh.tp, "pp": mesh.pp, "3d": mesh.pp * mesh.tp}.get(strategy) == 1:
         what = "pp=1,tp=1" if strategy == "3d" else f"{strategy}=1"

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from mesh import Mesh
 from model import SHARED, cross_entropy
-from parallelize import placed_gradient
+from parameters import placed_gradient
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from world import World

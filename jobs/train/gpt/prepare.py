@@ -16,9 +16,10 @@ import sys
 from pathlib import Path
 
 import torch
-from data import as_tokens, read_text
+from ranks import BadInput
+from text import as_tokens, read_text
 from torch import Tensor
-from world import BadInput, run
+from world import run
 
 LARGEST = 1 << 16
 """Tokens that two bytes can tell apart."""

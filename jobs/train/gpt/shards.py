@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import BadInput
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
-from world import BadInput
 
 _FOLDER = "shards"
 

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parallelize import layers, whole_shape
+from parallelize import layers
+from parameters import whole_shape
+from ranks import Unavailable
 from torch import nn
-from world import Unavailable, World
+from world import World
 
 PEAKS = {
     "B200": 2250e12,

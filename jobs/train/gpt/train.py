@@ -16,28 +16,28 @@ import argparse
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+import choices
 import data
-import parallelize
 import settings
 import speed
 import torch
-import torch.distributed as dist
+from build import build, mean
 from checkpoint import Checkpoints
-from model import GPT, PRESETS
+from model import PRESETS
+from parameters import clip_gradients, optimizer_parameters, send_gradients
+from ranks import choose_device, read_ranks
 from report import Reporter, report
 from settings import count, positive
-from torch import Tensor, nn
-from world import EXIT_STOPPED, BadInput, choose_device, distributed, read_ranks, run
+from world import EXIT_STOPPED, distributed, run
 from world import stop_requested as asked_to_stop
 
 
 def main() -> int:
     args = parse_args()
-    return train(args, choose_model, partial(scheduled, args=args))
+    return train(args, choices.choose_model, partial(scheduled, args=args))
 
 
 def train(
@@ -52,9 +52,9 @@ def train(
     # Whatever can be wrong with the input, each rank finds alone, before they meet.
     device = choose_device(ranks)
     facts, make_model, text = choose_model(args)
-    mesh = settings.choose_mesh(args, ranks, facts)
-    batch = settings.choose_batch(args, mesh)
-    chosen = settings.choose_strategy(args, batch, device, mesh)
+    mesh = choices.choose_mesh(args, ranks, facts)
+    batch = choices.choose_batch(args, mesh)
+    chosen = choices.choose_strategy(args, batch, device, mesh)
     checkpoints = Checkpoints(
         args.checkpoint_dir, facts, chosen.name, chosen.any_world_size, chosen.converts,
         args.checkpoint_every, args.checkpoint_keep, args.checkpoint_resume,
@@ -69,80 +69,19 @@ def train(
         reporter.phase("build")
         data.check_same(text, world)
         batches = data.Batches(text, args.seed, batch, device, mesh.replica(world.rank))
-        torch.manual_seed(args.seed)  # every rank builds the same weights
-        engine = pipe = None
-        if chosen.config is not None:
-            import zero
-
-            with zero.building(chosen.config, world, divided=args.zero_init):
-                model = make_model()
-            total = parallelize.count_parameters(model)
-            if args.activation_checkpointing:
-                parallelize.recompute(model)
-            engine = zero.Engine(chosen.config, model, partial(speed.adamw, args=args), mesh, world)
-            if args.compile:
-                engine.engine.compile()
-            optimizer, save, load = engine.optimizer(), engine.save, engine.load
-        else:
-            import shards
-
-            model = make_model()
-            total = parallelize.count_parameters(model)
-            if args.activation_checkpointing:
-                parallelize.recompute(model)
-            grid = None if args.strategy == "ddp" else parallelize.device_mesh(mesh, device)
-            if mesh.pp > 1:
-                model = model.stage(mesh.stage(world.rank), mesh.pp)
-            module = parallelize.parallelize(model, args, mesh, grid, chosen.dtype, device)
-            if args.compile:
-                speed.compile(model, args.strategy)
-            parameters = parallelize.named_parameters(model)
-            optimizer = speed.adamw(model, args)
-            if mesh.pp > 1:
-                from pipeline import Pipeline
-
-                pipe = Pipeline(model, args.schedule, batch.accumulation, mesh, grid, world)
-            computing = partial(parallelize.autocast, args, mesh, device, chosen.dtype)
-            scaler = torch.amp.GradScaler(device.type, enabled=chosen.dtype == "fp16")
-            # Collectives of a checkpoint that is written in the background need their own group.
-            group = dist.new_group(backend="gloo") if args.checkpoint_async else None
-            state = shards.State(parameters, optimizer, parallelize.buffers(model), scaler)
-            save, load = partial(shards.save, state, group), partial(shards.load, state)
+        training = build(make_model, args, chosen, batch, mesh, world)
         if resumed is not None:
-            checkpoints.load(resumed, load, world)
-        meter = speed.Meter(facts, total, text.context, chosen.dtype, world)
+            checkpoints.load(resumed, training.load, world)
+        meter = speed.Meter(facts, training.total, text.context, chosen.dtype, world)
         first = resumed.step + 1 if resumed else 1
         if describe is not None:
-            print(describe(world.rank, chosen.name, model, total), flush=True)
+            print(describe(world.rank, chosen.name, training.model, training.total), flush=True)
         reporter.event(
-            "start",
-            steps=args.steps,
-            first_step=first - 1,
-            tokens_per_step=batches.tokens_per_step,
-            parameters=total,
-            device=device.type,
-            dtype=chosen.dtype,
-            world_size=world.size,
-            strategy=chosen.name,
+            "start", steps=args.steps, first_step=first - 1,
+            tokens_per_step=batches.tokens_per_step, parameters=training.total,
+            device=device.type, dtype=chosen.dtype, world_size=world.size, strategy=chosen.name,
             **mesh.facts(args.strategy, args.schedule, batch.accumulation),
-        )
-
-        @torch.no_grad()
-        def evaluate() -> float:
-            """The mean loss of all ranks on the held-out part."""
-            micro_batches = batches.held_out()
-            if engine is not None:
-                loss = engine.evaluate(micro_batches)
-            else:
-                model.eval()
-                with computing():
-                    if pipe is not None:
-                        loss = pipe.evaluate(micro_batches)
-                    else:
-                        loss = mean(model(*micro_batch) for micro_batch in micro_batches)
-                model.train()
-                parallelize.reshard(model)
-            return world.mean(loss)[0]
+        )  # fmt: skip
 
         def tell(step: int, rate: float, seconds: float, numbers: Any, **more: float) -> float:
             """Report a step's numbers once they are there; returns whether anybody must stop."""
@@ -164,29 +103,29 @@ def train(
         for step in range(first, args.steps + 1):
             started = time.perf_counter()
             micro_batches, rate = batches.of_step(step), rate_of(step)
-            if engine is not None:
-                loss, norm, rate = engine.step(micro_batches, rate)
+            if training.engine is not None:
+                loss, norm, rate = training.engine.step(micro_batches, rate)
             else:
-                if pipe is not None:
-                    with computing():
-                        loss = pipe.backward(micro_batches, parameters)
+                if training.pipe is not None:
+                    with training.computing():
+                        loss = training.pipe.backward(micro_batches, training.parameters)
                 else:
                     losses = []
                     for number, (tokens, targets) in enumerate(micro_batches, 1):
                         # The gradients travel once per step, with the last micro batch.
-                        parallelize.send_gradients(module, number == len(micro_batches))
-                        with computing():
-                            loss = module(tokens, targets)
-                        scaler.scale(loss / len(micro_batches)).backward()
+                        send_gradients(training.module, number == len(micro_batches))
+                        with training.computing():
+                            loss = training.module(tokens, targets)
+                        training.scaler.scale(loss / len(micro_batches)).backward()
                         losses.append(loss.detach())
                     loss = mean(losses)
-                scaler.unscale_(optimizer)
-                norm = parallelize.clip_gradients(parameters, chosen.clip, mesh)
-                for param_group in optimizer.param_groups:
+                training.scaler.unscale_(training.optimizer)
+                norm = clip_gradients(training.parameters, chosen.clip, mesh)
+                for param_group in training.optimizer.param_groups:
                     param_group["lr"] = rate
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
+                training.scaler.step(training.optimizer)
+                training.scaler.update()
+                training.optimizer.zero_grad()
             # One collective tells the loss, whether anyone must stop, and whether all have
             # written. Its numbers are read one step later: the GPUs have their next step by then.
             norm = math.nan if norm is None else norm
@@ -204,30 +143,28 @@ def train(
             numbers()  # now, because something else waits for this step
             seconds = time.perf_counter() - started
             if step == first:
-                held = parallelize.optimizer_parameters(optimizer)
-                report("optimizer", rank=world.rank, parameters=held, total=total)
+                held = optimizer_parameters(training.optimizer)
+                report("optimizer", rank=world.rank, parameters=held, total=training.total)
                 reporter.phase("training")
-            evaluated = {"eval_loss": evaluate()} if evaluates else {}
+            evaluated = {}
+            if evaluates:
+                loss = training.evaluate(batches.held_out())
+                evaluated["eval_loss"] = world.mean(loss)[0]
             stop = max(stop, tell(step, rate, seconds, numbers, **evaluated))
             if saves:
-                checkpoints.save(step, save, world, notes)
+                checkpoints.save(step, training.save, world, notes)
             if last:
                 break
 
         reporter.phase("ending")
         checkpoints.finish(world)
-        if engine is not None:
-            engine.finish()
+        if training.engine is not None:
+            training.engine.finish()
         world.barrier()
         if stop == 0:
             reporter.event("end", steps=args.steps, **notes)
             reporter.phase(None)
         return EXIT_STOPPED if stop > 0 else 0
-
-
-def mean(losses: Any) -> Tensor:
-    """In float64: the same whatever way the micro batches lie over the ranks."""
-    return torch.stack([loss.double() for loss in losses]).mean()
 
 
 def scheduled(step: int, args: argparse.Namespace) -> float:
@@ -237,25 +174,6 @@ def scheduled(step: int, args: argparse.Namespace) -> float:
         return peak * step / warmup
     done = (step - warmup) / (steps - warmup)
     return peak * (0.55 + 0.45 * math.cos(math.pi * done))
-
-
-def choose_model(args: argparse.Namespace) -> tuple[dict[str, Any], Callable[[], nn.Module], Any]:
-    """What describes the model, what builds it, and the text in its tokens."""
-    if args.model in PRESETS:
-        shape = PRESETS[args.model]
-        shape = replace(shape, context=args.context or shape.context)
-        facts = {"name": args.model, **asdict(shape)}
-        return facts, partial(GPT, shape), data.read(args.data, shape.context, shape.vocabulary)
-    import hugging_face
-
-    if not hugging_face.looks_like_a_name(args.model):
-        raise BadInput(
-            f"--model {args.model}: no such model",
-            f"one of {', '.join(PRESETS)}, or the name or folder of a Hugging Face model",
-        )
-    facts, make_model, tokenize = hugging_face.choose(args.model, args.pretrained)
-    text = data.read(args.data, args.context or 256, facts["vocabulary"], tokenize)
-    return facts, make_model, text
 
 
 def parse_args() -> argparse.Namespace:

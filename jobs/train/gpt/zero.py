@@ -9,23 +9,22 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import sys
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from mesh import Mesh
-from model import GPT, cross_entropy
+from model import GPT
 from parallelize import recompute
+from ranks import BadInput
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import Optimizer
-from world import BadInput, World
+from world import World
 from zero_checkpoint import convert, load
-from zero_config import Config, precision, universal, with_plan, with_torch_adam
+from zero_mesh import Config, precision, universal, with_plan, with_torch_adam
+from zero_pipeline import pipeline_module
+from zero_start import explained, import_deepspeed
 
 _TELLING = ("wall_clock_breakdown", "memory_breakdown", "flops_profiler", "dump_state")
 
@@ -66,7 +65,7 @@ class Engine:
             optimizer = _offloaded(optimizer, world)
             config = {**config, "zero_force_ds_cpu_optimizer": False}
         config = with_torch_adam(config, world.device.type)
-        with _explained():
+        with explained():
             self.engine, *_ = deepspeed.initialize(
                 model=model, config=config, dist_init_required=False, **_trained(optimizer, config)
             )
@@ -147,76 +146,6 @@ def comms_table(summary: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
-# ---------------------------------------------------------------- DeepSpeed without its surprises
-
-
-def import_deepspeed(world: World) -> Any:
-    os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # spares a search and a warning
-    if world.device.index is not None:
-        # DeepSpeed takes this for the number of the GPU; where a rank sees only one, it is not.
-        os.environ["LOCAL_RANK"] = str(world.device.index)
-    try:
-        import deepspeed
-        import deepspeed.ops
-    except ImportError as error:
-        raise BadInput(
-            f"--strategy deepspeed needs DeepSpeed: {error}", hint="pip install deepspeed"
-        ) from None
-    # It imports its Muon optimizer to compare a class, and that calls torch.compile: 3 s.
-    compile_now, torch.compile = torch.compile, lambda function=None, **_: function or (lambda f: f)
-    with suppress(ImportError):
-        import deepspeed.runtime.zero.muon.muon_optimizer
-    torch.compile = compile_now
-    # DeepSpeed calls collectives by names that torch 2.13 has renamed.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    # Its pipeline broadcasts losses that it has no further use for.
-    warnings.filterwarnings("ignore", "c10d::broadcast_: an autograd kernel was not", UserWarning)
-    logging.getLogger("DeepSpeed").setLevel(os.environ.get("LOGLEVEL", "WARNING").upper())
-    if world.device.type == "cpu" and os.environ.get("CLUSTERKIT_DEEPSPEED_SHM") != "1":
-        # DeepSpeed compiles a shared-memory collective at start when a compiler is there: a
-        # minute, and a lock that a killed run leaves for ever. Gloo does without it.
-        deepspeed.ops.__compatible_ops__ = {}
-    # Its parts ask DeepSpeed's own module for the number of ranks, before the engine is there.
-    deepspeed.init_distributed(dist_backend=world.backend, dist_init_required=False)
-    return deepspeed
-
-
-@contextmanager
-def building(config: Config, world: World, *, divided: bool) -> Iterator[None]:
-    """Within, a model may be divided while it is made, so that no rank ever holds all of it."""
-    deepspeed = import_deepspeed(world)
-    if not divided:
-        yield
-        return
-    # transformers asks for this object when it makes a model, and holds it by a weak reference.
-    transformers = sys.modules.get("transformers.integrations")
-    kept = transformers.HfDeepSpeedConfig(config) if transformers else None
-    with deepspeed.zero.Init(config_dict_or_path=config):
-        yield
-    del kept
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Within, what DeepSpeed finds wrong with its config is one clear error."""
-    from deepspeed.runtime.config import DeepSpeedConfigError
-
-    try:
-        yield
-    except (DeepSpeedConfigError, AssertionError, ImportError) as error:
-        reason = str(error).strip() or type(error).__name__
-        raise BadInput(f"DeepSpeed refuses its config: {reason}") from error
-    except ValueError as error:
-        if not hasattr(error, "errors"):
-            raise
-        first = error.errors()[0]  # of pydantic
-        place = ".".join(map(str, first["loc"]))
-        raise BadInput(
-            f"DeepSpeed config, {error.title}: {place}: {first['msg']}",
-            hint="see https://www.deepspeed.ai/docs/config-json/",
-        ) from error
-
-
 def _offloaded(optimizer: Optimizer, world: World) -> Optimizer:
     """DeepSpeed's AdamW for CPUs, for what is offloaded from a GPU, where that compiles."""
     if world.device.type == "cpu" or not (shutil.which("c++") and shutil.which("ninja")):
@@ -239,49 +168,3 @@ def _trained(optimizer: Optimizer, config: Config) -> dict[str, Any]:
         own = own if decay is None or not own else decay
         groups.append({"params": group["params"], "weight_decay": own})
     return {"model_parameters": groups}
-
-
-# ---------------------------------------------------------------- its pipeline
-
-
-def pipeline_module(model: GPT, mesh: Mesh) -> nn.Module:
-    """The model as a sequence. The token embedding stands in it twice: it also makes the logits."""
-    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-    from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
-
-    def logits(token: _Given, x: Tensor) -> Tensor:
-        return F.linear(x, token.module.weight)
-
-    token = {"tied_weight_attr": "module.weight"}
-    module: nn.Module = PipelineModule(
-        layers=[
-            TiedLayerSpec("token", _Given, model.token, **token),
-            LayerSpec(_AddPosition, model.position),
-            *model.blocks.values(),
-            model.norm,
-            TiedLayerSpec("token", _Given, model.token, forward_fn=logits, **token),
-        ],
-        topology=PipeDataParallelTopology(num_pp=mesh.pp, num_dp=mesh.dp),
-        loss_fn=cross_entropy,
-        # Every block as heavy as every other; what stands at the ends weighs nothing.
-        partition_method="type:Block",
-    )
-    return module
-
-
-class _Given(nn.Module):
-    """A module that was made before, for those who want a class to make one of."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.module(x)
-
-
-class _AddPosition(_Given):
-    """Adds the vectors of the positions: (batch, length, width) to the same."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.module(torch.arange(x.shape[1], device=x.device))

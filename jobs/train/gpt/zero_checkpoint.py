@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from checkpoint import file_sizes, more_than_data
-from world import BadInput
+from ranks import BadInput
 
 _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 

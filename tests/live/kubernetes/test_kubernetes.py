@@ -48,7 +48,7 @@ def seen(run):
     ("flavor", "launcher"),
     [
         ("pytorchjob", "forkserver"), ("job", "forkserver"), ("trainjob", "forkserver"),
-        ("mpijob", "mpirun"), ("mpijob", "deepspeed"),
+        ("jobset", "forkserver"), ("mpijob", "mpirun"), ("mpijob", "deepspeed"),
     ],
 )  # fmt: skip
 def test_every_rank_sees_the_whole_contract_on_every_kind_of_job(flavor, launcher, submit):
@@ -387,7 +387,7 @@ def test_the_role_is_enough_and_no_more(submit, begun, kube, tmp_path):
     )  # fmt: skip
     token = kube.kubectl("create", "token", "me").strip()
     mine = kubeconfig(tmp_path / "mine", user={"token": token})
-    flavors = ("pytorchjob", "job", "trainjob")
+    flavors = ("pytorchjob", "job", "trainjob", "jobset")
     for run in [
         submit(FOREVER, restarts=1, on={"kubeconfig": mine, "flavor": each}) for each in flavors
     ]:

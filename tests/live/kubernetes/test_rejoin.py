@@ -149,6 +149,7 @@ def whole(run, reference, *, told=True):
         pytest.param("pytorchjob", 0, "torchrun", marks=pytest.mark.thorough),
         pytest.param("job", 0, "torchrun", marks=pytest.mark.thorough),
         pytest.param("trainjob", 1, "deepspeed", marks=pytest.mark.thorough),
+        pytest.param("jobset", 1, "torchrun", marks=pytest.mark.thorough),
     ],
 )
 def test_a_pod_that_is_deleted_comes_back(flavor, node, launcher, train, kube, reference):

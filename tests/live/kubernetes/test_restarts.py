@@ -35,7 +35,10 @@ def kill_rank_1(kube, run):
     )
 
 
-@pytest.mark.parametrize("flavor", ["pytorchjob", "job", "trainjob", "mpijob"])
+@pytest.mark.parametrize(
+    "flavor",
+    ["pytorchjob", "job", "trainjob", "mpijob", pytest.param("jobset", marks=pytest.mark.thorough)],
+)
 def test_a_killed_rank_starts_all_again_in_the_same_pods(flavor, submit, begun, kube):
     launcher = LAUNCHERS.get(flavor, "forkserver")
     run = begun(submit(FOREVER, restarts=1, launcher=launcher, on={"flavor": flavor}))
@@ -63,7 +66,7 @@ def test_a_killed_rank_starts_all_again_in_the_same_pods(flavor, submit, begun, 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("flavor", ["pytorchjob", "job", "trainjob"])
+@pytest.mark.parametrize("flavor", ["pytorchjob", "job", "trainjob", "jobset"])
 def test_the_pods_of_a_crashed_node_come_back_although_nobody_watches(
     flavor, submit, begun, kube, broken
 ):

@@ -6,7 +6,9 @@ import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -16,13 +18,22 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from clusterkit.backends.kubernetes.apply import Away, Refusal
-from clusterkit.backends.kubernetes.client import Context, KubeTransport
+from clusterkit.backends.kubernetes.apply import apply
+from clusterkit.backends.kubernetes.client import (
+    Away,
+    Conflict,
+    Context,
+    Forbidden,
+    KubeTransport,
+    NotFound,
+    Refusal,
+)
 from clusterkit.backends.kubernetes.connect import connect
 from clusterkit.backends.kubernetes.judge import Pod
 from clusterkit.backends.kubernetes.pod_log import NodeLines
-from clusterkit.backends.kubernetes.server import Server
+from clusterkit.backends.kubernetes.server import RunObjects, Server
 from clusterkit.errors import BadInput, SubmitFailed, Unavailable
+from clusterkit.plan import KubernetesNative
 from clusterkit.runs import MADE, RunFolder
 
 
@@ -70,8 +81,8 @@ def server():
 
 
 @pytest.fixture
-def tool(server, tmp_path):
-    config = {
+def config(server, tmp_path):
+    document = {
         "apiVersion": "v1", "kind": "Config", "current-context": "c",
         "clusters": [
             {"name": "k", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}
@@ -80,8 +91,8 @@ def tool(server, tmp_path):
         "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
     }  # fmt: skip
     file = tmp_path / "config"
-    file.write_text(yaml.safe_dump(config))
-    return ["kubectl", "--kubeconfig", str(file), "--context", "c", "--namespace", "ns"]
+    file.write_text(yaml.safe_dump(document))
+    return str(file)
 
 
 @pytest.fixture
@@ -89,6 +100,24 @@ def transport():
     found = KubeTransport()
     yield found
     found.close()
+
+
+KUBECTL = ("kubectl", "apply", "--kustomize", "files")
+
+
+@pytest.fixture
+def applied(transport, config):
+    """Carry out a command that applies a folder."""
+    native = KubernetesNative(
+        kubeconfig=config, context="c", namespace="ns", name="r-1", flavor="job", watched=False
+    )
+    to = RunObjects(SimpleNamespace(native=native, run_id="r-1"), transport)
+
+    def run(files, env=None):
+        transport.carried_out[KUBECTL] = partial(apply, to, files)
+        assert transport.run("localhost", list(KUBECTL), env=env).exit_code == 0
+
+    return run
 
 
 def folder(tmp_path, *objects, ours=True):
@@ -105,7 +134,7 @@ def folder(tmp_path, *objects, ours=True):
     (files / "manifests.yaml").write_text(yaml.safe_dump_all(objects))
     (files / "a.sh").write_text("echo 🚀 \u2028 $(HOME)\n")
     (files / "b.bin").write_bytes(b"\xff\0")
-    return ["apply", "--server-side", "--kustomize", str(files)]
+    return files
 
 
 JOB = {
@@ -115,11 +144,8 @@ JOB = {
 }  # fmt: skip
 
 
-def test_an_apply_sends_files_then_the_job_and_makes_it_the_owner(
-    server, tool, transport, tmp_path
-):
-    done = transport.run("localhost", [*tool, *folder(tmp_path, JOB)])
-    assert (done.exit_code, done.stderr) == (0, "")
+def test_an_apply_sends_files_then_the_job_and_makes_it_the_owner(server, applied, tmp_path):
+    applied(folder(tmp_path, JOB))
     first, second, third = server.asked
     assert first[:2] == (
         "PATCH",
@@ -143,12 +169,12 @@ def _body(asked):
     return yaml.safe_load(asked[2])
 
 
-def test_the_run_s_own_job_comes_last_and_owns_all(server, tool, transport, tmp_path):
+def test_the_run_s_own_job_comes_last_and_owns_all(server, applied, tmp_path):
     watcher = {**JOB, "metadata": {"name": "r-1-watch"}}
-    argv = [*tool, *folder(tmp_path, JOB)]
-    manifests = tmp_path / "run" / "files" / "manifests.yaml"
+    files = folder(tmp_path, JOB)
+    manifests = files / "manifests.yaml"
     manifests.write_text(yaml.safe_dump_all([watcher, *yaml.safe_load_all(manifests.read_text())]))
-    assert transport.run("localhost", argv).exit_code == 0
+    applied(files)
     names = [asked[1].partition("?")[0].rpartition("/")[2] for asked in server.asked]
     assert (sorted(names[:2]), names[2]) == (["r-1", "r-1-watch"], "r-1")
     assert (sorted(names[3:]), len(names)) == (["r-1", "r-1-watch"], 5)
@@ -158,10 +184,10 @@ def test_the_run_s_own_job_comes_last_and_owns_all(server, tool, transport, tmp_
         assert owner["name"] == "r-1"
 
 
-def test_secrets_and_the_attempt_come_from_the_environment(server, tool, transport, tmp_path):
-    argv = [*tool, *folder(tmp_path, JOB)]
+def test_secrets_and_the_attempt_come_from_the_environment(server, applied, tmp_path):
+    files = folder(tmp_path, JOB)
     env = {"CLUSTERKIT_ATTEMPT": "3", "TOKEN": "s3cret\n🚀"}
-    assert transport.run("localhost", argv, env=env).exit_code == 0
+    applied(files, env)
     sent = {found["kind"]: found for found in map(_body, server.asked[:3])}
     secret, config, job = (sent[kind] for kind in ("Secret", "ConfigMap", "Job"))
     assert (secret["kind"], secret["stringData"]) == ("Secret", {"TOKEN": "s3cret\n🚀"})
@@ -171,24 +197,22 @@ def test_secrets_and_the_attempt_come_from_the_environment(server, tool, transpo
     assert "s3cret" not in "".join(path.read_text() for path in tmp_path.rglob("*.yaml"))
 
 
-def test_a_trainer_that_has_not_heard_of_the_runtime_is_asked_again(
-    server, tool, transport, tmp_path
-):
+def test_a_trainer_that_has_not_heard_of_the_runtime_is_asked_again(server, applied, tmp_path):
     train = JOB | {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob"}
     path = "/apis/trainer.kubeflow.org/v1alpha1/namespaces/ns/trainjobs/r-1"
     refusal = {"reason": "Forbidden", "message": "trainingRuntime must be created before"}
     server.answers[path] = (200, [(403, refusal), (200, {})])
-    assert transport.run("localhost", [*tool, *folder(tmp_path, train)]).exit_code == 0
+    applied(folder(tmp_path, train))
     assert [asked[1].partition("?")[0] for asked in server.asked].count(path) == 2
 
 
-def test_a_refusal_is_told_in_the_server_s_own_words(server, tool, transport, tmp_path):
+def test_a_refusal_is_told_in_the_server_s_own_words(server, applied, tmp_path):
     words = 'pods is forbidden: violates PodSecurity "restricted:latest"'
     server.answers["/apis/batch/v1/namespaces/ns/jobs/r-1"] = (
         403, {"reason": "Forbidden", "message": words},
     )  # fmt: skip
     with pytest.raises(SubmitFailed) as error:
-        transport.run("localhost", [*tool, *folder(tmp_path, JOB)])
+        applied(folder(tmp_path, JOB))
     assert error.value.message == f"Error from server (Forbidden): {words}"
 
 
@@ -198,7 +222,7 @@ def test_a_refusal_is_told_in_the_server_s_own_words(server, tool, transport, tm
      ("/apis/batch/v1/namespaces/ns/jobs/r-1", "Job")],
 )  # fmt: skip
 def test_what_is_there_under_the_run_s_name_and_is_not_its_own_stays_as_it_is(
-    server, tool, transport, tmp_path, path, kind
+    server, applied, tmp_path, path, kind
 ):
     for place in ("configmaps", "jobs"):
         found = path.rpartition("/")[0].rpartition("/")[2] == place
@@ -209,58 +233,59 @@ def test_what_is_there_under_the_run_s_name_and_is_not_its_own_stays_as_it_is(
             (200, {"metadata": there}) if found else missing
         )
     words = f"another run has this id: {kind} r-1 in namespace ns, made by ann at 2026-11-"
-    argv = [*tool, *folder(tmp_path, JOB, ours=False)]
+    files = folder(tmp_path, JOB, ours=False)
     for _ in range(2):
         with pytest.raises(BadInput, match=words) as error:
-            transport.run("localhost", argv)
+            applied(files)
     assert "another --run-id" in error.value.hint
     assert {asked[0] for asked in server.asked} == {"GET"}
 
 
-def test_what_a_run_has_made_is_its_own_when_it_is_made_again(server, tool, transport, tmp_path):
-    argv = [*tool, *folder(tmp_path, JOB, ours=False)]
+def test_what_a_run_has_made_is_its_own_when_it_is_made_again(server, applied, tmp_path):
+    files = folder(tmp_path, JOB, ours=False)
     paths = ("/api/v1/namespaces/ns/configmaps/r-1", "/apis/batch/v1/namespaces/ns/jobs/r-1")
     for path in paths:
         server.answers[path] = (404, {"reason": "NotFound", "message": "no"})
     # Nothing is there, and the job cannot be made either.
     with pytest.raises(SubmitFailed):
-        transport.run("localhost", argv)
+        applied(files)
     server.answers.clear()
-    assert transport.run("localhost", argv).exit_code == 0
+    applied(files)
 
 
 @pytest.fixture
-def api(tool, transport):
-    return Server(Context(tool[2], "c"), transport)
+def api(config, transport):
+    return Server(Context(config, "c"), transport)
 
 
 @pytest.mark.parametrize(
-    ("status", "answer", "reason", "said"),
+    ("status", "answer", "kind", "reason", "said"),
     [
-        (404, {"reason": "NotFound", "message": "no x"}, "NotFound", "no x"),
-        (409, {"reason": "Conflict", "message": "changed"}, "Conflict", "changed"),
-        (500, {"a": "b"}, "500", ""),
-        (502, ["not", "an", "object"], "502", '["not", "an", "object"]'),
+        (404, {"reason": "NotFound", "message": "no x"}, NotFound, "NotFound", "no x"),
+        (409, {"reason": "Conflict", "message": "changed"}, Conflict, "Conflict", "changed"),
+        (403, {"reason": "Forbidden", "message": "no"}, Forbidden, "Forbidden", "no"),
+        (422, {"reason": "Invalid", "message": "spec"}, Refusal, "Invalid", "spec"),
+        (429, {"reason": "TooManyRequests", "message": "x"}, Refusal, "TooManyRequests", "x"),
+        (500, {"a": "b"}, Refusal, "500", ""),
+        (502, ["not", "an", "object"], Refusal, "502", '["not", "an", "object"]'),
     ],
 )
 def test_what_the_server_refuses_is_raised_with_its_reason(
-    status, answer, reason, said, server, api
+    status, answer, kind, reason, said, server, api
 ):
     server.answers["/x"] = (status, [(status, answer)])
     for ask in (lambda: api.get("/x"), lambda: api.post("/x", {})):
         with pytest.raises(Refusal) as error:
             ask()
-        assert (error.value.reason, error.value.said) == (reason, said)
+        assert (type(error.value), error.value.reason, error.value.said) == (kind, reason, said)
     assert [asked[0] for asked in server.asked] == ["GET", "POST"]
 
 
 def test_what_is_not_there_is_none_and_can_be_deleted(server, api):
     server.answers["/x"] = (404, {"reason": "NotFound", "message": "no x"})
     assert api.find("/x") is None
-    api.delete("/x", gracePeriodSeconds="0")
-    assert server.asked[-1][:2] == (
-        "DELETE", "/x?propagationPolicy=Background&gracePeriodSeconds=0",
-    )  # fmt: skip
+    api.delete("/x?a=b")
+    assert server.asked[-1][:2] == ("DELETE", "/x?a=b&propagationPolicy=Background")
     assert api.get("/y")
 
 

@@ -5,6 +5,7 @@ import json
 import msgspec
 import pytest
 
+from clusterkit.agent import LATE
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.judge import (
     DELETED,
@@ -102,6 +103,7 @@ def waiting(reason, message=""):
             document("Failed", reason="Evicted", message="The node was low on resource: memory."),
             (State.FAILED, None, "evicted: The node was low on resource: memory."),
         ),
+        (document("Failed", reason="DeadlineExceeded"), (State.FAILED, None, LATE)),
         (document("Confused"), (State.UNKNOWN, None, "Kubernetes reports its pod as 'Confused'")),
         (document("Unknown"), (State.UNKNOWN, None, "Kubernetes reports its pod as 'Unknown'")),
     ],
@@ -254,6 +256,8 @@ def test_one_that_is_gone_without_a_trace_is_waited_for_too():
         (document("Failed", ended(69, "the name x did not resolve\n")), 69),
         (document("Failed", ended(128, "no such file", "StartError")), 128),
         (document("Failed", ended(137, "", "OOMKilled")), 137),
+        (document("Failed", ended(137), reason="DeadlineExceeded"), 137),
+        (document("Failed", ended(143, STOPPED), reason="DeadlineExceeded"), 143),
     ],
 )
 def test_a_pod_that_fails_by_itself_is_a_failure_although_others_would_be_waited_for(told, code):

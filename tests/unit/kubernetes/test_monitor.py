@@ -12,6 +12,7 @@ import yaml
 
 from clusterkit import backends
 from clusterkit.agent import NODE_FILE, STOPPED
+from clusterkit.backends.kubernetes import client
 from clusterkit.backends.kubernetes.client import KubeTransport
 from clusterkit.backends.kubernetes.monitor import PodMonitor
 from clusterkit.backends.kubernetes.observe import observation, read_pods
@@ -63,6 +64,8 @@ class Server(ThreadingHTTPServer):
         self.log = [LINE]
         self.deleted = []
         self.changed = threading.Event()
+        self.mute = self.logs_asked = 0  # as many requests for logs are never answered
+        self.over = threading.Event()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def end(self, code):
@@ -84,6 +87,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         path = self.path.partition("?")[0]
         if path.endswith("/log"):
+            if self.server.logs_asked < self.server.mute:
+                self.server.logs_asked += 1
+                self.server.over.wait(60)
+                return
             self._send("".join(f"{line[:26]}500Z {line}\n" for line in self.server.log).encode())
         elif "watch=1" in self.path:
             self.server.changed.wait(10)
@@ -113,6 +120,7 @@ def server():
     found = Server()
     yield found
     found.changed.set()
+    found.over.set()
     found.shutdown()
     found.server_close()
 
@@ -339,6 +347,26 @@ def until(monitor, right):
         assert time.monotonic() < deadline, seen
         time.sleep(0.05)
     return seen
+
+
+def test_a_log_that_the_cluster_does_not_begin_to_send_is_asked_for_again(
+    server, transport, handle, monkeypatch
+):
+    """The API server itself waits two minutes for a node that was just lost; until then no pod in
+    its place would be heard."""
+    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.5)
+    server.mute = 1
+    monitor = PodMonitor(handle, transport)
+    try:
+        until(monitor, lambda _: server.logs_asked == 1 and heard(handle))
+    finally:
+        monitor.close()
+    assert log_of(handle) == [LINE]
+
+
+def heard(handle):
+    log = handle.folder.node_dir(handle.attempt, 0) / "log"
+    return log.exists() and log.stat().st_size > 0
 
 
 def test_a_pod_is_followed_from_attempt_to_attempt(server, transport, run_of):

@@ -8,8 +8,7 @@ import pytest
 
 import clusterkit
 from clusterkit import backends, bandwidth
-from clusterkit.backends.kubernetes.apply import Refusal
-from clusterkit.backends.kubernetes.client import KubeTransport
+from clusterkit.backends.kubernetes.client import Forbidden, KubeTransport
 from clusterkit.backends.kubernetes.nodes import usable as may_be_used
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
 from clusterkit.errors import Unavailable
@@ -50,7 +49,7 @@ class Nodes(KubeTransport):
     def request(self, to, method, path, *_):
         assert (method, path) == ("GET", "/api/v1/nodes")
         if not self.nodes:
-            raise Refusal("Forbidden", "no")
+            raise Forbidden("no")
         return json.dumps({"items": self.nodes})
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from clusterkit import api, backends
 from clusterkit.backends.base import RemoteRun
-from clusterkit.backends.kubernetes.apply import Refusal
-from clusterkit.backends.kubernetes.client import Context, KubeTransport
+from clusterkit.backends.kubernetes.client import Context, Forbidden, KubeTransport, NotFound
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.remote_runs import (
     PROJECT,
@@ -52,6 +51,9 @@ def condition(kind, status="True", at="2026-11-22T07:00:00Z"):
         ("trainjob", {"jobsStatus": [{"name": "node", "ready": 1}]}, "RUNNING"),
         ("trainjob", {"jobsStatus": [{"name": "node", "ready": 0}]}, "PENDING"),
         ("trainjob", {"conditions": [condition("Complete")]}, "SUCCEEDED"),
+        ("jobset", {"replicatedJobsStatus": [{"name": "node", "ready": 1}]}, "RUNNING"),
+        ("jobset", {"replicatedJobsStatus": [{"name": "node", "ready": 0}]}, "PENDING"),
+        ("jobset", {"conditions": [condition("Completed")]}, "SUCCEEDED"),
         ("job", {"conditions": [condition("Levitating")]}, "UNKNOWN"),
         ("job", {"conditions": ["garbage", None]}, "PENDING"),
     ],
@@ -97,9 +99,9 @@ class Api(KubeTransport):
 
     def request(self, to, method, path, *_):
         self.asked.append(path)
-        answer = next((a for part, a in self.answers.items() if part in path), "NotFound")
-        if isinstance(answer, str):
-            raise Refusal(answer, "no")
+        answer = next((a for part, a in self.answers.items() if part in path), NotFound)
+        if isinstance(answer, type):
+            raise answer("no")
         return json.dumps(answer)
 
 
@@ -117,7 +119,7 @@ def test_one_request_for_each_kind_and_kinds_that_are_not_served_are_none():
     selector = "?labelSelector=clusterkit%2Frun%2Cclusterkit%2Fattempt"
     assert all(path.endswith(selector) for path in api.asked)
     with pytest.raises(Unavailable, match="namespace x cannot be listed"):
-        listing(server_of({"pytorchjobs": "Forbidden"}), "x")
+        listing(server_of({"pytorchjobs": Forbidden}), "x")
 
 
 def config_map(make_facts, **cluster):
@@ -162,8 +164,8 @@ def test_the_record_holds_what_a_plan_is_made_of_and_nothing_of_its_machine(make
 @pytest.mark.parametrize(
     ("held", "error"),
     [
-        ("NotFound", RunNotFound),
-        ("Forbidden", Unavailable),
+        (NotFound, RunNotFound),
+        (Forbidden, Unavailable),
         ({"metadata": {}, "data": {}}, RunFolderError),
         ({"metadata": {}, "data": {RECORD: "{"}}, RunFolderError),
         ({"metadata": {}, "data": {RECORD: '{"job": 7}'}}, RunFolderError),
@@ -185,7 +187,7 @@ def test_a_copied_project_is_read_from_its_own_config_map(make_facts):
     server = server_of({"configmaps/x-1-code": code, "configmaps/x-1": held})
     assert kept(server, "x", "x-1").project == b"packed"
     with pytest.raises(RunFolderError, match="config map x-2-code is gone"):
-        kept(server_of({"x-2-code": "NotFound", "x-2": held}), "x", "x-2")
+        kept(server_of({"x-2-code": NotFound, "x-2": held}), "x", "x-2")
 
 
 def test_other_backends_remember_nothing(clusterkit_home):

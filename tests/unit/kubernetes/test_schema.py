@@ -1,7 +1,10 @@
 """Every manifest against the schemas of the kinds that it is of: a wrong field is an error."""
 
+import base64
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import msgspec
@@ -9,7 +12,9 @@ import pytest
 import yaml
 from kubernetes import client
 
-from clusterkit import backends, loader
+from clusterkit import backends, loader, shell
+from clusterkit.backends.kubernetes.client import APPLY_PATCH, Context, KubeTransport, NotFound
+from clusterkit.backends.kubernetes.entry import check_entry
 from clusterkit.cluster import Claim, KubernetesCluster, KubernetesFacts, Project
 from clusterkit.errors import BadInput
 from tests.conftest import noted
@@ -18,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 CRDS = {path.stem: json.loads(path.read_text()) for path in ROOT.glob("tests/data/crds/*.json")}
 # A TrainingRuntime is a ClusterTrainingRuntime that belongs to a namespace.
 CRDS["TrainingRuntime"] = CRDS["ClusterTrainingRuntime"]
-FLAVORS = ("pytorchjob", "mpijob", "trainjob", "job")
+FLAVORS = ("pytorchjob", "mpijob", "trainjob", "jobset", "job")
 BY_HAND = sorted(ROOT.glob("k8s/*.yaml"))
 
 
@@ -101,25 +106,26 @@ def complaints(document):
 
 @pytest.fixture
 def planned(make_facts):
-    def plan(flavor, *, full=False, code="baked", project=None, **changes):
+    def plan(flavor, *, full=False, code="baked", project=None, home=None, **changes):
         job = loader.load_job(ROOT / "jobs" / "zero2.yaml")
         if flavor == "mpijob":
             changes = {"launcher": "mpirun"} | changes
         job = msgspec.structs.replace(job, **({"nodes": 2, "gpus_per_node": 2} | changes))
         kubernetes = KubernetesFacts(
             may_watch=True, version="v1.34.4", context="c", namespace="ns",
-            kinds=("PyTorchJob", "MPIJob", "TrainJob"),
+            kinds=("PyTorchJob", "MPIJob", "TrainJob", "JobSet"),
         )  # fmt: skip
         facts = msgspec.structs.replace(make_facts(gpus=2 if full else 0), kubernetes=kubernetes)
         more = {
             "volumes": (Claim(claim="a", path="/a"), Claim(claim="b", path="/b", read_only=True)),
             "memory": "1Gi", "cpus": 2.0, "resources": {"rdma/hca": "1"}, "queue": "q",
-            "node_selector": {"a": "b"}, "priority_class": "p", "service_account": "s",
+            "node_selector": {"a": "b"}, "topology_key": "rack", "priority_class": "p",
+            "service_account": "s",
             "tolerations": ({"key": "k", "operator": "Exists"},), "shared": "/a",
             "image_pull_secrets": ("r",), "annotations": {"x": "y"}, "labels": {"l": "m"},
         } if full else {}  # fmt: skip
         cluster = KubernetesCluster(flavor=flavor, code=code, **more)
-        facts = msgspec.structs.replace(facts, project=project)
+        facts = msgspec.structs.replace(facts, project=project, home=home or facts.home)
         return backends.backend("kubernetes").plan(job, cluster, facts, "demo-1")
 
     return plan
@@ -136,6 +142,7 @@ def documents_of(plan):
         ("pytorchjob", True, {}, "replaced, and the run goes on (checkpoints lie in a volume"),
         ("job", True, {}, "replaced, and the run goes on"),
         ("trainjob", True, {}, "replaced, and the run goes on"),
+        ("jobset", True, {}, "replaced, and the run goes on"),
         ("pytorchjob", False, {}, "ends the run (its checkpoints go with its pods)"),
         ("pytorchjob", False, {"checkpoint": None, "restarts": 1}, "(restarts: the job may begin"),
         ("pytorchjob", False, {"checkpoint": None}, "ends the run (the job would begin anew"),
@@ -154,6 +161,36 @@ def test_the_plan_says_whether_a_lost_pod_is_replaced_and_why(
     assert ("node.kubernetes.io/unreachable" in str(pods)) == plan.rejoin
     assert ("restartPolicy: ExitCode" in text) == (plan.rejoin and flavor == "pytorchjob")
     assert ("podFailurePolicy" in text) == (plan.rejoin and flavor != "pytorchjob")
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_a_topology_key_keeps_a_run_s_pods_together_and_leaves_its_watcher_out(flavor, planned):
+    wanted = {
+        "topologyKey": "rack",
+        "labelSelector": {
+            "matchLabels": {"clusterkit/run": "demo-1"},
+            "matchExpressions": [{"key": "clusterkit/attempt", "operator": "Exists"}],
+        },
+    }
+    for pod in templates(documents_of(planned(flavor, full=True))):
+        labels, affinity = pod["metadata"]["labels"], pod["spec"].get("affinity")
+        watcher = labels["clusterkit/role"] == "watcher"
+        assert labels["clusterkit/run"] == "demo-1"
+        assert ("clusterkit/attempt" in labels) == (not watcher)
+        required = "requiredDuringSchedulingIgnoredDuringExecution"
+        assert affinity == (None if watcher else {"podAffinity": {required: [wanted]}})
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_the_cluster_ends_pods_whose_agents_have_not_kept_the_time_limit(flavor, planned):
+    """Counted for each pod from its own start, and an hour later than the agents do it."""
+
+    def deadlines(**job):
+        pods = templates(documents_of(planned(flavor, **job)))
+        return [pod["spec"].get("activeDeadlineSeconds") for pod in pods]
+
+    assert set(deadlines(time_limit="2h")) == {7200 + 10 + 3600}
+    assert set(deadlines()) == {None}
 
 
 def test_every_pod_of_an_mpijob_unpacks_a_project_that_was_copied(planned, tmp_path):
@@ -220,6 +257,68 @@ def test_a_plan_s_manifests_are_what_the_kinds_allow(flavor, full, planned):
     assert documents
     for document in documents:
         assert list(complaints(document)) == []
+
+
+class ApiServer(KubeTransport):
+    """Takes every object, and has no other."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = []
+
+    def request(self, to, method, path, body=None, content=""):
+        if method == "GET":
+            raise NotFound("no")
+        if content == APPLY_PATCH:
+            assert "/namespaces/ns/" in path
+            self.sent.append((to, body))
+        return json.dumps({"apiVersion": "v1", "kind": "K", "metadata": {"name": "n", "uid": "u"}})
+
+
+def test_the_documented_entries_for_rdma_give_pods_what_they_say(make_facts, tmp_path):
+    text = (ROOT / "docs/kubernetes.md").read_text().partition("### RDMA")[2]
+    (tmp_path / "clusters.yaml").write_text(text.partition("```yaml\n")[2].partition("```")[0])
+    kube = KubernetesFacts(version="v1", context="c", namespace="ns", kinds=("PyTorchJob",))
+    facts = msgspec.structs.replace(make_facts(gpus=8), kubernetes=kube)
+    job, found = loader.load_job(ROOT / "jobs" / "ddp.yaml"), {}
+    for name in ("restricted", "rdma"):
+        cluster = loader.read_cluster(name, tmp_path / "clusters.yaml").cluster
+        check_entry(cluster)
+        documents = documents_of(backends.backend("kubernetes").plan(job, cluster, facts, "demo-1"))
+        assert [line for each in documents for line in complaints(each)] == []
+        (pod,) = templates(documents)
+        (container,) = pod["spec"]["containers"]
+        assert container["resources"]["limits"]["rdma/hca"] == "1"
+        found[name] = (
+            pod["spec"]["securityContext"]["runAsUser"],
+            container["securityContext"]["capabilities"],
+        )
+    assert found == {
+        "restricted": (1000, {"drop": ["ALL"]}),
+        "rdma": (0, {"drop": ["ALL"], "add": ["IPC_LOCK"]}),
+    }
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="takes kubectl")
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_what_is_sent_is_what_the_printed_command_would_send(flavor, planned, tmp_path):
+    plan, server = planned(flavor, full=True, home=str(tmp_path)), ApiServer()
+    backends.backend("kubernetes").submit(plan, server)
+    *command, folder = plan.steps[-1].argv
+    assert shell.join(command).startswith("kubectl --context c --namespace ns apply --server-side ")
+    assert command[-1] == "--kustomize"
+    assert {to for to, _ in server.sent} == {Context(None, "c")}
+    built = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, check=True)
+
+    def by_name(objects):
+        for each in objects:
+            each["metadata"].setdefault("namespace", "ns")  # which the path has as well
+            held = each.get("binaryData", {})
+            each |= {"binaryData": {name: base64.b64decode(text) for name, text in held.items()}}
+        return {(each["kind"], each["metadata"]["name"]): each for each in objects}
+
+    ours = by_name([body for _, body in server.sent if body["kind"] != "Secret"])
+    assert ours == by_name(list(yaml.safe_load_all(built.stdout)))
 
 
 @pytest.mark.parametrize(

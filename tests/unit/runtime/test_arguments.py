@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from choices import Batch, choose_batch, choose_mesh, choose_strategy
 from mesh import Mesh
-from settings import Batch, Parser, choose_batch, choose_mesh, choose_strategy
-from world import BadInput, Ranks
+from ranks import BadInput, Ranks
+from settings import Parser
 
 DP = Mesh(shard=2)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

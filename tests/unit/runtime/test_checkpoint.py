@@ -10,7 +10,8 @@ import checkpoint as module
 import pytest
 import torch
 from checkpoint import Checkpoint, Checkpoints
-from world import BadInput, Explained, Ranks, World
+from ranks import BadInput, Explained, Ranks
+from world import World
 
 MODEL = {"name": "tiny", "layers": 2}
 ALONE = Ranks(rank=0, local_rank=0, node_rank=0, size=1, local_size=1)

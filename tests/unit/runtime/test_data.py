@@ -4,18 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from data import (
-    STANDARD_LIBRARY_BYTES,
-    Batches,
-    as_tokens,
-    check_same,
-    read,
-    read_text,
-    split,
-)
+from choices import solve
+from data import Batches, check_same
 from prepare import prepare
-from settings import solve
-from world import BadInput, World
+from ranks import BadInput
+from text import STANDARD_LIBRARY_BYTES, as_tokens, read, read_text, split
+from world import World
 
 CPU = torch.device("cpu")
 TEXT = split(as_tokens(bytes(range(256)) * 20), 16, "the test")

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import zero_config
+from choices import Batch, solve
 from mesh import Mesh
-from settings import Batch, solve
-from world import BadInput, Unavailable
+from ranks import BadInput, Unavailable
 from zero import comms_table
-from zero_config import batch_numbers, load_config, name, on_mesh, precision
+from zero_config import batch_numbers, load_config
+from zero_mesh import name, on_mesh, precision
 
 SIXTY_FOUR_ON_FOUR = solve(data_parallel=4, global_size=64, micro=8)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from export import export
 from model import GPT, PRESETS
-from world import BadInput
+from ranks import BadInput
 
 SHORT = ["--steps", "3", "--global-batch", "8", "--micro-batch", "2", "--context", "16"]
 

@@ -20,7 +20,7 @@ import pytest
 import speed
 import torch
 import train
-from parallelize import count_parameters
+from parameters import count_parameters
 from world import run
 
 from clusterkit.estimate import presets

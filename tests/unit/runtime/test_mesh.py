@@ -5,7 +5,7 @@ from itertools import product
 import mesh as meshes
 import pytest
 from mesh import Mesh, check_model, choose
-from world import BadInput
+from ranks import BadInput
 
 GPT = {"name": "tiny", "layers": 2, "heads": 4, "context": 64}
 

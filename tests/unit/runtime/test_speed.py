@@ -9,8 +9,9 @@ import pytest
 import speed
 import torch
 from model import GPT, PRESETS
-from parallelize import count_parameters
-from world import Unavailable, World
+from parameters import count_parameters
+from ranks import Unavailable
+from world import World
 
 CPU = torch.device("cpu")
 SHORT = ["--global-batch", "8", "--micro-batch", "2", "--context", "16"]

@@ -16,7 +16,7 @@ import shards
 import torch
 from checkpoint import Checkpoint
 from export import export
-from world import BadInput
+from ranks import BadInput
 
 SAVE = ["--steps", "2", "--checkpoint-every", "1", "--checkpoint-keep", "0",
         "--global-batch", "4", "--micro-batch", "2", "--context", "16"]  # fmt: skip

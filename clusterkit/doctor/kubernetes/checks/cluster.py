@@ -121,6 +121,7 @@ _CALLED = {
     "pytorchjob": (re.compile(r"training-operator"),),
     "mpijob": (re.compile(r"mpi-operator"),),
     # The trainer makes a JobSet, and somebody else makes Jobs of that.
+    "jobset": (re.compile(r"jobset-controller"),),
     "trainjob": (re.compile(r"trainer-controller"), re.compile(r"jobset-controller")),
 }
 """What deployments of operators, or their images, are called."""
