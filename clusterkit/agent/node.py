@@ -173,7 +173,7 @@ class Node:
 
     def _start(self) -> None:
         self.running, self.obeyed = True, False
-        self.watch.begin(int(os.environ["NODE_RANK"]), self.options.nodes)
+        self.watch.begin(int(os.environ.get("NODE_RANK", "0")), self.options.nodes)
         self.record.goes_on()
         self.reason = self.launcher.start()
 
