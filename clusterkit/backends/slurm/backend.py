@@ -32,7 +32,7 @@ from clusterkit.backends.slurm.observe import (
     stop_file,
 )
 from clusterkit.backends.slurm.queue import SLURM_SECONDS, Job, jobs_of, run
-from clusterkit.cluster import ClusterSpec, Facts, SlurmCluster
+from clusterkit.cluster import Facts, SlurmCluster
 from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.runs import RunHandle, home
 from clusterkit.spec import JobSpec
@@ -40,7 +40,6 @@ from clusterkit.status import State
 from clusterkit.transport import LocalTransport, Transport
 
 if TYPE_CHECKING:
-    from clusterkit.assemble import Placement
     from clusterkit.doctor.slurm import SlurmSubject
 
 GRACE_SECONDS = 10.0
@@ -60,35 +59,18 @@ class SlurmBackend(Backend, SupportsDoctor, SupportsForget, SupportsRemoteRuns):
     start_seconds: ClassVar[float] = math.inf
 
     @classmethod
-    def transport(cls, cluster: ClusterSpec) -> Transport:
-        assert isinstance(cluster, SlurmCluster)
+    def transport(cls, cluster: SlurmCluster) -> Transport:
         return LocalTransport() if cluster.ssh is None else login.transport(cluster)
 
-    def probe(
-        self, cluster: ClusterSpec, transport: Transport, job: JobSpec | None = None
-    ) -> Facts:
-        from clusterkit.backends.slurm.probe import probe
-
-        assert isinstance(cluster, SlurmCluster)
-        return probe(cluster, transport, job)
-
-    def places(self, cluster: ClusterSpec, transport: Transport) -> int:
+    def places(self, cluster: SlurmCluster, transport: Transport) -> int:
         from clusterkit.backends.slurm.probe import partition
 
-        assert isinstance(cluster, SlurmCluster)
         return sum(node.usable for node in partition(cluster, transport)[2])
 
-    def place(self, job: JobSpec, cluster: ClusterSpec, facts: Facts, run_id: str) -> Placement:
-        from clusterkit.backends.slurm.place import place
-
-        assert isinstance(cluster, SlurmCluster)
-        return place(job, cluster, facts, run_id)
-
-    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> SlurmSubject:
+    def subject(self, name: str, cluster: SlurmCluster, job: JobSpec | None = None) -> SlurmSubject:
         from clusterkit.backends.slurm.probe import folder, python_of
         from clusterkit.doctor.slurm import SlurmSubject
 
-        assert isinstance(cluster, SlurmCluster)
         asked = job or JobSpec(name="any", command=("true",))
 
         def rehearsal(transport: Transport) -> str:
@@ -161,16 +143,14 @@ class SlurmBackend(Backend, SupportsDoctor, SupportsForget, SupportsRemoteRuns):
 
     # -- runs of others -------------------------------------------------------
 
-    def listing(self, cluster: ClusterSpec, transport: Transport) -> list[RemoteRun]:
+    def listing(self, cluster: SlurmCluster, transport: Transport) -> list[RemoteRun]:
         from clusterkit.backends.slurm.remote_runs import listing
 
-        assert isinstance(cluster, SlurmCluster)
         return listing(cluster, transport)
 
-    def recover(self, run: str, cluster: ClusterSpec, transport: Transport) -> Recovered:
+    def recover(self, run: str, cluster: SlurmCluster, transport: Transport) -> Recovered:
         from clusterkit.backends.slurm.remote_runs import refuse
 
-        assert isinstance(cluster, SlurmCluster)
         raise refuse(run, cluster, transport)
 
 
