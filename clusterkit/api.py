@@ -135,7 +135,7 @@ def runs_of(
             run=run.run, job=run.job, cluster=cluster, backend=backend.name, state=run.state,
             attempt=run.attempt, started_at=run.started_at, finished_at=run.finished_at,
             remark=f"a {run.kind} of {run.user or 'somebody'}'s; "
-            f"`clusterkit attach {run.run} --cluster {cluster}` takes it up",
+            f"{run.attach or f'`clusterkit attach {run.run} --cluster {cluster}`'} takes it up",
             user=run.user, here=False, nodes_asked=run.pods,
         )
         for run in there.values()

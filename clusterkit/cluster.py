@@ -249,6 +249,13 @@ class SlurmCluster(Spec, frozen=True, kw_only=True):
 
     backend: Literal["slurm"] = "slurm"
     """A partition of Slurm, from a login node."""
+    ssh: Word | None = None
+    """Login node to reach over SSH: `[user@]host[:port]`, the rest as `~/.ssh/config` says; by
+    default this machine is one."""
+    workdir: Word = "~/clusterkit"
+    """With `ssh`: folder for runs and projects, on a disk that login node and nodes see."""
+    sync: bool = True
+    """With `ssh`: copy the project there; `false` where it has the same path there anyway."""
     partition: Word | None = None
     """Partition; by default Slurm's own default."""
     account: Word | None = None
@@ -290,7 +297,7 @@ class SlurmCluster(Spec, frozen=True, kw_only=True):
     """Rendezvous port; `auto`: one at random that is free on the login node."""
     python: Word | None = None
     """Interpreter of the ranks, on a disk that all nodes see; by default the active environment's,
-    otherwise the one that runs clusterkit."""
+    otherwise the one that runs clusterkit; with `ssh` the login node's `python3`."""
     env: dict[str, str] = {}
     """Environment of every job here; a job's `env` goes first."""
     lost_after: Seconds = 30.0
@@ -397,6 +404,9 @@ class KubernetesFacts(Struct, frozen=True, kw_only=True):
 
 class SlurmFacts(Struct, frozen=True, kw_only=True):
     """The partition that gives the nodes."""
+
+    ssh: bool = False
+    """Whether its login node is reached over SSH."""
 
     version: str
     partition: str

@@ -68,6 +68,8 @@ class RemoteRun(Struct, frozen=True, kw_only=True):
     state: State
     kind: str
     """What keeps it there."""
+    attach: str | None = None
+    """What takes it up; by default `attach` with its cluster."""
     attempt: int = 1
     pods: int | None = None
     """Nodes that it asks for."""

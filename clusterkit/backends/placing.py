@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import posixpath
+import re
 from collections.abc import Sequence
 from typing import Literal
 
-from clusterkit.cluster import Gpu, HostFacts
+import msgspec
+
+from clusterkit import project
+from clusterkit.cluster import Facts, Gpu, HostFacts, Project
 from clusterkit.errors import BadInput, counted
+from clusterkit.plan import Tree
 from clusterkit.spec import JobSpec
 
 GPU_IMAGE, CPU_IMAGE = "clusterkit:gpu", "clusterkit:cpu"
@@ -100,3 +106,37 @@ def interface_env(interface: str | None) -> dict[str, str]:
     if not interface:
         return {}
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+
+
+def copies(job: JobSpec, facts: Facts, run_dir: str) -> tuple[JobSpec, str, tuple[Tree, ...], str]:
+    """What is copied to hosts that do not see the submitter's disk.
+
+    Returns:
+        The job with its program's path there, the ranks' folder, the trees, and the folder that
+        PYTHONPATH needs for clusterkit itself, if one is.
+    """
+    workdir, program = job.workdir or run_dir, job.program
+    tree, shipped = tree_of(facts, facts.project), tree_of(facts, facts.shipped, "clusterkit")
+    if tree is not None:
+        workdir = posixpath.normpath(_copied(tree, workdir))
+        if program is not None and posixpath.isabs(program):
+            program = _copied(tree, program)
+    trees = tuple(each for each in (tree, shipped) if each is not None)
+    return (
+        msgspec.structs.replace(job, program=program), workdir, trees,
+        shipped.path if shipped else "",
+    )  # fmt: skip
+
+
+def tree_of(facts: Facts, found: Project | None, name: str | None = None) -> Tree | None:
+    """Where a copy of a project lies on the hosts."""
+    if found is None:
+        return None
+    name = name or re.sub(r"[^A-Za-z0-9_.-]+", "-", posixpath.basename(found.root)) or "project"
+    path = posixpath.join(facts.home, "projects", name, found.digest[:16])
+    return Tree(found.root, path, found.digest, f"{project.words(found)}; {found.how}")
+
+
+def _copied(tree: Tree, path: str) -> str:
+    """A path of the submitter's in the copy."""
+    return posixpath.join(tree.path, posixpath.relpath(path, tree.source))

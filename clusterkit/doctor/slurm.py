@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from clusterkit.backends.slurm.probe import PartitionNode, partition
-from clusterkit.backends.slurm.queue import HOST, SLURM_SECONDS
+from clusterkit.backends.slurm.probe import PartitionNode, host_of, partition
+from clusterkit.backends.slurm.queue import HERE, SLURM_SECONDS, run
 from clusterkit.cluster import SlurmCluster
 from clusterkit.doctor.base import Finding, Level
 from clusterkit.doctor.report import Progress, Report
 from clusterkit.doctor.words import shortened
 from clusterkit.errors import ClusterkitError, counted
-from clusterkit.runs import home
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
 
@@ -32,6 +31,8 @@ class SlurmSubject:
     entry: SlurmCluster
     job: JobSpec
     python: str
+    folder: str
+    """For runs; ``~`` is the home folder on the login node."""
     rehearsal: Callable[[Transport], str]
     """The batch script that a submit would hand to `sbatch`."""
     port: None = None
@@ -43,6 +44,21 @@ class Look:
 
     subject: SlurmSubject
     transport: Transport
+
+    @property
+    def host(self) -> str:
+        return host_of(self.subject.entry)
+
+    @cached_property
+    def folder(self) -> str:
+        """The folder for runs, as an absolute path on the login node."""
+        script = 'case $1 in "~"/*) echo "$HOME/${1#"~/"}";; *) echo "$1";; esac'
+        return self.shell(script, self.subject.folder)
+
+    def shell(self, script: str, *words: str) -> str:
+        """What a script says on the login node."""
+        argv = ("/bin/sh", "-c", script, "sh", *words)
+        return self.transport.run(self.host, argv, timeout=SLURM_SECONDS).stdout.strip()
 
     @cached_property
     def partition(self) -> tuple[str, dict[str, str], list[PartitionNode]]:
@@ -82,9 +98,7 @@ def _partition(look: Look) -> Iterator[Verdict]:
 def _admission(look: Look) -> Iterator[Verdict]:
     """Slurm would take the job: account, QOS, limits, features, what a node gives"""
     script = look.subject.rehearsal(look.transport)
-    done = look.transport.run(
-        HOST, ["sbatch", "--test-only"], stdin=script.encode(), timeout=SLURM_SECONDS
-    )
+    done = run(look.transport, look.host, ["sbatch", "--test-only"], stdin=script.encode())
     said = [line.removeprefix("sbatch: ") for line in done.stderr.strip().splitlines()]
     if done.exit_code:
         # The first line has the reason, the last one that it was refused.
@@ -95,15 +109,13 @@ def _admission(look: Look) -> Iterator[Verdict]:
 
 def _folder(look: Look) -> Iterator[Verdict]:
     """The folder for runs lies on a disk that compute nodes see"""
-    folder = home()
-    there = next(each for each in (folder, *folder.parents) if each.exists())
-    done = look.transport.run(
-        HOST, ["stat", "--file-system", "--format=%T", str(there)], timeout=SLURM_SECONDS
-    )
-    kind = done.stdout.strip()
+    folder = look.folder
+    there = 'f=$1; while [ ! -e "$f" ]; do f=$(dirname "$f"); done; '
+    kind = look.shell(f'{there}stat --file-system --format=%T "$f"', folder)
     if kind in LOCAL_DISKS:
         cause = f"{folder} lies on {kind}, which compute nodes may not see"
-        yield "warn", cause, "export CLUSTERKIT_HOME=a folder on a shared disk"
+        key = "export CLUSTERKIT_HOME=" if look.host == HERE else "workdir: "
+        yield "warn", cause, f"{key}a folder on a shared disk"
     else:
         yield "ok", f"{folder} lies on {kind or 'an unknown file system'}", None
 
@@ -118,13 +130,15 @@ def _compute(look: Look) -> Iterator[Verdict]:
         'for each in "$2" "$3"; do [ -d "$each" ] || { echo "no folder $each"; exit 1; }; done\n'
         '"$1" -c "import sys; sys.exit(sys.version_info < (3, 11))" && hostname || echo "no $1"'
     )
-    home().mkdir(parents=True, exist_ok=True)
-    done = look.transport.run(
-        HOST,
+    look.shell('mkdir -p "$1"', look.folder)
+    # A job's folder that is copied is not there before the job.
+    here = look.host == HERE or not entry.sync
+    done = run(
+        look.transport,
+        look.host,
         ["srun", f"--immediate={IMMEDIATE_SECONDS}", "--nodes=1", "--ntasks=1", "--time=1",
          "--job-name=clusterkit-doctor", *given, "/bin/sh", "-c", look_there, "sh",
-         look.subject.python, str(home()), job.workdir or "/"],
-        timeout=IMMEDIATE_SECONDS + SLURM_SECONDS,
+         look.subject.python, look.folder, job.workdir if here and job.workdir else "/"],
     )  # fmt: skip
     said = done.stdout.strip().rpartition("\n")[2]
     if said.startswith("no "):

@@ -15,6 +15,7 @@ All sizes are bytes unless a name says otherwise.
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -74,20 +75,8 @@ def predict(model: Model, setup: Setup) -> Memory:
 
 def largest_micro(model: Model, setup: Setup, limit: float, *, most: int = 4096) -> int:
     """The largest micro batch that fits into ``limit`` bytes; 0 if none does."""
-
-    def fits(micro: int) -> bool:
-        return predict(model, replace(setup, micro=micro)).total <= limit
-
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while high <= most and fits(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    sizes = range(1, most + 1)
+    return bisect(sizes, limit, key=lambda size: predict(model, replace(setup, micro=size)).total)
 
 
 # ---------------------------------------------------------------- one stage

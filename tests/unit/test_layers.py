@@ -19,8 +19,9 @@ agent.protocol agent.limits
 agent.clock agent.files
 agent.failure agent.member agent.retries
 agent.processes agent.signals agent.archive agent.connections agent.membership
-agent.stops agent.hangs agent.node_log agent.report agent.coordinator agent.peer
-agent.standing agent.eager agent.preload agent.rank agent.program agent.standby agent.forkserver
+agent.stops agent.hangs agent.host agent.node_log agent.report agent.coordinator agent.peer
+agent.standing agent.stragglers agent.eager agent.preload agent.rank agent.program agent.standby
+agent.forkserver
 agent.server
 agent.warm agent.watch
 agent.record
@@ -59,9 +60,9 @@ backends.base
 backends backends.nodes backends.ports backends.placing backends.probing
 backends.local backends.ssh backends.compose backends.kubernetes backends.slurm
 backends.ssh.config backends.ssh.filters backends.ssh.variables backends.compose.compose_file
-backends.compose.engine backends.slurm.queue
+backends.compose.engine backends.slurm.queue backends.slurm.tail
 backends.kubernetes.text backends.kubernetes.lost_pods backends.kubernetes.connect
-backends.kubernetes.nodes
+backends.kubernetes.nodes backends.slurm.login
 backends.ssh.inventory backends.ssh.known_hosts
 backends.ssh.connection
 backends.ssh.transport
@@ -82,6 +83,7 @@ backends.kubernetes.observe backends.kubernetes.watcher
 backends.kubernetes.run_files backends.kubernetes.pod_log
 backends.kubernetes.place backends.kubernetes.monitor
 backends.kubernetes.remove
+backends.slurm.remote_runs
 backends.*.backend
 verdict losses
 supervise

@@ -10,7 +10,7 @@ import pytest
 from clusterkit import backends, doctor, runs
 from clusterkit.backends.slurm import observe, probe, queue
 from clusterkit.cluster import SlurmCluster, SlurmFacts
-from clusterkit.errors import BadInput, Unavailable
+from clusterkit.errors import BadInput, RunFolderError, RunNotFound, Unavailable
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
 from clusterkit.transport import Completed, LocalTransport
@@ -46,7 +46,7 @@ def job(state="RUNNING", number=7, reason="None", start="N/A"):
 def test_jobs_are_read_and_lines_of_another_form_passed_over():
     text = "a plugin complains\n" + job(number=12) + job("PENDING", 9, "(ReqNodeNotAvail, x|y)")
     transport = Slurm(squeue=text)
-    found = queue.jobs_of("demo-1", transport)
+    found = queue.jobs_of("demo-1", queue.HERE, transport)
     assert [(each.id, each.state) for each in found] == [(9, "PENDING"), (12, "RUNNING")]
     assert "--name=demo-1" in transport.asked[0]
     assert found[0].waiting == (
@@ -110,10 +110,47 @@ def test_the_partition_and_its_nodes():
     assert error.value.hint == "one of long, main"
 
 
+OUTPUTS = Path(__file__).parents[1] / "data/slurm"
+"""What versions of Slurm print; the first line of a file says whether it was recorded."""
+PRINTED = {
+    # Limits of the default partition, in minutes and nodes; its nodes and GPUs, and which can be
+    # used; states of jobs 101 to 103, or as they were recorded.
+    "20.11": (4320, None, "8 8 8 8", "n0 n1 n2", "PENDING PENDING PENDING"),
+    "22.05": (30, None, "0 0", "n0", "PENDING PENDING PENDING RUNNING"),
+    "23.11": (None, 16, "8 8 8 8", "n0 n1", "PENDING RUNNING FAILED"),
+    "24.11": (2880, None, "8 8 8 8", "n0 n1", "PENDING PENDING FAILED"),
+    "25.05": (2160, None, "8 8 8 0", "n0 n1 n3", "PENDING UNKNOWN FAILED"),
+}
+
+
+def printed(version):
+    """What each command of a version's file prints."""
+    parts = (OUTPUTS / f"{version}.txt").read_text().split("\n$ ")[1:]
+    return {part.partition("\n")[0]: part.partition("\n")[2] for part in parts}
+
+
+def test_what_versions_of_slurm_print_is_read():
+    assert {path.stem for path in OUTPUTS.iterdir()} == set(PRINTED)
+    for version, (minutes, most, gpus, usable, states) in PRINTED.items():
+        found = printed(version)
+        assert found["sinfo --version"].split()[1].startswith(version)
+        transport = Slurm(
+            scontrol=found["scontrol --oneliner show partition"], sinfo=found["sinfo -hN"]
+        )
+        name, limits, nodes = probe.partition(SlurmCluster(), transport)
+        assert name == "main", version
+        assert probe.minutes(limits["MaxTime"]) == minutes, version
+        assert limits["MaxNodes"] == str(most or "UNLIMITED"), version
+        assert " ".join(str(len(node.gpus)) for node in nodes) == gpus, version
+        assert [node.name for node in nodes if node.usable] == usable.split(), version
+        jobs = queue.parse(found["squeue"])
+        assert [job.means.value for job in jobs] == states.split(), version
+
+
 def test_a_controller_that_is_away_is_unavailable():
     away = "error: Unable to contact slurm controller (connect failure)"
     with pytest.raises(Unavailable, match="Unable to contact slurm controller"):
-        queue.jobs_of("demo-1", Slurm(squeue=away))
+        queue.jobs_of("demo-1", queue.HERE, Slurm(squeue=away))
 
 
 # ---------------------------------------------------------------- the plan
@@ -188,9 +225,9 @@ def seen(plan, tmp_path):
         handle = runs.RunHandle(folder, made, attempt)
         if patient:
             transport = Slurm(squeue=squeue)
-            taken = observe.read(handle, transport)
+            taken = observe.read(handle)
             number = observe.newest(handle, transport)
-            return observe.observation(handle, taken, number, transport, patient=True)
+            return observe.observation(handle, taken, number, patient=True)
         return backends.backend("slurm").status(handle, Slurm(squeue=squeue))
 
     return look
@@ -341,3 +378,37 @@ def test_the_doctor_of_a_cluster_that_is_fit(no_gpus):
 )  # fmt: skip
 def test_the_doctor_names_what_is_wrong(printed, job, check, verdict, no_gpus):
     assert examined(Fit(**{"sinfo": SINFO, **printed}), **job)[check] == verdict
+
+
+# ---------------------------------------------------------------- runs of others
+
+LISTED = """\
+12|RUNNING|alice|2|1795435200|1795436400|zero3-1123133450-mzxe|/work/a b/runs/zero3-1123133450-mzxe
+13|RUNNING|bob|1|1795435201|N/A|interactive|/home/bob
+11|TIMEOUT|alice|2|1795435100|1795435199|zero3-1123133450-mzxe|/work/a b/runs/zero3-1123133450-mzxe
+9|COMPLETED|carol|4|1795435000|1795435099|mine|/home/carol/.clusterkit/runs/mine
+14|HIBERNATING|carol|4|soon|never|other|/home/carol/.clusterkit/runs/other
+squeue: a plugin complains
+"""
+
+
+def test_runs_of_others_are_those_jobs_whose_folder_says_so():
+    transport = Slurm(squeue=LISTED)
+    found = backends.backend("slurm").listing(SlurmCluster(), transport)
+    assert [(run.run, run.job, run.state.value, run.user, run.pods) for run in found] == [
+        ("other", "other", "UNKNOWN", "carol", 4),
+        ("zero3-1123133450-mzxe", "zero3", "RUNNING", "alice", 2),
+        ("mine", "mine", "SUCCEEDED", "carol", 4),
+    ]
+    assert [(run.started_at, run.finished_at) for run in found] == [
+        (None, None), (1795435200.0, None), (1795435000.0, 1795435099.0),
+    ]  # fmt: skip
+
+
+def test_a_run_of_others_is_taken_up_where_it_was_submitted():
+    backend = backends.backend("slurm")
+    with pytest.raises(RunFolderError, match="run mine: it was submitted elsewhere") as error:
+        backend.recover("mine", SlurmCluster(), Slurm(squeue=LISTED))
+    assert "CLUSTERKIT_HOME=/home/carol/.clusterkit clusterkit attach mine" in error.value.hint
+    with pytest.raises(RunNotFound, match="'theirs' is unknown to Slurm"):
+        backend.recover("theirs", SlurmCluster(), Slurm(squeue=LISTED))

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from clusterkit import api, backends, mirror, project
+from clusterkit.backends import placing
 from clusterkit.backends.ssh import inventory, observe
-from clusterkit.backends.ssh import place as placing
 from clusterkit.backends.ssh.backend import SshBackend
 from clusterkit.cluster import Facts, Gpu, Host, HostFacts, Project, SshCluster
 from clusterkit.errors import BadInput, PortTaken, Unavailable
@@ -150,13 +150,13 @@ def test_a_python_path_of_one_s_own_is_kept(where):
     ],
 )
 def test_a_tree_lies_in_a_folder_of_the_project_s_name(root, name):
-    path = placing._tree(facts(), msgspec.structs.replace(PROJECT, root=root)).path
+    path = placing.tree_of(facts(), msgspec.structs.replace(PROJECT, root=root)).path
     assert path == f"/home/u/cluster kit/projects/{name}/{'d' * 16}"
 
 
 def test_two_projects_never_share_a_tree():
     other = msgspec.structs.replace(PROJECT, digest="e" * 32)
-    assert placing._tree(facts(), PROJECT).path != placing._tree(facts(), other).path
+    assert placing.tree_of(facts(), PROJECT).path != placing.tree_of(facts(), other).path
 
 
 def test_checkpoints_lie_on_the_shared_folder_where_there_is_one():

@@ -35,16 +35,15 @@ from clusterkit.backends.kubernetes.observe import (
     pods_of,
     why_no_pods,
 )
-from clusterkit.backends.kubernetes.place import place
 from clusterkit.backends.kubernetes.pod_log import collect
-from clusterkit.backends.kubernetes.probe import context_of, facts_of, places, probe
+from clusterkit.backends.kubernetes.probe import context_of, facts_of, places
 from clusterkit.backends.kubernetes.records import known, snapshot
 from clusterkit.backends.kubernetes.remote_runs import kept, listing
 from clusterkit.backends.kubernetes.remove import remove
-from clusterkit.backends.kubernetes.run_files import MANIFESTS, KubernetesPlacement
+from clusterkit.backends.kubernetes.run_files import MANIFESTS
 from clusterkit.backends.kubernetes.server import RunObjects, Server, flags
 from clusterkit.backends.kubernetes.text import Object
-from clusterkit.cluster import ClusterSpec, Facts, Gpu, KubernetesCluster, KubernetesFacts
+from clusterkit.cluster import Gpu, KubernetesCluster, KubernetesFacts
 from clusterkit.errors import ClusterkitError
 from clusterkit.plan import Plan
 from clusterkit.runs import RunHandle, home, resolve
@@ -69,10 +68,9 @@ class KubernetesBackend(Backend, SupportsCleanup, SupportsDoctor, SupportsRemote
 
     @classmethod
     def resolved(
-        cls, cluster: ClusterSpec, folder: Path, include: str | None, exclude: str | None
-    ) -> ClusterSpec:
+        cls, cluster: KubernetesCluster, folder: Path, include: str | None, exclude: str | None
+    ) -> KubernetesCluster:
         super().resolved(cluster, folder, include, exclude)
-        assert isinstance(cluster, KubernetesCluster)
         check_entry(cluster)
         if cluster.kubeconfig is None:
             return cluster
@@ -80,25 +78,17 @@ class KubernetesBackend(Backend, SupportsCleanup, SupportsDoctor, SupportsRemote
         return msgspec.structs.replace(cluster, kubeconfig=path)
 
     @classmethod
-    def transport(cls, cluster: ClusterSpec) -> Transport:
+    def transport(cls, cluster: KubernetesCluster) -> Transport:
         return KubeTransport()
 
     # -- probing --------------------------------------------------------------
 
-    def probe(
-        self, cluster: ClusterSpec, transport: Transport, job: JobSpec | None = None
-    ) -> Facts:
-        assert isinstance(cluster, KubernetesCluster)
-        return probe(cluster, transport, job)
-
-    def places(self, cluster: ClusterSpec, transport: Transport) -> int:
-        assert isinstance(cluster, KubernetesCluster)
+    def places(self, cluster: KubernetesCluster, transport: Transport) -> int:
         return places(cluster, transport)
 
-    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> Subject:
+    def subject(self, name: str, cluster: KubernetesCluster, job: JobSpec | None = None) -> Subject:
         from clusterkit.doctor.kubernetes.base import KubeSubject
 
-        assert isinstance(cluster, KubernetesCluster)
         asked = job or JobSpec(name="any", command=("true",))
 
         def manifests(kube: KubernetesFacts, gpus: tuple[Gpu, ...]) -> list[Object]:
@@ -119,14 +109,6 @@ class KubernetesBackend(Backend, SupportsCleanup, SupportsDoctor, SupportsRemote
             locate=locate,
             manifests=manifests,
         )
-
-    # -- planning -------------------------------------------------------------
-
-    def place(
-        self, job: JobSpec, cluster: ClusterSpec, facts: Facts, run_id: str
-    ) -> KubernetesPlacement:
-        assert isinstance(cluster, KubernetesCluster)
-        return place(job, cluster, facts, run_id)
 
     # -- carrying out ---------------------------------------------------------
 
@@ -178,13 +160,11 @@ class KubernetesBackend(Backend, SupportsCleanup, SupportsDoctor, SupportsRemote
 
     # -- runs of other machines -----------------------------------------------
 
-    def listing(self, cluster: ClusterSpec, transport: Transport) -> list[RemoteRun]:
-        assert isinstance(cluster, KubernetesCluster)
+    def listing(self, cluster: KubernetesCluster, transport: Transport) -> list[RemoteRun]:
         server = Server.of(cluster, transport)
         return listing(server, cluster.namespace or context_of(cluster)[1])
 
-    def recover(self, run: str, cluster: ClusterSpec, transport: Transport) -> Recovered:
-        assert isinstance(cluster, KubernetesCluster)
+    def recover(self, run: str, cluster: KubernetesCluster, transport: Transport) -> Recovered:
         replace = msgspec.structs.replace
         context, namespace = context_of(cluster)
         namespace = cluster.namespace or namespace

@@ -114,7 +114,7 @@ class PodMonitor:
         if now >= self._given_up.get(pod.uid, now):
             self._given_up[pod.uid] = now + NEWS_SECONDS
             with contextlib.suppress(ClusterkitError):
-                self._objects.force(pod.name, pod.uid, held=pod.held)
+                self._objects.force(pod)
 
     def _log_of(self, pod: Pod) -> PodLog | None:
         """The follower of a pod's log, made as soon as there can be one."""

@@ -54,6 +54,8 @@ def gpu_count(node: Mapping[str, Any], cluster: KubernetesCluster) -> int:
 def selected(node: Mapping[str, Any], cluster: KubernetesCluster) -> bool:
     """Whether the node has the labels that the entry asks for."""
     labels = node["metadata"].get("labels", {})
+    if cluster.topology_key is not None and cluster.topology_key not in labels:
+        return False
     return all(labels.get(key) == value for key, value in cluster.node_selector.items())
 
 

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote
@@ -90,10 +91,10 @@ class NodeLines:
             if self.since is None and tail and _OURS.match(tail[-1]):
                 self.since = f"{tail[-1][:19].decode()}Z"
             if self.since is not None:
-                # The server takes whole seconds; what comes twice is left out.
-                again = [line for line in tail if line[:19] >= self.since[:-1].encode()]
-                self._seen.update(again)
-                if len(again) < len(tail):
+                # The server takes whole seconds, and stamps a line when it reads it, which on a
+                # busy node is long after the agent has: what comes twice is left out.
+                self._seen.update(tail)
+                if tail and tail[0][:19].decode(errors="replace") < _earlier(self.since):
                     break
         self._file = self._open()
 
@@ -153,6 +154,11 @@ class NodeLines:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+
+def _earlier(since: str) -> str:
+    """A minute before."""
+    return (datetime.fromisoformat(since[:19]) - timedelta(minutes=1)).isoformat()
 
 
 def _tail(path: Path) -> list[bytes]:

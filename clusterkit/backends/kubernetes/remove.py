@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from functools import cache
 from urllib.parse import quote
 
 import msgspec
 
 from clusterkit.backends.kubernetes.client import Forbidden
-from clusterkit.backends.kubernetes.lost_pods import silent_since
+from clusterkit.backends.kubernetes.judge import read_pod
 from clusterkit.backends.kubernetes.observe import pods_of
 from clusterkit.backends.kubernetes.pods import STOP_EXTRA
 from clusterkit.backends.kubernetes.records import (
@@ -124,16 +125,11 @@ def _await_gone(plan: Plan, objects: RunObjects) -> frozenset[str]:
 def _end_lost(objects: RunObjects, items: list[Object]) -> set[str]:
     """Remove by force the pods on nodes that do not answer: nobody there will say that they have
     ended."""
+    ready = cache(objects.node_ready)
     lost: set[str] = set()
-    gone: dict[str | None, bool] = {}
-    for each in items:
-        meta = each["metadata"]
-        if not meta.get("deletionTimestamp"):
-            continue
-        host = (each.get("spec") or {}).get("nodeName")
-        if host not in gone:
-            gone[host] = host is not None and objects.node_ready(host) is False
-        if gone[host] or silent_since(each) is not None:
-            lost.add(meta["name"])
-            objects.force(meta["name"], meta["uid"], held=bool(meta.get("finalizers")))
+    for pod in (read_pod(each, None) for each in items):
+        gone = pod.host and ready(pod.host) is False
+        if pod.leaving and (gone or pod.silent_since is not None):
+            lost.add(pod.name)
+            objects.force(pod)
     return lost

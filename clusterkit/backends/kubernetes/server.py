@@ -18,6 +18,7 @@ from clusterkit.backends.kubernetes.client import (
     Refusal,
 )
 from clusterkit.backends.kubernetes.flavors import FLAVORS
+from clusterkit.backends.kubernetes.judge import Pod
 from clusterkit.backends.kubernetes.lost_pods import JSON, force
 from clusterkit.backends.kubernetes.pods import MANAGER, RUN
 from clusterkit.backends.kubernetes.text import Object
@@ -126,10 +127,10 @@ class RunObjects(Server):
     def pod_path(self, name: str) -> str:
         return self.path("v1", "pods", name)
 
-    def force(self, name: str, uid: str, *, held: bool) -> None:
+    def force(self, pod: Pod) -> None:
         """As `lost_pods.force`; fine where it is gone, or another one, by now."""
         with contextlib.suppress(NotFound, Conflict):
-            force(self.request, self.pod_path(name), uid, held=held)
+            force(self.request, self.pod_path(pod.name), pod.uid, held=pod.held)
 
     @property
     def job_path(self) -> str:

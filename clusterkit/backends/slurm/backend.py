@@ -1,7 +1,7 @@
 """Nodes of a Slurm cluster: one allocation a run, one agent a node, started by one ``srun``.
 
 The run's folder lies on a disk that the login node and all nodes see, so that what the agents write
-is read there, as for local runs.
+is read there, as for local runs; where the login node is reached over SSH, it is copied here.
 """
 
 from __future__ import annotations
@@ -9,14 +9,20 @@ from __future__ import annotations
 import math
 import posixpath
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from clusterkit.backends.base import (
     Backend,
     Monitor,
     Observation,
+    Recovered,
+    RemoteRun,
     SupportsDoctor,
+    SupportsForget,
+    SupportsRemoteRuns,
 )
+from clusterkit.backends.slurm import login
 from clusterkit.backends.slurm.observe import (
     SlurmMonitor,
     cancelled_elsewhere,
@@ -25,16 +31,15 @@ from clusterkit.backends.slurm.observe import (
     read,
     stop_file,
 )
-from clusterkit.backends.slurm.queue import HOST, SLURM_SECONDS, Job, jobs_of
-from clusterkit.cluster import ClusterSpec, Facts, SlurmCluster
+from clusterkit.backends.slurm.queue import SLURM_SECONDS, Job, jobs_of, run
+from clusterkit.cluster import Facts, SlurmCluster
 from clusterkit.errors import ClusterkitError, Unavailable
-from clusterkit.runs import RunHandle
+from clusterkit.runs import RunHandle, home
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
-from clusterkit.transport import Transport
+from clusterkit.transport import LocalTransport, Transport
 
 if TYPE_CHECKING:
-    from clusterkit.assemble import Placement
     from clusterkit.doctor.slurm import SlurmSubject
 
 GRACE_SECONDS = 10.0
@@ -42,7 +47,7 @@ GRACE_SECONDS = 10.0
 ASK_SECONDS = 1.0
 
 
-class SlurmBackend(Backend, SupportsDoctor):
+class SlurmBackend(Backend, SupportsDoctor, SupportsForget, SupportsRemoteRuns):
     """Nodes are tasks of one job step; see `clusterkit.agent` for what runs in each of them."""
 
     name = "slurm"
@@ -53,31 +58,19 @@ class SlurmBackend(Backend, SupportsDoctor):
     }
     start_seconds: ClassVar[float] = math.inf
 
-    def probe(
-        self, cluster: ClusterSpec, transport: Transport, job: JobSpec | None = None
-    ) -> Facts:
-        from clusterkit.backends.slurm.probe import probe
+    @classmethod
+    def transport(cls, cluster: SlurmCluster) -> Transport:
+        return LocalTransport() if cluster.ssh is None else login.transport(cluster)
 
-        assert isinstance(cluster, SlurmCluster)
-        return probe(cluster, transport, job)
-
-    def places(self, cluster: ClusterSpec, transport: Transport) -> int:
+    def places(self, cluster: SlurmCluster, transport: Transport) -> int:
         from clusterkit.backends.slurm.probe import partition
 
-        assert isinstance(cluster, SlurmCluster)
         return sum(node.usable for node in partition(cluster, transport)[2])
 
-    def place(self, job: JobSpec, cluster: ClusterSpec, facts: Facts, run_id: str) -> Placement:
-        from clusterkit.backends.slurm.place import place
-
-        assert isinstance(cluster, SlurmCluster)
-        return place(job, cluster, facts, run_id)
-
-    def subject(self, name: str, cluster: ClusterSpec, job: JobSpec | None = None) -> SlurmSubject:
-        from clusterkit.backends.probing import own_interpreter
+    def subject(self, name: str, cluster: SlurmCluster, job: JobSpec | None = None) -> SlurmSubject:
+        from clusterkit.backends.slurm.probe import folder, python_of
         from clusterkit.doctor.slurm import SlurmSubject
 
-        assert isinstance(cluster, SlurmCluster)
         asked = job or JobSpec(name="any", command=("true",))
 
         def rehearsal(transport: Transport) -> str:
@@ -86,22 +79,26 @@ class SlurmBackend(Backend, SupportsDoctor):
             return next(file.text or "" for file in plan.files if file.path.endswith("/slurm.sh"))
 
         return SlurmSubject(
-            cluster=name, entry=cluster, job=asked, rehearsal=rehearsal,
-            python=own_interpreter(asked, cluster.python)[0],
+            cluster=name, entry=cluster, job=asked, rehearsal=rehearsal, folder=folder(cluster),
+            python=python_of(asked, cluster)[0],
         )  # fmt: skip
+
+    def home(self, facts: Facts) -> Path:
+        remote = facts.slurm is not None and facts.slurm.ssh
+        return home() if remote else Path(facts.home)
 
     # -- an attempt -----------------------------------------------------------
 
     def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
-        files = read(handle, transport)
+        job, silent = None, login.bring(handle, transport)
+        files = read(handle)
         if files is None:
             return None
-        job, silent = None, None
         try:
-            job = newest(handle, transport)
+            job = newest(handle, transport) if silent is None else None
         except Unavailable as error:
             silent = error.message
-        seen = observation(handle, files, job, transport, silent=silent)
+        seen = observation(handle, files, job, silent=silent)
         if cancelled_elsewhere(seen, job):
             handle.folder.mark_cancelled()
         return seen
@@ -110,19 +107,20 @@ class SlurmBackend(Backend, SupportsDoctor):
         return SlurmMonitor(handle, transport)
 
     def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
-        plan = handle.plan
+        plan, host = handle.plan, handle.plan.hosts[0]
         deadline = time.monotonic() + plan.stop_grace + GRACE_SECONDS
         asked: set[int] = set()
         try:
-            while jobs := [job for job in jobs_of(plan.run_id, transport) if not job.means.final]:
+            while jobs := [
+                job for job in jobs_of(plan.run_id, host, transport) if not job.means.final
+            ]:
                 for job in jobs:
-                    if transport.get(HOST, posixpath.join(plan.run_dir, "run.json"), 0, 1):
-                        transport.put(HOST, stop_file(plan, job), f"{reason}\n".encode())
+                    _say_why(handle, job, reason, transport)
                     if job.means is not State.RUNNING or time.monotonic() > deadline:
-                        _scancel(transport, job)
+                        _scancel(transport, host, job)
                     elif job.id not in asked:
                         # Its batch script passes it on to the agents, with the reason.
-                        _scancel(transport, job, "--batch", "--signal=USR1")
+                        _scancel(transport, host, job, "--batch", "--signal=USR1")
                     asked.add(job.id)
                 if time.monotonic() > deadline + SLURM_SECONDS:
                     names = ", ".join(str(job.id) for job in jobs)
@@ -134,10 +132,40 @@ class SlurmBackend(Backend, SupportsDoctor):
                 hint=f"clusterkit cancel {plan.run_id} again, once Slurm answers",
             ) from None
 
+    def forget(self, handle: RunHandle, transport: Transport) -> None:
+        plan = handle.plan
+        if login.is_remote(handle):
+            done = transport.run(plan.hosts[0], ["rm", "-rf", "--", plan.run_dir], timeout=120)
+            if done.exit_code:
+                raise Unavailable(
+                    f"host {plan.hosts[0]}: cannot remove {plan.run_dir}: {done.stderr}"
+                )
 
-def _scancel(transport: Transport, job: Job, *options: str) -> None:
+    # -- runs of others -------------------------------------------------------
+
+    def listing(self, cluster: SlurmCluster, transport: Transport) -> list[RemoteRun]:
+        from clusterkit.backends.slurm.remote_runs import listing
+
+        return listing(cluster, transport)
+
+    def recover(self, run: str, cluster: SlurmCluster, transport: Transport) -> Recovered:
+        from clusterkit.backends.slurm.remote_runs import refuse
+
+        raise refuse(run, cluster, transport)
+
+
+def _say_why(handle: RunHandle, job: Job, reason: str, transport: Transport) -> None:
+    """For the job's batch script; and here, where it says that it was us who ended it."""
+    plan, text = handle.plan, f"{reason}\n".encode()
+    if handle.folder.file("run.json").exists():  # a folder that is gone does not come back
+        handle.folder.write(stop_file(job), text)
+    if login.is_remote(handle):
+        transport.put(plan.hosts[0], posixpath.join(plan.run_dir, stop_file(job)), text)
+
+
+def _scancel(transport: Transport, host: str, job: Job, *options: str) -> None:
     """Raises Unavailable: it could not be done, and the job is still there."""
-    done = transport.run(HOST, ["scancel", *options, str(job.id)], timeout=SLURM_SECONDS)
+    done = run(transport, host, ["scancel", *options, str(job.id)])
     said = done.stderr.strip()
     if done.exit_code and "Invalid job id" not in said and "already completing" not in said:
         raise Unavailable(f"Slurm: {said or f'scancel exited with {done.exit_code}'}")

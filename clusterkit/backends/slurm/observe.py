@@ -1,15 +1,14 @@
 """What a run's job and the files of its agents mean for its nodes.
 
-The agents write to the run's folder, which the login node sees as well: how they stand, and how
-they ended, is read there. Slurm tells what they cannot: why nothing has started, and why they were
-ended without a word.
+The agents write to the run's folder, which the login node sees as well (or `login` copies it):
+how they stand, and how they ended, is read there. Slurm tells what they cannot: why nothing has
+started, and why they were ended without a word.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import posixpath
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
@@ -17,10 +16,10 @@ from msgspec import Struct
 
 from clusterkit import mirror
 from clusterkit.backends.base import Observation
-from clusterkit.backends.nodes import judge_node, node_file, observed
-from clusterkit.backends.slurm.queue import HOST, Job, jobs_of
+from clusterkit.backends.nodes import judge_node, observed
+from clusterkit.backends.slurm import login
+from clusterkit.backends.slurm.queue import Job, jobs_of
 from clusterkit.errors import Unavailable
-from clusterkit.plan import Plan
 from clusterkit.runs import RunHandle
 from clusterkit.status import NodeCause, NodeStatus, State
 from clusterkit.transport import Transport
@@ -62,35 +61,36 @@ class Snapshot(Struct, frozen=True):
         return all(node.exit is not None for node in self.nodes)
 
 
-def read(handle: RunHandle, transport: Transport) -> Snapshot | None:
+def read(handle: RunHandle) -> Snapshot | None:
     """What the run's folder holds; None: there is none."""
-    plan = handle.plan
+    attempt, folder = handle.attempt, handle.folder.path
 
     def of(name: str) -> bytes | None:
-        return transport.get(HOST, posixpath.join(plan.run_dir, name))
+        try:
+            return (folder / name).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
-    if of("run.json") is None:
+    if not (folder / "run.json").exists():
         return None
     nodes = []
-    for node in range(plan.nodes):
-        ended = transport.get(HOST, node_file(handle, node, "exit.json"))
-        started = transport.get(HOST, node_file(handle, node, "started.json"))
-        log = b"" if ended else transport.get(HOST, node_file(handle, node, "agent.log")) or b""
+    for node in range(handle.plan.nodes):
+        ours = f"attempts/{attempt}/node-{node}"
+        ended, started = of(f"{ours}/exit.json"), of(f"{ours}/started.json")
+        log = b"" if ended else of(f"{ours}/agent.log") or b""
         nodes.append(Files(started, ended, log[-4096:]))
-    attempt = handle.attempt
     return Snapshot(tuple(nodes), of(f"job-{attempt}"), of(f"attempts/{attempt}/next"))
 
 
-def stop_file(plan: Plan, job: Job) -> str:
+def stop_file(job: Job) -> str:
     """Says why we end a job, to its batch script; and to us, that it was us."""
-    return posixpath.join(plan.run_dir, f"stop-{job.id}")
+    return f"stop-{job.id}"
 
 
 def observation(
     handle: RunHandle,
     seen: Snapshot,
     job: Job | None,
-    transport: Transport,
     *,
     silent: str | None = None,
     patient: bool = False,
@@ -103,7 +103,7 @@ def observation(
         patient: whether files may still come to light.
     """
     again = _next(handle, seen, job)
-    ours = job is None or transport.get(HOST, stop_file(handle.plan, job), 0, 1) is not None
+    ours = job is None or handle.folder.file(stop_file(job)).exists()
     nodes = tuple(
         _judge(handle, node, files, seen, job, ours, silent, patient, again)
         for node, files in enumerate(seen.nodes)
@@ -174,7 +174,7 @@ def _judge(
             return changed(State.CANCELLED if cancelled else State.FAILED, job.ending)
         return found
     if silent is not None:
-        return changed(State.RUNNING if files.started else State.PENDING, silent)
+        return changed(State.RUNNING if files.started else State.PENDING, silent or None)
     if files.started is None and found.state is State.RUNNING:
         found = changed(State.PENDING, None)
     if job is None:
@@ -206,7 +206,7 @@ def newest(handle: RunHandle, transport: Transport) -> Job | None:
     Raises:
         Unavailable: the controller does not answer.
     """
-    found = jobs_of(handle.plan.run_id, transport)
+    found = jobs_of(handle.plan.run_id, handle.plan.hosts[0], transport)
     return found[-1] if found else None
 
 
@@ -215,6 +215,7 @@ class SlurmMonitor:
 
     def __init__(self, handle: RunHandle, transport: Transport) -> None:
         self._about = (handle, transport)
+        self._copying = login.follow(handle, transport)
         self._pool = ThreadPoolExecutor(1)  # a controller that is away takes 10 s to say nothing
         self._asking: Future[Job | None] | None = None
         self._read: Snapshot | None = None
@@ -232,7 +233,7 @@ class SlurmMonitor:
         if now < self._look_at:
             return self._seen
         self._look_at = now + LOOK_SECONDS
-        fresh = read(handle, transport)
+        fresh = read(handle)
         if fresh is None:
             return None
         if fresh != self._read:
@@ -243,10 +244,13 @@ class SlurmMonitor:
             self._asking = self._pool.submit(newest, handle, transport)
         if self._asking is not None and (self._asking.done() or self._seen is None):
             self._take(now)
-        if self._asked == fresh and self._asking is None:
+        if (behind := login.behind(self._copying)) is not None:
+            self._over_since = None  # what comes to light comes later
+            self._seen = observation(handle, fresh, self._job, silent=behind)
+        elif self._asked == fresh and self._asking is None:
             self._judge(fresh, now)
         elif self._seen is None or self._silent is not None:
-            self._seen = observation(handle, fresh, self._job, transport, silent=self._silent or "")
+            self._seen = observation(handle, fresh, self._job, silent=self._silent or "")
         return self._seen
 
     def _take(self, now: float) -> None:
@@ -261,18 +265,19 @@ class SlurmMonitor:
         self._ask_at = now + ASK_SECONDS[2 if runs and self._silent is None else 1]
 
     def _judge(self, fresh: Snapshot, now: float) -> None:
-        handle, transport = self._about
-        job = self._job
+        handle, job = self._about[0], self._job
         over = self._silent is None and (job is None or job.means.final)
         if not over:
             self._over_since = None
         elif self._over_since is None:
             self._over_since = now
         patient = not fresh.ended and now - (self._over_since or now) < LATE_SECONDS
-        seen = observation(handle, fresh, job, transport, silent=self._silent, patient=patient)
+        seen = observation(handle, fresh, job, silent=self._silent, patient=patient)
         if cancelled_elsewhere(seen, job):
             handle.folder.mark_cancelled()
         self._seen = seen
 
     def close(self) -> None:
+        if self._copying is not None:
+            self._copying.close()
         self._pool.shutdown(wait=False, cancel_futures=True)

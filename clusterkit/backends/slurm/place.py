@@ -10,6 +10,7 @@ from clusterkit.agent import PEER_TOKEN
 from clusterkit.agent.archive import ARCHIVE
 from clusterkit.assemble import Assembly, Placement, Places, Watching, require_packages
 from clusterkit.backends.placing import (
+    copies,
     device_of,
     divided_gpus,
     interface_env,
@@ -17,7 +18,7 @@ from clusterkit.backends.placing import (
     threads_of,
 )
 from clusterkit.backends.slurm.probe import minutes
-from clusterkit.backends.slurm.queue import HOST
+from clusterkit.backends.slurm.queue import HERE
 from clusterkit.cluster import Facts, SlurmCluster, SlurmFacts
 from clusterkit.errors import BadInput, counted
 from clusterkit.plan import Note, PlanFile, Step
@@ -106,8 +107,10 @@ class SlurmPlacement(Placement):
         return (*assembly.files, script, PlanFile(self.places.file("submit.sh"), submit))
 
     def steps(self, assembly: Assembly) -> tuple[Step, ...]:
-        argv = ("/bin/sh", self.places.file("submit.sh"))
-        return (Step(kind="run", host=HOST, argv=argv, secrets=assembly.secrets),)
+        # Over SSH as in a login shell: its environment is what the job inherits.
+        shell = ("/bin/sh",) if self.hosts[0] == HERE else ("/bin/bash", "-l")
+        argv = (*shell, self.places.file("submit.sh"))
+        return (Step(kind="run", host=self.hosts[0], argv=argv, secrets=assembly.secrets),)
 
     def _script(self, assembly: Assembly) -> str:
         nodes = str(self.launchers)
@@ -183,23 +186,24 @@ def place(job: JobSpec, cluster: SlurmCluster, facts: Facts, run_id: str) -> Slu
     options += [_option(f"--output={output}"), _option(f"--chdir={run_dir}")]
     address = f"of {facts.interface}" if facts.interface else "as Slurm knows it"
     watch_port = facts.watch_port or own_ports(facts.port)[1]
+    copied, workdir, trees, shipped = copies(job, facts, run_dir)
+    own = shipped and not {"PYTHONPATH"} & {*job.env, *cluster.env}
     return SlurmPlacement(
-        job=job,
+        job=copied,
         topology=topology,
         endpoint=Endpoint(HEAD, facts.port, run_id),
-        places=Places(
-            run_dir, job.workdir or run_dir, host.python, python_origin=host.python_origin
-        ),
+        places=Places(run_dir, workdir, host.python, python_origin=host.python_origin),
         device=device,
         threads=threads,
         where=f"in partition {found.partition} of Slurm {found.version}",
-        hosts=(HOST,) * most,
+        hosts=(host.host,) * most,
         names=tuple(f"node-{node}" for node in range(most)),
         cluster_env=cluster.env,
-        network_env=interface_env(cluster.interface),
+        network_env=interface_env(cluster.interface) | ({"PYTHONPATH": shipped} if own else {}),
         stop_grace=cluster.stop_grace,
         lost_after=cluster.lost_after,
         watching=Watching(HEAD, watch_port, cluster.lost_after),
+        trees=trees,
         notes=(
             Note("device", device, device_origin),
             Note("nproc_per_node", str(nproc), nproc_origin),

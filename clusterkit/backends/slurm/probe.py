@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from pathlib import Path
 
 import msgspec
 
+from clusterkit import project
 from clusterkit.backends.ports import watch_port
-from clusterkit.backends.probing import NAMES_PYTHON, ask, own_interpreter
-from clusterkit.backends.slurm.queue import HOST
+from clusterkit.backends.probing import NAMES_PYTHON, ask, interpreter, own_interpreter
+from clusterkit.backends.slurm.queue import HERE
 from clusterkit.backends.slurm.queue import ask as ask_slurm
 from clusterkit.cluster import Facts, Gpu, HostFacts, SlurmCluster, SlurmFacts
 from clusterkit.errors import BadInput, Unavailable
@@ -18,8 +20,10 @@ from clusterkit.runs import home
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
 
-_GPUS = re.compile(r"(?:^|,)gpu:(?:([^:,()]+):)?(\d+)")
-_GONE = re.compile(r"down|drain|fail|unk|boot|power", re.IGNORECASE)
+_GPUS = re.compile(
+    r"(?:^|,)gpu(?::(?!no_consume:)([^:,()]+))?(?::no_consume)?:(\d+)", re.IGNORECASE
+)
+_GONE = re.compile(r"down|drain|fail|future|inval|unk|boot|power", re.IGNORECASE)
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?\Z")
 
 
@@ -45,23 +49,29 @@ def probe(cluster: SlurmCluster, transport: Transport, job: JobSpec | None) -> F
         gpus = tuple(Gpu(str(index), "GPU", 0) for index in range(cluster.gpus))
     else:
         gpus = () if job is not None and job.device == "cpu" else least.gpus
-    workdir = str(home())
-    python, origin = own_interpreter(job, cluster.python)
-    if (found := shutil.which(python)) is None:
-        raise Unavailable(
-            f"python: {python} does not exist, or cannot be executed", hint=NAMES_PYTHON
-        )
-    python = os.path.abspath(found)
-    report = ask(transport, HOST, [python], python=python, where="login node", workdir=workdir)
-    port = transport.free_port(HOST, None if cluster.port == "auto" else cluster.port)
+    host = host_of(cluster)
+    python, origin = python_of(job, cluster)
+    if cluster.ssh is None:
+        if (found := shutil.which(python)) is None:
+            raise Unavailable(
+                f"python: {python} does not exist, or cannot be executed", hint=NAMES_PYTHON
+            )
+        python = os.path.abspath(found)
+    report = ask(
+        transport, host, [python], python=python, where="login node", workdir=folder(cluster)
+    )
+    if "/" not in python:
+        python = report.python  # which one it is may differ from node to node
+    copied = job if cluster.ssh is not None and cluster.sync else None
+    port = transport.free_port(host, None if cluster.port == "auto" else cluster.port)
     if cluster.port != "auto":
         port = cluster.port
     most = limits.get("MaxNodes", "")
     return Facts(
-        home=workdir,
+        home=report.workdir,
         hosts=(
             HostFacts(
-                host=HOST,
+                host=host,
                 address="",
                 cpus=least.cpus,
                 memory_mib=least.memory_mib,
@@ -75,15 +85,40 @@ def probe(cluster: SlurmCluster, transport: Transport, job: JobSpec | None) -> F
         port=port,
         port_origin="free on the login node" if cluster.port == "auto" else "cluster: port",
         interface=cluster.interface or "",
-        watch_port=watch_port(cluster, HOST, port, transport),
+        watch_port=watch_port(cluster, host, port, transport),
+        project=project.snapshot(Path(copied.workdir or "."), copied.program).facts()
+        if copied
+        else None,
+        shipped=project.own_package().facts()
+        if copied and "clusterkit" not in report.versions
+        else None,
         slurm=SlurmFacts(
-            version=ask_slurm(transport, "sinfo", "--version").strip().rpartition(" ")[2],
+            ssh=cluster.ssh is not None,
+            version=ask_slurm(transport, host, "sinfo", "--version").strip().rpartition(" ")[2],
             partition=name,
             nodes=len(nodes),
             minutes=minutes(limits.get("MaxTime", "")),
             most_nodes=int(most) if most.isdigit() else None,
         ),
     )
+
+
+def host_of(cluster: SlurmCluster) -> str:
+    """What the transport calls the login node."""
+    return cluster.ssh or HERE
+
+
+def folder(cluster: SlurmCluster) -> str:
+    """For runs and projects, on the login node's disk; the user's own folder there may be ``~``."""
+    return str(home()) if cluster.ssh is None else cluster.workdir
+
+
+def python_of(job: JobSpec | None, cluster: SlurmCluster) -> tuple[str, str]:
+    """The ranks' Python, and where it comes from."""
+    if cluster.ssh is None:
+        return own_interpreter(job, cluster.python)
+    entry = (cluster.python, "cluster: python")
+    return interpreter(job, entry, ("python3", "the login node's"))
 
 
 def partition(
@@ -95,7 +130,8 @@ def partition(
         BadInput: there is no such partition.
         Unavailable: the controller does not answer.
     """
-    shown = ask_slurm(transport, "scontrol", "--oneliner", "show", "partition")
+    host = host_of(cluster)
+    shown = ask_slurm(transport, host, "scontrol", "--oneliner", "show", "partition")
     found = {}
     for line in shown.splitlines():
         words = dict(word.split("=", 1) for word in line.split() if "=" in word)
@@ -111,7 +147,7 @@ def partition(
             cluster="partition",
         )
     form = "%N|%T|%c|%m|%G"
-    listed = ask_slurm(transport, "sinfo", "-hN", f"--partition={name}", f"--format={form}")
+    listed = ask_slurm(transport, host, "sinfo", "-hN", f"--partition={name}", f"--format={form}")
     nodes = [node for line in listed.splitlines() if (node := _node(line)) is not None]
     if not nodes:
         raise Unavailable(f"Slurm: partition {name} has no nodes")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
 from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.status import State
-from clusterkit.transport import Transport
+from clusterkit.transport import Completed, Environment, Transport
 
-HOST = "localhost"
-"""The login node, where commands of Slurm run."""
+HERE = "localhost"
+"""This machine, where it is a login node itself: where commands of Slurm run."""
+_FIND = (
+    """if command -v "$1" >/dev/null; then exec "$@"; fi; exec bash -lc 'exec "$@"' bash "$@\""""
+)
+"""Runs a command that may be one of those only that a login shell finds."""
 SLURM_SECONDS = 60.0
 """Commands wait for a controller that is away, some 10 s."""
 FORM = "%i|%T|%S|%V|%r"
@@ -105,7 +109,7 @@ def parse(text: str) -> list[Job]:
     ]
 
 
-def jobs_of(run_id: str, transport: Transport) -> list[Job]:
+def jobs_of(run_id: str, host: str, transport: Transport) -> list[Job]:
     """A run's jobs that Slurm knows of, newest last; it forgets those that have ended.
 
     A run is the name of its jobs, so that no submit can be lost between Slurm and a record of ours.
@@ -114,21 +118,39 @@ def jobs_of(run_id: str, transport: Transport) -> list[Job]:
         Unavailable: the controller does not answer.
     """
     argv = ("squeue", "--noheader", "--states=all", f"--name={run_id}", f"--format={FORM}")
-    return sorted(parse(ask(transport, *argv)), key=lambda job: job.id)
+    return sorted(parse(ask(transport, host, *argv)), key=lambda job: job.id)
 
 
-def ask(transport: Transport, *argv: str) -> str:
+def run(
+    transport: Transport,
+    host: str,
+    argv: Sequence[str],
+    *,
+    stdin: bytes = b"",
+    env: Environment = None,
+) -> Completed:
+    """A command of Slurm's on the login node.
+
+    Raises:
+        ClusterkitError: it cannot be run.
+    """
+    there = argv if host == HERE else ("/bin/sh", "-c", _FIND, "sh", *argv)
+    return transport.run(host, there, env=env, timeout=SLURM_SECONDS, stdin=stdin)
+
+
+def ask(transport: Transport, host: str, *argv: str, env: Environment = None) -> str:
     """The output of a command of Slurm.
 
     Raises:
         Unavailable: it is not installed, or the controller does not answer.
     """
     try:
-        done = transport.run(HOST, argv, timeout=SLURM_SECONDS)
+        done = run(transport, host, argv, env=env)
     except ClusterkitError as error:
-        raise Unavailable(
-            f"Slurm: {error.message}", hint="submit from a login node of the cluster"
-        ) from None
+        hint = error.hint
+        if host == HERE:
+            hint = "submit from a login node of the cluster, or name one in its entry: ssh: HOST"
+        raise Unavailable(f"Slurm: {error.message}", hint=hint) from None
     if done.exit_code:
         said = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.exit_code}"
         raise Unavailable(f"Slurm: {said}")

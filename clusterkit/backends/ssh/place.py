@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import posixpath
-import re
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
-from clusterkit import project
 from clusterkit.assemble import Placement, Places, Watching, require_packages
-from clusterkit.backends.placing import device_of, gpu_share, interface_env, threads_of
+from clusterkit.backends.placing import copies, device_of, gpu_share, interface_env, threads_of
 from clusterkit.backends.ssh.probe import too_few
-from clusterkit.cluster import Facts, HostFacts, Project, SshCluster
+from clusterkit.cluster import Facts, HostFacts, SshCluster
 from clusterkit.errors import BadInput, counted, listed
-from clusterkit.plan import Note, Tree
+from clusterkit.plan import Note
 from clusterkit.rendezvous import NODE_ADDRESS, Endpoint, Topology, mpirun_interface
 from clusterkit.spec import JobSpec
 
@@ -40,13 +36,7 @@ def place(job: JobSpec, cluster: SshCluster, facts: Facts, run_id: str) -> Place
                 cluster="python",
             )
     run_dir = posixpath.join(facts.home, "runs", run_id)
-    workdir, program = job.workdir or run_dir, job.program
-    tree, shipped = _tree(facts, facts.project), _tree(facts, facts.shipped, "clusterkit")
-    if tree is not None:
-        workdir = posixpath.normpath(_copied(tree, workdir))
-        if program is not None and posixpath.isabs(program):
-            program = _copied(tree, program)
-    trees = tuple(each for each in (tree, shipped) if each is not None)
+    copied, workdir, trees, shipped = copies(job, facts, run_dir)
     if job.started_by == "mpirun":
         _check_devices(hosts[1:], device, nproc)
     network_env = interface_env(facts.interface)
@@ -57,7 +47,7 @@ def place(job: JobSpec, cluster: SshCluster, facts: Facts, run_id: str) -> Place
     if nodes < most:
         remarks.append(Note("", f"{most} nodes are wanted, {counted(nodes, 'host')} there", ""))
     return Placement(
-        job=msgspec.structs.replace(job, program=program),
+        job=copied,
         topology=topology,
         endpoint=Endpoint(head.address, facts.port, run_id),
         places=Places(run_dir, workdir, head.python, shared, head.python_origin),
@@ -67,8 +57,7 @@ def place(job: JobSpec, cluster: SshCluster, facts: Facts, run_id: str) -> Place
         hosts=tuple(host.host for host in hosts),
         names=tuple(host.address for host in hosts),
         cluster_env=cluster.env,
-        network_env=network_env
-        | (_own({"PYTHONPATH": shipped.path}, job, cluster) if shipped else {}),
+        network_env=network_env | (_own({"PYTHONPATH": shipped}, job, cluster) if shipped else {}),
         node_env=tuple(
             {
                 **({NODE_ADDRESS.name: host.address} if topology.elastic else {}),
@@ -135,20 +124,6 @@ def _check_devices(others: Sequence[HostFacts], device: str, nproc: int) -> None
                 hint="launcher: forkserver can",
                 job="launcher",
             )
-
-
-def _tree(facts: Facts, found: Project | None, name: str | None = None) -> Tree | None:
-    """Where a copy of a project lies on the hosts."""
-    if found is None:
-        return None
-    name = name or re.sub(r"[^A-Za-z0-9_.-]+", "-", posixpath.basename(found.root)) or "project"
-    path = posixpath.join(facts.home, "projects", name, found.digest[:16])
-    return Tree(found.root, path, found.digest, f"{project.words(found)}; {found.how}")
-
-
-def _copied(tree: Tree, path: str) -> str:
-    """A path of the submitter's in the copy."""
-    return posixpath.join(tree.path, posixpath.relpath(path, tree.source))
 
 
 def _own(env: Mapping[str, str], job: JobSpec, cluster: SshCluster) -> dict[str, str]:

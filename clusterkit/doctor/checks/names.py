@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -51,27 +50,25 @@ class Seen(Struct):
 
 @script("names", Seen, phase=2)
 def collect_names(given: dict[str, Any]) -> Any:
-    until = time.monotonic() + 3 * given["patience"]
+    from concurrent.futures import ThreadPoolExecutor, wait
+
+    pool = ThreadPoolExecutor(16)  # whose threads end with this process: a look-up may hang
     work: list[Any] = []
 
-    def later(look: Any, *words: Any) -> Any:
+    def later(look: Any, word: str) -> Any:
         seen: dict[str, Any] = {}
-        work.append((seen, look, words))
-        return seen
 
-    def worker() -> None:
-        while work:
-            try:
-                seen, look, words = work.pop(0)
-            except IndexError:
-                return
+        def timed() -> None:
             began = time.monotonic()
             seen["begun"] = True
             try:
-                found, error = look(*words), None
+                found, error = look(word), None
             except (OSError, UnicodeError) as problem:
                 found, error = [], str(problem)
             seen.update(found=found, error=error, seconds=time.monotonic() - began)
+
+        work.append(pool.submit(timed))
+        return seen
 
     def forward(name: str) -> Any:
         return sorted({entry[4][0] for entry in socket.getaddrinfo(name, None)})
@@ -94,11 +91,7 @@ def collect_names(given: dict[str, Any]) -> Any:
         if number % 8 == 0:
             seen["yardsticks"].append(later(forward, "127.0.0.1"))
         seen["names"][name] = later(forward, name)
-    threads = [threading.Thread(target=worker, daemon=True) for _ in range(min(16, len(work)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0, until - time.monotonic()))
+    wait(work, 3 * given["patience"])
     return seen
 
 

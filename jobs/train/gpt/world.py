@@ -124,9 +124,10 @@ def stop_requested() -> bool:
 
 
 def _request_stop(signum: int, frame: object) -> None:
+    # Others that follow are echoes: Slurm, or a launcher, signals all processes, and the agent its
+    # ranks as well. Whoever does not want to wait has SIGKILL.
     global _stop_requested
     _stop_requested = True
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the second one means it
 
 
 def run(main: Callable[[], int]) -> NoReturn:

@@ -308,6 +308,8 @@ def test_taints_and_selectors():
     assert found["node-1"].level == "skip"
     assert found["node-1"].cause == "it takes no pods of the job: taint team=b:NoSchedule"
     assert found["node-2"].level == "ok"
+    told = only(judged("nodes", subject_of(topology_key="rack"), replies))
+    assert told.cause == "no node has the labels rack"
     told = only(judged("nodes", subject_of(node_selector={"pool": "h100"}), replies))
     assert told.cause == "no node has the labels pool=h100"
 

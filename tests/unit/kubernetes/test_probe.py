@@ -61,6 +61,7 @@ def test_places_are_nodes_that_may_be_used():
     backend = backends.backend("kubernetes")
     assert backend.places(KubernetesCluster(), transport) == 2
     assert backend.places(KubernetesCluster(node_selector={"pool": "a"}), transport) == 1
+    assert backend.places(KubernetesCluster(topology_key="pool"), transport) == 1
     with pytest.raises(Unavailable, match="how many nodes the cluster has is unknown"):
         backend.places(KubernetesCluster(), Nodes())
 

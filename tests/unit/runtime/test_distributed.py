@@ -234,3 +234,18 @@ def test_a_peer_s_death_after_a_stop_signal_is_no_news(monkeypatch: pytest.Monke
     with pytest.raises(SystemExit) as leaving:
         run(main)
     assert leaving.value.code == 128 + signal.SIGTERM
+
+
+def test_a_second_signal_to_stop_does_not_end_a_rank_that_saves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Slurm signals every process of a job, the agent its ranks as well, upon its own."""
+    monkeypatch.setattr(module, "_stop_requested", False)
+    before = signal.signal(signal.SIGTERM, module._request_stop)
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert module.stop_requested()
+        assert signal.getsignal(signal.SIGTERM) is module._request_stop
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -38,7 +38,10 @@ def nodes(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
     """There are nodes that take pods of the job, and they are well."""
     there = nodes_of(seen, subject)
     if not there:
-        wanted = ", ".join(f"{key}={value}" for key, value in subject.entry.node_selector.items())
+        entry = subject.entry
+        wanted = ", ".join(
+            [*map("=".join, entry.node_selector.items()), *filter(None, [entry.topology_key])]
+        )
         cause = f"no node has the labels {wanted}" if wanted else "the cluster has no nodes"
         return fail(cause, subject.kubectl("get", "nodes"))
     findings = [_of(node, subject) for node in there]

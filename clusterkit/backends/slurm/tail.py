@@ -1,0 +1,111 @@
+"""What the nodes of a run have written, for a submitter who does not see their disk: the half of
+the login node (the other one is `clusterkit.backends.slurm.login`).
+
+Standard library only: its text is sent to the login node and run there by the ranks' Python. Its
+input is ``{"folder": .., "attempt": .., "follow": .., "sizes": {NAME: BYTES}}``; its output are
+frames, as of `clusterkit.agent.report`, whose files have paths below the run's folder. One without
+a file closes every round.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import sys
+import time
+from typing import Any
+
+LOOK_SECONDS = 0.5
+"""Between two rounds: each is some requests to a file server."""
+HEARTBEAT_SECONDS = 2.0
+PIECE_BYTES = 1 << 20
+GONE = 2
+"""Exit code where there is no such run."""
+
+
+class Tail:
+    """Remembers what it has sent."""
+
+    def __init__(self, attempt: int, sizes: dict[str, int]) -> None:
+        self.attempt = attempt
+        self.sizes = sizes
+        """Bytes of growing files that the reader has."""
+        self.sent: dict[str, bytes] = {}
+        self.ended: set[str] = set()
+        self.news = False
+
+    def round(self) -> None:
+        """Send what is new."""
+        ours = f"attempts/{self.attempt}"
+        begun_after = _read(f"{ours}/next")
+        self.whole(f"job-{self.attempt}", _read(f"job-{self.attempt}"))
+        for name in glob.glob("slurm-*.out"):
+            self.grown(name)
+        for node in sorted(glob.glob(f"{ours}/node-*")):
+            if node not in self.ended:
+                self.node(node)
+        self.whole(f"{ours}/next", begun_after)
+
+    def node(self, node: str) -> None:
+        # In this order: when the node has ended, its log is whole.
+        ended = _read(f"{node}/exit.json")
+        for name in ("started.json", "agent.log"):
+            self.whole(f"{node}/{name}", _read(f"{node}/{name}"))
+        for name in ("log", "ranks.jsonl"):
+            self.grown(f"{node}/{name}")
+        self.whole(f"{node}/exit.json", ended)
+        if ended is not None:
+            self.ended.add(node)
+
+    def whole(self, name: str, data: bytes | None) -> None:
+        if data is not None and self.sent.get(name) != data:
+            self.sent[name] = data
+            self.frame({"file": name}, data)
+
+    def grown(self, name: str) -> None:
+        at = self.sizes.get(name, 0)
+        while data := _read(name, at):
+            self.frame({"file": name, "at": at}, data)
+            self.sizes[name] = at = at + len(data)
+
+    def frame(self, header: dict[str, Any], data: bytes = b"") -> None:
+        self.news = True
+        out = sys.stdout.buffer
+        out.write(json.dumps({**header, "bytes": len(data)}).encode() + b"\n" + data)
+
+
+def _read(name: str, at: int = 0) -> bytes | None:
+    try:
+        with open(name, "rb") as file:
+            file.seek(at)
+            return file.read(PIECE_BYTES)
+    except OSError:
+        return None
+
+
+def main() -> int:
+    asked = json.load(sys.stdin)
+    try:
+        os.chdir(asked["folder"])
+    except OSError as error:
+        print(error.strerror, file=sys.stderr)
+        return GONE
+    tail = Tail(asked["attempt"], asked["sizes"])
+    due = 0.0
+    while True:
+        tail.round()
+        if tail.news or time.monotonic() >= due:
+            tail.frame({"begun": True, "alive": True, "ended": False})
+            tail.news, due = False, time.monotonic() + HEARTBEAT_SECONDS
+            sys.stdout.buffer.flush()
+        if not asked["follow"]:
+            return 0
+        time.sleep(LOOK_SECONDS)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except BrokenPipeError:  # nobody listens any more
+        os._exit(0)

@@ -1,0 +1,271 @@
+"""A login node over SSH: what is asked there, what is copied there, and what comes back."""
+
+import contextlib
+import json
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from clusterkit import backends, runs
+from clusterkit.backends.slurm import login, observe, probe, queue
+from clusterkit.backends.ssh.config import HostUnreachable
+from clusterkit.cluster import Project, SlurmCluster, SlurmFacts
+from clusterkit.errors import BadInput, SubmitFailed
+from clusterkit.spec import JobSpec
+from clusterkit.status import State
+from clusterkit.transport import Completed, LocalTransport
+
+NAME = "alice@login:2222"
+PARTITION = "PartitionName=main Default=YES MaxTime=60 State=UP\n"
+
+
+class LoginNode(LocalTransport):
+    """Another machine with a Slurm; the disk that its nodes write to is this one's."""
+
+    def __init__(self, **printed):
+        self.printed = {
+            "scontrol": PARTITION,
+            "sinfo": "n0|idle|8|1000|(null)\nn1|idle|8|1000|(null)\n", **printed,
+        }  # fmt: skip
+        self.asked = []
+        self.away = False
+
+    def run(self, host, argv, **options):
+        assert host == NAME
+        self.asked.append(tuple(argv))
+        if "-c" not in argv:
+            return super().run(host, argv, **options)
+        name = argv[4] if len(argv) > 4 else ""
+        if name not in self.printed:
+            return super().run(host, argv, **options)
+        return Completed(tuple(argv), 0, self.printed[name], "")
+
+    def open(self, host, argv, **options):
+        assert host == NAME
+        if self.away:
+            raise HostUnreachable("host login does not answer")
+        return super().open(host, argv, **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "address", "user", "port"),
+    [
+        ("login", "login", None, None), (NAME, "login", "alice", 2222),
+        ("bob@[fe80::1]:22", "fe80::1", "bob", 22), ("me@localhost", "localhost", "me", None),
+    ],
+)  # fmt: skip
+def test_a_login_node_is_named_as_ssh_does(text, address, user, port):
+    transport = backends.transport_for(SlurmCluster(ssh=text))
+    host = transport._hosts[text]
+    assert (host.address, host.user, host.port) == (address, user, port)
+
+
+@pytest.mark.parametrize("text", ["localhost", "a b@c@d", "login:port", "::1"])
+def test_what_is_no_login_node_is_refused(text):
+    with pytest.raises(BadInput, match="no login node on another machine"):
+        backends.transport_for(SlurmCluster(ssh=text))
+
+
+def test_the_probe_asks_there_and_looks_at_the_project_here(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    transport = LoginNode()
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project/train.py").write_text("pass\n")
+    job = JobSpec(name="demo", program="train.py", workdir=str(tmp_path / "project"))
+    facts = backends.backend("slurm").probe(SlurmCluster(ssh=NAME), transport, job)
+    assert facts.home == str(tmp_path / "clusterkit")
+    assert facts.slurm.ssh
+    assert facts.hosts[0].host == NAME
+    assert facts.hosts[0].python.startswith("/")
+    assert facts.project.files == 1
+    assert backends.backend("slurm").home(facts) == runs.home()
+    there = SlurmCluster(ssh=NAME, sync=False)
+    assert backends.backend("slurm").probe(there, transport, job).project is None
+
+
+def test_a_command_that_only_a_login_shell_finds_is_found(tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/squeue-of-mine").write_text("#!/bin/sh\necho 7 of $1\n")
+    (tmp_path / "bin/squeue-of-mine").chmod(0o755)
+    (tmp_path / ".bash_profile").write_text(f"PATH={tmp_path}/bin:$PATH\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    found = queue.run(LocalTransport(), NAME, ["squeue-of-mine", "a b"])
+    assert found.stdout == "7 of a b\n"
+
+
+@pytest.fixture
+def plan(make_facts, tmp_path):
+    def make(cluster=None, **fields):
+        slurm = SlurmFacts(version="22.05.8", partition="main", nodes=16, ssh=True)
+        facts = msgspec.structs.replace(
+            make_facts(host=NAME, home=str(tmp_path / "there")), slurm=slurm, **fields
+        )
+        job = JobSpec(name="demo", program="/here/a b/train.py", workdir="/here/a b", nodes=2)
+        entry = SlurmCluster(ssh=NAME, **(cluster or {}))
+        return backends.backend("slurm").plan(job, entry, facts, "demo-1")
+
+    return make
+
+
+def test_the_plan_copies_the_project_and_submits_in_a_login_shell(plan):
+    def project(root, digest):
+        return Project(root=root, digest=digest * 32, files=1, bytes=1, how="all")
+
+    made = plan(project=project("/here/a b", "a"), shipped=project("/here/lib", "b"))
+    (step,) = made.steps
+    assert (step.host, step.argv[:2]) == (NAME, ("/bin/bash", "-l"))
+    home = made.run_dir.partition("/runs/")[0]
+    assert [tree.path for tree in made.trees] == [
+        f"{home}/projects/a-b/{'a' * 16}", f"{home}/projects/clusterkit/{'b' * 16}",
+    ]  # fmt: skip
+    (node,) = (file.text for file in made.files if file.path.endswith("node.sh"))
+    assert f"--workdir {home}/projects/a-b/{'a' * 16}" in node
+    assert f"{home}/projects/a-b/{'a' * 16}/train.py" in node
+    assert f"PYTHONPATH={home}/projects/clusterkit" in node
+    env = {"env": {"PYTHONPATH": "/mine"}}
+    made = plan(env, shipped=project("/here/lib", "b"))
+    assert any("PYTHONPATH=/mine" in (file.text or "") for file in made.files)
+
+
+# ---------------------------------------------------------------- what the nodes write
+
+
+@pytest.fixture
+def handle(plan):
+    """A run whose folder here is not the one that its nodes write to, which is ``there``."""
+    made = plan()
+    folder = runs.RunFolder(runs.home() / "runs/demo-1")
+    folder.path.mkdir(parents=True)
+    folder.write("run.json", "{}")
+    return runs.RunHandle(folder, made, 1)
+
+
+@pytest.fixture
+def write(handle):
+    def write(name, data):
+        path = Path(handle.plan.run_dir, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data if isinstance(data, bytes) else json.dumps(data).encode())
+
+    return write
+
+
+RUNS = {"pid": 1, "host": "gpu-3"}
+DONE = {"exit_code": 0, "at": 1.0, "reason": None}
+JOB = "7|{}|N/A|2026-11-23T12:00:00|None\n"
+
+
+def here(handle):
+    found = handle.folder.path.rglob("*")
+    return {
+        str(path.relative_to(handle.folder.path)): path.read_bytes()
+        for path in found if path.is_file() and path.name != ".mirror"
+    }  # fmt: skip
+
+
+def test_what_the_nodes_write_comes_here_once(handle, write):
+    files = {
+        "job-1": b"7\n", "slurm-7.out": b"srun says\n", "attempts/1/node-0/log": b"one\n" * 999,
+        "attempts/1/node-1/log": b"", "attempts/1/node-1/ranks.jsonl": b"{}\n",
+    }  # fmt: skip
+    for name, data in files.items():
+        write(name, data)
+    write("attempts/1/node-0/checkpoint.pt", b"large")
+    write("attempts/2/node-0/log", b"another attempt's")
+    assert login.bring(handle, LoginNode()) is None
+    files.pop("attempts/1/node-1/log")  # nothing of it has come
+    assert here(handle) == {"run.json": b"{}", **files}
+    write("attempts/1/node-0/log", b"one\n" * 999 + b"two\n")
+    write("attempts/1/next", b"2\n")
+    assert login.bring(handle, LoginNode()) is None
+    assert here(handle)["attempts/1/node-0/log"] == b"one\n" * 999 + b"two\n"
+    assert here(handle)["attempts/1/next"] == b"2\n"
+
+
+def test_nothing_that_a_login_node_sends_lies_elsewhere(handle):
+    copy = login.Copy.of_run(handle)
+    for name in ("../x", "run.json", "attempts/1/node-0/../../../x", "attempts/1/node-0/log/x"):
+        copy.take({"file": name}, b"x")
+    assert here(handle) == {"run.json": b"{}"}
+
+
+def test_after_a_part_that_is_missing_nothing_is_appended(handle):
+    copy = login.Copy.of_run(handle)
+    copy.take({"file": "attempts/1/node-0/log", "at": 0}, b"one\n")
+    with pytest.raises(SubmitFailed, match="a part of it is missing"):
+        copy.take({"file": "attempts/1/node-0/log", "at": 9}, b"three\n")
+    assert here(handle)["attempts/1/node-0/log"] == b"one\n"
+
+
+def test_a_run_is_judged_by_what_came(handle, write):
+    backend, transport = backends.backend("slurm"), LoginNode(squeue=JOB.format("RUNNING"))
+    Path(handle.plan.run_dir).mkdir(parents=True)
+    assert backend.status(handle, transport).state is State.PENDING
+    for node in (0, 1):
+        write(f"attempts/1/node-{node}/started.json", RUNS)
+    assert backend.status(handle, transport).state is State.RUNNING
+    transport.away = True
+    seen = backend.status(handle, transport)
+    assert (seen.state, seen.nodes[0].reason) == (State.RUNNING, "host login does not answer")
+    transport.away = False
+    for node in (0, 1):
+        write(f"attempts/1/node-{node}/exit.json", DONE)
+    assert backend.status(handle, transport).state is State.SUCCEEDED
+
+
+def test_a_monitor_judges_nothing_before_all_has_come(handle, write):
+    transport = LoginNode(squeue="")  # Slurm has forgotten the job
+    write("job-1", b"7\n")
+    for node in (0, 1):
+        write(f"attempts/1/node-{node}/started.json", RUNS)
+        write(f"attempts/1/node-{node}/exit.json", DONE)
+        write(f"attempts/1/node-{node}/log", b"x" * (3 << 20))
+    monitor = backends.backend("slurm").watch(handle, transport)
+    states = [State.PENDING]
+    deadline = time.monotonic() + 60
+    with contextlib.closing(monitor):
+        while not states[-1].final and time.monotonic() < deadline:
+            states.append(monitor.status().state)
+            time.sleep(0.01)
+    assert set(states[:-1]) <= {State.PENDING, State.RUNNING}
+    assert states[-1] is State.SUCCEEDED
+    assert len(here(handle)["attempts/1/node-1/log"]) == 3 << 20
+
+
+def test_a_folder_that_is_gone_there_hides_nothing_that_is_known_here(handle):
+    assert login.bring(handle, LoginNode()) is None
+    assert backends.backend("slurm").status(handle, LoginNode(squeue="")).state is State.PENDING
+
+
+def test_why_a_job_is_ended_is_said_there_and_here(handle, write):
+    Path(handle.plan.run_dir).mkdir(parents=True)
+    transport = LoginNode(squeue=JOB.format("PENDING"), scancel="")
+
+    class Ends(LoginNode):
+        def run(self, host, argv, **options):
+            done = super().run(host, argv, **options)
+            if "scancel" in argv:
+                self.printed["squeue"] = JOB.format("CANCELLED")
+            return done
+
+    transport = Ends(squeue=JOB.format("PENDING"), scancel="")
+    backends.backend("slurm").cancel(handle, transport, "cancelled")
+    assert Path(handle.plan.run_dir, "stop-7").read_text() == "cancelled\n"
+    assert here(handle)["stop-7"] == b"cancelled\n"
+    backends.backend("slurm").forget(handle, transport)
+    assert not Path(handle.plan.run_dir).exists()
+    assert handle.folder.path.exists()
+
+
+def test_a_run_of_this_machine_copies_and_removes_nothing(handle):
+    own = msgspec.structs.replace(handle.plan, run_dir=str(handle.folder.path))
+    local = runs.RunHandle(handle.folder, own, 1)
+    assert login.bring(local, LoginNode()) is None
+    assert login.follow(local, LoginNode()) is None
+    backends.backend("slurm").forget(local, LoginNode())
+    assert local.folder.path.exists()
+    assert probe.folder(SlurmCluster()) == str(runs.home())
+    assert observe.read(local) is not None
