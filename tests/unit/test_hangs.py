@@ -269,12 +269,12 @@ def test_status_shows_it_until_it_is_taken_back(tmp_path: Path) -> None:
         return judge_running(0, "h", (tmp_path / "started.json").read_bytes())
 
     assert status().hang is None
-    record.stands("rank 1 has not come")
+    record.notes("hang", "rank 1 has not come")
     run = RunStatus(run="r", job="j", cluster="c", backend="b", state=State.RUNNING,
                     nodes=(status(),))  # fmt: skip
     assert remark_lines(run) == ["stands still: rank 1 has not come"]
-    record.stands(None)
-    record.stands(None)
+    record.notes("hang", None)
+    record.notes("hang", None)
     assert status().hang is None
     lines = [line.partition(" - ")[2] for line in (tmp_path / "log").read_text().splitlines()]
     assert lines == ["stands still: rank 1 has not come", "the ranks go on"]
