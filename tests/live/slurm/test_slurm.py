@@ -102,9 +102,9 @@ def test_a_run_waits_in_the_queue_says_why_and_needs_nobody_to_watch(
 
 
 def test_what_the_plan_prints_can_be_submitted_by_hand(
-    slurm: Slurm, clusterkit: list[str], tmp_path: Path
+    slurm: Slurm, clusterkit: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the folder that ``plan --out`` wrote, where it says."""
+    """From the folder that ``plan --out`` wrote, where it says. Who looks from elsewhere sees it."""
     job = tmp_path / "hello.yaml"
     job.write_text('name: hello\ncommand: [sh, -c, "echo hello from $RANK of $WORLD_SIZE"]\n')
     out = os.environ["CLUSTERKIT_HOME"] + "/runs/hello-plan"
@@ -114,10 +114,11 @@ def test_what_the_plan_prints_can_be_submitted_by_hand(
     slurm.wait(lambda: slurm.jobs() == [], "the job's end")
     logs = [Path(out, f"attempts/1/node-{node}/log").read_text() for node in (0, 1)]
     assert [line.rpartition(" hello")[2].strip() for line in logs] == ["from 0 of 2", "from 1 of 2"]
-    # It has no supervisor and no record here: Slurm knows of it.
+    home = os.environ["CLUSTERKIT_HOME"]
+    monkeypatch.setenv("CLUSTERKIT_HOME", str(tmp_path / "elsewhere"))
     (listed,) = [each for each in api.runs_of("hpc") if each.run == "hello-plan"]
     assert (listed.here, listed.state, listed.nodes_asked) == (False, State.SUCCEEDED, 2)
-    assert f"CLUSTERKIT_HOME={os.environ['CLUSTERKIT_HOME']}" in (listed.remark or "")
+    assert f"CLUSTERKIT_HOME={home} clusterkit attach hello-plan" in (listed.remark or "")
 
 
 def test_the_doctor_looks_at_the_partition_and_at_a_node(slurm: Slurm) -> None:
