@@ -104,7 +104,7 @@ def test_a_run_waits_in_the_queue_says_why_and_needs_nobody_to_watch(
 def test_what_the_plan_prints_can_be_submitted_by_hand(
     slurm: Slurm, clusterkit: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the folder that ``plan --out`` wrote, where it says. Who looks from elsewhere sees it."""
+    """From the folder that ``plan --out`` wrote; who looks from elsewhere sees it."""
     job = tmp_path / "hello.yaml"
     job.write_text('name: hello\ncommand: [sh, -c, "echo hello from $RANK of $WORLD_SIZE"]\n')
     out = os.environ["CLUSTERKIT_HOME"] + "/runs/hello-plan"
