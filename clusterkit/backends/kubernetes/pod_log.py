@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote
@@ -26,6 +27,8 @@ AGAIN_SECONDS = 1.0
 """Pause before a log is asked for again."""
 LOG_SECONDS = 15.0
 """How long the log of a pod that has ended may take to come whole."""
+LAG = timedelta(seconds=60)
+"""How much later than its agent a machine under load may stamp a line."""
 AT_ONCE = 8
 """Logs that are read together, of a run that nobody watched."""
 _STAMPED = re.compile(rb"([0-9T:.-]{19,29})Z (.*)\Z", re.DOTALL)
@@ -90,8 +93,9 @@ class NodeLines:
             if self.since is None and tail and _OURS.match(tail[-1]):
                 self.since = f"{tail[-1][:19].decode()}Z"
             if self.since is not None:
-                # The server takes whole seconds; what comes twice is left out.
-                again = [line for line in tail if line[:19] >= self.since[:-1].encode()]
+                # What comes twice is left out. The server takes whole seconds, and its own stamps.
+                early = datetime.fromisoformat(self.since[:-1]) - LAG
+                again = [line for line in tail if line[:19] >= early.isoformat().encode()]
                 self._seen.update(again)
                 if len(again) < len(tail):
                     break
