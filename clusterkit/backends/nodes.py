@@ -77,7 +77,7 @@ def judge_running(node: int, host: str, started: bytes | None) -> NodeStatus:
     return NodeStatus(
         node=node, host=host, state=State.RESTARTING if waits else State.RUNNING,
         reason=waits.get("why"), until=waits.get("until"), remarks=remarks(started),
-        hang=_document(started or b"").get("hang"),
+        hang=_document(started or b"").get("hang"), slow=_document(started or b"").get("slow"),
     )  # fmt: skip
 
 
