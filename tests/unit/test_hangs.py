@@ -130,6 +130,16 @@ def test_a_hang_is_told_after_5_s_and_ends_the_round_after_2_min() -> None:
     assert run.told()[2:] == [(205, "note")]
 
 
+def test_in_a_smaller_round_nobody_misses_the_ranks_that_were_lost() -> None:
+    run = Run()
+    run.hangs.begin(1)
+    run.pass_time(8, waits(0))
+    assert [words for _, what, words in run.orders if what == "note"] == [
+        f"rank 0 waits in all_reduce #57, which does not complete; rank 0 is at {STEP}, "
+        "in all_reduce #57"
+    ]
+
+
 def test_what_was_told_is_taken_back_when_it_goes_on() -> None:
     run = Run()
     run.pass_time(8, waits(0), away(1))
