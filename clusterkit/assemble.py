@@ -326,7 +326,9 @@ def _run_environment(placement: Placement, sizes: Batch | None) -> dict[str, str
             env["CLUSTERKIT_ACCUMULATION"] = str(sizes.accumulation)
     if job.checkpoint is not None:
         # A relative folder lies in the run's, so that two runs never share one by accident.
-        folder = posixpath.join(places.shared or places.run_dir, job.checkpoint.dir)
+        folder = job.checkpoint.dir
+        if "://" not in folder:
+            folder = posixpath.join(places.shared or places.run_dir, folder)
         env |= {
             "CLUSTERKIT_CHECKPOINT_DIR": folder,
             "CLUSTERKIT_CHECKPOINT_EVERY": str(job.checkpoint.every),

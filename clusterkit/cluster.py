@@ -285,6 +285,12 @@ class SlurmCluster(Spec, frozen=True, kw_only=True):
     """Modules to load on the first node; the ranks inherit the environment."""
     setup: tuple[Word, ...] = ()
     """Lines of shell before the nodes start, on the first node, likewise."""
+    container: Word | None = None
+    """Image in which agents and ranks run; by default in the nodes' own system."""
+    container_with: Literal["pyxis", "apptainer"] = "pyxis"
+    """What runs it: `srun --container-image` (pyxis and enroot), or `apptainer exec`."""
+    container_mounts: tuple[Word, ...] = ()
+    """Further folders in it, as `SOURCE:TARGET`; those of the run and the job are there."""
     requeue: bool = True
     """Whether Slurm starts the run again that it preempted, whose node failed, or that came to the
     end of its time: it goes on from its checkpoint."""

@@ -51,6 +51,15 @@ _HINTS = (
      "no GPU on this node, or none that its ranks may use, but the program asks for CUDA"),
     (re.compile(r"not compiled with CUDA enabled|compiled without CUDA support"),
      "no GPU on this node, or its torch is one for CPUs, but the program asks for CUDA"),
+    (re.compile(r"loss is (nan|-?inf)|returned nan values in its|non-?finite", re.I),
+     "lower the learning rate or clip gradients, and resume from a checkpoint before that step"),
+    (re.compile(r"PytorchStreamReader failed|inline_container|archive is corrupted|Ran out of input"
+                r"|SafetensorError|pickle data was truncated|checkpoint .* cannot be read"),
+     "a file is torn or no checkpoint: resume from an earlier one, and remove it"),
+    (re.compile(r"DDP expects same model across all ranks|[Mm]ismatch between collectives"
+                r"|appears not to match (sizes|strides) of the same param"
+                r"|[Mm]ismatched? (NCCL|CUDA|torch) version|incompatible NCCL version"),
+     "ranks run different code or versions: `clusterkit doctor` compares the nodes' packages"),
     (re.compile(r"exec: .*not found"),
      "no such command on the ranks' PATH, where the folder of their Python stands first"),
 )  # fmt: skip
@@ -65,6 +74,8 @@ _SIGNALS: dict[int, tuple[str, str | None]] = {
         "aborted (SIGABRT) in native code",
         "if training had ended: end ranks with a barrier and os._exit, as world.py does"),
 }  # fmt: skip
+
+_NO_FILE = re.compile(r"FileNotFoundError|No such file or directory|NotADirectoryError")
 
 _Source = tuple[int, int | None]
 """Node and rank."""
@@ -142,6 +153,7 @@ def diagnose(
     if exit_code is None and blamed.node < len(nodes):
         exit_code = nodes[blamed.node].exit_code
     cause, hint = _words(blamed, exit_code, oom_kills)
+    hint = hint or _elsewhere(blamed, accused, len(nodes))
     return Failure(
         node=blamed.node, rank=blamed.rank, cause=cause, hint=hint,
         exit_code=None if exit_code is None else shell_code(exit_code),
@@ -257,6 +269,17 @@ def _signal_words(number: int, oom_kills: int) -> tuple[str, str | None]:
 
 def _hint(words: str) -> str | None:
     return next((hint for pattern, hint in _HINTS if pattern.search(words)), None)
+
+
+def _elsewhere(blamed: _Suspect, accused: Sequence[_Suspect], nodes: int) -> str | None:
+    """That a file may be on other nodes only."""
+    lacks = [each.node for each in accused if _NO_FILE.search(each.words)]
+    if nodes == 1 or blamed.node not in lacks:
+        return None
+    if len(set(lacks)) == nodes:
+        return "it is on none of the nodes"
+    some = ", ".join(map(str, sorted(set(lacks))))
+    return f"of {nodes} nodes only {some} says so: put it on every node, or where all see it"
 
 
 def _from_nodes(nodes: Sequence[NodeStatus], oom_kills: int) -> Failure:

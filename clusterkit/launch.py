@@ -94,9 +94,7 @@ def prepare(
     loaded = _cluster(cluster, clusters_file, include, exclude)
     entry = loaded.cluster
     kind = backends.backend_type(entry.backend)
-    if kind.unsupported:
-        everyone = {name: backends.backend_type(name) for name in backends.NAMES}
-        check_capabilities(kind, spec, everyone)
+    check_capabilities(kind, spec, map(backends.backend_type, backends.NAMES))
     backend = kind()
     with contextlib.ExitStack() as undo, asked.locating(loaded):
         transport = undo.enter_context(contextlib.closing(backends.transport_for(entry)))

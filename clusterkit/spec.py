@@ -79,7 +79,8 @@ class CheckpointSpec(Spec, frozen=True):
     """Where, how often and how many; given to the program as CLUSTERKIT_CHECKPOINT_*."""
 
     dir: Annotated[Text, Meta(min_length=1)] = "checkpoints"
-    """Folder; a relative one lies in the run's folder."""
+    """Folder; a relative one lies in the run's folder. Or `s3://BUCKET/PREFIX`, where the program
+    can: `jobs/train/gpt` does."""
     every: Count = 100
     """Steps between checkpoints."""
     keep: Count = 2

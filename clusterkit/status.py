@@ -42,6 +42,8 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     """What a person should know of it, however it ended: log lines that were lost, and the like."""
     hang: str | None = None
     """What its ranks stand still for, or on node 0 those of all nodes; null while they go on."""
+    slow: str | None = None
+    """On node 0: which ranks the others wait for again and again; null while there are none."""
 
 
 class RankExit(Struct, frozen=True):

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from clusterkit import runs
@@ -73,6 +74,13 @@ class Nodes:
             self.start(node, count, **options)
             ranks |= self.running(node)
         return ranks
+
+    def all_met(self, count):
+        """Return when each has heard of node 0."""
+        deadline = time.monotonic() + 60
+        while not all((self.folder / f"met-{node}").exists() for node in range(count)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
     def _pipe(self, name):
         # Open at both ends: nothing is missed between two readers.

@@ -27,6 +27,7 @@ from clusterkit.agent.processes import (
 )
 from clusterkit.agent.protocol import (
     AGAIN,
+    EVEN,
     GOES_ON,
     LATE,
     LATE_EXIT,
@@ -35,13 +36,15 @@ from clusterkit.agent.protocol import (
     PEER_TOKEN,
     RANK_ENDED,
     RANK_HEADER,
+    SLOW,
     STILL,
     STOPPED,
     STOPPED_BY_PEERS,
 )
 
 __all__ = [
-    "AGAIN", "GOES_ON", "LATE", "LATE_EXIT", "LEFT", "NODE_FILE", "PEER_TOKEN", "RANK_ENDED",
-    "RANK_HEADER", "STILL", "STOPPED", "STOPPED_BY_PEERS", "Awake", "descendants", "goes_on",
-    "identity", "is_alive", "processes_of", "send", "start_ticks", "wait_gone", "write_json",
+    "AGAIN", "EVEN", "GOES_ON", "LATE", "LATE_EXIT", "LEFT", "NODE_FILE", "PEER_TOKEN",
+    "RANK_ENDED", "RANK_HEADER", "SLOW", "STILL", "STOPPED", "STOPPED_BY_PEERS", "Awake",
+    "descendants", "goes_on", "identity", "is_alive", "processes_of", "send", "start_ticks",
+    "wait_gone", "write_json",
 ]  # fmt: skip

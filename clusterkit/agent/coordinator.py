@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 from clusterkit.agent import clock, limits
@@ -48,7 +49,8 @@ class Server(threading.Thread):
                 wait = max(0.0, due - clock.awake()) if news else limits.PEER_AGAIN_SECONDS
                 news = self._listener.receive(wait, self._hear) or news
                 while not self.messages.empty():
-                    message = self.messages.get()
+                    # `watch` compares clocks by when it goes.
+                    message = {**self.messages.get(), "sent": time.time()}
                     for line in (line for node, line in self._lines.items() if node):
                         line.write(message)
                 # What follows looks at every node: not once for every word of one of a thousand.

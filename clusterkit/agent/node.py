@@ -159,8 +159,8 @@ class Node:
             if self.running:
                 self.reason = None
                 self._stop()
-        elif order in ("note", "over"):
-            self.record.stands(why or None)
+        elif order in ("note", "over", "slow"):
+            self.record.notes("slow" if order == "slow" else "hang", why or None)
         elif order == "hang" and self.running and self.reason is None:
             self.reason = f"{HANG}{why}"
             self._stop()
@@ -173,7 +173,7 @@ class Node:
 
     def _start(self) -> None:
         self.running, self.obeyed = True, False
-        self.watch.begin(int(os.environ["NODE_RANK"]), self.options.nodes)
+        self.watch.begin(int(os.environ.get("NODE_RANK", "0")), self.options.nodes)
         self.record.goes_on()
         self.reason = self.launcher.start()
 

@@ -18,6 +18,8 @@ TRACE_FILE = "clusterkit-trace"
 TRACE_SIGNAL = signal.SIGRTMAX - 7  # of which no program, nor the C library, is known to make use
 STILL, GOES_ON = "stands still: ", "the ranks go on"
 """Begin the lines of a node's log by which it says that nothing moves, and that it does again."""
+SLOW, EVEN = "slow: ", "no rank is slower than the others any more"
+"""The same for ranks that the others wait for again and again."""
 NODE_FILE = b"@clusterkit-file"
 """Begins a line that an agent prints where its output is all that leaves the node: the name of a
 file of the node and what it holds. After an ``exit.json`` come the lines of the next attempt."""

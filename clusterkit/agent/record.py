@@ -13,7 +13,7 @@ from clusterkit.agent import limits
 from clusterkit.agent.files import read_json, write_json
 from clusterkit.agent.node_log import NodeLog, lines_lost
 from clusterkit.agent.processes import identity
-from clusterkit.agent.protocol import GOES_ON, STILL, Document
+from clusterkit.agent.protocol import EVEN, GOES_ON, SLOW, STILL, Document
 
 
 class Record:
@@ -29,7 +29,7 @@ class Record:
 
     def _begin(self, folder: Path) -> None:
         self._started["at"] = time.time()
-        for key in ("waits", "hang"):
+        for key in ("waits", "hang", "slow"):
             self._started.pop(key, None)
         write_json(folder / "started.json", self._started)
         with contextlib.suppress(OSError):
@@ -68,12 +68,13 @@ class Record:
         self.remarks.append(text)
         self._tell()
 
-    def stands(self, text: str | None) -> None:
-        """Nothing moves, as the text says; None: it does again. `clusterkit status` shows it."""
-        if text != self._started.get("hang"):
-            self._started["hang"] = text
+    def notes(self, key: str, text: str | None) -> None:
+        """Ranks ``hang`` or are ``slow``, as the text says; None: no more. `status` shows it."""
+        if text != self._started.get(key):
+            self._started[key] = text
             self._tell()
-            self.log.lines("-", [(GOES_ON if text is None else f"{STILL}{text}").encode()])
+            head, over = (STILL, GOES_ON) if key == "hang" else (SLOW, EVEN)
+            self.log.lines("-", [(over if text is None else f"{head}{text}").encode()])
 
     def waits(self, why: str, seconds: float) -> None:
         """Nothing runs here until the next start, which may take so many seconds to come."""

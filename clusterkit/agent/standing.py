@@ -62,17 +62,59 @@ def record(rank: Document, folder: Path, *, place: bool = True) -> Document:
     return {**found, **placed(trace.decode(errors="replace"), os.getcwd())}
 
 
+def arrived(rank: Document, folder: Path, until: dict[str, int]) -> Document:
+    """When one rank came to its newest collectives, as of `came`; nothing if it does not say."""
+    found: Document = {"rank": rank["rank"]}
+    path = folder / WORKER_SOCKET.format(RANK=rank["rank"])
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        found.update(came(json.loads(_ask(path, "fr_trace_json")), time.time(), until))
+    return found
+
+
+def came(dump: Document, now: float, until: dict[str, int]) -> Document:
+    """When a rank came to the newest collectives of the group that it came to most.
+
+    ``group``; ``first``: the number of the first; ``since``: when that was, Unix time; ``steps``:
+    tenths of milliseconds from the one before to each, 0 for the first.
+
+    Args:
+        now: Unix time.
+        until: by group, the newest collective that counts; takes this rank's where it has none, so
+            that all ranks tell of the same ones.
+    """
+    groups: dict[str, dict[int, int]] = {}
+    for entry in dump["entries"]:
+        if not entry["is_p2p"]:
+            times = groups.setdefault(_group(entry), {})
+            times[int(entry["collective_seq_id"])] = int(entry["time_created_ns"])
+    group, times = max(groups.items(), key=lambda item: len(item[1]))
+    number = min(until.setdefault(group, max(times)), max(times))
+    found: list[int] = []
+    while number in times and len(found) < limits.REPORT_MOST:
+        old = times[number] / 1e9 < now - limits.REPORT_SECONDS
+        if old and len(found) >= limits.REPORT_LEAST:
+            break
+        found.insert(0, times[number])
+        number -= 1
+    tenths = [round((at - found[0]) / 1e5) for at in found]
+    steps = [later - earlier for earlier, later in itertools.pairwise([0, *tenths])]
+    return {"group": group, "first": number + 1, "since": found[0] / 1e9, "steps": steps}
+
+
+def _group(entry: Document) -> str:
+    short, described = entry["process_group"]
+    group = WORLD if described == "default_pg" else str(short)[:40]
+    backend = str(entry["profiling_name"]).rpartition(":")[0]
+    return f"{backend} {group}" if backend and backend not in ("gloo", "nccl") else group
+
+
 def recorded(dump: Document, now: float) -> Document:
     """``last`` and ``waits`` of what torch's flight recorder holds. ``now``: Unix time."""
     last: dict[str, int] = {}
     began: dict[tuple[str, str, str], list[float]] = {}
     pending = []
     for entry in dump["entries"]:
-        backend, _, name = str(entry["profiling_name"]).rpartition(":")
-        short, described = entry["process_group"]
-        group = WORLD if described == "default_pg" else str(short)[:40]
-        if backend and backend not in ("gloo", "nccl"):
-            group = f"{backend} {group}"
+        group, name = _group(entry), str(entry["profiling_name"]).rpartition(":")[2]
         number = int(entry["collective_seq_id"])
         like = began.setdefault((group, name, str(entry["input_sizes"])), [])
         like.append(int(entry["time_created_ns"]) / 1e9)

@@ -1,8 +1,9 @@
-"""Watches a node's ranks for standstill; on node 0 those of all nodes, as `hangs` decides.
+"""Watches a node's ranks; on node 0 those of all nodes, as `hangs` and `stragglers` decide.
 
-While all goes on, a look once a second at which ranks have moved is all there is: ranks are asked
-nothing and nodes send nothing. Torch in a rank is asked when its main thread has not moved for
-STILL_SECONDS, when no step is made, or when node 0 asks because it is so elsewhere.
+While all goes on, there is a look once a second at which ranks have moved, and every REPORT_SECONDS
+torch in them is asked when they came to collectives. Torch is asked how a rank stands when its main
+thread has not moved for STILL_SECONDS, when no step is made, or when node 0 asks because it is so
+elsewhere.
 """
 
 from __future__ import annotations
@@ -11,26 +12,29 @@ import argparse
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
-from clusterkit.agent import clock, limits, standing
+from clusterkit.agent import clock, host, limits, standing
 from clusterkit.agent.hangs import Hangs, Steps, longest, steps_of
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.protocol import Document
+from clusterkit.agent.stragglers import Stragglers
 
 HANG = "hang: "  # how the reason begins of a node whose ranks were ended because of one
 _SPINS = os.path.exists("/dev/nvidiactl")  # a main thread that waits for a GPU never rests
 
 
 class Watch(threading.Thread):
-    """One node's; on node 0 `Hangs` decides for all.
+    """One node's; on node 0 `Hangs` and `Stragglers` decide for all.
 
     Args:
         options: of ``agent run``.
         folder: where the ranks' sockets are.
         log: the node's.
-        order: takes what `Hangs` has decided for this node: ``note``, ``over`` or ``hang``; words.
+        order: takes what they have decided for this node: ``note``, ``over``, ``hang`` or ``slow``;
+            words.
     """
 
     def __init__(
@@ -45,6 +49,8 @@ class Watch(threading.Thread):
         """To node 0, or from there to all others; for whoever has the connection to set."""
         node, self._nproc = int(os.environ.get("NODE_RANK", "0")), options.nproc
         self._hangs = None if node else Hangs(options.nproc, options.hang_timeout)
+        self._slow = None if node else Stragglers(options.nproc)
+        self._look_before: host.Look | None = None  # since a rank of this node is a suspect
         self._node, self._folder, self._log, self._order = node, folder, log, order
         self._tagged = options.tagged
         self._began = 0.0  # when this round did
@@ -56,7 +62,7 @@ class Watch(threading.Thread):
 
     def hears(self, node: int, message: Document) -> None:
         """From another node, whichever thread it comes to."""
-        self._news.put((node, message))
+        self._news.put((node, {**message, "came": time.time()}))
 
     def begin(self, node: int, nodes: int) -> None:
         """A round begins, the first one or another, of so many nodes, in which this one is that."""
@@ -84,6 +90,9 @@ class Watch(threading.Thread):
                         self._answer(int(words))
                     else:
                         self._carry_out(what, node, words)
+            if self._slow is not None:
+                for what, words in self._slow.turn(clock.awake()):
+                    self._ask_all(self._slow, what, words)
 
     def _take(self, node: int, message: Document) -> None:
         if "begin" in message:
@@ -91,7 +100,18 @@ class Watch(threading.Thread):
             self._began, self._node = clock.awake(), node
             if self._hangs is not None:
                 self._hangs.begin(int(message["begin"]))
+            if self._slow is not None:
+                self._slow.begin(int(message["begin"]), self._began)
+            self._look_before = None
             self._order("over", "")
+            self._order("slow", "")
+        elif "report" in message and "stands" in message:
+            if self._slow is not None:
+                self._slow.hears(node, message)
+        elif "report" in message:
+            self._report(message)
+        elif "look" in message:
+            self._look_before = self._host(message["look"])
         elif "hang" in message:
             if message["node"] == self._node:
                 self._order("hang", str(message["hang"]))
@@ -101,6 +121,41 @@ class Watch(threading.Thread):
             self._hangs.stands(node, message["stands"], int(message["number"]))
         elif self._hangs is not None:
             self._hangs.goes_on(node)
+
+    def _ask_all(self, slow: Stragglers, what: str, words: str) -> None:
+        """What `Stragglers` wants done."""
+        if what == "slow":
+            self._order(what, words)
+        elif what == "look":
+            message: Document = {"look": slow.suspects}
+            self.send(message)
+            self._take(self._node, message)
+        else:
+            message = {"report": slow.number, "until": {}}
+            self._report(message)  # first: it says of which collectives the others are to tell
+            self.send(message)
+
+    def _report(self, message: Document) -> None:
+        """Tell when this node's ranks came to collectives, and what there is to know of them."""
+        ranks, until = self._ranks(), message["until"]
+        records = [standing.arrived(rank, self._folder, until) for rank in ranks]
+        knows, before = "", self._look_before
+        if before is not None:
+            self._look_before = self._host(list(before.waited))
+            knows = host.words(before, self._look_before) if self._look_before else ""
+        at = limits.RANKS_A_LINE
+        for some in [records[first : first + at] for first in range(0, len(records), at)]:
+            answer = {"stands": some, "report": message["report"], "knows": knows[:1000]}
+            if self._slow is not None:
+                self._slow.hears(self._node, answer)
+            else:
+                times = {"asked": message["sent"], "heard": message["came"], "said": time.time()}
+                self.send({**answer, **times})
+
+    def _host(self, suspects: list[int]) -> host.Look | None:
+        """This host now, if it has some of them."""
+        pids = {each["rank"]: each["pid"] for each in self._ranks() if each["rank"] in suspects}
+        return host.look(pids, os.environ["CLUSTERKIT_RUN_DIR"], _SPINS) if pids else None
 
     def _carry_out(self, what: str, node: int, words: str) -> None:
         if what == "hang" and node != self._node:

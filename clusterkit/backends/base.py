@@ -7,7 +7,7 @@ are asked for with ``isinstance``. Nothing outside of `clusterkit.backends` asks
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -348,9 +348,12 @@ class SupportsRemoteRuns(ABC):
 
 
 def check_capabilities(
-    backend: type[Backend], job: JobSpec, others: Mapping[str, type[Backend]]
+    backend: type[Backend], job: JobSpec, others: Iterable[type[Backend]]
 ) -> None:
     """Refuse what the backend cannot honour.
+
+    Args:
+        others: all backends; looked at only where something is refused.
 
     Raises:
         CapabilityError: names the backend, the field, the reason and the backends that can.
@@ -360,7 +363,7 @@ def check_capabilities(
         key, _, value = field.partition("=")
         used = getattr(job, key) == value if value else getattr(job, key) != getattr(default, key)
         if used:
-            able = [name for name, other in others.items() if field not in other.unsupported]
+            able = [other.name for other in others if field not in other.unsupported]
             raise CapabilityError(
                 f"backend {backend.name} does not support {field}: {reason}",
                 hint=f"backends that do: {', '.join(able) or 'none'}",

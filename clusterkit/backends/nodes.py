@@ -77,7 +77,7 @@ def judge_running(node: int, host: str, started: bytes | None) -> NodeStatus:
     return NodeStatus(
         node=node, host=host, state=State.RESTARTING if waits else State.RUNNING,
         reason=waits.get("why"), until=waits.get("until"), remarks=remarks(started),
-        hang=_document(started or b"").get("hang"),
+        hang=_document(started or b"").get("hang"), slow=_document(started or b"").get("slow"),
     )  # fmt: skip
 
 
@@ -142,6 +142,8 @@ def observed(nodes: Sequence[NodeStatus], exit_json: Mapping[int, bytes]) -> Obs
         exits += [
             end for end in ends if (end.exit_code and not end.asked)
             or (end.at < first and end.exit_code not in (0, *_TERMINATED))
+            # It may have ended so before it was asked to; that was seen only later.
+            or (first and 0 < end.exit_code < 128)
         ]  # fmt: skip
     return Observation(
         state=overall({node.state for node in nodes}),

@@ -128,17 +128,19 @@ def _compute(look: Look) -> Iterator[Verdict]:
     given = [f"--{name}={value}" for name, value in asked.items() if value is not None]
     look_there = (
         'for each in "$2" "$3"; do [ -d "$each" ] || { echo "no folder $each"; exit 1; }; done\n'
-        '"$1" -c "import sys; sys.exit(sys.version_info < (3, 11))" && hostname || echo "no $1"'
+        '[ -z "$1" ] || "$1" -c "import sys; sys.exit(sys.version_info < (3, 11))" || '
+        '{ echo "no $1"; exit 1; }\nhostname'
     )
     look.shell('mkdir -p "$1"', look.folder)
     # A job's folder that is copied is not there before the job.
-    here = look.host == HERE or not entry.sync
+    workdir = job.workdir if look.host == HERE or not entry.sync else None
+    python = "" if entry.container else look.subject.python
     done = run(
         look.transport,
         look.host,
         ["srun", f"--immediate={IMMEDIATE_SECONDS}", "--nodes=1", "--ntasks=1", "--time=1",
          "--job-name=clusterkit-doctor", *given, "/bin/sh", "-c", look_there, "sh",
-         look.subject.python, look.folder, job.workdir if here and job.workdir else "/"],
+         python, look.folder, workdir or "/"],
     )  # fmt: skip
     said = done.stdout.strip().rpartition("\n")[2]
     if said.startswith("no "):

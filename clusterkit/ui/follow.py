@@ -13,7 +13,7 @@ from rich.table import Column
 from rich.text import Text
 
 from clusterkit import api, tracebacks
-from clusterkit.agent import GOES_ON, STILL
+from clusterkit.agent import EVEN, GOES_ON, SLOW, STILL
 from clusterkit.errors import counted
 from clusterkit.logs import LogLine
 from clusterkit.marks import is_number
@@ -55,9 +55,9 @@ class View:
     def feed(self, line: LogLine) -> list[LogLine]:
         """Take one line; gives back the lines that are worth showing at once.
 
-        Shown is what rank 0 prints, and what node 0 says of ranks that stand still. Tracebacks are
-        held back: most are echoes of another rank's failure, and the summary shows the one that
-        matters.
+        Shown is what rank 0 prints, and what node 0 says of ranks that stand still or are slow.
+        Tracebacks are held back: most are echoes of another rank's failure, and the summary shows
+        the one that matters.
         """
         if line.attempt != self.attempt:
             self.attempt, self.held = line.attempt, []
@@ -67,7 +67,7 @@ class View:
             return []
         if line.text.strip():
             self.last = line
-        if line.rank is None and line.text.startswith((STILL, GOES_ON)):
+        if line.rank is None and line.text.startswith((STILL, GOES_ON, SLOW, EVEN)):
             return [line]
         if line.rank != 0:
             return []

@@ -99,11 +99,12 @@ def goodput_text(goodput: Goodput) -> str:
 def remark_lines(status: RunStatus) -> list[str]:
     """What the nodes remark, a line each."""
     found = [f"node {node.node}: {text}" for node in status.nodes for text in node.remarks]
-    if not any(node.hang for node in status.nodes):
+    if not any(node.hang or node.slow for node in status.nodes):
         return found
-    from clusterkit.agent import STILL  # `ls` and `status` start without it
+    from clusterkit.agent import SLOW, STILL  # `ls` and `status` start without it
 
-    return found + [f"{STILL}{node.hang}" for node in status.nodes if node.hang]
+    found += [f"{STILL}{node.hang}" for node in status.nodes if node.hang]
+    return found + [f"{SLOW}{node.slow}" for node in status.nodes if node.slow]
 
 
 def loss_text(loss: float) -> str:

@@ -365,7 +365,7 @@ def test_nodes_that_watch_each_other_share_a_token_that_is_new_with_each_attempt
 
 def test_a_field_that_cannot_be_honoured_is_refused_by_name(stage, demo):
     kind = type(stage.backend)
-    everyone = {name: backends.backend_type(name) for name in backends.NAMES}
+    everyone = [backends.backend_type(name) for name in backends.NAMES]
     check_capabilities(kind, demo(), everyone)
     for field in kind.unsupported:
         key, _, value = field.partition("=")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from clusterkit import api
-from clusterkit.agent import GOES_ON, STILL
+from clusterkit.agent import EVEN, GOES_ON, SLOW, STILL
 from clusterkit.status import State
 
 pytestmark = pytest.mark.live
@@ -66,3 +66,16 @@ def test_a_slow_data_loader_is_no_hang(submit: Submit, how: str, says: str) -> N
     status = run.wait()
     assert (status.state, status.attempt) == (State.SUCCEEDED, 1)
     assert status.nodes[0].hang is None
+
+
+@pytest.mark.thorough
+def test_a_slow_rank_is_named_and_it_is_taken_back(submit: Submit) -> None:
+    run = submit("straggler.py", 100, 45, nodes=2, gpus=1)
+    text = said(run, SLOW)
+    named = "rank 1 on node 1 is slower than the others, which wait for it at least "
+    assert text.startswith(f"{SLOW}{named}")
+    started = run.path / "attempts/1/node-0/started.json"
+    assert json.loads(started.read_bytes())["slow"] == text.removeprefix(SLOW)
+    said(run, EVEN)
+    status = run.wait()
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 1)

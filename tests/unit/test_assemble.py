@@ -146,6 +146,11 @@ def test_nodes_that_go_on_without_others_say_how_few_they_may_be():
     assert "--min-nodes" not in file_of(fixed, "node.sh").text
 
 
+def test_a_bucket_for_checkpoints_is_kept():
+    env = exported(assembled(job(checkpoint=CheckpointSpec(dir="s3://runs/a"))))
+    assert env["CLUSTERKIT_CHECKPOINT_DIR"] == "s3://runs/a"
+
+
 def test_an_absolute_checkpoint_folder_is_kept():
     env = exported(assembled(job(checkpoint=CheckpointSpec(dir="/big/disk"))))
     assert env["CLUSTERKIT_CHECKPOINT_DIR"] == "/big/disk"

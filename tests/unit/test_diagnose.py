@@ -266,6 +266,32 @@ def test_a_signal_is_named(code, words):
         ("RuntimeError: No CUDA GPUs are available", "no GPU on this node"),
         ("RuntimeError: CUDA error: no CUDA-capable device is detected", "no GPU on this node"),
         ("/r/files/rank.sh: 12: exec: frobnicate: not found", "no such command"),
+        ("Explained: the loss is nan at step 12", "learning rate"),
+        (
+            "RuntimeError: Function 'MulBackward0' returned nan values in its 0th output.",
+            "learning rate",
+        ),
+        (
+            "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central "
+            "directory",
+            "is torn",
+        ),
+        ("EOFError: Ran out of input", "is torn"),
+        (
+            "safetensors_rust.SafetensorError: Error while deserializing header: incomplete "
+            "metadata, file not fully covered",
+            "is torn",
+        ),
+        (
+            "RuntimeError: DDP expects same model across all ranks, but Rank 1 has 10 params, "
+            "while rank 0 has inconsistent 12 params.",
+            "doctor",
+        ),
+        (
+            "RuntimeError: Detected mismatch between collectives on ranks. Rank 0 is running "
+            "collective: CollectiveFingerPrint(SequenceNumber=1, OpType=ALLREDUCE",
+            "doctor",
+        ),
     ],
 )
 def test_a_known_cause_has_a_remedy(last, hint):
@@ -273,6 +299,42 @@ def test_a_known_cause_has_a_remedy(last, hint):
     found = diagnose([node(0)], said(0, 0, 1.0, block))
     assert found.cause == last
     assert hint in (found.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("lacking", "hint"),
+    [
+        ([1], "of 2 nodes only 1 says so: put it on every node, or where all see it"),
+        ([0, 1], "it is on none of the nodes"),
+    ],
+)
+def test_a_file_that_is_on_one_node_only(lacking, hint):
+    text = "FileNotFoundError: [Errno 2] No such file or directory: '/data/train.bin'"
+    trace = f"Traceback (most recent call last):\n  File x\n{text}"
+    lines = in_order(*(said(n, n, 1.0 + n, trace if n in lacking else PEER_GONE) for n in (0, 1)))
+    found = diagnose([node(0), node(1)], lines)
+    assert (found.node, found.cause, found.hint) == (lacking[0], text, hint)
+    alone = diagnose([node(0)], said(0, 0, 1.0, trace))
+    assert alone.hint is None
+
+
+def test_an_exit_code_of_its_own_wins_over_an_echo_though_its_end_was_seen_after_the_order():
+    ends = [{"rank": 1, "exit_code": 7, "at": 1.2, "asked": True},
+            {"rank": 0, "exit_code": 143, "at": 1.3, "asked": True}]  # fmt: skip
+    other = [{"rank": 2, "exit_code": 1, "at": 1.0, "asked": False}]
+    nodes = [node(0, 7, State.CANCELLED), node(1)]
+    exits = {
+        0: json.dumps({"exit_code": 7, "reason": "stopped: node 1 failed", "processes": ends}),
+        1: json.dumps({"exit_code": 1, "reason": None, "processes": other}),
+    }
+    seen = observed(nodes, {number: text.encode() for number, text in exits.items()})
+    found = diagnose(nodes, said(1, 2, 0.9, PEER_GONE), rank_exits=seen.rank_exits,
+                     nproc_per_node=2)  # fmt: skip
+    assert (found.rank, found.exit_code) == (1, 7)
+    # One that failed by itself before is blamed, whatever others did when they were asked to end.
+    found = diagnose(nodes, said(1, 2, 0.9, VALUE_ERROR), rank_exits=seen.rank_exits,
+                     nproc_per_node=2)  # fmt: skip
+    assert (found.rank, found.cause) == (2, "ValueError: the loss is not finite")
 
 
 def test_without_a_word_from_any_rank_the_first_failed_node_is_blamed():

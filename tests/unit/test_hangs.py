@@ -130,6 +130,16 @@ def test_a_hang_is_told_after_5_s_and_ends_the_round_after_2_min() -> None:
     assert run.told()[2:] == [(205, "note")]
 
 
+def test_in_a_smaller_round_nobody_misses_the_ranks_that_were_lost() -> None:
+    run = Run()
+    run.hangs.begin(1)
+    run.pass_time(8, waits(0))
+    assert [words for _, what, words in run.orders if what == "note"] == [
+        f"rank 0 waits in all_reduce #57, which does not complete; rank 0 is at {STEP}, "
+        "in all_reduce #57"
+    ]
+
+
 def test_what_was_told_is_taken_back_when_it_goes_on() -> None:
     run = Run()
     run.pass_time(8, waits(0), away(1))
@@ -269,12 +279,12 @@ def test_status_shows_it_until_it_is_taken_back(tmp_path: Path) -> None:
         return judge_running(0, "h", (tmp_path / "started.json").read_bytes())
 
     assert status().hang is None
-    record.stands("rank 1 has not come")
+    record.notes("hang", "rank 1 has not come")
     run = RunStatus(run="r", job="j", cluster="c", backend="b", state=State.RUNNING,
                     nodes=(status(),))  # fmt: skip
     assert remark_lines(run) == ["stands still: rank 1 has not come"]
-    record.stands(None)
-    record.stands(None)
+    record.notes("hang", None)
+    record.notes("hang", None)
     assert status().hang is None
     lines = [line.partition(" - ")[2] for line in (tmp_path / "log").read_text().splitlines()]
     assert lines == ["stands still: rank 1 has not come", "the ranks go on"]

@@ -19,8 +19,9 @@ agent.protocol agent.limits
 agent.clock agent.files
 agent.failure agent.member agent.retries
 agent.processes agent.signals agent.archive agent.connections agent.membership
-agent.stops agent.hangs agent.node_log agent.report agent.coordinator agent.peer
-agent.standing agent.eager agent.preload agent.rank agent.program agent.standby agent.forkserver
+agent.stops agent.hangs agent.host agent.node_log agent.report agent.coordinator agent.peer
+agent.standing agent.stragglers agent.eager agent.preload agent.rank agent.program agent.standby
+agent.forkserver
 agent.server
 agent.warm agent.watch
 agent.record

@@ -442,7 +442,7 @@ class Limited(LocalBackend):
     unsupported = {"restarts": "it has no supervisor", "launcher=mpirun": "there is no MPI"}  # noqa: RUF012
 
 
-OTHERS: dict[str, type[Backend]] = {"limited": Limited, "local": LocalBackend}
+OTHERS: tuple[type[Backend], ...] = (Limited, LocalBackend)
 
 
 @pytest.mark.parametrize(

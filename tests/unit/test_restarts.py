@@ -26,10 +26,7 @@ def nodes(tmp_path):
 def begin(nodes, count, restarts, wait=0.0):
     """Start them all; their ranks, once each node has met node 0."""
     ranks = nodes.begin(count, wait=wait, restarts=restarts)
-    deadline = time.monotonic() + 60
-    while not all((nodes.folder / f"met-{node}").exists() for node in range(count)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    nodes.all_met(count)
     return ranks
 
 

@@ -202,6 +202,33 @@ def test_an_option_is_quoted_as_sbatch_reads_it(plan):
         plan(cluster={"account": "a\nb"})
 
 
+def test_agents_run_in_the_image_of_the_entry(plan):
+    """And what ends them, too. Rendered only: neither pyxis nor apptainer is here to be tried."""
+
+    def script(**fields):
+        entry = {"python": "python3", "container_mounts": ["/data:/d"], **fields}
+        made = plan(entry, workdir="/job", launcher="torchrun")
+        (text,) = (file.text for file in made.files if file.path.endswith("slurm.sh"))
+        ending, _, starting = text.partition("trap notice USR1")
+        return made, ending.partition("--gres=none")[2], starting.partition("srun ")[2]
+
+    made, ending, starting = script(container="/img/a b.sqsh")
+    mounts = f"{made.run_dir}:{made.run_dir},/job:/job,/data:/d"
+    options = f"'--container-image=/img/a b.sqsh' --container-mounts={mounts} "
+    assert f"--wait=0 {options}\\\n    /bin/sh -c" in starting
+    assert options in ending
+    assert made.python == "python3"
+
+    made, ending, starting = script(container="/img/t.sif", container_with="apptainer")
+    mounts = f"{made.run_dir}:{made.run_dir},/job:/job,/data:/d"
+    words = f"apptainer exec --bind {mounts} /img/t.sif "
+    assert f"--wait=0 \\\n    {words}/bin/sh -c" in starting
+    assert words in ending
+
+    with pytest.raises(BadInput, match="an elastic run asks Slurm"):
+        plan({"container": "/img/t.sif"}, nodes="1:2", launcher="torchrun")
+
+
 # ---------------------------------------------------------------- what a job means for its nodes
 
 

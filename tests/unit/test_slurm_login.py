@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from clusterkit import backends, runs
+from clusterkit import backends, doctor, runs
 from clusterkit.backends.slurm import login, observe, probe, queue
 from clusterkit.backends.ssh.config import HostUnreachable
 from clusterkit.cluster import Project, SlurmCluster, SlurmFacts
@@ -216,6 +216,19 @@ def test_a_run_is_judged_by_what_came(handle, write):
     assert backend.status(handle, transport).state is State.SUCCEEDED
 
 
+def test_a_job_that_ends_while_it_is_asked_about_is_judged_by_its_last_words(handle, write):
+    class Ends(LoginNode):
+        def run(self, host, argv, **options):
+            for node in (0, 1):
+                write(f"attempts/1/node-{node}/exit.json", DONE)
+            return super().run(host, argv, **options)
+
+    for node in (0, 1):
+        write(f"attempts/1/node-{node}/started.json", RUNS)
+    transport = Ends(squeue=JOB.format("COMPLETED"))
+    assert backends.backend("slurm").status(handle, transport).state is State.SUCCEEDED
+
+
 def test_a_monitor_judges_nothing_before_all_has_come(handle, write):
     transport = LoginNode(squeue="")  # Slurm has forgotten the job
     write("job-1", b"7\n")
@@ -269,3 +282,18 @@ def test_a_run_of_this_machine_copies_and_removes_nothing(handle):
     assert local.folder.path.exists()
     assert probe.folder(SlurmCluster()) == str(runs.home())
     assert observe.read(local) is not None
+
+
+def test_the_doctor_looks_from_the_login_node(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    transport = LoginNode(sbatch="", srun="gpu-3\n")
+    job = JobSpec(name="demo", command=("true",), workdir=str(tmp_path))
+    (tmp_path / "train.py").write_text("")
+    subject = backends.backend("slurm").subject("hpc", SlurmCluster(ssh=NAME), job)
+    found = {each.check: each for each in doctor.examine(subject, transport).findings}
+    assert found["compute"].cause == "seen on gpu-3"
+    assert found["admission"].level == "ok", found
+    assert str(tmp_path / "clusterkit") in found["folder"].cause
+    (asked,) = (asked for asked in transport.asked if "srun" in asked)
+    # The job's own folder is copied before it runs: it need not be there.
+    assert asked[-3:] == ("python3", str(tmp_path / "clusterkit"), "/")

@@ -249,7 +249,7 @@ def _bind(source: str, target: str, *, readonly: bool = False) -> dict[str, Any]
 
 def checkpoint_folders(job: JobSpec, run_dir: str) -> list[str]:
     """Checkpoint folders that do not lie in the run's."""
-    if job.checkpoint is None:
+    if job.checkpoint is None or "://" in job.checkpoint.dir:
         return []
     folder = posixpath.normpath(posixpath.join(run_dir, job.checkpoint.dir))
     return [] if is_below(folder, run_dir) else [folder]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -182,7 +181,7 @@ class RawStream:
         """Some of it; ``b""`` at the end, and where the connection broke."""
         import urllib3
 
-        sock = self._socket()
+        sock = getattr(getattr(self._response, "connection", None), "sock", None)
         if sock is not None:
             sock.settimeout(timeout)
         try:
@@ -193,11 +192,6 @@ class RawStream:
         except (urllib3.exceptions.HTTPError, OSError, ValueError, AttributeError):
             return b""
         return piece
-
-    def _socket(self) -> socket.socket | None:
-        connection = getattr(self._response, "connection", None)
-        found: socket.socket | None = getattr(connection, "sock", None)
-        return found
 
     def close(self) -> None:
         if self._closed:

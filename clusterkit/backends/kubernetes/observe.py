@@ -186,18 +186,22 @@ def all_nodes_had_pods(plan: Plan, pods: Mapping[str, Pod], before: Mapping[str,
 def why_no_pods(objects: RunObjects) -> str | None:
     """What the cluster says of a job that lacks pods: its queue, a quota, a rule."""
     name = objects.name
-    words: list[tuple[str, str]] = []
+    words: list[tuple[bool, str, str]] = []
     with contextlib.suppress(ClusterkitError, ValueError, KeyError, TypeError):
         job = objects.get(objects.job_path)
         if job.get("spec", {}).get("suspend") or job["spec"].get("runPolicy", {}).get("suspend"):
             return "it waits in its queue"
         if not job.get("status"):
-            words.append(("", f"nobody acts on {objects.flavor.kind} {name}: is its operator up?"))
+            words.append(
+                (False, "", f"nobody acts on {objects.flavor.kind} {name}: is its operator up?")
+            )
     with contextlib.suppress(ClusterkitError, ValueError, KeyError, TypeError):
         for event in objects.events("type=Warning"):
             about = event["involvedObject"]
             # Pods that are there tell by themselves.
             if about.get("kind") != "Pod" and f"{about.get('name')}-".startswith(f"{name}-"):
                 at = str(event.get("lastTimestamp") or event.get("eventTime") or "")
-                words.append((at, str(event.get("message", "")).strip()))
-    return max(words, default=("", None))[1]
+                # An operator warns of much; what it failed at is why.
+                failed = str(event.get("reason", "")).startswith("Failed")
+                words.append((failed, at, str(event.get("message", "")).strip()))
+    return max(words, default=(False, "", None))[2]

@@ -236,6 +236,8 @@ def _rejoin(job: JobSpec, cluster: KubernetesCluster, flavor: str) -> tuple[bool
         if job.restarts:
             return True, "restarts: the job may begin anew"
         return False, "the job would begin anew, and restarts is 0"
+    if "://" in job.checkpoint.dir:
+        return True, "checkpoints lie in a bucket"
     where = posixpath.join(cluster.shared or "/", job.checkpoint.dir)
     if not (cluster.shared or posixpath.isabs(job.checkpoint.dir)) or not any(
         posixpath.commonpath([where, each.path]) == posixpath.normpath(each.path)

@@ -98,6 +98,9 @@ class SlurmBackend(Backend, SupportsDoctor, SupportsForget, SupportsRemoteRuns):
             job = newest(handle, transport) if silent is None else None
         except Unavailable as error:
             silent = error.message
+        if silent is None and not files.ended and (job is None or job.means.final):
+            silent = login.bring(handle, transport)  # it may have ended since they were read
+            files = read(handle) or files
         seen = observation(handle, files, job, silent=silent)
         if cancelled_elsewhere(seen, job):
             handle.folder.mark_cancelled()

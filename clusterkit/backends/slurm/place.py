@@ -17,7 +17,7 @@ from clusterkit.backends.placing import (
     own_ports,
     threads_of,
 )
-from clusterkit.backends.slurm.probe import minutes
+from clusterkit.backends.slurm.probe import LOGIN_PYTHON, minutes
 from clusterkit.backends.slurm.queue import HERE
 from clusterkit.cluster import Facts, SlurmCluster, SlurmFacts
 from clusterkit.errors import BadInput, counted
@@ -94,6 +94,8 @@ class SlurmPlacement(Placement):
     """Of the step that starts the agents: since 22.05 it has not all of the job's by itself."""
     unset: tuple[str, ...]
     setup: tuple[str, ...]
+    image: tuple[tuple[str, ...], tuple[str, ...]]
+    """What starts a command in the entry's image: options of ``srun``, and words before it."""
     interface: str
     requeue: bool
 
@@ -122,9 +124,10 @@ class SlurmPlacement(Placement):
             start += f"export {NODE_ADDRESS.name}; shift; "
             start += f'{NODE_RANK.name}="$SLURM_NODEID"; export {NODE_RANK.name}; exec "$@"'
         # The agents end each other; srun is not to end those of other nodes before they have.
-        srun = (*self.step_options, "--kill-on-bad-exit=0", "--wait=0")
+        contained, before = self.image
+        srun = (*self.step_options, "--kill-on-bad-exit=0", "--wait=0", *contained)
         stop = (
-            self.places.python, "-I", self.places.file(ARCHIVE), "stop",
+            *contained, *before, self.places.python, "-I", self.places.file(ARCHIVE), "stop",
             self.places.run_dir, "--grace", f"{self.stop_grace:g}",
         )  # fmt: skip
         head = f'{HEAD.name}=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
@@ -145,7 +148,7 @@ class SlurmPlacement(Placement):
             stop=join(stop),
             shape=join(shape),
             srun=join(srun),
-            start=join(("/bin/sh", "-c", start, "sh", *assembly.command)),
+            start=join((*before, "/bin/sh", "-c", start, "sh", *assembly.command)),
         )
 
 
@@ -165,9 +168,16 @@ def place(job: JobSpec, cluster: SlurmCluster, facts: Facts, run_id: str) -> Slu
     if cluster.cpus == "auto" and device == "cuda":
         cpus = max(1, host.cpus * nproc // len(host.gpus))
     threads, threads_origin = threads_of(job, cpus, nproc)
-    require_packages(job, host, where="the login node")
+    if cluster.container is None:  # what is in an image only a node could say
+        require_packages(job, host, where="the login node")
     run_dir = posixpath.join(facts.home, "runs", run_id)
     topology = Topology(least, most, nproc)
+    if cluster.container is not None and topology.elastic:
+        raise BadInput(
+            "nodes: an elastic run asks Slurm for each node's address, which an image cannot",
+            hint=f"--nodes {most}, or an entry without `container`",
+            job="nodes",
+        )
     gres = cluster.gres or (f"gpu:{nproc}" if device == "cuda" else None)
     step = [f"--cpus-per-task={cpus}", *([f"--gres={gres}"] if gres else [])]
     asked = {
@@ -218,6 +228,8 @@ def place(job: JobSpec, cluster: SlurmCluster, facts: Facts, run_id: str) -> Slu
         step_options=tuple(step),
         unset=tuple(f"SBATCH_{_VARIABLES.get(name, name).upper()}" for name in (*given, *_OURS)),
         setup=_setup(cluster),
+        image=_container(cluster, device, (run_dir, workdir, *[tree.path for tree in trees])),
+        tree_python=LOGIN_PYTHON if cluster.container is not None else None,
         interface=facts.interface,
         requeue=cluster.requeue,
     )
@@ -267,6 +279,20 @@ def _setup(cluster: SlurmCluster) -> tuple[str, ...]:
     if loads:
         loads.insert(0, "command -v module >/dev/null || . /etc/profile")
     return (*loads, *cluster.setup)
+
+
+def _container(
+    cluster: SlurmCluster, device: str, folders: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """As `SlurmPlacement.image`."""
+    if cluster.container is None:
+        return (), ()
+    own = dict.fromkeys(f"{folder}:{folder}" for folder in folders)
+    mounts = ",".join((*own, *cluster.container_mounts))
+    if cluster.container_with == "pyxis":
+        return (f"--container-image={cluster.container}", f"--container-mounts={mounts}"), ()
+    gpus = ("--nv",) if device == "cuda" else ()
+    return (), ("apptainer", "exec", *gpus, "--bind", mounts, cluster.container)
 
 
 def _origin(value: object, key: str) -> str:

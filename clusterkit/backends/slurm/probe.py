@@ -24,6 +24,8 @@ _GPUS = re.compile(
     r"(?:^|,)gpu(?::(?!no_consume:)([^:,()]+))?(?::no_consume)?:(\d+)", re.IGNORECASE
 )
 _GONE = re.compile(r"down|drain|fail|future|inval|unk|boot|power", re.IGNORECASE)
+LOGIN_PYTHON = "python3"
+"""On the login node, where the ranks' own is not there."""
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?\Z")
 
 
@@ -51,16 +53,18 @@ def probe(cluster: SlurmCluster, transport: Transport, job: JobSpec | None) -> F
         gpus = () if job is not None and job.device == "cpu" else least.gpus
     host = host_of(cluster)
     python, origin = python_of(job, cluster)
-    if cluster.ssh is None:
+    if cluster.ssh is None and cluster.container is None:
         if (found := shutil.which(python)) is None:
             raise Unavailable(
                 f"python: {python} does not exist, or cannot be executed", hint=NAMES_PYTHON
             )
         python = os.path.abspath(found)
+    there = python if cluster.container is None else LOGIN_PYTHON
     report = ask(
-        transport, host, [python], python=python, where="login node", workdir=folder(cluster)
+        transport, host, [there], python=there, where="login node", workdir=folder(cluster)
     )
-    if "/" not in python:
+    versions = report.versions if cluster.container is None else {}
+    if cluster.container is None and "/" not in python:
         python = report.python  # which one it is may differ from node to node
     copied = job if cluster.ssh is not None and cluster.sync else None
     port = transport.free_port(host, None if cluster.port == "auto" else cluster.port)
@@ -78,7 +82,7 @@ def probe(cluster: SlurmCluster, transport: Transport, job: JobSpec | None) -> F
                 gpus=gpus,
                 python=python,
                 python_origin=origin,
-                versions=report.versions,
+                versions=versions,
                 tools=report.tools,
             ),
         ),
@@ -89,9 +93,7 @@ def probe(cluster: SlurmCluster, transport: Transport, job: JobSpec | None) -> F
         project=project.snapshot(Path(copied.workdir or "."), copied.program).facts()
         if copied
         else None,
-        shipped=project.own_package().facts()
-        if copied and "clusterkit" not in report.versions
-        else None,
+        shipped=project.own_package().facts() if copied and "clusterkit" not in versions else None,
         slurm=SlurmFacts(
             ssh=cluster.ssh is not None,
             version=ask_slurm(transport, host, "sinfo", "--version").strip().rpartition(" ")[2],
@@ -115,10 +117,10 @@ def folder(cluster: SlurmCluster) -> str:
 
 def python_of(job: JobSpec | None, cluster: SlurmCluster) -> tuple[str, str]:
     """The ranks' Python, and where it comes from."""
-    if cluster.ssh is None:
+    if cluster.ssh is None and cluster.container is None:
         return own_interpreter(job, cluster.python)
-    entry = (cluster.python, "cluster: python")
-    return interpreter(job, entry, ("python3", "the login node's"))
+    whose = "the login node's" if cluster.container is None else "the image's"
+    return interpreter(job, (cluster.python, "cluster: python"), (LOGIN_PYTHON, whose))
 
 
 def partition(

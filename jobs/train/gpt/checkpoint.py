@@ -3,58 +3,33 @@
 A checkpoint is a folder ``step-00000100`` with the shards (or DeepSpeed's files), the random
 number states and ``checkpoint.json``, which says what it holds. It is written under another name,
 made durable and renamed, so that a crash leaves the previous checkpoint as the newest. All nodes
-must see the folder.
+must see the folder. In a bucket (``s3://BUCKET/PREFIX``) ``checkpoint.json`` is written last; each
+node keeps a folder of its own for what is on its way there, or back.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import pickle
 import random
-import re
 import shutil
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from ranks import BadInput, Explained, Ranks
+from bucket import Bucket, is_url
+from ranks import BadInput, Ranks, read_ranks
 from report import report
+from stored import MANIFEST, Checkpoint, Torn, file_sizes, readable, seal, writable
 from world import World
 
-_MANIFEST, _RANDOM = "checkpoint.json", "random.pt"
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A complete checkpoint on disk: ``path`` and what its ``checkpoint.json`` says."""
-
-    path: Path
-    step: int
-    strategy: str
-    world_size: int
-    any_world_size: bool
-    model: Mapping[str, Any]
-    notes: Mapping[str, Any]
-    saved_at: float
-    files: Mapping[str, int] = field(repr=False)
-
-    @classmethod
-    def read(cls, path: Path) -> Checkpoint | None:
-        """The checkpoint at ``path``; None if it is not one, or torn: a file missing or cut."""
-        try:
-            manifest = json.loads((path / _MANIFEST).read_text())
-            checkpoint = cls(path=path, **manifest)
-            whole = all((path / f).stat().st_size == n for f, n in checkpoint.files.items())
-        except (OSError, ValueError, TypeError, AttributeError):
-            return None
-        return checkpoint if whole else None
+_RANDOM = "random.pt"
 
 
 @dataclass
@@ -71,6 +46,9 @@ class Checkpoints:
     resume: str = "auto"  # or never, or a checkpoint's folder
 
     def __post_init__(self) -> None:
+        self.bucket = Bucket(str(self.folder)) if is_url(self.folder) else None
+        if self.bucket is not None:
+            self.folder = _scratch(self.bucket.url)
         self.folder = Path(self.folder).absolute() if self.folder else None
         self.model = json.loads(json.dumps(dict(self.model)))  # as it will come back, to compare
         # The one that does not count yet: draft, name, manifest, its writer's Future, when it began
@@ -85,20 +63,30 @@ class Checkpoints:
         if self.resume == "never":
             return None
         if self.resume == "auto":
-            checkpoint = next(iter(self._newest_first()), None)
+            checkpoint = next(iter(self._newest_first(speaks=ranks.is_first)), None)
             if checkpoint is None:
                 return None
-        elif (checkpoint := Checkpoint.read(Path(self.resume).absolute())) is None:
-            raise BadInput(
-                f"checkpoint to resume from: {self.resume} is not a complete checkpoint",
-                hint="give a folder such as checkpoints/step-00000100, or auto, or never",
-            )
+        else:
+            checkpoint = self._named(self.resume)
         self._check(checkpoint, ranks)
         return checkpoint
 
+    def _named(self, name: str) -> Checkpoint:
+        try:
+            if not is_url(name):
+                return Checkpoint.whole(Path(name).absolute())
+            folder, _, step = name.rstrip("/").rpartition("/")
+            bucket = Bucket(folder)
+            return Checkpoint.whole(_scratch(folder) / step, bucket, bucket.sizes())
+        except Torn as error:
+            raise BadInput(
+                f"checkpoint to resume from: {name} is not a complete checkpoint: {error}",
+                hint="give a folder such as checkpoints/step-00000100, or auto, or never",
+            ) from None
+
     def _check(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
         """Refuse what was saved of another model, or that this run cannot load."""
-        where, saved_by = f"checkpoint {checkpoint.path}", checkpoint.strategy
+        where, saved_by = f"checkpoint {checkpoint.where}", checkpoint.strategy
         or_anew = "or train into another checkpoint folder, or set checkpoint.resume to never"
         if dict(checkpoint.model) != self.model:
             there, here = (
@@ -126,20 +114,27 @@ class Checkpoints:
 
     def load(self, checkpoint: Checkpoint, read: Callable[[Path], None], world: World) -> None:
         """Restore what ``read`` reads, and the random number states, on every rank. Collective."""
-        seen = world.gather(str(checkpoint.path))
+        seen = world.gather(checkpoint.where)
         if len(set(seen)) > 1:
             other = next(rank for rank, path in enumerate(seen) if path != seen[0])
             raise BadInput(
                 f"rank 0 resumes from {seen[0]}, rank {other} from {seen[other]}",
                 hint="put checkpoint.dir on a disk that all nodes share",
             )
+        fetches = checkpoint.bucket is not None and world.local_rank == 0
+        if fetches:
+            checkpoint.fetch()
+        world.barrier()
         with readable(checkpoint.path):
             read(checkpoint.path)
             states = torch.load(checkpoint.path / _RANDOM, weights_only=True)
         if world.rank < len(states):
             _set_random_state(states[world.rank])
+        world.barrier()
+        if fetches:
+            shutil.rmtree(checkpoint.path.parent)
         if world.is_first:
-            report("resumed", step=checkpoint.step, path=str(checkpoint.path))
+            report("resumed", step=checkpoint.step, path=checkpoint.where)
 
     def save(
         self,
@@ -157,8 +152,8 @@ class Checkpoints:
         started = time.perf_counter()
         final = self.folder / f"step-{step:08d}"
         draft = self.folder / f".{final.name}.draft"
-        with _writable(final, draft):
-            if world.is_first:
+        with writable(final, draft):
+            if world.is_first or (self.bucket is not None and world.local_rank == 0):
                 shutil.rmtree(draft, ignore_errors=True)
                 draft.mkdir(parents=True)
             world.barrier()
@@ -185,99 +180,67 @@ class Checkpoints:
         if self._writing is None:
             return
         (draft, final, manifest, files, started), self._writing = self._writing, None
-        with _writable(final, draft):
+        with writable(final, draft):
             if files is not None:
                 files.result()
                 world.barrier()
-            if world.is_first:
-                _seal(draft, final, manifest)
+            if self.bucket is not None:
+                _send(self.bucket, draft, final.name, manifest, world)
+            elif world.is_first:
+                seal(draft, final, manifest)
         if world.is_first:
             for checkpoint in self._newest_first()[self.keep :] if self.keep else []:
-                # Torn from the first file on, so never taken for a checkpoint again.
-                (checkpoint.path / _MANIFEST).unlink(missing_ok=True)
-                shutil.rmtree(checkpoint.path, ignore_errors=True)
+                checkpoint.remove()
             seconds = time.perf_counter() - started
-            report("checkpoint", step=manifest["step"], path=str(final), seconds=seconds)
+            where = f"{self.bucket.url}/{final.name}" if self.bucket else str(final)
+            report("checkpoint", step=manifest["step"], path=where, seconds=seconds)
         world.barrier()
 
-    def _newest_first(self) -> list[Checkpoint]:
-        """The complete ones."""
-        paths = self.folder.glob("step-*") if self.folder else []
-        complete = filter(None, map(Checkpoint.read, paths))
+    def _newest_first(self, *, speaks: bool = False) -> list[Checkpoint]:
+        """The complete ones; of others it is said that they are passed over, if it ``speaks``."""
+        held = self.bucket.sizes() if self.bucket else None
+        if self.folder is None:
+            paths = []
+        elif held is None:
+            paths = sorted(self.folder.glob("step-*"))
+        else:
+            names = {name.partition("/")[0] for name in held if name.startswith("step-")}
+            paths = [self.folder / name for name in sorted(names)]
+        complete = []
+        for path in paths:
+            try:
+                complete.append(Checkpoint.whole(path, self.bucket, held))
+            except Torn as error:
+                if speaks:
+                    print(f"checkpoint {path.name} is torn, and passed over: {error}", flush=True)
         return sorted(complete, key=lambda checkpoint: checkpoint.saved_at, reverse=True)
 
 
-@contextmanager
-def _writable(final: Path, draft: Path) -> Iterator[None]:
-    """Within, a disk that does not take the files is one clear error, and leaves no draft."""
-    try:
-        yield
-    except BaseException as error:
-        # DCP's error, a BaseException, holds those of all ranks: the first one counts.
-        first = next(iter(getattr(error, "failures", {}).values()), (error,))[0]
-        # torch.save tells of a short write by a RuntimeError of its zip writer.
-        short = isinstance(first, RuntimeError) and "inline_container" in str(first)
-        if not (short or isinstance(first, OSError)):
-            raise
-        reason = "not all of it was taken" if short else first.strerror
-        shutil.rmtree(draft, ignore_errors=True)
-        raise Explained(
-            f"cannot write checkpoint {final}: {reason or first}",
-            hint="make room on that disk, set checkpoint.dir to another, or lower checkpoint.keep",
-        ) from error
+def _scratch(url: str) -> Path:
+    """This node's folder for what is on its way to a bucket or back."""
+    run = os.environ.get("CLUSTERKIT_RUN_ID") or os.environ.get("MASTER_PORT", "")
+    name = hashlib.sha256(f"{url} {run} {os.getuid()}".encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir(), f"checkpoints-{name}-{read_ranks().node_rank}")
 
 
-@contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Within, files that cannot be read, or hold something else, are one clear error."""
-    try:
-        yield
-    except (Explained, dist.DistError):
-        raise  # clear enough already; a lost rank, not a bad file
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
-        if "gloo/transport" in str(error):
-            raise
-        # torch says in the first line what failed, in the second why.
-        reason = " ".join(str(error).split("\n", 2)[:2]).replace("\t", "").strip()
-        reason = more_than_data(str(error)) or reason or type(error).__name__
-        raise BadInput(
-            f"checkpoint {path} cannot be read: {reason}",
-            hint="resume from an earlier one (checkpoint.resume: FOLDER), or from none (never)",
-        ) from error
-
-
-def more_than_data(said: str) -> str | None:
-    """The reason in torch's words about a file that names a class or a function; else None."""
-    named = re.search(r"GLOBAL (\S+)", said)
-    if named is None:
-        return None
-    return f"it holds {named[1]}, which is neither a tensor nor a plain value and might run code"
-
-
-def _seal(draft: Path, final: Path, manifest: Mapping[str, Any]) -> None:
-    """Make the draft durable, then give it its name: from here on it counts."""
-    manifest = {**manifest, "files": file_sizes(draft)}
-    (draft / _MANIFEST).write_text(json.dumps(manifest, indent=1))
-    for path in [*draft.rglob("*"), draft]:
-        _sync(path)
-    if final.exists():  # from an earlier run that began anew
-        shutil.rmtree(final)
-    draft.rename(final)
-    _sync(final.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def file_sizes(folder: Path) -> dict[str, int]:
-    """Bytes of every file below a folder, by its path from there."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
+def _send(
+    bucket: Bucket, draft: Path, name: str, manifest: Mapping[str, Any], world: World
+) -> None:
+    """Each node sends what its ranks have written; with the last file it counts. Collective."""
+    sizes: dict[str, int] = {}
+    if world.is_first:  # one of that name, from an earlier run that began anew
+        old = [file for file in bucket.sizes() if file.startswith(f"{name}/")]
+        for file in sorted(old, key=lambda file: not file.endswith(MANIFEST)):
+            bucket.remove(file)
+    world.barrier()
+    if world.local_rank == 0:
+        sizes = file_sizes(draft)
+        for file in sizes:
+            bucket.upload(draft / file, f"{name}/{file}")
+        shutil.rmtree(draft.parent)
+    whole = {"files": {file: n for each in world.gather(sizes) for file, n in each.items()}}
+    if world.is_first:
+        bucket.write(f"{name}/{MANIFEST}", json.dumps({**manifest, **whole}, indent=1).encode())
 
 
 def _random_state() -> dict[str, Any]:

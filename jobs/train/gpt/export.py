@@ -17,9 +17,9 @@ from dataclasses import fields
 from pathlib import Path
 
 import torch
-from checkpoint import Checkpoint, readable
 from model import GPT, Shape
 from ranks import BadInput
+from stored import Checkpoint, readable
 from torch import Tensor, nn
 from world import run
 

@@ -28,7 +28,7 @@ from build import build, mean
 from checkpoint import Checkpoints
 from model import PRESETS
 from parameters import clip_gradients, optimizer_parameters, send_gradients
-from ranks import choose_device, read_ranks
+from ranks import Explained, choose_device, read_ranks
 from report import Reporter, report
 from settings import count, positive
 from world import EXIT_STOPPED, distributed, run
@@ -95,6 +95,11 @@ def train(
                     "metrics", step=step, loss=loss, tokens_per_second=pace, step_seconds=seconds,
                     learning_rate=rate, gradient_norm=norm, **meter.measured(pace), **more,
                 )  # fmt: skip
+            if args.stop_at_nan and not math.isfinite(loss):
+                raise Explained(
+                    f"the loss is {loss} at step {step}",
+                    hint="lower --learning-rate, or resume from a checkpoint before that step",
+                )
             return stop
 
         notes: dict[str, Any] = dict(resumed.notes) if resumed else {}
@@ -186,6 +191,7 @@ def parse_args() -> argparse.Namespace:
     add("--steps", type=positive, default=200, help="how long to train (default: 200)")
     add("--learning-rate", type=float, default=1e-3, metavar="RATE", help="at its peak")
     add("--warmup", type=count, default=20, metavar="STEPS", help="until the peak (default: 20)")
+    add("--stop-at-nan", action="store_true", help="end when the loss is no number any more")
     add("--weight-decay", type=float, default=0.1, help="of matrices alone (default: 0.1)")
     add("--seed", type=int, default=0, help="of weights and samples (default: 0)")
     add("--log-every", type=positive, default=1, metavar="STEPS", help="metrics (default: 1)")

@@ -503,6 +503,22 @@ def test_failed_ranks_start_again_in_the_same_containers(start: Start, engine: A
     assert left_over(engine) == []
 
 
+@pytest.mark.thorough
+def test_the_other_container_goes_on_alone(start: Start, engine: Any) -> None:
+    code = (
+        "import os, time; world = os.environ['WORLD_SIZE']; print('ready', world, flush=True); "
+        "time.sleep(600 if world == '2' else 0)"
+    )
+    run = start(words(code, on_node_loss="shrink"), nodes="1:2")
+    ready(run)
+    engine.run("kill", node(run, 1))
+    status = run.wait(SOON)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 1)
+    assert [line.node for line in run.logs() if line.text == "ready 1"] == [0]
+    assert run.events()[-1].text == "1 of 2 elastic nodes failed"
+    assert left_over(engine) == []
+
+
 def test_cancel_ends_everything_and_may_be_repeated(start: Start, engine: Any) -> None:
     run = start(words(WAIT))
     ready(run)

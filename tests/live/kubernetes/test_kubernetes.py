@@ -271,17 +271,7 @@ def test_an_image_that_cannot_be_had_stays_the_cause_when_its_pods_are_removed(f
     assert "image nowhere.example/no:1 cannot be pulled: it is not on the node" in found.cause
 
 
-UNTOLD = pytest.mark.xfail(strict=True, reason="the training operator tells of no refused pod")
-
-
-@pytest.mark.parametrize(
-    ("flavor", "pods"),
-    [
-        # Known and not mended: only the watcher's Job tells of it, where there is a watcher.
-        pytest.param("pytorchjob", 0, marks=[pytest.mark.thorough, UNTOLD]),
-        ("job", 1),
-    ],
-)
+@pytest.mark.parametrize(("flavor", "pods"), [("pytorchjob", 0), ("job", 1)])
 def test_a_quota_is_named_while_a_pod_does_not_come(flavor, pods, submit, kube):
     kube.kubectl("create", "quota", "none", f"--hard=pods={pods}")
     run = submit(FOREVER, on={"flavor": flavor})

@@ -136,7 +136,8 @@ def test_a_manifest_by_hand_trains(files, done, log, kube, tmp_path):
         # One after the other, as they are applied with -f.
         kube.kubectl("apply", "-k", str(small(tmp_path / str(number), "cpu", [name])))
     kube.kubectl("wait", done[0], f"--for=condition={done[1]}", "--timeout=240s")
-    said = kube.kubectl("logs", "-l", log, "--tail=-1")
+    # Of an elastic job one may not have started when the first is done.
+    said = kube.kubectl("logs", "-l", log, "--tail=-1", check=False)
     assert steps_of(said) == [*range(1, 7)]
     for number in reversed(range(len(files))):
         kube.kubectl("delete", "-k", str(tmp_path / str(number)))

@@ -34,7 +34,8 @@ def slurm(
     clusters = tmp_path / "clusters.yaml"
     entry = {"backend": "slurm", "cpus": 2, "stop_grace": 5}
     short = {**entry, "time": "2", "notice": 60}
-    clusters.write_text(json.dumps({"hpc": entry, "short": short}))
+    closed = {**entry, "partition": "down"}
+    clusters.write_text(json.dumps({"hpc": entry, "short": short, "closed": closed}))
     monkeypatch.setenv("CLUSTERKIT_CLUSTERS", str(clusters))
     yield daemons_here
     with contextlib.suppress(FileNotFoundError):

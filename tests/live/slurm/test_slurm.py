@@ -102,9 +102,9 @@ def test_a_run_waits_in_the_queue_says_why_and_needs_nobody_to_watch(
 
 
 def test_what_the_plan_prints_can_be_submitted_by_hand(
-    slurm: Slurm, clusterkit: list[str], tmp_path: Path
+    slurm: Slurm, clusterkit: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the folder that ``plan --out`` wrote, where it says."""
+    """From the folder that ``plan --out`` wrote; who looks from elsewhere sees it."""
     job = tmp_path / "hello.yaml"
     job.write_text('name: hello\ncommand: [sh, -c, "echo hello from $RANK of $WORLD_SIZE"]\n')
     out = os.environ["CLUSTERKIT_HOME"] + "/runs/hello-plan"
@@ -114,11 +114,27 @@ def test_what_the_plan_prints_can_be_submitted_by_hand(
     slurm.wait(lambda: slurm.jobs() == [], "the job's end")
     logs = [Path(out, f"attempts/1/node-{node}/log").read_text() for node in (0, 1)]
     assert [line.rpartition(" hello")[2].strip() for line in logs] == ["from 0 of 2", "from 1 of 2"]
+    home = os.environ["CLUSTERKIT_HOME"]
+    monkeypatch.setenv("CLUSTERKIT_HOME", str(tmp_path / "elsewhere"))
+    (listed,) = [each for each in api.runs_of("hpc") if each.run == "hello-plan"]
+    assert (listed.here, listed.state, listed.nodes_asked) == (False, State.SUCCEEDED, 2)
+    assert f"CLUSTERKIT_HOME={home} clusterkit attach hello-plan" in (listed.remark or "")
 
 
-def let_go(slurm: Slurm, run: api.Run) -> None:
+def test_the_doctor_looks_at_the_partition_and_at_a_node(slurm: Slurm) -> None:
+    found = {each.check: each for each in api.doctor(cluster="hpc", nodes=2).findings}
+    assert set(found) == {"partition", "admission", "folder", "compute"}
+    assert found["partition"].cause == "2 of 2 nodes of partition main can be used"
+    assert {name: found[name].level for name in ("admission", "compute")} == {
+        "admission": "ok", "compute": "ok",
+    }, found  # fmt: skip
+    for cluster, nodes in (("closed", 1), ("hpc", 3)):
+        assert not api.doctor(cluster=cluster, nodes=nodes, only=["partition"]).ok
+
+
+def let_go(slurm: Slurm, run: api.Run, seconds: float = 60) -> None:
     """Slurm holds a job back for two minutes before it starts it again: not this one."""
-    waiting = run.wait(60, until=lambda status: any("two minutes" in (n.reason or "")
+    waiting = run.wait(seconds, until=lambda status: any("two minutes" in (n.reason or "")
                                                     for n in status.nodes))  # fmt: skip
     assert waiting.state in (State.PENDING, State.RUNNING), waiting
     job = slurm.run("squeue", "-h", f"--name={run.id}", "-o", "%i").strip()
@@ -142,17 +158,21 @@ def test_a_job_that_is_told_of_its_end_goes_on_as_the_next_attempt(
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-def test_over_its_time_a_run_goes_on_from_its_checkpoint_at_the_same_step(
-    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ended_by", ["time limit", "preemption"])
+def test_a_run_that_slurm_ends_goes_on_from_its_checkpoint_at_the_same_step(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch, ended_by: str
 ) -> None:
+    """Told first, or by SIGTERM, which reaches ranks twice: from Slurm, and from their agents."""
     monkeypatch.chdir(ROOT)
     run = api.submit(
-        "jobs/ddp.yaml", cluster="short", nodes=2, gpus=1,
+        "jobs/ddp.yaml", cluster="short" if ended_by == "time limit" else "hpc", nodes=2, gpus=1,
         settings=["device=cpu", "checkpoint.every=100000"], more_args=["--steps", "100000"],
     )  # fmt: skip
-    run.wait(200, until=lambda status: any("two minutes" in (n.reason or "") for n in status.nodes))
+    if ended_by == "preemption":
+        run.wait(120, until=lambda status: len(run.metrics()) > 5)
+        slurm.run("sbatch", "-purgent", "-N2", "--exclusive", "-o/dev/null", "--wrap", "true")
+    let_go(slurm, run, 200)
     before = [each["step"] for each in run.metrics()]
-    let_go(slurm, run)
     run.wait(120, until=lambda status: len(run.metrics()) > len(before) + 5)
     run.cancel()
     steps = [each["step"] for each in run.metrics()]
@@ -186,6 +206,44 @@ def test_a_controller_that_is_away_changes_nothing(slurm: Slurm, train: Train) -
         slurm.start_controller()
         slurm.wait(lambda: slurm.states() != [], "slurmctld")
     assert run.cancel().state is State.CANCELLED
+
+
+@pytest.mark.thorough
+def test_zero3_on_two_nodes_with_two_ranks_each(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    expected = parity.measure(parity.REFERENCE, steps=STEPS).losses
+    found = parity.measure(Case("zero3", 2, 2, parity.MICRO_2), steps=STEPS, cluster="hpc")
+    assert len(found.losses) == STEPS
+    assert parity.largest_difference(found.losses, expected) <= parity.TOLERANCE
+
+
+@pytest.mark.thorough
+def test_a_node_that_is_drained_keeps_the_runs_that_it_has(slurm: Slurm, train: Train) -> None:
+    run = train("tick.py", FOR_EVER, restarts=1)
+    beating(run)
+    slurm.run("scontrol", "update", "nodename=n1", "state=drain", "reason=a test")
+    try:
+        os.kill(ranks(run, 1)[0], signal.SIGKILL)
+        beating(run, attempt=2)
+        assert run.cancel().state is State.CANCELLED
+        slurm.wait(lambda: sorted(slurm.states()) == ["drained", "idle"], "the drained node")
+    finally:
+        slurm.run("scontrol", "update", "nodename=n1", "state=resume")
+
+
+@pytest.mark.thorough
+def test_a_node_whose_slurmd_is_killed_costs_an_attempt(slurm: Slurm, train: Train) -> None:
+    run = train("tick.py", FOR_EVER)
+    beating(run)
+    slurm.stop("n1", signal.SIGKILL)
+    try:
+        slurm.wait(lambda: any(state.startswith("down") for state in slurm.states()), "its loss")
+    finally:
+        slurm.start_node(1)
+    let_go(slurm, run)
+    beating(run, attempt=2)
 
 
 @pytest.mark.thorough

@@ -330,6 +330,24 @@ def test_a_host_that_is_lost_is_named_and_cleaned_when_it_is_back(
     assert processes(lab, "h1", run) == []
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("fault", ["crash", "cut"])
+def test_the_other_host_goes_on_alone(submit: Submit, lab: Lab, place: Path, fault: str) -> None:
+    (place / "tick.py").write_text(
+        "import os, time\nprint('world', os.environ['WORLD_SIZE'], flush=True)\n"
+        "time.sleep(600 if os.environ['WORLD_SIZE'] == '2' else 0)\n"
+    )
+    run = submit(1, nodes="1:2", settings=("on_node_loss=shrink",))
+    saying(run, "world 2", 2)
+    lab.fault(fault, "h1")
+    status, _ = ended(run, 90)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 1)
+    assert [line.node for line in run.logs() if line.text == "world 1"] == [0]
+    assert run.events()[-1].text == "1 of 2 elastic nodes failed"
+    lab.repair()
+    assert processes(lab, "h1", run) == []  # it has ended its ranks by itself
+
+
 def test_a_cut_that_heals_in_time_is_survived(submit: Submit, lab: Lab) -> None:
     describe(lab, lost_after=60)
     run = submit(100)

@@ -255,9 +255,9 @@ def test_what_was_not_seen_to_end_and_is_gone_has_ended_nobody_knows_how(server,
     assert BACKEND.status(handle, transport).state is State.CANCELLED
 
 
-def event(message, at, kind="PyTorchJob", name="demo-1"):
+def event(message, at, kind="PyTorchJob", name="demo-1", reason="FailedCreatePod"):
     return {
-        "involvedObject": {"kind": kind, "name": name}, "message": message,
+        "reason": reason, "involvedObject": {"kind": kind, "name": name}, "message": message,
         "lastTimestamp": f"2026-11-22T04:00:{at:02}Z",
     }  # fmt: skip
 
@@ -267,6 +267,8 @@ def test_why_a_job_lacks_a_pod_is_said_although_it_has_others(server, transport,
     server.events = [
         event("exceeded quota: two", 2), event("exceeded quota: one", 1),
         event("probe failed", 3, "Pod", "demo-1-worker-0"), event("other", 4, name="demo-12"),
+        # What the training operator warns of with each pod.
+        event("restart policy will be overwritten", 3, reason="SetPodTemplateRestartPolicy"),
     ]  # fmt: skip
     seen = BACKEND.status(run_of(nodes=2), transport)
     assert [node.reason for node in seen.nodes] == [None, "exceeded quota: two"]

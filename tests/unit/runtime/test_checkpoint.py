@@ -8,6 +8,7 @@ from typing import Any
 
 import checkpoint as module
 import pytest
+import stored
 import torch
 from checkpoint import Checkpoint, Checkpoints
 from ranks import BadInput, Explained, Ranks
@@ -154,8 +155,8 @@ def test_the_draft_is_durable_before_it_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    sync, rename = module._sync, Path.rename
-    monkeypatch.setattr(module, "_sync", lambda p: (done.append(f"sync {p.name}"), sync(p)))
+    sync, rename = stored._sync, Path.rename
+    monkeypatch.setattr(stored, "_sync", lambda p: (done.append(f"sync {p.name}"), sync(p)))
     monkeypatch.setattr(
         Path, "rename", lambda p, to: (done.append(f"rename {to.name}"), rename(p, to))
     )

@@ -292,6 +292,14 @@ def test_a_finished_run_has_nothing_left_to_do(launch, tmp_path: Path) -> None:
     assert again.of("end") == first.of("end")
 
 
+def test_a_loss_that_is_no_number_ends_the_run_where_that_was_asked_for(launch) -> None:
+    how = [*SHORT, "--learning-rate", "1e30", "--warmup", "0"]
+    assert launch(*how).codes == [0]
+    result = launch(*how, "--stop-at-nan")
+    assert result.codes == [1]
+    assert "error: the loss is nan at step " in result.stderr[0]
+
+
 def test_a_stop_signal_saves_and_leaves(launch, tmp_path: Path) -> None:
     def stop(event: dict[str, object], ranks: list[Any]) -> None:
         if event["event"] == "metrics" and event["step"] == 2:

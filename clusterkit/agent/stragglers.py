@@ -1,0 +1,216 @@
+"""Which ranks are slower than the others: when each came to collectives in, words out.
+
+All ranks of synchronous training take the same time for a step, because all wait for the slowest.
+What tells that one is when it comes to each collective: last, again and again. Torch records it in
+every rank (`standing.arrived`). Node 0 asks the agents every REPORT_SECONDS; ranks send nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from clusterkit.agent import limits
+from clusterkit.agent.hangs import names_of
+from clusterkit.agent.protocol import Document
+
+
+class Clock:
+    """How far a node's clock is ahead of node 0's: by at least ``least`` and at most ``most``.
+
+    A question that came at once to ``most``, or an answer to ``least``, holds for the later ones
+    too, but for what the clocks drift.
+    """
+
+    def __init__(self) -> None:
+        self.least, self.most, self._at = -math.inf, math.inf, 0.0
+
+    def hears(self, asked: float, heard: float, said: float, came: float) -> None:
+        """A question was ``asked`` and its answer ``came`` by node 0's clock; ``heard`` and
+        ``said`` by the node's."""
+        drift, self._at = abs(came - self._at) * limits.DRIFT, came
+        self.least, self.most = (
+            max(self.least - drift, said - came),
+            min(self.most + drift, heard - asked),
+        )
+        if self.least > self.most:  # one of them was set
+            self.least, self.most = said - came, heard - asked
+
+
+class Arrivals(NamedTuple):
+    """When a rank came to collectives of a group that follow each other, in seconds."""
+
+    group: str
+    first: int
+    """The number of the first of them."""
+    at: Sequence[float]
+    """By node 0's clock, within ``error``."""
+    error: float
+
+
+def arrivals_of(record: Document, offset: float, error: float) -> Arrivals:
+    """What a rank's record says; its node's clock is ahead of node 0's by ``offset``."""
+    times, moment = [], float(record["since"]) - offset
+    for tenth_ms in record["steps"]:
+        moment += int(tenth_ms) / 1e4
+        times.append(moment)
+    return Arrivals(str(record["group"]), int(record["first"]), times, error)
+
+
+def shares(ranks: Mapping[int, Arrivals], judged: Mapping[str, int]) -> dict[int, float]:
+    """Of each rank, in what share of the time most others of its group waited for it.
+
+    Only collectives count that were not ``judged`` before (the newest number, by group), and a
+    group only if all of its ranks have come to enough of them. The longest quarter of the waits for
+    a rank does not count: they may have been for a checkpoint, or for whatever else came once.
+    """
+    groups: dict[str, dict[int, Arrivals]] = defaultdict(dict)
+    for rank, each in ranks.items():
+        groups[each.group][rank] = each
+    found: dict[int, float] = {}
+    for group, members in groups.items():
+        first = max(judged.get(group, 0) + 1, *(each.first for each in members.values()))
+        last = newest(members.values())
+        if len(members) < 2 or last - first + 1 < limits.REPORT_LEAST:
+            continue
+        columns = [
+            {rank: each.at[number - each.first] for rank, each in members.items()}
+            for number in range(first, last + 1)
+        ]
+        seconds = max(columns[-1].values()) - min(columns[0].values())
+        slack = 2 * max(each.error for each in members.values()) + limits.LATE_SECONDS
+        for rank in members:
+            waits = sorted(_merged([_wait(column, rank, slack) for column in columns]))
+            lost = sum(waits[: 3 * len(waits) // 4])
+            found[rank] = lost / seconds if seconds > 0 else 0.0
+    return found
+
+
+def newest(members: Iterable[Arrivals]) -> int:
+    """The last collective that all of them have come to."""
+    return min(each.first + len(each.at) - 1 for each in members)
+
+
+def _wait(column: Mapping[int, float], rank: int, slack: float) -> tuple[float, float]:
+    """From when to when most others surely waited for this rank."""
+    others = sorted(at for other, at in column.items() if other != rank)
+    return others[(len(others) - 1) // 2] + slack, column[rank]
+
+
+def _merged(spans: Sequence[tuple[float, float]]) -> list[float]:
+    """How long each is of those that do not overlap any more; those that end first are none."""
+    lengths: list[float] = []
+    end = 0.0
+    for begin, until in sorted(span for span in spans if span[1] > span[0]):
+        if lengths and begin <= end:
+            lengths[-1] += max(0.0, until - end)
+        else:
+            lengths.append(until - begin)
+        end = max(end, until)
+    return lengths
+
+
+def slow(found: Mapping[int, float]) -> tuple[int, ...]:
+    """The ranks that hold the others up; none where that is not clear.
+
+    More than half of the ranks are not slow, the others are fast; and whoever is in between shows
+    that times vary.
+    """
+    ranks = tuple(sorted(rank for rank, share in found.items() if share >= limits.SLOW_SHARE))
+    between = any(limits.SLOW_SHARE / 2 <= share < limits.SLOW_SHARE for share in found.values())
+    return () if between or 2 * len(ranks) > len(found) else ranks
+
+
+class Stragglers:
+    """Node 0's: decides when all nodes are asked, and what people are told.
+
+    Touches neither sockets nor clocks: ``now`` is a moment of a monotonic clock, in seconds.
+    """
+
+    def __init__(self, nproc: int) -> None:
+        self._nproc = nproc
+        self._clocks: dict[int, Clock] = defaultdict(Clock)
+        self.number = 0  # of the newest question
+        self.suspects: tuple[int, ...] = ()
+        """Those of the newest judgement. What their nodes know is what has changed since."""
+        self.begin(1, 0.0)
+
+    def begin(self, nodes: int, now: float) -> None:
+        """Another round, of so many nodes."""
+        self._world = nodes * self._nproc
+        self._clocks.clear()  # a node may have another number
+        self._next = now + limits.REPORT_SECONDS
+        self._asked: float | None = None  # when all were asked who have not all answered yet
+        self._ranks: dict[int, Arrivals] = {}
+        self._knows: dict[int, str] = {}  # what nodes of suspects say of themselves, by node
+        self._judged: dict[str, int] = {}
+        self._told: tuple[int, ...] = ()
+        self._alike = 0  # judgements in a row that say the same
+        self.suspects = ()
+
+    def hears(self, node: int, answer: Document) -> None:
+        """A node's answer: its ranks' records; of other nodes also when, as of `Clock.hears`."""
+        offset = error = 0.0
+        if node:
+            clock = self._clocks[node]
+            clock.hears(*(float(answer[key]) for key in ("asked", "heard", "said", "came")))
+            offset, error = (clock.most + clock.least) / 2, (clock.most - clock.least) / 2
+        if answer["report"] != self.number:
+            return
+        for record in answer["stands"]:
+            if "steps" in record:
+                self._ranks[int(record["rank"])] = arrivals_of(record, offset, max(0.0, error))
+        if answer.get("knows"):
+            self._knows[node] = str(answer["knows"])
+
+    def turn(self, now: float) -> list[tuple[str, str]]:
+        """What is to be done: ``report``, ask all nodes; ``look``, have those of suspects look at
+        themselves; ``slow``, tell people, or without words that it is over."""
+        if self._asked is not None:
+            if len(self._ranks) < self._world and now - self._asked < limits.PEER_SECONDS:
+                return []
+            self._asked = None
+            return self._judge(now)
+        if now < self._next or self._world == 1:
+            return []
+        self._asked, self._next = now, now + limits.REPORT_SECONDS
+        self.number += 1
+        self._ranks, self._knows = {}, {}
+        return [("report", "")]
+
+    def _judge(self, now: float) -> list[tuple[str, str]]:
+        found = shares(self._ranks, self._judged)
+        if not found:
+            return []  # too little has come since
+        for rank in found:
+            group = self._ranks[rank].group
+            members = [each for each in self._ranks.values() if each.group == group]
+            self._judged[group] = newest(members)
+        ranks = slow(found)
+        same = set(self.suspects) == set(ranks) or bool({*self._told} & {*ranks})
+        self._alike = self._alike + 1 if same else 1
+        self.suspects = ranks
+        if self._told:
+            if {*self._told} & {*ranks} or self._alike < 2:
+                return []
+            self._told = ()
+            return [("slow", "")]
+        if not ranks:
+            return []
+        if self._alike < limits.SLOW_REPORTS:
+            self._next = now + limits.REPORT_SECONDS / 3
+            return [("look", "")] if self._alike == 1 else []
+        self._told = ranks
+        return [("slow", self._words(ranks, min(found[rank] for rank in ranks)))]
+
+    def _words(self, ranks: Sequence[int], share: float) -> str:
+        is_, it = ("is", "it") if len(ranks) == 1 else ("are", "them")
+        text = (
+            f"{names_of(ranks, self._nproc, self._world)} {is_} slower than the others, which wait "
+            f"for {it} at least {share:.0%} of the time"
+        )
+        nodes = sorted({rank // self._nproc for rank in ranks})
+        known = [f"node {node}: {self._knows[node]}" for node in nodes if node in self._knows]
+        return "; ".join([text, *known])

@@ -1,0 +1,221 @@
+"""Who is slower than the others: when ranks came to collectives in, words out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterkit.agent import host, limits
+from clusterkit.agent.hangs import WORLD
+from clusterkit.agent.host import Look, throttled
+from clusterkit.agent.record import Record
+from clusterkit.agent.standing import came
+from clusterkit.agent.stragglers import Clock, Stragglers
+from clusterkit.backends.nodes import judge_running
+from clusterkit.status import RunStatus, State
+from clusterkit.ui.words import remark_lines
+
+RECORDED = json.loads((Path(__file__).parents[1] / "data/arrivals.json").read_text())
+"""Reports of real DDP runs with gloo (8 linear layers, several buckets, 0.07 to 0.2 s a step) on 2
+CPUs at a load of 20, as `standing.arrived` gives them. ``slow``: rank 1 sleeps 0.05 s in each step;
+``checkpoint``: rank 0 sleeps 0.8 s in each 40th."""
+
+
+class Run:
+    """Nodes that answer at once with what a test gives."""
+
+    def __init__(self, nodes: int, nproc: int) -> None:
+        self.slow, self.nodes, self.nproc = Stragglers(nproc), nodes, nproc
+        self.slow.begin(nodes, 0.0)
+        self.now = 0.0
+        self.looked: list[tuple[int, ...]] = []
+
+    def report(self, ranks: list[dict[str, Any]], ahead: float = 0.0, error: float = 0.0,
+               knows: str = "") -> list[str]:  # fmt: skip
+        """What people are told after the next report; all clocks but node 0's are ``ahead``."""
+        while not (orders := self.slow.turn(self.now)):
+            self.now += 1.0
+        assert orders == [("report", "")]
+        for node in range(self.nodes):
+            mine = [each for each in ranks if each["rank"] // self.nproc == node]
+            if node:
+                mine = [{**each, "since": each["since"] + ahead} for each in mine]
+            answer = {"stands": mine, "report": self.slow.number, "knows": knows if node else ""}
+            times = {"asked": self.now, "heard": self.now + error + ahead,
+                     "said": self.now + error + ahead, "came": self.now + 2 * error}  # fmt: skip
+            self.slow.hears(node, {**answer, **times})
+        told = self.slow.turn(self.now)
+        self.looked += [self.slow.suspects for what, _ in told if what == "look"]
+        return [words for what, words in told if what == "slow"]
+
+
+def steps(*works: float, number: int = 1, count: int = 20) -> list[dict[str, Any]]:
+    """Ranks that work so long before each collective, which all leave together."""
+    pace = max(works)
+    return [
+        {"rank": rank, "group": WORLD, "first": number, "since": number * pace + work,
+         "steps": [0] + [round(pace * 1e4)] * (count - 1)}
+        for rank, work in enumerate(works)
+    ]  # fmt: skip
+
+
+def test_a_slow_rank_of_a_real_run_is_named_with_the_third_report() -> None:
+    run = Run(1, 2)
+    told = [run.report(report) for report in RECORDED["slow-2"]]
+    named = "rank 1 is slower than the others, which wait for it at least 34% of the time"
+    assert told == [[], [], [named], []]
+    assert run.looked == [(1,)]
+    assert run.now == 15 + 5 + 5 + 15
+
+
+@pytest.mark.parametrize("name", [name for name in RECORDED if name != "slow-2"])
+def test_healthy_runs_are_left_alone(name: str) -> None:
+    run = Run(1, len(RECORDED[name][0]))
+    assert [run.report(report) for report in RECORDED[name]] == [[]] * 4
+    assert run.looked == []
+
+
+def test_what_was_told_is_taken_back_after_two_reports() -> None:
+    run = Run(2, 1)
+    for number in (1, 21):
+        assert run.report(steps(0.1, 0.15, number=number)) == []
+    told = run.report(steps(0.1, 0.15, number=41), knows="it swaps")
+    assert told == ["rank 1 on node 1 is slower than the others, which wait for it at least 25% "
+                    "of the time; node 1: it swaps"]  # fmt: skip
+    for number in (61, 81):
+        assert run.report(steps(0.1, 0.15, number=number)) == []
+    assert run.report(steps(0.1, 0.1, number=101)) == []
+    assert run.report(steps(0.1, 0.15, number=121)) == []
+    assert run.report(steps(0.1, 0.1, number=141)) == []
+    assert run.report(steps(0.1, 0.1, number=161)) == [""]
+
+
+@pytest.mark.parametrize(
+    ("works", "named"),
+    [
+        ([0.1, 0.1, 0.15, 0.15], "ranks 2-3 on node 1 are slower"),  # a whole node
+        ([0.1, 0.15, 0.1, 0.1], "rank 1 on node 0 is slower"),
+        ([0.1, 0.15, 0.15, 0.15], None),  # one is fast: the others are as they should be
+        ([0.1, 0.1, 0.13, 0.15], None),  # times vary
+        ([0.1, 0.1, 0.1, 0.11], None),
+    ],
+)
+@pytest.mark.parametrize("ahead", [0.0, -7200.0])
+def test_who_is_named(works: list[float], named: str | None, ahead: float) -> None:
+    run = Run(2, 2)
+    told = [run.report(steps(*works, number=20 * k + 1), ahead) for k in range(3)]
+    assert told[:2] == [[], []]
+    assert told[2] == [] if named is None else told[2][0].startswith(named)
+
+
+def test_clocks_that_differ_by_who_knows_how_much_accuse_nobody() -> None:
+    run = Run(2, 1)
+    for k in range(5):
+        assert run.report(steps(0.1, 0.15, number=20 * k + 1), error=0.03) == []
+
+
+def test_what_is_known_of_a_clock_holds_but_for_its_drift() -> None:
+    clock = Clock()
+    clock.hears(100.0, 103.001, 103.1, 100.2)  # the question came at once
+    assert (clock.least, clock.most) == pytest.approx((2.9, 3.001))
+    clock.hears(115.0, 118.1, 118.199, 115.2)  # the answer did
+    assert (clock.least, clock.most) == pytest.approx((2.999, 3.004))
+    clock.hears(130.0, 143.0, 143.0, 130.1)  # it was set
+    assert (clock.least, clock.most) == pytest.approx((12.9, 13.0))
+
+
+def test_what_was_judged_or_is_too_little_is_not_judged_again() -> None:
+    run = Run(1, 2)
+    for _ in range(5):
+        assert run.report(steps(0.1, 0.15)) == []  # the same steps
+    for k in range(5):
+        assert run.report(steps(0.1, 0.15, number=21 + k, count=7)) == []
+    assert run.looked == [(1,)]
+
+
+def test_a_node_without_an_answer_and_another_round_accuse_nobody() -> None:
+    run = Run(2, 1)
+    for k in range(5):
+        assert run.report(steps(0.1, 0.15, number=20 * k + 1)[:1]) == []
+        run.now += limits.PEER_SECONDS
+        run.slow.turn(run.now)
+    for k in range(4):
+        run.slow.begin(2, run.now)
+        assert run.report(steps(0.1, 0.15, number=20 * k + 1)) == []
+
+
+def test_a_rank_alone_is_asked_nothing() -> None:
+    slow = Stragglers(1)
+    slow.begin(1, 0.0)
+    assert slow.turn(1e9) == []
+
+
+def entry(number: int, seconds: float, group: str = "default_pg", p2p: bool = False) -> Any:
+    return {"collective_seq_id": number, "is_p2p": p2p, "process_group": ["3", group],
+            "profiling_name": "gloo:all_reduce",
+            "time_created_ns": round(seconds * 1e9)}  # fmt: skip
+
+
+def test_all_ranks_tell_of_the_same_collectives() -> None:
+    until: dict[str, int] = {}
+    dump = {"entries": [entry(k, 900 + k) for k in range(1, 101)] + [entry(9, 1000, p2p=True),
+            entry(5, 1000, "mesh_tp")]}  # fmt: skip
+    first = came(dump, 1001.0, until)
+    assert until == {WORLD: 100}
+    # Those of the last 15 s.
+    assert first == {"group": WORLD, "first": 86, "since": 986.0, "steps": [0] + [10_000] * 14}
+    ahead = came({"entries": [entry(k, 900 + k) for k in range(1, 111)]}, 1001.0, until)
+    assert ahead["first"] + len(ahead["steps"]) - 1 == 100
+    behind = came({"entries": [entry(k, 10 * k) for k in range(1, 99)]}, 1001.0, until)
+    assert (behind["first"], len(behind["steps"])) == (91, 8)  # slow steps, fewer but enough
+    fast = came({"entries": [entry(k, 1000 + k / 1e3) for k in range(1, 101)]}, 1001.0, until)
+    assert (fast["first"], len(fast["steps"])) == (37, 64)
+
+
+def test_a_host_says_what_has_changed() -> None:
+    before = Look(10.0, {1: 5.0}, {(7, "cc1plus"): 3.0, (8, "sh"): 9.0}, 1.0, 100, 3)
+    assert host.words(before, Look(20.0, {1: 5.5}, {(8, "sh"): 9.5}, 1.2, 150, 3)) == ""
+    after = Look(
+        20.0, {1: 9.0}, {(7, "cc1plus"): 11.0, (8, "sh"): 9.5, (9, "new"): 4.0}, 5.5, 1100, 4,
+        ("its CPUs run at 1.2 of 3.6 GHz",),
+    )  # fmt: skip
+    assert host.words(before, after).split("; ") == [
+        "its CPU quota held its processes back 45% of the time",
+        "rank 1 waited for a CPU 40% of the time",
+        "process 7 (cc1plus), which is not the run's, takes 0.8 CPUs",
+        "process 9 (new), which is not the run's, takes 0.4 CPUs",
+        "it swaps (100 pages read a second)",
+        "its CPUs are throttled because they are hot",
+        "its CPUs run at 1.2 of 3.6 GHz",
+    ]
+
+
+def test_what_nvidia_smi_says_of_clocks() -> None:
+    table = (
+        "0, 1980, 1980, 0x0000000000000000\n1, 345, 1980, 0x0000000000000001\n"
+        "2, 705, 1980, 0x0000000000000068\n3, [N/A], [N/A], 0x0000000000000004\n"
+    )
+    said = "GPU 2 is held at 705 of 1980 MHz by the hardware and heat"
+    assert throttled(table) == [said]
+    assert throttled("Failed to initialize NVML\n") == []
+
+
+def test_this_host_can_be_looked_at(tmp_path: Path) -> None:
+    found = host.look({0: 1}, str(tmp_path), gpus=False)
+    assert found.others
+    assert host.words(found, found) == "; ".join(found.now)
+
+
+def test_status_and_the_log_show_it_until_it_is_taken_back(tmp_path: Path) -> None:
+    record = Record(tmp_path, 1, echo=False)
+    record.notes("slow", "rank 1 is slower")
+    node = judge_running(0, "h", (tmp_path / "started.json").read_bytes())
+    run = RunStatus(run="r", job="j", cluster="c", backend="b", state=State.RUNNING, nodes=(node,))
+    assert remark_lines(run) == ["slow: rank 1 is slower"]
+    record.notes("slow", None)
+    assert judge_running(0, "h", (tmp_path / "started.json").read_bytes()).slow is None
+    lines = [line.partition(" - ")[2] for line in (tmp_path / "log").read_text().splitlines()]
+    assert lines == ["slow: rank 1 is slower", "no rank is slower than the others any more"]
