@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import shutil
 import tempfile
 import time
@@ -24,10 +23,11 @@ from typing import Any
 
 import torch
 from bucket import Bucket, is_url
+from checkpoint_files import readable, writable
 from ranks import BadInput, Ranks, read_ranks
 from report import report
-from stored import MANIFEST, Checkpoint, Torn, file_sizes, readable, seal, writable
-from world import World
+from stored import Checkpoint, Torn, seal, send
+from world import World, random_state, set_random_state
 
 _RANDOM = "random.pt"
 
@@ -68,7 +68,7 @@ class Checkpoints:
                 return None
         else:
             checkpoint = self._named(self.resume)
-        self._check(checkpoint, ranks)
+        checkpoint.check(self.model, self.strategy, ranks.size, converts=self.converts)
         return checkpoint
 
     def _named(self, name: str) -> Checkpoint:
@@ -83,34 +83,6 @@ class Checkpoints:
                 f"checkpoint to resume from: {name} is not a complete checkpoint: {error}",
                 hint="give a folder such as checkpoints/step-00000100, or auto, or never",
             ) from None
-
-    def _check(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
-        """Refuse what was saved of another model, or that this run cannot load."""
-        where, saved_by = f"checkpoint {checkpoint.where}", checkpoint.strategy
-        or_anew = "or train into another checkpoint folder, or set checkpoint.resume to never"
-        if dict(checkpoint.model) != self.model:
-            there, here = (
-                ", ".join(f"{key}={value}" for key, value in model.items())
-                for model in (checkpoint.model, self.model)
-            )
-            raise BadInput(
-                f"{where} holds the model {there}, this run trains {here}",
-                hint=f"use the same model, {or_anew}",
-            )
-        if saved_by != self.strategy:
-            raise BadInput(
-                f"{where} was saved by {saved_by}, this run uses {self.strategy}",
-                hint=f"use the same strategy, {or_anew}",
-            )
-        count, can = checkpoint.world_size, checkpoint.any_world_size or self.converts
-        if count != ranks.size and not can:
-            convert = "set deepspeed.checkpoint.load_universal to true, "
-            convert = convert if saved_by.startswith("deepspeed") else ""
-            raise BadInput(
-                f"{where} was saved by {count} ranks, now there are {ranks.size}; "
-                f"{saved_by} divides its state by the number of ranks",
-                hint=f"run on {count} ranks, {convert}{or_anew}",
-            )
 
     def load(self, checkpoint: Checkpoint, read: Callable[[Path], None], world: World) -> None:
         """Restore what ``read`` reads, and the random number states, on every rank. Collective."""
@@ -129,7 +101,7 @@ class Checkpoints:
             read(checkpoint.path)
             states = torch.load(checkpoint.path / _RANDOM, weights_only=True)
         if world.rank < len(states):
-            _set_random_state(states[world.rank])
+            set_random_state(states[world.rank])
         world.barrier()
         if fetches:
             shutil.rmtree(checkpoint.path.parent)
@@ -158,7 +130,7 @@ class Checkpoints:
                 draft.mkdir(parents=True)
             world.barrier()
             files = write(draft)
-            states = world.gather(_random_state())
+            states = world.gather(random_state())
             if world.is_first:
                 torch.save(states, draft / _RANDOM)
         manifest = {
@@ -185,7 +157,7 @@ class Checkpoints:
                 files.result()
                 world.barrier()
             if self.bucket is not None:
-                _send(self.bucket, draft, final.name, manifest, world)
+                send(self.bucket, draft, final.name, manifest, world)
             elif world.is_first:
                 seal(draft, final, manifest)
         if world.is_first:
@@ -221,35 +193,3 @@ def _scratch(url: str) -> Path:
     run = os.environ.get("CLUSTERKIT_RUN_ID") or os.environ.get("MASTER_PORT", "")
     name = hashlib.sha256(f"{url} {run} {os.getuid()}".encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir(), f"checkpoints-{name}-{read_ranks().node_rank}")
-
-
-def _send(
-    bucket: Bucket, draft: Path, name: str, manifest: Mapping[str, Any], world: World
-) -> None:
-    """Each node sends what its ranks have written; with the last file it counts. Collective."""
-    sizes: dict[str, int] = {}
-    if world.is_first:  # one of that name, from an earlier run that began anew
-        old = [file for file in bucket.sizes() if file.startswith(f"{name}/")]
-        for file in sorted(old, key=lambda file: not file.endswith(MANIFEST)):
-            bucket.remove(file)
-    world.barrier()
-    if world.local_rank == 0:
-        sizes = file_sizes(draft)
-        for file in sizes:
-            bucket.upload(draft / file, f"{name}/{file}")
-        shutil.rmtree(draft.parent)
-    whole = {"files": {file: n for each in world.gather(sizes) for file, n in each.items()}}
-    if world.is_first:
-        bucket.write(f"{name}/{MANIFEST}", json.dumps({**manifest, **whole}, indent=1).encode())
-
-
-def _random_state() -> dict[str, Any]:
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return {"python": random.getstate(), "cpu": torch.get_rng_state(), "cuda": cuda}
-
-
-def _set_random_state(state: Mapping[str, Any]) -> None:
-    random.setstate(state["python"])
-    torch.set_rng_state(state["cpu"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -17,9 +17,10 @@ from dataclasses import fields
 from pathlib import Path
 
 import torch
+from checkpoint_files import readable
 from model import GPT, Shape
 from ranks import BadInput
-from stored import Checkpoint, readable
+from stored import Checkpoint
 from torch import Tensor, nn
 from world import run
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import pickle
-import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from bucket import Bucket
-from ranks import BadInput, Explained
+from checkpoint_files import file_sizes, sync
+from ranks import BadInput
+from world import World
 
 MANIFEST = "checkpoint.json"
 
@@ -84,6 +81,35 @@ class Checkpoint:
             raise Torn(f"{wrong} is missing or cut")
         return found
 
+    def check(self, model: Mapping[str, Any], strategy: str, size: int, *, converts: bool) -> None:
+        """Refuse what was saved of another model, or by ranks and a strategy that these cannot
+        load; ``converts``: whatever has saved it, any number of ranks can."""
+        where, saved_by = f"checkpoint {self.where}", self.strategy
+        or_anew = "or train into another checkpoint folder, or set checkpoint.resume to never"
+        if dict(self.model) != model:
+            there, here = (
+                ", ".join(f"{key}={value}" for key, value in each.items())
+                for each in (self.model, model)
+            )
+            raise BadInput(
+                f"{where} holds the model {there}, this run trains {here}",
+                hint=f"use the same model, {or_anew}",
+            )
+        if saved_by != strategy:
+            raise BadInput(
+                f"{where} was saved by {saved_by}, this run uses {strategy}",
+                hint=f"use the same strategy, {or_anew}",
+            )
+        count, can = self.world_size, self.any_world_size or converts
+        if count != size and not can:
+            convert = "set deepspeed.checkpoint.load_universal to true, "
+            convert = convert if saved_by.startswith("deepspeed") else ""
+            raise BadInput(
+                f"{where} was saved by {count} ranks, now there are {size}; "
+                f"{saved_by} divides its state by the number of ranks",
+                hint=f"run on {count} ranks, {convert}{or_anew}",
+            )
+
     def fetch(self) -> None:
         """Bring the files of one in a bucket to ``path``."""
         for name in self.files:
@@ -100,74 +126,31 @@ class Checkpoint:
             self.bucket.remove(f"{self.path.name}/{name}")
 
 
-@contextmanager
-def writable(final: Path, draft: Path) -> Iterator[None]:
-    """Within, a disk that does not take the files is one clear error, and leaves no draft."""
-    try:
-        yield
-    except BaseException as error:
-        # DCP's error, a BaseException, holds those of all ranks: the first one counts.
-        first = next(iter(getattr(error, "failures", {}).values()), (error,))[0]
-        # torch.save tells of a short write by a RuntimeError of its zip writer.
-        short = isinstance(first, RuntimeError) and "inline_container" in str(first)
-        if not (short or isinstance(first, OSError)):
-            raise
-        reason = "not all of it was taken" if short else first.strerror
-        shutil.rmtree(draft, ignore_errors=True)
-        raise Explained(
-            f"cannot write checkpoint {final}: {reason or first}",
-            hint="make room on that disk, set checkpoint.dir to another, or lower checkpoint.keep",
-        ) from error
-
-
-@contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Within, files that cannot be read, or hold something else, are one clear error."""
-    try:
-        yield
-    except (Explained, dist.DistError):
-        raise  # clear enough already; a lost rank, not a bad file
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
-        if "gloo/transport" in str(error):
-            raise
-        # torch says in the first line what failed, in the second why.
-        reason = " ".join(str(error).split("\n", 2)[:2]).replace("\t", "").strip()
-        reason = more_than_data(str(error)) or reason or type(error).__name__
-        raise BadInput(
-            f"checkpoint {path} cannot be read: {reason}",
-            hint="resume from an earlier one (checkpoint.resume: FOLDER), or from none (never)",
-        ) from error
-
-
-def more_than_data(said: str) -> str | None:
-    """The reason in torch's words about a file that names a class or a function; else None."""
-    named = re.search(r"GLOBAL (\S+)", said)
-    if named is None:
-        return None
-    return f"it holds {named[1]}, which is neither a tensor nor a plain value and might run code"
-
-
 def seal(draft: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     """Make the draft durable, then give it its name: from here on it counts."""
     manifest = {**manifest, "files": file_sizes(draft)}
     (draft / MANIFEST).write_text(json.dumps(manifest, indent=1))
     for path in [*draft.rglob("*"), draft]:
-        _sync(path)
+        sync(path)
     if final.exists():  # from an earlier run that began anew
         shutil.rmtree(final)
     draft.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def file_sizes(folder: Path) -> dict[str, int]:
-    """Bytes of every file below a folder, by its path from there."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
+def send(bucket: Bucket, draft: Path, name: str, manifest: Mapping[str, Any], world: World) -> None:
+    """Each node sends what its ranks have written; with the last file it counts. Collective."""
+    sizes: dict[str, int] = {}
+    if world.is_first:  # one of that name, from an earlier run that began anew
+        old = [file for file in bucket.sizes() if file.startswith(f"{name}/")]
+        for file in sorted(old, key=lambda file: not file.endswith(MANIFEST)):
+            bucket.remove(file)
+    world.barrier()
+    if world.local_rank == 0:
+        sizes = file_sizes(draft)
+        for file in sizes:
+            bucket.upload(draft / file, f"{name}/{file}")
+        shutil.rmtree(draft.parent)
+    whole = {"files": {file: n for each in world.gather(sizes) for file, n in each.items()}}
+    if world.is_first:
+        bucket.write(f"{name}/{MANIFEST}", json.dumps({**manifest, **whole}, indent=1).encode())

@@ -96,10 +96,8 @@ def train(
                     learning_rate=rate, gradient_norm=norm, **meter.measured(pace), **more,
                 )  # fmt: skip
             if args.stop_at_nan and not math.isfinite(loss):
-                raise Explained(
-                    f"the loss is {loss} at step {step}",
-                    hint="lower --learning-rate, or resume from a checkpoint before that step",
-                )
+                hint = "lower --learning-rate, or resume from a checkpoint before that step"
+                raise Explained(f"the loss is {loss} at step {step}", hint)
             return stop
 
         notes: dict[str, Any] = dict(resumed.notes) if resumed else {}
@@ -153,8 +151,7 @@ def train(
                 reporter.phase("training")
             evaluated = {}
             if evaluates:
-                loss = training.evaluate(batches.held_out())
-                evaluated["eval_loss"] = world.mean(loss)[0]
+                evaluated["eval_loss"] = world.mean(training.evaluate(batches.held_out()))[0]
             stop = max(stop, tell(step, rate, seconds, numbers, **evaluated))
             if saves:
                 checkpoints.save(step, training.save, world, notes)
@@ -191,7 +188,6 @@ def parse_args() -> argparse.Namespace:
     add("--steps", type=positive, default=200, help="how long to train (default: 200)")
     add("--learning-rate", type=float, default=1e-3, metavar="RATE", help="at its peak")
     add("--warmup", type=count, default=20, metavar="STEPS", help="until the peak (default: 20)")
-    add("--stop-at-nan", action="store_true", help="end when the loss is no number any more")
     add("--weight-decay", type=float, default=0.1, help="of matrices alone (default: 0.1)")
     add("--seed", type=int, default=0, help="of weights and samples (default: 0)")
     add("--log-every", type=positive, default=1, metavar="STEPS", help="metrics (default: 1)")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import os
+import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
@@ -177,3 +178,15 @@ def _let_others_speak() -> None:
     """Give the launcher time to end this rank because of another one, whose message counts."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(1.0)
+
+
+def random_state() -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return {"python": random.getstate(), "cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(state["cpu"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

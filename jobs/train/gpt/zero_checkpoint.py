@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoint_files import file_sizes, more_than_data
 from ranks import BadInput
-from stored import file_sizes, more_than_data
 
 _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 

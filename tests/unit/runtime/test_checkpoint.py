@@ -10,8 +10,9 @@ import checkpoint as module
 import pytest
 import stored
 import torch
-from checkpoint import Checkpoint, Checkpoints
+from checkpoint import Checkpoints
 from ranks import BadInput, Explained, Ranks
+from stored import Checkpoint
 from world import World
 
 MODEL = {"name": "tiny", "layers": 2}
@@ -155,8 +156,8 @@ def test_the_draft_is_durable_before_it_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    sync, rename = stored._sync, Path.rename
-    monkeypatch.setattr(stored, "_sync", lambda p: (done.append(f"sync {p.name}"), sync(p)))
+    sync, rename = stored.sync, Path.rename
+    monkeypatch.setattr(stored, "sync", lambda p: (done.append(f"sync {p.name}"), sync(p)))
     monkeypatch.setattr(
         Path, "rename", lambda p, to: (done.append(f"rename {to.name}"), rename(p, to))
     )

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import shards
 import torch
-from checkpoint import Checkpoint
 from export import export
 from ranks import BadInput
+from stored import Checkpoint
 
 SAVE = ["--steps", "2", "--checkpoint-every", "1", "--checkpoint-keep", "0",
         "--global-batch", "4", "--micro-batch", "2", "--context", "16"]  # fmt: skip
