@@ -65,7 +65,7 @@ class Client(threading.Thread):
         self._retry_on, self._least = retry_on, least
         self._again = wait > 0 or restarts > 0
         self._order, self._hears, self._say, self._warn = order, hears, say, warn
-        self.peer = Peer(node, lost_after, wait, self._again, clock.awake())
+        self.peer = Peer(node, lost_after, wait, clock.awake())
         self._server: Server | None = None
         self._news: queue.SimpleQueue[tuple[str, Document]] = queue.SimpleQueue()
         self._messages: queue.SimpleQueue[Document] = queue.SimpleQueue()

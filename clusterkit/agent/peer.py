@@ -20,10 +20,9 @@ class Peer:
         node: its rank.
         lost_after: seconds of silence after which node 0 is lost.
         wait: seconds that a lost node has to come back; 0: the launcher runs already.
-        stays: whether a launcher that has ended may be started again.
     """
 
-    def __init__(self, node: int, lost_after: float, wait: float, stays: bool, now: float) -> None:
+    def __init__(self, node: int, lost_after: float, wait: float, now: float) -> None:
         self.orders: list[tuple[str, str]] = []
         """For the caller to take: ``start`` (the launcher; with how many restarts were used, and
         where it is known the node's rank in this round and of how many nodes that is),
@@ -34,7 +33,7 @@ class Peer:
         self.done = False  # whether there is nothing more to hear
         self.news = False  # whether there is something to say at once
         self.met = ""  # which coordinator was met last
-        self._node, self._lost_after, self._wait, self._stays = node, lost_after, wait, stays
+        self._node, self._lost_after, self._wait = node, lost_after, wait
         self._agent = os.urandom(8).hex()
         self._said = 0  # statements
         self._count = 0  # of the coordinator's statements, the newest that was heard

@@ -119,7 +119,7 @@ class Agent:
         self.wait = WAIT if schedule.back or schedule.least else 0.0
         self.rank, self.nodes = node, schedule.nodes  # of the ranks that it starts
         self.again = bool(self.wait or schedule.restarts)
-        self.peer = Peer(node, LOST_AFTER, self.wait, self.again, self.clock())
+        self.peer = Peer(node, LOST_AFTER, self.wait, self.clock())
         self.ended = None  # its exit code
         self.gone = False  # vanished: nothing comes back from there
         self.zombie = False

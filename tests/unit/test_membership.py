@@ -26,8 +26,7 @@ class Table:
 
     def arrives(self, node, running=False):
         """Another agent does."""
-        again = bool(self.wait or self.restarts)
-        self.peers[node] = Peer(node, 30.0, self.wait, again, self.now)
+        self.peers[node] = Peer(node, 30.0, self.wait, self.now)
         if running and self.wait:
             self.peers[node].disconnected(self.now, "nobody there")
             self.peers[node].orders.clear()
@@ -119,7 +118,7 @@ def test_one_that_started_before_it_met_node_0_belongs_to_the_first_round():
 def test_one_that_fails_before_it_met_node_0_may_have_failed_of_another_one():
     table = Table()
     table.arrives(0)
-    table.peers[1] = Peer(1, 30.0, 60.0, True, 0.0)
+    table.peers[1] = Peer(1, 30.0, 60.0, 0.0)
     table.peers[1].disconnected(0.0, "nobody there")
     table.peers[1].ended(127, 0.0)
     table.peers[1].orders.clear()
@@ -501,7 +500,7 @@ def test_without_a_return_a_failure_ends_the_run_in_the_same_moment(node):
 def test_without_a_return_a_node_that_failed_before_it_met_node_0_ends_the_run():
     table = Table(2, wait=0.0)
     table.arrives(0)
-    table.peers[1] = Peer(1, 30.0, 0.0, False, 0.0)
+    table.peers[1] = Peer(1, 30.0, 0.0, 0.0)
     table.peers[1].ended(127, 0.0)
     assert table.returns(1) == stop(1, nodes=2)
 
@@ -573,7 +572,7 @@ def test_the_others_go_on_without_a_node_that_does_not_come_back():
 
 
 def test_each_node_hears_its_rank_and_how_many_there_are():
-    peer = Peer(3, 30.0, 60.0, True, 0.0)
+    peer = Peer(3, 30.0, 60.0, 0.0)
     table = Table(4, least=2).all_arrive()
     without(table, 1)
     peer.hears(table.membership.says(3), table.now)

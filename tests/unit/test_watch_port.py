@@ -17,7 +17,7 @@ from clusterkit.agent.peer import Peer
 
 TOKEN = b"0123456789abcdef"
 RUN = {"run": "r", "attempt": "1"}
-HELLO = {**RUN, "node": 1, **Peer(1, 30.0, 0.0, False, 0.0).statement()}
+HELLO = {**RUN, "node": 1, **Peer(1, 30.0, 0.0, 0.0).statement()}
 ENDED = {**HELLO, "running": False, "code": 7, "count": 2}
 DEEP = b"[" * 5000
 WAIT = 60
