@@ -267,11 +267,13 @@ class Supervisor:
                     hint=f"see the logs in {self.folder.path}/attempts/{self.attempt}",
                 )
             going_on = {State.RUNNING, State.RESTARTING, *(() if ended else (State.PENDING,))}
+            gone = {State.FAILED, State.CANCELLED}
+            (going_on if seen.queued else gone).add(State.UNKNOWN)
             if not going_on & set(states):
                 return self._ended(seen, needed)
             if self._to_be_ended():
                 give_up = now
-            lost = sum(s in (State.FAILED, State.CANCELLED, State.UNKNOWN) for s in states)
+            lost = sum(state in gone for state in states)
             if give_up is None and seen.goes_on is None and len(states) - lost < needed:
                 give_up = now + PEERS_SECONDS
             if give_up is not None and now >= max(give_up, again):

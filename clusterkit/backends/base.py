@@ -46,7 +46,8 @@ class Observation(Struct, frozen=True, kw_only=True):
     restarts_left: int | None = None
     """How many the nodes' agents have left; None: they start nothing again, or did not say."""
     queued: bool = False
-    """Whether the nodes have not started, and will without us."""
+    """Whether the platform still has them in hand: nodes that have not started will without us, and
+    a state that we do not know is no loss."""
 
     @property
     def late(self) -> bool:

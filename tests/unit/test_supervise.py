@@ -967,6 +967,13 @@ def test_a_lost_node_costs_no_restart(supervise_with, monkeypatch):
     assert events[1].text == "all nodes answer; starting again, which costs no restart"
 
 
+def test_a_state_that_the_platform_has_and_we_do_not_know_ends_nothing(supervise_with):
+    unknown = msgspec.structs.replace(observed(State.UNKNOWN), queued=True)
+    backend, status, _ = supervise_with([[unknown, observed(OK)]], LOSES)
+    assert backend.cancelled == 0
+    assert (len(backend.submitted), status.state) == (1, State.SUCCEEDED)
+
+
 def test_a_node_that_is_lost_at_once_again_and_again_is_not_waited_for(supervise_with):
     backend, status, _ = supervise_with([observed(State.UNKNOWN)] * 6, LOSES)
     assert len(backend.submitted) == losses.SOON_LOSSES + 2  # and the restart that there is
