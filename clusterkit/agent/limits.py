@@ -47,8 +47,8 @@ ANSWER_SECONDS = 1.0  # that a rank has to say where it is
 RANKS_A_LINE = 6  # ranks' records in one message between nodes
 
 # Ranks that are slower than the others (`stragglers`)
-REPORT_SECONDS = 15.0  # between two reports of when ranks came to collectives
-REPORT_LEAST, REPORT_MOST = 8, 64  # collectives of a report
+ARRIVALS_SECONDS = 15.0  # between two reports of when ranks came to collectives
+ARRIVALS_LEAST, ARRIVALS_MOST = 8, 64  # collectives of a report
 DRIFT = 2e-4  # of the time, that two clocks may differ by
 LATE_SECONDS = 0.001  # that a rank may come after the others
 SLOW_REPORTS = 3  # in a row that say the same of a rank, before people are told

@@ -90,9 +90,9 @@ def came(dump: Document, now: float, until: dict[str, int]) -> Document:
     group, times = max(groups.items(), key=lambda item: len(item[1]))
     number = min(until.setdefault(group, max(times)), max(times))
     found: list[int] = []
-    while number in times and len(found) < limits.REPORT_MOST:
-        old = times[number] / 1e9 < now - limits.REPORT_SECONDS
-        if old and len(found) >= limits.REPORT_LEAST:
+    while number in times and len(found) < limits.ARRIVALS_MOST:
+        old = times[number] / 1e9 < now - limits.ARRIVALS_SECONDS
+        if old and len(found) >= limits.ARRIVALS_LEAST:
             break
         found.insert(0, times[number])
         number -= 1

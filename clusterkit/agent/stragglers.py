@@ -2,7 +2,7 @@
 
 All ranks of synchronous training take the same time for a step, because all wait for the slowest.
 What tells that one is when it comes to each collective: last, again and again. Torch records it in
-every rank (`standing.arrived`). Node 0 asks the agents every REPORT_SECONDS; ranks send nothing.
+every rank (`standing.arrived`). Node 0 asks the agents every ARRIVALS_SECONDS; ranks send nothing.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def shares(ranks: Mapping[int, Arrivals], judged: Mapping[str, int]) -> dict[int
     for group, members in groups.items():
         first = max(judged.get(group, 0) + 1, *(each.first for each in members.values()))
         last = newest(members.values())
-        if len(members) < 2 or last - first + 1 < limits.REPORT_LEAST:
+        if len(members) < 2 or last - first + 1 < limits.ARRIVALS_LEAST:
             continue
         columns = [
             {rank: each.at[number - each.first] for rank, each in members.items()}
@@ -141,7 +141,7 @@ class Stragglers:
         """Another round, of so many nodes."""
         self._world = nodes * self._nproc
         self._clocks.clear()  # a node may have another number
-        self._next = now + limits.REPORT_SECONDS
+        self._next = now + limits.ARRIVALS_SECONDS
         self._asked: float | None = None  # when all were asked who have not all answered yet
         self._ranks: dict[int, Arrivals] = {}
         self._knows: dict[int, str] = {}  # what nodes of suspects say of themselves, by node
@@ -175,7 +175,7 @@ class Stragglers:
             return self._judge(now)
         if now < self._next or self._world == 1:
             return []
-        self._asked, self._next = now, now + limits.REPORT_SECONDS
+        self._asked, self._next = now, now + limits.ARRIVALS_SECONDS
         self.number += 1
         self._ranks, self._knows = {}, {}
         return [("report", "")]
@@ -200,7 +200,7 @@ class Stragglers:
         if not ranks:
             return []
         if self._alike < limits.SLOW_REPORTS:
-            self._next = now + limits.REPORT_SECONDS / 3
+            self._next = now + limits.ARRIVALS_SECONDS / 3
             return [("look", "")] if self._alike == 1 else []
         self._told = ranks
         return [("slow", self._words(ranks, min(found[rank] for rank in ranks)))]

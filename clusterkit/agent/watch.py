@@ -1,9 +1,9 @@
 """Watches a node's ranks; on node 0 those of all nodes, as `hangs` and `stragglers` decide.
 
-While all goes on, there is a look once a second at which ranks have moved, and every REPORT_SECONDS
-torch in them is asked when they came to collectives. Torch is asked how a rank stands when its main
-thread has not moved for STILL_SECONDS, when no step is made, or when node 0 asks because it is so
-elsewhere.
+While all goes on, there is a look once a second at which ranks have moved, and every
+ARRIVALS_SECONDS torch in them is asked when they came to collectives. Torch is asked how a rank
+stands when its main thread has not moved for STILL_SECONDS, when no step is made, or when node 0
+asks because it is so elsewhere.
 """
 
 from __future__ import annotations

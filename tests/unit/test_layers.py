@@ -4,6 +4,7 @@ import ast
 import functools
 import re
 import sys
+from collections import Counter
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -251,6 +252,12 @@ DOCUMENTS = sorted(
     if ".venv" not in path.parts
 )
 LINK = re.compile(r"(?<!!)\[[^\]\n]*\]\(([^)\s]+)[^)\n]*\)|!\[[^\]\n]*\]\(([^)\s]+)[^)\n]*\)")
+
+
+def test_no_limit_is_set_twice():
+    tree = ast.parse((PACKAGE / "agent" / "limits.py").read_text())
+    names = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
 def anchors(path: Path) -> set[str]:
