@@ -178,11 +178,14 @@ def load_job(path: str | Path, settings: Sequence[str] = ()) -> JobSpec:
     """The job of `read_job` with its program found."""
     loaded = read_job(path, settings)
     with locating(loaded.document):
+        check_job(loaded.job)
         return locate_program(loaded.job, loaded.bases)
 
 
 def read_job(path: str | Path, settings: Sequence[str] = ()) -> LoadedJob:
     """A job file as a `JobSpec`, with ``key=value`` settings applied.
+
+    Whether its keys fit together is left to `check_job`: flags may change it first.
 
     Args:
         path: the job file.
@@ -207,8 +210,6 @@ def read_job(path: str | Path, settings: Sequence[str] = ()) -> LoadedJob:
         apply_setting(document, setting)
     document.include("deepspeed", path.parent)
     job = convert(document, (), document.data, JobSpec)
-    with locating(document):
-        check_job(job)
     return LoadedJob(job, document, [current_folder(), *path.absolute().parents])
 
 

@@ -168,6 +168,12 @@ def test_all_of_the_orchestrator_imports_without_torch():
 # ---------------------------------------------------------------- plan
 
 
+def test_a_setting_may_need_a_flag(cli, write_job):
+    job = write_job("launcher: forkserver\nnodes: 2\n")
+    done = cli("plan", job, "--nodes", "1:2", "--set", "on_node_loss=shrink")
+    assert (done.code, done.err) == (0, "")
+
+
 def test_plan_prints_the_plan_and_writes_nothing(cli, write_job, clusterkit_home):
     done = cli("plan", write_job("launcher: forkserver\n"), "--nodes", "2", "--gpus", "2")
     assert done.code == 0
