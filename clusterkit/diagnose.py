@@ -153,7 +153,7 @@ def diagnose(
     if exit_code is None and blamed.node < len(nodes):
         exit_code = nodes[blamed.node].exit_code
     cause, hint = _words(blamed, exit_code, oom_kills)
-    hint = hint or _elsewhere(blamed, accused, len(nodes))
+    hint = hint or _missing_file(blamed, accused, len(nodes))
     return Failure(
         node=blamed.node, rank=blamed.rank, cause=cause, hint=hint,
         exit_code=None if exit_code is None else shell_code(exit_code),
@@ -271,7 +271,7 @@ def _hint(words: str) -> str | None:
     return next((hint for pattern, hint in _HINTS if pattern.search(words)), None)
 
 
-def _elsewhere(blamed: _Suspect, accused: Sequence[_Suspect], nodes: int) -> str | None:
+def _missing_file(blamed: _Suspect, accused: Sequence[_Suspect], nodes: int) -> str | None:
     """That a file may be on other nodes only."""
     lacks = [each.node for each in accused if _NO_FILE.search(each.words)]
     if nodes == 1 or blamed.node not in lacks:

@@ -73,6 +73,14 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
         ) from error
 
 
+def size_of(path: Path) -> int:
+    """Its bytes; 0 where there is no such file."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
 def locked(file: IO[bytes], *, shared: bool = False) -> bool:
     """Lock an open file for as long as it is open here or in a process that inherited it.
 

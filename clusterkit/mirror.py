@@ -20,7 +20,7 @@ from typing import Any
 
 from clusterkit.agent import Awake
 from clusterkit.errors import ClusterkitError, SubmitFailed
-from clusterkit.files import locked, write_atomic
+from clusterkit.files import locked, size_of, write_atomic
 from clusterkit.transport import Stream
 
 QUIET_SECONDS = 8.0
@@ -119,7 +119,7 @@ class NodeView:
         """Bytes of the growing files that are here already; -1: not wanted."""
         if self.folder is None:
             return {"log": -1, "ranks.jsonl": len(self.files.get("ranks.jsonl", b""))}
-        return {name: _size(self.folder / name) for name in _GROWING}
+        return {name: size_of(self.folder / name) for name in _GROWING}
 
     def take(self, header: dict[str, Any], payload: bytes) -> None:
         """Take one frame in.
@@ -168,13 +168,6 @@ class NodeView:
         self.changes += 1
         if self.silent_since is None:
             self.silent_since = self.clock() if self.heard_at is None else self.heard_at
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 @contextlib.contextmanager

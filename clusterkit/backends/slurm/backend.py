@@ -25,7 +25,7 @@ from clusterkit.backends.base import (
 from clusterkit.backends.slurm import login
 from clusterkit.backends.slurm.observe import (
     SlurmMonitor,
-    cancelled_elsewhere,
+    cancelled_by_hand,
     newest,
     observation,
     read,
@@ -102,7 +102,7 @@ class SlurmBackend(Backend, SupportsDoctor, SupportsForget, SupportsRemoteRuns):
             silent = login.bring(handle, transport)  # it may have ended since they were read
             files = read(handle) or files
         seen = observation(handle, files, job, silent=silent)
-        if cancelled_elsewhere(seen, job):
+        if cancelled_by_hand(seen, job):
             handle.folder.mark_cancelled()
         return seen
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import re
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from clusterkit import backends, mirror
 from clusterkit.backends.slurm import tail
 from clusterkit.cluster import Host, SlurmCluster, SshCluster
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed
-from clusterkit.files import write_atomic
+from clusterkit.files import size_of, write_atomic
 from clusterkit.runs import RunHandle
 from clusterkit.transport import Stream, Transport
 
@@ -65,7 +64,7 @@ class Copy(mirror.NodeView):
             return
         if (at := header.get("at")) is None:
             write_atomic(self.folder / name, payload)
-        elif at == _size(self.folder / name):  # not after a part that could not be written
+        elif at == size_of(self.folder / name):  # not after a part that could not be written
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             self._append(name, payload)
         else:
@@ -130,7 +129,7 @@ def _report(handle: RunHandle, transport: Transport, *, follow: bool) -> Stream:
                *here.glob(f"attempts/{handle.attempt}/node-*/ranks.jsonl")]  # fmt: skip
     asked = {
         "folder": plan.run_dir, "attempt": handle.attempt, "follow": follow,
-        "sizes": {str(path.relative_to(here)): _size(path) for path in growing},
+        "sizes": {str(path.relative_to(here)): size_of(path) for path in growing},
     }  # fmt: skip
     text = (resources.files("clusterkit.backends.slurm") / "tail.py").read_text()
     argv = [plan.python, "-I", "-S", "-X", "utf8", "-c", _BOOT.format(len(text))]
@@ -138,10 +137,3 @@ def _report(handle: RunHandle, transport: Transport, *, follow: bool) -> Stream:
     stream.write(text.encode() + json.dumps(asked).encode())
     stream.close_input()
     return stream
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

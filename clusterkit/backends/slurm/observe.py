@@ -122,7 +122,7 @@ def observation(
     )
 
 
-def cancelled_elsewhere(seen: Observation, job: Job | None) -> bool:
+def cancelled_by_hand(seen: Observation, job: Job | None) -> bool:
     """Whether somebody ended the job by Slurm's own means, and not for another of its attempts."""
     by_hand = any(
         node.state is State.CANCELLED and job is not None and node.reason == job.ending
@@ -273,7 +273,7 @@ class SlurmMonitor:
             self._over_since = now
         patient = not fresh.ended and now - (self._over_since or now) < LATE_SECONDS
         seen = observation(handle, fresh, job, silent=self._silent, patient=patient)
-        if cancelled_elsewhere(seen, job):
+        if cancelled_by_hand(seen, job):
             handle.folder.mark_cancelled()
         self._seen = seen
 
