@@ -18,6 +18,8 @@ import clusterkit
 from clusterkit.errors import EXIT_FAILURE, EXIT_INTERRUPTED, ClusterkitError, did_you_mean
 
 VERBS = {
+    "init": "Write a first job file and cluster file for a script.",
+    "examples": "List the job files that come with clusterkit; copy one here.",
     "submit": "Start a job and follow it.",
     "plan": "Print exactly what submit would do.",
     "estimate": "Estimate memory per GPU for every way to divide a model.",

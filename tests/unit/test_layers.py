@@ -38,7 +38,7 @@ spec diagnose
 cluster command
 batch rendezvous loader schema
 plan request catalogue deepspeed_config
-program runs
+program runs examples
 warm goodput
 deepspeed_probe estimate.units estimate.setup estimate.published
 estimate.memory
@@ -86,7 +86,7 @@ backends.kubernetes.place backends.kubernetes.monitor
 backends.kubernetes.remove
 backends.slurm.remote_runs
 backends.*.backend
-verdict losses
+verdict losses scaffold
 supervise
 run_state
 run
