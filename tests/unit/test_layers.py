@@ -92,9 +92,10 @@ run_state
 run live
 launch
 ui ui.words
-ui.plots
+ui.plots ui.top ui.top.paint
+ui.top.board
 api
-ui.follow ui.sending
+ui.follow ui.sending ui.top.app
 cli cli.common
 cli.following
 cli.*
