@@ -29,6 +29,7 @@ VERBS = {
     "logs": "Show the log lines of all nodes and ranks, in order of time.",
     "metrics": "Show loss, tokens/s and more, step by step.",
     "attach": "Follow a run again; start its supervisor if that is gone.",
+    "top": "Watch runs in the terminal: ranks, curves, rounds, logs.",
     "cancel": "End a run and everything it started.",
     "plot": "Draw loss and tokens/s of one or several runs.",
     "doctor": "Check hosts, GPUs, network and software before a run.",
