@@ -89,7 +89,8 @@ def launched(
     """What `command.read` found."""
     if (tool := started.tool) is None:
         if ranks is not None:
-            sheet.key(started.name, "gpus_per_node", ranks, f"gpus_per_node: {ranks}, as one rank")
+            why = "as one rank" if ranks == 1 else "a rank for each task"
+            sheet.key(started.name, "gpus_per_node", ranks, f"gpus_per_node: {ranks}, {why}")
     else:
         name = _of(tool)
         for used in started.options:

@@ -45,7 +45,9 @@ convert.sheet convert.files
 convert.options
 convert.deepspeed
 convert.mpirun convert.accelerate
-convert.lines
+convert.lines convert.shell_text
+convert.script
+convert.slurm
 convert
 deepspeed_probe estimate.units estimate.setup estimate.published
 estimate.memory
