@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from clusterkit import command, shell
 from clusterkit.command import Started, Used
-from clusterkit.convert import accelerate, deepspeed, mpirun
+from clusterkit.convert import accelerate, deepspeed, mpirun, torchx
 from clusterkit.convert.options import assigned, by_meaning, job_name
 from clusterkit.convert.sheet import Sheet, unknown_in
 from clusterkit.launcher_options import ACCELERATE, DEEPSPEED, LAUNCH, MPIRUN, TORCHRUN, Tool
@@ -78,6 +78,9 @@ def convert(
         return
     if any(unknown_in(word) and word == words[0] for word in words[:1]):
         sheet.refuse(words[0], "which command that is, is not known here")
+        return
+    if words[0].rpartition("/")[2] == "torchx":
+        torchx.command(sheet, words)
         return
     started = command.read(words)
     launched(sheet, started, inside=inside, ranks=ranks)

@@ -52,15 +52,22 @@ class Script:
         variables: that are known from the start.
         launch: takes the words of the line that starts the ranks.
         other: takes a command in front of it that has no meaning of its own here.
+        folder: takes ``cd FOLDER``; by default it becomes the job's `workdir`.
     """
 
     def __init__(
-        self, sheet: Sheet, variables: Mapping[str, str], launch: Launch, other: Other
+        self,
+        sheet: Sheet,
+        variables: Mapping[str, str],
+        launch: Launch,
+        other: Other,
+        folder: Callable[[str, str], None] | None = None,
     ) -> None:
         self.sheet = sheet
         self.variables = _Variables(variables)
         self.launch = launch
         self.other = other
+        self.folder = folder or (lambda what, path: sheet.key(what, "workdir", path))
         self.own: set[str] = set()
         """Variables that the script itself sets to what is not known here."""
         self.launched = ""
@@ -187,12 +194,17 @@ class Script:
         if bad in ("SLURM_SUBMIT_DIR", "PBS_O_WORKDIR", "PWD"):
             self.sheet.drop(raw, "ranks start where the program is found")
         else:
-            self.sheet.key(raw, "workdir", folder)
+            self.folder(raw, folder)
 
     def _starts_ranks(self, command: Command) -> bool:
         words = [word for word in command.words if not _ASSIGNMENT.match(word)]
-        while words and words[0] in ("time", "exec", "nohup", "env"):
-            words = words[1:]
+        while words:
+            if words[:2] in (["uv", "run"], ["poetry", "run"]) or words[0] == "timeout":
+                words = words[2:]
+            elif words[0] in ("time", "exec", "nohup", "env"):
+                words = words[1:]
+            else:
+                break
         if not words:
             return False
         name = words[0].rpartition("/")[2]
@@ -200,12 +212,7 @@ class Script:
             return not _SETS_UP.match(" ".join(words[1:]) + " ")
         if name in _LAUNCHERS:
             return name != "accelerate" or words[1:2] == ["launch"]
-        script = lines.script_of(words)
-        return (
-            script is not None
-            or (name in ("bash", "sh") and len(words) > 1)
-            or (name in ("uv", "poetry", "timeout", "numactl") and len(words) > 2)
-        )
+        return lines.script_of(words) is not None or (name in ("bash", "sh") and len(words) > 1)
 
 
 def _written(raw: str, name: str) -> str:

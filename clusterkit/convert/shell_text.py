@@ -185,8 +185,8 @@ class _Reader:
         self.at += 1
         if text.startswith("(", self.at):
             inner = self._bracket("(", ")")
-            value = _sum(inner, self.variables) if inner.startswith("((") else None
-            return variable(inner) if value is None else str(value)
+            total = _sum(inner, self.variables) if inner.startswith("((") else None
+            return variable(inner) if total is None else str(total)
         if text.startswith("{", self.at):
             inner = self._bracket("{", "}")[1:-1]
             if match := _BRACED.match(inner):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from clusterkit import shell
 from clusterkit.command import read as read_line
 from clusterkit.convert import lines
-from clusterkit.convert.options import assigned
+from clusterkit.convert.options import assigned, job_name
 from clusterkit.convert.script import Script
 from clusterkit.convert.sheet import LOGS, Sheet, shown, unknown_in, variable
 from clusterkit.convert.shell_text import Command
@@ -139,7 +139,7 @@ def _option(
     elif not job:
         sheet.refuse(written, "clusterkit's own srun has no such option: give it to sbatch")
     elif name == "job-name":
-        sheet.key(written, "name", lines.job_name(value))
+        sheet.key(written, "name", job_name(value))
     elif name in _ENTRY:
         sheet.entry(written, name, value)
     elif name == "mem":
