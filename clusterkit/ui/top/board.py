@@ -11,9 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from clusterkit import runs
 from clusterkit.live import (
-    RANKS,
     STATUS,
     LiveRun,
     LiveRuns,
@@ -217,6 +215,7 @@ class RunBoard(Board):
         self._tail: LogTail | None = None
         self._tail_of: tuple[object, ...] = ()
         self._order: list[tuple[int, int]] = []
+        self._known: set[tuple[int, int]] = set()
         self._still: Standstill | None = None
 
     @property
@@ -234,8 +233,9 @@ class RunBoard(Board):
         news = self.live.poll()
         if STATUS in news or not self._order:
             self._still = standstill(self.live.status)
-        if RANKS in news or len(self._order) != len(self.live.ranks):
-            self._order = sorted(self.live.ranks)
+        if self.live.ranks.keys() != self._known:
+            self._known = set(self.live.ranks)
+            self._order = sorted(self._known)
         chosen = self.chosen()
         of = (self.live.attempt, chosen, self._whole_node)
         if of != self._tail_of:
@@ -462,8 +462,3 @@ def _brief(seconds: float) -> str:
     return (
         f"{whole}s" if whole < 100 else f"{whole // 60}m" if whole < 6000 else f"{whole // 3600}h"
     )
-
-
-def board(run: str | None) -> Board:
-    """Of a run (`runs.find`), or of all."""
-    return RunsBoard() if run is None else RunBoard(runs.find(run))
