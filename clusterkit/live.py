@@ -35,6 +35,7 @@ from clusterkit.plan import Plan
 from clusterkit.runs import Event, RunFolder, all_runs
 from clusterkit.series import Series
 from clusterkit.status import NodeStatus, RunStatus, State
+from clusterkit.usage import Usage, Usages
 
 STATUS, EVENTS, RANKS, METRICS = "status", "events", "ranks", "metrics"
 """What `LiveRun.poll` has found new."""
@@ -140,6 +141,12 @@ class RankView:
         return self._step_seconds
 
     @property
+    def usage(self) -> Usage | None:
+        """What its process uses; None: it does not run, or not on this machine."""
+        process = self._run.process(self.node, self.rank)
+        return None if process is None else self._run.usages.of(process)
+
+    @property
     def last(self) -> LogLine | None:
         """What it printed last, other than marked lines."""
         self._run.catch_up(self.node)
@@ -179,6 +186,9 @@ class LiveRun:
         """By node."""
         self._events = GrowingFile(folder.file("events.jsonl"))
         self._logs: dict[int, GrowingFile] = {}
+        self._rank_files: dict[int, GrowingFile] = {}
+        self._processes: dict[tuple[int, int | None], dict[str, Any]] = {}
+        self.usages = Usages()
         self._reporter: tuple[int, int] | None = None
         self._placed = 0  # ranks that the plan puts on each node; 0: it does not know
         self._polls = 0
@@ -255,12 +265,26 @@ class LiveRun:
         """The node's log of the attempt that is read now."""
         return self.folder.node_dir(self.attempt, node) / "log"
 
+    def process(self, node: int, rank: int | None) -> dict[str, Any] | None:
+        """Where a rank runs, as its agent recorded it."""
+        self.catch_up(node)
+        return None if self.status.state.final else self._processes.get((node, rank))
+
+    def _read_processes(self, node: int) -> None:
+        if (file := self._rank_files.get(node)) is None:
+            return
+        for line in file.read(_LOOK).splitlines():
+            with contextlib.suppress(msgspec.MsgspecError, KeyError):
+                one = msgspec.json.decode(line, type=dict[str, Any])
+                self._processes[node, one["rank"]] = one
+
     # -- logs --------------------------------------------------------------
 
     def _begin(self, attempt: int) -> None:
         """Go on with the next attempt."""
         self.attempt, newest = attempt, self.newest
         self.ranks, self.launchers, self._logs = {}, {}, {}
+        self._rank_files, self._processes = {}, {}
         nodes = len(self.status.nodes) or (self.plan.nodes if self.plan else 1)
         self._open(attempt, nodes if attempt == newest else 1)
         self._placed = 0
@@ -274,10 +298,13 @@ class LiveRun:
         if attempt and attempt == self.attempt:
             for node in range(len(self._logs), nodes):
                 self._logs[node] = GrowingFile(self.log_path(node))
+                ranks = self.log_path(node).with_name("ranks.jsonl")
+                self._rank_files[node] = GrowingFile(ranks)
 
     def _read(self, node: int, news: set[str]) -> bool:
         """Take what a node's log has new; whether there is more."""
         self._read_at[node] = self._polls
+        self._read_processes(node)
         log = self._logs.get(node)
         if log is None:
             return False
