@@ -58,7 +58,7 @@ doctor.checks
 doctor.hosts
 doctor
 backends.base
-backends backends.nodes backends.ports backends.placing backends.probing
+backends backends.nodes backends.ports backends.placing backends.probing backends.addresses
 backends.local backends.ssh backends.compose backends.kubernetes backends.slurm
 backends.ssh.config backends.ssh.filters backends.ssh.variables backends.compose.compose_file
 backends.compose.engine backends.slurm.queue backends.slurm.tail
