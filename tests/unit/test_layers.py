@@ -31,14 +31,14 @@ agent.launcher
 agent.node
 agent.__main__ agent
 errors
-files status marks host_probe receiver
+files status marks series host_probe receiver
 shell transport logs yaml_text estimate.mesh estimate.presets
 mirror tracebacks yaml_file
 spec diagnose
 cluster command
 batch rendezvous loader schema
 plan request catalogue deepspeed_config
-program runs
+program runs examples
 warm goodput
 deepspeed_probe estimate.units estimate.setup estimate.published
 estimate.memory
@@ -86,15 +86,16 @@ backends.kubernetes.place backends.kubernetes.monitor
 backends.kubernetes.remove
 backends.slurm.remote_runs
 backends.*.backend
-verdict losses
+verdict losses scaffold
 supervise
 run_state
-run
+run live
 launch
 ui ui.words
-ui.plots
+ui.plots ui.top ui.top.paint
+ui.top.board
 api
-ui.follow ui.sending
+ui.follow ui.sending ui.top.app
 cli cli.common
 cli.following
 cli.*
