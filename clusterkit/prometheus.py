@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from clusterkit.live import LiveRun
 from clusterkit.status import RunStatus, State
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -34,6 +35,13 @@ class Reported(NamedTuple):
     metrics: Mapping[str, Any]
 
 
+def reported(live: LiveRun, status: RunStatus) -> Reported:
+    """What is known of a run that has been read."""
+    found = live.reported
+    values = {name: series.last for name, series in found.series.items()}
+    return Reported(status, values | ({"step": found.step} if values else {}))
+
+
 def text(runs: Iterable[Reported]) -> str:
     """Every run's samples; those of one name stand together, as the format wants it."""
     families: dict[str, list[str]] = {}
@@ -43,7 +51,8 @@ def text(runs: Iterable[Reported]) -> str:
         for name, value, more in _samples(run):
             shown = _number(value)
             named = ",".join(
-                f'{key}="{str(label).translate(_ESCAPES)}"' for key, label in (of_run | more).items()
+                f'{key}="{str(label).translate(_ESCAPES)}"'
+                for key, label in (of_run | more).items()
             )
             # Of "a b" and "a.b", which have one name here, the first: a sample may not come twice.
             if shown is not None and (name, named) not in taken:

@@ -28,6 +28,7 @@ VERBS = {
     "metrics": "Show loss, tokens/s and more, step by step.",
     "attach": "Follow a run again; start its supervisor if that is gone.",
     "cancel": "End a run and everything it started.",
+    "web": "Show runs live in a browser, or as one HTML file.",
     "plot": "Draw loss and tokens/s of one or several runs.",
     "doctor": "Check hosts, GPUs, network and software before a run.",
     "bench": "Measure bandwidth and latency between nodes; find the slow link.",

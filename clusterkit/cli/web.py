@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import Path
 
 import click
@@ -13,7 +14,7 @@ from clusterkit.cli.common import complete_run
 @click.command("web", epilog="Example: clusterkit web last; clusterkit web last -o report.html")
 @click.argument("runs", metavar="[RUN]...", nargs=-1, shell_complete=complete_run)
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS",
-              help="Where to listen; another address lets other machines in, without encryption.")  # fmt: skip
+              help="Where to listen; by default on this machine alone.")  # fmt: skip
 @click.option("--port", default=0, show_default=True, type=click.IntRange(0, 65535), metavar="N",
               help="0: one that is free.")  # fmt: skip
 @click.option("-o", "--output", type=click.Path(), metavar="FILE",
@@ -28,7 +29,16 @@ def command(runs: tuple[str, ...], host: str, port: int, output: str | None) -> 
     if output is not None:
         click.echo(api.report(runs or ("last",), Path(output)))
         return
+    if not _is_loopback(host):
+        click.echo(f"note: whoever reaches {host} may ask, and nothing is encrypted", err=True)
     with api.web(runs, host=host, port=port) as server:
         click.echo(server.url)
         click.echo("Ctrl-C ends it; the runs go on.", err=True)
-        server.wait()
+        server.serve_forever()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -27,8 +27,11 @@ _NEW = 4 << 20
 
 
 def page(
-    path: Path, rank: int | None = None, search: str = "",
-    before: int | None = None, after: int | None = None,
+    path: Path,
+    rank: int | None = None,
+    search: str = "",
+    before: int | None = None,
+    after: int | None = None,
 ) -> dict[str, Any]:
     """Lines of a log: its last ones, those before a place, or those after one.
 
@@ -121,7 +124,9 @@ def _shown(lines: list[tuple[int, bytes]]) -> list[dict[str, Any]]:
         text = _words(parsed) if len(data) <= 4 * SHOWN else printable(parsed.text, colours=False)
         cut = len(data) if len(text) > SHOWN or len(data) > 4 * SHOWN else 0
         shown = text[:SHOWN] if cut else text
-        found.append({"at": at, "time": parsed.time, "rank": parsed.rank, "text": shown, "cut": cut})
+        found.append(
+            {"at": at, "time": parsed.time, "rank": parsed.rank, "text": shown, "cut": cut}
+        )
     return found
 
 

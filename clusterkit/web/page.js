@@ -122,7 +122,8 @@
   }
 
   const fromHash = guarded(async () => {
-    const [run, tab] = decodeURIComponent(location.hash.slice(1)).split("/");
+    const [run, tab, others] = decodeURIComponent(location.hash.slice(1)).split("/");
+    if (others) state.ticked = new Set(others.split(","));
     const wanted = run || state.run || (state.runs[0] && state.runs[0].run);
     state.tab = TABS.includes(tab) ? tab : state.tab;
     showTab();
@@ -212,7 +213,7 @@
       if (status) head.append(`${status.host} `, el("span", { className: `state ${status.state}` }, status.state));
       if (status && status.reason) head.append(` ${status.reason}`);
       return el("div", { className: "node" }, head, ...ranks.map((rank) => el("button",
-        { type: "button", className: kind(rank.rank), title: words(rank), onclick: () => openLog(node, rank.rank) }, words(rank))));
+        { type: "button", className: `${rank.state} ${kind(rank.rank)}`, title: words(rank), onclick: () => openLog(node, rank.rank) }, words(rank))));
     })));
   }
 
@@ -288,9 +289,10 @@
     state.charts.forEach((chart) => chart.destroy());
     state.charts = [];
     fill($("charts"));
-    wanted.forEach(([title, keys], at) => {
-      const place = el("div", { className: "chart" }, el("h2", {}, title));
-      $("charts").append(place);
+    const places = wanted.map(([title]) => el("div", { className: "chart" }, el("h2", {}, title)));
+    $("charts").append(...places);
+    wanted.forEach(([, keys], at) => {
+      const place = places[at];
       if (data[at].length < 2) { place.append(el("p", { className: "quiet" }, "Nothing was reported.")); return; }
       state.charts.push(new uPlot(chartOptions(keys, place.clientWidth), data[at], place));
     });
@@ -445,13 +447,15 @@
     if (state.news) state.news.close();
     const query = new URLSearchParams([["token", token], ...compared().map((run) => ["run", run])]);
     state.news = new EventSource(`/api/news?${query}`);
-    state.news.onopen = () => say("");
+    // What came before it was open, or while it was cut off, is asked for.
+    state.news.onopen = () => { say(""); news({ run: null, new: ["runs"] }, ...compared().map((run) => ({ run, new: ["metrics"] }))); };
     state.news.onerror = () => say("clusterkit web has ended, or cannot be reached");
-    state.news.onmessage = (message) => {
-      const news = JSON.parse(message.data);
-      for (const what of news.new) state.waiting.add(`${news.run || ""} ${what}`);
-      state.timer = state.timer || setTimeout(guarded(update), PAUSE);
-    };
+    state.news.onmessage = (message) => news(JSON.parse(message.data));
+  }
+
+  function news(...all) {
+    for (const each of all) for (const what of each.new) state.waiting.add(`${each.run || ""} ${what}`);
+    state.timer = state.timer || setTimeout(guarded(update), PAUSE);
   }
 
   async function update() {

@@ -16,7 +16,9 @@ from typing import Any
 import msgspec
 
 _VENDORED = "vendor/uplot"
-"""https://github.com/leeoniya/uPlot; `SOURCE.md` there says which version, and its licence lies beside it."""
+"""https://github.com/leeoniya/uPlot; `SOURCE.md` there says which version."""
+NOBODY, US = "'none'", "'self'"
+"""Whom the page may ask."""
 
 
 def _text(*names: str) -> str:
@@ -36,7 +38,7 @@ def _source(text: str) -> str:
 
 
 @functools.cache
-def policy(connect: str = "'self'") -> str:
+def policy(connect: str = US) -> str:
     """Content-Security-Policy: our program and style, to the letter, and no other."""
     _, style, program = _parts()
     return (
@@ -50,9 +52,11 @@ def whole(answers: Mapping[str, Any] | None = None, at: float = 0.0) -> bytes:
     markup, style, program = _parts()
     head = data = ""
     if answers is not None:
-        head = f'<meta http-equiv="Content-Security-Policy" content="{policy("'none'")}">\n'
+        head = f'<meta http-equiv="Content-Security-Policy" content="{policy(NOBODY)}">\n'
         # Nothing in it can end the element that it stands in.
-        inside = msgspec.json.encode({"at": at, "answers": answers}).decode().replace("<", "\\u003c")
+        inside = (
+            msgspec.json.encode({"at": at, "answers": answers}).decode().replace("<", "\\u003c")
+        )
         data = f'<script type="application/json" id="data">{inside}</script>\n'
     before, _, rest = markup.partition("/* style */")
     between, _, end = rest.partition("/* script */")

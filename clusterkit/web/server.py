@@ -20,23 +20,25 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import json
 import re
 import secrets
 import socket
 import socketserver
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import msgspec
+
 from clusterkit import prometheus
-from clusterkit.errors import BadInput, ClusterkitError, RunNotFound, Unavailable
+from clusterkit.errors import ClusterkitError, RunNotFound, Unavailable
 from clusterkit.web import page
-from clusterkit.web.site import Site
+from clusterkit.web.site import MOST_POINTS, Site
 
 NEWS_SECONDS = 0.5
 """Between two looks at whether something is new."""
@@ -48,7 +50,7 @@ _CONNECTIONS = 64
 
 _HEADERS = {
     "Cache-Control": "no-store",
-    "Content-Security-Policy": page.POLICY,
+    "Content-Security-Policy": f"{page.policy()}; frame-ancestors 'none'",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
@@ -58,17 +60,18 @@ _HEADERS = {
 
 
 class Server(ThreadingHTTPServer):
-    """Serves a `Site` until `shutdown`.
+    """Serves the runs of this machine until `shutdown`.
 
     Raises:
-        BadInput: the address is not one of this machine's, or the port is taken.
+        Unavailable: the address is not one of this machine's, or the port is taken.
     """
 
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 2 * _CONNECTIONS
 
-    def __init__(self, site: Site, host: str = "127.0.0.1", port: int = 0) -> None:
-        self.site, self.host = site, host
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, opens: Sequence[str] = ()) -> None:
+        self.site, self.host, self._opens = Site(), host, opens
         self.token = secrets.token_urlsafe(32)
         self.stopping = threading.Event()
         self._free = threading.BoundedSemaphore(_CONNECTIONS)
@@ -92,7 +95,9 @@ class Server(ThreadingHTTPServer):
     def url(self) -> str:
         """With the token: whoever has it may look, and cancel runs."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.server_address[1]}/?token={self.token}"
+        first, *others = *self._opens, ""
+        place = f"#{first}/curves/{','.join(others[:-1])}" if first else ""
+        return f"http://{host}:{self.server_address[1]}/?token={self.token}{place}"
 
     def shutdown(self) -> None:
         self.stopping.set()
@@ -128,6 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "clusterkit", ""
     timeout = 30
+    disable_nagle_algorithm = True  # an answer is two writes: the second would wait for the first
 
     def do_GET(self) -> None:
         self._answer()
@@ -142,13 +148,13 @@ class _Handler(BaseHTTPRequestHandler):
             url = urlsplit(self.path)
             self._query = parse_qs(url.query)
             self._check()
+            if not self.path.startswith("/"):
+                raise _Refused(404, "this is no proxy")
             self._route(url.path)
         except _Refused as refused:
             self._error(refused.status, refused.message, refused.hint)
         except ClusterkitError as error:
-            status = 404 if isinstance(error, RunNotFound) else 400
-            status = status if isinstance(error, BadInput) else 500
-            self._error(status, error.message, error.hint)
+            self._error(404 if isinstance(error, RunNotFound) else 500, error.message, error.hint)
         except OSError:
             raise
         except Exception:
@@ -214,7 +220,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _report(self) -> None:
         ids = self._query.get("run", [])
-        document = page.whole(self.server.site.report(ids))
+        document = page.whole(self.server.site.report(ids), time.time())
         name = ids[0] if len(ids) == 1 and re.fullmatch(r"[\w-]+", ids[0]) else "runs"
         self._send(document, "text/html; charset=utf-8", f"{name}.html")
 
@@ -237,8 +243,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _series(self, run: str) -> None:
         low, high = self._number("from", float), self._number("to", float)
-        points = self._number("points", int) or 0
-        self._json(self.server.site.series(run, points, low, high))
+        names, most = self._query.get("name", []), self._number("points", int) or MOST_POINTS
+        self._json(self.server.site.series(run, names, most, low, high))
 
     def _log(self, run: str) -> None:
         self._json(self.server.site.log(
@@ -253,9 +259,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _news(self) -> None:
         """Server-sent events: which runs have something new, until the browser goes away."""
+        look = self.server.site.watch(self._query.get("run", []))
+        look()  # from now on: whoever has this answer and asks then has missed nothing
         self.close_connection = True
         self._head(200, "text/event-stream")
-        look = self.server.site.watch(self._query.get("run", []))
         quiet = 0.0
         while True:
             news = look()
@@ -313,8 +320,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _json(document: object) -> bytes:
-    import msgspec
-
     return msgspec.json.encode(document)
 
 

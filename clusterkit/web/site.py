@@ -6,6 +6,7 @@ there is one `LiveRun`, whose file positions and numbers all of them share.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from bisect import bisect_left, bisect_right
@@ -17,12 +18,14 @@ from typing import Any
 
 import msgspec
 
-from clusterkit import api, runs
+from clusterkit import run_state, runs
+from clusterkit.errors import RunFolderError, RunNotFound
+from clusterkit.files import write_atomic
 from clusterkit.live import LiveRun, LiveRuns, RankView, standstill
-from clusterkit.prometheus import Reported
+from clusterkit.prometheus import Reported, reported
 from clusterkit.series import Series
 from clusterkit.ui.words import printable, remark_lines
-from clusterkit.web import log_pages
+from clusterkit.web import log_pages, page
 
 READ_SECONDS = 0.25
 """That one question reads a log which is long and new to us; the page asks again."""
@@ -81,7 +84,10 @@ class Site:
         with self._lock:
             found = self._watched.get(run)
             if found is None or not found.live.folder.path.is_dir():
-                found = self._watched[run] = _Watched(runs.find(run))
+                folder = runs.find(run)
+                if folder.run_id != run:
+                    raise RunNotFound(f"run {run!r} is unknown")
+                found = self._watched[run] = _Watched(folder)
             return found
 
     # -- runs --------------------------------------------------------------
@@ -118,7 +124,7 @@ class Site:
                 "metrics": [
                     {"name": name, "last": series.last} for name, series in reported.series.items()
                 ],
-                "ranks": [_rank(view) for view in sorted(views, key=_order)],
+                "ranks": [_rank(live, view) for view in sorted(views, key=_order)],
                 "events": [msgspec.to_builtins(event) for event in live.events],
                 "standstill": stands and {
                     "text": stands.text,
@@ -126,7 +132,8 @@ class Site:
                 },
                 "notes": [text for text in (status.remark, *remark_lines(status)) if text],
                 "documents": {
-                    name: live.folder.maybe_json(f"{name}.json", dict) for name in ("job", "cluster")
+                    name: live.folder.maybe_json(f"{name}.json", dict)
+                    for name in ("job", "cluster")
                 },
             }  # fmt: skip
             failures = [document["failure"], *(each["failure"] for each in document["attempts"])]
@@ -144,18 +151,24 @@ class Site:
 
     def cancel(self, run: str) -> Any:
         """End it, with everything it started."""
-        status = api.cancel(self._run(run).live.folder.run_id)
+        status = run_state.cancel(self._run(run).live.folder)
         return {"state": status.state, "remark": status.remark}
 
     # -- numbers -----------------------------------------------------------
 
     def series(
-        self, run: str, names: Sequence[str], most: int = MOST_POINTS,
-        low: float | None = None, high: float | None = None,
+        self,
+        run: str,
+        names: Sequence[str],
+        most: int = MOST_POINTS,
+        low: float | None = None,
+        high: float | None = None,
     ) -> dict[str, Any]:
         """Curves between two steps, of at most ``most`` points each."""
         with self._run(run).fresh() as live:
-            found = {name: live.reported.series[name] for name in names if name in live.reported.series}
+            found = {
+                name: live.reported.series[name] for name in names if name in live.reported.series
+            }
             return {
                 "series": {
                     name: points(series, max(10, min(most, MOST_POINTS)), low, high)
@@ -166,7 +179,7 @@ class Site:
             }  # fmt: skip
 
     def reported(self, names: Iterable[str] = ()) -> list[Reported]:
-        """What a scrape gets: of these runs; without names, of those that go on or were looked at."""
+        """What a scrape gets: these runs; without names, those that go on or were looked at."""
         chosen = list(names)
         if not chosen:
             with self._lock:
@@ -175,17 +188,21 @@ class Site:
         found = []
         for name in chosen:
             with self._run(name).fresh() as live:
-                values = {key: series.last for key, series in live.reported.series.items()}
-                if live.reported.series:
-                    values["step"] = live.reported.step
-                found.append(Reported(live.status, values))
+                found.append(reported(live, live.status))
         return found
 
     # -- logs --------------------------------------------------------------
 
     def log(
-        self, run: str, attempt: int | None, node: int, *, rank: int | None, search: str,
-        before: int | None, after: int | None,
+        self,
+        run: str,
+        attempt: int | None,
+        node: int,
+        *,
+        rank: int | None,
+        search: str,
+        before: int | None,
+        after: int | None,
     ) -> dict[str, Any]:
         """Lines of a node; see `log_pages.page`."""
         path = self._log(run, attempt, node)
@@ -209,7 +226,7 @@ class Site:
 
         def look() -> list[dict[str, Any]]:
             nonlocal listed, due
-            news = []
+            news: list[dict[str, Any]] = []
             if time.monotonic() >= due:
                 due = time.monotonic() + LISTING_SECONDS
                 before, listed = listed, self.runs()
@@ -227,51 +244,59 @@ class Site:
         return look
 
     def report(self, names: Sequence[str]) -> dict[str, Any]:
-        """What the page asks for of these runs, by the path by which it does."""
+        """What the page asks for of these runs, by the path by which it does.
+
+        Raises:
+            RunNotFound: one is not there, or none is named.
+        """
+        if not names:
+            raise RunNotFound("a report is of some run")
         answers: dict[str, Any] = {}
         for name in names:
-            self._read_all(name)
+            with self._run(name).fresh(math.inf):
+                pass
             about = answers[f"/api/runs/{name}"] = self.run(name)
             metrics = [each["name"] for each in about["metrics"]]
             answers[f"/api/runs/{name}/series"] = self.series(name, metrics, REPORT_POINTS)
             try:
                 answers[f"/api/runs/{name}/plan"] = self.plan(name)
-            except runs.RunFolderError as error:
+            except RunFolderError as error:
                 answers[f"/api/runs/{name}/plan"] = {"text": error.message}
             count = max(1, len(about["nodes"]), about["shape"]["nodes"])
             most = max(20, REPORT_LINES // count // len(names))
             answers[f"/api/runs/{name}/log"] = {
-                node: self._last_lines(name, node, most) for node in range(count)
+                str(node): self._last_lines(name, node, most) for node in range(count)
             }
         known = {status["run"]: status for status in self.runs()}
         answers["/api/runs"] = [known[name] for name in names]
         return answers
-
-    def _read_all(self, run: str) -> None:
-        behind = True
-        while behind:
-            with self._run(run).fresh() as live:
-                behind = live.behind
 
     def _last_lines(self, run: str, node: int, most: int) -> list[dict[str, Any]]:
         path = self._log(run, None, node)
         lines: list[dict[str, Any]] = []
         before: int | None = None
         while before != 0 and len(lines) < most:
-            page = log_pages.page(path, before=before)
-            lines, before = page["lines"] + lines, page["before"]
+            found = log_pages.page(path, before=before)
+            lines, before = found["lines"] + lines, found["before"]
         return lines[-most:]
+
+
+def write_report(names: Sequence[str], output: Path) -> Path:
+    """Write what the page shows of these runs as one file that needs no server."""
+    write_atomic(output, page.whole(Site().report(names), time.time()))
+    return output
 
 
 def _order(view: RankView) -> tuple[int, int]:
     return view.node, -1 if view.rank is None else view.rank
 
 
-def _rank(view: RankView) -> dict[str, Any]:
+def _rank(live: LiveRun, view: RankView) -> dict[str, Any]:
     last = view.last
     return {
         "node": view.node, "rank": view.rank, "step": view.step, "step_seconds": view.step_seconds,
         "heard_at": view.heard_at,
+        "state": "" if view.rank is None else live.state(view.node, view.rank),
         "last": last and printable(last.text, colours=False).strip()[:_LAST_SHOWN],
     }  # fmt: skip
 

@@ -90,9 +90,12 @@ verdict losses
 supervise
 run_state
 run live
+prometheus
 launch
 ui ui.words
-ui.plots
+ui.plots web.page web.log_pages
+web.site
+web.server web
 api
 ui.follow ui.sending
 cli cli.common

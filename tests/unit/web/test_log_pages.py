@@ -72,9 +72,12 @@ def test_a_log_that_was_cut_is_read_anew(log):
 def test_a_rank_and_a_word_are_found_wherever_they_stand(log, monkeypatch):
     monkeypatch.setattr(log_pages, "_CHUNK", 1000)
     path = log([(number % 3, f"text {number}") for number in range(2000)])
-    assert texts(page(path, rank=1, search="TEXT 1")) == [
-        f"text {number}" for number in range(2000) if number % 3 == 1 and str(number)[0] == "1"
-    ][-LINES:]
+    assert (
+        texts(page(path, rank=1, search="TEXT 1"))
+        == [
+            f"text {number}" for number in range(2000) if number % 3 == 1 and str(number)[0] == "1"
+        ][-LINES:]
+    )
     assert texts(page(path, search="text 17 ")) == []
     assert texts(page(path, search="nothing")) == []
     # Neither the time nor the rank is text, and no character has a meaning.

@@ -16,7 +16,6 @@ from clusterkit.runs import RunFolder
 from clusterkit.status import NodeStatus, RunStatus, State
 from clusterkit.web import server as servers
 from clusterkit.web.server import Server
-from clusterkit.web.site import Site
 
 pytestmark = pytest.mark.usefixtures("no_gpus")
 STAMP = "2026-11-21T20:11:58.12345"
@@ -51,7 +50,7 @@ def run(unstarted_run, by_hand):
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setattr(servers, "NEWS_SECONDS", 0.01)
-    with Server(Site()) as server:
+    with Server() as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield server
@@ -96,8 +95,10 @@ EVERY_PATH = [
 
 
 def test_every_route_is_in_the_list_above():
-    assert {(method, pattern.pattern.replace(servers._RUN, "/api/runs/demo"))
-            for method, pattern, _ in servers._ROUTES} == {*EVERY_PATH} - {("GET", "/nothing")}
+    assert {
+        (method, pattern.pattern.replace(servers._RUN, "/api/runs/demo"))
+        for method, pattern, _ in servers._ROUTES
+    } == {*EVERY_PATH} - {("GET", "/nothing")}
 
 
 def test_without_the_token_nothing_is_told(server):
@@ -116,15 +117,17 @@ def test_the_token_may_stand_in_the_url_or_in_a_header(server):
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:80", "localhost.evil.example", "", "a b", "[::1", "::1:x",
-             "127.0.0.1.evil.example", ["127.0.0.1", "evil.example"]],
+    "host", ["evil.example", "evil.example:80", "localhost.evil.example", "", "a b", "[::1",
+             "::1:x", "127.0.0.1.evil.example", ["127.0.0.1", "evil.example"]],
 )  # fmt: skip
 def test_a_name_that_somebody_else_s_dns_points_here_is_refused(server, host):
     for method, path in EVERY_PATH:
         assert ask(server, path, method, host=host).status == 403
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:99", "LOCALHOST:1", "[::1]:8000", "10.0.0.7"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "127.0.0.1:99", "LOCALHOST:1", "[::1]:8000", "10.0.0.7"]
+)
 def test_addresses_and_localhost_by_any_port_are_not(server, host):
     assert ask(server, "/api/runs", host=host).status == 200
 
@@ -151,7 +154,8 @@ def test_our_own_page_is_not(server):
 def test_to_cancel_takes_post_and_the_token_in_a_header(server, run, monkeypatch):
     cancelled = []
     monkeypatch.setattr(
-        "clusterkit.api.cancel", lambda run: cancelled.append(run) or status_of_cancelled(run)
+        "clusterkit.run_state.cancel",
+        lambda folder: cancelled.append(folder.run_id) or status_of_cancelled(folder.run_id),
     )
     path = f"/api/runs/{run.id}/cancel"
     assert ask(server, path, "GET").status == 405
@@ -204,7 +208,9 @@ def test_a_body_is_not_taken_for_the_next_request(server):
 def test_every_answer_forbids_what_the_page_does_not_need(server):
     for path, token in [("/", ""), ("/api/runs", ""), ("/", None), ("/nothing", "")]:
         headers = ask(server, path, token=token).headers
-        assert headers["Content-Security-Policy"].startswith("default-src 'none'; script-src 'sha256-")
+        assert headers["Content-Security-Policy"].startswith(
+            "default-src 'none'; script-src 'sha256-"
+        )
         assert "unsafe" not in headers["Content-Security-Policy"]
         assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
         assert headers["X-Content-Type-Options"] == "nosniff"
@@ -218,10 +224,12 @@ def test_it_listens_on_this_machine_alone_unless_told(server):
 
 
 def test_an_address_that_cannot_be_taken_is_told(server):
-    with pytest.raises(Unavailable, match=r"--host 127\.0\.0\.1 --port \d+: Address already in use"):
-        Server(Site(), "127.0.0.1", server.server_address[1])
+    with pytest.raises(
+        Unavailable, match=r"--host 127\.0\.0\.1 --port \d+: Address already in use"
+    ):
+        Server("127.0.0.1", server.server_address[1])
     with pytest.raises(Unavailable, match=r"--host 192\.0\.2\.1"):
-        Server(Site(), "192.0.2.1", 0)
+        Server("192.0.2.1", 0)
 
 
 def test_more_connections_than_a_person_has_are_turned_away(server):
@@ -306,7 +314,9 @@ def test_a_report_holds_all_that_the_page_asks_for(server, run):
     answer = ask(server, f"/report.html?run={run.id}")
     assert answer.headers["Content-Disposition"] == f'attachment; filename="{run.id}.html"'
     body = answer.body.decode()
-    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', body, re.DOTALL)[1]
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', body, re.DOTALL)[
+        1
+    ]
     answers = json.loads(data)["answers"]
     assert answers["/api/runs"][0]["run"] == run.id
     assert answers[f"/api/runs/{run.id}/series"]["series"]["loss"] == [[1, 2], [2.5, 1.25]]
