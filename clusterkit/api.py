@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from clusterkit.launch import resolved_cluster as resolved_cluster
     from clusterkit.logs import LogLine
     from clusterkit.plan import Plan
+    from clusterkit.scaffold import Made
     from clusterkit.web.server import Server
 
 _LAUNCH = ("Prepared", "Progress", "launch", "prepare", "resolved_cluster")
@@ -418,6 +419,44 @@ def jobs() -> list[CatalogueEntry]:
     from clusterkit import catalogue
 
     return catalogue.entries(catalogue.find_folder())
+
+
+def init(script: str | None = None, **choices: Any) -> Made:
+    """Write a first ``job.yaml`` and ``clusters.yaml`` for a program into the current folder.
+
+    Args:
+        script: the program; by default the only one here.
+        choices: ``where``, ``nodes``, ``hosts`` and ``args``, as for `clusterkit.scaffold.write`.
+
+    Raises:
+        BadInput: a file is there already, or a value cannot be used; nothing is written.
+    """
+    from clusterkit import scaffold
+
+    program = scaffold.only_script() if script is None else scaffold.look(script)
+    return scaffold.write(program, scaffold.machine(), **choices)
+
+
+def examples() -> list[CatalogueEntry]:
+    """Every job file that comes with clusterkit, and what each needs."""
+    from clusterkit import catalogue
+    from clusterkit import examples as shipped
+
+    return catalogue.entries(shipped.folder())
+
+
+def example(name: str) -> list[Path]:
+    """Copy a job file that comes with clusterkit, and its program, to ``jobs`` in this folder.
+
+    Returns:
+        What there is of it now, the job file first.
+
+    Raises:
+        BadInput: there is no such example, or a file of it is there with other contents.
+    """
+    from clusterkit import examples as shipped
+
+    return shipped.copy(name)
 
 
 def warm(

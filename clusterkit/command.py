@@ -28,7 +28,8 @@ PYTHONS = ("python", "python3")
 # Options of Python that take no further word; those that make it do something else stand out.
 _OPTION = re.compile(r"-[bBdEIOPqRsSu]+|-[WX].+")
 _LOCAL_RANK = re.compile(r"--local[_-]rank\b")
-_SPAWN = re.compile(r"\b(mp|multiprocessing)\.spawn\(|multiprocessing(\.spawn)? import .*\bspawn\b")
+SPAWN = re.compile(r"\b(mp|multiprocessing)\.spawn\(|multiprocessing(\.spawn)? import .*\bspawn\b")
+"""Of the text of a program that starts its ranks itself."""
 
 _OURS = "ours"
 """clusterkit decides what the option says."""
@@ -423,7 +424,7 @@ def check_source(taken: Taken, source: str) -> str | None:
             job="command",
         )
     once = job.launcher in ("forkserver", "python") or job.gpus_per_node == 1
-    if not once and _SPAWN.search(source):
+    if not once and SPAWN.search(source):
         return (
             f"{job.program} starts its ranks itself (mp.spawn), but {job.started_by} starts it "
             "once per rank: they would wait for each other for ever. launcher: forkserver with "

@@ -1,4 +1,4 @@
-"""A run while it goes on, for all that show one: `clusterkit top`, `web`, and what follows a submit.
+"""A run while it goes on, for all that show one: `clusterkit top`, `web`, and what follows submit.
 
     live = LiveRun(runs.find("last"))
     while True:
@@ -46,7 +46,9 @@ _LOOK = 1 << 16
 _WINDOW = 20
 _MARK = f" {MARK}".encode()
 _HEAD = re.compile(rb"[0-9T:-]{19}\.[0-9]{6}Z (-|[0-9]{1,9}) ")
-_MISSING = re.compile(r"(ranks? [^;]*?) ha(?:s|ve) not come to [^;]*?, which (ranks? .*?) waits? in")
+_MISSING = re.compile(
+    r"(ranks? [^;]*?) ha(?:s|ve) not come to [^;]*?, which (ranks? .*?) waits? in"
+)
 _WAITING = re.compile(r"(ranks? [^;]*?) waits? in ")
 _SPAN = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
@@ -139,7 +141,8 @@ class LiveRun:
         self.nodes: dict[int, NodeStatus] = {}
         """Those of ``status``."""
         self.stale = False
-        """Nobody keeps the record up to date: only `refresh` tells how the run is."""
+        """Nobody keeps the record up to date: only `refresh` tells how the run is. As long as the
+        state is not final, that is worth asking again."""
         self.behind = False
         """There is more to read: poll again at once."""
         self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
@@ -153,6 +156,7 @@ class LiveRun:
         self._events = GrowingFile(folder.file("events.jsonl"))
         self._logs: dict[int, GrowingFile] = {}
         self._reporter: int | None = None
+        self._refreshed: RunStatus | None = None
 
     def poll(self) -> set[str]:
         """Read what is new; which of STATUS, EVENTS, RANKS, METRICS have changed."""
@@ -177,29 +181,26 @@ class LiveRun:
         return news
 
     def refresh(self, connections: run_state.Connections | None = None) -> None:
-        """Ask the backend how the run is (`run_state.reconcile`): takes its time."""
-        found = run_state.reconcile(self.folder, connections)
-        self._set(found, stale=not found.state.final and not self.folder.is_held())
+        """Ask the backend how the run is, for the next `poll`: takes its time."""
+        self._refreshed = run_state.reconcile(self.folder, connections)
 
     def _poll_status(self) -> set[str]:
         found = run_state.current(self.folder)
         stale = found is None
-        if found is None:
-            found = self.status
-            if not self.stale:  # what was recorded last; from then on what `refresh` says
-                found = self.folder.maybe_json("state.json", RunStatus) or found
+        if not stale:
+            self._refreshed = None
+        elif (found := self._refreshed) is None:
+            found = self.folder.maybe_json("state.json", RunStatus)
+        found = found or self.status
         if self.plan is None:
             self.plan = self.folder.maybe_json("plan.json", Plan)
         if found == self.status and stale == self.stale:
             return set()
         if len(found.nodes) > len(self._logs):  # more nodes than the plan gave have come
             self._open(found.attempt if self.attempt else 0, len(found.nodes))
-        self._set(found, stale=stale)
+        self.status, self.stale = found, stale
+        self.nodes = {node.node: node for node in found.nodes}
         return {STATUS}
-
-    def _set(self, status: RunStatus, *, stale: bool) -> None:
-        self.status, self.stale = status, stale
-        self.nodes = {node.node: node for node in status.nodes}
 
     def state(self, node: int, rank: int) -> State:
         """A rank's: its node's, but for the one that failed first."""
@@ -330,9 +331,7 @@ def standstill(status: RunStatus) -> Standstill | None:
 def _numbers(words: str) -> frozenset[int]:
     """Of ``ranks 0-2 and 5 on node 1``: 0, 1, 2, 5."""
     spans = _SPAN.findall(words.partition(" on node ")[0])
-    return frozenset(
-        rank for low, high in spans for rank in range(int(low), int(high or low) + 1)
-    )
+    return frozenset(rank for low, high in spans for rank in range(int(low), int(high or low) + 1))
 
 
 class LiveRuns:

@@ -233,7 +233,9 @@ def search(
                 end = data.find(b"\n", match.end())
                 done = len(data) if end < 0 else end
                 for line in parse_lines(data[begin:done], node, attempt):
-                    if (rank is None or line.rank == rank) and text.casefold() in line.text.casefold():
+                    if (
+                        rank is None or line.rank == rank
+                    ) and text.casefold() in line.text.casefold():
                         found.append(line)
     except (OSError, ValueError):  # there is none, or nothing in it
         return []

@@ -18,6 +18,8 @@ import clusterkit
 from clusterkit.errors import EXIT_FAILURE, EXIT_INTERRUPTED, ClusterkitError, did_you_mean
 
 VERBS = {
+    "init": "Write a first job file and cluster file for a script.",
+    "examples": "List the job files that come with clusterkit; copy one here.",
     "submit": "Start a job and follow it.",
     "plan": "Print exactly what submit would do.",
     "estimate": "Estimate memory per GPU for every way to divide a model.",
@@ -27,8 +29,9 @@ VERBS = {
     "logs": "Show the log lines of all nodes and ranks, in order of time.",
     "metrics": "Show loss, tokens/s and more, step by step.",
     "attach": "Follow a run again; start its supervisor if that is gone.",
-    "cancel": "End a run and everything it started.",
+    "top": "Watch runs in the terminal: ranks, curves, rounds, logs.",
     "web": "Show runs live in a browser, or as one HTML file.",
+    "cancel": "End a run and everything it started.",
     "plot": "Draw loss and tokens/s of one or several runs.",
     "doctor": "Check hosts, GPUs, network and software before a run.",
     "bench": "Measure bandwidth and latency between nodes; find the slow link.",

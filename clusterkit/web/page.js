@@ -551,9 +551,9 @@
     el("a", { href: `/report.html?${query}`, download: "" }).click();
   });
   window.addEventListener("hashchange", fromHash);
-  window.addEventListener("resize", later(() => {
+  new ResizeObserver(later(() => {
     for (const chart of state.charts) chart.setSize({ width: chart.root.parentElement.clientWidth, height: 280 });
-  }, 100));
+  }, 50)).observe($("charts"));
 
   setTheme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   if (report) {

@@ -38,7 +38,7 @@ spec diagnose
 cluster command
 batch rendezvous loader schema
 plan request catalogue deepspeed_config
-program runs
+program runs examples
 warm goodput
 deepspeed_probe estimate.units estimate.setup estimate.published
 estimate.memory
@@ -86,18 +86,18 @@ backends.kubernetes.place backends.kubernetes.monitor
 backends.kubernetes.remove
 backends.slurm.remote_runs
 backends.*.backend
-verdict losses
+verdict losses scaffold
 supervise
 run_state
 run live
 prometheus
 launch
 ui ui.words
-ui.plots web.page web.log_pages
-web.site
+ui.plots ui.top ui.top.paint web.page web.log_pages
+ui.top.board web.site
 web.server web
 api
-ui.follow ui.sending
+ui.follow ui.sending ui.top.app
 cli cli.common
 cli.following
 cli.*

@@ -1,70 +1,23 @@
 """A run's folder, read while it grows: what `top` and `web` show."""
 
-import json
 import time
 
+import msgspec
 import pytest
 
 from clusterkit import live, logs, run_state
-from clusterkit.agent.node_log import NodeLog
 from clusterkit.live import EVENTS, METRICS, RANKS, STATUS, LiveRun, LiveRuns, standstill
-from clusterkit.plan import Plan
-from clusterkit.runs import Event, RunFolder, Submission
+from clusterkit.runs import Event
 from clusterkit.series import MOST_POINTS, Series
-from clusterkit.status import Failure, NodeStatus, RunStatus, State
-
-
-class Recorded:
-    """A run's folder, written by those who write a real one, without their processes."""
-
-    def __init__(self, base, nodes=2, nproc=2, run="demo-1"):
-        self.folder = RunFolder.create(run, base)
-        self.nodes, self.nproc = nodes, nproc
-        about = dict(run=run, job="demo", cluster="local", backend="local")
-        self.folder.write_json(
-            "run.json", Submission(**about, created_at=1.0, clusterkit="0")
-        )
-        self.plan = Plan(
-            run_id=run, run_dir=str(self.folder.path), backend="local", summary="", nodes=nodes,
-            world_size=nodes * nproc,
-            topology={"min_nodes": nodes, "nodes": nodes, "nproc_per_node": nproc},
-        )  # fmt: skip
-        self.folder.write("plan.json", self.plan.to_json())
-        self.lock = self.folder.hold()
-        self.logs = {}
-        self.status = RunStatus(**about, state=State.RUNNING, started_at=1.0)
-        self.attempt(1)
-
-    def attempt(self, number):
-        for node in range(self.nodes):
-            path = self.folder.node_dir(number, node)
-            path.mkdir(parents=True)
-            self.logs[node] = NodeLog(path)
-        self.state(attempt=number)
-
-    def state(self, state=State.RUNNING, hang=None, **fields):
-        nodes = tuple(
-            NodeStatus(node=node, host=f"h{node}", state=state, hang=hang if node == 0 else None)
-            for node in range(self.nodes)
-        )
-        given = {"state": state, "nodes": nodes} | fields
-        self.status = live.msgspec.structs.replace(self.status, **given)
-        self.folder.write_json("state.json", self.status)
-
-    def says(self, rank, *texts, node=None):
-        node = rank // self.nproc if node is None else node
-        self.logs[node].lines(str(rank), [text.encode() for text in texts])
-
-    def step(self, number, rank=0, **more):
-        event = {"event": "metrics", "step": number, **more}
-        self.says(rank, f"@clusterkit {json.dumps(event)}")
+from clusterkit.status import Failure, RunStatus, State
+from tests.recorded import Recorded
 
 
 @pytest.fixture
 def run(tmp_path):
     made = Recorded(tmp_path)
     yield made
-    made.lock.close()
+    made.close()
 
 
 def test_a_look_gives_what_is_new_and_the_next_one_nothing(run):
@@ -152,7 +105,7 @@ def test_numbers_of_a_program_that_knows_no_bounds_do_no_harm(run):
 
 
 def test_ranks_that_the_plan_does_not_place_are_there_once_they_speak(run):
-    elastic = live.msgspec.structs.replace(
+    elastic = msgspec.structs.replace(
         run.plan, topology={"min_nodes": 1, "nodes": 2, "nproc_per_node": 2}
     )
     run.folder.write("plan.json", elastic.to_json())
@@ -163,7 +116,9 @@ def test_ranks_that_the_plan_does_not_place_are_there_once_they_speak(run):
 
 
 def test_whoever_hangs_is_named_with_those_who_wait(run):
-    words = "ranks 1 and 3 have not come to all_reduce #7, which ranks 0 and 2 wait in; rank 1 is at"
+    words = (
+        "ranks 1 and 3 have not come to all_reduce #7, which ranks 0 and 2 wait in; rank 1 is at"
+    )
     run.state(hang=words)
     seen = LiveRun(run.folder)
     seen.poll()
@@ -188,16 +143,18 @@ def test_what_the_agents_say_of_a_standstill_is_understood():
 
 
 def test_a_run_that_nobody_watches_says_so_until_somebody_has_asked(run, monkeypatch):
-    run.lock.close()
+    run.close()
     seen = LiveRun(run.folder)
     seen.poll()
     assert seen.stale
     assert seen.status.state is State.RUNNING
-    ended = live.msgspec.structs.replace(run.status, state=State.FAILED)
+    ended = msgspec.structs.replace(run.status, state=State.FAILED)
     monkeypatch.setattr(run_state, "reconcile", lambda folder, connections: ended)
     seen.refresh()
-    assert not seen.stale
-    assert seen.status.state is State.FAILED
+    for _ in range(2):
+        seen.poll()
+        assert seen.stale
+        assert seen.status.state is State.FAILED
 
 
 def test_the_list_reads_what_has_changed_alone(tmp_path, monkeypatch):
@@ -209,10 +166,10 @@ def test_the_list_reads_what_has_changed_alone(tmp_path, monkeypatch):
     asked = []
     current = run_state.current
     monkeypatch.setattr(run_state, "current", lambda folder: asked.append(1) or current(folder))
-    second.lock.close()
+    second.close()
     assert {one.run: one.state for one in every.poll()} == {"a": "SUCCEEDED", "b": "UNKNOWN"}
     assert len(asked) == 1
-    first.lock.close()
+    first.close()
 
 
 # ---------------------------------------------------------------- logs
