@@ -1,4 +1,4 @@
-"""Chromium without a screen, over its DevTools protocol: enough to look at a page and press keys."""
+"""Chromium without a screen, over its DevTools protocol: to look at a page and press keys."""
 
 from __future__ import annotations
 
@@ -120,7 +120,9 @@ def browser(profile: Path) -> Iterator[Page]:
     with process.stderr as said:
         try:
             port = next(
-                match[1] for line in said if (match := re.search(r"listening on ws://[^:]+:(\d+)", line))
+                match[1]
+                for line in said
+                if (match := re.search(r"listening on ws://[^:]+:(\d+)", line))
             )
             page = Page(_tab(int(port)))
             try:
