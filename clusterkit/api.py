@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from clusterkit import warm as warmth
     from clusterkit.catalogue import CatalogueEntry
     from clusterkit.cluster import Facts
+    from clusterkit.convert import Converted
     from clusterkit.estimate import Estimate
     from clusterkit.launch import Prepared as Prepared
     from clusterkit.launch import Progress as Progress
@@ -419,6 +420,31 @@ def jobs() -> list[CatalogueEntry]:
     from clusterkit import catalogue
 
     return catalogue.entries(catalogue.find_folder())
+
+
+def convert(
+    what: str | os.PathLike[str] | None, words: Sequence[str] = (), *, kind: str | None = None
+) -> Converted:
+    """A job, and an entry of the cluster file, from what another tool takes.
+
+    Args:
+        what: a script, manifest or config; None for a command line.
+        words: the command line, or the program where a file names none.
+        kind: one of `clusterkit.convert.KINDS`; by default what the file looks like.
+
+    Raises:
+        BadInput: an option has no equivalent; the message has its line and name.
+    """
+    from clusterkit import convert as converter
+    from clusterkit.convert import files
+
+    name = "" if what is None else os.fspath(what)
+    text = None
+    if what is not None:
+        if os.path.isdir(what):
+            name = os.path.join(name, "plan.json")  # what `plan --out` wrote
+        text = files.text_of(name)
+    return converter.convert(text, words, name=name, kind=kind, read=files.named)
 
 
 def init(script: str | None = None, **choices: Any) -> Made:

@@ -22,6 +22,7 @@ VERBS = {
     "examples": "List the job files that come with clusterkit; copy one here.",
     "submit": "Start a job and follow it.",
     "plan": "Print exactly what submit would do.",
+    "convert": "Write a job file from another tool's command or manifest.",
     "estimate": "Estimate memory per GPU for every way to divide a model.",
     "ls-jobs": "List the job files of this project and what each needs.",
     "ls": "List runs, newest first.",

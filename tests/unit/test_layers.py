@@ -35,11 +35,18 @@ files status marks series host_probe receiver
 shell transport logs yaml_text estimate.mesh estimate.presets
 mirror tracebacks yaml_file
 spec diagnose
+launcher_options
 cluster command
 batch rendezvous loader schema
 plan request catalogue deepspeed_config
 program runs examples
 warm goodput
+convert.sheet convert.files
+convert.options
+convert.deepspeed
+convert.mpirun convert.accelerate
+convert.lines
+convert
 deepspeed_probe estimate.units estimate.setup estimate.published
 estimate.memory
 estimate.models estimate.advice
