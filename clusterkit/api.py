@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from clusterkit import warm as warmth
     from clusterkit.catalogue import CatalogueEntry
     from clusterkit.cluster import Facts
+    from clusterkit.convert import Converted
     from clusterkit.estimate import Estimate
     from clusterkit.launch import Prepared as Prepared
     from clusterkit.launch import Progress as Progress
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from clusterkit.launch import resolved_cluster as resolved_cluster
     from clusterkit.logs import LogLine
     from clusterkit.plan import Plan
+    from clusterkit.scaffold import Made
 
 _LAUNCH = ("Prepared", "Progress", "launch", "prepare", "resolved_cluster")
 
@@ -375,6 +377,69 @@ def jobs() -> list[CatalogueEntry]:
     from clusterkit import catalogue
 
     return catalogue.entries(catalogue.find_folder())
+
+
+def convert(
+    what: str | os.PathLike[str] | None, words: Sequence[str] = (), *, kind: str | None = None
+) -> Converted:
+    """A job, and an entry of the cluster file, from what another tool takes.
+
+    Args:
+        what: a script, manifest or config; None for a command line.
+        words: the command line, or the program where a file names none.
+        kind: one of `clusterkit.convert.KINDS`; by default what the file looks like.
+
+    Raises:
+        BadInput: an option has no equivalent; the message has its line and name.
+    """
+    from clusterkit import convert as converter
+    from clusterkit.convert import files
+
+    name = "" if what is None else os.fspath(what)
+    text = None
+    if what is not None:
+        if os.path.isdir(what):
+            name = os.path.join(name, "plan.json")  # what `plan --out` wrote
+        text = files.text_of(name)
+    return converter.convert(text, words, name=name, kind=kind, read=files.named)
+
+
+def init(script: str | None = None, **choices: Any) -> Made:
+    """Write a first ``job.yaml`` and ``clusters.yaml`` for a program into the current folder.
+
+    Args:
+        script: the program; by default the only one here.
+        choices: ``where``, ``nodes``, ``hosts`` and ``args``, as for `clusterkit.scaffold.write`.
+
+    Raises:
+        BadInput: a file is there already, or a value cannot be used; nothing is written.
+    """
+    from clusterkit import scaffold
+
+    program = scaffold.only_script() if script is None else scaffold.look(script)
+    return scaffold.write(program, scaffold.machine(), **choices)
+
+
+def examples() -> list[CatalogueEntry]:
+    """Every job file that comes with clusterkit, and what each needs."""
+    from clusterkit import catalogue
+    from clusterkit import examples as shipped
+
+    return catalogue.entries(shipped.folder())
+
+
+def example(name: str) -> list[Path]:
+    """Copy a job file that comes with clusterkit, and its program, to ``jobs`` in this folder.
+
+    Returns:
+        What there is of it now, the job file first.
+
+    Raises:
+        BadInput: there is no such example, or a file of it is there with other contents.
+    """
+    from clusterkit import examples as shipped
+
+    return shipped.copy(name)
 
 
 def warm(

@@ -25,7 +25,6 @@ from clusterkit import api, backends, loader
 from clusterkit.cli.common import table
 from clusterkit.cluster import Facts, HostFacts, LocalCluster
 from clusterkit.marks import parse_mark
-from clusterkit.status import State
 
 BIN = Path(sys.executable).parent
 RANKS = 2
@@ -52,10 +51,10 @@ class Row:
 
 def compare(what: str, ours: Callable[[], float], peer: Callable[[], float], rounds: int) -> Row:
     """Measure both sides in turn, one round more than counted."""
-    print(f"measuring {what}", file=sys.stderr)
+    print(f"measuring {what}", end="", file=sys.stderr, flush=True)
     pairs = [(ours(), peer()) for _ in range(rounds + 1)][1:]
     ratios = [a / b for a, b in pairs]
-    return Row(
+    row = Row(
         what,
         statistics.median(a for a, _ in pairs),
         statistics.median(b for _, b in pairs),
@@ -63,6 +62,8 @@ def compare(what: str, ours: Callable[[], float], peer: Callable[[], float], rou
         min(ratios),
         max(ratios),
     )
+    print(f": {row.ours:.3f} s, {row.peer:.3f} s, ratio {row.ratio:.2f}", file=sys.stderr)
+    return row
 
 
 # ---------------------------------------------------------------- training
@@ -144,13 +145,7 @@ def deepspeed() -> list[str]:
     return [str(BIN / "deepspeed"), "--num_accelerators", str(RANKS), "--no_local_rank"]
 
 
-# ---------------------------------------------------------------- start-up and planning
-
-
-def command_seconds(argv: list[str]) -> float:
-    begun = time.perf_counter()
-    subprocess.run(argv, capture_output=True, check=True)
-    return time.perf_counter() - begun
+# ---------------------------------------------------------------- planning
 
 
 def plan_seconds(nodes: int) -> float:
@@ -212,19 +207,6 @@ def main() -> int:
                 rounds + 3,
             ),
         ]
-        run = api.submit([sys.executable, "-c", "pass"], settings=["launcher=forkserver"])
-        assert run.wait(SECONDS).state is State.SUCCEEDED
-        nothing = [sys.executable, "-c", "pass"]
-        for verb in (["--help"], ["status", "last"], ["ls"]):
-            argv = [str(BIN / "clusterkit"), *verb]
-            rows.append(
-                compare(
-                    f"clusterkit {' '.join(verb)} / python -c pass",
-                    lambda argv=argv: command_seconds(argv),
-                    lambda: command_seconds(nothing),
-                    2 * rounds,
-                )
-            )
     print(f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
           f"medians of {rounds} rounds; load {os.getloadavg()[0]:.1f}\n")  # fmt: skip
     print(table([row.cells() for row in rows], ["what", "ours s", "peer s", "ratio", "spread"]))

@@ -22,7 +22,7 @@ from pathlib import Path
 from clusterkit import api
 from clusterkit.cli.common import table
 from clusterkit.status import State
-from tests.bench.__main__ import BIN, SECONDS, Row, command_seconds, compare
+from tests.bench.__main__ import BIN, SECONDS, Row, compare
 
 PROGRAM = """
 import time; began = time.time()
@@ -129,6 +129,12 @@ def second_round(program: Path, ranks: int) -> float:
     mark.unlink()
     run.delete()
     return said(text)[-1][-1] - lost
+
+
+def command_seconds(argv: list[str]) -> float:
+    begun = time.perf_counter()
+    subprocess.run(argv, capture_output=True, check=True)
+    return time.perf_counter() - begun
 
 
 def readers(rounds: int, home: Path) -> list[Row]:

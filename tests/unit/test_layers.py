@@ -31,15 +31,22 @@ agent.launcher
 agent.node
 agent.__main__ agent
 errors
-files status marks host_probe receiver
+files status marks series host_probe receiver
 shell transport logs yaml_text estimate.mesh estimate.presets
 mirror tracebacks yaml_file
 spec diagnose
+launcher_options
 cluster command
 batch rendezvous loader schema
 plan request catalogue deepspeed_config
-program runs
+program runs examples
 warm goodput
+convert.sheet convert.files
+convert.options
+convert.deepspeed
+convert.mpirun convert.accelerate
+convert.lines
+convert
 deepspeed_probe estimate.units estimate.setup estimate.published
 estimate.memory
 estimate.models estimate.advice
@@ -58,7 +65,7 @@ doctor.checks
 doctor.hosts
 doctor
 backends.base
-backends backends.nodes backends.ports backends.placing backends.probing
+backends backends.nodes backends.ports backends.placing backends.probing backends.addresses
 backends.local backends.ssh backends.compose backends.kubernetes backends.slurm
 backends.ssh.config backends.ssh.filters backends.ssh.variables backends.compose.compose_file
 backends.compose.engine backends.slurm.queue backends.slurm.tail
@@ -86,15 +93,16 @@ backends.kubernetes.place backends.kubernetes.monitor
 backends.kubernetes.remove
 backends.slurm.remote_runs
 backends.*.backend
-verdict losses
+verdict losses scaffold
 supervise
 run_state
-run
+run live
 launch
 ui ui.words
-ui.plots
+ui.plots ui.top ui.top.paint
+ui.top.board
 api
-ui.follow ui.sending
+ui.follow ui.sending ui.top.app
 cli cli.common
 cli.following
 cli.*

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
@@ -59,8 +59,15 @@ class KubernetesBackend(Backend, SupportsCleanup, SupportsDoctor, SupportsRemote
 
     name = "kubernetes"
     summary = "pods of a Kubernetes cluster, one node each"
+    command = "kubectl"
+    first_entry: ClassVar[dict[str, Any]] = {"code": "copied"}
+    first_note = (
+        "`image` in clusters.yaml names the pods' image: one with torch and all that the program "
+        "imports (docs/containers.md, An image of your own)"
+    )
     unsupported: ClassVar[dict[str, str]] = {
         "on_node_loss=shrink": "a pod that is lost is replaced, or ends the run",
+        "spares": "a pod that is lost is replaced by another one",
     }
     start_seconds: ClassVar[float] = math.inf
 
