@@ -6,6 +6,7 @@ What a program imports is read from its text, never by importing it.
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,17 +49,17 @@ def find_folder() -> Path:
     """
     here = loader.current_folder()
     for base in (here, *here.parents):
-        if _job_files(base / FOLDER):
+        if job_files(base / FOLDER):
             return base / FOLDER
     raise BadInput(
         f"there is no folder {FOLDER}/ with job files in {here} or above",
-        hint=f"mkdir {FOLDER}, and put a job file into it: docs/job-file.md",
+        hint="clusterkit init writes a job file, clusterkit examples lists some to copy",
     )
 
 
 def entries(folder: Path) -> list[CatalogueEntry]:
     """Every job file of a folder, sorted by name."""
-    return [_entry(path) for path in sorted(_job_files(folder), key=lambda path: path.stem)]
+    return [_entry(path) for path in sorted(job_files(folder), key=lambda path: path.stem)]
 
 
 def packages(job: JobSpec) -> tuple[str, ...]:
@@ -77,7 +78,8 @@ def packages(job: JobSpec) -> tuple[str, ...]:
     return tuple(sorted(wanted))
 
 
-def _job_files(folder: Path) -> list[Path]:
+def job_files(folder: Path) -> list[Path]:
+    """The job files of a folder."""
     return [path for path in folder.glob("*.y*ml") if path.suffix in (".yaml", ".yml")]
 
 
@@ -133,15 +135,20 @@ def followed(program: Path) -> Iterator[tuple[Path, set[str]]]:
         yield path, found
 
 
-def _imported_names(path: Path) -> set[str]:
+def _imported_names(path: Path) -> frozenset[str]:
     try:
-        tree = ast.parse(path.read_bytes())
+        return _names_in(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return set()  # the job will say so when it runs
+        return frozenset()  # the job will say so when it runs
+
+
+@functools.cache  # many job files have one program
+def _names_in(text: bytes) -> frozenset[str]:
+    tree = ast.parse(text)
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.add(node.module.partition(".")[0])
-    return names
+    return frozenset(names)

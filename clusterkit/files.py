@@ -7,10 +7,11 @@ import errno
 import fcntl
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
-from clusterkit.errors import RunFolderError
+from clusterkit.errors import BadInput, RunFolderError
 
 BIGGEST = 4 << 20
 """Bytes of the largest file that a person writes."""
@@ -71,6 +72,27 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
             if isinstance(error, PermissionError)
             else f"make room on the disk that holds {path.parent}, or set CLUSTERKIT_HOME",
         ) from error
+
+
+def write_new(contents: Mapping[Path, bytes]) -> list[Path]:
+    """Write files that are not there yet; one that holds the same already is left as it is.
+
+    Returns:
+        Those that were written.
+
+    Raises:
+        BadInput: one of them holds something else; nothing is written.
+        RunFolderError: no space, no permission.
+    """
+    missing = []
+    for path, content in contents.items():
+        if not os.path.lexists(path):
+            missing.append(path)
+        elif not path.is_file() or path.read_bytes() != content:
+            raise BadInput(f"{path} is there already", hint="move it away, or go elsewhere")
+    for path in missing:
+        write_atomic(path, contents[path])
+    return missing
 
 
 def size_of(path: Path) -> int:

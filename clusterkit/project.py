@@ -262,7 +262,9 @@ def own_package() -> Snapshot:
     """clusterkit itself, for hosts whose Python does not have it."""
     package = Path(str(resources.files(clusterkit)))
     names = [
-        f"{package.name}/{name}" for name in _all_files(package) if name.endswith((".py", ".json"))
+        f"{package.name}/{name}"
+        for name in _all_files(package, Path("jobs"))  # which a wheel has there
+        if name.endswith((".py", ".json"))
     ]
     return Snapshot(package.parent, _entries(package.parent, names), "clusterkit's own package")
 

@@ -111,6 +111,12 @@ class Backend(ABC):
     """One line for the table of backends."""
     unsupported: ClassVar[Mapping[str, str]] = {}
     """Job field (or ``launcher=NAME``) that cannot be honoured: the reason."""
+    command: ClassVar[str] = ""
+    """What a machine has that reaches such clusters; empty: every machine does."""
+    first_entry: ClassVar[Mapping[str, Any]] = {}
+    """Keys of the entry that `clusterkit init` writes."""
+    first_note: ClassVar[str] = ""
+    """What whoever has such an entry should look at first."""
     start_seconds: ClassVar[float] = 60.0
     """How long a node may take to show a sign of life; infinite where they queue."""
 

@@ -18,8 +18,11 @@ import clusterkit
 from clusterkit.errors import EXIT_FAILURE, EXIT_INTERRUPTED, ClusterkitError, did_you_mean
 
 VERBS = {
+    "init": "Write a first job file and cluster file for a script.",
+    "examples": "List the job files that come with clusterkit; copy one here.",
     "submit": "Start a job and follow it.",
     "plan": "Print exactly what submit would do.",
+    "convert": "Write a job file from another tool's command or manifest.",
     "estimate": "Estimate memory per GPU for every way to divide a model.",
     "ls-jobs": "List the job files of this project and what each needs.",
     "ls": "List runs, newest first.",
@@ -28,6 +31,7 @@ VERBS = {
     "metrics": "Show loss, tokens/s and more, step by step.",
     "attach": "Follow a run again; start its supervisor if that is gone.",
     "top": "Watch runs in the terminal: ranks, curves, rounds, logs.",
+    "web": "Show runs live in a browser, or as one HTML file.",
     "cancel": "End a run and everything it started.",
     "plot": "Draw loss and tokens/s of one or several runs.",
     "doctor": "Check hosts, GPUs, network and software before a run.",

@@ -9,12 +9,15 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import msgspec
 
 from clusterkit.errors import BadInput
+
+if TYPE_CHECKING:
+    from clusterkit.catalogue import CatalogueEntry
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -198,6 +201,15 @@ def table(rows: Sequence[Sequence[str]], header: Sequence[str], *, indent: int =
             padded = (part.ljust(width) for part, width in zip(parts, widths, strict=True))
             lines.append((" " * gap).join(padded).rstrip())
     return "\n".join(lines)
+
+
+def catalogue_table(jobs: Sequence[CatalogueEntry]) -> str:
+    """Job files, and what each needs."""
+    rows = [
+        (job.name, job.nodes, job.ranks, job.device, ", ".join(job.packages), job.description)
+        for job in jobs
+    ]
+    return table(rows, ("JOB", "NODES", "RANKS", "DEVICE", "PACKAGES", "WHAT IT DOES"))
 
 
 def _room() -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from clusterkit import api
-from clusterkit.cli.common import json_option, print_json, table
+from clusterkit.cli.common import catalogue_table, json_option, print_json
 from clusterkit.errors import EXIT_BAD_INPUT
 
 
@@ -23,14 +23,8 @@ def command(as_json: bool) -> None:
     if as_json:
         print_json(found)
     else:
-        rows = [
-            (job.name, job.nodes, job.ranks, job.device, ", ".join(job.packages), job.description)
-            for job in found
-            if job.error is None
-        ]
-        if rows:
-            header = ("JOB", "NODES", "RANKS", "DEVICE", "PACKAGES", "WHAT IT DOES")
-            click.echo(table(rows, header))
+        if whole := [job for job in found if job.error is None]:
+            click.echo(catalogue_table(whole))
     for job in broken:
         click.secho("error: ", fg="red", bold=True, nl=False, err=True)
         click.echo(job.error, err=True)

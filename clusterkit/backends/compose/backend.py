@@ -36,6 +36,11 @@ class ComposeBackend(Backend, SupportsCleanup):
 
     name = "compose"
     summary = "containers of a docker engine on this machine, one node each"
+    command = "docker"
+    first_note = (
+        "`image` in clusters.yaml names the nodes' image: one with torch and all that the program "
+        "imports (docs/containers.md, An image of your own)"
+    )
 
     @classmethod
     def resolved(

@@ -1,0 +1,91 @@
+"""clusterkit init"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+from clusterkit import backends, loader, scaffold, shell
+from clusterkit.cli.common import complete_cluster, json_option, print_json
+
+
+def _complete_where(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Names of entries, and kinds of cluster."""
+    kinds = [name for name in backends.NAMES if name.startswith(incomplete)]
+    return list(dict.fromkeys([*complete_cluster(ctx, param, incomplete), *kinds]))
+
+
+@click.command(
+    "init",
+    epilog="Examples: clusterkit init;  clusterkit init train.py --nodes 2 -- --epochs 3;  "
+    "clusterkit init train.py --cluster ssh --hosts gpu1,gpu2",
+)
+@click.argument("script", required=False, type=click.Path())
+@click.argument("args", nargs=-1)
+@click.option("-c", "--cluster", "where", metavar="WHERE", shell_complete=_complete_where,
+              help="local, ssh, compose, kubernetes, slurm, or an entry of clusters.yaml."
+              )  # fmt: skip
+@click.option("-n", "--nodes", metavar="N|MIN:MAX", help="How many nodes.")
+@click.option("--hosts", metavar="HOSTS", default="",
+              help="For ssh: [user@]host[:port],... or an inventory file.")  # fmt: skip
+@click.option("-y", "--yes", is_flag=True, help="Ask nothing: take what was found.")
+@json_option
+def command(
+    script: str | None,
+    args: tuple[str, ...],
+    where: str | None,
+    nodes: str | None,
+    hosts: str,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    """Write a first job.yaml and clusters.yaml here.
+
+    Looks at the program's text (which library its ranks work together with, which arguments it
+    needs) and at this machine (GPUs, a Python with torch, docker, kubectl, sbatch). Asks which
+    program, where, and how many nodes or which hosts; what a flag says is not asked, and without
+    a terminal nothing is. Prints the command that starts the job. A file that is there already is
+    not overwritten. What follows -- are arguments of the program.
+    """
+    asks = not yes and not as_json and sys.stdin.isatty() and sys.stderr.isatty()
+    program = scaffold.look(script) if script else _program(asks)
+    machine = scaffold.machine()
+    known = scaffold.known_clusters()
+    if where is None:
+        where = _where(machine.backends, known) if asks else "local"
+    if asks and where not in known and scaffold.takes_hosts(where) and not hosts:
+        hosts = click.prompt("Which hosts? [user@]host[:port],... or an inventory file", err=True)
+    elif asks and nodes is None and not hosts:
+        nodes = click.prompt("How many nodes?", default="1", err=True)
+    made = scaffold.write(program, machine, where=where, nodes=nodes, hosts=hosts, args=args)
+    if as_json:
+        print_json(made)
+        return
+    for note in made.notes:
+        click.echo(f"note: {note}", err=True)
+    click.echo(f"written: {', '.join(made.files)}; to start the job:", err=True)
+    click.echo(shell.join(made.command))
+
+
+def _program(asks: bool) -> scaffold.Script:
+    if not asks:
+        return scaffold.only_script()
+    found = scaffold.scripts()
+    for script in found[:9]:
+        click.echo(f"  {script.path:<24} {script.distributed or 'on its own'}", err=True)
+    first = found[0].path if found else None
+    return scaffold.look(click.prompt("Which program?", default=first, err=True))
+
+
+def _where(reachable: Sequence[str], known: Sequence[str]) -> str:
+    for name in known or backends.NAMES:
+        kind = backends.backend_type(loader.read_cluster(name).cluster.backend if known else name)
+        missing = "" if kind.name in reachable else f" (there is no {kind.command} here)"
+        click.echo(f"  {name:<12} {kind.summary}{missing}", err=True)
+    names = click.Choice([*known] or backends.NAMES)
+    answer: str = click.prompt(
+        "Where does it run?", default="local", type=names, show_choices=False, err=True
+    )
+    return answer

@@ -1,0 +1,102 @@
+"""The job files that come with clusterkit, and the wheel that brings them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+from setuptools import Distribution
+
+from clusterkit import catalogue, examples, loader, project
+
+ROOT = Path(__file__).parents[2]
+
+
+def shipped() -> set[str]:
+    """Files of jobs/ that are tracked."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "jobs"], cwd=ROOT, capture_output=True, text=True
+    ).stdout
+    return {name for name in listed.split("\0") if name}
+
+
+def test_every_job_file_is_listed(cwd, cli):
+    done = cli("examples")
+    names = sorted(path.stem for path in (ROOT / "jobs").glob("*.yaml"))
+    assert [line.split()[0] for line in done.out.splitlines()] == ["JOB", *names]
+    assert not done.err
+    assert [entry["name"] for entry in cli("examples", "--json").json] == names == examples.names()
+
+
+def test_each_is_copied_with_all_that_its_program_imports_and_loads(cwd):
+    """A module that is left behind would count as a package that is to be installed."""
+    for name in examples.names():
+        copied = examples.copy(name)
+        assert copied[0] == Path("jobs", f"{name}.yaml")
+        job = loader.load_job(copied[0])
+        assert job.workdir == str(cwd)
+        assert str(job.program) in map(str, copied)
+        there = msgspec.structs.replace(job, workdir=str(ROOT))
+        assert catalogue.packages(job) == catalogue.packages(there)
+    there = {str(path.relative_to(cwd)) for path in (cwd / "jobs").rglob("*") if path.is_file()}
+    assert there == {name for name in shipped() if not name.endswith("make_reviews.py")}
+
+
+def test_what_a_program_names_comes_along_and_nothing_else(cwd, cli):
+    done = cli("examples", "ddp-launch")
+    assert done.out.splitlines() == [
+        "jobs/ddp-launch.yaml", "jobs/train/ddp.py", "jobs/train/ddp_start.py"
+    ]  # fmt: skip
+    assert done.err == "to start it: clusterkit submit jobs/ddp-launch.yaml\n"
+    assert "jobs/data/reviews.csv" in cli("examples", "sentiment", "--json").json
+
+
+def test_a_file_that_is_there_with_other_contents_is_left_alone(cwd, refused, cli):
+    (cwd / "jobs" / "train").mkdir(parents=True)
+    (cwd / "jobs" / "train" / "ddp.py").write_text("mine")
+    said = refused("examples", "ddp-torchrun")
+    assert f"jobs{os.sep}train{os.sep}ddp.py is there already" in said
+    assert not (cwd / "jobs" / "ddp-torchrun.yaml").exists()
+    (cwd / "jobs" / "train" / "ddp.py").unlink()
+    assert cli("examples", "ddp-torchrun").code == cli("examples", "ddp-torchrun").code == 0
+
+
+def test_an_unknown_one_is_told_the_nearest(cwd, refused):
+    assert "there is no example 'dpd'" in refused("examples", "dpd")
+    assert "did you mean" in refused("examples", "zero33")
+
+
+@pytest.mark.parametrize("cut", ["", "zero"])
+def test_their_names_complete(cut):
+    from clusterkit.cli.examples import _complete
+
+    assert _complete(None, None, cut) == [  # type: ignore[arg-type]
+        name for name in examples.names() if name.startswith(cut)
+    ]
+
+
+def test_the_wheel_has_every_example_and_all_data_of_the_package(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    built = Distribution({"script_name": "setup.py"})
+    built.parse_config_files()
+    command = built.get_command_obj("build_py")
+    command.ensure_finalized()
+    inside = {os.path.relpath(path, command.build_lib) for path in command.get_outputs(0)}
+    wanted = {f"clusterkit/{name}" for name in shipped()}
+    wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / "clusterkit").rglob("*.json")}
+    assert wanted <= inside
+    assert not [name for name in inside - wanted if not name.endswith(".py")]
+
+
+def test_hosts_without_clusterkit_get_it_without_the_examples(tmp_path, monkeypatch):
+    """As from a wheel, which has them as files of the package."""
+    package = tmp_path / "clusterkit"
+    (package / "jobs" / "train").mkdir(parents=True)
+    for name in ("__init__.py", "keys.json", "jobs/train/ddp.py"):
+        (package / name).write_text("")
+    monkeypatch.setattr(project.resources, "files", lambda _: package)
+    sent = [entry.path for entry in project.own_package().entries]
+    assert sent == ["clusterkit/__init__.py", "clusterkit/keys.json"]
