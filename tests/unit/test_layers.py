@@ -68,7 +68,7 @@ backends.ssh.inventory backends.ssh.known_hosts
 backends.ssh.connection
 backends.ssh.transport
 backends.*.probe backends.ssh.observe backends.slurm.observe
-backends.*.place
+backends.*.place backends.ssh.script
 backends.compose.containers backends.kubernetes.pods
 backends.kubernetes.flavors backends.kubernetes.judge
 backends.kubernetes.rights
@@ -91,6 +91,7 @@ supervise
 run_state
 run
 launch
+handout
 ui ui.words
 ui.plots
 api
