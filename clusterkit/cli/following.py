@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import time
 
@@ -9,9 +10,9 @@ import click
 
 from clusterkit import api
 from clusterkit.cli.common import print_json
-from clusterkit.errors import EXIT_FAILURE, EXIT_INTERRUPTED
+from clusterkit.errors import EXIT_FAILURE, EXIT_INTERRUPTED, BadInput, Unavailable
 from clusterkit.status import RunStatus, State
-from clusterkit.ui.words import waits_for
+from clusterkit.ui.words import failure_text, waits_for
 
 QUEUE_SECONDS = 3.0
 """How long nodes wait before it is said that they do."""
@@ -68,3 +69,36 @@ def _interrupted(run: api.Run) -> RunStatus:
     click.echo(f"cancelling {run.id}", err=True)
     run.cancel()
     sys.exit(EXIT_INTERRUPTED)
+
+
+def check_terminal() -> None:
+    """Whether there is what a live view needs.
+
+    Raises:
+        Unavailable: Textual is not installed.
+        BadInput: this is no terminal.
+    """
+    if importlib.util.find_spec("textual") is None:
+        raise Unavailable("top needs Textual", "pip install 'clusterkit[top]'")
+    if not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
+        raise BadInput("top needs a terminal", hint="clusterkit logs -f RUN follows a run without")
+
+
+def show(run: str | None) -> None:
+    """`clusterkit top`, until somebody leaves it."""
+    from clusterkit.ui.top.app import Top
+
+    Top(run).run()
+
+
+def watch(run: api.Run, as_json: bool) -> int:
+    """Show a new run so, and say how it stands when its user leaves; its exit code."""
+    show(run.id)
+    status = run.status()
+    if as_json:
+        print_json(status)
+    goes_on = "" if status.state.final else f"; clusterkit logs -f {run.id} follows it"
+    click.echo(f"{run.id} {status.state}{goes_on}", err=True)
+    if status.failure is not None:
+        click.echo(failure_text(status), err=True)
+    return status.exit_code or 0

@@ -9,7 +9,7 @@ import click
 
 from clusterkit import api
 from clusterkit.cli.common import PlanCommand, job_of, json_option, plan_options, prepare_options
-from clusterkit.cli.following import follow
+from clusterkit.cli.following import check_terminal, follow, watch
 from clusterkit.ui.sending import sending
 
 
@@ -22,10 +22,11 @@ from clusterkit.ui.sending import sending
 )
 @plan_options
 @click.option("-d", "--detach", is_flag=True, help="Return when the run has started.")
+@click.option("--top", is_flag=True, help="Follow it as `clusterkit top` shows it.")
 @json_option
 @click.pass_context
 def command(
-    ctx: click.Context, /, job: str | None, detach: bool, as_json: bool, **options: Any
+    ctx: click.Context, /, job: str | None, detach: bool, top: bool, as_json: bool, **options: Any
 ) -> int:
     """Start a job and follow it to its end.
 
@@ -34,6 +35,10 @@ def command(
     everything else goes to stderr. Exits with the run's own exit code. With --json, prints the
     run's status as JSON instead of the id: when it has started (--detach), or when it has ended.
     """
+    if top:
+        if detach:
+            raise click.UsageError("--top follows the run, --detach does not.", ctx)
+        check_terminal()
     ready = api.prepare(**job_of(ctx, job), **prepare_options(**options))
     for note in ready.plan.notes:
         if not note.name:
@@ -44,4 +49,4 @@ def command(
         run = api.launch(ready, progress)
     if not as_json:
         click.echo(run.id)
-    return follow(run, as_json, detach=detach)
+    return watch(run, as_json) if top else follow(run, as_json, detach=detach)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TextColumn, TimeRemainingColumn
@@ -15,8 +14,8 @@ from rich.text import Text
 from clusterkit import api, tracebacks
 from clusterkit.agent import EVEN, GOES_ON, SLOW, STILL
 from clusterkit.errors import counted
+from clusterkit.live import Reported
 from clusterkit.logs import LogLine
-from clusterkit.marks import is_number
 from clusterkit.status import RunStatus, State
 from clusterkit.ui.words import (
     duration,
@@ -31,21 +30,13 @@ from clusterkit.ui.words import (
 PLAIN_LINES = 20
 """How many progress lines a run gets where there is no terminal to redraw."""
 PHASES = ("imports", "rendezvous", "build", "first_step", "training", "ending")
-_WINDOW = 20
 
 
-class View:
+class View(Reported):
     """What is known of a run so far; `feed` takes its log line by line."""
 
     def __init__(self) -> None:
-        self.steps: int | None = None
-        self.first_step = 0
-        self.step = 0
-        self.losses: list[tuple[int, float]] = []
-        self.speeds: list[float] = []
-        self.phases: dict[str, float] = {}
-        self.program_started_at: float | None = None
-        self.optimizers: dict[int, tuple[int, int]] = {}
+        super().__init__()
         self.attempt = 1
         self.last: LogLine | None = None
         """What was printed last, by whichever rank or launcher."""
@@ -63,7 +54,7 @@ class View:
             self.attempt, self.held = line.attempt, []
         event = line.event
         if event is not None:
-            self._take(event)
+            self.take(event, line.time)
             return []
         if line.text.strip():
             self.last = line
@@ -76,27 +67,6 @@ class View:
             return []
         return [line]
 
-    def _take(self, event: dict[str, Any]) -> None:
-        # Any program may print marked lines: what is not a number counts as missing.
-        number = {key: value for key, value in event.items() if is_number(value)}
-        kind = event["event"]
-        if kind == "start":
-            steps = number.get("steps")
-            self.steps = None if steps is None else int(steps)
-            self.first_step = self.step = int(number.get("first_step", 0))
-        elif kind == "metrics" and "step" in number:
-            self.step = int(number["step"])
-            if "loss" in number:
-                self.losses.append((self.step, number["loss"]))
-            if "tokens_per_second" in number:
-                self.speeds.append(number["tokens_per_second"])
-        elif kind == "phase" and "seconds" in number:
-            if event.get("name") == "imports":
-                self.program_started_at = number.get("started_at")
-            self.phases[str(event.get("name"))] = number["seconds"]
-        elif kind == "optimizer" and {"rank", "parameters", "total"} <= number.keys():
-            self.optimizers[number["rank"]] = (number["parameters"], number["total"])
-
     def count(self) -> str:
         """Steps done and to do, as far as the program says."""
         if self.steps:
@@ -106,10 +76,10 @@ class View:
     def describe(self) -> str:
         """Loss and tokens/s of now; where a program reports neither, what was printed last."""
         parts = []
-        if self.losses:
-            parts.append(f"loss {loss_text(self.losses[-1][1])}")
-        if self.speeds:
-            parts.append(f"{statistics.median(self.speeds[-_WINDOW:]):,.0f} tokens/s")
+        if (loss := self.value("loss")) is not None:
+            parts.append(f"loss {loss_text(loss)}")
+        if (speed := self.speed()) is not None:
+            parts.append(f"{speed:,.0f} tokens/s")
         if not parts and self.last is not None:
             return f"{source(self.last)} {printable(self.last.text, colours=False).strip()}"
         return "  ".join(parts)
@@ -119,12 +89,13 @@ class View:
         spent = (status.finished_at or time.time()) - (status.started_at or time.time())
         restarts = f" after {counted(status.attempt - 1, 'restart')}" if status.attempt > 1 else ""
         lines = [f"{status.run} {status.state} in {duration(spent)}{restarts}"]
-        if self.losses:
-            (first, begun), (last, ended) = self.losses[0], self.losses[-1]
-            begun_at = f"{loss_text(begun)} at step {first}"
-            lines.append(f"  loss      {begun_at}, {loss_text(ended)} at step {last}")
-        if self.speeds:
-            lines.append(f"  tokens/s  {statistics.median(self.speeds):,.0f} (median of the steps)")
+        if losses := self.series.get("loss"):
+            begun_at = f"{loss_text(losses.values[0])} at step {losses.steps[0]}"
+            ended_at = f"{loss_text(losses.values[-1])} at step {losses.steps[-1]}"
+            lines.append(f"  loss      {begun_at}, {ended_at}")
+        if speeds := self.series.get("tokens_per_second"):
+            median = statistics.median(speeds.values)
+            lines.append(f"  tokens/s  {median:,.0f} (median of the steps)")
         if self.optimizers:
             total = next(iter(self.optimizers.values()))[1]
             held = sorted({parameters for parameters, _ in self.optimizers.values()})
@@ -136,7 +107,7 @@ class View:
         lines += [f"  note      {line}" for line in remark_lines(status)]
         lines.append(
             f"  again     clusterkit status {status.run}; clusterkit logs {status.run}"
-            + (f"; clusterkit plot {status.run} -o loss.png" if self.losses else "")
+            + (f"; clusterkit plot {status.run} -o loss.png" if losses else "")
         )
         return lines
 
@@ -211,7 +182,8 @@ def _plain(view: View, lines: Iterable[LogLine], console: Console) -> None:
     for line in lines:
         for shown in view.feed(line):
             _show(console, shown)
-        if view.losses and view.step != due and view.steps:
+        losses = view.series.get("loss")
+        if losses and view.step != due and view.steps:
             every = max(1, view.steps // PLAIN_LINES)
             if view.step // every > due // every or view.step == view.steps:
                 done = max(1, view.step - view.first_step)
@@ -219,7 +191,7 @@ def _plain(view: View, lines: Iterable[LogLine], console: Console) -> None:
                 done_of = f"step {view.step}/{view.steps}"
                 _say(console, f"{done_of}  {view.describe()}  {duration(left)} left")
                 due = view.step
-        elif not view.losses:
+        elif not losses:
             since = time.monotonic()
 
 

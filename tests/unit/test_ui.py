@@ -142,7 +142,8 @@ def test_marked_lines_are_taken_in_and_not_shown():
     assert (view.steps, view.step, view.first_step) == (10, 4, 4)
     view.feed(mark(event="metrics", step=5, loss=2.5, tokens_per_second=1000))
     view.feed(mark(event="metrics", step=6, loss=2.25, tokens_per_second=3000))
-    assert view.losses == [(5, 2.5), (6, 2.25)]
+    losses = view.series["loss"]
+    assert ([*losses.steps], [*losses.values]) == ([5, 6], [2.5, 2.25])
     assert view.describe() == "loss 2.2500  2,000 tokens/s"
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -17,12 +19,14 @@ from clusterkit.backends.probing import (
     PACKAGES,
     TOOLS,
     UNSEEN,
+    HostReport,
     ask,
     assumed_gpus,
     interpreter,
     own_interpreter,
+    own_report,
 )
-from clusterkit.backends.slurm.queue import HERE
+from clusterkit.backends.slurm.queue import HERE, LOGIN_PYTHON
 from clusterkit.backends.slurm.queue import ask as ask_slurm
 from clusterkit.cluster import Facts, Gpu, HostFacts, SlurmCluster, SlurmFacts
 from clusterkit.errors import BadInput, Unavailable
@@ -34,8 +38,6 @@ _GPUS = re.compile(
     r"(?:^|,)gpu(?::(?!no_consume:)([^:,()]+))?(?::no_consume)?:(\d+)", re.IGNORECASE
 )
 _GONE = re.compile(r"down|drain|fail|future|inval|unk|boot|power", re.IGNORECASE)
-LOGIN_PYTHON = "python3"
-"""On the login node, where the ranks' own is not there."""
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?\Z")
 
 
@@ -55,12 +57,6 @@ class PartitionNode(msgspec.Struct, frozen=True, kw_only=True):
 
 def probe(cluster: SlurmCluster, transport: Transport, job: JobSpec | None) -> Facts:
     """As `clusterkit.backends.base.Backend.probe`."""
-    name, limits, nodes = partition(cluster, transport)
-    least = min((node for node in nodes), key=lambda node: (len(node.gpus), node.cpus))
-    if cluster.gpus != "auto":
-        gpus = tuple(Gpu(str(index), "GPU", 0) for index in range(cluster.gpus))
-    else:
-        gpus = () if job is not None and job.device == "cpu" else least.gpus
     host = host_of(cluster)
     python, origin = python_of(job, cluster)
     if cluster.ssh is None and cluster.container is None:
@@ -70,16 +66,35 @@ def probe(cluster: SlurmCluster, transport: Transport, job: JobSpec | None) -> F
             )
         python = os.path.abspath(found)
     there = python if cluster.container is None else LOGIN_PYTHON
-    report = ask(
-        transport, host, [there], python=there, where="login node", workdir=folder(cluster)
-    )
+
+    def look() -> HostReport:
+        if host == HERE and there == sys.executable:
+            return own_report(folder(cluster))
+        return ask(
+            transport, host, [there], python=there, where="login node", workdir=folder(cluster)
+        )
+
+    def ports() -> tuple[int, int]:
+        port = transport.free_port(host) if cluster.port == "auto" else cluster.port
+        return port, watch_port(cluster, host, port, transport)
+
+    # Each is a process at least, over SSH a round trip more, and Slurm's wait for its controller.
+    with ThreadPoolExecutor(4) as pool:
+        asked = pool.submit(partition, cluster, transport)
+        version = pool.submit(ask_slurm, transport, host, "sinfo", "--version")
+        looked, found_ports = pool.submit(look), pool.submit(ports)
+        copied = job if cluster.ssh is not None and cluster.sync else None
+        sent = project.snapshot(Path(copied.workdir or "."), copied.program) if copied else None
+        name, limits, nodes = asked.result()
+        report, (port, watch) = looked.result(), found_ports.result()
+    least = min((node for node in nodes), key=lambda node: (len(node.gpus), node.cpus))
+    if cluster.gpus != "auto":
+        gpus = tuple(Gpu(str(index), "GPU", 0) for index in range(cluster.gpus))
+    else:
+        gpus = () if job is not None and job.device == "cpu" else least.gpus
     versions = report.versions if cluster.container is None else {}
     if cluster.container is None and "/" not in python:
         python = report.python  # which one it is may differ from node to node
-    copied = job if cluster.ssh is not None and cluster.sync else None
-    port = transport.free_port(host, None if cluster.port == "auto" else cluster.port)
-    if cluster.port != "auto":
-        port = cluster.port
     most = limits.get("MaxNodes", "")
     return Facts(
         home=report.workdir,
@@ -99,14 +114,12 @@ def probe(cluster: SlurmCluster, transport: Transport, job: JobSpec | None) -> F
         port=port,
         port_origin="free on the login node" if cluster.port == "auto" else "cluster: port",
         interface=cluster.interface or "",
-        watch_port=watch_port(cluster, host, port, transport),
-        project=project.snapshot(Path(copied.workdir or "."), copied.program).facts()
-        if copied
-        else None,
+        watch_port=watch,
+        project=sent.facts() if sent else None,
         shipped=project.own_package().facts() if copied and "clusterkit" not in versions else None,
         slurm=SlurmFacts(
             ssh=cluster.ssh is not None,
-            version=ask_slurm(transport, host, "sinfo", "--version").strip().rpartition(" ")[2],
+            version=version.result().strip().rpartition(" ")[2],
             partition=name,
             nodes=len(nodes),
             minutes=minutes(limits.get("MaxTime", "")),

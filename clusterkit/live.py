@@ -1,0 +1,366 @@
+"""A run while it goes on, for all that show one: `clusterkit top`, `web`, and what follows submit.
+
+    live = LiveRun(runs.find("last"))
+    while True:
+        news = live.poll()                      # reads what is new since the last call, and no more
+        if METRICS in news:
+            draw(live.reported.series["loss"].thinned(300))
+        pause(0.0 if live.behind else 0.2)      # a long log is read in pieces
+
+Everything comes from the run's folder, which the supervisor keeps up to date: no port on a node, no
+daemon, no network. `poll` never waits; `refresh` does (it asks the backend, for a run whose
+supervisor is gone: `LiveRun.stale`) and belongs into a thread. Memory is bounded: of each rank the
+last line is kept, of each metric `series.MOST_POINTS`. `logs.LogTail` reads a rank's newest lines
+and those that come, `logs.search` finds lines in all of a node's log: of `LiveRun.log_path`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import statistics
+from collections import deque
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from clusterkit import run_state
+from clusterkit.logs import GrowingFile, LogLine, parse_lines
+from clusterkit.marks import MARK, is_number, parse_mark
+from clusterkit.plan import Plan
+from clusterkit.runs import Event, RunFolder, all_runs
+from clusterkit.series import Series
+from clusterkit.status import NodeStatus, RunStatus, State
+
+STATUS, EVENTS, RANKS, METRICS = "status", "events", "ranks", "metrics"
+"""What `LiveRun.poll` has found new."""
+MOST_EVENTS = 1000
+MOST_METRICS = 64
+"""Kinds of numbers that are kept of what a program reports, in the order in which they came."""
+BUDGET = 4 << 20
+"""Bytes of node 0's log that one `poll` reads at most."""
+_LOOK = 1 << 16
+"""Bytes at the end of what a log has new in which a rank's last line is looked for."""
+_WINDOW = 20
+_MARK = f" {MARK}".encode()
+_HEAD = re.compile(rb"[0-9T:-]{19}\.[0-9]{6}Z (-|[0-9]{1,9}) ")
+_MISSING = re.compile(
+    r"(ranks? [^;]*?) ha(?:s|ve) not come to [^;]*?, which (ranks? .*?) waits? in"
+)
+_WAITING = re.compile(r"(ranks? [^;]*?) waits? in ")
+_SPAN = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+
+
+class Reported:
+    """What a program has told by marked lines (`clusterkit.marks`) so far."""
+
+    def __init__(self) -> None:
+        self.steps: int | None = None
+        """How many there will be, if it says so."""
+        self.first_step = 0
+        self.step = 0
+        self.series: dict[str, Series] = {}
+        """By the metric's name: ``loss``, ``tokens_per_second``, ``step_seconds``, ..."""
+        self.phases: dict[str, float] = {}
+        self.program_started_at: float | None = None
+        self.optimizers: dict[int, tuple[int, int]] = {}
+
+    def take(self, event: dict[str, Any], at: float = 0.0) -> None:
+        """One marked line. Any program may print them: what is not a number counts as missing."""
+        number = {key: value for key, value in event.items() if is_number(value)}
+        kind = event["event"]
+        if kind == "metrics" and "step" in number:
+            step = number.pop("step")
+            self.step = int(step)
+            for key, value in number.items():
+                if key not in self.series and len(self.series) < MOST_METRICS:
+                    self.series[key] = Series()
+                if key in self.series:
+                    self.series[key].add(step, value, at)
+        elif kind == "start":
+            steps = number.get("steps")
+            self.steps = None if steps is None else int(steps)
+            self.first_step = self.step = int(number.get("first_step", 0))
+        elif kind == "phase" and "seconds" in number:
+            if event.get("name") == "imports":
+                self.program_started_at = number.get("started_at")
+            self.phases[str(event.get("name"))] = number["seconds"]
+        elif kind == "optimizer" and {"rank", "parameters", "total"} <= number.keys():
+            self.optimizers[number["rank"]] = (number["parameters"], number["total"])
+
+    def value(self, key: str) -> float | None:
+        """A metric's newest value."""
+        found = self.series.get(key)
+        return None if found is None else found.last
+
+    def speed(self, key: str = "tokens_per_second") -> float | None:
+        """A metric's median over the newest steps."""
+        found = self.series.get(key)
+        return statistics.median(found.values[-_WINDOW:]) if found else None
+
+
+class RankView:
+    """One rank, or what a node's launcher says (``rank`` None), as far as its log tells."""
+
+    __slots__ = ("_any", "_text", "node", "rank", "step", "step_seconds")
+
+    def __init__(self, node: int, rank: int | None) -> None:
+        self.node, self.rank = node, rank
+        self.step: int | None = None
+        """That it has reported itself; most programs have rank 0 alone report."""
+        self.step_seconds: float | None = None
+        self._any = self._text = b""
+
+    def heard(self, line: bytes, text: bytes | None) -> None:
+        """The newest line of the log, and the newest that is neither marked nor empty."""
+        self._any, self._text = line, text or self._text
+
+    @property
+    def last(self) -> LogLine | None:
+        """What it printed last, other than marked lines."""
+        return next(parse_lines(self._text[:4096], self.node), None) if self._text else None
+
+    @property
+    def heard_at(self) -> float | None:
+        """When it printed anything last."""
+        return next(parse_lines(self._any[:64], self.node)).time if self._any else None
+
+
+class LiveRun:
+    """One run, as far as its folder tells by the last `poll`."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.plan: Plan | None = None
+        """None: it is not written yet, or damaged."""
+        self.status = RunStatus(
+            run=folder.run_id, job="?", cluster="?", backend="?", state=State.PENDING
+        )
+        self.nodes: dict[int, NodeStatus] = {}
+        """Those of ``status``."""
+        self.stale = False
+        """Nobody keeps the record up to date: only `refresh` tells how the run is. As long as the
+        state is not final, that is worth asking again."""
+        self.behind = False
+        """There is more to read: poll again at once."""
+        self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
+        self.reported = Reported()
+        self.attempt = 0
+        """Whose log is read; those before the newest are read for their metrics."""
+        self.ranks: dict[tuple[int, int], RankView] = {}
+        """By node and rank, of the newest attempt: those that the plan knows, or that spoke."""
+        self.launchers: dict[int, RankView] = {}
+        """By node."""
+        self._events = GrowingFile(folder.file("events.jsonl"))
+        self._logs: dict[int, GrowingFile] = {}
+        self._reporter: int | None = None
+        self._refreshed: RunStatus | None = None
+
+    def poll(self) -> set[str]:
+        """Read what is new; which of STATUS, EVENTS, RANKS, METRICS have changed."""
+        news = self._poll_status()
+        if lines := self._events.read(_LOOK):
+            news.add(EVENTS)
+            for line in lines.splitlines():
+                try:
+                    self.events.append(msgspec.json.decode(line, type=Event))
+                except msgspec.MsgspecError:
+                    continue
+        # In this order: the attempt that status names has begun, so its predecessor's log is whole.
+        newest = max(1, self.status.attempt)
+        self.behind = self._read(0, newest, news)
+        while not self.behind and self.attempt < newest:
+            self._begin(self.attempt + 1, newest)
+            news.add(RANKS)
+            self.behind = self._read(0, newest, news)
+        if not self.behind:
+            for node in range(1, len(self._logs)):
+                self._read(node, newest, news)
+        return news
+
+    def refresh(self, connections: run_state.Connections | None = None) -> None:
+        """Ask the backend how the run is, for the next `poll`: takes its time."""
+        self._refreshed = run_state.reconcile(self.folder, connections)
+
+    def _poll_status(self) -> set[str]:
+        found = run_state.current(self.folder)
+        stale = found is None
+        if not stale:
+            self._refreshed = None
+        elif (found := self._refreshed) is None:
+            found = self.folder.maybe_json("state.json", RunStatus)
+        found = found or self.status
+        if self.plan is None:
+            self.plan = self.folder.maybe_json("plan.json", Plan)
+        if found == self.status and stale == self.stale:
+            return set()
+        if len(found.nodes) > len(self._logs):  # more nodes than the plan gave have come
+            self._open(found.attempt if self.attempt else 0, len(found.nodes))
+        self.status, self.stale = found, stale
+        self.nodes = {node.node: node for node in found.nodes}
+        return {STATUS}
+
+    def state(self, node: int, rank: int) -> State:
+        """A rank's: its node's, but for the one that failed first."""
+        failure = self.status.failure
+        if failure is not None and (failure.node, failure.rank) == (node, rank):
+            return State.FAILED
+        one = self.nodes.get(node)
+        return self.status.state if one is None else one.state
+
+    def log_path(self, node: int) -> Path:
+        """The node's log of the attempt that is read now."""
+        return self.folder.node_dir(self.attempt, node) / "log"
+
+    # -- logs --------------------------------------------------------------
+
+    def _begin(self, attempt: int, newest: int) -> None:
+        """Go on with the next attempt."""
+        self.attempt = attempt
+        self.ranks, self.launchers, self._logs = {}, {}, {}
+        nodes = len(self.status.nodes) or (self.plan.nodes if self.plan else 1)
+        self._open(attempt, nodes if attempt == newest else 1)
+        if self.plan is not None and attempt == newest:
+            for rank in range(self.plan.world_size):
+                if (node := self.plan.node_of(rank)) is not None and node < nodes:
+                    self.ranks[node, rank] = RankView(node, rank)
+
+    def _open(self, attempt: int, nodes: int) -> None:
+        if attempt and attempt == self.attempt:
+            for node in range(len(self._logs), nodes):
+                self._logs[node] = GrowingFile(self.log_path(node))
+
+    def _read(self, node: int, newest: int, news: set[str]) -> bool:
+        """Take what a node's log has new; whether there is more."""
+        log = self._logs.get(node)
+        if log is None:
+            return False
+        data = log.read(BUDGET) if node == 0 else log.read(_LOOK, skip=True)
+        if not data:
+            return False
+        if _MARK in data:
+            self._take_marks(node, data, news)
+        if self.attempt == newest:
+            self._take_last(node, data)
+            news.add(RANKS)
+        return node == 0 and len(data) > BUDGET // 2 and log.more
+
+    def _take_marks(self, node: int, data: bytes, news: set[str]) -> None:
+        at = 0
+        while (at := data.find(_MARK, at)) >= 0:
+            begin, end = data.rfind(b"\n", 0, at) + 1, data.find(b"\n", at)
+            head = _HEAD.match(data, begin)
+            if head is not None and head.end() == at + 1 and head[1] != b"-":
+                event = parse_mark(data[at + 1 : end].decode(errors="replace"))
+                if event is not None:
+                    self._take(node, int(head[1]), data[begin:at], event, news)
+            at = end
+
+    def _take(
+        self, node: int, rank: int, head: bytes, event: dict[str, Any], news: set[str]
+    ) -> None:
+        if event["event"] == "metrics":
+            view = self._rank(node, rank)
+            if is_number(event.get("step")):
+                view.step = int(event["step"])
+            if is_number(event.get("step_seconds")):
+                view.step_seconds = float(event["step_seconds"])
+            # Where every rank reports, one is enough: the first is on node 0, which is read first.
+            self._reporter = rank if self._reporter is None else self._reporter
+            if rank != self._reporter:
+                return
+        self.reported.take(event, next(parse_lines(head, node)).time)
+        news.add(METRICS)
+
+    def _take_last(self, node: int, data: bytes) -> None:
+        """Who said what last. Of many lines only the last few are looked at, a split each."""
+        texts: dict[bytes, bytes] = {}
+        every: dict[bytes, bytes] = {}
+        piece = data[-_LOOK:]
+        if len(piece) < len(data):
+            piece = piece[piece.find(b"\n") + 1 :]
+        for line in piece.split(b"\n"):
+            words = line.split(b" ", 2)
+            if len(words) > 2:
+                every[words[1]] = line
+                if words[2] and not words[2].isspace() and not words[2].startswith(_MARK[1:]):
+                    texts[words[1]] = line
+        for name, line in every.items():
+            if _HEAD.match(line) is None:
+                continue
+            if name == b"-":
+                view = self.launchers.setdefault(node, RankView(node, None))
+            else:
+                view = self._rank(node, int(name))
+            view.heard(line, texts.get(name))
+
+    def _rank(self, node: int, rank: int) -> RankView:
+        view = self.ranks.get((node, rank))
+        if view is None:
+            view = self.ranks[node, rank] = RankView(node, rank)
+        return view
+
+
+class Standstill(NamedTuple):
+    """Why nothing goes on, or did when the run failed: who waits for whom."""
+
+    text: str
+    missing: frozenset[int] = frozenset()
+    """Ranks that did not come to a collective."""
+    waiting: frozenset[int] = frozenset()
+    """Ranks that wait in it."""
+
+
+def standstill(status: RunStatus) -> Standstill | None:
+    """What the agents have found (`clusterkit.agent.hangs`); None: the ranks go on."""
+    text = next((node.hang for node in status.nodes if node.hang), None)
+    if text is None and status.failure is not None:
+        head, found, rest = status.failure.cause.partition("hang: ")
+        text = rest if found and not head else None
+    if text is None:
+        return None
+    if (match := _MISSING.match(text)) is not None:
+        return Standstill(text, _numbers(match[1]), _numbers(match[2]))
+    if (match := _WAITING.match(text)) is not None:
+        return Standstill(text, waiting=_numbers(match[1]))
+    return Standstill(text)
+
+
+def _numbers(words: str) -> frozenset[int]:
+    """Of ``ranks 0-2 and 5 on node 1``: 0, 1, 2, 5."""
+    spans = _SPAN.findall(words.partition(" on node ")[0])
+    return frozenset(rank for low, high in spans for rank in range(int(low), int(high or low) + 1))
+
+
+class LiveRuns:
+    """All runs; what has not changed is not read again."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[object, RunStatus]] = {}
+
+    def poll(self) -> list[RunStatus]:
+        """Their states on record, newest first; where nobody keeps that up to date, UNKNOWN."""
+        found = {}
+        for folder in all_runs():
+            changed: object = None
+            with contextlib.suppress(OSError):
+                about = os.stat(folder.file("state.json"))
+                changed = about.st_mtime_ns, about.st_size, about.st_ino
+            before = self._known.get(folder.run_id)
+            if before is None or before[0] != changed or not before[1].state.final:
+                before = changed, _recorded(folder)
+            found[folder.run_id] = before
+        self._known = found
+        return [status for _, status in found.values()]
+
+
+def _recorded(folder: RunFolder) -> RunStatus:
+    if (found := run_state.current(folder)) is not None:
+        return found
+    saved = folder.maybe_json("state.json", RunStatus)
+    if saved is None:
+        saved = RunStatus(run=folder.run_id, job="?", cluster="?", backend="?", state=State.UNKNOWN)
+    remark = "nobody watches over it: `clusterkit status` asks how it is"
+    return msgspec.structs.replace(saved, state=State.UNKNOWN, remark=saved.remark or remark)

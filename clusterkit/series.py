@@ -1,0 +1,94 @@
+"""A metric over the steps of a run, in bounded memory, and as few points as a screen has columns.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from typing import NamedTuple
+
+MOST_POINTS = 1 << 20
+"""That a series keeps; beyond them it keeps the lowest and highest of every few."""
+_LARGEST_STEP = 1 << 62
+"""Any program may report steps: this is what an array takes."""
+
+
+class Bucket(NamedTuple):
+    """Neighbouring points of a series: the first step, and the values' range and last."""
+
+    step: int
+    low: float
+    high: float
+    last: float
+
+
+class Series:
+    """Steps, values and the times at which they were reported, three arrays of one length.
+
+    Steps only rise: one that is reported again, after a restart from a checkpoint, replaces the
+    earlier telling and all that came after it.
+    """
+
+    def __init__(self) -> None:
+        self.steps = array("q")
+        self.values = array("d")
+        self.times = array("d")
+        self.version = 0
+        """Grows with every change."""
+        self.replaced = 0
+        """Grows whenever points that were there have changed: a reader begins anew."""
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def add(self, step: float, value: float, at: float = 0.0) -> None:
+        """One more point."""
+        if not abs(step) < _LARGEST_STEP:
+            return
+        number = int(step)
+        if self.steps and number <= self.steps[-1]:
+            start = bisect_left(self.steps, number)
+            del self.steps[start:], self.values[start:], self.times[start:]
+            self.replaced += 1
+        self.steps.append(number)
+        self.values.append(value)
+        self.times.append(at)
+        self.version += 1
+        if len(self.steps) >= MOST_POINTS:
+            self._halve()
+
+    @property
+    def last(self) -> float | None:
+        return self.values[-1] if self.values else None
+
+    def _halve(self) -> None:
+        """Of every four points the lowest and the highest stay, in their order."""
+        values = self.values
+        keep = array("q")
+        for start in range(0, len(values), 4):
+            four = range(start, min(start + 4, len(values)))
+            ends = (min(four, key=values.__getitem__), max(four, key=values.__getitem__))
+            keep.extend(sorted(set(ends)))
+        self.steps = array("q", (self.steps[each] for each in keep))
+        self.times = array("d", (self.times[each] for each in keep))
+        self.values = array("d", (values[each] for each in keep))
+        self.replaced += 1
+
+    def thinned(
+        self, columns: int, first: int | None = None, last: int | None = None
+    ) -> list[Bucket]:
+        """At most ``columns`` buckets of equal numbers of points, none of whose peaks is lost.
+
+        Args:
+            first, last: only these steps.
+        """
+        begin = 0 if first is None else bisect_left(self.steps, first)
+        end = len(self.steps) if last is None else bisect_right(self.steps, last)
+        size = max(1, -(-(end - begin) // max(1, columns)))
+        found = []
+        for start in range(begin, end, size):
+            part = self.values[start : min(start + size, end)]
+            found.append(Bucket(self.steps[start], min(part), max(part), part[-1]))
+        return found

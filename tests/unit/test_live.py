@@ -1,0 +1,224 @@
+"""A run's folder, read while it grows: what `top` and `web` show."""
+
+import time
+
+import msgspec
+import pytest
+
+from clusterkit import live, logs, run_state
+from clusterkit.live import EVENTS, METRICS, RANKS, STATUS, LiveRun, LiveRuns, standstill
+from clusterkit.runs import Event
+from clusterkit.series import MOST_POINTS, Series
+from clusterkit.status import Failure, RunStatus, State
+from tests.recorded import Recorded
+
+
+@pytest.fixture
+def run(tmp_path):
+    made = Recorded(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_look_gives_what_is_new_and_the_next_one_nothing(run):
+    run.says(0, "hello")
+    run.says(3, "  indented")
+    run.step(1, loss=2.0, step_seconds=0.5)
+    seen = LiveRun(run.folder)
+    assert seen.poll() == {STATUS, RANKS, METRICS}
+    assert seen.poll() == set()
+    assert [(key, view.last and view.last.text) for key, view in seen.ranks.items()] == [
+        ((0, 0), "hello"), ((0, 1), None), ((1, 2), None), ((1, 3), "  indented"),
+    ]  # fmt: skip
+    assert seen.ranks[0, 0].step == 1
+    assert seen.ranks[0, 0].step_seconds == 0.5
+    assert time.time() - 60 < seen.ranks[1, 3].heard_at <= time.time()
+    assert seen.reported.value("loss") == 2.0
+    run.step(2, loss=1.5)
+    assert seen.poll() == {RANKS, METRICS}
+    assert [*seen.reported.series["loss"].values] == [2.0, 1.5]
+    run.folder.append("events.jsonl", Event(at=1.0, attempt=1, text="node 1 is lost"))
+    assert seen.poll() == {EVENTS}
+    assert [event.text for event in seen.events] == ["node 1 is lost"]
+
+
+def test_half_a_line_is_read_when_it_is_whole(run):
+    seen = LiveRun(run.folder)
+    seen.poll()
+    log = seen.log_path(0)
+    with log.open("ab", buffering=0) as file:
+        file.write(b"2026-11-21T20:11:58.123456Z 0 first h")
+        assert seen.poll() == set()
+        file.write(b"alf\n")
+    assert seen.poll() == {RANKS}
+    assert seen.ranks[0, 0].last.text == "first half"
+
+
+def test_a_new_attempt_shows_its_ranks_and_the_metrics_go_on(run):
+    seen = LiveRun(run.folder)
+    run.step(1, loss=4.0)
+    run.step(2, loss=3.0)
+    seen.poll()
+    run.step(3, loss=2.0)  # is read although the next attempt has begun
+    run.attempt(2)
+    run.says(0, "again")
+    run.step(3, loss=2.5)
+    assert seen.poll() >= {STATUS, RANKS, METRICS}
+    assert (seen.attempt, seen.ranks[0, 0].last.text) == (2, "again")
+    assert [*seen.reported.series["loss"].values] == [4.0, 3.0, 2.5]
+    late = LiveRun(run.folder)  # whoever comes now learns the same
+    late.poll()
+    assert [*late.reported.series["loss"].values] == [4.0, 3.0, 2.5]
+    assert late.ranks[0, 0].last.text == "again"
+
+
+def test_a_long_log_is_read_in_pieces(run, monkeypatch):
+    monkeypatch.setattr(live, "BUDGET", 4000)
+    for number in range(1, 101):
+        run.step(number, loss=1.0 / number)
+    seen = LiveRun(run.folder)
+    seen.poll()
+    assert seen.behind
+    while seen.behind:
+        seen.poll()
+    assert [*seen.reported.series["loss"].steps] == list(range(1, 101))
+
+
+def test_what_other_nodes_said_long_ago_is_passed_over(run, monkeypatch):
+    monkeypatch.setattr(live, "_LOOK", 4096)
+    run.says(2, *(f"line {number}" for number in range(10_000)))
+    seen = LiveRun(run.folder)
+    seen.poll()
+    assert seen.ranks[1, 2].last.text == "line 9999"
+
+
+def test_numbers_of_a_program_that_knows_no_bounds_do_no_harm(run):
+    run.says(0, '@clusterkit {"event": "metrics", "step": 1, "loss": NaN, "name": "x", "on": true}')
+    run.says(0, '@clusterkit {"event": "metrics", "step": 1e299, "loss": 1}', "@clusterkit {")
+    run.step(2, **{f"m{number}": number for number in range(500)})
+    run.says(0, "x" * 200_000, "after")
+    seen = LiveRun(run.folder)
+    seen.poll()
+    assert len(seen.reported.series) == live.MOST_METRICS
+    assert seen.reported.value("loss") is None
+    assert seen.ranks[0, 0].last.text == "after"
+
+
+def test_ranks_that_the_plan_does_not_place_are_there_once_they_speak(run):
+    elastic = msgspec.structs.replace(
+        run.plan, topology={"min_nodes": 1, "nodes": 2, "nproc_per_node": 2}
+    )
+    run.folder.write("plan.json", elastic.to_json())
+    run.says(0, "here", node=1)
+    seen = LiveRun(run.folder)
+    seen.poll()
+    assert list(seen.ranks) == [(1, 0)]
+
+
+def test_whoever_hangs_is_named_with_those_who_wait(run):
+    words = (
+        "ranks 1 and 3 have not come to all_reduce #7, which ranks 0 and 2 wait in; rank 1 is at"
+    )
+    run.state(hang=words)
+    seen = LiveRun(run.folder)
+    seen.poll()
+    found = standstill(seen.status)
+    assert (found.text, found.missing, found.waiting) == (words, {1, 3}, {0, 2})
+    run.state(hang=None)
+    seen.poll()
+    assert standstill(seen.status) is None
+
+
+def test_what_the_agents_say_of_a_standstill_is_understood():
+    from clusterkit.agent import hangs
+
+    waits = {"waits": [["world", 3, "all_reduce", 9.0, 1.0]], "last": {"world": 3}}
+    ranks = {n: {"rank": n, "state": "", **waits} for n in (0, 1, 2, 5)}
+    ranks |= {n: {"rank": n, "state": "", "last": {"world": 2}, "at": "a.py:1"} for n in (3, 4)}
+    said = hangs.compare(ranks, world=6, nproc=2, pace=1.0).text
+    cause = Failure(cause=f"hang: {said}")
+    found = standstill(RunStatus(run="r", job="j", cluster="c", backend="b", failure=cause,
+                                 state=State.FAILED))  # fmt: skip
+    assert (found.missing, found.waiting) == ({3, 4}, {0, 1, 2, 5})
+
+
+def test_a_run_that_nobody_watches_says_so_until_somebody_has_asked(run, monkeypatch):
+    run.close()
+    seen = LiveRun(run.folder)
+    seen.poll()
+    assert seen.stale
+    assert seen.status.state is State.RUNNING
+    ended = msgspec.structs.replace(run.status, state=State.FAILED)
+    monkeypatch.setattr(run_state, "reconcile", lambda folder, connections: ended)
+    seen.refresh()
+    for _ in range(2):
+        seen.poll()
+        assert seen.stale
+        assert seen.status.state is State.FAILED
+
+
+def test_the_list_reads_what_has_changed_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("CLUSTERKIT_HOME", str(tmp_path))
+    first, second = Recorded(tmp_path, run="a"), Recorded(tmp_path, run="b")
+    first.state(State.SUCCEEDED)
+    every = LiveRuns()
+    assert {one.run: one.state for one in every.poll()} == {"a": "SUCCEEDED", "b": "RUNNING"}
+    asked = []
+    current = run_state.current
+    monkeypatch.setattr(run_state, "current", lambda folder: asked.append(1) or current(folder))
+    second.close()
+    assert {one.run: one.state for one in every.poll()} == {"a": "SUCCEEDED", "b": "UNKNOWN"}
+    assert len(asked) == 1
+    first.close()
+
+
+# ---------------------------------------------------------------- logs
+
+
+def test_a_tail_gives_the_newest_lines_and_then_those_that_come(run):
+    run.says(0, *(f"zero {number}" for number in range(50)))
+    run.says(1, *(f"one {number}" for number in range(50)))
+    path = run.folder.node_dir(1, 0) / "log"
+    tail = logs.LogTail(path, 0, 1, rank=0, lines=3)
+    assert [line.text for line in tail.read()] == ["zero 47", "zero 48", "zero 49"]
+    assert tail.read() == []
+    run.says(1, "not this")
+    run.says(0, "this")
+    assert [(line.rank, line.text) for line in tail.read()] == [(0, "this")]
+    assert [line.rank for line in logs.LogTail(path, 0, 1, lines=2).read()] == [1, 0]
+    assert logs.LogTail(path.with_name("none"), 0, 1).read() == []
+
+
+def test_a_search_finds_lines_in_all_of_a_log(run):
+    run.says(0, "One fox", "two", "fox and FOX")
+    run.says(1, "a fox")
+    path = run.folder.node_dir(1, 0) / "log"
+    assert [line.text for line in logs.search(path, 0, 1, "fOx")] == [
+        "One fox", "fox and FOX", "a fox",
+    ]  # fmt: skip
+    assert [line.text for line in logs.search(path, 0, 1, "fox", rank=0, most=1)] == ["fox and FOX"]
+    assert logs.search(path.with_name("none"), 0, 1, "fox") == []
+
+
+# ---------------------------------------------------------------- series
+
+
+def test_no_peak_is_lost_where_there_are_fewer_columns_than_points():
+    series = Series()
+    for step in range(10_000):
+        series.add(step, 100.0 if step == 4321 else float(step % 7))
+    found = series.thinned(80)
+    assert len(found) == 80
+    assert max(bucket.high for bucket in found) == 100.0
+    assert [one.last for one in series.thinned(5, 9998, 9999)] == [2.0, 3.0]
+
+
+def test_a_series_forgets_no_peak_when_it_grows_too_long(monkeypatch):
+    monkeypatch.setattr("clusterkit.series.MOST_POINTS", 64)
+    series = Series()
+    for step in range(1000):
+        series.add(step, -5.0 if step == 333 else 9.0 if step == 334 else step / 1000)
+    assert len(series) < 64
+    assert (min(series.values), max(series.values)) == (-5.0, 9.0)
+    assert [*series.steps] == sorted({*series.steps})
+    assert MOST_POINTS > 1_000_000

@@ -1,0 +1,315 @@
+"""`clusterkit top`: what it shows of a run, and what keys do."""
+
+import asyncio
+
+import pytest
+from rich.cells import cell_len
+
+from clusterkit import api
+from clusterkit.cli import following
+from clusterkit.errors import BadInput, ClusterkitError, Unavailable
+from clusterkit.series import Series
+from clusterkit.status import Failure, State
+from clusterkit.ui.top import paint
+from clusterkit.ui.top.app import Top
+from clusterkit.ui.top.board import Order, RunBoard, RunsBoard
+from tests.recorded import Recorded
+
+HANG = (
+    "rank 3 on node 1 has not come to all_reduce #7, which ranks 0-2 wait in; rank 3 is at t.py:4"
+)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setenv("CLUSTERKIT_HOME", str(tmp_path))
+    made = Recorded(tmp_path)
+    for step in range(1, 31):
+        made.step(step, loss=3.0 / step, tokens_per_second=1000.0 + step, step_seconds=0.25)
+    made.says(3, "rank three is here")
+    yield made
+    made.close()
+
+
+def shown(board, width=100, height=40):
+    """The screen's text, whose lines must fit."""
+    lines = board.lines(width, height)
+    assert len(lines) == height
+    texts = ["".join(text for text, _ in line) for line in lines]
+    assert {cell_len(text) for text in texts} == {width}
+    return "\n".join(text.rstrip() for text in texts)
+
+
+def board_of(run):
+    board = RunBoard(run.folder)
+    board.poll()
+    board.poll()
+    return board
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+@pytest.mark.parametrize("size", [(80, 24), (300, 80), (120, 30)])
+def test_a_run_is_shown_at_every_size(run, size):
+    text = shown(board_of(run), *size)
+    for part in ("demo-1 RUNNING", "4 ranks", "step 30", "loss 0.1", "1,020 tokens/s", "MISSING"):
+        assert (part in text) == (part != "MISSING")
+    assert text.count("rank three is here") == 1
+    assert "q quit" in text.splitlines()[-1]
+
+
+@pytest.mark.parametrize("size", [(1, 1), (20, 3), (40, 8)])
+def test_the_smallest_terminal_is_no_error(run, size):
+    shown(board_of(run), *size)
+
+
+def test_a_hang_says_who_waits_for_whom(run):
+    run.state(hang=HANG)
+    board = board_of(run)
+    text = shown(board)
+    assert "stands still: rank 3 on node 1 has not come to all_reduce #7" in text
+    states = [board._state(*key) for key in sorted(board.live.ranks)]
+    assert states == ["WAITS", "WAITS", "WAITS", "MISSING"]
+
+
+def test_what_ended_a_run_is_shown_and_the_rank_that_did(run):
+    failure = Failure(node=1, rank=2, exit_code=1, cause="ValueError: bad\nmore")
+    run.state(State.FAILED, failure=failure, finished_at=100.0)
+    text = shown(board_of(run))
+    assert "rank 2 on node 1 failed first: ValueError: bad ..." in text
+
+
+def test_words_of_a_program_move_no_cursor(run):
+    run.says(0, "\x1b[2Jgone\x07\ttab", "\u6f22\u5b57" * 200)
+    board = board_of(run)
+    for line in board.lines(80, 24):
+        assert not any(ord(letter) < 32 for text, _ in line for letter in text)
+    shown(board, 81, 24)
+
+
+def test_a_filter_leaves_the_ranks_that_match(run):
+    board = board_of(run)
+    assert board.press("f", "f") is None
+    for letter in "three":
+        board.press(letter, letter)
+    assert board.rows() == 1
+    assert "1 of 1 with 'three'" in shown(board)
+    assert board.chosen() == (1, 3)
+    board.press("enter")
+    board.press("escape")
+    assert board.rows() == 4
+
+
+def test_the_log_is_that_of_the_rank_under_the_cursor_or_of_its_node(run):
+    run.says(2, "two speaks")
+    board = board_of(run)
+    board.press("end")
+    board.poll()
+    assert "log of rank 3" in shown(board)
+    assert "two speaks" not in shown(board).partition("log of rank 3")[2]
+    board.press("n")
+    board.poll()
+    assert "two speaks" in shown(board).partition("log of node 1")[2]
+
+
+def test_a_log_can_be_looked_back_at_while_it_grows(run):
+    run.says(1, *(f"line {number}" for number in range(100)))
+    board = board_of(run)
+    board.press("down")
+    board.press("enter")
+    board.poll()
+    assert "line 99" in shown(board)
+    board.press("pageup")
+    before = shown(board).splitlines()[5]
+    run.says(1, "line 100")
+    board.poll()
+    assert shown(board).splitlines()[5] == before
+    board.press("end")
+    assert "line 100" in shown(board)
+
+
+def test_events_stand_in_place_of_the_log(run):
+    run.folder.append("events.jsonl", {"at": 1.0, "attempt": 1, "text": "node 1 is lost"})
+    board = board_of(run)
+    assert "node 1 is lost" not in shown(board)
+    board.press("e")
+    assert "attempt 1  node 1 is lost" in shown(board)
+
+
+def test_a_cancel_is_asked_about_first(run):
+    board = board_of(run)
+    assert board.press("c", "c") is None
+    assert "Cancel demo-1 and end everything it started? y/n" in shown(board)
+    assert board.press("n", "n") is None
+    board.press("c", "c")
+    assert board.press("y", "y") == Order("cancel", "demo-1")
+
+
+def test_a_supervisor_is_offered_where_there_is_none(run):
+    board = board_of(run)
+    assert board.press("a", "a") is None
+    assert board.question is None
+    run.close()
+    board.poll()
+    assert "a attach" in shown(board)
+    board.press("a", "a")
+    assert board.press("y", "y") == Order("attach", "demo-1")
+
+
+def test_the_list_shows_all_runs(run, tmp_path):
+    other = Recorded(tmp_path, run="other-2")
+    other.state(State.FAILED, failure=Failure(cause="boom"))
+    board = RunsBoard()
+    board.poll()
+    text = shown(board, 80, 24)
+    assert "other-2" in text
+    assert "boom" in text
+    for letter in "fdemo":
+        board.press(letter, letter)
+    assert "other-2" not in shown(board)
+    board.press("enter")
+    assert board.press("enter") == Order("open", "demo-1")
+    other.close()
+
+
+def test_without_runs_the_list_says_how_to_begin(tmp_path, monkeypatch):
+    monkeypatch.setenv("CLUSTERKIT_HOME", str(tmp_path))
+    board = RunsBoard()
+    board.poll()
+    assert "no runs yet" in shown(board)
+    assert board.press("enter") is None
+
+
+# ---------------------------------------------------------------- curves
+
+
+def test_a_curve_falls_as_its_numbers_do():
+    series = Series()
+    for step in range(100):
+        series.add(step, 100.0 - step)
+    lines = ["".join(text for text, _ in line) for line in paint.curve("loss", series, 40, 6)]
+    assert [len(line) for line in lines] == [40] * 6
+    left = [line[10:20].strip() != "" for line in lines[1:]]
+    right = [line[-10:].strip() != "" for line in lines[1:]]
+    assert (left[0], left[-1], right[0], right[-1]) == (True, False, False, True)
+    assert lines[1].split()[0] == "100"
+    assert lines[-1].split()[0] == "1"
+
+
+def test_one_point_and_none_are_curves_too():
+    series = Series()
+    assert "nothing reported" in str(paint.curve("loss", series, 40, 6))
+    series.add(1, 2.0)
+    assert len(paint.curve("loss", series, 40, 6)) == 6
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (2.5, "2.5"), (12345678.0, "12.3M"), (0.00001234, "1.2e-05"), (-1e20, "-1.0e+20")],
+)
+def test_numbers_are_short(number, text):
+    assert paint.short(number) == text
+
+
+# ---------------------------------------------------------------- in a terminal
+
+
+def driven(app, drive, size=(80, 24)):
+    """The app without a terminal, and what ``drive`` does with it."""
+
+    async def go():
+        async with app.run_test(size=size) as pilot:
+            await pilot.pause()
+            return await drive(app, pilot)
+
+    return asyncio.run(go())
+
+
+def screen(app):
+    lines = app.surface._lines
+    return "\n".join("".join(text for text, _ in line) for line in lines)
+
+
+def test_the_terminal_shows_what_is_new_and_keys_work(run):
+    async def drive(app, pilot):
+        assert "step 30" in screen(app)
+        strips = [app.surface.render_line(y).text for y in range(24)]
+        assert strips == screen(app).split("\n")
+        run.step(31, loss=0.05)
+        app.look()
+        assert "step 31" in screen(app)
+        await pilot.press("down", "down", "down")
+        assert app.board.chosen() == (1, 3)
+        await pilot.press("escape")
+        assert isinstance(app.board, RunsBoard)
+        await pilot.press("enter")
+        assert isinstance(app.board, RunBoard)
+        await pilot.resize_terminal(120, 50)
+        await pilot.pause()
+        assert len(app.surface._lines) == 50
+        await pilot.press("q")
+
+    app = Top("demo-1")
+    driven(app, drive)
+    assert app.return_code == 0
+
+
+def test_a_search_finds_old_lines(run):
+    run.says(3, *(f"old {number}" for number in range(3000)))
+
+    async def drive(app, pilot):
+        await pilot.press("end", "slash", *"old", "space", *"17", "enter")
+        await app.workers.wait_for_complete()
+        await pilot.pause()
+        text = screen(app)
+        assert "lines with 'old 17'" in text
+        assert "old 1799" in text
+        await pilot.press("escape")
+        assert "lines with" not in screen(app)
+
+    driven(Top("demo-1"), drive)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_cancel_says_what_came_of_it(run, monkeypatch, fails):
+    def cancel(name):
+        if fails:
+            raise ClusterkitError("host h1 does not answer")
+        run.state(State.CANCELLED)
+        return run.status
+
+    monkeypatch.setattr(api, "cancel", cancel)
+
+    async def drive(app, pilot):
+        await pilot.press("c", "y")
+        await app.workers.wait_for_complete()
+        await pilot.pause()
+        said = "host h1 does not answer" if fails else "demo-1 CANCELLED"
+        assert said in screen(app).split("\n")[-1]
+
+    driven(Top("demo-1"), drive)
+
+
+def test_what_a_run_without_a_supervisor_does_is_asked(run, monkeypatch):
+    run.close()
+    ended = api.RunStatus(run="demo-1", job="demo", cluster="local", backend="local",
+                          state=State.FAILED, failure=Failure(cause="lost"))  # fmt: skip
+    monkeypatch.setattr("clusterkit.run_state.reconcile", lambda folder, connections: ended)
+
+    async def drive(app, pilot):
+        await app.workers.wait_for_complete()
+        await pilot.pause()
+        app.look()
+        assert "FAILED" in screen(app)
+
+    driven(Top("demo-1"), drive)
+
+
+def test_without_a_terminal_or_textual_there_is_one_clear_error(monkeypatch):
+    with pytest.raises(BadInput, match="top needs a terminal"):
+        following.check_terminal()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(Unavailable, match="top needs Textual") as error:
+        following.check_terminal()
+    assert error.value.hint == "pip install 'clusterkit[top]'"
