@@ -112,9 +112,9 @@ class Plan(Struct, frozen=True, kw_only=True):
     files: tuple[PlanFile, ...] = ()
     steps: tuple[Step, ...] = ()
     hosts: tuple[str, ...] = ()
-    """By node rank; several nodes may have the same."""
+    """By node rank, and then the spares; several may have the same."""
     nodes: int
-    """Nodes that are started."""
+    """Nodes that are started, spares among them."""
     world_size: int
     topology: Mapping[str, int] = field(default_factory=dict)
     """``min_nodes``, ``nodes``, ``nproc_per_node``."""

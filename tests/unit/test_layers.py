@@ -97,10 +97,12 @@ verdict losses scaffold
 supervise
 run_state
 run live
+prometheus
 launch
 ui ui.words
-ui.plots ui.top ui.top.paint
-ui.top.board
+ui.plots ui.top ui.top.paint web.page web.log_pages
+ui.top.board web.site
+web.server web
 api
 ui.follow ui.sending ui.top.app
 cli cli.common

@@ -69,6 +69,7 @@ class KubernetesBackend(Backend, SupportsCleanup, SupportsDoctor, SupportsRemote
     )
     unsupported: ClassVar[dict[str, str]] = {
         "on_node_loss=shrink": "a pod that is lost is replaced, or ends the run",
+        "spares": "a pod that is lost is replaced by another one",
     }
     start_seconds: ClassVar[float] = math.inf
 

@@ -56,6 +56,7 @@ class SlurmBackend(Backend, SupportsDoctor, SupportsForget, SupportsRemoteRuns):
     unsupported = {  # noqa: RUF012
         "launcher=mpirun": "Open MPI would start steps of its own, which no agent can watch or end",
         "on_node_loss=shrink": "an allocation ends with the first node that it loses",
+        "spares": "an allocation ends with the first node that it loses",
     }
     start_seconds: ClassVar[float] = math.inf
 
