@@ -88,7 +88,7 @@ doctor.kubernetes.checks.*
 doctor.kubernetes.checks
 doctor.kubernetes doctor.slurm
 backends.kubernetes.observe backends.kubernetes.watcher
-backends.kubernetes.run_files backends.kubernetes.pod_log
+backends.kubernetes.pod_log
 backends.kubernetes.place backends.kubernetes.monitor
 backends.kubernetes.remove
 backends.slurm.remote_runs

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
-import yaml
 
 from clusterkit.backends.base import (
     Backend,
@@ -38,10 +37,9 @@ from clusterkit.backends.kubernetes.observe import (
 from clusterkit.backends.kubernetes.pod_log import collect
 from clusterkit.backends.kubernetes.probe import context_of, facts_of, places
 from clusterkit.backends.kubernetes.records import known, snapshot
-from clusterkit.backends.kubernetes.remote_runs import kept, listing
+from clusterkit.backends.kubernetes.remote_runs import kept, listing, reached
 from clusterkit.backends.kubernetes.remove import remove
-from clusterkit.backends.kubernetes.run_files import MANIFESTS
-from clusterkit.backends.kubernetes.server import RunObjects, Server, flags
+from clusterkit.backends.kubernetes.server import RunObjects, Server, flags, objects_of
 from clusterkit.backends.kubernetes.text import Object
 from clusterkit.cluster import Gpu, KubernetesCluster, KubernetesFacts
 from clusterkit.errors import ClusterkitError
@@ -100,20 +98,14 @@ class KubernetesBackend(Backend, SupportsCleanup, SupportsDoctor, SupportsRemote
 
         def manifests(kube: KubernetesFacts, gpus: tuple[Gpu, ...]) -> list[Object]:
             facts = facts_of(cluster, kube, gpus, asked)
-            plan = self.plan(asked, cluster, facts, "doctor-rehearsal")
-            text = next(file.text for file in plan.files if file.path.endswith(MANIFESTS))
-            return list(yaml.safe_load_all(text or ""))
-
-        def locate() -> tuple[str, str]:
-            context, namespace = context_of(cluster)
-            return context, cluster.namespace or namespace
+            return objects_of(self.plan(asked, cluster, facts, "doctor-rehearsal"))
 
         return KubeSubject(
             cluster=name,
             entry=cluster,
             job=asked,
             tool=("kubectl", *flags(cluster.kubeconfig, cluster.context)),
-            locate=locate,
+            locate=partial(context_of, cluster),
             manifests=manifests,
         )
 
@@ -135,7 +127,7 @@ class KubernetesBackend(Backend, SupportsCleanup, SupportsDoctor, SupportsRemote
         super().submit(plan, transport, attempt=attempt, secrets=secrets, record=record)
 
     def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
-        if not known(handle.plan, transport):
+        if not known(handle):
             return None
         try:
             pods = pods_of(handle, transport)
@@ -168,29 +160,14 @@ class KubernetesBackend(Backend, SupportsCleanup, SupportsDoctor, SupportsRemote
     # -- runs of other machines -----------------------------------------------
 
     def listing(self, cluster: KubernetesCluster, transport: Transport) -> list[RemoteRun]:
-        server = Server.of(cluster, transport)
-        return listing(server, cluster.namespace or context_of(cluster)[1])
+        return listing(Server.of(cluster, transport), context_of(cluster)[1])
 
     def recover(self, run: str, cluster: KubernetesCluster, transport: Transport) -> Recovered:
-        replace = msgspec.structs.replace
         context, namespace = context_of(cluster)
-        namespace = cluster.namespace or namespace
         server = Server.of(cluster, transport)
         ids = [each.run for each in listing(server, namespace)]
-        run = resolve(run, ids, f"in namespace {namespace}")
-        found = kept(server, namespace, run)
-        entry, kube = found.cluster, found.facts.kubernetes
-        assert isinstance(entry, KubernetesCluster)
-        assert kube is not None
-        config = cluster.kubeconfig or os.environ.get("KUBECONFIG")
-        here = replace(kube, context=context, namespace=namespace, kubeconfig=config)
-        return replace(
-            found,
-            cluster=replace(
-                entry,
-                kubeconfig=cluster.kubeconfig,
-                context=cluster.context,
-                namespace=cluster.namespace,
-            ),
-            facts=replace(found.facts, home=str(home()), kubernetes=here),
-        )
+        return reached(
+            kept(server, namespace, resolve(run, ids, f"in namespace {namespace}")), cluster,
+            home=str(home()), context=context, namespace=namespace,
+            kubeconfig=cluster.kubeconfig or os.environ.get("KUBECONFIG"),
+        )  # fmt: skip
