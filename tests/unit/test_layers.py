@@ -75,7 +75,7 @@ backends.ssh.inventory backends.ssh.known_hosts
 backends.ssh.connection
 backends.ssh.transport
 backends.*.probe backends.ssh.observe backends.slurm.observe
-backends.*.place
+backends.*.place backends.ssh.script
 backends.compose.containers backends.kubernetes.pods
 backends.kubernetes.flavors backends.kubernetes.judge
 backends.kubernetes.rights
@@ -99,6 +99,7 @@ run_state
 run live
 prometheus
 launch
+handout
 ui ui.words
 ui.plots ui.top ui.top.paint web.page web.log_pages
 ui.top.board web.site
