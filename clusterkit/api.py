@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from clusterkit.logs import LogLine
     from clusterkit.plan import Plan
     from clusterkit.scaffold import Made
+    from clusterkit.web.server import Server
 
 _LAUNCH = ("Prepared", "Progress", "launch", "prepare", "resolved_cluster")
 
@@ -78,6 +79,16 @@ def plan(job: Job, **options: Any) -> Plan:
 
     with prepare(job, **options) as ready:
         return ready.plan
+
+
+def plan_as(job: Job, form: str, **options: Any) -> str:
+    """A job as one file to hand in: ``sbatch``, ``pytorchjob``, ``compose``, ``ssh`` ...
+
+    Options as for `prepare`; without a cluster nothing is probed.
+    """
+    from clusterkit import handout
+
+    return handout.text(job, form, **options)
 
 
 def submit(job: Job, **options: Any) -> Run:
@@ -160,6 +171,19 @@ def metrics(run: str | Run) -> list[dict[str, Any]]:
     return get(run).metrics()
 
 
+def prometheus(run: str | Run) -> str:
+    """A run's state, and the newest value of each metric, in the text format of Prometheus."""
+    from clusterkit import prometheus as text_format
+    from clusterkit.live import LiveRun
+
+    found = get(run)
+    live = LiveRun(found._folder)
+    live.poll()
+    while live.behind:
+        live.poll()
+    return text_format.text([text_format.reported(live, found.status())])
+
+
 def attach(
     run: str | Run,
     *,
@@ -209,6 +233,35 @@ def plot(names: Sequence[str | Run], output: str | os.PathLike[str]) -> Path:
     jobs = {name: run._folder.read_json("run.json", Submission).job for name, run in chosen.items()}
     labels = {name: name if [*jobs.values()].count(job) > 1 else job for name, job in jobs.items()}
     return plots.draw({name: run.metrics() for name, run in chosen.items()}, Path(output), labels)
+
+
+def web(runs: Sequence[str | Run] = (), *, host: str = "127.0.0.1", port: int = 0) -> Server:
+    """A server that shows runs live in a browser, at its ``url``, while it is in `serve_forever`.
+
+    Args:
+        runs: what the page shows at first.
+        host: where to listen; other machines than this one reach any but the loopback addresses.
+        port: 0 for one that is free.
+
+    Raises:
+        RunNotFound: there is no such run.
+        Unavailable: the address cannot be taken.
+    """
+    from clusterkit.web.server import Server
+
+    return Server(host, port, [get(run).id for run in runs])
+
+
+def report(runs: Sequence[str | Run], output: str | os.PathLike[str]) -> Path:
+    """What `web` shows of runs as one HTML file, which needs no server and no network.
+
+    Raises:
+        RunNotFound: there is no such run.
+        RunFolderError: the file cannot be written.
+    """
+    from clusterkit.web import site
+
+    return site.write_report([get(run).id for run in runs], Path(output))
 
 
 def bench(

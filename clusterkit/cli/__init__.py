@@ -31,6 +31,7 @@ VERBS = {
     "metrics": "Show loss, tokens/s and more, step by step.",
     "attach": "Follow a run again; start its supervisor if that is gone.",
     "top": "Watch runs in the terminal: ranks, curves, rounds, logs.",
+    "web": "Show runs live in a browser, or as one HTML file.",
     "cancel": "End a run and everything it started.",
     "plot": "Draw loss and tokens/s of one or several runs.",
     "doctor": "Check hosts, GPUs, network and software before a run.",
