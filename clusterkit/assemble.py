@@ -218,6 +218,7 @@ class Placement:
             rejoin=self.rejoin,
             replace_lost=self.replace_lost,
             native=self.native,
+            job=self.job,
         )
 
 
