@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from clusterkit import warm as warmth
     from clusterkit.catalogue import CatalogueEntry
     from clusterkit.cluster import Facts
+    from clusterkit.convert import Converted
     from clusterkit.estimate import Estimate
     from clusterkit.launch import Prepared as Prepared
     from clusterkit.launch import Progress as Progress
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from clusterkit.logs import LogLine
     from clusterkit.plan import Plan
     from clusterkit.scaffold import Made
+    from clusterkit.web.server import Server
 
 _LAUNCH = ("Prepared", "Progress", "launch", "prepare", "resolved_cluster")
 
@@ -77,6 +79,16 @@ def plan(job: Job, **options: Any) -> Plan:
 
     with prepare(job, **options) as ready:
         return ready.plan
+
+
+def plan_as(job: Job, form: str, **options: Any) -> str:
+    """A job as one file to hand in: ``sbatch``, ``pytorchjob``, ``compose``, ``ssh`` ...
+
+    Options as for `prepare`; without a cluster nothing is probed.
+    """
+    from clusterkit import handout
+
+    return handout.text(job, form, **options)
 
 
 def submit(job: Job, **options: Any) -> Run:
@@ -159,6 +171,19 @@ def metrics(run: str | Run) -> list[dict[str, Any]]:
     return get(run).metrics()
 
 
+def prometheus(run: str | Run) -> str:
+    """A run's state, and the newest value of each metric, in the text format of Prometheus."""
+    from clusterkit import prometheus as text_format
+    from clusterkit.live import LiveRun
+
+    found = get(run)
+    live = LiveRun(found._folder)
+    live.poll()
+    while live.behind:
+        live.poll()
+    return text_format.text([text_format.reported(live, found.status())])
+
+
 def attach(
     run: str | Run,
     *,
@@ -208,6 +233,35 @@ def plot(names: Sequence[str | Run], output: str | os.PathLike[str]) -> Path:
     jobs = {name: run._folder.read_json("run.json", Submission).job for name, run in chosen.items()}
     labels = {name: name if [*jobs.values()].count(job) > 1 else job for name, job in jobs.items()}
     return plots.draw({name: run.metrics() for name, run in chosen.items()}, Path(output), labels)
+
+
+def web(runs: Sequence[str | Run] = (), *, host: str = "127.0.0.1", port: int = 0) -> Server:
+    """A server that shows runs live in a browser, at its ``url``, while it is in `serve_forever`.
+
+    Args:
+        runs: what the page shows at first.
+        host: where to listen; other machines than this one reach any but the loopback addresses.
+        port: 0 for one that is free.
+
+    Raises:
+        RunNotFound: there is no such run.
+        Unavailable: the address cannot be taken.
+    """
+    from clusterkit.web.server import Server
+
+    return Server(host, port, [get(run).id for run in runs])
+
+
+def report(runs: Sequence[str | Run], output: str | os.PathLike[str]) -> Path:
+    """What `web` shows of runs as one HTML file, which needs no server and no network.
+
+    Raises:
+        RunNotFound: there is no such run.
+        RunFolderError: the file cannot be written.
+    """
+    from clusterkit.web import site
+
+    return site.write_report([get(run).id for run in runs], Path(output))
 
 
 def bench(
@@ -376,6 +430,31 @@ def jobs() -> list[CatalogueEntry]:
     from clusterkit import catalogue
 
     return catalogue.entries(catalogue.find_folder())
+
+
+def convert(
+    what: str | os.PathLike[str] | None, words: Sequence[str] = (), *, kind: str | None = None
+) -> Converted:
+    """A job, and an entry of the cluster file, from what another tool takes.
+
+    Args:
+        what: a script, manifest or config; None for a command line.
+        words: the command line, or the program where a file names none.
+        kind: one of `clusterkit.convert.KINDS`; by default what the file looks like.
+
+    Raises:
+        BadInput: an option has no equivalent; the message has its line and name.
+    """
+    from clusterkit import convert as converter
+    from clusterkit.convert import files
+
+    name = "" if what is None else os.fspath(what)
+    text = None
+    if what is not None:
+        if os.path.isdir(what):
+            name = os.path.join(name, "plan.json")  # what `plan --out` wrote
+        text = files.text_of(name)
+    return converter.convert(text, words, name=name, kind=kind, read=files.named)
 
 
 def init(script: str | None = None, **choices: Any) -> Made:

@@ -3,9 +3,6 @@
 ``torchrun --nproc_per_node=2 train.py`` as a command would start torchrun once per rank, each a
 world of its own. `take_over` makes a job of it that clusterkit starts with that launcher itself.
 What stands inside ``bash -c`` is not read.
-
-Sources: ``torch/distributed/run.py`` and ``launch.py`` 2.13, ``deepspeed/launcher/runner.py`` 0.19,
-``accelerate/commands/launch.py`` 1.15, Open MPI's mpirun(1) 4.1.
 """
 
 from __future__ import annotations
@@ -13,14 +10,24 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import msgspec
 
 from clusterkit import shell
 from clusterkit.errors import BadInput, counted
-from clusterkit.spec import JobSpec, Launcher
+from clusterkit.launcher_options import (
+    BY_ENVIRONMENT,
+    COMMAND,
+    MODULE,
+    MODULES,
+    MPIRUN,
+    OURS,
+    SCRIPTS,
+    Tool,
+)
+from clusterkit.spec import JobSpec
 
 _PYTHON = re.compile(r"python[\d.]*\Z")
 PYTHONS = ("python", "python3")
@@ -30,122 +37,19 @@ _OPTION = re.compile(r"-[bBdEIOPqRsSu]+|-[WX].+")
 _LOCAL_RANK = re.compile(r"--local[_-]rank\b")
 SPAWN = re.compile(r"\b(mp|multiprocessing)\.spawn\(|multiprocessing(\.spawn)? import .*\bspawn\b")
 """Of the text of a program that starts its ranks itself."""
-
-_OURS = "ours"
-"""clusterkit decides what the option says."""
-_MODULE, _COMMAND, _BY_ENVIRONMENT = "module", "command", "environment"
-"""The program is a module, or any command; it gets no ``--local_rank``."""
-_HOSTS = "!the cluster entry names the hosts; --include and --exclude choose among them"
-_LOGS = "!every rank's lines are kept: `clusterkit logs`"
-_BINDING = "!ranks are placed by slot and not bound to cores"
+_NO_KEY = (OURS, MODULE, COMMAND, BY_ENVIRONMENT)
 
 
-@dataclass(frozen=True)
-class _Tool:
-    """How a launcher's options are read.
+class Used(NamedTuple):
+    """An option that a launcher was given."""
 
-    An option means the job's key whose value it gives (``key=value``: it alone says so), one of the
-    words above, ``ranks`` (of all nodes together) or, behind ``!``, why it cannot be taken over.
-    Underscores in an option are written as dashes here.
-    """
-
-    launcher: Launcher
-    flags: Mapping[str, str]
-    values: Mapping[str, str]
-    pairs: Mapping[str, str] = field(default_factory=dict)
-    local_rank: str = ""
-    """How it hands its program the local rank as an argument, if it does."""
-
-
-def _each(names: str, meaning: str) -> dict[str, str]:
-    return dict.fromkeys(names.split(), meaning)
-
-
-_TORCHRUN = _Tool(
-    launcher="torchrun",
-    flags=_each("--standalone", _OURS)
-    | _each("-m --module", _MODULE)
-    | _each("--no-python", _COMMAND)
-    | _each("--run-path --virtual-local-rank", "!"),
-    values=_each("--nnodes", "nodes")
-    | _each("--nproc-per-node", "gpus_per_node")
-    | _each("--max-restarts", "restarts")
-    | _each("--rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --local-addr", _OURS)
-    | _each("--node-rank --master-addr --master-port --monitor-interval --role", _OURS)
-    | _each("--start-method", _OURS)
-    | _each("--shutdown-timeout", "!`stop_grace` of the cluster entry is that time")
-    | _each("--log-dir -r --redirects -t --tee --logs-specs --local-ranks-filter", _LOGS)
-    | _each("--duplicate-stdout-filters --duplicate-stderr-filters --event-log-handler", _LOGS)
-    | _each("--numa-binding", _BINDING)
-    | _each("--signals-to-handle", "!"),
-)
-_DEEPSPEED = _Tool(
-    launcher="deepspeed",
-    flags=_each("--no-ssh --no-ssh-check --force-multi -q --quiet", _OURS)
-    | _each("--module", _MODULE)
-    | _each("--no-python", _COMMAND)
-    | _each("--no-local-rank", _BY_ENVIRONMENT)
-    | _each("--bind-cores-to-rank", _BINDING)
-    | _each("--save-pid", "!"),
-    values=_each("--num-nodes", "nodes")
-    | _each("--num-gpus --num-accelerators", "gpus_per_node")
-    | _each("--master-port --master-addr --node-rank --launcher --ssh-port --log-level", _OURS)
-    | _each("-H --hostfile -i --include -e --exclude", _HOSTS)
-    | _each("--enable-each-rank-log", _LOGS)
-    | _each("--bind-core-list", _BINDING)
-    | _each("--launcher-args --venv-script --autotuning", "!"),
-    local_rank="--local_rank",
-)
-_MPIRUN = _Tool(
-    launcher="mpirun",
-    flags=_each("--allow-run-as-root --oversubscribe --tag-output -q --quiet", _OURS),
-    values=_each("-np --np -n --n -c", "ranks")
-    | _each("-N -npernode --npernode -ppn", "gpus_per_node")
-    | _each("-H -host --host -hostfile --hostfile -machinefile --machinefile", _HOSTS)
-    | _each("--map-by -map-by --bind-to -bind-to --rank-by", _BINDING)
-    | _each("-x", "!--set env.NAME=VALUE sets a variable of the ranks")
-    | _each("-wdir --wdir -wd", "!--set workdir=FOLDER starts the ranks there"),
-    pairs=_each("-mca --mca -gmca --gmca", "!--set env.OMPI_MCA_NAME=VALUE says the same")
-    | _each("-genv", "!--set env.NAME=VALUE sets a variable of the ranks"),
-)
-_ACCELERATE = _Tool(
-    launcher="torchrun",
-    flags=_each("--multi-gpu --same-network", _OURS)
-    | _each("--cpu", "device=cpu")
-    | _each("-m --module", _MODULE)
-    | _each("--no-python", _COMMAND)
-    | _each("--use-deepspeed", "!launcher: deepspeed, and a `deepspeed` section in a job file"),
-    values=_each("--num-processes", "ranks")
-    | _each("--num-machines", "nodes")
-    | _each("--num-cpu-threads-per-process", "threads_per_rank")
-    | _each("--max-restarts", "restarts")
-    | _each("--mixed-precision", "env.ACCELERATE_MIXED_PRECISION")
-    | _each("--gradient-accumulation-steps", "env.ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
-    | _each("--machine-rank --main-process-ip --main-process-port --monitor-interval", _OURS)
-    | _each("--rdzv-backend --rdzv-conf --role", _OURS)
-    | _each("--log-dir --tee", _LOGS)
-    | _each("--config-file", "!what stands in it is not read: give its values as options"),
-)
-_LAUNCH = replace(
-    _TORCHRUN,
-    flags={**_TORCHRUN.flags, "--use-env": _BY_ENVIRONMENT},
-    local_rank="--local-rank",
-)
-_SCRIPTS = {
-    ("torchrun",): _TORCHRUN,
-    ("deepspeed",): _DEEPSPEED,
-    ("mpirun",): _MPIRUN,
-    ("mpiexec",): _MPIRUN,
-    ("accelerate", "launch"): _ACCELERATE,
-    ("accelerate-launch",): _ACCELERATE,
-}
-_MODULES = {
-    "torch.distributed.run": _TORCHRUN,
-    "torch.distributed.launch": _LAUNCH,
-    "deepspeed": _DEEPSPEED,
-    "deepspeed.launcher.runner": _DEEPSPEED,
-    "accelerate.commands.launch": _ACCELERATE,
-}
+    name: str
+    """With dashes, not underscores."""
+    value: str
+    """Empty for a flag."""
+    written: str
+    meaning: str
+    """As `clusterkit.launcher_options.Tool` has it."""
 
 
 @dataclass(frozen=True)
@@ -162,15 +66,32 @@ class Started:
     python: str | None = None
     launcher: str = ""
     """The words that name a launcher, ``python -m torch.distributed.run`` for one."""
-    tool: _Tool | None = None
-    says: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Job key, or ``ranks``: its value by the launcher's options, and the option as written."""
-    left_out: tuple[str, ...] = ()
-    """Options whose values clusterkit decides."""
-    refused: Mapping[str, str] = field(default_factory=dict)
-    """Options that cannot be taken over, and why not."""
+    tool: Tool | None = None
+    options: tuple[Used, ...] = ()
+    """The launcher's."""
     local_rank: str = ""
     """The argument by which its program learns its local rank, such as ``--local_rank``."""
+
+    @property
+    def says(self) -> dict[str, tuple[str, str]]:
+        """Job key, or ``ranks``: its value by the launcher's options, and the option as written."""
+        found = {}
+        for each in self.options:
+            if each.meaning not in _NO_KEY and not each.meaning.startswith("!"):
+                key, is_set, constant = each.meaning.partition("=")
+                found[key] = (constant if is_set else each.value, each.written)
+        return found
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Options whose values clusterkit decides."""
+        return tuple(each.written for each in self.options if each.meaning == OURS)
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Options that cannot be taken over, and why not."""
+        refused = [each for each in self.options if each.meaning.startswith("!")]
+        return {each.written: each.meaning[1:] for each in refused}
 
     @property
     def name(self) -> str:
@@ -194,11 +115,11 @@ def read(words: Sequence[str]) -> Started:
     first = posixpath.basename(words[0])
     if _PYTHON.match(first):
         return _python(words)
-    for name, tool in _SCRIPTS.items():
+    for name, tool in SCRIPTS.items():
         if (first, *words[1 : len(name)]) == name:
             # The script of an environment runs on its Python.
             folder = posixpath.dirname(words[0])
-            python = posixpath.join(folder, "python3") if folder and tool is not _MPIRUN else None
+            python = posixpath.join(folder, "python3") if folder and tool is not MPIRUN else None
             return _launched(" ".join(name), tool, words[len(name) :], python)
     return Started(command=tuple(words))
 
@@ -223,7 +144,7 @@ def _python(words: Sequence[str]) -> Started:
     while rest[:1] == ["-u"]:
         rest = rest[1:]
     if rest[:1] == ["-m"] and len(rest) > 1:
-        if (tool := _MODULES.get(rest[1])) is not None:
+        if (tool := MODULES.get(rest[1])) is not None:
             return _launched(f"python -m {rest[1]}", tool, rest[2:], named)
         return Started(module=rest[1], args=tuple(rest[2:]), python=named)
     if rest and not rest[0].startswith("-"):
@@ -231,10 +152,9 @@ def _python(words: Sequence[str]) -> Started:
     return Started(command=("python", *words[1:]), python=named)
 
 
-def _launched(launcher: str, tool: _Tool, words: Sequence[str], python: str | None) -> Started:
+def _launched(launcher: str, tool: Tool, words: Sequence[str], python: str | None) -> Started:
     rest = list(words)
-    says: dict[str, tuple[str, str]] = {}
-    left_out, refused, kinds = [], {}, set()
+    options, kinds = [], set()
     while rest and rest[0].startswith("-") and len(rest[0]) > 1:
         word = rest.pop(0)
         if word == "--":
@@ -245,41 +165,34 @@ def _launched(launcher: str, tool: _Tool, words: Sequence[str], python: str | No
         written = word
         if meaning is None and (meaning := tool.values.get(name, tool.pairs.get(name))):
             count = (2 if name in tool.pairs else 1) - bool(equals)
-            value = value if equals else "".join(rest[:1])
+            value = value if equals else "=".join(rest[:count])
             written = shell.join([word, *rest[:count]])
             rest = rest[count:]
         elif meaning is None:
             meaning = f"!clusterkit does not know this option of {launcher}"
             if not equals and rest and not rest[0].startswith("-") and not rest[0].endswith(".py"):
                 written = shell.join([word, rest.pop(0)])
-        if meaning.startswith("!"):
-            refused[written] = meaning[1:]
-        elif meaning == _OURS:
-            left_out.append(written)
-        elif meaning in (_MODULE, _COMMAND, _BY_ENVIRONMENT):
+        if meaning in (MODULE, COMMAND, BY_ENVIRONMENT):
             kinds.add(meaning)
-        else:
-            key, is_set, constant = meaning.partition("=")
-            says[key] = (constant if is_set else value, written)
+        options.append(Used(name, value, written, meaning))
     if not rest:
         raise BadInput(f"{launcher} starts no program", hint=f"{launcher} train.py --lr 0.1")
-    by_argument = tool.local_rank if _BY_ENVIRONMENT not in kinds else ""
-    if tool is _MPIRUN:
+    by_argument = tool.local_rank if BY_ENVIRONMENT not in kinds else ""
+    if tool is MPIRUN:
         if ":" in rest:
             raise BadInput(f"{launcher} starts several programs: all ranks of a job run the same")
         inner = read(rest)
         if inner.tool is not None:
             raise BadInput(f"{launcher} starts {inner.launcher}: only one of them starts ranks")
-    elif _COMMAND in kinds:
+    elif COMMAND in kinds:
         inner = Started(command=tuple(rest))
-    elif _MODULE in kinds:
+    elif MODULE in kinds:
         inner = Started(module=rest[0], args=tuple(rest[1:]), local_rank=by_argument)
     else:
         inner = Started(program=rest[0], args=tuple(rest[1:]), local_rank=by_argument)
     return replace(
-        inner, python=inner.python or python, launcher=launcher, tool=tool, says=says,
-        left_out=tuple(left_out), refused=refused,
-    )  # fmt: skip
+        inner, python=inner.python or python, launcher=launcher, tool=tool, options=tuple(options)
+    )
 
 
 # ---------------------------------------------------------------- as a job

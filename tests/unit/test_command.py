@@ -110,7 +110,7 @@ def test_what_is_taken_over_is_said():
          "clusterkit submit --set launcher=mpirun -- ./a.out"),
         ("accelerate launch --config_file c.yaml train.py", "what stands in it is not read",
          "clusterkit submit -- python train.py"),
-        ("accelerate launch --use_fsdp train.py", "does not know this option",
+        ("accelerate launch --use_fsdp train.py", "`clusterkit convert` makes a job file of it",
          "clusterkit submit -- python train.py"),
     ],
 )  # fmt: skip

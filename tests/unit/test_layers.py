@@ -31,15 +31,22 @@ agent.launcher
 agent.node
 agent.__main__ agent
 errors
-files status marks series host_probe receiver
+files status marks series usage host_probe receiver
 shell transport logs yaml_text estimate.mesh estimate.presets
 mirror tracebacks yaml_file
 spec diagnose
+launcher_options
 cluster command
 batch rendezvous loader schema
 plan request catalogue deepspeed_config
 program runs examples
 warm goodput
+convert.sheet convert.files
+convert.options
+convert.deepspeed
+convert.mpirun convert.accelerate
+convert.lines
+convert
 deepspeed_probe estimate.units estimate.setup estimate.published
 estimate.memory
 estimate.models estimate.advice
@@ -58,7 +65,7 @@ doctor.checks
 doctor.hosts
 doctor
 backends.base
-backends backends.nodes backends.ports backends.placing backends.probing
+backends backends.nodes backends.ports backends.placing backends.probing backends.addresses
 backends.local backends.ssh backends.compose backends.kubernetes backends.slurm
 backends.ssh.config backends.ssh.filters backends.ssh.variables backends.compose.compose_file
 backends.compose.engine backends.slurm.queue backends.slurm.tail
@@ -68,7 +75,7 @@ backends.ssh.inventory backends.ssh.known_hosts
 backends.ssh.connection
 backends.ssh.transport
 backends.*.probe backends.ssh.observe backends.slurm.observe
-backends.*.place
+backends.*.place backends.ssh.script
 backends.compose.containers backends.kubernetes.pods
 backends.kubernetes.flavors backends.kubernetes.judge
 backends.kubernetes.rights
@@ -81,7 +88,7 @@ doctor.kubernetes.checks.*
 doctor.kubernetes.checks
 doctor.kubernetes doctor.slurm
 backends.kubernetes.observe backends.kubernetes.watcher
-backends.kubernetes.run_files backends.kubernetes.pod_log
+backends.kubernetes.pod_log
 backends.kubernetes.place backends.kubernetes.monitor
 backends.kubernetes.remove
 backends.slurm.remote_runs
@@ -90,10 +97,13 @@ verdict losses scaffold
 supervise
 run_state
 run live
+prometheus
 launch
+handout
 ui ui.words
-ui.plots ui.top ui.top.paint
-ui.top.board
+ui.plots ui.top ui.top.paint web.page web.log_pages
+ui.top.board web.site
+web.server web
 api
 ui.follow ui.sending ui.top.app
 cli cli.common

@@ -1,0 +1,144 @@
+"""``deepspeed``: its options that choose hosts, and the hostfile. Pure."""
+
+from __future__ import annotations
+
+import re
+
+from clusterkit.command import Used
+from clusterkit.convert.options import by_meaning
+from clusterkit.convert.sheet import Sheet
+from clusterkit.errors import BadInput
+
+DEFAULT_HOSTFILE = "/job/hostfile"
+_LOCAL = ("localhost", "127.0.0.1")
+
+
+def option(sheet: Sheet, used: Used) -> None:
+    """One option of the command."""
+    name = {"-H": "--hostfile", "-i": "--include", "-e": "--exclude"}.get(used.name, used.name)
+    if name in ("--hostfile", "--include", "--exclude"):
+        sheet.hosts[name] = used  # all are needed to say which hosts are left
+    elif name in ("--num-nodes", "--num-gpus", "--num-accelerators"):
+        if used.value == "-1":
+            sheet.drop(used.written, "all there are, as without it")
+        else:
+            sheet.hosts[name.replace("accelerators", "gpus")] = used
+    elif name == "--launcher" and used.value not in ("pdsh",):
+        sheet.drop(used.written, "clusterkit starts the nodes itself")
+    elif name == "--venv-script":
+        sheet.refuse(used.written, "`python:` of the cluster's entry names the interpreter")
+    else:
+        by_meaning(sheet, used)
+
+
+def finish(sheet: Sheet) -> None:
+    """Hosts, GPUs and number of nodes, of all options together."""
+    hosts = sheet.hosts
+    given = hosts.get("--hostfile")
+    path = given.value if given else DEFAULT_HOSTFILE
+    text = sheet.read(path)
+    if given and text is None:
+        sheet.refuse(given.written, f"{path} cannot be read here")
+        return
+    if text is None:
+        _this_machine(sheet)
+        return
+    slots = hostfile(sheet, path, text)
+    if sheet.refused:
+        return
+    what = given.written if given else f"{path}, which deepspeed reads by itself"
+    sheet.cluster.setdefault("backend", "ssh")
+    sheet.entry(what, "hosts", [_host(name, count) for name, count in slots.items()],
+                f"cluster entry, hosts: {', '.join(slots)}")  # fmt: skip
+    sheet.cluster_name = "hosts"
+    chosen = _chosen(sheet, slots)
+    if sheet.refused:
+        return
+    if nodes := hosts.get("--num-nodes"):
+        count = sheet.whole(nodes.written, nodes.value)
+        if count is not None and count <= len(chosen):
+            chosen = dict(list(chosen.items())[:count])
+        elif count is not None:
+            sheet.refuse(nodes.written, f"{path} has {len(chosen)} hosts")
+    sheet.key(nodes.written if nodes else what, "nodes", len(chosen))
+    if gpus := hosts.get("--num-gpus"):
+        sheet.number(gpus.written, "gpus_per_node", gpus.value)
+    elif len(set(chosen.values())) > 1:
+        uneven = ", ".join(f"{name}: {count}" for name, count in chosen.items())
+        sheet.refuse(what, f"every node has as many ranks as the others, but {uneven}")
+    else:
+        sheet.key(f"slots of {path}", "gpus_per_node", next(iter(chosen.values())))
+
+
+def _this_machine(sheet: Sheet) -> None:
+    hosts = sheet.hosts
+    for name, key in (("--num-nodes", "nodes"), ("--num-gpus", "gpus_per_node")):
+        if used := hosts.get(name):
+            sheet.number(used.written, key, used.value)
+    for name in ("--include", "--exclude"):
+        if used := hosts.get(name):
+            host, _, numbers = used.value.partition(":")
+            if host not in _LOCAL or not re.fullmatch(r"\d+(,\d+)*", numbers):
+                sheet.refuse(used.written, f"there is no hostfile: {DEFAULT_HOSTFILE}")
+            elif name == "--exclude":
+                sheet.refuse(used.written, "name the GPUs that are wanted with --include")
+            else:
+                sheet.key(used.written, "gpus_per_node", len(set(numbers.split(","))))
+                sheet.yours(used.written, f"export CUDA_VISIBLE_DEVICES={numbers} where you submit")
+    if not hosts:
+        sheet.key("no hostfile", "gpus_per_node", "auto")
+
+
+def hostfile(sheet: Sheet, path: str, text: str) -> dict[str, int]:
+    """``host slots=N`` on each line; what is wrong with a line is refused."""
+    found: dict[str, int] = {}
+    for number, raw in enumerate(text.splitlines(), 1):
+        line = raw.partition("#")[0].strip()
+        if not line:
+            continue
+        sheet.at = f"{path}:{number}"
+        match = re.fullmatch(r"(\S+)(?:\s+(?:slots|max_slots|max-slots)\s*=\s*(\d+))*", line)
+        count = re.search(r"\bslots\s*=\s*(\d+)", line)
+        if match is None:
+            sheet.refuse(line, "not `host slots=N`")
+        elif match[1] in found:
+            sheet.refuse(line, "the host is listed twice")
+        else:
+            found[match[1]] = int(count[1]) if count else 1
+    sheet.at = ""
+    if not found and not sheet.refused:
+        sheet.refuse(path, "no hosts")
+    return found
+
+
+def _host(name: str, slots: int) -> dict[str, object]:
+    user, at, place = name.rpartition("@")
+    return {"name": place, **({"user": user} if at else {}), "slots": slots}
+
+
+def _chosen(sheet: Sheet, slots: dict[str, int]) -> dict[str, int]:
+    """Slots of the hosts that ``--include`` or ``--exclude`` leaves."""
+    for name, key in (("--include", "include"), ("--exclude", "exclude")):
+        used = sheet.hosts.get(name)
+        if used is None:
+            continue
+        named: dict[str, int | None] = {}
+        for part in used.value.split("@"):
+            host, colon, numbers = part.strip().partition(":")
+            if host not in slots or (colon and not re.fullmatch(r"\d+(,\d+)*", numbers)):
+                sheet.refuse(used.written, f"{part} is not a host of the hostfile")
+                return slots
+            named[host] = len(set(numbers.split(","))) if colon else None
+        sheet.entry(used.written, key, used.value)
+        if key == "include":
+            slots = {host: named[host] or slots[host] for host in slots if host in named}
+        else:
+            left = {
+                host: slots[host] - (named.get(host) or 0)
+                for host in slots
+                if host not in named or named[host] is not None
+            }
+            slots = {host: count for host, count in left.items() if count > 0}
+    if not slots:
+        raise BadInput("--include and --exclude leave no host")
+    return slots

@@ -1,0 +1,61 @@
+"""Files of a conversion: what the input names is read, and an entry is added to a cluster file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from clusterkit import yaml_text
+from clusterkit.errors import BadInput
+from clusterkit.files import read_file, why, write_atomic
+from clusterkit.yaml_file import read_yaml
+
+
+def text_of(path: str | Path) -> str:
+    """A file's text.
+
+    Raises:
+        BadInput: it cannot be read, or is no text.
+    """
+    try:
+        return read_file(path, 64 << 20).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path}: not a text file (byte {error.start} is not UTF-8)") from None
+    except OSError as error:
+        raise BadInput(f"{path}: {why(error)}") from None
+
+
+def named(path: str) -> str | None:
+    """A file's text, or None where there is none."""
+    try:
+        return read_file(Path(path).expanduser()).decode()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def add_cluster(entry: Mapping[str, Any], path: str | Path) -> None:
+    """Add entries to a cluster file, which is made if there is none.
+
+    Raises:
+        BadInput: the file has one of that name, or cannot be added to.
+    """
+    path = Path(path)
+    before = text_of(path) if path.exists() else ""
+    if before.strip():
+        document = read_yaml(path, depth=1)
+        if not isinstance(document.data, dict):
+            raise BadInput(f"{path}: a cluster file is a mapping of names to entries")
+        entry = {key: value for key, value in entry.items() if document.data.get(key) != value}
+        for name in entry:
+            if name in document.data:
+                where = document.where((name,))
+                raise BadInput(
+                    f"{where}: cluster {name} is there already",
+                    hint="rename it, then convert again",
+                )
+        if before.lstrip().startswith("{"):
+            raise BadInput(f"{path}: written in one line with braces, which cannot be added to")
+        before = before.rstrip("\n") + "\n\n"
+    if entry:
+        write_atomic(path, (before + yaml_text.documents([entry])).encode())

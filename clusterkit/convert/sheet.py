@@ -1,0 +1,260 @@
+"""What a conversion has found so far: keys of a job, an entry of the cluster file, and of every
+option what became of it. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from clusterkit.command import Used
+from clusterkit.errors import BadInput, Place, dotted
+from clusterkit.yaml_file import Document
+
+Fate = Literal["job", "cluster", "dropped", "yours"]
+"""It became a key of the job, or of the cluster's entry; clusterkit does it anyway, or it has no
+meaning there; or it is left to the person who converts."""
+
+OURS = "dropped, clusterkit works it out"
+LOGS = "dropped, every rank's lines are kept: `clusterkit logs`"
+HINT = "take it out, or write the job file by hand: docs/job-file.md"
+
+Read = Callable[[str], str | None]
+"""The text of a file that the input names, relative to where the conversion runs; None: no such."""
+
+_VARIABLE = "\ue000{}\ue001"
+_VARIABLES = re.compile("\ue000(.*?)\ue001", re.DOTALL)
+
+
+class Note(Struct, frozen=True, omit_defaults=True):
+    """What became of one option."""
+
+    what: str
+    """The option, or the path of the key, as written."""
+    became: str
+    fate: Fate
+    where: str = ""
+    """``file:line``; empty for a command line."""
+
+    def __str__(self) -> str:
+        where = f"{self.where}: " if self.where else ""
+        return f"{where}{self.what}: {self.became}"
+
+
+def variable(name: str) -> str:
+    """Stands in a text for a shell variable whose value is not known."""
+    return _VARIABLE.format(name)
+
+
+def shown(text: str) -> str:
+    """A text with `variable` as a person would write it."""
+    return _VARIABLES.sub(r"$\1", text)
+
+
+def unknown_in(text: str) -> str | None:
+    """The first `variable` in a text."""
+    found = _VARIABLES.search(text)
+    return found[1] if found else None
+
+
+class Sheet:
+    """Collects a conversion; ``at`` says where the option that is being read stands."""
+
+    def __init__(self, name: str, read: Read = lambda path: None) -> None:
+        self.name = name
+        self.read = read
+        self.job: dict[str, Any] = {}
+        self.cluster: dict[str, Any] = {}
+        self.cluster_name = ""
+        self.notes: list[Note] = []
+        self.refused: list[str] = []
+        self.at = ""
+        self.origins: dict[str, str] = {}
+        """Key of the job, or ``cluster.KEY``, to what gave it."""
+        self.hosts: dict[str, Used] = {}
+        """A launcher's options about hosts, which mean something only all together."""
+        self.settings: dict[str, tuple[str, str]] = {}
+        """Options of accelerate that a config file may hold as well: value, and as written."""
+        self.places: dict[str, str] = {}
+        """Where the file has them."""
+        self.slots: dict[str, int] = {}
+        """Hosts that a launcher was given, and the ranks that each takes."""
+
+    # ------------------------------------------------------------ fates
+
+    def key(self, what: str, key: str, value: Any, said: str = "") -> None:
+        """A key of the job; the same key with another value is refused."""
+        if key in self.job and self.job[key] != value:
+            self.refuse(what, f"{key} is {self.job[key]} by {self.origins.get(key, 'another')}")
+            return
+        if bad := _unknown(value):
+            self.refuse(what, _no_value(bad))
+            return
+        self.job[key] = value
+        self.origins[key] = self._place(what)
+        self.note(what, said or f"{key}: {_short(value)}", "job")
+
+    def env(self, what: str, name: str, value: str) -> None:
+        """A variable of the ranks."""
+        if bad := _unknown(value):
+            self.refuse(what, _no_value(bad))
+            return
+        self.job.setdefault("env", {})[name] = value
+        self.origins[f"env.{name}"] = self._place(what)
+        self.note(what, f"env.{name}: {_short(value)}", "job")
+
+    def secret(self, what: str, name: str) -> None:
+        """A variable that the submitter's environment gives."""
+        secrets = self.job.setdefault("secrets", [])
+        if name not in secrets:
+            secrets.append(name)
+        self.note(what, f"secrets: {name}, taken from your environment when you submit", "job")
+
+    def entry(self, what: str, key: str, value: Any, said: str = "") -> None:
+        """A key of the cluster's entry."""
+        if key in self.cluster and self.cluster[key] != value:
+            before = self.origins.get(f"cluster.{key}", "another")
+            self.refuse(what, f"{key} of the cluster is {self.cluster[key]} by {before}")
+            return
+        if bad := _unknown(value):
+            self.refuse(what, _no_value(bad))
+            return
+        self.cluster[key] = value
+        self.origins[f"cluster.{key}"] = self._place(what)
+        self.note(what, said or f"cluster entry, {key}: {_short(value)}", "cluster")
+
+    def more(self, what: str, key: str, value: Any) -> None:
+        """One more item of a list in the cluster's entry."""
+        if bad := _unknown(value):
+            self.refuse(what, _no_value(bad))
+            return
+        self.cluster.setdefault(key, []).append(value)
+        self.note(what, f"cluster entry, {key}: {_short(value)}", "cluster")
+
+    def drop(self, what: str, why: str = OURS) -> None:
+        """Not needed."""
+        self.note(what, why if why.startswith("dropped") else f"dropped, {why}", "dropped")
+
+    def yours(self, what: str, todo: str) -> None:
+        """Left to whoever converts."""
+        self.note(what, f"left to you: {todo}", "yours")
+
+    def refuse(self, what: str, why: str) -> None:
+        """Cannot be said in a job file; the conversion fails when all has been read."""
+        where = f"{self.at}: " if self.at else ""
+        self.refused.append(f"{where}{shown(what)}: {why}")
+
+    def note(self, what: str, became: str, fate: Fate) -> None:
+        self.notes.append(Note(shown(what), shown(became), fate, self.at))
+
+    def _place(self, what: str) -> str:
+        return f"{self.at}: {what}" if self.at else what
+
+    # ------------------------------------------------------------ helpers
+
+    def whole(self, what: str, text: Any, least: int = 1) -> int | None:
+        """A whole number; anything else is refused."""
+        if re.fullmatch(r"[0-9]{1,9}", str(text)) and int(str(text)) >= least:
+            return int(str(text))
+        bad = _unknown(text)
+        self.refuse(what, _no_value(bad) if bad else f"{_short(text)} is not a whole number")
+        return None
+
+    def number(self, what: str, key: str, text: Any, least: int = 1) -> None:
+        """A key of the job that takes a whole number."""
+        if (value := self.whole(what, text, least)) is not None:
+            self.key(what, key, value)
+
+    def file(self, what: str, path: str) -> str | None:
+        """A file's text; one that is not there is refused."""
+        text = None if _unknown(path) else self.read(path)
+        if text is None:
+            self.refuse(what, f"{shown(path)} cannot be read here")
+        return text
+
+    def check(self) -> None:
+        """Raises:
+        BadInput: something was refused.
+        """
+        if self.refused:
+            count = len(self.refused)
+            first = "" if count == 1 else f"{count} options have no equivalent:\n  "
+            raise BadInput(first + "\n  ".join(self.refused), hint=HINT)
+
+
+class Tree:
+    """A parsed YAML file that says which of its keys have been read: what is left is refused."""
+
+    def __init__(self, sheet: Sheet, document: Document) -> None:
+        self.sheet = sheet
+        self.document = document
+        self.seen: set[Place] = set()
+
+    def get(self, *place: str | int) -> Any:
+        """What stands at a place, which counts as read; None if nothing does."""
+        value: Any = self.document.data
+        for part in place:
+            try:
+                value = value[part]
+            except (KeyError, IndexError, TypeError):
+                return None
+        self.seen.add(place)
+        self.sheet.at = self.document.where(place)
+        return value
+
+    def each(self, *place: str | int) -> Iterator[tuple[str, Any]]:
+        """Keys and values of a mapping; each counts as read, and is where the sheet is."""
+        value = self.peek(*place)
+        if isinstance(value, dict):
+            for key in value:
+                yield key, self.get(*place, key)
+        elif value is not None:
+            self.get(*place)
+            self.sheet.refuse(dotted(place), f"{_short(value)} is not a mapping")
+
+    def peek(self, *place: str | int) -> Any:
+        """As `get`, but it does not count."""
+        value: Any = self.document.data
+        for part in place:
+            try:
+                value = value[part]
+            except (KeyError, IndexError, TypeError):
+                return None
+        return value
+
+    def rest(self, why: str = "clusterkit has no such key") -> None:
+        """Refuse every key that nobody has read."""
+        self._rest((), self.document.data, why)
+
+    def _rest(self, place: Place, value: Any, why: str) -> None:
+        if place in self.seen:
+            return
+        if not any(seen[: len(place)] == place for seen in self.seen):
+            self.sheet.at = self.document.where(place)
+            self.sheet.refuse(dotted(place), why)
+            return
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, below in items:
+            self._rest((*place, key), below, why)
+
+
+def _unknown(value: Any) -> str | None:
+    if isinstance(value, str):
+        return unknown_in(value)
+    if isinstance(value, (list, tuple)):
+        return next((bad for each in value if (bad := _unknown(each))), None)
+    if isinstance(value, dict):
+        return next((bad for each in value.values() if (bad := _unknown(each))), None)
+    return None
+
+
+def _no_value(name: str) -> str:
+    return f"${name} has no value here, and no shell reads a job file: write its value instead"
+
+
+def _short(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    text = text.replace("\n", "\\n")
+    return text if len(text) <= 100 else text[:97] + "..."

@@ -1,0 +1,46 @@
+"""Our tables against the options that the installed launchers have: a new one is noticed."""
+
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from clusterkit.launcher_options import ACCELERATE, DEEPSPEED, LAUNCH, TORCHRUN
+
+
+def options(package, file):
+    """Options of a launcher's parser, and whether each takes a value; by its text alone."""
+    spec = find_spec(package)
+    if spec is None:
+        pytest.skip(f"{package} is not installed")
+    text = Path(spec.origin).with_name(file.partition("/")[0]).joinpath(file.partition("/")[2])
+    found = {}
+    for node in ast.walk(ast.parse(text.read_text())):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
+            keys = {each.arg: ast.unparse(each.value) for each in node.keywords}
+            flag = "store" in keys.get("action", "") or "check_env" in keys.get("action", "")
+            for name in node.args:
+                if isinstance(name, ast.Constant) and str(name.value).startswith("-"):
+                    found[name.value[:2] + name.value[2:].replace("_", "-")] = not flag
+    return found
+
+
+@pytest.mark.parametrize(
+    ("package", "file", "table"),
+    [
+        ("torch", "distributed/run.py", TORCHRUN),
+        ("torch", "distributed/launch.py", LAUNCH),
+        ("deepspeed", "launcher/runner.py", DEEPSPEED),
+        ("accelerate", "commands/launch.py", ACCELERATE),
+    ],
+)
+def test_every_option_of_a_launcher_is_in_its_table(package, file, table):
+    there = options(package, file)
+    assert there
+    missing = sorted(there.keys() - table.flags.keys() - table.values.keys() - {"-h", "--help"})
+    assert missing == []
+    wrong = [name for name, takes in there.items() if takes and name in table.flags]
+    wrong += [name for name, takes in there.items() if not takes and name in table.values]
+    # torchrun's own actions take a value from the environment, and from the line.
+    assert wrong == []
