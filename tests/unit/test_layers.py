@@ -31,7 +31,7 @@ agent.launcher
 agent.node
 agent.__main__ agent
 errors
-files status marks series host_probe receiver
+files status marks series usage host_probe receiver
 shell transport logs yaml_text estimate.mesh estimate.presets
 mirror tracebacks yaml_file
 spec diagnose
