@@ -466,10 +466,8 @@ def notify(cluster: str = "local", clusters_file: str | os.PathLike[str] | None 
 
     spec = resolved_cluster(cluster, clusters_file).notify
     if spec is None:
-        raise BadInput(
-            f"cluster {cluster} has no `notify`",
-            hint=f"{cluster}: {{..., notify: {{url_from: SLACK_WEBHOOK, on: [failed]}}}}",
-        )
+        how = f"{cluster}: {{..., notify: {{url_from: SLACK_WEBHOOK, on: [failed]}}}}"
+        raise BadInput(f"cluster {cluster} has no `notify`", how)
     return telling.tell(spec, telling.Message("test", f"clusterkit: a test of cluster {cluster}"))
 
 

@@ -56,10 +56,7 @@ def tell(spec: NotifySpec, told: Message) -> str:
         import subprocess
 
         try:
-            done = subprocess.run(
-                spec.command, input=body, capture_output=True, timeout=SECONDS,
-                env=os.environ | {"CLUSTERKIT_EVENT": told.event, "CLUSTERKIT_TEXT": told.text},
-            )  # fmt: skip
+            done = subprocess.run(spec.command, input=body, capture_output=True, timeout=SECONDS)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise NotTold(f"notify: {spec.command[0]}: {_why(error)}") from None
         if done.returncode:
