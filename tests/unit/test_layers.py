@@ -44,8 +44,11 @@ warm goodput
 convert.sheet convert.files
 convert.options
 convert.deepspeed
-convert.mpirun convert.accelerate
-convert.lines
+convert.mpirun convert.accelerate convert.torchx
+convert.lines convert.shell_text
+convert.script
+convert.slurm convert.kubernetes convert.clouds
+convert.compose
 convert
 deepspeed_probe estimate.units estimate.setup estimate.published
 estimate.memory
