@@ -1,12 +1,13 @@
 """`clusterkit top`: what it shows of a run, and what keys do."""
 
 import asyncio
+import io
 
 import pytest
 from rich.cells import cell_len
 
 from clusterkit import api
-from clusterkit.cli import following
+from clusterkit.cli import following, main
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable
 from clusterkit.series import Series
 from clusterkit.status import Failure, State
@@ -267,6 +268,7 @@ def test_the_terminal_shows_what_is_new_and_keys_work(run):
         assert isinstance(app.board, RunBoard)
         await pilot.resize_terminal(120, 50)
         await pilot.pause()
+        app.look()
         assert len(app.surface._lines) == 50
         await pilot.press("q")
 
@@ -328,8 +330,8 @@ def test_what_a_run_without_a_supervisor_does_is_asked(run, monkeypatch):
     monkeypatch.setattr("clusterkit.run_state.reconcile", lambda folder, connections: ended)
 
     async def drive(app, pilot):
+        app.look()
         await app.workers.wait_for_complete()
-        await pilot.pause()
         app.look()
         assert "FAILED" in screen(app)
 
@@ -337,9 +339,24 @@ def test_what_a_run_without_a_supervisor_does_is_asked(run, monkeypatch):
 
 
 def test_without_a_terminal_or_textual_there_is_one_clear_error(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO())
     with pytest.raises(BadInput, match="top needs a terminal"):
         following.check_terminal()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(Unavailable, match="top needs Textual") as error:
         following.check_terminal()
     assert error.value.hint == "pip install 'clusterkit[top]'"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(("--top",), "top needs a terminal"), (("--top", "--detach"), "--top follows the run")],
+)
+def test_submit_says_what_is_wrong_first(tmp_path, monkeypatch, capsys, options, said):
+    monkeypatch.setenv("CLUSTERKIT_HOME", str(tmp_path))
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    with pytest.raises(SystemExit) as ended:
+        main(["submit", *options, "--", "true"])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
