@@ -98,6 +98,14 @@ def test_what_is_no_size(text: str) -> None:
         size_bytes("memory", text)
 
 
+def test_a_spare_is_a_container_more_with_gpus_of_its_own(planned: Callable[..., Any]) -> None:
+    plan, file = planned(gpus=6, nodes=2, spares=1)
+    assert list(file["services"]) == ["node-0", "node-1", "node-2"]
+    (devices,) = file["services"]["node-2"]["deploy"]["resources"]["reservations"]["devices"]
+    assert devices["device_ids"] == ["4", "5"]
+    assert (plan.nodes, plan.world_size) == (3, 4)
+
+
 def test_a_thousand_nodes_have_one_description(planned: Callable[..., Any]) -> None:
     _, file = planned(nodes=1000)
     assert len(file["services"]) == 1000
