@@ -23,7 +23,7 @@ import msgspec
 from clusterkit import backends, run_state
 from clusterkit import runs as store
 from clusterkit.backends.base import SupportsDoctor, SupportsRemoteRuns
-from clusterkit.errors import EXIT_FAILURE, CapabilityError, RunFailed
+from clusterkit.errors import EXIT_FAILURE, BadInput, CapabilityError, RunFailed
 from clusterkit.run import Run as Run
 from clusterkit.runs import Submission
 from clusterkit.spec import Job as Job
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from clusterkit.cluster import Facts
     from clusterkit.convert import Converted
     from clusterkit.estimate import Estimate
+    from clusterkit.examples import example as example
+    from clusterkit.examples import examples as examples
+    from clusterkit.handout import plan_as as plan_as
     from clusterkit.launch import Prepared as Prepared
     from clusterkit.launch import Progress as Progress
     from clusterkit.launch import launch as launch
@@ -45,18 +48,24 @@ if TYPE_CHECKING:
     from clusterkit.launch import resolved_cluster as resolved_cluster
     from clusterkit.logs import LogLine
     from clusterkit.plan import Plan
-    from clusterkit.scaffold import Made
+    from clusterkit.scaffold import init as init
+    from clusterkit.web.server import Server
 
-_LAUNCH = ("Prepared", "Progress", "launch", "prepare", "resolved_cluster")
+_ELSEWHERE = {
+    **dict.fromkeys(("Prepared", "Progress", "launch", "prepare", "resolved_cluster"), "launch"),
+    **dict.fromkeys(("example", "examples"), "examples"),
+    "init": "scaffold",
+    "plan_as": "handout",
+}
 
 
 def __getattr__(name: str) -> Any:
     """What it takes to start a job is imported when a job is started: `ls` does without."""
-    if name not in _LAUNCH:
+    if name not in _ELSEWHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from clusterkit import launch as starting
+    from importlib import import_module
 
-    return getattr(starting, name)
+    return getattr(import_module(f"clusterkit.{_ELSEWHERE[name]}"), name)
 
 
 class ListedRun(RunStatus, frozen=True, kw_only=True):
@@ -160,6 +169,19 @@ def metrics(run: str | Run) -> list[dict[str, Any]]:
     return get(run).metrics()
 
 
+def prometheus(run: str | Run) -> str:
+    """A run's state, and the newest value of each metric, in the text format of Prometheus."""
+    from clusterkit import prometheus as text_format
+    from clusterkit.live import LiveRun
+
+    found = get(run)
+    live = LiveRun(found._folder)
+    live.poll()
+    while live.behind:
+        live.poll()
+    return text_format.text([text_format.reported(live, found.status())])
+
+
 def attach(
     run: str | Run,
     *,
@@ -209,6 +231,35 @@ def plot(names: Sequence[str | Run], output: str | os.PathLike[str]) -> Path:
     jobs = {name: run._folder.read_json("run.json", Submission).job for name, run in chosen.items()}
     labels = {name: name if [*jobs.values()].count(job) > 1 else job for name, job in jobs.items()}
     return plots.draw({name: run.metrics() for name, run in chosen.items()}, Path(output), labels)
+
+
+def web(runs: Sequence[str | Run] = (), *, host: str = "127.0.0.1", port: int = 0) -> Server:
+    """A server that shows runs live in a browser, at its ``url``, while it is in `serve_forever`.
+
+    Args:
+        runs: what the page shows at first.
+        host: where to listen; other machines than this one reach any but the loopback addresses.
+        port: 0 for one that is free.
+
+    Raises:
+        RunNotFound: there is no such run.
+        Unavailable: the address cannot be taken.
+    """
+    from clusterkit.web.server import Server
+
+    return Server(host, port, [get(run).id for run in runs])
+
+
+def report(runs: Sequence[str | Run], output: str | os.PathLike[str]) -> Path:
+    """What `web` shows of runs as one HTML file, which needs no server and no network.
+
+    Raises:
+        RunNotFound: there is no such run.
+        RunFolderError: the file cannot be written.
+    """
+    from clusterkit.web import site
+
+    return site.write_report([get(run).id for run in runs], Path(output))
 
 
 def bench(
@@ -404,42 +455,20 @@ def convert(
     return converter.convert(text, words, name=name, kind=kind, read=files.named)
 
 
-def init(script: str | None = None, **choices: Any) -> Made:
-    """Write a first ``job.yaml`` and ``clusters.yaml`` for a program into the current folder.
-
-    Args:
-        script: the program; by default the only one here.
-        choices: ``where``, ``nodes``, ``hosts`` and ``args``, as for `clusterkit.scaffold.write`.
+def notify(cluster: str = "local", clusters_file: str | os.PathLike[str] | None = None) -> str:
+    """Tell whom a cluster's entry names of a test; gives who was told.
 
     Raises:
-        BadInput: a file is there already, or a value cannot be used; nothing is written.
+        BadInput, NotTold: it names nobody; it was not taken.
     """
-    from clusterkit import scaffold
+    from clusterkit import notify as telling
+    from clusterkit.launch import resolved_cluster
 
-    program = scaffold.only_script() if script is None else scaffold.look(script)
-    return scaffold.write(program, scaffold.machine(), **choices)
-
-
-def examples() -> list[CatalogueEntry]:
-    """Every job file that comes with clusterkit, and what each needs."""
-    from clusterkit import catalogue
-    from clusterkit import examples as shipped
-
-    return catalogue.entries(shipped.folder())
-
-
-def example(name: str) -> list[Path]:
-    """Copy a job file that comes with clusterkit, and its program, to ``jobs`` in this folder.
-
-    Returns:
-        What there is of it now, the job file first.
-
-    Raises:
-        BadInput: there is no such example, or a file of it is there with other contents.
-    """
-    from clusterkit import examples as shipped
-
-    return shipped.copy(name)
+    spec = resolved_cluster(cluster, clusters_file).notify
+    if spec is None:
+        how = f"{cluster}: {{..., notify: {{url_from: SLACK_WEBHOOK, on: [failed]}}}}"
+        raise BadInput(f"cluster {cluster} has no `notify`", how)
+    return telling.tell(spec, telling.Message("test", f"clusterkit: a test of cluster {cluster}"))
 
 
 def warm(

@@ -7,13 +7,14 @@ that only one of them knows.
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import msgspec
 from msgspec import Struct, field
 
 from clusterkit import shell
+from clusterkit.spec import JobSpec
 
 
 class PlanFile(Struct, frozen=True, omit_defaults=True):
@@ -138,6 +139,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     replace_lost: bool = False
     """Whether one whose host does not answer is given up, so that another can take its place."""
     native: Native | None = None
+    job: JobSpec | None = None
+    """The job itself, with its program found, so that `clusterkit convert` gives it back."""
 
     def node_of(self, rank: int) -> int | None:
         """The node whose log has a rank's lines; None where only the run itself tells."""
@@ -167,6 +170,11 @@ class Plan(Struct, frozen=True, kw_only=True):
                 parts += [
                     f"  | {line}\n" for line in (file.text or "").removesuffix("\n").split("\n")
                 ]
+        if self.job is not None:
+            from clusterkit import yaml_text
+
+            text = yaml_text.documents([msgspec.to_builtins(self.job)])
+            parts.append("\njob\n" + "".join(f"  | {line}\n" for line in text.splitlines()))
         parts.append("\nsteps\n")
         for number, step in enumerate(self.steps, 1):
             where = step.host if step.node is None else f"{step.host} node {step.node}"
@@ -174,6 +182,15 @@ class Plan(Struct, frozen=True, kw_only=True):
             command = shell.assignments(step.env, step.argv)
             parts.append(f"  {number} {step.kind} on {where}: {hidden}{command}\n")
         return "".join(parts)
+
+
+def unpacking(files: Iterable[PlanFile]) -> str:
+    """Lines of shell that write files, and make their folders."""
+    files = list(files)
+    folders = dict.fromkeys(posixpath.dirname(file.path) for file in files)
+    lines = [f"mkdir -p {shell.join(folders)} || exit\n"]
+    lines += [shell.here_document(file.path, file.content(), file.mode) for file in files]
+    return "".join(lines)
 
 
 def relative(plan: Plan, file: PlanFile) -> str:

@@ -14,12 +14,19 @@ _COLUMNS = ("step", "loss", "eval_loss", "tokens_per_second", "step_seconds", "l
 @click.command("metrics", epilog="Example: clusterkit metrics last --json | jq '.[-1].loss'")
 @run_argument
 @json_option
-def command(run: str, as_json: bool) -> None:
+@click.option("--prometheus", is_flag=True,
+              help="State and newest values, for node-exporter's textfile collector.")  # fmt: skip
+def command(run: str, as_json: bool, prometheus: bool) -> None:
     """Show loss, tokens/s and more, step by step.
 
     RUN is a run's id, the beginning of one, or `last`. A program reports
     by printing marked lines: docs/programs.md.
     """
+    if prometheus:
+        if as_json:
+            raise click.UsageError("Give --json or --prometheus, not both.")
+        click.echo(api.prometheus(run), nl=False)
+        return
     found = api.metrics(run)
     if as_json:
         print_json(found)

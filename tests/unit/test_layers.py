@@ -31,7 +31,7 @@ agent.launcher
 agent.node
 agent.__main__ agent
 errors
-files status marks series host_probe receiver
+files status marks series usage host_probe receiver
 shell transport logs yaml_text estimate.mesh estimate.presets
 mirror tracebacks yaml_file
 spec diagnose
@@ -44,8 +44,11 @@ warm goodput
 convert.sheet convert.files
 convert.options
 convert.deepspeed
-convert.mpirun convert.accelerate
-convert.lines
+convert.mpirun convert.accelerate convert.torchx
+convert.lines convert.shell_text
+convert.script
+convert.slurm convert.kubernetes convert.clouds
+convert.compose
 convert
 deepspeed_probe estimate.units estimate.setup estimate.published
 estimate.memory
@@ -75,7 +78,7 @@ backends.ssh.inventory backends.ssh.known_hosts
 backends.ssh.connection
 backends.ssh.transport
 backends.*.probe backends.ssh.observe backends.slurm.observe
-backends.*.place
+backends.*.place backends.ssh.script
 backends.compose.containers backends.kubernetes.pods
 backends.kubernetes.flavors backends.kubernetes.judge
 backends.kubernetes.rights
@@ -93,14 +96,17 @@ backends.kubernetes.place backends.kubernetes.monitor
 backends.kubernetes.remove
 backends.slurm.remote_runs
 backends.*.backend
-verdict losses scaffold
+verdict losses scaffold notify
 supervise
 run_state
 run live
+prometheus
 launch
+handout
 ui ui.words
-ui.plots ui.top ui.top.paint
-ui.top.board
+ui.plots ui.top ui.top.paint web.page web.log_pages
+ui.top.board web.site
+web.server web
 api
 ui.follow ui.sending ui.top.app
 cli cli.common

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import posixpath
+import tempfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -20,12 +22,14 @@ from clusterkit.backends.base import (
     RemoteRun,
     SupportsCleanup,
     SupportsDoctor,
+    SupportsFile,
     SupportsRemoteRuns,
     SupportsSync,
 )
-from clusterkit.backends.kubernetes.apply import apply
+from clusterkit.backends.kubernetes.apply import apply, kustomized
 from clusterkit.backends.kubernetes.client import KubeTransport
 from clusterkit.backends.kubernetes.entry import check_entry
+from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.monitor import PodMonitor
 from clusterkit.backends.kubernetes.observe import (
     all_nodes_had_pods,
@@ -41,12 +45,14 @@ from clusterkit.backends.kubernetes.remote_runs import kept, listing, reached
 from clusterkit.backends.kubernetes.remove import remove
 from clusterkit.backends.kubernetes.server import RunObjects, Server, flags, objects_of
 from clusterkit.backends.kubernetes.text import Object
-from clusterkit.cluster import Gpu, KubernetesCluster, KubernetesFacts
-from clusterkit.errors import ClusterkitError
-from clusterkit.plan import Plan
+from clusterkit.backends.probing import assumed_gpus
+from clusterkit.cluster import Facts, Gpu, KubernetesCluster, KubernetesFacts
+from clusterkit.errors import BadInput, ClusterkitError
+from clusterkit.plan import KubernetesNative, Plan
 from clusterkit.runs import RunHandle, home, resolve
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
+from clusterkit.yaml_text import documents
 
 if TYPE_CHECKING:
     from clusterkit.doctor.base import Subject
@@ -54,7 +60,9 @@ if TYPE_CHECKING:
     from clusterkit.shell import Secret
 
 
-class KubernetesBackend(Backend, SupportsCleanup, SupportsDoctor, SupportsRemoteRuns, SupportsSync):
+class KubernetesBackend(
+    Backend, SupportsCleanup, SupportsDoctor, SupportsFile, SupportsRemoteRuns, SupportsSync
+):
     """Nodes are pods; see `clusterkit.agent` for what runs in each of them."""
 
     name = "kubernetes"
@@ -108,6 +116,35 @@ class KubernetesBackend(Backend, SupportsCleanup, SupportsDoctor, SupportsRemote
             locate=partial(context_of, cluster),
             manifests=manifests,
         )
+
+    # -- as one file ------------------------------------------------------------
+
+    def unprobed(self, cluster: KubernetesCluster, job: JobSpec) -> Facts:
+        kinds = tuple(flavor.kind for flavor in FLAVORS.values())
+        kube = KubernetesFacts(
+            version="", context="", namespace=cluster.namespace or "default", kinds=kinds
+        )
+        return facts_of(cluster, kube, assumed_gpus(cluster.gpus, job), job)
+
+    def one_file(self, plan: Plan, cluster: KubernetesCluster, head: list[str]) -> str:
+        if plan.trees:
+            raise BadInput(
+                "code: copied: the project does not fit into one file",
+                "code: baked",
+                cluster="code",
+            )
+        assert isinstance(plan.native, KubernetesNative)
+        secrets = "".join(f" --from-literal={name}=..." for name in plan.steps[-1].secrets)
+        if secrets:
+            create = f"kubectl --namespace {plan.native.namespace} create secret generic"
+            head = [*head, f"First: {create} {plan.native.name}{secrets}"]
+        with tempfile.TemporaryDirectory() as folder:
+            for file in plan.files:
+                Path(folder, posixpath.basename(file.path)).write_bytes(file.content())
+            objects = kustomized(Path(folder))
+        for each in objects:
+            each["metadata"]["namespace"] = plan.native.namespace
+        return documents(objects, "\n".join(head))
 
     # -- carrying out ---------------------------------------------------------
 

@@ -20,7 +20,7 @@ from clusterkit.backends.kubernetes.nodes import best_node, gpus_of, selected, u
 from clusterkit.backends.kubernetes.rights import ROLE_HINT, Right, access_review, to_watch
 from clusterkit.backends.kubernetes.server import Server
 from clusterkit.backends.placing import own_ports
-from clusterkit.backends.probing import PACKAGES, TOOLS, interpreter
+from clusterkit.backends.probing import PACKAGES, TOOLS, UNSEEN, interpreter
 from clusterkit.cluster import Facts, Gpu, HostFacts, KubernetesCluster, KubernetesFacts, Project
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.project import snapshot, words
@@ -30,7 +30,6 @@ from clusterkit.transport import Transport
 
 MOST_BYTES = 1_040_000
 """Of a project, compressed; a config map takes 1 MiB."""
-_UNSEEN = "the image's; not looked at"
 
 
 def context_of(cluster: KubernetesCluster) -> tuple[str, str]:
@@ -97,8 +96,8 @@ def facts_of(
                 gpus=gpus,
                 python=python,
                 python_origin=origin,
-                versions=dict.fromkeys(PACKAGES, _UNSEEN),
-                tools=dict.fromkeys(TOOLS, _UNSEEN),
+                versions=dict.fromkeys(PACKAGES, UNSEEN),
+                tools=dict.fromkeys(TOOLS, UNSEEN),
             ),
         ),
         port=port,

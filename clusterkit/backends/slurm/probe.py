@@ -12,11 +12,16 @@ from pathlib import Path
 import msgspec
 
 from clusterkit import project
+from clusterkit.backends.placing import own_ports
 from clusterkit.backends.ports import watch_port
 from clusterkit.backends.probing import (
     NAMES_PYTHON,
+    PACKAGES,
+    TOOLS,
+    UNSEEN,
     HostReport,
     ask,
+    assumed_gpus,
     interpreter,
     own_interpreter,
     own_report,
@@ -121,6 +126,27 @@ def probe(cluster: SlurmCluster, transport: Transport, job: JobSpec | None) -> F
             most_nodes=int(most) if most.isdigit() else None,
         ),
     )
+
+
+def assumed(cluster: SlurmCluster, job: JobSpec) -> Facts:
+    """Facts of a partition that nobody has looked at: what the entry and the job say."""
+    python, origin = python_of(job, cluster)
+    gpus = assumed_gpus(cluster.gpus, job)
+    cpus = cluster.cpus if cluster.cpus != "auto" else max(1, len(gpus))
+    port, watch_port = own_ports(cluster.port)
+    host = HostFacts(
+        host=host_of(cluster), address="", cpus=cpus,
+        memory_mib=0, gpus=gpus, python=python, python_origin=origin,
+        versions=dict.fromkeys(PACKAGES, UNSEEN), tools=dict.fromkeys(TOOLS, UNSEEN),
+    )  # fmt: skip
+    return Facts(
+        home=folder(cluster), hosts=(host,), port=port, port_origin="not asked whether it is free",
+        interface=cluster.interface or "", watch_port=watch_port,
+        slurm=SlurmFacts(
+            ssh=cluster.ssh is not None, version="", partition=cluster.partition or "the default",
+            nodes=job.node_range[1],
+        ),
+    )  # fmt: skip
 
 
 def host_of(cluster: SlurmCluster) -> str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import TypeVar
 
 from rich.segment import Segment
-from rich.style import Style
 from textual import events
 from textual.app import App, ComposeResult
 from textual.binding import Binding
@@ -17,17 +16,16 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
-from clusterkit import api, logs
+from clusterkit import api, logs, runs
 from clusterkit.errors import ClusterkitError
-from clusterkit.ui.top.board import Board, Order, RunBoard, board
-from clusterkit.ui.top.paint import Line
+from clusterkit.ui.top.board import Board, Order, RunBoard, RunsBoard
+from clusterkit.ui.top.paint import Line, style_of
 
 PERIOD = 0.2
 """Seconds between two looks."""
 REFRESH_SECONDS = 2.0
 """Between two questions to the backend about a run that nobody watches."""
 T = TypeVar("T")
-_style = lru_cache(maxsize=64)(Style.parse)
 
 
 class Surface(Widget, can_focus=True):
@@ -56,25 +54,32 @@ class Surface(Widget, can_focus=True):
     def on_resize(self) -> None:
         self.post_message(self.Sized())
 
+    def render_lines(self, crop: Region) -> list[Strip]:
+        # Past borders, padding and tints, which there are none of: half of what a look costs.
+        strips = (self.render_line(y) for y in range(crop.y, crop.bottom))
+        if (crop.x, crop.right) == (0, self.size.width):
+            return list(strips)
+        return [strip.crop(crop.x, crop.right) for strip in strips]
+
     def render_line(self, y: int) -> Strip:
         if y >= len(self._lines):
             return Strip.blank(self.size.width)
         line = self._lines[y]
-        return Strip([Segment(text, _style(style)) for text, style in line], self.size.width)
+        return Strip([Segment(text, style_of(name)) for text, name in line], self.size.width)
 
 
 class Top(App[None]):
-    """`clusterkit top`; ``run`` None: the list of all runs."""
+    """Shows a board."""
 
     CSS = "Screen { background: ansi_default; }"
     ENABLE_COMMAND_PALETTE = False
     BINDINGS = [Binding("ctrl+c", "quit", show=False, priority=True)]  # noqa: RUF012
 
-    def __init__(self, run: str | None) -> None:
+    def __init__(self, first: Board) -> None:
         super().__init__(ansi_color=True)
-        self.board: Board = board(run)
+        self.board = first
         self.surface = Surface()
-        self._list: Board | None = None if run is not None else self.board
+        self._list = first if isinstance(first, RunsBoard) else None
         self._asked = 0.0
 
     def compose(self) -> ComposeResult:
@@ -124,9 +129,12 @@ class Top(App[None]):
         if order.verb == "quit":
             self.exit()
         elif order.verb == "open":
-            self.board = board(order.what)
+            try:
+                self.board = RunBoard(runs.find(order.what))
+            except ClusterkitError as error:  # removed since the list was made
+                self.board.said = error.message
         elif order.verb == "back":
-            self._list = self.board = self._list or board(None)
+            self.board = self._list = self._list or RunsBoard()
         elif order.verb == "cancel":
             self.board.said = f"cancelling {order.what}"
             self._aside(partial(api.cancel, order.what),

@@ -1,0 +1,114 @@
+"""Pages of a log: from the end, backwards, what came since; a rank's; lines that hold a word."""
+
+import pytest
+
+from clusterkit.web import log_pages
+from clusterkit.web.log_pages import LINES, SHOWN, line, page
+
+STAMP = "2026-11-21T20:11:58.000000Z"
+
+
+@pytest.fixture
+def log(tmp_path):
+    """Writes a log of lines ``(rank, text)``."""
+    path = tmp_path / "log"
+
+    def write(lines, more=b""):
+        text = "".join(f"{STAMP} {rank} {text}\n" for rank, text in lines)
+        path.write_bytes(text.encode() + more)
+        return path
+
+    return write
+
+
+def texts(found):
+    return [each["text"] for each in found["lines"]]
+
+
+def test_all_of_a_log_is_reached_backwards_each_line_once(log, monkeypatch):
+    monkeypatch.setattr(log_pages, "_CHUNK", 1000)
+    path = log([(0, f"line {number} " + "x" * (number % 150)) for number in range(3 * LINES)])
+    found, all_texts = page(path), []
+    while True:
+        all_texts = texts(found) + all_texts
+        if not found["before"]:
+            break
+        found = page(path, before=found["before"])
+    assert [text.split()[1] for text in all_texts] == [str(number) for number in range(3 * LINES)]
+
+
+def test_what_came_since_is_given_once_and_whole(log):
+    path = log([(0, "one")])
+    found = page(path)
+    with path.open("ab") as file:
+        file.write(f"{STAMP} 1 two\n{STAMP} 0 not who".encode())
+        file.flush()
+        news = page(path, after=found["after"])
+        assert texts(news) == ["two"]
+        file.write(b"le\n")
+    assert texts(page(path, after=news["after"])) == ["not whole"]
+
+
+def test_a_line_that_is_not_whole_waits(log):
+    path = log([(0, "one")], f"{STAMP} 0 half".encode())
+    assert texts(page(path)) == ["one"]
+
+
+def test_whoever_is_far_behind_begins_at_the_end_again(log, monkeypatch):
+    monkeypatch.setattr(log_pages, "_NEW", 100)
+    path = log([(0, f"{number}") for number in range(50)])
+    found = page(path, after=0)
+    assert found["skipped"]
+    assert texts(found)[-1] == "49"
+
+
+def test_a_log_that_was_cut_is_read_anew(log):
+    found = page(log([(0, "long before")] * 3))
+    again = page(log([(0, "new")]), after=found["after"])
+    assert again["skipped"]
+    assert texts(again) == ["new"]
+
+
+def test_a_rank_and_a_word_are_found_wherever_they_stand(log, monkeypatch):
+    monkeypatch.setattr(log_pages, "_CHUNK", 1000)
+    path = log([(number % 3, f"text {number}") for number in range(2000)])
+    assert (
+        texts(page(path, rank=1, search="TEXT 1"))
+        == [
+            f"text {number}" for number in range(2000) if number % 3 == 1 and str(number)[0] == "1"
+        ][-LINES:]
+    )
+    assert texts(page(path, search="text 17 ")) == []
+    assert texts(page(path, search="nothing")) == []
+    # Neither the time nor the rank is text, and no character has a meaning.
+    assert texts(page(path, search="2026")) == []
+    assert texts(page(path, search=".*")) == []
+
+
+def test_a_word_that_stands_nowhere_holds_nobody_up(log, monkeypatch):
+    monkeypatch.setattr(log_pages, "_CHUNK", 1000)
+    monkeypatch.setattr(log_pages, "_SCAN", 5000)
+    path = log([(0, "found")] + [(0, "text")] * 1000)
+    found = page(path, search="found")
+    assert texts(found) == []
+    assert found["before"] > 0
+
+
+@pytest.mark.parametrize("size", [SHOWN + 1, 1 << 20, 3 << 20])
+def test_a_long_line_is_cut_and_given_whole_when_asked_for(log, size):
+    path = log([(0, "before"), (3, "x" * size), (0, "after")])
+    found = page(path)
+    assert [each["rank"] for each in found["lines"]] == [0, 3, 0]
+    cut = found["lines"][1]
+    assert cut["text"] == "x" * SHOWN
+    assert cut["cut"] >= size
+    assert line(path, cut["at"]) == "x" * size
+
+
+def test_a_log_that_is_not_there_is_empty(tmp_path):
+    assert page(tmp_path / "log") == {"lines": [], "before": 0, "after": 0, "skipped": False}
+    assert line(tmp_path / "log", 0) == ""
+
+
+def test_carriage_returns_do_not_end_lines(log):
+    assert texts(page(log([(0, "10 %\r20 %")]))) == ["10 %\\x0d20 %"]

@@ -1,0 +1,48 @@
+"""The page: its parts as they are shipped."""
+
+import base64
+import hashlib
+import re
+from pathlib import Path
+
+from clusterkit import web
+from clusterkit.web import page
+
+FOLDER = Path(web.__file__).parent
+UPLOT = FOLDER / "vendor" / "uplot"
+
+
+def test_it_is_small():
+    assert (
+        sum(path.stat().st_size for path in FOLDER.glob("page.*") if path.suffix != ".py") < 100_000
+    )
+
+
+def test_the_chart_library_is_the_one_that_its_note_names():
+    told = dict(re.findall(r"\| `([\w.]+)` \| `([0-9a-f]{64})`", (UPLOT / "SOURCE.md").read_text()))
+    there = [path for path in UPLOT.iterdir() if path.name != "SOURCE.md"]
+    assert told == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in there}
+
+
+def test_nothing_is_put_in_as_markup():
+    program = (FOLDER / "page.js").read_text() + (UPLOT / "uPlot.iife.min.js").read_text()
+    assert not re.findall(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|srcdoc",
+        program,
+    )
+    assert "style=" not in (FOLDER / "page.html").read_text()
+    assert not re.findall(r"\son\w+=", (FOLDER / "page.html").read_text())
+
+
+def test_the_policy_names_the_program_and_the_style_to_the_letter():
+    body = page.whole().decode()
+    for kind in ("script", "style"):
+        text = re.search(f"<{kind}>(.*?)</{kind}>", body, re.DOTALL)[1]
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in page.policy()
+
+
+def test_answers_cannot_end_the_element_that_holds_them():
+    body = page.whole({"a": "</script><script>alert(1)</script><!--"}).decode()
+    assert body.count("</script>") == 2
+    assert body.count("<!--") == page.whole().decode().count("<!--")
