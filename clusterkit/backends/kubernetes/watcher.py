@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import posixpath
 
 from clusterkit.backends.kubernetes.flavors import Flavor
@@ -20,8 +21,6 @@ from clusterkit.backends.kubernetes.text import Object, literal, made
 
 PROGRAM = "lost_pods.py"
 """Its file in the run's config map."""
-GONE_SECONDS = 30
-"""How long a node that does not answer keeps it."""
 RBAC = "rbac.authorization.k8s.io"
 
 
@@ -57,6 +56,7 @@ def watcher(shape: Shape, flavor: Flavor, python: str) -> list[Object]:
 
 def _pod(shape: Shape, account: str, python: str) -> Object:
     cluster, files = shape.cluster, "/clusterkit"
+    kept = math.ceil(cluster.lost_after)
     selector = f"{RUN}={shape.labels[RUN]},{ROLE}=node"
     words = [python, "-I", posixpath.join(files, PROGRAM), shape.namespace, selector]
     container = {
@@ -76,8 +76,8 @@ def _pod(shape: Shape, account: str, python: str) -> Object:
         "serviceAccountName": account,
         "automountServiceAccountToken": True,
         "enableServiceLinks": False,
-        # On a node that is gone it must not stay for the five minutes that are usual.
-        **placement(cluster, [*map(dict, cluster.tolerations), *silent_for(GONE_SECONDS)]),
+        # A node that is gone may have it as well, and must not keep it longer than the run's pods.
+        **placement(cluster, [*map(dict, cluster.tolerations), *silent_for(kept)]),
         "securityContext": pod_security(cluster.user),
         "containers": [container],
         "volumes": [{"name": "files", "configMap": {"name": shape.name}}],

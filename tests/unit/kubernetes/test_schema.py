@@ -106,7 +106,9 @@ def complaints(document):
 
 @pytest.fixture
 def planned(make_facts):
-    def plan(flavor, *, full=False, code="baked", project=None, home=None, **changes):
+    def plan(
+        flavor, *, full=False, code="baked", project=None, home=None, lost_after=30.0, **changes
+    ):
         job = loader.load_job(ROOT / "jobs" / "zero2.yaml")
         if flavor == "mpijob":
             changes = {"launcher": "mpirun"} | changes
@@ -124,7 +126,7 @@ def planned(make_facts):
             "tolerations": ({"key": "k", "operator": "Exists"},), "shared": "/a",
             "image_pull_secrets": ("r",), "annotations": {"x": "y"}, "labels": {"l": "m"},
         } if full else {}  # fmt: skip
-        cluster = KubernetesCluster(flavor=flavor, code=code, **more)
+        cluster = KubernetesCluster(flavor=flavor, code=code, lost_after=lost_after, **more)
         facts = msgspec.structs.replace(facts, project=project, home=home or facts.home)
         return backends.backend("kubernetes").plan(job, cluster, facts, "demo-1")
 
@@ -179,6 +181,15 @@ def test_a_topology_key_keeps_a_run_s_pods_together_and_leaves_its_watcher_out(f
         assert ("clusterkit/attempt" in labels) == (not watcher)
         required = "requiredDuringSchedulingIgnoredDuringExecution"
         assert affinity == (None if watcher else {"podAffinity": {required: [wanted]}})
+
+
+def test_a_lost_node_keeps_the_watcher_no_longer_than_the_pods_that_it_removes(planned):
+    """It may be on the same node; nobody removes them before there is another watcher."""
+    found = documents_of(planned("pytorchjob", full=True, lost_after=5.0))
+    watcher, worker = templates(found)
+    for pod in (watcher, worker):
+        kept = [each.get("tolerationSeconds") for each in pod["spec"]["tolerations"]]
+        assert kept[-2:] == [5, 5]
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
