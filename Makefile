@@ -75,6 +75,7 @@ bench: .venv/.train ## Ratios against torchrun and deepspeed, start-up, runs and
 	@$(BIN)/python -m tests.bench.ssh || [ $$? = 3 ]
 	@$(BIN)/python -m tests.bench.compose || [ $$? = 3 ]
 	@$(BIN)/python -m tests.bench.kubernetes || [ $$? = 3 ]
+	@$(BIN)/python -m tests.bench.slurm || [ $$? = 3 ]
 
 .PHONY: bench-gpu
 bench-gpu: .venv/.train ## Tokens/s, MFU and peak memory of jobs/train/gpt on one GPU; under 10 minutes
@@ -193,7 +194,7 @@ lab-test: .venv/.dev ## The tests of `make lab` itself, for who changes tests/la
 
 .PHONY: ansible-test
 ansible-test: .venv/.dev ## All tests of the Ansible roles, for who changes ansible/; root
-	@$(BIN)/pytest tests/live/ssh/test_ansible.py && $(BIN)/python -m tests.tested ansible
+	@$(BIN)/pytest tests/live/ssh/test_ansible.py tests/live/slurm/test_role.py && $(BIN)/python -m tests.tested ansible
 
 .PHONY: kube-test
 kube-test: .venv/.dev ## All tests on Kubernetes, which ../shared/kube makes: 25 minutes; root

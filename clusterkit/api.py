@@ -81,6 +81,16 @@ def plan(job: Job, **options: Any) -> Plan:
         return ready.plan
 
 
+def plan_as(job: Job, form: str, **options: Any) -> str:
+    """A job as one file to hand in: ``sbatch``, ``pytorchjob``, ``compose``, ``ssh`` ...
+
+    Options as for `prepare`; without a cluster nothing is probed.
+    """
+    from clusterkit import handout
+
+    return handout.text(job, form, **options)
+
+
 def submit(job: Job, **options: Any) -> Run:
     """Start a job and return at once; it goes on when this process ends.
 

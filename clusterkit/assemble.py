@@ -18,7 +18,7 @@ from clusterkit.agent import PEER_TOKEN
 from clusterkit.agent.archive import ARCHIVE
 from clusterkit.batch import Batch
 from clusterkit.cluster import HostFacts
-from clusterkit.errors import BadInput, Unavailable, about
+from clusterkit.errors import BadInput, Unavailable, about, counted
 from clusterkit.plan import Native, Note, Plan, PlanFile, Step, Tree
 from clusterkit.program import deepspeed_config, interpreter_words, program_argv, solve_batch
 from clusterkit.rendezvous import (
@@ -43,7 +43,7 @@ OWNED = frozenset({
 })  # fmt: skip
 """Variables that only clusterkit may set, besides those of the run itself."""
 SHRINK_SECONDS = 5.0
-"""How long a lost node is waited for before the others go on, beyond the grace of its ranks."""
+"""How long a lost node is waited for before the run goes on without, beyond its ranks' grace."""
 LAST_WORDS = "/dev/termination-log"
 """Where Kubernetes takes a container's last words from."""
 
@@ -113,7 +113,7 @@ class Placement:
     where: str
     """For the plan's summary, such as ``on this machine``."""
     hosts: tuple[str, ...]
-    """By node rank, what the transport calls them; several nodes may be on one."""
+    """By node rank, what the transport calls them, and then the spares; several may be on one."""
     names: tuple[str, ...]
     """By node rank, what launchers call them, for the hostfile."""
     cluster_env: Mapping[str, str]
@@ -121,7 +121,7 @@ class Placement:
     network_env: Mapping[str, str]
     """Which network interface to use; both go before it."""
     node_env: tuple[Mapping[str, str], ...] = ()
-    """By node rank, what only that node gets."""
+    """As `hosts`, what only that node gets."""
     stop_grace: float
     lost_after: float = 30.0
     watching: Watching | None = None
@@ -158,7 +158,7 @@ class Placement:
     @property
     def launchers(self) -> int:
         """How many nodes are started: mpirun starts the ranks of all nodes from the first."""
-        return 1 if self.starter == "mpirun" else self.topology.nodes
+        return 1 if self.starter == "mpirun" else self.topology.nodes + self.job.spares
 
     @property
     def restarts(self) -> int:
@@ -192,11 +192,12 @@ class Placement:
     def plan(self, backend: str) -> Plan:
         """What submitting does; see `assemble` for the errors."""
         assembly, topology, address = assemble(self), self.topology, self.endpoint.address
+        spares = f" and {counted(self.job.spares, 'spare')}" if self.job.spares else ""
         return Plan(
             run_id=self.endpoint.run_id,
             run_dir=self.places.run_dir,
             backend=backend,
-            summary=f"{topology} {self.where}, started by {self.job.started_by}; "
+            summary=f"{topology}{spares} {self.where}, started by {self.job.started_by}; "
             f"world size {topology.world_size}",
             notes=(*self.notes, *assembly.notes, *self.remarks),
             trees=self.trees,
@@ -298,10 +299,12 @@ def assemble(placement: Placement) -> Assembly:
     watch: list[Word] = []
     if watching is not None and starter != "mpirun" and not placement.torch_elastic:
         if job.shrinks and topology.elastic:
+            watch = ["--min-nodes", str(topology.min_nodes)]
+        watch += ["--spares", str(job.spares)] if job.spares else []
+        if watch:
             # Until then a node that is cut off has given node 0 up, and ended its ranks.
             wait = placement.stop_grace + SHRINK_SECONDS
             watching = dataclasses.replace(watching, rejoin=wait)
-            watch = ["--min-nodes", str(topology.min_nodes)]
         watch = [*watching.arguments(topology.nodes), *watch]
     script = _node_script(placement, env, commands, [*how, *watch])
     node_sh = PlanFile(places.file("node.sh"), text=script, mode=0o755)
@@ -359,7 +362,7 @@ def _node_script(
     hang = placement.job.hang_seconds
     agent: list[Word] = [
         places.python, "-I", places.file(ARCHIVE), "run", "--nproc", str(nproc),
-        "--nodes", str(placement.launchers), "--workdir", places.workdir,
+        "--nodes", str(placement.launchers - placement.job.spares), "--workdir", places.workdir,
         "--grace", f"{placement.stop_grace:g}",
         *(["--restarts", str(placement.restarts)] if placement.restarts else []),
         *(["--hang-timeout", f"{hang:g}"] if hang is not None else []),

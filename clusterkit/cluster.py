@@ -194,8 +194,8 @@ class KubernetesCluster(Spec, frozen=True, kw_only=True):
     """Cores that a pod asks for."""
     memory: str | None = None
     """Memory that a pod asks for and may use, such as `64Gi`."""
-    resources: dict[str, str] = {}
-    """Anything else that a pod asks for, such as `{rdma/hca: "1"}`."""
+    resources: dict[str, str | int | float] = {}
+    """Anything else that a pod asks for, such as `{rdma/hca: 1}`."""
     shm_size: str = "8Gi"
     """Size of `/dev/shm`: NCCL and data loaders live there."""
     volumes: tuple[Claim, ...] = ()

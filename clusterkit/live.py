@@ -9,9 +9,11 @@
 
 Everything comes from the run's folder, which the supervisor keeps up to date: no port on a node, no
 daemon, no network. `poll` never waits; `refresh` does (it asks the backend, for a run whose
-supervisor is gone: `LiveRun.stale`) and belongs into a thread. Memory is bounded: of each rank the
-last line is kept, of each metric `series.MOST_POINTS`. `logs.LogTail` reads a rank's newest lines
-and those that come, `logs.search` finds lines in all of a node's log: of `LiveRun.log_path`.
+supervisor is gone: `LiveRun.stale`) and belongs into a thread. Of many nodes only a few logs are
+read at each `poll`, and those whose ranks somebody asks about (`RankView`). Memory is bounded: of
+each rank the last line is kept, of each metric `series.MOST_POINTS`. `logs.LogTail` reads a rank's
+newest lines and those that come, `logs.search` finds lines in all of a node's log; both are given
+`LiveRun.log_path`.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from clusterkit.plan import Plan
 from clusterkit.runs import Event, RunFolder, all_runs
 from clusterkit.series import Series
 from clusterkit.status import NodeStatus, RunStatus, State
+from clusterkit.usage import Usage, Usages
 
 STATUS, EVENTS, RANKS, METRICS = "status", "events", "ranks", "metrics"
 """What `LiveRun.poll` has found new."""
@@ -44,6 +47,8 @@ BUDGET = 4 << 20
 _LOOK = 1 << 16
 """Bytes at the end of what a log has new in which a rank's last line is looked for."""
 _WINDOW = 20
+AT_ONCE = 16
+"""Logs of other nodes that one `poll` reads, in turn."""
 _MARK = f" {MARK}".encode()
 _HEAD = re.compile(rb"[0-9T:-]{19}\.[0-9]{6}Z (-|[0-9]{1,9}) ")
 _MISSING = re.compile(
@@ -102,29 +107,55 @@ class Reported:
 
 
 class RankView:
-    """One rank, or what a node's launcher says (``rank`` None), as far as its log tells."""
+    """One rank, or what a node's launcher says (``rank`` None): asking it reads what is new."""
 
-    __slots__ = ("_any", "_text", "node", "rank", "step", "step_seconds")
+    __slots__ = ("_any", "_run", "_step", "_step_seconds", "_text", "node", "rank")
 
-    def __init__(self, node: int, rank: int | None) -> None:
-        self.node, self.rank = node, rank
-        self.step: int | None = None
-        """That it has reported itself; most programs have rank 0 alone report."""
-        self.step_seconds: float | None = None
+    def __init__(self, run: LiveRun, node: int, rank: int | None) -> None:
+        self._run, self.node, self.rank = run, node, rank
+        self._step: int | None = None
+        self._step_seconds: float | None = None
         self._any = self._text = b""
 
     def heard(self, line: bytes, text: bytes | None) -> None:
         """The newest line of the log, and the newest that is neither marked nor empty."""
         self._any, self._text = line, text or self._text
 
+    def reports(self, event: dict[str, Any]) -> None:
+        """A step."""
+        if is_number(event.get("step")):
+            self._step = int(event["step"])
+        if is_number(event.get("step_seconds")):
+            self._step_seconds = float(event["step_seconds"])
+
+    @property
+    def step(self) -> int | None:
+        """That it has reported itself; most programs have rank 0 alone report."""
+        self._run.catch_up(self.node)
+        return self._step
+
+    @property
+    def step_seconds(self) -> float | None:
+        """How long it took, as reported."""
+        self._run.catch_up(self.node)
+        return self._step_seconds
+
+    @property
+    def usage(self) -> Usage | None:
+        """What its process uses; None: it does not run, or not on this machine."""
+        process = self._run.process(self.node, self.rank)
+        return None if process is None else self._run.usages.of(process)
+
     @property
     def last(self) -> LogLine | None:
         """What it printed last, other than marked lines."""
+        self._run.catch_up(self.node)
         return next(parse_lines(self._text[:4096], self.node), None) if self._text else None
 
     @property
     def heard_at(self) -> float | None:
         """When it printed anything last."""
+        self._run.catch_up(self.node)
         return next(parse_lines(self._any[:64], self.node)).time if self._any else None
 
 
@@ -155,7 +186,14 @@ class LiveRun:
         """By node."""
         self._events = GrowingFile(folder.file("events.jsonl"))
         self._logs: dict[int, GrowingFile] = {}
-        self._reporter: int | None = None
+        self._rank_files: dict[int, GrowingFile] = {}
+        self._processes: dict[tuple[int, int | None], dict[str, Any]] = {}
+        self.usages = Usages()
+        self._reporter: tuple[int, int] | None = None
+        self._placed = 0  # ranks that the plan puts on each node; 0: it does not know
+        self._polls = 0
+        self._read_at: dict[int, int] = {}  # in which poll a node's log was read last
+        self._turn = 0
         self._refreshed: RunStatus | None = None
 
     def poll(self) -> set[str]:
@@ -168,17 +206,30 @@ class LiveRun:
                     self.events.append(msgspec.json.decode(line, type=Event))
                 except msgspec.MsgspecError:
                     continue
+        self._polls += 1
         # In this order: the attempt that status names has begun, so its predecessor's log is whole.
-        newest = max(1, self.status.attempt)
-        self.behind = self._read(0, newest, news)
-        while not self.behind and self.attempt < newest:
-            self._begin(self.attempt + 1, newest)
+        self.behind = self._read(0, news)
+        while not self.behind and self.attempt < self.newest:
+            self._begin(self.attempt + 1)
             news.add(RANKS)
-            self.behind = self._read(0, newest, news)
-        if not self.behind:
-            for node in range(1, len(self._logs)):
-                self._read(node, newest, news)
+            self.behind = self._read(0, news)
+        if not self.behind and (others := len(self._logs) - 1) > 0:
+            # A few in turn: whoever wants to know of a rank reads its node's.
+            nodes = {1 + (self._turn + more) % others for more in range(min(others, AT_ONCE))}
+            self._turn += AT_ONCE
+            for node in nodes | ({self._reporter[0]} if self._reporter else set()):
+                self.catch_up(node, news)
         return news
+
+    @property
+    def newest(self) -> int:
+        """The newest attempt."""
+        return max(1, self.status.attempt)
+
+    def catch_up(self, node: int, news: set[str] | None = None) -> None:
+        """Read what a node's log has new, once in each poll."""
+        if self._read_at.get(node) != self._polls and not self.behind:
+            self._read(node, set() if news is None else news)
 
     def refresh(self, connections: run_state.Connections | None = None) -> None:
         """Ask the backend how the run is, for the next `poll`: takes its time."""
@@ -214,26 +265,46 @@ class LiveRun:
         """The node's log of the attempt that is read now."""
         return self.folder.node_dir(self.attempt, node) / "log"
 
+    def process(self, node: int, rank: int | None) -> dict[str, Any] | None:
+        """Where a rank runs, as its agent recorded it."""
+        self.catch_up(node)
+        return None if self.status.state.final else self._processes.get((node, rank))
+
+    def _read_processes(self, node: int) -> None:
+        if (file := self._rank_files.get(node)) is None:
+            return
+        for line in file.read(_LOOK).splitlines():
+            with contextlib.suppress(msgspec.MsgspecError, KeyError):
+                one = msgspec.json.decode(line, type=dict[str, Any])
+                self._processes[node, one["rank"]] = one
+
     # -- logs --------------------------------------------------------------
 
-    def _begin(self, attempt: int, newest: int) -> None:
+    def _begin(self, attempt: int) -> None:
         """Go on with the next attempt."""
-        self.attempt = attempt
+        self.attempt, newest = attempt, self.newest
         self.ranks, self.launchers, self._logs = {}, {}, {}
+        self._rank_files, self._processes = {}, {}
         nodes = len(self.status.nodes) or (self.plan.nodes if self.plan else 1)
         self._open(attempt, nodes if attempt == newest else 1)
+        self._placed = 0
         if self.plan is not None and attempt == newest:
             for rank in range(self.plan.world_size):
                 if (node := self.plan.node_of(rank)) is not None and node < nodes:
-                    self.ranks[node, rank] = RankView(node, rank)
+                    self.ranks[node, rank] = RankView(self, node, rank)
+                    self._placed = self.plan.topology["nproc_per_node"]
 
     def _open(self, attempt: int, nodes: int) -> None:
         if attempt and attempt == self.attempt:
             for node in range(len(self._logs), nodes):
                 self._logs[node] = GrowingFile(self.log_path(node))
+                ranks = self.log_path(node).with_name("ranks.jsonl")
+                self._rank_files[node] = GrowingFile(ranks)
 
-    def _read(self, node: int, newest: int, news: set[str]) -> bool:
+    def _read(self, node: int, news: set[str]) -> bool:
         """Take what a node's log has new; whether there is more."""
+        self._read_at[node] = self._polls
+        self._read_processes(node)
         log = self._logs.get(node)
         if log is None:
             return False
@@ -242,7 +313,7 @@ class LiveRun:
             return False
         if _MARK in data:
             self._take_marks(node, data, news)
-        if self.attempt == newest:
+        if self.attempt == self.newest:
             self._take_last(node, data)
             news.add(RANKS)
         return node == 0 and len(data) > BUDGET // 2 and log.more
@@ -262,36 +333,36 @@ class LiveRun:
         self, node: int, rank: int, head: bytes, event: dict[str, Any], news: set[str]
     ) -> None:
         if event["event"] == "metrics":
-            view = self._rank(node, rank)
-            if is_number(event.get("step")):
-                view.step = int(event["step"])
-            if is_number(event.get("step_seconds")):
-                view.step_seconds = float(event["step_seconds"])
+            self._rank(node, rank).reports(event)
             # Where every rank reports, one is enough: the first is on node 0, which is read first.
-            self._reporter = rank if self._reporter is None else self._reporter
-            if rank != self._reporter:
+            self._reporter = self._reporter or (node, rank)
+            if self._reporter != (node, rank):
                 return
         self.reported.take(event, next(parse_lines(head, node)).time)
         news.add(METRICS)
 
     def _take_last(self, node: int, data: bytes) -> None:
-        """Who said what last. Of many lines only the last few are looked at, a split each."""
+        """Who said what last, from the end: where most ranks talk, a few lines tell of all."""
         texts: dict[bytes, bytes] = {}
         every: dict[bytes, bytes] = {}
-        piece = data[-_LOOK:]
-        if len(piece) < len(data):
-            piece = piece[piece.find(b"\n") + 1 :]
-        for line in piece.split(b"\n"):
+        # The first may have lost its beginning; that of all data has not.
+        lines = data[-_LOOK:].split(b"\n")[len(data) > _LOOK :]
+        for line in reversed(lines):
             words = line.split(b" ", 2)
             if len(words) > 2:
-                every[words[1]] = line
+                every.setdefault(words[1], line)
                 if words[2] and not words[2].isspace() and not words[2].startswith(_MARK[1:]):
-                    texts[words[1]] = line
+                    texts.setdefault(words[1], line)
+                    if len(texts) - (b"-" in texts) == self._placed:
+                        break
+        if b"-" not in every and (at := data.rfind(b"Z - ", max(0, len(data) - _LOOK))) >= 0:
+            every[b"-"] = data[data.rfind(b"\n", 0, at) + 1 : data.find(b"\n", at)]
+            texts[b"-"] = every[b"-"]
         for name, line in every.items():
             if _HEAD.match(line) is None:
                 continue
             if name == b"-":
-                view = self.launchers.setdefault(node, RankView(node, None))
+                view = self.launchers.setdefault(node, RankView(self, node, None))
             else:
                 view = self._rank(node, int(name))
             view.heard(line, texts.get(name))
@@ -299,7 +370,7 @@ class LiveRun:
     def _rank(self, node: int, rank: int) -> RankView:
         view = self.ranks.get((node, rank))
         if view is None:
-            view = self.ranks[node, rank] = RankView(node, rank)
+            view = self.ranks[node, rank] = RankView(self, node, rank)
         return view
 
 

@@ -7,7 +7,7 @@ that only one of them knows.
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import msgspec
@@ -112,9 +112,9 @@ class Plan(Struct, frozen=True, kw_only=True):
     files: tuple[PlanFile, ...] = ()
     steps: tuple[Step, ...] = ()
     hosts: tuple[str, ...] = ()
-    """By node rank; several nodes may have the same."""
+    """By node rank, and then the spares; several may have the same."""
     nodes: int
-    """Nodes that are started."""
+    """Nodes that are started, spares among them."""
     world_size: int
     topology: Mapping[str, int] = field(default_factory=dict)
     """``min_nodes``, ``nodes``, ``nproc_per_node``."""
@@ -174,6 +174,15 @@ class Plan(Struct, frozen=True, kw_only=True):
             command = shell.assignments(step.env, step.argv)
             parts.append(f"  {number} {step.kind} on {where}: {hidden}{command}\n")
         return "".join(parts)
+
+
+def unpacking(files: Iterable[PlanFile]) -> str:
+    """Lines of shell that write files, and make their folders."""
+    files = list(files)
+    folders = dict.fromkeys(posixpath.dirname(file.path) for file in files)
+    lines = [f"mkdir -p {shell.join(folders)} || exit\n"]
+    lines += [shell.here_document(file.path, file.content(), file.mode) for file in files]
+    return "".join(lines)
 
 
 def relative(plan: Plan, file: PlanFile) -> str:

@@ -377,10 +377,10 @@ _HOME_HINT = "set CLUSTERKIT_HOME to a folder that you may write to"
 
 
 def all_runs() -> Iterator[RunFolder]:
-    """Every run folder, newest first."""
+    """Every run folder, newest first; a plan that somebody wrote there is no run."""
     base = home() / "runs"
     try:
-        folders = [entry for entry in os.scandir(base) if entry.is_dir()]
+        folders = [entry for entry in os.scandir(base) if entry.is_dir() and not _is_plan(entry)]
     except FileNotFoundError:
         return
     except OSError as error:
@@ -388,6 +388,12 @@ def all_runs() -> Iterator[RunFolder]:
     folders.sort(key=lambda entry: _created(Path(entry.path)), reverse=True)
     for entry in folders:
         yield RunFolder(Path(entry.path))
+
+
+def _is_plan(folder: os.DirEntry[str]) -> bool:
+    """Whether it holds what `plan --out` writes, and neither of the files that a run has beside."""
+    ours = (os.path.exists(f"{folder.path}/{name}") for name in ("run.json", "job.json"))
+    return not any(ours) and os.path.exists(f"{folder.path}/plan.txt")
 
 
 def _created(path: Path) -> float:

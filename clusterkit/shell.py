@@ -18,6 +18,10 @@ NAME = "[A-Za-z_][A-Za-z0-9_]*"
 """What can name an environment variable, as a regular expression."""
 
 
+_PLAIN = re.compile(rb"([\t -~]*\n)*")
+"""Text that a reader of any kind takes for the same lines."""
+
+
 @dataclass(frozen=True)
 class Var:
     """A shell variable, read on the node: ``Var("NODE_RANK")`` is rendered ``"$NODE_RANK"``."""
@@ -86,6 +90,21 @@ def exports(env: Mapping[str, Word]) -> str:
             raise ValueError(f"cannot be an environment variable: {name}={value!r}")
         lines.append(f"export {name}={quote(value)}\n")
     return "".join(lines)
+
+
+def here_document(path: str, content: bytes, mode: int) -> str:
+    """Lines that write a file, in a folder that is there; what is not plain text is packed."""
+    import base64
+    import gzip
+    import hashlib
+
+    end = f"END-OF-{hashlib.sha256(content).hexdigest()[:12]}"
+    if _PLAIN.fullmatch(content):
+        body = f"cat >{quote(path)} <<'{end}'\n{content.decode()}"
+    else:
+        packed = base64.encodebytes(gzip.compress(content, mtime=0)).decode()
+        body = f"base64 -d <<'{end}' | gzip -d >{quote(path)}\n{packed}"
+    return f"{body}{end}\nchmod {mode:o} {quote(path)}\n"
 
 
 def assignments(env: Mapping[str, str], argv: Iterable[Word]) -> str:

@@ -145,6 +145,10 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     minutes at most, until the node answers, and start again, which costs none of them; or end.
     `shrink`, with `nodes: MIN:MAX`: after some seconds the others start again without it, if they
     are at least MIN and node 0 is among them; that needs no `restarts`."""
+    spares: Annotated[int, Meta(ge=0, le=MOST_NODES)] = 0
+    """How many hosts more than `nodes` start and wait. When a node other than node 0 is lost and
+    does not answer for some seconds, one of them takes its rank, and all ranks start again; that
+    needs no `restarts` and costs none. When no spare is left, `on_node_loss` says what happens."""
     retry_on: tuple[Annotated[int, Meta(ge=1, le=255)], ...] = ()
     """Exit codes of a rank after which the run is started again (a signal N is 128 + N); by default
     any. One that failed with another ends the run, whatever `restarts` are left."""
@@ -317,6 +321,7 @@ def check_job(job: JobSpec) -> None:
             hint="launcher: torchrun, or on_node_loss: shrink with launcher: forkserver",
             job="nodes",
         )
+    _check_spares(job)
     check_environment(job.env)
     for name in job.secrets:
         if not is_name(name):
@@ -336,6 +341,19 @@ def check_job(job: JobSpec) -> None:
     twice = sorted(set(job.env) & set(job.secrets))
     if twice:
         raise BadInput(f"secrets: {twice[0]} is set in env as well", job="secrets")
+
+
+def _check_spares(job: JobSpec) -> None:
+    if job.spares and job.node_range[1] == 1:
+        why, hint = f"nodes: {job.nodes}: node 0 has to stay", 'nodes: 2, or "1:2"'
+    elif job.spares and job.on_node_loss == "fail":
+        why, hint = "on_node_loss: fail ends the run", "on_node_loss: wait, or shrink"
+    elif job.spares and job.started_by != "forkserver":
+        why = f"launcher {job.started_by} gives a lost node's ranks to no other"
+        hint = "launcher: forkserver; of an elastic job with on_node_loss: shrink"
+    else:
+        return
+    raise BadInput(f"spares: {job.spares}, but {why}", hint=hint, job="spares")
 
 
 def check_environment(env: Mapping[str, str], source: Source = "job") -> None:

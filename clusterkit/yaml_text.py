@@ -40,11 +40,15 @@ def merged(shared: Shared, own: Mapping[str, Any]) -> dict[Any, Any]:
 
 def documents(objects: Sequence[Mapping[str, Any]], head: str = "") -> str:
     """Several documents as one text, in the order given, below ``head`` as a comment."""
-    comment = "".join(f"# {line}".rstrip() + "\n" for line in head.splitlines())
-    return comment + "---\n".join(
+    return comment(head) + "---\n".join(
         yaml.dump(each, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)
         for each in objects
     )
+
+
+def comment(text: str) -> str:
+    """Lines of text as those of a comment, of YAML or of shell."""
+    return "".join(f"# {line}".rstrip() + "\n" for line in text.splitlines())
 
 
 class _Dumper(yaml.SafeDumper):

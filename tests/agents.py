@@ -46,6 +46,7 @@ class Nodes:
         restarts=0,
         limit=None,
         least=None,
+        spares=0,
     ):
         options = ["--nproc", "1", "--workdir", "/", "--grace", "5", "--spawn",
                    "--nodes", str(nodes), "--lost-after", str(lost_after)]  # fmt: skip
@@ -55,6 +56,8 @@ class Nodes:
             options += ["--time-limit", str(limit)]
         if least is not None:
             options += ["--min-nodes", str(least)]
+        if spares:
+            options += ["--spares", str(spares)]
         if wait:
             options += ["--rejoin", str(wait)]
         if nodes > 1:

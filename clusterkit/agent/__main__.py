@@ -36,6 +36,7 @@ def main(arguments: list[str]) -> int:
     run.add_argument("--lost-after", type=float, default=30.0, help="seconds without a sign")
     run.add_argument("--rejoin", type=float, default=0.0, help="seconds to wait for lost nodes")
     run.add_argument("--min-nodes", type=int, help="with how many the run may go on")
+    run.add_argument("--spares", type=int, default=0, help="how many more agents there are")
     run.add_argument("--restarts", type=int, default=0, help="how often all ranks start again")
     run.add_argument("--hang-timeout", type=float, help="seconds; 0: never; else by the steps")
     run.add_argument(

@@ -33,7 +33,7 @@ class Client(threading.Thread):
         token: the run's own.
         lost_after: seconds of silence after which a node is lost.
         wait: seconds that a lost node has to come back.
-        restarts, retry_on, least: as of `Membership`.
+        restarts, retry_on, least, spares: as of `Membership`.
         order: takes an order for this node, as of `Peer.orders`.
         say: takes a line for this node's log.
         warn: takes a sentence for people, when the nodes cannot watch each other.
@@ -53,6 +53,7 @@ class Client(threading.Thread):
         restarts: int = 0,
         retry_on: Collection[int] = (),
         least: int | None = None,
+        spares: int = 0,
         order: Callable[[str, str], None],
         say: Callable[[str], None],
         warn: Callable[[str], None],
@@ -62,10 +63,10 @@ class Client(threading.Thread):
         self._host, self._port = address
         self._node, self._nodes, self._run, self._token = node, nodes, run, token
         self._lost_after, self._wait, self._restarts = lost_after, wait, restarts
-        self._retry_on, self._least = retry_on, least
+        self._retry_on, self._least, self._spares = retry_on, least, spares
         self._again = wait > 0 or restarts > 0
         self._order, self._hears, self._say, self._warn = order, hears, say, warn
-        self.peer = Peer(node, lost_after, wait, clock.awake())
+        self.peer = Peer(node, lost_after, wait, clock.awake(), spare=node >= nodes)
         self._server: Server | None = None
         self._news: queue.SimpleQueue[tuple[str, Document]] = queue.SimpleQueue()
         self._messages: queue.SimpleQueue[Document] = queue.SimpleQueue()
@@ -115,10 +116,11 @@ class Client(threading.Thread):
             self._selector.register(self._wake, selectors.EVENT_READ)
             try:
                 if self._node == 0:
-                    listener = Listener(self._port, self._run, self._token, self._nodes)
+                    everyone = self._nodes + self._spares
+                    listener = Listener(self._port, self._run, self._token, everyone)
                     membership = Membership(
                         self._nodes, self._lost_after, self._wait, self._restarts, self._retry_on,
-                        self._least,
+                        self._least, self._spares,
                     )  # fmt: skip
                     self._server = Server(listener, membership, self._hears)
                     self._server.start()

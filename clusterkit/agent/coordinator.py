@@ -74,7 +74,8 @@ class Server(threading.Thread):
     def _hear(self, line: Line, message: Document) -> None:
         node = line.node or 0
         if "stands" in message:
-            self._watch(node, message)
+            # To a `watch` a node is the place of its ranks in this round.
+            self._watch(self._membership.members.ranks.get(node, node), message)
         elif not self._membership.hears(node, message, clock.awake()):
             line.write(self._membership.turned_away(node))
             line.close()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
+from clusterkit.agent import limits
 from clusterkit.agent.protocol import Document
 
 
@@ -29,25 +28,56 @@ class Member:
         """Whether there is a connection to it."""
         return self.present and self.closed is None
 
+    def says(self, said: Document, now: float, current: bool) -> bool:
+        """Its agent says this; whether that is news. ``current``: it knows of this round."""
+        before = self.present, self.running, self.ready
+        self.count, self.heard, self.closed = int(said["count"]), now, None
+        self.present, self.running = not said["leaving"], bool(said["running"])
+        self.ready = bool(said["waiting"]) and current
+        return before != (self.present, self.running, self.ready)
+
+    def gone(self, now: float, lost_after: float) -> str | None:
+        """What to say of it if it is lost: nothing, where its connection broke off."""
+        if self.closed is not None and now - self.closed > limits.PEER_GONE_SECONDS:
+            return ""
+        silent = now - self.heard > lost_after
+        return f"does not answer node 0 for {lost_after:g} s" if silent else None
+
 
 class Members:
     """The nodes of a run, and which of them have said something.
 
     Args:
         nodes: how many the run begins with.
-        least: as many it may go on with.
+        least: as many it may go on with; None: no fewer.
+        spares: how many more there are to take the place of those that are lost.
     """
 
-    def __init__(self, nodes: int, least: int) -> None:
+    def __init__(self, nodes: int, least: int | None = None, spares: int = 0) -> None:
         self.ranks = {node: node for node in range(nodes)}
         """Of the nodes with which the run goes on, each one's; their order stays."""
+        self.spares = list(range(nodes, nodes + spares))
+        """Nodes that wait for another one to be lost."""
         self.said: dict[int, Member] = {}
         """By node, of all that ever did."""
-        self._least = least
+        self._least = nodes if least is None else least
+
+    @property
+    def may_miss(self) -> bool:
+        """Whether the run may go on without a node."""
+        return bool(self.spares) or self._least < len(self.ranks)
+
+    def knows(self, node: int) -> bool:
+        """Whether it belongs to the run."""
+        return node in self.ranks or node in self.spares
 
     def all(self) -> list[Member]:
         """Those with which the run goes on, that said something."""
         return [member for node, member in self.said.items() if node in self.ranks]
+
+    def never_came(self) -> list[int]:
+        """The nodes that have never said anything."""
+        return sorted(self.ranks.keys() - self.said.keys())
 
     def missing(self) -> list[int]:
         """The nodes that are lost, or never came."""
@@ -68,13 +98,21 @@ class Members:
         steps = (each.step for each in members if each.step is not None)
         return [each.failure for each in members if each.failure], max(steps, default=None)
 
-    def shrink(self, missing: Iterable[int]) -> bool:
-        """Go on without these nodes, if that may be."""
-        left = sorted(self.ranks.keys() - set(missing))
-        if 0 not in left or len(left) < self._least:
-            return False
-        self.ranks = {node: rank for rank, node in enumerate(left)}
-        return True
+    def without(self, missing: list[int]) -> str | None:
+        """Go on without these nodes: spares that are here take their ranks, as far as they suffice;
+        how, or None where that may not be."""
+        here = [node for node in self.spares if node in self.said and self.said[node].present]
+        taken, before = dict(zip(missing, here, strict=False)), len(self.ranks)
+        left = [node for node in self.ranks if node in taken or node not in missing]
+        if 0 in missing or len(left) < self._least:
+            return None
+        ranks = {taken.get(node, node): self.ranks[node] for node in left}
+        order = sorted(ranks, key=ranks.__getitem__)
+        self.ranks = {node: rank for rank, node in enumerate(order)}
+        self.spares = [node for node in self.spares if node not in taken.values()]
+        how = [f"node {spare} takes the place of node {node}" for node, spare in taken.items()]
+        how += [f"{len(left)} of {before} go on"] if len(left) < before else []
+        return ", ".join(how)
 
     def mixed(self, member: Member, other: bool) -> bool:
         """Whether ranks may have reached others that were started around another node 0.
@@ -90,5 +128,10 @@ class Members:
 
 def not_back(nodes: list[int], seconds: float) -> str:
     """That these nodes were lost and have not come back in time."""
-    names = f"nodes {', '.join(map(str, nodes))} were" if len(nodes) > 1 else f"node {nodes[0]} was"
-    return f"{names} lost and did not come back within {seconds:g} s"
+    verb = "were" if len(nodes) > 1 else "was"
+    return f"{named(nodes)} {verb} lost and did not come back within {seconds:g} s"
+
+
+def named(nodes: list[int]) -> str:
+    """``node 1``, ``nodes 1, 2``."""
+    return f"node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}"

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection
 
 from clusterkit.agent import limits
-from clusterkit.agent.member import Member, Members, not_back
+from clusterkit.agent.member import Member, Members, named, not_back
 from clusterkit.agent.protocol import AGAIN, Document
 from clusterkit.agent.retries import Retries
 
@@ -22,9 +22,10 @@ class Membership:
     ends the run, and so does one that failed when no restart is left, or when a node can start no
     other.
 
-    Nodes that were lost and have not come back in time end the run, unless node 0 and ``least``
-    in all are left: these go on as a smaller run, with their ranks counted anew in the order that
-    they had, and any other node has to end.
+    In the place of nodes that were lost and have not come back in time come spares, with the same
+    ranks. Where there are none the run ends, unless node 0 and ``least`` in all are left: these go
+    on as a smaller run, with their ranks counted anew in the order that they had. Any other node
+    has to end. A node that never came is noticed when the run can go on without it.
 
     Where lost nodes do not come back (``wait`` 0), one ends the run. Where nothing is ever started
     again (``restarts`` 0 as well), a launcher that fails ends it at once; a node that ended leaves,
@@ -35,12 +36,10 @@ class Membership:
     monotonic clock, in seconds.
 
     Args:
-        nodes: how many there are.
+        nodes, least, spares: as of `Members`.
         lost_after: seconds of silence after which a node is lost.
         wait: seconds that a lost node has to come back.
-        restarts: how often the run goes on after a launcher failed.
-        retry_on: only after a rank's exit with one of these codes; empty: with any.
-        least: with how many nodes the run may go on; by default no fewer.
+        restarts, retry_on: as of `Retries`.
     """
 
     def __init__(
@@ -51,10 +50,11 @@ class Membership:
         restarts: int = 0,
         retry_on: Collection[int] = (),
         least: int | None = None,
+        spares: int = 0,
     ) -> None:
         self.identity = os.urandom(8).hex()
         self.round = 1
-        self.members = Members(nodes, nodes if least is None else least)
+        self.members = Members(nodes, least, spares)
         self.verdict: Document = {}  # what ends the run, once that is decided
         self.count = 1  # of what was decided: another one is for all to hear
         self.news = False  # whether `turn` has something to do that does not come with time
@@ -68,6 +68,7 @@ class Membership:
         self._over_at: float | None = None  # since when this round is over; None: it goes on
         self._failed: int | None = None  # the node for which it is; None: one was lost
         self._last = False  # whether a node says that none can follow
+        self._since: float | None = None  # when it was first looked who is here
         self._began = 0.0
         self._last_end = 0.0  # when the last launcher ended by itself
         self._next_at = 0.0  # when the next one may begin
@@ -84,18 +85,19 @@ class Membership:
 
     def says(self, node: int) -> Document:
         """How things stand, for this node's agent."""
-        if node not in self.members.ranks:
+        if not self.members.knows(node):
             return self.turned_away(node)
         if self.decided:
             what = self.verdict
+        elif node in self.members.spares:
+            what = {"do": "wait", "say": "a spare: waits for a node to be lost", "seconds": 0.0}
         elif self._over_at is not None:
             seconds = 0.0 if self._until is None else max(0.0, self._until - self._now)
             what = {"do": "wait", "say": self._say, "seconds": seconds}
         else:
             say, member = self._say, self.members.said.get(node)
             if not say and self._replaced_at is not None:
-                say = f"this node takes the place of one that was lost; {AGAIN}"
-                say = say if node == 0 else ""
+                say = "" if node else f"this node takes the place of one that was lost; {AGAIN}"
                 if node and member is not None and member.met:
                     say = f"node 0 is back; {AGAIN}"
             ranks = self.members.ranks
@@ -104,7 +106,7 @@ class Membership:
 
     def turned_away(self, node: int) -> Document:
         """What an agent hears that `hears` did not take."""
-        replaced = node in self.members.ranks
+        replaced = self.members.knows(node)
         why = "another agent has taken its place" if replaced else "the run goes on without it"
         return {**self._standing, "do": "stop", "why": why}
 
@@ -118,14 +120,13 @@ class Membership:
     def hears(self, node: int, said: Document, now: float) -> bool:
         """An agent says how it stands. Whether it is this node's: none has come in its place, and
         the run does not go on without it."""
-        agent, count, met = str(said["agent"]), int(said["count"]), str(said["coordinator"])
-        number, used = int(said["round"]), int(said["used"])
+        agent, met = str(said["agent"]), str(said["coordinator"])
         code = None if said["code"] is None else int(said["code"])
         member = self.members.said.get(node)
         self._now = now
-        if agent in self._past or node not in self.members.ranks:
+        if agent in self._past or not self.members.knows(node):
             return False
-        if member is not None and member.agent == agent and count <= member.count:
+        if member is not None and member.agent == agent and int(said["count"]) <= member.count:
             return True  # late, or said twice
         if member is None or member.agent != agent:
             before, member = member, Member(agent)
@@ -135,19 +136,16 @@ class Membership:
                 if before.present:
                     self._lost(node, now)
         gone, ours = said["leaving"] and member.present, met == self.identity
-        ready = bool(said["waiting"]) and ours and number == self.round
-        standing = (not said["leaving"], bool(said["running"]), ready)
-        self.news |= standing != (member.present, member.running, member.ready)
-        member.count, member.heard, member.closed = count, now, None
-        member.present, member.running, member.ready = standing
-        self._retries.used = max(self._retries.used, used)
+        current = ours and int(said["round"]) == self.round
+        self.news |= member.says(said, now, current)
+        self._retries.used = max(self._retries.used, int(said["used"]))
         if self.decided:
             return True
         if said["late"]:
             self._decide("stop", "the run is over its time limit", final="")
         elif gone:
             self._lost(node, now)
-        if gone or self.decided:
+        if gone or self.decided or node in self.members.spares:
             return True
         if met and not ours:
             member.met = True
@@ -155,7 +153,7 @@ class Membership:
                 self._replaced_at = now
                 self.count += 1
         member.early |= member.running and not met
-        if ours and number == self.round:
+        if current:
             self._last |= bool(said["last"])
             member.failure, member.step = said["failure"], said["step"]
         if said["gave_up"]:
@@ -164,7 +162,7 @@ class Membership:
             return True
         if self._replaced_at is not None and self.members.mixed(member, bool(met) and not ours):
             self._lost(0, now)
-        elif met and not (ours and number == self.round):
+        elif met and not current:
             if member.running:
                 self._lost(node, now)
         elif code is not None and not member.running:
@@ -181,16 +179,20 @@ class Membership:
 
     def turn(self, now: float) -> None:
         """What has become due."""
-        for node in self.members.ranks:
-            if (member := self.members.said.get(node)) is None:
+        for node in (*self.members.ranks, *self.members.spares):
+            member = self.members.said.get(node)
+            if self.decided or member is None or (member.code is not None and not self._again):
                 continue
-            if self.verdict or not member.present or (member.code is not None and not self._again):
-                continue
-            gone = member.closed is not None and now - member.closed > limits.PEER_GONE_SECONDS
-            if gone or now - member.heard > self._lost_after:
+            if member.present and (gone := member.gone(now, self._lost_after)) is not None:
                 member.present = False
-                silent = f"node {node} does not answer node 0 for {self._lost_after:g} s"
-                self._lost(node, now, "" if gone else silent)
+                self._lost(node, now, gone and f"node {node} {gone}")
+        self._since = now if self._since is None else self._since
+        late = limits.PEER_MEET_SECONDS  # for a node that nobody ever heard of
+        first = now - self._since > late and not (self._say or self.decided)
+        if first and (away := self.members.never_came()) and self.members.may_miss:
+            self._lost(away[0], now)
+        elif first and away:
+            self._say, self.count = f"{named(away)} did not come within {late:g} s", self.count + 1
         self.settle(now)
 
     def settle(self, now: float) -> None:
@@ -239,10 +241,11 @@ class Membership:
     def _go_on_without(self, missing: list[int]) -> None:
         """These nodes, if any, have not come back in time."""
         if missing:
-            words, before = not_back(missing, self._patience), len(self.members.ranks)
-            if not self.members.shrink(missing):
+            words = not_back(missing, self._patience)
+            if (how := self.members.without(missing)) is None:
                 return self._decide("stop", words)
-            self._without = f"{words}; {before - len(missing)} of {before} go on"
+            self._without = f"{words}; {how}"
+            self._failed = None  # whoever failed may have failed of that
             self.count, self.news = self.count + 1, True
         return None
 
@@ -262,7 +265,7 @@ class Membership:
 
     def _lost(self, node: int, now: float, why: str = "") -> None:
         """The node is, or what ran there. ``why``: what to say where nobody waits for it."""
-        if self.decided:
+        if self.decided or node in self.members.spares:
             return
         if self._wait:
             self._next_at = now
@@ -274,7 +277,7 @@ class Membership:
         self._failed, self._say, self._over_at = failed, say, now
         self._until = now + self._patience if failed is None else None
         self.count += 1
-        for member in self.members.all():
+        for member in self.members.said.values():
             member.ready, member.early, member.code = False, False, None
 
     def _next_round(self, now: float) -> None:
@@ -282,11 +285,10 @@ class Membership:
         self._say, self._without = f"{here}; {AGAIN}", ""
         if self._failed is not None:
             self._say = self._retries.use()
-        self.round += 1
-        self.count += 1
+        self.round, self.count = self.round + 1, self.count + 1
         self._began, self._over_at, self._failed, self._replaced_at = now, None, None, None
         self._last = False
-        for member in self.members.all():
+        for member in self.members.said.values():
             member.ready, member.failure, member.step = False, None, None
 
     def _decide(

@@ -24,6 +24,7 @@ from clusterkit.agent.protocol import (
     LAUNCHER_WAITED,
     LEFT,
     PEER_TOKEN,
+    SPARE,
     STOPPED,
     STOPPED_BY_PEERS,
     Document,
@@ -40,29 +41,26 @@ class Node:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.running = False  # whether the launcher was started and its end has not been dealt with
-        self.reason: str | None = None
-        """Why this node ends, where its launcher's exit code does not say it."""
+        self.reason: str | None = None  # why this node ends, beyond its launcher's exit code
         self.stopped_by: str | None = None  # who asked this node to end, or what for
         self.stray: str | None = None  # the same in a sentence, where it was nobody of the run
         self.stops = Stops(self._say, here=not options.tagged)
         self.turned, self.late = time.monotonic(), 0.0
         """When the last `select` returned, and by how many seconds too late."""
-        self.frozen: tuple[float, float] | None = None
-        """Until when (monotonic), and for how many seconds, this process itself was stopped."""
+        self.frozen: tuple[float, float] | None = None  # until when, how long this process stopped
         self.client: Client | None = None
         self.orders: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()  # each with why
         self.finished = False  # whether the run is over, for this node
-        self.left = False
-        """Whether this node was asked to end; where it can, the run goes on with another one."""
-        self.held: str | None = None  # the reason, where it ended before another attempt
+        self.left = False  # whether this one was asked to end, and the run may go on without it
+        self.spare = int(os.environ.get("NODE_RANK", "0")) >= options.nodes  # and waits so far
+        self.held = SPARE if self.spare else None  # the reason, where another attempt followed
         self.final = False  # whether it was decided that nothing follows this failure
         self.deadline: float | None = None  # when the run is over its time limit
         self.obeyed = False  # whether the launcher ends because the coordinator said so
         self.first = int(os.environ.get("CLUSTERKIT_ATTEMPT", "1"))  # attempt of this agent
-        self.restarts = restarts_left(options.restarts, os.environ["CLUSTERKIT_NODE_DIR"])
-        self.used = 0  # of these
-        self.again = options.rejoin > 0 or self.restarts > 0
-        """Whether what has ended may be started once more."""
+        folder = os.environ["CLUSTERKIT_NODE_DIR"]
+        self.restarts, self.used = restarts_left(options.restarts, folder), 0
+        self.again = options.rejoin > 0 or self.restarts > 0  # whether anything is started again
         self.token = os.environ.pop(PEER_TOKEN, "").encode()  # the ranks have no use for it
 
     def main(self) -> int:
@@ -78,7 +76,7 @@ class Node:
         for signum in STOPS:  # a shell ignores SIGINT for what it starts in the background
             signal.signal(signum, signal.SIG_DFL)
         self.wake, self.waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self.record = Record(folder, self.first, echo=self.options.echo)
+        self.record = Record(folder, self.first, echo=self.options.echo, spare=self.spare)
         self.log = self.record.log
         if self.options.time_limit is not None:
             left = self.options.time_limit - self.record.seconds()
@@ -130,22 +128,23 @@ class Node:
         token = self.token if self.options.coordinator else os.urandom(16).hex().encode()
         self.client = Client(
             (host, int(port)), node=int(os.environ["NODE_RANK"]), nodes=self.options.nodes,
-            run={"run": os.environ["CLUSTERKIT_RUN_ID"],
-                 "attempt": os.environ["CLUSTERKIT_ATTEMPT"]},
+            run={"run": os.environ["CLUSTERKIT_RUN_ID"], "attempt": str(self.first)},
             token=token, lost_after=self.options.lost_after, wait=self.options.rejoin,
             restarts=self.restarts, retry_on=self.options.retry_on, least=self.options.min_nodes,
-            order=self._order, hears=self.watch.hears, say=self._say, warn=self.record.warn,
+            spares=self.options.spares, order=self._order, hears=self.watch.hears,
+            say=self._say, warn=self.record.warn,
         )  # fmt: skip
         self.watch.send = self.client.send
         self.client.start()
 
     def _obey(self, order: str, why: str) -> None:
-        if order == "start":
-            self.used, *place = map(int, why.split())
-            self._next_attempt(self.first + self.used)
+        if order in ("start", "follow"):
+            used, *place = map(int, why.split())
+            self._next_attempt(used)
             if place:
                 os.environ["NODE_RANK"], self.options.nodes = str(place[0]), place[1]
-            self._start()
+            if order == "start":
+                self._start()
         elif order == "pause":
             seconds, _, what = why.partition(" ")
             self.record.waits(what, float(seconds))
@@ -166,23 +165,24 @@ class Node:
             self._stop()
         elif order != "hang":
             self.finished = True
-            stopped = self.obeyed or (self.running and self.reason is None)
+            stopped = self.obeyed or self.spare or (self.running and self.reason is None)
             if order == "stop" and stopped and self.reason != LATE:
                 self.obeyed, self.reason = True, f"{STOPPED_BY_PEERS}{why}"
                 self._stop()
 
     def _start(self) -> None:
-        self.running, self.obeyed = True, False
+        self.running, self.obeyed, self.spare = True, False, False
         self.watch.begin(int(os.environ.get("NODE_RANK", "0")), self.options.nodes)
         self.record.goes_on()
         self.reason = self.launcher.start()
 
-    def _next_attempt(self, number: int) -> None:
+    def _next_attempt(self, used: int) -> None:
         """Go on as another attempt, where a restart was used since the last start."""
+        self.used, number = used, self.first + used
         if number > self.record.attempt:
             self.reason = self.reason or self.held
             self.record.next_attempt(number, self._ended(self._exit_code()))
-            folder = str(self.record.folder)
+            folder, self.reason = str(self.record.folder), None
             os.environ.update(CLUSTERKIT_ATTEMPT=str(number), CLUSTERKIT_NODE_DIR=folder)
             self.stops.clear()
 

@@ -20,16 +20,19 @@ class Peer:
         node: its rank.
         lost_after: seconds of silence after which node 0 is lost.
         wait: seconds that a lost node has to come back; 0: the launcher runs already.
+        spare: it waits for another node to be lost.
     """
 
-    def __init__(self, node: int, lost_after: float, wait: float, now: float) -> None:
+    def __init__(
+        self, node: int, lost_after: float, wait: float, now: float, spare: bool = False
+    ) -> None:
         self.orders: list[tuple[str, str]] = []
         """For the caller to take: ``start`` (the launcher; with how many restarts were used, and
-        where it is known the node's rank in this round and of how many nodes that is),
-        ``wait`` (end it, and be ready), ``pause`` (so many seconds may go by until the next start;
-        why follows), ``final`` (what comes is for good, for the reason given, if any), ``stop``
-        (end, for the reason given), ``exit`` (end as the launcher has); a line to ``say`` in the
-        node's log, or to ``warn`` people with."""
+        where it is known the node's rank in this round and of how many nodes that is), ``follow``
+        (so many restarts were used by the others), ``wait`` (end it, and be ready), ``pause`` (so
+        many seconds may go by until the next start; why follows), ``final`` (what comes is for
+        good, for the reason given, if any), ``stop`` (end, for the reason given), ``exit`` (end as
+        the launcher has); a line to ``say`` in the node's log, or to ``warn`` people with."""
         self.done = False  # whether there is nothing more to hear
         self.news = False  # whether there is something to say at once
         self.met = ""  # which coordinator was met last
@@ -43,7 +46,8 @@ class Peer:
         self._running = not wait
         self.code: int | None = None  # how the launcher ended by itself
         self._ended_at: float | None = None
-        self._waiting = False  # whether the launcher may not run
+        self._spare = spare
+        self._waiting = spare  # whether the launcher may not run
         self._gave_up = False  # whether it ended its launcher because node 0 was lost
         self._last = False  # whether no other launcher can be started here
         self._failure: Document | None = None  # of the launcher's ranks, by themselves
@@ -59,7 +63,8 @@ class Peer:
     @property
     def new(self) -> bool:
         """Whether nothing was started yet, and nobody met who could say whether it may be."""
-        return not self.met and not self._running and self.code is None
+        started = self._running or self.code is not None
+        return not (self.met or started or self._spare)
 
     def statement(self) -> Document:
         """How things stand here, for the coordinator."""
@@ -132,6 +137,8 @@ class Peer:
         if count < self._count or self._leaving or self.done:
             return
         self.news = self.news or count > self._count  # every decision is answered
+        if self._spare and int(message["used"]) > self._used and do != "start":
+            self.orders.append(("follow", str(message["used"])))
         self._count, self._used = count, max(self._used, int(message["used"]))
         say = str(message.get("say") or "")
         if do == "start":
@@ -178,10 +185,12 @@ class Peer:
 
     def alone(self, why: str) -> None:
         """Nobody can be met."""
+        if self._spare:
+            return self._end("stop", why)
         self.orders.append(("warn", f"the other nodes are not watched: {why}"))
         if self.new:
             self._start(0, "")
-        self._end("exit", "")
+        return self._end("exit", "")
 
     def _give_up(self, why: str, now: float) -> None:
         """Node 0 is lost. ``why``: what to say where nobody waits for it."""
@@ -193,7 +202,7 @@ class Peer:
     def _start(self, number: int, say: str, place: str = "") -> None:
         self._log(number, "start", say)
         self._round, self.code, self._running = number, None, True
-        self._waiting = self._gave_up = False
+        self._waiting = self._gave_up = self._spare = False
         self._failure = None
         self.news = True
         self.orders.append(("start", f"{self._used}{place}"))

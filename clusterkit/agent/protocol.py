@@ -27,6 +27,8 @@ PEER_TOKEN = "CLUSTERKIT_PEER_TOKEN"
 """Environment variable with the secret by which the nodes of a run know each other."""
 STOPPED = "stopped on request"  # why a node ended that was asked to by a signal
 STOPPED_BY_PEERS = "stopped: "  # how the reason begins of a node that ended because another did
+SPARE = f"{STOPPED_BY_PEERS}no node was lost whose place it could take"
+"""Why a node ended that was there for that."""
 LATE = "it was stopped at its time_limit"  # why a node ended that was over it
 LATE_EXIT = 124
 """Exit code of such a node: that of timeout(1)."""

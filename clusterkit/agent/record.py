@@ -19,10 +19,11 @@ from clusterkit.agent.protocol import EVEN, GOES_ON, SLOW, STILL, Document
 class Record:
     """One node's, from attempt to attempt; each has a folder of its own."""
 
-    def __init__(self, folder: Path, attempt: int, *, echo: bool) -> None:
+    def __init__(self, folder: Path, attempt: int, *, echo: bool, spare: bool = False) -> None:
         self.folder, self.attempt, self._echo = folder, attempt, echo
         self.remarks: list[str] = []  # what a person should know of this node, however it ends
         self._started = {**identity(os.getpid()), "host": socket.gethostname()}
+        self._started |= {"spare": True} if spare else {}
         self._oom_kills = _oom_kills()
         self._begin(folder)
         self.log = NodeLog(folder, echo=echo)
@@ -83,7 +84,7 @@ class Record:
 
     def goes_on(self) -> None:
         """The next start has come."""
-        if self._started.pop("waits", None):
+        if any([self._started.pop(key, None) for key in ("waits", "spare")]):
             self._tell()
 
     def _tell(self) -> None:

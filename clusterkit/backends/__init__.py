@@ -22,6 +22,17 @@ _MODULES = {
 
 NAMES = tuple(_MODULES)
 
+FORMS: dict[str, tuple[str, dict[str, str]]] = {
+    "sbatch": ("slurm", {}),
+    **{
+        flavor: ("kubernetes", {"flavor": flavor})
+        for flavor in ("pytorchjob", "mpijob", "trainjob", "jobset", "job")
+    },
+    "compose": ("compose", {}),
+    "ssh": ("ssh", {}),
+}
+"""What `clusterkit plan --as` can print: the backend, and keys of its entry."""
+
 
 def backend_type(name: str) -> type[Backend]:
     """The class registered under ``name``.

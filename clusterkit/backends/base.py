@@ -330,6 +330,34 @@ class SupportsForget(ABC):
         """
 
 
+class SupportsFile(ABC):
+    """Backends whose plans fit into one file, for somebody who has to hand one in."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def one_file(self, plan: Plan, cluster: Any, head: list[str]) -> str:
+        """All that the plan's files and steps are, as one text.
+
+        Args:
+            head: what is to stand in front, as comments.
+
+        Raises:
+            BadInput: something of it does not fit into a file.
+        """
+
+    def unprobed(self, cluster: Any, job: JobSpec) -> Facts:
+        """Facts of a cluster that cannot be looked at, as far as entry and job say them.
+
+        Raises:
+            BadInput: they do not say enough.
+        """
+        raise BadInput(
+            f"backend {self.name} has to look at its hosts",
+            hint="--cluster NAME, or the --facts of an earlier run",
+        )
+
+
 class SupportsRemoteRuns(ABC):
     """Backends whose clusters know of runs that other machines submitted."""
 

@@ -73,11 +73,12 @@ def judge_node(
 
 def judge_running(node: int, host: str, started: bytes | None) -> NodeStatus:
     """The state of a node whose agent runs, from its ``started.json``: it may wait."""
-    waits = _document(started or b"").get("waits") or {}
+    document = _document(started or b"")
+    waits, spare = document.get("waits") or {}, "a spare" if document.get("spare") else None
     return NodeStatus(
         node=node, host=host, state=State.RESTARTING if waits else State.RUNNING,
-        reason=waits.get("why"), until=waits.get("until"), remarks=remarks(started),
-        hang=_document(started or b"").get("hang"), slow=_document(started or b"").get("slow"),
+        reason=waits.get("why", spare), until=waits.get("until"), remarks=remarks(started),
+        hang=document.get("hang"), slow=document.get("slow"),
     )  # fmt: skip
 
 

@@ -21,6 +21,8 @@ PACKAGES = ("torch", "deepspeed", "transformers", "clusterkit")
 """Packages whose versions facts hold."""
 TOOLS = ("mpirun", "ninja", "c++")
 """Commands that a launcher may need."""
+UNSEEN = "not looked at"
+"""A version, or a path, of what nobody could look at; a launcher may need it."""
 OLDEST_PYTHON = (3, 11)
 """Of the ranks' interpreter."""
 GPU_QUERY = (
@@ -177,6 +179,13 @@ def parse_gpus(csv: str, visible: str | None = None) -> tuple[Gpu, ...]:
             break
         found.append(listed[matching[0]])
     return tuple(found)
+
+
+def assumed_gpus(wanted: int | Literal["auto"], job: JobSpec, nodes: int = 1) -> tuple[Gpu, ...]:
+    """Those of nodes that cannot be looked at: what the entry says, or one for each rank."""
+    if wanted == "auto":
+        wanted = 0 if job.gpus_per_node == "auto" else nodes * job.gpus_per_node
+    return tuple(Gpu(str(index), "GPU", 0) for index in range(wanted if job.device != "cpu" else 0))
 
 
 def limited(gpus: tuple[Gpu, ...], wanted: int | Literal["auto"]) -> tuple[Gpu, ...]:

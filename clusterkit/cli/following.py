@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import time
 
@@ -85,10 +86,22 @@ def check_terminal() -> None:
 
 
 def show(run: str | None) -> None:
-    """`clusterkit top`, until somebody leaves it."""
-    from clusterkit.ui.top.app import Top
+    """`clusterkit top`, until somebody leaves it; ``run`` None: of all runs."""
+    from clusterkit import runs
+    from clusterkit.ui.top.board import RunBoard, RunsBoard
+    from clusterkit.ui.top.paint import ansi
 
-    Top(run).run()
+    first = RunsBoard() if run is None else RunBoard(runs.find(run))
+    first.poll()
+    size = os.get_terminal_size(sys.stderr.fileno())
+    # Textual takes longer to import than all the rest: meanwhile there is something to look at.
+    print("\x1b[?1049h", ansi(first.lines(*size)), sep="", end="", file=sys.stderr, flush=True)
+    try:
+        from clusterkit.ui.top.app import Top
+
+        Top(first).run()
+    finally:
+        print("\x1b[?1049l", end="", file=sys.stderr, flush=True)
 
 
 def watch(run: api.Run, as_json: bool) -> int:

@@ -7,26 +7,55 @@ from typing import Any
 
 import click
 
-from clusterkit import api
+from clusterkit import api, backends
 from clusterkit.cli.common import PlanCommand, job_of, json_option, plan_options, prepare_options
 from clusterkit.files import write_atomic
 from clusterkit.plan import relative
 
 
-@click.command("plan", cls=PlanCommand, epilog="Example: clusterkit plan jobs/zero3.yaml --nodes 2")
+@click.command(
+    "plan",
+    cls=PlanCommand,
+    epilog="Examples: clusterkit plan jobs/zero3.yaml --nodes 2;  "
+    "clusterkit plan jobs/ddp.yaml --nodes 2 --gpus 8 --as sbatch > ddp.sh",
+)
 @plan_options
 @click.option("-o", "--out", metavar="DIR", type=click.Path(), help="Write the files there.")
+@click.option("--as", "form", metavar="FORM", type=click.Choice([*backends.FORMS]),
+              help="As one file to hand in: sbatch, pytorchjob, mpijob, trainjob, jobset, job, "
+              "compose or ssh.")  # fmt: skip
 @json_option
 @click.pass_context
 def command(
-    ctx: click.Context, /, job: str | None, out: str | None, as_json: bool, **options: Any
+    ctx: click.Context,
+    /,
+    job: str | None,
+    out: str | None,
+    form: str | None,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Print exactly what submit would do, without doing it.
 
     Takes what submit takes: a job file, and after -- further arguments or a command.
     The cluster is probed (for GPUs, a free port), nothing is written or started. With
     --run-id and --facts of a run that exists, this prints that run's plan again.
+
+    With --as it prints the same job as one file for those who must hand one in: a batch script,
+    a manifest, a compose file, a script that uses ssh. Without --cluster nothing is probed then;
+    what is assumed stands in comments.
     """
+    if form is not None:
+        if out is not None or as_json:
+            raise click.UsageError("--as prints one file: it goes without --out and --json.", ctx)
+        given = ctx.get_parameter_source("cluster") is not click.core.ParameterSource.DEFAULT
+        if not given:
+            options["cluster"] = None
+        del options["doctor"]
+        click.echo(
+            api.plan_as(form=form, **job_of(ctx, job), **prepare_options(**options)), nl=False
+        )
+        return
     plan = api.plan(**job_of(ctx, job), **prepare_options(**options))
     if out is not None:
         for file in plan.files:

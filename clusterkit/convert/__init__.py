@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from clusterkit import loader, shell, yaml_text
 from clusterkit.cluster import CLUSTER_TYPES
-from clusterkit.convert import accelerate, deepspeed, lines
+from clusterkit.convert import accelerate, clouds, compose, deepspeed, kubernetes, lines, slurm
 from clusterkit.convert.options import job_name
 from clusterkit.convert.sheet import Note, Read, Sheet, Tree
 from clusterkit.errors import BadInput, choices
@@ -74,7 +74,12 @@ Source = Callable[[Sheet, str, Sequence[str]], None]
 KINDS: Mapping[str, Source] = {
     "command": _command,
     "hostfile": _hostfile,
+    "script": slurm.script,
     "accelerate": _accelerate,
+    "kubernetes": kubernetes.manifest,
+    "compose": compose.file,
+    "skypilot": clouds.skypilot,
+    "dstack": clouds.dstack,
 }
 """What can be converted, and what converts it: a sheet, the file's text, the words after --."""
 _WITH_WORDS = ("accelerate",)

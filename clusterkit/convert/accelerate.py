@@ -104,7 +104,9 @@ def finish(sheet: Sheet) -> None:
             sheet.refuse(written, f"{path} is not what `accelerate config` writes")
             return
         sheet.note(written, "read, as below", "job")
+        here = sheet.at
         _read_config(sheet, tree)
+        sheet.at = here
     _apply(sheet)
 
 
@@ -167,28 +169,28 @@ def _from_file(sheet: Sheet, name: str, value: Any, what: str) -> None:
 
 
 def _apply(sheet: Sheet) -> None:
-    settings = sheet.settings
+    settings, here = sheet.settings, sheet.at
     nodes = 1
     if "num_machines" in settings:
         text, what = settings["num_machines"]
-        sheet.at = sheet.places.get("num_machines", "")
+        sheet.at = sheet.places.get("num_machines", here)
         nodes = sheet.whole(what, text) or 1
         sheet.key(what, "nodes", nodes)
     for flag, (name, defaults, prefix) in _USES.items():
         if _true(settings.get(flag)):
-            sheet.at = sheet.places.get(flag, "")
+            sheet.at = sheet.places.get(flag, here)
             sheet.env(settings[flag][1], name, "true")
             for key, value in defaults.items():
                 settings.setdefault(key, (value, f"{key}, accelerate's default"))
         else:
             for key in [key for key in settings if key.startswith(prefix)]:
                 text, what = settings.pop(key)
-                sheet.at = sheet.places.get(key, "")
+                sheet.at = sheet.places.get(key, here)
                 sheet.drop(what, f"it means nothing without {flag}")
         settings.pop(flag, None)
     deepspeed = _true(settings.pop("use_deepspeed", None))
     if deepspeed:
-        sheet.at = ""
+        sheet.at = here
         sheet.env("DeepSpeed", "ACCELERATE_USE_DEEPSPEED", "true")
         fields = settings.pop("deepspeed_fields", ("", ""))[0]
         if "mixed_precision" in sheet.places:
@@ -196,9 +198,9 @@ def _apply(sheet: Sheet) -> None:
         sheet.env("DeepSpeed", "ACCELERATE_CONFIG_DS_FIELDS", fields)
     settings.pop("deepspeed_fields", None)
     for name, (text, what) in settings.items():
-        sheet.at = sheet.places.get(name, "")
+        sheet.at = sheet.places.get(name, here)
         _setting(sheet, name, text, what, nodes, deepspeed)
-    sheet.at = ""
+    sheet.at = here
     if "gpus_per_node" not in sheet.job and not sheet.refused:
         sheet.key("no --num_processes", "gpus_per_node", "auto")
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from clusterkit import command, shell
 from clusterkit.command import Started, Used
-from clusterkit.convert import accelerate, deepspeed, mpirun
+from clusterkit.convert import accelerate, deepspeed, mpirun, torchx
 from clusterkit.convert.options import assigned, by_meaning, job_name
 from clusterkit.convert.sheet import Sheet, unknown_in
 from clusterkit.launcher_options import ACCELERATE, DEEPSPEED, LAUNCH, MPIRUN, TORCHRUN, Tool
@@ -79,6 +79,9 @@ def convert(
     if any(unknown_in(word) and word == words[0] for word in words[:1]):
         sheet.refuse(words[0], "which command that is, is not known here")
         return
+    if words[0].rpartition("/")[2] == "torchx":
+        torchx.command(sheet, words)
+        return
     started = command.read(words)
     launched(sheet, started, inside=inside, ranks=ranks)
 
@@ -89,7 +92,8 @@ def launched(
     """What `command.read` found."""
     if (tool := started.tool) is None:
         if ranks is not None:
-            sheet.key(started.name, "gpus_per_node", ranks, f"gpus_per_node: {ranks}, as one rank")
+            why = "as one rank" if ranks == 1 else "a rank for each task"
+            sheet.key(started.name, "gpus_per_node", ranks, f"gpus_per_node: {ranks}, {why}")
     else:
         name = _of(tool)
         for used in started.options:

@@ -255,6 +255,8 @@ def _no_value(name: str) -> str:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
     text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
     text = text.replace("\n", "\\n")
     return text if len(text) <= 100 else text[:97] + "..."

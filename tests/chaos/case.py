@@ -206,7 +206,7 @@ class Case:
         job = {
             "program": "train.py", "args": [str(STEPS), mischief], "nodes": NODES,
             "gpus_per_node": NPROC, "restarts": self.fault.restarts, "device": "cpu",
-            "hang_timeout": self.fault.hang_timeout,
+            "hang_timeout": self.fault.hang_timeout, "on_node_loss": self.fault.on_node_loss,
             "checkpoint": {
                 "every": EVERY, "dir": str(self.folder / "checkpoints") if own else "checkpoints"
             },

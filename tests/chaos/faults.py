@@ -38,7 +38,7 @@ class Fault:
         said: a pattern that a line of the log or an event matches.
         mischief: what the program does by itself at that step.
         early: it is done at a random moment after Enter instead.
-        restarts: of the job, as `hang_timeout` is.
+        restarts: of the job, as `hang_timeout` and `on_node_loss` are.
         traced: whether the log tells of all steps.
         rank: the one it is done to; by default one is drawn.
     """
@@ -55,6 +55,7 @@ class Fault:
     early: bool = False
     restarts: int = 2
     hang_timeout: float = 0.0
+    on_node_loss: str = "wait"
     traced: bool = True
     rank: int | None = None
 
@@ -257,9 +258,14 @@ FAULTS = (
           traced=False),
     Fault("disk-saving", "local", fill("checkpoints"), State.FAILED, (1, 2, 3), "rank",
           "No space left on device", rank=0),
-    Fault("host-crash", "ssh", host("crash"), State.FAILED, (1, 2), "node", "host h{node}"),
-    Fault("host-cut", "ssh", host("cut"), State.FAILED, (1, 2), "node", "host h{node}"),
-    Fault("host-freeze", "ssh", host("freeze"), State.FAILED, (1, 2), "node", "host h{node}"),
+    Fault("host-crash", "ssh", host("crash"), State.FAILED, (1,), "node", "host h{node}",
+          on_node_loss="fail"),
+    Fault("host-cut", "ssh", host("cut"), State.FAILED, (1,), "node", "host h{node}",
+          on_node_loss="fail"),
+    Fault("host-freeze", "ssh", host("freeze"), State.FAILED, (1,), "node", "host h{node}",
+          on_node_loss="fail"),
+    Fault("host-back", "ssh", host("cut", "heal", seconds=12.0),
+          cause="host h{node}|node {node} does not answer"),
     Fault("host-blink", "ssh", host("cut", "heal"), attempts=(1,)),
     Fault("host-sshd", "ssh", host("restart-sshd"), attempts=(1,)),
     Fault("host-slow", "ssh", host("slow 1mbit"), attempts=(1,)),

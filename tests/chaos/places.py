@@ -66,7 +66,8 @@ class Hosts(Local):
 
     def shell(self, run: api.Run, node: int) -> list[str]:
         host = self.lab.hosts[node].name
-        return [machine.tool("ssh"), "-F", str(self.lab.ssh_config), "-o", "BatchMode=yes", host]
+        options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=5"]  # one may be cut off
+        return [machine.tool("ssh"), "-F", str(self.lab.ssh_config), *options, host]
 
     def left(self, run: api.Run) -> list[str]:
         self.repair()
@@ -116,7 +117,7 @@ def place(name: str) -> Iterator[Local]:
     elif name == "ssh":
         with Lab(tempfile.mkdtemp(prefix="clusterkit-lab-"), 2) as lab:
             entry = {"backend": "ssh", "inventory": str(lab.inventory), "stop_grace": 2}
-            entry |= {"lost_after": 4, "connect_timeout": 5, "python": sys.executable}
+            entry |= {"lost_after": 6, "connect_timeout": 5, "python": sys.executable}
             yield Hosts(entry, name=name, parallel=False, lab=lab)
     else:
         with engines.engine() as engine:

@@ -116,10 +116,10 @@ class Agent:
         schedule = world.schedule
         self.leap, self.frozen = 0.0, 0.0
         self.clock = Awake(lambda: world.now + self.leap)
-        self.wait = WAIT if schedule.back or schedule.least else 0.0
+        self.wait = WAIT if schedule.back or schedule.least or schedule.spares else 0.0
         self.rank, self.nodes = node, schedule.nodes  # of the ranks that it starts
         self.again = bool(self.wait or schedule.restarts)
-        self.peer = Peer(node, LOST_AFTER, self.wait, self.clock())
+        self.peer = Peer(node, LOST_AFTER, self.wait, self.clock(), spare=node >= schedule.nodes)
         self.ended = None  # its exit code
         self.gone = False  # vanished: nothing comes back from there
         self.zombie = False
@@ -135,7 +135,7 @@ class Agent:
         if node == 0:
             self.server = Membership(
                 schedule.nodes, LOST_AFTER, self.wait, schedule.restarts,
-                least=schedule.least or None,
+                least=schedule.least or None, spares=schedule.spares,
             )  # fmt: skip
         world.after(world.rng.uniform(0, 0.05), self.tick)
 

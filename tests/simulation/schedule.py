@@ -50,11 +50,13 @@ class Schedule:
     late: float = 0.0
     faults: tuple[Fault, ...] = ()
     least: int = 0  # nodes with which the run may go on; 0: with all alone
+    spares: int = 0
 
     @property
     def text(self) -> str:
         """All but the faults; of what was added later, only what is not as it was before."""
-        return repr(replace(self, faults=())).replace(", least=0)", ")")
+        text = repr(replace(self, faults=()))
+        return text.removesuffix(", spares=0)").removesuffix(")").removesuffix(", least=0") + ")"
 
     @property
     def kind(self) -> bool:
@@ -62,15 +64,21 @@ class Schedule:
         failures = sum(fault.kind in FAILURES for fault in self.faults)
         if failures > self.restarts or any(f.kind in ("port", "late") for f in self.faults):
             return False
-        if self.least and not self.back:
+        if self.goes_on:
             lost = {fault.node for fault in self.faults if fault.kind in LOSSES}
             away = sum(fault.seconds for fault in self.faults if fault.kind not in LOSSES)
-            return 0 not in lost and self.nodes - len(lost) >= self.least and away <= WAIT / 2
+            enough = self.nodes + self.spares - len(lost) >= (self.least or self.nodes)
+            return 0 not in lost and enough and away <= WAIT / 2
         away = sum(fault.seconds for fault in self.faults)
         if self.back:
             return away <= WAIT / 2
         harmless = all(fault.kind not in LOSSES for fault in self.faults)
         return harmless and away <= 1.0 and not self.lost and not self.late
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run may go on without nodes that are lost."""
+        return not self.back and bool(self.least or self.spares)
 
     @property
     def bound(self) -> float:
@@ -101,7 +109,7 @@ def make(seed: int) -> Schedule:
             when = {"at": round(at, 4)}
         faults.append(Fault(kind, rng.choice((0, *range(nodes))), seconds=seconds, **when))
     unkind = rng.random() < 0.5
-    return Schedule(
+    made = Schedule(
         seed, nodes, back, rng.choice((0, 1, 2, 5)),
         round(rng.choice((0.1, 1, 10)) * rng.uniform(0.2, 1), 3),
         lost=rng.choice((0.02, 0.1)) if unkind else 0.0,
@@ -109,3 +117,10 @@ def make(seed: int) -> Schedule:
         late=rng.choice((0.0, 0.05, 0.3)) if unkind else 0.0, faults=tuple(faults),
         least=rng.choice((0, 0, 1, max(1, nodes - 1))),
     )  # fmt: skip
+    if back or nodes == 1:
+        return made
+    spares = rng.choice((0, 0, 1, 2))
+    if spares and rng.random() < 0.5:
+        others = range(nodes, nodes + spares)
+        faults = [replace(one, node=rng.choice((one.node, *others))) for one in faults]
+    return replace(made, faults=tuple(faults), spares=spares)

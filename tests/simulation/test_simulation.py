@@ -48,6 +48,19 @@ def test_the_others_go_on_whenever_a_node_is_lost_for_good(kind):
             assert fails(schedule) is None, schedule
 
 
+@pytest.mark.parametrize("kind", ["crash", "node", "leave"])
+def test_a_spare_takes_the_place_of_a_node_whenever_that_is_lost(kind):
+    rank = Fault("rank", 1, at=1.5)
+    quiet = Schedule(1, 3, False, restarts=1, work=1.0, faults=(rank,), spares=1)
+    steps = World(quiet).run().steps
+    assert steps > 20
+    for step in range(1, steps):
+        for node in (1, 2, 3):  # the last is the spare itself
+            schedule = replace(quiet, faults=(rank, Fault(kind, node, step=step)))
+            assert schedule.kind
+            assert fails(schedule) is None, schedule
+
+
 @pytest.mark.parametrize(
     "schedule",
     [

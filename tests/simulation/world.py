@@ -31,7 +31,8 @@ class World:
         self.port_taken = False  # rank 0's, by another program
         self.verdicts, self.rulings, self.failures = [], [], 0
         self.cuts = {}
-        self.place = [None] * schedule.nodes  # by node, the agent that has it now
+        everyone = schedule.nodes + schedule.spares
+        self.place = [None] * everyone  # by node, the agent that has it now
         self.agents = []
         self.back_at = {}  # nodes that somebody will replace
         self.by_step = {}
@@ -40,7 +41,7 @@ class World:
                 self.by_step.setdefault(fault.step, []).append(fault)
             else:
                 self.after(fault.at, self.strike, fault)
-        for node in range(schedule.nodes):
+        for node in range(everyone):
             self.after(self.rng.choice((0.0, 0.1, 3.0)) * self.rng.random(), self.spawn, node)
 
     def after(self, seconds, what, *given):
@@ -100,7 +101,8 @@ class World:
             self.lost_late |= bool(self.rulings) or self.complete_once
             # Nobody knows that it was there before: what others fail of looks their own.
             others = self.place if agent.node == 0 else [agent]
-            self.lost_early |= any(other is None or not other.peer.met for other in others)
+            early = any(other is None or not other.peer.met for other in others)
+            self.lost_early |= early and not self.schedule.goes_on
         if kind == "rank":
             agent.fail(agent.ranks)
         elif kind == "start":
@@ -172,7 +174,10 @@ class World:
         if len(found) == ranks.nodes:
             if ranks.nodes < (self.schedule.least or self.schedule.nodes):
                 raise Broken(f"{ranks.nodes} nodes go on")
-            if (nodes := [found[n].agent.node for n in sorted(found)]) != sorted(nodes):
+            nodes = [found[n].agent.node for n in sorted(found)]
+            first = {n: rank for rank, n in enumerate(nodes) if n < self.schedule.nodes}
+            whole = ranks.nodes == self.schedule.nodes and any(n != r for n, r in first.items())
+            if whole or list(first) != sorted(first):
                 raise Broken(f"the ranks are those of nodes {nodes}")
             group = Group(list(found.values()))
             for one in group.ranks:
@@ -278,6 +283,9 @@ def shrink(schedule):
         if schedule.nodes > 1 and all(f.node < schedule.nodes - 1 for f in schedule.faults):
             least = min(schedule.least, schedule.nodes - 1)
             tries.append(replace(schedule, nodes=schedule.nodes - 1, least=least))
+        last = schedule.nodes + schedule.spares - 1
+        if schedule.spares and all(fault.node < last for fault in schedule.faults):
+            tries.append(replace(schedule, spares=schedule.spares - 1))
         if schedule.least:
             tries.append(replace(schedule, least=0))
         for smaller in tries:

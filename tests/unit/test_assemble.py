@@ -146,6 +146,14 @@ def test_nodes_that_go_on_without_others_say_how_few_they_may_be():
     assert "--min-nodes" not in file_of(fixed, "node.sh").text
 
 
+def test_spares_are_started_as_the_nodes_are():
+    spec = job(nodes=2, spares=1, command=("train",), program=None)
+    made = assembled(spec, Topology(2, 2, 4), watching=Watching("10.0.0.1", 29502))
+    node = file_of(made, "node.sh").text
+    assert "--nodes 2 " in node
+    assert "--coordinator 10.0.0.1:29502 --lost-after 30 --rejoin 15 --spares 1 --" in node
+
+
 def test_a_bucket_for_checkpoints_is_kept():
     env = exported(assembled(job(checkpoint=CheckpointSpec(dir="s3://runs/a"))))
     assert env["CLUSTERKIT_CHECKPOINT_DIR"] == "s3://runs/a"

@@ -31,7 +31,7 @@ agent.launcher
 agent.node
 agent.__main__ agent
 errors
-files status marks series host_probe receiver
+files status marks series usage host_probe receiver
 shell transport logs yaml_text estimate.mesh estimate.presets
 mirror tracebacks yaml_file
 spec diagnose
@@ -44,8 +44,11 @@ warm goodput
 convert.sheet convert.files
 convert.options
 convert.deepspeed
-convert.mpirun convert.accelerate
-convert.lines
+convert.mpirun convert.accelerate convert.torchx
+convert.lines convert.shell_text
+convert.script
+convert.slurm convert.kubernetes convert.clouds
+convert.compose
 convert
 deepspeed_probe estimate.units estimate.setup estimate.published
 estimate.memory
@@ -65,7 +68,7 @@ doctor.checks
 doctor.hosts
 doctor
 backends.base
-backends backends.nodes backends.ports backends.placing backends.probing
+backends backends.nodes backends.ports backends.placing backends.probing backends.addresses
 backends.local backends.ssh backends.compose backends.kubernetes backends.slurm
 backends.ssh.config backends.ssh.filters backends.ssh.variables backends.compose.compose_file
 backends.compose.engine backends.slurm.queue backends.slurm.tail
@@ -75,7 +78,7 @@ backends.ssh.inventory backends.ssh.known_hosts
 backends.ssh.connection
 backends.ssh.transport
 backends.*.probe backends.ssh.observe backends.slurm.observe
-backends.*.place
+backends.*.place backends.ssh.script
 backends.compose.containers backends.kubernetes.pods
 backends.kubernetes.flavors backends.kubernetes.judge
 backends.kubernetes.rights
@@ -88,7 +91,7 @@ doctor.kubernetes.checks.*
 doctor.kubernetes.checks
 doctor.kubernetes doctor.slurm
 backends.kubernetes.observe backends.kubernetes.watcher
-backends.kubernetes.run_files backends.kubernetes.pod_log
+backends.kubernetes.pod_log
 backends.kubernetes.place backends.kubernetes.monitor
 backends.kubernetes.remove
 backends.slurm.remote_runs
@@ -99,6 +102,7 @@ run_state
 run live
 prometheus
 launch
+handout
 ui ui.words
 ui.plots ui.top ui.top.paint web.page web.log_pages
 ui.top.board web.site

@@ -2,9 +2,12 @@
 
 `tests/simulation` has them meet each other on a bad day."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from clusterkit.agent import limits
+from clusterkit.agent.coordinator import Server
 from clusterkit.agent.membership import Membership
 from clusterkit.agent.peer import Peer
 
@@ -12,8 +15,8 @@ from clusterkit.agent.peer import Peer
 class Table:
     """Peers around a membership, at a moment that the test chooses; what is said is heard."""
 
-    def __init__(self, nodes=2, wait=60.0, restarts=0, retry_on=(), least=None):
-        self.retry_on, self.least = retry_on, least
+    def __init__(self, nodes=2, wait=60.0, restarts=0, retry_on=(), least=None, spares=0):
+        self.retry_on, self.least, self.spares = retry_on, least, spares
         self.now, self.nodes, self.wait, self.restarts = 0.0, nodes, wait, restarts
         self.peers = {}
         self.away = set()  # nodes without a connection
@@ -21,12 +24,12 @@ class Table:
 
     def new_node_0(self):
         self.membership = Membership(
-            self.nodes, 30.0, self.wait, self.restarts, self.retry_on, self.least
+            self.nodes, 30.0, self.wait, self.restarts, self.retry_on, self.least, self.spares
         )
 
     def arrives(self, node, running=False):
         """Another agent does."""
-        self.peers[node] = Peer(node, 30.0, self.wait, self.now)
+        self.peers[node] = Peer(node, 30.0, self.wait, self.now, node >= self.nodes)
         if running and self.wait:
             self.peers[node].disconnected(self.now, "nobody there")
             self.peers[node].orders.clear()
@@ -39,7 +42,7 @@ class Table:
         return self.talk(node)
 
     def all_arrive(self):
-        for node in range(self.nodes):
+        for node in range(self.nodes + self.spares):
             self.arrives(node)
         return self
 
@@ -553,7 +556,7 @@ def without(table, *lost):
         table.breaks(node)
         del table.peers[node]
     table.turn(limits.PEER_GONE_SECONDS + 1, but=lost)
-    for node in set(range(table.nodes)) - set(lost):
+    for node in sorted(table.membership.members.ranks.keys() - set(lost)):
         table.ended(node, 1)
     assert table.turn(table.wait - 1, but=lost) == []
     return table.turn(2, but=lost)
@@ -611,3 +614,105 @@ def test_a_smaller_run_has_its_restarts():
     assert table.ended(2, 7) == wait(0, 2)
     assert table.ended(0, 143) == start(0, 2)
     assert table.membership._retries.used == 1
+
+
+def test_a_spare_waits_until_a_node_is_lost_and_takes_its_rank():
+    table = Table(3, spares=2).all_arrive()
+    assert table.said == ["a spare: waits for a node to be lost"]
+    assert without(table, 1) == start(0, 2, 3)
+    assert table.membership.says(0)["say"] == (
+        "node 1 was lost and did not come back within 60 s; node 3 takes the place of node 1; "
+        "starting again"
+    )
+    assert table.membership.members.ranks == {0: 0, 3: 1, 2: 2}
+    assert without(table, 3) == start(0, 2, 4)
+    assert table.membership.members.ranks == {0: 0, 4: 1, 2: 2}
+    assert table.membership._retries.used == 0
+    for node in (0, 2):
+        table.ended(node, 0)
+    assert table.ended(4, 0) == [(node, "exit", "") for node in (0, 2, 4)]
+
+
+def test_a_spare_that_was_never_needed_ends_with_the_others():
+    table = Table(2, spares=1).all_arrive()
+    table.ended(1, 0)
+    assert table.ended(0, 0) == [(node, "exit", "") for node in (0, 1, 2)]
+
+
+def test_a_spare_that_is_lost_costs_nothing_and_is_not_chosen():
+    table = Table(3, spares=2).all_arrive()
+    table.breaks(3)
+    assert table.turn(limits.PEER_GONE_SECONDS + 1, but=(3,)) == []
+    del table.peers[3]
+    assert without(table, 2) == start(0, 1, 4)
+    assert table.membership.members.ranks == {0: 0, 1: 1, 4: 2}
+
+
+def test_where_no_spare_is_left_the_run_goes_on_smaller_or_ends():
+    table = Table(4, least=2, spares=1).all_arrive()
+    assert without(table, 1, 2) == start(0, 3, 4)
+    assert table.membership.members.ranks == {0: 0, 4: 1, 3: 2}
+    assert table.said[-1] == (
+        "nodes 1, 2 were lost and did not come back within 60 s; "
+        "node 4 takes the place of node 1, 3 of 4 go on; starting again"
+    )
+    table = Table(3, spares=1).all_arrive()
+    ended = without(table, 1, 2)
+    assert {order[1] for order in ended} == {"stop"}
+    assert [order[0] for order in ended] == [0, 3]
+
+
+def test_a_spare_goes_on_with_the_attempts_of_the_others():
+    table = Table(2, spares=1, restarts=1).all_arrive()
+    table.ended(1, 7)
+    assert (2, "follow", "") in table.ended(0, 143)
+
+
+def test_a_spare_that_meets_nobody_runs_nothing():
+    peer = Peer(3, 30.0, 60.0, 0.0, spare=True)
+    peer.disconnected(1.0, "nobody there")
+    peer.turn(limits.PEER_MEET_SECONDS + 1)
+    assert peer.orders == [("stop", "node 0 cannot be reached: nobody there")]
+
+
+@pytest.mark.parametrize("more", [{"spares": 1}, {"least": 2}])
+def test_a_node_that_never_came_is_lost_in_the_end(more):
+    table = Table(3, **more)
+    for node in (0, 1, 3)[: 2 + table.spares]:
+        table.arrives(node)
+    assert table.turn(limits.PEER_MEET_SECONDS - 1) == []
+    assert table.turn(2) == wait(0, 1)
+    assert table.membership.says(0)["say"] == "node 2 was lost; waiting for it"
+    for node in (0, 1):
+        table.ended(node, 143)
+    assert table.turn(61) == start(*(0, 1, 3)[: 2 + table.spares])
+
+
+def test_a_node_that_never_came_is_why_the_others_failed():
+    table = Table(3, least=2)
+    table.arrives(0)
+    table.arrives(1)
+    table.turn(20)
+    assert table.ended(1, 1) == wait(0, 1)
+    table.ended(0, 143)
+    assert table.turn(61) == start(0, 1)
+    assert table.membership._retries.used == 0
+
+
+def test_a_node_that_never_came_is_named_where_nothing_can_be_done():
+    table = Table(3)
+    table.arrives(0)
+    table.arrives(1)
+    assert table.turn(limits.PEER_MEET_SECONDS + 1) == []
+    assert table.said == ["node 2 did not come within 120 s"]
+    assert table.turn(100) == []
+    assert table.arrives(2) == start(2)
+
+
+def test_what_a_node_tells_of_its_ranks_is_taken_by_their_place_in_the_round():
+    table, heard = Table(3, spares=1).all_arrive(), []
+    without(table, 1)
+    server = Server(None, table.membership, lambda node, message: heard.append(node))
+    for node in (2, 3):
+        server._hear(SimpleNamespace(node=node), {"stands": []})
+    assert heard == [2, 1]

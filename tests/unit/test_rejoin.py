@@ -1,5 +1,6 @@
 """Nodes that are lost and come back: agents that follow what node 0 decides."""
 
+import json
 import signal
 import time
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from clusterkit import agent
+from clusterkit.agent.protocol import SPARE
 from tests.agents import RANK, Nodes
 
 
@@ -151,3 +153,49 @@ def test_the_others_go_on_as_fewer_ranks_in_the_same_order(nodes):
             f"{rank} of 2",
         }  # fmt: skip
         assert nodes.exit_of(node)["exit_code"] == 0
+
+
+def test_a_spare_takes_the_rank_of_a_lost_node(nodes):
+    for node in range(3):
+        nodes.start(node, wait=1.0, spares=1, restarts=1, argv=("sh", "-c", WORLD))
+    nodes.running(0, 1)
+    nodes.all_met(3)
+    assert json.loads((Path(nodes.path(2)) / "started.json").read_bytes())["spare"]
+    nodes.agents[1].kill()
+    nodes.running(0, 1)
+    assert "spare" not in json.loads((Path(nodes.path(2)) / "started.json").read_bytes())
+    for node in (0, 1):
+        nodes.end(node, 0)
+    assert [nodes.agents[node].wait(60) for node in (0, 2)] == [0, 0]
+    assert "1 of 2" in nodes.log_of(2)
+    assert (
+        "node 1 was lost and did not come back within 1 s; node 2 takes the place of node 1; "
+        "starting again"
+    ) in nodes.log_of(0)
+    assert nodes.exit_of(2)["restarts_left"] == 1
+
+
+def test_a_spare_follows_the_others_and_ends_with_them(nodes):
+    for node in range(3):
+        nodes.start(node, wait=60.0, spares=1, restarts=1)
+    nodes.running(0, 1)
+    nodes.all_met(3)
+    nodes.end(1, 7)
+    nodes.running(0, 1)
+    for node in (0, 1):
+        nodes.end(node, 0)
+    assert [process.wait(60) for process in nodes.started] == [0, 0, 0]
+    before, after = nodes.exit_of(2), nodes.exit_of(2, 2)
+    assert (before["next"], before["reason"]) == (2, SPARE)
+    assert (after["exit_code"], after["reason"], after["restarts_left"]) == (0, None, 0)
+
+
+def test_a_spare_of_a_run_that_fails_was_stopped(nodes):
+    for node in range(3):
+        nodes.start(node, wait=60.0, spares=1)
+    nodes.running(0, 1)
+    nodes.all_met(3)
+    nodes.end(1, 7)
+    assert nodes.agents[1].wait(60) == 7
+    nodes.agents[2].wait(60)
+    assert nodes.exit_of(2)["reason"] == "stopped: node 1 failed"

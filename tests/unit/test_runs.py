@@ -265,6 +265,14 @@ def test_files_among_the_runs_are_passed_over(three, clusterkit_home):
     assert len(list(runs.all_runs())) == 3
 
 
+def test_a_plan_that_was_written_among_the_runs_is_none(three, clusterkit_home):
+    for name in ("a-plan/plan.txt", "a-plan/job-1", "damaged/plan.txt", "damaged/job.json"):
+        path = clusterkit_home / "runs" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
+    assert {run.run_id for run in runs.all_runs()} == {"ddp-1", "ddp-2", "zero3-1", "damaged"}
+
+
 @pytest.mark.parametrize(
     ("name", "run_id"), [("ddp-2", "ddp-2"), ("z", "zero3-1"), ("last", "zero3-1")]
 )

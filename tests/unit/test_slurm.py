@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -145,6 +147,25 @@ def test_what_versions_of_slurm_print_is_read():
         assert [node.name for node in nodes if node.usable] == usable.split(), version
         jobs = queue.parse(found["squeue"])
         assert [job.means.value for job in jobs] == states.split(), version
+
+
+def test_a_probe_asks_its_questions_beside_each_other():
+    """And nothing of this very Python but what it knows already."""
+    asked = threading.Event()
+
+    class Slow(Slurm):
+        def run(self, host, argv, **options):
+            if argv == ("sinfo", "--version"):
+                asked.set()
+            else:
+                assert asked.wait(30)
+            return super().run(host, argv, **options)
+
+    transport = Slow(sinfo="n0|idle|8|1000|(null)")
+    facts = backends.backend("slurm").probe(SlurmCluster(python=sys.executable), transport)
+    assert {argv[0] for argv in transport.asked} == {"scontrol", "sinfo"}
+    assert (facts.hosts[0].python, facts.slurm.nodes) == (sys.executable, 1)
+    assert facts.port + 1 == facts.watch_port
 
 
 def test_a_controller_that_is_away_is_unavailable():

@@ -4,12 +4,13 @@ import contextlib
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
-from clusterkit import backends, doctor, runs
-from clusterkit.backends.slurm import login, observe, probe, queue
+from clusterkit import backends, doctor, mirror, runs
+from clusterkit.backends.slurm import login, observe, probe, queue, tail
 from clusterkit.backends.ssh.config import HostUnreachable
 from clusterkit.cluster import Project, SlurmCluster, SlurmFacts
 from clusterkit.errors import BadInput, SubmitFailed
@@ -54,6 +55,8 @@ class LoginNode(LocalTransport):
     [
         ("login", "login", None, None), (NAME, "login", "alice", 2222),
         ("bob@[fe80::1]:22", "fe80::1", "bob", 22), ("me@localhost", "localhost", "me", None),
+        ("::1", "::1", None, None), ("ssh://bob@login", "login", "bob", None),
+        ("bob@corp.example@login", "login", "bob@corp.example", None),
     ],
 )  # fmt: skip
 def test_a_login_node_is_named_as_ssh_does(text, address, user, port):
@@ -62,7 +65,7 @@ def test_a_login_node_is_named_as_ssh_does(text, address, user, port):
     assert (host.address, host.user, host.port) == (address, user, port)
 
 
-@pytest.mark.parametrize("text", ["localhost", "a b@c@d", "login:port", "::1"])
+@pytest.mark.parametrize("text", ["localhost", "a b@c@d", "login:port", "login:0", "@login", "a;b"])
 def test_what_is_no_login_node_is_refused(text):
     with pytest.raises(BadInput, match="no login node on another machine"):
         backends.transport_for(SlurmCluster(ssh=text))
@@ -183,6 +186,33 @@ def test_what_the_nodes_write_comes_here_once(handle, write):
     assert login.bring(handle, LoginNode()) is None
     assert here(handle)["attempts/1/node-0/log"] == b"one\n" * 999 + b"two\n"
     assert here(handle)["attempts/1/next"] == b"2\n"
+
+
+def test_a_slow_file_server_does_not_make_the_login_node_look_silent(
+    handle, write, monkeypatch, capsysbinary
+):
+    """A node's files take 5 s to read: whoever hears nothing for 8 s gives up."""
+    for node in range(6):
+        write(f"attempts/1/node-{node}/started.json", RUNS)
+    monkeypatch.chdir(handle.plan.run_dir)
+    now, read = [0.0], tail._read
+
+    def slow(name, at=0):
+        now[0] += 1.0
+        return read(name, at)
+
+    monkeypatch.setattr(tail, "_read", slow)
+    monkeypatch.setattr(tail, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    sending = tail.Tail(1, {})
+    sending.round()
+    signs = [
+        header["begun"]
+        for header, _ in mirror.Frames().feed(capsysbinary.readouterr().out)
+        if "file" not in header
+    ]
+    assert signs == [False] * 6 + [True]
+    sending.round()
+    assert capsysbinary.readouterr().out.count(b"\n") == 6
 
 
 def test_nothing_that_a_login_node_sends_lies_elsewhere(handle):

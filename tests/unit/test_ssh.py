@@ -30,7 +30,7 @@ from clusterkit.backends.ssh.config import HostUnreachable, config_text, jump_ho
 from clusterkit.backends.ssh.known_hosts import HostKeyProblem, KnownHosts
 from clusterkit.backends.ssh.transport import SshTransport
 from clusterkit.cluster import Host
-from clusterkit.errors import SubmitFailed, Unavailable
+from clusterkit.errors import BadInput, SubmitFailed, Unavailable
 from clusterkit.status import State
 from clusterkit.transport import PORTS, LocalTransport, Put, Transport, fan_out, in_order
 
@@ -844,6 +844,8 @@ def test_how_a_jump_host_is_named(hop, expected):
     host = jump_host(hop, Host(name="h0", identity="/k"))
     assert (host.name, host.user, host.port) == expected
     assert host.identity == "/k"
+    with pytest.raises(BadInput, match="'gate:99999': not a port"):
+        jump_host("me@gate:99999", host)
 
 
 def configured(home, text):

@@ -209,6 +209,19 @@ def test_an_elastic_job_with_its_least_number_of_hosts_has_a_fixed_size():
     assert "--nnodes 2 " in script(made)
 
 
+def test_spares_are_the_hosts_that_come_next():
+    found = facts(*(host_facts(n) for n in range(4)))
+    made = plan(found, nodes=2, spares=1)
+    assert made.hosts == ("h0", "h1", "h2")
+    assert [step.env["NODE_RANK"] for step in made.steps] == ["0", "1", "2"]
+    assert (made.nodes, made.world_size) == (3, 2)
+    assert made.summary.startswith("2 nodes x 1 rank and 1 spare on h0, h1, h2, started by")
+    assert plan(found, nodes="2:8", on_node_loss="shrink", spares=1).topology["nodes"] == 3
+    with pytest.raises(BadInput, match=r"2 and 3 spares are wanted, the cluster has 4 hosts") as no:
+        plan(found, nodes=2, spares=3)
+    assert (no.value.hint or "").startswith("--nodes 1, or")
+
+
 def test_ranks_follow_the_host_with_the_fewest_gpus():
     found = facts(host_facts(0, gpus=gpus(0, 1, 2, 3)), host_facts(1, gpus=gpus(0, 1)))
     made = plan(found, nodes=2)

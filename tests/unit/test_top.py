@@ -250,7 +250,7 @@ def test_the_terminal_shows_what_is_new_and_keys_work(run):
         assert len(app.surface._lines) == 50
         await pilot.press("q")
 
-    app = Top("demo-1")
+    app = Top(RunBoard(run.folder))
     driven(app, drive)
     assert app.return_code == 0
 
@@ -268,7 +268,7 @@ def test_a_search_finds_old_lines(run):
         await pilot.press("escape")
         assert "lines with" not in screen(app)
 
-    driven(Top("demo-1"), drive)
+    driven(Top(RunBoard(run.folder)), drive)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -288,7 +288,7 @@ def test_a_cancel_says_what_came_of_it(run, monkeypatch, fails):
         said = "host h1 does not answer" if fails else "demo-1 CANCELLED"
         assert said in screen(app).split("\n")[-1]
 
-    driven(Top("demo-1"), drive)
+    driven(Top(RunBoard(run.folder)), drive)
 
 
 def test_what_a_run_without_a_supervisor_does_is_asked(run, monkeypatch):
@@ -303,7 +303,7 @@ def test_what_a_run_without_a_supervisor_does_is_asked(run, monkeypatch):
         app.look()
         assert "FAILED" in screen(app)
 
-    driven(Top("demo-1"), drive)
+    driven(Top(RunBoard(run.folder)), drive)
 
 
 def test_without_a_terminal_or_textual_there_is_one_clear_error(monkeypatch):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from clusterkit.backends.base import Backend, Observation, SupportsCleanup
+from clusterkit.backends.base import Backend, Observation, SupportsCleanup, SupportsFile
 from clusterkit.backends.compose.compose_file import parse_volume, size_bytes
 from clusterkit.backends.compose.containers import (
     ContainerMonitor,
@@ -23,15 +23,19 @@ from clusterkit.backends.compose.containers import (
     observation,
     remove,
 )
-from clusterkit.cluster import ComposeCluster
+from clusterkit.cluster import ComposeCluster, Facts
 from clusterkit.errors import BadInput, ClusterkitError
+from clusterkit.plan import Plan, unpacking
 from clusterkit.runs import RunHandle
+from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
+from clusterkit.yaml_text import comment
 
+COMPOSE_FILE = "compose.yaml"
 _VOLUME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
 
 
-class ComposeBackend(Backend, SupportsCleanup):
+class ComposeBackend(Backend, SupportsCleanup, SupportsFile):
     """Nodes are containers; see `clusterkit.agent` for what runs in each of them."""
 
     name = "compose"
@@ -66,6 +70,20 @@ class ComposeBackend(Backend, SupportsCleanup):
                 )
         volumes = tuple(_resolved_volume(text, folder) for text in cluster.volumes)
         return msgspec.structs.replace(cluster, volumes=volumes)
+
+    def unprobed(self, cluster: ComposeCluster, job: JobSpec) -> Facts:
+        from clusterkit.backends.compose.probe import assumed
+
+        return assumed(cluster, job)
+
+    def one_file(self, plan: Plan, cluster: ComposeCluster, head: list[str]) -> str:
+        files = {os.path.basename(file.path): file for file in plan.files}
+        text = files.pop(COMPOSE_FILE).text or ""
+        packed = "".join(f"#|{line}\n" for line in unpacking(files.values()).split("\n"))
+        head = [*head, f"Its other files, below {plan.run_dir}, are at the end of this one. First:"]
+        head += [f"    sed -n 's/^#|//p' {COMPOSE_FILE} | sh"]
+        head += [f"    export {name}=..." for name in plan.steps[-1].secrets]
+        return comment("\n".join(head)) + text + packed
 
     def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
         if not known(handle.plan, transport):

@@ -97,7 +97,7 @@ def render(placement: Placement, containers: Containers, assembly: Assembly) -> 
     }
     node = _shared("node", common)
     services = {}
-    for number in range(topology.nodes):
+    for number in range(len(placement.hosts)):
         own: dict[str, Any] = {
             "container_name": container_name(run_id, number),
             "hostname": f"node-{number}",

@@ -78,11 +78,12 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
     if engine is None:
         raise BadInput("facts: no docker engine is named", hint="use those of a compose run")
     least, most = job.node_range
+    containers = most + job.spares
     device, device_origin = device_of(job, [host])
     nproc, nproc_origin = divided_gpus(
-        job, host, most, device, place="this machine", flag="--gpus {0}"
+        job, host, containers, device, place="this machine", flag="--gpus {0}"
     )
-    _check_room(cluster, most)
+    _check_room(cluster, containers)
     cores = math.floor(cluster.cpus) if cluster.cpus else host.cpus // most
     threads, threads_origin = threads_of(job, max(1, cores), nproc)
     remedy = "install it in the image; `make image` makes one with everything"
@@ -90,7 +91,7 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
     run_dir = posixpath.join(facts.home, "runs", run_id)
     workdir, program = _workdir(job, cluster, engine, run_dir)
     topology = Topology(least, most, nproc)
-    names = tuple(f"node-{node}" for node in range(most))
+    names = tuple(f"node-{node}" for node in range(containers))
     mounted = cluster.code == "mounted"
     code = "this machine's, read-only" if mounted else "the image's own"
     image = "cluster: image" if cluster.image else "by what this machine has"
@@ -102,7 +103,7 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
         device=device,
         threads=threads,
         where=f"in containers of docker {engine.version}",
-        hosts=(HOST,) * most,
+        hosts=(HOST,) * containers,
         names=names,
         cluster_env=cluster.env,
         network_env={

@@ -29,14 +29,18 @@ from clusterkit.backends.placing import CPU_IMAGE, GPU_IMAGE, own_ports
 from clusterkit.backends.probing import (
     GPU_QUERY,
     NAMES_PYTHON,
+    PACKAGES,
+    TOOLS,
+    UNSEEN,
     HostReport,
     ask,
+    assumed_gpus,
     interpreter,
     limited,
     parse_gpus,
     questions,
 )
-from clusterkit.cluster import ComposeCluster, Engine, Facts, Gpu
+from clusterkit.cluster import ComposeCluster, Engine, Facts, Gpu, HostFacts
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
 from clusterkit.runs import home
 from clusterkit.spec import JobSpec
@@ -91,6 +95,27 @@ def probe(cluster: ComposeCluster, transport: Transport, job: JobSpec | None) ->
             remapped=remapped,
         ),
     )
+
+
+def assumed(cluster: ComposeCluster, job: JobSpec) -> Facts:
+    """Facts of an engine that nobody has looked at: what the entry and the job say."""
+    gpus = assumed_gpus(cluster.gpus, job, job.node_range[1])
+    python, origin = interpreter(job, (cluster.python, "cluster: python"))
+    port, watch_port = own_ports(cluster.port)
+    image = cluster.image or (GPU_IMAGE if gpus else CPU_IMAGE)
+    host = HostFacts(
+        host=HOST, address="node-0", cpus=os.cpu_count() or 1, memory_mib=0, gpus=gpus,
+        python=python, python_origin=origin,
+        versions=dict.fromkeys(PACKAGES, UNSEEN), tools=dict.fromkeys(TOOLS, UNSEEN),
+    )  # fmt: skip
+    engine = Engine(
+        socket="", version="", image=image, image_id=image, workdir="/opt/clusterkit",
+        user=f"{os.getuid()}:{os.getgid()}", package=str(Path(clusterkit.__file__).parent),
+    )  # fmt: skip
+    return Facts(
+        home=str(home()), hosts=(host,), port=port, port_origin="the run's own network",
+        interface=INTERFACE, watch_port=watch_port, engine=engine,
+    )  # fmt: skip
 
 
 def _socket(cluster: ComposeCluster, transport: Transport) -> str:

@@ -24,7 +24,7 @@ from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.lost_pods import MERGE_PATCH
 from clusterkit.backends.kubernetes.pods import ATTEMPT, USER
 from clusterkit.backends.kubernetes.server import RunObjects
-from clusterkit.backends.kubernetes.text import Object
+from clusterkit.backends.kubernetes.text import Object, made
 from clusterkit.errors import BadInput, SubmitFailed
 from clusterkit.runs import MADE
 
@@ -37,12 +37,6 @@ _UNHEARD = "must be created before"
 AT_ONCE = 8
 """Requests that are under way together."""
 KUSTOMIZATION = "kustomization.yaml"
-_PLURALS = {
-    "ConfigMap": "configmaps", "Secret": "secrets", "Service": "services",
-    "TrainingRuntime": "trainingruntimes", "ServiceAccount": "serviceaccounts", "Role": "roles",
-    "RoleBinding": "rolebindings",
-    **{flavor.kind: flavor.plural for flavor in FLAVORS.values()},
-}  # fmt: skip
 _OWNERS = tuple(flavor.kind for flavor in FLAVORS.values())
 
 
@@ -63,8 +57,7 @@ def apply(to: RunObjects, folder: Path, env: Mapping[str, str]) -> None:
     if secrets:
         # Named and labelled as the run's config map.
         meta = json.loads(json.dumps(objects[0]["metadata"]))
-        secret = {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "stringData": secrets}
-        objects.insert(0, secret)
+        objects.insert(0, made("v1", "Secret", meta, stringData=secrets))
     if attempt != "1":
         _renumber(objects, attempt)
     # The job last: with it the run begins, and it owns all the rest.
@@ -132,7 +125,7 @@ def _make(to: RunObjects, each: Object) -> Object:
 
 
 def _path(to: RunObjects, each: Mapping[str, Any]) -> str:
-    return to.path(each["apiVersion"], _PLURALS[each["kind"]], each["metadata"]["name"])
+    return to.path(each["apiVersion"], each["kind"], each["metadata"]["name"])
 
 
 def kustomized(folder: Path) -> list[Object]:
@@ -145,14 +138,12 @@ def kustomized(folder: Path) -> list[Object]:
         main = yaml.safe_load((folder / KUSTOMIZATION).read_bytes())
         labels = main.get("generatorOptions", {}).get("labels", {})
         objects: list[Object] = [
-            {
-                "apiVersion": "v1",
-                "kind": "ConfigMap",
-                "metadata": {"name": each["name"], "labels": dict(labels)},
+            made(
+                "v1", "ConfigMap", {"name": each["name"], "labels": dict(labels)},
                 **_data({name: (folder / name).read_bytes() for name in each["files"]}),
-            }
+            )
             for each in main.get("configMapGenerator", ())
-        ]
+        ]  # fmt: skip
         for name in main.get("resources", ()):
             objects += yaml.safe_load_all((folder / name).read_bytes())
     except OSError as error:

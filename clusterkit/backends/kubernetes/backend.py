@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import posixpath
+import tempfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
-import yaml
 
 from clusterkit.backends.base import (
     Backend,
@@ -21,12 +22,14 @@ from clusterkit.backends.base import (
     RemoteRun,
     SupportsCleanup,
     SupportsDoctor,
+    SupportsFile,
     SupportsRemoteRuns,
     SupportsSync,
 )
-from clusterkit.backends.kubernetes.apply import apply
+from clusterkit.backends.kubernetes.apply import apply, kustomized
 from clusterkit.backends.kubernetes.client import KubeTransport
 from clusterkit.backends.kubernetes.entry import check_entry
+from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.monitor import PodMonitor
 from clusterkit.backends.kubernetes.observe import (
     all_nodes_had_pods,
@@ -38,17 +41,18 @@ from clusterkit.backends.kubernetes.observe import (
 from clusterkit.backends.kubernetes.pod_log import collect
 from clusterkit.backends.kubernetes.probe import context_of, facts_of, places
 from clusterkit.backends.kubernetes.records import known, snapshot
-from clusterkit.backends.kubernetes.remote_runs import kept, listing
+from clusterkit.backends.kubernetes.remote_runs import kept, listing, reached
 from clusterkit.backends.kubernetes.remove import remove
-from clusterkit.backends.kubernetes.run_files import MANIFESTS
-from clusterkit.backends.kubernetes.server import RunObjects, Server, flags
+from clusterkit.backends.kubernetes.server import RunObjects, Server, flags, objects_of
 from clusterkit.backends.kubernetes.text import Object
-from clusterkit.cluster import Gpu, KubernetesCluster, KubernetesFacts
-from clusterkit.errors import ClusterkitError
-from clusterkit.plan import Plan
+from clusterkit.backends.probing import assumed_gpus
+from clusterkit.cluster import Facts, Gpu, KubernetesCluster, KubernetesFacts
+from clusterkit.errors import BadInput, ClusterkitError
+from clusterkit.plan import KubernetesNative, Plan
 from clusterkit.runs import RunHandle, home, resolve
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
+from clusterkit.yaml_text import documents
 
 if TYPE_CHECKING:
     from clusterkit.doctor.base import Subject
@@ -56,7 +60,9 @@ if TYPE_CHECKING:
     from clusterkit.shell import Secret
 
 
-class KubernetesBackend(Backend, SupportsCleanup, SupportsDoctor, SupportsRemoteRuns, SupportsSync):
+class KubernetesBackend(
+    Backend, SupportsCleanup, SupportsDoctor, SupportsFile, SupportsRemoteRuns, SupportsSync
+):
     """Nodes are pods; see `clusterkit.agent` for what runs in each of them."""
 
     name = "kubernetes"
@@ -69,6 +75,7 @@ class KubernetesBackend(Backend, SupportsCleanup, SupportsDoctor, SupportsRemote
     )
     unsupported: ClassVar[dict[str, str]] = {
         "on_node_loss=shrink": "a pod that is lost is replaced, or ends the run",
+        "spares": "a pod that is lost is replaced by another one",
     }
     start_seconds: ClassVar[float] = math.inf
 
@@ -99,22 +106,45 @@ class KubernetesBackend(Backend, SupportsCleanup, SupportsDoctor, SupportsRemote
 
         def manifests(kube: KubernetesFacts, gpus: tuple[Gpu, ...]) -> list[Object]:
             facts = facts_of(cluster, kube, gpus, asked)
-            plan = self.plan(asked, cluster, facts, "doctor-rehearsal")
-            text = next(file.text for file in plan.files if file.path.endswith(MANIFESTS))
-            return list(yaml.safe_load_all(text or ""))
-
-        def locate() -> tuple[str, str]:
-            context, namespace = context_of(cluster)
-            return context, cluster.namespace or namespace
+            return objects_of(self.plan(asked, cluster, facts, "doctor-rehearsal"))
 
         return KubeSubject(
             cluster=name,
             entry=cluster,
             job=asked,
             tool=("kubectl", *flags(cluster.kubeconfig, cluster.context)),
-            locate=locate,
+            locate=partial(context_of, cluster),
             manifests=manifests,
         )
+
+    # -- as one file ------------------------------------------------------------
+
+    def unprobed(self, cluster: KubernetesCluster, job: JobSpec) -> Facts:
+        kinds = tuple(flavor.kind for flavor in FLAVORS.values())
+        kube = KubernetesFacts(
+            version="", context="", namespace=cluster.namespace or "default", kinds=kinds
+        )
+        return facts_of(cluster, kube, assumed_gpus(cluster.gpus, job), job)
+
+    def one_file(self, plan: Plan, cluster: KubernetesCluster, head: list[str]) -> str:
+        if plan.trees:
+            raise BadInput(
+                "code: copied: the project does not fit into one file",
+                "code: baked",
+                cluster="code",
+            )
+        assert isinstance(plan.native, KubernetesNative)
+        secrets = "".join(f" --from-literal={name}=..." for name in plan.steps[-1].secrets)
+        if secrets:
+            create = f"kubectl --namespace {plan.native.namespace} create secret generic"
+            head = [*head, f"First: {create} {plan.native.name}{secrets}"]
+        with tempfile.TemporaryDirectory() as folder:
+            for file in plan.files:
+                Path(folder, posixpath.basename(file.path)).write_bytes(file.content())
+            objects = kustomized(Path(folder))
+        for each in objects:
+            each["metadata"]["namespace"] = plan.native.namespace
+        return documents(objects, "\n".join(head))
 
     # -- carrying out ---------------------------------------------------------
 
@@ -134,7 +164,7 @@ class KubernetesBackend(Backend, SupportsCleanup, SupportsDoctor, SupportsRemote
         super().submit(plan, transport, attempt=attempt, secrets=secrets, record=record)
 
     def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
-        if not known(handle.plan, transport):
+        if not known(handle):
             return None
         try:
             pods = pods_of(handle, transport)
@@ -167,29 +197,14 @@ class KubernetesBackend(Backend, SupportsCleanup, SupportsDoctor, SupportsRemote
     # -- runs of other machines -----------------------------------------------
 
     def listing(self, cluster: KubernetesCluster, transport: Transport) -> list[RemoteRun]:
-        server = Server.of(cluster, transport)
-        return listing(server, cluster.namespace or context_of(cluster)[1])
+        return listing(Server.of(cluster, transport), context_of(cluster)[1])
 
     def recover(self, run: str, cluster: KubernetesCluster, transport: Transport) -> Recovered:
-        replace = msgspec.structs.replace
         context, namespace = context_of(cluster)
-        namespace = cluster.namespace or namespace
         server = Server.of(cluster, transport)
         ids = [each.run for each in listing(server, namespace)]
-        run = resolve(run, ids, f"in namespace {namespace}")
-        found = kept(server, namespace, run)
-        entry, kube = found.cluster, found.facts.kubernetes
-        assert isinstance(entry, KubernetesCluster)
-        assert kube is not None
-        config = cluster.kubeconfig or os.environ.get("KUBECONFIG")
-        here = replace(kube, context=context, namespace=namespace, kubeconfig=config)
-        return replace(
-            found,
-            cluster=replace(
-                entry,
-                kubeconfig=cluster.kubeconfig,
-                context=cluster.context,
-                namespace=cluster.namespace,
-            ),
-            facts=replace(found.facts, home=str(home()), kubernetes=here),
-        )
+        return reached(
+            kept(server, namespace, resolve(run, ids, f"in namespace {namespace}")), cluster,
+            home=str(home()), context=context, namespace=namespace,
+            kubeconfig=cluster.kubeconfig or os.environ.get("KUBECONFIG"),
+        )  # fmt: skip

@@ -12,14 +12,18 @@ from clusterkit.backends.kubernetes.text import quantity
 from clusterkit.cluster import KubernetesCluster
 from clusterkit.errors import BadInput, about, did_you_mean
 
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "str": (str,),
-    "bool": (bool,),
-    "int": (int,),
-    "float": (int, float),
-    "date": (str,),
-    "datetime": (str,),
+_TYPES: Mapping[str, tuple[Any, str]] = {
+    "str": (str, "text"),
+    "bool": (bool, "true or false"),
+    "int": (int, "int"),
+    "float": (int | float, "float"),
+    "date": (str, "date"),
+    "datetime": (str, "datetime"),
+    "amount": (str | int | float, "text"),
 }
+# Releases of the client write "list[X]" and "dict(str, X)", or "List[X]" and "Dict[str, X]".
+_OF = re.compile(r"(list|dict)[\[(](?:str, )?(.*)[\])]\Z", re.IGNORECASE)
+_AMOUNTS = ("limits", "requests", "overhead")
 
 
 def check_entry(cluster: KubernetesCluster) -> None:
@@ -72,51 +76,37 @@ def check_patch(patch: Mapping[str, Any]) -> None:
 
 
 def _check(value: Any, kind: str, place: str, client: Any) -> None:
+    """Refuse a value that is not of a kind, in the words that the client's models have for it."""
     if value is None:  # takes the key away
         return
-    # Releases of the client write "list[X]" and "dict(str, X)", or "List[X]" and "Dict[str, X]".
-    if match := re.match(r"[Ll]ist\[(.*)\]\Z", kind):
-        if not isinstance(value, list | tuple):
-            raise _wrong(place, value, "a list")
+    within = _OF.match(kind)
+    model: Any = getattr(client, kind, None)
+    of = within[2] if within else ""
+    types, wanted = _TYPES.get(kind, (object, ""))  # else anything goes, such as a port's name
+    if within or model is not None:
+        types, wanted = Mapping, "a mapping"
+    if within and within[1].lower() == "list":
+        types, wanted = list | tuple, "a list"
+    truth = isinstance(value, bool) and kind in _TYPES and kind != "bool"  # an int in Python
+    if truth or not isinstance(value, types):
+        raise BadInput(
+            f"patch: {place or 'it'} is {value!r}, but should be {wanted}",
+            hint="`kubectl explain pod.spec` tells the keys and their types",
+            cluster="patch",
+        )
+    if wanted == "a list":
         for number, inner in enumerate(value):
-            _check(inner, match[1], f"{place}[{number}]", client)
-        return
-    if match := re.match(r"[Dd]ict[\[(]str, (.*)[\])]\Z", kind):
-        if not isinstance(value, Mapping):
-            raise _wrong(place, value, "a mapping")
+            _check(inner, of, f"{place}[{number}]", client)
+    elif wanted == "a mapping":
+        names = {} if within else {theirs: ours for ours, theirs in model.attribute_map.items()}
+        if within and place.rpartition(".")[2] in _AMOUNTS:
+            of = "amount"
         for key, inner in value.items():
-            # Amounts may be numbers as well.
-            if not (match[1] == "str" and _is_amount(place) and isinstance(inner, int | float)):
-                _check(inner, match[1], f"{place}.{key}", client)
-        return
-    if kind in _TYPES:
-        if not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "bool"):
-            raise _wrong(place, value, {"str": "text", "bool": "true or false"}.get(kind, kind))
-        return
-    model = getattr(client, kind, None)
-    if model is None:  # anything goes, such as a port's number or name
-        return
-    if not isinstance(value, Mapping):
-        raise _wrong(place, value, "a mapping")
-    names = {theirs: ours for ours, theirs in model.attribute_map.items()}
-    for key, inner in value.items():
-        where = f"{place}.{key}" if place else str(key)
-        if key not in names:
-            raise BadInput(
-                f"patch: {where}: pods have no such key",
-                hint=did_you_mean(key, names) or f"it goes into a pod's spec ({kind})",
-                cluster="patch",
-            )
-        _check(inner, model.openapi_types[names[key]], where, client)
-
-
-def _is_amount(place: str) -> bool:
-    return place.rpartition(".")[2] in ("limits", "requests", "overhead")
-
-
-def _wrong(place: str, value: Any, wanted: str) -> BadInput:
-    return BadInput(
-        f"patch: {place or 'it'} is {value!r}, but should be {wanted}",
-        hint="`kubectl explain pod.spec` tells the keys and their types",
-        cluster="patch",
-    )
+            where = f"{place}.{key}" if place else str(key)
+            if not within and key not in names:
+                raise BadInput(
+                    f"patch: {where}: pods have no such key",
+                    hint=did_you_mean(key, names) or f"it goes into a pod's spec ({kind})",
+                    cluster="patch",
+                )
+            _check(inner, of or model.openapi_types[names[key]], where, client)

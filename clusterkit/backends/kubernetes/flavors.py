@@ -8,12 +8,26 @@ from typing import Any, ClassVar
 
 from clusterkit.agent import LEFT
 from clusterkit.backends.kubernetes.pods import Shape, metadata, template
-from clusterkit.backends.kubernetes.text import Object
+from clusterkit.backends.kubernetes.text import Object, made, plural
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
 from clusterkit.errors import BadInput, CapabilityError, Unavailable
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
 
+STATES: Mapping[str, State] = {
+    "Created": State.PENDING,
+    "Suspended": State.PENDING,
+    "StartupPolicyInProgress": State.PENDING,
+    "Running": State.RUNNING,
+    "SuccessCriteriaMet": State.RUNNING,
+    "FailureTarget": State.RUNNING,
+    "Restarting": State.RESTARTING,
+    "Succeeded": State.SUCCEEDED,
+    "Complete": State.SUCCEEDED,
+    "Completed": State.SUCCEEDED,
+    "Failed": State.FAILED,
+}
+"""By the type of the condition of a job that holds: a word means the same in all kinds of jobs."""
 SSH_PORT = 2222
 SSH_KEYS = "/etc/clusterkit/ssh"
 """Where sshd and ssh of the image look for keys, whatever HOME is, and only root may put some."""
@@ -25,27 +39,30 @@ class Flavor(ABC):
     kind: ClassVar[str]
     api: ClassVar[str]
     """Its API's group and version."""
-    plural: ClassVar[str]
     index: ClassVar[str | None]
     """Label that holds a pod's node rank; None: there is only node 0."""
-    states: ClassVar[Mapping[str, State]]
-    """By the type of the job's condition that holds."""
+    host: ClassVar[str]
+    """The name under which the other pods find a node's, with fields of `Shape` and ``node``."""
+    states: ClassVar[Mapping[str, State]] = STATES
     operator: ClassVar[str] = ""
     """Who makes its pods; empty: Kubernetes itself."""
-    besides: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """API and plural of what a run has beside its job."""
-
-    @abstractmethod
-    def node_name(self, shape: Shape, node: int) -> str:
-        """The name under which the other pods find a node's."""
+    besides: ClassVar[tuple[str, ...]] = ()
+    """Kinds of its API that a run has beside its job."""
 
     @abstractmethod
     def render(self, shape: Shape) -> list[Object]:
         """Its objects; the job itself is the last."""
 
+    def node_name(self, shape: Shape, node: int) -> str:
+        return self.host.format(name=shape.name, namespace=shape.namespace, node=node)
+
     @property
     def group(self) -> str:
         return self.api.rpartition("/")[0]
+
+    @property
+    def plural(self) -> str:
+        return plural(self.kind)
 
     def served(self, resources: Mapping[str, Any]) -> bool:
         """Whether an API group's list of what it serves has this kind."""
@@ -53,12 +70,7 @@ class Flavor(ABC):
 
     def job(self, shape: Shape, spec: Object) -> Object:
         """The job, of this spec."""
-        return {
-            "apiVersion": self.api,
-            "kind": self.kind,
-            "metadata": metadata(shape),
-            "spec": spec,
-        }
+        return made(self.api, self.kind, metadata(shape), spec=spec)
 
 
 class PyTorchJob(Flavor):
@@ -68,20 +80,9 @@ class PyTorchJob(Flavor):
     and a job that counts as done when its Master is.
     """
 
-    kind, api, plural = "PyTorchJob", "kubeflow.org/v1", "pytorchjobs"
+    kind, api, host = "PyTorchJob", "kubeflow.org/v1", "{name}-worker-{node}"
     index = "training.kubeflow.org/replica-index"
     operator = "Kubeflow's training operator"
-    states: ClassVar = {
-        "Created": State.PENDING,
-        "Suspended": State.PENDING,
-        "Running": State.RUNNING,
-        "Restarting": State.RESTARTING,
-        "Succeeded": State.SUCCEEDED,
-        "Failed": State.FAILED,
-    }
-
-    def node_name(self, shape: Shape, node: int) -> str:
-        return f"{shape.name}-worker-{node}"
 
     def render(self, shape: Shape) -> list[Object]:
         # With ExitCode a pod that ends with 128 or more is made anew; with Never one that was
@@ -104,13 +105,10 @@ class PyTorchJob(Flavor):
 class MPIJob(Flavor):
     """Of Kubeflow's MPI operator 0.7: workers run sshd as a plain user, the launcher mpirun."""
 
-    kind, api, plural = "MPIJob", "kubeflow.org/v2beta1", "mpijobs"
+    kind, api = "MPIJob", "kubeflow.org/v2beta1"
+    host = "{name}-worker-{node}.{name}.{namespace}.svc"
     index = None  # there is one launcher, and it is node 0
     operator = "Kubeflow's MPI operator"
-    states: ClassVar = PyTorchJob.states
-
-    def node_name(self, shape: Shape, node: int) -> str:
-        return f"{shape.name}-worker-{node}.{shape.name}.{shape.namespace}.svc"
 
     def render(self, shape: Shape) -> list[Object]:
         probe = {
@@ -129,12 +127,11 @@ class MPIJob(Flavor):
             "launcherCreationPolicy": "WaitForWorkersReady",
             "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": 0},
             "mpiReplicaSpecs": {
-                "Launcher": {"replicas": 1, "restartPolicy": "Never", "template": launcher},
-                "Worker": {
-                    "replicas": shape.nodes,
-                    "restartPolicy": "Never",
-                    "template": worker,
-                },
+                name: {"replicas": number, "restartPolicy": "Never", "template": pod}
+                for name, number, pod in (
+                    ("Launcher", 1, launcher),
+                    ("Worker", shape.nodes, worker),
+                )
             },
         }
         return [self.job(shape, spec)]
@@ -143,32 +140,17 @@ class MPIJob(Flavor):
 class PlainJob(Flavor):
     """An Indexed Job and a headless service: no operator, every cluster has it."""
 
-    kind, api, plural = "Job", "batch/v1", "jobs"
+    kind, api, host = "Job", "batch/v1", "{name}-{node}.{name}"
     index = "batch.kubernetes.io/job-completion-index"
-    besides = (("v1", "services"),)
-    states: ClassVar = {
-        "Suspended": State.PENDING,
-        "SuccessCriteriaMet": State.RUNNING,
-        "FailureTarget": State.RUNNING,
-        "Complete": State.SUCCEEDED,
-        "Failed": State.FAILED,
-    }
-
-    def node_name(self, shape: Shape, node: int) -> str:
-        return f"{shape.name}-{node}.{shape.name}"
 
     def render(self, shape: Shape) -> list[Object]:
-        service: Object = {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": metadata(shape, shape.name),
-            "spec": {
-                "clusterIP": "None",
-                # Names are there before their pods are ready: they wait for each other.
-                "publishNotReadyAddresses": True,
-                "selector": {"batch.kubernetes.io/job-name": shape.name},
-            },
+        network = {
+            "clusterIP": "None",
+            # Names are there before their pods are ready: they wait for each other.
+            "publishNotReadyAddresses": True,
+            "selector": {"batch.kubernetes.io/job-name": shape.name},
         }
+        service = made("v1", "Service", metadata(shape, shape.name), spec=network)
         rank = f"metadata.annotations['{self.index}']"
         spec = {
             "completionMode": "Indexed",
@@ -204,18 +186,9 @@ def _replacing(shape: Shape, container: str) -> Object:
 class JobSet(Flavor):
     """Of JobSet 0.10: one Job, in a network that JobSet makes for it."""
 
-    kind, api, plural = "JobSet", "jobset.x-k8s.io/v1alpha2", "jobsets"
+    kind, api, host = "JobSet", "jobset.x-k8s.io/v1alpha2", "{name}-node-0-{node}.{name}"
     index = PlainJob.index
     operator = "JobSet"
-    states: ClassVar = {
-        "Suspended": State.PENDING,
-        "StartupPolicyInProgress": State.PENDING,
-        "Completed": State.SUCCEEDED,
-        "Failed": State.FAILED,
-    }
-
-    def node_name(self, shape: Shape, node: int) -> str:
-        return f"{shape.name}-node-0-{node}.{shape.name}"
 
     def render(self, shape: Shape) -> list[Object]:
         spec = {
@@ -244,37 +217,19 @@ class TrainJob(JobSet):
     The trainer makes a JobSet of it.
     """
 
-    kind, api, plural = "TrainJob", "trainer.kubeflow.org/v1alpha1", "trainjobs"
+    kind, api = "TrainJob", "trainer.kubeflow.org/v1alpha1"
     operator = "Kubeflow's trainer"
-    besides = ((api, "trainingruntimes"),)
-    states: ClassVar = {
-        "Suspended": State.PENDING,
-        "Complete": State.SUCCEEDED,
-        "Failed": State.FAILED,
-    }
+    besides = ("TrainingRuntime",)
 
     def render(self, shape: Shape) -> list[Object]:
         job = _replicated(shape)
         labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
         job["template"]["metadata"] = {"labels": labels}
-        runtime: Object = {
-            "apiVersion": self.api,
-            "kind": "TrainingRuntime",
-            "metadata": metadata(shape, shape.name),
-            "spec": {
-                "mlPolicy": {"numNodes": shape.nodes},
-                "template": {"spec": {"replicatedJobs": [job]}},
-            },
-        }
-        spec = {
-            "runtimeRef": {
-                "apiGroup": self.group,
-                "kind": "TrainingRuntime",
-                "name": shape.name,
-            },
-            "trainer": {"numNodes": shape.nodes},
-        }
-        return [runtime, self.job(shape, spec)]
+        (kind,), nodes = self.besides, {"numNodes": shape.nodes}
+        policy = {"mlPolicy": nodes, "template": {"spec": {"replicatedJobs": [job]}}}
+        runtime = made(self.api, kind, metadata(shape, shape.name), spec=policy)
+        named = {"apiGroup": self.group, "kind": kind, "name": shape.name}
+        return [runtime, self.job(shape, {"runtimeRef": named, "trainer": nodes})]
 
 
 FLAVORS: Mapping[str, Flavor] = {

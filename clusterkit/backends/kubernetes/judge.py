@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -12,13 +13,20 @@ import msgspec
 from msgspec import Struct
 
 from clusterkit.agent import LATE, STOPPED
-from clusterkit.backends.kubernetes.lost_pods import silent_since, unix
+from clusterkit.backends.kubernetes.lost_pods import conditions_of, silent_since, unix
 from clusterkit.backends.kubernetes.pods import ATTEMPT, ROLE
 from clusterkit.backends.nodes import judge_exit
 from clusterkit.status import NodeCause, NodeStatus, State
 
 PREEMPTED = "preempted for a pod of higher priority"
 """What is known of it without its events."""
+_REMOVALS = {
+    "PreemptionByScheduler": f"{PREEMPTED}: {{said}}",
+    "EvictionByEvictionAPI": "evicted: its node is being drained",
+    "TerminationByKubelet": "evicted by its node: {node}",
+    "DeletionByTaintManager": "its node is gone or tainted",
+}
+"""By the reason of a pod's condition DisruptionTarget."""
 PHASES: Mapping[str, State] = {
     "Pending": State.PENDING,
     "Running": State.RUNNING,
@@ -85,6 +93,20 @@ class Pod(Struct, frozen=True, kw_only=True):
         """Whether it was going on, and nobody had asked it to end."""
         return self.exit_code is None and not self.leaving
 
+    @property
+    def word(self) -> Mapping[str, Any]:
+        """What its agent left of how it ended; empty: nothing."""
+        with contextlib.suppress(ValueError):
+            document = json.loads(self.last_words or "")
+            if isinstance(document, dict) and isinstance(document.get("exit_code"), int):
+                return document
+        return {}
+
+    @property
+    def obeyed(self) -> bool:
+        """Whether its agent was asked to end, by a signal."""
+        return bool(self.word.get("reason") == STOPPED)
+
 
 def read_pod(document: Mapping[str, Any], index: str | None, now: float | None = None) -> Pod:
     """A pod from the API server's document; one that means nothing has a phase that means nothing.
@@ -113,11 +135,9 @@ def _read(document: Mapping[str, Any], node: int | None, now: float | None) -> P
     ended = state.get("terminated")
     if ended is None and containers and status.get("phase") in ("Failed", "Succeeded"):
         ended = (containers[0].get("lastState") or {}).get("terminated")
-    conditions = {each["type"]: each for each in status.get("conditions") or ()}
+    conditions = conditions_of(document)
     words, hopeless = _waits(document, state, conditions, now)
-    disruption = conditions.get("DisruptionTarget", {})
-    removed = disruption.get("reason") if disruption.get("status") == "True" else None
-    limits = (spec.get("containers") or [{}])[0].get("resources", {}).get("limits", {})
+    container = (spec.get("containers") or [{}])[0]
     return Pod(
         name=meta["name"],
         uid=meta.get("uid", ""),
@@ -132,14 +152,14 @@ def _read(document: Mapping[str, Any], node: int | None, now: float | None) -> P
         silent_since=silent_since(document),
         created=unix(meta.get("creationTimestamp")) or 0.0,
         hopeless=hopeless,
-        limit=limits.get("memory"),
-        removed_by=_removal(removed, disruption, status),
+        limit=container.get("resources", {}).get("limits", {}).get("memory"),
+        removed_by=_removal(conditions.get("DisruptionTarget", {}), status),
         restarts=int(containers[0].get("restartCount", 0)) if containers else 0,
         finished_at=None if ended is None else unix(ended.get("finishedAt")),
         leaving=bool(meta.get("deletionTimestamp")),
         held=bool(meta.get("finalizers")),
         attempt=attempt_of(document),
-        container=(spec.get("containers") or [{}])[0].get("name", ""),
+        container=container.get("name", ""),
     )
 
 
@@ -214,19 +234,11 @@ def _image_words(reason: str, message: str) -> str:
     return message.rpartition(": ")[2] or reason
 
 
-def _removal(
-    reason: str | None, condition: Mapping[str, Any], status: Mapping[str, Any]
-) -> str | None:
+def _removal(condition: Mapping[str, Any], status: Mapping[str, Any]) -> str | None:
+    """Why the cluster removes a pod, if it does."""
     said = str(condition.get("message") or "")
-    match reason:
-        case "PreemptionByScheduler":
-            return f"{PREEMPTED}: {said}"
-        case "EvictionByEvictionAPI":
-            return "evicted: its node is being drained"
-        case "TerminationByKubelet":
-            return f"evicted by its node: {status.get('message') or said}"
-        case "DeletionByTaintManager":
-            return "its node is gone or tainted"
+    if condition.get("status") == "True" and (reason := condition.get("reason")) in _REMOVALS:
+        return _REMOVALS[reason].format(said=said, node=status.get("message") or said)
     if status.get("reason") == "DeadlineExceeded":
         return LATE
     if status.get("reason") == "Evicted":
@@ -258,7 +270,7 @@ def unexplained(pod: Pod) -> bool:
         return pod.removed_by.startswith(PREEMPTED)
     if pod.exit_code is None or pod.leaving or pod.reason == "OOMKilled":
         return False
-    return _obeyed(pod) or (pod.exit_code in _KILLED and not _has_word(pod))
+    return pod.obeyed or (pod.exit_code in _KILLED and not pod.word)
 
 
 def judge(
@@ -360,8 +372,8 @@ class Rejoin(Struct, frozen=True):
         else:
             # One that was killed had no time for a word.
             wordless = not (pod.last_words or "").strip() and pod.reason != "OOMKilled"
-            taken = _obeyed(pod) or (wordless and pod.exit_code in _KILLED)
-        if taken or (pod.removed_by is not None and not _has_word(pod)):
+            taken = pod.obeyed or (wordless and pod.exit_code in _KILLED)
+        if taken or (pod.removed_by is not None and not pod.word):
             return f"{pod.removed_by or 'its pod was removed'}; {NEXT}"
         return None
 
@@ -372,27 +384,8 @@ def by_node(pods: Collection[Pod]) -> dict[int, Pod]:
     return {pod.node: pod for pod in ordered if pod.node is not None}
 
 
-def _exit_json(pod: Pod) -> Mapping[str, Any]:
-    """What its agent left of how it ended; empty: nothing."""
-    try:
-        document = json.loads(pod.last_words or "")
-    except ValueError:
-        return {}
-    return document if isinstance(document, dict) else {}
-
-
-def _has_word(pod: Pod) -> bool:
-    """Whether its agent left word of how it ended."""
-    return isinstance(_exit_json(pod).get("exit_code"), int)
-
-
-def _obeyed(pod: Pod) -> bool:
-    """Whether its agent was asked to end, by a signal."""
-    return bool(_exit_json(pod).get("reason") == STOPPED)
-
-
 def _ended(node: int, pod: Pod, *, ours: bool) -> NodeStatus:
-    if _has_word(pod):
+    if pod.word:
         found = judge_exit(node, pod.host, (pod.last_words or "").encode())
         if found.reason == STOPPED and not ours:
             # It obeyed, but whom?
@@ -443,7 +436,7 @@ def causes(pods: Sequence[Pod], ours: Collection[str] = ()) -> tuple[NodeCause, 
             found.append(NodeCause(node=node, words=starved(pod), hint=hint))
         elif pod.name in ours:
             continue
-        elif pod.removed_by is not None or _obeyed(pod):
+        elif pod.removed_by is not None or pod.obeyed:
             code = 137 if pod.exit_code is None else pod.exit_code
             words = pod.removed_by or DELETED
             found.append(NodeCause(node=node, words=words, exit_code=code))

@@ -40,19 +40,24 @@ def silent_since(pod: Mapping[str, Any]) -> float | None:
     Of its pods the cluster says that they are not ready. A kubelet that says so says the same of
     their containers.
     """
-    status = pod.get("status") or {}
-    conditions = {each["type"]: each for each in status.get("conditions") or ()}
-
-    def holds(kind: str, what: str) -> bool:
-        return bool(conditions.get(kind, {}).get("status") == what)
-
-    if status.get("phase") in ("Succeeded", "Failed"):
+    told = conditions_of(pod)
+    ready, containers = (told.get(each, {}) for each in ("Ready", "ContainersReady"))
+    if ended(pod):
         return None
-    if holds("Ready", "False") and holds("ContainersReady", "True"):
-        return unix(conditions["Ready"].get("lastTransitionTime"))
-    if conditions.get("DisruptionTarget", {}).get("reason") == "DeletionByTaintManager":
+    if ready.get("status") == "False" and containers.get("status") == "True":
+        return unix(ready.get("lastTransitionTime"))
+    if told.get("DisruptionTarget", {}).get("reason") == "DeletionByTaintManager":
         return unix(pod["metadata"].get("deletionTimestamp"))  # when it should have ended
     return None
+
+
+def conditions_of(document: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """An object's conditions, by their type."""
+    return {each["type"]: each for each in (document.get("status") or {}).get("conditions") or ()}
+
+
+def ended(pod: Mapping[str, Any]) -> bool:
+    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
 
 
 def unix(stamp: str | None) -> float | None:
@@ -104,7 +109,7 @@ def look(pods: str, selector: str, seconds: float) -> bool:
             path, held = f"{pods}/{meta['name']}", bool(meta.get("finalizers"))
             with contextlib.suppress(OSError):  # somebody was faster; else the next time
                 force(ask, path, meta["uid"], held=held)
-    return any(each["status"].get("phase") not in ("Succeeded", "Failed") for each in listed)
+    return not all(map(ended, listed))
 
 
 def main(namespace: str, selector: str, seconds: str) -> None:

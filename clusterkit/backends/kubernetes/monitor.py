@@ -61,7 +61,7 @@ class PodMonitor:
         self._thread.start()
 
     def status(self) -> Observation | None:
-        if not known(self._handle.plan, self._transport):
+        if not known(self._handle):
             return None
         now = time.monotonic()
         with self._lock:

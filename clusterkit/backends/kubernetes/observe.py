@@ -22,6 +22,7 @@ from clusterkit.backends.kubernetes.judge import (
     read_pod,
 )
 from clusterkit.backends.kubernetes.records import Removed, removed, replaces, snapshot
+from clusterkit.backends.kubernetes.remote_runs import state_of
 from clusterkit.backends.kubernetes.server import RunObjects
 from clusterkit.backends.nodes import judge_exit, judge_running, observed
 from clusterkit.errors import ClusterkitError
@@ -157,11 +158,7 @@ def _goes_on(objects: RunObjects) -> bool:
         job = objects.find(objects.job_path)
     except ClusterkitError:
         return True
-    if job is None:
-        return False
-    conditions = (job.get("status") or {}).get("conditions") or ()
-    true = {each["type"] for each in conditions if each.get("status") == "True"}
-    return not any(objects.flavor.states.get(each, State.UNKNOWN).final for each in true)
+    return job is not None and not state_of(job, objects.flavor).final
 
 
 def ended_elsewhere(handle: RunHandle, objects: RunObjects) -> Observation | None:

@@ -48,7 +48,7 @@ def collect(handle: RunHandle, transport: Transport, pods: Iterable[Pod]) -> Non
         with keeping(_view(handle, pod)) as view:
             if view.folder is not None:
                 with NodeLines(handle.folder, pod) as lines:
-                    lines.feed(objects.text(_log_path(objects, pod, since=lines.since)).encode())
+                    lines.feed(objects.text(lines.path(objects)).encode())
                     lines.end()
 
     begun = [pod for pod in pods if pod.node is not None and pod.started]
@@ -62,12 +62,6 @@ def _view(handle: RunHandle, pod: Pod) -> NodeView:
     return NodeView(pod.node, pod.host, handle.folder.node_dir(pod.attempt, pod.node))
 
 
-def _log_path(objects: RunObjects, pod: Pod, *, since: str | None) -> str:
-    query = f"container={pod.container}&timestamps=true"
-    query += f"&sinceTime={quote(since, safe='')}" if since else ""
-    return f"{objects.pod_path(pod.name)}/log?{query}"
-
-
 class NodeLines:
     """Makes the logs of a node's attempts of its pod's log, as the API server gives that, from
     where they end.
@@ -78,7 +72,7 @@ class NodeLines:
 
     def __init__(self, folder: RunFolder, pod: Pod, news: Callable[[], None] = lambda: None):
         assert pod.node is not None
-        self._folder, self._node, self._news = folder, pod.node, news
+        self._folder, self._pod, self._node, self._news = folder, pod, pod.node, news
         self._rest = b""
         self._seen: Counter[bytes] = Counter()
         self.since: str | None = None
@@ -97,6 +91,12 @@ class NodeLines:
                 if tail and tail[0][:19].decode(errors="replace") < _earlier(self.since):
                     break
         self._file = self._open()
+
+    def path(self, objects: RunObjects) -> str:
+        """Where what is wanted of the log is."""
+        query = f"container={self._pod.container}&timestamps=true"
+        query += f"&sinceTime={quote(self.since, safe='')}" if self.since else ""
+        return f"{objects.pod_path(self._pod.name)}/log?{query}"
 
     def _open(self) -> BinaryIO:
         path = self._folder.node_dir(self._attempt, self._node)
@@ -218,8 +218,7 @@ class PodLog:
     def _pull(self) -> bool:
         """Take what is new; whether the log has ended."""
         with NodeLines(self._handle.folder, self._pod, self._news) as lines:
-            where = _log_path(self._objects, self._pod, since=lines.since) + "&follow=true"
-            with self._objects.stream(where) as stream:
+            with self._objects.stream(lines.path(self._objects) + "&follow=true") as stream:
                 self._stream = stream
                 while not self._closed.is_set() and (data := stream.read(None)):
                     lines.feed(data)

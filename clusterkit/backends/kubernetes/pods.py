@@ -11,7 +11,7 @@ from typing import Any
 
 from clusterkit.agent import PEER_TOKEN
 from clusterkit.backends.kubernetes.nodes import gpu_toleration
-from clusterkit.backends.kubernetes.text import Object, literal
+from clusterkit.backends.kubernetes.text import Object, literal, quantity
 from clusterkit.cluster import KubernetesCluster
 from clusterkit.rendezvous import NODE_ADDRESS
 from clusterkit.shell import quote
@@ -25,8 +25,13 @@ STOP_EXTRA = 5
 """Seconds that a pod has beyond its ranks' own to end."""
 TMP = "/tmp"
 PROJECT = "project.tar.gz"
-"""Of the config map `Shape.code`."""
+"""Of the config map `code_of`."""
 QUEUE = "kueue.x-k8s.io/queue-name"
+
+
+def code_of(name: str) -> str:
+    """The config map that holds the project of a run whose objects are called ``name``."""
+    return f"{name}-code"
 
 
 @dataclass(frozen=True)
@@ -53,11 +58,6 @@ class Shape:
     """Whether the run waits for another pod in the place of one that is lost."""
     deadline: int | None = None
     """Seconds after which a node of the cluster ends a pod whose agent has not done so."""
-
-    @property
-    def code(self) -> str:
-        """The config map that holds the project."""
-        return f"{self.name}-code"
 
     @property
     def unpack(self) -> str:
@@ -266,37 +266,39 @@ def resources(cluster: KubernetesCluster, gpus: int, *, ranks: bool = True) -> O
     if cluster.memory is not None:
         requests["memory"] = limits["memory"] = cluster.memory if ranks else LAUNCHER_MEMORY
     if ranks:
-        limits |= cluster.resources
-        requests |= cluster.resources
+        amounts = {name: quantity(name, each) for name, each in cluster.resources.items()}
+        limits |= amounts
+        requests |= amounts
     if gpus:
         limits[cluster.gpu_resource] = str(gpus)
     found = {"requests": requests, "limits": limits}
-    return {key: amounts for key, amounts in found.items() if amounts}
+    return {key: each for key, each in found.items() if each}
 
 
 def _volumes(shape: Shape) -> list[tuple[Object, Object]]:
     """What a pod mounts: each volume's definition, and where it is."""
-    files = posixpath.join(shape.run_dir, "files")
-    code = posixpath.join(shape.run_dir, "code")
+    files, code = (posixpath.join(shape.run_dir, each) for each in ("files", "code"))
     shm = {"medium": "Memory", "sizeLimit": shape.cluster.shm_size}
-    read_only = {"readOnly": True}
-    found: list[tuple[str, Object, Object]] = [
-        ("run", {"emptyDir": {}}, {"mountPath": shape.run_dir}),
-        ("files", {"configMap": {"name": shape.name}}, {"mountPath": files, **read_only}),
+    found: list[tuple[str, Object, str, bool]] = [
+        ("run", {"emptyDir": {}}, shape.run_dir, False),
+        ("files", {"configMap": {"name": shape.name}}, files, True),
+        ("tmp", {"emptyDir": {}}, TMP, False),
+        ("shm", {"emptyDir": shm}, "/dev/shm", False),
     ]
     if shape.copied:
-        found.append(
-            ("code", {"configMap": {"name": shape.code}}, {"mountPath": code, **read_only})
-        )
-    found += [
-        ("tmp", {"emptyDir": {}}, {"mountPath": TMP}),
-        ("shm", {"emptyDir": shm}, {"mountPath": "/dev/shm"}),
-    ]
+        found.insert(2, ("code", {"configMap": {"name": code_of(shape.name)}}, code, True))
     for number, each in enumerate(shape.cluster.volumes):
-        more = read_only if each.read_only else {}
-        claim = {"persistentVolumeClaim": {"claimName": each.claim, **more}}
-        found.append((f"claim-{number}", claim, {"mountPath": each.path, **more}))
-    return [({"name": name, **what}, {"name": name, **where}) for name, what, where in found]
+        claim = {"claimName": each.claim, **_read_only(each.read_only)}
+        name, where = f"claim-{number}", each.path
+        found.append((name, {"persistentVolumeClaim": claim}, where, each.read_only))
+    return [
+        ({"name": name, **what}, {"name": name, "mountPath": path, **_read_only(read_only)})
+        for name, what, path, read_only in found
+    ]
+
+
+def _read_only(read_only: bool) -> Object:
+    return {"readOnly": True} if read_only else {}
 
 
 def merged(base: Any, patch: Any) -> Any:

@@ -8,18 +8,19 @@ import math
 import os
 import re
 import tarfile
+from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import quote
 
 import msgspec
 
 from clusterkit.backends.kubernetes.client import Refusal
-from clusterkit.backends.kubernetes.flavors import FLAVORS, choose
+from clusterkit.backends.kubernetes.flavors import FLAVORS, Flavor, choose
 from clusterkit.backends.kubernetes.nodes import best_node, gpus_of, selected, usable
-from clusterkit.backends.kubernetes.rights import ROLE_HINT, access_review, to_watch
+from clusterkit.backends.kubernetes.rights import ROLE_HINT, Right, access_review, to_watch
 from clusterkit.backends.kubernetes.server import Server
 from clusterkit.backends.placing import own_ports
-from clusterkit.backends.probing import PACKAGES, TOOLS, interpreter
+from clusterkit.backends.probing import PACKAGES, TOOLS, UNSEEN, interpreter
 from clusterkit.cluster import Facts, Gpu, HostFacts, KubernetesCluster, KubernetesFacts, Project
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.project import snapshot, words
@@ -29,20 +30,20 @@ from clusterkit.transport import Transport
 
 MOST_BYTES = 1_040_000
 """Of a project, compressed; a config map takes 1 MiB."""
-_UNSEEN = "the image's; not looked at"
 
 
 def context_of(cluster: KubernetesCluster) -> tuple[str, str]:
-    """The name of the context, so that it is the same one later, and its namespace."""
+    """The name of the context, so that it is the same one later, and the namespace."""
     from kubernetes import config
 
     try:
         found = config.list_kube_config_contexts(cluster.kubeconfig)  # type: ignore[no-untyped-call]
     except config.ConfigException:  # in a pod there is none
-        return cluster.context or "", "default"
+        return cluster.context or "", cluster.namespace or "default"
     contexts, active = found
     chosen = next((each for each in contexts if each["name"] == cluster.context), active)
-    return str(chosen["name"]), str(chosen["context"].get("namespace") or "default")
+    own = chosen["context"].get("namespace")
+    return str(chosen["name"]), str(cluster.namespace or own or "default")
 
 
 def probe(cluster: KubernetesCluster, transport: Transport, job: JobSpec | None) -> Facts:
@@ -53,7 +54,6 @@ def probe(cluster: KubernetesCluster, transport: Transport, job: JobSpec | None)
     except Refusal as error:
         raise Unavailable(f"{error.message} (/version)") from None
     context, namespace = context_of(cluster)
-    namespace = cluster.namespace or namespace
     _check_namespace(server, namespace)
     gpus, most_gpus = _gpus(cluster, job, server)
     kubernetes = KubernetesFacts(
@@ -66,8 +66,8 @@ def probe(cluster: KubernetesCluster, transport: Transport, job: JobSpec | None)
         most_gpus=most_gpus,
     )
     if job is not None:
-        _check_rights(choose(job, cluster, kubernetes)[0], server, namespace)
-        may_watch = _may_watch(cluster, server, namespace)
+        flavor = FLAVORS[choose(job, cluster, kubernetes)[0]]
+        may_watch = _check_rights(flavor, cluster, server, namespace)
         kubernetes = msgspec.structs.replace(kubernetes, may_watch=may_watch)
     return facts_of(cluster, kubernetes, gpus, job)
 
@@ -96,8 +96,8 @@ def facts_of(
                 gpus=gpus,
                 python=python,
                 python_origin=origin,
-                versions=dict.fromkeys(PACKAGES, _UNSEEN),
-                tools=dict.fromkeys(TOOLS, _UNSEEN),
+                versions=dict.fromkeys(PACKAGES, UNSEEN),
+                tools=dict.fromkeys(TOOLS, UNSEEN),
             ),
         ),
         port=port,
@@ -166,46 +166,40 @@ def _check_namespace(server: Server, namespace: str) -> None:
         )
 
 
-def _check_rights(flavor: str, server: Server, namespace: str) -> None:
-    """Refuse what the API server would not let us do, before anything is made.
+def _lacking(rights: Iterable[Right], server: Server, namespace: str) -> str | None:
+    """The first of these rights that the API server does not give us, in words."""
+    path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+    for right in rights:
+        try:
+            status = server.post(path, access_review(namespace, *right)).get("status", {})
+        except Refusal:
+            status = {}
+        if not status.get("allowed"):
+            return f"you may not {right[0]} {right[2]} in namespace {namespace}"
+    return None
+
+
+def _check_rights(
+    flavor: Flavor, cluster: KubernetesCluster, server: Server, namespace: str
+) -> bool:
+    """Refuse what the API server would not let us do, before anything is made; whether the run can
+    have a watcher in the cluster.
 
     Raises:
         Unavailable: names the right that is missing.
     """
-    job = ("create", FLAVORS[flavor].group, FLAVORS[flavor].plural)
-    for right in (job, ("create", "", "configmaps"), ("list", "", "pods")):
-        if not _may(right, server, namespace):
-            raise Unavailable(
-                f"you may not {right[0]} {right[2]} in namespace {namespace}", hint=ROLE_HINT
-            )
-
-
-def _may(right: tuple[str, str, str], server: Server, namespace: str) -> bool:
-    """Whether the API server would let us; a right is a verb, an API group and a resource."""
-    path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-    try:
-        answer = server.post(path, access_review(namespace, *right))
-    except Refusal:
-        return False
-    return bool(answer.get("status", {}).get("allowed"))
-
-
-def _may_watch(cluster: KubernetesCluster, server: Server, namespace: str) -> bool:
-    """Whether the run can have a watcher in the cluster.
-
-    Raises:
-        Unavailable: it is asked for, and may not be made.
-    """
+    job = ("create", flavor.group, flavor.plural)
+    rights = (job, ("create", "", "configmaps"), ("list", "", "pods"))
+    if lacking := _lacking(rights, server, namespace):
+        raise Unavailable(lacking, hint=ROLE_HINT)
     if cluster.watcher is False:
         return False
     wanted = [right for right in to_watch() if right[0] == "create"]
-    missing = [right for right in wanted if not _may(right, server, namespace)]
-    if missing and cluster.watcher is True:
-        raise Unavailable(
-            f"watcher: you may not {missing[0][0]} {missing[0][2]} in namespace {namespace}",
-            hint="k8s/rbac.yaml has these rights; or watcher: false",
-        )
-    return not missing
+    lacking = _lacking(wanted, server, namespace)
+    if lacking and cluster.watcher is True:
+        hint = "k8s/rbac.yaml has these rights; or watcher: false"
+        raise Unavailable(f"watcher: {lacking}", hint=hint)
+    return not lacking
 
 
 def _kinds(server: Server) -> tuple[str, ...]:
@@ -213,7 +207,7 @@ def _kinds(server: Server) -> tuple[str, ...]:
     return tuple(
         flavor.kind
         for flavor in FLAVORS.values()
-        if flavor.operator and flavor.served(server.look(f"/apis/{flavor.api}") or {})
+        if flavor.operator and flavor.served(server.find(f"/apis/{flavor.api}", Refusal) or {})
     )
 
 
@@ -223,6 +217,6 @@ def _gpus(
     """Those of a pod, and how many a node has now at most, as far as anybody knows."""
     if cluster.gpus == 0 or (job is not None and job.device == "cpu"):
         return (), None
-    found = server.look("/api/v1/nodes")
+    found = server.find("/api/v1/nodes", Refusal)
     nodes = None if found is None else found["items"]
     return gpus_of(cluster, job, nodes), None if nodes is None else best_node(cluster, nodes)[0]

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import posixpath
 from collections.abc import Mapping
 
 import msgspec
 
 from clusterkit.backends.kubernetes.judge import Pod, began_or
-from clusterkit.backends.kubernetes.server import HOST
 from clusterkit.errors import ClusterkitError
 from clusterkit.plan import Plan
 from clusterkit.runs import RunHandle
-from clusterkit.transport import Transport
 
 
 class Removed(msgspec.Struct, frozen=True):
@@ -27,11 +24,9 @@ class Removed(msgspec.Struct, frozen=True):
     """Whether nothing is there any more that could make others."""
 
 
-def known(plan: Plan, transport: Transport) -> bool:
-    """Whether the run's folder on this machine is there."""
-    path = next((file.path for file in plan.files), posixpath.join(plan.run_dir, "files", "x"))
-    folder = posixpath.dirname(posixpath.dirname(path))
-    return transport.get(HOST, posixpath.join(folder, "run.json"), 0, 1) is not None
+def known(handle: RunHandle) -> bool:
+    """Whether the run's folder is there; one that is gone does not come back."""
+    return handle.folder.file("run.json").exists()
 
 
 def snapshot(handle: RunHandle) -> dict[str, Pod]:

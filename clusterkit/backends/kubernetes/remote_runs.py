@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -38,20 +38,32 @@ class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @classmethod
     def of(cls, job: JobSpec, cluster: KubernetesCluster, facts: Facts) -> Record:
-        replace = msgspec.structs.replace
-        kube = facts.kubernetes
-        assert kube is not None
-        return cls(
-            job=job,
-            cluster=replace(cluster, kubeconfig=None, context=None, namespace=None),
-            facts=replace(
-                facts, home="", kubernetes=replace(kube, context="", namespace="", kubeconfig=None)
-            ),
-        )
+        return reached(cls(job=job, cluster=cluster, facts=facts), KubernetesCluster())
 
     def text(self) -> str:
         """As a file of the plan."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode() + "\n"
+
+
+Made = TypeVar("Made", Record, Recovered)
+
+
+def reached(
+    found: Made,
+    entry: KubernetesCluster,
+    *,
+    home: str = "",
+    context: str = "",
+    namespace: str = "",
+    kubeconfig: str | None = None,
+) -> Made:
+    """What a plan is made of, on a machine from which the cluster is reached in this way."""
+    replace, kube = msgspec.structs.replace, found.facts.kubernetes
+    assert kube is not None
+    kube = replace(kube, context=context, namespace=namespace, kubeconfig=kubeconfig)
+    own = {key: getattr(entry, key) for key in ("kubeconfig", "context", "namespace")}
+    facts = replace(found.facts, home=home, kubernetes=kube)
+    return replace(found, cluster=replace(found.cluster, **own), facts=facts)
 
 
 # ---------------------------------------------------------------- listing
@@ -67,7 +79,7 @@ def listing(server: Server, namespace: str) -> list[RemoteRun]:
     selector = quote(f"{RUN},{ATTEMPT}", safe="")
 
     def ask(flavor: Flavor) -> list[RemoteRun]:
-        path = path_to(flavor.api, namespace, flavor.plural)
+        path = path_to(flavor.api, namespace, flavor.kind)
         try:
             found = server.find(f"{path}?labelSelector={selector}")
         except Refusal as error:
@@ -195,7 +207,7 @@ def kept(server: Server, namespace: str, run_id: str) -> Recovered:
 
 
 def _config_map(server: Server, namespace: str, name: str) -> Object | None:
-    path = path_to("v1", namespace, "configmaps", name)
+    path = path_to("v1", namespace, "ConfigMap", name)
     try:
         return server.find(path)
     except Refusal as error:

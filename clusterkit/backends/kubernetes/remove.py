@@ -13,7 +13,7 @@ import msgspec
 from clusterkit.backends.kubernetes.client import Forbidden
 from clusterkit.backends.kubernetes.judge import read_pod
 from clusterkit.backends.kubernetes.observe import pods_of
-from clusterkit.backends.kubernetes.pods import STOP_EXTRA
+from clusterkit.backends.kubernetes.pods import STOP_EXTRA, code_of
 from clusterkit.backends.kubernetes.records import (
     Removed,
     keep,
@@ -23,9 +23,8 @@ from clusterkit.backends.kubernetes.records import (
     snapshot,
     with_seen,
 )
-from clusterkit.backends.kubernetes.server import RunObjects
+from clusterkit.backends.kubernetes.server import RunObjects, objects_of
 from clusterkit.backends.kubernetes.text import Object
-from clusterkit.backends.kubernetes.watcher import KINDS, watch_name
 from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.plan import Plan
 from clusterkit.runs import MADE, RunHandle
@@ -48,27 +47,23 @@ def remove(handle: RunHandle, transport: Transport) -> None:
         Unavailable: the API server does not answer, will not, or a node does not.
     """
     plan, objects = handle.plan, RunObjects(handle.plan, transport)
-    if known(plan, transport) and not handle.folder.file(MADE).exists():
+    if known(handle) and not handle.folder.file(MADE).exists():
         return
-    name = objects.name
+    job, *others = _made_by(plan, objects)
     try:
-        if known(plan, transport):
+        if known(handle):
             pods = pods_of(handle, transport)
             keep(handle, with_seen(snapshot(handle), pods, plan))
             if removed(handle) is None:
                 ended = frozenset(pod.name for pod in pods.values() if pod.ran)
                 put_removed(handle, Removed(ended))
-        if plan.trees:
-            objects.delete(objects.path("v1", "configmaps", f"{name}-code"))
         # Before the pods: without it nobody makes new ones.
-        objects.delete(objects.job_path)
+        objects.delete(job)
         _delete_pods(objects)
-        for kind in (*objects.flavor.besides, ("v1", "configmaps"), ("v1", "secrets")):
-            objects.delete(objects.path(*kind, name))
-        for kind in KINDS if objects.watched else ():
-            objects.delete(objects.path(*kind, watch_name(name)))
+        for path in others:
+            objects.delete(path)
         lost = _await_gone(plan, objects)
-        if known(plan, transport):
+        if known(handle):
             by_us = removed(handle) or Removed()
             after = msgspec.structs.replace(by_us, lost=by_us.lost | lost, complete=True)
             if after != by_us:
@@ -80,6 +75,15 @@ def remove(handle: RunHandle, transport: Transport) -> None:
         ) from error
 
 
+def _made_by(plan: Plan, objects: RunObjects) -> list[str]:
+    """Where the API server has what the run's plan made there; the job is the first."""
+    named = [(each["apiVersion"], each["kind"], each["metadata"]["name"])
+             for each in reversed(objects_of(plan))]  # fmt: skip
+    files = [("v1", kind, objects.name) for kind in ("ConfigMap", "Secret")]
+    code = [("v1", "ConfigMap", code_of(objects.name))] if plan.trees else []
+    return [objects.path(*each) for each in (*named, *files, *code)]
+
+
 def _delete_pods(objects: RunObjects) -> None:
     """Ask all of them to end, in one request; and the services that an operator made, one a pod.
 
@@ -89,7 +93,7 @@ def _delete_pods(objects: RunObjects) -> None:
     collections = [objects.pods_path()]
     if objects.flavor.kind == "PyTorchJob":
         selector = quote(f"training.kubeflow.org/job-name={objects.name}", safe="")
-        collections.append(f"{objects.path('v1', 'services')}?labelSelector={selector}")
+        collections.append(f"{objects.path('v1', 'Service')}?labelSelector={selector}")
     for path in collections:
         with contextlib.suppress(Forbidden):
             objects.delete(path)

@@ -9,6 +9,7 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit.backends.kubernetes.flavors import FLAVORS
+from clusterkit.backends.kubernetes.text import made, plural
 
 ROLE = "clusterkit-submitter"
 """What `k8s/rbac.yaml` calls the role."""
@@ -45,8 +46,7 @@ def jobs_rules(flavors: Sequence[str] = tuple(FLAVORS)) -> list[Rule]:
     """For the kinds of jobs themselves, one rule for each API group."""
     kinds: dict[str, list[str]] = {}
     for flavor in map(FLAVORS.__getitem__, flavors):
-        more = [plural for api, plural in flavor.besides if api == flavor.api]
-        kinds.setdefault(flavor.group, []).extend((flavor.plural, *more))
+        kinds.setdefault(flavor.group, []).extend(map(plural, (flavor.kind, *flavor.besides)))
     return [Rule(group, tuple(names), JOB_VERBS) for group, names in kinds.items()]
 
 
@@ -80,8 +80,8 @@ def access_review(namespace: str, verb: str, group: str, resource: str) -> dict[
     attributes = {"namespace": namespace, "verb": verb, "group": group, "resource": name}
     if part:
         attributes["subresource"] = part
-    return {
-        "apiVersion": "authorization.k8s.io/v1",
-        "kind": "SelfSubjectAccessReview",
-        "spec": {"resourceAttributes": attributes},
-    }
+    return made(
+        "authorization.k8s.io/v1",
+        "SelfSubjectAccessReview",
+        spec={"resourceAttributes": attributes},
+    )

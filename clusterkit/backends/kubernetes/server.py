@@ -8,6 +8,8 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import quote
 
+import yaml
+
 from clusterkit.backends.kubernetes.client import (
     APPLY_PATCH,
     Conflict,
@@ -19,15 +21,16 @@ from clusterkit.backends.kubernetes.client import (
 )
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.judge import Pod
-from clusterkit.backends.kubernetes.lost_pods import JSON, force
+from clusterkit.backends.kubernetes.lost_pods import JSON, conditions_of, force
 from clusterkit.backends.kubernetes.pods import MANAGER, RUN
-from clusterkit.backends.kubernetes.text import Object
+from clusterkit.backends.kubernetes.text import Object, plural
 from clusterkit.cluster import KubernetesCluster
 from clusterkit.errors import RunFolderError
 from clusterkit.plan import KubernetesNative, Plan
 from clusterkit.transport import Transport
 
 HOST = "localhost"
+MANIFESTS = "manifests.yaml"
 
 
 def flags(kubeconfig: str | None, context: str | None, namespace: str | None = None) -> list[str]:
@@ -36,10 +39,16 @@ def flags(kubeconfig: str | None, context: str | None, namespace: str | None = N
     return [word for flag, value in words.items() if value for word in (flag, value)]
 
 
-def path_to(api: str, namespace: str, plural: str, name: str = "") -> str:
+def path_to(api: str, namespace: str, kind: str, name: str = "") -> str:
     """Where an object of a namespace is, or all of its kind."""
     root = f"/apis/{api}" if "/" in api else f"/api/{api}"
-    return f"{root}/namespaces/{quote(namespace)}/{plural}{name and f'/{quote(name)}'}"
+    return f"{root}/namespaces/{quote(namespace)}/{plural(kind)}{name and f'/{quote(name)}'}"
+
+
+def objects_of(plan: Plan) -> list[Object]:
+    """What a plan makes besides files; the job that keeps the run's pods is the last."""
+    text = next(file.text for file in plan.files if file.path.endswith(f"/{MANIFESTS}"))
+    return list(yaml.safe_load_all(text or ""))
 
 
 class Server:
@@ -67,18 +76,11 @@ class Server:
         found: Object = json.loads(self.text(path))
         return found
 
-    def find(self, path: str) -> Object | None:
-        """`get`, or None where there is nothing."""
+    def find(self, path: str, absent: type[Refusal] = NotFound) -> Object | None:
+        """`get`, or None where there is nothing; with `Refusal`, where we may not look as well."""
         try:
             return self.get(path)
-        except NotFound:
-            return None
-
-    def look(self, path: str) -> Object | None:
-        """`get`, or None where there is nothing, or we may not look."""
-        try:
-            return self.get(path)
-        except Refusal:
+        except absent:
             return None
 
     def post(self, path: str, body: Object) -> Object:
@@ -117,15 +119,14 @@ class RunObjects(Server):
         self.namespace = native.namespace
         self.flavor = FLAVORS[native.flavor]
         self.name = native.name
-        self.watched = native.watched
         self._run_id = plan.run_id
 
-    def path(self, api: str, plural: str, name: str = "") -> str:
+    def path(self, api: str, kind: str, name: str = "") -> str:
         """Where an object of the namespace is."""
-        return path_to(api, self.namespace, plural, name)
+        return path_to(api, self.namespace, kind, name)
 
     def pod_path(self, name: str) -> str:
-        return self.path("v1", "pods", name)
+        return self.path("v1", "Pod", name)
 
     def force(self, pod: Pod) -> None:
         """As `lost_pods.force`; fine where it is gone, or another one, by now."""
@@ -135,25 +136,25 @@ class RunObjects(Server):
     @property
     def job_path(self) -> str:
         """Where the job is that keeps the run's pods."""
-        return self.path(self.flavor.api, self.flavor.plural, self.name)
+        return self.path(self.flavor.api, self.flavor.kind, self.name)
 
     def pods_path(self, **query: str) -> str:
         """Where all pods of the run are listed."""
         selector = quote(f"{RUN}={self._run_id}", safe="")
         more = "".join(f"&{key}={quote(value, safe='')}" for key, value in query.items())
-        return f"{self.path('v1', 'pods')}?labelSelector={selector}{more}"
+        return f"{self.path('v1', 'Pod')}?labelSelector={selector}{more}"
 
     def events(self, field: str) -> list[dict[str, Any]]:
         """The namespace's events of which this is true."""
         chosen = quote(field, safe="")
-        listed = self.get(f"{self.path('v1', 'events')}?fieldSelector={chosen}")
+        listed = self.get(f"{self.path('v1', 'Event')}?fieldSelector={chosen}")
         found: list[dict[str, Any]] = listed["items"]
         return found
 
     @cached_property
     def namespace_goes(self) -> bool:
         """Whether it is being deleted; asked for once. False where we may not look."""
-        found = self.look(f"/api/v1/namespaces/{self.namespace}") or {}
+        found = self.find(f"/api/v1/namespaces/{self.namespace}", Refusal) or {}
         return "deletionTimestamp" in found.get("metadata", {})
 
     def node_ready(self, host: str) -> bool | None:
@@ -162,5 +163,4 @@ class RunObjects(Server):
             found = self.find(f"/api/v1/nodes/{host}")
         except Refusal:
             return None
-        conditions = ((found or {}).get("status") or {}).get("conditions") or ()
-        return {each["type"]: each["status"] for each in conditions}.get("Ready") == "True"
+        return conditions_of(found or {}).get("Ready", {}).get("status") == "True"

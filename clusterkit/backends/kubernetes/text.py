@@ -15,7 +15,7 @@ Object = dict[str, Any]
 NAME_MAX = 46
 """Kinds of jobs add as much as ``-node-0-12345`` to it; 63 characters at most are a name."""
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?\Z")
-_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i)?\Z")
+_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i|[eE][+-]?[0-9]+)?\Z")
 
 
 def object_name(run_id: str) -> str:
@@ -27,20 +27,31 @@ def object_name(run_id: str) -> str:
     return f"ck-{kept}-{digest}"
 
 
+def made(api: str, kind: str, metadata: Object | None = None, **rest: Any) -> Object:
+    """An object of this kind."""
+    named = {"metadata": metadata} if metadata else {}
+    return {"apiVersion": api, "kind": kind, **named, **rest}
+
+
+def plural(kind: str) -> str:
+    """What the API calls all objects of a kind, of those that a run has."""
+    return f"{kind.lower()}s"
+
+
 def literal(value: str) -> str:
     """A value of a pod's environment or a word of its command, kept from being expanded."""
     return value.replace("$", "$$")
 
 
-def quantity(key: str, value: str) -> str:
-    """``value`` itself.
+def quantity(key: str, value: str | float) -> str:
+    """An amount as text; Kubernetes takes numbers as well.
 
     Raises:
         BadInput: it is not an amount; the message begins with ``key``.
     """
-    if not _QUANTITY.match(value):
+    if not _QUANTITY.match(str(value)):
         raise BadInput(f"{key}: {value!r} is not an amount", hint="such as 4, 500m, 16Gi")
-    return value
+    return str(value)
 
 
 def as_yaml(body: object) -> str:

@@ -66,7 +66,7 @@ class LocalBackend(Backend, SupportsDoctor):
 
         ranks = None
         if job is not None and job.gpus_per_node != "auto":
-            ranks = job.gpus_per_node * job.node_range[1]
+            ranks = job.gpus_per_node * (job.node_range[1] + job.spares)
         python, _ = ranks_python(cluster, job)
         return HostSubject(
             cluster=name,
@@ -80,9 +80,10 @@ class LocalBackend(Backend, SupportsDoctor):
     def place(self, job: JobSpec, cluster: LocalCluster, facts: Facts, run_id: str) -> Placement:
         host = facts.hosts[0]
         least, nodes = job.node_range
+        all_nodes = nodes + job.spares
         device, device_origin = device_of(job, [host])
         nproc, nproc_origin = divided_gpus(
-            job, host, nodes, device, place=host.host, flag="--gpus {0} (make: GPUS={0})"
+            job, host, all_nodes, device, place=host.host, flag="--gpus {0} (make: GPUS={0})"
         )
         topology = Topology(least, nodes, nproc)
         if job.started_by == "mpirun" and device == "cuda" and nodes > 1:
@@ -110,14 +111,16 @@ class LocalBackend(Backend, SupportsDoctor):
             device=device,
             threads=threads,
             where="on this machine",
-            hosts=(host.host,) * nodes,
+            hosts=(host.host,) * all_nodes,
             # mpirun starts processes on hosts that it knows; deepspeed only counts names.
             names=tuple(f"node-{node}" for node in range(nodes))
             if job.started_by == "deepspeed"
             else (host.host,) * nodes,
             cluster_env=cluster.env,
             network_env=interface_env(facts.interface),
-            node_env=tuple(gpu_share(host.gpus, device, n * nproc, nproc) for n in range(nodes)),
+            node_env=tuple(
+                gpu_share(host.gpus, device, n * nproc, nproc) for n in range(all_nodes)
+            ),
             stop_grace=cluster.stop_grace,
             warm=warm,
             watching=Watching(host.address, facts.watch_port) if facts.watch_port else None,

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from clusterkit.agent import PEER_TOKEN
 from clusterkit.backends.base import (
     Backend,
     Monitor,
@@ -19,6 +20,7 @@ from clusterkit.backends.base import (
     Recovered,
     RemoteRun,
     SupportsDoctor,
+    SupportsFile,
     SupportsForget,
     SupportsRemoteRuns,
 )
@@ -34,10 +36,12 @@ from clusterkit.backends.slurm.observe import (
 from clusterkit.backends.slurm.queue import SLURM_SECONDS, Job, jobs_of, run
 from clusterkit.cluster import Facts, SlurmCluster
 from clusterkit.errors import ClusterkitError, Unavailable
+from clusterkit.plan import Plan, unpacking
 from clusterkit.runs import RunHandle, home
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
 from clusterkit.transport import LocalTransport, Transport
+from clusterkit.yaml_text import comment
 
 if TYPE_CHECKING:
     from clusterkit.doctor.slurm import SlurmSubject
@@ -47,7 +51,7 @@ GRACE_SECONDS = 10.0
 ASK_SECONDS = 1.0
 
 
-class SlurmBackend(Backend, SupportsDoctor, SupportsForget, SupportsRemoteRuns):
+class SlurmBackend(Backend, SupportsDoctor, SupportsFile, SupportsForget, SupportsRemoteRuns):
     """Nodes are tasks of one job step; see `clusterkit.agent` for what runs in each of them."""
 
     name = "slurm"
@@ -56,6 +60,7 @@ class SlurmBackend(Backend, SupportsDoctor, SupportsForget, SupportsRemoteRuns):
     unsupported = {  # noqa: RUF012
         "launcher=mpirun": "Open MPI would start steps of its own, which no agent can watch or end",
         "on_node_loss=shrink": "an allocation ends with the first node that it loses",
+        "spares": "an allocation ends with the first node that it loses",
     }
     start_seconds: ClassVar[float] = math.inf
 
@@ -87,6 +92,31 @@ class SlurmBackend(Backend, SupportsDoctor, SupportsForget, SupportsRemoteRuns):
     def home(self, facts: Facts) -> Path:
         remote = facts.slurm is not None and facts.slurm.ssh
         return home() if remote else Path(facts.home)
+
+    # -- as one file ------------------------------------------------------------
+
+    def unprobed(self, cluster: SlurmCluster, job: JobSpec) -> Facts:
+        from clusterkit.backends.slurm.probe import assumed
+
+        return assumed(cluster, job)
+
+    def one_file(self, plan: Plan, cluster: SlurmCluster, head: list[str]) -> str:
+        scripts = {posixpath.basename(file.path): file for file in plan.files}
+        lines = (scripts.pop("slurm.sh").text or "").splitlines(keepends=True)
+        del scripts["submit.sh"]
+        # Slurm opens its output before anything here has made that folder.
+        lines = [
+            line for line in lines if not (line.startswith("#SBATCH") and plan.run_dir in line)
+        ]
+        end = 1 + max(at for at, line in enumerate(lines) if line.startswith("#SBATCH"))
+        head = [*head, f"It writes into {plan.run_dir}, on a disk that all nodes see."]
+        head += [f"{tree.path} has to hold {tree.source}." for tree in plan.trees]
+        secrets = [name for name in plan.steps[-1].secrets if name != PEER_TOKEN]
+        head += [f"First: export {name}=..." for name in secrets]
+        return "".join([
+            lines[0], comment("\n".join(head)), *lines[1:end],
+            unpacking(scripts.values()), *lines[end:],
+        ])  # fmt: skip
 
     # -- an attempt -----------------------------------------------------------
 

@@ -11,9 +11,13 @@ import re
 from importlib import resources
 from typing import Any
 
+import msgspec
+
 from clusterkit import backends, mirror
+from clusterkit.backends import addresses
 from clusterkit.backends.slurm import tail
-from clusterkit.cluster import Host, SlurmCluster, SshCluster
+from clusterkit.backends.slurm.queue import HERE, LOGIN_PYTHON
+from clusterkit.cluster import SlurmCluster, SshCluster
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed
 from clusterkit.files import size_of, write_atomic
 from clusterkit.runs import RunHandle
@@ -25,7 +29,6 @@ _NAME = re.compile(
     r"|attempts/\d+/(next|node-\d+/(log|ranks\.jsonl|(started|exit)\.json|agent\.log))"
 )
 """Of files that are taken: nothing that a login node sends may lie elsewhere."""
-_WHERE = re.compile(r"(?:([^@]+)@)?(?:\[([^\]]+)\]|([^@:\[\]]+))(?::(\d{1,5}))?")
 
 
 def transport(cluster: SlurmCluster) -> Transport:
@@ -36,17 +39,19 @@ def transport(cluster: SlurmCluster) -> Transport:
         Unavailable: paramiko is not installed.
     """
     name = str(cluster.ssh)
-    found = _WHERE.fullmatch(name)
-    if found is None or name == "localhost":
+    try:
+        found = addresses.host_from(name)
+        addresses.check(found, "ssh")
+    except BadInput:
+        found = None
+    if found is None or name == HERE:
         raise BadInput(
             f"ssh: {name} is no login node on another machine",
             hint="[user@]host[:port]; on a login node itself, leave it out",
             cluster="ssh",
         )
-    user, bracketed, plain, port = found.groups()
-    number = int(port) if port else None
-    host = Host(name=name, address=bracketed or plain, user=user, port=number)
-    python = cluster.python or "python3"
+    host = msgspec.structs.replace(found, name=name, address=found.name)
+    python = cluster.python or LOGIN_PYTHON
     return backends.transport_for(SshCluster(hosts=(host,), python=python))
 
 

@@ -17,8 +17,8 @@ from clusterkit.backends.placing import (
     own_ports,
     threads_of,
 )
-from clusterkit.backends.slurm.probe import LOGIN_PYTHON, minutes
-from clusterkit.backends.slurm.queue import HERE
+from clusterkit.backends.slurm.probe import minutes
+from clusterkit.backends.slurm.queue import HERE, LOGIN_PYTHON
 from clusterkit.cluster import Facts, SlurmCluster, SlurmFacts
 from clusterkit.errors import BadInput, counted
 from clusterkit.plan import Note, PlanFile, Step

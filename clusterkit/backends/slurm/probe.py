@@ -5,14 +5,28 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
 from clusterkit import project
+from clusterkit.backends.placing import own_ports
 from clusterkit.backends.ports import watch_port
-from clusterkit.backends.probing import NAMES_PYTHON, ask, interpreter, own_interpreter
-from clusterkit.backends.slurm.queue import HERE
+from clusterkit.backends.probing import (
+    NAMES_PYTHON,
+    PACKAGES,
+    TOOLS,
+    UNSEEN,
+    HostReport,
+    ask,
+    assumed_gpus,
+    interpreter,
+    own_interpreter,
+    own_report,
+)
+from clusterkit.backends.slurm.queue import HERE, LOGIN_PYTHON
 from clusterkit.backends.slurm.queue import ask as ask_slurm
 from clusterkit.cluster import Facts, Gpu, HostFacts, SlurmCluster, SlurmFacts
 from clusterkit.errors import BadInput, Unavailable
@@ -24,8 +38,6 @@ _GPUS = re.compile(
     r"(?:^|,)gpu(?::(?!no_consume:)([^:,()]+))?(?::no_consume)?:(\d+)", re.IGNORECASE
 )
 _GONE = re.compile(r"down|drain|fail|future|inval|unk|boot|power", re.IGNORECASE)
-LOGIN_PYTHON = "python3"
-"""On the login node, where the ranks' own is not there."""
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?\Z")
 
 
@@ -45,12 +57,6 @@ class PartitionNode(msgspec.Struct, frozen=True, kw_only=True):
 
 def probe(cluster: SlurmCluster, transport: Transport, job: JobSpec | None) -> Facts:
     """As `clusterkit.backends.base.Backend.probe`."""
-    name, limits, nodes = partition(cluster, transport)
-    least = min((node for node in nodes), key=lambda node: (len(node.gpus), node.cpus))
-    if cluster.gpus != "auto":
-        gpus = tuple(Gpu(str(index), "GPU", 0) for index in range(cluster.gpus))
-    else:
-        gpus = () if job is not None and job.device == "cpu" else least.gpus
     host = host_of(cluster)
     python, origin = python_of(job, cluster)
     if cluster.ssh is None and cluster.container is None:
@@ -60,16 +66,35 @@ def probe(cluster: SlurmCluster, transport: Transport, job: JobSpec | None) -> F
             )
         python = os.path.abspath(found)
     there = python if cluster.container is None else LOGIN_PYTHON
-    report = ask(
-        transport, host, [there], python=there, where="login node", workdir=folder(cluster)
-    )
+
+    def look() -> HostReport:
+        if host == HERE and there == sys.executable:
+            return own_report(folder(cluster))
+        return ask(
+            transport, host, [there], python=there, where="login node", workdir=folder(cluster)
+        )
+
+    def ports() -> tuple[int, int]:
+        port = transport.free_port(host) if cluster.port == "auto" else cluster.port
+        return port, watch_port(cluster, host, port, transport)
+
+    # Each is a process at least, over SSH a round trip more, and Slurm's wait for its controller.
+    with ThreadPoolExecutor(4) as pool:
+        asked = pool.submit(partition, cluster, transport)
+        version = pool.submit(ask_slurm, transport, host, "sinfo", "--version")
+        looked, found_ports = pool.submit(look), pool.submit(ports)
+        copied = job if cluster.ssh is not None and cluster.sync else None
+        sent = project.snapshot(Path(copied.workdir or "."), copied.program) if copied else None
+        name, limits, nodes = asked.result()
+        report, (port, watch) = looked.result(), found_ports.result()
+    least = min((node for node in nodes), key=lambda node: (len(node.gpus), node.cpus))
+    if cluster.gpus != "auto":
+        gpus = tuple(Gpu(str(index), "GPU", 0) for index in range(cluster.gpus))
+    else:
+        gpus = () if job is not None and job.device == "cpu" else least.gpus
     versions = report.versions if cluster.container is None else {}
     if cluster.container is None and "/" not in python:
         python = report.python  # which one it is may differ from node to node
-    copied = job if cluster.ssh is not None and cluster.sync else None
-    port = transport.free_port(host, None if cluster.port == "auto" else cluster.port)
-    if cluster.port != "auto":
-        port = cluster.port
     most = limits.get("MaxNodes", "")
     return Facts(
         home=report.workdir,
@@ -89,20 +114,39 @@ def probe(cluster: SlurmCluster, transport: Transport, job: JobSpec | None) -> F
         port=port,
         port_origin="free on the login node" if cluster.port == "auto" else "cluster: port",
         interface=cluster.interface or "",
-        watch_port=watch_port(cluster, host, port, transport),
-        project=project.snapshot(Path(copied.workdir or "."), copied.program).facts()
-        if copied
-        else None,
+        watch_port=watch,
+        project=sent.facts() if sent else None,
         shipped=project.own_package().facts() if copied and "clusterkit" not in versions else None,
         slurm=SlurmFacts(
             ssh=cluster.ssh is not None,
-            version=ask_slurm(transport, host, "sinfo", "--version").strip().rpartition(" ")[2],
+            version=version.result().strip().rpartition(" ")[2],
             partition=name,
             nodes=len(nodes),
             minutes=minutes(limits.get("MaxTime", "")),
             most_nodes=int(most) if most.isdigit() else None,
         ),
     )
+
+
+def assumed(cluster: SlurmCluster, job: JobSpec) -> Facts:
+    """Facts of a partition that nobody has looked at: what the entry and the job say."""
+    python, origin = python_of(job, cluster)
+    gpus = assumed_gpus(cluster.gpus, job)
+    cpus = cluster.cpus if cluster.cpus != "auto" else max(1, len(gpus))
+    port, watch_port = own_ports(cluster.port)
+    host = HostFacts(
+        host=host_of(cluster), address="", cpus=cpus,
+        memory_mib=0, gpus=gpus, python=python, python_origin=origin,
+        versions=dict.fromkeys(PACKAGES, UNSEEN), tools=dict.fromkeys(TOOLS, UNSEEN),
+    )  # fmt: skip
+    return Facts(
+        home=folder(cluster), hosts=(host,), port=port, port_origin="not asked whether it is free",
+        interface=cluster.interface or "", watch_port=watch_port,
+        slurm=SlurmFacts(
+            ssh=cluster.ssh is not None, version="", partition=cluster.partition or "the default",
+            nodes=job.node_range[1],
+        ),
+    )  # fmt: skip
 
 
 def host_of(cluster: SlurmCluster) -> str:

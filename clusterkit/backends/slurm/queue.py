@@ -12,6 +12,8 @@ from clusterkit.transport import Completed, Environment, Transport
 
 HERE = "localhost"
 """This machine, where it is a login node itself: where commands of Slurm run."""
+LOGIN_PYTHON = "python3"
+"""On a login node, where the ranks' own is not there."""
 _FIND = (
     """if command -v "$1" >/dev/null; then exec "$@"; fi; exec bash -lc 'exec "$@"' bash "$@\""""
 )

@@ -4,7 +4,7 @@ the login node (the other one is `clusterkit.backends.slurm.login`).
 Standard library only: its text is sent to the login node and run there by the ranks' Python. Its
 input is ``{"folder": .., "attempt": .., "follow": .., "sizes": {NAME: BYTES}}``; its output are
 frames, as of `clusterkit.agent.report`, whose files have paths below the run's folder. One without
-a file closes every round.
+a file says whether the first round is over; it closes a round that had news, and is a sign of life.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class Tail:
         """Bytes of growing files that the reader has."""
         self.sent: dict[str, bytes] = {}
         self.ended: set[str] = set()
+        self.begun = False
+        """Whether all has been sent that there was at first."""
         self.news = False
+        self._due = time.monotonic() + HEARTBEAT_SECONDS
 
     def round(self) -> None:
         """Send what is new."""
@@ -45,7 +48,10 @@ class Tail:
         for node in sorted(glob.glob(f"{ours}/node-*")):
             if node not in self.ended:
                 self.node(node)
+                self.heartbeat()  # a file server may be slow, and nodes many
         self.whole(f"{ours}/next", begun_after)
+        first, self.begun = not self.begun, True
+        self.heartbeat(first or self.news)
 
     def node(self, node: str) -> None:
         # In this order: when the node has ended, its log is whole.
@@ -74,6 +80,13 @@ class Tail:
         out = sys.stdout.buffer
         out.write(json.dumps({**header, "bytes": len(data)}).encode() + b"\n" + data)
 
+    def heartbeat(self, now: bool = False) -> None:
+        """A sign of life, where one is due or wanted."""
+        if now or time.monotonic() >= self._due:
+            self.frame({"begun": self.begun, "alive": True, "ended": False})
+            self.news, self._due = False, time.monotonic() + HEARTBEAT_SECONDS
+            sys.stdout.buffer.flush()
+
 
 def _read(name: str, at: int = 0) -> bytes | None:
     try:
@@ -92,13 +105,8 @@ def main() -> int:
         print(error.strerror, file=sys.stderr)
         return GONE
     tail = Tail(asked["attempt"], asked["sizes"])
-    due = 0.0
     while True:
         tail.round()
-        if tail.news or time.monotonic() >= due:
-            tail.frame({"begun": True, "alive": True, "ended": False})
-            tail.news, due = False, time.monotonic() + HEARTBEAT_SECONDS
-            sys.stdout.buffer.flush()
         if not asked["follow"]:
             return 0
         time.sleep(LOOK_SECONDS)

@@ -13,6 +13,7 @@ from clusterkit.backends.base import (
     Monitor,
     Observation,
     SupportsDoctor,
+    SupportsFile,
     SupportsForget,
 )
 from clusterkit.backends.nodes import stop_arguments
@@ -34,7 +35,7 @@ _REPORT_GONE = 2
 
 # The transport is imported where it is used: not every command needs it, and its imports are a good
 # part of a command's time.
-class SshBackend(Backend, SupportsDoctor, SupportsForget):
+class SshBackend(Backend, SupportsDoctor, SupportsFile, SupportsForget):
     """Nodes are machines; see `clusterkit.agent` for what runs on each of them."""
 
     name = "ssh"
@@ -94,6 +95,11 @@ class SshBackend(Backend, SupportsDoctor, SupportsForget):
         return self.subject(name, cluster, job)
 
     # -- carrying out ---------------------------------------------------------
+
+    def one_file(self, plan: Plan, cluster: SshCluster, head: list[str]) -> str:
+        from clusterkit.backends.ssh.script import script
+
+        return script(plan, cluster, head)
 
     def home(self, facts: Facts) -> Path:
         return home()  # the facts' is the hosts' own

@@ -18,9 +18,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import paramiko
 
 from clusterkit import shell
+from clusterkit.backends.addresses import host_from
 from clusterkit.cluster import Host
 from clusterkit.errors import BadInput, Unavailable
 
@@ -94,13 +96,14 @@ def resolve(host: Host) -> Target:
 
 
 def jump_host(hop: str, final: Host) -> Host:
-    """``[ssh://][user@]host[:port]`` on the way to a host, entered with the same key and files."""
-    user, at, rest = hop.removeprefix("ssh://").rpartition("@")
-    match = re.fullmatch(r"(?:\[(.+)\]|([^:]+))(?::([0-9]{1,5}))?", rest)
-    name, port = (match[1] or match[2], match[3]) if match else (rest, None)
-    return Host(
-        name=name, user=user if at else None, port=int(port) if port else None,
-        known_hosts=final.known_hosts, ssh_config=final.ssh_config, identity=final.identity,
+    """``[user@]host[:port]`` on the way to a host, entered with the same key and files.
+
+    Raises:
+        BadInput: a port that there is not.
+    """
+    return msgspec.structs.replace(
+        host_from(hop), known_hosts=final.known_hosts, ssh_config=final.ssh_config,
+        identity=final.identity,
     )  # fmt: skip
 
 

@@ -7,7 +7,6 @@ and vaults, is read by ``ansible-inventory``, which takes 0.5 s.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import re
@@ -21,6 +20,9 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from clusterkit.backends import addresses
 from clusterkit.backends.ssh.filters import BRACKETED, chosen
 from clusterkit.backends.ssh.variables import absolute, host_of
 from clusterkit.cluster import Host
@@ -34,10 +36,6 @@ MOST_HOSTS = 100_000
 ANSIBLE_SECONDS = 120.0
 """Longer than an inventory plugin needs to ask a cloud."""
 _FORMS = "`inventory` names an Ansible inventory or a DeepSpeed hostfile (`host slots=N`)"
-_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9])?\Z")
-_USER = re.compile(r"""[^\s\x00-\x1f'"`$;&<>|(){}\-][^\s\x00-\x1f'"`$;&<>|(){}]*\Z""")
-"""What OpenSSH's client takes; `me@corp.example` and `CORP\\me` are users of directories."""
-_WITH_PORT = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]+)(?=:))(?::([0-9]+))?\Z")
 _RANGE = re.compile(r"\[([0-9]*):([0-9]+)(?::[0-9]+)?\]")
 _SLOTS = re.compile(r"(\S+)\s+slots\s*=\s*(\S+)(?:\s.*)?\Z")
 _INI_LINE = re.compile(r"\[[^\]]*\]\Z|\S+\s.*\b(ansible|clusterkit)_\w+\s*=")
@@ -91,39 +89,21 @@ def check_hosts(hosts: Sequence[Host], where: str) -> tuple[Host, ...]:
         BadInput: a name that no host or no user has, the same name or the same address twice.
     """
     names: set[str] = set()
-    addresses: dict[tuple[str, int, str | None], str] = {}
+    taken: dict[tuple[str, int, str | None], str] = {}
     for host in hosts:
-        for text in (host.name, host.address):
-            if text is not None and not (_NAME.match(text) or _is_address(text)):
-                raise BadInput(
-                    f"{where}: host {host.name!r}: {text!r} is neither a host name nor an address",
-                    hint="letters, digits, '-', '.', '_' and, in IPv6 addresses, ':'",
-                )
-        if host.user is not None and not _USER.match(host.user):
-            raise BadInput(
-                f"{where}: host {host.name}: user {host.user!r} is not the name of a user",
-                hint="no '-' in front, no blanks, quotes or other characters of the shell",
-            )
+        addresses.check(host, where)
         if host.name in names:
             raise BadInput(f"{where}: host {host.name} is listed twice")
         names.add(host.name)
         # Behind two jump hosts, two machines may well have one address.
         key = ((host.address or host.name).lower(), host.port or 22, host.jump)
-        if key in addresses:
+        if key in taken:
             raise BadInput(
-                f"{where}: hosts {addresses[key]} and {host.name} have the same address {key[0]}",
+                f"{where}: hosts {taken[key]} and {host.name} have the same address {key[0]}",
                 hint="two nodes need two machines, or two SSH ports",
             )
-        addresses[key] = host.name
+        taken[key] = host.name
     return tuple(hosts)
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
 
 
 # ---------------------------------------------------------------- hostfiles
@@ -183,21 +163,12 @@ def _hostfile(path: Path, lines: Sequence[tuple[int, str]]) -> list[Host]:
             raise BadInput(
                 f"{path}:{number}: slots={match[2]}: not a number of ranks", hint="slots=8"
             )
-        user, at, place = (match[1] if match else line).rpartition("@")
-        name, port = _without_port(place)
-        if port is not None and not 0 < port < 1 << 16:
-            raise BadInput(f"{path}:{number}: {place!r}: not a port", hint="1 to 65535")
-        slots = int(match[2]) if match else None
-        hosts.append(Host(name=name, port=port, user=user if at else None, slots=slots))
+        try:
+            host = addresses.host_from(match[1] if match else line)
+        except BadInput as error:
+            raise BadInput(f"{path}:{number}: {error.message}", error.hint) from None
+        hosts.append(msgspec.structs.replace(host, slots=int(match[2]) if match else None))
     return hosts
-
-
-def _without_port(name: str) -> tuple[str, int | None]:
-    """``host:2222``, ``[2001:db8::1]`` and ``[2001:db8::1]:2222`` taken apart."""
-    match = _WITH_PORT.match(name)
-    if match is None or (match[1] and not _is_address(match[1])):
-        return name, None
-    return match[1] or match[2], int(match[3]) if match[3] else None
 
 
 # ---------------------------------------------------------------- inventories
@@ -320,7 +291,7 @@ def _collect(
             elif value is not None and not isinstance(value, dict):
                 raise document.error(at, "a host holds variables")
             else:
-                host, port = _without_port(item)
+                host, port = addresses.host_and_port(item)
                 if "[" in host:
                     raise _range(document, at, host)
                 group.hosts[host] = None

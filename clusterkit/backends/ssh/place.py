@@ -18,10 +18,10 @@ from clusterkit.spec import JobSpec
 def place(job: JobSpec, cluster: SshCluster, facts: Facts, run_id: str) -> Placement:
     """As `clusterkit.backends.base.Backend.place`."""
     least, most = job.node_range
-    if len(facts.hosts) < least:
-        raise too_few(least, len(facts.hosts), cluster)
-    nodes = min(most, len(facts.hosts))
-    hosts = facts.hosts[:nodes]
+    if len(facts.hosts) < least + job.spares:
+        raise too_few(job, len(facts.hosts), cluster)
+    nodes = min(most, len(facts.hosts) - job.spares)
+    hosts = facts.hosts[: nodes + job.spares]
     head = hosts[0]
     device, device_origin = device_of(job, hosts)
     nproc, nproc_origin = _ranks_per_node(job, hosts, device)

@@ -107,16 +107,18 @@ def hosts_for(cluster: SshCluster, job: JobSpec | None) -> tuple[Host, ...]:
     if job is None:
         return cluster.hosts
     least, most = job.node_range
-    if least > len(cluster.hosts):
-        raise too_few(least, len(cluster.hosts), cluster)
-    return cluster.hosts[:most]
+    if least + job.spares > len(cluster.hosts):
+        raise too_few(job, len(cluster.hosts), cluster)
+    return cluster.hosts[: most + job.spares]
 
 
-def too_few(wanted: int, there: int, cluster: SshCluster) -> BadInput:
+def too_few(job: JobSpec, there: int, cluster: SshCluster) -> BadInput:
+    spares = f" and {counted(job.spares, 'spare')}" if job.spares else ""
+    room = there - job.spares
     return BadInput(
-        f"nodes: {wanted} are wanted, the cluster has {counted(there, 'host')}"
+        f"nodes: {job.node_range[0]}{spares} are wanted, the cluster has {counted(there, 'host')}"
         f" ({listed([host.name for host in cluster.hosts], 4)})",
-        hint=f"--nodes {there}, or more hosts in the inventory",
+        hint=f"{f'--nodes {room}' if room > 0 else 'fewer spares'}, or more hosts in the inventory",
         job="nodes",
     )
 

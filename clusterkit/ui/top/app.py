@@ -17,9 +17,9 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
-from clusterkit import api, logs
+from clusterkit import api, logs, runs
 from clusterkit.errors import ClusterkitError
-from clusterkit.ui.top.board import Board, Order, RunBoard, board
+from clusterkit.ui.top.board import Board, Order, RunBoard, RunsBoard
 from clusterkit.ui.top.paint import Line
 
 PERIOD = 0.2
@@ -56,6 +56,13 @@ class Surface(Widget, can_focus=True):
     def on_resize(self) -> None:
         self.post_message(self.Sized())
 
+    def render_lines(self, crop: Region) -> list[Strip]:
+        # Past borders, padding and tints, which there are none of: half of what a look costs.
+        strips = (self.render_line(y) for y in range(crop.y, crop.bottom))
+        if (crop.x, crop.right) == (0, self.size.width):
+            return list(strips)
+        return [strip.crop(crop.x, crop.right) for strip in strips]
+
     def render_line(self, y: int) -> Strip:
         if y >= len(self._lines):
             return Strip.blank(self.size.width)
@@ -64,17 +71,17 @@ class Surface(Widget, can_focus=True):
 
 
 class Top(App[None]):
-    """`clusterkit top`; ``run`` None: the list of all runs."""
+    """Shows a board."""
 
     CSS = "Screen { background: ansi_default; }"
     ENABLE_COMMAND_PALETTE = False
     BINDINGS = [Binding("ctrl+c", "quit", show=False, priority=True)]  # noqa: RUF012
 
-    def __init__(self, run: str | None) -> None:
+    def __init__(self, first: Board) -> None:
         super().__init__(ansi_color=True)
-        self.board: Board = board(run)
+        self.board = first
         self.surface = Surface()
-        self._list: Board | None = None if run is not None else self.board
+        self._list = first if isinstance(first, RunsBoard) else None
         self._asked = 0.0
 
     def compose(self) -> ComposeResult:
@@ -124,9 +131,9 @@ class Top(App[None]):
         if order.verb == "quit":
             self.exit()
         elif order.verb == "open":
-            self.board = board(order.what)
+            self.board = RunBoard(runs.find(order.what))
         elif order.verb == "back":
-            self._list = self.board = self._list or board(None)
+            self.board = self._list = self._list or RunsBoard()
         elif order.verb == "cancel":
             self.board.said = f"cancelling {order.what}"
             self._aside(partial(api.cancel, order.what),

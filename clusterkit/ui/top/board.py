@@ -11,9 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from clusterkit import runs
+from clusterkit.errors import counted
 from clusterkit.live import (
-    RANKS,
     STATUS,
     LiveRun,
     LiveRuns,
@@ -27,6 +26,7 @@ from clusterkit.status import RunStatus
 from clusterkit.ui.top import paint
 from clusterkit.ui.top.paint import BOLD, DIM, HERE, STYLES, Line, Piece
 from clusterkit.ui.words import clock, duration, loss_text, waits_for
+from clusterkit.usage import Usage
 
 LOG_LINES = 1000
 """Of a rank's log that are kept to look back at."""
@@ -217,6 +217,7 @@ class RunBoard(Board):
         self._tail: LogTail | None = None
         self._tail_of: tuple[object, ...] = ()
         self._order: list[tuple[int, int]] = []
+        self._known: set[tuple[int, int]] = set()
         self._still: Standstill | None = None
 
     @property
@@ -234,8 +235,9 @@ class RunBoard(Board):
         news = self.live.poll()
         if STATUS in news or not self._order:
             self._still = standstill(self.live.status)
-        if RANKS in news or len(self._order) != len(self.live.ranks):
-            self._order = sorted(self.live.ranks)
+        if self.live.ranks.keys() != self._known:
+            self._known = set(self.live.ranks)
+            self._order = sorted(self._known)
         chosen = self.chosen()
         of = (self.live.attempt, chosen, self._whole_node)
         if of != self._tail_of:
@@ -348,11 +350,13 @@ class RunBoard(Board):
         if status.attempt > 1:
             parts.append(f"attempt {status.attempt}")
         if status.restarts_left:
-            parts.append(f"{status.restarts_left} restarts left")
+            parts.append(f"{counted(status.restarts_left, 'restart')} left")
         first = ((f" {status.run} ", BOLD), (status.state, STYLES[status.state]),
                  ("  " + "  ".join(parts), ""))  # fmt: skip
         told = live.reported
-        words = [f"step {told.step}/{told.steps}" if told.steps else f"step {told.step}"]
+        words = ["no step yet"]
+        if told.step or told.steps:
+            words = [f"step {told.step}/{told.steps}" if told.steps else f"step {told.step}"]
         if (loss := told.value("loss")) is not None:
             words.append(f"loss {loss_text(loss)}")
         if (speed := told.speed()) is not None:
@@ -405,16 +409,20 @@ class RunBoard(Board):
         filtered = f" with {self.filter!r}" if self.filter else ""
         counts = f"{self.cursor + 1 if shown else 0} of {len(shown)}{filtered}"
         found = [paint.title("ranks", counts, width)]
-        head = f" {'NODE':>4} {'RANK':>5} {'STATE':10} {'STEP':>8} {'S/STEP':>7} {'QUIET':>6}  LAST"
+        views = [self.live.ranks[key] for key in shown[window.start : window.stop]]
+        uses = [_usage_text(view.usage) for view in views]
+        here_too = any(use.strip() for use in uses)  # only of ranks on this machine
+        head = f" {'NODE':>4} {'RANK':>5} {'STATE':10} {'STEP':>8} {'S/STEP':>7} {'QUIET':>6}"
+        head += f"{' CPUS   MEM' if here_too else ''}  LAST"
         found.append(paint.fitted(((head, BOLD),), width))
         now = self.live.status.finished_at or time.time()
-        for number in window:
-            view = self.live.ranks[shown[number]]
+        for number, view, use in zip(window, views, uses, strict=True):
             here = HERE if number == self.cursor else ""
-            found.append(paint.fitted(self._row(view, here, now), width))
+            row = self._row(view, here, now, use if here_too else "")
+            found.append(paint.fitted(row, width))
         return found
 
-    def _row(self, view: RankView, here: str, now: float) -> Line:
+    def _row(self, view: RankView, here: str, now: float, use: str) -> Line:
         rank = view.rank or 0
         state, last, heard = self._state(view.node, rank), view.last, view.heard_at
         step = "" if view.step is None else str(view.step)
@@ -422,7 +430,7 @@ class RunBoard(Board):
         quiet = "" if heard is None else _brief(now - heard)
         return (
             (f" {view.node:>4} {rank:>5} ", here), (f"{state:10}", here or STYLES.get(state, "")),
-            (f" {step:>8} {pace:>7} {quiet:>6}  ", here),
+            (f" {step:>8} {pace:>7} {quiet:>6}{use}  ", here),
             ("" if last is None else paint.clean(last.text), here),
         )  # fmt: skip
 
@@ -456,14 +464,17 @@ class RunBoard(Board):
                 *(paint.fitted(((" ", ""), *line), width) for line in shown), *blank]  # fmt: skip
 
 
+def _usage_text(usage: Usage | None) -> str:
+    """CPUs and memory, in columns."""
+    if usage is None:
+        return " " * 11
+    cpus = "" if usage.cpus is None else f"{usage.cpus:.1f}"
+    return f"{cpus:>5}{paint.size_text(usage.memory):>6}"
+
+
 def _brief(seconds: float) -> str:
     """``0s``, ``59s``, ``12m``, ``3h``."""
     whole = max(0, int(seconds))
     return (
         f"{whole}s" if whole < 100 else f"{whole // 60}m" if whole < 6000 else f"{whole // 3600}h"
     )
-
-
-def board(run: str | None) -> Board:
-    """Of a run (`runs.find`), or of all."""
-    return RunsBoard() if run is None else RunBoard(runs.find(run))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 
 from rich.cells import cell_len, set_cell_size
@@ -46,6 +47,19 @@ def fitted(line: Iterable[Piece], width: int) -> Line:
     if room:
         found.append((" " * room, ""))
     return tuple(found)
+
+
+def ansi(lines: Iterable[Line]) -> str:
+    """Lines for a terminal, from its upper left corner on."""
+    from rich.color import ColorSystem
+    from rich.style import Style
+
+    colours = None if os.environ.get("NO_COLOR") else ColorSystem.STANDARD
+    texts = (
+        "".join(Style.parse(style).render(text, color_system=colours) for text, style in line)
+        for line in lines
+    )
+    return "\x1b[H" + "\r\n".join(texts)
 
 
 def wrapped(text: str, width: int, most: int, style: str = "") -> list[Line]:

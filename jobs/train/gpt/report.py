@@ -1,7 +1,8 @@
 """Tell the outside what a rank is doing: one line of JSON each, behind the mark ``@clusterkit``.
 
 Whatever reads the log can take them from there; clusterkit shows progress, metrics and plots from
-``{"event": "metrics", "step": 3, "loss": 1.2, ...}``. Without clusterkit they are lines like any.
+``{"event": "metrics", "step": 3, "loss": 1.2, ...}``. Where something else has started the program
+and people read its log as it is, each step has a line for them as well.
 """
 
 from __future__ import annotations
@@ -35,11 +36,14 @@ class Reporter:
 
     def __init__(self, *, speaks: bool) -> None:
         self._speaks = speaks
+        self._by_hand = "CLUSTERKIT_RUN_ID" not in os.environ
         self._phase: str | None = "imports"
         self._started_at = _process_started_at()
 
     def event(self, event: str, **fields: object) -> None:
         if self._speaks:
+            if self._by_hand and event == "metrics":
+                print(_readable(fields))
             report(event, **fields)
 
     def phase(self, name: str | None) -> None:
@@ -49,6 +53,11 @@ class Reporter:
             seconds = now - self._started_at
             self.event("phase", name=self._phase, started_at=self._started_at, seconds=seconds)
         self._phase, self._started_at = name, now
+
+
+def _readable(fields: dict[str, object]) -> str:
+    shown = (f"{value:.6g}" if isinstance(value, float) else value for value in fields.values())
+    return "  ".join(f"{key} {value}" for key, value in zip(fields, shown, strict=True))
 
 
 def _process_started_at() -> float:

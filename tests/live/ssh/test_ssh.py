@@ -358,6 +358,36 @@ def test_the_other_host_goes_on_alone(submit: Submit, lab: Lab, place: Path, fau
     assert processes(lab, "h1", run) == []  # it has ended its ranks by itself
 
 
+TWICE = """
+import os, pathlib, time
+folder, host = pathlib.Path(os.environ["CLUSTERKIT_NODE_DIR"]), os.uname().nodename
+print("rank", os.environ["RANK"], "on", host, flush=True)
+again = host == "h2" or (folder / "begun").exists()
+(folder / "begun").touch()
+time.sleep(0 if again else 600)
+"""
+
+
+@pytest.mark.thorough
+def test_a_spare_host_takes_the_rank_of_one_that_is_lost(
+    submit: Submit, lab4: Lab, place: Path
+) -> None:
+    describe(lab4, stop_grace=1)
+    (place / "tick.py").write_text(TWICE)
+    run = submit(1, settings=("spares=1",))
+    saying(run, "rank", 2)
+    deadline = time.monotonic() + 60
+    while [node.reason for node in run.status().nodes] != [None, None, "a spare"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    on(lab4, "h1", f"kill -9 {agent_pid(run, 1)}")
+    status, _ = ended(run, 90)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 1)
+    said = {(line.node, line.text) for line in run.logs() if line.text.startswith("rank")}
+    assert said == {(0, "rank 0 on h0"), (1, "rank 1 on h1"), (2, "rank 1 on h2")}
+    assert all(processes(lab4, host.name, run) == [] for host in lab4.hosts)
+
+
 def test_a_cut_that_heals_in_time_is_survived(submit: Submit, lab: Lab) -> None:
     describe(lab, lost_after=60)
     run = submit(100)

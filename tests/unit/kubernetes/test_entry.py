@@ -2,7 +2,9 @@
 
 import pytest
 
-from clusterkit.backends.kubernetes.entry import check_patch
+from clusterkit import loader
+from clusterkit.backends.kubernetes.entry import check_entry, check_patch
+from clusterkit.backends.kubernetes.pods import resources
 from clusterkit.errors import BadInput
 
 
@@ -41,3 +43,21 @@ def test_what_they_do_not_have_is_refused_by_name(patch, words, hint):
     with pytest.raises(BadInput, match=words) as error:
         check_patch(patch)
     assert hint in (error.value.hint or "")
+
+
+def test_amounts_may_be_numbers(tmp_path):
+    file = tmp_path / "clusters.yaml"
+    file.write_text(
+        "k8s: {backend: kubernetes, resources: {cpu: 4, a/b: 0.5, c/d: '1e3', e/f: 2Gi}}"
+    )
+    cluster = loader.read_cluster("k8s", file).cluster
+    asked = {"cpu": "4", "a/b": "0.5", "c/d": "1e3", "e/f": "2Gi"}
+    assert resources(cluster, 0) == {"limits": asked, "requests": asked}
+
+
+@pytest.mark.parametrize("amount", ["-1", "true", "[4]", ".nan"])
+def test_what_is_no_amount_is_refused_in_its_place(amount, tmp_path):
+    file = tmp_path / "clusters.yaml"
+    file.write_text(f"k8s:\n  backend: kubernetes\n  resources:\n    cpu: {amount}\n")
+    with pytest.raises(BadInput, match="cpu"):
+        check_entry(loader.read_cluster("k8s", file).cluster)

@@ -83,3 +83,20 @@ def test_only_rank_0_speaks(capfd: pytest.CaptureFixture[str]) -> None:
     reporter.phase("rendezvous")
     reporter.event("start")
     assert records(capfd) == []
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_whoever_reads_the_log_of_a_program_that_was_started_by_hand_has_a_line_for_each_step(
+    by_hand: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CLUSTERKIT_RUN_ID", raising=False)
+    if not by_hand:
+        monkeypatch.setenv("CLUSTERKIT_RUN_ID", "gpt-1")
+    reporter = Reporter(speaks=True)
+    reporter.event("start", steps=2)
+    reporter.event("metrics", step=1, loss=2.123456789, eval_loss=None)
+    *others, last = capfd.readouterr().out.splitlines()
+    assert parse_mark(last) == {
+        "event": "metrics", "step": 1, "loss": 2.123456789, "eval_loss": None
+    }  # fmt: skip
+    assert others[1:] == (["step 1  loss 2.12346  eval_loss None"] if by_hand else [])

@@ -1,0 +1,200 @@
+"""YAML of SkyPilot and of dstack: the job on machines that somebody has. Pure.
+
+They rent machines, which clusterkit does not: what says which to rent is left to whoever converts.
+Sources: the reference pages of SkyPilot 0.10 and dstack 0.19.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from clusterkit.convert import lines
+from clusterkit.convert.options import assigned, job_name
+from clusterkit.convert.script import Script
+from clusterkit.convert.sheet import Sheet, Tree, shown
+from clusterkit.convert.shell_text import Command
+from clusterkit.errors import counted
+from clusterkit.yaml_file import parse_yaml
+
+_RENT = "a cluster entry names machines that you have"
+_SKY_RENTS = frozenset(
+    {"cloud", "infra", "region", "zone", "instance_type", "use_spot", "disk_size", "disk_tier",
+     "network_tier", "image_id", "labels", "autostop", "accelerator_args", "any_of", "ordered",
+     "cpus", "memory", "job_recovery", "spot_recovery", "priority", "local_disk"}
+)  # fmt: skip
+_DSTACK_RENTS = frozenset(
+    {"backends", "regions", "availability_zones", "instance_types", "instances", "spot_policy",
+     "max_price", "creation_policy", "idle_duration", "fleets", "reservation", "tags", "priority",
+     "utilization_policy", "schedule", "startup_order", "stop_criteria"}
+)  # fmt: skip
+
+
+def skypilot(sheet: Sheet, text: str, words: Sequence[str]) -> None:
+    """A task of SkyPilot."""
+    tree = Tree(sheet, parse_yaml(text, sheet.name))
+    _name(sheet, tree)
+    nodes = tree.get("num_nodes") or 1
+    sheet.number(f"num_nodes: {nodes}", "nodes", nodes)
+    gpus = None
+    for key, value in tree.each("resources"):
+        what = f"resources.{key}: {value}"
+        if key == "accelerators":
+            gpus = _count(value)
+            sheet.yours(what, f"the machines need {counted(gpus, 'GPU')} each" if gpus else _RENT)
+        elif key == "ports":
+            sheet.drop(what, "nothing is asked of a run from outside")
+        elif key in _SKY_RENTS:
+            sheet.yours(what, _RENT)
+        else:
+            sheet.refuse(what, "clusterkit knows no such key of SkyPilot")
+    variables = {"SKYPILOT_NUM_NODES": str(nodes)}
+    if gpus:
+        variables["SKYPILOT_NUM_GPUS_PER_NODE"] = str(gpus)
+    for field in ("envs", "secrets"):
+        for name, value in tree.each(field):
+            if field == "secrets" or value is None:
+                sheet.secret(f"{field}.{name}", name)
+            else:
+                variables[name] = str(value)
+                assigned(sheet, f"{field}.{name}", name, str(value))
+    if (folder := tree.get("workdir")) is not None:
+        if folder in (".", "./"):
+            sheet.drop(f"workdir: {folder}", "the project's folder is copied anyway")
+        else:
+            sheet.key(f"workdir: {folder}", "workdir", folder)
+    for target, source in tree.each("file_mounts"):
+        sheet.yours(f"file_mounts.{target}: {_short(source)}", "put it on the machines")
+    for key in ("volumes", "config", "service", "pool"):
+        if tree.peek(key) is not None:
+            tree.get(key)
+            sheet.refuse(key, "clusterkit has no equivalent")
+    _once(sheet, tree, "setup")
+    _script(sheet, tree, variables, gpus, "run", str(tree.get("run") or ""))
+    tree.rest("clusterkit knows no such key of SkyPilot")
+
+
+def dstack(sheet: Sheet, text: str, words: Sequence[str]) -> None:
+    """A task of dstack."""
+    tree = Tree(sheet, parse_yaml(text, sheet.name))
+    kind = tree.get("type")
+    if kind != "task":
+        sheet.refuse(f"type: {kind}", "a job is a task")
+        return
+    _name(sheet, tree)
+    nodes = tree.get("nodes") or 1
+    sheet.number(f"nodes: {nodes}", "nodes", nodes)
+    gpus = None
+    for key, value in tree.each("resources"):
+        what = f"resources.{key}: {_short(value)}"
+        if key == "gpu":
+            gpus = _count(value.get("count", 1) if isinstance(value, dict) else value)
+            sheet.yours(what, f"the machines need {counted(gpus, 'GPU')} each" if gpus else _RENT)
+        elif key in ("cpu", "memory", "disk", "shm_size"):
+            sheet.yours(what, _RENT)
+        else:
+            sheet.refuse(what, "clusterkit knows no such key of dstack")
+    variables = {"DSTACK_NODES_NUM": str(nodes)}
+    if gpus:
+        variables |= {"DSTACK_GPUS_PER_NODE": str(gpus), "DSTACK_GPUS_NUM": str(gpus * int(nodes))}
+    _dstack_env(sheet, tree, variables)
+    for key in ("python", "image", "docker", "nvcc", "user", "privileged", "home_dir", "shell",
+                "entrypoint", "registry_auth", "volumes", "files", "repos", "repo"):  # fmt: skip
+        if (value := tree.get(key)) is not None:
+            sheet.yours(f"{key}: {_short(value)}", "the machines, or the entry's image, have it")
+    if (folder := tree.get("working_dir")) is not None:
+        if folder == ".":
+            sheet.drop(f"working_dir: {folder}", "the project's folder is copied anyway")
+        else:
+            sheet.key(f"working_dir: {folder}", "workdir", folder)
+    if (limit := tree.get("max_duration")) is not None:
+        if str(limit) in ("off", "False"):
+            sheet.drop(f"max_duration: {limit}", "as without it")
+        else:
+            sheet.key(f"max_duration: {limit}", "time_limit", limit)
+    if (retry := tree.get("retry")) is not None:
+        if retry:
+            said = "restarts: 3; it has no number there, and a job needs one"
+            sheet.key("retry", "restarts", 3, said)
+        else:
+            sheet.drop("retry: false", "as without it")
+    for key in ("ports", "inactivity_duration", "stop_duration", "single_branch"):
+        if tree.get(key) is not None:
+            sheet.drop(key, "nothing is asked of a run from outside")
+    for key in _DSTACK_RENTS:
+        if (value := tree.get(key)) is not None:
+            sheet.yours(f"{key}: {_short(value)}", _RENT)
+    commands = tree.get("commands") or []
+    _script(sheet, tree, variables, gpus, "commands", "\n".join(map(str, commands)), listed=True)
+    tree.rest("clusterkit knows no such key of dstack")
+
+
+def _dstack_env(sheet: Sheet, tree: Tree, variables: dict[str, str]) -> None:
+    env: Any = tree.get("env") or []
+    listed = not isinstance(env, dict)
+    pairs = [str(each).partition("=")[::2] for each in env] if listed else list(env.items())
+    bare = [each for each in env if "=" not in str(each)] if listed else []
+    for name, value in pairs:
+        if name in bare or value is None:
+            sheet.secret(f"env.{name}", name)
+        else:
+            variables[name] = str(value)
+            assigned(sheet, f"env.{name}", name, str(value))
+
+
+def _name(sheet: Sheet, tree: Tree) -> None:
+    if name := tree.get("name"):
+        sheet.key(f"name: {name}", "name", job_name(str(name)))
+
+
+def _once(sheet: Sheet, tree: Tree, key: str) -> None:
+    for line in str(tree.get(key) or "").splitlines():
+        if line.strip() and not line.strip().startswith("#"):
+            sheet.yours(f"{key}: {line.strip()}", "run it once on every machine")
+
+
+def _script(
+    sheet: Sheet, tree: Tree, variables: Mapping[str, str], gpus: int | None, key: str, text: str,
+    *, listed: bool = False,
+) -> None:  # fmt: skip
+    """The commands of every node."""
+    line = int((re.search(r":(\d+)$", tree.document.where((key,))) or ["", "1"])[1])
+    # The text of a block begins in the next line.
+    script = Script(sheet, variables, lambda sheet, words: _ranks(sheet, words, gpus), _other)
+    script.read(text, line + (1 if listed or "\n" in text else 0))
+    if not script.launched and not sheet.refused:
+        sheet.refuse(key, "no line starts ranks: torchrun, accelerate launch, python, ...")
+
+
+def _ranks(sheet: Sheet, words: Sequence[str], gpus: int | None) -> None:
+    """The nodes' rank, address and number are the same words under all clouds."""
+    lines.convert(sheet, words, ranks=1)
+
+
+def _other(sheet: Sheet, command: Command) -> None:
+    raw = shown(command.raw).partition("\n")[0]
+    if match := re.match(r"(?:source|\.)\s+(\S+)/bin/activate\b", raw):
+        sheet.key(raw, "python", f"{match[1]}/bin/python")
+    else:
+        sheet.yours(raw, "run it once on every machine")
+
+
+def _count(value: Any) -> int | None:
+    """GPUs of ``H100:8``, ``{H100: 8}``, ``8``, ``80GB:8``; None: it does not say."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, dict):
+        value = next(iter(value.values()), None)
+    if isinstance(value, list):
+        return None
+    if isinstance(value, int):
+        return value
+    numbers = [part for part in str(value).split(":")[1:] if part.isdecimal()]
+    if numbers:
+        return int(numbers[0])
+    return int(str(value)) if str(value).isdecimal() else 1
+
+
+def _short(value: Any) -> str:
+    return str(value)[:60]

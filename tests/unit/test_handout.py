@@ -1,0 +1,174 @@
+"""`clusterkit plan --as`: one file that holds what the plan holds, and does what it does."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from clusterkit import api, backends
+from clusterkit.agent import archive
+
+FLAVORS = [form for form, (name, _) in backends.FORMS.items() if name == "kubernetes"]
+JOB = """nodes: 2
+gpus_per_node: 2
+device: cpu
+secrets: [TOKEN]
+env: {UGLY: "a 'b' $c \\u2028 d"}
+"""
+
+
+@pytest.fixture
+def handed(write_job, monkeypatch):
+    """What `plan --as` prints of a job."""
+    monkeypatch.setenv("TOKEN", "never in a file")
+
+    def make(form: str, text: str = JOB, **options: object) -> str:
+        return api.plan_as(write_job(text), form, **options)
+
+    return make
+
+
+@pytest.mark.parametrize("form", ["pytorchjob", "sbatch", "compose"])
+def test_without_a_cluster_nothing_is_probed_and_the_file_says_so(
+    handed, cli, write_job, form, monkeypatch
+):
+    monkeypatch.setattr(subprocess, "run", None)
+    monkeypatch.setattr(archive, "build", lambda: b"\xff")
+    printed = handed(form)
+    assert "# No cluster was looked at: GPUs, cores, Python and port are assumed.\n" in printed
+    assert "never in a file" not in printed
+    assert "world size 4" in printed
+    done = cli("plan", write_job(JOB), "--as", form)
+    assert (done.code, done.out, done.err) == (0, printed, "")
+
+
+@pytest.mark.parametrize("form", FLAVORS)
+def test_a_manifest_is_the_plan_s_and_brings_its_files(handed, form, monkeypatch):
+    monkeypatch.setattr(archive, "build", lambda: b"\xff")  # as YAML the real one takes seconds
+    text = JOB.replace("2\n", "2\nlauncher: mpirun\n", 1) if form == "mpijob" else JOB
+    objects = list(yaml.safe_load_all(handed(form, text)))
+    kinds = [each["kind"].lower() for each in objects]
+    assert kinds[0] == "configmap"
+    assert form in kinds
+    assert {each["metadata"]["namespace"] for each in objects} == {"default"}
+    files = objects[0]
+    assert {"node.sh", "pod.sh"} <= set(files["data"])
+    assert files["binaryData"] == {"agent.pyz": "/w=="}
+
+
+def test_gpus_of_nodes_that_nobody_can_look_at_are_those_that_the_job_asks_for(handed):
+    text = handed("pytorchjob", "gpus_per_node: 8\n")
+    assert 'nvidia.com/gpu: "8"' in text or "nvidia.com/gpu: 8" in text
+    assert "#SBATCH --gres=gpu:8" in handed("sbatch", "gpus_per_node: 8\nnodes: 2\n")
+    assert "#SBATCH --gres" not in handed("sbatch", "gpus_per_node: 8\ndevice: cpu\n")
+
+
+def unpacked(script: str) -> dict[str, bytes]:
+    """What the script writes, by the name of the file; carried out by a real shell."""
+    subprocess.run(["sh", "-c", script], check=True)
+    written = re.findall(r"^chmod \d+ (.+)$", script, re.MULTILINE)
+    paths = [Path(path.strip("'")) for path in written]
+    return {path.name: path.read_bytes() for path in paths}
+
+
+def test_a_batch_script_unpacks_the_plan_s_files_and_keeps_its_options(handed, clusterkit_home):
+    text = handed("sbatch")
+    lines = text.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    options = [line for line in lines if line.startswith("#SBATCH")]
+    assert "#SBATCH --nodes=2" in options
+    assert not [line for line in options if str(clusterkit_home) in line]
+    assert "# First: export TOKEN=..." in lines
+    assert subprocess.run(["bash", "-n"], input=text.encode()).returncode == 0
+    start, rest = text.index("mkdir -p"), text.index("set -u\nrun=")
+    found = unpacked(text[start:rest])
+    assert set(found) == {"node.sh", "agent.pyz"}
+    assert found["agent.pyz"] == archive.build()
+    assert "\u2028".encode() in found["node.sh"]
+    assert text[rest:].count("srun") == 2
+
+
+def test_a_compose_file_holds_its_other_files_in_a_comment(handed):
+    text = handed("compose")
+    assert set(yaml.safe_load(text)["services"]) == {"node-0", "node-1"}
+    script = "".join(
+        f"{line[2:]}\n" for line in text.split("\n") if line.startswith("#|")
+    )  # as the sed of its head does
+    assert "    sed -n 's/^#|//p' compose.yaml | sh" in text
+    found = unpacked(script)
+    assert set(found) == {"node.sh", "agent.pyz"}
+    assert found["agent.pyz"] == archive.build()
+
+
+def test_a_script_over_ssh_starts_the_nodes(
+    tmp_path, write_job, monkeypatch, facts, make_facts, cwd
+):
+    """With an ssh that stays here. The nodes are real: agents that run a command."""
+    import msgspec
+
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "ssh").write_text(
+        '#!/bin/sh\necho "$@" >>"$SSH_SAID"\nwhile [ "$1" != "me@127.0.0.1" ]; do shift; done\n'
+        'shift\nexec sh -c "$*"\n'
+    )
+    (tools / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
+    monkeypatch.setenv("SSH_SAID", str(tmp_path / "said"))
+    monkeypatch.setenv("TOKEN", "it's $a `secret`")
+    (cwd / "clusters.yaml").write_text(
+        "lab: {backend: ssh, sync: false, hosts: [{name: one, address: 127.0.0.1, user: me, "
+        "port: 22}]}\n"
+    )
+    (host,) = make_facts(home=str(tmp_path / "far away")).hosts
+    found = msgspec.structs.replace(
+        facts, home=str(tmp_path / "far away"),
+        hosts=(msgspec.structs.replace(host, host="one", address="127.0.0.1", interface="lo"),),
+    )  # fmt: skip
+    (cwd / "job.yaml").write_text(
+        'name: say\ncommand: [sh, -c, \'echo "$TOKEN" >"$CLUSTERKIT_RUN_DIR/said"\']\n'
+        "secrets: [TOKEN]\n"
+    )
+    text = api.plan_as("job.yaml", "ssh", cluster="lab", facts=found)
+    assert "it's $a" not in text
+    subprocess.run(["sh"], input=text.encode(), check=True, timeout=60)
+    run = tmp_path / "far away" / "runs" / "say"
+    ended = run / "attempts" / "1" / "node-0" / "exit.json"
+    while not ended.exists():  # pytest's own time limit ends this
+        time.sleep(0.02)
+    assert (run / "said").read_text() == "it's $a `secret`\n"
+    said = (tmp_path / "said").read_text()
+    assert "-p 22" in said
+    assert "secret" not in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("--as", "ssh"), "backend ssh has to look at its hosts"),
+        (("--as", "slurm"), "'slurm' is not one of"),
+        (("--as", "sbatch", "--json"), "--as prints one file: it goes without --out"),
+        (
+            ("--as", "sbatch", "--cluster", "local"),
+            "needs a cluster of backend slurm",
+        ),
+        (("--as", "sbatch", "--set", "launcher=mpirun"), "slurm does not support launcher"),
+    ],
+)
+def test_what_has_no_such_form_is_refused(refused, write_job, argv, said):
+    assert said in refused("plan", write_job(), *argv)
+
+
+def test_its_forms_complete():
+    from click.shell_completion import ShellComplete
+
+    from clusterkit.cli import cli
+
+    found = ShellComplete(cli, {}, "clusterkit", "X").get_completions(["plan", "--as"], "py")
+    assert [item.value for item in found] == ["pytorchjob"]
