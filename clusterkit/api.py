@@ -23,7 +23,7 @@ import msgspec
 from clusterkit import backends, run_state
 from clusterkit import runs as store
 from clusterkit.backends.base import SupportsDoctor, SupportsRemoteRuns
-from clusterkit.errors import EXIT_FAILURE, CapabilityError, RunFailed
+from clusterkit.errors import EXIT_FAILURE, BadInput, CapabilityError, RunFailed
 from clusterkit.run import Run as Run
 from clusterkit.runs import Submission
 from clusterkit.spec import Job as Job
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from clusterkit.cluster import Facts
     from clusterkit.convert import Converted
     from clusterkit.estimate import Estimate
+    from clusterkit.examples import example as example
+    from clusterkit.examples import examples as examples
+    from clusterkit.handout import plan_as as plan_as
     from clusterkit.launch import Prepared as Prepared
     from clusterkit.launch import Progress as Progress
     from clusterkit.launch import launch as launch
@@ -45,19 +48,24 @@ if TYPE_CHECKING:
     from clusterkit.launch import resolved_cluster as resolved_cluster
     from clusterkit.logs import LogLine
     from clusterkit.plan import Plan
-    from clusterkit.scaffold import Made
+    from clusterkit.scaffold import init as init
     from clusterkit.web.server import Server
 
-_LAUNCH = ("Prepared", "Progress", "launch", "prepare", "resolved_cluster")
+_ELSEWHERE = {
+    **dict.fromkeys(("Prepared", "Progress", "launch", "prepare", "resolved_cluster"), "launch"),
+    **dict.fromkeys(("example", "examples"), "examples"),
+    "init": "scaffold",
+    "plan_as": "handout",
+}
 
 
 def __getattr__(name: str) -> Any:
     """What it takes to start a job is imported when a job is started: `ls` does without."""
-    if name not in _LAUNCH:
+    if name not in _ELSEWHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from clusterkit import launch as starting
+    from importlib import import_module
 
-    return getattr(starting, name)
+    return getattr(import_module(f"clusterkit.{_ELSEWHERE[name]}"), name)
 
 
 class ListedRun(RunStatus, frozen=True, kw_only=True):
@@ -79,16 +87,6 @@ def plan(job: Job, **options: Any) -> Plan:
 
     with prepare(job, **options) as ready:
         return ready.plan
-
-
-def plan_as(job: Job, form: str, **options: Any) -> str:
-    """A job as one file to hand in: ``sbatch``, ``pytorchjob``, ``compose``, ``ssh`` ...
-
-    Options as for `prepare`; without a cluster nothing is probed.
-    """
-    from clusterkit import handout
-
-    return handout.text(job, form, **options)
 
 
 def submit(job: Job, **options: Any) -> Run:
@@ -457,42 +455,20 @@ def convert(
     return converter.convert(text, words, name=name, kind=kind, read=files.named)
 
 
-def init(script: str | None = None, **choices: Any) -> Made:
-    """Write a first ``job.yaml`` and ``clusters.yaml`` for a program into the current folder.
-
-    Args:
-        script: the program; by default the only one here.
-        choices: ``where``, ``nodes``, ``hosts`` and ``args``, as for `clusterkit.scaffold.write`.
+def notify(cluster: str = "local", clusters_file: str | os.PathLike[str] | None = None) -> str:
+    """Tell whom a cluster's entry names of a test; gives who was told.
 
     Raises:
-        BadInput: a file is there already, or a value cannot be used; nothing is written.
+        BadInput, NotTold: it names nobody; it was not taken.
     """
-    from clusterkit import scaffold
+    from clusterkit import notify as telling
+    from clusterkit.launch import resolved_cluster
 
-    program = scaffold.only_script() if script is None else scaffold.look(script)
-    return scaffold.write(program, scaffold.machine(), **choices)
-
-
-def examples() -> list[CatalogueEntry]:
-    """Every job file that comes with clusterkit, and what each needs."""
-    from clusterkit import catalogue
-    from clusterkit import examples as shipped
-
-    return catalogue.entries(shipped.folder())
-
-
-def example(name: str) -> list[Path]:
-    """Copy a job file that comes with clusterkit, and its program, to ``jobs`` in this folder.
-
-    Returns:
-        What there is of it now, the job file first.
-
-    Raises:
-        BadInput: there is no such example, or a file of it is there with other contents.
-    """
-    from clusterkit import examples as shipped
-
-    return shipped.copy(name)
+    spec = resolved_cluster(cluster, clusters_file).notify
+    if spec is None:
+        how = f"{cluster}: {{..., notify: {{url_from: SLACK_WEBHOOK, on: [failed]}}}}"
+        raise BadInput(f"cluster {cluster} has no `notify`", how)
+    return telling.tell(spec, telling.Message("test", f"clusterkit: a test of cluster {cluster}"))
 
 
 def warm(

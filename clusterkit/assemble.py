@@ -218,6 +218,7 @@ class Placement:
             rejoin=self.rejoin,
             replace_lost=self.replace_lost,
             native=self.native,
+            job=self.job,
         )
 
 
@@ -305,7 +306,7 @@ def assemble(placement: Placement) -> Assembly:
             # Until then a node that is cut off has given node 0 up, and ended its ranks.
             wait = placement.stop_grace + SHRINK_SECONDS
             watching = dataclasses.replace(watching, rejoin=wait)
-        watch = [*watching.arguments(topology.nodes), *watch]
+        watch = [*watching.arguments(placement.launchers), *watch]
     script = _node_script(placement, env, commands, [*how, *watch])
     node_sh = PlanFile(places.file("node.sh"), text=script, mode=0o755)
     secrets = (*job.secrets, PEER_TOKEN) if "--coordinator" in watch else job.secrets

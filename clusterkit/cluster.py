@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from clusterkit.shell import NAME
 from clusterkit.spec import Auto, Count, Duration, Spec
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
@@ -16,6 +17,17 @@ Word = Annotated[str, Meta(min_length=1)]
 Absolute = Annotated[str, Meta(pattern="^/")]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 Grace = Annotated[float, Meta(ge=0, le=86400)]
+
+
+class NotifySpec(Spec, frozen=True, kw_only=True):
+    """Who is told of a run: a command, or a web address."""
+
+    command: tuple[Word, ...] = ()
+    """Command that gets what happened as JSON on its standard input, where runs are submitted."""
+    url_from: Annotated[str, Meta(pattern=f"^{NAME}$")] | None = None
+    """Variable of the submitter's environment that holds the address which gets it in a POST."""
+    on: tuple[Literal["ended", "failed", "restarted"], ...] = ("ended", "failed", "restarted")
+    """What is told; `ended`: it succeeded, or was cancelled."""
 
 
 class LocalCluster(Spec, frozen=True, kw_only=True):
@@ -32,6 +44,8 @@ class LocalCluster(Spec, frozen=True, kw_only=True):
     clusterkit."""
     env: dict[str, str] = {}
     """Environment of every job here; a job's `env` goes first."""
+    notify: NotifySpec | None = None
+    """Who is told when a run ends, fails or starts again."""
     stop_grace: Grace = 10.0
     """Seconds between SIGTERM and SIGKILL when a run is ended; mpirun ends its ranks after 1 s of
     its own."""
@@ -103,6 +117,8 @@ class SshCluster(Spec, frozen=True, kw_only=True):
     """Seconds to reach a host."""
     lost_after: Seconds = 30.0
     """Seconds without an answer after which a host counts as lost."""
+    notify: NotifySpec | None = None
+    """Who is told when a run ends, fails or starts again."""
     stop_grace: Grace = 10.0
     """Seconds between SIGTERM and SIGKILL when a run is ended."""
 
@@ -143,6 +159,8 @@ class ComposeCluster(Spec, frozen=True, kw_only=True):
     """Environment of every job here; a job's `env` goes first."""
     lost_after: Seconds = 30.0
     """Seconds without an answer after which a node counts as lost."""
+    notify: NotifySpec | None = None
+    """Who is told when a run ends, fails or starts again."""
     stop_grace: Grace = 10.0
     """Seconds between SIGTERM and SIGKILL when a run is ended."""
 
@@ -240,6 +258,8 @@ class KubernetesCluster(Spec, frozen=True, kw_only=True):
     replace_lost: bool = True
     """Whether a pod whose node of the cluster does not answer for `lost_after` is removed by force,
     so that another can take its place. `false`: somebody has to."""
+    notify: NotifySpec | None = None
+    """Who is told when a run ends, fails or starts again."""
     stop_grace: Grace = 10.0
     """Seconds between SIGTERM and SIGKILL when a run is ended."""
 
@@ -308,6 +328,8 @@ class SlurmCluster(Spec, frozen=True, kw_only=True):
     """Environment of every job here; a job's `env` goes first."""
     lost_after: Seconds = 30.0
     """Seconds without an answer after which a node counts as lost."""
+    notify: NotifySpec | None = None
+    """Who is told when a run ends, fails or starts again."""
     stop_grace: Grace = 10.0
     """Seconds between SIGTERM and SIGKILL when a run is ended."""
 

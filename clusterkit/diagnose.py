@@ -102,6 +102,8 @@ class _Suspect:
 
     @property
     def echo(self) -> bool:
+        if self.output.traceback and not self.output.message:
+            return True  # its node's log was cut off before it said of what
         # Further lines of a message may quote what a peer, or a server of data, has said.
         said = self.words.partition("\n")[0] if self.output.traceback else self.words
         return bool(ECHOES.search(said)) or (self.asked and self.exit_code in _NEVER_PRIMARY)

@@ -16,7 +16,7 @@ def folder() -> Path:
 
 
 def names() -> list[str]:
-    """What `copy` takes."""
+    """What `example` takes."""
     return sorted(path.stem for path in catalogue.job_files(folder()))
 
 
@@ -48,7 +48,12 @@ def _with_modules(program: Path) -> list[Path]:
     return [module for module, _ in catalogue.followed(program)]
 
 
-def copy(name: str) -> list[Path]:
+def examples() -> list[catalogue.CatalogueEntry]:
+    """Every job file that comes with clusterkit, and what each needs."""
+    return catalogue.entries(folder())
+
+
+def example(name: str) -> list[Path]:
     """Copy one into the current folder, below ``jobs``; gives the paths there, job file first.
 
     Raises:

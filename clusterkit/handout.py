@@ -21,7 +21,7 @@ from clusterkit.launch import resolved_cluster
 from clusterkit.spec import Job
 
 
-def text(
+def plan_as(
     job: Job,
     form: str,
     *,

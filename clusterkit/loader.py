@@ -386,6 +386,14 @@ def read_cluster(name: str, path: str | os.PathLike[str] | None = None) -> Loade
     loaded = LoadedCluster(name, cluster, found.absolute().parent, document)
     with locating(None, loaded):
         check_environment(cluster.env, "cluster")
+        if cluster.notify is not None and bool(cluster.notify.command) == bool(
+            cluster.notify.url_from
+        ):
+            raise BadInput(
+                "notify: one of `command` and `url_from`",
+                "url_from: SLACK_WEBHOOK",
+                cluster="notify",
+            )
     return loaded
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from clusterkit.backends.base import Observation
+from clusterkit.cluster import Facts
 from clusterkit.errors import ClusterkitError
 from clusterkit.plan import Plan
 from clusterkit.spec import JobSpec
@@ -27,7 +28,8 @@ class Losses:
     """What a run's supervisor does about lost nodes: see `JobSpec.on_node_loss`."""
 
     def __init__(self, job: JobSpec, plan: Plan) -> None:
-        self._plan, self._ends = plan, job.on_node_loss == "fail"
+        self.plan, self._ends = plan, job.on_node_loss == "fail"
+        self._again = plan.restarts > 0 or job.spares > 0
         self._left = SOON_LOSSES
 
     def end(self, seen: Observation) -> bool:
@@ -42,7 +44,7 @@ class Losses:
             seen: an attempt that has ended.
             began: when its nodes had started.
         """
-        if not self._plan.restarts or self._ends or seen.final or seen.late:
+        if not self._again or self._ends or seen.final or seen.late:
             return []
         if lost := _lost(seen):
             now = time.time()
@@ -58,22 +60,41 @@ class Losses:
         )
 
     def answer(
-        self, lost: Sequence[NodeStatus], transport: Transport, ended: Callable[[], bool]
+        self,
+        lost: Sequence[NodeStatus],
+        transport: Transport,
+        ended: Callable[[], bool],
+        seconds: float,
     ) -> bool:
-        """Wait until the hosts of these nodes answer; whether they do, in time.
+        """Wait so long until the hosts of these nodes answer; whether they do.
 
         Args:
             ended: whether there is nothing more to wait for.
         """
-        until = time.time() + LOST_SECONDS
-        while not ended() and time.time() < until:
+        until = time.time() + seconds
+        while not ended():
             with contextlib.suppress(ClusterkitError):
                 for node in lost:
-                    host = self._plan.hosts[node.node]
+                    host = self.plan.hosts[node.node]
                     transport.run(host, ["true"], timeout=AGAIN_SECONDS)
                 return True
+            if time.time() >= until:
+                break
             time.sleep(AGAIN_SECONDS)
         return False
+
+    def others(
+        self, lost: Sequence[NodeStatus], job: JobSpec, facts: Facts
+    ) -> tuple[Facts, int] | None:
+        """Facts of the hosts that can go on without those of these nodes, and how many of them are
+        spares; None: they are too few, or the job does not ask for it."""
+        gone = {self.plan.hosts[node.node] for node in lost}
+        left = tuple(host for host in facts.hosts if host.host not in gone)
+        least, most = job.node_range
+        if not (job.spares or job.shrinks) or len(left) < least:
+            return None
+        spares = min(job.spares, max(0, len(left) - most))
+        return msgspec.structs.replace(facts, hosts=left), spares
 
 
 def _lost(seen: Observation) -> list[NodeStatus]:

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct, field
 
 from clusterkit import shell
+from clusterkit.spec import JobSpec
 
 
 class PlanFile(Struct, frozen=True, omit_defaults=True):
@@ -138,6 +139,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     replace_lost: bool = False
     """Whether one whose host does not answer is given up, so that another can take its place."""
     native: Native | None = None
+    job: JobSpec | None = None
+    """The job itself, with its program found, so that `clusterkit convert` gives it back."""
 
     def node_of(self, rank: int) -> int | None:
         """The node whose log has a rank's lines; None where only the run itself tells."""
@@ -167,6 +170,11 @@ class Plan(Struct, frozen=True, kw_only=True):
                 parts += [
                     f"  | {line}\n" for line in (file.text or "").removesuffix("\n").split("\n")
                 ]
+        if self.job is not None:
+            from clusterkit import yaml_text
+
+            text = yaml_text.documents([msgspec.to_builtins(self.job)])
+            parts.append("\njob\n" + "".join(f"  | {line}\n" for line in text.splitlines()))
         parts.append("\nsteps\n")
         for number, step in enumerate(self.steps, 1):
             where = step.host if step.node is None else f"{step.host} node {step.node}"

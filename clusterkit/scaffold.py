@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
@@ -252,6 +253,19 @@ def write(
         command=("clusterkit", "submit", JOB_FILE, *target),
         notes=tuple(_notes(script, found, where, args)),
     )
+
+
+def init(script: str | None = None, **choices: Any) -> Made:
+    """Write a first ``job.yaml`` and ``clusters.yaml`` for a program into the current folder.
+
+    Args:
+        script: the program; by default the only one here.
+        choices: ``where``, ``nodes``, ``hosts`` and ``args``, as for `write`.
+
+    Raises:
+        BadInput: a file is there already, or a value cannot be used; nothing is written.
+    """
+    return write(only_script() if script is None else look(script), machine(), **choices)
 
 
 def _notes(script: Script, found: Machine, where: str, args: Sequence[str]) -> Iterator[str]:

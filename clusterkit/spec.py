@@ -146,9 +146,10 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     `shrink`, with `nodes: MIN:MAX`: after some seconds the others start again without it, if they
     are at least MIN and node 0 is among them; that needs no `restarts`."""
     spares: Annotated[int, Meta(ge=0, le=MOST_NODES)] = 0
-    """How many hosts more than `nodes` start and wait. When a node other than node 0 is lost and
-    does not answer for some seconds, one of them takes its rank, and all ranks start again; that
-    needs no `restarts` and costs none. When no spare is left, `on_node_loss` says what happens."""
+    """How many hosts more than `nodes` start and wait. When a node is lost and does not answer for
+    some seconds, one of them takes its rank, and all ranks start again; that needs no `restarts`
+    and costs none. When no spare is left, `on_node_loss` says what happens. Checkpoints have to lie
+    where all hosts find them."""
     retry_on: tuple[Annotated[int, Meta(ge=1, le=255)], ...] = ()
     """Exit codes of a rank after which the run is started again (a signal N is 128 + N); by default
     any. One that failed with another ends the run, whatever `restarts` are left."""
@@ -344,9 +345,7 @@ def check_job(job: JobSpec) -> None:
 
 
 def _check_spares(job: JobSpec) -> None:
-    if job.spares and job.node_range[1] == 1:
-        why, hint = f"nodes: {job.nodes}: node 0 has to stay", 'nodes: 2, or "1:2"'
-    elif job.spares and job.on_node_loss == "fail":
+    if job.spares and job.on_node_loss == "fail":
         why, hint = "on_node_loss: fail ends the run", "on_node_loss: wait, or shrink"
     elif job.spares and job.started_by != "forkserver":
         why = f"launcher {job.started_by} gives a lost node's ranks to no other"

@@ -36,8 +36,10 @@ from clusterkit.errors import (
     RunFolderError,
     SubmitFailed,
     counted,
+    listed,
 )
-from clusterkit.losses import Losses, names
+from clusterkit.losses import LOST_SECONDS, Losses, names
+from clusterkit.notify import tell_of
 from clusterkit.plan import Step
 from clusterkit.runs import (
     LEFTOVERS,
@@ -173,10 +175,18 @@ class Supervisor:
                 self._event(f"attempt {self.attempt} has lost {names(lost)}: {failure.summary}")
                 self.nodes = losses.waiting(seen, lost)
                 self._save(State.RESTARTING, failure=failure)
-                if not losses.answer(lost, self.transport, self._to_be_ended):
+                others = losses.others(lost, self.job, self.facts)
+                patience = LOST_SECONDS if others is None else 0.0
+                if losses.answer(lost, self.transport, self._to_be_ended, patience):
+                    self._event("all nodes answer; starting again, which costs no restart")
+                elif others is None or self._to_be_ended():
                     ended = self._to_be_ended()
                     return self._finish(*((State.CANCELLED,) if ended else (State.FAILED, failure)))
-                self._event("all nodes answer; starting again, which costs no restart")
+                else:
+                    hosts = listed([host.host for host in others[0].hosts], 4)
+                    why = f"starting again on {hosts}, which costs no restart"
+                    self._plan_anew(others[0], why, spares=others[1])
+                    losses.plan = self.plan
             elif begun or (
                 self.restarts_left and not (seen.final or seen.late or losses.end(seen))
             ):
@@ -212,6 +222,7 @@ class Supervisor:
             finished_at=max((node.ended_at or 0.0 for node in self.nodes), default=0.0) or now,
         )  # fmt: skip
         self.attempts = (*self.attempts, ended)
+        tell_of(self.cluster.notify, self._status(State.RESTARTING, failure), self._event)
 
     def _adopted(self) -> bool:
         """Whether the newest attempt known here has been started."""
@@ -331,12 +342,14 @@ class Supervisor:
         elif self.restarts_left < self.plan.restarts:
             self._plan_anew(self.facts)
 
-    def _plan_anew(self, facts: Facts, why: str | None = None) -> None:
-        """Plan what is started next; agents are given the restarts that are left."""
+    def _plan_anew(self, facts: Facts, why: str | None = None, spares: int | None = None) -> None:
+        """Plan what is started next; agents are given the restarts and spares that are left."""
         if why is not None:
             self._event(why)
         self.facts = facts
-        job = msgspec.structs.replace(self.job, restarts=self.restarts_left)
+        if spares is None:
+            spares = self.job.spares and self.plan.nodes - self.plan.topology["nodes"]
+        job = msgspec.structs.replace(self.job, restarts=self.restarts_left, spares=spares)
         self.plan = self.backend.plan(job, self.cluster, self.facts, self.folder.run_id)
         self.folder.save_plan(self.facts, self.plan)
 
@@ -363,6 +376,7 @@ class Supervisor:
         )
         self.folder.file(RESERVE).unlink(missing_ok=True)
         self.folder.write_json("state.json", status)
+        tell_of(self.cluster.notify, status, self._event)
 
     def _status(self, state: State, failure: Failure | None) -> RunStatus:
         return RunStatus(

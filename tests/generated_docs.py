@@ -30,6 +30,7 @@ from clusterkit.cluster import (
     Host,
     KubernetesCluster,
     LocalCluster,
+    NotifySpec,
     SlurmCluster,
     SshCluster,
 )
@@ -123,7 +124,7 @@ def words(kind: types.Type) -> Iterator[str]:
             item = kind.item_type
             item = item.type if isinstance(item, types.Metadata) else item
             if isinstance(item, types.StructType):
-                yield f"a list of mappings, [below](#{_SECTIONS[item.cls]})"
+                yield f"a list of mappings, [below]({_SECTIONS[item.cls]})"
             elif isinstance(item, types.DictType):
                 yield "a list of mappings"
             else:
@@ -134,7 +135,7 @@ def words(kind: types.Type) -> Iterator[str]:
         case types.DictType():
             yield "a mapping"
         case types.StructType():
-            yield f"a mapping, [below](#{_SECTIONS[kind.cls]})"
+            yield f"a mapping, [below]({_SECTIONS[kind.cls]})"
         case _:
             raise TypeError(f"no words for {kind}")
 
@@ -147,9 +148,10 @@ def _limits(kind: types.IntType | types.FloatType) -> str:
 
 
 _SECTIONS = {
-    BatchSpec: "batch", CheckpointSpec: "checkpoint", Host: "one-host", Claim: "one-volume",
+    BatchSpec: "#batch", CheckpointSpec: "#checkpoint", Host: "#one-host", Claim: "#one-volume",
+    NotifySpec: "start.md#being-told-of-a-run",
 }  # fmt: skip
-"""Struct to its heading in the page that has its keys."""
+"""Struct to the heading above its keys."""
 
 
 def default(field: types.Field) -> str:
@@ -268,6 +270,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "compose-cluster-keys": lambda: keys(ComposeCluster),
     "kubernetes-cluster-keys": lambda: keys(KubernetesCluster),
     "slurm-cluster-keys": lambda: keys(SlurmCluster),
+    "notify-keys": lambda: keys(NotifySpec),
     "claim-keys": lambda: keys(Claim),
     "host-keys": lambda: keys(Host),
     "verbs": verbs,

@@ -37,6 +37,7 @@ VERBS = {
     "doctor": "Check hosts, GPUs, network and software before a run.",
     "bench": "Measure bandwidth and latency between nodes; find the slow link.",
     "warm": "Keep what a run has imported in memory, for the next one.",
+    "notify": "Try out who is told when a run ends.",
     "rm": "Remove the folders of runs that have ended.",
     "schema": "Print the JSON schema of job files, for editors.",
     "completion": "Print the completion script for a shell.",

@@ -59,6 +59,21 @@ def _hostfile(sheet: Sheet, text: str, words: Sequence[str]) -> None:
         sheet.note(f"{name} slots={count}", f"cluster entry, hosts: {name}", "cluster")
 
 
+def _plan(sheet: Sheet, text: str, words: Sequence[str]) -> None:
+    """What `clusterkit plan` printed, as text or JSON, or wrote with ``--out``."""
+    if text.lstrip().startswith("{"):
+        found = parse_yaml(text.replace("\t", " "), sheet.name).data.get("job")
+    else:
+        part = text.rpartition("\njob\n")[2].rpartition("\nsteps\n")[0]
+        body = "\n".join(line.removeprefix("  | ") for line in part.splitlines())
+        found = parse_yaml(body, sheet.name).data if part else None
+    if not isinstance(found, dict):
+        raise BadInput(f"{sheet.name}: this plan does not hold its job", "clusterkit plan JOB")
+    for key, value in found.items():
+        sheet.job[key] = value
+        sheet.note(key, "as it was", "job")
+
+
 def _accelerate(sheet: Sheet, text: str, words: Sequence[str]) -> None:
     tree = Tree(sheet, parse_yaml(text, sheet.name))
     if not words:
@@ -80,6 +95,7 @@ KINDS: Mapping[str, Source] = {
     "compose": compose.file,
     "skypilot": clouds.skypilot,
     "dstack": clouds.dstack,
+    "plan": _plan,
 }
 """What can be converted, and what converts it: a sheet, the file's text, the words after --."""
 _WITH_WORDS = ("accelerate",)

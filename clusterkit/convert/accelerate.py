@@ -176,6 +176,12 @@ def _apply(sheet: Sheet) -> None:
         sheet.at = sheet.places.get("num_machines", here)
         nodes = sheet.whole(what, text) or 1
         sheet.key(what, "nodes", nodes)
+    if _true(settings.get("use_cpu")) and "mpirun_hostfile" not in settings:
+        # Its launcher for CPUs starts one process on each machine, whatever the number says.
+        text, what = settings.pop("num_processes", ("1", "on CPUs"))
+        sheet.at = sheet.places.get("num_processes", here)
+        said = "gpus_per_node: 1, on CPUs accelerate starts one process on each machine"
+        sheet.key(what, "gpus_per_node", 1, said)
     for flag, (name, defaults, prefix) in _USES.items():
         if _true(settings.get(flag)):
             sheet.at = sheet.places.get(flag, here)

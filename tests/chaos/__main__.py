@@ -77,8 +77,10 @@ def seconds(value: float | None) -> str:
 
 
 def main() -> int:
-    # As Ctrl-C: what was set up is taken down.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # As Ctrl-C: what was set up is taken down. A shell's background job is deaf to Ctrl-C itself,
+    # and so were the submits that it is sent to.
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, signal.default_int_handler)
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--faults", type=int, default=50, help="how many (default 50)")
     parser.add_argument("--seed", type=int, default=1)

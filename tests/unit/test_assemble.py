@@ -148,9 +148,14 @@ def test_nodes_that_go_on_without_others_say_how_few_they_may_be():
 
 def test_spares_are_started_as_the_nodes_are():
     spec = job(nodes=2, spares=1, command=("train",), program=None)
-    made = assembled(spec, Topology(2, 2, 4), watching=Watching("10.0.0.1", 29502))
+    watching = Watching("10.0.0.1", 29502)
+    made = assembled(spec, Topology(2, 2, 4), watching=watching)
     node = file_of(made, "node.sh").text
     assert "--nodes 2 " in node
+    assert "--coordinator 10.0.0.1:29502 --lost-after 30 --rejoin 15 --spares 1 --" in node
+    made = assembled(msgspec.structs.replace(spec, nodes=1), Topology(1, 1, 4), watching=watching)
+    node = file_of(made, "node.sh").text
+    assert "--nodes 1 " in node
     assert "--coordinator 10.0.0.1:29502 --lost-after 30 --rejoin 15 --spares 1 --" in node
 
 

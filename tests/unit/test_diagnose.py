@@ -140,6 +140,15 @@ def test_what_a_peer_says_of_the_end_of_another_is_an_echo(echo):
     assert diagnose([node(0)], lines, nproc_per_node=2).rank == 1
 
 
+def test_a_traceback_that_was_cut_off_accuses_nobody_where_another_node_says_why():
+    cut_off = "\n".join(PEER_GONE.splitlines()[:2])
+    stopped = node(0, 143, reason="stopped by SIGTERM from process 7 of user 0 (bash)")
+    found = diagnose(
+        [stopped, node(1)], said(1, 2, 1.0, cut_off), rank_exits=[RankExit(1, 2, 1, 1.1)]
+    )
+    assert (found.node, found.cause) == (0, stopped.reason)
+
+
 def test_when_all_are_echoes_the_earliest_is_blamed():
     lines = in_order(said(0, 1, 2.0, PEER_GONE), said(0, 0, 1.0, PEER_GONE))
     assert diagnose([node(0)], lines, nproc_per_node=2).rank == 0

@@ -15,10 +15,10 @@ from clusterkit import catalogue, examples, loader, project
 ROOT = Path(__file__).parents[2]
 
 
-def shipped() -> set[str]:
-    """Files of jobs/ that are tracked."""
+def shipped(folder: str = "jobs") -> set[str]:
+    """Files of a folder that are tracked."""
     listed = subprocess.run(
-        ["git", "ls-files", "-z", "jobs"], cwd=ROOT, capture_output=True, text=True
+        ["git", "ls-files", "-z", folder], cwd=ROOT, capture_output=True, text=True
     ).stdout
     return {name for name in listed.split("\0") if name}
 
@@ -34,7 +34,7 @@ def test_every_job_file_is_listed(cwd, cli):
 def test_each_is_copied_with_all_that_its_program_imports_and_loads(cwd):
     """A module that is left behind would count as a package that is to be installed."""
     for name in examples.names():
-        copied = examples.copy(name)
+        copied = examples.example(name)
         assert copied[0] == Path("jobs", f"{name}.yaml")
         job = loader.load_job(copied[0])
         assert job.workdir == str(cwd)
@@ -85,10 +85,9 @@ def test_the_wheel_has_every_example_and_all_data_of_the_package(monkeypatch):
     command = built.get_command_obj("build_py")
     command.ensure_finalized()
     inside = {os.path.relpath(path, command.build_lib) for path in command.get_outputs(0)}
-    wanted = {f"clusterkit/{name}" for name in shipped()}
-    wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / "clusterkit").rglob("*.json")}
-    assert wanted <= inside
-    assert not [name for name in inside - wanted if not name.endswith(".py")]
+    examples_inside = {name for name in inside if name.startswith("clusterkit/jobs/")}
+    assert examples_inside == {f"clusterkit/{name}" for name in shipped()}
+    assert shipped("clusterkit") - {"clusterkit/jobs"} <= inside
 
 
 def test_hosts_without_clusterkit_get_it_without_the_examples(tmp_path, monkeypatch):

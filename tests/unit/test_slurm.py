@@ -326,6 +326,21 @@ def test_what_slurm_ended_has_slurm_s_reason(seen, state, words):
     assert seen(job(state), RUNS, ENDED).causes[0].words == reason
 
 
+@pytest.mark.parametrize("who", ["SIGTERM from process 9 (slurmstepd: [7.0])", queue.WARNED])
+def test_nodes_that_slurm_ended_are_not_judged_before_it_is_through(seen, who):
+    """Its job may wait again: who takes the run for failed meanwhile would cancel that."""
+    exit_by_slurm = {"exit_code": 143, "at": 1.0, "reason": f"stopped by {who}"}
+    nodes = ({**RUNS, "exit": exit_by_slurm}, CRASHED)
+    for state in ("COMPLETING", "RUNNING"):
+        found = seen(job(state), *nodes)
+        assert states(found) == ("RUNNING", ["RUNNING"] * 2, "Slurm is ending its job")
+    assert seen(job("PENDING", reason="BeginTime"), *nodes).goes_on == 2
+    assert states(seen(job("NODE_FAIL"), *nodes))[0] == "FAILED"
+    assert states(seen("", *nodes))[0] == "FAILED"
+    ours = seen(job("COMPLETING"), *nodes, stop_7="cancelled")
+    assert states(ours)[1] == ["FAILED"] * 2
+
+
 def test_a_rank_that_failed_by_itself_keeps_its_own_reason(seen):
     assert states(seen(job("FAILED"), ENDED, CRASHED)) == ("FAILED", ["CANCELLED", "FAILED"], None)
 

@@ -20,10 +20,12 @@ from clusterkit.backends.local.backend import LocalBackend
 from clusterkit.backends.nodes import observed as from_files
 from clusterkit.backends.nodes import overall
 from clusterkit.backends.ports import moved_port
-from clusterkit.cluster import CLUSTER_TYPES
+from clusterkit.cluster import CLUSTER_TYPES, Facts, HostFacts
 from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
+from clusterkit.plan import Plan
 from clusterkit.run_state import cancel, current, reconcile
 from clusterkit.runs import Event, RunFolder
+from clusterkit.spec import JobSpec
 from clusterkit.status import AttemptStatus, Failure, NodeStatus, RunStatus, State
 from clusterkit.supervise import Supervisor
 from clusterkit.transport import LocalTransport
@@ -1004,3 +1006,54 @@ def test_a_host_that_does_not_answer_is_waited_for_and_status_says_so(supervise_
         (State.RESTARTING, State.RESTARTING, "waiting for node 0 (h)")
     }
     assert abs(said[0][3] - time.time() - losses.LOST_SECONDS) < 60
+
+
+def test_the_hosts_that_are_left_go_on_where_a_spare_was_among_them(supervise_with, monkeypatch):
+    def run(self, host, argv, **more):
+        raise Unavailable("no answer")
+
+    left = {"facts": None}
+
+    def others(self, lost, job, facts):
+        left["facts"] = left["facts"] or facts
+        return facts, 0
+
+    monkeypatch.setattr(LocalTransport, "run", run)
+    monkeypatch.setattr(losses.Losses, "others", others)
+    nodes = []
+    submit = Scripted.submit
+    monkeypatch.setattr(
+        Scripted, "submit", lambda self, plan, *a, **k: (nodes.append(plan.nodes),
+                                                         submit(self, plan, *a, **k))
+    )  # fmt: skip
+    job = "launcher: forkserver\nnodes: 2\nspares: 1\n"
+    lost = observed(State.UNKNOWN, State.CANCELLED, State.CANCELLED)
+    _, status, events = supervise_with([lost, observed(OK, OK)], job)
+    assert nodes == [3, 2]
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
+    host = left["facts"].hosts[0].host
+    assert events[-1].text == f"starting again on {host}, which costs no restart"
+
+
+@pytest.mark.parametrize(
+    ("fields", "gone", "left"),
+    [
+        ({"nodes": 2, "spares": 2}, ["h0"], (["h1", "h2", "h3"], 1)),
+        ({"nodes": 2, "spares": 2}, ["h0", "h3"], (["h1", "h2"], 0)),
+        ({"nodes": 3, "spares": 1}, ["h0", "h3"], None),
+        ({"nodes": 4}, ["h0"], None),
+        ({"nodes": "2:4", "on_node_loss": "shrink"}, ["h0", "h1"], (["h2", "h3"], 0)),
+        ({"nodes": "2:4", "launcher": "torchrun"}, ["h0"], None),
+    ],
+)
+def test_which_hosts_can_do_without_those_that_are_lost(fields, gone, left):
+    hosts = tuple(
+        HostFacts(host=f"h{n}", address="", cpus=1, memory_mib=1, python="") for n in range(4)
+    )
+    facts = Facts(home="/", hosts=hosts, port=1, port_origin="", interface="")
+    job = JobSpec(name="a", program="a.py", **fields)
+    plan = Plan(run_id="r", run_dir="/r", backend="ssh", summary="", nodes=4, world_size=4,
+                hosts=("h0", "h1", "h2", "h3"))  # fmt: skip
+    nodes = [NodeStatus(node=int(name[1]), host=name, state=State.UNKNOWN) for name in gone]
+    found = losses.Losses(job, plan).others(nodes, job, facts)
+    assert left == (found and ([host.host for host in found[0].hosts], found[1]))

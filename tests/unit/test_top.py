@@ -1,12 +1,13 @@
 """`clusterkit top`: what it shows of a run, and what keys do."""
 
 import asyncio
+import io
 
 import pytest
 from rich.cells import cell_len
 
 from clusterkit import api
-from clusterkit.cli import following
+from clusterkit.cli import following, main
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable
 from clusterkit.series import Series
 from clusterkit.status import Failure, State
@@ -68,7 +69,8 @@ def test_a_hang_says_who_waits_for_whom(run):
     run.state(hang=HANG)
     board = board_of(run)
     text = shown(board)
-    assert "stands still: rank 3 on node 1 has not come to all_reduce #7" in text
+    assert "left" not in text.splitlines()[1]  # nobody knows how long
+    assert " stands still: rank 3 on node 1 has not come to all_reduce #7" in text
     states = [board._state(*key) for key in sorted(board.live.ranks)]
     assert states == ["WAITS", "WAITS", "WAITS", "MISSING"]
 
@@ -86,6 +88,25 @@ def test_words_of_a_program_move_no_cursor(run):
     for line in board.lines(80, 24):
         assert not any(ord(letter) < 32 for text, _ in line for letter in text)
     shown(board, 81, 24)
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_without_colours_the_cursor_is_still_seen(run, monkeypatch, no_color):
+    monkeypatch.setenv("NO_COLOR", no_color)
+    paint.style_of.cache_clear()
+    text = paint.ansi(board_of(run).lines(80, 24))
+    assert ("\x1b[36m" in text) != bool(no_color)
+    assert "\x1b[7m" in text
+
+    async def drive(app, pilot):
+        colours = {
+            piece.style.color is not None
+            for y in range(24) for piece in app.surface.render_line(y) if piece.style
+        }  # fmt: skip
+        assert colours == ({False} if no_color else {False, True})
+
+    driven(Top(RunBoard(run.folder)), drive)
+    paint.style_of.cache_clear()
 
 
 def test_a_filter_leaves_the_ranks_that_match(run):
@@ -247,12 +268,23 @@ def test_the_terminal_shows_what_is_new_and_keys_work(run):
         assert isinstance(app.board, RunBoard)
         await pilot.resize_terminal(120, 50)
         await pilot.pause()
+        app.look()
         assert len(app.surface._lines) == 50
         await pilot.press("q")
 
     app = Top(RunBoard(run.folder))
     driven(app, drive)
     assert app.return_code == 0
+
+
+def test_a_run_that_was_removed_meanwhile_is_said_to_be_unknown(run):
+    async def drive(app, pilot):
+        await pilot.press("escape")
+        app.obey(Order("open", "gone-1"))
+        app.show()
+        assert "run 'gone-1' is unknown" in screen(app).split("\n")[-1]
+
+    driven(Top(RunBoard(run.folder)), drive)
 
 
 def test_a_search_finds_old_lines(run):
@@ -298,8 +330,8 @@ def test_what_a_run_without_a_supervisor_does_is_asked(run, monkeypatch):
     monkeypatch.setattr("clusterkit.run_state.reconcile", lambda folder, connections: ended)
 
     async def drive(app, pilot):
+        app.look()
         await app.workers.wait_for_complete()
-        await pilot.pause()
         app.look()
         assert "FAILED" in screen(app)
 
@@ -307,9 +339,24 @@ def test_what_a_run_without_a_supervisor_does_is_asked(run, monkeypatch):
 
 
 def test_without_a_terminal_or_textual_there_is_one_clear_error(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO())
     with pytest.raises(BadInput, match="top needs a terminal"):
         following.check_terminal()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(Unavailable, match="top needs Textual") as error:
         following.check_terminal()
     assert error.value.hint == "pip install 'clusterkit[top]'"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(("--top",), "top needs a terminal"), (("--top", "--detach"), "--top follows the run")],
+)
+def test_submit_says_what_is_wrong_first(tmp_path, monkeypatch, capsys, options, said):
+    monkeypatch.setenv("CLUSTERKIT_HOME", str(tmp_path))
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    with pytest.raises(SystemExit) as ended:
+        main(["submit", *options, "--", "true"])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

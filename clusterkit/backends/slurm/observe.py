@@ -18,7 +18,7 @@ from clusterkit import mirror
 from clusterkit.backends.base import Observation
 from clusterkit.backends.nodes import judge_node, observed
 from clusterkit.backends.slurm import login
-from clusterkit.backends.slurm.queue import Job, jobs_of
+from clusterkit.backends.slurm.queue import WARNED, Job, jobs_of
 from clusterkit.errors import Unavailable
 from clusterkit.runs import RunHandle
 from clusterkit.status import NodeCause, NodeStatus, State
@@ -59,6 +59,13 @@ class Snapshot(Struct, frozen=True):
     @property
     def ended(self) -> bool:
         return all(node.exit is not None for node in self.nodes)
+
+    @property
+    def ended_by_slurm(self) -> bool:
+        """Whether a node says that it was Slurm who ended it: whether its job goes on as another
+        attempt is not known before Slurm is through with that."""
+        by = (b"slurmstepd", WARNED.encode())
+        return any(word in (node.exit or b"") for node in self.nodes for word in by)
 
 
 def read(handle: RunHandle) -> Snapshot | None:
@@ -172,7 +179,8 @@ def _judge(
         if told and job is not None and job.ended_by_slurm and not ours and again is None:
             cancelled = job.means is State.CANCELLED
             return changed(State.CANCELLED if cancelled else State.FAILED, job.ending)
-        return found
+        ending = not (over or ours) and seen.ended_by_slurm and found.state is not State.SUCCEEDED
+        return changed(State.RUNNING, "Slurm is ending its job") if ending else found
     if silent is not None:
         return changed(State.RUNNING if files.started else State.PENDING, silent or None)
     if files.started is None and found.state is State.RUNNING:
@@ -262,7 +270,8 @@ class SlurmMonitor:
             self._silent = error.message
         self._asking = None
         runs = self._job is not None and self._job.means is State.RUNNING
-        self._ask_at = now + ASK_SECONDS[2 if runs and self._silent is None else 1]
+        ending = self._asked is not None and self._asked.ended_by_slurm
+        self._ask_at = now + ASK_SECONDS[2 if runs and self._silent is None and not ending else 1]
 
     def _judge(self, fresh: Snapshot, now: float) -> None:
         handle, job = self._about[0], self._job

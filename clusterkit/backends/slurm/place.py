@@ -18,7 +18,7 @@ from clusterkit.backends.placing import (
     threads_of,
 )
 from clusterkit.backends.slurm.probe import minutes
-from clusterkit.backends.slurm.queue import HERE, LOGIN_PYTHON
+from clusterkit.backends.slurm.queue import HERE, LOGIN_PYTHON, WARNED
 from clusterkit.cluster import Facts, SlurmCluster, SlurmFacts
 from clusterkit.errors import BadInput, counted
 from clusterkit.plan import Note, PlanFile, Step
@@ -58,7 +58,7 @@ done
 # is passed on to the agents: they end their ranks in order.
 again=
 notice() {{
-    why="Slurm is about to end the job (time limit, or preemption)"
+    why="{warned} (time limit, or preemption)"
     if [ -e "$run/stop-$SLURM_JOB_ID" ]; then
         why=$(cat "$run/stop-$SLURM_JOB_ID")
     else
@@ -144,6 +144,7 @@ class SlurmPlacement(Placement):
             token=PEER_TOKEN,
             address=head,
             head=HEAD.name,
+            warned=WARNED,
             again="yes" if self.requeue else "",
             stop=join(stop),
             shape=join(shape),

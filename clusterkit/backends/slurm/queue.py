@@ -23,6 +23,8 @@ SLURM_SECONDS = 60.0
 FORM = "%i|%T|%S|%V|%r"
 """Of `squeue`: id, state, (expected) start, submission, reason. It has meant the same in every
 version; its JSON has not."""
+WARNED = "Slurm is about to end the job"
+"""What the agents are told, and record, where Slurm says so before it does."""
 _PENDING = "PENDING CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT"
 _RUNNING = "RUNNING SUSPENDED STOPPED SIGNALING STAGE_OUT RESIZING COMPLETING"
 _FAILED = "FAILED TIMEOUT NODE_FAIL PREEMPTED BOOT_FAIL DEADLINE OUT_OF_MEMORY REVOKED"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import TypeVar
 
 from rich.segment import Segment
-from rich.style import Style
 from textual import events
 from textual.app import App, ComposeResult
 from textual.binding import Binding
@@ -20,14 +19,13 @@ from textual.widget import Widget
 from clusterkit import api, logs, runs
 from clusterkit.errors import ClusterkitError
 from clusterkit.ui.top.board import Board, Order, RunBoard, RunsBoard
-from clusterkit.ui.top.paint import Line
+from clusterkit.ui.top.paint import Line, style_of
 
 PERIOD = 0.2
 """Seconds between two looks."""
 REFRESH_SECONDS = 2.0
 """Between two questions to the backend about a run that nobody watches."""
 T = TypeVar("T")
-_style = lru_cache(maxsize=64)(Style.parse)
 
 
 class Surface(Widget, can_focus=True):
@@ -67,7 +65,7 @@ class Surface(Widget, can_focus=True):
         if y >= len(self._lines):
             return Strip.blank(self.size.width)
         line = self._lines[y]
-        return Strip([Segment(text, _style(style)) for text, style in line], self.size.width)
+        return Strip([Segment(text, style_of(name)) for text, name in line], self.size.width)
 
 
 class Top(App[None]):
@@ -131,7 +129,10 @@ class Top(App[None]):
         if order.verb == "quit":
             self.exit()
         elif order.verb == "open":
-            self.board = RunBoard(runs.find(order.what))
+            try:
+                self.board = RunBoard(runs.find(order.what))
+            except ClusterkitError as error:  # removed since the list was made
+                self.board.said = error.message
         elif order.verb == "back":
             self.board = self._list = self._list or RunsBoard()
         elif order.verb == "cancel":

@@ -363,7 +363,7 @@ class RunBoard(Board):
             words.append(f"{speed:,.0f} tokens/s")
         if (pace := told.speed("step_seconds")) is not None:
             words.append(f"{pace:.3g} s a step")
-            if told.steps and not status.state.final:
+            if told.steps and not status.state.final and self._still is None:
                 words.append(f"{duration(pace * max(0, told.steps - told.step))} left")
         if (memory := told.value("peak_memory")) is not None:
             words.append(f"peak {paint.size_text(memory)}")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from rich.cells import cell_len, set_cell_size
+from rich.color import ColorSystem
+from rich.style import Style
 
 from clusterkit.logs import LogLine
 from clusterkit.series import Series
@@ -23,6 +26,7 @@ DIM, BOLD, HERE = "dim", "bold", "reverse"
 _DOTS = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))
 """Of a Braille character, by column and, from below, by row."""
 _BRAILLE = 0x2800
+_COLOURS = ColorSystem.STANDARD
 _LABEL = 9
 _FULL = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
@@ -44,19 +48,22 @@ def fitted(line: Iterable[Piece], width: int) -> Line:
         if text:
             found.append((text, style))
         room -= size
-    if room:
-        found.append((" " * room, ""))
+    if room:  # the row under the cursor is marked in all of its width
+        found.append((" " * room, HERE if found and found[-1][1] == HERE else ""))
     return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def style_of(name: str) -> Style:
+    """A piece's style; where NO_COLOR is set, without its colour."""
+    style = Style.parse(name)
+    return style.without_color if os.environ.get("NO_COLOR") else style
 
 
 def ansi(lines: Iterable[Line]) -> str:
     """Lines for a terminal, from its upper left corner on."""
-    from rich.color import ColorSystem
-    from rich.style import Style
-
-    colours = None if os.environ.get("NO_COLOR") else ColorSystem.STANDARD
     texts = (
-        "".join(Style.parse(style).render(text, color_system=colours) for text, style in line)
+        "".join(style_of(name).render(text, color_system=_COLOURS) for text, name in line)
         for line in lines
     )
     return "\x1b[H" + "\r\n".join(texts)
@@ -66,7 +73,9 @@ def wrapped(text: str, width: int, most: int, style: str = "") -> list[Line]:
     """Text over several lines, ``most`` of them."""
     import textwrap
 
-    lines = textwrap.wrap(clean(text), max(width, 8), subsequent_indent="  ")
+    lines = textwrap.wrap(
+        clean(text), max(width - 1, 8), initial_indent=" ", subsequent_indent="   "
+    )
     return [((line, style),) for line in lines[:most]]
 
 

@@ -32,7 +32,7 @@ def slurm(
     for name, value in daemons_here.env.items():
         monkeypatch.setenv(name, value)
     clusters = tmp_path / "clusters.yaml"
-    entry = {"backend": "slurm", "cpus": 2, "stop_grace": 5}
+    entry = {"backend": "slurm", "cpus": 2, "stop_grace": 30}
     short = {**entry, "time": "2", "notice": 60}
     closed = {**entry, "partition": "down"}
     clusters.write_text(json.dumps({"hpc": entry, "short": short, "closed": closed}))

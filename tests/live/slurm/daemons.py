@@ -45,7 +45,7 @@ JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
 ReturnToService=2
 SlurmdTimeout=20
-KillWait=5
+KillWait=30
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SchedulerParameters=sched_min_interval=0,bf_interval=5

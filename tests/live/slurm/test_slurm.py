@@ -253,3 +253,23 @@ def test_two_runs_at_once_do_not_disturb_each_other(slurm: Slurm, train: Train) 
     beating(other)
     assert one.cancel().state is State.CANCELLED
     assert other.status().state is State.RUNNING
+
+
+def test_a_script_that_is_handed_to_sbatch_runs_the_job_on_all_nodes(slurm, own_home, tmp_path):
+    """Without clusterkit: `plan --as sbatch`, and Slurm's own command. No rank needs torch."""
+    job = tmp_path / "handed.yaml"
+    job.write_text(
+        "nodes: 2\ngpus_per_node: 2\n"
+        "command: [sh, -c, 'echo rank $RANK of $WORLD_SIZE on node $NODE_RANK']\n"
+    )
+    script = tmp_path / "handed.sh"
+    script.write_text(api.plan_as(job, "sbatch", cluster="hpc"))
+    done = subprocess.run(
+        ["sbatch", "--wait", script], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    logs = sorted((own_home / "runs" / "handed" / "attempts" / "1").glob("node-*/log"))
+    said = [line for log in logs for line in log.read_text().splitlines() if "rank " in line]
+    assert sorted(line.partition("rank ")[2] for line in said) == [
+        f"{rank} of 4 on node {rank // 2}" for rank in range(4)
+    ]

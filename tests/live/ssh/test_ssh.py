@@ -388,6 +388,31 @@ def test_a_spare_host_takes_the_rank_of_one_that_is_lost(
     assert all(processes(lab4, host.name, run) == [] for host in lab4.hosts)
 
 
+SECOND = """
+import os, time
+print("rank", os.environ["RANK"], "on", os.uname().nodename, flush=True)
+time.sleep(600 if os.environ["CLUSTERKIT_ATTEMPT"] == "1" else 0)
+"""
+
+
+@pytest.mark.thorough
+def test_node_0_s_host_is_lost_and_the_others_go_on_with_a_spare(
+    submit: Submit, lab4: Lab, place: Path
+) -> None:
+    describe(lab4, stop_grace=1)
+    (place / "tick.py").write_text(SECOND)
+    run = submit(1, settings=("spares=1",))
+    saying(run, "rank", 2)
+    lab4.fault("crash", "h0")
+    status, _ = ended(run, 120)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
+    assert "starting again on h1, h2, which costs no restart" in [e.text for e in run.events()]
+    said = {(line.node, line.text) for line in run.logs() if line.text.startswith("rank")}
+    assert said == {
+        (0, "rank 0 on h0"), (1, "rank 1 on h1"), (0, "rank 0 on h1"), (1, "rank 1 on h2"),
+    }  # fmt: skip
+
+
 def test_a_cut_that_heals_in_time_is_survived(submit: Submit, lab: Lab) -> None:
     describe(lab, lost_after=60)
     run = submit(100)

@@ -14,8 +14,9 @@ import pytest
 from clusterkit import backends, loader, shell
 from clusterkit.convert import convert
 from clusterkit.errors import BadInput
-from clusterkit.spec import check_job
-from clusterkit.yaml_file import parse_yaml
+from clusterkit.spec import JobSpec, check_job
+from clusterkit.yaml_file import Document, parse_yaml
+from tests.golden import test_golden as golden
 from tests.golden.test_golden import place
 
 CASES = Path(__file__).parent / "cases"
@@ -186,3 +187,13 @@ def test_what_cannot_be_converted_is_one_error(hosts, cli):
         assert (done.code, done.out) == (2, "")
         assert said in done.err
     assert not (hosts / "out.yaml").exists()
+
+
+@pytest.mark.parametrize("case", golden.CASES)
+def test_a_plan_gives_back_its_job(case, make_facts):
+    made = golden.plan("local", case, make_facts)
+    for text in (made.to_text(), made.to_json().decode()):
+        found = convert(text, name="plan.txt")
+        assert found.kind == "plan"
+        job = loader.convert(Document("", found.job, {}), (), found.job, JobSpec)
+        assert job == made.job

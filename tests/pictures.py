@@ -1,0 +1,110 @@
+"""``python -m tests.pictures``: docs/top.svg, `clusterkit top` on a run of two nodes that hangs.
+
+A real run on this machine: a rank stops, the agents find who waits for whom and start all again, a
+node is killed and comes back, and the run ends well. The picture is taken while it hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from clusterkit import api
+from clusterkit.live import LiveRun
+from clusterkit.status import RunStatus, State
+from clusterkit.ui.top.app import Top
+from clusterkit.ui.top.board import RunBoard
+
+SIZE = (110, 34)
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PROGRAM = """
+import json, os, time
+import torch
+import torch.distributed as dist
+
+def wait_for_a_file():
+    time.sleep(1000)
+
+dist.init_process_group("gloo")
+rank, again = dist.get_rank(), int(os.environ["CLUSTERKIT_ATTEMPT"]) > 1
+if rank == 0:
+    print("@clusterkit " + json.dumps({"event": "start", "steps": 150}), flush=True)
+for step in range(1, 151):
+    begun = time.monotonic()
+    time.sleep(0.05)
+    if rank == 3 and step == 60 and not again:
+        wait_for_a_file()
+    dist.all_reduce(torch.ones(8))
+    spent = time.monotonic() - begun
+    if rank == 0:
+        told = {"step": step, "loss": 2 + 6 / (1 + step / 12) + 0.1 * (step * 7 % 5 - 2),
+                "tokens_per_second": 4096 / spent, "step_seconds": spent}
+        print("@clusterkit " + json.dumps({"event": "metrics", **told}), flush=True)
+    elif step % 10 == 1:
+        print(f"batch {step} of shard {rank}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as base:
+        os.environ["CLUSTERKIT_HOME"] = base
+        program = Path(base) / "demo" / "train.py"
+        program.parent.mkdir()
+        program.write_text(PROGRAM)
+        job = program.with_name("gpt.yaml")
+        job.write_text(
+            f"name: gpt\nprogram: {program}\nnodes: 2\ngpus_per_node: 2\nrestarts: 2\n"
+            "hang_timeout: 20s\n"
+        )
+        run = api.submit(job, run_id="gpt-1123-demo")
+        try:
+            svg = asyncio.run(_hanging(run))
+            (DOCS / "top.svg").write_text(svg)
+            run.wait(120, until=lambda status: status.attempt == 2 and _steps(run) > 70)
+            started = run.path / "attempts" / "2" / "node-1" / "started.json"
+            os.kill(msgspec.json.decode(started.read_bytes())["pid"], signal.SIGKILL)
+            print(_ended(run.wait(240), run))
+        finally:
+            run.cancel()
+
+
+async def _hanging(run: api.Run) -> str:
+    """A picture of the run's board, some seconds after its agents have said who waits."""
+    board = RunBoard(run._folder)
+    app = Top(board)
+    async with app.run_test(size=SIZE) as pilot:
+        end = time.monotonic() + 120
+        while "stands still" not in str(app.surface._lines) and time.monotonic() < end:
+            await pilot.pause(0.2)
+        await pilot.press("down", "down", "down")
+        await pilot.pause(1.0)
+        app.look()
+        await pilot.pause()
+        svg = app.export_screenshot(title=f"clusterkit top {run.id}")
+    # Its fonts would be fetched from elsewhere.
+    return re.sub(r"@font-face \{[^}]*\}\s*", "", svg)
+
+
+def _steps(run: api.Run) -> int:
+    live = LiveRun(run._folder)
+    live.poll()
+    return live.reported.step
+
+
+def _ended(status: RunStatus, run: api.Run) -> str:
+    assert status.state is State.SUCCEEDED, status
+    told = [f"attempt {event.attempt}: {event.text}" for event in run.events()]
+    return "\n".join([f"{status.run} {status.state}, attempt {status.attempt}", *told])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""Who is told of a run: by command and by web address, in bounded time, never in the way."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from clusterkit import loader, notify, supervise
+from clusterkit.cluster import NotifySpec
+from clusterkit.runs import Event, RunFolder
+from clusterkit.status import Failure, RunStatus, State
+
+
+def status(state: State, failure: Failure | None = None) -> RunStatus:
+    return RunStatus(
+        run="demo-1", job="demo", cluster="local", backend="local", state=state, attempt=2,
+        started_at=1.0, failure=failure,
+    )  # fmt: skip
+
+
+def writer(path: object, *more: str) -> NotifySpec:
+    """Tells a program that writes what it is told into a file."""
+    program = f"import os, sys; open({str(path)!r}, 'w').write(sys.stdin.read())"
+    return NotifySpec(command=(sys.executable, "-c", "; ".join([program, *more])))
+
+
+@pytest.mark.parametrize(
+    ("state", "event", "text"),
+    [
+        (State.SUCCEEDED, "ended", "demo-1 SUCCEEDED"),
+        (State.CANCELLED, "ended", "demo-1 CANCELLED"),
+        (State.FAILED, "failed", "demo-1 FAILED: rank 3 on node 1: ValueError: bad"),
+        (State.RESTARTING, "restarted",
+         "demo-1: attempt 2 failed: rank 3 on node 1: ValueError: bad; starting again"),
+    ],
+)  # fmt: skip
+def test_what_is_told(state, event, text):
+    failed = state in (State.FAILED, State.RESTARTING)
+    failure = Failure(node=1, rank=3, exit_code=1, cause="ValueError: bad") if failed else None
+    told = notify.message(status(state, failure))
+    assert (told.event, told.text) == (event, text)
+
+
+def test_a_command_gets_it_on_its_standard_input(tmp_path):
+    said: list[str] = []
+    notify.tell_of(writer(tmp_path / "told"), status(State.SUCCEEDED), said.append)
+    told = json.loads((tmp_path / "told").read_text())
+    assert (told["event"], told["status"]["state"]) == ("ended", "SUCCEEDED")
+    assert said == [f"{sys.executable} was told: ended"]
+
+
+def test_what_nobody_wants_to_hear_is_not_told(tmp_path):
+    notify.tell_of(None, status(State.FAILED), pytest.fail)
+    spec = NotifySpec(command=("false",), on=("failed",))
+    notify.tell_of(spec, status(State.SUCCEEDED), pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("/nowhere/tell",), "notify: /nowhere/tell: No such file or directory"),
+        (("sh", "-c", "echo oh >&2; echo no >&2; exit 3"), "notify: sh: exit code 3: no"),
+        (("sh", "-c", "exec sleep 600"), "notify: sh: no answer within 0.2 s"),
+    ],
+)
+def test_one_that_fails_is_said_and_nothing_else_happens(monkeypatch, command, said):
+    monkeypatch.setattr(notify, "SECONDS", 0.2 if "600" in command[-1] else 10.0)
+    notes: list[str] = []
+    notify.tell_of(NotifySpec(command=command), status(State.FAILED), notes.append)
+    assert notes == [said]
+
+
+@pytest.fixture
+def server():
+    """A web server that keeps what is posted, and refuses /no."""
+    posted: list[tuple[str, bytes]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            posted.append((self.path, body))
+            self.send_response(404 if self.path == "/no" else 200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    made = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    made.posted = posted  # type: ignore[attr-defined]
+    yield made
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+def test_an_address_gets_a_post_and_is_never_said(server, monkeypatch):
+    address = f"http://127.0.0.1:{server.server_port}"
+    spec = NotifySpec(url_from="HOOK")
+    monkeypatch.setenv("HOOK", f"{address}/secret")
+    assert notify.tell(spec, notify.message(status(State.FAILED))) == "$HOOK was told: failed"
+    ((path, body),) = server.posted
+    assert path == "/secret"
+    assert json.loads(body)["text"] == "demo-1 FAILED"
+    monkeypatch.setenv("HOOK", f"{address}/no")
+    notes: list[str] = []
+    notify.tell_of(spec, status(State.FAILED), notes.append)
+    assert notes == ["notify: $HOOK: HTTP 404"]
+    for value, why in (("", "is not set"), ("file:///etc/passwd", "is no web address")):
+        monkeypatch.setenv("HOOK", value)
+        with pytest.raises(notify.NotTold, match=rf"notify: \$HOOK {why}"):
+            notify.tell(spec, notify.message(status(State.FAILED)))
+
+
+def test_a_supervisor_tells_of_the_end_and_records_it(cwd, unstarted_run, tmp_path):
+    command = writer(tmp_path / "told").command
+    (cwd / "clusters.yaml").write_text(
+        json.dumps({"local": {"backend": "local", "notify": {"command": command}}})
+    )
+    run = unstarted_run()
+    folder = RunFolder(run.path)
+    supervise.Supervisor(folder)._finish(State.FAILED, Failure(exit_code=7, cause="bad"))
+    assert json.loads((tmp_path / "told").read_text())["status"]["exit_code"] == 7
+    assert folder.read_json("state.json", RunStatus).state is State.FAILED
+    texts = [event.text for event in folder.records("events.jsonl", Event)]
+    assert texts == [f"{sys.executable} was told: failed"]
+
+
+def test_it_can_be_tried_out(cwd, cli, refused, tmp_path):
+    assert "cluster local has no `notify`" in refused("notify")
+    command = list(writer(tmp_path / "told").command)
+    entries = {"a": {"backend": "local", "notify": {"command": command}},
+               "b": {"backend": "local", "notify": {"command": ["false"]}}}  # fmt: skip
+    (cwd / "clusters.yaml").write_text(json.dumps(entries))
+    done = cli("notify", "--cluster", "a")
+    assert (done.code, done.err) == (0, f"{sys.executable} was told: test\n")
+    assert json.loads((tmp_path / "told").read_text())["event"] == "test"
+    done = cli("notify", "--cluster", "b")
+    assert (done.code, done.err) == (1, "error: notify: false: exit code 1: \n")
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("{}", "one of `command` and `url_from`"),
+        ("{command: [a], url_from: B}", "one of `command` and `url_from`"),
+        ("{url_from: https://x}", "url_from"),
+        ("{command: [a], on: [sometimes]}", "on"),
+    ],
+)
+def test_an_entry_that_names_nobody_is_refused_at_its_place(cwd, refused, write_job, entry, said):
+    (cwd / "clusters.yaml").write_text(f"local:\n  backend: local\n  notify: {entry}\n")
+    error = refused("plan", write_job())
+    assert "clusters.yaml:3" in error
+    assert said in error
+    assert loader.cluster_names() == ["local"]
