@@ -81,10 +81,10 @@ class Page:
         ), f"not within 30 s: {expression}"
 
     def press(self, key: str) -> None:
-        """A key, as a keyboard sends it."""
-        text = {"text": key} if len(key) == 1 else {}
-        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
-        self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
+        """A letter, a sign or Escape, as a keyboard sends it."""
+        more: dict[str, Any] = {"text": key} if len(key) == 1 else {"windowsVirtualKeyCode": 27}
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **more)
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=key, **more)
 
     def size(self, width: int, height: int, *, dark: bool = False) -> None:
         self.call(

@@ -1,565 +1,411 @@
-"use strict";
 // The page of `clusterkit web`, and of a report: then every answer is in the page already.
 // What programs and people have written is only ever put in as text, by `el`.
-(() => {
-  const $ = (id) => document.getElementById(id);
-  const report = $("data") && JSON.parse($("data").textContent);
-  const token = new URLSearchParams(location.search).get("token") || "";
-  const TABS = ["curves", "ranks", "events", "log", "config", "plan"];
-  const USUAL = "loss and tokens/s";
-  const POINTS = 2000, MOST_LINES = 5000, PAUSE = 1000;
-  // Okabe and Ito's palette: told apart by people with any kind of colour vision.
-  const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
-  const state = {
-    runs: [], run: null, about: null, tab: "curves", ticked: new Set(), abouts: {},
-    curves: {}, zoom: null, charts: [], log: null, news: null, waiting: new Set(), timer: null,
-  };
+// page.py puts page.curves.js, page.log.js and this file into one strict function, in this order.
 
-  // ---- asking
+const $ = (id) => document.getElementById(id);
+const report = $("data") && JSON.parse($("data").textContent);
+const token = new URLSearchParams(location.search).get("token") || "";
+const TABS = ["curves", "ranks", "events", "log", "config", "plan"];
+const USUAL = "loss and tokens/s";
+const POINTS = 2000, MOST_LINES = 5000, PAUSE = 1000;
+// Okabe and Ito's palette: told apart by people with any kind of colour vision.
+const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
+const state = {
+  runs: [], run: null, about: null, tab: "curves", ticked: new Set(), abouts: {},
+  curves: {}, zoom: null, charts: [], log: null, news: null, waiting: new Set(), timer: null,
+};
 
-  async function get(path, query = []) {
-    if (report) {
-      if (path in report.answers) return report.answers[path];
-      throw new Error("this report does not hold that");
-    }
-    return ask("GET", path + (query.length ? "?" + new URLSearchParams(query) : ""));
-  }
+// ---- asking
 
-  async function ask(method, url) {
-    let response;
-    try {
-      response = await fetch(url, { method, headers: { Authorization: `Bearer ${token}` } });
-    } catch {
-      throw new Error("clusterkit web has ended, or cannot be reached");
-    }
-    const answer = await response.json();
-    if (!response.ok) throw new Error(answer.hint ? `${answer.error} (${answer.hint})` : answer.error);
-    return answer;
-  }
-
-  const say = (text) => { $("link").textContent = text; };
-  const guarded = (what) => async (...given) => {
-    try { await what(...given); } catch (error) { say(error.message); }
-  };
-
-  // ---- saying
-
-  function el(name, about = {}, ...inside) {
-    const made = document.createElement(name);
-    for (const [key, value] of Object.entries(about)) {
-      if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
-      else if (key in made) made[key] = value;
-      else made.setAttribute(key, value);
-    }
-    made.append(...inside.filter((each) => each !== null && each !== undefined));
-    return made;
-  }
-  const fill = (place, ...inside) => place.replaceChildren(...inside);
-  const clock = (at) => (at ? new Date(at * 1000).toLocaleTimeString([], { hour12: false }) : "");
-  const when = (at) => (at ? new Date(at * 1000).toLocaleString([], { hour12: false }) : "");
-  function number(value) {
-    if (typeof value !== "number") return value === null || value === undefined ? "-" : String(value);
-    if (Number.isInteger(value)) return value.toLocaleString("en");
-    return Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(5));
-  }
-  function duration(seconds) {
-    const whole = Math.max(0, Math.round(seconds));
-    if (whole < 60) return `${whole} s`;
-    if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
-    return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
-  }
-  const options = (list, chosen) =>
-    list.map(([value, text]) => el("option", { value, textContent: text, selected: String(value) === String(chosen) }));
-  function choices(select, list) {
-    // Written anew only when they have changed: a menu that is open would close.
-    const key = JSON.stringify(list);
-    if (select.dataset.key === key) return;
-    select.dataset.key = key;
-    const before = select.value;
-    fill(select, ...options(list, before));
-    if (select.selectedIndex < 0) select.selectedIndex = 0;
-  }
-
-  // ---- runs
-
-  function showRuns() {
-    const words = $("filter").value.toLowerCase().split(/\s+/);
-    const fits = (run) => words.every((word) => `${run.run} ${run.job} ${run.cluster} ${run.state}`.toLowerCase().includes(word));
-    const shown = state.runs.filter(fits);
-    const held = document.activeElement && document.activeElement.dataset.run;
-    fill($("runs"), ...shown.map((run) => el("li", { className: run.run === state.run ? "chosen" : "" },
-      el("input", { type: "checkbox", checked: state.ticked.has(run.run), ariaLabel: `Compare ${run.run}`,
-        onchange: guarded(() => tick(run.run)) }),
-      el("button", { type: "button", "data-run": run.run, onclick: () => choose(run.run),
-        "aria-current": run.run === state.run ? "true" : "false" },
-        el("span", { className: "name" }, run.run),
-        el("small", {}, el("span", { className: `state ${run.state}` }, run.state),
-          ` ${run.cluster} ${when(run.started_at)}`)))));
-    if (held) [...$("runs").querySelectorAll("button")].find((each) => each.dataset.run === held)?.focus();
-  }
-
-  async function loadRuns() {
-    state.runs = await get("/api/runs");
-    showRuns();
-    choices($("other"), [["", "nothing"], ...state.runs.filter((run) => run.run !== state.run).map((run) => [run.run, run.run])]);
-  }
-
-  async function tick(run) {
-    if (!state.ticked.delete(run)) state.ticked.add(run);
-    showRuns();
-    listen();
-    await loadCurves(true);
-  }
-
-  function choose(run, tab = state.tab) {
-    location.hash = `${run}/${tab}`;
-  }
-
-  function step(by) {
-    const names = [...$("runs").querySelectorAll("button")].map((each) => each.dataset.run);
-    const next = names[Math.max(0, Math.min(names.length - 1, names.indexOf(state.run) + by))];
-    if (next) choose(next);
-  }
-
-  const fromHash = guarded(async () => {
-    const [run, tab, others] = decodeURIComponent(location.hash.slice(1)).split("/");
-    if (others) state.ticked = new Set(others.split(","));
-    const wanted = run || state.run || (state.runs[0] && state.runs[0].run);
-    state.tab = TABS.includes(tab) ? tab : state.tab;
-    showTab();
-    if (!wanted) { fill($("summary"), el("p", { className: "quiet" }, "There are no runs yet.")); return; }
-    if (wanted !== state.run) {
-      state.run = wanted;
-      Object.assign(state, { about: null, zoom: null, log: null });
-      fill($("lines"));
-      await loadRuns();
-      listen();
-    }
-    await loadRun();
-    await showPanel();
-  });
-
-  // ---- one run
-
-  async function about(run) {
-    return (state.abouts[run] = await get(`/api/runs/${run}`));
-  }
-
-  async function loadRun() {
-    const run = state.run;
-    const found = await about(run);
-    if (run !== state.run) return;
-    state.about = found;
-    showSummary();
-    const nodes = Math.max(found.nodes.length, found.shape.nodes);
-    choices($("attempt"), [["", "newest"], ...Array.from({ length: found.attempt }, (_, at) => [at + 1, String(at + 1)]).reverse()]);
-    choices($("node"), Array.from({ length: nodes }, (_, node) => [node, found.nodes[node] ? `${node} ${found.nodes[node].host}` : String(node)]));
-    showRankChoices();
-    choices($("metric"), [USUAL, ...found.metrics.map((each) => each.name)].map((name) => [name, name]));
-    if (state.tab === "ranks") showRanks();
-    if (state.tab === "events") showEvents();
-  }
-
-  function showRankChoices() {
-    const here = state.about.ranks.filter((rank) => rank.node === Number($("node").value) && rank.rank !== null);
-    choices($("rank"), [["", "all"], ...here.map((rank) => [rank.rank, String(rank.rank)])]);
-  }
-
-  function showSummary() {
-    const run = state.about;
-    const last = Object.fromEntries(run.metrics.map((each) => [each.name, each.last]));
-    const fact = (name, value) => el("span", {}, el("b", {}, name), ` ${value}`);
-    const parts = [
-      el("span", { className: `state ${run.state}` }, run.state),
-      fact("job", run.job), fact("cluster", `${run.cluster} (${run.backend})`),
-      fact("nodes", run.nodes.length || run.shape.nodes), fact("ranks", run.shape.world_size), fact("attempt", run.attempt),
-    ];
-    if (run.started_at) parts.push(fact("time", duration((run.finished_at || run.now) - run.started_at)));
-    if (run.step) parts.push(fact("step", run.steps ? `${number(run.step)} of ${number(run.steps)}` : number(run.step)));
-    if ("loss" in last) parts.push(fact("loss", number(last.loss)));
-    if ("tokens_per_second" in last) parts.push(fact("tokens/s", number(last.tokens_per_second)));
-    if (run.standstill) parts.push(el("div", { className: "note bad", role: "alert" }, el("b", {}, "Who waits for whom: "), run.standstill.text));
-    for (const text of run.notes) parts.push(el("div", { className: "note" }, text));
-    if (run.failure) {
-      const hint = run.failure.hint ? `\nhint: ${run.failure.hint}` : "";
-      parts.push(el("div", { className: "note bad" }, el("b", {}, "Failed first: "), `${run.failure.who}: ${run.failure.cause}${hint}`));
-      if (run.failure.traceback) parts.push(el("details", { className: "note" }, el("summary", {}, "Traceback"), el("pre", {}, run.failure.traceback)));
-    }
-    if (run.behind) parts.push(el("div", { className: "note" }, "Its log is still being read."));
-    fill($("summary"), ...parts);
-    $("title").textContent = run.run;
-    document.title = `${run.run} ${run.state}`;
-    $("cancel").hidden = Boolean(report) || run.final;
-  }
-
-  function showRanks() {
-    const run = state.about;
-    const missing = new Set(run.standstill ? run.standstill.missing : []);
-    const waiting = new Set(run.standstill ? run.standstill.waiting : []);
-    const kind = (rank) => (missing.has(rank) ? "missing" : waiting.has(rank) ? "waiting" : "");
-    const nodes = new Map();
-    for (const rank of run.ranks) {
-      if (!nodes.has(rank.node)) nodes.set(rank.node, []);
-      nodes.get(rank.node).push(rank);
-    }
-    for (const node of run.nodes) if (!nodes.has(node.node)) nodes.set(node.node, []);
-    const words = (rank) => [rank.rank === null ? "launcher" : `rank ${rank.rank}`,
-      { missing: "did not come", waiting: "waits", "": "" }[kind(rank.rank)],
-      rank.step === null ? "" : `step ${number(rank.step)}`,
-      rank.step_seconds === null ? "" : `${number(rank.step_seconds)} s`, rank.last || ""].filter(Boolean).join("  ");
-    fill($("ranks"), el("div", { className: "grid" }, ...[...nodes].sort((a, b) => a[0] - b[0]).map(([node, ranks]) => {
-      const status = run.nodes.find((each) => each.node === node);
-      const head = el("h3", {}, `node ${node} `);
-      if (status) head.append(`${status.host} `, el("span", { className: `state ${status.state}` }, status.state));
-      if (status && status.reason) head.append(` ${status.reason}`);
-      return el("div", { className: "node" }, head, ...ranks.map((rank) => el("button",
-        { type: "button", className: `${rank.state} ${kind(rank.rank)}`, title: words(rank), onclick: () => openLog(node, rank.rank) }, words(rank))));
-    })));
-  }
-
-  function openLog(node, rank) {
-    $("node").value = String(node);
-    showRankChoices();
-    $("rank").value = rank === null ? "" : String(rank);
-    state.log = null;
-    choose(state.run, "log");
-  }
-
-  function table(header, rows) {
-    return el("div", { className: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...header.map((name) => el("th", { scope: "col" }, name)))),
-      el("tbody", {}, ...rows)));
-  }
-
-  function showEvents() {
-    const run = state.about;
-    const cell = (text) => el("td", {}, text);
-    const rounds = run.attempts.map((each) => el("tr", {}, cell(String(each.attempt)),
-      el("td", { className: `state ${each.state}` }, each.state), cell(when(each.started_at)),
-      cell(duration(each.finished_at - each.started_at)), cell(each.failure ? `${each.failure.who}: ${each.failure.cause}` : "")));
-    rounds.push(el("tr", {}, cell(String(run.attempt)), el("td", { className: `state ${run.state}` }, run.state),
-      cell(when(run.running_since || run.started_at)), cell(""), cell(run.failure ? `${run.failure.who}: ${run.failure.cause}` : "")));
-    const events = run.events.map((event) => el("tr", {}, cell(when(event.at)), cell(String(event.attempt)), cell(event.text)));
-    fill($("events"), el("h2", {}, "Rounds"), table(["Round", "State", "Began", "Took", "Why it ended"], rounds),
-      el("h2", {}, "Events"), events.length ? table(["When", "Round", "What"], events) : el("p", { className: "quiet" }, "Nothing but what the plan says."));
-  }
-
-  // ---- curves
-
-  const compared = () => [...new Set([state.run, ...state.ticked])].filter(Boolean);
-  const shownNames = () => ($("metric").value && $("metric").value !== USUAL ? [$("metric").value] : ["loss", "eval_loss", "tokens_per_second"]);
-
-  async function loadCurves(anew) {
-    const names = shownNames();
-    await Promise.all(compared().map(async (run) => {
-      const have = state.curves[run];
-      const grows = !anew && !state.zoom && have && have.names === names.join() && have.length < 2 * POINTS;
-      const query = [["points", POINTS], ...names.map((name) => ["name", name])];
-      if (grows) query.push(["from", have.last]);
-      else if (state.zoom) query.push(["from", state.zoom[0]], ["to", state.zoom[1]]);
-      const answer = await get(`/api/runs/${run}/series`, query);
-      if (grows && have.replaced === answer.replaced) for (const name of names) extend(have, name, answer.series[name]);
-      else if (grows) { delete state.curves[run]; return loadCurves(true); }
-      else state.curves[run] = { names: names.join(), replaced: answer.replaced, series: answer.series };
-      const now = state.curves[run];
-      now.last = Math.max(0, ...names.map((name) => (now.series[name] ? now.series[name][0].at(-1) ?? 0 : 0)));
-      now.length = Math.max(0, ...names.map((name) => (now.series[name] ? now.series[name][0].length : 0)));
-    }));
-    drawCurves();
-  }
-
-  function extend(have, name, more) {
-    if (!more || !more[0].length) return;
-    if (!have.series[name]) { have.series[name] = more; return; }
-    const [steps, values] = have.series[name];
-    while (steps.length && steps.at(-1) >= more[0][0]) { steps.pop(); values.pop(); }
-    steps.push(...more[0]);
-    values.push(...more[1]);
-  }
-
-  function drawCurves() {
-    if (state.tab !== "curves") return;
-    const names = shownNames();
-    const wanted = names.length > 1 ? [["loss", ["loss", "eval_loss"]], ["tokens/s", ["tokens_per_second"]]] : [[names[0], names]];
-    const shape = JSON.stringify([wanted, compared(), $("logscale").checked, theme(), wanted.map(([, keys]) => keys.map((key) => compared().map((run) => has(run, key))))]);
-    const data = wanted.map(([, keys]) => dataOf(keys));
-    if (state.charts.shape === shape) {
-      state.charts.forEach((chart, at) => chart.setData(data[at]));
-      return;
-    }
-    state.charts.forEach((chart) => chart.destroy());
-    state.charts = [];
-    fill($("charts"));
-    const places = wanted.map(([title]) => el("div", { className: "chart" }, el("h2", {}, title)));
-    $("charts").append(...places);
-    wanted.forEach(([, keys], at) => {
-      const place = places[at];
-      if (data[at].length < 2) { place.append(el("p", { className: "quiet" }, "Nothing was reported.")); return; }
-      state.charts.push(new uPlot(chartOptions(keys, place.clientWidth), data[at], place));
-    });
-    state.charts.shape = data.every((each) => each.length > 1) ? shape : null;
-    $("unzoom").hidden = !state.zoom;
-  }
-
-  const has = (run, name) => Boolean(state.curves[run] && state.curves[run].series[name] && state.curves[run].series[name][0].length);
-  const shownCurves = (keys) => keys.flatMap((key) => compared().filter((run) => has(run, key)).map((run) => [run, key]));
-
-  function dataOf(keys) {
-    const positive = $("logscale").checked;
-    const tables = shownCurves(keys).map(([run, key]) => {
-      const [steps, values] = state.curves[run].series[key];
-      return [steps, positive ? values.map((value) => (value > 0 ? value : null)) : values];
-    });
-    return tables.length ? uPlot.join(tables) : [[]];
-  }
-
-  function chartOptions(keys, width) {
-    const style = getComputedStyle(document.documentElement);
-    const [text, line] = [style.getPropertyValue("--text").trim(), style.getPropertyValue("--line").trim()];
-    const axis = { stroke: text, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 } };
-    const runs = compared();
-    return {
-      width, height: 280, scales: { x: { time: false }, y: { distr: $("logscale").checked ? 3 : 1 } },
-      axes: [axis, { ...axis, size: 70, values: (chart, ticks) => ticks.map((value) => (value === null ? "" : number(value))) }],
-      cursor: { drag: { x: true, y: false, setScale: false } },
-      hooks: { setSelect: [guarded(async (chart) => {
-        if (chart.select.width < 4 || report) return;
-        state.zoom = [chart.select.left, chart.select.left + chart.select.width].map((at) => chart.posToVal(at, "x"));
-        chart.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
-        await loadCurves(true);
-        $("unzoom").hidden = false;
-      })] },
-      series: [{ label: "step", value: (chart, value) => number(value) }, ...shownCurves(keys).map(([run, key]) => {
-        const colour = COLOURS[runs.indexOf(run) % COLOURS.length];
-        const held = key === "eval_loss";
-        return { label: runs.length > 1 ? (held ? `${run}, held out` : run) : held ? "held out" : key, stroke: colour, width: 1.5, spanGaps: true,
-          dash: held ? [6, 4] : undefined, points: { show: held ? true : undefined }, value: (chart, value) => number(value) };
-      })],
-    };
-  }
-
-  // ---- log
-
-  const logQuery = () => [["attempt", $("attempt").value], ["node", $("node").value || "0"], ["rank", $("rank").value], ["search", $("search").value]];
-
-  async function loadLog(way) {
-    if (!state.about) return;
-    const key = JSON.stringify([state.run, logQuery()]);
-    const run = state.run;
-    const again = !state.log || state.log.key !== key;
-    if (again) way = null;
-    const query = logQuery();
-    if (way === "older") query.push(["before", state.log.before]);
-    if (way === "newer") query.push(["after", state.log.after]);
-    const answer = report ? fromReport(run) : await get(`/api/runs/${run}/log`, query);
-    if (run !== state.run || JSON.stringify([run, logQuery()]) !== key) return;
-    const place = $("lines");
-    const lines = answer.lines.map(lineOf);
-    if (way === "older") {
-      const high = place.scrollHeight;
-      place.prepend(...lines);
-      place.scrollTop += place.scrollHeight - high;
-      state.log.before = answer.before;
-    } else if (way === "newer" && !answer.skipped) {
-      place.append(...lines);
-      state.log.after = answer.after;
-      if ($("follow").checked) while (place.childElementCount > MOST_LINES) place.firstChild.remove();
-    } else {
-      fill(place, ...lines);
-      state.log = { key, before: answer.before, after: answer.after };
-    }
-    if ($("follow").checked && way !== "older") place.scrollTop = place.scrollHeight;
-    $("older").hidden = !state.log.before;
-    const more = state.log.before ? " of those looked at so far" : "";
-    $("found").textContent = $("search").value ? `${place.childElementCount} lines hold it${more}` : "";
-  }
-
-  function fromReport(run) {
-    const answer = report.answers[`/api/runs/${run}/log`] || {};
-    const rank = $("rank").value, word = $("search").value.toLowerCase();
-    const all = answer[$("node").value || "0"] || [];
-    return { before: 0, after: 0, lines: all.filter((line) => (rank === "" || String(line.rank) === rank) && line.text.toLowerCase().includes(word)) };
-  }
-
-  function lineOf(line) {
-    const text = el("span", { className: "text" });
-    const word = $("search").value.toLowerCase();
-    const found = word ? line.text.toLowerCase().indexOf(word) : -1;
-    if (found < 0) text.append(line.text);
-    else text.append(line.text.slice(0, found), el("mark", {}, line.text.slice(found, found + word.length)), line.text.slice(found + word.length));
-    if (line.cut) {
-      const more = el("button", { type: "button", onclick: guarded(async () => {
-        const query = [["attempt", $("attempt").value], ["node", $("node").value || "0"], ["at", line.at]];
-        fill(text, (await get(`/api/runs/${state.run}/line`, query)).text);
-      }) }, `all of its ${number(line.cut)} bytes`);
-      text.append(" ... ", report ? `(${number(line.cut)} bytes)` : more);
-    }
-    return el("div", { className: "line" }, el("span", { className: "when" }, `${clock(line.time)} ${line.rank === null ? "-" : `r${line.rank}`}`), text);
-  }
-
-  // ---- config and plan
-
-  function flat(value, name = "", into = {}) {
-    if (value !== null && typeof value === "object" && Object.keys(value).length) {
-      for (const [key, inner] of Object.entries(value)) flat(inner, name ? `${name}.${key}` : key, into);
-    } else into[name] = value !== null && typeof value === "object" ? JSON.stringify(value) : String(value);
-    return into;
-  }
-
-  async function showConfig() {
-    const mine = flat(state.about.documents);
-    const other = $("other").value;
-    const theirs = other ? flat((state.abouts[other] || (await about(other))).documents) : null;
-    let names = [...new Set([...Object.keys(mine), ...Object.keys(theirs || {})])].sort();
-    if (theirs && $("differing").checked) names = names.filter((name) => mine[name] !== theirs[name]);
-    const rows = names.map((name) => el("tr", {}, el("td", {}, name), ...[mine, ...(theirs ? [theirs] : [])].map((each) =>
-      el("td", { className: theirs && mine[name] !== theirs[name] ? "differs text" : "text" }, name in each ? each[name] : "-"))));
-    fill($("keys"), names.length ? table(["Key", state.run, ...(theirs ? [other] : [])], rows) : el("p", { className: "quiet" }, "Nothing differs."));
-  }
-
-  async function showPlan() {
-    const run = state.run;
-    const text = (await get(`/api/runs/${run}/plan`)).text;
-    if (run === state.run) $("plantext").textContent = text;
-  }
-
-  // ---- what is shown
-
-  function showTab() {
-    for (const name of TABS) {
-      $(name).hidden = name !== state.tab;
-      $(`tab-${name}`).setAttribute("aria-selected", String(name === state.tab));
-      $(`tab-${name}`).tabIndex = name === state.tab ? 0 : -1;
-    }
-  }
-
-  async function showPanel() {
-    if (state.tab === "curves") await loadCurves(false);
-    if (state.tab === "ranks") showRanks();
-    if (state.tab === "events") showEvents();
-    if (state.tab === "log") await loadLog("newer");
-    if (state.tab === "config") await showConfig();
-    if (state.tab === "plan") await showPlan();
-  }
-
-  // News come as often as twice a second for each run: what is new is asked for once a second.
-  function listen() {
-    if (report) return;
-    if (state.news) state.news.close();
-    const query = new URLSearchParams([["token", token], ...compared().map((run) => ["run", run])]);
-    state.news = new EventSource(`/api/news?${query}`);
-    // What came before it was open, or while it was cut off, is asked for.
-    state.news.onopen = () => { say(""); news({ run: null, new: ["runs"] }, ...compared().map((run) => ({ run, new: ["metrics"] }))); };
-    state.news.onerror = () => say("clusterkit web has ended, or cannot be reached");
-    state.news.onmessage = (message) => news(JSON.parse(message.data));
-  }
-
-  function news(...all) {
-    for (const each of all) for (const what of each.new) state.waiting.add(`${each.run || ""} ${what}`);
-    state.timer = state.timer || setTimeout(guarded(update), PAUSE);
-  }
-
-  async function update() {
-    state.timer = null;
-    const news = [...state.waiting].map((each) => each.split(" "));
-    state.waiting.clear();
-    if (news.some(([run]) => !run)) await loadRuns();
-    if (news.some(([run]) => run === state.run)) {
-      await loadRun();
-      if (state.tab === "log" && $("follow").checked) await loadLog("newer");
-    }
-    if (state.tab === "curves" && news.some(([, what]) => what === "metrics") && !state.zoom) await loadCurves(false);
-  }
-
-  // ---- doing
-
-  function question(text, answers) {
-    return new Promise((resolve) => {
-      fill($("words"), text);
-      fill($("answers"), ...answers.map(([value, words]) => el("button", { value }, words)));
-      $("dialog").returnValue = "";
-      $("dialog").onclose = () => resolve($("dialog").returnValue);
-      $("dialog").showModal();
-    });
-  }
-
-  async function cancel() {
-    const run = state.run;
-    if ((await question(`Cancel ${run} and everything it started?`, [["", "No"], ["yes", "Cancel the run"]])) !== "yes") return;
-    say("cancelling ...");
-    await ask("POST", `/api/runs/${run}/cancel`);
-    say("");
-    await loadRun();
-    await loadRuns();
-  }
-
-  function keys() {
-    const rows = [["j, k", "next, previous run"], ["x", "compare this run with others, or no more"], ["1 to 6", "curves, ranks, events, log, config, plan"],
-      ["/", "search the log"], ["r", "filter runs"], ["f", "follow the log"], ["l", "logarithmic"], ["z", "all steps"], ["t", "dark or light"], ["Esc", "leave a field"]];
-    question(table(["Key", "Does"], rows.map((row) => el("tr", {}, ...row.map((text) => el("td", {}, text))))), [["", "Close"]]);
-  }
-
-  const theme = () => document.documentElement.dataset.theme;
-  function setTheme(name) {
-    document.documentElement.dataset.theme = name;
-    drawCurves();
-  }
-
-  const unzoom = guarded(async () => { state.zoom = null; await loadCurves(true); });
-  const toTab = (name) => { if (state.run) choose(state.run, name); };
-  const DO = {
-    j: () => step(1), k: () => step(-1), x: guarded(() => tick(state.run)), t: () => setTheme(theme() === "dark" ? "light" : "dark"),
-    "/": () => { toTab("log"); $("log").hidden = false; $("search").focus(); }, r: () => $("filter").focus(),
-    f: () => $("follow").click(), l: () => $("logscale").click(), z: unzoom, "?": keys,
-  };
-  document.addEventListener("keydown", (event) => {
-    const typing = event.target.closest("input[type=search], select, dialog");
-    if (event.key === "Escape" && typing && !$("dialog").open) { event.target.blur(); return; }
-    if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
-    const tab = TABS[Number(event.key) - 1];
-    const act = tab ? () => toTab(tab) : DO[event.key];
-    if (act) { event.preventDefault(); act(); }
-  });
-  $("tabs").addEventListener("keydown", (event) => {
-    const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (!by) return;
-    const next = TABS[(TABS.indexOf(state.tab) + by + TABS.length) % TABS.length];
-    toTab(next);
-    $(`tab-${next}`).focus();
-  });
-  for (const name of TABS) $(`tab-${name}`).addEventListener("click", () => toTab(name));
-  const later = (what, pause = 250) => { let timer; return () => { clearTimeout(timer); timer = setTimeout(guarded(what), pause); }; };
-  $("filter").addEventListener("input", showRuns);
-  $("metric").addEventListener("change", guarded(() => loadCurves(true)));
-  $("logscale").addEventListener("change", drawCurves);
-  $("unzoom").addEventListener("click", unzoom);
-  for (const id of ["attempt", "rank"]) $(id).addEventListener("change", guarded(() => loadLog(null)));
-  $("node").addEventListener("change", guarded(async () => { showRankChoices(); await loadLog(null); }));
-  $("search").addEventListener("input", later(() => loadLog(null)));
-  $("older").addEventListener("click", guarded(() => { $("follow").checked = false; return loadLog("older"); }));
-  $("lines").addEventListener("scroll", () => {
-    // Whoever scrolls up reads: nothing is moved from under them.
-    const place = $("lines");
-    if (place.scrollTop + place.clientHeight < place.scrollHeight - 40) $("follow").checked = false;
-  });
-  $("other").addEventListener("change", guarded(showConfig));
-  $("differing").addEventListener("change", guarded(showConfig));
-  $("cancel").addEventListener("click", guarded(cancel));
-  $("theme").addEventListener("click", DO.t);
-  $("help").addEventListener("click", keys);
-  $("report").addEventListener("click", () => {
-    const query = new URLSearchParams([["token", token], ...compared().map((run) => ["run", run])]);
-    el("a", { href: `/report.html?${query}`, download: "" }).click();
-  });
-  window.addEventListener("hashchange", fromHash);
-  new ResizeObserver(later(() => {
-    for (const chart of state.charts) chart.setSize({ width: chart.root.parentElement.clientWidth, height: 280 });
-  }, 50)).observe($("charts"));
-
-  setTheme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+async function get(path, query = []) {
   if (report) {
-    $("report").hidden = true;
-    $("follow").parentElement.hidden = true;
-    say(`as of ${when(report.at)}`);
+    if (path in report.answers) return report.answers[path];
+    throw new Error("this report does not hold that");
   }
-  guarded(async () => { await loadRuns(); if (report) state.ticked = new Set(state.runs.slice(1).map((run) => run.run)); await fromHash(); })();
-})();
+  return ask("GET", path + (query.length ? "?" + new URLSearchParams(query) : ""));
+}
+
+async function ask(method, url) {
+  let response;
+  try {
+    response = await fetch(url, { method, headers: { Authorization: `Bearer ${token}` } });
+  } catch {
+    throw new Error("clusterkit web has ended, or cannot be reached");
+  }
+  const answer = await response.json();
+  if (!response.ok) throw new Error(answer.hint ? `${answer.error} (${answer.hint})` : answer.error);
+  return answer;
+}
+
+const say = (text) => { $("link").textContent = text; };
+const guarded = (what) => async (...given) => {
+  try { await what(...given); } catch (error) { say(error.message); }
+};
+
+// ---- saying
+
+function el(name, about = {}, ...inside) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(about)) {
+    if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
+    else if (key in made) made[key] = value;
+    else made.setAttribute(key, value);
+  }
+  made.append(...inside.filter((each) => each !== null && each !== undefined));
+  return made;
+}
+const fill = (place, ...inside) => place.replaceChildren(...inside);
+const clock = (at) => (at ? new Date(at * 1000).toLocaleTimeString([], { hour12: false }) : "");
+const when = (at) => (at ? new Date(at * 1000).toLocaleString([], { hour12: false }) : "");
+function number(value) {
+  if (typeof value !== "number") return value === null || value === undefined ? "-" : String(value);
+  if (Number.isInteger(value)) return value.toLocaleString("en");
+  return Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(5));
+}
+function duration(seconds) {
+  const whole = Math.max(0, Math.round(seconds));
+  if (whole < 60) return `${whole} s`;
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
+}
+const options = (list, chosen) =>
+  list.map(([value, text]) => el("option", { value, textContent: text, selected: String(value) === String(chosen) }));
+function choices(select, list) {
+  // Written anew only when they have changed: a menu that is open would close.
+  const key = JSON.stringify(list);
+  if (select.dataset.key === key) return;
+  select.dataset.key = key;
+  const before = select.value;
+  fill(select, ...options(list, before));
+  if (select.selectedIndex < 0) select.selectedIndex = 0;
+}
+
+// ---- runs
+
+function showRuns() {
+  const words = $("filter").value.toLowerCase().split(/\s+/);
+  const fits = (run) => words.every((word) => `${run.run} ${run.job} ${run.cluster} ${run.state}`.toLowerCase().includes(word));
+  const shown = state.runs.filter(fits);
+  const held = document.activeElement && document.activeElement.dataset.run;
+  fill($("runs"), ...shown.map((run) => el("li", { className: run.run === state.run ? "chosen" : "" },
+    el("input", { type: "checkbox", checked: state.ticked.has(run.run), ariaLabel: `Compare ${run.run}`,
+      onchange: guarded(() => tick(run.run)) }),
+    el("button", { type: "button", "data-run": run.run, onclick: () => choose(run.run),
+      "aria-current": run.run === state.run ? "true" : "false" },
+      el("span", { className: "name" }, run.run),
+      el("small", {}, el("span", { className: `state ${run.state}` }, run.state),
+        ` ${run.cluster} ${when(run.started_at)}`)))));
+  if (held) [...$("runs").querySelectorAll("button")].find((each) => each.dataset.run === held)?.focus();
+}
+
+async function loadRuns() {
+  state.runs = await get("/api/runs");
+  showRuns();
+  choices($("other"), [["", "nothing"], ...state.runs.filter((run) => run.run !== state.run).map((run) => [run.run, run.run])]);
+}
+
+async function tick(run) {
+  if (!state.ticked.delete(run)) state.ticked.add(run);
+  showRuns();
+  listen();
+  await loadCurves(true);
+}
+
+function choose(run, tab = state.tab) {
+  location.hash = `${run}/${tab}`;
+}
+
+function step(by) {
+  const names = [...$("runs").querySelectorAll("button")].map((each) => each.dataset.run);
+  const next = names[Math.max(0, Math.min(names.length - 1, names.indexOf(state.run) + by))];
+  if (next) choose(next);
+}
+
+const fromHash = guarded(async () => {
+  const [run, tab, others] = decodeURIComponent(location.hash.slice(1)).split("/");
+  if (others) state.ticked = new Set(others.split(","));
+  const wanted = run || state.run || (state.runs[0] && state.runs[0].run);
+  state.tab = TABS.includes(tab) ? tab : state.tab;
+  showTab();
+  if (!wanted) { fill($("summary"), el("p", { className: "quiet" }, "There are no runs yet.")); return; }
+  if (wanted !== state.run) {
+    state.run = wanted;
+    Object.assign(state, { about: null, zoom: null, log: null });
+    fill($("lines"));
+    await loadRuns();
+    listen();
+  }
+  await loadRun();
+  await showPanel();
+});
+
+// ---- one run
+
+async function about(run) {
+  return (state.abouts[run] = await get(`/api/runs/${run}`));
+}
+
+async function loadRun() {
+  const run = state.run;
+  const found = await about(run);
+  if (run !== state.run) return;
+  state.about = found;
+  showSummary();
+  const nodes = Math.max(found.nodes.length, found.shape.nodes);
+  choices($("attempt"), [["", "newest"], ...Array.from({ length: found.attempt }, (_, at) => [at + 1, String(at + 1)]).reverse()]);
+  choices($("node"), Array.from({ length: nodes }, (_, node) => [node, found.nodes[node] ? `${node} ${found.nodes[node].host}` : String(node)]));
+  showRankChoices();
+  choices($("metric"), [USUAL, ...found.metrics.map((each) => each.name)].map((name) => [name, name]));
+  if (state.tab === "ranks") showRanks();
+  if (state.tab === "events") showEvents();
+}
+
+function showRankChoices() {
+  const here = state.about.ranks.filter((rank) => rank.node === Number($("node").value) && rank.rank !== null);
+  choices($("rank"), [["", "all"], ...here.map((rank) => [rank.rank, String(rank.rank)])]);
+}
+
+function showSummary() {
+  const run = state.about;
+  const last = Object.fromEntries(run.metrics.map((each) => [each.name, each.last]));
+  const fact = (name, value) => el("span", {}, el("b", {}, name), ` ${value}`);
+  const parts = [
+    el("span", { className: `state ${run.state}` }, run.state),
+    fact("job", run.job), fact("cluster", `${run.cluster} (${run.backend})`),
+    fact("nodes", run.nodes.length || run.shape.nodes), fact("ranks", run.shape.world_size), fact("attempt", run.attempt),
+  ];
+  if (run.started_at) parts.push(fact("time", duration((run.finished_at || run.now) - run.started_at)));
+  if (run.step) parts.push(fact("step", run.steps ? `${number(run.step)} of ${number(run.steps)}` : number(run.step)));
+  if ("loss" in last) parts.push(fact("loss", number(last.loss)));
+  if ("tokens_per_second" in last) parts.push(fact("tokens/s", number(last.tokens_per_second)));
+  if (run.standstill) parts.push(el("div", { className: "note bad", role: "alert" }, el("b", {}, "Who waits for whom: "), run.standstill.text));
+  for (const text of run.notes) parts.push(el("div", { className: "note" }, text));
+  if (run.failure) {
+    const hint = run.failure.hint ? `\nhint: ${run.failure.hint}` : "";
+    parts.push(el("div", { className: "note bad" }, el("b", {}, "Failed first: "), `${run.failure.who}: ${run.failure.cause}${hint}`));
+    if (run.failure.traceback) parts.push(el("details", { className: "note" }, el("summary", {}, "Traceback"), el("pre", {}, run.failure.traceback)));
+  }
+  if (run.behind) parts.push(el("div", { className: "note" }, "Its log is still being read."));
+  fill($("summary"), ...parts);
+  $("title").textContent = run.run;
+  document.title = `${run.run} ${run.state}`;
+  $("cancel").hidden = Boolean(report) || run.final;
+}
+
+function showRanks() {
+  const run = state.about;
+  const missing = new Set(run.standstill ? run.standstill.missing : []);
+  const waiting = new Set(run.standstill ? run.standstill.waiting : []);
+  const kind = (rank) => (missing.has(rank) ? "missing" : waiting.has(rank) ? "waiting" : "");
+  const nodes = new Map();
+  for (const rank of run.ranks) {
+    if (!nodes.has(rank.node)) nodes.set(rank.node, []);
+    nodes.get(rank.node).push(rank);
+  }
+  for (const node of run.nodes) if (!nodes.has(node.node)) nodes.set(node.node, []);
+  const words = (rank) => [rank.rank === null ? "launcher" : `rank ${rank.rank}`,
+    { missing: "did not come", waiting: "waits", "": "" }[kind(rank.rank)],
+    rank.step === null ? "" : `step ${number(rank.step)}`,
+    rank.step_seconds === null ? "" : `${number(rank.step_seconds)} s`, rank.last || ""].filter(Boolean).join("  ");
+  fill($("ranks"), el("div", { className: "grid" }, ...[...nodes].sort((a, b) => a[0] - b[0]).map(([node, ranks]) => {
+    const status = run.nodes.find((each) => each.node === node);
+    const head = el("h3", {}, `node ${node} `);
+    if (status) head.append(`${status.host} `, el("span", { className: `state ${status.state}` }, status.state));
+    if (status && status.reason) head.append(` ${status.reason}`);
+    return el("div", { className: "node" }, head, ...ranks.map((rank) => el("button",
+      { type: "button", className: `${rank.state} ${kind(rank.rank)}`, title: words(rank), onclick: () => openLog(node, rank.rank) }, words(rank))));
+  })));
+}
+
+function openLog(node, rank) {
+  $("node").value = String(node);
+  showRankChoices();
+  $("rank").value = rank === null ? "" : String(rank);
+  state.log = null;
+  choose(state.run, "log");
+}
+
+function table(header, rows) {
+  return el("div", { className: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...header.map((name) => el("th", { scope: "col" }, name)))),
+    el("tbody", {}, ...rows)));
+}
+
+function showEvents() {
+  const run = state.about;
+  const cell = (text) => el("td", {}, text);
+  const rounds = run.attempts.map((each) => el("tr", {}, cell(String(each.attempt)),
+    el("td", { className: `state ${each.state}` }, each.state), cell(when(each.started_at)),
+    cell(duration(each.finished_at - each.started_at)), cell(each.failure ? `${each.failure.who}: ${each.failure.cause}` : "")));
+  rounds.push(el("tr", {}, cell(String(run.attempt)), el("td", { className: `state ${run.state}` }, run.state),
+    cell(when(run.running_since || run.started_at)), cell(""), cell(run.failure ? `${run.failure.who}: ${run.failure.cause}` : "")));
+  const events = run.events.map((event) => el("tr", {}, cell(when(event.at)), cell(String(event.attempt)), cell(event.text)));
+  fill($("events"), el("h2", {}, "Rounds"), table(["Round", "State", "Began", "Took", "Why it ended"], rounds),
+    el("h2", {}, "Events"), events.length ? table(["When", "Round", "What"], events) : el("p", { className: "quiet" }, "Nothing but what the plan says."));
+}
+
+// ---- config and plan
+
+function flat(value, name = "", into = {}) {
+  if (value !== null && typeof value === "object" && Object.keys(value).length) {
+    for (const [key, inner] of Object.entries(value)) flat(inner, name ? `${name}.${key}` : key, into);
+  } else into[name] = value !== null && typeof value === "object" ? JSON.stringify(value) : String(value);
+  return into;
+}
+
+async function showConfig() {
+  const mine = flat(state.about.documents);
+  const other = $("other").value;
+  const theirs = other ? flat((state.abouts[other] || (await about(other))).documents) : null;
+  let names = [...new Set([...Object.keys(mine), ...Object.keys(theirs || {})])].sort();
+  if (theirs && $("differing").checked) names = names.filter((name) => mine[name] !== theirs[name]);
+  const rows = names.map((name) => el("tr", {}, el("td", {}, name), ...[mine, ...(theirs ? [theirs] : [])].map((each) =>
+    el("td", { className: theirs && mine[name] !== theirs[name] ? "differs text" : "text" }, name in each ? each[name] : "-"))));
+  fill($("keys"), names.length ? table(["Key", state.run, ...(theirs ? [other] : [])], rows) : el("p", { className: "quiet" }, "Nothing differs."));
+}
+
+async function showPlan() {
+  const run = state.run;
+  const text = (await get(`/api/runs/${run}/plan`)).text;
+  if (run === state.run) $("plantext").textContent = text;
+}
+
+// ---- what is shown
+
+function showTab() {
+  for (const name of TABS) {
+    $(name).hidden = name !== state.tab;
+    $(`tab-${name}`).setAttribute("aria-selected", String(name === state.tab));
+    $(`tab-${name}`).tabIndex = name === state.tab ? 0 : -1;
+  }
+}
+
+async function showPanel() {
+  if (state.tab === "curves") await loadCurves(false);
+  if (state.tab === "ranks") showRanks();
+  if (state.tab === "events") showEvents();
+  if (state.tab === "log") await loadLog("newer");
+  if (state.tab === "config") await showConfig();
+  if (state.tab === "plan") await showPlan();
+}
+
+// News come as often as twice a second for each run: what is new is asked for once a second.
+function listen() {
+  if (report) return;
+  if (state.news) state.news.close();
+  const query = new URLSearchParams([["token", token], ...compared().map((run) => ["run", run])]);
+  state.news = new EventSource(`/api/news?${query}`);
+  // What came before it was open, or while it was cut off, is asked for.
+  state.news.onopen = () => { say(""); news({ run: null, new: ["runs"] }, ...compared().map((run) => ({ run, new: ["metrics"] }))); };
+  state.news.onerror = () => say("clusterkit web has ended, or cannot be reached");
+  state.news.onmessage = (message) => news(JSON.parse(message.data));
+}
+
+function news(...all) {
+  for (const each of all) for (const what of each.new) state.waiting.add(`${each.run || ""} ${what}`);
+  state.timer = state.timer || setTimeout(guarded(update), PAUSE);
+}
+
+async function update() {
+  state.timer = null;
+  const news = [...state.waiting].map((each) => each.split(" "));
+  state.waiting.clear();
+  if (news.some(([run]) => !run)) await loadRuns();
+  if (news.some(([run]) => run === state.run)) {
+    await loadRun();
+    if (state.tab === "log" && $("follow").checked) await loadLog("newer");
+  }
+  if (state.tab === "curves" && news.some(([, what]) => what === "metrics") && !state.zoom) await loadCurves(false);
+}
+
+// ---- doing
+
+function question(text, answers) {
+  return new Promise((resolve) => {
+    fill($("words"), text);
+    fill($("answers"), ...answers.map(([value, words]) => el("button", { value }, words)));
+    $("dialog").returnValue = "";
+    $("dialog").onclose = () => resolve($("dialog").returnValue);
+    $("dialog").showModal();
+  });
+}
+
+async function cancel() {
+  const run = state.run;
+  if ((await question(`Cancel ${run} and everything it started?`, [["", "No"], ["yes", "Cancel the run"]])) !== "yes") return;
+  say("cancelling ...");
+  await ask("POST", `/api/runs/${run}/cancel`);
+  say("");
+  await loadRun();
+  await loadRuns();
+}
+
+function keys() {
+  const rows = [["j, k", "next, previous run"], ["x", "compare this run with others, or no more"], ["1 to 6", "curves, ranks, events, log, config, plan"],
+    ["/", "search the log"], ["r", "filter runs"], ["f", "follow the log"], ["l", "logarithmic"], ["z", "all steps"], ["t", "dark or light"], ["Esc", "leave a field"]];
+  question(table(["Key", "Does"], rows.map((row) => el("tr", {}, ...row.map((text) => el("td", {}, text))))), [["", "Close"]]);
+}
+
+const theme = () => document.documentElement.dataset.theme;
+function setTheme(name) {
+  document.documentElement.dataset.theme = name;
+  drawCurves();
+}
+
+const unzoom = guarded(async () => { state.zoom = null; await loadCurves(true); });
+const toTab = (name) => { if (state.run) choose(state.run, name); };
+const DO = {
+  j: () => step(1), k: () => step(-1), x: guarded(() => tick(state.run)), t: () => setTheme(theme() === "dark" ? "light" : "dark"),
+  "/": () => { toTab("log"); $("log").hidden = false; $("search").focus(); }, r: () => $("filter").focus(),
+  f: () => $("follow").click(), l: () => $("logscale").click(), z: unzoom, "?": keys,
+};
+document.addEventListener("keydown", (event) => {
+  const typing = event.target.closest("input[type=search], select, dialog[open]");
+  if (event.key === "Escape" && typing && !$("dialog").open) { event.target.blur(); return; }
+  if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
+  const tab = TABS[Number(event.key) - 1];
+  const act = tab ? () => toTab(tab) : DO[event.key];
+  if (act) { event.preventDefault(); act(); }
+});
+$("tabs").addEventListener("keydown", (event) => {
+  const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  if (!by) return;
+  const next = TABS[(TABS.indexOf(state.tab) + by + TABS.length) % TABS.length];
+  toTab(next);
+  $(`tab-${next}`).focus();
+});
+for (const name of TABS) $(`tab-${name}`).addEventListener("click", () => toTab(name));
+const later = (what, pause = 250) => { let timer; return () => { clearTimeout(timer); timer = setTimeout(guarded(what), pause); }; };
+$("filter").addEventListener("input", showRuns);
+$("metric").addEventListener("change", guarded(() => loadCurves(true)));
+$("logscale").addEventListener("change", drawCurves);
+$("unzoom").addEventListener("click", unzoom);
+for (const id of ["attempt", "rank"]) $(id).addEventListener("change", guarded(() => loadLog(null)));
+$("node").addEventListener("change", guarded(async () => { showRankChoices(); await loadLog(null); }));
+$("search").addEventListener("input", later(() => loadLog(null)));
+$("older").addEventListener("click", guarded(() => { $("follow").checked = false; return loadLog("older"); }));
+$("lines").addEventListener("scroll", () => {
+  // Whoever scrolls up reads: nothing is moved from under them.
+  const place = $("lines");
+  if (place.scrollTop + place.clientHeight < place.scrollHeight - 40) $("follow").checked = false;
+});
+$("other").addEventListener("change", guarded(showConfig));
+$("differing").addEventListener("change", guarded(showConfig));
+$("cancel").addEventListener("click", guarded(cancel));
+$("theme").addEventListener("click", DO.t);
+$("help").addEventListener("click", keys);
+$("report").addEventListener("click", () => {
+  const query = new URLSearchParams([["token", token], ...compared().map((run) => ["run", run])]);
+  el("a", { href: `/report.html?${query}`, download: "" }).click();
+});
+window.addEventListener("hashchange", fromHash);
+new ResizeObserver(later(() => {
+  for (const chart of state.charts) chart.setSize({ width: chart.root.parentElement.clientWidth, height: 280 });
+}, 50)).observe($("charts"));
+
+setTheme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+if (report) {
+  $("report").hidden = true;
+  $("follow").parentElement.hidden = true;
+  say(`as of ${when(report.at)}`);
+}
+guarded(async () => { await loadRuns(); if (report) state.ticked = new Set(state.runs.slice(1).map((run) => run.run)); await fromHash(); })();

@@ -17,6 +17,7 @@ import msgspec
 
 _VENDORED = "vendor/uplot"
 """https://github.com/leeoniya/uPlot; `SOURCE.md` there says which version."""
+_OWN = ("page.curves.js", "page.log.js", "page.js")
 NOBODY, US = "'none'", "'self'"
 """Whom the page may ask."""
 
@@ -30,7 +31,8 @@ def _text(*names: str) -> str:
 def _parts() -> tuple[str, str, str]:
     """Markup, style, program."""
     style = _text(f"{_VENDORED}/uPlot.min.css", "page.css")
-    return _text("page.html"), style, _text(f"{_VENDORED}/uPlot.iife.min.js", "page.js")
+    library, own = _text(f"{_VENDORED}/uPlot.iife.min.js"), _text(*_OWN)
+    return _text("page.html"), style, f'{library}\n(() => {{\n"use strict";\n{own}\n}})();\n'
 
 
 def _source(text: str) -> str:

@@ -38,7 +38,7 @@ import msgspec
 from clusterkit import prometheus
 from clusterkit.errors import ClusterkitError, RunNotFound, Unavailable
 from clusterkit.web import page
-from clusterkit.web.site import MOST_POINTS, Site
+from clusterkit.web.site import MOST_POINTS, News, Site
 
 NEWS_SECONDS = 0.5
 """Between two looks at whether something is new."""
@@ -95,8 +95,8 @@ class Server(ThreadingHTTPServer):
     def url(self) -> str:
         """With the token: whoever has it may look, and cancel runs."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        first, *others = *self._opens, ""
-        place = f"#{first}/curves/{','.join(others[:-1])}" if first else ""
+        others = f"/curves/{','.join(self._opens[1:])}" if self._opens[1:] else ""
+        place = f"#{self._opens[0]}{others}" if self._opens else ""
         return f"http://{host}:{self.server_address[1]}/?token={self.token}{place}"
 
     def shutdown(self) -> None:
@@ -259,20 +259,20 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _news(self) -> None:
         """Server-sent events: which runs have something new, until the browser goes away."""
-        look = self.server.site.watch(self._query.get("run", []))
-        look()  # from now on: whoever has this answer and asks then has missed nothing
+        # First: whoever has the beginning of this answer and asks then has missed nothing.
+        news = News(self.server.site, self._query.get("run", []))
         self.close_connection = True
         self._head(200, "text/event-stream")
         quiet = 0.0
         while True:
-            news = look()
-            quiet = 0.0 if news else quiet + NEWS_SECONDS
-            for event in news:
+            events = news.look()
+            quiet = 0.0 if events else quiet + NEWS_SECONDS
+            for event in events:
                 self.wfile.write(b"data: " + _json(event) + b"\n\n")
             if quiet >= _ALIVE_SECONDS:
                 quiet = 0.0
                 self.wfile.write(b":\n\n")
-            if self.server.stopping.wait(NEWS_SECONDS):
+            if self.server.stopping.wait(0.01 if news.behind else NEWS_SECONDS):
                 return
 
     def _number(self, name: str, kind: Callable[[str], Any]) -> Any:

@@ -11,7 +11,7 @@ import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ REPORT_LINES = 20_000
 _LAST_SHOWN = 200
 
 
-class _Watched:
+class Watched:
     """A run that somebody looks at."""
 
     def __init__(self, folder: runs.RunFolder) -> None:
@@ -72,12 +72,13 @@ class Site:
     """All runs of this machine."""
 
     def __init__(self) -> None:
-        self._watched: dict[str, _Watched] = {}
+        self._watched: dict[str, Watched] = {}
         self._listing = LiveRuns()
         self._lock = threading.Lock()
 
-    def _run(self, run: str) -> _Watched:
-        """
+    def watched(self, run: str) -> Watched:
+        """A run, which is watched from now on.
+
         Raises:
             RunNotFound: there is none of this id.
         """
@@ -87,7 +88,7 @@ class Site:
                 folder = runs.find(run)
                 if folder.run_id != run:
                     raise RunNotFound(f"run {run!r} is unknown")
-                found = self._watched[run] = _Watched(folder)
+                found = self._watched[run] = Watched(folder)
             return found
 
     # -- runs --------------------------------------------------------------
@@ -106,7 +107,7 @@ class Site:
 
     def run(self, run: str) -> dict[str, Any]:
         """All that fits on a screen of one run."""
-        with self._run(run).fresh() as live:
+        with self.watched(run).fresh() as live:
             status, reported, plan = live.status, live.reported, live.plan
             document: dict[str, Any] = msgspec.to_builtins(status)
             stands = standstill(status)
@@ -146,12 +147,12 @@ class Site:
 
     def plan(self, run: str) -> dict[str, str]:
         """What its submit was."""
-        text = self._run(run).live.folder.read("plan.txt").decode(errors="replace")
+        text = self.watched(run).live.folder.read("plan.txt").decode(errors="replace")
         return {"text": printable(text, colours=False)}
 
     def cancel(self, run: str) -> Any:
         """End it, with everything it started."""
-        status = run_state.cancel(self._run(run).live.folder)
+        status = run_state.cancel(self.watched(run).live.folder)
         return {"state": status.state, "remark": status.remark}
 
     # -- numbers -----------------------------------------------------------
@@ -165,7 +166,7 @@ class Site:
         high: float | None = None,
     ) -> dict[str, Any]:
         """Curves between two steps, of at most ``most`` points each."""
-        with self._run(run).fresh() as live:
+        with self.watched(run).fresh() as live:
             found = {
                 name: live.reported.series[name] for name in names if name in live.reported.series
             }
@@ -187,7 +188,7 @@ class Site:
                 chosen = [*dict.fromkeys([*going, *self._watched])]
         found = []
         for name in chosen:
-            with self._run(name).fresh() as live:
+            with self.watched(name).fresh() as live:
                 found.append(reported(live, live.status))
         return found
 
@@ -213,35 +214,10 @@ class Site:
         return {"text": log_pages.line(self._log(run, attempt, node), at)}
 
     def _log(self, run: str, attempt: int | None, node: int) -> Path:
-        live = self._run(run).live
+        live = self.watched(run).live
         return live.folder.node_dir(attempt or max(1, live.status.attempt), node) / "log"
 
-    # -- news and reports --------------------------------------------------
-
-    def watch(self, names: Sequence[str]) -> Callable[[], list[dict[str, Any]]]:
-        """A function that says what is new since it was called last: of all runs, of these."""
-        seen: dict[str, Counter[str]] = {}
-        listed: object = None
-        due = 0.0
-
-        def look() -> list[dict[str, Any]]:
-            nonlocal listed, due
-            news: list[dict[str, Any]] = []
-            if time.monotonic() >= due:
-                due = time.monotonic() + LISTING_SECONDS
-                before, listed = listed, self.runs()
-                if before not in (None, listed):
-                    news.append({"run": None, "new": ["runs"]})
-            for name in names:
-                watched = self._run(name)
-                with watched.fresh():
-                    now = Counter(watched.news)
-                if new := sorted(now - seen.get(name, now)):
-                    news.append({"run": name, "new": new})
-                seen[name] = now
-            return news
-
-        return look
+    # -- reports --------------------------------------------------
 
     def report(self, names: Sequence[str]) -> dict[str, Any]:
         """What the page asks for of these runs, by the path by which it does.
@@ -253,7 +229,7 @@ class Site:
             raise RunNotFound("a report is of some run")
         answers: dict[str, Any] = {}
         for name in names:
-            with self._run(name).fresh(math.inf):
+            with self.watched(name).fresh(math.inf):
                 pass
             about = answers[f"/api/runs/{name}"] = self.run(name)
             metrics = [each["name"] for each in about["metrics"]]
@@ -279,6 +255,41 @@ class Site:
             found = log_pages.page(path, before=before)
             lines, before = found["lines"] + lines, found["before"]
         return lines[-most:]
+
+
+class News:
+    """What is new, of all runs and of some, since somebody looked last; made with a first look.
+
+    Raises:
+        RunNotFound: one of them is not there.
+    """
+
+    def __init__(self, site: Site, names: Sequence[str]) -> None:
+        self._site, self._names = site, names
+        self._listed: object = None
+        self._due = 0.0
+        self._seen: dict[str, Counter[str]] = {}
+        self.behind = False
+        """There is more to read of a log: look again at once."""
+        self.look()
+
+    def look(self) -> list[dict[str, Any]]:
+        news: list[dict[str, Any]] = []
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + LISTING_SECONDS
+            before, self._listed = self._listed, self._site.runs()
+            if before not in (None, self._listed):
+                news.append({"run": None, "new": ["runs"]})
+        self.behind = False
+        for name in self._names:
+            watched = self._site.watched(name)
+            with watched.fresh() as live:
+                now = Counter(watched.news)
+                self.behind |= live.behind
+            if new := sorted(now - self._seen.get(name, now)):
+                news.append({"run": name, "new": new})
+            self._seen[name] = now
+        return news
 
 
 def write_report(names: Sequence[str], output: Path) -> Path:

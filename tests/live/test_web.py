@@ -1,0 +1,225 @@
+"""The page of `clusterkit web` in a real browser: what it shows, its keys, what it must not do."""
+
+import http.server
+import json
+import threading
+
+import pytest
+
+from clusterkit import api
+from clusterkit.runs import Event, RunFolder
+from clusterkit.status import NodeStatus, RunStatus, State
+from tests import browser
+
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(browser.found() is None, reason="no chromium: apt-get install chromium"),
+    pytest.mark.usefixtures("no_gpus"),
+]
+STAMP = "2026-11-21T20:11:58.12345"
+HOSTILE = (
+    "<script>document.title = 'owned'</script><img src=x onerror=alert(1)></span></script>",
+    "\x1b[31mred\x1b[0m \x1b]0;owned\x07 \x1b[2J\u202egnp.exe",
+    "<b>" + "x" * (1 << 20),
+)
+SIZES = [(1600, 1000), (800, 900), (390, 844)]
+HANG = "rank 1 has not come to all_reduce #7, which ranks 0, 2 and 3 wait in; rank 1 is at a.py:3"
+
+
+def metrics(step, loss):
+    event = {"event": "metrics", "step": step, "loss": loss, "tokens_per_second": 1000.0 + step}
+    return f"{STAMP}1Z 0 @clusterkit {json.dumps(event)}\n"
+
+
+@pytest.fixture
+def own_home(clusterkit_home):
+    """The one that the facts of these runs name."""
+    return clusterkit_home
+
+
+@pytest.fixture
+def make(unstarted_run, by_hand):
+    """Runs of two nodes and four ranks, made by hand."""
+
+    def run(name, micro, state=State.RUNNING, hang=None):
+        batch = f"batch: {{micro: {micro}, global: 64}}\n"
+        made = unstarted_run(
+            f"launcher: forkserver\ngpus_per_node: 2\n{batch}", nodes=2, run_id=name
+        )
+        log = "".join(metrics(step, 5 / step) for step in range(1, 2001))
+        log += "".join(f"{STAMP}2Z {rank} {text}\n" for rank, text in enumerate(HOSTILE[:2]))
+        by_hand(made).node(0, log=f"{log}{STAMP}3Z 1 {HOSTILE[2]}\n{STAMP}3Z 0 the last line\n")
+        by_hand(made).node(1, log=f"{STAMP}3Z 2 of node one\n")
+        folder = RunFolder(made.path)
+        nodes = tuple(
+            NodeStatus(node=node, host=f"host{node}", state=state, hang=hang if node == 0 else None)
+            for node in range(2)
+        )
+        folder.write_json("state.json", RunStatus(
+            run=made.id, job=name, cluster="local", backend="local", state=state, nodes=nodes,
+            started_at=1.7e9,
+        ))  # fmt: skip
+        folder.append("events.jsonl", Event(at=1.7e9, attempt=1, text="port 29500 is taken"))
+        return made
+
+    return run
+
+
+@pytest.fixture
+def runs(make):
+    return [make("first", 4, hang=HANG), make("second", 8, State.SUCCEEDED)]
+
+
+@pytest.fixture
+def server(runs):
+    with api.web(runs) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def page(tmp_path):
+    with browser.browser(tmp_path / "profile") as page:
+        yield page
+
+
+TEXTS = "[...document.querySelectorAll('.line .text')].map((one) => one.textContent)"
+DRAWN = "document.querySelectorAll('.chart canvas').length === 2"
+
+
+def panel(page, key, name, holds):
+    page.press(key)
+    page.until(f"!document.getElementById('{name}').hidden && {holds}")
+
+
+def walk(page, tmp_path, name):
+    """Every panel, by its key; nothing hangs over the edge, and a picture of each."""
+    page.until(DRAWN)
+    for key, panel_name, holds in [
+        ("1", "curves", DRAWN),
+        ("2", "ranks", "document.querySelectorAll('.node .missing').length === 1"),
+        ("3", "events", "document.getElementById('events').textContent.includes('is taken')"),
+        ("4", "log", "document.getElementById('lines').textContent.includes('the last line')"),
+        ("5", "config", "document.querySelectorAll('#keys tr').length > 3"),
+        ("6", "plan", "document.getElementById('plantext').textContent.startsWith('plan ')"),
+    ]:
+        panel(page, key, panel_name, holds)
+        assert page.value("document.documentElement.scrollWidth <= innerWidth"), panel_name
+        page.picture(tmp_path / f"{name}-{panel_name}.png")
+    page.press("1")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_every_panel_at_three_widths_without_a_complaint(server, page, tmp_path, dark):
+    for width, height in SIZES:
+        page.size(width, height, dark=dark)
+        page.open("about:blank")
+        page.open(server.url)
+        walk(page, tmp_path, f"{width}-{dark}")
+        ground = page.value("getComputedStyle(document.body).backgroundColor")
+        assert (ground == "rgb(20, 23, 28)") is dark
+    assert page.complaints == []
+
+
+def test_what_programs_print_is_text(server, page):
+    page.open(server.url)
+    page.until(DRAWN)
+    panel(page, "4", "log", "document.querySelectorAll('.line').length > 3")
+    texts = page.value(
+        "[...document.querySelectorAll('.line .text')].map((one) => one.textContent)"
+    )
+    assert HOSTILE[0] in texts
+    assert "red  \u202egnp.exe" in texts
+    assert any(text.startswith("<b>xxx") and len(text) < 5000 for text in texts)
+    page.value("document.querySelector('.line button').click()")
+    page.until(f"{TEXTS}.some((text) => text.length === {len(HOSTILE[2])})")
+    assert page.value("document.querySelectorAll('main script, main img, main b b').length") == 0
+    assert "owned" not in page.value("document.title")
+    assert page.complaints == []
+
+
+def test_what_is_new_comes_by_itself(server, page, runs):
+    page.open(server.url)
+    page.until(DRAWN)
+    with (runs[0].path / "attempts" / "1" / "node-0" / "log").open("a") as log:
+        log.write(metrics(4321, 0.5) + f"{STAMP}4Z 0 news of rank 0\n")
+    page.until("document.getElementById('summary').textContent.includes('4,321')")
+    panel(
+        page, "4", "log", "document.getElementById('lines').textContent.includes('news of rank 0')"
+    )
+    with (runs[0].path / "attempts" / "1" / "node-0" / "log").open("a") as log:
+        log.write(f"{STAMP}5Z 0 more news\n")
+    page.until("document.getElementById('lines').textContent.includes('more news')")
+    assert page.value(TEXTS).count("news of rank 0") == 1
+    assert page.complaints == []
+
+
+def test_keys_lead_everywhere(server, page, runs):
+    page.open(server.url)
+    page.until(DRAWN)
+    page.press("j")
+    page.press("k")
+    page.until(f"document.getElementById('title').textContent === {json.dumps(runs[1].id)}")
+    page.press("/")
+    page.until("document.activeElement.id === 'search'")
+    page.call("Input.insertText", text="LAST")
+    page.until(f"{TEXTS}.join() === 'the last line'")
+    assert page.value("document.querySelector('mark').textContent") == "last"
+    page.press("Escape")
+    page.until("document.activeElement.id !== 'search'")
+    before = page.value("document.documentElement.dataset.theme")
+    page.press("t")
+    assert page.value("document.documentElement.dataset.theme") != before
+    page.press("?")
+    page.until("document.getElementById('dialog').open")
+    page.press("Escape")
+    page.until("!document.getElementById('dialog').open")
+    panel(page, "5", "config", "true")
+    page.value(f"document.getElementById('other').value = {json.dumps(runs[0].id)}")
+    page.value("document.getElementById('other').dispatchEvent(new Event('change'))")
+    page.until("document.getElementById('keys').textContent.includes('job.batch.micro84')")
+    assert page.complaints == []
+
+
+def test_a_report_needs_no_server_and_asks_nobody(runs, page, tmp_path):
+    report = api.report(runs, tmp_path / "report.html")
+    page.open(report.as_uri())
+    walk(page, tmp_path, "report")
+    panel(page, "4", "log", "document.querySelectorAll('.line').length > 3")
+    assert page.value("document.getElementById('lines').textContent").count(HOSTILE[0]) == 1
+    assert page.value("performance.getEntriesByType('resource').length") == 0
+    assert page.complaints == []
+
+
+def test_another_page_gets_nothing(server, page):
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<title>other</title>")
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Other) as other:
+        thread = threading.Thread(target=other.serve_forever, args=(0.01,))
+        thread.start()
+        page.open(f"http://127.0.0.1:{other.server_address[1]}/")
+        page.until("document.title === 'other'")
+        place = server.url.partition("/?")[0]
+        for asked in (
+            f"fetch('{place}/api/runs?token={server.token}')",
+            f"fetch('{place}/api/runs', {{headers: {{Authorization: 'Bearer {server.token}'}}}})",
+        ):
+            assert page.value(f"{asked}.then(() => 'read', () => 'refused')") == "refused"
+        # Nor can it show the page in a frame of its own.
+        page.value(
+            "new Promise((done) => { const frame = document.createElement('iframe');"
+            f" frame.onload = done; frame.src = '{server.url}'; document.body.append(frame); }})"
+        )
+        assert any("frame" in complaint.lower() for complaint in page.complaints)
+        other.shutdown()
+        thread.join()
