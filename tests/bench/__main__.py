@@ -27,6 +27,8 @@ from clusterkit.cluster import Facts, HostFacts, LocalCluster
 from clusterkit.marks import parse_mark
 
 BIN = Path(sys.executable).parent
+# Our modules would be compiled anew in every command, as on no machine of a user.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 RANKS = 2
 SECONDS = 300.0
 

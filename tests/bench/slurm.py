@@ -82,9 +82,6 @@ def main() -> int:
         clusters = Path(home, "clusters.yaml")
         clusters.write_text(json.dumps({"hpc": {"backend": "slurm", "cpus": 2}}))
         os.environ.update(slurm.env, CLUSTERKIT_HOME=home, CLUSTERKIT_CLUSTERS=str(clusters))
-        # What is imported is compiled once, as for anyone who submits.
-        os.environ["PYTHONPYCACHEPREFIX"] = str(Path(home, "compiled"))
-        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         row = compare("Enter to the first line / sbatch by hand", submitted,
                       lambda: by_hand(slurm), rounds)  # fmt: skip
     print(table([row.cells()], ["what", "ours s", "peer s", "ratio", "spread"]))
