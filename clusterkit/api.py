@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from clusterkit.scaffold import init as init
     from clusterkit.web.server import Server
 
-_ELSEWHERE = {
+_LAZY = {
     **dict.fromkeys(("Prepared", "Progress", "launch", "prepare", "resolved_cluster"), "launch"),
     **dict.fromkeys(("example", "examples"), "examples"),
     "init": "scaffold",
@@ -61,11 +61,11 @@ _ELSEWHERE = {
 
 def __getattr__(name: str) -> Any:
     """What it takes to start a job is imported when a job is started: `ls` does without."""
-    if name not in _ELSEWHERE:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"clusterkit.{_ELSEWHERE[name]}"), name)
+    return getattr(import_module(f"clusterkit.{_LAZY[name]}"), name)
 
 
 class ListedRun(RunStatus, frozen=True, kw_only=True):
