@@ -1,21 +1,27 @@
-"""``python -m tests.pictures``: docs/top.svg, `clusterkit top` on a run of two nodes that hangs.
+"""``python -m tests.pictures``: the pictures of the docs, taken of real runs on this machine.
 
-A real run on this machine: a rank stops, the agents find who waits for whom and start all again, a
-node is killed and comes back, and the run ends well. The picture is taken while it hangs.
+docs/top.svg is `clusterkit top` on a run of two nodes: a rank stops, the agents find who waits for
+whom and start all again, a node is killed and comes back, and the run ends well. The picture is
+taken while it hangs. docs/failure.svg is what `clusterkit submit` says where a rank raises.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import msgspec
+from rich.console import Console
+from rich.text import Text
 
 from clusterkit import api
 from clusterkit.live import LiveRun
@@ -52,11 +58,20 @@ for step in range(1, 151):
         print(f"batch {step} of shard {rank}", flush=True)
 dist.destroy_process_group()
 """
+BROKEN = """
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    learning_rate = float("1e-3 # peak")
+dist.barrier()
+"""
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as base:
         os.environ["CLUSTERKIT_HOME"] = base
+        (DOCS / "failure.svg").write_text(_failure(Path(base)))
         program = Path(base) / "demo" / "train.py"
         program.parent.mkdir()
         program.write_text(PROGRAM)
@@ -90,8 +105,36 @@ async def _hanging(run: api.Run) -> str:
         app.look()
         await pilot.pause()
         svg = app.export_screenshot(title=f"clusterkit top {run.id}")
-    # Its fonts would be fetched from elsewhere.
+    return _own_fonts(svg)
+
+
+def _own_fonts(svg: str) -> str:
+    """The picture without the fonts that a browser would fetch for it."""
     return re.sub(r"@font-face \{[^}]*\}\s*", "", svg)
+
+
+def _failure(folder: Path) -> str:
+    """A picture of a terminal in which a submit has failed."""
+    (folder / "broken.py").write_text(BROKEN)
+    words = ["clusterkit", "submit", "--nodes", "2", "--", "python", "broken.py"]
+    ours, theirs = os.openpty()
+    command = [str(Path(sys.executable).parent / words[0]), *words[1:]]
+    env = {**os.environ, "COLUMNS": "100", "TERM": "xterm-256color"}
+    with (
+        open(ours, "rb") as terminal,
+        subprocess.Popen(command, cwd=folder, stdout=theirs, stderr=theirs, env=env),
+    ):
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # EIO: the other end is closed
+            while data := terminal.read1():
+                shown += data
+    console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True)
+    console.print(f"[bold green]$[/] {' '.join(words)}", highlight=False)
+    lines = [line.rpartition("\r")[2] for line in shown.decode().replace("\r\n", "\n").split("\n")]
+    # The terminal has taken the progress bar away.
+    console.print(Text.from_ansi("\n".join(x for x in lines if x.strip() and "━" not in x)))
+    return _own_fonts(console.export_svg(title="a rank raises"))
 
 
 def _steps(run: api.Run) -> int:
