@@ -178,6 +178,8 @@ class Supervisor:
                 others = losses.others(lost, self.job, self.facts)
                 patience = LOST_SECONDS if others is None else 0.0
                 if losses.answer(lost, self.transport, self._to_be_ended, patience):
+                    with contextlib.suppress(ClusterkitError):
+                        self.backend.status(handle, self.transport)  # what they wrote meanwhile
                     self._event("all nodes answer; starting again, which costs no restart")
                 elif others is None or self._to_be_ended():
                     ended = self._to_be_ended()

@@ -969,6 +969,13 @@ def test_a_lost_node_costs_no_restart(supervise_with, monkeypatch):
     assert events[1].text == "all nodes answer; starting again, which costs no restart"
 
 
+def test_what_a_lost_node_wrote_meanwhile_is_read_once_it_answers(supervise_with):
+    lost, back = observed(State.UNKNOWN), observed(State.CANCELLED)
+    backend, status, _ = supervise_with([[lost, back, back], observed(OK)], LOSES)
+    assert status.state is State.SUCCEEDED
+    assert len(backend.attempts[0]) == 1  # asked once more before the next attempt
+
+
 def test_a_state_that_the_platform_has_and_we_do_not_know_ends_nothing(supervise_with):
     unknown = msgspec.structs.replace(observed(State.UNKNOWN), queued=True)
     backend, status, _ = supervise_with([[unknown, observed(OK)]], LOSES)
