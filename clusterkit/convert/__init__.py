@@ -150,14 +150,13 @@ def _checked_job(sheet: Sheet) -> dict[str, Any]:
     order = list(loader.fields_of(JobSpec))
     if not sheet.job.get("name"):
         sheet.job["name"] = job_name(posixpath.splitext(posixpath.basename(sheet.name))[0])
-    job = {key: sheet.job[key] for key in sorted(sheet.job, key=order.index)}
     try:
-        check_job(loader.convert(Document("", job, {}), (), job, JobSpec))
+        check_job(loader.convert(Document("", sheet.job, {}), (), sheet.job, JobSpec))
     except BadInput as error:
         key = str(error.key[0]) if error.key else re.split(r"[:.\[]", error.message.lstrip(": "))[0]
         origin = sheet.origins.get(key, sheet.name)
         raise BadInput(f"{origin}: {error.message.lstrip(': ')}", error.hint) from None
-    return job
+    return {key: sheet.job[key] for key in sorted(sheet.job, key=order.index)}
 
 
 def _check_cluster(sheet: Sheet) -> None:
@@ -215,6 +214,8 @@ def _mapping(text: str, name: str) -> dict[str, Any] | None:
             re.split(r"(?m)^---\s*$", text.lstrip().removeprefix("---"))[0], name
         ).data
     except BadInput:
+        if name.endswith((".yaml", ".yml", ".json")):
+            raise
         return None
     return data if isinstance(data, dict) else None
 

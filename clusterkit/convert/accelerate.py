@@ -100,9 +100,6 @@ def finish(sheet: Sheet) -> None:
         if (text := sheet.file(written, path)) is None:
             return
         tree = Tree(sheet, parse_yaml(text, path))
-        if not isinstance(tree.document.data, dict):
-            sheet.refuse(written, f"{path} is not what `accelerate config` writes")
-            return
         sheet.note(written, "read, as below", "job")
         here = sheet.at
         _read_config(sheet, tree)
@@ -118,6 +115,7 @@ def config(sheet: Sheet, tree: Tree) -> None:
 
 
 def _read_config(sheet: Sheet, tree: Tree) -> None:
+    tree.expect(dict.fromkeys(_SECTIONS, dict))
     for key, value in tree.each():
         at = sheet.at
         if key in _SECTIONS:
@@ -136,7 +134,7 @@ def _read_config(sheet: Sheet, tree: Tree) -> None:
             else:
                 sheet.refuse(f"{key}: {value}", "clusterkit does not rent machines")
         elif key == "distributed_type":
-            if value not in _TYPES:
+            if str(value) not in _TYPES:
                 sheet.refuse(f"{key}: {value}", "clusterkit runs on CPUs and GPUs")
             else:
                 sheet.note(f"{key}: {value}", "the options below say what it needs", "job")
@@ -283,10 +281,7 @@ def _hosts(sheet: Sheet, what: str, path: str) -> None:
     if (text := sheet.file(what, path)) is not None:
         slots = hostfile(sheet, path, text)
         sheet.at = at
-        sheet.cluster["backend"] = "ssh"
-        sheet.cluster_name = "hosts"
-        hosts = [{"name": name, "slots": count} for name, count in slots.items()]
-        sheet.entry(what, "hosts", hosts, f"cluster entry, hosts: {', '.join(slots)}")
+        sheet.ssh(what, slots)
 
 
 def _cased(name: str, text: str) -> str:

@@ -12,9 +12,8 @@ from typing import Any
 
 from clusterkit.convert import lines
 from clusterkit.convert.options import assigned, job_name
-from clusterkit.convert.script import Script
-from clusterkit.convert.sheet import Sheet, Tree, shown
-from clusterkit.convert.shell_text import Command
+from clusterkit.convert.script import Script, left
+from clusterkit.convert.sheet import Sheet, Tree
 from clusterkit.errors import counted
 from clusterkit.yaml_file import parse_yaml
 
@@ -34,9 +33,9 @@ _DSTACK_RENTS = frozenset(
 def skypilot(sheet: Sheet, text: str, words: Sequence[str]) -> None:
     """A task of SkyPilot."""
     tree = Tree(sheet, parse_yaml(text, sheet.name))
+    tree.expect({"run": str, "setup": str})
     _name(sheet, tree)
-    nodes = tree.get("num_nodes") or 1
-    sheet.number(f"num_nodes: {nodes}", "nodes", nodes)
+    nodes = _nodes(sheet, tree, "num_nodes")
     gpus = None
     for key, value in tree.each("resources"):
         what = f"resources.{key}: {value}"
@@ -67,24 +66,23 @@ def skypilot(sheet: Sheet, text: str, words: Sequence[str]) -> None:
     for target, source in tree.each("file_mounts"):
         sheet.yours(f"file_mounts.{target}: {_short(source)}", "put it on the machines")
     for key in ("volumes", "config", "service", "pool"):
-        if tree.peek(key) is not None:
-            tree.get(key)
+        if tree.get(key) is not None:
             sheet.refuse(key, "clusterkit has no equivalent")
     _once(sheet, tree, "setup")
-    _script(sheet, tree, variables, gpus, "run", str(tree.get("run") or ""))
+    _script(sheet, tree, variables, "run", str(tree.get("run") or ""))
     tree.rest("clusterkit knows no such key of SkyPilot")
 
 
 def dstack(sheet: Sheet, text: str, words: Sequence[str]) -> None:
     """A task of dstack."""
     tree = Tree(sheet, parse_yaml(text, sheet.name))
+    tree.expect({"commands": list, "commands.*": str, "env": (list, dict)})
     kind = tree.get("type")
     if kind != "task":
         sheet.refuse(f"type: {kind}", "a job is a task")
         return
     _name(sheet, tree)
-    nodes = tree.get("nodes") or 1
-    sheet.number(f"nodes: {nodes}", "nodes", nodes)
+    nodes = _nodes(sheet, tree, "nodes")
     gpus = None
     for key, value in tree.each("resources"):
         what = f"resources.{key}: {_short(value)}"
@@ -97,7 +95,7 @@ def dstack(sheet: Sheet, text: str, words: Sequence[str]) -> None:
             sheet.refuse(what, "clusterkit knows no such key of dstack")
     variables = {"DSTACK_NODES_NUM": str(nodes)}
     if gpus:
-        variables |= {"DSTACK_GPUS_PER_NODE": str(gpus), "DSTACK_GPUS_NUM": str(gpus * int(nodes))}
+        variables |= {"DSTACK_GPUS_PER_NODE": str(gpus), "DSTACK_GPUS_NUM": str(gpus * nodes)}
     _dstack_env(sheet, tree, variables)
     for key in ("python", "image", "docker", "nvcc", "user", "privileged", "home_dir", "shell",
                 "entrypoint", "registry_auth", "volumes", "files", "repos", "repo"):  # fmt: skip
@@ -126,7 +124,7 @@ def dstack(sheet: Sheet, text: str, words: Sequence[str]) -> None:
         if (value := tree.get(key)) is not None:
             sheet.yours(f"{key}: {_short(value)}", _RENT)
     commands = tree.get("commands") or []
-    _script(sheet, tree, variables, gpus, "commands", "\n".join(map(str, commands)), listed=True)
+    _script(sheet, tree, variables, "commands", "\n".join(map(str, commands)), listed=True)
     tree.rest("clusterkit knows no such key of dstack")
 
 
@@ -143,6 +141,13 @@ def _dstack_env(sheet: Sheet, tree: Tree, variables: dict[str, str]) -> None:
             assigned(sheet, f"env.{name}", name, str(value))
 
 
+def _nodes(sheet: Sheet, tree: Tree, key: str) -> int:
+    nodes = tree.get(key)
+    nodes = 1 if nodes is None else nodes
+    sheet.number(f"{key}: {nodes}", "nodes", nodes)
+    return int(sheet.job.get("nodes", 1))
+
+
 def _name(sheet: Sheet, tree: Tree) -> None:
     if name := tree.get("name"):
         sheet.key(f"name: {name}", "name", job_name(str(name)))
@@ -155,29 +160,16 @@ def _once(sheet: Sheet, tree: Tree, key: str) -> None:
 
 
 def _script(
-    sheet: Sheet, tree: Tree, variables: Mapping[str, str], gpus: int | None, key: str, text: str,
+    sheet: Sheet, tree: Tree, variables: Mapping[str, str], key: str, text: str,
     *, listed: bool = False,
 ) -> None:  # fmt: skip
     """The commands of every node."""
     line = int((re.search(r":(\d+)$", tree.document.where((key,))) or ["", "1"])[1])
     # The text of a block begins in the next line.
-    script = Script(sheet, variables, lambda sheet, words: _ranks(sheet, words, gpus), _other)
+    script = Script(sheet, variables, lines.convert, left("run it once on every machine"))
     script.read(text, line + (1 if listed or "\n" in text else 0))
     if not script.launched and not sheet.refused:
         sheet.refuse(key, "no line starts ranks: torchrun, accelerate launch, python, ...")
-
-
-def _ranks(sheet: Sheet, words: Sequence[str], gpus: int | None) -> None:
-    """The nodes' rank, address and number are the same words under all clouds."""
-    lines.convert(sheet, words, ranks=1)
-
-
-def _other(sheet: Sheet, command: Command) -> None:
-    raw = shown(command.raw).partition("\n")[0]
-    if match := re.match(r"(?:source|\.)\s+(\S+)/bin/activate\b", raw):
-        sheet.key(raw, "python", f"{match[1]}/bin/python")
-    else:
-        sheet.yours(raw, "run it once on every machine")
 
 
 def _count(value: Any) -> int | None:

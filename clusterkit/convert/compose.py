@@ -10,7 +10,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from clusterkit import shell
 from clusterkit.convert import lines
 from clusterkit.convert.kubernetes import run_in_image
 from clusterkit.convert.options import assigned, job_name
@@ -26,10 +25,21 @@ _OWN = frozenset(
 _RANK = re.compile(r"^--(node|machine)[-_]rank(=.*)?$")
 _RANK_VARIABLES = frozenset({"NODE_RANK", "RANK", "GROUP_RANK"})
 
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "services": dict, "services.*": dict, "services.*.volumes": list,
+    "services.*.environment": (list, dict), "services.*.command": (str, list),
+    "services.*.entrypoint": (str, list), "services.*.ulimits": dict, "services.*.deploy": dict,
+    "services.*.deploy.resources": dict, "services.*.deploy.resources.*.devices": list,
+    "services.*.deploy.resources.*.devices.*": dict,
+    "services.*.deploy.resources.*.devices.*.device_ids": list, "volumes": dict,
+}  # fmt: skip
+"""What stands where in the keys that are read here."""
+
 
 def file(sheet: Sheet, text: str, words: Sequence[str]) -> None:
     """A whole file."""
     tree = Tree(sheet, parse_yaml(text, sheet.name))
+    tree.expect(_TYPES)
     sheet.cluster["backend"] = sheet.cluster_name = "compose"
     services = tree.peek("services") or {}
     if not services:
@@ -68,7 +78,7 @@ def _alike(sheet: Sheet, tree: Tree, name: str, service: Any, first: str, model:
     """Refuse what another node has that the first one has not."""
     tree.get("services", name)
     for key in sorted({*service, *model} - _OWN):
-        one, other = _plain(service.get(key), key), _plain(model.get(key), key)
+        one, other = (_plain(sheet, each.get(key), key) for each in (service, model))
         if one != other:
             tree.get("services", name, key)
             sheet.refuse(f"services.{name}.{key}", f"all nodes are alike, and {first}'s is another")
@@ -76,11 +86,14 @@ def _alike(sheet: Sheet, tree: Tree, name: str, service: Any, first: str, model:
     sheet.note(f"services.{name}", f"a node, as {first}", "job")
 
 
-def _plain(value: Any, key: str) -> Any:
+def _plain(sheet: Sheet, value: Any, key: str) -> Any:
     """A value without what numbers its node."""
     if key in ("command", "entrypoint") and value is not None:
-        words = shell.split(value) if isinstance(value, str) else [str(each) for each in value]
-        words = [word for each in words for word in (each.split() if " " in each else [each])]
+        words = [
+            word
+            for each in sheet.words(key, value)
+            for word in (each.split() if " " in each else [each])
+        ]
         found, skip = [], False
         for word in words:
             if skip:
@@ -126,8 +139,7 @@ def _service(sheet: Sheet, tree: Tree, *place: str) -> None:
     tree.get(*place, "scale")
     words: list[str] = []
     for key in ("entrypoint", "command"):
-        value = tree.get(*place, key)
-        words += shell.split(value) if isinstance(value, str) else [str(e) for e in value or ()]
+        words += sheet.words(key, tree.get(*place, key))
     if filled := next((word for word in words if re.search(r"(?<!\$)\$\{?\w", word)), None):
         sheet.refuse(filled, "write the value that compose puts in")
     words = [word.replace("$$", "$") for word in words]
@@ -136,7 +148,7 @@ def _service(sheet: Sheet, tree: Tree, *place: str) -> None:
     elif code:
         words = [_below(word, code) for word in words]
         if (script := lines.script_of(words)) is not None:
-            words = shell.split(script)
+            words = sheet.words("command", script)
         lines.convert(sheet, words)
     else:
         sheet.entry("no volume holds the program", "code", "baked")
@@ -183,7 +195,7 @@ def _key(sheet: Sheet, key: str, value: Any) -> None:
         sheet.entry(what, "memory" if key == "mem_limit" else "cpus", value)
     elif key == "ulimits":
         limits = {name: each.get("soft") if isinstance(each, dict) else each
-                  for name, each in value.items()}  # fmt: skip
+                  for name, each in (value or {}).items()}  # fmt: skip
         sheet.entry(what, "ulimits", limits)
     elif key == "gpus":
         sheet.entry(what, "gpus", "auto" if value == "all" else value)
@@ -198,16 +210,14 @@ def _deploy(sheet: Sheet, tree: Tree, *place: str) -> None:
         for key, value in tree.each(*place, "deploy", "resources", field):
             what = f"{field}.{key}: {value}"
             if key in ("cpus", "memory"):
-                name = "cpus" if key == "cpus" else "memory"
-                if name in sheet.cluster:
+                if key in sheet.cluster:
                     sheet.drop(what, "the limit counts")
                 else:
-                    sheet.entry(what, name, float(value) if key == "cpus" else str(value))
+                    number = key == "cpus" and re.fullmatch(r"[0-9]+(\.[0-9]+)?", str(value))
+                    sheet.entry(what, key, float(value) if number else str(value))
             elif key == "devices":
-                for device in value:
-                    count = device.get("count", "all")
-                    ids = device.get("device_ids")
-                    number = len(ids) if ids else count
-                    sheet.entry("devices", "gpus", "auto" if number == "all" else int(number))
+                for device in value or ():
+                    count = len(device.get("device_ids") or ()) or device.get("count", "all")
+                    sheet.entry("devices", "gpus", "auto" if count == "all" else count)
             else:
                 sheet.refuse(what, "containers of a run have no such key")

@@ -29,8 +29,8 @@ def text_of(path: str | Path) -> str:
 def named(path: str) -> str | None:
     """A file's text, or None where there is none."""
     try:
-        return read_file(Path(path).expanduser()).decode()
-    except (OSError, UnicodeDecodeError):
+        return text_of(Path(path).expanduser())
+    except BadInput:
         return None
 
 

@@ -14,9 +14,8 @@ from clusterkit import shell
 from clusterkit.command import read as read_line
 from clusterkit.convert import lines
 from clusterkit.convert.options import assigned, job_name
-from clusterkit.convert.script import Script
-from clusterkit.convert.sheet import OURS, Sheet, Tree, shown
-from clusterkit.convert.shell_text import Command
+from clusterkit.convert.script import Script, left
+from clusterkit.convert.sheet import OURS, Sheet, Tree
 from clusterkit.launcher_options import TORCHRUN
 from clusterkit.yaml_file import parse_yaml
 
@@ -32,6 +31,28 @@ _POD = {
     "serviceAccount": "service_account", "terminationGracePeriodSeconds": "stop_grace",
 }  # fmt: skip
 _CONTAINER = {"image": "image", "imagePullPolicy": "image_pull_policy", "workingDir": "workdir"}
+
+_PARTS = {
+    "": dict, ".metadata": dict, ".spec": dict, ".spec.containers": list,
+    ".spec.containers.*": dict, ".spec.volumes": list, ".spec.volumes.*": dict,
+    ".spec.volumes.*.name": str, ".spec.volumes.*.persistentVolumeClaim": dict, ".spec.volumes.*.emptyDir": dict,
+    ".spec.imagePullSecrets": list, ".spec.imagePullSecrets.*": dict,
+}  # fmt: skip
+_CONTAINER_PARTS = {
+    "": dict, ".command": list, ".args": list, ".env": list, ".env.*": dict, ".volumeMounts": list,
+    ".volumeMounts.*": dict, ".volumeMounts.*.name": str, ".resources": dict,
+}  # fmt: skip
+_REPLICAS = ("spec.pytorchReplicaSpecs", "spec.mpiReplicaSpecs")
+_TEMPLATES = ("spec.template", *(f"{each}.*.template" for each in _REPLICAS))
+_TYPES: dict[str, type] = {
+    "kind": str, "metadata": dict, "spec": dict, "spec.runPolicy": dict, "spec.elasticPolicy": dict,
+    **{each + end: dict for each in _REPLICAS for end in ("", ".*")},
+    **{each + end: of for each in _TEMPLATES for end, of in _PARTS.items()},
+    **{place + end: of
+       for place in ("spec.trainer", *(f"{each}.spec.containers.*" for each in _TEMPLATES))
+       for end, of in _CONTAINER_PARTS.items()},
+}  # fmt: skip
+"""What stands where in the keys that are read here."""
 
 
 def manifest(sheet: Sheet, text: str, words: Sequence[str]) -> None:
@@ -65,8 +86,8 @@ def _documents(sheet: Sheet, text: str) -> list[Tree]:
         if re.sub(r"(?m)#.*$", "", part).strip():
             document = parse_yaml("\n" * first + part.lstrip("\n") if not part.startswith("\n")
                                   else "\n" * first + part, sheet.name)  # fmt: skip
-            if isinstance(document.data, dict):
-                found.append(Tree(sheet, document))
+            found.append(Tree(sheet, document))
+            found[-1].expect(_TYPES)
         first += part.count("\n")
     return found
 
@@ -107,7 +128,8 @@ def _pytorch(sheet: Sheet, tree: Tree) -> None:
     for role in replicas:
         place = ("spec", "pytorchReplicaSpecs", role)
         count = tree.get(*place, "replicas")
-        nodes += 1 if count is None else int(count)
+        what = f"{role}.replicas: {count}"
+        nodes += 1 if count is None else sheet.whole(what, count, least=0) or 0
         _restart_policy(sheet, tree, *place)
         body = tree.peek(*place, "template")
         if bodies and body not in bodies.values():
@@ -274,7 +296,7 @@ def _pod(
         tree.get(*spec, "containers")
         sheet.refuse("containers", f"a pod has one, here are {len(containers)}")
         return
-    claims = _claims(tree, spec)
+    claims = {str(each.get("name")): each for each in tree.peek(*spec, "volumes") or ()}
     body: dict[str, Any] = {}
     one = (*spec, "containers", 0)
     mounts = tree.peek(*one, "volumeMounts") or []
@@ -286,12 +308,12 @@ def _pod(
             continue
         tree.get(*spec, key)
         _pod_key(sheet, key, value, patch)
-    used = {each["name"] for each in body.get("volumeMounts", ())}
+    used = {each.get("name") for each in body.get("volumeMounts", ())}
     for number, volume in enumerate(tree.peek(*spec, "volumes") or ()):
         tree.get(*spec, "volumes", number)
         if volume.get("name") in used:
             patch.setdefault("volumes", []).append(volume)
-            sheet.note(f"volumes.{volume['name']}", "cluster entry, patch", "cluster")
+            sheet.note(f"volumes.{volume.get('name')}", "cluster entry, patch", "cluster")
         elif volume.get("name") not in {mount.get("name") for mount in mounts}:
             sheet.drop(f"volumes.{volume.get('name')}", "nothing mounts it")
     _resources(sheet, tree, *one, "resources")
@@ -321,7 +343,7 @@ def _pod_key(sheet: Sheet, key: str, value: Any, patch: dict[str, Any]) -> None:
     if key in _POD:
         sheet.entry(key, _POD[key], value)
     elif key == "imagePullSecrets":
-        sheet.entry(key, "image_pull_secrets", [each["name"] for each in value])
+        sheet.entry(key, "image_pull_secrets", [each.get("name") for each in value or ()])
     elif key == "restartPolicy":
         sheet.drop(f"{key}: {value}", "`restarts` says how often")
     elif key == "activeDeadlineSeconds":
@@ -329,10 +351,6 @@ def _pod_key(sheet: Sheet, key: str, value: Any, patch: dict[str, Any]) -> None:
     else:
         patch[key] = value
         sheet.note(key, "cluster entry, patch", "cluster")
-
-
-def _claims(tree: Tree, spec: tuple[str | int, ...]) -> dict[str, dict[str, Any]]:
-    return {str(volume.get("name")): volume for volume in tree.peek(*spec, "volumes") or ()}
 
 
 def _mount(
@@ -386,12 +404,16 @@ def _resources(sheet: Sheet, tree: Tree, *place: str | int) -> None:
     for key, (what, value) in asked.items():
         shown_as, sheet.at = f"{what}: {value}", places[key]
         if key.endswith("/gpu"):
-            sheet.entry(shown_as, "gpus", int(str(value)))
+            if (count := sheet.whole(shown_as, value, least=0)) is not None:
+                sheet.entry(shown_as, "gpus", count)
             if key != "nvidia.com/gpu":
                 sheet.entry(shown_as, "gpu_resource", key)
         elif key == "cpu":
-            text = str(value)
-            cores = int(text[:-1]) / 1000 if text.endswith("m") else float(text)
+            match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(m?)", str(value))
+            if match is None:
+                sheet.refuse(shown_as, "not a number of cores: 8, 0.5 or 500m")
+                continue
+            cores = float(match[1]) / (1000 if match[2] else 1)
             sheet.entry(shown_as, "cpus", int(cores) if cores == int(cores) else cores)
         elif key == "memory":
             sheet.entry(shown_as, "memory", str(value))
@@ -430,7 +452,7 @@ def run_in_image(sheet: Sheet, words: list[str], key: str = "workdir") -> None:
         sheet,
         {},
         _ranks,
-        _not_in_an_image,
+        left("put it into the image: only the ranks run in a pod", venv=False),
         lambda what, path: sheet.entry(what, key, path),
     )
     line = re.search(r":(\d+)$", at)
@@ -446,8 +468,3 @@ def _ranks(sheet: Sheet, words: Sequence[str]) -> None:
     if by_env and "gpus_per_node" not in sheet.job:
         sheet.key("no --nproc-per-node of torchrun", "gpus_per_node", "auto")
     lines.convert(sheet, words, inside=True, ranks=None if "gpus_per_node" in sheet.job else 1)
-
-
-def _not_in_an_image(sheet: Sheet, command: Command) -> None:
-    raw = shown(command.raw).partition("\n")[0]
-    sheet.yours(raw, "put it into the image: only the ranks run in a pod")

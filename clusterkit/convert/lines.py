@@ -73,10 +73,10 @@ def convert(
         ranks: that the line starts if no launcher says; None: whatever else says so.
     """
     words = _without_wrappers(sheet, list(words))
-    if not words:
+    if not words or not words[0]:
         sheet.refuse("the command", "nothing is started")
         return
-    if any(unknown_in(word) and word == words[0] for word in words[:1]):
+    if unknown_in(words[0]):
         sheet.refuse(words[0], "which command that is, is not known here")
         return
     if words[0].rpartition("/")[2] == "torchx":
@@ -159,7 +159,9 @@ def _without_wrappers(sheet: Sheet, words: list[str]) -> list[str]:
         elif words[0] == "env":
             words = words[1:]
             while words[:1] == ["-u"]:
-                sheet.drop(f"env -u {words[1]}", "ranks have the variables of the job alone")
+                sheet.drop(
+                    shell.join(["env", *words[:2]]), "ranks have the variables of the job alone"
+                )
                 words = words[2:]
         elif words[0] in _PLAIN_WRAPPERS:
             sheet.drop(words[0], "a run outlives the terminal")
@@ -172,7 +174,8 @@ def _without_wrappers(sheet: Sheet, words: list[str]) -> list[str]:
                 shell.join(words[:2]), "submit with that environment active, or set `python:`"
             )
             words = words[2:]
-        elif words[0] in ("sudo", "numactl", "taskset", "conda", "docker", "apptainer", "ssh"):
+        elif words[0] in ("sudo", "numactl", "taskset", "conda", "docker", "apptainer", "ssh",
+                          "srun", "sbatch"):  # fmt: skip
             sheet.refuse(words[0], f"clusterkit does not start ranks through {words[0]}")
             return words
         else:

@@ -57,14 +57,10 @@ def option(sheet: Sheet, used: Used) -> None:
 
 
 def _hosts(sheet: Sheet, used: Used, slots: dict[str, int]) -> None:
-    hosts = [{"name": name, "slots": count} for name, count in slots.items()]
     if list(slots) in (["localhost"], ["127.0.0.1"]):
         sheet.drop(used.written, "this machine, as without it")
     else:
-        sheet.cluster["backend"] = "ssh"
-        sheet.cluster_name = "hosts"
-        said = f"cluster entry, hosts: {', '.join(slots)}"
-        sheet.entry(used.written, "hosts", hosts, said)
+        sheet.ssh(used.written, slots)
     sheet.slots = slots
 
 

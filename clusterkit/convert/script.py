@@ -33,6 +33,19 @@ Other = Callable[[Sheet, Command], None]
 Launch = Callable[[Sheet, Sequence[str]], None]
 
 
+def left(todo: str, *, venv: bool = True) -> Other:
+    """Commands in front of the ranks, which nobody runs; one may name the Python."""
+
+    def other(sheet: Sheet, command: Command) -> None:
+        raw = shown(command.raw).partition("\n")[0]
+        if venv and (match := re.match(r"(?:source|\.)\s+(\S+)/bin/activate\b", raw)):
+            sheet.key(raw, "python", f"{match[1]}/bin/python")
+        else:
+            sheet.yours(raw, todo)
+
+    return other
+
+
 class _Variables(dict[str, str]):
     """Values by name, and which of them were asked for."""
 

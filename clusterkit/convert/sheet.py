@@ -4,11 +4,12 @@ option what became of it. Pure."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from msgspec import Struct
 
+from clusterkit import shell
 from clusterkit.command import Used
 from clusterkit.errors import BadInput, Place, dotted
 from clusterkit.yaml_file import Document
@@ -89,8 +90,7 @@ class Sheet:
         if key in self.job and self.job[key] != value:
             self.refuse(what, f"{key} is {self.job[key]} by {self.origins.get(key, 'another')}")
             return
-        if bad := _unknown(value):
-            self.refuse(what, _no_value(bad))
+        if self._has_no_value(what, value):
             return
         self.job[key] = value
         self.origins[key] = self._place(what)
@@ -98,8 +98,7 @@ class Sheet:
 
     def env(self, what: str, name: str, value: str) -> None:
         """A variable of the ranks."""
-        if bad := _unknown(value):
-            self.refuse(what, _no_value(bad))
+        if self._has_no_value(what, value):
             return
         self.job.setdefault("env", {})[name] = value
         self.origins[f"env.{name}"] = self._place(what)
@@ -118,8 +117,7 @@ class Sheet:
             before = self.origins.get(f"cluster.{key}", "another")
             self.refuse(what, f"{key} of the cluster is {self.cluster[key]} by {before}")
             return
-        if bad := _unknown(value):
-            self.refuse(what, _no_value(bad))
+        if self._has_no_value(what, value):
             return
         self.cluster[key] = value
         self.origins[f"cluster.{key}"] = self._place(what)
@@ -127,8 +125,7 @@ class Sheet:
 
     def more(self, what: str, key: str, value: Any) -> None:
         """One more item of a list in the cluster's entry."""
-        if bad := _unknown(value):
-            self.refuse(what, _no_value(bad))
+        if self._has_no_value(what, value):
             return
         self.cluster.setdefault(key, []).append(value)
         self.note(what, f"cluster entry, {key}: {_short(value)}", "cluster")
@@ -149,6 +146,11 @@ class Sheet:
     def note(self, what: str, became: str, fate: Fate) -> None:
         self.notes.append(Note(shown(what), shown(became), fate, self.at))
 
+    def _has_no_value(self, what: str, value: Any) -> bool:
+        if bad := _unknown(value):
+            self.refuse(what, _no_value(bad))
+        return bad is not None
+
     def _place(self, what: str) -> str:
         return f"{self.at}: {what}" if self.at else what
 
@@ -158,9 +160,23 @@ class Sheet:
         """A whole number; anything else is refused."""
         if re.fullmatch(r"[0-9]{1,9}", str(text)) and int(str(text)) >= least:
             return int(str(text))
-        bad = _unknown(text)
-        self.refuse(what, _no_value(bad) if bad else f"{_short(text)} is not a whole number")
+        if not self._has_no_value(what, text):
+            self.refuse(what, f"{_short(text)!r} is not a whole number, {least} or more")
         return None
+
+    def words(self, what: str, value: str | list[Any] | None) -> list[str]:
+        """A command as one line, or as a list of words."""
+        try:
+            return shell.split(value) if isinstance(value, str) else [str(e) for e in value or ()]
+        except BadInput as error:
+            raise BadInput(f"{self._place(what)}: {error.message}", "end the quote") from None
+
+    def ssh(self, what: str, slots: Mapping[str, int]) -> None:
+        """Hosts, with the ranks that each takes."""
+        self.cluster["backend"] = "ssh"
+        self.cluster_name = "hosts"
+        hosts = [{"name": name, "slots": count} for name, count in slots.items()]
+        self.entry(what, "hosts", hosts, f"cluster entry, hosts: {', '.join(slots)}")
 
     def number(self, what: str, key: str, text: Any, least: int = 1) -> None:
         """A key of the job that takes a whole number."""
@@ -192,14 +208,32 @@ class Tree:
         self.document = document
         self.seen: set[Place] = set()
 
+    def expect(self, *tables: Mapping[str, type | tuple[type, ...]]) -> None:
+        """Look at the types, so that who reads the values need not.
+
+        Args:
+            tables: a place, with ``*`` for every key or item, to what stands there if anything
+                does; what holds a place comes before it.
+
+        Raises:
+            BadInput: something else stands there.
+        """
+        for table in ({"": dict}, *tables):
+            for path, types in table.items():
+                for place, value in _below((), self.document.data, path.split(".") if path else []):
+                    one_of = types if isinstance(types, tuple) else (types,)
+                    if not isinstance(value, one_of):
+                        wanted = " or ".join(_TYPES[each] for each in one_of)
+                        message = (
+                            f"{'null' if value is None else _short(repr(value))} is not {wanted}"
+                        )
+                        raise self.document.error(place, message, f"write {wanted} here")
+
     def get(self, *place: str | int) -> Any:
         """What stands at a place, which counts as read; None if nothing does."""
-        value: Any = self.document.data
-        for part in place:
-            try:
-                value = value[part]
-            except (KeyError, IndexError, TypeError):
-                return None
+        value = self._find(place)
+        if value is _ABSENT:
+            return None
         self.seen.add(place)
         self.sheet.at = self.document.where(place)
         return value
@@ -216,12 +250,16 @@ class Tree:
 
     def peek(self, *place: str | int) -> Any:
         """As `get`, but it does not count."""
+        value = self._find(place)
+        return None if value is _ABSENT else value
+
+    def _find(self, place: Place) -> Any:
         value: Any = self.document.data
         for part in place:
             try:
                 value = value[part]
             except (KeyError, IndexError, TypeError):
-                return None
+                return _ABSENT
         return value
 
     def rest(self, why: str = "clusterkit has no such key") -> None:
@@ -238,6 +276,21 @@ class Tree:
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, below in items:
             self._rest((*place, key), below, why)
+
+
+_ABSENT = object()
+_TYPES: dict[type, str] = {dict: "a mapping", list: "a list", str: "text"}
+
+
+def _below(place: Place, value: Any, parts: list[str]) -> Iterator[tuple[Place, Any]]:
+    """What stands at the places that a pattern names; a key without a value is as no key."""
+    if not parts:
+        yield place, value
+        return
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, below in items if isinstance(value, (dict, list)) else ():
+        if parts[0] == "*" or (key == parts[0] and below is not None):
+            yield from _below((*place, key), below, parts[1:])
 
 
 def _unknown(value: Any) -> str | None:

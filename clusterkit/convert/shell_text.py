@@ -225,7 +225,7 @@ def _sum(expression: str, variables: Mapping[str, str]) -> int | None:
     text = _NAME.sub(lambda match: variables.get(match[0], "?"), expression.replace("$", ""))
     try:
         return _value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, ZeroDivisionError):
+    except (SyntaxError, ValueError, ZeroDivisionError, MemoryError, RecursionError):
         return None
 
 

@@ -6,13 +6,13 @@ Sources: sbatch(1) and srun(1) of Slurm 24.11; pyxis for ``--container-*``.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from clusterkit import shell
 from clusterkit.command import read as read_line
 from clusterkit.convert import lines
 from clusterkit.convert.options import assigned, job_name
-from clusterkit.convert.script import Script
+from clusterkit.convert.script import Script, left
 from clusterkit.convert.sheet import LOGS, Sheet, shown, unknown_in, variable
 from clusterkit.convert.shell_text import Command
 
@@ -55,13 +55,15 @@ _REFUSED = {
     "mem-per-gpu": "`memory` of the cluster's entry counts for a node: --mem",
     "clusters": "a run stays on one cluster",
 }
+Asked = dict[str, tuple[str, str, str]]
+"""Options about nodes, tasks and GPUs: value, as written, place."""
 _TASKS = ("nodes", "ntasks", "ntasks-per-node", "gpus", "gpus-per-node", "gpus-per-task", "gres")
 
 
 def script(sheet: Sheet, text: str, words: Sequence[str]) -> None:
     """A script, with or without ``#SBATCH`` lines."""
     slurm = re.search(r"^#SBATCH\b", text, re.MULTILINE) is not None
-    asked: dict[str, tuple[str, str, str]] = {}
+    asked: Asked = {}
     if slurm:
         sheet.cluster["backend"] = "slurm"
         sheet.cluster_name = "slurm"
@@ -69,7 +71,8 @@ def script(sheet: Sheet, text: str, words: Sequence[str]) -> None:
             if match := _DIRECTIVE.match(line):
                 sheet.at = f"{sheet.name}:{number}"
                 comment = re.split(r"\s#", match[1])[0].strip()
-                _options(sheet, asked, shell.split(comment), job=True)
+                for word in _options(sheet, asked, sheet.words("#SBATCH", comment), job=True):
+                    sheet.refuse(word, "not an option of sbatch")
             elif line.strip() and not line.startswith("#"):
                 break
     _shape(sheet, asked)
@@ -77,19 +80,17 @@ def script(sheet: Sheet, text: str, words: Sequence[str]) -> None:
         sheet,
         _variables(sheet, asked) if slurm else {},
         lambda sheet, words: _launch(sheet, reader, asked, words, slurm),
-        _set_up if slurm else _left,
+        _set_up if slurm else left("run it yourself before you submit"),
     )
     reader.read(text)
-    if not reader.launched:
+    if not reader.launched and not sheet.refused:
         sheet.at = ""
         sheet.refuse(sheet.name, "no line starts ranks: srun, torchrun, deepspeed, python, ...")
     if slurm and sheet.job.get("launcher") == "mpirun":
         sheet.refuse("mpirun", "on Slurm clusterkit starts the ranks itself: leave mpirun out")
 
 
-def _options(
-    sheet: Sheet, asked: dict[str, tuple[str, str, str]], words: list[str], *, job: bool
-) -> list[str]:
+def _options(sheet: Sheet, asked: Asked, words: list[str], *, job: bool) -> list[str]:
     """Options of sbatch, or of srun; gives the words behind them."""
     rest = list(words)
     while rest and rest[0].startswith("-") and rest[0] != "-":
@@ -111,7 +112,7 @@ def _options(
 
 
 def _option(
-    sheet: Sheet, asked: dict[str, tuple[str, str, str]], name: str, value: str, written: str,
+    sheet: Sheet, asked: Asked, name: str, value: str, written: str,
     job: bool,
 ) -> None:  # fmt: skip
     if name in _TASKS:
@@ -180,7 +181,7 @@ def _exported(sheet: Sheet, value: str, written: str) -> None:
             sheet.secret(written, part)
 
 
-def _shape(sheet: Sheet, asked: Mapping[str, tuple[str, str, str]]) -> None:
+def _shape(sheet: Sheet, asked: Asked) -> None:
     """Nodes and GPUs."""
     if "nodes" in asked:
         value, written, sheet.at = asked["nodes"]
@@ -216,7 +217,7 @@ def _shape(sheet: Sheet, asked: Mapping[str, tuple[str, str, str]]) -> None:
     sheet.at = ""
 
 
-def _tasks(sheet: Sheet, asked: Mapping[str, tuple[str, str, str]]) -> int:
+def _tasks(sheet: Sheet, asked: Asked) -> int:
     """Tasks of a node."""
     if "ntasks-per-node" in asked and asked["ntasks-per-node"][0].isdecimal():
         return int(asked["ntasks-per-node"][0])
@@ -230,7 +231,7 @@ def _gpus(sheet: Sheet) -> int | None:
     return None if match is None else int(match[1] or 1)
 
 
-def _variables(sheet: Sheet, asked: Mapping[str, tuple[str, str, str]]) -> dict[str, str]:
+def _variables(sheet: Sheet, asked: Asked) -> dict[str, str]:
     """What Slurm sets, as far as the options say it."""
     nodes, tasks = int(sheet.job.get("nodes", 1)), _tasks(sheet, asked)
     found = {
@@ -252,7 +253,7 @@ def _variables(sheet: Sheet, asked: Mapping[str, tuple[str, str, str]]) -> dict[
 
 
 def _launch(
-    sheet: Sheet, reader: Script, asked: dict[str, tuple[str, str, str]], words: Sequence[str],
+    sheet: Sheet, reader: Script, asked: Asked, words: Sequence[str],
     slurm: bool,
 ) -> None:  # fmt: skip
     """The line that starts the ranks: ``srun ...``, or a launcher by itself."""
@@ -262,7 +263,7 @@ def _launch(
         assigned(sheet, rest.pop(0), match[1], match[2])
     if rest and rest[0].rpartition("/")[2] == "srun":
         by_srun = True
-        step: dict[str, tuple[str, str, str]] = {}
+        step: Asked = {}
         rest = _options(sheet, step, rest[1:], job=False)
         for name, (value, written, at) in step.items():
             _same(sheet, asked, name, value, written, at)
@@ -285,7 +286,7 @@ def _launch(
 
 
 def _same(
-    sheet: Sheet, asked: dict[str, tuple[str, str, str]], name: str, value: str, written: str,
+    sheet: Sheet, asked: Asked, name: str, value: str, written: str,
     at: str,
 ) -> None:  # fmt: skip
     """An option of srun that sbatch has as well."""
@@ -309,7 +310,7 @@ def _same(
 
 
 def _ranks(
-    sheet: Sheet, asked: dict[str, tuple[str, str, str]], words: Sequence[str], by_srun: bool,
+    sheet: Sheet, asked: Asked, words: Sequence[str], by_srun: bool,
     slurm: bool,
 ) -> None:  # fmt: skip
     """What the tasks run."""
@@ -352,12 +353,3 @@ def _set_up(sheet: Sheet, command: Command) -> None:
     if re.search(r"\b(activate|conda)\b", raw):
         sheet.yours(raw, "submit with that environment active, or set `python:` of the entry: it "
                     "runs the ranks")  # fmt: skip
-
-
-def _left(sheet: Sheet, command: Command) -> None:
-    """A command in front of a script's ranks, on one machine."""
-    raw = shown(command.raw).partition("\n")[0]
-    if match := re.match(r"(?:source|\.)\s+(\S+)/bin/activate\b", raw):
-        sheet.key(raw, "python", f"{match[1]}/bin/python")
-    else:
-        sheet.yours(raw, "run it yourself before you submit")
