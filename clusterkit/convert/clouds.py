@@ -58,11 +58,7 @@ def skypilot(sheet: Sheet, text: str, words: Sequence[str]) -> None:
             else:
                 variables[name] = str(value)
                 assigned(sheet, f"{field}.{name}", name, str(value))
-    if (folder := tree.get("workdir")) is not None:
-        if folder in (".", "./"):
-            sheet.drop(f"workdir: {folder}", "the project's folder is copied anyway")
-        else:
-            sheet.key(f"workdir: {folder}", "workdir", folder)
+    _folder(sheet, tree, "workdir")
     for target, source in tree.each("file_mounts"):
         sheet.yours(f"file_mounts.{target}: {_short(source)}", "put it on the machines")
     for key in ("volumes", "config", "service", "pool"):
@@ -101,11 +97,7 @@ def dstack(sheet: Sheet, text: str, words: Sequence[str]) -> None:
                 "entrypoint", "registry_auth", "volumes", "files", "repos", "repo"):  # fmt: skip
         if (value := tree.get(key)) is not None:
             sheet.yours(f"{key}: {_short(value)}", "the machines, or the entry's image, have it")
-    if (folder := tree.get("working_dir")) is not None:
-        if folder == ".":
-            sheet.drop(f"working_dir: {folder}", "the project's folder is copied anyway")
-        else:
-            sheet.key(f"working_dir: {folder}", "workdir", folder)
+    _folder(sheet, tree, "working_dir")
     if (limit := tree.get("max_duration")) is not None:
         if str(limit) in ("off", "False"):
             sheet.drop(f"max_duration: {limit}", "as without it")
@@ -120,7 +112,7 @@ def dstack(sheet: Sheet, text: str, words: Sequence[str]) -> None:
     for key in ("ports", "inactivity_duration", "stop_duration", "single_branch"):
         if tree.get(key) is not None:
             sheet.drop(key, "nothing is asked of a run from outside")
-    for key in _DSTACK_RENTS:
+    for key in sorted(_DSTACK_RENTS):
         if (value := tree.get(key)) is not None:
             sheet.yours(f"{key}: {_short(value)}", _RENT)
     commands = tree.get("commands") or []
@@ -146,6 +138,13 @@ def _nodes(sheet: Sheet, tree: Tree, key: str) -> int:
     nodes = 1 if nodes is None else nodes
     sheet.number(f"{key}: {nodes}", "nodes", nodes)
     return int(sheet.job.get("nodes", 1))
+
+
+def _folder(sheet: Sheet, tree: Tree, key: str) -> None:
+    if (folder := tree.get(key)) in (".", "./"):
+        sheet.drop(f"{key}: {folder}", "the project's folder is copied anyway")
+    elif folder is not None:
+        sheet.key(f"{key}: {folder}", "workdir", folder)
 
 
 def _name(sheet: Sheet, tree: Tree) -> None:

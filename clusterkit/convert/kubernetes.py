@@ -35,8 +35,9 @@ _CONTAINER = {"image": "image", "imagePullPolicy": "image_pull_policy", "working
 _PARTS = {
     "": dict, ".metadata": dict, ".spec": dict, ".spec.containers": list,
     ".spec.containers.*": dict, ".spec.volumes": list, ".spec.volumes.*": dict,
-    ".spec.volumes.*.name": str, ".spec.volumes.*.persistentVolumeClaim": dict, ".spec.volumes.*.emptyDir": dict,
-    ".spec.imagePullSecrets": list, ".spec.imagePullSecrets.*": dict,
+    ".spec.volumes.*.name": str, ".spec.volumes.*.persistentVolumeClaim": dict,
+    ".spec.volumes.*.emptyDir": dict, ".spec.imagePullSecrets": list,
+    ".spec.imagePullSecrets.*": dict,
 }  # fmt: skip
 _CONTAINER_PARTS = {
     "": dict, ".command": list, ".args": list, ".env": list, ".env.*": dict, ".volumeMounts": list,
@@ -158,12 +159,7 @@ def _pytorch(sheet: Sheet, tree: Tree) -> None:
             sheet.drop(what)
         else:
             sheet.refuse(what, "pods do not come and go with a measured value")
-    nproc = tree.get("spec", "nprocPerNode")
-    if nproc is not None:
-        if str(nproc) in ("auto", "gpu"):
-            sheet.drop(f"nprocPerNode: {nproc}", "every GPU of the node, as without it")
-        else:
-            sheet.number(f"nprocPerNode: {nproc}", "gpus_per_node", nproc)
+    _per_node(sheet, tree, "spec", "nprocPerNode")
     if not bodies:
         sheet.refuse("spec.pytorchReplicaSpecs", "neither Master nor Worker")
         return
@@ -209,11 +205,7 @@ def _train(sheet: Sheet, tree: Tree) -> None:
     trainer = ("spec", "trainer")
     nodes = tree.get(*trainer, "numNodes")
     sheet.number(f"numNodes: {nodes or 1}", "nodes", nodes or 1)
-    nproc = tree.get(*trainer, "numProcPerNode")
-    if nproc is not None and str(nproc) not in ("auto", "gpu"):
-        sheet.number(f"numProcPerNode: {nproc}", "gpus_per_node", nproc)
-    elif nproc is not None:
-        sheet.drop(f"numProcPerNode: {nproc}", "every GPU of the node, as without it")
+    _per_node(sheet, tree, *trainer, "numProcPerNode")
     if image := tree.get(*trainer, "image"):
         sheet.entry(f"image: {image}", "image", image)
     _resources(sheet, tree, *trainer, "resourcesPerNode")
@@ -234,6 +226,13 @@ def _plain(sheet: Sheet, tree: Tree) -> None:
 
 
 _KINDS = {"PyTorchJob": _pytorch, "MPIJob": _mpi, "TrainJob": _train, "Job": _plain}
+
+
+def _per_node(sheet: Sheet, tree: Tree, *place: str) -> None:
+    if (count := tree.get(*place)) in ("auto", "gpu"):
+        sheet.drop(f"{place[-1]}: {count}", "every GPU of the node, as without it")
+    elif count is not None:
+        sheet.number(f"{place[-1]}: {count}", "gpus_per_node", count)
 
 
 def _run_policy(sheet: Sheet, tree: Tree) -> None:

@@ -40,6 +40,10 @@ def _torchrun(sheet: Sheet, used: Used) -> None:
         by_meaning(sheet, used)
 
 
+_TOOLS: Sequence[tuple[str, Tool]] = (
+    ("torchrun", TORCHRUN), ("torchrun", LAUNCH), ("deepspeed", DEEPSPEED), ("mpirun", MPIRUN),
+    ("accelerate", ACCELERATE),
+)  # fmt: skip
 _RULES: Mapping[str, Rule] = {
     "torchrun": _torchrun,
     "deepspeed": deepspeed.option,
@@ -51,16 +55,6 @@ _FINISH: Mapping[str, Callable[[Sheet], None]] = {
     "mpirun": mpirun.finish,
     "accelerate": accelerate.finish,
 }
-
-
-def _of(tool: Tool) -> str:
-    for name, tools in (
-        ("torchrun", (TORCHRUN, LAUNCH)), ("deepspeed", (DEEPSPEED,)), ("mpirun", (MPIRUN,)),
-        ("accelerate", (ACCELERATE,)),
-    ):  # fmt: skip
-        if any(tool is each for each in tools):
-            return name
-    raise AssertionError(tool)
 
 
 def convert(
@@ -95,7 +89,7 @@ def launched(
             why = "as one rank" if ranks == 1 else "a rank for each task"
             sheet.key(started.name, "gpus_per_node", ranks, f"gpus_per_node: {ranks}, {why}")
     else:
-        name = _of(tool)
+        name = next(name for name, of in _TOOLS if tool is of)
         for used in started.options:
             _RULES[name](sheet, used)
         sheet.key(started.launcher, "launcher", tool.launcher)

@@ -194,20 +194,18 @@ def _shape(sheet: Sheet, asked: Asked) -> None:
         if name in asked:
             value, written, sheet.at = asked[name]
             sheet.entry(written, "gres", value if name == "gres" else f"gpu:{value}")
-    if "gpus" in asked and "gres" not in sheet.cluster:
-        value, written, sheet.at = asked["gpus"]
-        kind, _, count = value.rpartition(":")
-        nodes = sheet.job.get("nodes", 1)
-        if not count.isdecimal() or int(count) % nodes:
-            sheet.refuse(written, f"{value} GPUs cannot be divided among {nodes} nodes")
-        else:
-            each = f"{int(count) // nodes}"
+    nodes = sheet.job.get("nodes", 1)
+    for name, tasks in (("gpus", 1), ("gpus-per-task", nodes * _tasks(sheet, asked))):
+        if name in asked and "gres" not in sheet.cluster:
+            value, written, sheet.at = asked[name]
+            kind, _, text = value.rpartition(":")
+            if (count := sheet.whole(written, text)) is None:
+                continue
+            if count * tasks % nodes:
+                sheet.refuse(written, f"{value} GPUs cannot be divided among {nodes} nodes")
+                continue
+            each = f"{count * tasks // nodes}"
             sheet.entry(written, "gres", ":".join(filter(None, ["gpu", kind, each])))
-    if "gpus-per-task" in asked and "gres" not in sheet.cluster:
-        value, written, sheet.at = asked["gpus-per-task"]
-        kind, _, count = value.rpartition(":")
-        each = str(int(count) * _tasks(sheet, asked)) if count.isdecimal() else count
-        sheet.entry(written, "gres", ":".join(filter(None, ["gpu", kind, each])))
     if "cpus-per-task" in asked:
         value, written, sheet.at = asked["cpus-per-task"]
         if (cpus := sheet.whole(written, value)) is not None:
