@@ -53,6 +53,7 @@ from clusterkit.runs import (
 from clusterkit.shell import Secret
 from clusterkit.spec import JobSpec
 from clusterkit.status import AttemptStatus, Failure, NodeStatus, RunStatus, State
+from clusterkit.track import tracking
 from clusterkit.transport import Transport
 from clusterkit.verdict import diagnosis
 
@@ -116,7 +117,8 @@ class Supervisor:
         for signum in (signal.SIGHUP, signal.SIGINT):
             signal.signal(signum, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._terminated)
-        self._recorded(partial(self._attempts, adopt))
+        with tracking(self.job, self.folder, lambda: self.attempt, self._event):
+            self._recorded(partial(self._attempts, adopt))
 
     def _recorded(self, work: Callable[[], None]) -> None:
         """Do it; an error ends the run, and is how it ended."""

@@ -150,7 +150,7 @@ def test_it_can_be_tried_out(cwd, cli, refused, tmp_path):
         ("{}", "one of `command` and `url_from`"),
         ("{command: [a], url_from: B}", "one of `command` and `url_from`"),
         ("{url_from: https://x}", "url_from"),
-        ("{command: [a], on: [sometimes]}", "on"),
+        ("{command: [a], on: [sometimes]}", "allowed: ended, failed, restarted"),
     ],
 )
 def test_an_entry_that_names_nobody_is_refused_at_its_place(cwd, refused, write_job, entry, said):
