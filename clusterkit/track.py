@@ -36,7 +36,7 @@ _MOST_STEPS = 1 << 62
 class TensorBoard:
     """An event file in the run's folder, in place of the one that an earlier supervisor wrote.
 
-    Where a step is told again, after a restart from a checkpoint, the mark of a start from that
+    Where a step is reported again, after a restart from a checkpoint, the mark of a start from that
     step is written first: TensorBoard then leaves out what it has read from that step on.
 
     Raises:
@@ -60,6 +60,8 @@ class TensorBoard:
         self._file = RecordWriter((folder / name).open("wb"))
         self._last: dict[str, int] = {}
         self._write(wall_time=now, file_version="brain.Event:2")
+        # Of an event file the first start is no restart; in place of an earlier file it is one.
+        self._write(wall_time=now, session_log={"status": self._start})
 
     def add(self, at: float, step: int, values: dict[str, float]) -> None:
         """What was reported of one step."""

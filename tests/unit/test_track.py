@@ -19,6 +19,11 @@ from clusterkit.status import State
 JOB = JobSpec(name="demo", program="train.py", track=("tensorboard",))
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch):
+    monkeypatch.setattr(track, "END_SECONDS", 200.0)  # the first test imports the library
+
+
 @pytest.fixture
 def folder(tmp_path):
     return RunFolder(tmp_path)
@@ -44,18 +49,24 @@ def tracked(folder, attempt=1, notes=None):
 
 
 def scalars(folder):
-    """What TensorBoard reads: by tag, steps and values."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    """Steps and values by tag, as TensorBoard's server reads them and as notebooks do."""
+    from tensorboard.backend.event_processing import event_accumulator, plugin_event_accumulator
+    from tensorboard.util.tensor_util import make_ndarray
 
-    found = EventAccumulator(str(folder.path / "tensorboard"), size_guidance={"scalars": 0})
-    found.Reload()
-    return {
-        tag: [(point.step, point.value) for point in found.Scalars(tag)]
-        for tag in found.Tags()["scalars"]
+    path, everything = str(folder.path / "tensorboard"), {"scalars": 0, "tensors": 0}
+    server = plugin_event_accumulator.EventAccumulator(path, everything).Reload()
+    notebook = event_accumulator.EventAccumulator(path, everything).Reload()
+    found = {
+        tag: [(at.step, make_ndarray(at.tensor_proto).item()) for at in server.Tensors(tag)]
+        for tag in server.Tags()["tensors"]
     }
+    assert {tag: [step for step, _ in found[tag]] for tag in found} == {
+        tag: [at.step for at in notebook.Scalars(tag)] for tag in notebook.Tags()["scalars"]
+    }
+    return found
 
 
-def test_tensorboard_reads_what_rank_0_reports_and_the_later_telling_of_a_step(folder):
+def test_tensorboard_reads_what_rank_0_reports_and_the_later_values_of_a_step(folder):
     report(folder, 1, *({"step": step, "loss": step / 2, "note": "x"} for step in range(1, 6)))
     report(folder, 1, {"step": 4, "eval_loss": 9.0}, second=5)  # of a step that is past
     report(folder, 1, {"step": 1, "loss": 77.0}, rank=1)
