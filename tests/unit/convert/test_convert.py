@@ -174,10 +174,12 @@ def test_an_entry_alone_and_json(hosts, cli):
 def test_what_cannot_be_converted_is_one_error(hosts, cli):
     (hosts / "job.yaml").write_text("program: train.py\n")
     (hosts / "image").write_bytes(b"\xff\xfe\0")
+    (hosts / "plan.json").write_text('{"run_id": 1, "steps": 2, "job": {"progam": "x.py"}}')
     for words, said in (
         ((), "Give a file, or a command after --"),
         (("nothing.sh",), "nothing.sh: no such file or directory"),
         (("job.yaml",), "job.yaml is a job file already"),
+        (("plan.json",), "plan.json: progam: unknown key"),
         (("image",), "image: not a text file"),
         (("hosts", "--", "python", "x.py"), "hosts names its program itself"),
         (("--from", "accelerate", "--", "x.py"), "--from accelerate needs a file"),
