@@ -456,19 +456,20 @@ def convert(
 
 
 def notify(cluster: str = "local", clusters_file: str | os.PathLike[str] | None = None) -> str:
-    """Tell whom a cluster's entry names of a test; gives who was told.
+    """Send a test notification as a cluster's entry says; gives a line that says so.
 
     Raises:
-        BadInput, NotTold: it names nobody; it was not taken.
+        BadInput, NotifyFailed: it names nobody; it was not taken.
     """
-    from clusterkit import notify as telling
+    from clusterkit import notify as notifications
     from clusterkit.launch import resolved_cluster
 
     spec = resolved_cluster(cluster, clusters_file).notify
     if spec is None:
         how = f"{cluster}: {{..., notify: {{url_from: SLACK_WEBHOOK, on: [failed]}}}}"
         raise BadInput(f"cluster {cluster} has no `notify`", how)
-    return telling.tell(spec, telling.Message("test", f"clusterkit: a test of cluster {cluster}"))
+    what = notifications.Notification("test", f"clusterkit: a test of cluster {cluster}")
+    return notifications.send(spec, what)
 
 
 def warm(

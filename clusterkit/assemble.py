@@ -6,6 +6,7 @@ learns its rank; everything a rank sees follows from that here. Pure.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import posixpath
 from collections.abc import Mapping, Sequence
@@ -218,7 +219,7 @@ class Placement:
             rejoin=self.rejoin,
             replace_lost=self.replace_lost,
             native=self.native,
-            job=self.job,
+            job=copy.deepcopy(self.job),  # its mappings may be changed later
         )
 
 

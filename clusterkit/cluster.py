@@ -20,14 +20,14 @@ Grace = Annotated[float, Meta(ge=0, le=86400)]
 
 
 class NotifySpec(Spec, frozen=True, kw_only=True):
-    """Who is told of a run: a command, or a web address."""
+    """Who is notified of a run: a command, or a web address."""
 
     command: tuple[Word, ...] = ()
     """Command that gets what happened as JSON on its standard input, where runs are submitted."""
     url_from: Annotated[str, Meta(pattern=f"^{NAME}$")] | None = None
     """Variable of the submitter's environment that holds the address which gets it in a POST."""
     on: tuple[Literal["ended", "failed", "restarted"], ...] = ("ended", "failed", "restarted")
-    """What is told; `ended`: it succeeded, or was cancelled."""
+    """What is notified of; `ended`: it succeeded, or was cancelled."""
 
 
 class LocalCluster(Spec, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ class LocalCluster(Spec, frozen=True, kw_only=True):
     env: dict[str, str] = {}
     """Environment of every job here; a job's `env` goes first."""
     notify: NotifySpec | None = None
-    """Who is told when a run ends, fails or starts again."""
+    """Who is notified when a run ends, fails or starts again."""
     stop_grace: Grace = 10.0
     """Seconds between SIGTERM and SIGKILL when a run is ended; mpirun ends its ranks after 1 s of
     its own."""
@@ -118,7 +118,7 @@ class SshCluster(Spec, frozen=True, kw_only=True):
     lost_after: Seconds = 30.0
     """Seconds without an answer after which a host counts as lost."""
     notify: NotifySpec | None = None
-    """Who is told when a run ends, fails or starts again."""
+    """Who is notified when a run ends, fails or starts again."""
     stop_grace: Grace = 10.0
     """Seconds between SIGTERM and SIGKILL when a run is ended."""
 
@@ -160,7 +160,7 @@ class ComposeCluster(Spec, frozen=True, kw_only=True):
     lost_after: Seconds = 30.0
     """Seconds without an answer after which a node counts as lost."""
     notify: NotifySpec | None = None
-    """Who is told when a run ends, fails or starts again."""
+    """Who is notified when a run ends, fails or starts again."""
     stop_grace: Grace = 10.0
     """Seconds between SIGTERM and SIGKILL when a run is ended."""
 
@@ -259,7 +259,7 @@ class KubernetesCluster(Spec, frozen=True, kw_only=True):
     """Whether a pod whose node of the cluster does not answer for `lost_after` is removed by force,
     so that another can take its place. `false`: somebody has to."""
     notify: NotifySpec | None = None
-    """Who is told when a run ends, fails or starts again."""
+    """Who is notified when a run ends, fails or starts again."""
     stop_grace: Grace = 10.0
     """Seconds between SIGTERM and SIGKILL when a run is ended."""
 
@@ -329,7 +329,7 @@ class SlurmCluster(Spec, frozen=True, kw_only=True):
     lost_after: Seconds = 30.0
     """Seconds without an answer after which a node counts as lost."""
     notify: NotifySpec | None = None
-    """Who is told when a run ends, fails or starts again."""
+    """Who is notified when a run ends, fails or starts again."""
     stop_grace: Grace = 10.0
     """Seconds between SIGTERM and SIGKILL when a run is ended."""
 

@@ -25,6 +25,7 @@ from clusterkit.run import Run, check_secrets
 from clusterkit.runs import Event, RunFolder, Submission
 from clusterkit.spec import Job, JobSpec
 from clusterkit.status import RunStatus, State
+from clusterkit.track import check_trackers
 from clusterkit.transport import Transport, fan_out, in_order
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def prepare(
     spec = asked.job
     with asked.locating():
         check_secrets(spec)
+        check_trackers(spec)
     loaded = _cluster(cluster, clusters_file, include, exclude)
     entry = loaded.cluster
     kind = backends.backend_type(entry.backend)

@@ -33,15 +33,13 @@ from clusterkit.logs import GrowingFile, LogLine, parse_lines
 from clusterkit.marks import MARK, is_number, parse_mark
 from clusterkit.plan import Plan
 from clusterkit.runs import Event, RunFolder, all_runs
-from clusterkit.series import Series
+from clusterkit.series import MOST_METRICS, Series
 from clusterkit.status import NodeStatus, RunStatus, State
 from clusterkit.usage import Usage, Usages
 
 STATUS, EVENTS, RANKS, METRICS = "status", "events", "ranks", "metrics"
 """What `LiveRun.poll` has found new."""
 MOST_EVENTS = 1000
-MOST_METRICS = 64
-"""Kinds of numbers that are kept of what a program reports, in the order in which they came."""
 BUDGET = 4 << 20
 """Bytes of node 0's log that one `poll` reads at most."""
 _LOOK = 1 << 16

@@ -150,7 +150,12 @@ def _listed(kind: type[Spec], place: Place) -> list[str]:
     """What may stand at a place whose values are listed; a number among them in words."""
     found = inspect.type_info(kind)
     for part in place:
-        below = _fields(found).get(str(part))
+        items = [
+            each.item_type
+            for each in _alternatives(found)
+            if isinstance(part, int) and isinstance(each, inspect.VarTupleType)
+        ]
+        below = items[0] if items else _fields(found).get(str(part))
         if below is None:
             return []
         found = below

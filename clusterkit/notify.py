@@ -1,7 +1,7 @@
-"""Telling somebody that a run has ended, failed or begun again: a command, or a web address.
+"""Notifications that a run has ended, failed or starts again: to a command or a web address.
 
-What is told is one JSON document: a command gets it on its standard input, an address as the body
-of a POST. It is told beside the run: nothing of it can end a run or hold it up.
+A notification is one JSON document: a command gets it on its standard input, an address as the
+body of a POST. It is sent beside the run: nothing of it can end a run or hold it up.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ SECONDS = 10.0
 """How long a command may take, or an address to answer."""
 
 
-class NotTold(ClusterkitError):
+class NotifyFailed(ClusterkitError):
     """The command failed or the address did not take it; the message says why."""
 
 
-class Message(Struct, frozen=True):
-    """What is told. Chat services show ``text`` of such a document."""
+class Notification(Struct, frozen=True):
+    """What is sent. Chat services show ``text`` of such a document."""
 
     event: Literal["ended", "failed", "restarted", "test"]
     text: str
@@ -35,40 +35,43 @@ class Message(Struct, frozen=True):
     """As `clusterkit status --json` has it."""
 
 
-def message(status: RunStatus) -> Message:
-    """What there is to tell of a run that has ended, or that starts again."""
+def notification(status: RunStatus) -> Notification:
+    """The notification of a run that has ended, or that starts again."""
     why = f": {status.failure.who}: {status.failure.summary}" if status.failure else ""
     if status.state is State.RESTARTING:
         text = f"{status.run}: attempt {status.attempt} failed{why}; starting again"
-        return Message("restarted", text, status)
-    failed = status.state not in (State.SUCCEEDED, State.CANCELLED)
-    return Message("failed" if failed else "ended", f"{status.run} {status.state}{why}", status)
+        return Notification("restarted", text, status)
+    text = f"{status.run} {status.state}{why}"
+    ended = status.state in (State.SUCCEEDED, State.CANCELLED)
+    return Notification("ended" if ended else "failed", text, status)
 
 
-def tell(spec: NotifySpec, told: Message) -> str:
-    """Tell it, and wait until that is done; gives what was told, in words.
+def send(spec: NotifySpec, what: Notification) -> str:
+    """Send it, and wait until that is done; gives a line that says so.
 
     Raises:
-        NotTold: it was not.
+        NotifyFailed: it was not taken.
     """
-    body = msgspec.json.encode(told)
+    body = msgspec.json.encode(what)
     if spec.command:
         import subprocess
 
         try:
             done = subprocess.run(spec.command, input=body, capture_output=True, timeout=SECONDS)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise NotTold(f"notify: {spec.command[0]}: {_why(error)}") from None
+            raise NotifyFailed(f"notify: {spec.command[0]}: {_why(error)}") from None
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-            raise NotTold(f"notify: {spec.command[0]}: exit code {done.returncode}: {said}")
-        return f"{spec.command[0]} was told: {told.event}"
+            raise NotifyFailed(f"notify: {spec.command[0]}: exit code {done.returncode}: {said}")
+        return f"{spec.command[0]} was notified: {what.event}"
     import urllib.request
 
     address = os.environ.get(spec.url_from or "", "")
     if not address.startswith(("http://", "https://")):
-        what = "is not set" if not address else "is no web address"
-        raise NotTold(f"notify: ${spec.url_from} {what}", f"export {spec.url_from}=https://...")
+        problem = "is not set" if not address else "is no web address"
+        raise NotifyFailed(
+            f"notify: ${spec.url_from} {problem}", f"export {spec.url_from}=https://..."
+        )
     request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=SECONDS):
@@ -76,22 +79,22 @@ def tell(spec: NotifySpec, told: Message) -> str:
     except (OSError, ValueError) as error:  # its text may hold the address, which is a secret
         code = getattr(error, "code", None)
         said = f"HTTP {code}" if code else _why(error)
-        raise NotTold(f"notify: ${spec.url_from}: {said.replace(address, '...')}") from None
-    return f"${spec.url_from} was told: {told.event}"
+        raise NotifyFailed(f"notify: ${spec.url_from}: {said.replace(address, '...')}") from None
+    return f"${spec.url_from} was notified: {what.event}"
 
 
-def tell_of(spec: NotifySpec | None, status: RunStatus, note: Callable[[str], None]) -> None:
-    """Tell of a run, if somebody wants to hear of it; ``note`` is given how that went.
+def notify(spec: NotifySpec | None, status: RunStatus, note: Callable[[str], None]) -> None:
+    """Send what the entry asks for; ``note`` is given how that went.
 
-    Of a run that goes on it is told beside it; of one that has ended before this returns.
+    While a run goes on this returns at once; of one that has ended it waits for the answer.
     """
-    told = message(status)
-    if spec is None or told.event not in spec.on:
+    what = notification(status)
+    if spec is None or what.event not in spec.on:
         return
 
     def work() -> None:
         try:
-            note(tell(spec, told))
+            note(send(spec, what))
         except Exception as error:
             note(str(getattr(error, "message", error)))
 

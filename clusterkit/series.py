@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 MOST_POINTS = 1 << 20
 """That a series keeps; beyond them it keeps the lowest and highest of every few."""
+MOST_METRICS = 64
+"""Kinds of numbers that are kept of what a program reports, in the order in which they came."""
 _LARGEST_STEP = 1 << 62
 """Any program may report steps: this is what an array takes."""
 

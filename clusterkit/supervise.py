@@ -39,7 +39,7 @@ from clusterkit.errors import (
     listed,
 )
 from clusterkit.losses import LOST_SECONDS, Losses, names
-from clusterkit.notify import tell_of
+from clusterkit.notify import notify
 from clusterkit.plan import Step
 from clusterkit.runs import (
     LEFTOVERS,
@@ -53,6 +53,7 @@ from clusterkit.runs import (
 from clusterkit.shell import Secret
 from clusterkit.spec import JobSpec
 from clusterkit.status import AttemptStatus, Failure, NodeStatus, RunStatus, State
+from clusterkit.track import tracking
 from clusterkit.transport import Transport
 from clusterkit.verdict import diagnosis
 
@@ -116,7 +117,8 @@ class Supervisor:
         for signum in (signal.SIGHUP, signal.SIGINT):
             signal.signal(signum, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._terminated)
-        self._recorded(partial(self._attempts, adopt))
+        with tracking(self.job, self.folder, lambda: self.attempt, self._event):
+            self._recorded(partial(self._attempts, adopt))
 
     def _recorded(self, work: Callable[[], None]) -> None:
         """Do it; an error ends the run, and is how it ended."""
@@ -224,7 +226,7 @@ class Supervisor:
             finished_at=max((node.ended_at or 0.0 for node in self.nodes), default=0.0) or now,
         )  # fmt: skip
         self.attempts = (*self.attempts, ended)
-        tell_of(self.cluster.notify, self._status(State.RESTARTING, failure), self._event)
+        notify(self.cluster.notify, self._status(State.RESTARTING, failure), self._event)
 
     def _adopted(self) -> bool:
         """Whether the newest attempt known here has been started."""
@@ -378,7 +380,7 @@ class Supervisor:
         )
         self.folder.file(RESERVE).unlink(missing_ok=True)
         self.folder.write_json("state.json", status)
-        tell_of(self.cluster.notify, status, self._event)
+        notify(self.cluster.notify, status, self._event)
 
     def _status(self, state: State, failure: Failure | None) -> RunStatus:
         return RunStatus(

@@ -149,7 +149,7 @@ def _limits(kind: types.IntType | types.FloatType) -> str:
 
 _SECTIONS = {
     BatchSpec: "#batch", CheckpointSpec: "#checkpoint", Host: "#one-host", Claim: "#one-volume",
-    NotifySpec: "start.md#being-told-of-a-run",
+    NotifySpec: "start.md#notifications",
 }  # fmt: skip
 """Struct to the heading above its keys."""
 

@@ -96,7 +96,7 @@ backends.kubernetes.place backends.kubernetes.monitor
 backends.kubernetes.remove
 backends.slurm.remote_runs
 backends.*.backend
-verdict losses scaffold notify
+verdict losses scaffold notify track
 supervise
 run_state
 run live

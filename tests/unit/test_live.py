@@ -9,7 +9,7 @@ import pytest
 from clusterkit import live, logs, run_state
 from clusterkit.live import EVENTS, METRICS, RANKS, STATUS, LiveRun, LiveRuns, standstill
 from clusterkit.runs import Event
-from clusterkit.series import MOST_POINTS, Series
+from clusterkit.series import MOST_METRICS, MOST_POINTS, Series
 from clusterkit.status import Failure, RunStatus, State
 from clusterkit.usage import Usages
 from tests.recorded import Recorded
@@ -101,7 +101,7 @@ def test_numbers_of_a_program_that_knows_no_bounds_do_no_harm(run):
     run.says(0, "x" * 200_000, "after")
     seen = LiveRun(run.folder)
     seen.poll()
-    assert len(seen.reported.series) == live.MOST_METRICS
+    assert len(seen.reported.series) == MOST_METRICS
     assert seen.reported.value("loss") is None
     assert seen.ranks[0, 0].last.text == "after"
 

@@ -41,22 +41,22 @@ def writer(path: object, *more: str) -> NotifySpec:
 def test_what_is_told(state, event, text):
     failed = state in (State.FAILED, State.RESTARTING)
     failure = Failure(node=1, rank=3, exit_code=1, cause="ValueError: bad") if failed else None
-    told = notify.message(status(state, failure))
+    told = notify.notification(status(state, failure))
     assert (told.event, told.text) == (event, text)
 
 
 def test_a_command_gets_it_on_its_standard_input(tmp_path):
     said: list[str] = []
-    notify.tell_of(writer(tmp_path / "told"), status(State.SUCCEEDED), said.append)
+    notify.notify(writer(tmp_path / "told"), status(State.SUCCEEDED), said.append)
     told = json.loads((tmp_path / "told").read_text())
     assert (told["event"], told["status"]["state"]) == ("ended", "SUCCEEDED")
-    assert said == [f"{sys.executable} was told: ended"]
+    assert said == [f"{sys.executable} was notified: ended"]
 
 
 def test_what_nobody_wants_to_hear_is_not_told(tmp_path):
-    notify.tell_of(None, status(State.FAILED), pytest.fail)
+    notify.notify(None, status(State.FAILED), pytest.fail)
     spec = NotifySpec(command=("false",), on=("failed",))
-    notify.tell_of(spec, status(State.SUCCEEDED), pytest.fail)
+    notify.notify(spec, status(State.SUCCEEDED), pytest.fail)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_what_nobody_wants_to_hear_is_not_told(tmp_path):
 def test_one_that_fails_is_said_and_nothing_else_happens(monkeypatch, command, said):
     monkeypatch.setattr(notify, "SECONDS", 0.2 if "600" in command[-1] else 10.0)
     notes: list[str] = []
-    notify.tell_of(NotifySpec(command=command), status(State.FAILED), notes.append)
+    notify.notify(NotifySpec(command=command), status(State.FAILED), notes.append)
     assert notes == [said]
 
 
@@ -103,18 +103,20 @@ def test_an_address_gets_a_post_and_is_never_said(server, monkeypatch):
     address = f"http://127.0.0.1:{server.server_port}"
     spec = NotifySpec(url_from="HOOK")
     monkeypatch.setenv("HOOK", f"{address}/secret")
-    assert notify.tell(spec, notify.message(status(State.FAILED))) == "$HOOK was told: failed"
+    assert (
+        notify.send(spec, notify.notification(status(State.FAILED))) == "$HOOK was notified: failed"
+    )
     ((path, body),) = server.posted
     assert path == "/secret"
     assert json.loads(body)["text"] == "demo-1 FAILED"
     monkeypatch.setenv("HOOK", f"{address}/no")
     notes: list[str] = []
-    notify.tell_of(spec, status(State.FAILED), notes.append)
+    notify.notify(spec, status(State.FAILED), notes.append)
     assert notes == ["notify: $HOOK: HTTP 404"]
     for value, why in (("", "is not set"), ("file:///etc/passwd", "is no web address")):
         monkeypatch.setenv("HOOK", value)
-        with pytest.raises(notify.NotTold, match=rf"notify: \$HOOK {why}"):
-            notify.tell(spec, notify.message(status(State.FAILED)))
+        with pytest.raises(notify.NotifyFailed, match=rf"notify: \$HOOK {why}"):
+            notify.send(spec, notify.notification(status(State.FAILED)))
 
 
 def test_a_supervisor_tells_of_the_end_and_records_it(cwd, unstarted_run, tmp_path):
@@ -128,7 +130,7 @@ def test_a_supervisor_tells_of_the_end_and_records_it(cwd, unstarted_run, tmp_pa
     assert json.loads((tmp_path / "told").read_text())["status"]["exit_code"] == 7
     assert folder.read_json("state.json", RunStatus).state is State.FAILED
     texts = [event.text for event in folder.records("events.jsonl", Event)]
-    assert texts == [f"{sys.executable} was told: failed"]
+    assert texts == [f"{sys.executable} was notified: failed"]
 
 
 def test_it_can_be_tried_out(cwd, cli, refused, tmp_path):
@@ -138,7 +140,7 @@ def test_it_can_be_tried_out(cwd, cli, refused, tmp_path):
                "b": {"backend": "local", "notify": {"command": ["false"]}}}  # fmt: skip
     (cwd / "clusters.yaml").write_text(json.dumps(entries))
     done = cli("notify", "--cluster", "a")
-    assert (done.code, done.err) == (0, f"{sys.executable} was told: test\n")
+    assert (done.code, done.err) == (0, f"{sys.executable} was notified: test\n")
     assert json.loads((tmp_path / "told").read_text())["event"] == "test"
     done = cli("notify", "--cluster", "b")
     assert (done.code, done.err) == (1, "error: notify: false: exit code 1: \n")
@@ -150,7 +152,7 @@ def test_it_can_be_tried_out(cwd, cli, refused, tmp_path):
         ("{}", "one of `command` and `url_from`"),
         ("{command: [a], url_from: B}", "one of `command` and `url_from`"),
         ("{url_from: https://x}", "url_from"),
-        ("{command: [a], on: [sometimes]}", "on"),
+        ("{command: [a], on: [sometimes]}", "allowed: ended, failed, restarted"),
     ],
 )
 def test_an_entry_that_names_nobody_is_refused_at_its_place(cwd, refused, write_job, entry, said):

@@ -1,0 +1,194 @@
+"""A run's metrics in TensorBoard: read back by TensorBoard itself, and never in the run's way."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import threading
+from pathlib import Path
+
+import pytest
+
+from clusterkit import supervise, track
+from clusterkit.runs import Event, RunFolder
+from clusterkit.series import MOST_METRICS
+from clusterkit.spec import JobSpec
+from clusterkit.status import State
+
+JOB = JobSpec(name="demo", program="train.py", track=("tensorboard",))
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch):
+    monkeypatch.setattr(track, "END_SECONDS", 200.0)  # the first test imports the library
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return RunFolder(tmp_path)
+
+
+def report(folder, attempt, *events, rank=0, node=0, second=0, end="\n"):
+    """Append metrics lines to a node's log, one a second."""
+    log = folder.node_dir(attempt, node) / "log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    lines = [
+        f"2026-11-21T20:{attempt:02}:{second + at:02}.500000Z {rank} @clusterkit "
+        + json.dumps({"event": "metrics", **event})
+        for at, event in enumerate(events)
+    ]
+    with log.open("a") as file:
+        file.write("\n".join(lines) + end)
+
+
+def tracked(folder, attempt=1, notes=None):
+    """Track what is in the folder by now."""
+    with track.tracking(JOB, folder, lambda: attempt, pytest.fail if notes is None else notes):
+        pass
+
+
+def scalars(folder):
+    """Steps and values by tag, as TensorBoard's server reads them and as notebooks do."""
+    from tensorboard.backend.event_processing import event_accumulator, plugin_event_accumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    path, everything = str(folder.path / "tensorboard"), {"scalars": 0, "tensors": 0}
+    server = plugin_event_accumulator.EventAccumulator(path, everything).Reload()
+    notebook = event_accumulator.EventAccumulator(path, everything).Reload()
+    found = {
+        tag: [(at.step, make_ndarray(at.tensor_proto).item()) for at in server.Tensors(tag)]
+        for tag in server.Tags()["tensors"]
+    }
+    assert {tag: [step for step, _ in found[tag]] for tag in found} == {
+        tag: [at.step for at in notebook.Scalars(tag)] for tag in notebook.Tags()["scalars"]
+    }
+    return found
+
+
+def test_tensorboard_reads_what_rank_0_reports_and_the_later_values_of_a_step(folder):
+    report(folder, 1, *({"step": step, "loss": step / 2, "note": "x"} for step in range(1, 6)))
+    report(folder, 1, {"step": 4, "eval_loss": 9.0}, second=5)  # of a step that is past
+    report(folder, 1, {"step": 1, "loss": 77.0}, rank=1)
+    report(folder, 1, {"step": 1, "loss": 78.0}, node=1, rank=2)
+    tracked(folder)
+    assert scalars(folder) == {
+        "loss": [(1, 0.5), (2, 1.0), (3, 1.5), (4, 2.0), (5, 2.5)], "eval_loss": [(4, 9.0)]
+    }  # fmt: skip
+    report(folder, 2, {"step": 4, "loss": 40.0}, {"step": 5, "loss": 50.0}, {"step": 6, "loss": 60})
+    tracked(folder, attempt=2)
+    assert scalars(folder) == {
+        "loss": [(1, 0.5), (2, 1.0), (3, 1.5), (4, 40.0), (5, 50.0), (6, 60.0)], "eval_loss": []
+    }  # fmt: skip
+
+
+def test_a_supervisor_that_takes_over_writes_the_file_anew_and_leaves_others(folder):
+    report(folder, 1, {"step": 1, "loss": 1.0})
+    tracked(folder)
+    other = folder.path / "tensorboard" / "events.out.tfevents.1.program"
+    other.write_bytes(b"")
+    report(folder, 1, {"step": 2, "loss": 2.0}, second=1)
+    tracked(folder)
+    assert len(list(other.parent.iterdir())) == 2
+    other.unlink()
+    assert scalars(folder) == {"loss": [(1, 1.0), (2, 2.0)]}
+
+
+def test_any_program_may_report_anything(folder):
+    report(
+        folder, 1,
+        {"loss": 1.0}, {"step": True, "loss": 1.0}, {"step": math.nan}, {"step": 1 << 70},
+        {"step": 1},
+        {"step": 2, "loss": math.nan, "big": 10**400, "flag": True, "text": "x", "list": [1]},
+        {"step": 3} | {f"m{number}": number for number in range(100)},
+    )  # fmt: skip
+    tracked(folder)
+    found = scalars(folder)
+    assert len(found) == MOST_METRICS
+    assert math.isnan(found["loss"][0][1])
+    assert not {"big", "flag", "text", "list"} & found.keys()
+
+
+def test_lines_come_once_when_they_are_whole_and_by_their_times(folder):
+    def steps(newest=1):
+        return [line.event["step"] for line in lines.read(newest)]
+
+    lines = track.Rank0(folder)
+    assert steps() == []
+    report(folder, 1, {"step": 1}, {"step": 2}, end="")
+    assert steps() == [1]
+    report(folder, 1, end="\n")
+    # Under torchrun rank 0 may come to be on another node.
+    report(folder, 1, {"step": 4}, second=4)
+    report(folder, 1, {"step": 3}, node=1, second=3)
+    report(folder, 2, {"step": 5})
+    assert steps() == [2, 3, 4]
+    report(folder, 3, {"step": 6})
+    assert steps(newest=3) == [5, 6]
+
+
+def test_what_cannot_be_written_is_one_event_and_the_run_goes_on(folder, monkeypatch):
+    notes: list[str] = []
+    (folder.path / "tensorboard").write_text("")
+    tracked(folder, notes=notes.append)
+    assert notes == ["track: tensorboard: File exists; no more of this run is written to it"]
+
+    def full(self):
+        raise OSError(28, "No space left on device")
+
+    (folder.path / "tensorboard").unlink()
+    monkeypatch.setattr(track.TensorBoard, "flush", full)
+    tracked(folder, notes=notes.append)
+    assert notes[1:] == [
+        "track: tensorboard: No space left on device; no more of this run is written to it"
+    ]
+
+
+def test_an_end_is_not_waited_for_without_limit(folder, monkeypatch):
+    go_on = threading.Event()
+
+    class Slow(track.TensorBoard):
+        def flush(self):
+            go_on.wait()
+
+    monkeypatch.setitem(track.TRACKERS, "tensorboard", Slow)
+    monkeypatch.setattr(track, "END_SECONDS", 0.01)
+    before = set(threading.enumerate())
+    notes: list[str] = []
+    tracked(folder, notes=notes.append)
+    assert notes == ["track: tensorboard: the last metrics took longer than 0.01 s"]
+    go_on.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+
+
+def test_a_supervisor_writes_it_to_the_end(cwd, unstarted_run, monkeypatch):
+    run = unstarted_run("track: [tensorboard]\n")
+    supervisor = supervise.Supervisor(RunFolder(run.path))
+    monkeypatch.setattr(supervise.signal, "signal", lambda *_: None)
+
+    def attempts(adopt):
+        report(supervisor.folder, 1, {"step": 1, "loss": 1.0})
+        supervisor._finish(State.SUCCEEDED)
+
+    monkeypatch.setattr(supervisor, "_attempts", attempts)
+    supervisor.main()
+    assert scalars(supervisor.folder) == {"loss": [(1, 1.0)]}
+    assert supervisor.folder.records("events.jsonl", Event) == []
+
+
+def test_a_job_is_refused_where_the_library_is_missing(cwd, refused, write_job, monkeypatch):
+    (cwd / "tensorboard").mkdir()  # event files of other programs
+    namespace = importlib.util.spec_from_loader("tensorboard", None)
+    for found in (None, namespace):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda _, found=found: found)
+        error = refused("submit", write_job("track: [tensorboard]\n"))
+        assert "track: tensorboard is not installed on this machine" in error
+        assert "pip install 'clusterkit[track]'" in error
+    assert not list(Path(cwd).rglob("state.json"))
+
+
+def test_a_tracker_that_is_not_known_is_refused_with_the_choices(refused, write_job):
+    error = refused("plan", write_job("track: [wandb]\n"))
+    assert "track[0]: 'wandb'" in error
+    assert "allowed: tensorboard" in error
