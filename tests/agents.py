@@ -21,8 +21,12 @@ RUN = (
     "limits.PEER_AGAIN_SECONDS = 0.05; limits.PEER_SECONDS = 0.2; "
     "sys.exit(__main__.main(sys.argv[1:]))"
 )
-# Each start of a rank says who it is, and takes its exit code from its node's pipe.
-RANK = 'echo "$NODE_RANK $$" >"$DIR/up"; read code <"$DIR/code-$NODE_RANK"; exit "$code"'
+# Each start of a rank says who it is, and takes its exit code from its node's pipe; one that was
+# ended while it read has left the end of a line there.
+RANK = (
+    'echo "$NODE_RANK $$" >"$DIR/up"; '
+    'until [ "$code" ]; do read code <"$DIR/code-$NODE_RANK"; done; exit "$code"'
+)
 
 
 class Nodes:
@@ -104,6 +108,12 @@ class Nodes:
     def end(self, node, code):
         """Have the rank that runs there, or is about to, exit with this code."""
         self.codes[node].write(b"%d\n" % code)
+
+    def end_all(self):
+        """Have all ranks exit with 0, however often they are started from now on: after node 0 was
+        lost, ranks that were started around another one start once more."""
+        for pipe in self.codes.values():
+            pipe.write(b"0\n" * 9)
 
     def exit_of(self, node, attempt=1):
         return json.loads((Path(self.path(node, attempt)) / "exit.json").read_bytes())

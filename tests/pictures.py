@@ -2,7 +2,8 @@
 
 docs/top.svg is `clusterkit top` on a run of two nodes: a rank stops, the agents find who waits for
 whom and start all again, a node is killed and comes back, and the run ends well. The picture is
-taken while it hangs. docs/failure.svg is what `clusterkit submit` says where a rank raises.
+taken while it hangs, and so is docs/web.png, `clusterkit web` in a browser: left as it is where
+there is no browser. docs/failure.svg is what `clusterkit submit` says where a rank raises.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -28,8 +31,10 @@ from clusterkit.live import LiveRun
 from clusterkit.status import RunStatus, State
 from clusterkit.ui.top.app import Top
 from clusterkit.ui.top.board import RunBoard
+from tests import browser
 
 SIZE = (110, 34)
+PIXELS = (1000, 640)
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PROGRAM = """
 import json, os, time
@@ -82,8 +87,11 @@ def main() -> None:
         )
         run = api.submit(job, run_id="gpt-1123-demo")
         try:
-            svg = asyncio.run(_hanging(run))
-            (DOCS / "top.svg").write_text(svg)
+            with _page(run, Path(base) / "profile") as page:
+                (DOCS / "top.svg").write_text(asyncio.run(_hanging(run)))
+                if page:
+                    page.until("document.querySelector('#summary [role=alert]') !== null")
+                    page.picture(DOCS / "web.png")
             run.wait(120, until=lambda status: status.attempt == 2 and _steps(run) > 70)
             started = run.path / "attempts" / "2" / "node-1" / "started.json"
             os.kill(msgspec.json.decode(started.read_bytes())["pid"], signal.SIGKILL)
@@ -106,6 +114,23 @@ async def _hanging(run: api.Run) -> str:
         await pilot.pause()
         svg = app.export_screenshot(title=f"clusterkit top {run.id}")
     return _own_fonts(svg)
+
+
+@contextlib.contextmanager
+def _page(run: api.Run, profile: Path) -> Iterator[browser.Page | None]:
+    """The run's page in a browser, if there is one."""
+    if browser.found() is None:
+        print("docs/web.png: skipped, there is no browser (apt-get install chromium)")
+        yield None
+        return
+    with api.web([run]) as server, browser.browser(profile) as page:
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        try:
+            page.size(*PIXELS)
+            page.open(server.url)
+            yield page
+        finally:
+            server.shutdown()
 
 
 def _own_fonts(svg: str) -> str:

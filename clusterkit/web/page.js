@@ -111,8 +111,10 @@ async function tick(run) {
   await loadCurves(true);
 }
 
+// At once, not with the event of a changed address: the next key is of the run that this one chose.
 function choose(run, tab = state.tab) {
-  location.hash = `${run}/${tab}`;
+  history.pushState(null, "", `#${run}/${tab}`);
+  fromHash();
 }
 
 function step(by) {
@@ -136,7 +138,7 @@ const fromHash = guarded(async () => {
     listen();
   }
   await loadRun();
-  await showPanel();
+  if (state.about) await showPanel();  // otherwise another run has been chosen meanwhile
 });
 
 // ---- one run
@@ -355,7 +357,7 @@ const unzoom = guarded(async () => { state.zoom = null; await loadCurves(true); 
 const toTab = (name) => { if (state.run) choose(state.run, name); };
 const DO = {
   j: () => step(1), k: () => step(-1), x: guarded(() => tick(state.run)), t: () => setTheme(theme() === "dark" ? "light" : "dark"),
-  "/": () => { toTab("log"); $("log").hidden = false; $("search").focus(); }, r: () => $("filter").focus(),
+  "/": () => { toTab("log"); $("search").focus(); }, r: () => $("filter").focus(),
   f: () => $("follow").click(), l: () => $("logscale").click(), z: unzoom, "?": keys,
 };
 document.addEventListener("keydown", (event) => {

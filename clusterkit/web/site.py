@@ -131,7 +131,11 @@ class Site:
                     "text": stands.text,
                     "missing": sorted(stands.missing), "waiting": sorted(stands.waiting),
                 },
-                "notes": [text for text in (status.remark, *remark_lines(status)) if text],
+                "notes": [
+                    text
+                    for text in (status.remark, *remark_lines(status))
+                    if text and not (stands and stands.text in text)  # told already
+                ],
                 "documents": {
                     name: live.folder.maybe_json(f"{name}.json", dict)
                     for name in ("job", "cluster")

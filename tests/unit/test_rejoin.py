@@ -68,8 +68,7 @@ def test_the_same_node_is_lost_twice_and_two_at_once(nodes):
         for node in lost:
             nodes.start(node, 3)
         nodes.running(0, 1, 2)
-    for node in range(3):
-        nodes.end(node, 0)
+    nodes.end_all()
     assert [nodes.agents[node].wait(60) for node in range(3)] == [0, 0, 0]
 
 

@@ -272,8 +272,9 @@ def test_a_run_is_told_with_its_ranks(server, run):
 def test_who_waits_for_whom_is_told(server, run):
     hang = "rank 1 has not come to all_reduce #7, which rank 0 waits in; rank 1 is at a.py:3 in f()"
     RunFolder(run.path).write_json("state.json", status(run, hang=hang))
-    stands = ask(server, f"/api/runs/{run.id}").json["standstill"]
-    assert stands == {"text": hang, "missing": [1], "waiting": [0]}
+    told = ask(server, f"/api/runs/{run.id}").json
+    assert told["standstill"] == {"text": hang, "missing": [1], "waiting": [0]}
+    assert told["notes"] == []
 
 
 def test_curves_are_given_between_two_steps(server, run):
