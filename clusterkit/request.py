@@ -80,7 +80,7 @@ def read(
         spec = msgspec.structs.replace(
             spec,
             args=(*spec.args, *more_args),
-            nodes=spec.nodes if nodes is None else nodes,
+            nodes=spec.nodes if nodes is None else _as_number(nodes),
             gpus_per_node=spec.gpus_per_node if gpus is None else gpus,
         )
         check_job(spec)
@@ -92,6 +92,12 @@ def read(
         remark = command.check_source(taken, _source(spec))
     remarks = tuple(said for said in (taken.note, remark) if said is not None)
     return Request(spec, document, flags, remarks)
+
+
+def _as_number(nodes: int | str) -> int | str:
+    """``--nodes 2`` as `nodes: 2`, so that one plan comes of both."""
+    text = str(nodes)
+    return int(text) if text.isascii() and text.isdecimal() else nodes
 
 
 def _source(job: JobSpec) -> str:

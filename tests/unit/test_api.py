@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from clusterkit import agent, api, backends, supervise
+from clusterkit import agent, api, backends, request, supervise
 from clusterkit.cluster import Project
 from clusterkit.errors import BadInput, RunFolderError, RunNotFound, SubmitFailed
 from clusterkit.runs import Event, RunFolder
@@ -407,3 +407,9 @@ def test_a_log_that_is_not_read_to_its_end_lets_the_hosts_go(unwatched):
     assert next(lines)[0].text == "hello"
     lines.close()
     assert [transport.closed for transport in transports] == [True]
+
+
+def test_a_number_of_nodes_is_a_number_as_text_too(write_job):
+    path = write_job("launcher: torchrun\n")
+    assert request.read(path, nodes="2").job == request.read(path, nodes=2).job
+    assert request.read(path, nodes="1:2").job.nodes == "1:2"
