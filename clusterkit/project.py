@@ -261,12 +261,9 @@ def _check_program(found: Snapshot, workdir: Path, program: str, *, in_git: bool
 def own_package() -> Snapshot:
     """clusterkit itself, for hosts whose Python does not have it."""
     package = Path(str(resources.files(clusterkit)))
-    names = [
-        f"{package.name}/{name}"
-        for name in _all_files(package, Path("jobs"))  # which a wheel has there
-        if name.endswith((".py", ".json"))
-    ]
-    return Snapshot(package.parent, _entries(package.parent, names), "clusterkit's own package")
+    names = _all_files(package, Path("jobs"))  # which a wheel has there
+    ours = [f"{package.name}/{name}" for name in names if name.endswith((".py", ".json"))]
+    return Snapshot(package.parent, _entries(package.parent, ours), "clusterkit's own package")
 
 
 def _git(folder: Path, *arguments: str) -> bytes | None:
