@@ -37,6 +37,7 @@ from clusterkit.cluster import (
     Host,
     HostFacts,
     KubernetesFacts,
+    SlurmFacts,
 )
 from clusterkit.runs import RunFolder, Submission, new_run_id
 from clusterkit.spec import JobSpec
@@ -123,6 +124,8 @@ def made_up(backend: str, nodes: int) -> tuple[ClusterSpec, Facts]:
         ) if backend == "compose" else None,
         kubernetes=KubernetesFacts(version="v1.34.4", context="bench", namespace="default")
         if backend == "kubernetes" else None,
+        slurm=SlurmFacts(version="22.05.8", partition="gpu", nodes=nodes)
+        if backend == "slurm" else None,
     )  # fmt: skip
     fields = {"hosts": tuple(Host(name=name) for name in names)} if backend == "ssh" else {}
     return CLUSTER_TYPES[backend](**fields), facts
@@ -160,6 +163,8 @@ def supervised(address: str, folder: RunFolder) -> Iterator[int]:
     """The run's supervisor, as `supervise.spawn` starts it; its process id."""
     lock = folder.hold()
     assert lock is not None
+    _with_fakes(address)
+    supervise.Supervisor(folder).start()  # as submit does; the process takes it up
     read, write = os.pipe()
     files = (lock.fileno(), write)
     words = ("tests.bench.scale", "--supervisor", address, str(folder.path), *map(str, files))
