@@ -25,7 +25,6 @@ from clusterkit.cli.common import (
 )
 from clusterkit.estimate import Estimate, published
 from clusterkit.estimate.advice import Row
-from clusterkit.estimate.presets import PRESETS
 from clusterkit.estimate.units import gib
 
 _COLUMNS = 100
@@ -114,7 +113,7 @@ def _instead_of_a_job(word: str) -> str | None:
         return None
     if _COUNT.match(word):
         return "parameters"
-    return "model" if published.config(word) or word in PRESETS else None
+    return "model" if published.config(word) or word in published.PRESETS else None
 
 
 def _text(found: Estimate) -> Iterator[str]:
