@@ -8,7 +8,6 @@ the environment in which the run is submitted, as its library does: nothing of t
 from __future__ import annotations
 
 import contextlib
-import heapq
 import importlib.util
 import netrc
 import os
@@ -19,13 +18,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
-from operator import attrgetter
-from pathlib import Path
 from typing import Any, ClassVar
 
 from clusterkit.errors import BadInput
-from clusterkit.logs import GrowingFile, LogLine, parse_lines
-from clusterkit.runs import RunFolder, home
+from clusterkit.logs import LogLine
+from clusterkit.runs import Rank0, RunFolder, home
 from clusterkit.series import MOST_METRICS
 from clusterkit.spec import JobSpec
 
@@ -33,9 +30,6 @@ SECONDS = 1.0
 """Between two looks at the logs."""
 END_SECONDS = 30.0
 """How long what a run wrote last may take to write, after its end."""
-_CHUNK = 1 << 18
-_RANK_0 = b"Z 0 @clusterkit "
-_AT = len("2026-11-21T20:11:58.123456")
 _MOST_STEPS = 1 << 62
 
 
@@ -332,32 +326,3 @@ def _float(value: object) -> float | None:
         with contextlib.suppress(OverflowError):  # an int may have any number of digits
             return float(value)
     return None
-
-
-class Rank0:
-    """The marked lines of rank 0, of one attempt after the other, in bounded memory."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-        self._attempt = 1
-        self._logs: dict[Path, GrowingFile] = {}
-
-    def read(self, newest: int) -> Iterator[LogLine]:
-        """What was not given before, up to the newest attempt."""
-        while True:
-            yield from self._read()
-            if self._attempt >= newest:
-                return
-            self._attempt, self._logs = self._attempt + 1, {}
-
-    def _read(self) -> Iterator[LogLine]:
-        # Under torchrun rank 0 may be on any node, and on another one after a restart.
-        for path in self._folder.node_dir(self._attempt, 0).parent.glob("node-*/log"):
-            self._logs.setdefault(path, GrowingFile(path))
-        return heapq.merge(*map(self._lines, self._logs.values()), key=attrgetter("time"))
-
-    def _lines(self, log: GrowingFile) -> Iterator[LogLine]:
-        while data := log.read(_CHUNK):
-            if _RANK_0 in data:
-                lines = [line for line in data.split(b"\n") if line.startswith(_RANK_0, _AT)]
-                yield from parse_lines(b"\n".join(lines), 0, self._attempt) if lines else ()
