@@ -13,7 +13,7 @@ import pytest
 from clusterkit.estimate import models
 from clusterkit.estimate.memory import layer_activations
 from clusterkit.estimate.mesh import Mesh
-from clusterkit.estimate.presets import PRESETS
+from clusterkit.estimate.published import PRESETS
 from clusterkit.estimate.setup import Setup
 from tests.live import estimate as check
 

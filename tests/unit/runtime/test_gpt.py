@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import train
 from parameters import count_parameters
 from world import run
 
-from clusterkit.estimate import presets
+from clusterkit.estimate import published
 from clusterkit.marks import parse_mark
 from tests.unit.runtime.conftest import GPT, Result, environment, launching, zero_arguments
 
@@ -392,8 +392,12 @@ def test_a_file_is_short_and_needs_nothing_of_clusterkit(path: Path) -> None:
 
 
 def test_what_estimate_knows_of_the_presets_is_what_they_are() -> None:
-    known = {name: asdict(shape) for name, shape in presets.PRESETS.items()}
-    assert known == {name: asdict(shape) for name, shape in models.PRESETS.items()}
+    for name, shape in models.PRESETS.items():
+        assert published.PRESETS[name] == {
+            "model_type": "gpt2", "n_layer": shape.layers, "n_head": shape.heads,
+            "n_embd": shape.width, "n_positions": shape.context, "vocab_size": shape.vocabulary,
+        }  # fmt: skip
+    assert published.PRESETS.keys() == models.PRESETS.keys()
 
 
 def test_a_hugging_face_model_trains_on_bytes(launch, zero, llama: Path) -> None:
