@@ -15,6 +15,7 @@ from clusterkit.backends.base import Observation
 from clusterkit.cluster import Facts
 from clusterkit.errors import ClusterkitError, RunFolderError
 from clusterkit.files import write_atomic
+from clusterkit.mirror import BACK_SECONDS
 from clusterkit.plan import Plan
 from clusterkit.runs import RunFolder, StepRecord
 from clusterkit.shell import Secret
@@ -117,6 +118,7 @@ class Returns:
         self._pause = plan.stop_grace + RETURN_SECONDS  # its own ranks have ended by then
         self._since: dict[int, float] = {}
         self._tries: dict[int, int] = {}
+        self.known_at = 0.0  # when it is known how those stand that were started last
 
     def begin(self) -> dict[str, Secret]:
         """By what the nodes of an attempt that is started now know each other, and those that
@@ -162,6 +164,7 @@ class Returns:
         ]  # fmt: skip
         for node in due:
             self._tries[node] = self._tries.get(node, 0) + 1
+            self.known_at = now + 2 * BACK_SECONDS
             del self._since[node]
         return due
 

@@ -284,7 +284,7 @@ class Supervisor:
             going_on = {State.RUNNING, State.RESTARTING, *(() if ended else (State.PENDING,))}
             gone = {State.FAILED, State.CANCELLED}
             (going_on if seen.queued else gone).add(State.UNKNOWN)
-            if not going_on & set(states):
+            if not going_on & set(states) and now >= self.returns.known_at:
                 return self._ended(seen, needed)
             if self._to_be_ended():
                 give_up = now
