@@ -7,19 +7,17 @@ the program nor its nodes need the tracker's library.
 from __future__ import annotations
 
 import contextlib
-import heapq
 import importlib.util
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from clusterkit.errors import BadInput
-from clusterkit.logs import GrowingFile, LogLine, parse_lines
-from clusterkit.runs import RunFolder
+from clusterkit.logs import LogLine
+from clusterkit.runs import Rank0, RunFolder
 from clusterkit.series import MOST_METRICS
 from clusterkit.spec import JobSpec
 
@@ -27,9 +25,6 @@ SECONDS = 1.0
 """Between two looks at the logs."""
 END_SECONDS = 10.0
 """How long what a run wrote last may take to write, after its end."""
-_CHUNK = 1 << 18
-_RANK_0 = b"Z 0 @clusterkit "
-_AT = len("2026-11-21T20:11:58.123456")
 _MOST_STEPS = 1 << 62
 
 
@@ -173,32 +168,3 @@ def _metrics(line: LogLine) -> tuple[int, dict[str, float]] | None:
                 values[name] = float(value)
     step = values.pop("step", None)
     return (int(step), values) if step is not None and abs(step) < _MOST_STEPS else None
-
-
-class Rank0:
-    """The marked lines of rank 0, of one attempt after the other, in bounded memory."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-        self._attempt = 1
-        self._logs: dict[Path, GrowingFile] = {}
-
-    def read(self, newest: int) -> Iterator[LogLine]:
-        """What was not given before, up to the newest attempt."""
-        while True:
-            yield from self._read()
-            if self._attempt >= newest:
-                return
-            self._attempt, self._logs = self._attempt + 1, {}
-
-    def _read(self) -> Iterator[LogLine]:
-        # Under torchrun rank 0 may be on any node, and on another one after a restart.
-        for path in self._folder.node_dir(self._attempt, 0).parent.glob("node-*/log"):
-            self._logs.setdefault(path, GrowingFile(path))
-        return heapq.merge(*map(self._lines, self._logs.values()), key=attrgetter("time"))
-
-    def _lines(self, log: GrowingFile) -> Iterator[LogLine]:
-        while data := log.read(_CHUNK):
-            if _RANK_0 in data:
-                lines = [line for line in data.split(b"\n") if line.startswith(_RANK_0, _AT)]
-                yield from parse_lines(b"\n".join(lines), 0, self._attempt) if lines else ()

@@ -7,7 +7,9 @@ are asked for with ``isinstance``. Nothing outside of `clusterkit.backends` asks
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -253,7 +255,7 @@ class Backend(ABC):
 
     def watch(self, handle: RunHandle, transport: Transport) -> Monitor:
         """Follow an attempt: for its supervisor, who asks many times a second."""
-        return _Polling(self, handle, transport)
+        return _Polling(partial(self.status, handle, transport))
 
     @abstractmethod
     def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
@@ -267,15 +269,11 @@ class Backend(ABC):
         """
 
 
+@dataclass(frozen=True)
 class _Polling:
     """Asks the backend each time: for those to which that is cheap."""
 
-    def __init__(self, backend: Backend, handle: RunHandle, transport: Transport) -> None:
-        self._about = (backend, handle, transport)
-
-    def status(self) -> Observation | None:
-        backend, handle, transport = self._about
-        return backend.status(handle, transport)
+    status: Callable[[], Observation | None]
 
     def close(self) -> None:
         pass

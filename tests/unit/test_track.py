@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterkit import supervise, track
+from clusterkit import runs, supervise, track
 from clusterkit.runs import Event, RunFolder
 from clusterkit.series import MOST_METRICS
 from clusterkit.spec import JobSpec
@@ -113,7 +113,7 @@ def test_lines_come_once_when_they_are_whole_and_by_their_times(folder):
     def steps(newest=1):
         return [line.event["step"] for line in lines.read(newest)]
 
-    lines = track.Rank0(folder)
+    lines = runs.Rank0(folder)
     assert steps() == []
     report(folder, 1, {"step": 1}, {"step": 2}, end="")
     assert steps() == [1]
