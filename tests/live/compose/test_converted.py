@@ -55,8 +55,9 @@ def test_a_compose_file(
     file.write_text(FILE.replace("IMAGE", image))
     compose = ("compose", "-f", str(file))
     try:
-        engine.run(*compose, "up", "--no-color", timeout=300)
-        said = engine.run(*compose, "logs", "--no-log-prefix", "--no-color").stdout
+        up = engine.run(*compose, "up", "--no-color", "--no-log-prefix", timeout=300)
     finally:
         engine.run(*compose, "down", "--timeout", "1")
-    same(told(said.splitlines()), converted(file)[1], 4)
+    original = told(up.stdout.splitlines())
+    assert original, up.stdout + up.stderr
+    same(original, converted(file)[1], 4)
