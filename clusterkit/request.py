@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from clusterkit import command, loader
+from clusterkit.errors import BadInput
 from clusterkit.files import read_file
 from clusterkit.spec import Job, JobSpec, check_job
 from clusterkit.yaml_file import Document
@@ -55,12 +56,15 @@ def read(
         BadInput: anything wrong with it.
     """
     document: Document | None = None
-    bases: Sequence[Path] = [loader.current_folder()]
     if isinstance(job, (str, os.PathLike)):
-        loaded = loader.read_job(Path(job), settings)
-        spec, document, bases = loaded.job, loaded.document, loaded.bases
+        spec, document = loader.read_job(Path(job), settings)
         keys = list(document.data)
     else:
+        if isinstance(job, Mapping):  # its keys would be taken for the words of a command
+            raise BadInput(
+                "a job is a path, a JobSpec or a command's words, not a mapping",
+                "msgspec.convert(job, clusterkit.spec.JobSpec)",
+            )
         spec = job if isinstance(job, JobSpec) else loader.job_from_command(list(job))
         if settings:
             changes = Document("--set", msgspec.to_builtins(spec), {})
@@ -88,7 +92,7 @@ def read(
         spec = taken.job
         check_job(spec)
         if spec.workdir is None or document is not None:
-            spec = loader.locate_program(spec, bases)
+            spec = loader.locate_program(spec, document)
         remark = command.check_source(taken, _source(spec))
     remarks = tuple(said for said in (taken.note, remark) if said is not None)
     return Request(spec, document, flags, remarks)

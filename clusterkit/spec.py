@@ -144,7 +144,8 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     """What a run with `restarts` does that loses a node, not for a rank that failed: wait, for 10
     minutes at most, until the node answers, and start again, which costs none of them; or end.
     `shrink`, with `nodes: MIN:MAX`: after some seconds the others start again without it, if they
-    are at least MIN and node 0 is among them; that needs no `restarts`."""
+    are at least MIN and node 0 is among them; a node that is back joins them after a checkpoint.
+    That needs no `restarts` and costs none."""
     spares: Annotated[int, Meta(ge=0, le=MOST_NODES)] = 0
     """How many hosts more than `nodes` start and wait. When a node is lost and does not answer for
     some seconds, one of them takes its rank, and all ranks start again; that needs no `restarts`
@@ -162,7 +163,7 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
             extra_json_schema={
                 "minimum": 0,
                 "exclusiveMaximum": LONGEST,
-                "pattern": rf"^\s*((?=.*[1-9])({_SECONDS}|{_DURATION})|0)\s*$",
+                "pattern": rf"^\s*({_SECONDS}|{_DURATION})\s*$",
             }
         ),
     ] = None
@@ -179,9 +180,10 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     or a log."""
     workdir: Text | None = None
     """Folder the ranks start in; by default where the program was found."""
-    track: tuple[Literal["tensorboard"], ...] = ()
+    track: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
     """Trackers that get what rank 0 reports, written where the run is submitted: the program and
-    its nodes need none of it. `tensorboard`: `tensorboard/` in the run's folder."""
+    its nodes need none of it. `tensorboard`: `tensorboard/` in the run's folder. `wandb`, `mlflow`,
+    `trackio`: as their variables and logins say there, and without them on that machine alone."""
 
     @property
     def node_range(self) -> tuple[int, int]:
@@ -211,10 +213,9 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     @property
     def hang_seconds(self) -> float | None:
         """``hang_timeout`` in seconds; 0: never."""
-        timeout = self.hang_timeout
-        if timeout is None or _never(timeout):
-            return None if timeout is None else 0.0
-        return parse_duration(timeout, "hang_timeout")
+        if self.hang_timeout is None:
+            return None
+        return parse_duration(self.hang_timeout, "hang_timeout", zero=True)
 
 
 def launcher_of(job: JobSpec) -> tuple[Launcher, str]:
@@ -255,15 +256,11 @@ def parse_nodes(nodes: int | str) -> tuple[int, int]:
     return low, high
 
 
-def _never(timeout: float | str) -> bool:
-    return str(timeout).strip() in ("0", "0.0")
-
-
-def parse_duration(duration: float | str, of: str = "time_limit") -> float:
+def parse_duration(duration: float | str, of: str = "time_limit", *, zero: bool = False) -> float:
     """``90``, ``"90s"``, ``"1.5h"`` and ``"1d2h"`` in seconds.
 
     Raises:
-        BadInput: not of that form, or not above 0.
+        BadInput: not of that form, or not above 0, but for ``zero``.
     """
     text = str(duration).strip()
     units = {"d": 86400, "h": 3600, "m": 60, "s": 1}
@@ -276,7 +273,7 @@ def parse_duration(duration: float | str, of: str = "time_limit") -> float:
         raise BadInput(
             f"{of}: {text[:40]!r} is not a length of time", hint="such as 3600, 90m, 2h, 1d12h"
         )
-    if not 0 < seconds < LONGEST:
+    if not (0 < seconds < LONGEST or (zero and seconds == 0)):
         raise BadInput(f"{of}: {text[:40]}: it has to be above 0, and finite")
     return seconds
 
@@ -309,9 +306,9 @@ def check_job(job: JobSpec) -> None:
         few = "needs at least 1 rank" if job.gpus_per_node < 1 else f"has {MOST_RANKS} at most"
         raise BadInput(f"gpus_per_node: {job.gpus_per_node}: a node {few}", job="gpus_per_node")
     for key, length in (("time_limit", job.time_limit), ("hang_timeout", job.hang_timeout)):
-        if length is not None and (key == "time_limit" or not _never(length)):
+        if length is not None:
             with about("job", key):
-                parse_duration(length, key)
+                parse_duration(length, key, zero=key == "hang_timeout")
     if job.shrinks and (not job.elastic or job.started_by != "forkserver"):
         other = f"launcher {job.started_by}" if job.elastic else f"nodes: {job.nodes}"
         raise BadInput(

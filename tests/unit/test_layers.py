@@ -32,7 +32,7 @@ agent.node
 agent.__main__ agent
 errors
 files status marks series usage host_probe receiver
-shell transport logs yaml_text estimate.mesh estimate.presets
+shell transport logs yaml_text estimate.mesh
 mirror tracebacks yaml_file
 spec diagnose
 launcher_options
