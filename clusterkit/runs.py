@@ -39,7 +39,7 @@ from clusterkit.errors import BadInput, RunFolderError, RunNotFound, listed
 from clusterkit.files import locked, write_atomic
 from clusterkit.logs import GrowingFile, LogLine, NodeLog, merged, parse_lines
 from clusterkit.marks import MARK
-from clusterkit.plan import Plan
+from clusterkit.plan import Plan, Step
 from clusterkit.shell import check_text
 
 Document = TypeVar("Document")
@@ -252,6 +252,14 @@ class RunFolder:
                 file.write(msgspec.json.encode(record) + b"\n")
         except OSError:
             pass
+
+    def record(self, attempt: int, step: Step, outcome: str) -> None:
+        """One more line of ``steps.jsonl``."""
+        done = StepRecord(
+            at=time.time(), attempt=attempt, kind=step.kind, host=step.host, node=step.node,
+            argv=step.argv, outcome=outcome,
+        )  # fmt: skip
+        self.append("steps.jsonl", done)
 
     def records(self, name: str, kind: type[Document]) -> list[Document]:
         """The lines of a ``.jsonl`` file; torn ones are left out."""

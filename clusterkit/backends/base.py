@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+import msgspec
 from msgspec import Struct
 
 from clusterkit.cluster import ClusterSpec, Facts
@@ -242,6 +243,11 @@ class Backend(ABC):
         execute.run_steps(
             plan, transport, attempt=attempt, secrets=secrets, record=record or (lambda *_: None)
         )
+
+    def only(self, plan: Plan, node: int) -> Plan:
+        """What starts one node of a plan whose others run: a plan as well. Pure."""
+        steps = tuple(step for step in plan.steps if step.node == node)
+        return msgspec.structs.replace(plan, steps=steps, hosts=(plan.hosts[node],))
 
     @abstractmethod
     def status(self, handle: RunHandle, transport: Transport) -> Observation | None:

@@ -85,6 +85,11 @@ class ComposeBackend(Backend, SupportsCleanup, SupportsFile):
         head += [f"    export {name}=..." for name in plan.steps[-1].secrets]
         return comment("\n".join(head)) + text + packed
 
+    def only(self, plan: Plan, node: int) -> Plan:
+        up = plan.steps[-1]
+        argv = (*up.argv, "--no-deps", f"node-{node}")
+        return msgspec.structs.replace(plan, steps=(msgspec.structs.replace(up, argv=argv),))
+
     def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
         if not known(handle):
             return None

@@ -86,9 +86,11 @@ class SshMonitor:
     def __init__(self, handle: RunHandle, transport: Transport) -> None:
         self._handle = handle
         self._patience = handle.plan.lost_after
+        job = handle.plan.job
         self._watch = Watch(
-            views(handle), lambda view: report(handle, view, transport, follow=True)
-        )
+            views(handle), lambda view: report(handle, view, transport, follow=True),
+            back=job is not None and (job.shrinks or job.spares > 0),
+        )  # fmt: skip
         self._judged = -1
         self._seen: Observation | None = None
 
