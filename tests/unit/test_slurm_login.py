@@ -19,7 +19,7 @@ from clusterkit.status import State
 from clusterkit.transport import Completed, LocalTransport
 
 NAME = "alice@login:2222"
-PARTITION = "PartitionName=main Default=YES MaxTime=60 State=UP\n"
+MAIN = "main*|up|1:00:00|1-infinite|22.05.8|"
 
 
 class LoginNode(LocalTransport):
@@ -27,8 +27,7 @@ class LoginNode(LocalTransport):
 
     def __init__(self, **printed):
         self.printed = {
-            "scontrol": PARTITION,
-            "sinfo": "n0|idle|8|1000|(null)\nn1|idle|8|1000|(null)\n", **printed,
+            "sinfo": f"{MAIN}n0|idle|8|1000|(null)\n{MAIN}n1|idle|8|1000|(null)\n", **printed,
         }  # fmt: skip
         self.asked = []
         self.away = False
