@@ -130,7 +130,7 @@ PRINTED = {
     # Limits of the default partition, in minutes and nodes; its nodes and GPUs, and which can be
     # used; states of jobs 101 to 103, or as they were recorded.
     "20.11": (4320, None, "8 8 8 8", "n0 n1 n2", "PENDING PENDING PENDING"),
-    "22.05": (30, None, "0 0", "n0", "PENDING PENDING PENDING RUNNING"),
+    "22.05": (30, None, "0 0", "n0 n1", "PENDING PENDING PENDING RUNNING"),
     "23.11": (None, 16, "8 8 8 8", "n0 n1", "PENDING RUNNING FAILED"),
     "24.11": (2880, None, "8 8 8 8", "n0 n1", "PENDING PENDING FAILED"),
     "25.05": (2160, None, "8 8 8 0", "n0 n1 n3", "PENDING UNKNOWN FAILED"),
