@@ -155,9 +155,12 @@ lint: .venv/.dev ## ruff, and that the generated docs are up to date
 types: .venv/.dev ## mypy, strict
 	@$(BIN)/mypy
 
+# What took longest is told at the end.
+SLOW := --durations 40 --durations-min 5
+
 .PHONY: unit
 unit: .venv/.dev ## Tests that need no cluster: WORKERS=2
-	@$(BIN)/pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal \
+	@$(BIN)/pytest -m "not thorough" $(SLOW) --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal \
 		tests/unit tests/contract tests/golden tests/simulation
 
 SCHEDULES ?= 100000
@@ -174,7 +177,7 @@ chaos: .venv/.dev ## Faults at random times against real runs: FAULTS=50 SEED=1 
 
 .PHONY: live
 live: .venv/.dev ## Tests that start real runs; what fails is run once more, and named FLAKY if it passes
-	@$(BIN)/python -m tests.again -m "not thorough" --numprocesses 4 --dist loadscope tests/live
+	@$(BIN)/python -m tests.again -m "not thorough" $(SLOW) --numprocesses 4 --dist loadscope tests/live
 
 .PHONY: live-here
 live-here: .venv/.dev ## On this machine alone: local runs, all programs, parity
@@ -185,8 +188,8 @@ live-nodes: .venv/.dev ## On SSH hosts, in containers, on Kubernetes and Slurm: 
 	@$(BIN)/python -m tests.again -m "not thorough" tests/live/ssh tests/live/compose tests/live/kubernetes tests/live/slurm
 
 .PHONY: thorough
-thorough: .venv/.dev ## The live tests that `make test` leaves out because they take long: half an hour; root
-	@$(BIN)/pytest -m thorough tests/live
+thorough: .venv/.dev ## The tests that `make test` leaves out because they take long: half an hour; root
+	@$(BIN)/pytest -m thorough tests/unit tests/live
 
 .PHONY: lab-test
 lab-test: .venv/.dev ## The tests of `make lab` itself, for who changes tests/lab; root

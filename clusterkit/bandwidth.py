@@ -79,8 +79,8 @@ class Node(Struct, frozen=True):
     ranks: tuple[int, ...]
 
 
-class Setup(Struct, frozen=True, kw_only=True):
-    """The mark ``bench_setup``."""
+class Ranks(Struct, frozen=True, kw_only=True):
+    """Between whom it was measured, and by what."""
 
     world_size: int
     nodes: tuple[Node, ...]
@@ -88,6 +88,11 @@ class Setup(Struct, frozen=True, kw_only=True):
     device: str
     dtype: str
     torch: str
+
+
+class Setup(Ranks, frozen=True, kw_only=True):
+    """The mark ``bench_setup``."""
+
     measurements: int
 
 
@@ -137,19 +142,13 @@ class Pairs(Struct, frozen=True, kw_only=True):
     judgement: str
 
 
-class Report(Struct, frozen=True, kw_only=True):
+class Report(Ranks, frozen=True, kw_only=True):
     """The document that ``clusterkit bench --json`` prints."""
 
     def __repr__(self) -> str:
         return f"<Report of {self.run}: {self.world_size} ranks, {self.backend}>"
 
     run: str
-    world_size: int
-    nodes: tuple[Node, ...]
-    backend: str
-    device: str
-    dtype: str
-    torch: str
     wrong: int
     """Elements that came out wrong, in all checks together."""
     rows: tuple[Row, ...] = ()
@@ -361,20 +360,16 @@ def report(run: str, marks: Sequence[Mapping[str, Any]], hosts: Sequence[str] = 
         )
     own = [node.host for node in setup.nodes]
     names = distinct(hosts if len(set(hosts)) == len(own) else own)
+    nodes = tuple(
+        Node(node.node, name, node.ranks) for node, name in zip(setup.nodes, names, strict=True)
+    )
     rows = tuple(_row(one, setup.world_size) for one in measured)
     smallest: dict[str, Row] = {}
     for row in sorted(rows, key=lambda row: row.size):
         smallest.setdefault(row.collective, row)
     return Report(
+        **{name: getattr(setup, name) for name in Ranks.__struct_fields__} | {"nodes": nodes},
         run=run,
-        world_size=setup.world_size,
-        nodes=tuple(
-            Node(node.node, name, node.ranks) for node, name in zip(setup.nodes, names, strict=True)
-        ),
-        backend=setup.backend,
-        device=setup.device,
-        dtype=setup.dtype,
-        torch=setup.torch,
         wrong=sum(one.wrong for one in measured) + sum(one.wrong for one in exchanged),
         rows=rows,
         # In the order in which they were measured.

@@ -16,7 +16,6 @@ Amount = Annotated[int, Meta(ge=0)]
 Word = Annotated[str, Meta(min_length=1)]
 Absolute = Annotated[str, Meta(pattern="^/")]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
-Grace = Annotated[float, Meta(ge=0, le=86400)]
 
 
 class NotifySpec(Spec, frozen=True, kw_only=True):
@@ -30,7 +29,19 @@ class NotifySpec(Spec, frozen=True, kw_only=True):
     """What is notified of; `ended`: it succeeded, or was cancelled."""
 
 
-class LocalCluster(Spec, frozen=True, kw_only=True):
+class Entry(Spec, frozen=True, kw_only=True):
+    """What every entry of the cluster file may say."""
+
+    env: dict[str, str] = {}
+    """Environment of every job here; a job's `env` goes first."""
+    notify: NotifySpec | None = None
+    """Who is notified when a run ends, fails or starts again."""
+    stop_grace: Annotated[float, Meta(ge=0, le=86400)] = 10.0
+    """Seconds between SIGTERM and SIGKILL when a run is ended; mpirun ends its ranks after 1 s of
+    its own."""
+
+
+class LocalCluster(Entry, frozen=True, kw_only=True):
     """This machine; several nodes are simulated on it."""
 
     backend: Literal["local"] = "local"
@@ -42,13 +53,6 @@ class LocalCluster(Spec, frozen=True, kw_only=True):
     python: str | None = None
     """Interpreter of the ranks; by default the active environment's, otherwise the one that runs
     clusterkit."""
-    env: dict[str, str] = {}
-    """Environment of every job here; a job's `env` goes first."""
-    notify: NotifySpec | None = None
-    """Who is notified when a run ends, fails or starts again."""
-    stop_grace: Grace = 10.0
-    """Seconds between SIGTERM and SIGKILL when a run is ended; mpirun ends its ranks after 1 s of
-    its own."""
     warm: Duration | None = None
     """How long what a run has imported stays in memory for the next one, such as `10m`; by default
     what `clusterkit warm on` says, or not at all."""
@@ -83,7 +87,7 @@ class Host(Spec, frozen=True, kw_only=True):
     """Address that the other hosts reach it at; by default the one of SSH."""
 
 
-class SshCluster(Spec, frozen=True, kw_only=True):
+class SshCluster(Entry, frozen=True, kw_only=True):
     """Machines reached over SSH, one node each."""
 
     backend: Literal["ssh"] = "ssh"
@@ -111,19 +115,13 @@ class SshCluster(Spec, frozen=True, kw_only=True):
     """Rendezvous port; `auto`: a free one on the first host."""
     python: Word = "python3"
     """Interpreter of the ranks on the hosts."""
-    env: dict[str, str] = {}
-    """Environment of every job here; a job's `env` goes first."""
     connect_timeout: Annotated[float, Meta(gt=0, le=3600)] = 10.0
     """Seconds to reach a host."""
     lost_after: Seconds = 30.0
     """Seconds without an answer after which a host counts as lost."""
-    notify: NotifySpec | None = None
-    """Who is notified when a run ends, fails or starts again."""
-    stop_grace: Grace = 10.0
-    """Seconds between SIGTERM and SIGKILL when a run is ended."""
 
 
-class ComposeCluster(Spec, frozen=True, kw_only=True):
+class ComposeCluster(Entry, frozen=True, kw_only=True):
     """Containers of one docker engine on this machine, one per node."""
 
     backend: Literal["compose"] = "compose"
@@ -155,14 +153,8 @@ class ComposeCluster(Spec, frozen=True, kw_only=True):
     """Rendezvous port; `auto`: 29500, as every run has its own network."""
     python: Word = "python3"
     """Interpreter of the ranks in the image."""
-    env: dict[str, str] = {}
-    """Environment of every job here; a job's `env` goes first."""
     lost_after: Seconds = 30.0
     """Seconds without an answer after which a node counts as lost."""
-    notify: NotifySpec | None = None
-    """Who is notified when a run ends, fails or starts again."""
-    stop_grace: Grace = 10.0
-    """Seconds between SIGTERM and SIGKILL when a run is ended."""
 
 
 class Claim(Spec, frozen=True, kw_only=True):
@@ -176,7 +168,7 @@ class Claim(Spec, frozen=True, kw_only=True):
     """Not to be written to."""
 
 
-class KubernetesCluster(Spec, frozen=True, kw_only=True):
+class KubernetesCluster(Entry, frozen=True, kw_only=True):
     """Pods of a Kubernetes cluster, one per node."""
 
     backend: Literal["kubernetes"] = "kubernetes"
@@ -251,20 +243,14 @@ class KubernetesCluster(Spec, frozen=True, kw_only=True):
     """Network interface of the ranks in a pod."""
     port: Port | Auto = "auto"
     """Rendezvous port; `auto`: 29500, as every pod has its own."""
-    env: dict[str, str] = {}
-    """Environment of every job here; a job's `env` goes first."""
     lost_after: Seconds = 30.0
     """Seconds without an answer after which a node counts as lost."""
     replace_lost: bool = True
     """Whether a pod whose node of the cluster does not answer for `lost_after` is removed by force,
     so that another can take its place. `false`: somebody has to."""
-    notify: NotifySpec | None = None
-    """Who is notified when a run ends, fails or starts again."""
-    stop_grace: Grace = 10.0
-    """Seconds between SIGTERM and SIGKILL when a run is ended."""
 
 
-class SlurmCluster(Spec, frozen=True, kw_only=True):
+class SlurmCluster(Entry, frozen=True, kw_only=True):
     """Nodes of a Slurm cluster: one allocation a run."""
 
     backend: Literal["slurm"] = "slurm"
@@ -324,14 +310,8 @@ class SlurmCluster(Spec, frozen=True, kw_only=True):
     python: Word | None = None
     """Interpreter of the ranks, on a disk that all nodes see; by default the active environment's,
     otherwise the one that runs clusterkit; with `ssh` the login node's `python3`."""
-    env: dict[str, str] = {}
-    """Environment of every job here; a job's `env` goes first."""
     lost_after: Seconds = 30.0
     """Seconds without an answer after which a node counts as lost."""
-    notify: NotifySpec | None = None
-    """Who is notified when a run ends, fails or starts again."""
-    stop_grace: Grace = 10.0
-    """Seconds between SIGTERM and SIGKILL when a run is ended."""
 
 
 ClusterSpec = LocalCluster | SshCluster | ComposeCluster | KubernetesCluster | SlurmCluster

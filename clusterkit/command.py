@@ -73,27 +73,6 @@ class Started:
     """The argument by which its program learns its local rank, such as ``--local_rank``."""
 
     @property
-    def says(self) -> dict[str, tuple[str, str]]:
-        """Job key, or ``ranks``: its value by the launcher's options, and the option as written."""
-        found = {}
-        for each in self.options:
-            if each.meaning not in _NO_KEY and not each.meaning.startswith("!"):
-                key, is_set, constant = each.meaning.partition("=")
-                found[key] = (constant if is_set else each.value, each.written)
-        return found
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """Options whose values clusterkit decides."""
-        return tuple(each.written for each in self.options if each.meaning == OURS)
-
-    @property
-    def refused(self) -> dict[str, str]:
-        """Options that cannot be taken over, and why not."""
-        refused = [each for each in self.options if each.meaning.startswith("!")]
-        return {each.written: each.meaning[1:] for each in refused}
-
-    @property
     def name(self) -> str:
         """For a job that has no name of its own."""
         if self.module is not None:
@@ -238,14 +217,14 @@ def take_over(job: JobSpec, given: Mapping[str, str], typed: Sequence[str] | Non
         return Taken(job)
     started = replace(started, args=(*started.args, *job.args))
     keys = {"launcher": (tool.launcher, started.launcher), **_values(started, job)}
-    if started.refused:
-        option, why = next(iter(started.refused.items()))
-        raise BadInput(
-            f"command: {started.launcher} {option} cannot be taken over: "
-            f"{why or 'clusterkit has no equivalent'}",
-            hint=_instead(started.words(), keys, given, typed),
-            job="command",
-        )
+    for used in started.options:
+        if used.meaning.startswith("!"):
+            raise BadInput(
+                f"command: {started.launcher} {used.written} cannot be taken over: "
+                f"{used.meaning[1:] or 'clusterkit has no equivalent'}",
+                hint=_instead(started.words(), keys, given, typed),
+                job="command",
+            )
     for key, (value, written) in keys.items():
         if key in given and str(getattr(job, key)) != str(value):
             raise BadInput(
@@ -261,7 +240,8 @@ def take_over(job: JobSpec, given: Mapping[str, str], typed: Sequence[str] | Non
     )  # fmt: skip
     said = [f"launcher {tool.launcher}"]
     said += [f"{key} {value} ({written})" for key, (value, written) in [*keys.items()][1:]]
-    left = f"; left to clusterkit: {' '.join(started.left_out)}" if started.left_out else ""
+    ours = [used.written for used in started.options if used.meaning == OURS]
+    left = f"; left to clusterkit: {' '.join(ours)}" if ours else ""
     note = f"{started.launcher} in the command is taken over: {', '.join(said)}{left}"
     if not (started.local_rank and started.program):
         return Taken(taken, note)
@@ -274,7 +254,11 @@ def take_over(job: JobSpec, given: Mapping[str, str], typed: Sequence[str] | Non
 def _values(started: Started, job: JobSpec) -> dict[str, tuple[Any, str]]:
     """Job keys that the launcher's options give, with their values."""
     found: dict[str, tuple[Any, str]] = {}
-    for key, (value, written) in started.says.items():
+    for used in started.options:
+        key, is_set, constant = used.meaning.partition("=")
+        if key in _NO_KEY or key.startswith("!"):
+            continue
+        value, written = constant if is_set else used.value, used.written
         whole = key in ("gpus_per_node", "threads_per_rank", "restarts", "ranks")
         if key == "gpus_per_node" and value in ("auto", "gpu", "-1"):
             found[key] = ("auto", written)

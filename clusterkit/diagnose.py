@@ -22,13 +22,8 @@ from clusterkit.tracebacks import Output
 _TORCHRUN = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
 # "mpirun noticed that process rank 1 with PID 12 on node x exited on signal 9", Open MPI 4.1
 _MPIRUN = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)")
-# "Process name: [[43955,1],2]" and "Exit code: 14" on lines of their own, Open MPI 4.1
-_MPIRUN_NAME = re.compile(r"Process name: \[\[\d+,\d+\],(\d+)\]")
-_MPIRUN_CODE = re.compile(r"\s*Exit code:\s+(\d+)\s*\Z")
 # "[...] exits with return code = 7", deepspeed 0.19, launcher/launch.py
 _DEEPSPEED = re.compile(r"exits with return code = (-?\d+)")
-_NO_CODE_YET = 256
-"""Stands for an exit code whose line has not come yet."""
 _OF_ITS_OWN = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """Signals by which a program ends itself."""
 _NEVER_PRIMARY = frozenset({-signal.SIGTERM, 128 + signal.SIGTERM})
@@ -218,13 +213,6 @@ def _read_launcher(
         suspect(line.node * nproc + int(match[2])).exit_code = int(match[1])
     elif match := _MPIRUN.search(line.text):
         suspect(int(match[1])).exit_code = -int(match[2])
-    elif match := _MPIRUN_NAME.search(line.text):
-        named = suspect(int(match[1]))
-        named.exit_code = named.exit_code or _NO_CODE_YET
-    elif match := _MPIRUN_CODE.match(line.text):
-        for one in suspects.values():
-            if one.exit_code == _NO_CODE_YET:
-                one.exit_code = int(match[1])
     elif (match := _DEEPSPEED.search(line.text)) and line.node not in known:
         # It does not say which rank: the one whose traceback came first, if any.
         here = [s for s in suspects.values() if s.node == line.node and s.rank is not None]

@@ -30,17 +30,12 @@ def listed(words: Iterable[str], most: int = 6) -> str:
     return ", ".join(words[:most]) + more
 
 
-def nearest(word: object, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The name that a misspelt word most likely means; None if none is near."""
-    import difflib
-
-    return next(iter(difflib.get_close_matches(str(word), list(names), 1, cutoff)), None)
-
-
 def did_you_mean(word: object, names: Iterable[str], cutoff: float = 0.6) -> str:
     """``did you mean NAME?``, of the nearest name; empty if none is near."""
-    near = nearest(word, names, cutoff)
-    return f"did you mean {near}?" if near else ""
+    import difflib
+
+    near = difflib.get_close_matches(str(word), list(names), 1, cutoff)
+    return f"did you mean {near[0]}?" if near else ""
 
 
 def choices(names: Iterable[str], word: object, heading: str = "allowed") -> str:

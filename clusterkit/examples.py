@@ -31,7 +31,7 @@ def files_of(name: str) -> list[Path]:
         raise BadInput(
             f"there is no example {name!r}", did_you_mean(name, names()) or "clusterkit examples"
         )
-    job = loader.read_job(path).job
+    job = loader.read_job(path)[0]
     assert job.program is not None
     program, programs = folder().parent / job.program, folder() / "train"
     own = program.parent != programs  # a folder of its own: all of it belongs together

@@ -11,9 +11,8 @@ Everything comes from the run's folder, which the supervisor keeps up to date: n
 daemon, no network. `poll` never waits; `refresh` does (it asks the backend, for a run whose
 supervisor is gone: `LiveRun.stale`) and belongs into a thread. Of many nodes only a few logs are
 read at each `poll`, and those whose ranks somebody asks about (`RankView`). Memory is bounded: of
-each rank the last line is kept, of each metric `series.MOST_POINTS`. `logs.LogTail` reads a rank's
-newest lines and those that come, `logs.search` finds lines in all of a node's log; both are given
-`LiveRun.log_path`.
+each rank the last line is kept, of each metric `series.MOST_POINTS`. `logs.page` reads a rank's
+newest lines, those that come and those that hold a word; it is given `LiveRun.log_path`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from msgspec import inspect
 
 from clusterkit import command, shell
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, LocalCluster
-from clusterkit.errors import BadInput, Place, choices, did_you_mean, nearest
+from clusterkit.errors import BadInput, Place, choices, did_you_mean
 from clusterkit.files import read_file, why
 from clusterkit.spec import JobSpec, check_environment, check_job
 from clusterkit.yaml_file import Document, is_text, names_in, parse_yaml, read_yaml
@@ -61,7 +61,6 @@ def convert(document: Document, place: Place, data: Any, kind: type[Spec]) -> Sp
     Raises:
         BadInput: an unknown key, a wrong type, a value out of range.
     """
-    _refuse_unknown_keys(document, place, data, fields_of(kind))
     if isinstance(data, dict):
         # `env:` with nothing after it is as good as no `env`.
         data = {key: value for key, value in data.items() if value is not None}
@@ -95,18 +94,6 @@ def _alternatives(kind: inspect.Type) -> Iterator[inspect.Type]:
         yield kind
 
 
-def _refuse_unknown_keys(
-    document: Document, place: Place, data: Any, fields: Mapping[str, inspect.Type]
-) -> None:
-    for key, value in data.items() if isinstance(data, dict) else ():
-        if key not in fields:
-            near = did_you_mean(key, fields, 0.5)
-            message = f"unknown key ({near})" if near else "unknown key"
-            raise document.error((*place, key), message, f"allowed: {', '.join(fields)}")
-        if inner := _fields(fields[key]):
-            _refuse_unknown_keys(document, (*place, key), value, inner)
-
-
 _AT = re.compile(r"(?s)(.*?)(?: - at `\$(.*)`)?\Z")
 _SEGMENT = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
 _NAMES = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false",
@@ -132,6 +119,13 @@ def _type_error(
         value = value[part] if part != "" else value
     if missing := re.match(r"Object missing required field `(.+)`", message):
         return document.error((*base, *place), f"{missing[1]} is missing")
+    wanted_here = _type_at(kind, place)
+    if unknown := re.match(r"(?s)Object contains unknown field `(.+)`", message):
+        fields = _fields(wanted_here)
+        near = did_you_mean(unknown[1], fields, 0.5)
+        message = f"unknown key ({near})" if near else "unknown key"
+        hint = f"allowed: {', '.join(fields)}"
+        return document.error((*base, *place, unknown[1]), message, hint)
     shown = "nothing" if value is None else repr(value)[:80]
     if "Expected" in message and "got" in message:
         wanted, got = re.findall(r"`([^`]+)`", message)[:2]
@@ -142,53 +136,41 @@ def _type_error(
             message = f"{shown}: {wanted}"
     else:
         message = f"{shown}: {message[0].lower()}{message[1:]}"
-    listed = _listed(kind, place)
+    members = list(_alternatives(wanted_here))
+    listed = [
+        str(each) for one in members if isinstance(one, inspect.LiteralType) for each in one.values
+    ]
+    if listed and any(isinstance(one, inspect.IntType) for one in members):
+        listed.insert(0, "a whole number")
     return document.error((*base, *place), message, choices(listed, value) if listed else None)
 
 
-def _listed(kind: type[Spec], place: Place) -> list[str]:
-    """What may stand at a place whose values are listed; a number among them in words."""
-    found = inspect.type_info(kind)
+def _type_at(kind: type[Spec], place: Place) -> inspect.Type:
+    """What a place takes; anything below a mapping whose keys are free."""
+    found: inspect.Type = inspect.type_info(kind)
     for part in place:
         items = [
             each.item_type
             for each in _alternatives(found)
             if isinstance(part, int) and isinstance(each, inspect.VarTupleType)
         ]
-        below = items[0] if items else _fields(found).get(str(part))
-        if below is None:
-            return []
-        found = below
-    members = list(_alternatives(found))
-    listed = [
-        str(each) for one in members if isinstance(one, inspect.LiteralType) for each in one.values
-    ]
-    number = any(isinstance(one, inspect.IntType) for one in members)
-    return ["a whole number", *listed] if listed and number else listed
+        found = items[0] if items else _fields(found).get(str(part), inspect.AnyType())
+    return found
 
 
 # ---------------------------------------------------------------- jobs
 
 
-@dataclass(frozen=True)
-class LoadedJob:
-    """A job, the file it came from, for errors that are found later, and its program's folders."""
-
-    job: JobSpec
-    document: Document
-    bases: Sequence[Path]
-
-
 def load_job(path: str | Path, settings: Sequence[str] = ()) -> JobSpec:
     """The job of `read_job` with its program found."""
-    loaded = read_job(path, settings)
-    with locating(loaded.document):
-        check_job(loaded.job)
-        return locate_program(loaded.job, loaded.bases)
+    job, document = read_job(path, settings)
+    with locating(document):
+        check_job(job)
+        return locate_program(job, document)
 
 
-def read_job(path: str | Path, settings: Sequence[str] = ()) -> LoadedJob:
-    """A job file as a `JobSpec`, with ``key=value`` settings applied.
+def read_job(path: str | Path, settings: Sequence[str] = ()) -> tuple[JobSpec, Document]:
+    """A job file as a `JobSpec`, with ``key=value`` settings applied, and where its keys stand.
 
     Whether its keys fit together is left to `check_job`: flags may change it first.
 
@@ -214,8 +196,7 @@ def read_job(path: str | Path, settings: Sequence[str] = ()) -> LoadedJob:
     for setting in settings:
         apply_setting(document, setting)
     document.include("deepspeed", path.parent)
-    job = convert(document, (), document.data, JobSpec)
-    return LoadedJob(job, document, [current_folder(), *path.absolute().parents])
+    return convert(document, (), document.data, JobSpec), document
 
 
 def apply_setting(document: Document, setting: str) -> None:
@@ -282,15 +263,18 @@ def current_folder() -> Path:
         raise BadInput(gone, "cd to a folder that exists") from None
 
 
-def locate_program(job: JobSpec, bases: Sequence[Path]) -> JobSpec:
-    """The job with its working folder filled in: the first of ``bases`` that holds the program.
+def locate_program(job: JobSpec, document: Document | None = None) -> JobSpec:
+    """The job with its working folder filled in: the first that holds the program, of this one and
+    those above the job's file.
 
     A relative path of its interpreter counts from there.
 
     Raises:
         BadInput: the program is nowhere, or is not Python.
     """
-    replace = msgspec.structs.replace
+    bases = [current_folder()]
+    if document is not None:
+        bases += Path(document.name).absolute().parents
     if job.workdir is not None:
         bases = [Path(job.workdir).expanduser().absolute()]
         if not bases[0].is_dir():
@@ -303,14 +287,14 @@ def locate_program(job: JobSpec, bases: Sequence[Path]) -> JobSpec:
                 python = str(base / Path(python).expanduser())
             if job.program is not None:
                 check_program(path)
-            return replace(job, workdir=str(base), python=python)
+            return msgspec.structs.replace(job, workdir=str(base), python=python)
     assert job.program is not None
     program = Path(job.program)
-    beside = [name for name in names_in((bases[0] / program).parent) if name.endswith(".py")]
-    near = nearest(program.name, beside)
+    beside = names_in((bases[0] / program).parent)
+    near = [str(program.with_name(name)) for name in beside if name.endswith(".py")]
     raise BadInput(
         f"program: {program} is neither in {bases[0]} nor in the job file's folder or above it",
-        hint=f"did you mean {program.with_name(near)}?" if near else None,
+        hint=did_you_mean(program, near) or None,
         job="program",
     )
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import calendar
 import heapq
-import mmap
 import os
 import re
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
@@ -20,16 +18,19 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
-from clusterkit.files import size_of
 from clusterkit.marks import MARK, parse_mark
 
 POLL_SECONDS = 0.1
 BATCH_LINES = 4096
 _CHUNK = 1 << 18
-_TAIL_MOST = 16 << 20
-"""How far back from the end of a log `LogTail` looks for lines."""
+LONGEST_LINE = 16 << 20
+PAGE_SCAN = 256 << 20
+"""Bytes that are looked at for one page: a word that stands nowhere holds nobody up for long."""
+_NEWS = 4 << 20
+"""Bytes after a place; whoever is further behind than that begins at the end again."""
 # 2026-11-21T20:11:58.123456Z 3 text
 _LINE = re.compile(r"^(?:([0-9T:-]{19})\.([0-9]{6})Z (-|[0-9]{1,9}) )?(.*)$", re.MULTILINE)
 _TORCH_PREFIX = re.compile(r"\A\[rank\d+\]:(?: |\Z)")
@@ -173,73 +174,98 @@ class GrowingFile:
             return False
 
 
-class LogTail:
-    """The newest lines of one node's log, and then those that come.
+class Page(Struct, frozen=True):
+    """Whole lines of a node's log, each with the number of its first byte, its place."""
+
+    lines: list[tuple[int, bytes]] = []
+    before: int = 0
+    """Where to go on backwards; 0: this was the log's beginning."""
+    after: int = 0
+    """Where to go on."""
+    skipped: bool = False
+    """There was too much after the place that was asked for: these are the last lines."""
+
+    def parsed(self, node: int, attempt: int) -> list[LogLine]:
+        text = b"\n".join([text for _, text in self.lines])
+        return list(parse_lines(text, node, attempt)) if self.lines else []
+
+
+def page(
+    path: Path,
+    rank: int | None = None,
+    search: str = "",
+    before: int | None = None,
+    after: int | None = None,
+    *,
+    most: int,
+    scan: float = PAGE_SCAN,
+) -> Page:
+    """Lines of a log: its last ones, those before a place, or all those after one.
 
     Args:
-        rank: its lines alone; ``-``: the launcher's; None: all.
-        lines: how many of the newest to begin with. They are looked for in the last 16 MiB.
+        rank: its lines alone; None: all.
+        search: only lines whose text holds this, whatever its case.
+        most: how many at most, but for those after a place.
+        scan: how many bytes are looked at.
     """
+    try:
+        size = path.stat().st_size
+        with path.open("rb", buffering=0) as file:
+            wanted = _Wanted(rank, search)
+            if after is not None and after <= size <= after + _NEWS:
+                data = os.pread(file.fileno(), size - after, after)
+                data = data[: data.rfind(b"\n") + 1]
+                return Page(wanted.of(data, after), 0, after + len(data))
+            end = size if before is None else min(before, size)
+            found = _older(file.fileno(), end, wanted, most, scan)
+    except OSError:  # its node has not started, or writes elsewhere
+        return Page()
+    return msgspec.structs.replace(found, skipped=after is not None and size > 0)
 
-    def __init__(
-        self, path: Path, node: int, attempt: int, rank: int | str | None = None, lines: int = 500
-    ) -> None:
-        self._node, self._attempt = node, attempt
-        self._word = None if rank is None else b" %s " % str(rank).encode()
-        self._file = GrowingFile(path)
-        self._first: deque[LogLine] = deque(maxlen=lines)
-        size, back = size_of(path), _CHUNK
-        while True:
-            self._file = GrowingFile(path, max(0, size - back))
-            self._first.clear()
-            while data := self._file.read(_TAIL_MOST):
-                self._first.extend(self._lines(data))
-            if len(self._first) == lines or back >= min(size, _TAIL_MOST):
-                break
-            back *= 8
 
-    def read(self) -> list[LogLine]:
-        """What was not given before, a piece at a time."""
-        found = [*self._first]
-        self._first.clear()
-        found += self._lines(self._file.read(_CHUNK, skip=True))
+class _Wanted:
+    """Lines of a rank, that hold a word."""
+
+    def __init__(self, rank: int | None, search: str) -> None:
+        name = rb"(?:-|[0-9]+)" if rank is None else str(rank).encode()
+        self._head = re.compile(rb"[0-9T:-]{19}\.[0-9]{6}Z " + name + rb" ")
+        self._any = rank is None
+        self._word = re.compile(re.escape(search.encode()), re.IGNORECASE) if search else None
+
+    def of(self, data: bytes, begin: int) -> list[tuple[int, bytes]]:
+        """Those among whole lines, with their places."""
+        if not data or (self._word is not None and self._word.search(data) is None):
+            return []
+        found, at = [], 0
+        for text in data.removesuffix(b"\n").split(b"\n"):
+            head = self._head.match(text)
+            if (head or self._any) and (
+                self._word is None or self._word.search(text, head.end() if head else 0)
+            ):
+                found.append((begin + at, text))
+            at += len(text) + 1
         return found
 
-    def _lines(self, data: bytes) -> Iterator[LogLine]:
-        if self._word is not None:
-            at = len("2026-11-21T20:11:58.123456Z")
-            lines = data.split(b"\n")
-            data = b"\n".join([line for line in lines if line.startswith(self._word, at)])
-        data = data.removesuffix(b"\n")
-        return parse_lines(data, self._node, self._attempt) if data else iter(())
 
-
-def search(
-    path: Path, node: int, attempt: int, text: str, rank: int | None = None, most: int = 1000
-) -> list[LogLine]:
-    """The last ``most`` lines of a node's log that hold ``text``, whatever its case."""
-    found: deque[LogLine] = deque(maxlen=most)
-    word = re.compile(re.escape(text.encode()), re.IGNORECASE)
-    try:
-        with (
-            path.open("rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-        ):
-            done = 0
-            for match in word.finditer(data):
-                if match.start() < done:
-                    continue  # in the line that was found last
-                begin = data.rfind(b"\n", 0, match.start()) + 1
-                end = data.find(b"\n", match.end())
-                done = len(data) if end < 0 else end
-                for line in parse_lines(data[begin:done], node, attempt):
-                    if (
-                        rank is None or line.rank == rank
-                    ) and text.casefold() in line.text.casefold():
-                        found.append(line)
-    except (OSError, ValueError):  # there is none, or nothing in it
-        return []
-    return list(found)
+def _older(file: int, end: int, wanted: _Wanted, most: int, scan: float) -> Page:
+    lines: list[tuple[int, bytes]] = []
+    chunk, scanned, after, place = _CHUNK, 0, None, end
+    while place > 0 and len(lines) < most and scanned < scan:
+        begin = max(0, place - chunk)
+        data = os.pread(file, place - begin, begin)
+        scanned += len(data)
+        last = data.rfind(b"\n") + 1  # a line that is not whole yet comes with the news
+        first = data.find(b"\n") + 1 if begin else 0
+        if begin and (not first or first >= last) and chunk < LONGEST_LINE:
+            chunk *= 2  # one long line
+            continue
+        after = begin + last if after is None else after
+        data, place, chunk = data[first:last], begin + first if first < last else begin, _CHUNK
+        lines = wanted.of(data, place) + lines
+    if len(lines) > most:
+        lines = lines[-most:]
+        place = lines[0][0]
+    return Page(lines, place, end if after is None else after)
 
 
 def metrics(lines: Iterable[LogLine]) -> Iterator[dict[str, Any]]:

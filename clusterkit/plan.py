@@ -191,8 +191,3 @@ def unpacking(files: Iterable[PlanFile]) -> str:
     lines = [f"mkdir -p {shell.join(folders)} || exit\n"]
     lines += [shell.here_document(file.path, file.content(), file.mode) for file in files]
     return "".join(lines)
-
-
-def relative(plan: Plan, file: PlanFile) -> str:
-    """A file's path below the run folder, for writing a plan out to another folder."""
-    return posixpath.relpath(file.path, plan.run_dir)

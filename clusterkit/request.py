@@ -55,10 +55,8 @@ def read(
         BadInput: anything wrong with it.
     """
     document: Document | None = None
-    bases: Sequence[Path] = [loader.current_folder()]
     if isinstance(job, (str, os.PathLike)):
-        loaded = loader.read_job(Path(job), settings)
-        spec, document, bases = loaded.job, loaded.document, loaded.bases
+        spec, document = loader.read_job(Path(job), settings)
         keys = list(document.data)
     else:
         spec = job if isinstance(job, JobSpec) else loader.job_from_command(list(job))
@@ -88,7 +86,7 @@ def read(
         spec = taken.job
         check_job(spec)
         if spec.workdir is None or document is not None:
-            spec = loader.locate_program(spec, bases)
+            spec = loader.locate_program(spec, document)
         remark = command.check_source(taken, _source(spec))
     remarks = tuple(said for said in (taken.note, remark) if said is not None)
     return Request(spec, document, flags, remarks)

@@ -203,44 +203,40 @@ def _alone(handle: RunHandle, restarts: int) -> str:
 def cancel(folder: RunFolder) -> RunStatus:
     """End a run, whoever watches it; fine to repeat, on a run that has ended, on a damaged one."""
     with Connections() as connections:
-        return _cancel(folder, connections)
-
-
-def _cancel(folder: RunFolder, connections: Connections) -> RunStatus:
-    before = reconcile(folder, connections)
-    leftovers = folder.file(LEFTOVERS)
-    if before.state.final and not leftovers.exists():
-        if unfinished(folder, connections):  # by now it is: `attach` starts it no more
-            before = _replace(before, remark=None)
-            backend, handle, transport = _ending(folder, before.attempt, connections)
-            with contextlib.suppress(ClusterkitError):  # nodes that had just been started
-                backend.cancel(handle, transport)
-            _record_end(before, backend, handle, transport)
-        return before
-    with contextlib.suppress(RunFolderError):  # a folder that is full or gone: end what runs
-        folder.mark_cancelled()
-    backend, handle, transport = _ending(folder, before.attempt, connections)
-    _await_end(folder, handle.plan.stop_grace + LAST_WORD_SECONDS)
-    found = current(folder)
-    if found is not None and found.state is State.CANCELLED and not leftovers.exists():
-        return found  # its supervisor has ended it everywhere: no need to log in to every host
-    if not folder.is_held():
-        _sync(backend, handle, transport)
-    remark = None
-    try:
-        backend.cancel(handle, transport)
-    except ClusterkitError as error:
-        with contextlib.suppress(RunFolderError):
-            folder.write(LEFTOVERS, f"{error.message}\n")
-        remark = folder.leftover_words(error.message)
-    else:
-        leftovers.unlink(missing_ok=True)
-        _await_end(folder, LAST_WORD_SECONDS)  # a supervisor on a busy machine notices late
-    after = _replace(reconcile(folder, connections), remark=remark)
-    if after.state.final and folder.maybe_json("state.json", RunStatus) != after:
-        # Nobody else is there to record it.
-        folder.write_json("state.json", after)
-    return after
+        before = reconcile(folder, connections)
+        leftovers = folder.file(LEFTOVERS)
+        if before.state.final and not leftovers.exists():
+            if unfinished(folder, connections):  # by now it is: `attach` starts it no more
+                before = _replace(before, remark=None)
+                backend, handle, transport = _ending(folder, before.attempt, connections)
+                with contextlib.suppress(ClusterkitError):  # nodes that had just been started
+                    backend.cancel(handle, transport)
+                _record_end(before, backend, handle, transport)
+            return before
+        with contextlib.suppress(RunFolderError):  # a folder that is full or gone: end what runs
+            folder.mark_cancelled()
+        backend, handle, transport = _ending(folder, before.attempt, connections)
+        _await_end(folder, handle.plan.stop_grace + LAST_WORD_SECONDS)
+        found = current(folder)
+        if found is not None and found.state is State.CANCELLED and not leftovers.exists():
+            return found  # its supervisor has ended it everywhere: no need to log in to every host
+        if not folder.is_held():
+            _sync(backend, handle, transport)
+        remark = None
+        try:
+            backend.cancel(handle, transport)
+        except ClusterkitError as error:
+            with contextlib.suppress(RunFolderError):
+                folder.write(LEFTOVERS, f"{error.message}\n")
+            remark = folder.leftover_words(error.message)
+        else:
+            leftovers.unlink(missing_ok=True)
+            _await_end(folder, LAST_WORD_SECONDS)  # a supervisor on a busy machine notices late
+        after = _replace(reconcile(folder, connections), remark=remark)
+        if after.state.final and folder.maybe_json("state.json", RunStatus) != after:
+            # Nobody else is there to record it.
+            folder.write_json("state.json", after)
+        return after
 
 
 def _await_end(folder: RunFolder, seconds: float) -> None:

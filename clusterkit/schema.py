@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from clusterkit.cluster import CLUSTER_TYPES
+from clusterkit.cluster import CLUSTER_TYPES, Entry
 from clusterkit.spec import SCHEMA, JobSpec, Spec
 from clusterkit.yaml_file import VERBATIM
 
@@ -17,10 +17,11 @@ from clusterkit.yaml_file import VERBATIM
 def meanings(struct: type[msgspec.Struct]) -> dict[str, str]:
     """Each key of a struct and what it means: the docstring under its field, as one line."""
     keys = {field.name: field.encode_name for field in msgspec.structs.fields(struct)}
-    (definition,) = ast.parse(inspect.getsource(struct)).body
-    assert isinstance(definition, ast.ClassDef)
+    written = [inspect.getsource(each) for each in struct.__mro__ if issubclass(each, Spec)]
     return {
         keys[field.target.id]: " ".join(str(below.value.value).split())
+        for definition in ast.parse("".join(written)).body
+        if isinstance(definition, ast.ClassDef)
         for field, below in pairwise(definition.body)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
@@ -38,7 +39,7 @@ def json_schema() -> dict[str, Any]:
     assert required == ["name"]
     definitions["JobSpec"] |= SCHEMA
     definitions["JobSpec"]["properties"]["deepspeed"]["anyOf"].append({"type": "string"})
-    for struct in Spec.__subclasses__():
+    for struct in {*Spec.__subclasses__(), *kinds} - {Entry}:
         for key, meaning in meanings(struct).items():
             definitions[struct.__name__]["properties"][key]["description"] = meaning
     for name in ("JobSpec", *(kind.__name__ for kind in kinds)):

@@ -162,7 +162,7 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
             extra_json_schema={
                 "minimum": 0,
                 "exclusiveMaximum": LONGEST,
-                "pattern": rf"^\s*((?=.*[1-9])({_SECONDS}|{_DURATION})|0)\s*$",
+                "pattern": rf"^\s*({_SECONDS}|{_DURATION})\s*$",
             }
         ),
     ] = None
@@ -211,10 +211,9 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     @property
     def hang_seconds(self) -> float | None:
         """``hang_timeout`` in seconds; 0: never."""
-        timeout = self.hang_timeout
-        if timeout is None or _never(timeout):
-            return None if timeout is None else 0.0
-        return parse_duration(timeout, "hang_timeout")
+        if self.hang_timeout is None:
+            return None
+        return parse_duration(self.hang_timeout, "hang_timeout", zero=True)
 
 
 def launcher_of(job: JobSpec) -> tuple[Launcher, str]:
@@ -255,15 +254,11 @@ def parse_nodes(nodes: int | str) -> tuple[int, int]:
     return low, high
 
 
-def _never(timeout: float | str) -> bool:
-    return str(timeout).strip() in ("0", "0.0")
-
-
-def parse_duration(duration: float | str, of: str = "time_limit") -> float:
+def parse_duration(duration: float | str, of: str = "time_limit", *, zero: bool = False) -> float:
     """``90``, ``"90s"``, ``"1.5h"`` and ``"1d2h"`` in seconds.
 
     Raises:
-        BadInput: not of that form, or not above 0.
+        BadInput: not of that form, or not above 0, but for ``zero``.
     """
     text = str(duration).strip()
     units = {"d": 86400, "h": 3600, "m": 60, "s": 1}
@@ -276,7 +271,7 @@ def parse_duration(duration: float | str, of: str = "time_limit") -> float:
         raise BadInput(
             f"{of}: {text[:40]!r} is not a length of time", hint="such as 3600, 90m, 2h, 1d12h"
         )
-    if not 0 < seconds < LONGEST:
+    if not (0 < seconds < LONGEST or (zero and seconds == 0)):
         raise BadInput(f"{of}: {text[:40]}: it has to be above 0, and finite")
     return seconds
 
@@ -309,9 +304,9 @@ def check_job(job: JobSpec) -> None:
         few = "needs at least 1 rank" if job.gpus_per_node < 1 else f"has {MOST_RANKS} at most"
         raise BadInput(f"gpus_per_node: {job.gpus_per_node}: a node {few}", job="gpus_per_node")
     for key, length in (("time_limit", job.time_limit), ("hang_timeout", job.hang_timeout)):
-        if length is not None and (key == "time_limit" or not _never(length)):
+        if length is not None:
             with about("job", key):
-                parse_duration(length, key)
+                parse_duration(length, key, zero=key == "hang_timeout")
     if job.shrinks and (not job.elastic or job.started_by != "forkserver"):
         other = f"launcher {job.started_by}" if job.elastic else f"nodes: {job.nodes}"
         raise BadInput(

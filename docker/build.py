@@ -17,6 +17,7 @@ import time
 from common import ROOT, Problem, default_image, docker, require_engine, told
 
 CPU_BASE = "python:3.11-slim-bookworm"
+ENGINE_BASE = "clusterkit-base:bookworm"  # what `make engine` imports where no registry is
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"
 UNREACHABLE = re.compile(
     r"no such host|failed to (?:do request|resolve)|pull access denied|manifest unknown"
@@ -52,7 +53,10 @@ def main() -> int:
     options = parser.parse_args()
     require_engine(builder=True)
     tag = options.tag or default_image()
-    words = arguments(options.base or None, tag)
+    base = options.base
+    if not base and not tag.endswith(":gpu") and docker("images", "--quiet", ENGINE_BASE).strip():
+        base = ENGINE_BASE
+    words = arguments(base or None, tag)
     if options.cache_from:
         words += ["--build-arg", "BUILDKIT_INLINE_CACHE=1"]
         if docker("images", "--quiet", options.cache_from).strip():  # else a registry is asked
@@ -87,7 +91,7 @@ def _problem(said: str, words: list[str]) -> Problem:
         return Problem(
             f"the base image {base} is neither here nor to be had from its registry",
             "docker pull it first, or give another: make image BASE=IMAGE; without a registry, on "
-            "Debian as root: make engine, then BASE=clusterkit-base:bookworm",
+            "Debian as root: make engine",
         )
     if "No space left on device" in said or "no space left on device" in said:
         return Problem("the engine's disk is full", "docker system prune")

@@ -20,7 +20,9 @@ READ_ONLY = ("--read-only", "--tmpfs", "/tmp:exec", "--cap-drop", "ALL")
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("image", nargs="?", help="default: clusterkit:gpu or clusterkit:cpu")
-    parser.add_argument("--quick", action="store_true", help="without compiling DeepSpeed's Adam")
+    parser.add_argument(
+        "--quick", action="store_true", help="without DeepSpeed's Adam, and training as one user"
+    )
     options = parser.parse_args()
     require_engine()
     image = options.image or default_image()
@@ -29,7 +31,7 @@ def main() -> int:
     checks = (ROOT / "docker" / "image_test.py").read_text("utf-8")
     failed = 0
     for flags, more in (
-        ((), () if options.quick else ("--slow",)),
+        ((), ("--light",) if options.quick else ("--slow",)),
         (("--user", STRANGER, *READ_ONLY), ()),
         (("--user", OF_GROUP_0), ("--home",)),
     ):

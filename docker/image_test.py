@@ -1,6 +1,6 @@
 """The image's own checks: `make image-test`, or
 
-    docker run --rm -i IMAGE python - [--slow | --home] < docker/image_test.py
+    docker run --rm -i IMAGE python - [--slow | --light | --home] < docker/image_test.py
 
 They run inside the image, as whoever the container runs as. Each prints one line; the exit code is
 the number of those that failed.
@@ -226,25 +226,22 @@ def gpus() -> str:
     )
 
 
-QUICK: tuple[Callable[[], str], ...] = (
+LIGHT: tuple[Callable[[], str], ...] = (
     home_and_user,
     versions_are_those_of_constraints,
-    imports,
     health,
-    all_reduce,
-    trains,
     mpirun,
     ssh_to_itself,
     compiles,
     gpus,
 )
+ALL = (*LIGHT, imports, all_reduce, trains)
 
 
 def main() -> int:
     failed = 0
-    checks = (*QUICK, cpu_adam) if "--slow" in sys.argv[1:] else QUICK
-    if "--home" in sys.argv[1:]:
-        checks = (home_and_user,)
+    lists = {"--slow": (*ALL, cpu_adam), "--light": LIGHT, "--home": (home_and_user,)}
+    checks = lists[sys.argv[1]] if sys.argv[1:] else ALL
     for check in checks:
         began = time.monotonic()
         try:

@@ -92,12 +92,11 @@ def keys(struct: type[msgspec.Struct]) -> str:
     """Every key of a struct: what it takes, what it is when left out, what it means."""
     info = types.type_info(struct)
     assert isinstance(info, types.StructType)
-    means = schema.meanings(struct)
+    fields = {field.encode_name: field for field in info.fields}
     rows = []
-    for field in info.fields:
-        takes = " or ".join(dict.fromkeys(words(field.type)))
-        name = field.encode_name
-        rows.append([f"`{name}`", takes, default(field), means[name]])
+    for name, meaning in schema.meanings(struct).items():
+        takes = " or ".join(dict.fromkeys(words(fields[name].type)))
+        rows.append([f"`{name}`", takes, default(fields[name]), meaning])
     return table(["Key", "Takes", "Default", "Meaning"], rows)
 
 

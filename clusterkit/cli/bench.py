@@ -149,7 +149,7 @@ def _print_rows(report: bandwidth.Report) -> None:
                                  row.algorithm_gb_per_s, row.bus_gb_per_s)), str(row.wrong))
         for row in report.rows
     ]  # fmt: skip
-    click.echo(_numbers(rows, header))
+    click.echo(table(rows, header, numbers=True))
     _say_setup(report)
     smallest = {row.collective: row.size for row in reversed(report.rows)}
     words = [
@@ -169,7 +169,7 @@ def _print_pairs(report: bandwidth.Report, pairs: bandwidth.Pairs) -> None:
             for host, line in zip(pairs.hosts, matrix, strict=True)
         ]
         click.echo(f"{title}; from the row's host to the column's")
-        click.echo(_numbers(rows, ("", *pairs.hosts)) + "\n")
+        click.echo(table(rows, ("", *pairs.hosts), numbers=True) + "\n")
     click.echo(pairs.judgement)
     _say_setup(report)
 
@@ -180,13 +180,3 @@ def _say_setup(report: bandwidth.Report) -> None:
         f"{report.backend} on {report.device}, {report.dtype}, torch {report.torch}",
         err=True,
     )
-
-
-def _numbers(rows: list[tuple[str, ...]], header: tuple[str, ...]) -> str:
-    """A table whose columns, but the first, are aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    aligned = [
-        (line[0], *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)))
-        for line in (header, *rows)
-    ]
-    return table(aligned[1:], aligned[0])

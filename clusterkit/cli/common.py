@@ -98,13 +98,24 @@ runs_argument = click.argument(
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 
 
+def options(*each: Callable[[Any], Any]) -> Callable[[Function], Function]:
+    """Several options as one decorator, in the order in which ``--help`` shows them."""
+
+    def apply(function: Function) -> Function:
+        for option in reversed(each):
+            function = option(function)
+        return function
+
+    return apply
+
+
 def cluster_options(meaning: str, default: str | None = None) -> Callable[[Function], Function]:
     """``--cluster``, which means ``meaning``, and ``--clusters``."""
     name = click.option("-c", "--cluster", default=default, show_default=True, metavar="NAME",
                         help=meaning, shell_complete=complete_cluster)  # fmt: skip
     file = click.option("--clusters", "clusters_file", metavar="FILE", type=click.Path(),
                         help="Cluster file; by default clusters.yaml here or above.")  # fmt: skip
-    return lambda function: name(file(function))
+    return options(name, file)
 
 
 set_option = click.option("--set", "settings", multiple=True, metavar="KEY=VALUE",
@@ -114,31 +125,23 @@ facts_option = click.option("--facts", "facts_file", metavar="FILE", type=click.
                             )  # fmt: skip
 
 
-def host_options(function: Function) -> Function:
-    """``--include`` and ``--exclude``."""
-    include = click.option("--include", metavar="HOSTS",
-                           help="Only these hosts (and GPUs): h1@h2:0,1.")  # fmt: skip
-    exclude = click.option("--exclude", metavar="HOSTS",
-                           help="All hosts (and GPUs) but these.")  # fmt: skip
-    return include(exclude(function))
-
-
-def plan_options(function: Function) -> Function:
-    """Options that `submit` and `plan` have in common."""
-    for option in reversed([
-        click.argument("job", required=False, type=click.Path()),
-        cluster_options("Entry of the cluster file.", "local"),
-        click.option("-n", "--nodes", metavar="N|MIN:MAX", help="How many nodes."),
-        click.option("-g", "--gpus", type=int, metavar="N", help="Ranks per node."),
-        set_option,
-        host_options,
-        facts_option,
-        click.option("--run-id", metavar="ID", help="Instead of a new id."),
-        click.option("--no-doctor", "doctor", is_flag=True, flag_value=False, default=True,
-                     help="Do not check first whether the hosts are fit."),
-    ]):  # fmt: skip
-        function = option(function)
-    return function
+host_options = options(
+    click.option("--include", metavar="HOSTS", help="Only these hosts (and GPUs): h1@h2:0,1."),
+    click.option("--exclude", metavar="HOSTS", help="All hosts (and GPUs) but these."),
+)
+plan_options = options(
+    click.argument("job", required=False, type=click.Path()),
+    cluster_options("Entry of the cluster file.", "local"),
+    click.option("-n", "--nodes", metavar="N|MIN:MAX", help="How many nodes."),
+    click.option("-g", "--gpus", type=int, metavar="N", help="Ranks per node."),
+    set_option,
+    host_options,
+    facts_option,
+    click.option("--run-id", metavar="ID", help="Instead of a new id."),
+    click.option("--no-doctor", "doctor", is_flag=True, flag_value=False, default=True,
+                 help="Do not check first whether the hosts are fit."),
+)  # fmt: skip
+"""What `submit` and `plan` have in common."""
 
 
 def job_of(ctx: click.Context, job: str | None) -> dict[str, Any]:
@@ -184,8 +187,11 @@ STATE_COLOURS = {
 }  # fmt: skip
 
 
-def table(rows: Sequence[Sequence[str]], header: Sequence[str], *, indent: int = 0) -> str:
-    """Left-aligned columns, two spaces apart, wrapped to the terminal less ``indent``."""
+def table(
+    rows: Sequence[Sequence[str]], header: Sequence[str], *, indent: int = 0, numbers: bool = False
+) -> str:
+    """Columns two spaces apart, wrapped to the terminal less ``indent``, aligned to the left, or of
+    ``numbers`` all but the first to the right."""
     from clusterkit.ui.words import shown_on
 
     shown = shown_on(sys.stdout, colours=False)
@@ -198,7 +204,10 @@ def table(rows: Sequence[Sequence[str]], header: Sequence[str], *, indent: int =
             for cell, width in zip(row, widths, strict=True)
         ]
         for parts in zip_longest(*cells, fillvalue=""):
-            padded = (part.ljust(width) for part, width in zip(parts, widths, strict=True))
+            padded = [
+                part.rjust(width) if numbers and column else part.ljust(width)
+                for column, (part, width) in enumerate(zip(parts, widths, strict=True))
+            ]
             lines.append((" " * gap).join(padded).rstrip())
     return "\n".join(lines)
 

@@ -17,6 +17,7 @@ from clusterkit.cli.common import (
     cluster_options,
     facts_option,
     json_option,
+    options,
     prepare_options,
     print_json,
     set_option,
@@ -24,7 +25,6 @@ from clusterkit.cli.common import (
 )
 from clusterkit.estimate import Estimate, published
 from clusterkit.estimate.advice import Row
-from clusterkit.estimate.presets import PRESETS
 from clusterkit.estimate.units import gib
 
 _COLUMNS = 100
@@ -36,57 +36,51 @@ _HEADER = (
 )  # fmt: skip
 
 
-def _options(function: Any) -> Any:
-    for option in reversed([
-        click.argument("job", required=False, type=click.Path(), metavar="[JOB|MODEL|COUNT]"),
-        click.option("--gpu-memory", metavar="SIZE", help="Of one GPU: 80GB, 80GiB, 40960MiB."),
-        click.option("-n", "--nodes", type=int, metavar="N", help="How many nodes."),
-        click.option("-g", "--gpus", type=int, metavar="N", help="GPUs per node."),
-        click.option("--model", metavar="NAME",
-                     help="Instead of the job's: llama-3-8b, qwen2-1.5b, mistral-7b, gpt2-xl ..., "
-                     "tiny ... 1.5b of jobs/train/gpt, or a Hugging Face name or folder."),
-        click.option("--parameters", metavar="COUNT", help="Any transformer of so many: 7B."),
-        click.option("--layers", type=int, metavar="N", help="Of --parameters."),
-        click.option("--hidden", type=int, metavar="N", help="Of --parameters: width of a layer."),
-        click.option("--heads", type=int, metavar="N", help="Of --parameters: attention heads."),
-        click.option("--kv-heads", type=int, metavar="N",
-                     help="Of --parameters: heads of keys and values, if fewer."),
-        click.option("--intermediate", type=int, metavar="N",
-                     help="Of --parameters: width of the perceptron (intermediate_size)."),
-        click.option("--gated/--no-gated", default=None,
-                     help="Of --parameters: whether the perceptron has a gate (SwiGLU) as Llama's "
-                     "has, or none as GPT-2's; gated, which takes more, if not said."),
-        click.option("--vocabulary", type=int, metavar="N", help="Of --parameters: tokens."),
-        click.option("--context", type=int, metavar="N", help="Tokens in a sample."),
-        click.option("--micro-batch", type=int, metavar="N",
-                     help="Samples in one forward pass of one rank."),
-        click.option("--dtype", metavar="TYPE", help="fp32, bf16 or fp16."),
-        click.option("--optimizer", metavar="NAME", default="adamw", show_default=True,
-                     help="adamw, adafactor, momentum or sgd."),
-        click.option("--attention", metavar="KIND", default="fused", show_default=True,
-                     help="fused (flash, memory-efficient), or eager, which keeps the scores."),
-        click.option("--activation-checkpointing", is_flag=True,
-                     help="Keep a layer's input alone and compute the rest again."),
-        click.option("--overhead", metavar="SIZE",
-                     help="What a GPU holds besides tensors (assumed: 1.5GiB)."),
-        cluster_options("Whose GPUs, unless --gpu-memory is given.", "local"),
-        facts_option,
-        set_option,
-    ]):  # fmt: skip
-        function = option(function)
-    return function
-
-
 @click.command(
     "estimate",
     cls=PlanCommand,
     epilog="Examples: clusterkit estimate jobs/ddp.yaml --gpus 8 --gpu-memory 80GB;  "
     "clusterkit estimate --parameters 7B --layers 32 --hidden 4096 --gpus 8 --gpu-memory 80GB",
 )
-@_options
-@json_option
+@options(
+    click.argument("job", required=False, type=click.Path(), metavar="[JOB|MODEL|COUNT]"),
+    click.option("--gpu-memory", metavar="SIZE", help="Of one GPU: 80GB, 80GiB, 40960MiB."),
+    click.option("-n", "--nodes", type=int, metavar="N", help="How many nodes."),
+    click.option("-g", "--gpus", type=int, metavar="N", help="GPUs per node."),
+    click.option("--model", metavar="NAME",
+                 help="Instead of the job's: llama-3-8b, qwen2-1.5b, mistral-7b, gpt2-xl ..., "
+                 "tiny ... 1.5b of jobs/train/gpt, or a Hugging Face name or folder."),
+    click.option("--parameters", metavar="COUNT", help="Any transformer of so many: 7B."),
+    click.option("--layers", type=int, metavar="N", help="Of --parameters."),
+    click.option("--hidden", type=int, metavar="N", help="Of --parameters: width of a layer."),
+    click.option("--heads", type=int, metavar="N", help="Of --parameters: attention heads."),
+    click.option("--kv-heads", type=int, metavar="N",
+                 help="Of --parameters: heads of keys and values, if fewer."),
+    click.option("--intermediate", type=int, metavar="N",
+                 help="Of --parameters: width of the perceptron (intermediate_size)."),
+    click.option("--gated/--no-gated", default=None,
+                 help="Of --parameters: whether the perceptron has a gate (SwiGLU) as Llama's "
+                 "has, or none as GPT-2's; gated, which takes more, if not said."),
+    click.option("--vocabulary", type=int, metavar="N", help="Of --parameters: tokens."),
+    click.option("--context", type=int, metavar="N", help="Tokens in a sample."),
+    click.option("--micro-batch", type=int, metavar="N",
+                 help="Samples in one forward pass of one rank."),
+    click.option("--dtype", metavar="TYPE", help="fp32, bf16 or fp16."),
+    click.option("--optimizer", metavar="NAME", default="adamw", show_default=True,
+                 help="adamw, adafactor, momentum or sgd."),
+    click.option("--attention", metavar="KIND", default="fused", show_default=True,
+                 help="fused (flash, memory-efficient), or eager, which keeps the scores."),
+    click.option("--activation-checkpointing", is_flag=True,
+                 help="Keep a layer's input alone and compute the rest again."),
+    click.option("--overhead", metavar="SIZE",
+                 help="What a GPU holds besides tensors (assumed: 1.5GiB)."),
+    cluster_options("Whose GPUs, unless --gpu-memory is given.", "local"),
+    facts_option,
+    set_option,
+    json_option,
+)  # fmt: skip
 @click.pass_context
-def command(ctx: click.Context, /, job: str | None, as_json: bool, **options: Any) -> None:
+def command(ctx: click.Context, /, job: str | None, as_json: bool, **asked: Any) -> None:
     """The memory a job takes on a GPU, for every way to divide it, and which to choose.
 
     Reads what JOB says of model, batch, precision and strategy, and adds up parameters,
@@ -97,15 +91,14 @@ def command(ctx: click.Context, /, job: str | None, as_json: bool, **options: An
     --parameters 7B.
     """
     words: list[str] | None = ctx.meta.get(COMMAND)
-    if job is not None and (name := _instead_of_a_job(job)) and options[name] is None:
-        job, options[name] = None, job
+    if job is not None and (name := _instead_of_a_job(job)) and asked[name] is None:
+        job, asked[name] = None, job
     what: Any = job
     if job is None and words:
         what, words = words, None
-    if what is None and options["model"] is None and options["parameters"] is None:
+    if what is None and asked["model"] is None and asked["parameters"] is None:
         raise click.UsageError("Give a job file, --model or --parameters.", ctx)
-    given = prepare_options(**options)
-    found = api.estimate(what, more_args=words or (), **given)
+    found = api.estimate(what, more_args=words or (), **prepare_options(**asked))
     if as_json:
         print_json(found)
         return
@@ -120,7 +113,7 @@ def _instead_of_a_job(word: str) -> str | None:
         return None
     if _COUNT.match(word):
         return "parameters"
-    return "model" if published.config(word) or word in PRESETS else None
+    return "model" if published.config(word) or word in published.PRESETS else None
 
 
 def _text(found: Estimate) -> Iterator[str]:

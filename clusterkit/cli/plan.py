@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import click
 from clusterkit import api, backends
 from clusterkit.cli.common import PlanCommand, job_of, json_option, plan_options, prepare_options
 from clusterkit.files import write_atomic
-from clusterkit.plan import relative
 
 
 @click.command(
@@ -59,7 +59,8 @@ def command(
     plan = api.plan(**job_of(ctx, job), **prepare_options(**options))
     if out is not None:
         for file in plan.files:
-            write_atomic(Path(out, relative(plan, file)), file.content(), file.mode)
+            below = os.path.relpath(file.path, plan.run_dir)
+            write_atomic(Path(out, below), file.content(), file.mode)
         write_atomic(Path(out, "plan.json"), plan.to_json())
         write_atomic(Path(out, "plan.txt"), plan.to_text().encode())
         click.echo(f"{len(plan.files) + 2} files written to {out}", err=True)

@@ -17,7 +17,7 @@ from clusterkit.errors import BadInput, ClusterkitError, counted
 from clusterkit.estimate import advice, jobs, models
 from clusterkit.estimate.advice import Advice, Row
 from clusterkit.estimate.memory import predict
-from clusterkit.estimate.presets import PRESETS
+from clusterkit.estimate.published import PRESETS
 from clusterkit.estimate.setup import OPTIMIZERS, Model, Precision, Setup
 from clusterkit.estimate.units import gib, parse_count, parse_size
 from clusterkit.spec import JobSpec

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from clusterkit.errors import counted
-from clusterkit.estimate.memory import largest_micro, predict
+from clusterkit.estimate.memory import Memory, largest_micro, predict
 from clusterkit.estimate.mesh import Mesh
 from clusterkit.estimate.setup import Model, Setup
 from clusterkit.estimate.units import gib
@@ -32,33 +33,13 @@ _WHY = {
 }
 
 
-_SIZES = (
-    "parameters", "gradients", "optimizer", "activations", "loss", "buffers", "communication",
-    "temporary", "overhead",
-)  # fmt: skip
-
-
-class Row(Struct, frozen=True, kw_only=True):
+class Row(Memory, frozen=True, kw_only=True):
     """One way to train; sizes in bytes, on the GPU that needs most."""
 
     strategy: str
     mesh: str
     own: bool
     """Whether it is what the job says."""
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    loss: int
-    buffers: int
-    communication: int
-    temporary: int
-    overhead: int
-    total: int
-    """The largest moment, with the overhead; not the sum, for not all is there at once."""
-    moment: str
-    moments: dict[str, int]
-    host_per_node: int
     micro_batch: int
     accumulation: int
     fits: bool | None
@@ -134,16 +115,12 @@ def row(model: Model, setup: Setup, *, own: bool, limit: int | None, host_limit:
         host_limit: memory of a node, if known.
     """
     memory = predict(model, setup)
-    host_fits = None if host_limit is None else memory.host <= host_limit
+    host_fits = None if host_limit is None else memory.host_per_node <= host_limit
     return Row(
+        **asdict(memory),
         strategy=label(setup),
         mesh=str(setup.mesh),
         own=own,
-        **{name: round(getattr(memory, name)) for name in _SIZES},
-        total=round(memory.total),
-        moment=memory.moment,
-        moments={name: round(size) for name, size in memory.moments.items()},
-        host_per_node=round(memory.host),
         micro_batch=setup.micro,
         accumulation=setup.accumulation,
         fits=None if limit is None else memory.total <= limit and host_fits is not False,
@@ -182,7 +159,7 @@ def choose(model: Model, setups: list[Setup], rows: list[Row], limit: int) -> Ad
                 return Advice(
                     strategy=other.strategy,
                     reason=f"{short}; {other.strategy} with {what} would: {gib(needs.total)} GiB"
-                    f"{_host(needs.host)}",
+                    f"{_host(needs.host_per_node)}",
                 )
     return Advice(strategy=None, reason=f"{short}; {_more(model, setups[0], limit)}")
 

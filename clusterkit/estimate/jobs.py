@@ -18,11 +18,11 @@ from typing import Any, get_args
 
 from clusterkit.batch import DEEPSPEED_KEYS, solve
 from clusterkit.deepspeed_config import precision
-from clusterkit.errors import BadInput
+from clusterkit.errors import BadInput, counted
 from clusterkit.estimate import mesh as meshes
 from clusterkit.estimate import models
 from clusterkit.estimate.mesh import Mesh
-from clusterkit.estimate.presets import PRESETS
+from clusterkit.estimate.published import PRESETS
 from clusterkit.estimate.setup import ZERO, Model, Precision, Setup, Zero
 from clusterkit.spec import JobSpec
 
@@ -159,10 +159,7 @@ def setup_of(
         )
     if strategy in meshes.STRATEGIES:
         mesh = meshes.choose(strategy, program.get("--mesh"), ranks=ranks, local_ranks=local_ranks)
-        shape = {"layers": model.layers, "heads": model.heads, "context": model.context}
-        known = shape if model.divisible else None
-        if known is not None or strategy != "deepspeed":  # AutoTP looks for itself
-            meshes.check_model(mesh, model.name, known, sequence=sequence)
+        _check_cuts(mesh, model, sequence=sequence)
     elif strategy not in ZERO:
         raise BadInput(f"args: --strategy {strategy} is unknown", hint=", ".join(meshes.STRATEGIES))
     sizes = batch_of(job, program)
@@ -191,6 +188,24 @@ def setup_of(
         offload_parameters=offload,
     )
     return setup if config is None else _with_zero(setup, config)
+
+
+def _check_cuts(mesh: Mesh, model: Model, *, sequence: bool) -> None:
+    """Whether the model's layers, heads and context can be cut like this."""
+    if mesh.pp == 1 and mesh.tp == 1:
+        return
+    if not model.divisible:
+        raise BadInput(
+            f"{model.name} is not cut into layers or stages; fsdp or deepspeed divide it"
+        )
+    if mesh.pp > model.layers:
+        raise BadInput(f"--mesh pp={mesh.pp}: {model.name} has {counted(model.layers, 'layer')}")
+    if model.heads % mesh.tp:
+        raise BadInput(
+            f"--mesh tp={mesh.tp} does not divide the {model.heads} heads of {model.name}"
+        )
+    if sequence and model.context % mesh.tp:
+        raise BadInput(f"--sequence-parallel: tp={mesh.tp} does not divide {model.context}")
 
 
 def _deepspeed_config(job: JobSpec, program: Program) -> Mapping[str, Any] | None:

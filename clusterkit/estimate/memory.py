@@ -19,42 +19,35 @@ from bisect import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from msgspec import Struct
+
 from clusterkit.estimate.setup import FP32, HALF, OPTIMIZERS, ZERO, Model, Setup
 
 _STAGE_0_BUCKET = 5e8
 """Elements that DeepSpeed flattens at a time without ZeRO, whatever its config says."""
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(Struct, frozen=True, kw_only=True):
     """What one rank needs; of a pipeline, the rank of the stage that needs most."""
 
-    parameters: float  # weights that are there all the time, with a float32 copy if there is one
-    gradients: float  # once all of them are there
-    optimizer: float  # states
-    activations: float  # saved for the backward pass, without the loss
-    loss: float  # logits and what the cross entropy makes of them, at its peak
-    buffers: float  # the model's buffers, the batch
-    communication: float  # buckets and gathered parameters
-    temporary: float  # of the optimizer step
-    overhead: float  # what is no tensor
-    moments: Mapping[str, float]  # what is allocated at each moment, without the overhead
-    host: float  # memory of the node that its ranks need for what is offloaded
+    parameters: int  # weights that are there all the time, with a float32 copy if there is one
+    gradients: int  # once all of them are there
+    optimizer: int  # states
+    activations: int  # saved for the backward pass, without the loss
+    loss: int  # logits and what the cross entropy makes of them, at its peak
+    buffers: int  # the model's buffers, the batch
+    communication: int  # buckets and gathered parameters
+    temporary: int  # of the optimizer step
+    overhead: int  # what is no tensor
+    total: int  # the largest moment with the overhead; not the sum, for not all is there at once
+    moment: str  # the largest
+    moments: Mapping[str, int]  # what is allocated at each of them, without the overhead
+    host_per_node: int  # memory of the node that its ranks need for what is offloaded
 
     @property
-    def peak(self) -> float:
+    def peak(self) -> int:
         """The largest moment."""
-        return max(self.moments.values())
-
-    @property
-    def moment(self) -> str:
-        """Which moment that is."""
-        return max(self.moments, key=lambda name: self.moments[name])
-
-    @property
-    def total(self) -> float:
-        """The peak with the overhead: what a GPU must have."""
-        return self.peak + self.overhead
+        return self.total - self.overhead
 
 
 def predict(model: Model, setup: Setup) -> Memory:
@@ -149,18 +142,22 @@ def _predict(model: Model, setup: Setup, share: _Share) -> Memory:
         "gradient reduction": all_gradients + static.reduce,
         "optimizer step": between + static.step,
     }
+    whole = {name: round(size) for name, size in moments.items()}
+    moment = max(whole, key=lambda name: whole[name])
     return Memory(
-        parameters=static.weights,
-        gradients=static.gradients,
-        optimizer=static.optimizer,
-        activations=saved + again,
-        loss=loss,
-        buffers=buffers,
-        communication=static.communication,
-        temporary=static.temporary,
+        parameters=round(static.weights),
+        gradients=round(static.gradients),
+        optimizer=round(static.optimizer),
+        activations=round(saved + again),
+        loss=round(loss),
+        buffers=round(buffers),
+        communication=round(static.communication),
+        temporary=round(static.temporary),
         overhead=setup.overhead,
-        moments=moments,
-        host=static.host * setup.local_ranks,
+        total=whole[moment] + setup.overhead,
+        moment=moment,
+        moments=whole,
+        host_per_node=round(static.host * setup.local_ranks),
     )
 
 

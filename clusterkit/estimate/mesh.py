@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from clusterkit.errors import BadInput, counted
+from clusterkit.errors import BadInput
 
 _TAKES = {
     "ddp": ("dp",),
@@ -75,21 +74,3 @@ def choose(strategy: str, text: str | None, *, ranks: int, local_ranks: int) -> 
         shard=sizes.get("shard", 1) * sizes.get("dp", 1),
         tp=sizes.get("tp", 1),
     )
-
-
-def check_model(mesh: Mesh, name: str, shape: Mapping[str, int] | None, *, sequence: bool) -> None:
-    """Whether a model of these layers, heads and context can be cut like this.
-
-    Raises:
-        BadInput: it cannot; or nothing is known of its shape.
-    """
-    if mesh.pp == 1 and mesh.tp == 1:
-        return
-    if shape is None:
-        raise BadInput(f"{name} is not cut into layers or stages; fsdp or deepspeed divide it")
-    if mesh.pp > shape["layers"]:
-        raise BadInput(f"--mesh pp={mesh.pp}: {name} has {counted(shape['layers'], 'layer')}")
-    if shape["heads"] % mesh.tp:
-        raise BadInput(f"--mesh tp={mesh.tp} does not divide the {shape['heads']} heads of {name}")
-    if sequence and shape["context"] % mesh.tp:
-        raise BadInput(f"--sequence-parallel: tp={mesh.tp} does not divide {shape['context']}")

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from clusterkit.errors import BadInput, Unavailable, did_you_mean
 from clusterkit.estimate import published
-from clusterkit.estimate.presets import PRESETS, Shape
 from clusterkit.estimate.setup import Model
 
 _COUNTING_SECONDS = 300.0
@@ -26,66 +27,49 @@ _ASPECT = 128
 
 def gpt(name: str, context: int | None = None) -> Model:
     """One of our GPT's presets, with its own context or another."""
-    shape = PRESETS[name]
-    if context:
-        shape = replace(shape, context=context)
-    origin = "jobs/train/gpt/model.py"
-    return _gpt(f"gpt {name}", shape, 4 * shape.width, divisible=True, origin=origin)
+    config = {**published.PRESETS[name], **({"n_positions": context} if context else {})}
+    return _gpt2(f"gpt {name}", config, divisible=True, origin="jobs/train/gpt/model.py")
 
 
-def _gpt(name: str, shape: Shape, inner: int, **more: Any) -> Model:
-    """GPT-2, in which positions are embedded and the output layer is the token embedding."""
-    width = shape.width
-    matrices = 4 * width**2 + 2 * width * inner
-    # Two norms, and the biases of four linear layers.
-    layer = matrices + 9 * width + inner
-    ends = (shape.vocabulary + shape.context) * width
-    sizes: dict[str, Any] = {
-        "layers": shape.layers,
-        "hidden": width,
-        "heads": shape.heads,
-        "context": shape.context,
-        "vocabulary": shape.vocabulary,
-        "parameters": shape.layers * layer + ends + 2 * width,
-        "layer_parameters": layer,
-        "matrix_parameters": matrices,
-        "largest": max(width * inner, 3 * width**2),
-        "feed_forward": inner,
-        "first": ends,
-        "last": 2 * width,
-        "tied": True,
-        **_gpt_activations(width, shape.heads, inner),
-    }
-    return Model(name=name, **(sizes | more))
-
-
-def _gpt_activations(
-    width: int, heads: int, feed_forward: int, keys: int | None = None
-) -> dict[str, Any]:
-    """Elements a token and layer saves: see docs/estimate.md, and memory.Model for the names.
+def _transformer(
+    name: str, *, layers: int, hidden: int, heads: int, context: int, vocabulary: int, query: int,
+    keys: int, inner: int, gated: bool, tied: bool = True, positions: int = 0, extra: int = 0,
+    **more: Any,
+) -> Model:  # fmt: skip
+    """A decoder: with layer norms and biases as GPT-2, or gated and with RMS norms as Llama.
 
     Args:
-        keys: width of keys, and of values; that of the layer if not given.
+        query, keys: widths of queries, and of keys and of values.
+        inner: width of the perceptron.
+        positions: how many are embedded.
+        extra: parameters of a layer that are no matrices, besides the usual ones.
+        more: other fields, also instead of those that follow from the sizes.
     """
-    keys = width if keys is None else keys
-    return {
-        "residual": 2 * width,  # inputs of the two norms
-        "kept": 2 * width,  # their outputs, inputs of the linear layers
-        "divided": 2 * (width + keys + feed_forward),  # q, mixed, k, v; around the GELU
-        "wide": 4 + heads,  # mean and deviation of two norms, log-sum-exp of the softmax
+    matrices = 2 * hidden * (query + keys) + (3 if gated else 2) * hidden * inner
+    # Two norms; biases of four linear layers.
+    layer = matrices + (2 * hidden if gated else 9 * hidden + inner) + extra
+    first = (vocabulary + positions) * hidden
+    last = (1 if gated else 2) * hidden + (0 if tied else vocabulary * hidden)
+    fields: dict[str, Any] = {
+        "parameters": layers * layer + first + last,
+        "layer_parameters": layer,
+        "matrix_parameters": matrices,
+        "largest": hidden * inner,
+        "last": last,
+        # What a token saves: docs/estimate.md. Inputs of two norms, of RMS norms in float32;
+        "residual": 0 if gated else 2 * hidden,
+        # their outputs, of RMS norms also before scaling;
+        "kept": (4 if gated else 2) * hidden,
+        # query, what attention gives, key and value, around the GELU or the gate;
+        "divided": 2 * (query + keys) + (4 if gated else 2) * inner,
+        # statistics of the norms, log-sum-exp of the softmax.
+        "wide": (2 * hidden + 2 if gated else 4) + heads,
     }
-
-
-def _llama_activations(
-    width: int, heads: int, feed_forward: int, query: int, keys: int
-) -> dict[str, Any]:
-    """The same of a layer with RMS norms and a gated perceptron."""
-    return {
-        "residual": 0,
-        "kept": 4 * width,  # the two norms: normalised, and scaled
-        "divided": 2 * query + 2 * keys + 4 * feed_forward,
-        "wide": 2 * width + 2 + heads,  # the norms' inputs, in float32
-    }
+    return Model(
+        name=name, layers=layers, hidden=hidden, heads=heads, context=context,
+        vocabulary=vocabulary, feed_forward=inner, first=first, tied=tied, gated=gated,
+        **(fields | more),
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- numbers
@@ -146,37 +130,19 @@ def from_numbers(
             hint="give --layers, --hidden and --kv-heads as the model's config has them",
         )
     inner = intermediate or left
-    activations = (
-        _gpt_activations(hidden, heads, inner, keys)
-        if gated is False
-        else _llama_activations(hidden, heads, inner, hidden, keys)
-    )
     origin = f"your numbers; guessed: {', '.join(guessed)}" if guessed else "your numbers"
     if gated is None:
         origin += (
             "; a gated perceptron (SwiGLU) is assumed, which saves more than a plain one: "
             "--no-gated if it has none"
         )
-    return Model(
-        name="a transformer",
-        parameters=parameters,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        context=context or _GUESSED_CONTEXT,
-        vocabulary=vocabulary,
-        layer_parameters=layer,
-        matrix_parameters=min(layer, attention + matrices * hidden * inner),
-        largest=hidden * max(hidden, inner),
-        feed_forward=inner,
-        first=ends,
-        last=2 * hidden,
-        tied=True,
-        **activations,
-        gated=gated is not False,
-        divisible=True,
-        origin=origin,
-    )
+    return _transformer(
+        "a transformer", layers=layers, hidden=hidden, heads=heads,
+        context=context or _GUESSED_CONTEXT, vocabulary=vocabulary, query=hidden, keys=keys,
+        inner=inner, gated=gated is not False, parameters=parameters, layer_parameters=layer,
+        matrix_parameters=min(layer, attention + matrices * hidden * inner), last=2 * hidden,
+        largest=hidden * max(hidden, inner), divisible=True, origin=origin,
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- Hugging Face
@@ -263,7 +229,8 @@ def hugging_face(name: str, context: int | None = None) -> Model:
     except subprocess.TimeoutExpired:
         raise Unavailable(f"--model {name}: not counted within {_COUNTING_SECONDS:g} s") from None
     if done.returncode == 0:
-        return _from_sizes(name, json.loads(done.stdout.splitlines()[-1]))
+        counted = json.loads(done.stdout.splitlines()[-1])
+        return msgspec.convert({**counted, "name": name}, Model)
     said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
     lacking = "No module named" in said or "needs transformers" in said
     if lacking and (known := from_config(found, context)) is not None:
@@ -278,22 +245,6 @@ def hugging_face(name: str, context: int | None = None) -> Model:
     raise BadInput(f"--model {name}: {said}")
 
 
-def _from_sizes(name: str, sizes: Mapping[str, Any]) -> Model:
-    hidden, heads, feed_forward = sizes["hidden"], sizes["heads"], sizes["feed_forward"]
-    keys = (
-        "parameters", "layers", "hidden", "heads", "context", "vocabulary", "layer_parameters",
-        "matrix_parameters", "largest", "feed_forward", "first", "last", "tied", "buffers",
-    )  # fmt: skip
-    return Model(
-        name=name,
-        **{key: sizes[key] for key in keys},
-        **_gpt_activations(hidden, heads, feed_forward),
-        gated=sizes["largest"] < 4 * hidden**2 or feed_forward != 4 * hidden,
-        measured={dtype: (saved[0], saved[1]) for dtype, saved in sizes["saved"].items()},
-        origin=f"{sizes['type']}, counted on the meta device",
-    )
-
-
 def from_config(found: Located, context: int | None = None) -> Model | None:
     """A model from its config alone, by formulas; None for kinds they do not know.
 
@@ -304,7 +255,9 @@ def from_config(found: Located, context: int | None = None) -> Model | None:
     kind = config.get("model_type")
     try:
         if kind == "gpt2":
-            model = _gpt2(found.name, config)
+            model = _gpt2(found.name, config, origin="its config: gpt2")
+            # Its GELU is written out: half the input, the tangent and one more are saved as well.
+            model = replace(model, divided=model.divided + 3 * model.feed_forward)
         elif kind in ("llama", "mistral", "qwen2", "qwen3"):
             model = _llama(found.name, config, kind)
         else:
@@ -316,47 +269,28 @@ def from_config(found: Located, context: int | None = None) -> Model | None:
     return replace(model, context=context) if context else model
 
 
-def _gpt2(name: str, config: Mapping[str, Any]) -> Model:
-    layers, heads, width = (int(config[key]) for key in ("n_layer", "n_head", "n_embd"))
-    context, vocabulary = int(config.get("n_positions", 1024)), int(config["vocab_size"])
+def _gpt2(name: str, config: Mapping[str, Any], **more: Any) -> Model:
+    width, context = int(config["n_embd"]), int(config.get("n_positions", 1024))
     inner = int(config.get("n_inner") or 4 * width)
-    # Its GELU is written out: half the input, the tangent and one more are saved as well.
-    divided = _gpt_activations(width, heads, inner)["divided"] + 3 * inner
-    tied = bool(config.get("tie_word_embeddings", True))
-    shape = Shape(layers, heads, width, context, vocabulary)
-    return _gpt(name, shape, inner, divided=divided, tied=tied, origin="its config: gpt2")
+    return _transformer(
+        name, layers=int(config["n_layer"]), hidden=width, heads=int(config["n_head"]),
+        context=context, positions=context, vocabulary=int(config["vocab_size"]), query=width,
+        keys=width, inner=inner, gated=False, tied=bool(config.get("tie_word_embeddings", True)),
+        largest=max(width * inner, 3 * width**2),  # query, key and value are one matrix
+        **more,
+    )  # fmt: skip
 
 
 def _llama(name: str, config: Mapping[str, Any], kind: str) -> Model:
-    width, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
-    heads = int(config["num_attention_heads"])
+    width, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     head = int(config.get("head_dim") or width // heads)
-    query, few = heads * head, int(config.get("num_key_value_heads") or heads) * head
-    inner, vocabulary = int(config["intermediate_size"]), int(config["vocab_size"])
-    matrices = width * (2 * query + 2 * few) + 3 * width * inner
-    layer = matrices + 2 * width
-    if kind == "qwen2":
-        layer += query + 2 * few  # biases of query, key and value
-    if kind == "qwen3":
-        layer += 2 * head  # norms of query and key
-    tied = bool(config.get("tie_word_embeddings", False))
-    ends = vocabulary * width
-    return Model(
-        name=name,
-        parameters=layers * layer + ends * (1 if tied else 2) + width,
-        layers=layers,
-        hidden=width,
-        heads=heads,
+    query, keys = heads * head, int(config.get("num_key_value_heads") or heads) * head
+    return _transformer(
+        name, layers=int(config["num_hidden_layers"]), hidden=width, heads=heads,
         context=int(config.get("max_position_embeddings", 1024)),
-        vocabulary=vocabulary,
-        layer_parameters=layer,
-        matrix_parameters=matrices,
-        largest=width * inner,
-        feed_forward=inner,
-        first=ends,
-        last=width + (0 if tied else ends),
-        tied=tied,
-        **_llama_activations(width, heads, inner, query, few),
-        gated=True,
-        origin=f"its config: {kind}",
-    )
+        vocabulary=int(config["vocab_size"]), query=query, keys=keys,
+        inner=int(config["intermediate_size"]), gated=True,
+        tied=bool(config.get("tie_word_embeddings", False)), origin=f"its config: {kind}",
+        # Biases of query, key and value; norms of query and key.
+        extra={"qwen2": query + 2 * keys, "qwen3": 2 * head}.get(kind, 0),
+    )  # fmt: skip

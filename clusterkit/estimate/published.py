@@ -1,4 +1,4 @@
-"""Shapes of well-known models, as their authors published them in ``config.json``.
+"""Shapes of our GPT and of well-known models, as their authors published them in ``config.json``.
 
 Data alone: what `models.from_config` reads of the config. A model of the same shape under another
 name (chat, instruct) needs no line of its own.
@@ -15,6 +15,16 @@ _KEYS = (
     "tie_word_embeddings",
 )  # fmt: skip
 _GPT2_KEYS = ("n_embd", "n_layer", "n_head", "vocab_size", "n_positions")
+# The sizes of the GPT in jobs/train/gpt/model.py, which a test holds to be the same. Those with
+# GPT-2's vocabulary have GPT-2's parameter counts; bytes use 256 of its tokens.
+_OURS = """
+tiny   128  2  4   256   64
+small  384  6  6   256  256
+124m   768 12 12 50257 1024
+355m  1024 24 16 50257 1024
+774m  1280 36 20 50257 1024
+1.5b  1600 48 25 50257 1024
+"""
 # Model type, short name, name on the Hugging Face hub, and the values of the keys above.
 _TABLE = """
 gpt2    gpt2           openai-community/gpt2                768 12 12 50257 1024
@@ -59,6 +69,10 @@ def _config(kind: str, numbers: list[str]) -> Mapping[str, Any]:
     return {"model_type": kind, **dict(zip(keys, map(int, numbers), strict=True))}
 
 
+PRESETS = {
+    name: _config("gpt2", numbers) for name, *numbers in map(str.split, _OURS.strip().splitlines())
+}
+"""Our GPT's sizes by name, as configs."""
 _ROWS = [line.split() for line in _TABLE.strip().splitlines()]
 NAMES = tuple(short for _, short, *_ in _ROWS)
 """The short names, for people."""

@@ -37,15 +37,15 @@ class Model:
     last: int  # parameters after them, without those that are shared with the embeddings
     tied: bool  # whether the output layer is the token embedding
     # Elements that a layer saves of a token:
-    residual: float  # of the residual stream; under autocast they are float32
-    kept: float  # in the precision of the computation, not divided by tensor parallel
-    divided: float  # the same, divided by it
-    wide: float  # float32 (statistics of norms and softmax), whatever the precision
+    residual: float = 0  # of the residual stream; under autocast they are float32
+    kept: float = 0  # in the precision of the computation, not divided by tensor parallel
+    divided: float = 0  # the same, divided by it
+    wide: float = 0  # float32 (statistics of norms and softmax), whatever the precision
     gated: bool = False  # whether the perceptron has a gate
     buffers: int = 0  # bytes
     divisible: bool = False  # whether our tensor and pipeline parallel can cut it
-    # Precision to bytes that a layer saves of one sample and that all else saves of it, counted
-    # on the meta device; goes before the four above.
+    # Instead of those four, counted on the meta device: precision to bytes that a layer saves of
+    # one sample and that all else saves of it.
     measured: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     origin: str = ""  # where the numbers come from, for people
 

@@ -33,7 +33,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -88,22 +88,17 @@ class Options:
     pairwise: bool
     sequential: bool
 
-    def counts(self, seconds: float, most: int = ITERATIONS, passes: int = 1) -> tuple[int, int]:
-        """How many more warm-ups and iterations in each of the passes, for an operation that
+    def counts(
+        self, seconds: float, most: int = ITERATIONS, number: int = 0, passes: int = 1
+    ) -> tuple[int, int]:
+        """How many more warm-ups and iterations in this one of the passes, for an operation that
         takes ``seconds`` and of which ``most`` iterations are worth their time."""
         fit = int(min(most, SECONDS_PER_MEASUREMENT / max(seconds, 1e-9)) / passes)
-        iterations, warmup = self.iterations, self.warmup
-        if iterations is None:
-            iterations = max(FEWEST_ITERATIONS // passes, fit)
-        if warmup is None:
-            warmup = CONNECTING + min(WARMUP - CONNECTING, fit)
+        warmup = CONNECTING + min(WARMUP - CONNECTING, fit) if self.warmup is None else self.warmup
+        iterations = max(FEWEST_ITERATIONS // passes, fit)
+        if self.iterations is not None:
+            iterations = (self.iterations + passes - 1 - number) // passes
         return max(0, warmup - CONNECTING), iterations
-
-    def part(self, number: int, passes: int) -> Options:
-        """The options of one of several passes: its part of the iterations asked for."""
-        if self.iterations is None:
-            return self
-        return replace(self, iterations=(self.iterations + passes - 1 - number) // passes)
 
 
 @dataclass(frozen=True)
@@ -354,16 +349,11 @@ def tournament(players: int) -> list[list[tuple[int, int]]]:
 
 @dataclass
 class OneWay:
-    """What was measured of messages in one direction, in seconds; empty on the rank they go to."""
+    """What one pass measured of messages in one direction, in seconds."""
 
-    seconds: list[float] = field(default_factory=list)
-    latencies: list[float] = field(default_factory=list)
-    wrong: int = 0
-
-    def add(self, other: OneWay) -> None:
-        self.seconds += other.seconds
-        self.latencies += other.latencies
-        self.wrong += other.wrong
+    seconds: list[float]
+    latencies: list[float]
+    wrong: int
 
 
 def pairs(world: World, options: Options) -> None:
@@ -379,9 +369,8 @@ def pairs(world: World, options: Options) -> None:
         rounds = [[pair] for pair in itertools.chain.from_iterable(rounds)]
     setup(world, options, len(nodes) * (len(nodes) - 1))
     passes = min(PASSES, options.iterations or PASSES)
-    found: dict[tuple[int, int], OneWay] = {}
+    found: dict[tuple[int, int], list[OneWay]] = {}
     for number, together in enumerate(rounds * passes):
-        part = options.part(number // len(rounds), passes)
         named = [(nodes[a], nodes[b]) for a, b in together]
         world.report("bench_doing", pairs=named, number=number + 1, of=len(rounds) * passes)
         for pair in named:
@@ -389,16 +378,20 @@ def pairs(world: World, options: Options) -> None:
             if world.rank in (first, second):
                 peer = first + second - world.rank
                 for leader, way in ((first, pair), (second, pair[::-1])):
-                    measured = one_way(world, part, passes, peer, leads=world.rank == leader)
-                    found.setdefault(way, OneWay()).add(measured)
+                    part = number // len(rounds), passes
+                    measured = one_way(world, options, part, peer, leads=world.rank == leader)
+                    if measured is not None:
+                        found.setdefault(way, []).append(measured)
         dist.barrier()
     small, large = (elements * options.dtype.itemsize for elements in pair_elements(options))
-    for results in world.gather({way: one for way, one in found.items() if one.seconds}):
-        for (source, target), one in results.items():
+    for results in world.gather(found):
+        for (source, target), parts in results.items():
             ends = {"from": source, "to": target, "size": large, "latency_size": small}
             # Busy hosts delay any answer, and no answer is quicker than the link.
-            ends |= {"latency_us": min(one.latencies) * 1e6, "wrong": one.wrong}
-            world.report("bench_pair", **ends, **summary(one.seconds))
+            latency = min(min(one.latencies) for one in parts)
+            ends |= {"latency_us": latency * 1e6, "wrong": sum(one.wrong for one in parts)}
+            seconds = list(itertools.chain.from_iterable(one.seconds for one in parts))
+            world.report("bench_pair", **ends, **summary(seconds))
 
 
 def pair_elements(options: Options) -> tuple[int, int]:
@@ -407,8 +400,10 @@ def pair_elements(options: Options) -> tuple[int, int]:
     return max(1, min(options.sizes) // itemsize), max(1, max(options.sizes) // itemsize)
 
 
-def one_way(world: World, options: Options, passes: int, peer: int, *, leads: bool) -> OneWay:
-    """Messages from the rank that leads to its peer; timed by the former.
+def one_way(
+    world: World, options: Options, part: tuple[int, int], peer: int, *, leads: bool
+) -> OneWay | None:
+    """Messages from the rank that leads to its peer; timed by the former, None on the latter.
 
     The message goes there and one element comes back, since only round trips can be timed by
     one clock. The latency is half the quickest round trip of the smallest size.
@@ -425,7 +420,7 @@ def one_way(world: World, options: Options, passes: int, peer: int, *, leads: bo
             trip(there, back)
 
         seconds = timed(world, run, CONNECTING)[-1]
-        counts = torch.tensor(options.counts(seconds, most, passes), device=world.device)
+        counts = torch.tensor(options.counts(seconds, most, *part), device=world.device)
         (dist.send if leads else dist.recv)(counts, peer)
         warmup, iterations = counts.tolist()
         timed(world, run, warmup)
@@ -442,7 +437,7 @@ def one_way(world: World, options: Options, passes: int, peer: int, *, leads: bo
     if not leads:
         wrong += count_wrong(large, lambda index: value(peer, index))
         dist.send(wrong, peer)
-        return OneWay()
+        return None
     dist.recv(wrong, peer)
     return OneWay(seconds, [each / 2 for each in latencies], int(wrong.item()))
 

@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def sizes(name: str, context: int | None) -> dict[str, Any]:
-    """What `clusterkit.estimate` wants to know of a model, in plain numbers.
+    """The fields of `clusterkit.estimate.setup.Model`, but its name.
 
     Raises:
         BadInput: transformers is missing, or cannot find or build the model.
@@ -55,27 +55,30 @@ def sizes(name: str, context: int | None) -> dict[str, Any]:
     tokens = whole.get_input_embeddings().weight  # type: ignore[operator]
     tied = head is not None and head.weight is tokens
     last = 0 if head is None or tied else head.weight.numel()
-    saved = {
-        name: _saved_by_layer(one, two, dtype, text.vocab_size, context)
-        for name, dtype in _DTYPES.items()
-    }
+    largest = max((p.numel() for p in _only_in(two, one)), default=0)
+    hidden = int(text.hidden_size)
+    inner = int(getattr(text, "intermediate_size", None) or 4 * hidden)
     return {
-        "type": config.model_type,
         "parameters": _count(whole),
         "layers": layers,
-        "hidden": int(text.hidden_size),
+        "hidden": hidden,
         "heads": int(text.num_attention_heads),
         "context": context,
         "vocabulary": int(text.vocab_size) if head is not None else 0,
         "layer_parameters": layer,
         "matrix_parameters": _count(two, matrices=True) - _count(one, matrices=True),
-        "largest": max((p.numel() for p in _only_in(two, one)), default=0),
-        "feed_forward": int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size),
+        "largest": largest,
+        "feed_forward": inner,
         "first": _count(whole) - layers * layer - last,
         "last": last,
         "tied": tied,
         "buffers": sum(b.numel() * b.element_size() for b in whole.buffers()),
-        "saved": saved,
+        "gated": largest < 4 * hidden**2 or inner != 4 * hidden,
+        "measured": {
+            name: _saved_by_layer(one, two, dtype, text.vocab_size, context)
+            for name, dtype in _DTYPES.items()
+        },
+        "origin": f"{config.model_type}, counted on the meta device",
     }
 
 

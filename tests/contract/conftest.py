@@ -78,6 +78,9 @@ class Stage:
     name: str
     watch_each_other = True
     """Whether its nodes do, where there are several."""
+    head: str | None = None
+    """What node 0 is called here, where only its peers know its name: a rank waits 12 s for one
+    that does not resolve."""
 
     def __init__(self, facts: Callable[..., Facts]) -> None:
         self.facts_of = facts
@@ -98,14 +101,17 @@ class Stage:
 
     def address(self, plan: Plan) -> str:
         """What the ranks have as MASTER_ADDR."""
-        return plan.address
+        return self.head or plan.address
 
     # -- what a backend without processes of its own would have to override --------
 
     def write_files(self, plan: Plan) -> None:
         """The plan's files, where a node would find them."""
+        planned = f"MASTER_ADDR={plan.address}\n".encode()
+        here = f"MASTER_ADDR={self.address(plan)}\n".encode()
         for file in plan.files:
-            self.transport.put("localhost", file.path, file.content(), file.mode)
+            content = file.content().replace(planned, here)
+            self.transport.put("localhost", file.path, content, file.mode)
 
     def handle(self, plan: Plan, attempt: int = 1) -> runs.RunHandle:
         return runs.RunHandle(runs.RunFolder(Path(plan.run_dir)), plan, attempt)
@@ -217,6 +223,7 @@ class ComposeStage(LocalStage):
 
     name = "compose"
     watch_each_other = True
+    head = "localhost"
 
     def __init__(self, facts: Callable[..., Facts]) -> None:
         def with_engine(*args: Any, **fields: Any) -> Facts:
@@ -299,6 +306,7 @@ class KubernetesStage(LocalStage):
 
     name = "kubernetes"
     watch_each_other = True
+    head = "localhost"
     NATIVE = {  # noqa: RUF012
         "SUCCEEDED": terminated(0),
         "FAILED": terminated(7),
@@ -366,6 +374,7 @@ class SlurmStage(LocalStage):
 
     name = "slurm"
     watch_each_other = True
+    head = "127.0.0.1"
 
     def __init__(self, facts: Callable[..., Facts]) -> None:
         def in_partition(*args: Any, **fields: Any) -> Facts:
@@ -374,9 +383,6 @@ class SlurmStage(LocalStage):
 
         super().__init__(in_partition)
         self.transport = NoJobs()
-
-    def address(self, plan: Plan) -> str:
-        return "127.0.0.1"
 
     def node_steps(self, plan: Plan) -> list[Step]:
         (script,) = (file for file in plan.files if file.path.endswith("/slurm.sh"))

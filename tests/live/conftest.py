@@ -30,12 +30,15 @@ IMAGE_SECONDS = 1500
 """For a test that may be the first to need the image, and then has it built."""
 SHARED = pytest.StashKey[contextlib.ExitStack]()
 """What all workers of pytest-xdist use, and the process that starts them ends."""
+BEGAN = pytest.StashKey[list[int]]()
+"""`processor_times` when the session began."""
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """With several workers, one docker engine for all of them: a second one would wait for the
     first one's end."""
     config = session.config
+    config.stash[BEGAN] = processor_times()
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         return
     config.stash[SHARED] = contextlib.ExitStack()
@@ -50,6 +53,37 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     session.config.stash.get(SHARED, contextlib.ExitStack()).close()
 
 
+def processor_times() -> list[int]:
+    """Of all processors since the machine started: user, nice, system, idle, disks, ..."""
+    return [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """When the tests of each folder began and ended: the last one decides how long all took."""
+    phases = [
+        phase
+        for each in terminalreporter.stats.values()
+        for phase in each
+        if isinstance(phase, pytest.TestReport)
+    ]
+    began = min((phase.start for phase in phases), default=0.0)
+    for folder in sorted({folder_of(phase.nodeid) for phase in phases}):
+        own = [phase for phase in phases if folder_of(phase.nodeid) == folder]
+        first, last = min(phase.start for phase in own), max(phase.stop for phase in own)
+        setup = sum(phase.duration for phase in own if phase.when != "call")
+        terminalreporter.write_line(
+            f"{folder:24} from {first - began:5.0f} to {last - began:5.0f} s, {setup:4.0f} s of it "
+            "set-up and teardown"
+        )
+    if BEGAN not in config.stash:  # without tests/live among its arguments
+        return
+    spent = [now - then for now, then in zip(processor_times(), config.stash[BEGAN], strict=True)]
+    idle, disks = (100 * part / sum(spent) for part in spent[3:5])
+    terminalreporter.write_line(f"processors: {idle:.0f} % idle, {disks:.0f} % waiting for disks")
+
+
 class ByFolder(LoadScopeScheduling):
     """One worker has this machine's ports, one the SSH hosts, one the engine, one the cluster.
 
@@ -57,7 +91,11 @@ class ByFolder(LoadScopeScheduling):
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return posixpath.dirname(nodeid.partition("::")[0])
+        return folder_of(nodeid)
+
+
+def folder_of(nodeid: str) -> str:
+    return posixpath.dirname(nodeid.partition("::")[0])
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFolder | None:

@@ -139,7 +139,8 @@ class Compared:
     @property
     def difference(self) -> float:
         """Of the prediction from what was measured, as a part of it."""
-        return (self.predicted.peak + self.predicted.host / self.case.ranks) / self.measured - 1
+        offloaded = self.predicted.host_per_node / self.case.ranks
+        return (self.predicted.peak + offloaded) / self.measured - 1
 
 
 def job_of(case: Case, folder: Path) -> JobSpec:

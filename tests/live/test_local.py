@@ -281,14 +281,21 @@ def test_accelerate_on_the_cpu_makes_one_world(
 # ---------------------------------------------------------------- failures
 
 
+EXCEPTION = ("exception", 1, "ValueError: boom é")
+EXIT = ("exit", 7, "exited with 7: about to leave")
+
+
 @pytest.mark.parametrize(
-    ("how", "code", "cause"),
+    ("launcher", "how", "code", "cause"),
     [
-        ("exception", 1, "ValueError: boom é"),
-        ("exit", 7, "exited with 7: about to leave"),
+        ("torchrun", *EXCEPTION), ("forkserver", *EXCEPTION), ("forkserver", *EXIT),
+        ("deepspeed", *EXIT), ("mpirun", *EXIT),
+        # An exception is the rank's to report, whatever has started it.
+        pytest.param("deepspeed", *EXCEPTION, marks=pytest.mark.thorough),
+        pytest.param("mpirun", *EXCEPTION, marks=pytest.mark.thorough),
+        pytest.param("torchrun", *EXIT, marks=pytest.mark.thorough),
     ],
-)
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "mpirun", "forkserver"])
+)  # fmt: skip
 def test_the_rank_that_failed_is_named_and_its_code_passed_on(
     submit: Submit, launcher: str, how: str, code: int, cause: str
 ) -> None:
@@ -784,6 +791,7 @@ def test_submits_at_the_same_moment_do_not_meet(submit: Submit) -> None:
 # ---------------------------------------------------------------- elastic
 
 
+@pytest.mark.thorough  # in test_programs.py one goes on and has its node back
 def test_an_elastic_run_goes_on_without_a_node(submit: Submit) -> None:
     run = submit("beat.py", 40, nodes="1:2", launcher="torchrun")
     all_ready(run, 2)
@@ -908,7 +916,18 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(
     assert list((small_disk / "runs").iterdir()) == []
 
 
-@pytest.mark.parametrize("job", sorted(Path("jobs").glob("*.yaml")), ids=lambda path: path.stem)
+# A plan asks this machine's DeepSpeed, which takes seconds, about sections that nothing else in
+# `make test` starts a run of. All job files have plans in tests/contract.
+ASKED = ("zero1-config", "zero2-offload", "zero3-nvme")
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(path, id=path.stem, marks=() if path.stem in ASKED else pytest.mark.thorough)
+        for path in sorted(Path("jobs").glob("*.yaml"))
+    ],
+)
 def test_every_job_file_here_plans_on_two_nodes(job: Path) -> None:
     plan = api.plan(job, nodes=2)
     assert plan.topology["nodes"] == 2

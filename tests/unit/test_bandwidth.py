@@ -360,6 +360,8 @@ def test_the_way_back_is_never_more_than_half_of_a_round_trip() -> None:
 # ---------------------------------------------------------------- judging
 
 Table = list[list[float | None]]
+Blamed = list[tuple[str, tuple[str, ...], str]]
+"""Kind, hosts and direction of each finding."""
 
 
 def even(nodes: int, one: float = 1.0) -> Table:
@@ -383,7 +385,7 @@ def names(nodes: int) -> list[str]:
     return [f"h{node}" for node in range(nodes)]
 
 
-def blamed(table: Table, latency: Table | None = None) -> list[tuple[str, tuple[str, ...], str]]:
+def blamed(table: Table, latency: Table | None = None) -> Blamed:
     found, _ = judge(names(len(table)), table, latency or even(len(table), 50.0))
     return [(one.kind, one.hosts, one.direction) for one in found]
 
@@ -400,87 +402,50 @@ def test_equal_links_blame_nobody(nodes: int) -> None:
     assert ("nothing to compare" if nodes == 2 else "No link and no host stands out") in judgement
 
 
-@pytest.mark.parametrize("nodes", NODES)
-def test_one_slow_link_is_named(nodes: int) -> None:
-    slow = changed(even(nodes), lambda a, b: 0.1 if {a, b} == {1, 2} else 1.0)
-    assert blamed(slow) == [("link", ("h1", "h2"), "both")]
-    _, judgement = judge(names(nodes), slow, even(nodes, 50.0))
-    assert judgement == (
-        "The link between h1 and h2 is slow: bandwidth 0.100 GB/s, usual is 1.00 GB/s."
-    )
+CULPRITS: dict[str, tuple[list[int], Callable[[int, int], bool], Blamed, str]] = {
+    "a link": (NODES, lambda a, b: {a, b} == {1, 2}, [("link", ("h1", "h2"), "both")],
+               "The link between h1 and h2 is slow: bandwidth 0.100 GB/s, usual is 1.00 GB/s."),
+    "a link one way": (NODES, lambda a, b: (a, b) == (2, 0), [("link", ("h2", "h0"), "one")],
+                       "The link from h2 to h0 is slow: bandwidth 0.100 GB/s, the other way "
+                       "1.00 GB/s, usual is 1.00 GB/s."),
+    "of two hosts only a direction": (
+        [2], lambda a, b: a == 1, [("link", ("h1", "h0"), "one")],
+        "The link from h1 to h0 is slow: bandwidth 0.100 GB/s, the other way 1.00 GB/s."),
+    "the first host": (NODES, lambda a, b: 0 in (a, b), [("host", ("h0",), "both")],
+                       "Host h0 is slow: bandwidth 0.100 GB/s with {others} of {others} hosts "
+                       "(median), usual is 1.00 GB/s."),
+    "a host": (NODES, lambda a, b: 2 in (a, b), [("host", ("h2",), "both")], "Host h2 is slow: "),
+    "a host sending": (NODES, lambda a, b: a == 1, [("host", ("h1",), "sending")],
+                       "Host h1 sends slowly: "),
+    "a host receiving": (NODES, lambda a, b: b == 1, [("host", ("h1",), "receiving")],
+                         "Host h1 receives slowly: "),
+    "a host and a link elsewhere": (
+        [16], lambda a, b: 3 in (a, b) or {a, b} == {6, 9},
+        [("host", ("h3",), "both"), ("link", ("h6", "h9"), "both")], "Host h3 "),
+    "two hosts": ([6, 16], lambda a, b: bool({a, b} & {1, 4}),
+                  [("host", ("h1",), "both"), ("host", ("h4",), "both")], "Host h4 "),
+    "most links of a host": ([16], lambda a, b: 5 in (a, b) and not {a, b} & {0, 1},
+                             [("host", ("h5",), "both")], "with 13 of 15 hosts"),
+    "half of a host's links": (
+        [5], lambda a, b: {a, b} in ({0, 1}, {0, 2}),
+        [("link", ("h0", "h1"), "both"), ("link", ("h0", "h2"), "both")], "The link between "),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("nodes", NODES)
-def test_a_link_that_is_slow_one_way_is_named_with_its_direction(nodes: int) -> None:
-    slow = changed(even(nodes), lambda a, b: 0.1 if (a, b) == (2, 0) else 1.0)
-    assert blamed(slow) == [("link", ("h2", "h0"), "one")]
-    _, judgement = judge(names(nodes), slow, even(nodes, 50.0))
-    assert judgement == (
-        "The link from h2 to h0 is slow: bandwidth 0.100 GB/s, the other way 1.00 GB/s, "
-        "usual is 1.00 GB/s."
-    )
+@pytest.mark.parametrize(
+    ("culprit", "nodes"), [(name, nodes) for name, case in CULPRITS.items() for nodes in case[0]]
+)
+def test_a_slow_link_or_host_is_named_and_nobody_else(culprit: str, nodes: int) -> None:
+    _, is_slow, expected, said = CULPRITS[culprit]
+    table = changed(even(nodes), lambda a, b: 0.1 if is_slow(a, b) else 1.0)
+    assert blamed(table) == expected
+    assert said.format(others=nodes - 1) in judge(names(nodes), table, even(nodes, 50.0))[1]
 
 
-@pytest.mark.parametrize("nodes", NODES)
-@pytest.mark.parametrize("culprit", [0, 2])
-def test_one_slow_host_is_named_and_not_its_links(nodes: int, culprit: int) -> None:
-    slow = changed(even(nodes), lambda a, b: 0.1 if culprit in (a, b) else 1.0)
-    assert blamed(slow) == [("host", (f"h{culprit}",), "both")]
-    _, judgement = judge(names(nodes), slow, even(nodes, 50.0))
-    assert judgement == (
-        f"Host h{culprit} is slow: bandwidth 0.100 GB/s with {nodes - 1} of {nodes - 1} hosts "
-        "(median), usual is 1.00 GB/s."
-    )
-
-
-@pytest.mark.parametrize("nodes", NODES)
-@pytest.mark.parametrize(("way", "verb"), [("sending", "sends"), ("receiving", "receives")])
-def test_a_host_may_be_slow_in_one_direction_only(nodes: int, way: str, verb: str) -> None:
-    end = 0 if way == "sending" else 1
-    slow = changed(even(nodes), lambda *link: 0.2 if link[end] == 1 else 1.0)
-    assert blamed(slow) == [("host", ("h1",), way)]
-    assert f"Host h1 {verb} slowly: " in judge(names(nodes), slow, even(nodes, 50.0))[1]
-
-
-def test_a_slow_host_and_a_slow_link_elsewhere_are_both_named() -> None:
-    def change(a: int, b: int) -> float:
-        return 0.1 if 3 in (a, b) else 0.2 if {a, b} == {6, 9} else 1.0
-
-    assert blamed(changed(even(16), change)) == [
-        ("host", ("h3",), "both"), ("link", ("h6", "h9"), "both"),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("nodes", [6, 16])
-def test_two_slow_hosts_are_both_named(nodes: int) -> None:
-    slow = changed(even(nodes), lambda a, b: 0.1 if {a, b} & {1, 4} else 1.0)
-    assert blamed(slow) == [("host", ("h1",), "both"), ("host", ("h4",), "both")]
-
-
-def test_a_host_most_of_whose_links_are_slow_is_slow() -> None:
-    slow = changed(even(16), lambda a, b: 0.1 if 5 in (a, b) and not {a, b} & {0, 1} else 1.0)
-    assert blamed(slow) == [("host", ("h5",), "both")]
-    assert "with 13 of 15 hosts" in judge(names(16), slow, even(16, 50.0))[1]
-
-
-def test_half_of_a_host_s_links_are_links() -> None:
-    slow = changed(even(5), lambda a, b: 0.1 if {a, b} in ({0, 1}, {0, 2}) else 1.0)
-    assert blamed(slow) == [("link", ("h0", "h1"), "both"), ("link", ("h0", "h2"), "both")]
-
-
-def test_of_two_hosts_only_a_direction_can_be_slow() -> None:
-    table: Table = [[None, 1.0], [0.2, None]]
-    assert blamed(table) == [("link", ("h1", "h0"), "one")]
-    _, judgement = judge(names(2), table, even(2, 50.0))
-    assert judgement == (
-        "The link from h1 to h0 is slow: bandwidth 0.200 GB/s, the other way 1.00 GB/s."
-    )
-
-
-def test_a_fast_link_makes_the_others_no_slower() -> None:
+@pytest.mark.parametrize("nodes", [5, 16])
+def test_a_fast_link_makes_the_others_no_slower(nodes: int) -> None:
     """Two containers on one machine, say."""
-    for nodes in (5, 16):
-        assert blamed(changed(even(nodes), lambda a, b: 20.0 if {a, b} == {0, 1} else 1.0)) == []
+    assert blamed(changed(even(nodes), lambda a, b: 20.0 if {a, b} == {0, 1} else 1.0)) == []
 
 
 @pytest.mark.parametrize("nodes", NODES)

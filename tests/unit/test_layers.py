@@ -32,7 +32,7 @@ agent.node
 agent.__main__ agent
 errors
 files status marks series usage host_probe receiver
-shell transport logs yaml_text estimate.mesh estimate.presets
+shell transport logs yaml_text estimate.mesh
 mirror tracebacks yaml_file
 spec diagnose
 launcher_options
@@ -72,7 +72,7 @@ backends backends.nodes backends.ports backends.placing backends.probing backend
 backends.local backends.ssh backends.compose backends.kubernetes backends.slurm
 backends.ssh.config backends.ssh.filters backends.ssh.variables backends.compose.compose_file
 backends.compose.engine backends.slurm.queue backends.slurm.tail
-backends.kubernetes.text backends.kubernetes.lost_pods backends.kubernetes.connect
+backends.kubernetes.text backends.kubernetes.lost_pods
 backends.kubernetes.nodes backends.slurm.login
 backends.ssh.inventory backends.ssh.known_hosts
 backends.ssh.connection
@@ -82,18 +82,17 @@ backends.*.place backends.ssh.script
 backends.compose.containers backends.kubernetes.pods
 backends.kubernetes.flavors backends.kubernetes.judge
 backends.kubernetes.rights
-backends.kubernetes.client backends.kubernetes.entry
-backends.kubernetes.server
-backends.kubernetes.remote_runs backends.kubernetes.records backends.kubernetes.apply
+backends.kubernetes.client
+backends.kubernetes.entry backends.kubernetes.server
+backends.kubernetes.remote_runs
 backends.kubernetes.probe
 doctor.kubernetes.base
 doctor.kubernetes.checks.*
 doctor.kubernetes.checks
 doctor.kubernetes backends.slurm.doctor
-backends.kubernetes.observe backends.kubernetes.watcher
-backends.kubernetes.pod_log
+backends.kubernetes.observe
+backends.kubernetes.pod_log backends.kubernetes.apply
 backends.kubernetes.place backends.kubernetes.monitor
-backends.kubernetes.remove
 backends.slurm.remote_runs
 backends.*.backend
 verdict losses scaffold notify track

@@ -204,29 +204,17 @@ def test_the_list_reads_what_has_changed_alone(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- logs
 
 
-def test_a_tail_gives_the_newest_lines_and_then_those_that_come(run):
+def test_a_page_gives_the_newest_lines_of_a_rank_and_then_those_that_come(run):
     run.says(0, *(f"zero {number}" for number in range(50)))
     run.says(1, *(f"one {number}" for number in range(50)))
     path = run.folder.node_dir(1, 0) / "log"
-    tail = logs.LogTail(path, 0, 1, rank=0, lines=3)
-    assert [line.text for line in tail.read()] == ["zero 47", "zero 48", "zero 49"]
-    assert tail.read() == []
+    page = logs.page(path, 0, most=3)
+    assert [line.text for line in page.parsed(0, 1)] == ["zero 47", "zero 48", "zero 49"]
+    assert logs.page(path, 0, after=page.after, most=3).parsed(0, 1) == []
     run.says(1, "not this")
     run.says(0, "this")
-    assert [(line.rank, line.text) for line in tail.read()] == [(0, "this")]
-    assert [line.rank for line in logs.LogTail(path, 0, 1, lines=2).read()] == [1, 0]
-    assert logs.LogTail(path.with_name("none"), 0, 1).read() == []
-
-
-def test_a_search_finds_lines_in_all_of_a_log(run):
-    run.says(0, "One fox", "two", "fox and FOX")
-    run.says(1, "a fox")
-    path = run.folder.node_dir(1, 0) / "log"
-    assert [line.text for line in logs.search(path, 0, 1, "fOx")] == [
-        "One fox", "fox and FOX", "a fox",
-    ]  # fmt: skip
-    assert [line.text for line in logs.search(path, 0, 1, "fox", rank=0, most=1)] == ["fox and FOX"]
-    assert logs.search(path.with_name("none"), 0, 1, "fox") == []
+    (line,) = logs.page(path, 0, after=page.after, most=3).parsed(0, 2)
+    assert (line.rank, line.text, line.attempt) == (0, "this", 2)
 
 
 # ---------------------------------------------------------------- series

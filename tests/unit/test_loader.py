@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from clusterkit import loader
 from clusterkit.backends.ssh import inventory
 from clusterkit.cli.common import prepare_options
-from clusterkit.cluster import LocalCluster
+from clusterkit.cluster import CLUSTER_TYPES, Entry, LocalCluster
 from clusterkit.errors import BadInput
 from clusterkit.loader import (
     job_from_command,
@@ -398,7 +398,7 @@ def test_a_setting_that_cannot_be_used_is_refused(setting, message, write_job):
 )
 def test_a_command_line_becomes_a_job(argv, fields, cwd, write_job):
     write_job()
-    job = locate_program(job_from_command(argv), [cwd])
+    job = locate_program(job_from_command(argv))
     assert {key: getattr(job, key) for key in fields} == fields
     assert job.workdir == str(cwd)
 
@@ -410,7 +410,7 @@ def test_an_empty_command_is_refused():
 
 def test_a_command_whose_program_is_missing_is_refused(cwd):
     with pytest.raises(BadInput, match=r"program: nope\.py is neither in"):
-        locate_program(job_from_command(["python", "nope.py"]), [cwd])
+        locate_program(job_from_command(["python", "nope.py"]))
 
 
 @pytest.mark.parametrize(
@@ -533,7 +533,7 @@ def test_the_schema_describes_every_key_of_a_job_and_of_a_cluster():
 
 def test_every_field_of_a_struct_that_people_write_has_a_description():
     definitions = json_schema()["$defs"]
-    for kind in Spec.__subclasses__():
+    for kind in {*Spec.__subclasses__(), *CLUSTER_TYPES.values()} - {Entry}:
         for key, described in definitions[kind.__name__]["properties"].items():
             assert described.get("description"), f"{kind.__name__}.{key}"
 

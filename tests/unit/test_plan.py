@@ -10,7 +10,6 @@ from clusterkit.plan import (
     Plan,
     PlanFile,
     Step,
-    relative,
 )
 from tests.conftest import noted
 
@@ -111,7 +110,3 @@ def test_a_file_holds_its_text_as_utf_8_or_the_resource_it_copies():
 def test_a_note_is_found_by_its_name():
     assert noted(WHOLE, "port") == "29501"
     assert noted(WHOLE, "nothing") is None
-
-
-def test_files_are_written_out_below_any_folder():
-    assert relative(WHOLE, WHOLE.files[1]) == "files/agent.pyz"

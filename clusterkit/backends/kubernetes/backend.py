@@ -26,7 +26,7 @@ from clusterkit.backends.base import (
     SupportsRemoteRuns,
     SupportsSync,
 )
-from clusterkit.backends.kubernetes.apply import apply, kustomized
+from clusterkit.backends.kubernetes.apply import apply, kustomized, remove
 from clusterkit.backends.kubernetes.client import KubeTransport
 from clusterkit.backends.kubernetes.entry import check_entry
 from clusterkit.backends.kubernetes.flavors import FLAVORS
@@ -34,19 +34,19 @@ from clusterkit.backends.kubernetes.monitor import PodMonitor
 from clusterkit.backends.kubernetes.observe import (
     all_nodes_had_pods,
     ended_elsewhere,
+    known,
     observation,
     pods_of,
+    snapshot,
     why_no_pods,
 )
 from clusterkit.backends.kubernetes.pod_log import collect
 from clusterkit.backends.kubernetes.probe import context_of, facts_of, places
-from clusterkit.backends.kubernetes.records import known, snapshot
 from clusterkit.backends.kubernetes.remote_runs import kept, listing, reached
-from clusterkit.backends.kubernetes.remove import remove
 from clusterkit.backends.kubernetes.server import RunObjects, Server, flags, objects_of
 from clusterkit.backends.kubernetes.text import Object
 from clusterkit.backends.probing import assumed_gpus
-from clusterkit.cluster import Facts, Gpu, KubernetesCluster, KubernetesFacts
+from clusterkit.cluster import Facts, KubernetesCluster, KubernetesFacts
 from clusterkit.errors import BadInput, ClusterkitError
 from clusterkit.plan import KubernetesNative, Plan
 from clusterkit.runs import RunHandle, home, resolve
@@ -104,8 +104,7 @@ class KubernetesBackend(
 
         asked = job or JobSpec(name="any", command=("true",))
 
-        def manifests(kube: KubernetesFacts, gpus: tuple[Gpu, ...]) -> list[Object]:
-            facts = facts_of(cluster, kube, gpus, asked)
+        def manifests(facts: Facts) -> list[Object]:
             return objects_of(self.plan(asked, cluster, facts, "doctor-rehearsal"))
 
         return KubeSubject(

@@ -1,33 +1,32 @@
-"""The kinds of jobs that can keep a run's pods: their manifests, and which one is taken. Pure."""
+"""The kinds of jobs that can keep a run's pods: their manifests, and which one is taken; and what
+watches over those pods. Pure."""
 
 from __future__ import annotations
 
+import math
+import posixpath
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from clusterkit.agent import LEFT
-from clusterkit.backends.kubernetes.pods import Shape, metadata, template
-from clusterkit.backends.kubernetes.text import Object, made, plural
+from clusterkit.backends.kubernetes.pods import (
+    ATTEMPT,
+    ROLE,
+    RUN,
+    Shape,
+    container_security,
+    metadata,
+    placement,
+    pod_security,
+    silent_for,
+    template,
+)
+from clusterkit.backends.kubernetes.text import Object, literal, made, plural
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
 from clusterkit.errors import BadInput, CapabilityError, Unavailable
 from clusterkit.spec import JobSpec
-from clusterkit.status import State
 
-STATES: Mapping[str, State] = {
-    "Created": State.PENDING,
-    "Suspended": State.PENDING,
-    "StartupPolicyInProgress": State.PENDING,
-    "Running": State.RUNNING,
-    "SuccessCriteriaMet": State.RUNNING,
-    "FailureTarget": State.RUNNING,
-    "Restarting": State.RESTARTING,
-    "Succeeded": State.SUCCEEDED,
-    "Complete": State.SUCCEEDED,
-    "Completed": State.SUCCEEDED,
-    "Failed": State.FAILED,
-}
-"""By the type of the condition of a job that holds: a word means the same in all kinds of jobs."""
 SSH_PORT = 2222
 SSH_KEYS = "/etc/clusterkit/ssh"
 """Where sshd and ssh of the image look for keys, whatever HOME is, and only root may put some."""
@@ -43,7 +42,6 @@ class Flavor(ABC):
     """Label that holds a pod's node rank; None: there is only node 0."""
     host: ClassVar[str]
     """The name under which the other pods find a node's, with fields of `Shape` and ``node``."""
-    states: ClassVar[Mapping[str, State]] = STATES
     operator: ClassVar[str] = ""
     """Who makes its pods; empty: Kubernetes itself."""
     besides: ClassVar[tuple[str, ...]] = ()
@@ -289,3 +287,70 @@ def choose(job: JobSpec, cluster: KubernetesCluster, facts: KubernetesFacts) -> 
             hint=f"install {flavor.operator}, or flavor: job, which needs none",
         )
     return name, origin
+
+
+# ---------------------------------------------------------------- the watcher
+
+PROGRAM = "lost_pods.py"
+"""Its file in the run's config map."""
+RBAC = "rbac.authorization.k8s.io"
+
+
+def watcher(shape: Shape, flavor: Flavor, python: str) -> list[Object]:
+    """Its objects.
+
+    Args:
+        python: interpreter in the image.
+    """
+    name = f"{shape.name}-watch"
+    meta = metadata(shape, name)
+    del meta["labels"][ATTEMPT]
+    # A PyTorchJob's pods have names that are known before; a Job holds its own.
+    removes: Object = {"verbs": ["delete", "patch"]}
+    if flavor.kind == "PyTorchJob":
+        names = [flavor.node_name(shape, node) for node in range(shape.nodes)]
+        removes = {"resourceNames": names, "verbs": ["delete"]}
+    pods = {"apiGroups": [""], "resources": ["pods"]}
+    account = {"kind": "ServiceAccount", "name": name, "namespace": shape.namespace}
+    role = {"apiGroup": RBAC, "kind": "Role", "name": name}
+    labels = {**meta["labels"], ROLE: "watcher"}
+    pod = {"metadata": {"labels": labels}, "spec": _watching_pod(shape, name, python)}
+    return [
+        made("v1", "ServiceAccount", meta, automountServiceAccountToken=False),
+        made(f"{RBAC}/v1", "Role", meta, rules=[{**pods, "verbs": ["list"]}, {**pods, **removes}]),
+        made(f"{RBAC}/v1", "RoleBinding", meta, roleRef=role, subjects=[account]),
+        made(
+            "batch/v1", "Job", {**meta, "labels": labels},
+            spec={"backoffLimit": 1000, "template": pod},
+        ),
+    ]  # fmt: skip
+
+
+def _watching_pod(shape: Shape, account: str, python: str) -> Object:
+    cluster, files = shape.cluster, "/clusterkit"
+    kept = math.ceil(cluster.lost_after)
+    selector = f"{RUN}={shape.labels[RUN]},{ROLE}=node"
+    words = [python, "-I", posixpath.join(files, PROGRAM), shape.namespace, selector]
+    container = {
+        "name": "watcher",
+        "image": shape.image,
+        "imagePullPolicy": cluster.image_pull_policy,
+        "command": [literal(word) for word in (*words, f"{cluster.lost_after:g}")],
+        "resources": {
+            "requests": {"cpu": "10m", "memory": "64Mi"},
+            "limits": {"memory": "256Mi"},
+        },
+        "securityContext": container_security(),
+        "volumeMounts": [{"name": "files", "mountPath": files, "readOnly": True}],
+    }
+    return {
+        "restartPolicy": "OnFailure",
+        "serviceAccountName": account,
+        "automountServiceAccountToken": True,
+        "enableServiceLinks": False,
+        # A node that is gone may have it as well, and must not keep it longer than the run's pods.
+        **placement(cluster, [*map(dict, cluster.tolerations), *silent_for(kept)]),
+        "securityContext": pod_security(cluster.user),
+        "containers": [container],
+        "volumes": [{"name": "files", "configMap": {"name": shape.name}}],
+    }

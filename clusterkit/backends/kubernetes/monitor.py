@@ -16,12 +16,15 @@ from clusterkit.backends.kubernetes.client import RawStream
 from clusterkit.backends.kubernetes.judge import Pod, cause_from_events, unexplained
 from clusterkit.backends.kubernetes.observe import (
     all_nodes_had_pods,
+    keep,
+    known,
     observation,
     read_pods,
+    snapshot,
     why_no_pods,
+    with_seen,
 )
 from clusterkit.backends.kubernetes.pod_log import AGAIN_SECONDS, LOG_SECONDS, PodLog
-from clusterkit.backends.kubernetes.records import keep, known, snapshot, with_seen
 from clusterkit.backends.kubernetes.server import RunObjects
 from clusterkit.errors import ClusterkitError
 from clusterkit.runs import RunHandle

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from clusterkit.backends.kubernetes.lost_pods import conditions_of
 from clusterkit.cluster import Gpu, KubernetesCluster
 from clusterkit.spec import JobSpec
 
@@ -57,6 +58,10 @@ def selected(node: Mapping[str, Any], cluster: KubernetesCluster) -> bool:
     if cluster.topology_key is not None and cluster.topology_key not in labels:
         return False
     return all(labels.get(key) == value for key, value in cluster.node_selector.items())
+
+
+def is_ready(node: Mapping[str, Any]) -> bool:
+    return conditions_of(node).get("Ready", {}).get("status") == "True"
 
 
 def usable(node: Mapping[str, Any], cluster: KubernetesCluster) -> bool:

@@ -1,8 +1,10 @@
-"""What a run's pods mean for its nodes, asked for once. `monitor` keeps up with them."""
+"""What a run's pods mean for its nodes, asked for once (`monitor` keeps up with them); and what the
+run's folder keeps of them, as nothing else tells of their ends once they are gone."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +23,6 @@ from clusterkit.backends.kubernetes.judge import (
     judge,
     read_pod,
 )
-from clusterkit.backends.kubernetes.records import Removed, removed, replaces, snapshot
 from clusterkit.backends.kubernetes.remote_runs import state_of
 from clusterkit.backends.kubernetes.server import RunObjects
 from clusterkit.backends.nodes import judge_exit, judge_running, observed
@@ -158,7 +159,7 @@ def _goes_on(objects: RunObjects) -> bool:
         job = objects.find(objects.job_path)
     except ClusterkitError:
         return True
-    return job is not None and not state_of(job, objects.flavor).final
+    return job is not None and not state_of(job).final
 
 
 def ended_elsewhere(handle: RunHandle, objects: RunObjects) -> Observation | None:
@@ -202,3 +203,72 @@ def why_no_pods(objects: RunObjects) -> str | None:
                 failed = str(event.get("reason", "")).startswith("Failed")
                 words.append((failed, at, str(event.get("message", "")).strip()))
     return max(words, default=(False, "", None))[2]
+
+
+# ---------------------------------------------------------------- what the run's folder keeps
+
+_PODS, _REMOVED = "attempts/{}/pods.json", "attempts/{}/removed.json"
+
+
+class Removed(msgspec.Struct, frozen=True):
+    """Pods of an attempt that clusterkit itself has ended, by name."""
+
+    ended: frozenset[str] = frozenset()
+    lost: frozenset[str] = frozenset()
+    """Those of them whose nodes of the cluster did not answer."""
+    complete: bool = False
+    """Whether nothing is there any more that could make others."""
+
+
+def known(handle: RunHandle) -> bool:
+    """Whether the run's folder is there; one that is gone does not come back."""
+    return handle.folder.file("run.json").exists()
+
+
+def snapshot(handle: RunHandle) -> dict[str, Pod]:
+    """The attempt's pods as they were when they were seen last, by name: those of the attempt
+    before, where that has gone on in them."""
+    found = handle.folder.maybe_json(_PODS.format(handle.attempt), dict[str, Pod])
+    before = dataclasses.replace(handle, attempt=handle.attempt - 1)
+    if found is not None or handle.attempt == 1 or removed(before) is not None:
+        return found or {}
+    return snapshot(before)
+
+
+def keep(handle: RunHandle, pods: Mapping[str, Pod]) -> None:
+    """Write down what was seen; a full disk is no reason to end the training."""
+    with contextlib.suppress(ClusterkitError):
+        handle.folder.write_json(_PODS.format(handle.attempt), pods)
+
+
+def removed(handle: RunHandle) -> Removed | None:
+    """What clusterkit itself has ended; None: nothing yet."""
+    return handle.folder.maybe_json(_REMOVED.format(handle.attempt), Removed)
+
+
+def put_removed(handle: RunHandle, what: Removed) -> None:
+    """Write it down.
+
+    Raises:
+        RunFolderError: that cannot be done.
+    """
+    handle.folder.write_json(_REMOVED.format(handle.attempt), what)
+
+
+def with_seen(before: Mapping[str, Pod], pods: Mapping[str, Pod], plan: Plan) -> dict[str, Pod]:
+    """What was seen of pods, with what is seen of them now; the first of a name stays, unless
+    others may take its place."""
+    found = dict(before)
+    for name, pod in pods.items():
+        first = before.get(name)
+        pod = began_or(first, pod)
+        if first is None or first.uid == pod.uid or replaces(plan):
+            if first is not None and first.uid == pod.uid and pod.exit_code is None:
+                pod = msgspec.structs.replace(pod, removed_by=pod.removed_by or first.removed_by)
+            found[name] = pod
+    return found
+
+
+def replaces(plan: Plan) -> bool:
+    """Whether another pod may take the place of one that is gone."""
+    return plan.rejoin or plan.topology.get("min_nodes") != plan.topology.get("nodes")

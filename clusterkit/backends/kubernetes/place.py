@@ -13,7 +13,7 @@ import msgspec
 import clusterkit
 from clusterkit.assemble import Assembly, Placement, Places, Watching, require_packages
 from clusterkit.backends.kubernetes.apply import KUSTOMIZATION
-from clusterkit.backends.kubernetes.flavors import FLAVORS, choose
+from clusterkit.backends.kubernetes.flavors import FLAVORS, PROGRAM, choose, watcher
 from clusterkit.backends.kubernetes.pods import (
     ATTEMPT,
     JOB,
@@ -27,7 +27,6 @@ from clusterkit.backends.kubernetes.pods import (
 from clusterkit.backends.kubernetes.remote_runs import RECORD, Record
 from clusterkit.backends.kubernetes.server import HOST, MANIFESTS, flags
 from clusterkit.backends.kubernetes.text import Object, made, object_name
-from clusterkit.backends.kubernetes.watcher import PROGRAM, watcher
 from clusterkit.backends.placing import (
     CPU_IMAGE,
     GPU_IMAGE,

@@ -16,7 +16,7 @@ from urllib.parse import quote
 from clusterkit.agent import NODE_FILE, goes_on
 from clusterkit.backends.kubernetes.client import RawStream
 from clusterkit.backends.kubernetes.judge import Pod, read_pod
-from clusterkit.backends.kubernetes.server import RunObjects
+from clusterkit.backends.kubernetes.server import AT_ONCE, RunObjects
 from clusterkit.errors import ClusterkitError
 from clusterkit.files import write_atomic
 from clusterkit.mirror import NodeView, keeping
@@ -27,8 +27,6 @@ AGAIN_SECONDS = 1.0
 """Pause before a log is asked for again."""
 LOG_SECONDS = 15.0
 """How long the log of a pod that has ended may take to come whole."""
-AT_ONCE = 8
-"""Logs that are read together, of a run that nobody watched."""
 _STAMPED = re.compile(rb"([0-9T:.-]{19,29})Z (.*)\Z", re.DOTALL)
 _OURS = re.compile(rb"[0-9T:-]{19}\.[0-9]{6}Z (-|[0-9]{1,9}) ")
 _FILE = re.compile(

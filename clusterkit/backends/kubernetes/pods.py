@@ -11,7 +11,7 @@ from typing import Any
 
 from clusterkit.agent import PEER_TOKEN
 from clusterkit.backends.kubernetes.nodes import gpu_toleration
-from clusterkit.backends.kubernetes.text import Object, literal, quantity
+from clusterkit.backends.kubernetes.text import Object, given, literal, quantity
 from clusterkit.cluster import KubernetesCluster
 from clusterkit.rendezvous import NODE_ADDRESS
 from clusterkit.shell import quote
@@ -81,10 +81,10 @@ def metadata(shape: Shape, name: str | None = None) -> Object:
     labels = dict(shape.labels)
     if shape.cluster.queue and name is None:
         labels[QUEUE] = shape.cluster.queue
-    found: Object = {"name": name or shape.name, "namespace": shape.namespace, "labels": labels}
-    if shape.cluster.annotations:
-        found["annotations"] = dict(shape.cluster.annotations)
-    return found
+    return given(
+        name=name or shape.name, namespace=shape.namespace, labels=labels,
+        annotations=dict(shape.cluster.annotations),
+    )  # fmt: skip
 
 
 def template(
@@ -109,8 +109,7 @@ def template(
         more: further keys of the container.
         subdomain: of the pods' names.
     """
-    cluster = shape.cluster
-    node = role == "node"
+    cluster, node = shape.cluster, role == "node"
     env: list[Object] = []
     if node:
         env.append({"name": "NODE_RANK", **({"value": "0"} if rank is None else _field(rank))})
@@ -127,33 +126,7 @@ def template(
             {"name": name, "valueFrom": {"secretKeyRef": _key(shape, name)}}
             for name in shape.secrets
         ]
-    spec: Object = {
-        "restartPolicy": "OnFailure" if shape.elastic else "Never",
-        "terminationGracePeriodSeconds": math.ceil(cluster.stop_grace) + STOP_EXTRA,
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-    }
-    if shape.deadline is not None:
-        # Of the pod, not of its job: waiting for a node does not count.
-        spec["activeDeadlineSeconds"] = shape.deadline
-    if subdomain is not None:
-        spec["subdomain"] = subdomain
-    if cluster.service_account:
-        spec["serviceAccountName"] = cluster.service_account
     gpus = shape.gpus if ranks else 0
-    spec |= placement(cluster, _tolerations(shape, gpus))
-    if cluster.topology_key:
-        # The run's own pods but the watcher, which belongs to no attempt. Of the first one of them
-        # nothing is asked.
-        own = {
-            "matchLabels": {RUN: shape.labels[RUN]},
-            "matchExpressions": [{"key": ATTEMPT, "operator": "Exists"}],
-        }
-        term = {"labelSelector": own, "topologyKey": cluster.topology_key}
-        spec["affinity"] = {
-            "podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
-        }
-    spec["securityContext"] = pod_security(cluster.user)
     words = shape.command if command is None else command
     body: Object = {
         "name": container,
@@ -161,34 +134,54 @@ def template(
         "imagePullPolicy": cluster.image_pull_policy,
         "command": [literal(word) for word in words],
         "env": env,
-        "resources": resources(cluster, gpus, ranks=ranks),
+        **given(resources=resources(cluster, gpus, ranks=ranks)),
         "securityContext": container_security(read_only=cluster.read_only_root),
         "volumeMounts": [mount for _, mount in _volumes(shape)],
         **(more or {}),
     }
-    if not body["resources"]:
-        del body["resources"]
-    spec["containers"] = [body]
-    spec["volumes"] = [volume for volume, _ in _volumes(shape)]
+    spec: Object = {
+        "restartPolicy": "OnFailure" if shape.elastic else "Never",
+        "terminationGracePeriodSeconds": math.ceil(cluster.stop_grace) + STOP_EXTRA,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        **given(
+            # Of the pod, not of its job: waiting for a node does not count.
+            activeDeadlineSeconds=shape.deadline,
+            subdomain=subdomain,
+            serviceAccountName=cluster.service_account,
+            **placement(cluster, _tolerations(shape, gpus)),
+            affinity=_together(shape),
+        ),
+        "securityContext": pod_security(cluster.user),
+        "containers": [body],
+        "volumes": [volume for volume, _ in _volumes(shape)],
+    }
     labels = {**shape.labels, ROLE: role}
-    found: Object = {"metadata": {"labels": labels}, "spec": merged(spec, cluster.patch)}
-    if cluster.annotations:
-        found["metadata"]["annotations"] = dict(cluster.annotations)
-    return found
+    annotations = given(annotations=dict(cluster.annotations))
+    return {"metadata": {"labels": labels, **annotations}, "spec": merged(spec, cluster.patch)}
+
+
+def _together(shape: Shape) -> Object | None:
+    """Keeps the run's pods where `topology_key` is the same: those but the watcher, which belongs
+    to no attempt. Of the first one of them nothing is asked."""
+    if not shape.cluster.topology_key:
+        return None
+    own = {
+        "matchLabels": {RUN: shape.labels[RUN]},
+        "matchExpressions": [{"key": ATTEMPT, "operator": "Exists"}],
+    }
+    term = {"labelSelector": own, "topologyKey": shape.cluster.topology_key}
+    return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
 
 
 def placement(cluster: KubernetesCluster, tolerations: list[Object]) -> Object:
     """Keys of a pod's spec that say which nodes may have it, and who may pull its image."""
-    found: Object = {}
-    if cluster.priority_class:
-        found["priorityClassName"] = cluster.priority_class
-    if cluster.node_selector:
-        found["nodeSelector"] = dict(cluster.node_selector)
-    if tolerations:
-        found["tolerations"] = tolerations
-    if cluster.image_pull_secrets:
-        found["imagePullSecrets"] = [{"name": name} for name in cluster.image_pull_secrets]
-    return found
+    return given(
+        priorityClassName=cluster.priority_class,
+        nodeSelector=dict(cluster.node_selector),
+        tolerations=tolerations,
+        imagePullSecrets=[{"name": name} for name in cluster.image_pull_secrets],
+    )
 
 
 def _tolerations(shape: Shape, gpus: int) -> list[Object]:
@@ -271,8 +264,7 @@ def resources(cluster: KubernetesCluster, gpus: int, *, ranks: bool = True) -> O
         requests |= amounts
     if gpus:
         limits[cluster.gpu_resource] = str(gpus)
-    found = {"requests": requests, "limits": limits}
-    return {key: each for key, each in found.items() if each}
+    return given(requests=requests, limits=limits)
 
 
 def _volumes(shape: Shape) -> list[tuple[Object, Object]]:
@@ -288,17 +280,13 @@ def _volumes(shape: Shape) -> list[tuple[Object, Object]]:
     if shape.copied:
         found.insert(2, ("code", {"configMap": {"name": code_of(shape.name)}}, code, True))
     for number, each in enumerate(shape.cluster.volumes):
-        claim = {"claimName": each.claim, **_read_only(each.read_only)}
+        claim = {"claimName": each.claim, **given(readOnly=each.read_only)}
         name, where = f"claim-{number}", each.path
         found.append((name, {"persistentVolumeClaim": claim}, where, each.read_only))
     return [
-        ({"name": name, **what}, {"name": name, "mountPath": path, **_read_only(read_only)})
+        ({"name": name, **what}, given(name=name, mountPath=path, readOnly=read_only))
         for name, what, path, read_only in found
     ]
-
-
-def _read_only(read_only: bool) -> Object:
-    return {"readOnly": True} if read_only else {}
 
 
 def merged(base: Any, patch: Any) -> Any:

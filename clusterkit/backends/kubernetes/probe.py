@@ -9,16 +9,15 @@ import os
 import re
 import tarfile
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote
 
-import msgspec
-
 from clusterkit.backends.kubernetes.client import Refusal
-from clusterkit.backends.kubernetes.flavors import FLAVORS, Flavor, choose
+from clusterkit.backends.kubernetes.flavors import FLAVORS, choose
 from clusterkit.backends.kubernetes.nodes import best_node, gpus_of, selected, usable
-from clusterkit.backends.kubernetes.rights import ROLE_HINT, Right, access_review, to_watch
-from clusterkit.backends.kubernetes.server import Server
+from clusterkit.backends.kubernetes.rights import ROLE_HINT, TO_MAKE_WATCHER, Right
+from clusterkit.backends.kubernetes.server import AT_ONCE, Server
 from clusterkit.backends.placing import own_ports
 from clusterkit.backends.probing import PACKAGES, TOOLS, UNSEEN, interpreter
 from clusterkit.cluster import Facts, Gpu, HostFacts, KubernetesCluster, KubernetesFacts, Project
@@ -49,27 +48,58 @@ def context_of(cluster: KubernetesCluster) -> tuple[str, str]:
 def probe(cluster: KubernetesCluster, transport: Transport, job: JobSpec | None) -> Facts:
     """As `Backend.probe`."""
     server = Server.of(cluster, transport)
+    context, namespace = context_of(cluster)
+    with ThreadPoolExecutor(1) as pool:
+        checked = pool.submit(_check_namespace, server, namespace)
+        kubernetes, gpus = survey(cluster, job, server, context, namespace)
+        checked.result()
+    if job is not None:
+        flavor = FLAVORS[choose(job, cluster, kubernetes)[0]]
+        created = ("create", flavor.group, flavor.plural)
+        needed = (created, ("create", "", "configmaps"), ("list", "", "pods"))
+        _require(needed, server, namespace, hint=ROLE_HINT)
+        if cluster.watcher is True:
+            hint = "k8s/rbac.yaml has these rights; or watcher: false"
+            _require(TO_MAKE_WATCHER, server, namespace, "watcher: ", hint=hint)
+    return facts_of(cluster, kubernetes, gpus, job)
+
+
+def survey(
+    cluster: KubernetesCluster, job: JobSpec | None, server: Server, context: str, namespace: str
+) -> tuple[KubernetesFacts, tuple[Gpu, ...]]:
+    """The cluster, and the GPUs of a pod; all is asked at once.
+
+    Raises:
+        Unavailable: the API server does not answer, or will not.
+    """
+    on_cpus = cluster.gpus == 0 or (job is not None and job.device == "cpu")
+    operated = [flavor for flavor in FLAVORS.values() if flavor.operator]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        version = pool.submit(server.get, "/version")
+        watched = pool.submit(_may_watch, cluster, server, namespace)
+        listed = None if on_cpus else pool.submit(server.find, "/api/v1/nodes", Refusal)
+        apis = pool.map(lambda flavor: server.find(f"/apis/{flavor.api}", Refusal), operated)
     try:
-        version = server.get("/version")
+        number = str(version.result().get("gitVersion", "?"))
     except Refusal as error:
         raise Unavailable(f"{error.message} (/version)") from None
-    context, namespace = context_of(cluster)
-    _check_namespace(server, namespace)
-    gpus, most_gpus = _gpus(cluster, job, server)
+    found = None if listed is None else listed.result()
+    nodes = None if found is None else found["items"]
     kubernetes = KubernetesFacts(
-        version=str(version.get("gitVersion", "?")),
+        version=number,
         context=context,
         namespace=namespace,
         kubeconfig=cluster.kubeconfig or os.environ.get("KUBECONFIG"),
-        kinds=_kinds(server),
+        kinds=tuple(
+            flavor.kind
+            for flavor, api in zip(operated, apis, strict=True)
+            if flavor.served(api or {})
+        ),
         user=_user(),
-        most_gpus=most_gpus,
+        most_gpus=None if nodes is None else best_node(cluster, nodes)[0],
+        may_watch=watched.result(),
     )
-    if job is not None:
-        flavor = FLAVORS[choose(job, cluster, kubernetes)[0]]
-        may_watch = _check_rights(flavor, cluster, server, namespace)
-        kubernetes = msgspec.structs.replace(kubernetes, may_watch=may_watch)
-    return facts_of(cluster, kubernetes, gpus, job)
+    return kubernetes, () if on_cpus else gpus_of(cluster, job, nodes)
 
 
 def facts_of(
@@ -166,57 +196,22 @@ def _check_namespace(server: Server, namespace: str) -> None:
         )
 
 
-def _lacking(rights: Iterable[Right], server: Server, namespace: str) -> str | None:
-    """The first of these rights that the API server does not give us, in words."""
-    path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-    for right in rights:
-        try:
-            status = server.post(path, access_review(namespace, *right)).get("status", {})
-        except Refusal:
-            status = {}
-        if not status.get("allowed"):
-            return f"you may not {right[0]} {right[2]} in namespace {namespace}"
-    return None
+def _may_watch(cluster: KubernetesCluster, server: Server, namespace: str) -> bool:
+    """Whether a run can have a watcher in the cluster."""
+    try:
+        return cluster.watcher is not False and not server.denied(namespace, TO_MAKE_WATCHER)
+    except Refusal:
+        return False
 
 
-def _check_rights(
-    flavor: Flavor, cluster: KubernetesCluster, server: Server, namespace: str
-) -> bool:
-    """Refuse what the API server would not let us do, before anything is made; whether the run can
-    have a watcher in the cluster.
+def _require(
+    rights: Iterable[Right], server: Server, namespace: str, what: str = "", *, hint: str
+) -> None:
+    """Refuse what the API server would not let us do, before anything is made.
 
     Raises:
-        Unavailable: names the right that is missing.
+        Unavailable: names the first right that is missing.
     """
-    job = ("create", flavor.group, flavor.plural)
-    rights = (job, ("create", "", "configmaps"), ("list", "", "pods"))
-    if lacking := _lacking(rights, server, namespace):
-        raise Unavailable(lacking, hint=ROLE_HINT)
-    if cluster.watcher is False:
-        return False
-    wanted = [right for right in to_watch() if right[0] == "create"]
-    lacking = _lacking(wanted, server, namespace)
-    if lacking and cluster.watcher is True:
-        hint = "k8s/rbac.yaml has these rights; or watcher: false"
-        raise Unavailable(f"watcher: {lacking}", hint=hint)
-    return not lacking
-
-
-def _kinds(server: Server) -> tuple[str, ...]:
-    """Kinds of jobs that the cluster serves, besides the plain one."""
-    return tuple(
-        flavor.kind
-        for flavor in FLAVORS.values()
-        if flavor.operator and flavor.served(server.find(f"/apis/{flavor.api}", Refusal) or {})
-    )
-
-
-def _gpus(
-    cluster: KubernetesCluster, job: JobSpec | None, server: Server
-) -> tuple[tuple[Gpu, ...], int | None]:
-    """Those of a pod, and how many a node has now at most, as far as anybody knows."""
-    if cluster.gpus == 0 or (job is not None and job.device == "cpu"):
-        return (), None
-    found = server.find("/api/v1/nodes", Refusal)
-    nodes = None if found is None else found["items"]
-    return gpus_of(cluster, job, nodes), None if nodes is None else best_node(cluster, nodes)[0]
+    for verb, _, resource in server.denied(namespace, rights):
+        cause = f"{what}you may not {verb} {resource} in namespace {namespace}"
+        raise Unavailable(cause, hint=hint)

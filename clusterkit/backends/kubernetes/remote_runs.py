@@ -27,6 +27,20 @@ from clusterkit.status import State
 
 RECORD = "record.json"
 """Of the run's files, the one that says what its plan was made of."""
+STATES: Mapping[str, State] = {
+    "Created": State.PENDING,
+    "Suspended": State.PENDING,
+    "StartupPolicyInProgress": State.PENDING,
+    "Running": State.RUNNING,
+    "SuccessCriteriaMet": State.RUNNING,
+    "FailureTarget": State.RUNNING,
+    "Restarting": State.RESTARTING,
+    "Succeeded": State.SUCCEEDED,
+    "Complete": State.SUCCEEDED,
+    "Completed": State.SUCCEEDED,
+    "Failed": State.FAILED,
+}
+"""By the type of the condition of a job that holds: a word means the same in all kinds of jobs."""
 
 
 class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -99,7 +113,7 @@ def read(job: Mapping[str, Any], flavor: Flavor) -> RemoteRun:
     """A run from its job. Pure."""
     meta, labels = job["metadata"], job["metadata"].get("labels") or {}
     status = job.get("status") or {}
-    state = state_of(job, flavor)
+    state = state_of(job)
     ended = status.get("completionTime")
     if ended is None and state.final:
         ended = max(
@@ -118,10 +132,10 @@ def read(job: Mapping[str, Any], flavor: Flavor) -> RemoteRun:
     )
 
 
-def state_of(job: Mapping[str, Any], flavor: Flavor) -> State:
-    """The job's state from its conditions, by its kind's table. Pure."""
+def state_of(job: Mapping[str, Any]) -> State:
+    """The job's state from its conditions. Pure."""
     holds = [each for each in _conditions(job) if each.get("status") == "True"]
-    states = [flavor.states.get(str(each.get("type")), State.UNKNOWN) for each in holds]
+    states = [STATES.get(str(each.get("type")), State.UNKNOWN) for each in holds]
     for final in (State.FAILED, State.SUCCEEDED):
         if final in states:
             return final

@@ -74,6 +74,9 @@ def to_watch() -> list[Right]:
     return _rights([*WATCHING, Rule("batch", ("jobs",), ("create", "patch", "delete"))])
 
 
+TO_MAKE_WATCHER = [right for right in to_watch() if right[0] == "create"]
+
+
 def access_review(namespace: str, verb: str, group: str, resource: str) -> dict[str, Any]:
     """The question whether we may, as the API server takes it."""
     name, _, part = resource.partition("/")

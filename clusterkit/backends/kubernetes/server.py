@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 from urllib.parse import quote
@@ -21,8 +23,10 @@ from clusterkit.backends.kubernetes.client import (
 )
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.judge import Pod
-from clusterkit.backends.kubernetes.lost_pods import JSON, conditions_of, force
+from clusterkit.backends.kubernetes.lost_pods import JSON, force
+from clusterkit.backends.kubernetes.nodes import is_ready
 from clusterkit.backends.kubernetes.pods import MANAGER, RUN
+from clusterkit.backends.kubernetes.rights import Right, access_review
 from clusterkit.backends.kubernetes.text import Object, plural
 from clusterkit.cluster import KubernetesCluster
 from clusterkit.errors import RunFolderError
@@ -31,6 +35,8 @@ from clusterkit.transport import Transport
 
 HOST = "localhost"
 MANIFESTS = "manifests.yaml"
+AT_ONCE = 8
+"""Requests that are under way together."""
 
 
 def flags(kubeconfig: str | None, context: str | None, namespace: str | None = None) -> list[str]:
@@ -76,7 +82,9 @@ class Server:
         found: Object = json.loads(self.text(path))
         return found
 
-    def find(self, path: str, absent: type[Refusal] = NotFound) -> Object | None:
+    def find(
+        self, path: str, absent: type[Refusal] | tuple[type[Refusal], ...] = NotFound
+    ) -> Object | None:
         """`get`, or None where there is nothing; with `Refusal`, where we may not look as well."""
         try:
             return self.get(path)
@@ -87,6 +95,22 @@ class Server:
         """What the server makes of an object that is sent to a path."""
         found: Object = json.loads(self.request("POST", path, body))
         return found
+
+    def denied(self, namespace: str, rights: Iterable[Right]) -> list[Right]:
+        """Those of the rights that it does not give us."""
+
+        def allowed(right: Right) -> bool:
+            review = self.post(
+                "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews",
+                access_review(namespace, *right),
+            )
+            return bool((review.get("status") or {}).get("allowed"))
+
+        asked = list(rights)
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return [
+                right for right, may in zip(asked, pool.map(allowed, asked), strict=True) if not may
+            ]
 
     def apply(self, path: str, body: Object) -> Object:
         """Make the object at a path, or what is there into it; as the server has it then."""
@@ -163,4 +187,4 @@ class RunObjects(Server):
             found = self.find(f"/api/v1/nodes/{host}")
         except Refusal:
             return None
-        return conditions_of(found or {}).get("Ready", {}).get("status") == "True"
+        return is_ready(found or {})

@@ -27,10 +27,14 @@ def object_name(run_id: str) -> str:
     return f"ck-{kept}-{digest}"
 
 
+def given(**values: Any) -> Object:
+    """Keys of an object: those of which something is said."""
+    return {key: value for key, value in values.items() if value}
+
+
 def made(api: str, kind: str, metadata: Object | None = None, **rest: Any) -> Object:
     """An object of this kind."""
-    named = {"metadata": metadata} if metadata else {}
-    return {"apiVersion": api, "kind": kind, **named, **rest}
+    return {"apiVersion": api, "kind": kind, **given(metadata=metadata), **rest}
 
 
 def plural(kind: str) -> str:
@@ -57,13 +61,5 @@ def quantity(key: str, value: str | float) -> str:
 def as_yaml(body: object) -> str:
     """JSON that is YAML as well: the server reads what is to be applied as that, and refuses the
     pairs by which JSON escapes characters beyond U+FFFF."""
-
-    def escape(match: re.Match[str]) -> str:
-        if match[1] is None:
-            return match[0]
-        high, low = int(match[1], 16), int(match[2], 16)
-        return f"\\U{0x10000 + ((high - 0xD800) << 10) + low - 0xDC00:08x}"
-
-    # An escaped backslash is passed over together with what it escapes.
-    pairs = r"\\u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})|\\."
-    return re.sub(pairs, escape, json.dumps(body))
+    text = json.dumps(body, ensure_ascii=False)
+    return re.sub(r"[^ -~]", lambda found: f"\\U{ord(found[0]):08x}", text)

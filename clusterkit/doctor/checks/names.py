@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import time
@@ -29,7 +30,6 @@ class Look(Struct):
 
     begun: bool = False
     found: list[str] = []
-    error: str | None = None
     seconds: float | None = None
     """None: it had not ended when all had to."""
 
@@ -61,11 +61,10 @@ def collect_names(given: dict[str, Any]) -> Any:
         def timed() -> None:
             began = time.monotonic()
             seen["begun"] = True
-            try:
-                found, error = look(word), None
-            except (OSError, UnicodeError) as problem:
-                found, error = [], str(problem)
-            seen.update(found=found, error=error, seconds=time.monotonic() - began)
+            found = []
+            with contextlib.suppress(OSError, UnicodeError):
+                found = look(word)
+            seen.update(found=found, seconds=time.monotonic() - began)
 
         work.append(pool.submit(timed))
         return seen

@@ -28,24 +28,18 @@ _NONE = "none"
 class Python(Struct):
     """The interpreter that ran."""
 
-    executable: str
     version: tuple[int, int, int]
     bits: int
 
 
 @script("python", Python, safe=True)
 def collect_python(given: dict[str, Any]) -> Any:
-    return {
-        "executable": sys.executable,
-        "version": list(sys.version_info[:3]),
-        "bits": 64 if sys.maxsize > 2**32 else 32,
-    }
+    return {"version": list(sys.version_info[:3]), "bits": 64 if sys.maxsize > 2**32 else 32}
 
 
 class Packages(Struct):
     """Versions in the interpreter of the ranks."""
 
-    interpreter: str
     versions: dict[str, str]
     gone: list[str] = []
     """Those that pip knows of and Python does not find."""
@@ -78,7 +72,7 @@ def collect_packages(given: dict[str, Any]) -> Any:
         wanted += [f"nvidia-nccl{cuda}", f"nvidia-cuda-runtime{cuda}"]
     found = versions(wanted)
     gone = [name for name in found if not name.startswith("nvidia-") and not there(name)]
-    return {"interpreter": sys.executable, "versions": found, "gone": gone}
+    return {"versions": found, "gone": gone}
 
 
 def _needed(subject: HostSubject) -> dict[str, str]:

@@ -1,39 +1,46 @@
 """What a check of a Kubernetes cluster is made of: what it asks the API server, and how the answers
 are judged.
 
-There are no hosts to run anything on. Every question is a request that changes nothing: reading an
-object, asking what one may do, creating something with ``dryRun=All``. `KubeCheck.judge` is a pure
-function of the answers.
+There are no hosts to run anything on. A check asks what it needs to know of what was `Seen`; every
+question is a request that changes nothing: reading an object, asking what one may do, creating
+something with ``dryRun=All``.
 """
 
 from __future__ import annotations
 
+import json
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from decimal import Decimal
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from clusterkit import shell
-from clusterkit.backends.kubernetes.flavors import FLAVORS, Flavor
+from clusterkit.backends.kubernetes.client import Context, Refusal
+from clusterkit.backends.kubernetes.flavors import FLAVORS, Flavor, choose
+from clusterkit.backends.kubernetes.lost_pods import JSON
 from clusterkit.backends.kubernetes.nodes import selected
 from clusterkit.backends.kubernetes.pods import ATTEMPT
-from clusterkit.backends.kubernetes.rights import access_review, to_watch
-from clusterkit.backends.kubernetes.text import Object
-from clusterkit.cluster import Gpu, KubernetesCluster, KubernetesFacts
+from clusterkit.backends.kubernetes.probe import facts_of, survey
+from clusterkit.backends.kubernetes.server import AT_ONCE, Server, path_to
+from clusterkit.backends.kubernetes.text import Object, made
+from clusterkit.cluster import Facts, KubernetesCluster
 from clusterkit.doctor.base import Finding, described
 from clusterkit.doctor.words import shortened
-from clusterkit.errors import ClusterkitError
+from clusterkit.errors import BadInput, ClusterkitError, Unavailable
 from clusterkit.spec import JobSpec
+from clusterkit.transport import Transport
 
 CLUSTER = "cluster"
 """What findings call the cluster as a whole; its nodes have their names."""
 WATCHER = "watcher"
 """Role of the pod that watches over a run in the cluster."""
-ALONE = ""
-"""Key of the answer to a look that asks one question."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +53,7 @@ class KubeSubject:
         job: whose needs; one node that runs anything, where nobody named a job.
         tool: ``kubectl`` with its kubeconfig and context.
         locate: reads the kubeconfig; gives the context and the namespace.
-        manifests: the objects of the job on a cluster that serves these kinds and has these GPUs
-            in a node, as its plan has them.
+        manifests: the objects of the job by these facts, as its plan has them.
     """
 
     way: ClassVar[str] = "kubernetes"
@@ -57,7 +63,7 @@ class KubeSubject:
     job: JobSpec
     tool: tuple[str, ...]
     locate: Callable[[], tuple[str, str]]
-    manifests: Callable[[KubernetesFacts, tuple[Gpu, ...]], list[Object]]
+    manifests: Callable[[Facts], list[Object]]
 
     def kubectl(self, *words: str) -> str:
         """A command for people, for this cluster."""
@@ -87,44 +93,106 @@ class Reply(Struct, frozen=True):
         return skip(cause) if self.reason == "NotFound" else warn(cause)
 
 
-class Ask(Struct, frozen=True):
-    """One question: a path to get, or to post ``body`` to."""
+def no_answer(error: ClusterkitError) -> Reply:
+    if isinstance(error, Refusal):
+        return Reply(reason=error.reason, said=error.said)
+    return Reply(reason="Unavailable", said=error.message)
 
-    path: str
-    body: dict[str, Any] | None = None
+
+VERSION = "/version"
+NAMESPACE = "/api/v1/namespaces/{namespace}"
+GROUPS = "/apis"
+NODES = "/api/v1/nodes"
+PODS = "/api/v1/pods?fieldSelector=status.phase%21%3DSucceeded,status.phase%21%3DFailed"
+UNEXPECTED = (KeyError, TypeError, ValueError, AttributeError, IndexError)
+"""Of an answer of a shape that Kubernetes does not give."""
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What is known of a cluster so far.
+def unexpected(error: Exception) -> str:
+    return f"the API server answered with something unexpected: {type(error).__name__} {error}"
+
+
+class Seen(Server):
+    """What is known of a cluster: its API server, which is asked nothing twice, and what the job's
+    plan would make there. Checks ask it at the same time.
 
     Attributes:
-        namespace: where the run would be.
-        context: of the kubeconfig; empty in a pod.
         now: Unix seconds.
-        replies: by the look's name and the question's key.
         flavor: kind of job that would be taken; None: there is none, or no plan.
         origin: why that one.
         objects: what the job's plan would make.
         problem: why there is no plan.
     """
 
-    namespace: str
-    context: str = ""
-    now: float = 0.0
-    replies: Mapping[str, Mapping[str, Reply]] = field(default_factory=dict)
-    flavor: str | None = None
-    origin: str = ""
-    objects: tuple[Object, ...] = ()
-    problem: ClusterkitError | None = None
+    def __init__(self, subject: KubeSubject, transport: Transport) -> None:
+        super().__init__(Context(subject.entry.kubeconfig, subject.entry.context), transport)
+        self._answers: dict[tuple[str, str], str | ClusterkitError] = {}
+        self._asking: dict[tuple[str, str], threading.Lock] = {}
+        self.context, self.namespace = subject.locate()
+        self.now = time.time()
+        self.flavor: str | None = None
+        self.origin = ""
+        self.objects: tuple[Object, ...] = ()
+        self.problem: ClusterkitError | None = None
+        # Whether it answers at all is found out once.
+        self._away = False
+        self._away = bool(self.reply(VERSION).reason)
+        if not self._away:
+            self._plan(subject)
 
-    def reply(self, look: Look, key: str = ALONE) -> Reply:
-        """The answer to a question; one that was not asked was not answered."""
-        return self.replies.get(look.name, {}).get(key, Reply(reason="Unasked"))
+    def _plan(self, subject: KubeSubject) -> None:
+        try:
+            entry, job = subject.entry, subject.job
+            kube, gpus = survey(entry, job, self, self.context, self.namespace)
+            self.flavor, self.origin = choose(job, entry, kube)
+            self.objects = tuple(subject.manifests(facts_of(entry, kube, gpus, job)))
+        except ClusterkitError as error:
+            self.problem = error
+        except UNEXPECTED as error:
+            self.problem = Unavailable(unexpected(error))
+
+    def request(self, method: str, path: str, body: object = None, content: str = JSON) -> str:
+        key = path, json.dumps(body)
+        with self._asking.setdefault(key, threading.Lock()):
+            if key not in self._answers:
+                if self._away:
+                    raise Refusal("", "Unasked")
+                try:
+                    self._answers[key] = super().request(method, path, body, content)
+                except ClusterkitError as error:
+                    self._answers[key] = error
+        if isinstance(answer := self._answers[key], ClusterkitError):
+            raise answer
+        return answer
+
+    def reply(self, path: str, body: Object | None = None) -> Reply:
+        """The answer to one question: to get what is at a path, or to post ``body`` to it.
+        ``{namespace}`` in a path is the run's."""
+        path = path.replace("{namespace}", self.namespace)
+        try:
+            document = self.get(path) if body is None else self.post(path, body)
+        except BadInput:
+            raise
+        except ClusterkitError as error:
+            return no_answer(error)
+        except ValueError:
+            document = None
+        if not isinstance(document, dict):
+            return Reply(reason="Unreadable", said="it answered with something unreadable")
+        return Reply(document=document)
+
+    @cached_property
+    def rehearsed(self) -> dict[str, Reply]:
+        """What creating the job and its pods came to, without doing it; of the pods by their roles,
+        and of the job by its kind."""
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            asked = _rehearsal(self)
+            replies = pool.map(lambda each: self.reply(*each), asked.values())
+            return dict(zip(asked, replies, strict=True))
 
     def spec_of(self, role: str, template: Object) -> Object:
         """A pod's spec as the API server would have it, defaults and all; else the template's."""
-        answer = self.reply(REHEARSAL, role)
+        answer = self.rehearsed[role]
         spec: Object = (template if answer.reason else answer.document)["spec"]
         return spec
 
@@ -133,19 +201,40 @@ class Seen:
         return None if self.flavor is None else FLAVORS[self.flavor]
 
 
-@dataclass(frozen=True)
-class Look:
-    """Questions of one sort.
+def _rehearsal(seen: Seen) -> dict[str, tuple[str, Object]]:
+    """Where the job and its pods are created, and what is sent there."""
+    query = "dryRun=All&fieldValidation=Strict"
+    asked = {}
+    for role, _, template in templates(seen.objects):
+        name = f"{seen.objects[-1]['metadata']['name']}-{role}"
+        spec = {**template["spec"], "restartPolicy": template["spec"].get("restartPolicy", "Never")}
+        if role == WATCHER:  # its account is made with the run
+            del spec["serviceAccountName"]
+        meta = {**template.get("metadata", {}), "name": name, "namespace": seen.namespace}
+        pod = made("v1", "Pod", meta, spec=spec)
+        asked[role] = (f"{path_to('v1', seen.namespace, 'Pod')}?{query}", pod)
+    if seen.objects and (kind := seen.kind) is not None and kind.kind != "TrainJob":
+        # The trainer admits a TrainJob only once its runtime is there.
+        path = f"{path_to(kind.api, seen.namespace, kind.kind)}?{query}"
+        asked[kind.kind] = (path, seen.objects[-1])
+    return asked
 
-    Attributes:
-        name: unlike any other's.
-        asks: the questions by a key of their own; is given what the looks before have found.
-        late: asked when it is known what the job's objects are.
-    """
 
-    name: str
-    asks: Callable[[Seen, KubeSubject], Mapping[str, Ask]]
-    late: bool = False
+Outcome = Literal["taken", "not allowed", "pod security", "quota", "refused"]
+_OUTCOMES: tuple[tuple[str, Outcome], ...] = (
+    ("violates PodSecurity", "pod security"), ("cannot create resource", "not allowed"),
+    ("failed quota", "quota"), ("exceeded quota", "quota"),
+)  # fmt: skip
+"""Words of a refusal, and what they mean; the first counts."""
+
+
+def outcome_of(reply: Reply) -> Outcome:
+    """What came of a thing that was created without doing it."""
+    known = (meaning for words, meaning in _OUTCOMES if words in reply.said)
+    return next(known, "refused" if reply.reason else "taken")
+
+
+# ---------------------------------------------------------------- checks
 
 
 @dataclass(frozen=True)
@@ -155,15 +244,12 @@ class KubeCheck:
     Attributes:
         name: as ``--only`` takes it.
         purpose: one line: what has to be right.
-        judge: pure.
-        looks: what it needs to know.
         quick: whether a submit makes sure of it as well.
     """
 
     name: str
     purpose: str
     judge: Callable[[Seen, KubeSubject], list[Finding]]
-    looks: tuple[Look, ...] = ()
     quick: bool = False
 
 
@@ -174,36 +260,36 @@ UNPLANNED = "the job cannot be planned for this cluster"
 
 
 def check(
-    *looks: Look,
-    quick: bool = False,
-    of: str | None = None,
-    planned: bool = False,
+    path: str = "", *, of: str = "", quick: bool = False, planned: bool = False
 ) -> Callable[[Judge], KubeCheck]:
     """Make a check of a function whose findings are those of `ok`, `warn`, `fail` and `skip`. Its
     docstring is the check's purpose.
 
     Args:
-        of: what the first look shows. Where it was not answered, this is what is unknown, and the
+        path: what it is about. Where that may not be looked at, ``of`` is what is unknown, and the
             function is not called.
         planned: nothing can be said as long as there is no plan; `plan` says why there is none.
     """
 
-    def made(function: Judge) -> KubeCheck:
+    def decorate(function: Judge) -> KubeCheck:
         def judge(seen: Seen, subject: KubeSubject) -> list[Finding]:
             found: Finding | list[Finding]
-            if of is not None and (reply := seen.reply(looks[0])).reason:
-                found = reply.unknown(of)
-            elif planned and not seen.objects:
-                found = skip(UNPLANNED)
-            else:
-                found = function(seen, subject)
+            try:
+                if path and (reply := seen.reply(path)).reason:
+                    found = reply.unknown(of)
+                elif planned and not seen.objects:
+                    found = skip(UNPLANNED)
+                else:
+                    found = function(seen, subject)
+            except UNEXPECTED as error:
+                found = warn(shortened(unexpected(error)))
             several = found if isinstance(found, list) else [found]
             return [replace(each, check=name) for each in several]
 
         name, purpose = described(function)
-        return KubeCheck(name, purpose, judge, looks, quick)
+        return KubeCheck(name, purpose, judge, quick)
 
-    return made
+    return decorate
 
 
 def ok(cause: str, *, host: str = CLUSTER) -> Finding:
@@ -220,91 +306,6 @@ def warn(cause: str, remedy: str | None = None, *, host: str = CLUSTER) -> Findi
 
 def fail(cause: str, remedy: str | None = None, *, host: str = CLUSTER) -> Finding:
     return Finding("", host, "fail", cause, remedy)
-
-
-# ---------------------------------------------------------------- questions that many have
-
-
-def one(path: str) -> Callable[[Seen, KubeSubject], Mapping[str, Ask]]:
-    """One object or list; ``{namespace}`` in its path is the run's."""
-    return lambda seen, subject: {ALONE: Ask(path.format(namespace=seen.namespace))}
-
-
-VERSION = Look("version", one("/version"))
-NAMESPACE = Look("namespace", one("/api/v1/namespaces/{namespace}"))
-GROUPS = Look("groups", one("/apis"))
-KINDS = Look(
-    "kinds",
-    lambda seen, subject: {
-        name: Ask(f"/apis/{flavor.api}") for name, flavor in FLAVORS.items() if name != "job"
-    },
-)
-REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-
-
-def asking(rights: Iterable[tuple[str, str, str]], namespace: str) -> dict[str, Ask]:
-    """Whether we have each of these rights."""
-    return {
-        f"{verb} {resource}": Ask(REVIEWS, access_review(namespace, verb, group, resource))
-        for verb, group, resource in rights
-    }
-
-
-def allowed(reply: Reply) -> bool:
-    return bool((reply.document.get("status") or {}).get("allowed"))
-
-
-WATCHING = Look("watching", lambda seen, subject: asking(to_watch(), seen.namespace))
-"""Whether the run may have a watcher in the cluster."""
-NODES = Look("nodes", one("/api/v1/nodes"))
-PODS = Look(
-    "pods", one("/api/v1/pods?fieldSelector=status.phase%21%3DSucceeded,status.phase%21%3DFailed")
-)
-FIRST = (VERSION, NAMESPACE, GROUPS, KINDS, NODES, WATCHING)
-"""What every examination begins with: the plan is made of it."""
-
-
-def _rehearse(seen: Seen, subject: KubeSubject) -> Mapping[str, Ask]:
-    """Creating the job and its pods, without doing it."""
-    query = "dryRun=All&fieldValidation=Strict"
-    asked = {}
-    root = f"/api/v1/namespaces/{seen.namespace}/pods?{query}"
-    for role, _, template in templates(seen.objects):
-        name = f"{seen.objects[-1]['metadata']['name']}-{role}"
-        spec = {**template["spec"], "restartPolicy": template["spec"].get("restartPolicy", "Never")}
-        if role == WATCHER:  # its account is made with the run
-            del spec["serviceAccountName"]
-        meta = {**template.get("metadata", {}), "name": name, "namespace": seen.namespace}
-        asked[role] = Ask(root, {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec})
-    if seen.objects and (kind := seen.kind) is not None and kind.kind != "TrainJob":
-        # The trainer admits a TrainJob only once its runtime is there.
-        path = f"/apis/{kind.api}/namespaces/{seen.namespace}/{kind.plural}?{query}"
-        asked[kind.kind] = Ask(path, seen.objects[-1])
-    return asked
-
-
-REHEARSAL = Look("rehearsal", _rehearse, late=True)
-Outcome = Literal["taken", "unasked", "not allowed", "pod security", "quota", "refused"]
-_OUTCOMES: tuple[tuple[str, Outcome], ...] = (
-    ("violates PodSecurity", "pod security"), ("cannot create resource", "not allowed"),
-    ("failed quota", "quota"), ("exceeded quota", "quota"),
-)  # fmt: skip
-"""Words of a refusal, and what they mean; the first counts."""
-
-
-def rehearsed(seen: Seen) -> dict[str, tuple[Outcome, str]]:
-    """What came of each thing that was created without doing it, in a word and in the API
-    server's words; of the pods' roles, and of the job by its kind."""
-    found: dict[str, tuple[Outcome, str]] = {}
-    asked = seen.replies.get(REHEARSAL.name, {})
-    for what in [*(role for role, _, _ in templates(seen.objects)), *asked]:
-        reply = seen.reply(REHEARSAL, what)
-        outcome: Outcome = "refused" if reply.reason else "taken"
-        if reply.reason == "Unasked":
-            outcome = "unasked"
-        known = (meaning for words, meaning in _OUTCOMES if words in reply.said)
-        found[what] = next(known, outcome), reply.said
-    return found
 
 
 # ---------------------------------------------------------------- what the objects ask for
@@ -391,12 +392,3 @@ def amount(name: str, value: Decimal) -> str:
 def nodes_of(seen: Seen, subject: KubeSubject) -> list[Object]:
     """The nodes that the entry's selector leaves; none where we may not look."""
     return [node for node in seen.reply(NODES).items if selected(node, subject.entry)]
-
-
-def names_of(nodes: Iterable[Object]) -> list[str]:
-    return [node["metadata"]["name"] for node in nodes]
-
-
-def is_ready(node: Object) -> bool:
-    conditions = (node.get("status") or {}).get("conditions") or ()
-    return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)

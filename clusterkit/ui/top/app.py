@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +19,7 @@ from textual.widget import Widget
 
 from clusterkit import api, logs, runs
 from clusterkit.errors import ClusterkitError
-from clusterkit.ui.top.board import Board, Order, RunBoard, RunsBoard
+from clusterkit.ui.top.board import LOG_LINES, Board, Order, RunBoard, RunsBoard
 from clusterkit.ui.top.paint import Line, style_of
 
 PERIOD = 0.2
@@ -150,11 +151,12 @@ class Top(App[None]):
         if not isinstance(shown, RunBoard) or (chosen := shown.chosen()) is None:
             return
         node, rank = chosen
-        live = shown.live
-        look = partial(logs.search, live.log_path(node), node, live.attempt, text, shown.only(rank))
+        attempt = shown.live.attempt
+        look = partial(logs.page, shown.live.log_path(node), shown.only(rank), text,
+                       most=LOG_LINES, scan=math.inf)  # fmt: skip
 
-        def take(found: list[logs.LogLine]) -> None:
-            shown.found, shown.searched = found, text
+        def take(found: logs.Page) -> None:
+            shown.found, shown.searched = found.parsed(node, attempt), text
 
         self._aside(look, take)
 

@@ -20,7 +20,7 @@ from clusterkit.live import (
     Standstill,
     standstill,
 )
-from clusterkit.logs import LogLine, LogTail
+from clusterkit.logs import LogLine, page
 from clusterkit.runs import Event, RunFolder
 from clusterkit.status import RunStatus
 from clusterkit.ui.top import paint
@@ -214,8 +214,8 @@ class RunBoard(Board):
         self._zoomed = self._whole_node = self._events = False
         self._back = 0  # lines that the log is scrolled back
         self._log: deque[LogLine] = deque(maxlen=LOG_LINES)
-        self._tail: LogTail | None = None
-        self._tail_of: tuple[object, ...] = ()
+        self._after: int | None = None  # the place in its file up to which it has been read
+        self._log_of: tuple[object, ...] = ()
         self._order: list[tuple[int, int]] = []
         self._known: set[tuple[int, int]] = set()
         self._still: Standstill | None = None
@@ -240,17 +240,17 @@ class RunBoard(Board):
             self._order = sorted(self._known)
         chosen = self.chosen()
         of = (self.live.attempt, chosen, self._whole_node)
-        if of != self._tail_of:
-            self._tail_of = of
+        if of != self._log_of:
+            self._log_of = of
             self._log.clear()
             self._back = 0
-            self._tail = None
-        if chosen is not None and self._tail is None and self.live.attempt:
+            self._after = None
+        if chosen is not None and self.live.attempt:
             node, rank = chosen
             path = self.live.log_path(node)
-            self._tail = LogTail(path, node, self.live.attempt, self.only(rank), LOG_LINES)
-        if self._tail is not None:
-            new = self._tail.read()
+            found = page(path, self.only(rank), after=self._after, most=LOG_LINES)
+            self._after = found.after
+            new = found.parsed(node, self.live.attempt)
             self._log.extend(new)
             if self._back:
                 self._back = min(self._back + len(new), max(0, len(self._log) - 1))

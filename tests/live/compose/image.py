@@ -1,5 +1,7 @@
 """A docker engine and the image for tests; both made once a session, on the spot if need be.
 
+    python -m tests.live.compose.image      make the image beforehand (.ci/run)
+
 tests/live/conftest.py has these fixtures, and so all live tests share one engine and one build. In
 two conftests they would be two: the second would wait for the first's engine to end, for ever.
 """
@@ -18,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from clusterkit import __version__
 from tests.live.compose import engine as engines
 from tests.live.compose.engine import Engine, NoEngine
 
@@ -74,6 +77,30 @@ def made(engine: Engine, base: str) -> str:
     return IMAGE
 
 
+def made_of(engine: Engine) -> str:
+    """The id of the image that the engine has."""
+    return engine.out("image", "inspect", "--format", "{{.Id}}", IMAGE)
+
+
+@contextlib.contextmanager
+def archive(engine: Engine, base: str) -> Iterator[Path]:
+    """The image as `docker save` writes it, by both of its names: the one that was put aside, if
+    that is this image."""
+    kept = engines.CACHE / f"image-{packages(engine, base)}"
+    if (kept / "id").exists() and (kept / "id").read_text() == made_of(engine):
+        yield kept / "image.tar"
+        return
+    with tempfile.TemporaryDirectory(prefix="image-") as folder:
+        yield save(engine, Path(folder))
+
+
+def save(engine: Engine, folder: Path) -> Path:
+    # By its version as well, as manifests name it.
+    named = IMAGE.replace(":", f":{__version__}-")
+    engine.run("save", IMAGE, named, "--output", str(folder / "image.tar"))
+    return folder / "image.tar"
+
+
 def packages(engine: Engine, base: str) -> str:
     """A digest of what the image's slow layers are made of."""
     layers = engine.out("image", "inspect", "--format", "{{json .RootFS.Layers}}", base)
@@ -93,7 +120,8 @@ def keep(engine: Engine, kept: Path) -> None:
     for old in kept.parent.glob("image-*"):
         shutil.rmtree(old, ignore_errors=True)
     draft = Path(tempfile.mkdtemp(prefix="image-", dir=kept.parent))
-    engine.run("save", IMAGE, "--output", str(draft / "image.tar"))
+    save(engine, draft)
+    (draft / "id").write_text(made_of(engine))
     shutil.copytree(ROOT / "wheelhouse", draft / "wheelhouse")
     draft.rename(kept)
 
@@ -111,3 +139,17 @@ def build(
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     return done.stderr
+
+
+def main() -> int:
+    try:
+        with engines.engine() as engine:
+            made(engine, engines.base_image(engine))
+    except NoEngine as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 3
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import yaml
 
-from clusterkit import __version__, agent, api
+from clusterkit import agent, api
 from clusterkit.spec import JobSpec
-from tests.live.compose.engine import Engine
+from tests.live.compose import image as images
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = Path(os.environ.get("KUBE_CLUSTER") or ROOT.parent / "shared" / "kube" / "cluster")
@@ -118,21 +118,16 @@ def nodes() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def running(nodes: None, request: pytest.FixtureRequest, tmp_path_factory: Any) -> None:
+def running(nodes: None, request: pytest.FixtureRequest) -> None:
     """The cluster with the image on its nodes."""
     if GIVEN:  # its owner puts it there
         return
-    engine: Engine = request.getfixturevalue("engine")
-    image: str = request.getfixturevalue("image")
-    made = json.loads(engine.run("image", "inspect", image).stdout)[0]["Id"]
+    engine, base, _ = (request.getfixturevalue(name) for name in ("engine", "base", "image"))
+    made = images.made_of(engine)
     loaded = STATE / "clusterkit-image"
     if not loaded.exists() or loaded.read_text() != made:
-        archive = tmp_path_factory.mktemp("image") / "image.tar"
-        # By its version as well, as manifests name it.
-        named = image.replace(":", f":{__version__}-")
-        engine.run("save", image, named, "--output", str(archive))
-        cluster("load", archive)
-        archive.unlink()
+        with images.archive(engine, base) as archive:
+            cluster("load", archive)
         loaded.write_text(made)
 
 

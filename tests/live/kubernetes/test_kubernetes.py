@@ -48,7 +48,9 @@ def seen(run):
     ("flavor", "launcher"),
     [
         ("pytorchjob", "forkserver"), ("job", "forkserver"), ("trainjob", "forkserver"),
-        ("jobset", "forkserver"), ("mpijob", "mpirun"), ("mpijob", "deepspeed"),
+        ("jobset", "forkserver"), ("mpijob", "mpirun"),
+        # Of it the losses are compared below.
+        pytest.param("mpijob", "deepspeed", marks=pytest.mark.thorough),
     ],
 )  # fmt: skip
 def test_every_rank_sees_the_whole_contract_on_every_kind_of_job(flavor, launcher, submit):
@@ -181,7 +183,8 @@ def failed(run, seconds=120):
 @pytest.mark.parametrize(
     ("flavor", "launcher"),
     [
-        ("pytorchjob", "forkserver"),
+        # The command line is told the same below.
+        pytest.param("pytorchjob", "forkserver", marks=pytest.mark.thorough),
         ("mpijob", "mpirun"),
         pytest.param("mpijob", "deepspeed", marks=pytest.mark.thorough),
     ],
@@ -198,6 +201,7 @@ def test_a_cancel_ends_what_deepspeed_has_started_by_way_of_mpirun(submit, begun
     assert kube.there() == set()
 
 
+@pytest.mark.thorough  # test_restarts.py kills one twice
 def test_a_rank_that_is_killed(submit, begun, kube):
     run = begun(submit(FOREVER))
     script = (
@@ -263,7 +267,9 @@ def test_what_pods_wait_for_is_said_and_a_cancel_ends_it(on, words, submit):
     assert run.cancel().state is State.CANCELLED
 
 
-@pytest.mark.parametrize("flavor", ["pytorchjob", "job", "mpijob"])
+@pytest.mark.parametrize(
+    "flavor", ["pytorchjob", "mpijob", pytest.param("job", marks=pytest.mark.thorough)]
+)
 def test_an_image_that_cannot_be_had_stays_the_cause_when_its_pods_are_removed(flavor, submit):
     on = {"image": "nowhere.example/no:1", "image_pull_policy": "Never", "flavor": flavor}
     launcher = "mpirun" if flavor == "mpijob" else "forkserver"

@@ -37,7 +37,11 @@ def kill_rank_1(kube, run):
 
 @pytest.mark.parametrize(
     "flavor",
-    ["pytorchjob", "job", "trainjob", "mpijob", pytest.param("jobset", marks=pytest.mark.thorough)],
+    [
+        "pytorchjob",
+        "mpijob",
+        *(pytest.param(x, marks=pytest.mark.thorough) for x in ("job", "trainjob", "jobset")),
+    ],
 )
 def test_a_killed_rank_starts_all_again_in_the_same_pods(flavor, submit, begun, kube):
     launcher = LAUNCHERS.get(flavor, "forkserver")

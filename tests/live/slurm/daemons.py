@@ -49,7 +49,7 @@ SlurmdTimeout=20
 KillWait=30
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-SchedulerParameters=sched_min_interval=0,bf_interval=5
+SchedulerParameters=sched_min_interval=0,batch_sched_delay=0,bf_interval=5
 SchedulerTimeSlice=5
 OverTimeLimit=0
 NodeName=n[0-{last}] NodeHostname={host} NodeAddr=127.0.0.1 Port={slurmds} CPUs={cpus}

@@ -95,10 +95,8 @@ def on(lab: Lab, host: str, script: str) -> subprocess.CompletedProcess[str]:
 
 def processes(lab: Lab, host: str, run: api.Run) -> list[str]:
     """Process ids on a host that belong to a run."""
-    script = (
-        "for f in /proc/[0-9]*/environ; do tr '\\0' '\\n' <$f 2>/dev/null "
-        f"| grep -q '^CLUSTERKIT_RUN_DIR={run.plan.run_dir}$' && echo $f; done; true"
-    )
+    variable = f"CLUSTERKIT_RUN_DIR={run.plan.run_dir}"
+    script = f"grep --files-with-matches -szxF '{variable}' /proc/[0-9]*/environ; true"
     done = on(lab, host, script)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()

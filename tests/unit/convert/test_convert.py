@@ -99,8 +99,8 @@ def plans(found, folder, make_facts):
         return
     path = folder / "job.yaml"
     path.write_text(found.job_text())
-    assert loader.read_job(path).document.data == parse_yaml(found.job_text(), "job").data
-    job = loader.read_job(path).job
+    assert loader.read_job(path)[1].data == parse_yaml(found.job_text(), "job").data
+    job = loader.read_job(path)[0]
     check_job(job)
     job = msgspec.structs.replace(job, workdir=job.workdir or "/srv/project")
     nodes = job.node_range[1]
@@ -140,7 +140,7 @@ def test_the_job_goes_to_stdout_and_loads_with_its_cluster_as_a_comment(hosts, c
     assert done.code == 0
     assert "--no_local_rank: dropped, LOCAL_RANK stands in the environment\n" in done.err
     (hosts / "job.yaml").write_text(done.out)
-    assert loader.read_job("job.yaml").job.node_range == (2, 2)
+    assert loader.read_job("job.yaml")[0].node_range == (2, 2)
     assert "# For clusters.yaml:\n# hosts:\n#   backend: ssh\n" in done.out
 
 

@@ -75,6 +75,13 @@ class Judged:
         assert len(found) == 1, found
         return found[0]
 
+    def says(self, host: str, level: str, words: str = "", remedy: str | None = None) -> None:
+        """The host's only finding is of this level, and these stand in its cause and remedy."""
+        found = self[host]
+        assert found.level == level
+        assert words in found.cause
+        assert remedy is None or remedy in (found.remedy or "")
+
     def all(self, host: str) -> list[Finding]:
         return [finding for finding in self.findings if finding.host == host]
 

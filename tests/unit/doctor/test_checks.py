@@ -190,8 +190,7 @@ USER = {
 def test_an_ordinary_user_with_a_home_and_the_same_number(judged, changed, level, words):
     found = judged("user", make_subject(3, shared="/shared"), USER, h2=USER | changed)
     assert found["h0"].level == "ok"
-    assert found["h2"].level == level
-    assert words in found["h2"].cause
+    found.says("h2", level, words)
 
 
 def test_numbers_of_users_matter_only_to_a_shared_folder(judged):
@@ -337,7 +336,7 @@ def test_the_offset_agreed_on_is_one_that_some_clock_can_have(spans):
 
 
 def python(version=(3, 11, 7), bits=64):
-    return {"executable": PYTHON, "version": list(version), "bits": bits}
+    return {"version": list(version), "bits": bits}
 
 
 @pytest.mark.parametrize(
@@ -412,7 +411,6 @@ def packages(**versions):
     there = {"torch": "2.13.0+cu130", "deepspeed": "0.19.8", "transformers": "5.23.0"}
     there |= {name.replace("_", "-"): version for name, version in versions.items()}
     return {
-        "interpreter": PYTHON,
         "versions": {name: version for name, version in there.items() if version},
     }
 
@@ -536,7 +534,7 @@ def test_packages_of_another_interpreter_say_nothing(judged):
     ],
 )
 def test_the_cuda_that_torch_is_built_for(versions, cuda):
-    assert Packages("p", versions).cuda() == cuda
+    assert Packages(versions).cuda() == cuda
 
 
 def test_versions_are_read_from_what_pip_has_written(tmp_path, monkeypatch):
@@ -580,8 +578,7 @@ LOCK = {"path": "/home/ann/.cache/torch_extensions/py311_cpu/cpu_adam/lock", "ag
 )
 def test_deepspeed_can_compile(judged, changed, level, words):
     found = judged("compiler", make_subject(1, needs=needs(deepspeed=True)), tools(**changed))
-    assert found["h0"].level == level
-    assert words in found["h0"].cause
+    found.says("h0", level, words)
 
 
 def test_the_remedy_for_a_stale_lock_is_quoted(judged):
@@ -641,8 +638,7 @@ def judge_network(judged, subject=None, **h1):
 def test_the_hosts_talk_over_the_same_kind_of_interface(judged, changed, level, words):
     found = judge_network(judged, **changed)
     assert found["h0"].level == "ok"
-    assert found["h1"].level == level
-    assert words in found["h1"].cause
+    found.says("h1", level, words)
 
 
 def test_an_interface_that_is_named_must_be_there(judged):
@@ -677,8 +673,8 @@ def test_an_address_that_is_a_name_is_left_alone(judged):
     assert judge_network(judged, make_subject(3, hosts=hosts))["h1"].level == "ok"
 
 
-def look(*found, seconds=0.001, error=None, begun=True):
-    return {"begun": begun, "found": list(found), "error": error, "seconds": seconds}
+def look(*found, seconds=0.001, begun=True):
+    return {"begun": begun, "found": list(found), "seconds": seconds}
 
 
 STALLED = look(seconds=None)
@@ -707,7 +703,7 @@ def test_every_host_knows_every_other(judged):
 
 
 def test_a_name_that_nobody_knows_matters_to_those_who_go_by_names(judged):
-    unknown = {"names": {"h2": look(error="[Errno -2] Name or service not known")}}
+    unknown = {"names": {"h2": look()}}
     found = judge_names(judged, **unknown)
     assert (found["h1"].level, found["h1"].cause) == ("warn", "does not know the name of h2")
     assert found["h1"].remedy == r"printf '%s\n' '10.0.0.12 h2' | sudo tee -a /etc/hosts"
@@ -736,7 +732,7 @@ def test_a_host_that_thinks_itself_loopback_is_told(judged, own):
 
 
 def test_a_host_that_does_not_know_itself_is_told(judged):
-    found = judge_names(judged, own=look(error="[Errno -3] Temporary failure"))
+    found = judge_names(judged, own=look())
     assert found["h1"].cause == "does not know its own name, h1"
 
 
@@ -767,7 +763,7 @@ def test_a_look_up_that_had_no_turn_is_no_slow_one(judged):
 
 def test_many_names_do_not_fill_the_screen(judged):
     subject = make_subject(200)
-    nobody = {f"h{i}": look(error="no") for i in range(200)}
+    nobody = {f"h{i}": look() for i in range(200)}
     found = judged("names", subject, names(0, 200, names=nobody))
     assert found["h7"].cause.endswith("h5 and 193 more")
     assert len(found["h7"].remedy) < 300
@@ -802,9 +798,7 @@ def holder(pid=4711, user="ann", command="python train.py"):
 )  # fmt: skip
 def test_the_port_is_free_or_its_holder_is_named(judged, port, level, words, remedy):
     found = judged("port", make_subject(2), {"port": 29500} | port)
-    assert found["h0"].level == level
-    assert words in found["h0"].cause
-    assert remedy is None or remedy in found["h0"].remedy
+    found.says("h0", level, words, remedy)
     assert found.all("h1") == []
 
 
@@ -989,7 +983,7 @@ def test_where_nobody_has_a_gpu_nothing_is_said_of_them(judged, check):
 
 def gpu_answer(value, versions=None):
     return make_answer({
-        "nvidia": value, "packages": {"interpreter": PYTHON, "versions": versions or {}},
+        "nvidia": value, "packages": {"versions": versions or {}},
     })  # fmt: skip
 
 
@@ -1386,8 +1380,7 @@ def test_hosts_with_different_memory(judged):
 def test_cores_and_what_keeps_them_busy(judged, cpus, load, level, words):
     usual = {"cpus": 16, "load": 0.1}
     found = judged("load", make_subject(3, slots=8), usual, h1={"cpus": cpus, "load": load})
-    assert found["h1"].level == level
-    assert words in found["h1"].cause
+    found.says("h1", level, words)
 
 
 def shm(free, total=16 * GIB, there=True, writable=True):
@@ -1406,9 +1399,7 @@ def shm(free, total=16 * GIB, there=True, writable=True):
     ],
 )
 def test_shared_memory(judged, value, level, remedy):
-    found = judged("shm", make_subject(1), value)
-    assert found["h0"].level == level
-    assert remedy is None or remedy in found["h0"].remedy
+    judged("shm", make_subject(1), value).says("h0", level, remedy=remedy)
 
 
 def limits(**changed):
@@ -1433,8 +1424,7 @@ def limits(**changed):
 )
 def test_limits_of_a_session(judged, changed, level, words):
     found = judged("limits", make_subject(2, slots=8), limits(**changed))
-    assert found["h0"].level == level
-    assert words in found["h0"].cause
+    found.says("h0", level, words)
     if level != "ok":
         assert "/etc/security/limits.d/" in found["h0"].remedy
 
@@ -1465,9 +1455,7 @@ def disk(path="/srv", free=100 * GIB, total=200 * GIB, inodes_free=10**7, inodes
     ],
 )
 def test_room_on_the_disks(judged, changed, level, words):
-    found = judged("disk", make_subject(1), [disk("/tmp"), disk(**changed)])
-    assert found["h0"].level == level
-    assert words in found["h0"].cause
+    judged("disk", make_subject(1), [disk("/tmp"), disk(**changed)]).says("h0", level, words)
 
 
 def test_every_full_disk_is_told(judged):
@@ -1500,10 +1488,7 @@ def folder(**changed):
     ],
 )  # fmt: skip
 def test_the_working_folder(judged, changed, level, words, remedy):
-    found = judged("workdir", make_subject(1), folder(**changed))
-    assert found["h0"].level == level
-    assert words in found["h0"].cause
-    assert remedy is None or remedy in found["h0"].remedy
+    judged("workdir", make_subject(1), folder(**changed)).says("h0", level, words, remedy)
 
 
 def strays(runs=None, others=None):
@@ -1606,8 +1591,7 @@ def test_what_one_writes_the_others_read(judged, changed, level, words):
     answers = shared(subject, {"error": None}, h1=FOUND | changed, h2=FOUND)
     found = judged("shared", subject, **answers)
     assert found["h0"].level == found["h2"].level == "ok"
-    assert found["h1"].level == level
-    assert words in found["h1"].cause
+    found.says("h1", level, words)
 
 
 def test_a_head_that_cannot_write_is_the_only_one_to_blame(judged):

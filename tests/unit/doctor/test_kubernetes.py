@@ -11,13 +11,12 @@ import msgspec
 import pytest
 
 from clusterkit import backends
-from clusterkit.backends.kubernetes.client import KubeTransport
+from clusterkit.backends.kubernetes.client import KubeTransport, Refusal
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.rights import needed, to_watch
 from clusterkit.cluster import Claim, KubernetesCluster
-from clusterkit.doctor.kubernetes import CHECKS, gathered, look, planned
+from clusterkit.doctor.kubernetes import CHECKS, look
 from clusterkit.doctor.kubernetes.base import (
-    ALONE,
     CLUSTER,
     Reply,
     Seen,
@@ -33,6 +32,9 @@ from clusterkit.spec import JobSpec
 
 RECORDED = json.loads((Path(__file__).parents[2] / "data/kubernetes/cluster.json").read_text())
 NOW = 1_795_000_000.0
+ALONE = ""
+"""Key of the answer where a sort of questions has but one."""
+NOT_ALLOWED = Reply(reason="Forbidden", said='pods is forbidden: "u" cannot create resource "pods"')
 FORBIDDEN = Reply(reason="Forbidden", said='pods is forbidden: User "u" cannot list resource')
 GPU = "nvidia.com/gpu"
 DATA = (Claim(claim="data", path="/data"),)
@@ -47,10 +49,10 @@ def subject_of(job=None, **entry):
 
 
 def documents():
-    """Name of the look to key to reply, as recorded; to be changed freely."""
+    """Sort of question to key to reply, as recorded; to be changed freely."""
     found = {
-        look: {key: msgspec.convert(reply, Reply) for key, reply in replies.items()}
-        for look, replies in copy.deepcopy(RECORDED).items()
+        sort: {key: msgspec.convert(reply, Reply) for key, reply in replies.items()}
+        for sort, replies in copy.deepcopy(RECORDED).items()
     }
     # Of one kind of job, at the time of the recording: all others are allowed as well.
     for flavor in FLAVORS:
@@ -59,8 +61,68 @@ def documents():
     return found
 
 
+PATHS = {
+    "/version": "version", "/api/v1/namespaces/default": "namespace", "/apis": "groups",
+    "/api/v1/nodes": "nodes", "/apis/apps/v1/deployments": "deployments", "/api/v1/pods": "pods",
+    "/apis/storage.k8s.io/v1/storageclasses": "classes",
+    "/apis/authentication.k8s.io/v1/selfsubjectreviews": "who",
+    "/api/v1/namespaces/default/resourcequotas": "quotas",
+    "/api/v1/namespaces/default/limitranges": "limit-ranges",
+    "/apis/discovery.k8s.io/v1/namespaces/kube-system/endpointslices": "dns",
+}  # fmt: skip
+KINDS = {f"/apis/{flavor.api}": name for name, flavor in FLAVORS.items()}
+
+
+def asked_for(path, body):
+    """Sort and key of a question."""
+    path = path.partition("?")[0]
+    if path in PATHS:
+        return PATHS[path], ALONE
+    if path in KINDS:
+        return "kinds", KINDS[path]
+    if body is None:
+        return "claims", path.rpartition("/")[2]
+    if body["kind"] == "SelfSubjectAccessReview":
+        of = body["spec"]["resourceAttributes"]
+        part = f"/{of['subresource']}" if "subresource" in of else ""
+        return "rights", f"{of['verb']} {of['resource']}{part}"
+    if body["kind"] == "Secret":
+        return "pull-secrets", body["metadata"]["name"]
+    if body["kind"] == "Pod":
+        return "rehearsal", body["metadata"]["name"].removeprefix("doctor-rehearsal-")
+    return "rehearsal", body["kind"]
+
+
+class Recorded(KubeTransport):
+    """An API server that answers as one did; what it was not asked then, it does not allow."""
+
+    def __init__(self, replies):
+        super().__init__()
+        self.replies = replies
+
+    def request(self, to, method, path, body=None, content=""):
+        sort, key = asked_for(path, body)
+        other = Reply({"status": {}}) if sort == "rights" else NOT_ALLOWED
+        reply = self.replies.get(sort, {}).get(key, other)
+        if reply.reason:
+            raise Refusal(reply.said, reply.reason)
+        return json.dumps(reply.document)
+
+
+def watched(replies):
+    """Allow a watcher in the cluster."""
+    yes = Reply({"status": {"allowed": True}})
+    replies["rights"] |= {f"{verb} {what}": yes for verb, _, what in to_watch()}
+
+
+WAITS = subject_of(JobSpec(name="any", command=("true",), nodes=2, restarts=1))
+"""Where another pod is waited for in the place of a lost one."""
+
+
 def seen_of(subject, replies=None):
-    return planned(Seen("default", "kube-test", NOW, replies or documents()), subject)
+    seen = Seen(subject, Recorded(replies or documents()))
+    seen.now = NOW
+    return seen
 
 
 def judged(name, subject=None, replies=None):
@@ -102,7 +164,10 @@ def test_a_cluster_that_is_well(check):
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 def test_an_api_server_that_answers_nothing(check):
-    for finding in check.judge(Seen("default"), subject_of()):
+    def answer(path):
+        raise Unavailable("it does not answer")
+
+    for finding in check.judge(Seen(subject_of(), Api(answer)), subject_of()):
         assert finding.cause
         assert finding.level == ("fail" if check.name == "api-server" else "skip"), finding
 
@@ -180,16 +245,13 @@ def test_a_watcher_is_planned_for_whoever_may_have_one():
     assert only(judged("rights", subject_of(watcher=False), replies)).cause == (
         f"admin may do all {count} things needed"
     )
-    yes = Reply({"status": {"allowed": True}})
-    replies["watching"] = {f"{verb} {what}": yes for verb, _, what in to_watch()}
+    watched(replies)
     assert (
         only(judged("rights", replies=replies)).cause == f"admin may do all {count} things needed"
     )
     assert only(judged("plan", replies=replies)).cause == "2 pods"
-    # Where another pod is waited for in the place of a lost one.
-    waits = subject_of(JobSpec(name="any", command=("true",), nodes=2, restarts=1))
-    assert only(judged("plan", waits, replies)).cause == "3 pods"
-    roles = [role for role, _, _ in templates(seen_of(waits, replies).objects)]
+    assert only(judged("plan", WAITS, replies)).cause == "3 pods"
+    roles = [role for role, _, _ in templates(seen_of(WAITS, replies).objects)]
     assert roles == ["watcher", "worker"]
     # Its pod is kept by a Job, whatever keeps the others.
     assert ("create", "batch", "jobs") in to_watch()
@@ -512,10 +574,11 @@ def test_what_admission_refuses_is_told_in_its_words():
     assert told.cause == f"a pod (worker) is refused: {said}"
     same = said.replace('"x"', '"x-watch"')
     replies["rehearsal"]["watcher"] = Reply(reason="Forbidden", said=same)
-    told = only(judged("admission", replies=replies))
-    assert told.cause == f"a pod (worker) and a pod (watcher) are refused: {said}"
+    watched(replies)
+    told = only(judged("admission", WAITS, replies))
+    assert told.cause == f"a pod (watcher) and a pod (worker) are refused: {same}"
     replies["rehearsal"]["PyTorchJob"] = Reply(reason="BadRequest", said='unknown field "spec.x"')
-    assert [f.cause for f in judged("admission", replies=replies)][1] == (
+    assert [f.cause for f in judged("admission", WAITS, replies)][1] == (
         'PyTorchJob is refused: unknown field "spec.x"'
     )
 
@@ -642,7 +705,7 @@ class Api(KubeTransport):
 def test_every_question_changes_nothing():
     server = Api(lambda path: '{"items": []}')
     subject = subject_of(image_pull_secrets=("regcred",), volumes=DATA)
-    gathered(subject, server, CHECKS, lambda *_: None)
+    look(subject, server, CHECKS, lambda *_: None)
     for method, path, body in server.asked:
         if method == "GET":
             assert body is None

@@ -49,9 +49,17 @@ STANDALONE = {
 ONE_PROCESS = {"ddp_start", "dp", "sentiment", "sentiment_trainer"}
 """Those that start ranks themselves, need none, or differ from the rest by what one rank does:
 each import of torch takes seconds of CI. In two ranks tests/live/test_programs.py runs them."""
+EACH_TIME = ("ddp_start", "sentiment")
+"""One of plain torch, which starts ranks of ddp.py, and one of transformers."""
 
 
-@pytest.mark.parametrize("name", STANDALONE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in EACH_TIME else pytest.mark.thorough)
+        for name in STANDALONE
+    ],
+)
 def test_a_program_runs_where_it_was_copied_without_clusterkit(name: str, tmp_path: Path) -> None:
     files, words, said = STANDALONE[name]
     folder = tmp_path / "mine"

@@ -27,8 +27,8 @@ from clusterkit.backends.kubernetes.client import (
     KubeTransport,
     NotFound,
     Refusal,
+    connect,
 )
-from clusterkit.backends.kubernetes.connect import connect
 from clusterkit.backends.kubernetes.judge import Pod
 from clusterkit.backends.kubernetes.pod_log import NodeLines
 from clusterkit.backends.kubernetes.server import RunObjects, Server

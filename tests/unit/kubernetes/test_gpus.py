@@ -1,6 +1,7 @@
 """GPUs of pods: what is asked for, what the nodes have now, and the taint of nodes with GPUs."""
 
 import json
+import threading
 
 import pytest
 import yaml
@@ -125,3 +126,28 @@ def test_pods_with_gpus_tolerate_the_taint_of_nodes_that_have_them(planned):
 def test_a_toleration_of_the_entry_is_not_repeated(planned, own):
     plan = planned(node(8, taints=[TAINT]), entry={"tolerations": (own,)})
     assert pod_of(plan)["tolerations"] == [own]
+
+
+class Slow(ApiServer):
+    """Says its version once it was asked for its nodes as well."""
+
+    def __init__(self):
+        super().__init__(node())
+        self.asked = []
+        self.together = threading.Event()
+
+    def request(self, to, method, path, *_):
+        self.asked.append(path)
+        if path == "/api/v1/nodes":
+            self.together.set()
+        if path == "/version":
+            assert self.together.wait(30)
+        return super().request(to, method, path)
+
+
+def test_what_a_plan_has_to_know_is_asked_at_once(clusterkit_home, monkeypatch):
+    monkeypatch.setattr(probe, "context_of", lambda cluster: ("lab", "default"))
+    server, job = Slow(), JobSpec(name="any", command=("true",), nodes=2)
+    backends.backend("kubernetes").probe(KubernetesCluster(), server, job)
+    # Its version, namespace and nodes, 4 kinds of jobs, and rights: 4 for a watcher, 3 for the run.
+    assert len(server.asked) == 14

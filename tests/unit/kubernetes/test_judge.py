@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from clusterkit.agent import LATE
-from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.judge import (
     DELETED,
     Rejoin,
@@ -328,11 +327,6 @@ def test_a_document_that_means_nothing_is_unknown_and_no_exception(status):
     told = document()
     told["status"] = status
     assert seen(told)[0] is State.UNKNOWN
-
-
-@pytest.mark.parametrize("flavor", FLAVORS.values(), ids=list(FLAVORS))
-def test_every_kind_of_job_has_a_table_of_its_own_words(flavor):
-    assert set(flavor.states.values()) >= {State.PENDING, State.SUCCEEDED, State.FAILED}
 
 
 def event(reason, message="", **related):

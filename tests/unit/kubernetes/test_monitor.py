@@ -13,18 +13,19 @@ import yaml
 from clusterkit import backends
 from clusterkit.agent import NODE_FILE, STOPPED
 from clusterkit.backends.kubernetes import client
+from clusterkit.backends.kubernetes.apply import remove
 from clusterkit.backends.kubernetes.client import KubeTransport
 from clusterkit.backends.kubernetes.monitor import PodMonitor
-from clusterkit.backends.kubernetes.observe import observation, read_pods
-from clusterkit.backends.kubernetes.records import (
+from clusterkit.backends.kubernetes.observe import (
     Removed,
     keep,
+    observation,
     put_removed,
+    read_pods,
     removed,
     snapshot,
     with_seen,
 )
-from clusterkit.backends.kubernetes.remove import remove
 from clusterkit.backends.kubernetes.server import RunObjects
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
 from clusterkit.errors import Unavailable

@@ -14,6 +14,7 @@ from ranks import Unavailable
 from world import World
 
 CPU = torch.device("cpu")
+SLOW, MORE = pytest.mark.thorough, ("ddp", "tp", "pp")  # of a whole model at once: a minute
 SHORT = ["--global-batch", "8", "--micro-batch", "2", "--context", "16"]
 
 
@@ -75,9 +76,8 @@ def test_a_profile_holds_three_steps_of_every_rank(launch, tmp_path: Path) -> No
         assert {*names} == {"ProfilerStep#3", "ProfilerStep#4", "ProfilerStep#5"}
 
 
-@pytest.mark.thorough
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp", "pp"])
+@pytest.mark.parametrize("strategy", ["fsdp", *(pytest.param(x, marks=SLOW) for x in MORE)])
 def test_what_was_compiled_computes_the_same(launch, strategy: str) -> None:
     how = [*SHORT, "--steps", "4", "--strategy", strategy]
     plain, compiled = launch(*how, ranks=2), launch(*how, "--compile", ranks=2, patience=600)

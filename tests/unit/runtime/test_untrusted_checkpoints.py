@@ -6,7 +6,8 @@ import io
 import json
 import os
 import pickle
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 from export import export
 from ranks import BadInput
 from stored import Checkpoint
+
+from tests.unit.runtime.conftest import launching, zero_arguments
 
 SAVE = ["--steps", "2", "--checkpoint-every", "1", "--checkpoint-keep", "0",
         "--global-batch", "4", "--micro-batch", "2", "--context", "16"]  # fmt: skip
@@ -84,17 +87,42 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def saved(warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Any], Path]]:
+    """``saved(strategy)``: the folder of a run's checkpoints, made once."""
+    made: dict[Any, Path] = {}
+    with launching(tmp_path_factory.mktemp("saved"), warm) as launch:
+
+        def folder(strategy: Any) -> Path:
+            if strategy not in made:
+                made[strategy] = place = tmp_path_factory.mktemp("run")
+                how = [*arguments(place, strategy), "--checkpoint-dir", str(place / "c")]
+                done = launch(*SAVE, *how, ranks=ranks_of(strategy))
+                assert set(done.codes) == {0}, done.stderr
+            return made[strategy] / "c"
+
+        yield folder
+
+
+def arguments(folder: Path, strategy: str | int) -> list[str]:
+    """Of the program. ``strategy``: a number is a ZeRO stage."""
+    if isinstance(strategy, int):
+        return zero_arguments(folder, strategy)
+    return ["--strategy", strategy]
+
+
+def ranks_of(strategy: str | int) -> int:
+    return 1 if strategy == "ddp" else 2
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_with_code_in_it_is_refused_and_the_code_not_run(
-    launch, zero: Callable[..., list[str]], tmp_path: Path, name: str
+    launch, saved: Callable[[Any], Path], tmp_path: Path, name: str
 ) -> None:
     strategy, file, replace = CASES[name]
-    how = zero(strategy) if isinstance(strategy, int) else ["--strategy", strategy]
-    run = [*SAVE, *how, "--checkpoint-dir", str(tmp_path / "c")]
-    ranks = 1 if strategy == "ddp" else 2
-    saved = launch(*run, ranks=ranks)
-    assert set(saved.codes) == {0}, saved.stderr
+    how = arguments(tmp_path, strategy)
     path = tmp_path / "c" / "step-00000001"
+    shutil.copytree(saved(strategy), path.parent)
     trap = Touch(tmp_path / "trap")
     replace(path / file, trap)
     counts_as_whole(path)
@@ -102,7 +130,8 @@ def test_a_checkpoint_with_code_in_it_is_refused_and_the_code_not_run(
         config = json.loads(Path(how[-1]).read_text())
         Path(how[-1]).write_text(json.dumps(config | {"checkpoint": {"load_universal": True}}))
 
-    resumed = launch(*run, "--checkpoint-resume", path, ranks=ranks)
+    run = [*SAVE, *how, "--checkpoint-dir", path.parent, "--checkpoint-resume", path]
+    resumed = launch(*run, ranks=ranks_of(strategy))
 
     assert not trap.path.exists()
     assert 2 in resumed.codes, resumed.stderr

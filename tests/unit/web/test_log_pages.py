@@ -2,7 +2,7 @@
 
 import pytest
 
-from clusterkit.web import log_pages
+from clusterkit import logs
 from clusterkit.web.log_pages import LINES, SHOWN, line, page
 
 STAMP = "2026-11-21T20:11:58.000000Z"
@@ -26,7 +26,7 @@ def texts(found):
 
 
 def test_all_of_a_log_is_reached_backwards_each_line_once(log, monkeypatch):
-    monkeypatch.setattr(log_pages, "_CHUNK", 1000)
+    monkeypatch.setattr(logs, "_CHUNK", 1000)
     path = log([(0, f"line {number} " + "x" * (number % 150)) for number in range(3 * LINES)])
     found, all_texts = page(path), []
     while True:
@@ -55,7 +55,7 @@ def test_a_line_that_is_not_whole_waits(log):
 
 
 def test_whoever_is_far_behind_begins_at_the_end_again(log, monkeypatch):
-    monkeypatch.setattr(log_pages, "_NEW", 100)
+    monkeypatch.setattr(logs, "_NEWS", 100)
     path = log([(0, f"{number}") for number in range(50)])
     found = page(path, after=0)
     assert found["skipped"]
@@ -70,7 +70,7 @@ def test_a_log_that_was_cut_is_read_anew(log):
 
 
 def test_a_rank_and_a_word_are_found_wherever_they_stand(log, monkeypatch):
-    monkeypatch.setattr(log_pages, "_CHUNK", 1000)
+    monkeypatch.setattr(logs, "_CHUNK", 1000)
     path = log([(number % 3, f"text {number}") for number in range(2000)])
     assert (
         texts(page(path, rank=1, search="TEXT 1"))
@@ -86,12 +86,11 @@ def test_a_rank_and_a_word_are_found_wherever_they_stand(log, monkeypatch):
 
 
 def test_a_word_that_stands_nowhere_holds_nobody_up(log, monkeypatch):
-    monkeypatch.setattr(log_pages, "_CHUNK", 1000)
-    monkeypatch.setattr(log_pages, "_SCAN", 5000)
+    monkeypatch.setattr(logs, "_CHUNK", 1000)
     path = log([(0, "found")] + [(0, "text")] * 1000)
-    found = page(path, search="found")
-    assert texts(found) == []
-    assert found["before"] > 0
+    found = logs.page(path, search="found", most=LINES, scan=5000)
+    assert found.lines == []
+    assert found.before > 0
 
 
 @pytest.mark.parametrize("size", [SHOWN + 1, 1 << 20, 3 << 20])

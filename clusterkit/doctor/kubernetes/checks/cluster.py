@@ -9,29 +9,23 @@ from datetime import datetime
 from typing import Any
 
 from clusterkit.backends.kubernetes.flavors import FLAVORS
-from clusterkit.backends.kubernetes.rights import ROLE, needed, to_watch
+from clusterkit.backends.kubernetes.rights import ROLE, Right, needed, to_watch
+from clusterkit.backends.kubernetes.text import made
 from clusterkit.doctor.base import Finding
 from clusterkit.doctor.kubernetes.base import (
-    ALONE,
     GROUPS,
-    KINDS,
     NAMESPACE,
     VERSION,
-    WATCHING,
-    Ask,
     KubeSubject,
-    Look,
     Seen,
-    allowed,
-    asking,
     check,
     fail,
+    no_answer,
     ok,
-    one,
     skip,
     warn,
 )
-from clusterkit.errors import counted
+from clusterkit.errors import ClusterkitError, counted
 
 TRIED = 34
 """Minor version of Kubernetes 1 that clusterkit was tried with."""
@@ -41,7 +35,7 @@ LEAST = 27
 """Before it a Job's pods lack ``batch.kubernetes.io/job-name``, by which they are found."""
 
 
-@check(VERSION, quick=True)
+@check(quick=True)
 def api_server(seen: Seen, subject: KubeSubject) -> Finding:
     """The API server answers, and its version is one that clusterkit knows."""
     reply = seen.reply(VERSION)
@@ -77,7 +71,7 @@ def _age(built: str, now: float) -> str:
     return f", built {when}, {counted(months, 'month')} ago"
 
 
-@check(NAMESPACE, quick=True)
+@check(quick=True)
 def namespace(seen: Seen, subject: KubeSubject) -> Finding:
     """The namespace is there."""
     reply, name = seen.reply(NAMESPACE), seen.namespace
@@ -91,7 +85,7 @@ def namespace(seen: Seen, subject: KubeSubject) -> Finding:
     return ok(name)
 
 
-@check(GROUPS, KINDS, quick=True, of="the API groups")
+@check(GROUPS, quick=True, of="the API groups")
 def kind(seen: Seen, subject: KubeSubject) -> Finding:
     """The cluster serves the kind of job that is to keep the pods, in the version that is used."""
     name = seen.flavor
@@ -103,7 +97,7 @@ def kind(seen: Seen, subject: KubeSubject) -> Finding:
     group, _, version = flavor.api.rpartition("/")
     groups = {each["name"]: each["versions"] for each in seen.reply(GROUPS).document["groups"]}
     versions = [each["version"] for each in groups.get(group, ())]
-    there = name == "job" or flavor.served(seen.reply(KINDS, name).document)
+    there = name == "job" or flavor.served(seen.reply(f"/apis/{flavor.api}").document)
     if version in versions and there:
         why = f"; {seen.origin}" if seen.origin else ""
         return ok(f"{flavor.kind} ({flavor.api}){why}")
@@ -116,7 +110,7 @@ def kind(seen: Seen, subject: KubeSubject) -> Finding:
 
 # ---------------------------------------------------------------- operators
 
-DEPLOYMENTS = Look("deployments", one("/apis/apps/v1/deployments"))
+DEPLOYMENTS = "/apis/apps/v1/deployments"
 _CALLED = {
     "pytorchjob": (re.compile(r"training-operator"),),
     "mpijob": (re.compile(r"mpi-operator"),),
@@ -128,7 +122,7 @@ _CALLED = {
 _ONLY_IN = re.compile(r"--?namespace(?:=(\S*))?\Z")
 
 
-@check(DEPLOYMENTS)
+@check()
 def operator(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
     """Whoever makes pods of the job is alive, and watches this namespace."""
     if seen.flavor is None:
@@ -192,8 +186,10 @@ def _only_in(deployment: Any) -> str:
 
 # ---------------------------------------------------------------- names
 
-_SLICES = "/apis/discovery.k8s.io/v1/namespaces/kube-system/endpointslices"
-SERVERS = Look("dns", one(f"{_SLICES}?labelSelector=kubernetes.io%2Fservice-name%3Dkube-dns"))
+SERVERS = (
+    "/apis/discovery.k8s.io/v1/namespaces/kube-system/endpointslices"
+    "?labelSelector=kubernetes.io%2Fservice-name%3Dkube-dns"
+)
 
 
 @check(SERVERS, of="the name servers in kube-system")
@@ -224,35 +220,22 @@ def dns(seen: Seen, subject: KubeSubject) -> Finding:
 _WHO = "/apis/authentication.k8s.io/v1/selfsubjectreviews"
 
 
-NEEDED = Look(
-    "rights",
-    lambda seen, subject: asking(needed(seen.flavor or "job"), seen.namespace),
-    late=True,
-)
-WHO = Look(
-    "who",
-    lambda seen, subject: {
-        ALONE: Ask(_WHO, {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"})
-    },
-)
-
-
-@check(WHO, NEEDED, WATCHING, quick=True)
+@check(quick=True)
 def rights(seen: Seen, subject: KubeSubject) -> Finding:
     """We may do all that a run needs; `k8s/rbac.yaml` is a role with just that."""
-    status = seen.reply(WHO).document.get("status") or {}
+    asked = made("authentication.k8s.io/v1", "SelfSubjectReview")
+    status = seen.reply(_WHO, asked).document.get("status") or {}
     who = str((status.get("userInfo") or {}).get("username") or "")
-    wanted = needed(seen.flavor or "job")
-    for verb, _, resource in wanted:
-        reply = seen.reply(NEEDED, f"{verb} {resource}")
-        if reply.reason:
-            return reply.unknown("your own rights")
     name = who or "you"
-    missing = _missing(seen, NEEDED, wanted)
+    wanted = needed(seen.flavor or "job")
+    try:
+        missing = _in_words(seen.denied(seen.namespace, wanted))
+    except ClusterkitError as error:
+        return no_answer(error).unknown("your own rights")
     if not missing:
         cause = f"{name} may do all {len(wanted)} things needed"
-        lacking = "" if subject.entry.watcher is False else _missing(seen, WATCHING, to_watch())
-        if lacking:
+        watching = () if subject.entry.watcher is False else to_watch()
+        if lacking := _in_words(seen.denied(seen.namespace, watching)):
             cause += f"; runs have no watcher in the cluster without: {lacking}"
         return ok(cause)
     cause = f"{name} may not, in namespace {seen.namespace}: {missing}"
@@ -264,10 +247,8 @@ def rights(seen: Seen, subject: KubeSubject) -> Finding:
     return fail(cause, f"{apply}\n{bind}")
 
 
-def _missing(seen: Seen, look: Look, wanted: Iterable[tuple[str, str, str]]) -> str:
-    """Which of these rights we lack, in words."""
-    missing: dict[str, list[str]] = {}
-    for verb, _, resource in wanted:
-        if not allowed(seen.reply(look, f"{verb} {resource}")):
-            missing.setdefault(resource, []).append(verb)
-    return "; ".join(f"{', '.join(verbs)} {resource}" for resource, verbs in missing.items())
+def _in_words(rights: Iterable[Right]) -> str:
+    found: dict[str, list[str]] = {}
+    for verb, _, resource in rights:
+        found.setdefault(resource, []).append(verb)
+    return "; ".join(f"{', '.join(verbs)} {resource}" for resource, verbs in found.items())

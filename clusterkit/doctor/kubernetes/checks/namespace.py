@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
+from clusterkit.backends.kubernetes.server import path_to
+from clusterkit.backends.kubernetes.text import made
 from clusterkit.cluster import Claim
 from clusterkit.doctor.base import Finding
 from clusterkit.doctor.kubernetes.base import (
     NAMESPACE,
-    REHEARSAL,
     UNPLANNED,
-    Ask,
     KubeSubject,
-    Look,
-    Reply,
     Seen,
     amount,
     check,
     fail,
     limits,
     ok,
-    one,
+    outcome_of,
     quantity,
-    rehearsed,
     requests,
     skip,
     templates,
@@ -47,20 +43,18 @@ def plan(seen: Seen, subject: KubeSubject) -> Finding:
 # ---------------------------------------------------------------- whether it admits them
 
 
-QUOTAS = Look("quotas", one("/api/v1/namespaces/{namespace}/resourcequotas"))
+QUOTAS = "/api/v1/namespaces/{namespace}/resourcequotas"
 _NOT_TRIED = "not tried: you may not create them yourself"
 
 
-@check(NAMESPACE, REHEARSAL, QUOTAS, planned=True)
+@check(planned=True)
 def admission(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
     """The API server would take the job and its pods: pod security, quotas, schema, webhooks,
     classes, accounts."""
     space = seen.reply(NAMESPACE)
     if space.reason == "NotFound":
         return skip("there is no such namespace")
-    tried = {what: each for what, each in rehearsed(seen).items() if each[0] != "unasked"}
-    if not tried:
-        return skip("the API server did not answer")
+    tried = {what: (outcome_of(each), each.said) for what, each in seen.rehearsed.items()}
     kind = "" if seen.kind is None else seen.kind.kind
     names = {what: what if what == kind else f"a pod ({what})" for what in tried}
     refused: dict[str, tuple[str, list[str]]] = {}
@@ -101,7 +95,7 @@ def admission(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
 # ---------------------------------------------------------------- how much it may have
 
 
-@check(QUOTAS, REHEARSAL, of="quotas", planned=True)
+@check(QUOTAS, of="quotas", planned=True)
 def quota(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
     """The namespace's quotas leave room for the job."""
     names = ", ".join(each["metadata"]["name"] for each in seen.reply(QUOTAS).items)
@@ -161,7 +155,7 @@ def _wanted(seen: Seen, subject: KubeSubject) -> dict[str, Decimal]:
     return found
 
 
-RANGES = Look("limit-ranges", one("/api/v1/namespaces/{namespace}/limitranges"))
+RANGES = "/api/v1/namespaces/{namespace}/limitranges"
 
 
 @check(RANGES, of="limit ranges")
@@ -223,31 +217,23 @@ def _given(rule: Any, spec: Any) -> dict[str, str]:
 # ---------------------------------------------------------------- volumes and credentials
 
 
-def _claims(seen: Seen, subject: KubeSubject) -> Mapping[str, Ask]:
-    path = f"/api/v1/namespaces/{seen.namespace}/persistentvolumeclaims"
-    return {each.claim: Ask(f"{path}/{each.claim}") for each in subject.entry.volumes}
-
-
-CLAIMS = Look("claims", _claims)
-CLASSES = Look("classes", one("/apis/storage.k8s.io/v1/storageclasses"))
+CLASSES = "/apis/storage.k8s.io/v1/storageclasses"
 _SEVERAL = {"ReadWriteMany", "ReadOnlyMany"}
 
 
-@check(CLAIMS, CLASSES)
+@check()
 def volumes(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
     """The claims of the cluster entry are bound, and all pods can write to them."""
     if not subject.entry.volumes:
         return skip("the cluster entry names none")
-    findings = [
-        _claim(each, seen.reply(CLAIMS, each.claim), seen, subject)
-        for each in subject.entry.volumes
-    ]
+    findings = [_claim(each, seen, subject) for each in subject.entry.volumes]
     bad = [finding for finding in findings if finding.level != "ok"]
     return bad or ok("; ".join(each.cause for each in findings))
 
 
-def _claim(volume: Claim, reply: Reply, seen: Seen, subject: KubeSubject) -> Finding:
+def _claim(volume: Claim, seen: Seen, subject: KubeSubject) -> Finding:
     name = f"claim {volume.claim}"
+    reply = seen.reply(path_to("v1", seen.namespace, "PersistentVolumeClaim", volume.claim))
     describe = subject.kubectl("-n", seen.namespace, "describe", "pvc", volume.claim)
     if reply.reason == "NotFound":
         cause = f"namespace {seen.namespace} has no volume {name}"
@@ -286,19 +272,7 @@ def _class(seen: Seen, name: str | None) -> dict[str, Any] | None:
     return None
 
 
-def _secrets(seen: Seen, subject: KubeSubject) -> Mapping[str, Ask]:
-    """Whether one could be made of that name, without making it: nobody has to read a secret."""
-    path = f"/api/v1/namespaces/{seen.namespace}/secrets?dryRun=All"
-    return {
-        name: Ask(path, {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}})
-        for name in subject.entry.image_pull_secrets
-    }
-
-
-SECRETS = Look("pull-secrets", _secrets)
-
-
-@check(SECRETS)
+@check()
 def pull_secrets(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
     """The secrets with the registry's credentials are there."""
     names = subject.entry.image_pull_secrets
@@ -306,7 +280,9 @@ def pull_secrets(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
         return skip("the cluster entry names none")
     findings = []
     for name in names:
-        reply = seen.reply(SECRETS, name)
+        # Whether one could be made of that name, without making it: nobody has to read a secret.
+        path = f"{path_to('v1', seen.namespace, 'Secret')}?dryRun=All"
+        reply = seen.reply(path, made("v1", "Secret", {"name": name}))
         if reply.reason == "AlreadyExists":
             continue
         if reply.reason:

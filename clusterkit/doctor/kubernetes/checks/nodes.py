@@ -6,19 +6,18 @@ from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from typing import Any
 
-from clusterkit.backends.kubernetes.nodes import gpu_count, repelling, usable
+from clusterkit.backends.kubernetes.lost_pods import conditions_of
+from clusterkit.backends.kubernetes.nodes import gpu_count, is_ready, repelling, usable
 from clusterkit.backends.kubernetes.text import Object
 from clusterkit.doctor.base import Finding
 from clusterkit.doctor.kubernetes.base import (
     NODES,
     PODS,
-    REHEARSAL,
     KubeSubject,
     Seen,
     amount,
     check,
     fail,
-    is_ready,
     limits,
     nodes_of,
     ok,
@@ -53,9 +52,9 @@ def nodes(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
 
 def _of(node: Any, subject: KubeSubject) -> Finding:
     name = node["metadata"]["name"]
-    conditions = {each["type"]: each for each in (node.get("status") or {}).get("conditions") or ()}
+    conditions = conditions_of(node)
     if not is_ready(node):
-        said = str((conditions.get("Ready") or {}).get("message") or "it has never been ready")
+        said = str((conditions.get("Ready", {})).get("message") or "it has never been ready")
         mend = subject.kubectl("describe", "node", name)
         return warn(f"not ready: {said}", mend, host=name)
     if (node.get("spec") or {}).get("unschedulable"):
@@ -67,9 +66,7 @@ def _of(node: Any, subject: KubeSubject) -> Finding:
         cause = f"it takes no pods of the job: taint {text.replace('=:', ':')}"
         return skip(cause, host=name)
     short = [
-        word
-        for kind, word in _PRESSURE.items()
-        if (conditions.get(kind) or {}).get("status") == "True"
+        word for kind, word in _PRESSURE.items() if conditions.get(kind, {}).get("status") == "True"
     ]
     if short:
         return warn(f"short of {' and '.join(short)}: pods may be evicted", host=name)
@@ -88,20 +85,18 @@ def _taking(seen: Seen, subject: KubeSubject) -> list[Object]:
 _WAITS = "Pods wait until a node has as many, which is right where a pool is scaled to zero"
 
 
-@check(NODES, of="nodes, so not at their GPUs")
+@check(NODES, of="nodes, so not at their GPUs", planned=True)
 def gpus(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
     """A device plugin offers GPUs, and there are nodes with as many as a pod of the job needs."""
     resource = subject.entry.gpu_resource
     there = _taking(seen, subject)
     wanted = _gpus_wanted(seen, subject)
-    known = any(resource in (each["status"].get("capacity") or {}) for each in there)
-    if wanted is None or not known:
-        if wanted:
-            cause = f"no node that takes the job's pods knows of {resource}: "
-            cause += "is the device plugin up, and does `gpu_resource` name what it offers? "
-            return warn(cause + _WAITS)
-        why = "no GPUs are asked for" if wanted == 0 else f"no node has {resource}"
-        return skip(f"{why}: ranks run on CPUs")
+    if not any(resource in (each["status"].get("capacity") or {}) for each in there):
+        if wanted == 0:
+            return skip("no GPUs are asked for: ranks run on CPUs")
+        cause = f"no node that takes the job's pods knows of {resource}: "
+        cause += "is the device plugin up, and does `gpu_resource` name what it offers? "
+        return warn(cause + _WAITS)
     findings = []
     for node in there:
         name, offered = node["metadata"]["name"], gpu_count(node, subject.entry)
@@ -121,19 +116,10 @@ def gpus(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
     return findings
 
 
-def _gpus_wanted(seen: Seen, subject: KubeSubject) -> int | None:
-    """GPUs of a pod; None: as many as there are."""
-    job, entry = subject.job, subject.entry
-    if seen.objects:
-        name = entry.gpu_resource
-        return max(int(limits(spec["spec"]).get(name, 0)) for _, _, spec in templates(seen.objects))
-    if job.device == "cpu" or entry.gpus == 0:
-        return 0
-    if job.gpus_per_node != "auto" and job.device == "cuda":
-        return job.gpus_per_node
-    if entry.gpus != "auto":
-        return entry.gpus
-    return 1 if job.device == "cuda" else None
+def _gpus_wanted(seen: Seen, subject: KubeSubject) -> int:
+    """GPUs of a pod."""
+    name = subject.entry.gpu_resource
+    return max(int(limits(spec["spec"]).get(name, 0)) for _, _, spec in templates(seen.objects))
 
 
 # ---------------------------------------------------------------- room
@@ -141,7 +127,7 @@ def _gpus_wanted(seen: Seen, subject: KubeSubject) -> int | None:
 Amounts = dict[str, Decimal]
 
 
-@check(NODES, PODS, REHEARSAL, of="nodes, so not at the room there", planned=True)
+@check(NODES, of="nodes, so not at the room there", planned=True)
 def room(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
     """The nodes have room for all pods of the job, with what each asks for."""
     pods = [
@@ -162,7 +148,7 @@ def room(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
         cause = f"even on empty nodes {_no_room(left, len(pods))}; a pod asks for "
         most = max((gpu_count(each, subject.entry) for each in _taking(seen, subject)), default=0)
         # Nodes with so many GPUs are not there now, and may be when pods wait for them.
-        level = warn if (_gpus_wanted(seen, subject) or 0) > most else fail
+        level = warn if _gpus_wanted(seen, subject) > most else fail
         return [*_lacking(largest, whole), level(cause + (asked or "nothing"))]
     cause = f"{counted(len(pods), 'pod')}"
     cause += f" with {asked}" if asked else " that ask for nothing"
