@@ -78,7 +78,6 @@ def test_the_probe_asks_there_and_looks_at_the_project_here(tmp_path, monkeypatc
     job = JobSpec(name="demo", program="train.py", workdir=str(tmp_path / "project"))
     facts = backends.backend("slurm").probe(SlurmCluster(ssh=NAME), transport, job)
     assert facts.home == str(tmp_path / "clusterkit")
-    assert facts.slurm.ssh
     assert facts.hosts[0].host == NAME
     assert facts.hosts[0].python.startswith("/")
     assert facts.project.files == 1
@@ -101,7 +100,7 @@ def test_a_command_that_only_a_login_shell_finds_is_found(tmp_path, monkeypatch)
 @pytest.fixture
 def plan(make_facts, tmp_path):
     def make(cluster=None, **fields):
-        slurm = SlurmFacts(version="22.05.8", partition="main", nodes=16, ssh=True)
+        slurm = SlurmFacts(version="22.05.8", partition="main", nodes=16)
         facts = msgspec.structs.replace(
             make_facts(host=NAME, home=str(tmp_path / "there")), slurm=slurm, **fields
         )

@@ -26,7 +26,7 @@ from clusterkit.backends.base import (
 )
 from clusterkit.backends.slurm import login
 from clusterkit.backends.slurm.observe import SlurmMonitor, status, stop_file
-from clusterkit.backends.slurm.queue import SLURM_SECONDS, Job, jobs_of, run
+from clusterkit.backends.slurm.queue import HERE, SLURM_SECONDS, Job, jobs_of, run
 from clusterkit.cluster import Facts, SlurmCluster
 from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.plan import Plan, unpacking
@@ -71,8 +71,7 @@ class SlurmBackend(Backend, SupportsDoctor, SupportsFile, SupportsForget, Suppor
         return SlurmSubject(cluster=name, entry=cluster, job=job)
 
     def home(self, facts: Facts) -> Path:
-        remote = facts.slurm is not None and facts.slurm.ssh
-        return home() if remote else Path(facts.home)
+        return Path(facts.home) if facts.hosts[0].host == HERE else home()
 
     # -- as one file ------------------------------------------------------------
 

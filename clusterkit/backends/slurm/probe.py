@@ -145,7 +145,7 @@ def assumed(cluster: SlurmCluster, job: JobSpec) -> Facts:
         home=folder(cluster), hosts=(host,), port=port, port_origin="not asked whether it is free",
         interface=cluster.interface or "", watch_port=watch_port,
         slurm=SlurmFacts(
-            ssh=cluster.ssh is not None, version="", partition=cluster.partition or "the default",
+            version="", partition=cluster.partition or "the default",
             nodes=job.node_range[1] + job.spares,
         ),
     )  # fmt: skip
@@ -196,7 +196,6 @@ def partition(cluster: SlurmCluster, transport: Transport) -> Partition:
     most = sizes.rpartition("-")[2]
     nodes = {row[5]: _node(*row[5:]) for row in mine}
     facts = SlurmFacts(
-        ssh=cluster.ssh is not None,
         version=next((row[4] for row in mine if row[4][:1].isdigit()), ""),
         partition=wanted or name.rstrip("*"),
         nodes=len(nodes),
