@@ -10,7 +10,7 @@ import pytest
 
 from clusterkit import backends, doctor, runs
 from clusterkit.agent.member import not_back
-from clusterkit.backends.slurm import observe, place, probe, queue
+from clusterkit.backends.slurm import observe, probe, queue
 from clusterkit.cluster import SlurmCluster, SlurmFacts
 from clusterkit.errors import BadInput, RunFolderError, RunNotFound, Unavailable
 from clusterkit.spec import JobSpec
@@ -235,9 +235,9 @@ def test_the_allocation_of_a_run_that_goes_on_without_a_node_does_so_too(plan, f
         (step,) = (line for line in script.splitlines() if line.startswith("srun "))
         assert f"--nodes={nodes} --ntasks={nodes} " in step
         assert " --no-kill " in step
-        assert f'if grep -q "{place.NODE_0_LOST}" "$ended"; then' in script
+        assert f'if grep -q "{queue.NODE_0_LOST}" "$ended"; then' in script
         assert then in script.partition("trap notice")[2].partition("code=0")[0]
-    assert place.NODE_0_LOST in not_back([0], 15.0)
+    assert queue.NODE_0_LOST in not_back([0], 15.0)
     assert made.nodes == nodes
 
 
@@ -344,7 +344,9 @@ def test_what_slurm_ended_has_slurm_s_reason(seen, state, words):
     assert seen(job(state), RUNS, ENDED).causes[0].words == reason
 
 
-@pytest.mark.parametrize("who", ["SIGTERM from process 9 (slurmstepd: [7.0])", queue.WARNED])
+@pytest.mark.parametrize(
+    "who", ["SIGTERM from process 9 (slurmstepd: [7.0])", queue.WARNED, queue.NODE_0_LOST]
+)
 def test_nodes_that_slurm_ended_are_not_judged_before_it_is_through(seen, who):
     """Its job may wait again: who takes the run for failed meanwhile would cancel that."""
     exit_by_slurm = {"exit_code": 143, "at": 1.0, "reason": f"stopped by {who}"}

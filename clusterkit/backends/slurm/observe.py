@@ -19,7 +19,7 @@ from clusterkit import mirror
 from clusterkit.backends.base import Observation
 from clusterkit.backends.nodes import judge_node, observed
 from clusterkit.backends.slurm import login
-from clusterkit.backends.slurm.queue import WARNED, Job, jobs_of
+from clusterkit.backends.slurm.queue import NODE_0_LOST, WARNED, Job, jobs_of
 from clusterkit.errors import Unavailable
 from clusterkit.runs import RunHandle
 from clusterkit.status import NodeCause, NodeStatus, State
@@ -63,9 +63,9 @@ class Snapshot(Struct, frozen=True):
 
     @property
     def ended_by_slurm(self) -> bool:
-        """Whether a node says that it was Slurm who ended it: whether its job goes on as another
-        attempt is not known before Slurm is through with that."""
-        by = (b"slurmstepd", WARNED.encode())
+        """Whether a node says that it was Slurm who ended it, or is to: whether its job goes on as
+        another attempt is not known before Slurm is through with that."""
+        by = (b"slurmstepd", WARNED.encode(), NODE_0_LOST.encode())
         return any(word in (node.exit or b"") for node in self.nodes for word in by)
 
 

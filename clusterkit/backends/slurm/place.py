@@ -19,7 +19,7 @@ from clusterkit.backends.placing import (
     threads_of,
 )
 from clusterkit.backends.slurm.probe import minutes
-from clusterkit.backends.slurm.queue import HERE, LOGIN_PYTHON, WARNED
+from clusterkit.backends.slurm.queue import HERE, LOGIN_PYTHON, NODE_0_LOST, WARNED
 from clusterkit.cluster import Facts, SlurmCluster, SlurmFacts
 from clusterkit.errors import BadInput, counted
 from clusterkit.plan import Note, PlanFile, Step
@@ -31,8 +31,6 @@ HEAD = Var("CLUSTERKIT_HEAD")
 """Address of the allocation's first node; the batch script, which runs there, finds it out."""
 SLACK_MINUTES = 5
 """More than the job's own time limit, so that Slurm is not the one to end it."""
-NODE_0_LOST = "node 0 was lost and did not come back"
-"""What the other agents record then (`clusterkit.agent.member.not_back`)."""
 _VARIABLES = {"time": "timelimit", "mem": "mem_per_node"}
 """Options whose variables sbatch calls otherwise."""
 _UNSET = ("error", "requeue", "no-requeue", "export", "array-inx", "wait")
@@ -94,9 +92,10 @@ _OF_NODE = (
 _OF_INTERFACE = (
     'ip -4 -oneline address show dev {} | sed -n "s/.* inet \\([0-9.]*\\).*/\\1/p" | head -n 1'
 )
-_AFTER_LOSS = f"""\
-
-trap : TERM; "$@"; code=$?
+_UNLESS_LOST = f"""\
+trap : TERM
+"$@"
+code=$?
 # The batch script was there, and can neither have the job started again nor end it.
 cd "$0" && ended=$(ls -t attempts/*/node-"$NODE_RANK"/exit.json | head -n 1)
 if grep -q "{NODE_0_LOST}" "$ended"; then {{then}}; fi
@@ -146,8 +145,8 @@ class SlurmPlacement(Placement):
         begin = f'{NODE_RANK.name}="$SLURM_NODEID"; export {NODE_RANK.name}; '
         if self.torch_elastic:
             begin += f'{NODE_ADDRESS.name}="$({_OF_NODE})"; export {NODE_ADDRESS.name}; '
-        after = _AFTER_LOSS.format(then=_AGAIN if entry.requeue else _END)
-        begin += after if "no-kill" in self.options else 'exec "$@"'
+        lost = _UNLESS_LOST.format(then=_AGAIN if entry.requeue else _END)
+        begin += lost if "no-kill" in self.options else 'exec "$@"'
         interface = entry.interface and _OF_INTERFACE.format(quote(entry.interface))
         return _SCRIPT.format(
             options="".join(f"#SBATCH {_quoted(option)}\n" for option in options),
