@@ -22,6 +22,7 @@ import os
 import re
 import statistics
 from collections import deque
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +48,7 @@ _WINDOW = 20
 AT_ONCE = 16
 """Logs of other nodes that one `poll` reads, in turn."""
 _MARK = f" {MARK}".encode()
-_HEAD = re.compile(rb"[0-9T:-]{19}\.[0-9]{6}Z (-|[0-9]{1,9}) ")
+_HEAD = re.compile(rb"([0-9T:-]{19})\.([0-9]{6})Z (-|[0-9]{1,9}) ")
 _MISSING = re.compile(
     r"(ranks? [^;]*?) ha(?:s|ve) not come to [^;]*?, which (ranks? .*?) waits? in"
 )
@@ -77,10 +78,11 @@ class Reported:
             step = number.pop("step")
             self.step = int(step)
             for key, value in number.items():
-                if key not in self.series and len(self.series) < MOST_METRICS:
-                    self.series[key] = Series()
-                if key in self.series:
-                    self.series[key].add(step, value, at)
+                series = self.series.get(key)
+                if series is None and len(self.series) < MOST_METRICS:
+                    series = self.series[key] = Series()
+                if series is not None:
+                    series.add(step, value, at)
         elif kind == "start":
             steps = number.get("steps")
             self.steps = None if steps is None else int(steps)
@@ -320,23 +322,21 @@ class LiveRun:
         while (at := data.find(_MARK, at)) >= 0:
             begin, end = data.rfind(b"\n", 0, at) + 1, data.find(b"\n", at)
             head = _HEAD.match(data, begin)
-            if head is not None and head.end() == at + 1 and head[1] != b"-":
+            if head is not None and head.end() == at + 1 and head[3] != b"-":
                 event = parse_mark(data[at + 1 : end].decode(errors="replace"))
-                if event is not None:
-                    self._take(node, int(head[1]), data[begin:at], event, news)
+                if event is not None and self._counts(node, int(head[3]), event):
+                    self.reported.take(event, _second(head[1]) + int(head[2]) / 1e6)
+                    news.add(METRICS)
             at = end
 
-    def _take(
-        self, node: int, rank: int, head: bytes, event: dict[str, Any], news: set[str]
-    ) -> None:
+    def _counts(self, node: int, rank: int, event: dict[str, Any]) -> bool:
+        """Whether what a rank reports is what the run does."""
         if event["event"] == "metrics":
             self._rank(node, rank).reports(event)
             # Where every rank reports, one is enough: the first is on node 0, which is read first.
             self._reporter = self._reporter or (node, rank)
-            if self._reporter != (node, rank):
-                return
-        self.reported.take(event, next(parse_lines(head, node)).time)
-        news.add(METRICS)
+            return self._reporter == (node, rank)
+        return True
 
     def _take_last(self, node: int, data: bytes) -> None:
         """Who said what last, from the end: where most ranks talk, a few lines tell of all."""
@@ -369,6 +369,12 @@ class LiveRun:
         if view is None:
             view = self.ranks[node, rank] = RankView(self, node, rank)
         return view
+
+
+@lru_cache(maxsize=64)
+def _second(stamp: bytes) -> float:
+    """Unix time of a line's second, in which there may be many lines."""
+    return next(parse_lines(stamp + b".000000Z - ", 0)).time
 
 
 class Standstill(NamedTuple):
