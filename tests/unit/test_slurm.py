@@ -239,6 +239,7 @@ def test_the_allocation_of_a_run_that_goes_on_without_a_node_does_so_too(plan, f
         assert then in script.partition("trap notice")[2].partition("code=0")[0]
     assert queue.NODE_0_LOST in not_back([0], 15.0)
     assert made.nodes == nodes
+    assert backends.backend("slurm").only(made, 1).steps == ()  # no node is started alone
 
 
 def test_agents_run_in_the_image_of_the_entry(plan):

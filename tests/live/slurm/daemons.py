@@ -127,8 +127,8 @@ class Slurm:
         """End a node and all that runs on it at once; Slurm is told rather than left to notice."""
         self.stop(f"n{node}", signal.SIGKILL)
         steps = self._steps(f"SLURMD_NODENAME=n{node}")
-        agent.send(steps, signal.SIGSTOP)  # at once: an srun that sees another go ends its step
-        agent.send(steps, signal.SIGKILL)
+        # Children first: the one of an srun that sees that go ends its step on all nodes.
+        agent.send(steps[::-1], signal.SIGKILL)
         self.run("scontrol", "update", f"nodename=n{node}", "state=down", "reason=a test")
 
     def repair(self, node: int) -> None:
