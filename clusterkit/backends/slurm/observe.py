@@ -16,8 +16,9 @@ import msgspec
 from msgspec import Struct
 
 from clusterkit import mirror
+from clusterkit.agent.report import read_from
 from clusterkit.backends.base import Observation
-from clusterkit.backends.nodes import judge_node, observed
+from clusterkit.backends.nodes import judge_node, known, observed
 from clusterkit.backends.slurm import login
 from clusterkit.backends.slurm.queue import NODE_0_LOST, WARNED, Job, jobs_of
 from clusterkit.errors import Unavailable
@@ -71,23 +72,16 @@ class Snapshot(Struct, frozen=True):
 
 def read(handle: RunHandle) -> Snapshot | None:
     """What the run's folder holds; None: there is none."""
-    attempt, folder = handle.attempt, handle.folder.path
-
-    def of(name: str) -> bytes | None:
-        try:
-            return (folder / name).read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-
-    if not (folder / "run.json").exists():
+    if not known(handle):
         return None
-    nodes = []
+    attempt, folder, nodes = handle.attempt, handle.folder, []
     for node in range(handle.plan.nodes):
-        ours = f"attempts/{attempt}/node-{node}"
-        ended, started = of(f"{ours}/exit.json"), of(f"{ours}/started.json")
-        log = b"" if ended else of(f"{ours}/agent.log") or b""
-        nodes.append(Files(started, ended, log[-4096:]))
-    return Snapshot(tuple(nodes), of(f"job-{attempt}"), of(f"attempts/{attempt}/next"))
+        ours = folder.node_dir(attempt, node)
+        ended = read_from(ours / "exit.json")
+        log = b"" if ended else read_from(ours / "agent.log") or b""
+        nodes.append(Files(read_from(ours / "started.json"), ended, log[-4096:]))
+    after = read_from(folder.file(f"attempts/{attempt}/next"))
+    return Snapshot(tuple(nodes), read_from(folder.file(f"job-{attempt}")), after)
 
 
 def stop_file(job: Job) -> str:
