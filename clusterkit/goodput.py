@@ -1,23 +1,20 @@
 """Where a run's time went, and what each of its attempts came to: from what rank 0 reported.
 
-Pure but for `marks`. The marked lines that count are ``start`` (``first_step``: the step that the
-attempt resumed from) and ``metrics`` (``step``).
+Pure but for `with_goodput`. The marked lines that count are ``start`` (``first_step``: the step
+that the attempt resumed from) and ``metrics`` (``step``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import mmap
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from clusterkit.logs import parse_lines
-from clusterkit.marks import MARK, is_number
-from clusterkit.runs import RunFolder
+from clusterkit.marks import is_number
+from clusterkit.runs import Rank0, RunFolder
 from clusterkit.status import AttemptStatus, Goodput, RunStatus
 
 Marks = Sequence[tuple[float, dict[str, Any]]]
@@ -26,9 +23,10 @@ Marks = Sequence[tuple[float, dict[str, Any]]]
 
 def with_goodput(folder: RunFolder, status: RunStatus, now: float) -> RunStatus:
     """The status with what its attempts came to, and where the time went."""
-    every = [
-        list(marks(folder.node_dir(attempt, 0) / "log")) for attempt in range(1, status.attempt + 1)
-    ]
+    every: list[list[tuple[float, dict[str, Any]]]] = [[] for _ in range(status.attempt)]
+    for line in Rank0(folder).read(status.attempt):
+        if (event := line.event) is not None:
+            every[line.attempt - 1].append((line.time, event))
     began = status.started_at or now
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         began = float(json.loads((folder.node_dir(1, 0) / "started.json").read_bytes())["at"])
@@ -37,24 +35,6 @@ def with_goodput(folder: RunFolder, status: RunStatus, now: float) -> RunStatus:
         status, attempts=_attempts(status.attempts, every),
         goodput=account(every, status.started_at or began, began, ended),
     )  # fmt: skip
-
-
-def marks(log: Path) -> Iterator[tuple[float, dict[str, Any]]]:
-    """What rank 0 reported in a node's log. Other lines, of which there may be millions, are
-    passed over without being read."""
-    with (
-        contextlib.suppress(OSError, ValueError),  # there is none, or nothing in it
-        log.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-    ):
-        word, at = f" 0 {MARK}".encode(), 0
-        while (at := data.find(word, at)) >= 0:
-            end = data.find(b"\n", at)
-            end = len(data) if end < 0 else end
-            for line in parse_lines(data[data.rfind(b"\n", 0, at) + 1 : end], 0):
-                if line.rank == 0 and line.event is not None:
-                    yield line.time, line.event
-            at = end
 
 
 def _step(event: dict[str, Any], kind: str, key: str) -> int | None:

@@ -4,6 +4,8 @@ its functions.
 Standard library only; its text is sent to the host and run there by the job's Python:
 
     python - '{"workdir": "~/x", "packages": [..], "tools": [..], "gpu_query": [..]}'
+
+``{"port": 20001}`` asks for a free port alone, that one if it is.
 """
 
 from __future__ import annotations
@@ -138,4 +140,5 @@ def document(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(document(json.loads(sys.argv[1]))))
+    question = json.loads(sys.argv[1])
+    print(free_port(question["port"]) if "port" in question else json.dumps(document(question)))

@@ -1,17 +1,24 @@
-"""Nodes that a run lost, not for a rank that failed: which, whether to wait, and waiting."""
+"""Nodes that a run lost, not for a rank that failed: which, waiting for them, starting them."""
 
 from __future__ import annotations
 
 import contextlib
+import secrets as tokens
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import msgspec
 
+from clusterkit.agent import PEER_TOKEN
 from clusterkit.backends.base import Observation
 from clusterkit.cluster import Facts
-from clusterkit.errors import ClusterkitError
+from clusterkit.errors import ClusterkitError, RunFolderError
+from clusterkit.files import write_atomic
+from clusterkit.mirror import BACK_SECONDS
 from clusterkit.plan import Plan
+from clusterkit.runs import RunFolder, StepRecord
+from clusterkit.shell import Secret
 from clusterkit.spec import JobSpec
 from clusterkit.status import NodeStatus, State
 from clusterkit.transport import Transport
@@ -22,6 +29,11 @@ SOON_SECONDS = 60.0
 SOON_LOSSES = 3
 """So many times in a row nodes may be lost within SOON_SECONDS of the start."""
 AGAIN_SECONDS = 5.0
+TOKEN = "token"
+"""Of a run's folder: by what its nodes know each other, where others may join."""
+RETURN_SECONDS = 10.0
+"""How long a node has been missing from a run that goes on without it, beyond its ranks' grace,
+before it is started once more; twice as long the next time."""
 
 
 class Losses:
@@ -95,6 +107,66 @@ class Losses:
             return None
         spares = min(job.spares, max(0, len(left) - most))
         return msgspec.structs.replace(facts, hosts=left), spares
+
+
+class Returns:
+    """Which nodes that a running attempt does without are started once more, to join the others:
+    those that are there, but have ended, or were not there when the agents began the attempt."""
+
+    def __init__(self, folder: RunFolder, job: JobSpec, plan: Plan) -> None:
+        self._folder, self._wanted = folder, job.shrinks or job.spares > 0
+        self._pause = plan.stop_grace + RETURN_SECONDS  # its own ranks have ended by then
+        self._since: dict[int, float] = {}
+        self._tries: dict[int, int] = {}
+        self.known_at = 0.0  # when it is known how those stand that were started last
+
+    def begin(self) -> dict[str, Secret]:
+        """By what the nodes of an attempt that is started now know each other, and those that
+        join; nothing where none can."""
+        if not self._wanted:
+            return {}
+        token = tokens.token_hex(16)
+        with contextlib.suppress(RunFolderError):
+            write_atomic(self._folder.file(TOKEN), token.encode(), 0o600)
+        return {PEER_TOKEN: Secret(PEER_TOKEN, token)}
+
+    def start(self, node: int, submit: Callable[..., None], secrets: Mapping[str, Secret]) -> str:
+        """Start that node; what came of it.
+
+        Args:
+            submit: as of `Backend.submit`, of that node's plan.
+        """
+        # Its agent begins where the others' did, and follows them from there.
+        attempt = max(step.attempt for step in self._folder.records("steps.jsonl", StepRecord))
+        try:
+            token = Secret(PEER_TOKEN, self._folder.read(TOKEN).decode())
+            record = partial(self._folder.record, attempt)
+            submit(attempt=attempt, secrets={**secrets, PEER_TOKEN: token}, record=record)
+        except ClusterkitError as error:
+            return f"node {node} could not be started again: {error.message}"
+        return f"node {node} was started again, to join the others"
+
+    def due(self, seen: Observation, now: float, followed: bool) -> list[int]:
+        """The nodes to start now.
+
+        Args:
+            now: by a clock that only grows.
+            followed: whether the agents began the attempt: who is not in it was lost before.
+        """
+        going_on = seen.nodes[0].state is State.RUNNING and not (seen.final or seen.late)
+        states = {State.FAILED, State.CANCELLED, *([State.PENDING] if followed else [])}
+        away = {node.node for node in seen.nodes[1:] if node.state in states}
+        wanted = self._wanted and going_on
+        self._since = {node: self._since.get(node, now) for node in away} if wanted else {}
+        due = [
+            node for node, since in self._since.items()
+            if now - since >= self._pause * 2 ** self._tries.get(node, 0)
+        ]  # fmt: skip
+        for node in due:
+            self._tries[node] = self._tries.get(node, 0) + 1
+            self.known_at = now + 2 * BACK_SECONDS
+            del self._since[node]
+        return due
 
 
 def _lost(seen: Observation) -> list[NodeStatus]:

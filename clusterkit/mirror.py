@@ -27,6 +27,8 @@ QUIET_SECONDS = 8.0
 """A stream that said nothing for so long (agent.HEARTBEAT_SECONDS is 2) is given up."""
 AGAIN_SECONDS = 1.0
 """Pause before a host that was lost is tried again."""
+BACK_SECONDS = 3.0
+"""How often it is looked whether a node that has ended has come back."""
 LOCK_SECONDS = 30.0
 """How long a watch waits for another process that fills the folder, before it goes on without it:
 longer than `status` waits for a host."""
@@ -134,6 +136,8 @@ class NodeView:
         if (name := header.get("file")) is None:
             state = [bool(header.get(word)) for word in ("begun", "alive", "ended")]
             if state != [self.begun, self.alive, self.ended]:
+                if self.ended and not state[2]:
+                    self._came_back()
                 self.begun, self.alive, self.ended = state
                 self.changes += 1
         elif name in _GROWING:
@@ -143,6 +147,12 @@ class NodeView:
             self.changes += 1
             if self.folder is not None:
                 write_atomic(self.folder / name, payload)
+
+    def _came_back(self) -> None:
+        """Another agent runs there: how the one before ended is no more."""
+        self.files.pop("exit.json", None)
+        if self.folder is not None:
+            (self.folder / "exit.json").unlink(missing_ok=True)
 
     def _append(self, name: str, payload: bytes) -> None:
         if self.folder is None:
@@ -229,16 +239,20 @@ class Watch:
     Args:
         views: one per node.
         open_stream: starts `report --follow` for a view.
+        back: whether a node that has ended may come back.
     """
 
     def __init__(
-        self, views: Sequence[NodeView], open_stream: Callable[[NodeView], Stream]
+        self,
+        views: Sequence[NodeView],
+        open_stream: Callable[[NodeView], Stream],
+        back: bool = False,
     ) -> None:
         self.views = views
         # Threads that wait for the interpreter ask for it once in such an interval: when a thousand
         # hosts have news at once, 5 ms would leave it little time for anything else.
         sys.setswitchinterval(max(sys.getswitchinterval(), SWITCH_SECONDS * len(views)))
-        self._open = open_stream
+        self._open, self._back = open_stream, back
         self._closed = threading.Event()
         self._streams: dict[int, Stream] = {}
         self._threads = [
@@ -251,7 +265,9 @@ class Watch:
         deadline = time.monotonic() + LOCK_SECONDS
         closed = self._closed.is_set
         with keeping(view, lambda: not self._closed.wait(0.1) and time.monotonic() < deadline):
-            while not closed() and not view.ended:
+            while not closed() and (self._back or not view.ended):
+                if view.ended:
+                    self._closed.wait(BACK_SECONDS)
                 try:
                     with self._open(view) as stream:
                         self._streams[view.node] = stream

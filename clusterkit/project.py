@@ -39,7 +39,7 @@ MOST_BYTES = 2 << 30
 """A larger project is refused: it is a data set that somebody forgot to ignore."""
 QUIET_SECONDS = 120.0
 CACHED_BYTES = 1 << 28
-"""Up to here what is sent to several hosts is read and compressed once."""
+"""A project up to this size is read and compressed once for all hosts."""
 _TICK_NS = 50_000_000
 PIECE_BYTES = receiver.PIECE_BYTES
 _NEVER = frozenset({
@@ -67,31 +67,6 @@ class Entry(NamedTuple):
     target: str | None = None
 
 
-class _Kept:
-    """The pieces of files that were read for one host, for the other hosts."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pieces: dict[tuple[int, bool], list[tuple[int, bytes]]] = {}
-        self._room = CACHED_BYTES
-
-    def pieces(
-        self,
-        number: int,
-        zipped: bool,
-        size: int,
-        make: Callable[[int, bool], Iterator[tuple[int, bytes]]],
-    ) -> Iterable[tuple[int, bytes]]:
-        with self._lock:
-            if (number, zipped) in self._pieces:
-                return self._pieces[number, zipped]
-            if size <= self._room:
-                self._room -= size
-                self._pieces[number, zipped] = list(make(number, zipped))
-                return self._pieces[number, zipped]
-        return make(number, zipped)
-
-
 @dataclass(frozen=True)
 class Snapshot:
     """A folder's files as they are now."""
@@ -99,7 +74,11 @@ class Snapshot:
     root: Path
     entries: tuple[Entry, ...]
     how: str
-    _kept: _Kept = field(default_factory=_Kept, repr=False, compare=False)
+    _kept: dict[tuple[int, bool], list[tuple[int, bytes]]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    """The pieces of files that were read for one host, for the other hosts."""
+    _reading: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @cached_property
     def digest(self) -> str:
@@ -109,7 +88,7 @@ class Snapshot:
     def _listing(self) -> bytes:
         return json.dumps(self.entries).encode()
 
-    @property
+    @cached_property
     def size(self) -> int:
         return sum(entry.size for entry in self.entries)
 
@@ -143,11 +122,18 @@ class Snapshot:
             SubmitFailed: a file cannot be read any more.
         """
         for number in missing:
-            entry = self.entries[number]
-            if entry.target is None:
-                yield from self._kept.pieces(number, zipped, entry.size, self._pieces)
+            if self.entries[number].target is None:
+                yield from self._file(number, zipped)
 
-    def _pieces(self, number: int, zipped: bool = True) -> Iterator[tuple[int, bytes]]:
+    def _file(self, number: int, zipped: bool) -> Iterable[tuple[int, bytes]]:
+        if self.size > CACHED_BYTES:
+            return self._pieces(number, zipped)
+        with self._reading:
+            if (number, zipped) not in self._kept:
+                self._kept[number, zipped] = list(self._pieces(number, zipped))
+            return self._kept[number, zipped]
+
+    def _pieces(self, number: int, zipped: bool) -> Iterator[tuple[int, bytes]]:
         entry = self.entries[number]
         left = entry.size  # what has been appended since is of no concern
         more = receiver.MORE

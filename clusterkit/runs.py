@@ -19,6 +19,7 @@ $CLUSTERKIT_HOME/runs/RUN/
 from __future__ import annotations
 
 import contextlib
+import heapq
 import os
 import posixpath
 import re
@@ -26,6 +27,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -35,8 +37,9 @@ from msgspec import Struct
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, Facts
 from clusterkit.errors import BadInput, RunFolderError, RunNotFound, listed
 from clusterkit.files import locked, write_atomic
-from clusterkit.logs import LogLine, NodeLog, merged
-from clusterkit.plan import Plan
+from clusterkit.logs import GrowingFile, LogLine, NodeLog, merged, parse_lines
+from clusterkit.marks import MARK
+from clusterkit.plan import Plan, Step
 from clusterkit.shell import check_text
 
 Document = TypeVar("Document")
@@ -55,6 +58,9 @@ POLL_SECONDS = 0.1
 """Pause of whoever looks at a run's files again and again."""
 LAST = "last"
 """Instead of a run's id: the newest."""
+_CHUNK = 1 << 18
+_RANK_0 = f"Z 0 {MARK}".encode()
+_STAMP = len("2026-11-21T20:11:58.123456")
 _ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"
 
 
@@ -241,24 +247,24 @@ class RunFolder:
 
     def append(self, name: str, record: object) -> None:
         """One more line of a ``.jsonl`` file; lost, not fatal, when the disk is full."""
-        try:
-            with (self.path / name).open("ab") as file:
-                file.write(msgspec.json.encode(record) + b"\n")
-        except OSError:
-            pass
+        with contextlib.suppress(OSError), (self.path / name).open("ab") as file:
+            file.write(msgspec.json.encode(record) + b"\n")
+
+    def record(self, attempt: int, step: Step, outcome: str) -> None:
+        """One more line of ``steps.jsonl``."""
+        done = StepRecord(
+            at=time.time(), attempt=attempt, kind=step.kind, host=step.host, node=step.node,
+            argv=step.argv, outcome=outcome,
+        )  # fmt: skip
+        self.append("steps.jsonl", done)
 
     def records(self, name: str, kind: type[Document]) -> list[Document]:
         """The lines of a ``.jsonl`` file; torn ones are left out."""
-        found = []
-        try:
-            lines = (self.path / name).read_bytes().splitlines()
-        except OSError:
-            return []
-        for line in lines:
-            try:
-                found.append(msgspec.json.decode(line, type=kind))
-            except msgspec.MsgspecError:
-                continue
+        found: list[Document] = []
+        with contextlib.suppress(OSError):
+            for line in (self.path / name).read_bytes().splitlines():
+                with contextlib.suppress(msgspec.MsgspecError):
+                    found.append(msgspec.json.decode(line, type=kind))
         return found
 
     # -- what the run was made of ------------------------------------------
@@ -287,10 +293,7 @@ class RunFolder:
         kind = CLUSTER_TYPES.get(str(entry.get("backend", "local")))
         if kind is None:
             raise RunFolderError(f"run {self.run_id}: cluster.json names an unknown backend")
-        try:
-            return msgspec.convert(entry, kind)
-        except msgspec.ValidationError as error:
-            raise RunFolderError(f"run {self.run_id}: cluster.json is damaged ({error})") from error
+        return self.read_json("cluster.json", kind)
 
     def handle(self, attempt: int = 1, plan: Plan | None = None) -> RunHandle:
         """One attempt, for a backend.
@@ -371,6 +374,36 @@ class RunFolder:
 
     def is_cancelled(self) -> bool:
         return (self.path / "cancelled").exists()
+
+
+class Rank0:
+    """The marked lines of rank 0, of one attempt after the other, in bounded memory."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._attempt = 1
+        self._logs: dict[Path, GrowingFile] = {}
+
+    def read(self, newest: int) -> Iterator[LogLine]:
+        """What was not given before, up to the newest attempt."""
+        while True:
+            # Under torchrun rank 0 may be on any node, and on another one after a restart.
+            for path in self._folder.node_dir(self._attempt, 0).parent.glob("node-*/log"):
+                self._logs.setdefault(path, GrowingFile(path))
+            yield from heapq.merge(*map(self._lines, self._logs.values()), key=attrgetter("time"))
+            if self._attempt >= newest:
+                return
+            self._attempt, self._logs = self._attempt + 1, {}
+
+    def _lines(self, log: GrowingFile) -> Iterator[LogLine]:
+        # Other lines, of which there may be millions, are passed over without being read.
+        while data := log.read(_CHUNK):
+            at = 0
+            while (at := data.find(_RANK_0, at)) >= 0:
+                begin, end = data.rfind(b"\n", 0, at) + 1, data.find(b"\n", at)
+                if at - begin == _STAMP:
+                    yield from parse_lines(data[begin:end], 0, self._attempt)
+                at = end
 
 
 _HOME_HINT = "set CLUSTERKIT_HOME to a folder that you may write to"

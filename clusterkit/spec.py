@@ -144,7 +144,8 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     """What a run with `restarts` does that loses a node, not for a rank that failed: wait, for 10
     minutes at most, until the node answers, and start again, which costs none of them; or end.
     `shrink`, with `nodes: MIN:MAX`: after some seconds the others start again without it, if they
-    are at least MIN and node 0 is among them; that needs no `restarts`."""
+    are at least MIN and node 0 is among them; a node that is back joins them after a checkpoint.
+    That needs no `restarts` and costs none."""
     spares: Annotated[int, Meta(ge=0, le=MOST_NODES)] = 0
     """How many hosts more than `nodes` start and wait. When a node is lost and does not answer for
     some seconds, one of them takes its rank, and all ranks start again; that needs no `restarts`
@@ -179,9 +180,10 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     or a log."""
     workdir: Text | None = None
     """Folder the ranks start in; by default where the program was found."""
-    track: tuple[Literal["tensorboard"], ...] = ()
+    track: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
     """Trackers that get what rank 0 reports, written where the run is submitted: the program and
-    its nodes need none of it. `tensorboard`: `tensorboard/` in the run's folder."""
+    its nodes need none of it. `tensorboard`: `tensorboard/` in the run's folder. `wandb`, `mlflow`,
+    `trackio`: as their variables and logins say there, and without them on that machine alone."""
 
     @property
     def node_range(self) -> tuple[int, int]:

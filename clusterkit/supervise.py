@@ -38,9 +38,8 @@ from clusterkit.errors import (
     counted,
     listed,
 )
-from clusterkit.losses import LOST_SECONDS, Losses, names
+from clusterkit.losses import LOST_SECONDS, TOKEN, Losses, Returns, names
 from clusterkit.notify import notify
-from clusterkit.plan import Step
 from clusterkit.runs import (
     LEFTOVERS,
     POLL_SECONDS,
@@ -92,6 +91,7 @@ class Supervisor:
         self.remark: str | None = None
         self.nodes: tuple[NodeStatus, ...] = ()
         self.running_since: float | None = None
+        self.returns = Returns(folder, self.job, self.plan)
         self.followed = False  # whether this attempt was begun by the agents of the one before
         self.terminated = False
 
@@ -214,8 +214,8 @@ class Supervisor:
             self.plan,
             self.transport,
             attempt=self.attempt,
-            secrets=self.secrets,
-            record=self._record,
+            secrets={**self.secrets, **self.returns.begin()},
+            record=partial(self.folder.record, self.attempt),
         )
 
     def _attempt_ended(self, failure: Failure) -> None:
@@ -284,7 +284,7 @@ class Supervisor:
             going_on = {State.RUNNING, State.RESTARTING, *(() if ended else (State.PENDING,))}
             gone = {State.FAILED, State.CANCELLED}
             (going_on if seen.queued else gone).add(State.UNKNOWN)
-            if not going_on & set(states):
+            if not going_on & set(states) and now >= self.returns.known_at:
                 return self._ended(seen, needed)
             if self._to_be_ended():
                 give_up = now
@@ -294,6 +294,11 @@ class Supervisor:
             if give_up is not None and now >= max(give_up, again):
                 self._cancel()
                 again = mirror.awake() + CANCEL_SECONDS
+            elif give_up is None:
+                for node in self.returns.due(seen, now, self.followed):
+                    plan = self.backend.only(self.plan, node)
+                    start = partial(self.backend.submit, plan, self.transport)
+                    self._event(self.returns.start(node, start, self.secrets))
             time.sleep(POLL_SECONDS)
 
     def _ended(self, seen: Observation, needed: int) -> Observation:
@@ -378,7 +383,8 @@ class Supervisor:
         status = msgspec.structs.replace(
             self._status(state, failure), exit_code=code, finished_at=time.time()
         )
-        self.folder.file(RESERVE).unlink(missing_ok=True)
+        for name in (RESERVE, TOKEN):
+            self.folder.file(name).unlink(missing_ok=True)
         self.folder.write_json("state.json", status)
         notify(self.cluster.notify, status, self._event)
 
@@ -401,15 +407,6 @@ class Supervisor:
 
     def _event(self, text: str) -> None:
         self.folder.append("events.jsonl", Event(at=time.time(), attempt=self.attempt, text=text))
-
-    def _record(self, step: Step, outcome: str) -> None:
-        self.folder.append(
-            "steps.jsonl",
-            StepRecord(
-                at=time.time(), attempt=self.attempt, kind=step.kind, host=step.host,
-                node=step.node, argv=step.argv, outcome=outcome,
-            ),
-        )  # fmt: skip
 
 
 # ---------------------------------------------------------------- the process

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 from clusterkit.errors import ClusterkitError, SubmitFailed, counted
 from clusterkit.files import write_atomic
-from clusterkit.host_probe import PORTS, free_port, refusal
+from clusterkit.host_probe import PORTS, free_port
 
 START = """command -v "$1" >/dev/null || { echo "$1: not found" >&2; exit 127; }
 ${detach:-} "$@" </dev/null >/dev/null 2>&1 &"""
@@ -129,9 +129,6 @@ class Transport(Protocol):
     def put_all(self, host: str, files: Sequence[Put]) -> None:
         """`put` several files, in this order and in one go where that is faster."""
 
-    def get(self, host: str, path: str, offset: int = 0, limit: int | None = None) -> bytes | None:
-        """A file's bytes from ``offset`` on, at most ``limit``; None when there is no such file."""
-
     def free_port(self, host: str, wanted: int | None = None) -> int:
         """``wanted`` if nothing listens there, otherwise (or without it) another free TCP port.
 
@@ -182,20 +179,9 @@ class LocalTransport(Transport):
         if done.returncode:
             raise SubmitFailed(f"cannot start {argv[0]} on {host}: {done.stderr.strip()}")
 
-    def put(self, host: str, path: str, data: bytes, mode: int = 0o644) -> None:
-        write_atomic(Path(path), data, mode)
-
     def put_all(self, host: str, files: Sequence[Put]) -> None:
         for file in files:
-            self.put(host, file.path, file.data, file.mode)
-
-    def get(self, host: str, path: str, offset: int = 0, limit: int | None = None) -> bytes | None:
-        try:
-            with open(path, "rb") as file:
-                file.seek(offset)
-                return file.read(-1 if limit is None else limit)
-        except (FileNotFoundError, ProcessLookupError, NotADirectoryError, IsADirectoryError):
-            return None
+            write_atomic(Path(file.path), file.data, file.mode)
 
     def free_port(self, host: str, wanted: int | None = None) -> int:
         if (port := free_port(wanted)) is not None:
@@ -303,14 +289,3 @@ def in_order(outcomes: Mapping[str, Result | ClusterkitError]) -> dict[str, Resu
             error.message += f" (and {counted(len(errors) - 1, 'further host')}: {others})"
         raise error
     return {h: found for h, found in outcomes.items() if not isinstance(found, ClusterkitError)}
-
-
-def free_port_program(wanted: int | None) -> str:
-    """Python text that prints what `Transport.free_port` returns; for remote hosts."""
-    import inspect
-
-    functions = "".join(inspect.getsource(function) for function in (refusal, free_port))
-    return (
-        "from __future__ import annotations\nimport errno, random, socket\n"
-        f"PORTS = {PORTS}\n{functions}print(free_port({wanted!r}) or '')\n"
-    )

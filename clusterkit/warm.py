@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 from msgspec import Struct
@@ -10,6 +9,7 @@ from msgspec import Struct
 from clusterkit.agent import warm as agents
 from clusterkit.agent.files import read_json, write_json
 from clusterkit.runs import home
+from clusterkit.usage import Usages
 
 
 class WarmServer(Struct, frozen=True, kw_only=True):
@@ -58,23 +58,16 @@ def turn_off() -> None:
 
 def state() -> Warm:
     idle = seconds()
+    usages = Usages()
     found = tuple(
         WarmServer(
             pid=each["pid"], program=each["program"], python=each["python"],
-            memory_mib=_memory(each["pid"]), started_at=each["since"], used_at=each["used"],
+            memory_mib=used.memory >> 20 if (used := usages.of(each)) else 0,
+            started_at=each["since"], used_at=each["used"],
         )
         for each in agents.servers(_folder())
     )  # fmt: skip
     return Warm(on=idle > 0, idle_seconds=idle or None, servers=found)
-
-
-def _memory(pid: int) -> int:
-    """In MiB; 0: it is gone."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) >> 10
-    return 0
 
 
 def _folder() -> Path:

@@ -8,12 +8,13 @@ import queue
 import selectors
 import socket
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 from clusterkit.agent import clock, limits
 from clusterkit.agent.connections import Line, Listener
 from clusterkit.agent.coordinator import Server
+from clusterkit.agent.member import Terms
 from clusterkit.agent.membership import Membership
 from clusterkit.agent.peer import Peer
 from clusterkit.agent.protocol import Document
@@ -28,12 +29,10 @@ class Client(threading.Thread):
     Args:
         address: node 0's.
         node: this one's rank.
-        nodes: how many there are.
+        terms: what all nodes go by.
         run: what all nodes of an attempt say of themselves.
         token: the run's own.
-        lost_after: seconds of silence after which a node is lost.
-        wait: seconds that a lost node has to come back.
-        restarts, retry_on, least, spares: as of `Membership`.
+        spare: as of `Peer`.
         order: takes an order for this node, as of `Peer.orders`.
         say: takes a line for this node's log.
         warn: takes a sentence for people, when the nodes cannot watch each other.
@@ -45,15 +44,10 @@ class Client(threading.Thread):
         address: tuple[str, int],
         *,
         node: int,
-        nodes: int,
+        terms: Terms,
         run: dict[str, str],
         token: bytes,
-        lost_after: float,
-        wait: float,
-        restarts: int = 0,
-        retry_on: Collection[int] = (),
-        least: int | None = None,
-        spares: int = 0,
+        spare: bool = False,
         order: Callable[[str, str], None],
         say: Callable[[str], None],
         warn: Callable[[str], None],
@@ -61,12 +55,9 @@ class Client(threading.Thread):
     ) -> None:
         super().__init__(daemon=True)
         self._host, self._port = address
-        self._node, self._nodes, self._run, self._token = node, nodes, run, token
-        self._lost_after, self._wait, self._restarts = lost_after, wait, restarts
-        self._retry_on, self._least, self._spares = retry_on, least, spares
-        self._again = wait > 0 or restarts > 0
+        self._node, self._terms, self._run, self._token = node, terms, run, token
         self._order, self._hears, self._say, self._warn = order, hears, say, warn
-        self.peer = Peer(node, lost_after, wait, clock.awake(), spare=node >= nodes)
+        self.peer = Peer(node, terms.lost_after, terms.wait, clock.awake(), spare)
         self._server: Server | None = None
         self._news: queue.SimpleQueue[tuple[str, Document]] = queue.SimpleQueue()
         self._messages: queue.SimpleQueue[Document] = queue.SimpleQueue()
@@ -97,7 +88,7 @@ class Client(threading.Thread):
 
     def close(self) -> None:
         """Return when the others know what this node had to say, or after some seconds."""
-        if self._again:
+        if self._terms.again:
             self._tell_thread("close")
         self.join(limits.PEER_SECONDS)
         if self._server is not None and self._server.decided:
@@ -116,13 +107,9 @@ class Client(threading.Thread):
             self._selector.register(self._wake, selectors.EVENT_READ)
             try:
                 if self._node == 0:
-                    everyone = self._nodes + self._spares
+                    everyone = self._terms.nodes + self._terms.spares
                     listener = Listener(self._port, self._run, self._token, everyone)
-                    membership = Membership(
-                        self._nodes, self._lost_after, self._wait, self._restarts, self._retry_on,
-                        self._least, self._spares,
-                    )  # fmt: skip
-                    self._server = Server(listener, membership, self._hears)
+                    self._server = Server(listener, Membership(self._terms), self._hears)
                     self._server.start()
                     self._host, self._port = "127.0.0.1", listener.port
             except OSError as error:
@@ -193,7 +180,7 @@ class Client(threading.Thread):
         # Node 0 stays until its own server has heard of it, as does a failure nobody was told of:
         # the first try may have come before node 0 listened.
         over = self.peer.code == 0 or (self.peer.code is not None and self.peer.met != "")
-        self.peer.done |= over and not self._again and self._server is None
+        self.peer.done |= over and not self._terms.again and self._server is None
 
     def _carry_out(self) -> None:
         orders, self.peer.orders = self.peer.orders, []

@@ -65,6 +65,8 @@ class Server(threading.Thread):
                     membership.turn(clock.awake())
                 elif membership.news:
                     membership.settle(clock.awake())
+                if self._told < membership.count:
+                    self._watch(0, {"places": list(membership.members.ranks)})
                 if clock.awake() >= beat or self._told < membership.count:
                     self._told, beat = membership.count, clock.awake() + limits.PEER_SECONDS
                     for node, line in self._lines.items():

@@ -18,7 +18,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from clusterkit.agent import limits
@@ -67,21 +68,24 @@ def steps_of(lines: Sequence[tuple[float, object]], now: float) -> Steps:
     return Steps(last=lines[-1][0], quiet=now - lines[-1][0], every=every, pace=pace)
 
 
-def compare(ranks: Mapping[int, Document], world: int, nproc: int, pace: float) -> Finding | None:
+def compare(
+    ranks: Mapping[int, Document], nodes: Sequence[int], nproc: int, pace: float
+) -> Finding | None:
     """Who did not come to a collective that others wait in.
 
     Args:
         ranks: their records.
-        world: how many there should be, ``nproc`` on a node.
+        nodes: on which there should be ``nproc`` each, by the numbers that people know.
         pace: seconds that a step takes; 0: that is not known.
     """
+    named = partial(names_of, nproc=nproc, nodes=nodes)
     waiting: dict[tuple[str, int], dict[int, tuple[str, float, float]]] = defaultdict(dict)
     for rank, record in ranks.items():
         for group, number, name, seconds, every in record.get("waits", ()):
             waiting[group, number][rank] = name, seconds, every
     found = []
     for (group, number), waits in waiting.items():
-        members = range(world) if group == WORLD else [
+        members = range(len(nodes) * nproc) if group == WORLD else [
             rank for rank, record in ranks.items() if group in record.get("last", {})
         ]  # fmt: skip
         missing = [
@@ -98,57 +102,56 @@ def compare(ranks: Mapping[int, Document], world: int, nproc: int, pace: float) 
             (not cause, not missing, -seconds, group, number, Finding(
                 about=(group, number, tuple(missing)), seconds=seconds, pace=pace or like,
                 node=min(cause or missing or waits) // nproc, busy=busy, hang=True,
-                text=_words(ranks, waits, group, number, cause or missing, nproc, world),
+                text=_words(ranks, waits, group, number, cause or missing, named),
                 doing=tuple(ranks.get(rank, {}).get("doing") for rank in cause),
             ))
         )  # fmt: skip
     return min(found, key=lambda each: each[:5])[5] if found else None
 
 
-def stall(ranks: Mapping[int, Document], steps: Steps, nproc: int, world: int) -> Finding:
+def stall(ranks: Mapping[int, Document], steps: Steps, nodes: Sequence[int], nproc: int) -> Finding:
     """No step is made, and nobody waits for another rank."""
+    named = partial(names_of, nproc=nproc, nodes=nodes)
     return Finding(
         about=("steps", steps.last), seconds=steps.quiet, pace=steps.every, node=0,
         busy=any(record.get("busy") for record in ranks.values()), hang=False,
-        text=f"no step is made{_places(ranks, ranks, nproc, world)}",
+        text=f"no step is made{_places(ranks, ranks, named)}",
     )  # fmt: skip
 
 
 def _words(
     ranks: Mapping[int, Document], waits: Mapping[int, tuple[str, float, float]], group: str,
-    number: int, missing: Sequence[int], nproc: int, world: int,
+    number: int, missing: Sequence[int], named: Callable[[Iterable[int]], str],
 ) -> str:  # fmt: skip
     names: dict[str, list[int]] = defaultdict(list)
     for rank, (name, _, _) in waits.items():
         names[name].append(rank)
     (name, first), *others = sorted(names.items(), key=lambda item: -len(item[1]))
     of_group = "" if group == WORLD else f" of group {group}"
-    who, wait = names_of(first, nproc, world), "wait" if len(first) > 1 else "waits"
+    who, wait = named(first), "wait" if len(first) > 1 else "waits"
     if others:
-        rest = "; ".join(
-            f"{names_of(them, nproc, world)} entered {other} instead" for other, them in others
-        )
+        rest = "; ".join(f"{named(them)} entered {other} instead" for other, them in others)
         text = f"{who} {wait} in {name} #{number}{of_group}; {rest}"
     elif missing:
         has = "has" if len(missing) == 1 else "have"
         text = (
-            f"{names_of(missing, nproc, world)} {has} not come to {name} #{number}{of_group}, "
-            f"which {who} {wait} in"
+            f"{named(missing)} {has} not come to {name} #{number}{of_group}, which {who} {wait} in"
         )
     else:
         text = f"{who} {wait} in {name} #{number}{of_group}, which does not complete"
-    return text + _places(ranks, [*missing, *(rank for rank in ranks if rank not in missing)],
-                          nproc, world)  # fmt: skip
+    others_too = [*missing, *(rank for rank in ranks if rank not in missing)]
+    return text + _places(ranks, others_too, named)
 
 
-def _places(ranks: Mapping[int, Document], order: Iterable[int], nproc: int, world: int) -> str:
+def _places(
+    ranks: Mapping[int, Document], order: Iterable[int], named: Callable[[Iterable[int]], str]
+) -> str:
     """Where each of them is, those at one place together."""
     at: dict[str, list[int]] = defaultdict(list)
     for rank in order:
         at[_place(ranks.get(rank))].append(rank)
     return "".join(
-        f"; {names_of(them, nproc, world)} {'is' if len(them) == 1 else 'are'} {place}"
-        for place, them in at.items()
+        f"; {named(them)} {'is' if len(them) == 1 else 'are'} {place}" for place, them in at.items()
     )
 
 
@@ -165,19 +168,15 @@ def _place(record: Document | None) -> str:
     return (f"at {at}" if at else "where it does not say") + inside
 
 
-def names_of(ranks: Iterable[int], nproc: int, world: int) -> str:
-    """``rank 3 on node 1``, ``ranks 0-2 and 5``."""
+def names_of(ranks: Iterable[int], nproc: int, nodes: Sequence[int]) -> str:
+    """``rank 3 on node 1``, ``ranks 0-2 and 5``; of ``nproc`` ranks on each of these nodes."""
     numbers = sorted(ranks)
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    words = [str(low) if low == high else f"{low}-{high}" for low, high in spans]
+    rows = itertools.groupby(enumerate(numbers), lambda each: each[1] - each[0])
+    spans = [[number for _, number in row] for _, row in rows]
+    words = [f"{span[0]}-{span[-1]}" if span[1:] else str(span[0]) for span in spans]
     text = " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
-    nodes = {number // nproc for number in numbers}
-    where = f" on node {min(nodes)}" if len(nodes) == 1 and world > nproc else ""
+    places = {number // nproc for number in numbers}
+    where = f" on node {nodes[min(places)]}" if len(places) == 1 and len(nodes) > 1 else ""
     return f"rank{'s' if len(numbers) > 1 else ''} {text}{where}"
 
 
@@ -194,10 +193,10 @@ class Hangs:
     def __init__(self, nproc: int, timeout: float | None) -> None:
         self._nproc, self._timeout = nproc, timeout
         self.number = 0  # of the newest question
-        self.begin(1)
+        self.begin((0,))
 
-    def begin(self, nodes: int) -> None:
-        """Another round, of so many nodes."""
+    def begin(self, nodes: Sequence[int]) -> None:
+        """Another round, of these nodes."""
         self._nodes = nodes
         self._waiting: dict[int, float] = {}  # nodes where ranks wait for others; since how long
         self._ranks: dict[int, Document] = {}  # records, of the answers
@@ -221,7 +220,7 @@ class Hangs:
     def turn(self, now: float, steps: Steps) -> list[tuple[str, int, str]]:
         """What is to be done: ``ask`` all nodes, tell people (``note``) or tell them that it goes
         on (``over``), end that node's ranks (``hang``). With the node, and the words."""
-        world = self._nodes * self._nproc
+        world = len(self._nodes) * self._nproc
         slow = steps.every > 0 and steps.quiet >= patience(steps.every)
         if self._asked is None:
             waits = max(self._waiting.values(), default=0.0) >= patience(steps.pace)
@@ -237,9 +236,9 @@ class Hangs:
         if len(self._ranks) < world and now - self._asked < answer:
             return []
         self._asked = None
-        found = compare(self._ranks, world, self._nproc, steps.pace)
+        found = compare(self._ranks, self._nodes, self._nproc, steps.pace)
         if found is None and slow:
-            found = stall(self._ranks, steps, self._nproc, world)
+            found = stall(self._ranks, steps, self._nodes, self._nproc)
         self._next = now + max(limits.STILL_AGAIN_SECONDS, found.seconds / 10 if found else 0.0)
         if found is None:
             self._waiting.clear()  # whoever still waits says it again

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import selectors
 import signal
@@ -11,7 +12,7 @@ import time
 from pathlib import Path
 
 from clusterkit.agent import limits
-from clusterkit.agent.failure import Words
+from clusterkit.agent.failure import Words, shell_code
 from clusterkit.agent.fork import Fork
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.processes import all_below, is_alive, kill_all_below, send, wait_gone
@@ -154,15 +155,15 @@ class Launcher:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGTERM)
 
-    def patience(self) -> float | None:
-        """Seconds until `turn` has something to do; None: only when something happens."""
+    def patience(self) -> float:
+        """Seconds until `turn` has something to do; infinite: only when something happens."""
         now = time.monotonic()
         due = [moment - now for moment in (self.deadline, self.stop_at) if moment is not None]
         if self.deadline is not None:
             due.append(limits.LAUNCHER_GRACE / 4)
             if not any(map(is_alive, self._log.ranks)):
                 self.deadline = min(self.deadline, now + limits.LAUNCHER_GRACE)
-        return max(0.0, min(due)) if due else None
+        return max(0.0, min(due, default=math.inf))
 
     def turn(self) -> bool:
         """Kill what has outlived its grace. Whether the other ranks are to be stopped now."""
@@ -215,11 +216,6 @@ class Launcher:
         for slot in range(self._options.nproc):
             with contextlib.suppress(OSError):
                 os.unlink(self._folder / f"pipe-{slot}")
-
-
-def shell_code(code: int) -> int:
-    """An exit code as a shell gives it: 128 + N for a process that signal N ended."""
-    return 128 - code if code < 0 else code
 
 
 def no_start(error: OSError) -> tuple[int, str]:

@@ -24,6 +24,7 @@ PEER_GONE_SECONDS = 5.0  # that a node whose connection was closed has to connec
 PEER_MEET_SECONDS = 120.0  # that node 0 may take to be there
 TURN_SECONDS = 0.05  # at least, between two decisions of node 0 about what is due
 PEER_AGAIN_SECONDS = 0.5  # before a node 0 that is not there is sought again
+JOIN_SECONDS = 10.0  # that a round lasts at least, before it ends for a node that joins
 END_SECONDS = 600.0  # that launchers may take to end, all told, between two rounds
 SOON_SECONDS = 60.0  # whatever fails earlier after its start is started again after a pause
 LONGEST_PAUSE = 30.0  # of these pauses; the first restart has none, the second one of 1 s

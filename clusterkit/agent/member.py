@@ -2,8 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
 from clusterkit.agent import limits
 from clusterkit.agent.protocol import Document
+
+
+class Terms(NamedTuple):
+    """What the nodes of a run go by."""
+
+    nodes: int
+    """As many ranks' places there are."""
+    lost_after: float = 30.0
+    """Seconds of silence after which a node is lost."""
+    wait: float = 0.0
+    """Seconds that a lost node has to come back; 0: it ends the run."""
+    restarts: int = 0
+    retry_on: Collection[int] = ()
+    """As of `Retries`."""
+    least: int | None = None
+    """With as many nodes the run may go on; None: with no fewer."""
+    spares: int = 0
+    """How many nodes more there are to take the place of those that are lost."""
+
+    @property
+    def again(self) -> bool:
+        """Whether anything is ever started again."""
+        return self.wait > 0 or self.restarts > 0
+
+    @property
+    def may_miss(self) -> bool:
+        """Whether the others may go on without a node that is lost."""
+        return self.spares > 0 or self.least is not None
 
 
 class Member:
@@ -45,22 +76,19 @@ class Member:
 
 
 class Members:
-    """The nodes of a run, and which of them have said something.
+    """The nodes of a run, and which of them have said something."""
 
-    Args:
-        nodes: how many the run begins with.
-        least: as many it may go on with; None: no fewer.
-        spares: how many more there are to take the place of those that are lost.
-    """
-
-    def __init__(self, nodes: int, least: int | None = None, spares: int = 0) -> None:
+    def __init__(self, terms: Terms) -> None:
+        nodes = terms.nodes
+        self._places: list[int | None] = list(range(nodes))
+        """By place, in the order of ranks, the node that has it; None: the run goes on without."""
         self.ranks = {node: node for node in range(nodes)}
         """Of the nodes with which the run goes on, each one's; their order stays."""
-        self.spares = list(range(nodes, nodes + spares))
-        """Nodes that wait for another one to be lost."""
+        self.spares = list(range(nodes, nodes + terms.spares))
+        """Nodes that wait for a place."""
         self.said: dict[int, Member] = {}
         """By node, of all that ever did."""
-        self._least = nodes if least is None else least
+        self._least = nodes if terms.least is None else terms.least
 
     @property
     def may_miss(self) -> bool:
@@ -99,20 +127,51 @@ class Members:
         return [each.failure for each in members if each.failure], max(steps, default=None)
 
     def without(self, missing: list[int]) -> str | None:
-        """Go on without these nodes: spares that are here take their ranks, as far as they suffice;
-        how, or None where that may not be."""
+        """Go on without these nodes: spares that are here take vacant places, as far as they
+        suffice; how, or None where that may not be."""
         here = [node for node in self.spares if node in self.said and self.said[node].present]
-        taken, before = dict(zip(missing, here, strict=False)), len(self.ranks)
-        left = [node for node in self.ranks if node in taken or node not in missing]
-        if 0 in missing or len(left) < self._least:
+        left = [None if node in missing else node for node in self._places]
+        if 0 in missing or len(left) - left.count(None) + len(here) < self._least:
             return None
-        ranks = {taken.get(node, node): self.ranks[node] for node in left}
-        order = sorted(ranks, key=ranks.__getitem__)
-        self.ranks = {node: rank for rank, node in enumerate(order)}
-        self.spares = [node for node in self.spares if node not in taken.values()]
-        how = [f"node {spare} takes the place of node {node}" for node, spare in taken.items()]
-        how += [f"{len(left)} of {before} go on"] if len(left) < before else []
+        before, taken = len(self.ranks), self._fill(left, here)
+        how = [
+            f"node {node} joins" if lost is None else f"node {node} takes the place of node {lost}"
+            for node, lost in taken.items()
+        ]
+        how += [f"{len(self.ranks)} of {before} go on"] if len(self.ranks) < before else []
         return ", ".join(how)
+
+    def joining(self) -> list[int]:
+        """Spares that can take a place that nobody has."""
+        found = [
+            node for node in self.spares
+            if node in self.said and self.said[node].ready and self.said[node].reached
+        ]  # fmt: skip
+        return found[: self._places.count(None)]
+
+    def join(self) -> str:
+        """They take it; with whom the run goes on."""
+        found, nodes = self._fill(self._places, self.joining()), len(self.ranks)
+        return (
+            f"{named([*found])} can join; {nodes} nodes go on"
+            if found
+            else f"all {nodes} nodes are here"
+        )
+
+    def _fill(self, places: Sequence[int | None], nodes: Sequence[int]) -> dict[int, int | None]:
+        """Have spares take the vacant ones of these places, each its own if it can; those that got
+        one, each with the node that had it."""
+        new, taken = list(places), {}
+        for node in nodes[: new.count(None)]:
+            own = node < len(new) and new[node] is None
+            place = node if own else new.index(None)
+            new[place], taken[node] = node, self._places[place]
+        self._places = new
+        self.ranks = {
+            node: rank for rank, node in enumerate(node for node in new if node is not None)
+        }
+        self.spares = [node for node in self.spares if node not in taken]
+        return taken
 
     def mixed(self, member: Member, other: bool) -> bool:
         """Whether ranks may have reached others that were started around another node 0.

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
 
 from clusterkit.agent import limits
-from clusterkit.agent.member import Member, Members, named, not_back
+from clusterkit.agent.member import Member, Members, Terms, named, not_back
 from clusterkit.agent.protocol import AGAIN, Document
 from clusterkit.agent.retries import Retries
 
@@ -24,8 +23,12 @@ class Membership:
 
     In the place of nodes that were lost and have not come back in time come spares, with the same
     ranks. Where there are none the run ends, unless node 0 and ``least`` in all are left: these go
-    on as a smaller run, with their ranks counted anew in the order that they had. Any other node
+    on as a smaller run, with their ranks counted anew in the order that they had. Any other agent
     has to end. A node that never came is noticed when the run can go on without it.
+
+    A node with which the run does not go on may come again, by another agent: as a spare. If there
+    is a place that nobody has, the round ends for it, as for a lost node: ranks that are asked to
+    end save what they have. The next one begins with it; that costs no restart.
 
     Where lost nodes do not come back (``wait`` 0), one ends the run. Where nothing is ever started
     again (``restarts`` 0 as well), a launcher that fails ends it at once; a node that ended leaves,
@@ -34,35 +37,18 @@ class Membership:
     Both sides say how things stand, again and again, and never what has changed: what is lost, late
     or said twice does no harm. Touches neither sockets nor clocks: ``now`` is a moment of a
     monotonic clock, in seconds.
-
-    Args:
-        nodes, least, spares: as of `Members`.
-        lost_after: seconds of silence after which a node is lost.
-        wait: seconds that a lost node has to come back.
-        restarts, retry_on: as of `Retries`.
     """
 
-    def __init__(
-        self,
-        nodes: int,
-        lost_after: float,
-        wait: float,
-        restarts: int = 0,
-        retry_on: Collection[int] = (),
-        least: int | None = None,
-        spares: int = 0,
-    ) -> None:
+    def __init__(self, terms: Terms) -> None:
         self.identity = os.urandom(8).hex()
         self.round = 1
-        self.members = Members(nodes, least, spares)
+        self.members = Members(terms)
         self.verdict: Document = {}  # what ends the run, once that is decided
         self.count = 1  # of what was decided: another one is for all to hear
         self.news = False  # whether `turn` has something to do that does not come with time
-        self._lost_after = lost_after
-        self._wait = wait
-        self._patience = wait or limits.PEER_MEET_SECONDS  # for a node that is not here
-        self._again = wait > 0 or restarts > 0  # whether anything is ever started again
-        self._retries = Retries(restarts, retry_on)
+        self._terms = terms
+        self._patience = terms.wait or limits.PEER_MEET_SECONDS  # for a node that is not here
+        self._retries = Retries(terms.restarts, terms.retry_on)
         self._without = ""  # which nodes were lost for good since the last round
         self._say = ""  # what all nodes log of this round
         self._over_at: float | None = None  # since when this round is over; None: it goes on
@@ -75,8 +61,7 @@ class Membership:
         self._until: float | None = None  # when it does, or how long a lost node is waited for
         self._now = 0.0  # of what was heard or decided last
         self._past: set[str] = set()  # agents in whose place another one has come
-        self._replaced_at: float | None = None
-        """When it was known that this node 0 replaces one that was lost."""
+        self._replaced_at: float | None = None  # when it was known that this node 0 is another one
 
     @property
     def decided(self) -> bool:
@@ -90,7 +75,7 @@ class Membership:
         if self.decided:
             what = self.verdict
         elif node in self.members.spares:
-            what = {"do": "wait", "say": "a spare: waits for a node to be lost", "seconds": 0.0}
+            what = {"do": "wait", "say": "a spare: waits for a place", "seconds": 0.0}
         elif self._over_at is not None:
             seconds = 0.0 if self._until is None else max(0.0, self._until - self._now)
             what = {"do": "wait", "say": self._say, "seconds": seconds}
@@ -124,7 +109,7 @@ class Membership:
         code = None if said["code"] is None else int(said["code"])
         member = self.members.said.get(node)
         self._now = now
-        if agent in self._past or not self.members.knows(node):
+        if agent in self._past:
             return False
         if member is not None and member.agent == agent and int(said["count"]) <= member.count:
             return True  # late, or said twice
@@ -133,8 +118,11 @@ class Membership:
             self.members.said[node] = member
             if before is not None:
                 self._past.add(before.agent)
-                if before.present:
-                    self._lost(node, now)
+            # One that waits, and met nobody, found what another left that was lost unheard of.
+            if before.present if before is not None else said["waiting"] and not met:
+                self._lost(node, now)
+            if not self.members.knows(node):
+                self.members.spares.append(node)
         gone, ours = said["leaving"] and member.present, met == self.identity
         current = ours and int(said["round"]) == self.round
         self.news |= member.says(said, now, current)
@@ -179,11 +167,12 @@ class Membership:
 
     def turn(self, now: float) -> None:
         """What has become due."""
+        again = self._terms.again
         for node in (*self.members.ranks, *self.members.spares):
             member = self.members.said.get(node)
-            if self.decided or member is None or (member.code is not None and not self._again):
+            if self.decided or member is None or (member.code is not None and not again):
                 continue
-            if member.present and (gone := member.gone(now, self._lost_after)) is not None:
+            if member.present and (gone := member.gone(now, self._terms.lost_after)) is not None:
                 member.present = False
                 self._lost(node, now, gone and f"node {node} {gone}")
         self._since = now if self._since is None else self._since
@@ -193,7 +182,17 @@ class Membership:
             self._lost(away[0], now)
         elif first and away:
             self._say, self.count = f"{named(away)} did not come within {late:g} s", self.count + 1
+        elif self._may_join(now):
+            who = named(self.members.joining())
+            self._over(None, f"{who} can join; the ranks save their work and end", now)
         self.settle(now)
+
+    def _may_join(self, now: float) -> bool:
+        """Whether nodes can join: then a round ends in which all went well for a while."""
+        over = self.decided or self._over_at is not None or self._replaced_at is not None
+        if over or now - self._began <= limits.JOIN_SECONDS or not self.members.joining():
+            return False
+        return all(member.running and member.reached for member in self.members.all())
 
     def settle(self, now: float) -> None:
         """What follows of what was said (``news``): `turn` without a look at who is silent."""
@@ -244,6 +243,7 @@ class Membership:
             words = not_back(missing, self._patience)
             if (how := self.members.without(missing)) is None:
                 return self._decide("stop", words)
+            self._past |= {self.members.said[n].agent for n in missing if n in self.members.said}
             self._without = f"{words}; {how}"
             self._failed = None  # whoever failed may have failed of that
             self.count, self.news = self.count + 1, True
@@ -254,20 +254,20 @@ class Membership:
         member = self.members.said[node]
         if member.code is None:
             member.code, self._last_end, self.news = code, now, True
-        if not self._wait and code and not self._retries.left:
+        if not self._terms.wait and code and not self._retries.left:
             self._decide("stop", f"node {node} failed", failed=node)
-        elif not self._again and node == 0:
+        elif not self._terms.again and node == 0:
             self._decide("exit", "")
         elif code:
             self._next_at = now + self._retries.pause(now - self._began)
             # Else it may have failed of a node 0 that was lost before it met that.
-            self._over(node if known or not self._wait else None, f"node {node} failed", now)
+            self._over(node if known or not self._terms.wait else None, f"node {node} failed", now)
 
     def _lost(self, node: int, now: float, why: str = "") -> None:
         """The node is, or what ran there. ``why``: what to say where nobody waits for it."""
-        if self.decided or node in self.members.spares:
+        if self.decided or node not in self.members.ranks:
             return
-        if self._wait:
+        if self._terms.wait:
             self._next_at = now
             self._over(None, f"node {node} was lost; waiting for it", now)
         else:
@@ -277,18 +277,18 @@ class Membership:
         self._failed, self._say, self._over_at = failed, say, now
         self._until = now + self._patience if failed is None else None
         self.count += 1
-        for member in self.members.said.values():
+        for member in self.members.all():
             member.ready, member.early, member.code = False, False, None
 
     def _next_round(self, now: float) -> None:
-        here = self._without or f"all {len(self.members.ranks)} nodes are here"
-        self._say, self._without = f"{here}; {AGAIN}", ""
+        here = self.members.join()
+        self._say, self._without = f"{self._without or here}; {AGAIN}", ""
         if self._failed is not None:
             self._say = self._retries.use()
         self.round, self.count = self.round + 1, self.count + 1
         self._began, self._over_at, self._failed, self._replaced_at = now, None, None, None
         self._last = False
-        for member in self.members.said.values():
+        for member in self.members.all():
             member.ready, member.failure, member.step = False, None, None
 
     def _decide(

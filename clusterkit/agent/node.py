@@ -17,6 +17,7 @@ from clusterkit.agent.client import Client
 from clusterkit.agent.connections import is_free
 from clusterkit.agent.files import read_json
 from clusterkit.agent.launcher import Launcher, no_start
+from clusterkit.agent.member import Terms
 from clusterkit.agent.processes import is_alive
 from clusterkit.agent.protocol import (
     LATE,
@@ -45,38 +46,41 @@ class Node:
         self.stopped_by: str | None = None  # who asked this node to end, or what for
         self.stray: str | None = None  # the same in a sentence, where it was nobody of the run
         self.stops = Stops(self._say, here=not options.tagged)
-        self.turned, self.late = time.monotonic(), 0.0
-        """When the last `select` returned, and by how many seconds too late."""
+        self.turned = time.monotonic()  # when the last `select` returned
+        self.late = 0.0  # by how many seconds that was too late
         self.frozen: tuple[float, float] | None = None  # until when, how long this process stopped
         self.client: Client | None = None
         self.orders: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()  # each with why
         self.finished = False  # whether the run is over, for this node
         self.left = False  # whether this one was asked to end, and the run may go on without it
-        self.spare = int(os.environ.get("NODE_RANK", "0")) >= options.nodes  # and waits so far
-        self.held = SPARE if self.spare else None  # the reason, where another attempt followed
         self.final = False  # whether it was decided that nothing follows this failure
         self.deadline: float | None = None  # when the run is over its time limit
         self.obeyed = False  # whether the launcher ends because the coordinator said so
         self.first = int(os.environ.get("CLUSTERKIT_ATTEMPT", "1"))  # attempt of this agent
-        folder = os.environ["CLUSTERKIT_NODE_DIR"]
-        self.restarts, self.used = restarts_left(options.restarts, folder), 0
-        self.again = options.rejoin > 0 or self.restarts > 0  # whether anything is started again
+        self.folder = Path(os.environ["CLUSTERKIT_NODE_DIR"])  # of that one
+        self.used = 0  # restarts, by this agent
+        self.terms = Terms(
+            options.nodes, options.lost_after, options.rejoin,
+            restarts_left(options.restarts, self.folder), options.retry_on, options.min_nodes,
+            options.spares,
+        )  # fmt: skip
+        self.before = read_json(self.folder / "started.json")  # of an agent that was here
+        node, back = int(os.environ.get("NODE_RANK", "0")), self.before and self.terms.may_miss
+        # Without one that was lost the others may have gone on: they say when it may start.
+        self.spare = node >= options.nodes or bool(node and back)
+        self.held = SPARE if self.spare else None  # the reason, where another attempt followed
         self.token = os.environ.pop(PEER_TOKEN, "").encode()  # the ranks have no use for it
 
     def main(self) -> int:
         """Run it to its end; its exit code."""
-        folder = Path(os.environ["CLUSTERKIT_NODE_DIR"])
-        folder.mkdir(parents=True, exist_ok=True)
-        started = read_json(folder / "started.json")
-        if started and is_alive(started):
-            print(f"this node already runs as process {started['pid']}", file=sys.stderr)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.before and is_alive(self.before):
+            print(f"this node already runs as process {self.before['pid']}", file=sys.stderr)
             return 75
         adopt_orphans()
         self.signals = signal_handle((*STOPS, signal.SIGCONT))
-        for signum in STOPS:  # a shell ignores SIGINT for what it starts in the background
-            signal.signal(signum, signal.SIG_DFL)
         self.wake, self.waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self.record = Record(folder, self.first, echo=self.options.echo, spare=self.spare)
+        self.record = Record(self.folder, self.first, echo=self.options.echo, spare=self.spare)
         self.log = self.record.log
         if self.options.time_limit is not None:
             left = self.options.time_limit - self.record.seconds()
@@ -84,8 +88,8 @@ class Node:
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.signals, selectors.EVENT_READ)
         self.selector.register(self.wake, selectors.EVENT_READ)
-        self.launcher = Launcher(self.options, folder, self.log, self.selector)
-        self.watch = Watch(self.options, folder, self.log, self._order)
+        self.launcher = Launcher(self.options, self.folder, self.log, self.selector)
+        self.watch = Watch(self.options, self.folder, self.log, self._order)
         try:
             self.launcher.open_pipes()
             os.chdir(self.options.workdir)
@@ -100,7 +104,7 @@ class Node:
         rejoin = self.options.rejoin > 0
         if not (rejoin and self.options.coordinator):
             self._start()  # and waits for nobody
-        if self.options.coordinator or self.restarts:
+        if self.options.coordinator or self.terms.restarts:
             self._join()
         while True:
             if self.running and not self.launcher.running:
@@ -127,11 +131,9 @@ class Node:
         host, _, port = (self.options.coordinator or "127.0.0.1:0").rpartition(":")
         token = self.token if self.options.coordinator else os.urandom(16).hex().encode()
         self.client = Client(
-            (host, int(port)), node=int(os.environ["NODE_RANK"]), nodes=self.options.nodes,
+            (host, int(port)), node=int(os.environ["NODE_RANK"]), terms=self.terms,
             run={"run": os.environ["CLUSTERKIT_RUN_ID"], "attempt": str(self.first)},
-            token=token, lost_after=self.options.lost_after, wait=self.options.rejoin,
-            restarts=self.restarts, retry_on=self.options.retry_on, least=self.options.min_nodes,
-            spares=self.options.spares, order=self._order, hears=self.watch.hears,
+            token=token, spare=self.spare, order=self._order, hears=self.watch.hears,
             say=self._say, warn=self.record.warn,
         )  # fmt: skip
         self.watch.send = self.client.send
@@ -196,10 +198,10 @@ class Node:
             code, port = self._exit_code(), int(os.environ.get("MASTER_PORT", "0"))
             # With rank 0's port taken, or a full disk, the next round would fail as well.
             fit = os.environ["NODE_RANK"] != "0" or is_free(port)
-            last = bool(self.restarts and code) and not (fit and self.record.has_room())
+            last = bool(self.terms.restarts and code) and not (fit and self.record.has_room())
             own = self.launcher.own_failure()
             self.client.ended(code, last=last, failure=own, step=self.log.words.step)
-        if self.client is None or not self.again:
+        if self.client is None or not self.terms.again:
             self.finished = True
 
     def _exit_code(self) -> int:
@@ -211,8 +213,7 @@ class Node:
         return code
 
     def _turn(self) -> None:
-        patience = self.launcher.patience()
-        timeout = limits.LOOK_SECONDS if patience is None else min(patience, limits.LOOK_SECONDS)
+        timeout = min(self.launcher.patience(), limits.LOOK_SECONDS)
         if self.deadline is not None:
             timeout = max(0.0, min(timeout, self.deadline - time.monotonic()))
         ready = self.selector.select(timeout)
@@ -253,7 +254,7 @@ class Node:
             if not meant and pid > 1:  # nor a container's own init, which passes it on
                 self.stray = f"stopped by {self.stopped_by}"
                 self.record.remarks.append(self.stray)
-            self.left = self.again
+            self.left = self.terms.again
             if self.left and self.client is not None:
                 self.client.leave()
             self.reason = STOPPED
@@ -295,5 +296,5 @@ class Node:
             "causes": self._causes(),
             "final": self.final,
             # None: somebody else counts them.
-            "restarts_left": self.restarts - self.used if self.options.restarts else None,
+            "restarts_left": self.terms.restarts - self.used if self.options.restarts else None,
         }

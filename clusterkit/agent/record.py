@@ -34,6 +34,7 @@ class Record:
             self._started.pop(key, None)
         write_json(folder / "started.json", self._started)
         with contextlib.suppress(OSError):
+            (folder / "exit.json").unlink(missing_ok=True)  # of an agent that was here before
             (folder / _RESERVE).write_bytes(bytes(limits.RESERVE_BYTES))
 
     def has_room(self) -> bool:
@@ -123,9 +124,8 @@ def brief(document: Document) -> bytes:
     return json.dumps({**document, "processes": []}).encode()
 
 
-def restarts_left(given: int, node_dir: str) -> int:
+def restarts_left(given: int, folder: Path) -> int:
     """Of those that the plan gives, how many the agents of a node's earlier attempts have left."""
-    folder = Path(node_dir)
     ends = folder.parents[1].glob(f"*/{folder.name}/exit.json")
     said = [(read_json(path) or {}).get("restarts_left") for path in ends]
     return min((given, *(left for left in said if isinstance(left, int))))

@@ -48,7 +48,7 @@ def report(folder: Path, out: BinaryIO, *, log: int, ranks: int, follow: bool) -
 
     while True:
         # In this order: when the node has ended, its log is whole.
-        state, exit_json = _state(folder)
+        state, exit_json = node_state(folder)
         whole("started.json", read_from(folder / "started.json"))
         news = [grown("log"), grown("ranks.jsonl")]
         if not state["alive"]:
@@ -63,7 +63,7 @@ def report(folder: Path, out: BinaryIO, *, log: int, ranks: int, follow: bool) -
         time.sleep(limits.REPORT_SECONDS)
 
 
-def _state(folder: Path) -> tuple[Document, bytes | None]:
+def node_state(folder: Path) -> tuple[Document, bytes | None]:
     """Whether a node has begun, lives, has ended; and its ``exit.json``, read before its log."""
     started = read_json(folder / "started.json")
     exit_json = read_from(folder / "exit.json")

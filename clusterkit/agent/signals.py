@@ -7,7 +7,7 @@ import ctypes
 import os
 import signal
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # signals that ask an agent to end
@@ -16,12 +16,14 @@ _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def signal_handle(signals: Iterable[int]) -> int:
+def signal_handle(signals: Collection[int]) -> int:
     """Have these signals come through a file, for `read_signals`, and not otherwise; signalfd(2).
 
     To be called before there are other threads; children inherit that the signals are blocked.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    for signum in signals:  # a shell ignores SIGINT for what it starts in the background
+        signal.signal(signum, signal.SIG_DFL)
     mask = (ctypes.c_ulong * 16)()
     _libc.sigemptyset(mask)
     for signum in signals:

@@ -135,11 +135,11 @@ class Stragglers:
         self.number = 0  # of the newest question
         self.suspects: tuple[int, ...] = ()
         """Those of the newest judgement. What their nodes know is what has changed since."""
-        self.begin(1, 0.0)
+        self.begin((0,), 0.0)
 
-    def begin(self, nodes: int, now: float) -> None:
-        """Another round, of so many nodes."""
-        self._world = nodes * self._nproc
+    def begin(self, nodes: Sequence[int], now: float) -> None:
+        """Another round, of these nodes."""
+        self._nodes, self._world = nodes, len(nodes) * self._nproc
         self._clocks.clear()  # a node may have another number
         self._next = now + limits.ARRIVALS_SECONDS
         self._asked: float | None = None  # when all were asked who have not all answered yet
@@ -208,9 +208,9 @@ class Stragglers:
     def _words(self, ranks: Sequence[int], share: float) -> str:
         is_, it = ("is", "it") if len(ranks) == 1 else ("are", "them")
         text = (
-            f"{names_of(ranks, self._nproc, self._world)} {is_} slower than the others, which wait "
+            f"{names_of(ranks, self._nproc, self._nodes)} {is_} slower than the others, which wait "
             f"for {it} at least {share:.0%} of the time"
         )
-        nodes = sorted({rank // self._nproc for rank in ranks})
-        known = [f"node {node}: {self._knows[node]}" for node in nodes if node in self._knows]
+        places = sorted({rank // self._nproc for rank in ranks} & self._knows.keys())
+        known = [f"node {self._nodes[place]}: {self._knows[place]}" for place in places]
         return "; ".join([text, *known])

@@ -54,6 +54,7 @@ class Watch(threading.Thread):
         self._node, self._folder, self._log, self._order = node, folder, log, order
         self._tagged = options.tagged
         self._began = 0.0  # when this round did
+        self._places: list[int] = []  # on node 0: the next round's nodes, in the order of ranks
         self._news: queue.SimpleQueue[tuple[int, Document]] = queue.SimpleQueue()
         self._moved: dict[int, tuple[bytes, float]] = {}  # by process: what changes, since when
         self._standing = False  # whether this node said that a rank of it stands still
@@ -99,12 +100,14 @@ class Watch(threading.Thread):
             self._moved, self._standing, self._next, self._pause = {}, False, 0.0, 0.0
             self._began, self._node = clock.awake(), node
             if self._hangs is not None:
-                self._hangs.begin(int(message["begin"]))
+                self._hangs.begin(self._places or range(message["begin"]))
             if self._slow is not None:
-                self._slow.begin(int(message["begin"]), self._began)
+                self._slow.begin(self._places or range(message["begin"]), self._began)
             self._look_before = None
             self._order("over", "")
             self._order("slow", "")
+        elif "places" in message:
+            self._places = message["places"]
         elif "report" in message and "stands" in message:
             if self._slow is not None:
                 self._slow.hears(node, message)

@@ -7,11 +7,14 @@ are asked for with ``isinstance``. Nothing outside of `clusterkit.backends` asks
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+import msgspec
 from msgspec import Struct
 
 from clusterkit.cluster import ClusterSpec, Facts
@@ -241,13 +244,18 @@ class Backend(ABC):
             plan, transport, attempt=attempt, secrets=secrets, record=record or (lambda *_: None)
         )
 
+    def only(self, plan: Plan, node: int) -> Plan:
+        """What starts one node of a plan whose others run: a plan as well. Pure."""
+        steps = tuple(step for step in plan.steps if step.node == node)
+        return msgspec.structs.replace(plan, steps=steps, hosts=(plan.hosts[node],))
+
     @abstractmethod
     def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
         """The state of an attempt; None when nothing of the run is known."""
 
     def watch(self, handle: RunHandle, transport: Transport) -> Monitor:
         """Follow an attempt: for its supervisor, who asks many times a second."""
-        return _Polling(self, handle, transport)
+        return _Polling(partial(self.status, handle, transport))
 
     @abstractmethod
     def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
@@ -261,15 +269,11 @@ class Backend(ABC):
         """
 
 
+@dataclass(frozen=True)
 class _Polling:
     """Asks the backend each time: for those to which that is cheap."""
 
-    def __init__(self, backend: Backend, handle: RunHandle, transport: Transport) -> None:
-        self._about = (backend, handle, transport)
-
-    def status(self) -> Observation | None:
-        backend, handle, transport = self._about
-        return backend.status(handle, transport)
+    status: Callable[[], Observation | None]
 
     def close(self) -> None:
         pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import posixpath
 import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from clusterkit.agent import STOPPED, STOPPED_BY_PEERS, goes_on
 from clusterkit.backends.base import Observation
 from clusterkit.plan import Plan
-from clusterkit.runs import RunHandle, node_dir
+from clusterkit.runs import RunHandle
 from clusterkit.status import NodeCause, NodeStatus, RankExit, State
 
 _HINTS = {
@@ -21,9 +20,9 @@ _HINTS = {
 _TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
-def node_file(handle: RunHandle, node: int, name: str) -> str:
-    """A file that a node's agent writes, where the node keeps it."""
-    return posixpath.join(node_dir(handle.plan.run_dir, handle.attempt, node), name)
+def known(handle: RunHandle) -> bool:
+    """Whether the run's folder on this machine is there."""
+    return handle.folder.file("run.json").exists()
 
 
 def overall(states: set[State]) -> State:
@@ -116,32 +115,30 @@ def _was_stopped(reason: object) -> bool:
     return isinstance(reason, str) and (reason == STOPPED or reason.startswith(STOPPED_BY_PEERS))
 
 
-def _endings(node: int, exit_json: bytes) -> tuple[list[RankExit], int]:
-    """How the ranks ended of which the node agent knows it, and the kernel's memory kills."""
+def _endings(node: int, ended: Mapping[str, Any]) -> list[RankExit]:
+    """How the ranks ended of which the node agent knows it."""
     try:
-        ended = _document(exit_json)
-        exits = [
+        return [
             RankExit(node, end["rank"], end["exit_code"], end["at"], bool(end.get("asked", True)))
             for end in ended.get("processes", [])
             if isinstance(end["rank"], int)
         ]
-        return exits, int(ended.get("oom_kills", 0))
     except (ValueError, KeyError, TypeError, AttributeError):
-        return [], 0
+        return []
 
 
 def observed(nodes: Sequence[NodeStatus], exit_json: Mapping[int, bytes]) -> Observation:
     """An attempt, from its nodes' states and the ``exit.json`` of those that left one."""
+    documents = {node: _document(data) for node, data in exit_json.items()}
     failed = [node.node for node in nodes if node.state is State.FAILED]
-    lefts = [_document(data).get("restarts_left") for data in exit_json.values()]
-    told = [_endings(node, exit_json.get(node, b"")) for node in failed]
-    exits = [end for ends, _ in told for end in ends]
+    exits = [end for node in failed for end in _endings(node, documents.get(node, {}))]
+    kills = [documents[node].get("oom_kills") for node in failed if node in documents]
+    lefts = [document.get("restarts_left") for document in documents.values()]
     # Another node's launcher may be the first to notice that a rank failed here.
     first = min((end.at for end in exits if end.exit_code), default=0.0)
     for node in exit_json.keys() - set(failed):
-        ends, _ = _endings(node, exit_json[node])
         exits += [
-            end for end in ends if (end.exit_code and not end.asked)
+            end for end in _endings(node, documents[node]) if (end.exit_code and not end.asked)
             or (end.at < first and end.exit_code not in (0, *_TERMINATED))
             # It may have ended so before it was asked to; that was seen only later.
             or (first and 0 < end.exit_code < 128)
@@ -150,17 +147,16 @@ def observed(nodes: Sequence[NodeStatus], exit_json: Mapping[int, bytes]) -> Obs
         state=overall({node.state for node in nodes}),
         nodes=tuple(nodes),
         rank_exits=tuple(exits),
-        oom_kills=max((kills for _, kills in told), default=0),
-        causes=tuple(cause for node, data in exit_json.items() for cause in _causes(node, data)),
-        final=any(_document(data).get("final") is True for data in exit_json.values()),
+        oom_kills=max((number for number in kills if isinstance(number, int)), default=0),
+        causes=tuple(cause for node, ended in documents.items() for cause in _causes(node, ended)),
+        final=any(document.get("final") is True for document in documents.values()),
         goes_on=next(filter(None, map(goes_on, exit_json.values())), None),
         restarts_left=min((left for left in lefts if isinstance(left, int)), default=None),
     )
 
 
-def _causes(node: int, exit_json: bytes) -> list[NodeCause]:
+def _causes(node: int, ended: Mapping[str, Any]) -> list[NodeCause]:
     """What was done to a node or its ranks, as its agent saw it."""
-    ended = _document(exit_json)
     found, code = ended.get("causes"), ended.get("exit_code")
     return [
         NodeCause(

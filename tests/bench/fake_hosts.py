@@ -94,9 +94,6 @@ class FakeTransport(Transport):
     def put_all(self, host: str, files: Sequence[Put]) -> None:
         pass
 
-    def get(self, host: str, path: str, offset: int = 0, limit: int | None = None) -> bytes | None:
-        return None
-
     def free_port(self, host: str, wanted: int | None = None) -> int:
         return wanted or 29500
 

@@ -28,6 +28,7 @@ import clusterkit
 from clusterkit import backends, supervise
 from clusterkit.agent.client import Client
 from clusterkit.agent.files import allow_open_files
+from clusterkit.agent.member import Terms
 from clusterkit.cli.common import table
 from clusterkit.cluster import (
     CLUSTER_TYPES,
@@ -227,8 +228,8 @@ class Member:
     def __init__(self, port: int, node: int, nodes: int, started: queue.SimpleQueue[int]) -> None:
         self._node, self._started = node, started
         self.client = Client(
-            ("127.0.0.1", port), node=node, nodes=nodes, run=RUN, token=b"0123456789abcdef",
-            lost_after=60.0, wait=600.0, order=self._order, say=_nothing, warn=_nothing,
+            ("127.0.0.1", port), node=node, terms=Terms(nodes, 60.0, 600.0), run=RUN,
+            token=b"0123456789abcdef", order=self._order, say=_nothing, warn=_nothing,
         )  # fmt: skip
         self.client.start()
 

@@ -32,7 +32,7 @@ from clusterkit.cluster import (
 from clusterkit.logs import LogLine
 from clusterkit.plan import Plan, Step
 from clusterkit.spec import JobSpec
-from clusterkit.transport import Completed, LocalTransport, Transport
+from clusterkit.transport import Completed, LocalTransport, Put, Transport
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -68,8 +68,8 @@ class RecordingTransport(KubeTransport):
     ) -> None:
         self.commands.append(("start", host, tuple(argv), dict(env or {})))
 
-    def put(self, host: str, path: str, data: bytes, mode: int = 0o644) -> None:
-        self.puts.append((host, path, data, mode))
+    def put_all(self, host: str, files: Sequence[Put]) -> None:
+        self.puts += [(host, file.path, file.data, file.mode) for file in files]
 
 
 class Stage:

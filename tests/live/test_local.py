@@ -420,6 +420,46 @@ def test_a_run_goes_on_without_a_node(submit: Submit, tmp_path: Path) -> None:
     assert run.events()[-1].text == "1 of 3 elastic nodes failed"
 
 
+SAVES = """
+import os, pathlib, signal, sys, time
+def save(*_):
+    print("saved", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+smaller, world = pathlib.Path(__file__).with_name("smaller"), os.environ["WORLD_SIZE"]
+print("ready", os.environ["RANK"], world, flush=True)
+if world == "2":
+    smaller.touch()
+while world == "2" or not smaller.exists():
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.thorough
+def test_a_node_that_was_lost_joins_the_others_again(submit: Submit, tmp_path: Path) -> None:
+    program = tmp_path / "saves.py"
+    program.write_text(SAVES)
+    clusters = tmp_path / "clusters.yaml"
+    clusters.write_text("few: {backend: local, stop_grace: 1}\n")
+    few = {"cluster": "few", "clusters_file": clusters}
+    run = submit(str(program), nodes="2:3", on_node_loss="shrink", **few)
+    all_ready(run, 3)
+    kill(agent_pid(run, 1))
+    status = run.wait(2 * SOON)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 1)
+    assert [node.state for node in status.nodes] == [State.SUCCEEDED] * 3
+    said = [(line.node, line.text) for line in run.logs() if line.text.startswith("ready")]
+    assert said[3:5] in ([(0, "ready 0 2"), (2, "ready 1 2")], [(2, "ready 1 2"), (0, "ready 0 2")])
+    assert sorted(said[5:]) == [(n, f"ready {n} 3") for n in range(3)]
+    text = [line.text for line in run.logs() if line.node == 0]
+    came = text.index("node 1 can join; the ranks save their work and end")
+    assert text[came:].index("saved") < text[came:].index("ready 0 3")
+    assert [event.text for event in run.events()] == [
+        "node 1 was started again, to join the others"
+    ]
+    assert not (run.path / "token").exists()
+
+
 # ---------------------------------------------------------------- cancel, and killed submitters
 
 

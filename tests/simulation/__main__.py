@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 
 from tests.simulation.schedule import Fault, Schedule, make
-from tests.simulation.world import World, fails, shrink
+from tests.simulation.world import World, fails, shrink, tried
 
 
 @dataclass
@@ -36,15 +36,19 @@ def main(count="2000", first="0"):
         for nodes in (10, 100, 1000):
             print(at_scale(nodes))
         return False
-    began, first, kind, bad = time.process_time(), int(first), 0, 0
+    began, first, kind, grown, well, bad = time.process_time(), int(first), 0, 0, 0, 0
     for seed in range(first, first + int(count)):
         schedule = make(seed)
         kind += schedule.kind
-        if why := fails(schedule):
+        world, why = tried(schedule)
+        grown += bool(world.grown)
+        well += bool(world.grown and world.rulings and world.rulings[0]["do"] == "exit")
+        if why:
             small = shrink(schedule)
             print(f"seed {seed}: {why}\n  {fails(small)}\n  {small!r}", flush=True)
             bad += 1
     print(f"{count} schedules, {kind} of which must succeed; {bad} broken; "
+          f"in {grown} nodes joined, and {well} of these succeeded; "
           f"{time.process_time() - began:.0f} s of processor time")  # fmt: skip
     return bool(bad)
 

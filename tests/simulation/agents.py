@@ -4,6 +4,7 @@ import time
 
 from clusterkit.agent import limits
 from clusterkit.agent.clock import Awake
+from clusterkit.agent.member import Terms
 from clusterkit.agent.membership import Membership
 from clusterkit.agent.peer import Peer
 from tests.simulation.schedule import LATE, LOST_AFTER, WAIT
@@ -111,7 +112,7 @@ class Link:
 class Agent:
     """One agent: the threads around its `Peer`, on node 0 around a `Membership`, its launcher."""
 
-    def __init__(self, world, node):
+    def __init__(self, world, node, *, joins=False):
         self.world, self.node = world, node
         schedule = world.schedule
         self.leap, self.frozen = 0.0, 0.0
@@ -119,7 +120,8 @@ class Agent:
         self.wait = WAIT if schedule.back or schedule.least or schedule.spares else 0.0
         self.rank, self.nodes = node, schedule.nodes  # of the ranks that it starts
         self.again = bool(self.wait or schedule.restarts)
-        self.peer = Peer(node, LOST_AFTER, self.wait, self.clock(), spare=node >= schedule.nodes)
+        spare = joins or node >= schedule.nodes
+        self.peer = Peer(node, LOST_AFTER, self.wait, self.clock(), spare)
         self.ended = None  # its exit code
         self.gone = False  # vanished: nothing comes back from there
         self.zombie = False
@@ -133,10 +135,11 @@ class Agent:
         self.lines, self.told, self.server_beat = {}, 0, 0.0
         self.server, self.verdict, self.look, self.due = None, {}, 0.0, False
         if node == 0:
-            self.server = Membership(
+            terms = Terms(
                 schedule.nodes, LOST_AFTER, self.wait, schedule.restarts,
                 least=schedule.least or None, spares=schedule.spares,
             )  # fmt: skip
+            self.server = Membership(terms)
         world.after(world.rng.uniform(0, 0.05), self.tick)
 
     # -- the thread of `Client`
@@ -312,6 +315,7 @@ class Agent:
             self.link.close(by_client=True)
         for link in self.lines.values():
             link.close(by_client=False)
+        self.world.ended(self)
 
     # -- the thread of `Server`
 

@@ -22,6 +22,7 @@ class Fault:
 
     ``crash``: its agent is killed. ``node``: it vanishes. ``leave``: it is asked to end.
     ``zombie``: it lives on and nobody reaches it. In its place comes another one ``seconds`` later.
+    Where nobody comes (``back``), one may come ``again``, and waits until it is told to start.
     ``rank``: a rank fails. ``start``: one of the next launcher's does, at once.
     ``cut``, ``to``, ``from``: nothing gets through for ``seconds``, or nothing to or from node 0.
     ``freeze``: its agent stands still. ``leap``: its clock goes on by that much. ``reset``: its
@@ -51,12 +52,15 @@ class Schedule:
     faults: tuple[Fault, ...] = ()
     least: int = 0  # nodes with which the run may go on; 0: with all alone
     spares: int = 0
+    again: float = 0.0  # seconds after which another agent comes in the place of one that ended
 
     @property
     def text(self) -> str:
         """All but the faults; of what was added later, only what is not as it was before."""
-        text = repr(replace(self, faults=()))
-        return text.removesuffix(", spares=0)").removesuffix(")").removesuffix(", least=0") + ")"
+        text = repr(replace(self, faults=())).removesuffix(")")
+        for later in ("again=0.0", "spares=0", "least=0"):
+            text = text.removesuffix(f", {later}")
+        return f"{text})"
 
     @property
     def kind(self) -> bool:
@@ -85,7 +89,7 @@ class Schedule:
         """When every node has ended, whatever happened."""
         last = max((fault.at + fault.seconds for fault in self.faults), default=0.0)
         losses = sum(fault.kind not in FAILURES for fault in self.faults)
-        again = 2 + self.restarts + losses
+        again = 2 + self.restarts + losses * (2 if self.again else 1)
         return last + again * (MEET + self.work + LOST_AFTER) + 2 * WAIT + limits.PEER_MEET_SECONDS
 
 
@@ -123,4 +127,12 @@ def make(seed: int) -> Schedule:
     if spares and rng.random() < 0.5:
         others = range(nodes, nodes + spares)
         faults = [replace(one, node=rng.choice((one.node, *others))) for one in faults]
-    return replace(made, faults=tuple(faults), spares=spares)
+    made = replace(made, faults=tuple(faults), spares=spares)
+    comes = made.goes_on and rng.random() < 0.5
+    # Sooner than they can be missed, or when the others have gone on.
+    if not comes:
+        return made
+    again, longer = rng.choice((0.1, 1.5 * WAIT, 2 * WAIT)), round(rng.uniform(20, 120), 3)
+    lost = Fault(rng.choice(LOSSES), rng.randrange(1, nodes), at=round(rng.uniform(0, 20), 4))
+    faults = rng.choice((made.faults, (*made.faults, lost)))
+    return replace(made, again=again, work=rng.choice((made.work, longer)), faults=faults)

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from clusterkit.agent import limits
 from clusterkit.agent.membership import Membership
 from clusterkit.agent.peer import Peer
 from tests.simulation import agents
 from tests.simulation.__main__ import at_scale
-from tests.simulation.schedule import LOSSES, Fault, Schedule, make
-from tests.simulation.world import World, fails, shrink
+from tests.simulation.schedule import LOSSES, WAIT, Fault, Schedule, make
+from tests.simulation.world import World, fails, shrink, tried
 
 SCHEDULES, CHUNK = 2000, 100
 
@@ -61,6 +62,24 @@ def test_a_spare_takes_the_place_of_a_node_whenever_that_is_lost(kind):
             assert fails(schedule) is None, schedule
 
 
+@pytest.mark.parametrize("again", [0.1, 50.0])
+@pytest.mark.parametrize("kind", ["crash", "node", "leave"])
+def test_a_node_that_comes_again_takes_part_whenever_it_was_lost(kind, again):
+    rank = Fault("rank", 1, at=1.5)
+    quiet = Schedule(1, 4, False, restarts=1, work=100.0, faults=(rank,), least=2, again=again)
+    steps = World(replace(quiet, work=1.0)).run().steps
+    grown = 0
+    for step in range(1, steps, 3):
+        for nodes in ((1,), (2, 3)):
+            lost = (Fault(kind, node, step=step + node) for node in nodes)
+            world, why = tried(replace(quiet, faults=(rank, *lost)))
+            assert why is None
+            assert world.last == [0, 1, 2, 3]
+            assert world.rulings[0]["do"] == "exit"
+            grown += world.grown
+    assert (grown > steps // 3) == (again > WAIT + limits.PEER_GONE_SECONDS)
+
+
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -83,6 +102,9 @@ def test_a_spare_takes_the_place_of_a_node_whenever_that_is_lost(kind):
         Schedule(2615, 3, restarts=1, work=6.148, lost=0.1, late=0.1,
                  faults=(Fault("rank", 2, at=6.846), Fault("node", 0, step=2, seconds=1.96),
                          Fault("crash", 0, at=2.739, seconds=0.471))),
+        # Nobody knew that there was one before the one that came again: others failed of its loss.
+        Schedule(2778, 2, False, restarts=0, work=59.084, doubled=0.1, late=0.05, spares=2,
+                 again=0.1, faults=(Fault("crash", 1, at=2.2058),)),
     ],
 )  # fmt: skip
 def test_what_was_found_is_mended(schedule):

@@ -35,6 +35,9 @@ class World:
         self.place = [None] * everyone  # by node, the agent that has it now
         self.agents = []
         self.back_at = {}  # nodes that somebody will replace
+        self.last = []  # nodes of the ranks that found each other last, in their order
+        self.own = True  # whether no spare ever had a rank
+        self.grown = 0  # how often there were more of them than the last time
         self.by_step = {}
         for fault in schedule.faults:
             if fault.step:
@@ -51,17 +54,30 @@ class World:
     def log(self, text):
         self.trace.append(f"{self.now:9.4f}  {text}")
 
-    def spawn(self, node):
+    def spawn(self, node, *, joins=False):
         before = self.place[node]
         if before is not None and before.ended is None and not before.zombie:
             return  # it was not lost after all, or another fault has it replaced
         self.back_at.pop(node, None)
         self.lost_late |= bool(self.rulings)
         self.log(f"node {node} comes")
-        self.place[node] = agent = Agent(self, node)
+        self.place[node] = agent = Agent(self, node, joins=joins)
         self.agents.append(agent)
         if not agent.wait:
             agent.start()  # and waits for nobody
+
+    def ended(self, agent):
+        """Where nodes come again, somebody starts them as long as there is a run."""
+        if self.schedule.again and self.schedule.goes_on and agent.node and not self.rulings:
+            self.back_at[agent.node] = self.now + self.schedule.again
+            self.after(self.schedule.again, self.comes_again, agent.node)
+
+    def comes_again(self, node):
+        node0 = self.place[0]
+        if self.rulings or node0 is None or node0.ended is not None:
+            self.back_at.pop(node, None)  # there is nothing any more to take part in
+        else:
+            self.spawn(node, joins=True)
 
     def run(self):
         bound = self.schedule.bound
@@ -174,17 +190,28 @@ class World:
         if len(found) == ranks.nodes:
             if ranks.nodes < (self.schedule.least or self.schedule.nodes):
                 raise Broken(f"{ranks.nodes} nodes go on")
-            nodes = [found[n].agent.node for n in sorted(found)]
-            first = {n: rank for rank, n in enumerate(nodes) if n < self.schedule.nodes}
-            whole = ranks.nodes == self.schedule.nodes and any(n != r for n, r in first.items())
-            if whole or list(first) != sorted(first):
-                raise Broken(f"the ranks are those of nodes {nodes}")
+            self.in_order([found[n].agent.node for n in sorted(found)])
             group = Group(list(found.values()))
             for one in group.ranks:
                 one.group = group
             self.after(self.schedule.work, self.complete, group)
         else:
             self.after(MEET, self.not_met, ranks)
+
+    def in_order(self, nodes):
+        """Nodes of the ranks before have the order that they had, and as many as before the ranks;
+        those of the beginning have theirs, where none came in another's place."""
+        before = self.last or list(range(self.schedule.nodes))
+        both = [[node for node in some if node in other]
+                for some, other in ((nodes, before), (before, nodes))]  # fmt: skip
+        same = len(nodes) == len(before) and not self.schedule.again
+        moved = same and any(nodes.index(node) != before.index(node) for node in both[0])
+        own = max(nodes) < self.schedule.nodes and self.own and nodes != sorted(nodes)
+        if both[0] != both[1] or moved or own:
+            raise Broken(f"the ranks are those of nodes {nodes}, after {before}")
+        self.own &= max(nodes) < self.schedule.nodes
+        self.grown += bool(self.last) and len(nodes) > len(before)
+        self.last = nodes
 
     def no_two_rounds(self):
         """Of agents that follow the same coordinator, all ranks are of the same round; where the
@@ -261,13 +288,19 @@ class World:
                     raise Broken(f"node {agent.node} ended with {agent.ended}")
 
 
+def tried(schedule):
+    """It in a world, and what is wrong there, if anything is."""
+    world = World(schedule)
+    try:
+        world.run()
+    except Broken as error:
+        return world, str(error)
+    return world, None
+
+
 def fails(schedule):
     """What is wrong with it, if anything is."""
-    try:
-        World(schedule).run()
-    except Broken as error:
-        return str(error)
-    return None
+    return tried(schedule)[1]
 
 
 def shrink(schedule):
@@ -286,7 +319,9 @@ def shrink(schedule):
         last = schedule.nodes + schedule.spares - 1
         if schedule.spares and all(fault.node < last for fault in schedule.faults):
             tries.append(replace(schedule, spares=schedule.spares - 1))
-        if schedule.least:
+        if schedule.again:
+            tries.append(replace(schedule, again=0.0))
+        elif schedule.least:
             tries.append(replace(schedule, least=0))
         for smaller in tries:
             if (fails(smaller) or "").startswith(what):

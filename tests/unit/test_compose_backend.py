@@ -575,16 +575,12 @@ class Speaking(LocalTransport):
     def containers(self, handle: RunHandle, **states: Any) -> None:
         lines = []
         for name, state in states.items():
-            labels = {
-                "clusterkit.run_dir": handle.plan.run_dir, "clusterkit.node": name[-1],
-                "clusterkit.attempt": str(handle.attempt),
+            entry = {
+                "run_dir": handle.plan.run_dir, "attempt": str(handle.attempt), "node": name[-1],
+                "connected": True, "memory": 0, "state": "running", "exit_code": 0, "oom": False,
+                "error": "",
             }  # fmt: skip
-            lines.append(
-                json.dumps({
-                    "name": name, "labels": labels, "networks": {"x": {}}, "memory": 0,
-                    "state": {"Status": "running", "ExitCode": 0} | state,
-                })
-            )  # fmt: skip
+            lines.append(json.dumps(entry | state))
         self.answer = Completed((), 0, "\n".join(lines), "")
 
 
@@ -610,7 +606,8 @@ def test_containers_of_a_later_attempt_are_not_ours(handle: RunHandle) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "not json", "[]", "null", "{}", '{"labels": null}', '{"labels": {}, "state": 3}']
+    "text",
+    ["", "not json", "[]", "null", "{}", '{"state": "running", "node": ""}', '{"state": 3}'],
 )
 def test_an_answer_that_cannot_be_read_tells_of_no_container(handle: RunHandle, text: str) -> None:
     engine = Speaking()
@@ -669,7 +666,7 @@ def test_a_watcher_gives_a_paused_node_up_after_a_while(
 ) -> None:
     monkeypatch.setattr(containers, "LOOK_SECONDS", 0.0)
     engine = Speaking()
-    engine.containers(handle, node0={}, node1={"Status": "paused"})
+    engine.containers(handle, node0={}, node1={"state": "paused"})
     watcher = ContainerMonitor(handle, engine)
     first = watcher.status()
     assert (first.state, first.nodes[1].reason) == (

@@ -3,6 +3,7 @@
 import json
 import os
 import pwd
+import socket
 import subprocess
 import sys
 import types
@@ -226,3 +227,15 @@ def test_it_runs_as_text_without_a_file_of_its_own():
     module = types.ModuleType("host_probe")
     exec(compile(TEXT, "<stdin>", "exec"), module.__dict__)
     assert module.interfaces()
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_it_finds_a_free_port(taken):
+    with socket.create_server(("", 0)) as server:
+        wanted = server.getsockname()[1] if taken else None
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-", json.dumps({"port": wanted})],
+            input=TEXT, capture_output=True,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert int(done.stdout) in host_probe.PORTS

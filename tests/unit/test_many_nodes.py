@@ -34,7 +34,7 @@ def handle(tmp_path):
 class Watch:
     """Instead of `mirror.Watch`: what the hosts say comes from the test."""
 
-    def __init__(self, views, open_stream):
+    def __init__(self, views, open_stream, back):
         self.views = views
 
 

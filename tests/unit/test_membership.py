@@ -8,6 +8,7 @@ import pytest
 
 from clusterkit.agent import limits
 from clusterkit.agent.coordinator import Server
+from clusterkit.agent.member import Terms
 from clusterkit.agent.membership import Membership
 from clusterkit.agent.peer import Peer
 
@@ -23,9 +24,10 @@ class Table:
         self.new_node_0()
 
     def new_node_0(self):
-        self.membership = Membership(
+        terms = Terms(
             self.nodes, 30.0, self.wait, self.restarts, self.retry_on, self.least, self.spares
         )
+        self.membership = Membership(terms)
 
     def arrives(self, node, running=False):
         """Another agent does."""
@@ -582,12 +584,20 @@ def test_each_node_hears_its_rank_and_how_many_there_are():
     assert peer.orders[-1] == ("start", "0 2 3")
 
 
-def test_a_node_that_comes_back_too_late_has_to_end():
+def test_an_agent_that_comes_back_too_late_has_to_end():
+    table = Table(3, least=2).all_arrive()
+    peer = table.peers[2]
+    without(table, 2)
+    table.peers[2] = peer
+    assert table.returns(2) == [(2, "stop", "the run goes on without it")]
+    assert not table.membership.hears(2, peer.statement(), table.now)
+    assert table.turn(1) == []
+
+
+def test_one_that_comes_so_late_that_nobody_knew_it_waits_for_a_place():
     table = Table(3, least=2).all_arrive()
     without(table, 2)
-    assert table.arrives(2) == [(2, "stop", "the run goes on without it")]
-    assert not table.membership.hears(2, table.peers[2].statement(), table.now)
-    assert table.turn(1) == []
+    assert table.arrives(2, running=True) == wait(2)
 
 
 @pytest.mark.parametrize(("least", "lost"), [(2, (1, 2)), (None, (1,)), (3, (2,))])
@@ -618,7 +628,7 @@ def test_a_smaller_run_has_its_restarts():
 
 def test_a_spare_waits_until_a_node_is_lost_and_takes_its_rank():
     table = Table(3, spares=2).all_arrive()
-    assert table.said == ["a spare: waits for a node to be lost"]
+    assert table.said == ["a spare: waits for a place"]
     assert without(table, 1) == start(0, 2, 3)
     assert table.membership.says(0)["say"] == (
         "node 1 was lost and did not come back within 60 s; node 3 takes the place of node 1; "
@@ -716,3 +726,73 @@ def test_what_a_node_tells_of_its_ranks_is_taken_by_their_place_in_the_round():
     for node in (2, 3):
         server._hear(SimpleNamespace(node=node), {"stands": []})
     assert heard == [2, 1]
+
+
+def gone_on():
+    """Three nodes of four, which went on without node 2."""
+    table = Table(nodes=4, restarts=1, least=2).all_arrive()
+    table.breaks(2)
+    table.turn(limits.PEER_GONE_SECONDS + 1, but=(2,))
+    for node in (0, 1, 3):
+        table.ended(node, 143)
+    table.turn(61, but=(2,))
+    assert table.membership.members.ranks == {0: 0, 1: 1, 3: 2}
+    return table
+
+
+def comes_again(table, node):
+    table.peers[node] = Peer(node, 30.0, table.wait, table.now, spare=True)
+    return table.returns(node)
+
+
+def test_a_node_that_comes_again_gets_its_place_after_the_ranks_have_ended():
+    table = gone_on()
+    assert comes_again(table, 2) == []  # not at once: starts cost time
+    assert table.turn(limits.JOIN_SECONDS + 1) == wait(0, 1, 3)
+    assert table.pauses[0].endswith("node 2 can join; the ranks save their work and end")
+    assert table.ended(0, 143) == table.ended(1, 0) == []
+    # Whatever they end with: they were asked to, and no restart is used.
+    assert table.ended(3, 1) == start(0, 1, 2, 3)
+    assert table.said == ["node 2 can join; 4 nodes go on; starting again"]
+    assert table.membership.members.ranks == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert table.membership.says(0)["used"] == 0
+
+
+def test_a_node_that_comes_again_takes_part_in_a_start_that_is_due_anyhow():
+    table = gone_on()
+    comes_again(table, 2)
+    assert table.ended(1, 7) == wait(0, 1, 3)
+    table.ended(0, 143)
+    assert table.ended(3, 143) == start(0, 1, 2, 3)
+    assert table.membership.says(0)["used"] == 1
+
+
+def test_a_node_that_comes_again_may_take_the_place_of_another():
+    table = gone_on()
+    comes_again(table, 2)
+    table.breaks(3)
+    table.turn(limits.PEER_GONE_SECONDS + 1, but=(3,))
+    for node in (0, 1):
+        table.ended(node, 143)
+    table.turn(61, but=(3,))
+    assert table.membership.members.ranks == {0: 0, 1: 1, 2: 2}
+
+
+def test_nobody_joins_ranks_that_have_done_their_work():
+    table = gone_on()
+    comes_again(table, 2)
+    table.ended(3, 0)
+    assert table.turn(limits.JOIN_SECONDS + 1) == []
+    table.ended(0, 0)
+    assert table.ended(1, 0) == to_all("exit", "", nodes=4)
+
+
+def test_with_all_places_taken_a_node_that_comes_again_is_a_spare():
+    table = Table(nodes=2, restarts=1, spares=1).all_arrive()
+    table.breaks(1)
+    table.turn(limits.PEER_GONE_SECONDS + 1, but=(1,))
+    table.ended(0, 143)
+    assert table.turn(61, but=(1,))[-1:] == start(2)
+    assert comes_again(table, 1) == []
+    assert table.turn(1000) == []
+    assert table.membership.members.spares == [1]

@@ -302,9 +302,9 @@ def watch(node_dir, kept):
     """Watch one node; closed with the test."""
     watches = []
 
-    def start(open_stream=None, folder=kept):
+    def start(open_stream=None, folder=kept, back=False):
         view = NodeView(0, "h0", folder)
-        made = Watch([view], open_stream or opener(node_dir, follow=True))
+        made = Watch([view], open_stream or opener(node_dir, follow=True), back)
         watches.append(made)
         return made, view
 
@@ -472,6 +472,22 @@ def test_closing_while_a_host_is_away(watch, monkeypatch):
     made.close()
     assert time.monotonic() - began < 20
     assert not any(thread.is_alive() for thread in made._threads)
+
+
+def test_a_node_that_comes_back_is_followed_again(node_dir, kept, watch, monkeypatch):
+    monkeypatch.setattr(mirror, "BACK_SECONDS", 0.05)
+    begin(node_dir)
+    _, view = watch(back=True)
+    wait_for(lambda: view.alive)
+    end(node_dir, 143)
+    wait_for(lambda: view.ended and (kept / "exit.json").exists())
+    (node_dir / "exit.json").unlink()
+    begin(node_dir)
+    wait_for(lambda: view.alive and not view.ended)
+    assert not (kept / "exit.json").exists()
+    assert "exit.json" not in view.files
+    end(node_dir, 0)
+    wait_for(lambda: view.ended and (kept / "exit.json").exists())
 
 
 def test_a_host_that_is_away_does_not_hold_the_others(tmp_path, node_dir, kept):

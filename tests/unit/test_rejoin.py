@@ -9,7 +9,7 @@ import pytest
 
 from clusterkit import agent
 from clusterkit.agent.protocol import SPARE
-from tests.agents import RANK, Nodes
+from tests.agents import RANK, RUN, Nodes
 
 
 @pytest.fixture
@@ -131,6 +131,7 @@ def test_a_single_node_that_is_taken_away_says_so_by_its_exit_code(nodes):
     assert nodes.exit_of(0)["reason"] == "stopped on request"
 
 
+JOINING = RUN.replace("limits.RANKS_GRACE", "limits.JOIN_SECONDS = limits.RANKS_GRACE")
 WORLD = """echo "$NODE_RANK of $GROUP_WORLD_SIZE"; echo "$NODE_RANK $$" >"$DIR/up"
 read code <"$DIR/code-$NODE_RANK"; exit "$code\""""
 
@@ -152,6 +153,28 @@ def test_the_others_go_on_as_fewer_ranks_in_the_same_order(nodes):
             f"{rank} of 2",
         }  # fmt: skip
         assert nodes.exit_of(node)["exit_code"] == 0
+
+
+def test_a_node_that_comes_again_joins_once_its_ranks_have_saved(nodes):
+    saves = f"trap 'echo saved; exit 0' TERM; {WORLD}"
+    nodes.begin(3, wait=1.0, least=2, argv=("sh", "-c", saves), run=JOINING)
+    nodes.all_met(3)
+    nodes.agents[1].kill()
+    nodes.running(0, 1)  # these are node 0 and node 2
+    nodes.start(1, 3, wait=1.0, least=2, argv=("sh", "-c", saves), run=JOINING)
+    nodes.running(0, 1, 2)
+    for node in range(3):
+        nodes.end(node, 0)
+    assert [nodes.agents[node].wait(60) for node in range(3)] == [0, 0, 0]
+    for node, place in ((0, 0), (2, 1)):
+        said = nodes.log_of(node)
+        came, saved = "node 1 can join; the ranks save their work and end", said.index("saved")
+        assert said.index(f"{place} of 2") < said.index(came)
+        assert said.index("node 1 can join; 3 nodes go on; starting again") > saved
+        assert said.count(f"{node} of 3") == 2
+    assert nodes.log_of(1)[-1] == "1 of 3"
+    assert "a spare: waits for a place" in nodes.log_of(1)
+    assert [nodes.exit_of(node)["reason"] for node in range(3)] == [None, None, None]
 
 
 def test_a_spare_takes_the_rank_of_a_lost_node(nodes):

@@ -58,7 +58,9 @@ def test_a_single_node_needs_no_coordinator_of_others(nodes):
     ends = [nodes.exit_of(0, attempt) for attempt in (1, 2, 3)]
     assert [end["exit_code"] for end in ends] == [7, 9, 5]
     assert [end["restarts_left"] for end in ends] == [1, 0, 0]
-    assert restarts_left(2, nodes.path(0)) == 0  # for an agent that somebody starts there anew
+    assert (
+        restarts_left(2, Path(nodes.path(0))) == 0
+    )  # for an agent that somebody starts there anew
 
 
 def test_a_full_disk_hides_no_failure(tmp_path):

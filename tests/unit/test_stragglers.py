@@ -29,7 +29,7 @@ class Run:
 
     def __init__(self, nodes: int, nproc: int) -> None:
         self.slow, self.nodes, self.nproc = Stragglers(nproc), nodes, nproc
-        self.slow.begin(nodes, 0.0)
+        self.slow.begin(range(nodes), 0.0)
         self.now = 0.0
         self.looked: list[tuple[int, ...]] = []
 
@@ -143,13 +143,13 @@ def test_a_node_without_an_answer_and_another_round_accuse_nobody() -> None:
         run.now += limits.PEER_SECONDS
         run.slow.turn(run.now)
     for k in range(4):
-        run.slow.begin(2, run.now)
+        run.slow.begin(range(2), run.now)
         assert run.report(steps(0.1, 0.15, number=20 * k + 1)) == []
 
 
 def test_a_rank_alone_is_asked_nothing() -> None:
     slow = Stragglers(1)
-    slow.begin(1, 0.0)
+    slow.begin(range(1), 0.0)
     assert slow.turn(1e9) == []
 
 

@@ -3,8 +3,6 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,11 +13,9 @@ from clusterkit import execute
 from clusterkit.errors import BadInput, SubmitFailed, Unavailable
 from clusterkit.plan import Plan, Step
 from clusterkit.transport import (
-    PORTS,
     Completed,
     LocalTransport,
     fan_out,
-    free_port_program,
     in_order,
 )
 
@@ -168,23 +164,6 @@ def test_the_first_host_s_error_tells_of_the_others(others, said):
 
 
 # ---------------------------------------------------------------- ports
-
-
-@pytest.mark.parametrize("wanted", [None, 1])
-def test_the_program_that_finds_a_port_on_another_host(wanted):
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", free_port_program(wanted)], capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert int(done.stdout) in PORTS or int(done.stdout) == wanted
-
-
-def test_it_keeps_the_wanted_port_while_it_is_free():
-    port = LOCAL.free_port("h")
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", free_port_program(port)], capture_output=True, text=True
-    )
-    assert done.stdout == f"{port}\n"
 
 
 def test_programs_that_seed_alike_do_not_get_the_same_port():

@@ -624,6 +624,60 @@ def test_a_node_that_the_others_went_on_without_is_not_waited_for(supervise_with
     assert events[-1].text == "1 of 2 elastic nodes failed"
 
 
+def test_a_node_that_the_others_went_on_without_is_started_again(supervise_with, monkeypatch):
+    job = "launcher: forkserver\nnodes: '1:3'\non_node_loss: shrink\n"
+    given = []
+
+    class Joined(Scripted):
+        def submit(self, plan, transport, *, attempt=1, secrets=None, record=None):
+            nodes = [step.node for step in plan.steps]
+            given.append((nodes, attempt, secrets[agent.PEER_TOKEN].reveal()))
+            for step in plan.steps:
+                record(step, "started")
+
+    class Clock:
+        now = 0.0
+
+        def __call__(self):
+            self.now += 5.0
+            return self.now
+
+    monkeypatch.setattr(mirror, "awake", Clock())
+    lost = observed(UP, State.UNKNOWN, UP)
+    here = observed(UP, State.CANCELLED, UP)
+    script = [[lost] * 10 + [here] * 9 + [observed(UP, UP, UP), observed(OK, OK, OK)]]
+    _, status, events = supervise_with(script, job, kind=Joined)
+    assert status.state is State.SUCCEEDED
+    assert [(nodes, attempt) for nodes, attempt, _ in given] == [([0, 1, 2], 1), ([1], 1)]
+    assert given[0][2] == given[1][2]  # they know each other by it
+    assert events[-1].text == "node 1 was started again, to join the others"
+
+
+def test_which_nodes_are_started_again_and_when(tmp_path):
+    job = JobSpec(name="a", program="a.py", nodes="1:3", on_node_loss="shrink")
+    plan = Plan(run_id="r", run_dir="/r", backend="b", summary="", nodes=3, world_size=3,
+                stop_grace=5.0)  # fmt: skip
+    returns = losses.Returns(RunFolder(tmp_path), job, plan)
+    wait = 5.0 + losses.RETURN_SECONDS
+    gone, away = observed(UP, BAD, UP), observed(UP, State.UNKNOWN, UP)
+    assert returns.due(gone, 0.0, False) == []
+    assert returns.due(gone, wait - 1, False) == []
+    assert returns.due(gone, wait, False) == [1]
+    assert returns.due(gone, wait + 1, False) == []
+    assert returns.due(gone, 2 * wait + 1, False) == []
+    assert returns.due(gone, 3 * wait + 1, False) == [1]  # the next time it is given longer
+    # Not while its host is away, while the others wait for it, or when all is decided.
+    for other in (away, observed(State.RESTARTING, BAD, State.RESTARTING),
+                  msgspec.structs.replace(gone, final=True)):  # fmt: skip
+        assert returns.due(other, 100 * wait, False) == returns.due(gone, 101 * wait, False) == []
+    assert returns.due(observed(BAD, UP, UP), 300 * wait, False) == []
+    assert returns.due(observed(BAD, UP, UP), 400 * wait, False) == []  # node 0 cannot
+    absent = observed(UP, State.PENDING, UP)
+    assert returns.due(absent, 500 * wait, False) == returns.due(absent, 600 * wait, False) == []
+    assert returns.due(absent, 700 * wait, True) == []
+    assert returns.due(absent, 800 * wait, True) == [1]
+
+
 def test_an_elastic_run_with_too_few_nodes_left_ends(supervise_with):
     script = [[observed(BAD, BAD, UP), observed(BAD, BAD, BAD)]]
     backend, status, _ = supervise_with(script, 'nodes: "2:3"\n')

@@ -155,26 +155,6 @@ def test_a_folder_that_is_a_file_cannot_be_written_into(tmp_path):
         LOCAL.put(HOST, str(tmp_path / "f" / "g"), b"")
 
 
-def test_a_file_is_read_from_an_offset_up_to_a_limit(tmp_path):
-    (tmp_path / "f").write_bytes(b"0123456789")
-    path = str(tmp_path / "f")
-    assert LOCAL.get(HOST, path) == b"0123456789"
-    assert LOCAL.get(HOST, path, 4) == b"456789"
-    assert LOCAL.get(HOST, path, 4, 2) == b"45"
-    assert LOCAL.get(HOST, path, 100) == b""
-
-
-def test_a_file_that_is_not_there_reads_as_none(tmp_path):
-    (tmp_path / "f").write_text("")
-    assert LOCAL.get(HOST, str(tmp_path / "g")) is None
-    assert LOCAL.get(HOST, str(tmp_path / "f" / "g")) is None
-    assert LOCAL.get(HOST, "/proc/999999999/stat") is None
-
-
-def test_a_folder_in_a_file_s_place_reads_as_none(tmp_path):
-    assert LOCAL.get(HOST, str(tmp_path)) is None
-
-
 # ---------------------------------------------------------------- ports
 
 
@@ -264,7 +244,7 @@ def test_without_any_free_port_it_says_so(monkeypatch):
 
 def test_the_local_transport_has_exactly_the_methods_of_the_protocol():
     wanted = {name for name in vars(Transport) if not name.startswith("_")}
-    assert wanted == {"run", "open", "start", "put", "put_all", "get", "free_port", "close"}
+    assert wanted == {"run", "open", "start", "put", "put_all", "free_port", "close"}
     for name in wanted:
         ours = inspect.signature(getattr(LocalTransport, name))
         assert ours == inspect.signature(getattr(Transport, name)), name

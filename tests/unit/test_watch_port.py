@@ -13,6 +13,7 @@ import pytest
 from clusterkit.agent import clock, limits
 from clusterkit.agent.client import Client
 from clusterkit.agent.connections import Line, Listener
+from clusterkit.agent.member import Terms
 from clusterkit.agent.peer import Peer
 
 TOKEN = b"0123456789abcdef"
@@ -43,8 +44,8 @@ class Watched:
     def __init__(self, port, node=0, lost_after=30.0):
         self.said = queue.SimpleQueue()
         self.thread = Client(
-            ("127.0.0.1", port), node=node, nodes=2, run=RUN, token=TOKEN, lost_after=lost_after,
-            wait=self.wait, order=lambda *order: self.said.put(order), say=lambda text: None,
+            ("127.0.0.1", port), node=node, terms=Terms(2, lost_after, self.wait), run=RUN,
+            token=TOKEN, order=lambda *order: self.said.put(order), say=lambda text: None,
             warn=lambda text: self.said.put(("warn", text)),
         )  # fmt: skip
         self.thread.start()

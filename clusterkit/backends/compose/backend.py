@@ -19,10 +19,10 @@ from clusterkit.backends.compose.compose_file import parse_volume, size_bytes
 from clusterkit.backends.compose.containers import (
     ContainerMonitor,
     inspect,
-    known,
     observation,
     remove,
 )
+from clusterkit.backends.nodes import known
 from clusterkit.cluster import ComposeCluster, Facts
 from clusterkit.errors import BadInput, ClusterkitError
 from clusterkit.plan import Plan, unpacking
@@ -85,14 +85,18 @@ class ComposeBackend(Backend, SupportsCleanup, SupportsFile):
         head += [f"    export {name}=..." for name in plan.steps[-1].secrets]
         return comment("\n".join(head)) + text + packed
 
+    def only(self, plan: Plan, node: int) -> Plan:
+        up = plan.steps[-1]
+        argv = (*up.argv, "--no-deps", f"node-{node}")
+        return msgspec.structs.replace(plan, steps=(msgspec.structs.replace(up, argv=argv),))
+
     def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
-        if not known(handle.plan, transport):
+        if not known(handle):
             return None
         try:
-            live = inspect(handle, transport)
+            return observation(handle, inspect(handle, transport))
         except ClusterkitError as error:
-            return observation(handle, {}, transport, silent=error.message)
-        return observation(handle, live, transport)
+            return observation(handle, {}, silent=error.message)
 
     def watch(self, handle: RunHandle, transport: Transport) -> ContainerMonitor:
         return ContainerMonitor(handle, transport)

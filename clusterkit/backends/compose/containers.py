@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import posixpath
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 
 from clusterkit.agent import STOPPED, goes_on
+from clusterkit.agent.report import node_state, read_from
 from clusterkit.backends.base import Observation
 from clusterkit.backends.compose.compose_file import ATTEMPT, LABEL, STOP_EXTRA, container_name
 from clusterkit.backends.compose.engine import ENGINE_SECONDS, HOST, Docker
-from clusterkit.backends.nodes import judge_exit, judge_running, node_file, observed, remarks
+from clusterkit.backends.nodes import judge_exit, judge_running, known, observed, remarks
 from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.plan import ComposeNative, Plan
 from clusterkit.runs import RunHandle
 from clusterkit.status import NodeCause, NodeStatus, State
-from clusterkit.transport import Completed, Put, Stream, Transport
+from clusterkit.transport import Completed, Stream, Transport
 
 INSPECT_SECONDS = 10.0
 LOOK_SECONDS = 3.0
@@ -40,9 +38,14 @@ STATES: Mapping[str, State] = {
 }
 """The engine's words for a container, for a node that has left no exit.json."""
 _INSPECT = (
-    '{"name":{{json .Name}},"labels":{{json .Config.Labels}},"state":{{json .State}},'
-    '"networks":{{json .NetworkSettings.Networks}},"memory":{{json .HostConfig.Memory}}}'
+    '{"state":{{json .State.Status}},"exit_code":{{.State.ExitCode}},"oom":{{.State.OOMKilled}},'
+    '"error":{{json .State.Error}},"memory":{{.HostConfig.Memory}},'
+    '"connected":{{if .NetworkSettings.Networks}}true{{else}}false{{end}},'
+    f'"run_dir":{{{{json (index .Config.Labels "{LABEL}")}}}},'
+    f'"attempt":{{{{json (index .Config.Labels "{ATTEMPT}")}}}},'
+    '"node":{{json (index .Config.Labels "clusterkit.node")}}}'
 )
+"""An `_Inspected`, as JSON."""
 _GONE = re.compile(r"No such (container|object)|removal of container .* is already in progress")
 
 
@@ -90,6 +93,14 @@ class Container(msgspec.Struct, frozen=True, kw_only=True):
         return f"killed by the kernel: {limit if self.memory else 'this machine was out of memory'}"
 
 
+class _Inspected(Container, frozen=True, kw_only=True):
+    """A container as the engine shows it, with its labels."""
+
+    run_dir: str
+    attempt: int
+    node: int
+
+
 def _words(size: int) -> str:
     unit, scale = ("GiB", 2**30) if size >= 2**30 else ("MiB", 2**20)
     return f"{size / scale:g} {unit}"
@@ -100,16 +111,6 @@ def docker_of(plan: Plan, transport: Transport) -> Docker:
     # Plans of older versions do not hold it.
     socket = plan.native.socket if isinstance(plan.native, ComposeNative) else None
     return Docker(socket, transport)
-
-
-def _begun(handle: RunHandle, node: int, transport: Transport) -> bool:
-    # The first is node.sh's; an attempt that its agent began has none.
-    files = (node_file(handle, node, name) for name in ("pid", "started.json"))
-    return any(transport.get(HOST, file, 0, 1) is not None for file in files)
-
-
-def known(plan: Plan, transport: Transport) -> bool:
-    return transport.get(HOST, posixpath.join(plan.run_dir, "run.json"), 0, 1) is not None
 
 
 def inspect(handle: RunHandle, transport: Transport) -> dict[int, Container]:
@@ -124,58 +125,41 @@ def inspect(handle: RunHandle, transport: Transport) -> dict[int, Container]:
         return {}
     words = ["inspect", "--type", "container", "--format", _INSPECT, *names]
     done = docker_of(plan, transport).run(*words, seconds=INSPECT_SECONDS)
-    complaints = [line for line in done.stderr.splitlines() if line and not _GONE.search(line)]
+    complaints = _complaints(done)
     if done.exit_code and complaints and not done.stdout.strip():
         raise Unavailable(f"the docker engine does not answer: {complaints[-1]}")
-    found = {}
+    found: dict[int, Container] = {}
     for line in done.stdout.splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-            entry = json.loads(line)
-            labels = entry["labels"]
-            if labels[LABEL] == plan.run_dir and int(labels[ATTEMPT]) <= handle.attempt:
-                found[int(labels["clusterkit.node"])] = _container(entry)
+        with contextlib.suppress(msgspec.MsgspecError):
+            each = msgspec.json.decode(line, type=_Inspected, strict=False)  # labels are text
+            if each.run_dir == plan.run_dir and each.attempt <= handle.attempt:
+                found[each.node] = each
     return found
 
 
-def _container(entry: Mapping[str, Any]) -> Container:
-    state = entry["state"]
-    return Container(
-        state=str(state["Status"]),
-        exit_code=int(state.get("ExitCode") or 0),
-        oom=bool(state.get("OOMKilled")),
-        error=str(state.get("Error") or ""),
-        connected=bool(entry.get("networks")),
-        memory=int(entry.get("memory") or 0),
-    )
+def _complaints(done: Completed) -> list[str]:
+    return [line for line in done.stderr.splitlines() if line and not _GONE.search(line)]
 
 
-def _snapshot_path(handle: RunHandle) -> str:
-    return posixpath.join(handle.plan.run_dir, "attempts", str(handle.attempt), "containers.json")
-
-
-def _snapshot(handle: RunHandle, transport: Transport) -> dict[int, Container]:
-    """How the containers were before clusterkit ended and removed them."""
-    data = transport.get(HOST, _snapshot_path(handle))
-    try:
-        return msgspec.json.decode(data or b"{}", type=dict[int, Container])
-    except msgspec.MsgspecError:
-        return {}
+def _snapshot(handle: RunHandle) -> str:
+    """The file that says how the containers were before clusterkit ended and removed them."""
+    return f"attempts/{handle.attempt}/containers.json"
 
 
 def _keep(handle: RunHandle, transport: Transport) -> None:
     """Write down how the containers are: nothing else shows their ends once they are gone."""
-    if transport.get(HOST, _snapshot_path(handle), 0, 1) or not known(handle.plan, transport):
+    if handle.folder.file(_snapshot(handle)).exists() or not known(handle):
         return
     # What cannot be kept is no reason to leave containers behind.
     with contextlib.suppress(ClusterkitError):
         found = inspect(handle, transport)
         for node, container in found.items():
-            if container.over and not _begun(handle, node, transport):
+            state, _ = node_state(handle.folder.node_dir(handle.attempt, node))
+            if container.over and not state["begun"]:
                 said = _said(handle.plan, node, transport)
                 found[node] = msgspec.structs.replace(container, said=said)
         if found:
-            data = msgspec.json.format(msgspec.json.encode(found), indent=1)
-            transport.put_all(HOST, [Put(_snapshot_path(handle), data)])
+            handle.folder.write_json(_snapshot(handle), found)
 
 
 def _said(plan: Plan, node: int, transport: Transport) -> str:
@@ -191,6 +175,7 @@ def judge(
     exit_json: bytes | None,
     live: Container | None,
     kept: Container | None,
+    started: bytes | None = None,
     silent: str | None = None,
     patient: bool = True,
 ) -> NodeStatus:
@@ -201,13 +186,17 @@ def judge(
         exit_json: contents of ``exit.json``; None: there is none.
         live: its container, as it is; None: there is none.
         kept: its container as it was before clusterkit stopped it; None: it has not.
+        started: contents of ``started.json``; None: there is none.
         silent: why the engine does not answer; None: it does.
         patient: whether what was done to its container may still be undone.
     """
     host = f"node-{node}"
 
     def status(state: State, reason: str | None = None, code: int | None = None) -> NodeStatus:
-        return NodeStatus(node=node, host=host, state=state, reason=reason, exit_code=code)
+        return NodeStatus(
+            node=node, host=host, state=state, reason=reason, exit_code=code,
+            remarks=remarks(exit_json or started),
+        )  # fmt: skip
 
     if exit_json is not None:
         over = goes_on(exit_json) is not None
@@ -240,17 +229,16 @@ def judge(
         return status(state, f"docker reports its container as {live.state!r}")
     if state is State.FAILED:
         return status(state, live.ending(), live.exit_code)
-    if live.trouble() is not None and not patient:
-        return status(State.FAILED, live.trouble())
-    if state is State.RUNNING and not begun:
-        state = State.PENDING
-    return status(state, live.trouble())
+    if (trouble := live.trouble()) is not None and not patient:
+        return status(State.FAILED, trouble)
+    if state is State.RUNNING and begun and trouble is None:
+        return judge_running(node, host, started)
+    return status(state if begun else State.PENDING, trouble)
 
 
 def observation(
     handle: RunHandle,
     live: Mapping[int, Container],
-    transport: Transport,
     *,
     silent: str | None = None,
     lost: Collection[int] = (),
@@ -261,24 +249,21 @@ def observation(
         silent: why the engine does not answer; None: it does.
         lost: nodes whose containers have been paused or cut off for too long.
     """
-    kept = _snapshot(handle, transport)
+    kept = handle.folder.maybe_json(_snapshot(handle), dict[int, Container]) or {}
     nodes, ended, causes = [], {}, []
     for node in range(handle.plan.nodes):
-        exit_json = transport.get(HOST, node_file(handle, node, "exit.json"))
+        folder = handle.folder.node_dir(handle.attempt, node)
+        state, exit_json = node_state(folder)
         found = judge(
             node,
-            begun=_begun(handle, node, transport),
+            begun=state["begun"],
             exit_json=exit_json,
             live=live.get(node),
             kept=kept.get(node),
+            started=read_from(folder / "started.json"),
             silent=silent,
             patient=node not in lost,
         )
-        if not found.remarks:
-            began = transport.get(HOST, node_file(handle, node, "started.json"))
-            found = msgspec.structs.replace(found, remarks=remarks(exit_json or began))
-            if exit_json is None and found.state is State.RUNNING and found.reason is None:
-                found = judge_running(node, found.host, began)
         nodes.append(found)
         own = None if exit_json is None else judge_exit(node, found.host, exit_json)
         if found.state is State.FAILED and found.reason and found != own:
@@ -286,33 +271,20 @@ def observation(
             causes.append(NodeCause(node=node, words=found.reason, exit_code=found.exit_code or 1))
         ended[node] = exit_json or b""
     seen = observed(nodes, ended)
-    done_to_containers = _causes(handle.plan, kept, live)
+    done_to_containers = _causes(handle.plan, {**live, **kept})
     return msgspec.structs.replace(seen, causes=(*done_to_containers, *causes, *seen.causes))
 
 
-def _causes(
-    plan: Plan, kept: Mapping[int, Container], live: Mapping[int, Container]
-) -> tuple[NodeCause, ...]:
+def _causes(plan: Plan, containers: Mapping[int, Container]) -> Iterator[NodeCause]:
     """What was done to containers, where their nodes could not know or write it."""
-    causes = []
-    for node in range(len(plan.hosts)):
-        found = kept.get(node) or live.get(node)
-        if found is not None and found.oom:
-            causes.append(
-                NodeCause(
-                    node=node,
-                    words=found.starved(),
-                    hint="a larger `memory` in the cluster entry, or a smaller batch.micro",
-                )
-            )
-        elif node >= plan.nodes and found is not None:
-            # mpirun's other nodes have no agent.
-            words = found.trouble()
-            if words is None and found.over and found.exit_code in (137, 143):
-                words = found.ending()
-            if words is not None:
-                causes.append(NodeCause(node=node, words=words))
-    return tuple(causes)
+    for node, found in sorted(containers.items()):
+        if found.oom:
+            hint = "a larger `memory` in the cluster entry, or a smaller batch.micro"
+            yield NodeCause(node=node, words=found.starved(), hint=hint)
+        elif node >= plan.nodes:  # mpirun's other nodes have no agent
+            ended = found.ending() if found.over and found.exit_code in (137, 143) else None
+            if (words := found.trouble() or ended) is not None:
+                yield NodeCause(node=node, words=words)
 
 
 class ContainerMonitor:
@@ -333,7 +305,7 @@ class ContainerMonitor:
         """Since when nodes are paused or cut off."""
 
     def status(self) -> Observation | None:
-        if not known(self._handle.plan, self._transport):
+        if not known(self._handle):
             return None
         now = time.monotonic()
         if self._happened() or now >= self._look_at:
@@ -347,17 +319,11 @@ class ContainerMonitor:
         return seen
 
     def _observed(self, now: float) -> Observation:
-        silent = None
-        if self._silent_since is not None:
-            seconds = now - self._silent_since
-            if seconds >= self._handle.plan.lost_after:
-                silent = f"{self._complaint} (for {seconds:.0f} s)"
-        lost = [
-            node
-            for node, since in self._troubled.items()
-            if now - since >= self._handle.plan.lost_after
-        ]
-        return observation(self._handle, self._live, self._transport, silent=silent, lost=lost)
+        silent, patience = None, self._handle.plan.lost_after
+        if self._silent_since is not None and (seconds := now - self._silent_since) >= patience:
+            silent = f"{self._complaint} (for {seconds:.0f} s)"
+        lost = [node for node, since in self._troubled.items() if now - since >= patience]
+        return observation(self._handle, self._live, silent=silent, lost=lost)
 
     def _look(self, now: float) -> None:
         try:
@@ -419,31 +385,19 @@ def remove(handle: RunHandle, transport: Transport) -> None:
     """
     plan = handle.plan
     grace = math.ceil(plan.stop_grace) + STOP_EXTRA
+    ours = ("--filter", f"label={LABEL}={plan.run_dir}")
     for _ in range(5):
-        found = _belonging(plan, transport)
-        if not found:
+        found = _ended(plan, ["ps", "--all", "--quiet", "--no-trunc", *ours], transport)
+        if not (names := found.stdout.split()):
             break
         _keep(handle, transport)
-        if running := [name for name, state in found if state not in ("exited", "created")]:
-            words = ["stop", "--time", str(grace), *running]
-            _ended(plan, words, transport, seconds=grace + ENGINE_SECONDS)
-        names = [name for name, _ in found]
+        words = ["stop", "--time", str(grace), *names]
+        _ended(plan, words, transport, seconds=grace + ENGINE_SECONDS)
         # With the volumes that an image declares: nobody could find them later.
         _ended(plan, ["rm", "--force", "--volumes", *names], transport)
-    named = _ended(
-        plan,
-        ["network", "ls", "--quiet", "--filter", f"label={LABEL}={plan.run_dir}"],
-        transport,
-    ).stdout.split()
-    if named:
-        _ended(plan, ["network", "rm", *named], transport)
-
-
-def _belonging(plan: Plan, transport: Transport) -> list[tuple[str, str]]:
-    """Containers of a run that there are: id and state."""
-    words = ["ps", "--all", "--no-trunc", "--filter", f"label={LABEL}={plan.run_dir}"]
-    done = _ended(plan, [*words, "--format", "{{.ID}} {{.State}}"], transport)
-    return [(line.split()[0], line.split()[-1]) for line in done.stdout.splitlines() if line]
+    networks = _ended(plan, ["network", "ls", "--quiet", *ours], transport).stdout.split()
+    if networks:
+        _ended(plan, ["network", "rm", *networks], transport)
 
 
 def _ended(
@@ -458,7 +412,7 @@ def _ended(
         done = docker_of(plan, transport).run(*words, seconds=seconds)
     except SubmitFailed as error:
         raise Unavailable(f"could not end run {plan.run_id}: {error.message}") from error
-    complaints = [line for line in done.stderr.splitlines() if line and not _GONE.search(line)]
+    complaints = _complaints(done)
     if done.exit_code and (complaints or not done.stderr.strip()):
         raise Unavailable(
             f"could not end run {plan.run_id}: {(complaints or ['docker failed'])[-1]}",

@@ -31,8 +31,4 @@ def last_words(done: Completed) -> str:
     lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
     words = [line for line in lines if line.strip() and "--help'" not in line]
     said = words[-1] if words else f"exit code {done.exit_code}"
-    return one_line(said.removeprefix("docker: "))
-
-
-def one_line(text: str) -> str:
-    return " ".join(text.split())
+    return " ".join(said.removeprefix("docker: ").split())

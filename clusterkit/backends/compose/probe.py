@@ -23,7 +23,6 @@ from clusterkit.backends.compose.engine import (
     HOST,
     Docker,
     last_words,
-    one_line,
 )
 from clusterkit.backends.placing import CPU_IMAGE, GPU_IMAGE, own_ports
 from clusterkit.backends.probing import (
@@ -42,6 +41,7 @@ from clusterkit.backends.probing import (
 )
 from clusterkit.cluster import ComposeCluster, Engine, Facts, Gpu, HostFacts
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
+from clusterkit.files import write_atomic
 from clusterkit.runs import home
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Completed, Transport
@@ -67,7 +67,6 @@ def probe(cluster: ComposeCluster, transport: Transport, job: JobSpec | None) ->
     remapped = _secured(info, "userns")
     # In a rootless engine, root is the submitter, and every other id is nobody's.
     user = "0:0" if _secured(info, "rootless") else f"{os.getuid()}:{os.getgid()}"
-    port, watch_port = own_ports(cluster.port)
     python, origin = interpreter(job, (cluster.python, "cluster: python"))
     options = ["--user", user, "--network", "none"]
     options += ["--userns", "host"] if remapped else []
@@ -77,31 +76,27 @@ def probe(cluster: ComposeCluster, transport: Transport, job: JobSpec | None) ->
         HOST, "node-0", cpus=int(info["NCPU"]), memory_mib=int(info["MemTotal"]) >> 20,
         gpus=gpus, python=python if "/" in python else report.python, python_origin=origin,
     )  # fmt: skip
+    engine = Engine(
+        socket=socket, version=str(info.get("ServerVersion", "?")), image=image["name"],
+        image_id=image["Id"], workdir=image["Config"].get("WorkingDir") or "/", user=user,
+        package=str(Path(clusterkit.__file__).parent), remapped=remapped,
+    )  # fmt: skip
+    return _facts(cluster, host, engine)
+
+
+def _facts(cluster: ComposeCluster, host: HostFacts, engine: Engine) -> Facts:
+    port, watch_port = own_ports(cluster.port)
     return Facts(
-        home=str(home()),
-        hosts=(host,),
-        port=port,
+        home=str(home()), hosts=(host,), port=port, watch_port=watch_port, interface=INTERFACE,
         port_origin="the run's own network" if cluster.port == "auto" else "cluster: port",
-        interface=INTERFACE,
-        watch_port=watch_port,
-        engine=Engine(
-            socket=socket,
-            version=str(info.get("ServerVersion", "?")),
-            image=image["name"],
-            image_id=image["Id"],
-            workdir=image["Config"].get("WorkingDir") or "/",
-            user=user,
-            package=str(Path(clusterkit.__file__).parent),
-            remapped=remapped,
-        ),
-    )
+        engine=engine,
+    )  # fmt: skip
 
 
 def assumed(cluster: ComposeCluster, job: JobSpec) -> Facts:
     """Facts of an engine that nobody has looked at: what the entry and the job say."""
     gpus = assumed_gpus(cluster.gpus, job, job.node_range[1])
     python, origin = interpreter(job, (cluster.python, "cluster: python"))
-    port, watch_port = own_ports(cluster.port)
     image = cluster.image or (GPU_IMAGE if gpus else CPU_IMAGE)
     host = HostFacts(
         host=HOST, address="node-0", cpus=os.cpu_count() or 1, memory_mib=0, gpus=gpus,
@@ -112,10 +107,7 @@ def assumed(cluster: ComposeCluster, job: JobSpec) -> Facts:
         socket="", version="", image=image, image_id=image, workdir="/opt/clusterkit",
         user=f"{os.getuid()}:{os.getgid()}", package=str(Path(clusterkit.__file__).parent),
     )  # fmt: skip
-    return Facts(
-        home=str(home()), hosts=(host,), port=port, port_origin="the run's own network",
-        interface=INTERFACE, watch_port=watch_port, engine=engine,
-    )  # fmt: skip
+    return _facts(cluster, host, engine)
 
 
 def _socket(cluster: ComposeCluster, transport: Transport) -> str:
@@ -162,7 +154,7 @@ def _info(docker: Docker) -> dict[str, Any]:
                 hint="sudo systemctl start docker, or `context:` in the cluster entry",
             )
         raise Unavailable(
-            f"the docker engine at {docker.socket} says: {one_line(said) or 'nothing'}",
+            f"the docker engine at {docker.socket} says: {' '.join(said.split()) or 'nothing'}",
             hint="`docker info` tells more",
         )
     plugins = (info.get("ClientInfo") or {}).get("Plugins") or ()
@@ -267,7 +259,7 @@ def _inside(
             f"containers cannot write into {place} as user {user}",
             hint="set CLUSTERKIT_HOME to a folder of your own, on a disk of this machine",
         )
-    docker.transport.put(HOST, str(saved), msgspec.json.encode(report))
+    write_atomic(saved, msgspec.json.encode(report))
     return report
 
 
@@ -334,7 +326,8 @@ def _check_subnet(cluster: ComposeCluster, docker: Docker) -> None:
         for name, *subnets in map(str.split, listed.splitlines())
         for subnet in subnets
     ]
-    taken += _routes((docker.transport.get(HOST, "/proc/net/route") or b"").decode())
+    with contextlib.suppress(FileNotFoundError):
+        taken += _routes(Path("/proc/net/route").read_text())
     for subnet, whose in taken:
         network = ipaddress.ip_network(subnet, strict=False)
         if isinstance(network, ipaddress.IPv4Network) and network.overlaps(wanted):

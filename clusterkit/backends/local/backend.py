@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import posixpath
 import sys
 from pathlib import Path
@@ -12,16 +10,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from clusterkit import warm as warmth
-from clusterkit.agent import archive, is_alive, start_ticks
+from clusterkit.agent import archive
+from clusterkit.agent.report import node_state, read_from
 from clusterkit.assemble import Placement, Places, Watching, require_packages
 from clusterkit.backends.base import Backend, Observation, SupportsDoctor
-from clusterkit.backends.local.probe import ADDRESS, HOST, ranks_python
-from clusterkit.backends.nodes import (
-    judge_node,
-    node_file,
-    observed,
-    stop_arguments,
-)
+from clusterkit.backends.local.probe import ADDRESS, HOST
+from clusterkit.backends.nodes import judge_node, known, observed, stop_arguments
 from clusterkit.backends.placing import (
     device_of,
     divided_gpus,
@@ -30,13 +24,14 @@ from clusterkit.backends.placing import (
     threads_of,
 )
 from clusterkit.backends.ports import ports_taken
+from clusterkit.backends.probing import own_interpreter
 from clusterkit.cluster import Facts, LocalCluster
 from clusterkit.errors import BadInput, Unavailable, about, counted
 from clusterkit.plan import Note
 from clusterkit.rendezvous import Endpoint, Topology
 from clusterkit.runs import RunHandle, home
 from clusterkit.spec import JobSpec, parse_duration
-from clusterkit.status import NodeStatus, State
+from clusterkit.status import State
 from clusterkit.transport import Transport
 
 if TYPE_CHECKING:
@@ -67,7 +62,7 @@ class LocalBackend(Backend, SupportsDoctor):
         ranks = None
         if job is not None and job.gpus_per_node != "auto":
             ranks = job.gpus_per_node * (job.node_range[1] + job.spares)
-        python, _ = ranks_python(cluster, job)
+        python, _ = own_interpreter(job, cluster.python)
         return HostSubject(
             cluster=name,
             hosts=(Machine(name=HOST, address=ADDRESS, python=python, slots=ranks),),
@@ -141,14 +136,24 @@ class LocalBackend(Backend, SupportsDoctor):
         return ports_taken(cluster, facts, transport)
 
     def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
-        if transport.get(HOST, posixpath.join(handle.plan.run_dir, "run.json"), 0, 1) is None:
+        if not known(handle):
             return None
-        nodes = tuple(_node_status(handle, node, transport) for node in range(handle.plan.nodes))
-        ended = {
-            node.node: transport.get(HOST, node_file(handle, node.node, "exit.json")) or b""
-            for node in nodes
-            if node.state in (State.FAILED, State.CANCELLED)
-        }
+        nodes, ended = [], {}
+        for node in range(handle.plan.nodes):
+            folder = handle.folder.node_dir(handle.attempt, node)
+            state, exit_json = node_state(folder)
+            found = judge_node(
+                node,
+                HOST,
+                begun=state["begun"],
+                alive=state["alive"],
+                exit_json=exit_json,
+                complaint=read_from(folder / "agent.log") or b"",
+                started=read_from(folder / "started.json"),
+            )
+            nodes.append(found)
+            if found.state in (State.FAILED, State.CANCELLED):
+                ended[node] = exit_json or b""
         return observed(nodes, ended)
 
     def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
@@ -158,29 +163,3 @@ class LocalBackend(Backend, SupportsDoctor):
         done = transport.run(HOST, stop, stdin=archive.as_text(), timeout=seconds)
         if done.exit_code:
             raise Unavailable(f"could not end run {handle.plan.run_id}: {done.stderr.strip()}")
-
-
-# ---------------------------------------------------------------- watching
-
-
-def _node_status(handle: RunHandle, node: int, transport: Transport) -> NodeStatus:
-    def read(name: str) -> bytes | None:
-        return transport.get(HOST, node_file(handle, node, name))
-
-    started, alive = read("started.json"), False
-    pid = read("pid")
-    with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):
-        if started is not None:
-            alive = is_alive(json.loads(started))
-        elif pid is not None:
-            alive = start_ticks(int(pid)) is not None
-    return judge_node(
-        node,
-        HOST,
-        begun=started is not None or pid is not None,
-        alive=alive,
-        # Read after the process was seen to be gone: then it is there, if it ever will be.
-        exit_json=read("exit.json"),
-        complaint=read("agent.log") or b"",
-        started=started,
-    )

@@ -26,7 +26,7 @@ ADDRESS = "127.0.0.1"
 
 def probe(cluster: LocalCluster, transport: Transport, job: JobSpec | None) -> Facts:
     """As `clusterkit.backends.base.Backend.probe`."""
-    name, origin = ranks_python(cluster, job)
+    name, origin = own_interpreter(job, cluster.python)
     if (found := shutil.which(name)) is None:
         raise Unavailable(
             f"python: {name} does not exist, or cannot be executed", hint=NAMES_PYTHON
@@ -49,8 +49,3 @@ def probe(cluster: LocalCluster, transport: Transport, job: JobSpec | None) -> F
         interface="lo",
         watch_port=watch_port(cluster, HOST, port, transport),
     )
-
-
-def ranks_python(cluster: LocalCluster, job: JobSpec | None) -> tuple[str, str]:
-    """The ranks' Python as it was named, and where it comes from."""
-    return own_interpreter(job, cluster.python)

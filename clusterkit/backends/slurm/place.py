@@ -206,7 +206,7 @@ def place(job: JobSpec, cluster: SlurmCluster, facts: Facts, run_id: str) -> Slu
         places=Places(run_dir, workdir, host.python, python_origin=host.python_origin),
         device=device,
         threads=threads,
-        where=f"in partition {found.partition} of Slurm {found.version}",
+        where=f"in partition {found.partition} of Slurm {found.version}".rstrip(),
         hosts=(host.host,) * most,
         names=tuple(f"node-{node}" for node in range(most)),
         cluster_env=cluster.env,

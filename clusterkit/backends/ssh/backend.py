@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -134,45 +134,46 @@ class SshBackend(Backend, SupportsDoctor, SupportsFile, SupportsForget):
         return SshMonitor(handle, transport)
 
     def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
-        plan = handle.plan
         # Our own agent, not the run folder's copy: that may be gone, its processes not.
-        program = archive.as_text()
-
-        def stop(host: str) -> None:
-            done = transport.run(
-                host,
-                [plan.python, "-I", "-S", "-", *stop_arguments(plan, reason)],
-                stdin=program,
-                timeout=plan.stop_grace + 60,
-            )
-            if done.exit_code:
-                raise Unavailable(
-                    f"host {host}: could not end run {plan.run_id}: {done.stderr.strip()}"
-                )
-
-        _everywhere(plan, stop, transport, f"clusterkit cancel {plan.run_id} again")
+        plan = handle.plan
+        _everywhere(
+            plan, transport, [plan.python, "-I", "-S", "-", *stop_arguments(plan, reason)],
+            f"could not end run {plan.run_id}", f"clusterkit cancel {plan.run_id} again",
+            seconds=plan.stop_grace + 60, stdin=archive.as_text(),
+        )  # fmt: skip
 
     def forget(self, handle: RunHandle, transport: Transport) -> None:
         plan = handle.plan
-
-        def remove(host: str) -> None:
-            folders = [folder for folder in (plan.run_dir, plan.shared) if folder]
-            done = transport.run(host, ["rm", "-rf", "--", *folders], timeout=120)
-            if done.exit_code:
-                raise Unavailable(f"host {host}: cannot remove {plan.run_dir}: {done.stderr}")
-
-        _everywhere(plan, remove, transport, f"clusterkit rm {plan.run_id} again")
+        folders = [folder for folder in (plan.run_dir, plan.shared) if folder]
+        _everywhere(
+            plan, transport, ["rm", "-rf", "--", *folders],
+            f"cannot remove {plan.run_dir}", f"clusterkit rm {plan.run_id} again",
+        )  # fmt: skip
 
 
-def _everywhere(plan: Plan, work: Callable[[str], None], transport: Transport, remedy: str) -> None:
-    """``work`` on every host of the plan; one that does not answer does not hold the others.
+def _everywhere(
+    plan: Plan,
+    transport: Transport,
+    argv: Sequence[str],
+    failure: str,
+    remedy: str,
+    seconds: float = 120,
+    stdin: bytes = b"",
+) -> None:
+    """A command on every host of the plan; one that does not answer does not hold the others.
 
     Raises:
         Unavailable: names the hosts where it could not be done.
     """
+
+    def carry_out(host: str) -> None:
+        done = transport.run(host, argv, stdin=stdin, timeout=seconds)
+        if done.exit_code:
+            raise Unavailable(f"host {host}: {failure}: {done.stderr.strip()}")
+
     hosts = execute.everyone(plan)
     # All at once: a host takes its time, and nothing of ours. Logins the transport limits itself.
-    outcomes = fan_out(hosts, work, limit=len(hosts))
+    outcomes = fan_out(hosts, carry_out, limit=len(hosts))
     errors = [found for found in outcomes.values() if isinstance(found, ClusterkitError)]
     if errors:
         raise Unavailable(

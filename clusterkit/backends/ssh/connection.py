@@ -8,7 +8,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -85,9 +85,8 @@ def _connect(
         transport.banner_timeout = transport.handshake_timeout = transport.auth_timeout = timeout
         options = transport.get_security_options()
         options.ciphers = [name for name in CIPHERS if name in options.ciphers]
-        options.key_types = sorted(
-            options.key_types, key=lambda kind: _plain_type(kind) not in kinds
-        )
+        plain = {kind: "ssh-rsa" if "rsa-sha2" in kind else kind for kind in options.key_types}
+        options.key_types = sorted(plain, key=lambda kind: plain[kind] not in kinds)
         transport.start_client(timeout=timeout)
         check_key(target, transport.get_remote_server_key(), known)
         _authenticate(target, transport)
@@ -106,10 +105,6 @@ def hang_up(transport: paramiko.Transport) -> None:
             transport.sock.shutdown(socket.SHUT_RDWR)
     transport.close()
     transport.sock.close()  # returns when a ProxyCommand is gone; the thread may be about to do it
-
-
-def _plain_type(kind: str) -> str:
-    return "ssh-rsa" if kind.startswith("rsa-sha2") else kind
 
 
 def _socket(
@@ -188,21 +183,21 @@ def _keys(target: Target, problems: list[str]) -> _Keys:
         problems: gets why a file's key cannot be used.
     """
     named = [Path(path) for path in target.identities]
-    for path in named:
-        key = _private_key(path, target, problems, needed=target.host.identity is not None)
-        if key is not None:
-            yield key, str(path)
+
+    def of_files(paths: Sequence[Path], needed: bool) -> _Keys:
+        for path in paths:
+            if (key := _private_key(path, target, problems, needed=needed)) is not None:
+                yield key, str(path)
+
+    yield from of_files(named, target.host.identity is not None)
     if os.environ.get("SSH_AUTH_SOCK"):
         with contextlib.suppress(paramiko.SSHException, OSError):
             yield from _agent_keys(target, named)
-    if target.identities_only:
-        return
-    for name in ("id_ed25519", "id_ecdsa", "id_rsa"):
-        path = Path("~/.ssh").expanduser() / name
-        if path not in named and path.exists():
-            key = _private_key(path, target, problems, needed=False)
-            if key is not None:
-                yield key, str(path)
+    if not target.identities_only:
+        folder = Path("~/.ssh").expanduser()
+        usual = [folder / name for name in ("id_ed25519", "id_ecdsa", "id_rsa")]
+        there = [path for path in usual if path not in named and path.exists()]
+        yield from of_files(there, needed=False)
 
 
 def _agent_keys(target: Target, named: list[Path]) -> _Keys:

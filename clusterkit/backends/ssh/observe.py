@@ -48,20 +48,19 @@ def observation(handle: RunHandle, views: list[NodeView], patience: float) -> Ob
 
 
 def _judge(view: NodeView, patience: float, cut_off: bool) -> NodeStatus:
+    def status(state: State, reason: str) -> NodeStatus:
+        return NodeStatus(node=view.node, host=view.host, state=state, reason=reason)
+
     silence = view.silent_for()
     finished = view.ended or "exit.json" in view.files  # it has said how, as its last word
     if silence is not None and view.error is not None and not finished:
         said = f"{view.error.message} (no answer for {silence:.0f} s)"
         lost = silence >= patience and not cut_off
-        if not lost and patience:
-            state = State.RUNNING if view.begun else State.PENDING
-            return NodeStatus(node=view.node, host=view.host, state=state, reason=said)
-        return NodeStatus(node=view.node, host=view.host, state=State.UNKNOWN, reason=said)
+        if lost or not patience:
+            return status(State.UNKNOWN, said)
+        return status(State.RUNNING if view.begun else State.PENDING, said)
     if not view.known:
-        return NodeStatus(
-            node=view.node, host=view.host, state=State.UNKNOWN,
-            reason=f"nothing is left of the run on host {view.host}",
-        )  # fmt: skip
+        return status(State.UNKNOWN, f"nothing is left of the run on host {view.host}")
     found = judge_node(
         view.node,
         view.host,
@@ -87,9 +86,11 @@ class SshMonitor:
     def __init__(self, handle: RunHandle, transport: Transport) -> None:
         self._handle = handle
         self._patience = handle.plan.lost_after
+        job = handle.plan.job
         self._watch = Watch(
-            views(handle), lambda view: report(handle, view, transport, follow=True)
-        )
+            views(handle), lambda view: report(handle, view, transport, follow=True),
+            back=job is not None and (job.shrinks or job.spares > 0),
+        )  # fmt: skip
         self._judged = -1
         self._seen: Observation | None = None
 

@@ -8,34 +8,27 @@ it stands in no argument list and no login shell can misread it: what the login 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
-import select
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import paramiko
 
-from clusterkit import shell
+from clusterkit import host_probe, shell
 from clusterkit.agent.files import allow_open_files
 from clusterkit.backends.ssh.config import HostUnreachable, Target, jump_host, resolve
 from clusterkit.backends.ssh.connection import connect, hang_up
 from clusterkit.cluster import Host
 from clusterkit.errors import SubmitFailed
-from clusterkit.transport import (
-    START,
-    Completed,
-    Environment,
-    Put,
-    Stream,
-    Transport,
-    free_port_program,
-)
+from clusterkit.transport import START, Completed, Environment, Put, Stream, Transport
 
 Result = TypeVar("Result")
 OPEN_SECONDS = 10.0
@@ -48,7 +41,6 @@ LOGINS = 64
 FILES_PER_HOST = 8
 """File descriptors: the connection, the pipe of each command's channel, files kept here."""
 _BEGIN = b"@clusterkit-begin\n"
-_NO_SUCH_FILE = 44
 _MIN_RTT = 148
 """Where tcpi_min_rtt lies in Linux's struct tcp_info (linux/tcp.h)."""
 
@@ -68,6 +60,7 @@ class SshStream(Stream):
         return _round_trip(self._channel.get_transport()) < NEAR_SECONDS
 
     def write(self, data: bytes) -> None:
+        self._channel.settimeout(None)
         try:
             # In parts: what paramiko has not sent yet it copies for every packet.
             for start in range(0, len(data), WRITE_BYTES):
@@ -96,30 +89,24 @@ class SshStream(Stream):
                     return rest
 
     def _receive(self, deadline: float | None) -> bytes:
-        channel = self._channel
         while True:
-            if channel.recv_stderr_ready():
-                self._stderr += channel.recv_stderr(1 << 16)
-                continue
-            if channel.recv_ready():
-                return channel.recv(1 << 20)
-            if channel.eof_received or channel.closed:
-                if not channel.recv_ready():
-                    return b""
-                continue
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                raise SubmitFailed(f"host {self._host} no longer answers")
-            poll = select.poll()
-            poll.register(channel.fileno(), select.POLLIN)
-            # Not for ever: an end that comes without data does not always wake the descriptor.
-            poll.poll(1000 if left is None else min(1000, int(left * 1000) + 1))
+            self._take_stderr()  # lest it fill the window that both channels share
+            left = 1.0 if deadline is None else deadline - time.monotonic()
+            self._channel.settimeout(min(1.0, max(0.0, left)))
+            try:
+                return self._channel.recv(1 << 20)
+            except TimeoutError:
+                if left <= 0:
+                    raise SubmitFailed(f"host {self._host} no longer answers") from None
 
-    @property
-    def stderr(self) -> str:
+    def _take_stderr(self) -> None:
         with contextlib.suppress(OSError):
             while self._channel.recv_stderr_ready():
                 self._stderr += self._channel.recv_stderr(1 << 16)
+
+    @property
+    def stderr(self) -> str:
+        self._take_stderr()
         return self._stderr.decode(errors="replace")
 
     def exit_code(self, timeout: float | None = 10.0) -> int:
@@ -298,20 +285,11 @@ class SshTransport(Transport):
                 hint="make room there, or choose another `workdir` that this user may write to",
             )
 
-    def get(self, host: str, path: str, offset: int = 0, limit: int | None = None) -> bytes | None:
-        quoted = shell.quote(path)
-        cut = "" if limit is None else f" | head -c {limit}"
-        script = f"[ -f {quoted} ] || exit {_NO_SUCH_FILE}\ntail -c +{offset + 1} {quoted}{cut}\n"
-        with self._script(host, script) as stream:
-            stream.close_input()
-            data = b"".join(iter(lambda: stream.read(OPEN_SECONDS), b""))
-            code = stream.exit_code()
-        return None if code == _NO_SUCH_FILE else data
-
     def free_port(self, host: str, wanted: int | None = None) -> int:
         python = self._hosts[host].python or self._python
-        argv = [python, "-I", "-S", "-c", free_port_program(wanted)]
-        done = self.run(host, argv, timeout=OPEN_SECONDS)
+        argv = [python, "-I", "-S", "-", json.dumps({"port": wanted})]
+        program = Path(host_probe.__file__).read_bytes()
+        done = self.run(host, argv, stdin=program, timeout=OPEN_SECONDS)
         if done.exit_code or not done.stdout.strip().isdigit():
             said = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.exit_code}"
             raise SubmitFailed(f"host {host}: no free TCP port found: {said}")

@@ -519,6 +519,26 @@ def test_the_other_container_goes_on_alone(start: Start, engine: Any) -> None:
     assert left_over(engine) == []
 
 
+@pytest.mark.thorough
+def test_a_container_that_was_lost_is_started_again_and_joins(start: Start, engine: Any) -> None:
+    code = (
+        "import os, time; world = os.environ['WORLD_SIZE']; print('ready', world, flush=True); "
+        "begun = os.environ['CLUSTERKIT_NODE_DIR'] + '/begun'; "
+        "again = world == '2' and os.path.exists(begun); open(begun, 'w').close(); "
+        "time.sleep(0 if again else 600)"
+    )
+    run = start(words(code, on_node_loss="shrink"), nodes="1:2")
+    ready(run)
+    engine.run("kill", node(run, 1))
+    status = run.wait(2 * SOON)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 1)
+    assert [each.state for each in status.nodes] == [State.SUCCEEDED] * 2
+    said = [(line.node, line.text) for line in run.logs() if line.text.startswith("ready")]
+    assert sorted(said[:2]) == sorted(said[3:]) == [(0, "ready 2"), (1, "ready 2")]
+    assert run.events()[-1].text == "node 1 was started again, to join the others"
+    assert left_over(engine) == []
+
+
 def test_cancel_ends_everything_and_may_be_repeated(start: Start, engine: Any) -> None:
     run = start(words(WAIT))
     ready(run)

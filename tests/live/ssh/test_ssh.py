@@ -356,6 +356,33 @@ def test_the_other_host_goes_on_alone(submit: Submit, lab: Lab, place: Path, fau
     assert processes(lab, "h1", run) == []  # it has ended its ranks by itself
 
 
+JOINS = ALONE.replace(
+    'time.sleep(600 if world == "2" else 0)',
+    'begun = os.environ["CLUSTERKIT_NODE_DIR"] + "/begun"\n'
+    'again = world == "2" and os.path.exists(begun)\nopen(begun, "w").close()\n'
+    "time.sleep(0 if again else 600)",
+)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("fault", ["crash", "cut"])
+def test_a_host_that_is_back_joins_again(submit: Submit, lab: Lab, place: Path, fault: str) -> None:
+    (place / "tick.py").write_text(JOINS)
+    run = submit(1, nodes="1:2", settings=("on_node_loss=shrink",))
+    saying(run, "world 2", 2)
+    lab.fault(fault, "h1")
+    saying(run, "world 1", 1)
+    lab.repair()
+    status, _ = ended(run, 90)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 1)
+    assert [node.state for node in status.nodes] == [State.SUCCEEDED] * 2
+    said = [(line.node, line.text) for line in run.logs() if line.text.startswith("world")]
+    assert sorted(said[:2]) == sorted(said[3:]) == [(0, "world 2"), (1, "world 2")]
+    assert said[2] == (0, "world 1")
+    assert run.events()[-1].text == "node 1 was started again, to join the others"
+    assert all(processes(lab, host.name, run) == [] for host in lab.hosts)
+
+
 TWICE = """
 import os, pathlib, time
 folder, host = pathlib.Path(os.environ["CLUSTERKIT_NODE_DIR"]), os.uname().nodename
