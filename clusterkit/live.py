@@ -22,7 +22,6 @@ import os
 import re
 import statistics
 from collections import deque
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +47,7 @@ _WINDOW = 20
 AT_ONCE = 16
 """Logs of other nodes that one `poll` reads, in turn."""
 _MARK = f" {MARK}".encode()
-_HEAD = re.compile(rb"([0-9T:-]{19})\.([0-9]{6})Z (-|[0-9]{1,9}) ")
+_HEAD = re.compile(rb"[0-9T:-]{19}\.[0-9]{6}Z (-|[0-9]{1,9}) ")
 _MISSING = re.compile(
     r"(ranks? [^;]*?) ha(?:s|ve) not come to [^;]*?, which (ranks? .*?) waits? in"
 )
@@ -70,7 +69,7 @@ class Reported:
         self.program_started_at: float | None = None
         self.optimizers: dict[int, tuple[int, int]] = {}
 
-    def take(self, event: dict[str, Any], at: float = 0.0) -> None:
+    def take(self, event: dict[str, Any]) -> None:
         """One marked line. Any program may print them: what is not a number counts as missing."""
         number = {key: value for key, value in event.items() if is_number(value)}
         kind = event["event"]
@@ -82,7 +81,7 @@ class Reported:
                 if series is None and len(self.series) < MOST_METRICS:
                     series = self.series[key] = Series()
                 if series is not None:
-                    series.add(step, value, at)
+                    series.add(step, value)
         elif kind == "start":
             steps = number.get("steps")
             self.steps = None if steps is None else int(steps)
@@ -322,10 +321,10 @@ class LiveRun:
         while (at := data.find(_MARK, at)) >= 0:
             begin, end = data.rfind(b"\n", 0, at) + 1, data.find(b"\n", at)
             head = _HEAD.match(data, begin)
-            if head is not None and head.end() == at + 1 and head[3] != b"-":
+            if head is not None and head.end() == at + 1 and head[1] != b"-":
                 event = parse_mark(data[at + 1 : end].decode(errors="replace"))
-                if event is not None and self._counts(node, int(head[3]), event):
-                    self.reported.take(event, _second(head[1]) + int(head[2]) / 1e6)
+                if event is not None and self._counts(node, int(head[1]), event):
+                    self.reported.take(event)
                     news.add(METRICS)
             at = end
 
@@ -369,12 +368,6 @@ class LiveRun:
         if view is None:
             view = self.ranks[node, rank] = RankView(self, node, rank)
         return view
-
-
-@lru_cache(maxsize=64)
-def _second(stamp: bytes) -> float:
-    """Unix time of a line's second, in which there may be many lines."""
-    return next(parse_lines(stamp + b".000000Z - ", 0)).time
 
 
 class Standstill(NamedTuple):

@@ -33,6 +33,6 @@ def parse_mark(text: str) -> dict[str, Any] | None:
     return event if isinstance(event, dict) and "event" in event else None
 
 
-def is_number(value: object) -> bool:
-    """Whether a value is a number: neither text nor true, neither NaN nor beyond 1e300."""
-    return isinstance(value, _NUMBERS) and not isinstance(value, bool) and abs(value) < _HUGE
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a number: neither text nor true, neither NaN nor beyond 1e300."""
+    return type(value) in _NUMBERS and -_HUGE < value < _HUGE

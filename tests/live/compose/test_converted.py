@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,10 +35,19 @@ networks:
 """
 
 
+@pytest.fixture
+def readable() -> Iterator[Path]:
+    """A folder that everybody may read."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
 def test_a_compose_file(
-    engine: Engine, image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, image: str, readable: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = project(tmp_path / "project")
+    # Not below pytest's own folder, into which the image's user may not look.
+    folder = project(readable / "project")
     monkeypatch.chdir(folder)
     for name, value in engine.env.items():
         monkeypatch.setenv(name, value)
