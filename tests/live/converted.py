@@ -20,7 +20,8 @@ SECONDS = 120.0
 
 def told(lines: Iterable[str]) -> list[dict[str, Any]]:
     """What `programs/told.py` printed, by rank."""
-    found = [json.loads(line) for line in lines if line.startswith('{"rank": ')]
+    # docker compose puts an escape sequence in front of a line.
+    found = [json.loads(line[line.index("{") :]) for line in lines if '{"rank": ' in line]
     for one in found:
         for name in [name for name in one["env"] if name.startswith(LEFT_OUT)]:
             del one["env"][name]
