@@ -136,11 +136,8 @@ def runs_of(
     for status in runs():
         if status.cluster == cluster or status.run in there:
             other = there.pop(status.run, None)
-            found.append(
-                ListedRun(
-                    **msgspec.structs.asdict(status), user=None if other is None else other.user
-                )
-            )
+            user = None if other is None else other.user
+            found.append(ListedRun(**msgspec.structs.asdict(status), user=user))
     found += [
         ListedRun(
             run=run.run, job=run.job, cluster=cluster, backend=backend.name, state=run.state,

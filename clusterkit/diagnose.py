@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from clusterkit.agent import AGAIN
-from clusterkit.agent.failure import ECHOES
+from clusterkit.agent.failure import ECHOES, shell_code
 from clusterkit.logs import LogLine
 from clusterkit.status import Failure, NodeCause, NodeStatus, RankExit, State
 from clusterkit.tracebacks import Output
@@ -169,11 +169,6 @@ def _known_cause(
     # mpirun's first node speaks for all ranks.
     node = blamed.node if blamed.rank is None else blamed.rank // nproc
     return next((cause for cause in causes if cause.node == node), None)
-
-
-def shell_code(code: int) -> int:
-    """An exit code as a shell gives it: 128 + N for a process that signal N ended."""
-    return 128 - code if code < 0 else code
 
 
 def _suspects(

@@ -113,7 +113,7 @@ ACCELERATE = Tool(
     | _each("--num-cpu-threads-per-process", "threads_per_rank")
     | _each("--max-restarts", "restarts")
     | _each("--mixed-precision", "env.ACCELERATE_MIXED_PRECISION")
-    | _each("--gradient-accumulation-steps", "env.ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    | _each("--gradient-accumulation-steps", "!without DeepSpeed accelerate pays no heed to it")
     | _each("--machine-rank --main-process-ip --main-process-port --monitor-interval", OURS)
     | _each("--rdzv-backend --rdzv-conf --role", OURS)
     | _each("--log-dir -t --tee", LOGS)

@@ -69,7 +69,7 @@ class Reported:
         self.program_started_at: float | None = None
         self.optimizers: dict[int, tuple[int, int]] = {}
 
-    def take(self, event: dict[str, Any], at: float = 0.0) -> None:
+    def take(self, event: dict[str, Any]) -> None:
         """One marked line. Any program may print them: what is not a number counts as missing."""
         number = {key: value for key, value in event.items() if is_number(value)}
         kind = event["event"]
@@ -77,10 +77,11 @@ class Reported:
             step = number.pop("step")
             self.step = int(step)
             for key, value in number.items():
-                if key not in self.series and len(self.series) < MOST_METRICS:
-                    self.series[key] = Series()
-                if key in self.series:
-                    self.series[key].add(step, value, at)
+                series = self.series.get(key)
+                if series is None and len(self.series) < MOST_METRICS:
+                    series = self.series[key] = Series()
+                if series is not None:
+                    series.add(step, value)
         elif kind == "start":
             steps = number.get("steps")
             self.steps = None if steps is None else int(steps)
@@ -322,21 +323,19 @@ class LiveRun:
             head = _HEAD.match(data, begin)
             if head is not None and head.end() == at + 1 and head[1] != b"-":
                 event = parse_mark(data[at + 1 : end].decode(errors="replace"))
-                if event is not None:
-                    self._take(node, int(head[1]), data[begin:at], event, news)
+                if event is not None and self._counts(node, int(head[1]), event):
+                    self.reported.take(event)
+                    news.add(METRICS)
             at = end
 
-    def _take(
-        self, node: int, rank: int, head: bytes, event: dict[str, Any], news: set[str]
-    ) -> None:
+    def _counts(self, node: int, rank: int, event: dict[str, Any]) -> bool:
+        """Whether what a rank reports is what the run does."""
         if event["event"] == "metrics":
             self._rank(node, rank).reports(event)
             # Where every rank reports, one is enough: the first is on node 0, which is read first.
             self._reporter = self._reporter or (node, rank)
-            if self._reporter != (node, rank):
-                return
-        self.reported.take(event, next(parse_lines(head, node)).time)
-        news.add(METRICS)
+            return self._reporter == (node, rank)
+        return True
 
     def _take_last(self, node: int, data: bytes) -> None:
         """Who said what last, from the end: where most ranks talk, a few lines tell of all."""

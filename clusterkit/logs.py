@@ -268,17 +268,6 @@ def _older(file: int, end: int, wanted: _Wanted, most: int, scan: float) -> Page
     return Page(lines, place, end if after is None else after)
 
 
-def metrics(lines: Iterable[LogLine]) -> Iterator[dict[str, Any]]:
-    """The ``metrics`` events, without the key ``event``.
-
-    A restarted run repeats the steps since its checkpoint; both tellings are given.
-    """
-    for line in lines:
-        event = line.event
-        if event is not None and event["event"] == "metrics":
-            yield {key: value for key, value in event.items() if key != "event"}
-
-
 def without_rank(text: str) -> str:
     """A line without the ``[rank3]: `` that torch puts before those of a traceback."""
     return _TORCH_PREFIX.sub("", text, count=1)

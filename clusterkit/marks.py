@@ -11,21 +11,28 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
+
 MARK = "@clusterkit "
 _HUGE = 1e300
+_NUMBERS = (int, float)
 
 
 def parse_mark(text: str) -> dict[str, Any] | None:
     """The object of a marked line; None for any other line, a torn one included."""
     if not text.startswith(MARK):
         return None
+    document = text[len(MARK) :]
     try:
-        event = json.loads(text[len(MARK) :])
-    except ValueError:
-        return None
+        event = msgspec.json.decode(document)
+    except msgspec.DecodeError:
+        try:
+            event = json.loads(document)  # takes the NaN that programs print, too
+        except ValueError:
+            return None
     return event if isinstance(event, dict) and "event" in event else None
 
 
-def is_number(value: object) -> bool:
-    """Whether a value is a number: neither text nor true, neither NaN nor beyond 1e300."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _HUGE
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a number: neither text nor true, neither NaN nor beyond 1e300."""
+    return type(value) in _NUMBERS and -_HUGE < value < _HUGE

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from clusterkit import command, loader
+from clusterkit.errors import BadInput
 from clusterkit.files import read_file
 from clusterkit.spec import Job, JobSpec, check_job
 from clusterkit.yaml_file import Document
@@ -59,6 +60,11 @@ def read(
         spec, document = loader.read_job(Path(job), settings)
         keys = list(document.data)
     else:
+        if isinstance(job, Mapping):  # its keys would be taken for the words of a command
+            raise BadInput(
+                "a job is a path, a JobSpec or a command's words, not a mapping",
+                "msgspec.convert(job, clusterkit.spec.JobSpec)",
+            )
         spec = job if isinstance(job, JobSpec) else loader.job_from_command(list(job))
         if settings:
             changes = Document("--set", msgspec.to_builtins(spec), {})

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from clusterkit import logs, run_state
+from clusterkit import run_state
 from clusterkit.errors import BadInput, ClusterkitError, RunFolderError
 from clusterkit.logs import LogLine
 from clusterkit.plan import Plan
@@ -173,8 +173,12 @@ class Run:
                     return
 
     def metrics(self) -> list[dict[str, Any]]:
-        """What rank 0 reported: a dict per step with ``step``, ``loss``, ``tokens_per_second``."""
-        return list(logs.metrics(self.logs()))
+        """What rank 0 reported: a dict per step with ``step``, ``loss``, ``tokens_per_second``.
+
+        A restarted run repeats the steps since its checkpoint; both tellings are given.
+        """
+        found = [mark for mark in self.marks() if mark["event"] == "metrics"]
+        return [{key: mark[key] for key in mark if key != "event"} for mark in found]
 
     def marks(self) -> list[dict[str, Any]]:
         """Every marked line's object (`clusterkit.marks`), metrics among them."""

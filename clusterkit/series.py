@@ -27,7 +27,7 @@ class Bucket(NamedTuple):
 
 
 class Series:
-    """Steps, values and the times at which they were reported, three arrays of one length.
+    """Steps and values, two arrays of one length.
 
     Steps only rise: one that is reported again, after a restart from a checkpoint, replaces the
     earlier telling and all that came after it.
@@ -36,29 +36,24 @@ class Series:
     def __init__(self) -> None:
         self.steps = array("q")
         self.values = array("d")
-        self.times = array("d")
-        self.version = 0
-        """Grows with every change."""
         self.replaced = 0
         """Grows whenever points that were there have changed: a reader begins anew."""
 
     def __len__(self) -> int:
         return len(self.steps)
 
-    def add(self, step: float, value: float, at: float = 0.0) -> None:
+    def add(self, step: float, value: float) -> None:
         """One more point."""
         if not abs(step) < _LARGEST_STEP:
             return
-        number = int(step)
-        if self.steps and number <= self.steps[-1]:
-            start = bisect_left(self.steps, number)
-            del self.steps[start:], self.values[start:], self.times[start:]
+        number, steps = int(step), self.steps
+        if steps and number <= steps[-1]:
+            start = bisect_left(steps, number)
+            del steps[start:], self.values[start:]
             self.replaced += 1
-        self.steps.append(number)
+        steps.append(number)
         self.values.append(value)
-        self.times.append(at)
-        self.version += 1
-        if len(self.steps) >= MOST_POINTS:
+        if len(steps) >= MOST_POINTS:
             self._halve()
 
     @property
@@ -74,7 +69,6 @@ class Series:
             ends = (min(four, key=values.__getitem__), max(four, key=values.__getitem__))
             keep.extend(sorted(set(ends)))
         self.steps = array("q", (self.steps[each] for each in keep))
-        self.times = array("d", (self.times[each] for each in keep))
         self.values = array("d", (values[each] for each in keep))
         self.replaced += 1
 

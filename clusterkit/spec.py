@@ -180,9 +180,10 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     or a log."""
     workdir: Text | None = None
     """Folder the ranks start in; by default where the program was found."""
-    track: tuple[Literal["tensorboard"], ...] = ()
+    track: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
     """Trackers that get what rank 0 reports, written where the run is submitted: the program and
-    its nodes need none of it. `tensorboard`: `tensorboard/` in the run's folder."""
+    its nodes need none of it. `tensorboard`: `tensorboard/` in the run's folder. `wandb`, `mlflow`,
+    `trackio`: as their variables and logins say there, and without them on that machine alone."""
 
     @property
     def node_range(self) -> tuple[int, int]:

@@ -77,3 +77,8 @@ class Words:
         """
         error = self._errors.get("-" if rank is None else str(rank), "") if code == 1 else ""
         return {"code": code, "error": error, "echo": bool(ECHOES.search(error))}
+
+
+def shell_code(code: int) -> int:
+    """An exit code as a shell gives it: 128 + N for a process that signal N ended."""
+    return 128 - code if code < 0 else code

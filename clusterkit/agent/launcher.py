@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from clusterkit.agent import limits
-from clusterkit.agent.failure import Words
+from clusterkit.agent.failure import Words, shell_code
 from clusterkit.agent.fork import Fork
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.processes import all_below, is_alive, kill_all_below, send, wait_gone
@@ -216,11 +216,6 @@ class Launcher:
         for slot in range(self._options.nproc):
             with contextlib.suppress(OSError):
                 os.unlink(self._folder / f"pipe-{slot}")
-
-
-def shell_code(code: int) -> int:
-    """An exit code as a shell gives it: 128 + N for a process that signal N ended."""
-    return 128 - code if code < 0 else code
 
 
 def no_start(error: OSError) -> tuple[int, str]:

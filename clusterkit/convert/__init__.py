@@ -6,10 +6,11 @@ collects that; what has no equivalent is refused with its place, and nothing is 
 
 from __future__ import annotations
 
+import contextlib
 import posixpath
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -141,7 +142,9 @@ def convert(
     cluster = None
     if sheet.cluster:
         cluster = {sheet.cluster_name: sheet.cluster}
-        _check_cluster(sheet)
+        entry_type = CLUSTER_TYPES[sheet.cluster["backend"]]
+        with _located(sheet, "cluster"):
+            loader.convert(Document("", sheet.cluster, {}), (), sheet.cluster, entry_type)
     return Converted(kind, job, cluster, tuple(sheet.notes))
 
 
@@ -150,23 +153,20 @@ def _checked_job(sheet: Sheet) -> dict[str, Any]:
     order = list(loader.fields_of(JobSpec))
     if not sheet.job.get("name"):
         sheet.job["name"] = job_name(posixpath.splitext(posixpath.basename(sheet.name))[0])
-    try:
+    with _located(sheet, "job"):
         check_job(loader.convert(Document("", sheet.job, {}), (), sheet.job, JobSpec))
-    except BadInput as error:
-        key = str(error.key[0]) if error.key else re.split(r"[:.\[]", error.message.lstrip(": "))[0]
-        origin = sheet.origins.get(key, sheet.name)
-        raise BadInput(f"{origin}: {error.message.lstrip(': ')}", error.hint) from None
     return {key: sheet.job[key] for key in sorted(sheet.job, key=order.index)}
 
 
-def _check_cluster(sheet: Sheet) -> None:
-    kind = CLUSTER_TYPES[sheet.cluster["backend"]]
-    document = Document("", sheet.cluster, {})
+@contextlib.contextmanager
+def _located(sheet: Sheet, where: Literal["job", "cluster"]) -> Iterator[None]:
+    """Have an error name what gave the key that is wrong."""
     try:
-        loader.convert(document, (), sheet.cluster, kind)
+        yield
     except BadInput as error:
         message = error.message.lstrip(": ")
-        origin = sheet.origins.get(f"cluster.{re.split(r'[:.]', message)[0]}", sheet.name)
+        key = str(error.key[0]) if error.key else re.split(r"[:.\[]", message)[0]
+        origin = sheet.origins.get((where, key), sheet.name)
         raise BadInput(f"{origin}: {message}", error.hint) from None
 
 

@@ -246,8 +246,6 @@ def _setting(sheet: Sheet, name: str, text: str, what: str, nodes: int, deepspee
     elif name in _DEEPSPEED:
         if deepspeed:
             sheet.env(what, f"ACCELERATE_{_DEEPSPEED[name]}", _cased(name, text))
-        elif name == "gradient_accumulation_steps":
-            sheet.env(what, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", text)
         else:
             sheet.drop(what, "it means nothing without use_deepspeed")
     elif name in ("deepspeed_hostfile", "mpirun_hostfile"):

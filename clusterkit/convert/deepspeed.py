@@ -47,10 +47,7 @@ def finish(sheet: Sheet) -> None:
     if sheet.refused:
         return
     what = given.written if given else f"{path}, which deepspeed reads by itself"
-    sheet.cluster.setdefault("backend", "ssh")
-    sheet.entry(what, "hosts", [_host(name, count) for name, count in slots.items()],
-                f"cluster entry, hosts: {', '.join(slots)}")  # fmt: skip
-    sheet.cluster_name = "hosts"
+    sheet.ssh(what, slots)
     chosen = _chosen(sheet, slots)
     if sheet.refused:
         return
@@ -111,34 +108,24 @@ def hostfile(sheet: Sheet, path: str, text: str) -> dict[str, int]:
     return found
 
 
-def _host(name: str, slots: int) -> dict[str, object]:
-    user, at, place = name.rpartition("@")
-    return {"name": place, **({"user": user} if at else {}), "slots": slots}
-
-
 def _chosen(sheet: Sheet, slots: dict[str, int]) -> dict[str, int]:
     """Slots of the hosts that ``--include`` or ``--exclude`` leaves."""
-    for name, key in (("--include", "include"), ("--exclude", "exclude")):
-        used = sheet.hosts.get(name)
-        if used is None:
+    for key in ("include", "exclude"):
+        if (used := sheet.hosts.get(f"--{key}")) is None:
             continue
-        named: dict[str, int | None] = {}
+        named = {}
         for part in used.value.split("@"):
             host, colon, numbers = part.strip().partition(":")
             if host not in slots or (colon and not re.fullmatch(r"\d+(,\d+)*", numbers)):
                 sheet.refuse(used.written, f"{part} is not a host of the hostfile")
                 return slots
-            named[host] = len(set(numbers.split(","))) if colon else None
+            named[host] = len(set(numbers.split(","))) if colon else slots[host]
         sheet.entry(used.written, key, used.value)
-        if key == "include":
-            slots = {host: named[host] or slots[host] for host in slots if host in named}
-        else:
-            left = {
-                host: slots[host] - (named.get(host) or 0)
-                for host in slots
-                if host not in named or named[host] is not None
-            }
-            slots = {host: count for host, count in left.items() if count > 0}
+        left = {
+            host: named.get(host, 0) if key == "include" else count - named.get(host, 0)
+            for host, count in slots.items()
+        }
+        slots = {host: count for host, count in left.items() if count > 0}
     if not slots:
         raise BadInput("--include and --exclude leave no host")
     return slots

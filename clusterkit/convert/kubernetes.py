@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from clusterkit import shell
 from clusterkit.command import read as read_line
 from clusterkit.convert import lines
 from clusterkit.convert.options import assigned, job_name
@@ -442,23 +441,9 @@ def _run(sheet: Sheet, words: list[str]) -> None:
 
 def run_in_image(sheet: Sheet, words: list[str], key: str = "workdir") -> None:
     """A command whose program lies in the image; ``cd`` sets this key of the entry."""
-    inner = lines.script_of(words)
-    if inner is None:
-        _ranks(sheet, words)
-        return
-    at, name = sheet.at, sheet.name
-    script = Script(
-        sheet,
-        {},
-        _ranks,
-        left("put it into the image: only the ranks run in a pod", venv=False),
-        lambda what, path: sheet.entry(what, key, path),
-    )
-    line = re.search(r":(\d+)$", at)
-    script.read(inner, int(line[1]) if line else 1)
-    sheet.at, sheet.name = at, name
-    if not script.launched:
-        sheet.refuse(shell.join(words)[:60], "it starts no ranks")
+    other = left("put it into the image: only the ranks run in a pod", venv=False)
+    folder = lambda what, path: sheet.entry(what, key, path)  # noqa: E731
+    Script(sheet, {}, _ranks, other, folder).start(words)
 
 
 def _ranks(sheet: Sheet, words: Sequence[str]) -> None:

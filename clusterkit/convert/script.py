@@ -106,6 +106,21 @@ class Script:
                 sheet.refuse(what, "what a script works out has no place in a job file")
         sheet.at = ""
 
+    def start(self, words: Sequence[str], launch: Launch | None = None) -> None:
+        """The line that starts the ranks, or the one in ``bash -c SCRIPT`` that does."""
+        sheet, at, launch = self.sheet, self.sheet.at, launch or self.launch
+        if (inner := lines.script_of(words)) is None:
+            launch(sheet, words)
+            return
+        known = {name: text for name, text in self.variables.items() if not unknown_in(text)}
+        within = Script(sheet, known, launch, self.other, self.folder)
+        within.own = set(self.own)
+        line = re.search(r":(\d+)$", at)
+        within.read(inner, int(line[1]) if line else 1)
+        sheet.at = at
+        if not within.launched:
+            sheet.refuse(shell.join(map(shown, words))[:60], "it starts no ranks")
+
     def _command(self, command: Command) -> None:
         sheet, words, name = self.sheet, command.words, command.name
         raw = shown(command.raw)

@@ -72,8 +72,8 @@ class Sheet:
         self.notes: list[Note] = []
         self.refused: list[str] = []
         self.at = ""
-        self.origins: dict[str, str] = {}
-        """Key of the job, or ``cluster.KEY``, to what gave it."""
+        self.origins: dict[tuple[Fate, str], str] = {}
+        """What gave a key of the job, or of the cluster's entry."""
         self.hosts: dict[str, Used] = {}
         """A launcher's options about hosts, which mean something only all together."""
         self.settings: dict[str, tuple[str, str]] = {}
@@ -87,21 +87,13 @@ class Sheet:
 
     def key(self, what: str, key: str, value: Any, said: str = "") -> None:
         """A key of the job; the same key with another value is refused."""
-        if key in self.job and self.job[key] != value:
-            self.refuse(what, f"{key} is {self.job[key]} by {self.origins.get(key, 'another')}")
-            return
-        if self._has_no_value(what, value):
-            return
-        self.job[key] = value
-        self.origins[key] = self._place(what)
-        self.note(what, said or f"{key}: {_short(value)}", "job")
+        self._set(what, "job", key, value, said or f"{key}: {_short(value)}")
 
     def env(self, what: str, name: str, value: str) -> None:
         """A variable of the ranks."""
         if self._has_no_value(what, value):
             return
         self.job.setdefault("env", {})[name] = value
-        self.origins[f"env.{name}"] = self._place(what)
         self.note(what, f"env.{name}: {_short(value)}", "job")
 
     def secret(self, what: str, name: str) -> None:
@@ -112,16 +104,20 @@ class Sheet:
         self.note(what, f"secrets: {name}, taken from your environment when you submit", "job")
 
     def entry(self, what: str, key: str, value: Any, said: str = "") -> None:
-        """A key of the cluster's entry."""
-        if key in self.cluster and self.cluster[key] != value:
-            before = self.origins.get(f"cluster.{key}", "another")
-            self.refuse(what, f"{key} of the cluster is {self.cluster[key]} by {before}")
-            return
-        if self._has_no_value(what, value):
-            return
-        self.cluster[key] = value
-        self.origins[f"cluster.{key}"] = self._place(what)
-        self.note(what, said or f"cluster entry, {key}: {_short(value)}", "cluster")
+        """A key of the cluster's entry, as `key`."""
+        self._set(what, "cluster", key, value, said or f"cluster entry, {key}: {_short(value)}")
+
+    def _set(
+        self, what: str, where: Literal["job", "cluster"], key: str, value: Any, said: str
+    ) -> None:
+        keys, of = (self.job, "") if where == "job" else (self.cluster, " of the cluster")
+        if key in keys and keys[key] != value:
+            before = self.origins.get((where, key), "another")
+            self.refuse(what, f"{key}{of} is {keys[key]} by {before}")
+        elif not self._has_no_value(what, value):
+            keys[key] = value
+            self.origins[where, key] = self._place(what)
+            self.note(what, said, where)
 
     def more(self, what: str, key: str, value: Any) -> None:
         """One more item of a list in the cluster's entry."""
@@ -172,10 +168,13 @@ class Sheet:
             raise BadInput(f"{self._place(what)}: {error.message}", "end the quote") from None
 
     def ssh(self, what: str, slots: Mapping[str, int]) -> None:
-        """Hosts, with the ranks that each takes."""
+        """Hosts, ``user@`` in front of them or not, with the ranks that each takes."""
         self.cluster["backend"] = "ssh"
         self.cluster_name = "hosts"
-        hosts = [{"name": name, "slots": count} for name, count in slots.items()]
+        hosts = []
+        for name, count in slots.items():
+            user, at, host = name.rpartition("@")
+            hosts.append({"name": host, **({"user": user} if at else {}), "slots": count})
         self.entry(what, "hosts", hosts, f"cluster entry, hosts: {', '.join(slots)}")
 
     def number(self, what: str, key: str, text: Any, least: int = 1) -> None:

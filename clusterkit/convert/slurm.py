@@ -55,31 +55,27 @@ _REFUSED = {
     "mem-per-gpu": "`memory` of the cluster's entry counts for a node: --mem",
     "clusters": "a run stays on one cluster",
 }
+_GPUS = re.compile(r"\bgpu(?::[^:,]+)??(?::(\d+))?(?:,|$)")
 Asked = dict[str, tuple[str, str, str]]
 """Options about nodes, tasks and GPUs: value, as written, place."""
-_TASKS = ("nodes", "ntasks", "ntasks-per-node", "gpus", "gpus-per-node", "gpus-per-task", "gres")
+_ASKED = frozenset(
+    {"nodes", "ntasks", "ntasks-per-node", "gpus", "gpus-per-node", "gpus-per-task", "gres",
+     "cpus-per-task"}
+)  # fmt: skip
 
 
 def script(sheet: Sheet, text: str, words: Sequence[str]) -> None:
     """A script, with or without ``#SBATCH`` lines."""
     slurm = re.search(r"^#SBATCH\b", text, re.MULTILINE) is not None
-    asked: Asked = {}
+    batch = _Batch(sheet, slurm)
     if slurm:
-        sheet.cluster["backend"] = "slurm"
-        sheet.cluster_name = "slurm"
-        for number, line in enumerate(text.splitlines(), 1):
-            if match := _DIRECTIVE.match(line):
-                sheet.at = f"{sheet.name}:{number}"
-                comment = re.split(r"\s#", match[1])[0].strip()
-                for word in _options(sheet, asked, sheet.words("#SBATCH", comment), job=True):
-                    sheet.refuse(word, "not an option of sbatch")
-            elif line.strip() and not line.startswith("#"):
-                break
-    _shape(sheet, asked)
+        sheet.cluster["backend"] = sheet.cluster_name = "slurm"
+        batch.directives(text)
+    batch.shape(batch.asked)
     reader = Script(
         sheet,
-        _variables(sheet, asked) if slurm else {},
-        lambda sheet, words: _launch(sheet, reader, asked, words, slurm),
+        batch.variables() if slurm else {},
+        lambda sheet, words: batch.launch(reader, words),
         _set_up if slurm else left("run it yourself before you submit"),
     )
     reader.read(text)
@@ -90,34 +86,173 @@ def script(sheet: Sheet, text: str, words: Sequence[str]) -> None:
         sheet.refuse("mpirun", "on Slurm clusterkit starts the ranks itself: leave mpirun out")
 
 
-def _options(sheet: Sheet, asked: Asked, words: list[str], *, job: bool) -> list[str]:
-    """Options of sbatch, or of srun; gives the words behind them."""
-    rest = list(words)
-    while rest and rest[0].startswith("-") and rest[0] != "-":
-        word = rest.pop(0)
-        if word == "--":
-            break
-        written = word
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            takes = not equals and name not in _FLAGS
+class _Batch:
+    """A script's options, and what they mean together."""
+
+    def __init__(self, sheet: Sheet, slurm: bool) -> None:
+        self.sheet = sheet
+        self.slurm = slurm
+        self.asked: Asked = {}
+
+    def directives(self, text: str) -> None:
+        """The ``#SBATCH`` lines, which end with the first command."""
+        sheet = self.sheet
+        for number, line in enumerate(text.splitlines(), 1):
+            if match := _DIRECTIVE.match(line):
+                sheet.at = f"{sheet.name}:{number}"
+                comment = re.split(r"\s#", match[1])[0].strip()
+                for word in self.options(sheet.words("#SBATCH", comment), self.asked, job=True):
+                    sheet.refuse(word, "not an option of sbatch")
+            elif line.strip() and not line.startswith("#"):
+                break
+
+    def options(self, words: list[str], asked: Asked, *, job: bool) -> list[str]:
+        """Options of sbatch, or of srun; gives the words behind them."""
+        rest = list(words)
+        while rest and rest[0].startswith("-") and rest[0] != "-":
+            word = rest.pop(0)
+            if word == "--":
+                break
+            written = word
+            if word.startswith("--"):
+                name, equals, value = word[2:].partition("=")
+                takes = not equals and name not in _FLAGS
+            else:
+                name, value = _SHORT.get(word[1], word[1]), word[2:].removeprefix("=")
+                takes = not value and name not in _FLAGS
+            if takes and rest:
+                value = rest.pop(0)
+                written = f"{word} {value}"
+            name = name.replace("_", "-")
+            if name in _ASKED:
+                asked[name] = (value, written, self.sheet.at)
+            else:
+                _option(self.sheet, name, value, written, job)
+        return rest
+
+    @property
+    def nodes(self) -> int:
+        return int(self.sheet.job.get("nodes", 1))
+
+    @property
+    def tasks(self) -> int:
+        """Of a node."""
+        for name, nodes in (("ntasks-per-node", 1), ("ntasks", self.nodes)):
+            if name in self.asked and (value := self.asked[name][0]).isdecimal():
+                return max(1, int(value) // nodes)
+        return 1
+
+    def shape(self, asked: Asked) -> None:
+        """Nodes, GPUs and cores."""
+        sheet = self.sheet
+        if "nodes" in asked:
+            value, written, sheet.at = asked["nodes"]
+            low, dash, high = value.partition("-")
+            if not dash or low == high:
+                sheet.number(written, "nodes", low)
+            else:
+                why = f'an elastic number is `nodes: "{low}:{high}"` in the job file'
+                sheet.refuse(written, why)
+        for name in ("gres", "gpus-per-node"):
+            if name in asked:
+                value, written, sheet.at = asked[name]
+                sheet.entry(written, "gres", value if name == "gres" else f"gpu:{value}")
+        nodes, tasks = self.nodes, self.tasks
+        for name, times in (("gpus", 1), ("gpus-per-task", nodes * tasks)):
+            if name in asked and "gres" not in sheet.cluster:
+                value, written, sheet.at = asked[name]
+                kind, _, text = value.rpartition(":")
+                if (count := sheet.whole(written, text)) is None:
+                    continue
+                if count * times % nodes:
+                    sheet.refuse(written, f"{value} GPUs cannot be divided among {nodes} nodes")
+                    continue
+                each = f"{count * times // nodes}"
+                sheet.entry(written, "gres", ":".join(filter(None, ["gpu", kind, each])))
+        if "cpus-per-task" in asked:
+            value, written, sheet.at = asked["cpus-per-task"]
+            if (cpus := sheet.whole(written, value)) is not None:
+                all_of = f"cluster entry, cpus: {cpus * tasks}, of {tasks} tasks"
+                sheet.entry(written, "cpus", cpus * tasks, "" if tasks == 1 else all_of)
+        sheet.at = ""
+
+    def variables(self) -> dict[str, str]:
+        """What Slurm sets, as far as the options say it."""
+        nodes, tasks, entry = self.nodes, self.tasks, self.sheet.cluster
+        found = {
+            "SLURM_JOB_NUM_NODES": nodes, "SLURM_NNODES": nodes, "SLURM_NTASKS": nodes * tasks,
+            "SLURM_NPROCS": nodes * tasks, "SLURM_NTASKS_PER_NODE": tasks,
+        }  # fmt: skip
+        if "cpus-per-task" in self.asked:
+            found["SLURM_CPUS_PER_TASK"] = int(entry.get("cpus", tasks)) // tasks
+        if match := _GPUS.search(str(entry.get("gres", ""))):
+            gpus = int(match[1] or 1)
+            found |= dict.fromkeys(("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), gpus)
+            found["SLURM_GPUS"] = gpus * nodes
+        known = {name: str(value) for name, value in found.items()}
+        if "name" in self.sheet.job:
+            known["SLURM_JOB_NAME"] = self.sheet.job["name"]
+        return known
+
+    def launch(self, reader: Script, words: Sequence[str]) -> None:
+        """The line that starts the ranks: ``srun ...``, or a launcher by itself."""
+        rest = list(words)
+        while rest and (match := re.match(rf"({shell.NAME})=(.*)\Z", rest[0], re.DOTALL)):
+            assigned(self.sheet, rest.pop(0), match[1], match[2])
+        by_srun = bool(rest) and rest[0].rpartition("/")[2] == "srun"
+        if by_srun:
+            step: Asked = {}
+            rest = self.options(rest[1:], step, job=False)
+            for name in step:
+                self._same(name, step)
+        reader.start(rest, lambda sheet, words: self._ranks(words, by_srun))
+
+    def _same(self, name: str, step: Asked) -> None:
+        """An option of srun that sbatch has as well."""
+        sheet, before, (value, written, _) = self.sheet, self.asked.get(name), step[name]
+        total = {"nodes": self.nodes, "ntasks": self.nodes * self.tasks,
+                 "ntasks-per-node": self.tasks}  # fmt: skip
+        if unknown_in(value):
+            sheet.drop(written, "as many as the job has")
+        elif (before is not None and before[0] == value) or str(total.get(name)) == value:
+            sheet.drop(written, "the job's #SBATCH lines say the same")
+        elif before is not None or name == "nodes":
+            said = before[1] if before else "1 node"
+            sheet.refuse(written, f"the job's #SBATCH lines say {said}")
         else:
-            name, value = _SHORT.get(word[1], word[1]), word[2:].removeprefix("=")
-            takes = not value and name not in _FLAGS
-        if takes and rest:
-            value = rest.pop(0)
-            written = f"{word} {value}"
-        _option(sheet, asked, name.replace("_", "-"), value, written, job)
-    return rest
+            self.asked[name] = step[name]
+            if name.startswith("ntasks"):
+                sheet.note(written, "read together with the launcher", "job")
+            else:
+                self.shape({name: step[name]})
+
+    def _ranks(self, words: Sequence[str], by_srun: bool) -> None:
+        """What the tasks run."""
+        sheet, rest = self.sheet, list(words)
+        for name in ("SLURM_JOB_ID", "SLURM_JOBID"):
+            rest = [word.replace(variable(name), "${clusterkit.run_id}") for word in rest]
+        if not self.slurm or not by_srun:
+            lines.convert(sheet, rest, ranks=1)
+        else:
+            launcher = bool(rest) and read_line(rest).tool is not None
+            if launcher and self.tasks > 1:
+                sheet.refuse(shown(rest[0]), f"srun starts it {self.tasks} times on each node")
+            ranks = None if launcher else self.tasks
+            lines.convert(sheet, rest, ranks=ranks, inside="container" in sheet.cluster)
+            if not launcher and rest:
+                sheet.yours("srun", "ranks read RANK, LOCAL_RANK and WORLD_SIZE, not SLURM_PROCID")
+        for name in ("ntasks", "ntasks-per-node"):
+            if name in self.asked:
+                _, written, sheet.at = self.asked[name]
+                ranks = sheet.job.get("gpus_per_node")
+                sheet.note(written, f"gpus_per_node: {ranks}" if not self.slurm
+                           or ranks == self.tasks else "one agent on each node starts its ranks",
+                           "job")  # fmt: skip
 
 
-def _option(
-    sheet: Sheet, asked: Asked, name: str, value: str, written: str,
-    job: bool,
-) -> None:  # fmt: skip
-    if name in _TASKS:
-        asked[name] = (value, written, sheet.at)
-    elif name in _LOGS:
+def _option(sheet: Sheet, name: str, value: str, written: str, job: bool) -> None:
+    """One that means something by itself."""
+    if name in _LOGS:
         sheet.drop(written, LOGS)
     elif name in _REFUSED:
         sheet.refuse(written, _REFUSED[name])
@@ -135,8 +270,6 @@ def _option(
             sheet.drop(written, "ranks start where the program is found")
         else:
             sheet.key(written, "workdir", value)
-    elif name == "cpus-per-task":
-        asked[name] = (value, written, sheet.at)
     elif not job:
         sheet.refuse(written, "clusterkit's own srun has no such option: give it to sbatch")
     elif name == "job-name":
@@ -179,164 +312,6 @@ def _exported(sheet: Sheet, value: str, written: str) -> None:
             sheet.refuse(written, "the ranks have the environment in which you submit")
         else:
             sheet.secret(written, part)
-
-
-def _shape(sheet: Sheet, asked: Asked) -> None:
-    """Nodes and GPUs."""
-    if "nodes" in asked:
-        value, written, sheet.at = asked["nodes"]
-        low, dash, high = value.partition("-")
-        if not dash or low == high:
-            sheet.number(written, "nodes", low)
-        else:
-            sheet.refuse(written, f'an elastic number is `nodes: "{low}:{high}"` in the job file')
-    for name in ("gres", "gpus-per-node"):
-        if name in asked:
-            value, written, sheet.at = asked[name]
-            sheet.entry(written, "gres", value if name == "gres" else f"gpu:{value}")
-    nodes = sheet.job.get("nodes", 1)
-    for name, tasks in (("gpus", 1), ("gpus-per-task", nodes * _tasks(sheet, asked))):
-        if name in asked and "gres" not in sheet.cluster:
-            value, written, sheet.at = asked[name]
-            kind, _, text = value.rpartition(":")
-            if (count := sheet.whole(written, text)) is None:
-                continue
-            if count * tasks % nodes:
-                sheet.refuse(written, f"{value} GPUs cannot be divided among {nodes} nodes")
-                continue
-            each = f"{count * tasks // nodes}"
-            sheet.entry(written, "gres", ":".join(filter(None, ["gpu", kind, each])))
-    if "cpus-per-task" in asked:
-        value, written, sheet.at = asked["cpus-per-task"]
-        if (cpus := sheet.whole(written, value)) is not None:
-            tasks = _tasks(sheet, asked)
-            said = "" if tasks == 1 else f"cluster entry, cpus: {cpus * tasks}, of {tasks} tasks"
-            sheet.entry(written, "cpus", cpus * tasks, said)
-    sheet.at = ""
-
-
-def _tasks(sheet: Sheet, asked: Asked) -> int:
-    """Tasks of a node."""
-    if "ntasks-per-node" in asked and asked["ntasks-per-node"][0].isdecimal():
-        return int(asked["ntasks-per-node"][0])
-    if "ntasks" in asked and asked["ntasks"][0].isdecimal():
-        return max(1, int(asked["ntasks"][0]) // int(sheet.job.get("nodes", 1)))
-    return 1
-
-
-def _gpus(sheet: Sheet) -> int | None:
-    match = re.search(r"\bgpu(?::[^:,]+)??(?::(\d+))?(?:,|$)", str(sheet.cluster.get("gres", "")))
-    return None if match is None else int(match[1] or 1)
-
-
-def _variables(sheet: Sheet, asked: Asked) -> dict[str, str]:
-    """What Slurm sets, as far as the options say it."""
-    nodes, tasks = int(sheet.job.get("nodes", 1)), _tasks(sheet, asked)
-    found = {
-        "SLURM_JOB_NUM_NODES": nodes, "SLURM_NNODES": nodes, "SLURM_NTASKS": nodes * tasks,
-        "SLURM_NPROCS": nodes * tasks, "SLURM_NTASKS_PER_NODE": tasks,
-    }  # fmt: skip
-    if "cpus-per-task" in asked:
-        found["SLURM_CPUS_PER_TASK"] = int(sheet.cluster.get("cpus", tasks)) // tasks
-    if (gpus := _gpus(sheet)) is not None:
-        found |= {
-            "SLURM_GPUS_ON_NODE": gpus,
-            "SLURM_GPUS_PER_NODE": gpus,
-            "SLURM_GPUS": gpus * nodes,
-        }
-    known = {name: str(value) for name, value in found.items()}
-    if "name" in sheet.job:
-        known["SLURM_JOB_NAME"] = sheet.job["name"]
-    return known
-
-
-def _launch(
-    sheet: Sheet, reader: Script, asked: Asked, words: Sequence[str],
-    slurm: bool,
-) -> None:  # fmt: skip
-    """The line that starts the ranks: ``srun ...``, or a launcher by itself."""
-    rest = list(words)
-    by_srun = False
-    while rest and (match := re.match(rf"({shell.NAME})=(.*)\Z", rest[0], re.DOTALL)):
-        assigned(sheet, rest.pop(0), match[1], match[2])
-    if rest and rest[0].rpartition("/")[2] == "srun":
-        by_srun = True
-        step: Asked = {}
-        rest = _options(sheet, step, rest[1:], job=False)
-        for name, (value, written, at) in step.items():
-            _same(sheet, asked, name, value, written, at)
-    inner = lines.script_of(rest)
-    if inner is not None:
-        name, number = sheet.name, int(re.search(r":(\d+)$", sheet.at)[1]) if sheet.at else 1  # type: ignore[index]
-        within = Script(
-            sheet,
-            {key: text for key, text in reader.variables.items() if not unknown_in(text)},
-            lambda sheet, words: _ranks(sheet, asked, words, by_srun, slurm),
-            reader.other,
-        )
-        within.own = set(reader.own)
-        within.read(inner, number)
-        sheet.name = name
-        if not within.launched:
-            sheet.refuse(shell.join(["bash", "-c", shown(inner)[:40]]), "it starts no ranks")
-        return
-    _ranks(sheet, asked, rest, by_srun, slurm)
-
-
-def _same(
-    sheet: Sheet, asked: Asked, name: str, value: str, written: str,
-    at: str,
-) -> None:  # fmt: skip
-    """An option of srun that sbatch has as well."""
-    before = asked.get(name)
-    total = {"nodes": sheet.job.get("nodes", 1)}
-    total["ntasks"] = total["nodes"] * _tasks(sheet, asked)
-    total["ntasks-per-node"] = _tasks(sheet, asked)
-    if unknown_in(value):
-        sheet.drop(written, "as many as the job has")
-    elif (before is not None and before[0] == value) or str(total.get(name)) == value:
-        sheet.drop(written, "the job's #SBATCH lines say the same")
-    elif before is None and name != "nodes":
-        asked[name] = (value, written, at)
-        if name in ("gres", "gpus-per-node", "gpus", "gpus-per-task", "cpus-per-task"):
-            _shape(sheet, {name: asked[name], **{key: asked[key] for key in asked
-                                                 if key.startswith("ntasks")}})  # fmt: skip
-        else:
-            sheet.note(written, "read together with the launcher", "job")
-    else:
-        sheet.refuse(written, f"the job's #SBATCH lines say {before[1] if before else '1 node'}")
-
-
-def _ranks(
-    sheet: Sheet, asked: Asked, words: Sequence[str], by_srun: bool,
-    slurm: bool,
-) -> None:  # fmt: skip
-    """What the tasks run."""
-    run_id = "${clusterkit.run_id}"
-    rest = list(words)
-    for name in ("SLURM_JOB_ID", "SLURM_JOBID"):
-        rest = [word.replace(variable(name), run_id) for word in rest]
-    tasks = _tasks(sheet, asked)
-    if not slurm or not by_srun:
-        lines.convert(sheet, rest, ranks=1)
-    else:
-        launcher = bool(rest) and read_line(rest).tool is not None
-        if launcher and tasks > 1:
-            sheet.refuse(
-                " ".join(map(shown, rest[:1])), f"srun starts it {tasks} times on each node"
-            )
-        lines.convert(
-            sheet, rest, ranks=None if launcher else tasks, inside="container" in sheet.cluster
-        )
-        if not launcher and rest:
-            sheet.yours("srun", "ranks read RANK, LOCAL_RANK and WORLD_SIZE, not SLURM_PROCID")
-    for name in ("ntasks", "ntasks-per-node"):
-        if name in asked:
-            _, written, at = asked[name]
-            sheet.at = at
-            ranks = sheet.job.get("gpus_per_node")
-            sheet.note(written, f"gpus_per_node: {ranks}" if not slurm or ranks == tasks
-                       else "one agent on each node starts its ranks", "job")  # fmt: skip
 
 
 def _set_up(sheet: Sheet, command: Command) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable
+from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import Struct
@@ -44,6 +45,7 @@ def is_about_host_key(message: str) -> bool:
     return "host key" in message.lower()
 
 
+@cache  # each of many hosts names each of the others
 def parsed_address(text: str) -> IPv4Address | IPv6Address | None:
     """An address, None for a name; an IPv4 address written as an IPv6 one as itself."""
     import ipaddress

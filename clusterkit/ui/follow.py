@@ -54,7 +54,7 @@ class View(Reported):
             self.attempt, self.held = line.attempt, []
         event = line.event
         if event is not None:
-            self.take(event, line.time)
+            self.take(event)
             return []
         if line.text.strip():
             self.last = line

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from clusterkit.bandwidth import Pairs, Report, size_text
-from clusterkit.errors import BadInput, RunFolderError, Unavailable
+from clusterkit.errors import BadInput, Unavailable
+from clusterkit.files import write_atomic
 from clusterkit.marks import is_number
 from clusterkit.slow_links import figure
 
@@ -141,14 +142,9 @@ def _picture() -> Any:
 
 
 def _save(picture: Any, output: Path) -> Path:
-    temporary = output.with_name(f".{output.name}{output.suffix}")
-    try:
-        picture.savefig(temporary, dpi=150)
-        temporary.replace(output)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise RunFolderError(f"cannot write {output}: {error.strerror}") from error
+    drawn = io.BytesIO()
+    picture.savefig(drawn, format=output.suffix[1:], dpi=150)
+    write_atomic(output, drawn.getvalue())
     return output
 
 

@@ -14,10 +14,23 @@ SMALL = st.integers(1, 256)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "accumulation"), [(1, 8), (4, 2), (2 * 4, 1)], ids=["1 GPU", "4 GPUs", "2 nodes of 4"]
-)
-def test_global_64_with_micro_8(ranks, accumulation):
-    assert solve(data_parallel=ranks, global_size=64, micro=8) == Batch(64, 8, accumulation, ranks)
+    ("given", "batch"),
+    [
+        ({"data_parallel": 1, "global_size": 64, "micro": 8}, Batch(64, 8, 8, 1)),
+        ({"data_parallel": 4, "global_size": 64, "micro": 8}, Batch(64, 8, 2, 4)),
+        ({"data_parallel": 8, "global_size": 64, "micro": 8}, Batch(64, 8, 1, 8)),
+        # Alone, a global size means no accumulation, and a micro batch gives the global size.
+        ({"data_parallel": 4, "global_size": 64}, Batch(64, 16, 1, 4)),
+        ({"data_parallel": 4, "micro": 8}, Batch(32, 8, 1, 4)),
+        # 144 = 24 x 6 x 1, however it is asked for.
+        ({"data_parallel": 1, "micro": 24, "accumulation": 6}, Batch(144, 24, 6, 1)),
+        ({"data_parallel": 1, "global_size": 144, "accumulation": 6}, Batch(144, 24, 6, 1)),
+        ({"data_parallel": 1, "global_size": 144, "micro": 24, "accumulation": 6},
+         Batch(144, 24, 6, 1)),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_worked_out(given, batch):
+    assert solve(**given) == batch
 
 
 def test_the_deepspeed_numbers_of_144_samples():
@@ -26,21 +39,6 @@ def test_the_deepspeed_numbers_of_144_samples():
         "train_micro_batch_size_per_gpu": 24,
         "gradient_accumulation_steps": 6,
     }
-
-
-def test_144_is_24_x_6_x_1_however_it_is_asked_for():
-    expected = Batch(144, 24, 6, 1)
-    assert solve(data_parallel=1, micro=24, accumulation=6) == expected
-    assert solve(data_parallel=1, global_size=144, accumulation=6) == expected
-    assert solve(data_parallel=1, global_size=144, micro=24, accumulation=6) == expected
-
-
-def test_global_alone_means_no_accumulation():
-    assert solve(data_parallel=4, global_size=64) == Batch(64, 16, 1, 4)
-
-
-def test_micro_alone_gives_the_global_size():
-    assert solve(data_parallel=4, micro=8) == Batch(32, 8, 1, 4)
 
 
 @given(SMALL, SMALL, SMALL)
@@ -94,31 +92,24 @@ def test_every_size_that_a_refusal_suggests_really_divides(total, micro, ranks):
     assert suggested >= 1
 
 
-def test_a_refusal_names_the_nearest_sizes_that_divide():
-    with pytest.raises(
-        BadInput, match="global 60 is not a multiple of micro x ranks = 16"
-    ) as error:
-        solve(data_parallel=2, global_size=60, micro=8)
-    assert (
-        error.value.hint
-        == "nearest global sizes that are: 48 or 64; or micro 6 or 10 with global 60"
-    )
-
-
-def test_a_global_size_below_one_micro_batch_per_rank_is_told_the_smallest_that_works():
-    with pytest.raises(BadInput, match="not a multiple") as error:
-        solve(data_parallel=8, global_size=4, micro=2)
-    assert error.value.hint.startswith("nearest global sizes that are: 16")
-
-
-def test_three_sizes_that_contradict_one_another_are_refused():
-    with pytest.raises(BadInput, match="global 64 = micro 8 x accumulation 4 x 4 ranks does not"):
-        solve(data_parallel=4, global_size=64, micro=8, accumulation=4)
-
-
-def test_accumulation_alone_is_too_little():
-    with pytest.raises(BadInput, match="give `global` or `micro`"):
-        solve(data_parallel=4, accumulation=2)
+@pytest.mark.parametrize(
+    ("given", "said", "hint"),
+    [
+        ({"data_parallel": 2, "global_size": 60, "micro": 8},
+         "global 60 is not a multiple of micro x ranks = 16",
+         "nearest global sizes that are: 48 or 64; or micro 6 or 10 with global 60"),
+        ({"data_parallel": 8, "global_size": 4, "micro": 2}, "not a multiple",
+         "nearest global sizes that are: 16; or 2 ranks"),
+        ({"data_parallel": 4, "global_size": 64, "micro": 8, "accumulation": 4},
+         "global 64 = micro 8 x accumulation 4 x 4 ranks does not",
+         "leave accumulation out: it is 2 on 4 ranks"),
+        ({"data_parallel": 4, "accumulation": 2}, "give `global` or `micro`", "batch: {global: 64"),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_the_nearest_sizes_that_divide(given, said, hint):
+    with pytest.raises(BadInput, match=said) as error:
+        solve(**given)
+    assert error.value.hint.startswith(hint)
 
 
 @pytest.mark.parametrize("key", ["global_size", "micro", "accumulation", "data_parallel"])

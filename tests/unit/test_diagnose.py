@@ -5,8 +5,9 @@ import signal
 
 import pytest
 
+from clusterkit.agent.failure import shell_code
 from clusterkit.backends.nodes import observed
-from clusterkit.diagnose import PORT_TAKEN, diagnose, shell_code
+from clusterkit.diagnose import PORT_TAKEN, diagnose
 from clusterkit.logs import LogLine
 from clusterkit.status import NodeStatus, RankExit, State
 

@@ -769,26 +769,24 @@ def test_json_holds_every_moment(cli: Callable[..., Any]) -> None:
     assert [row["own"] for row in done.json["rows"]].count(True) == 1
 
 
-def test_what_fits_nowhere_is_told_how_many_gpus_would_do(cli: Callable[..., Any]) -> None:
-    advice = cli("estimate", "--parameters", "7B", "--context", "512", "--gpus", "2",
-                 "--gpu-memory", "5GB", "--json").json["advice"]  # fmt: skip
-    assert advice["strategy"] is None
+@pytest.mark.parametrize(
+    ("words", "strategy", "said"),
+    [
+        ("--parameters 7B --context 512 --gpus 2 --gpu-memory 5GB", None,
+         "fsdp on 256 GPUs would"),
+        ("--parameters 70B --gpus 2 --gpu-memory 24GB", "zero3 offload",
+         "GiB of each node's own memory"),
+        ("--model 124m --micro-batch 512 --gpus 1 --gpu-memory 24GB", "ddp",
+         "ddp with a micro batch of 1 would"),
+    ],
+)  # fmt: skip
+def test_where_little_fits_it_is_told_what_would_do(
+    cli: Callable[..., Any], words: str, strategy: str | None, said: str
+) -> None:
+    advice = cli("estimate", *words.split(), "--json").json["advice"]
+    assert advice["strategy"] == strategy
+    assert said in advice["reason"]
     assert "nothing fits" in advice["reason"]
-    assert "fsdp on 256 GPUs would" in advice["reason"]
-
-
-def test_offload_is_told_with_the_host_memory_it_takes(cli: Callable[..., Any]) -> None:
-    advice = cli("estimate", "--parameters", "70B", "--gpus", "2", "--gpu-memory", "24GB",
-                 "--json").json["advice"]  # fmt: skip
-    assert advice["strategy"] == "zero3 offload"
-    assert "GiB of each node's own memory" in advice["reason"]
-
-
-def test_a_smaller_micro_batch_is_advised_where_that_is_enough(cli: Callable[..., Any]) -> None:
-    advice = cli("estimate", "--model", "124m", "--micro-batch", "512", "--gpus", "1",
-                 "--gpu-memory", "24GB", "--json").json["advice"]  # fmt: skip
-    assert advice["strategy"] == "ddp"
-    assert "ddp with a micro batch of 1 would" in advice["reason"]
 
 
 def test_gpus_found_are_what_it_must_fit(

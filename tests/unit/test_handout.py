@@ -45,6 +45,7 @@ def test_without_a_cluster_nothing_is_probed_and_the_file_says_so(
     assert "never in a file" not in printed
     assert "world size 4" in printed
     done = cli("plan", write_job(JOB), "--as", form)
+    assert "of Slurm ," not in printed
     assert (done.code, done.out, done.err) == (0, printed, "")
 
 

@@ -459,6 +459,10 @@ BAD_CLUSTERS = {
     "no backend": ("lab: {}\n", r"clusters\.yaml:1: lab\.backend: backend is missing"),
     "unknown backend": ("lab: {backend: locl}\n", r"clusters\.yaml:1: lab\.backend: 'locl' is no"),
     "unknown key": ("lab:\n  backend: local\n  gpuz: 1\n", r"clusters\.yaml:3: lab\.gpuz: unknown"),
+    "unknown key in a list": (
+        "lab:\n  backend: ssh\n  hosts:\n  - name: a\n  - {name: b, adress: c}\n",
+        r"clusters\.yaml:5: lab\.hosts\[1\]\.adress: unknown key \(did you mean address\?\)",
+    ),
     "wrong type": ("lab: {backend: local, port: x}\n", r"clusters\.yaml:1: lab\.port: 'x'"),
     "port out of range": ("lab: {backend: local, port: 70000}\n", r"yaml:1: lab\.port: 70000"),
     "negative gpus": ("lab: {backend: local, gpus: -1}\n", r"yaml:1: lab\.gpus: -1"),

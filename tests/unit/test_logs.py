@@ -103,17 +103,6 @@ def test_other_lines_and_broken_ones_are_no_event(text):
     assert parse_mark(text) is None
 
 
-def test_metrics_are_told_from_the_other_events_and_kept_in_order():
-    texts = [
-        '@clusterkit {"event": "start", "steps": 2}',
-        '@clusterkit {"event": "metrics", "step": 1, "loss": 2.0}',
-        "words",
-        '@clusterkit {"event": "metrics", "step": 2, "loss": 1.0}',
-    ]
-    lines = [LogLine(float(n), 0, 0, text) for n, text in enumerate(texts)]
-    assert list(logs.metrics(lines)) == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]
-
-
 def test_an_event_reads_as_words():
     assert logs.readable({"event": "metrics", "step": 3, "loss": 0.123456789, "n": 4}) == (
         "step 3  loss 0.123457  n 4"

@@ -1,13 +1,18 @@
-"""A run's metrics in TensorBoard: read back by TensorBoard itself, and never in the run's way."""
+"""A run's metrics in trackers: read back by TensorBoard and MLflow themselves, and never in the
+run's way."""
 
 from __future__ import annotations
 
+import calendar
 import importlib.util
 import json
 import math
+import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from clusterkit import runs, supervise, track
@@ -42,9 +47,10 @@ def report(folder, attempt, *events, rank=0, node=0, second=0, end="\n"):
         file.write("\n".join(lines) + end)
 
 
-def tracked(folder, attempt=1, notes=None):
+def tracked(folder, attempt=1, notes=None, by="tensorboard"):
     """Track what is in the folder by now."""
-    with track.tracking(JOB, folder, lambda: attempt, pytest.fail if notes is None else notes):
+    job = msgspec.structs.replace(JOB, track=(by,))
+    with track.tracking(job, folder, lambda: attempt, pytest.fail if notes is None else notes):
         pass
 
 
@@ -189,6 +195,88 @@ def test_a_job_is_refused_where_the_library_is_missing(cwd, refused, write_job, 
 
 
 def test_a_tracker_that_is_not_known_is_refused_with_the_choices(refused, write_job):
-    error = refused("plan", write_job("track: [wandb]\n"))
-    assert "track[0]: 'wandb'" in error
-    assert "allowed: tensorboard" in error
+    error = refused("plan", write_job("track: [wandbb]\n"))
+    assert "track[0]: 'wandbb'" in error
+    assert "wandb" in error
+
+
+# ---------------------------------------------------------------- others
+
+
+class Told(SimpleNamespace):
+    """A tracker's library that writes down what is done with it."""
+
+    def __init__(self, **fields):
+        super().__init__(calls=[], **fields)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*args, **fields):
+            self.calls.append((name, *args, *fields.items()))
+            return self
+
+        return call
+
+    def said(self, name):
+        return [call[1:] for call in self.calls if call[0] == name]
+
+
+@pytest.fixture
+def library(monkeypatch, tmp_path):
+    """``library("wandb")``: stands in for it."""
+
+    def make(name, **fields):
+        found = Told(**fields)
+        monkeypatch.setitem(sys.modules, name, found)
+        return found
+
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return make
+
+
+def test_wandb_is_given_every_value_at_its_step_and_time(folder, library, monkeypatch):
+    wandb = library("wandb")
+    report(folder, 1, {"step": 7, "loss": 0.5, "note": "x"}, {"step": 8, "loss": 0.25})
+    tracked(folder, by="wandb")
+    at = calendar.timegm((2026, 11, 21, 20, 1, 0)) + 0.5
+    assert wandb.said("log") == [
+        ({"loss": 0.5, "step": 7, "_timestamp": at},),
+        ({"loss": 0.25, "step": 8, "_timestamp": at + 1},),
+    ]
+    (made,) = wandb.said("init")
+    assert {("project", "demo"), ("id", folder.run_id), ("mode", "offline")} <= {*made[:-1]}
+    assert wandb.calls[-1] == ("finish",)
+    # With a key it goes where the key's account is; the key itself is the library's business.
+    monkeypatch.setenv("WANDB_API_KEY", "hunter2")
+    tracked(folder, by="wandb")
+    assert ("mode", None) in wandb.said("init")[1]
+    assert not any(b"hunter2" in path.read_bytes() for path in folder.path.glob("*.*"))
+
+
+def test_a_login_of_wandb_is_one(monkeypatch, tmp_path):
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.com/")
+    assert not track._has_key()
+    logins = tmp_path / ".netrc"
+    logins.write_text("machine wandb.example.com login user password hunter2\n")
+    logins.chmod(0o600)
+    assert track._has_key()
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_supervisor_that_takes_over_goes_on_where_the_one_before_stopped(folder, library, name):
+    told = library(name)
+    report(folder, 1, {"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0})
+    tracked(folder, by=name)
+    report(folder, 1, {"step": 3, "loss": 3.0}, second=2)
+    report(folder, 2, {"step": 2, "loss": math.nan}, {"step": 3, "loss": 33.0})
+    tracked(folder, attempt=2, by=name)
+    losses = [call[0]["loss"] for call in told.said("log")]
+    assert math.isnan(losses.pop(3))
+    assert losses == [1.0, 2.0, 3.0, 33.0]

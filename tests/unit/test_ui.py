@@ -399,8 +399,9 @@ def test_without_matplotlib_the_remedy_is_named(tmp_path, monkeypatch):
 
 def test_a_picture_that_cannot_be_written_leaves_nothing(tmp_path):
     pytest.importorskip("matplotlib")
+    (tmp_path / "file").touch()
     with pytest.raises(RunFolderError, match="cannot write"):
-        plots.draw({"a": METRICS}, tmp_path / "nowhere" / "loss.png")
+        plots.draw({"a": METRICS}, tmp_path / "file" / "loss.png")
 
 
 def test_steps_told_twice_count_as_told_last():

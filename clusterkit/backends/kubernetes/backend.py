@@ -43,7 +43,7 @@ from clusterkit.backends.kubernetes.observe import (
 from clusterkit.backends.kubernetes.pod_log import collect
 from clusterkit.backends.kubernetes.probe import context_of, facts_of, places
 from clusterkit.backends.kubernetes.remote_runs import kept, listing, reached
-from clusterkit.backends.kubernetes.server import RunObjects, Server, flags, objects_of
+from clusterkit.backends.kubernetes.server import RunObjects, Server, objects_of
 from clusterkit.backends.kubernetes.text import Object
 from clusterkit.backends.probing import assumed_gpus
 from clusterkit.cluster import Facts, KubernetesCluster, KubernetesFacts
@@ -107,14 +107,7 @@ class KubernetesBackend(
         def manifests(facts: Facts) -> list[Object]:
             return objects_of(self.plan(asked, cluster, facts, "doctor-rehearsal"))
 
-        return KubeSubject(
-            cluster=name,
-            entry=cluster,
-            job=asked,
-            tool=("kubectl", *flags(cluster.kubeconfig, cluster.context)),
-            locate=partial(context_of, cluster),
-            manifests=manifests,
-        )
+        return KubeSubject(cluster=name, entry=cluster, job=asked, manifests=manifests)
 
     # -- as one file ------------------------------------------------------------
 

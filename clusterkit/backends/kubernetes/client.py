@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
+MOST_CONNECTIONS = 1000
 APPLY_PATCH = "application/apply-patch+yaml"
 
 
@@ -264,6 +265,8 @@ def connect(kubeconfig: str | None, context: str | None) -> ApiClient:
     there = [path for path in files if path.is_file()]
     settings = client.Configuration()
     settings.retries = False
+    # Kept open; of one more a warning is printed. As many logs may be followed at once.
+    settings.connection_pool_maxsize = MOST_CONNECTIONS
     in_pod = not named and "KUBERNETES_SERVICE_HOST" in os.environ
     if not there and not in_pod:
         raise BadInput(

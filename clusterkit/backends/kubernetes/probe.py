@@ -73,7 +73,11 @@ def survey(
         Unavailable: the API server does not answer, or will not.
     """
     on_cpus = cluster.gpus == 0 or (job is not None and job.device == "cpu")
-    operated = [flavor for flavor in FLAVORS.values() if flavor.operator]
+    operated = [
+        flavor
+        for name, flavor in FLAVORS.items()
+        if flavor.operator and cluster.flavor in ("auto", name)
+    ]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         version = pool.submit(server.get, "/version")
         watched = pool.submit(_may_watch, cluster, server, namespace)

@@ -27,8 +27,8 @@ from clusterkit.backends.kubernetes.flavors import FLAVORS, Flavor, choose
 from clusterkit.backends.kubernetes.lost_pods import JSON
 from clusterkit.backends.kubernetes.nodes import selected
 from clusterkit.backends.kubernetes.pods import ATTEMPT
-from clusterkit.backends.kubernetes.probe import facts_of, survey
-from clusterkit.backends.kubernetes.server import AT_ONCE, Server, path_to
+from clusterkit.backends.kubernetes.probe import context_of, facts_of, survey
+from clusterkit.backends.kubernetes.server import AT_ONCE, Server, flags, path_to
 from clusterkit.backends.kubernetes.text import Object, made
 from clusterkit.cluster import Facts, KubernetesCluster
 from clusterkit.doctor.base import Finding, described
@@ -51,8 +51,6 @@ class KubeSubject:
         cluster: what the cluster file calls it.
         entry: its entry there.
         job: whose needs; one node that runs anything, where nobody named a job.
-        tool: ``kubectl`` with its kubeconfig and context.
-        locate: reads the kubeconfig; gives the context and the namespace.
         manifests: the objects of the job by these facts, as its plan has them.
     """
 
@@ -61,13 +59,11 @@ class KubeSubject:
     cluster: str
     entry: KubernetesCluster
     job: JobSpec
-    tool: tuple[str, ...]
-    locate: Callable[[], tuple[str, str]]
     manifests: Callable[[Facts], list[Object]]
 
     def kubectl(self, *words: str) -> str:
         """A command for people, for this cluster."""
-        return shell.join((*self.tool, *words))
+        return shell.join(("kubectl", *flags(self.entry.kubeconfig, self.entry.context), *words))
 
 
 class Reply(Struct, frozen=True):
@@ -128,7 +124,7 @@ class Seen(Server):
         super().__init__(Context(subject.entry.kubeconfig, subject.entry.context), transport)
         self._answers: dict[tuple[str, str], str | ClusterkitError] = {}
         self._asking: dict[tuple[str, str], threading.Lock] = {}
-        self.context, self.namespace = subject.locate()
+        self.context, self.namespace = context_of(subject.entry)
         self.now = time.time()
         self.flavor: str | None = None
         self.origin = ""

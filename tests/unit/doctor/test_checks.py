@@ -194,8 +194,7 @@ def test_an_ordinary_user_with_a_home_and_the_same_number(judged, changed, level
 
 
 def test_numbers_of_users_matter_only_to_a_shared_folder(judged):
-    found = judged("user", make_subject(2), USER, h1=USER | {"uid": 1001})
-    assert found["h1"].level == "ok"
+    assert judged("user", make_subject(2), USER, h1=USER | {"uid": 1001})["h1"].level == "ok"
 
 
 def test_one_s_own_sudo_is_one_s_own_affair(judged):
@@ -267,9 +266,21 @@ def clocked(ahead, took=0.2, worked=0.0):
     )  # fmt: skip
 
 
-def test_clocks_that_agree(judged):
-    found = judged("clock", make_subject(3), h0=clocked(0), h1=clocked(0.3), h2=clocked(-0.4))
-    assert {finding.level for finding in found.findings} == {"ok"}
+@pytest.mark.parametrize(
+    ("ahead", "levels", "fields"),
+    [
+        ((0, 0.3, -0.4), ["ok", "ok", "ok"], {}),
+        ((600, 0), ["fail", "ok"], {}),  # our own clock decides
+        ((600, 600.1), ["ok", "ok"], {}),  # it is our own that is off
+        ((600,), ["warn"], {}),  # nobody to disagree with
+        ((0, 3, 0), ["ok", "warn", "ok"], {}),
+        ((0, 3, 0), ["ok", "fail", "ok"], {"elastic": True}),
+    ],
+)
+def test_clocks_that_agree_and_who_is_wrong_where_they_do_not(judged, ahead, levels, fields):
+    answers = {f"h{i}": clocked(seconds) for i, seconds in enumerate(ahead)}
+    found = judged("clock", make_subject(len(ahead), needs=needs(**fields)), **answers)
+    assert [finding.level for finding in found.findings] == levels
 
 
 @pytest.mark.parametrize(
@@ -284,16 +295,6 @@ def test_a_clock_that_is_off_is_told_which_and_how_far(judged, ahead, level, wor
     assert f"at least {words}" in found["h1"].cause
 
 
-def test_between_two_hosts_our_own_clock_decides(judged):
-    found = judged("clock", make_subject(2), h0=clocked(600), h1=clocked(0))
-    assert found.levels() == {"h0": ["fail"], "h1": ["ok"]}
-
-
-def test_when_only_our_clock_is_off_the_hosts_are_well(judged):
-    found = judged("clock", make_subject(2), h0=clocked(600), h1=clocked(600.1))
-    assert found.levels() == {"h0": ["ok"], "h1": ["ok"]}
-
-
 def test_a_slow_answer_is_no_wrong_clock(judged):
     late = make_answer(sent=1000.0, received=1030.0, began=1029.0, ended=1029.5)
     early = make_answer(sent=1000.0, received=1030.0, began=1000.5, ended=1001.0)
@@ -304,15 +305,6 @@ def test_a_slow_answer_is_no_wrong_clock(judged):
 def test_the_time_that_the_answer_itself_takes_gives_no_doubt(judged):
     found = judged("clock", make_subject(3), clocked(0), h1=clocked(3, took=30.2, worked=30))
     assert found["h1"].level == "warn"
-
-
-def test_an_elastic_job_bears_less(judged):
-    subject = make_subject(3, needs=needs(elastic=True))
-    assert judged("clock", subject, clocked(0), h1=clocked(3))["h1"].level == "fail"
-
-
-def test_one_host_alone_is_at_most_warned(judged):
-    assert judged("clock", make_subject(1), clocked(600))["h0"].level == "warn"
 
 
 @pytest.mark.parametrize("ended", [None, 1000.1])
@@ -516,8 +508,7 @@ def test_what_no_torch_means_depends_on_what_starts_the_ranks(judged, fields, le
 
 def test_packages_of_another_interpreter_say_nothing(judged):
     other = make_answer({"packages": packages(torch="1.0")}, interpreter="python3")
-    found = judged("packages", make_subject(3), packages(), h1=other)
-    assert found["h1"].level == "skip"
+    assert judged("packages", make_subject(3), packages(), h1=other)["h1"].level == "skip"
 
 
 @pytest.mark.parametrize(
@@ -719,16 +710,13 @@ def test_a_name_that_means_something_else_is_told_with_what_is_right(judged):
 
 @pytest.mark.parametrize("address", ["10.0.0.12", "::ffff:10.0.0.12"])
 def test_one_right_address_among_several_is_enough(judged, address):
-    found = judge_names(judged, names={"h2": look("fe80::1", address)})
-    assert found["h1"].level == "ok"
+    assert judge_names(judged, names={"h2": look("fe80::1", address)})["h1"].level == "ok"
 
 
 @pytest.mark.parametrize("own", ["127.0.1.1", "127.0.0.1", "::1"])
 def test_a_host_that_thinks_itself_loopback_is_told(judged, own):
     found = judge_names(judged, own=look(own))
-    assert found["h1"].level == "warn"
-    assert f"its own name, h1, means {own} there" in found["h1"].cause
-    assert "10.0.0.11 h1" in found["h1"].remedy
+    found.says("h1", "warn", f"its own name, h1, means {own} there", "10.0.0.11 h1")
 
 
 def test_a_host_that_does_not_know_itself_is_told(judged):
@@ -1016,27 +1004,18 @@ def test_the_driver_is_new_enough_for_torch(judged, versions, driver, level):
     assert found["h0"].level == level
 
 
-def test_drivers_differ(judged):
-    found = judged(
-        "gpu-driver", make_subject(3), gpu_answer(nvidia(gpu(0))),
-        h2=gpu_answer(nvidia(gpu(0, driver="535.1"))),
-    )  # fmt: skip
-    assert found["h2"].cause == "driver 535.1, but 550.54.15 on the other hosts"
-
-
-def test_gpus_without_their_tool_are_told(judged):
-    found = judged(
-        "gpu-driver", make_subject(2), gpu_answer(nvidia(*EIGHT)),
-        h1=gpu_answer({"devices": 8, "query": None}),
-    )  # fmt: skip
-    assert "though /dev has 8 GPUs" in found["h1"].cause
-
-
-def test_an_empty_list_is_told(judged):
-    found = judged(
-        "gpu-driver", make_subject(2), gpu_answer(nvidia(*EIGHT)), h1=gpu_answer(nvidia())
-    )
-    assert found["h1"].cause == "nvidia-smi lists no GPU"
+@pytest.mark.parametrize(
+    ("value", "cause"),
+    [
+        (nvidia(gpu(0, driver="535.1")), "driver 535.1, but 550.54.15 on the other hosts"),
+        ({"devices": 8, "query": None}, "there is no nvidia-smi, though /dev has 8 GPUs"),
+        (nvidia(), "nvidia-smi lists no GPU"),
+    ],
+)
+def test_a_driver_unlike_the_others_or_none_is_told(judged, value, cause):
+    usual = gpu_answer(nvidia(*EIGHT))
+    found = judged("gpu-driver", make_subject(3), usual, h1=gpu_answer(value))
+    assert found["h1"].cause == cause
 
 
 def test_healthy_gpus(judged):
@@ -1076,8 +1055,7 @@ def test_a_sick_gpu_is_named(judged, changed, level, words, remedy):
      {"retired": "No"}],
 )  # fmt: skip
 def test_what_a_driver_cannot_tell_or_does_for_itself_is_no_fault(judged, changed):
-    found = judged("gpus", make_subject(1, slots=1), nvidia(gpu(0, **changed)))
-    assert found["h0"].level == "ok"
+    assert judged("gpus", make_subject(1, slots=1), nvidia(gpu(0, **changed)))["h0"].level == "ok"
 
 
 def test_an_older_driver_s_columns_are_read(judged):
@@ -1092,14 +1070,6 @@ def test_an_ancient_driver_tells_only_the_basics(judged):
     assert judged("gpus", make_subject(1, slots=1), value)["h0"].level == "ok"
 
 
-def test_too_few_gpus_for_the_job(judged):
-    found = judged(
-        "gpus", make_subject(2, slots=8), nvidia(*EIGHT), h1=nvidia(*EIGHT[:7], devices=8)
-    )
-    assert found["h1"].level == "fail"
-    assert found["h1"].cause == "7 healthy GPUs, 8 needed; /dev has 8, nvidia-smi lists 7"
-
-
 def test_a_gpu_that_fell_off_the_bus(judged):
     lost = "Unable to determine the device handle for GPU 0000:3B:00.0: GPU is lost.  Reboot the system to recover this GPU"  # noqa: E501
     value = nvidia(*EIGHT[:7], complaint=lost, devices=8, exit_code=15)
@@ -1109,22 +1079,25 @@ def test_a_gpu_that_fell_off_the_bus(judged):
     assert "GPU is lost. Reboot the system" in driver["h1"].cause
 
 
-def test_a_host_without_gpus_among_hosts_with_them(judged):
-    found = judged("gpus", make_subject(2), nvidia(*EIGHT), h1=NO_GPU)
-    assert found["h1"].cause == "0 healthy GPUs, at least 1 needed"
-
-
 def test_a_job_that_wants_cuda_is_told_that_there_is_none(judged):
     found = judged("gpus", make_subject(2, needs=needs(device="cuda")), NO_GPU)
     assert found.levels() == {"h0": ["fail"], "h1": ["fail"]}
 
 
-def test_hosts_with_different_numbers_or_kinds_of_gpus(judged):
-    found = judged("gpus", make_subject(3), nvidia(*EIGHT), h1=nvidia(*EIGHT[:4]))
-    assert found["h1"].cause == "4 healthy GPUs, but 8 on other hosts"
-    a100 = nvidia(*(gpu(i, name="NVIDIA A100-SXM4-80GB") for i in range(8)))
-    found = judged("gpus", make_subject(3, slots=8), nvidia(*EIGHT), h1=a100)
-    assert "the slowest sets the pace" in found["h1"].cause
+@pytest.mark.parametrize(
+    ("slots", "value", "level", "cause"),
+    [
+        (8, nvidia(*EIGHT[:7], devices=8), "fail",
+         "7 healthy GPUs, 8 needed; /dev has 8, nvidia-smi lists 7"),
+        (None, NO_GPU, "fail", "0 healthy GPUs, at least 1 needed"),
+        (None, nvidia(*EIGHT[:4]), "warn", "4 healthy GPUs, but 8 on other hosts"),
+        (8, nvidia(*(gpu(i, name="A100") for i in range(8))), "warn",
+         f"A100, but {H100} on the other hosts: the slowest sets the pace"),
+    ],
+)  # fmt: skip
+def test_too_few_gpus_or_others_than_elsewhere(judged, slots, value, level, cause):
+    found = judged("gpus", make_subject(3, slots=slots), nvidia(*EIGHT), h1=value)
+    assert (found["h1"].level, found["h1"].cause) == (level, cause)
 
 
 XID = "[Thu Nov 21 10:00:00 2026] NVRM: Xid (PCI:0000:3b:00): {}, pid='<unknown>', GPU gone"
@@ -1271,25 +1244,22 @@ def test_a_process_on_a_gpu_that_the_job_needs(judged, slots, level):
     assert found["h0"].remedy == "kill 4711"
 
 
-def test_processes_of_others_are_not_killed_but_their_owners_asked(judged):
-    owners = {"1": {"user": "ann"}, "2": {"user": "bob", "run": "theirs"}, "3": {}}
-    held = apps(app(1, 0), app(2, 1, "train"), app(3, 1))
-    value = nvidia(*EIGHT, apps=held, owners=owners, me="ann")
-    found = judged("gpu-processes", make_subject(1, slots=8), value)
-    assert found["h0"].remedy == "kill 1; ask bob to end process 2 (train)"
-
-
-def test_a_process_of_nobody_known_is_looked_for_and_not_killed(judged):
-    value = nvidia(*EIGHT, apps=apps(app(3, 1)), me="ann", owners={"3": {}})
-    found = judged("gpu-processes", make_subject(1, slots=8), value)
-    assert found["h0"].remedy == "sudo fuser -v /dev/nvidia*"
-
-
-def test_a_run_of_ours_is_cancelled_and_not_killed(judged):
-    value = nvidia(*EIGHT, apps=apps(app(1, 0), app(2, 1)),
-                   owners={"1": {"user": "ann", "run": "ddp-1"}, "2": {}}, me="ann")  # fmt: skip
-    found = judged("gpu-processes", make_subject(1, slots=8), value)
-    assert found["h0"].remedy == "clusterkit cancel ddp-1"
+@pytest.mark.parametrize(
+    ("held", "owners", "remedy"),
+    [
+        # Those of others are not killed, but their owners asked.
+        ([app(1, 0), app(2, 1, "train"), app(3, 1)],
+         {"1": {"user": "ann"}, "2": {"user": "bob", "run": "theirs"}, "3": {}},
+         "kill 1; ask bob to end process 2 (train)"),
+        ([app(3, 1)], {"3": {}}, "sudo fuser -v /dev/nvidia*"),
+        # A run of ours is cancelled and not killed.
+        ([app(1, 0), app(2, 1)], {"1": {"user": "ann", "run": "ddp-1"}, "2": {}},
+         "clusterkit cancel ddp-1"),
+    ],
+)  # fmt: skip
+def test_what_frees_the_gpus(judged, held, owners, remedy):
+    value = nvidia(*EIGHT, apps=apps(*held), owners=owners, me="ann")
+    assert judged("gpu-processes", make_subject(1, slots=8), value)["h0"].remedy == remedy
 
 
 def test_memory_held_by_nobody_that_can_be_seen(judged):
@@ -1351,18 +1321,17 @@ def test_a_broken_nvidia_smi_is_an_answer(tmp_path, monkeypatch, script, judged)
 
 
 @pytest.mark.parametrize(
-    ("available", "level"),
-    [(20 * GIB, "ok"), (3 * GIB, "warn"), (GIB // 2, "fail"), (0, "fail")],
-)
-def test_memory_for_every_rank(judged, available, level):
-    value = {"total": 24 * GIB, "available": available, "limit": None}
-    found = judged("memory", make_subject(1, slots=4), value)
-    assert found["h0"].level == level
-
-
-def test_a_container_s_limit_counts(judged):
-    value = {"total": 512 * GIB, "available": 500 * GIB, "limit": 2 * GIB}
-    assert judged("memory", make_subject(1, slots=4), value)["h0"].level == "warn"
+    ("total", "available", "limit", "level"),
+    [(24, 20, None, "ok"), (24, 3, None, "warn"), (24, 0.5, None, "fail"), (24, 0, None, "fail"),
+     (512, 500, 2, "warn")],
+)  # fmt: skip
+def test_memory_for_every_rank(judged, total, available, limit, level):
+    value = {
+        "total": total * GIB,
+        "available": int(available * GIB),
+        "limit": limit and limit * GIB,
+    }
+    assert judged("memory", make_subject(1, slots=4), value)["h0"].level == level
 
 
 def test_hosts_with_different_memory(judged):

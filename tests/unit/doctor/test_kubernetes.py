@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from clusterkit.backends.kubernetes.client import KubeTransport, Refusal
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.rights import needed, to_watch
 from clusterkit.cluster import Claim, KubernetesCluster
-from clusterkit.doctor.kubernetes import CHECKS, look
+from clusterkit.doctor.kubernetes import CHECKS, base, look
 from clusterkit.doctor.kubernetes.base import (
     CLUSTER,
     Reply,
@@ -44,8 +43,12 @@ def subject_of(job=None, **entry):
     """A cluster entry, and a job of two nodes unless another is given."""
     job = job or JobSpec(name="any", command=("true",), nodes=2)
     cluster = KubernetesCluster(**{"image": "clusterkit:cpu", "namespace": "default", **entry})
-    found = backends.backend("kubernetes").subject("k8s", cluster, job)
-    return dataclasses.replace(found, locate=lambda: ("kube-test", "default"))
+    return backends.backend("kubernetes").subject("k8s", cluster, job)
+
+
+@pytest.fixture(autouse=True)
+def located(monkeypatch):
+    monkeypatch.setattr(base, "context_of", lambda entry: ("kube-test", "default"))
 
 
 def documents():

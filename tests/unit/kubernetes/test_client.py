@@ -40,10 +40,13 @@ from clusterkit.runs import MADE, RunFolder
 class Answers(ThreadingHTTPServer):
     """Takes every object and keeps what was asked."""
 
+    request_queue_size = 64  # all come at once
+
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.asked = []
         self.answers = {}
+        self.together = None
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
 
@@ -52,6 +55,8 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def _answer(self):
+        if self.server.together is not None:
+            self.server.together.wait(30)
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
         self.server.asked.append((self.command, self.path, body, dict(self.headers)))
         status, answer = self.server.answers.get(
@@ -287,6 +292,14 @@ def test_what_is_not_there_is_none_and_can_be_deleted(server, api):
     api.delete("/x?a=b")
     assert server.asked[-1][:2] == ("DELETE", "/x?a=b&propagationPolicy=Background")
     assert api.get("/y")
+
+
+def test_many_requests_at_once_are_nothing_to_warn_of(server, api, caplog):
+    """urllib3 does of connections beyond those that it keeps."""
+    server.together = threading.Barrier(40)
+    with ThreadPoolExecutor(40) as pool:
+        assert all(pool.map(api.get, ["/x"] * 40))
+    assert caplog.records == []
 
 
 def test_credentials_that_are_not_accepted_are_named(server, api):
