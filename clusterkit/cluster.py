@@ -413,9 +413,6 @@ class KubernetesFacts(Struct, frozen=True, kw_only=True):
 class SlurmFacts(Struct, frozen=True, kw_only=True):
     """The partition that gives the nodes."""
 
-    ssh: bool = False
-    """Whether its login node is reached over SSH."""
-
     version: str
     partition: str
     nodes: int

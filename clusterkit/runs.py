@@ -247,11 +247,8 @@ class RunFolder:
 
     def append(self, name: str, record: object) -> None:
         """One more line of a ``.jsonl`` file; lost, not fatal, when the disk is full."""
-        try:
-            with (self.path / name).open("ab") as file:
-                file.write(msgspec.json.encode(record) + b"\n")
-        except OSError:
-            pass
+        with contextlib.suppress(OSError), (self.path / name).open("ab") as file:
+            file.write(msgspec.json.encode(record) + b"\n")
 
     def record(self, attempt: int, step: Step, outcome: str) -> None:
         """One more line of ``steps.jsonl``."""
@@ -263,16 +260,11 @@ class RunFolder:
 
     def records(self, name: str, kind: type[Document]) -> list[Document]:
         """The lines of a ``.jsonl`` file; torn ones are left out."""
-        found = []
-        try:
-            lines = (self.path / name).read_bytes().splitlines()
-        except OSError:
-            return []
-        for line in lines:
-            try:
-                found.append(msgspec.json.decode(line, type=kind))
-            except msgspec.MsgspecError:
-                continue
+        found: list[Document] = []
+        with contextlib.suppress(OSError):
+            for line in (self.path / name).read_bytes().splitlines():
+                with contextlib.suppress(msgspec.MsgspecError):
+                    found.append(msgspec.json.decode(line, type=kind))
         return found
 
     # -- what the run was made of ------------------------------------------
@@ -301,10 +293,7 @@ class RunFolder:
         kind = CLUSTER_TYPES.get(str(entry.get("backend", "local")))
         if kind is None:
             raise RunFolderError(f"run {self.run_id}: cluster.json names an unknown backend")
-        try:
-            return msgspec.convert(entry, kind)
-        except msgspec.ValidationError as error:
-            raise RunFolderError(f"run {self.run_id}: cluster.json is damaged ({error})") from error
+        return self.read_json("cluster.json", kind)
 
     def handle(self, attempt: int = 1, plan: Plan | None = None) -> RunHandle:
         """One attempt, for a backend.

@@ -297,8 +297,9 @@ class Supervisor:
             elif give_up is None:
                 for node in self.returns.due(seen, now, self.followed):
                     plan = self.backend.only(self.plan, node)
-                    start = partial(self.backend.submit, plan, self.transport)
-                    self._event(self.returns.start(node, start, self.secrets))
+                    if plan.steps:  # none: it cannot be started without the others
+                        start = partial(self.backend.submit, plan, self.transport)
+                        self._event(self.returns.start(node, start, self.secrets))
             time.sleep(POLL_SECONDS)
 
     def _ended(self, seen: Observation, needed: int) -> Observation:

@@ -144,9 +144,9 @@ def _print_rows(report: bandwidth.Report) -> None:
     header = ("collective", "bytes", "elements", "iterations", "median us", "min us", "max us",
               "algbw GB/s", "busbw GB/s", "wrong")  # fmt: skip
     rows = [
-        (row.collective, str(row.size), str(row.elements), str(row.iterations),
+        (row.collective, row.size, row.elements, row.iterations,
          *map(figure, (row.median_us, row.min_us, row.max_us,
-                                 row.algorithm_gb_per_s, row.bus_gb_per_s)), str(row.wrong))
+                                 row.algorithm_gb_per_s, row.bus_gb_per_s)), row.wrong)
         for row in report.rows
     ]  # fmt: skip
     click.echo(table(rows, header, numbers=True))

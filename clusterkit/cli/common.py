@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -188,14 +188,18 @@ STATE_COLOURS = {
 
 
 def table(
-    rows: Sequence[Sequence[str]], header: Sequence[str], *, indent: int = 0, numbers: bool = False
+    rows: Iterable[Iterable[object]],
+    header: Sequence[str],
+    *,
+    indent: int = 0,
+    numbers: bool = False,
 ) -> str:
     """Columns two spaces apart, wrapped to the terminal less ``indent``, aligned to the left, or of
-    ``numbers`` all but the first to the right."""
+    ``numbers`` all but the first to the right. None is shown as ``-``."""
     from clusterkit.ui.words import shown_on
 
     shown = shown_on(sys.stdout, colours=False)
-    everything = [tuple(header), *(tuple(map(shown, row)) for row in rows)]
+    everything = [tuple(header), *(tuple(shown(_cell(each)) for each in row) for row in rows)]
     gap, widths = _layout(everything, _room() - indent)
     lines = []
     for row in everything:
@@ -210,6 +214,12 @@ def table(
             ]
             lines.append((" " * gap).join(padded).rstrip())
     return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return "-" if value is None else str(value)
 
 
 def catalogue_table(jobs: Sequence[CatalogueEntry]) -> str:

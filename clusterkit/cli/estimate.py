@@ -148,9 +148,8 @@ def _text(found: Estimate) -> Iterator[str]:
         yield textwrap.fill(said, _COLUMNS, subsequent_indent=_INDENT)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row) -> tuple[str | int | None, ...]:
     verdict = {None: "?", True: "yes", False: "no"}[row.fits]
-    most = row.largest_micro_batch
     sizes = (
         row.parameters, row.gradients, row.optimizer, row.activations, row.loss,
         row.communication, row.total,
@@ -160,6 +159,6 @@ def _cells(row: Row) -> tuple[str, ...]:
         row.mesh,
         *(gib(size) for size in sizes),
         verdict,
-        "-" if most is None else str(most),
-        gib(row.host_per_node) if row.host_per_node else "-",
+        row.largest_micro_batch,
+        gib(row.host_per_node) if row.host_per_node else None,
     )

@@ -37,10 +37,7 @@ def command(cluster: str | None, clusters_file: str | None, as_json: bool) -> No
         click.echo("no runs yet: clusterkit submit jobs/ddp.yaml", err=True)
         return
     header = ["RUN", "STATE", "NODES", "CLUSTER", "STARTED"]
-    rows = [
-        [run.run, run.state, str(_nodes(run) or "-"), run.cluster, _ago(run.started_at)]
-        for run in found
-    ]
+    rows = [[run.run, run.state, _nodes(run), run.cluster, _ago(run.started_at)] for run in found]
     if cluster is not None:
         header.append("OF")
         for row, run in zip(rows, found, strict=True):

@@ -35,11 +35,4 @@ def command(run: str, as_json: bool, prometheus: bool) -> None:
         click.echo("this run reported no metrics (docs/programs.md says how to)", err=True)
         return
     columns = [name for name in _COLUMNS if any(name in row for row in found)]
-    rows = [[_cell(row.get(name)) for name in columns] for row in found]
-    click.echo(table(rows, columns))
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    click.echo(table([[row.get(name) for name in columns] for row in found], columns))

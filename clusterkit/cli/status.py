@@ -37,25 +37,20 @@ def command(run: str, as_json: bool) -> None:
         )
     if status.nodes:
         rows = [
-            (
-                str(node.node),
-                node.host,
-                node.state,
-                "-" if node.exit_code is None else str(node.exit_code),
-                f"{node.reason or ''}{_until(node.until)}",
-            )
+            (node.node, node.host, node.state, node.exit_code,
+             f"{node.reason or ''}{_until(node.until)}")
             for node in status.nodes
-        ]
+        ]  # fmt: skip
         header = ("NODE", "HOST", "STATE", "EXIT", "WHY")
         click.echo(textwrap.indent(table(rows, header, indent=2), "  "))
     if status.attempts:
         header = ("ATTEMPT", "ENDED", "LAST STEP", "STEPS LOST", "WHY")
         earlier = [
             (
-                str(one.attempt),
+                one.attempt,
                 time.strftime("%H:%M:%S", time.localtime(one.finished_at)),
-                "-" if one.last_step is None else str(one.last_step),
-                "-" if one.steps_lost is None else str(one.steps_lost),
+                one.last_step,
+                one.steps_lost,
                 f"{one.failure.who}: {one.failure.summary}" if one.failure else "",
             )
             for one in status.attempts

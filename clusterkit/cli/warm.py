@@ -31,7 +31,7 @@ def command(action: Literal["on", "off", "status"], idle: str, as_json: bool) ->
     click.echo(f"on, for {found.idle_seconds:g} s after a run" if found.idle_seconds else "off")
     if found.servers:
         rows = [
-            [str(each.pid), each.program, each.python, f"{each.memory_mib} MiB",
+            [each.pid, each.program, each.python, f"{each.memory_mib} MiB",
              f"{time.time() - each.used_at:.0f} s ago"]
             for each in found.servers
         ]  # fmt: skip

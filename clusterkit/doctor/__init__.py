@@ -33,14 +33,18 @@ __all__ = [
     "refusal",
 ]
 
-WAYS = ("hosts", "kubernetes", "slurm")
-"""What there is to examine; each is a module here with ``CHECKS`` and ``look``."""
+WAYS = {
+    "hosts": "clusterkit.doctor.hosts",
+    "kubernetes": "clusterkit.doctor.kubernetes",
+    "slurm": "clusterkit.backends.slurm.doctor",
+}
+"""What there is to examine; each is a module with ``CHECKS`` and ``look``."""
 
 
 def _way(name: str) -> Any:
     """The module that examines this kind, imported only here: backends need a subject in every
     command, the checks only where something is examined."""
-    return import_module(f"clusterkit.doctor.{name}")
+    return import_module(WAYS[name])
 
 
 def every_check() -> dict[str, tuple[Rule, ...]]:

@@ -154,11 +154,12 @@ class Report(Struct, frozen=True, kw_only=True):
         return list(found.values())
 
     def _faults(self, style: Style) -> list[str]:
-        return [
-            f"{style(_WORD[finding.level], finding.level)}  "
-            f"{words(finding, hosts, self.hosts, self.everything)}{_fix(finding, '  ')}"
-            for finding, hosts in self.faults()
-        ]
+        told = []
+        for finding, hosts in self.faults():
+            text = words(finding, hosts, self.hosts, self.everything)
+            fix = "\n  fix: " + finding.remedy.replace("\n", "\n       ") if finding.remedy else ""
+            told.append(f"{style(_WORD[finding.level], finding.level)}  {text}{fix}")
+        return told
 
 
 def _key(finding: Finding) -> tuple[str, ...]:
@@ -170,13 +171,6 @@ def words(
 ) -> str:
     """``clock on h1, h4-h6: ...``: one fault, in the same words everywhere."""
     return f"{finding.check} on {ranges(hosts, everyone, everything)}: {finding.cause}"
-
-
-def _fix(finding: Finding, indent: str) -> str:
-    if not finding.remedy:
-        return ""
-    lines = finding.remedy.splitlines()
-    return f"\n{indent}fix: " + f"\n{indent}     ".join(lines)
 
 
 def refusal(report: Report) -> ClusterkitError | None:

@@ -821,7 +821,8 @@ def test_a_picture_that_cannot_be_written_does_not_hide_the_table(
 ) -> None:
     pytest.importorskip("matplotlib")
     played(MARKS)
-    done = cli("bench", "-n", "2", "-o", str(tmp_path / "nowhere" / "bus.png"))
+    (tmp_path / "file").touch()
+    done = cli("bench", "-n", "2", "-o", str(tmp_path / "file" / "bus.png"))
     assert done.code == RunFolderError.exit_code
     assert "all_reduce" in done.out
     assert "cannot write" in done.err

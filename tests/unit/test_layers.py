@@ -89,7 +89,7 @@ backends.kubernetes.probe
 doctor.kubernetes.base
 doctor.kubernetes.checks.*
 doctor.kubernetes.checks
-doctor.kubernetes doctor.slurm
+doctor.kubernetes backends.slurm.doctor
 backends.kubernetes.observe
 backends.kubernetes.pod_log backends.kubernetes.apply
 backends.kubernetes.place backends.kubernetes.monitor

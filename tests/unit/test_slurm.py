@@ -3,13 +3,13 @@
 import json
 import shutil
 import sys
-import threading
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from clusterkit import backends, doctor, runs
+from clusterkit.agent.member import not_back
 from clusterkit.backends.slurm import observe, probe, queue
 from clusterkit.cluster import SlurmCluster, SlurmFacts
 from clusterkit.errors import BadInput, RunFolderError, RunNotFound, Unavailable
@@ -17,17 +17,14 @@ from clusterkit.spec import JobSpec
 from clusterkit.status import State
 from clusterkit.transport import Completed, LocalTransport
 
-PARTITION = (
-    "PartitionName=main AllowGroups=ALL Default=YES DefaultTime=NONE MaxNodes=4 MaxTime=2-00:00:00 "
-    "State=UP TotalNodes=16\nPartitionName=long Default=NO MaxNodes=UNLIMITED MaxTime=UNLIMITED\n"
-)
+MAIN = "main*|up|2-00:00:00|1-4|22.05.8|"
 
 
 class Slurm(LocalTransport):
     """A login node whose Slurm prints what it is told to; files are this machine's."""
 
     def __init__(self, **printed: str) -> None:
-        self.printed = {"scontrol": PARTITION, **printed}
+        self.printed = printed
         self.asked: list[tuple[str, ...]] = []
 
     def run(self, host, argv, **options):
@@ -39,7 +36,7 @@ class Slurm(LocalTransport):
 
 
 def job(state="RUNNING", number=7, reason="None", start="N/A"):
-    return f"{number}|{state}|{start}|2026-11-23T12:00:00|{reason}\n"
+    return f"{number}|{state}|{start}|{reason}\n"
 
 
 # ---------------------------------------------------------------- what commands print
@@ -97,19 +94,34 @@ def test_times_of_slurm(text, found):
 
 
 def test_the_partition_and_its_nodes():
-    listed = (
-        "n0|idle|96|1031000|gpu:h100:8(S:0-1)\nn1|down*|96+|1031000|gpu:h100:8\n"
-        "n2|mixed|48|512000|gpu:4,shard:8\nn3|idle|8|1000|(null)\nand more\n"
+    nodes = (
+        "n0|idle|96|1031000|gpu:h100:8(S:0-1)", "n1|down*|96+|1031000|gpu:h100:8",
+        "n2|mixed|48|512000|gpu:4,shard:8", "n3|idle|8|1000|(null)",
+    )  # fmt: skip
+    listed = "\n".join(["a plugin complains", "long|up|infinite|1-infinite|22.05.8|n9|idle|8|1|",
+                        *(MAIN + node for node in nodes)])  # fmt: skip
+    found = probe.partition(SlurmCluster(), Slurm(sinfo=listed))
+    assert found.facts == SlurmFacts(
+        version="22.05.8", partition="main", nodes=4, minutes=2880, most_nodes=4
     )
-    name, limits, nodes = probe.partition(SlurmCluster(), Slurm(sinfo=listed))
-    assert (name, limits["MaxTime"]) == ("main", "2-00:00:00")
-    assert [(n.name, n.usable, n.cpus, len(n.gpus)) for n in nodes] == [
+    assert [(n.name, n.usable, n.cpus, len(n.gpus)) for n in found.nodes] == [
         ("n0", True, 96, 8), ("n1", False, 96, 8), ("n2", True, 48, 4), ("n3", True, 8, 0),
     ]  # fmt: skip
-    assert nodes[0].gpus[0].name == "h100"
-    with pytest.raises(BadInput, match="partition: gpu is none of Slurm's") as error:
-        probe.partition(SlurmCluster(partition="gpu"), Slurm())
-    assert error.value.hint == "one of long, main"
+    assert found.nodes[0].gpus[0].name == "h100"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "error", "words"),
+    [
+        ({"partition": "gpu"}, BadInput, "partition: gpu is none of Slurm's"),
+        ({"partition": "long"}, Unavailable, "partition long has no nodes"),
+        ({}, BadInput, "partition: Slurm has no default"),
+    ],
+)
+def test_a_partition_that_is_not_there_or_empty(cluster, error, words):
+    with pytest.raises(error, match=words) as raised:
+        probe.partition(SlurmCluster(**cluster), Slurm(sinfo="long\nmain\n"))
+    assert raised.value.hint in ("one of long, main", None)
 
 
 OUTPUTS = Path(__file__).parents[1] / "data/slurm"
@@ -118,7 +130,7 @@ PRINTED = {
     # Limits of the default partition, in minutes and nodes; its nodes and GPUs, and which can be
     # used; states of jobs 101 to 103, or as they were recorded.
     "20.11": (4320, None, "8 8 8 8", "n0 n1 n2", "PENDING PENDING PENDING"),
-    "22.05": (30, None, "0 0", "n0", "PENDING PENDING PENDING RUNNING"),
+    "22.05": (30, None, "0 0", "n0 n1", "PENDING PENDING PENDING RUNNING"),
     "23.11": (None, 16, "8 8 8 8", "n0 n1", "PENDING RUNNING FAILED"),
     "24.11": (2880, None, "8 8 8 8", "n0 n1", "PENDING PENDING FAILED"),
     "25.05": (2160, None, "8 8 8 0", "n0 n1 n3", "PENDING UNKNOWN FAILED"),
@@ -135,35 +147,21 @@ def test_what_versions_of_slurm_print_is_read():
     assert {path.stem for path in OUTPUTS.iterdir()} == set(PRINTED)
     for version, (minutes, most, gpus, usable, states) in PRINTED.items():
         found = printed(version)
-        assert found["sinfo --version"].split()[1].startswith(version)
-        transport = Slurm(
-            scontrol=found["scontrol --oneliner show partition"], sinfo=found["sinfo -hN"]
-        )
-        name, limits, nodes = probe.partition(SlurmCluster(), transport)
-        assert name == "main", version
-        assert probe.minutes(limits["MaxTime"]) == minutes, version
-        assert limits["MaxNodes"] == str(most or "UNLIMITED"), version
-        assert " ".join(str(len(node.gpus)) for node in nodes) == gpus, version
-        assert [node.name for node in nodes if node.usable] == usable.split(), version
+        seen = probe.partition(SlurmCluster(), Slurm(sinfo=found["sinfo"]))
+        assert seen.facts.version.startswith(version)
+        assert (seen.facts.partition, seen.facts.minutes) == ("main", minutes), version
+        assert seen.facts.most_nodes == most, version
+        assert " ".join(str(len(node.gpus)) for node in seen.nodes) == gpus, version
+        assert [node.name for node in seen.nodes if node.usable] == usable.split(), version
         jobs = queue.parse(found["squeue"])
         assert [job.means.value for job in jobs] == states.split(), version
 
 
-def test_a_probe_asks_its_questions_beside_each_other():
-    """And nothing of this very Python but what it knows already."""
-    asked = threading.Event()
-
-    class Slow(Slurm):
-        def run(self, host, argv, **options):
-            if argv == ("sinfo", "--version"):
-                asked.set()
-            else:
-                assert asked.wait(30)
-            return super().run(host, argv, **options)
-
-    transport = Slow(sinfo="n0|idle|8|1000|(null)")
+def test_a_probe_starts_one_process():
+    """And asks nothing of this very Python but what it knows already."""
+    transport = Slurm(sinfo=f"{MAIN}n0|idle|8|1000|(null)")
     facts = backends.backend("slurm").probe(SlurmCluster(python=sys.executable), transport)
-    assert {argv[0] for argv in transport.asked} == {"scontrol", "sinfo"}
+    assert [argv[0] for argv in transport.asked] == ["sinfo"]
     assert (facts.hosts[0].python, facts.slurm.nodes) == (sys.executable, 1)
     assert facts.port + 1 == facts.watch_port
 
@@ -199,6 +197,7 @@ def options(plan):
     [
         ({"nodes": 17}, {}, "17 are wanted, partition main gives 16 nodes"),
         ({"nodes": 5}, {"most_nodes": 4}, "5 are wanted, partition main gives 4 nodes"),
+        ({"nodes": 2, "spares": 3}, {"nodes": 4}, "2 and 3 spares are wanted, partition main"),
         ({"cluster": {"time": "3-0"}}, {}, "3-0 is more than partition main allows"),
         ({"cluster": {"time": "soon"}}, {}, "soon is not a time of Slurm's"),
     ],
@@ -223,6 +222,26 @@ def test_an_option_is_quoted_as_sbatch_reads_it(plan):
         plan(cluster={"account": "a\nb"})
 
 
+@pytest.mark.parametrize(
+    ("fields", "nodes"),
+    [({"spares": 1}, 3), ({"nodes": "2:4", "on_node_loss": "shrink"}, 4)],
+)
+def test_the_allocation_of_a_run_that_goes_on_without_a_node_does_so_too(plan, fields, nodes):
+    for requeue, then in ((True, "scontrol requeue"), (False, "scancel")):
+        made = plan({"requeue": requeue}, **fields)
+        (script,) = (file.text for file in made.files if file.path.endswith("slurm.sh"))
+        assert f"#SBATCH --nodes={nodes}" in script
+        assert "#SBATCH --no-kill" in script
+        (step,) = (line for line in script.splitlines() if line.startswith("srun "))
+        assert f"--nodes={nodes} --ntasks={nodes} " in step
+        assert " --no-kill " in step
+        assert f'if grep -q "{queue.NODE_0_LOST}" "$ended"; then' in script
+        assert then in script.partition("trap notice")[2].partition("code=0")[0]
+    assert queue.NODE_0_LOST in not_back([0], 15.0)
+    assert made.nodes == nodes
+    assert backends.backend("slurm").only(made, 1).steps == ()  # no node is started alone
+
+
 def test_agents_run_in_the_image_of_the_entry(plan):
     """And what ends them, too. Rendered only: neither pyxis nor apptainer is here to be tried."""
 
@@ -243,10 +262,10 @@ def test_agents_run_in_the_image_of_the_entry(plan):
     made, ending, starting = script(container="/img/t.sif", container_with="apptainer")
     mounts = f"{made.run_dir}:{made.run_dir},/job:/job,/data:/d"
     words = f"apptainer exec --bind {mounts} /img/t.sif "
-    assert f"--wait=0 \\\n    {words}/bin/sh -c" in starting
+    assert f"{words}/bin/sh {made.run_dir}/files/node.sh" in starting
     assert words in ending
 
-    with pytest.raises(BadInput, match="an elastic run asks Slurm"):
+    with pytest.raises(BadInput, match="a run that outlives one of them asks Slurm"):
         plan({"container": "/img/t.sif"}, nodes="1:2", launcher="torchrun")
 
 
@@ -326,7 +345,9 @@ def test_what_slurm_ended_has_slurm_s_reason(seen, state, words):
     assert seen(job(state), RUNS, ENDED).causes[0].words == reason
 
 
-@pytest.mark.parametrize("who", ["SIGTERM from process 9 (slurmstepd: [7.0])", queue.WARNED])
+@pytest.mark.parametrize(
+    "who", ["SIGTERM from process 9 (slurmstepd: [7.0])", queue.WARNED, queue.NODE_0_LOST]
+)
 def test_nodes_that_slurm_ended_are_not_judged_before_it_is_through(seen, who):
     """Its job may wait again: who takes the run for failed meanwhile would cancel that."""
     exit_by_slurm = {"exit_code": 143, "at": 1.0, "reason": f"stopped by {who}"}
@@ -361,6 +382,13 @@ def test_a_job_that_slurm_has_forgotten_is_judged_by_the_agents(seen):
     assert states(found)[:2] == ("FAILED", ["SUCCEEDED", "FAILED"])
     assert "without reporting" in found.nodes[1].reason
     assert states(seen("", DONE, RUNS, patient=True))[0] == "RUNNING"
+
+
+def test_a_node_that_the_others_did_without_was_lost(seen):
+    for state in ("COMPLETED", "FAILED"):
+        found = seen(job(state), DONE, RUNS)
+        assert states(found)[:2] == ("FAILED", ["SUCCEEDED", "FAILED"])
+        assert found.nodes[1].reason == "its agent ended without reporting an exit code"
 
 
 def test_a_job_that_left_the_queue_before_it_started_has_failed(seen):
@@ -405,7 +433,7 @@ def examined(transport, **job):
     return {finding.check: (finding.level, finding.cause) for finding in report.findings}
 
 
-SINFO = "n0|idle|8|1000|(null)\nn1|idle|8|1000|(null)\n"
+SINFO = f"{MAIN}n0|idle|8|1000|(null)\n{MAIN}n1|idle|8|1000|(null)\n"
 
 
 def test_the_doctor_of_a_cluster_that_is_fit(no_gpus):

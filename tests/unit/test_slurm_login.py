@@ -19,7 +19,7 @@ from clusterkit.status import State
 from clusterkit.transport import Completed, LocalTransport
 
 NAME = "alice@login:2222"
-PARTITION = "PartitionName=main Default=YES MaxTime=60 State=UP\n"
+MAIN = "main*|up|1:00:00|1-infinite|22.05.8|"
 
 
 class LoginNode(LocalTransport):
@@ -27,8 +27,7 @@ class LoginNode(LocalTransport):
 
     def __init__(self, **printed):
         self.printed = {
-            "scontrol": PARTITION,
-            "sinfo": "n0|idle|8|1000|(null)\nn1|idle|8|1000|(null)\n", **printed,
+            "sinfo": f"{MAIN}n0|idle|8|1000|(null)\n{MAIN}n1|idle|8|1000|(null)\n", **printed,
         }  # fmt: skip
         self.asked = []
         self.away = False
@@ -79,7 +78,6 @@ def test_the_probe_asks_there_and_looks_at_the_project_here(tmp_path, monkeypatc
     job = JobSpec(name="demo", program="train.py", workdir=str(tmp_path / "project"))
     facts = backends.backend("slurm").probe(SlurmCluster(ssh=NAME), transport, job)
     assert facts.home == str(tmp_path / "clusterkit")
-    assert facts.slurm.ssh
     assert facts.hosts[0].host == NAME
     assert facts.hosts[0].python.startswith("/")
     assert facts.project.files == 1
@@ -102,7 +100,7 @@ def test_a_command_that_only_a_login_shell_finds_is_found(tmp_path, monkeypatch)
 @pytest.fixture
 def plan(make_facts, tmp_path):
     def make(cluster=None, **fields):
-        slurm = SlurmFacts(version="22.05.8", partition="main", nodes=16, ssh=True)
+        slurm = SlurmFacts(version="22.05.8", partition="main", nodes=16)
         facts = msgspec.structs.replace(
             make_facts(host=NAME, home=str(tmp_path / "there")), slurm=slurm, **fields
         )

@@ -319,16 +319,10 @@ class ContainerMonitor:
         return seen
 
     def _observed(self, now: float) -> Observation:
-        silent = None
-        if self._silent_since is not None:
-            seconds = now - self._silent_since
-            if seconds >= self._handle.plan.lost_after:
-                silent = f"{self._complaint} (for {seconds:.0f} s)"
-        lost = [
-            node
-            for node, since in self._troubled.items()
-            if now - since >= self._handle.plan.lost_after
-        ]
+        silent, patience = None, self._handle.plan.lost_after
+        if self._silent_since is not None and (seconds := now - self._silent_since) >= patience:
+            silent = f"{self._complaint} (for {seconds:.0f} s)"
+        lost = [node for node, since in self._troubled.items() if now - since >= patience]
         return observation(self._handle, self._live, silent=silent, lost=lost)
 
     def _look(self, now: float) -> None:

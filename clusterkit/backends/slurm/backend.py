@@ -25,15 +25,8 @@ from clusterkit.backends.base import (
     SupportsRemoteRuns,
 )
 from clusterkit.backends.slurm import login
-from clusterkit.backends.slurm.observe import (
-    SlurmMonitor,
-    cancelled_by_hand,
-    newest,
-    observation,
-    read,
-    stop_file,
-)
-from clusterkit.backends.slurm.queue import SLURM_SECONDS, Job, jobs_of, run
+from clusterkit.backends.slurm.observe import SlurmMonitor, status, stop_file
+from clusterkit.backends.slurm.queue import HERE, SLURM_SECONDS, Job, jobs_of, run
 from clusterkit.cluster import Facts, SlurmCluster
 from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.plan import Plan, unpacking
@@ -44,7 +37,7 @@ from clusterkit.transport import LocalTransport, Transport
 from clusterkit.yaml_text import comment
 
 if TYPE_CHECKING:
-    from clusterkit.doctor.slurm import SlurmSubject
+    from clusterkit.backends.slurm.doctor import SlurmSubject
 
 GRACE_SECONDS = 10.0
 """Beyond `stop_grace`, before a job that does not end in order is ended by Slurm."""
@@ -59,8 +52,6 @@ class SlurmBackend(Backend, SupportsDoctor, SupportsFile, SupportsForget, Suppor
     command = "sbatch"
     unsupported = {  # noqa: RUF012
         "launcher=mpirun": "Open MPI would start steps of its own, which no agent can watch or end",
-        "on_node_loss=shrink": "an allocation ends with the first node that it loses",
-        "spares": "an allocation ends with the first node that it loses",
     }
     start_seconds: ClassVar[float] = math.inf
 
@@ -71,27 +62,16 @@ class SlurmBackend(Backend, SupportsDoctor, SupportsFile, SupportsForget, Suppor
     def places(self, cluster: SlurmCluster, transport: Transport) -> int:
         from clusterkit.backends.slurm.probe import partition
 
-        return sum(node.usable for node in partition(cluster, transport)[2])
+        return sum(node.usable for node in partition(cluster, transport).nodes)
 
     def subject(self, name: str, cluster: SlurmCluster, job: JobSpec | None = None) -> SlurmSubject:
-        from clusterkit.backends.slurm.probe import folder, python_of
-        from clusterkit.doctor.slurm import SlurmSubject
+        from clusterkit.backends.slurm.doctor import SlurmSubject
 
-        asked = job or JobSpec(name="any", command=("true",))
-
-        def rehearsal(transport: Transport) -> str:
-            facts = self.probe(cluster, transport, asked)
-            plan = self.plan(asked, cluster, facts, "doctor-rehearsal")
-            return next(file.text or "" for file in plan.files if file.path.endswith("/slurm.sh"))
-
-        return SlurmSubject(
-            cluster=name, entry=cluster, job=asked, rehearsal=rehearsal, folder=folder(cluster),
-            python=python_of(asked, cluster)[0],
-        )  # fmt: skip
+        job = job or JobSpec(name="any", command=("true",))
+        return SlurmSubject(cluster=name, entry=cluster, job=job)
 
     def home(self, facts: Facts) -> Path:
-        remote = facts.slurm is not None and facts.slurm.ssh
-        return home() if remote else Path(facts.home)
+        return Path(facts.home) if facts.hosts[0].host == HERE else home()
 
     # -- as one file ------------------------------------------------------------
 
@@ -121,21 +101,7 @@ class SlurmBackend(Backend, SupportsDoctor, SupportsFile, SupportsForget, Suppor
     # -- an attempt -----------------------------------------------------------
 
     def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
-        job, silent = None, login.bring(handle, transport)
-        files = read(handle)
-        if files is None:
-            return None
-        try:
-            job = newest(handle, transport) if silent is None else None
-        except Unavailable as error:
-            silent = error.message
-        if silent is None and not files.ended and (job is None or job.means.final):
-            silent = login.bring(handle, transport)  # it may have ended since they were read
-            files = read(handle) or files
-        seen = observation(handle, files, job, silent=silent)
-        if cancelled_by_hand(seen, job):
-            handle.folder.mark_cancelled()
-        return seen
+        return status(handle, transport)
 
     def watch(self, handle: RunHandle, transport: Transport) -> Monitor:
         return SlurmMonitor(handle, transport)

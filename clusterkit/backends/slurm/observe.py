@@ -10,15 +10,17 @@ from __future__ import annotations
 import contextlib
 import json
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import msgspec
 from msgspec import Struct
 
 from clusterkit import mirror
+from clusterkit.agent.report import read_from
 from clusterkit.backends.base import Observation
-from clusterkit.backends.nodes import judge_node, observed
+from clusterkit.backends.nodes import judge_node, known, observed
 from clusterkit.backends.slurm import login
-from clusterkit.backends.slurm.queue import WARNED, Job, jobs_of
+from clusterkit.backends.slurm.queue import NODE_0_LOST, WARNED, Job, jobs_of
 from clusterkit.errors import Unavailable
 from clusterkit.runs import RunHandle
 from clusterkit.status import NodeCause, NodeStatus, State
@@ -62,31 +64,24 @@ class Snapshot(Struct, frozen=True):
 
     @property
     def ended_by_slurm(self) -> bool:
-        """Whether a node says that it was Slurm who ended it: whether its job goes on as another
-        attempt is not known before Slurm is through with that."""
-        by = (b"slurmstepd", WARNED.encode())
+        """Whether a node says that it was Slurm who ended it, or is to: whether its job goes on as
+        another attempt is not known before Slurm is through with that."""
+        by = (b"slurmstepd", WARNED.encode(), NODE_0_LOST.encode())
         return any(word in (node.exit or b"") for node in self.nodes for word in by)
 
 
 def read(handle: RunHandle) -> Snapshot | None:
     """What the run's folder holds; None: there is none."""
-    attempt, folder = handle.attempt, handle.folder.path
-
-    def of(name: str) -> bytes | None:
-        try:
-            return (folder / name).read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-
-    if not (folder / "run.json").exists():
+    if not known(handle):
         return None
-    nodes = []
+    attempt, folder, nodes = handle.attempt, handle.folder, []
     for node in range(handle.plan.nodes):
-        ours = f"attempts/{attempt}/node-{node}"
-        ended, started = of(f"{ours}/exit.json"), of(f"{ours}/started.json")
-        log = b"" if ended else of(f"{ours}/agent.log") or b""
-        nodes.append(Files(started, ended, log[-4096:]))
-    return Snapshot(tuple(nodes), of(f"job-{attempt}"), of(f"attempts/{attempt}/next"))
+        ours = folder.node_dir(attempt, node)
+        ended = read_from(ours / "exit.json")
+        log = b"" if ended else read_from(ours / "agent.log") or b""
+        nodes.append(Files(read_from(ours / "started.json"), ended, log[-4096:]))
+    after = read_from(folder.file(f"attempts/{attempt}/next"))
+    return Snapshot(tuple(nodes), read_from(folder.file(f"job-{attempt}")), after)
 
 
 def stop_file(job: Job) -> str:
@@ -94,112 +89,125 @@ def stop_file(job: Job) -> str:
     return f"stop-{job.id}"
 
 
+def status(handle: RunHandle, transport: Transport) -> Observation | None:
+    """As `clusterkit.backends.base.Backend.status`."""
+    job, silent = None, login.bring(handle, transport)
+    files = read(handle)
+    if files is None:
+        return None
+    try:
+        job = newest(handle, transport) if silent is None else None
+    except Unavailable as error:
+        silent = error.message
+    if silent is None and not files.ended and (job is None or job.means.final):
+        silent = login.bring(handle, transport)  # it may have ended since they were read
+        files = read(handle) or files
+    return observation(handle, files, job, silent=silent)
+
+
 def observation(
     handle: RunHandle,
-    seen: Snapshot,
+    files: Snapshot,
     job: Job | None,
     *,
     silent: str | None = None,
     patient: bool = False,
 ) -> Observation:
-    """An attempt, from its files and its job as it was asked for after those were read.
+    """An attempt, from its files and its job as it was asked for after those were read. A run whose
+    job somebody has ended by Slurm's own means is marked as cancelled.
 
     Args:
         job: the run's newest; None: Slurm knows of none.
         silent: why Slurm does not answer; None: it does.
         patient: whether files may still come to light.
     """
-    again = _next(handle, seen, job)
     ours = job is None or handle.folder.file(stop_file(job)).exists()
-    nodes = tuple(
-        _judge(handle, node, files, seen, job, ours, silent, patient, again)
-        for node, files in enumerate(seen.nodes)
-    )
-    found = observed(nodes, {node: files.exit or b"" for node, files in enumerate(seen.nodes)})
-    causes = tuple(
-        NodeCause(node=node.node, words=node.reason, exit_code=node.exit_code or 1)
-        for node in nodes
-        if job is not None and node.state is State.FAILED and node.reason == job.ending
-    )
+    look = _Look(files, job, ours, silent, patient)
+    nodes = tuple(look.node(node) for node in range(len(files.nodes)))
+    found = observed(nodes, {node: each.exit or b"" for node, each in enumerate(files.nodes)})
+    by_slurm = [node for node in nodes if job is not None and node.reason == job.ending]
+    states = {node.state for node in by_slurm}
+    if State.CANCELLED in states and not any(node.state is State.RUNNING for node in nodes):
+        handle.folder.mark_cancelled()
+    causes = [
+        NodeCause(node=node.node, words=node.reason or "", exit_code=node.exit_code or 1)
+        for node in by_slurm
+        if node.state is State.FAILED
+    ]
     return msgspec.structs.replace(
         found,
-        goes_on=found.goes_on or again,
+        goes_on=found.goes_on or (handle.attempt + 1 if look.again else None),
         causes=(*causes, *found.causes),
         queued=silent is not None or (job is not None and not job.means.final),
     )
 
 
-def cancelled_by_hand(seen: Observation, job: Job | None) -> bool:
-    """Whether somebody ended the job by Slurm's own means, and not for another of its attempts."""
-    by_hand = any(
-        node.state is State.CANCELLED and job is not None and node.reason == job.ending
-        for node in seen.nodes
-    )
-    return by_hand and not any(node.state is State.RUNNING for node in seen.nodes)
+@dataclass(frozen=True)
+class _Look:
+    """What `observation` is given; ``ours``: whether we have ended the job, if anybody has."""
 
+    files: Snapshot
+    job: Job | None
+    ours: bool
+    silent: str | None
+    patient: bool
 
-def _next(handle: RunHandle, seen: Snapshot, job: Job | None) -> int | None:
-    """The attempt with which the same job goes on, where Slurm has put it back into its queue."""
-    if seen.next is not None:
-        return handle.attempt + 1
-    waits = job is not None and job.means is State.PENDING
-    return handle.attempt + 1 if waits and seen.begun else None
+    @property
+    def again(self) -> bool:
+        """Whether the same job goes on with another attempt: it is back in Slurm's queue."""
+        waits = self.job is not None and self.job.means is State.PENDING
+        return self.files.next is not None or (waits and self.files.begun)
 
+    @property
+    def over(self) -> bool:
+        gone = self.job is None or self.job.means.final
+        return self.again or (gone and self.silent is None and not self.patient)
 
-def _judge(
-    handle: RunHandle,
-    node: int,
-    files: Files,
-    seen: Snapshot,
-    job: Job | None,
-    ours: bool,
-    silent: str | None,
-    patient: bool,
-    again: int | None,
-) -> NodeStatus:
-    over = again is not None or (
-        silent is None and (job is None or job.means.final) and not patient
-    )
-    found = judge_node(
-        node,
-        _host(files.started),
-        begun=files.started is not None,
-        alive=not over and files.exit is None,
-        exit_json=files.exit,
-        complaint=files.log,
-        started=files.started,
-    )
+    def node(self, number: int) -> NodeStatus:
+        files, job = self.files.nodes[number], self.job
+        found = judge_node(
+            number,
+            _host(files.started),
+            begun=files.started is not None,
+            alive=not self.over and files.exit is None,
+            exit_json=files.exit,
+            complaint=files.log,
+            started=files.started,
+        )
 
-    def changed(state: State, reason: str | None) -> NodeStatus:
-        return msgspec.structs.replace(found, state=state, reason=reason)
+        def changed(state: State, reason: str | None) -> NodeStatus:
+            return msgspec.structs.replace(found, state=state, reason=reason)
 
-    if files.exit is not None:
-        # Slurm's signals reach ranks and agents alike: what they say of their end is an echo.
-        told = found.state in (State.CANCELLED, State.FAILED) and found.exit_code in _SIGNALLED
-        if told and job is not None and job.ended_by_slurm and not ours and again is None:
-            cancelled = job.means is State.CANCELLED
-            return changed(State.CANCELLED if cancelled else State.FAILED, job.ending)
-        ending = not (over or ours) and seen.ended_by_slurm and found.state is not State.SUCCEEDED
-        return changed(State.RUNNING, "Slurm is ending its job") if ending else found
-    if silent is not None:
-        return changed(State.RUNNING if files.started else State.PENDING, silent or None)
-    if files.started is None and found.state is State.RUNNING:
-        found = changed(State.PENDING, None)
-    if job is None:
-        if files.started is None and seen.submitted is not None and not patient:
-            number = seen.submitted.decode(errors="replace").strip()
-            return changed(State.FAILED, f"job {number} left Slurm's queue before it started")
+        cancelled = job is not None and job.means is State.CANCELLED and not self.ours
+        ended = State.CANCELLED if cancelled else State.FAILED
+        if files.exit is not None:
+            # Slurm's signals reach ranks and agents alike: what they say of their end is an echo.
+            told = found.state in (State.CANCELLED, State.FAILED) and found.exit_code in _SIGNALLED
+            if told and job is not None and job.ended_by_slurm and not (self.ours or self.again):
+                return changed(ended, job.ending)
+            ending = not (self.over or self.ours) and self.files.ended_by_slurm
+            if ending and found.state is not State.SUCCEEDED:
+                return changed(State.RUNNING, "Slurm is ending its job")
+            return found
+        if self.silent is not None:
+            return changed(State.RUNNING if files.started else State.PENDING, self.silent or None)
+        if files.started is None and found.state is State.RUNNING:
+            found = changed(State.PENDING, None)
+        if job is None:
+            if files.started is None and self.files.submitted and not self.patient:
+                id_ = self.files.submitted.decode(errors="replace").strip()
+                return changed(State.FAILED, f"job {id_} left Slurm's queue before it started")
+            return found
+        if job.means is State.UNKNOWN:
+            return changed(State.UNKNOWN, f"Slurm reports job {job.id} as {job.state}")
+        if self.again:
+            return changed(State.FAILED, "Slurm ended its job, and starts it again")
+        if job.means is State.PENDING:
+            return changed(State.PENDING, job.waiting)
+        # Of a job that ended by itself, an agent that was lost says more.
+        if self.over and (job.ended_by_slurm or files.started is None):
+            return changed(ended, job.ending)
         return found
-    if job.means is State.UNKNOWN:
-        return changed(State.UNKNOWN, f"Slurm reports job {job.id} as {job.state}")
-    if again is not None:
-        return changed(State.FAILED, "Slurm ended its job, and starts it again")
-    if job.means is State.PENDING:
-        return changed(State.PENDING, job.waiting)
-    if over:
-        cancelled = job.means is State.CANCELLED and not ours
-        return changed(State.CANCELLED if cancelled else State.FAILED, job.ending)
-    return found
 
 
 def _host(started: bytes | None) -> str:
@@ -225,10 +233,10 @@ class SlurmMonitor:
         self._about = (handle, transport)
         self._copying = login.follow(handle, transport)
         self._pool = ThreadPoolExecutor(1)  # a controller that is away takes 10 s to say nothing
-        self._asking: Future[Job | None] | None = None
-        self._read: Snapshot | None = None
+        self._asking: tuple[Snapshot, Future[Job | None]] | None = None
+        self._files: Snapshot | None = None
         self._asked: Snapshot | None = None
-        """The files as they were when Slurm was asked."""
+        """The files as they were when Slurm was asked for what is known of the job."""
         self._job: Job | None = None
         self._silent: str | None = None
         self._look_at = self._ask_at = 0.0
@@ -241,50 +249,34 @@ class SlurmMonitor:
         if now < self._look_at:
             return self._seen
         self._look_at = now + LOOK_SECONDS
-        fresh = read(handle)
-        if fresh is None:
+        files = read(handle)
+        if files is None:
             return None
-        if fresh != self._read:
+        if files != self._files:
             self._ask_at = min(self._ask_at, now + ASK_SECONDS[0])
-        self._read = fresh
+        self._files = files
         if self._asking is None and now >= self._ask_at:
-            self._asked = fresh
-            self._asking = self._pool.submit(newest, handle, transport)
-        if self._asking is not None and (self._asking.done() or self._seen is None):
-            self._take(now)
-        if (behind := login.behind(self._copying)) is not None:
-            self._over_since = None  # what comes to light comes later
-            self._seen = observation(handle, fresh, self._job, silent=behind)
-        elif self._asked == fresh and self._asking is None:
-            self._judge(fresh, now)
-        elif self._seen is None or self._silent is not None:
-            self._seen = observation(handle, fresh, self._job, silent=self._silent or "")
+            self._asking = files, self._pool.submit(newest, handle, transport)
+        if self._asking is not None and (self._asking[1].done() or self._seen is None):
+            self._take(*self._asking, now)
+        behind = login.behind(self._copying)
+        silent = self._silent if behind is None else behind
+        if silent is not None or files == self._asked:
+            over = silent is None and (self._job is None or self._job.means.final)
+            self._over_since = (self._over_since or now) if over else None
+            patient = not files.ended and now - (self._over_since or now) < LATE_SECONDS
+            self._seen = observation(handle, files, self._job, silent=silent, patient=patient)
         return self._seen
 
-    def _take(self, now: float) -> None:
-        """Slurm's answer."""
-        assert self._asking is not None
+    def _take(self, asked: Snapshot, answer: Future[Job | None], now: float) -> None:
         try:
-            self._job, self._silent = self._asking.result(), None
+            self._job, self._silent = answer.result(), None
         except Unavailable as error:
             self._silent = error.message
-        self._asking = None
+        self._asking, self._asked = None, asked
         runs = self._job is not None and self._job.means is State.RUNNING
-        ending = self._asked is not None and self._asked.ended_by_slurm
-        self._ask_at = now + ASK_SECONDS[2 if runs and self._silent is None and not ending else 1]
-
-    def _judge(self, fresh: Snapshot, now: float) -> None:
-        handle, job = self._about[0], self._job
-        over = self._silent is None and (job is None or job.means.final)
-        if not over:
-            self._over_since = None
-        elif self._over_since is None:
-            self._over_since = now
-        patient = not fresh.ended and now - (self._over_since or now) < LATE_SECONDS
-        seen = observation(handle, fresh, job, silent=self._silent, patient=patient)
-        if cancelled_by_hand(seen, job):
-            handle.folder.mark_cancelled()
-        self._seen = seen
+        steady = runs and self._silent is None and not asked.ended_by_slurm
+        self._ask_at = now + ASK_SECONDS[2 if steady else 1]
 
     def close(self) -> None:
         if self._copying is not None:

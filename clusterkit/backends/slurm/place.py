@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import posixpath
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from clusterkit.agent import PEER_TOKEN
@@ -18,7 +19,7 @@ from clusterkit.backends.placing import (
     threads_of,
 )
 from clusterkit.backends.slurm.probe import minutes
-from clusterkit.backends.slurm.queue import HERE, LOGIN_PYTHON, WARNED
+from clusterkit.backends.slurm.queue import HERE, LOGIN_PYTHON, NODE_0_LOST, WARNED
 from clusterkit.cluster import Facts, SlurmCluster, SlurmFacts
 from clusterkit.errors import BadInput, counted
 from clusterkit.plan import Note, PlanFile, Step
@@ -32,14 +33,15 @@ SLACK_MINUTES = 5
 """More than the job's own time limit, so that Slurm is not the one to end it."""
 _VARIABLES = {"time": "timelimit", "mem": "mem_per_node"}
 """Options whose variables sbatch calls otherwise."""
-_OURS = (
-    "job_name", "gres", "output", "error", "signal", "requeue", "no_requeue", "export",
-    "array_inx", "wait",
-)  # fmt: skip
+_UNSET = ("error", "requeue", "no-requeue", "export", "array-inx", "wait")
+"""Variables of other options that would change what the script does."""
+_OF_STEPS = ("cpus-per-task", "gres", "no-kill")
+"""Options of the job that since 22.05 a step has not by itself."""
 _SUBMIT = """\
 #!/bin/sh
 # Variables of the submitter's would win over the options in slurm.sh.
-{unset}job=$(sbatch --parsable {script}) || exit
+unset {unset}
+job=$(sbatch --parsable {script}) || exit
 echo "${{job%%;*}}" >{run}/job-"${{CLUSTERKIT_ATTEMPT:-1}}"
 """
 _SCRIPT = """\
@@ -53,7 +55,8 @@ while [ -e "$run/attempts/$CLUSTERKIT_ATTEMPT" ]; do
     CLUSTERKIT_ATTEMPT=$((CLUSTERKIT_ATTEMPT + 1))
 done
 {token}="${{{token}:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')}}"
-{address}export CLUSTERKIT_ATTEMPT {token} {head}
+{head}=$({address})
+export CLUSTERKIT_ATTEMPT {token} {head}
 # Slurm's own signals reach ranks and agents alike. This one comes first, to this script alone, and
 # is passed on to the agents: they end their ranks in order.
 again=
@@ -64,12 +67,13 @@ notice() {{
     else
         again={again}
     fi
-    srun --overlap {shape} --gres=none \\
-        {stop} --reason "$why" &
+    nodes=$(squeue --noheader --job="$SLURM_JOB_ID" --format=%D)
+    srun --overlap --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpu-bind=none \\
+        --gres=none {stop} --reason "$why" &
 }}
 trap notice USR1
 trap : TERM
-srun {shape} {srun} \\
+srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --cpu-bind=none {srun} \\
     {start} &
 step=$!
 code=0
@@ -82,27 +86,38 @@ if [ "$again" ] && [ "$code" -ne 0 ]; then
 fi
 exit "$code"
 """
+_OF_NODE = (
+    'scontrol --oneliner show node "$SLURMD_NODENAME" | sed "s/.* NodeAddr=\\([^ ]*\\) .*/\\1/"'
+)
+_OF_INTERFACE = (
+    'ip -4 -oneline address show dev {} | sed -n "s/.* inet \\([0-9.]*\\).*/\\1/p" | head -n 1'
+)
+_UNLESS_LOST = f"""\
+trap : TERM
+"$@"
+code=$?
+# The batch script was there, and can neither have the job started again nor end it.
+cd "$0" && ended=$(ls -t attempts/*/node-"$NODE_RANK"/exit.json | head -n 1)
+if grep -q "{NODE_0_LOST}" "$ended"; then {{then}}; fi
+exit "$code\""""
+_AGAIN = 'scontrol requeue "$SLURM_JOB_ID"'
+_END = 'echo node 0 was lost >"stop-$SLURM_JOB_ID"; scancel "$SLURM_JOB_ID"'
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmPlacement(Placement):
     """Nodes that one ``sbatch`` starts."""
 
-    options: tuple[str, ...]
-    """Of the batch script."""
-    step_options: tuple[str, ...]
-    """Of the step that starts the agents: since 22.05 it has not all of the job's by itself."""
-    unset: tuple[str, ...]
-    setup: tuple[str, ...]
-    image: tuple[tuple[str, ...], tuple[str, ...]]
-    """What starts a command in the entry's image: options of ``srun``, and words before it."""
-    interface: str
-    requeue: bool
+    entry: SlurmCluster
+    options: Mapping[str, str]
+    """Of the batch script, besides the entry's own; empty: such an option has no value."""
 
     def files(self, assembly: Assembly) -> tuple[PlanFile, ...]:
         script = PlanFile(self.places.file("slurm.sh"), self._script(assembly), mode=0o755)
+        names = [_VARIABLES.get(name, name) for name in (*self.options, "output", *_UNSET)]
+        unset = [f"SBATCH_{name.replace('-', '_').upper()}" for name in dict.fromkeys(names)]
         submit = _SUBMIT.format(
-            unset=f"unset {' '.join(self.unset)}\n" if self.unset else "",
+            unset=" ".join(unset),
             script=quote(script.path),
             run=quote(self.places.run_dir),
         )
@@ -115,42 +130,51 @@ class SlurmPlacement(Placement):
         return (Step(kind="run", host=self.hosts[0], argv=argv, secrets=assembly.secrets),)
 
     def _script(self, assembly: Assembly) -> str:
-        nodes = str(self.launchers)
-        shape = (f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none")
-        own = 'scontrol --oneliner show node "$1" | sed "s/.* NodeAddr=\\([^ ]*\\) .*/\\1/"'
-        start = f'{NODE_RANK.name}="$SLURM_NODEID"; export {NODE_RANK.name}; exec "$@"'
-        if self.topology.elastic:
-            start = f'set -- "$SLURMD_NODENAME" "$@"; {NODE_ADDRESS.name}="$({own})"; '
-            start += f"export {NODE_ADDRESS.name}; shift; "
-            start += f'{NODE_RANK.name}="$SLURM_NODEID"; export {NODE_RANK.name}; exec "$@"'
-        # The agents end each other; srun is not to end those of other nodes before they have.
-        contained, before = self.image
-        srun = (*self.step_options, "--kill-on-bad-exit=0", "--wait=0", *contained)
+        entry, run_dir = self.entry, self.places.run_dir
+        output = posixpath.join(run_dir, "slurm-").replace("%", "%%") + "%j.out"
+        options = [_option(name, value) for name, value in self.options.items()]
+        options += [*entry.options, f"--output={output}", f"--chdir={run_dir}"]
+        for_srun, before = self._image()
         stop = (
-            *contained, *before, self.places.python, "-I", self.places.file(ARCHIVE), "stop",
-            self.places.run_dir, "--grace", f"{self.stop_grace:g}",
+            *for_srun, *before, self.places.python, "-I", self.places.file(ARCHIVE), "stop",
+            run_dir, "--grace", f"{self.stop_grace:g}",
         )  # fmt: skip
-        head = f'{HEAD.name}=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
-        head += f'set -- "${HEAD.name}"\n{HEAD.name}=$({own})\n'
-        if self.interface:
-            shown = f"ip -4 -oneline address show dev {quote(self.interface)}"
-            head = (
-                f'{HEAD.name}=$({shown} | sed -n "s/.* inet \\([0-9.]*\\).*/\\1/p" | head -n 1)\n'
-            )
+        srun = [_option(name, self.options[name]) for name in _OF_STEPS if name in self.options]
+        # The agents end each other; srun is not to end those of other nodes before they have.
+        srun += ["--kill-on-bad-exit=0", "--wait=0", *for_srun]
+        begin = f'{NODE_RANK.name}="$SLURM_NODEID"; export {NODE_RANK.name}; '
+        if self.torch_elastic:
+            begin += f'{NODE_ADDRESS.name}="$({_OF_NODE})"; export {NODE_ADDRESS.name}; '
+        lost = _UNLESS_LOST.format(then=_AGAIN if entry.requeue else _END)
+        begin += lost if "no-kill" in self.options else 'exec "$@"'
+        interface = entry.interface and _OF_INTERFACE.format(quote(entry.interface))
         return _SCRIPT.format(
-            options="".join(f"#SBATCH {option}\n" for option in self.options),
-            run=quote(self.places.run_dir),
-            setup="".join(f"{line}\n" for line in self.setup),
+            options="".join(f"#SBATCH {_quoted(option)}\n" for option in options),
+            setup="".join(f"{line}\n" for line in _setup(entry)),
+            run=quote(run_dir),
             token=PEER_TOKEN,
-            address=head,
             head=HEAD.name,
+            address=interface or _OF_NODE,
             warned=WARNED,
-            again="yes" if self.requeue else "",
+            again="yes" if entry.requeue else "",
             stop=join(stop),
-            shape=join(shape),
+            nodes=self.launchers,
             srun=join(srun),
-            start=join((*before, "/bin/sh", "-c", start, "sh", *assembly.command)),
+            start=join(("/bin/sh", "-c", begin, run_dir, *before, *assembly.command)),
         )
+
+    def _image(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What starts a command in the entry's image: options of ``srun``, and words before it."""
+        entry, places = self.entry, self.places
+        if entry.container is None:
+            return (), ()
+        folders = (places.run_dir, places.workdir, *(tree.path for tree in self.trees))
+        own = dict.fromkeys(f"{folder}:{folder}" for folder in folders)
+        mounts = ",".join((*own, *entry.container_mounts))
+        if entry.container_with == "pyxis":
+            return (f"--container-image={entry.container}", f"--container-mounts={mounts}"), ()
+        gpus = ("--nv",) if self.device == "cuda" else ()
+        return (), ("apptainer", "exec", *gpus, "--bind", mounts, entry.container)
 
 
 def place(job: JobSpec, cluster: SlurmCluster, facts: Facts, run_id: str) -> SlurmPlacement:
@@ -159,11 +183,12 @@ def place(job: JobSpec, cluster: SlurmCluster, facts: Facts, run_id: str) -> Slu
     if found is None:
         raise BadInput("facts: no partition is named", hint="use those of a slurm run")
     least, most = job.node_range
+    nodes = most + job.spares
     device, device_origin = device_of(job, [host])
     nproc, nproc_origin = divided_gpus(
         job, host, 1, device, place=f"a node of partition {found.partition}", flag="--gpus {0}"
     )
-    _check_room(most, found)
+    _check_room(job, found)
     limit, limit_origin = _time(job, cluster, found)
     cpus = cluster.cpus if cluster.cpus != "auto" else host.cpus
     if cluster.cpus == "auto" and device == "cuda":
@@ -171,44 +196,39 @@ def place(job: JobSpec, cluster: SlurmCluster, facts: Facts, run_id: str) -> Slu
     threads, threads_origin = threads_of(job, cpus, nproc)
     if cluster.container is None:  # what is in an image only a node could say
         require_packages(job, host, where="the login node")
-    run_dir = posixpath.join(facts.home, "runs", run_id)
-    topology = Topology(least, most, nproc)
-    if cluster.container is not None and topology.elastic:
+    outlives_nodes = job.elastic or job.spares > 0
+    if cluster.container is not None and cluster.container_with == "pyxis" and outlives_nodes:
         raise BadInput(
-            "nodes: an elastic run asks Slurm for each node's address, which an image cannot",
-            hint=f"--nodes {most}, or an entry without `container`",
-            job="nodes",
+            "nodes: a run that outlives one of them asks Slurm, which a pyxis image cannot",
+            hint=f"--nodes {most} without spares, or container_with: apptainer",
+            job="spares" if job.spares else "nodes",
         )
-    gres = cluster.gres or (f"gpu:{nproc}" if device == "cuda" else None)
-    step = [f"--cpus-per-task={cpus}", *([f"--gres={gres}"] if gres else [])]
-    asked = {
+    run_dir = posixpath.join(facts.home, "runs", run_id)
+    options: dict[str, str | None] = {
+        "job-name": run_id, "nodes": str(nodes), "ntasks-per-node": "1",
+        "cpus-per-task": str(cpus),
+        "gres": cluster.gres or (f"gpu:{nproc}" if device == "cuda" else None),
         "partition": cluster.partition, "account": cluster.account, "qos": cluster.qos,
         "constraint": cluster.constraint, "reservation": cluster.reservation, "time": limit,
         "exclusive": "" if cluster.exclusive else None, "mem": cluster.memory,
+        "requeue" if cluster.requeue else "no-requeue": "", "open-mode": "append",
+        "signal": f"B:USR1@{math.ceil(cluster.notice)}" if cluster.notice else None,
+        "no-kill": "" if outlives_nodes else None,
     }  # fmt: skip
-    given = {name: value for name, value in asked.items() if value is not None}
-    options = [f"--job-name={run_id}", f"--nodes={most}", "--ntasks-per-node=1", *step]
-    options += [f"--{name}={value}" if value else f"--{name}" for name, value in given.items()]
-    options += ["--requeue" if cluster.requeue else "--no-requeue", "--open-mode=append"]
-    options += [f"--signal=B:USR1@{math.ceil(cluster.notice)}"] if cluster.notice else []
-    options += ["--no-kill"] if topology.elastic else []
-    options = [_option(option) for option in (*options, *cluster.options)]
-    output = posixpath.join(run_dir, "slurm-").replace("%", "%%") + "%j.out"
-    options += [_option(f"--output={output}"), _option(f"--chdir={run_dir}")]
-    address = f"of {facts.interface}" if facts.interface else "as Slurm knows it"
+    address = f"of {cluster.interface}" if cluster.interface else "as Slurm knows it"
     watch_port = facts.watch_port or own_ports(facts.port)[1]
     copied, workdir, trees, shipped = copies(job, facts, run_dir)
     own = shipped and not {"PYTHONPATH"} & {*job.env, *cluster.env}
     return SlurmPlacement(
         job=copied,
-        topology=topology,
+        topology=Topology(least, most, nproc),
         endpoint=Endpoint(HEAD, facts.port, run_id),
         places=Places(run_dir, workdir, host.python, python_origin=host.python_origin),
         device=device,
         threads=threads,
         where=f"in partition {found.partition} of Slurm {found.version}".rstrip(),
-        hosts=(host.host,) * most,
-        names=tuple(f"node-{node}" for node in range(most)),
+        hosts=(host.host,) * nodes,
+        names=tuple(f"node-{node}" for node in range(nodes)),
         cluster_env=cluster.env,
         network_env=interface_env(cluster.interface) | ({"PYTHONPATH": shipped} if own else {}),
         stop_grace=cluster.stop_grace,
@@ -225,24 +245,24 @@ def place(job: JobSpec, cluster: SlurmCluster, facts: Facts, run_id: str) -> Slu
             Note("master_port", str(facts.port), facts.port_origin),
             Note("threads_per_rank", str(threads), threads_origin),
         ),
-        options=tuple(options),
-        step_options=tuple(step),
-        unset=tuple(f"SBATCH_{_VARIABLES.get(name, name).upper()}" for name in (*given, *_OURS)),
-        setup=_setup(cluster),
-        image=_container(cluster, device, (run_dir, workdir, *[tree.path for tree in trees])),
+        entry=cluster,
+        options={name: value for name, value in options.items() if value is not None},
         tree_python=LOGIN_PYTHON if cluster.container is not None else None,
-        interface=facts.interface,
-        requeue=cluster.requeue,
     )
 
 
-def _check_room(nodes: int, found: SlurmFacts) -> None:
+def _check_room(job: JobSpec, found: SlurmFacts) -> None:
     """Refuse what Slurm would let wait for ever."""
+    most = job.node_range[1]
     room = min(found.nodes, found.most_nodes or found.nodes)
-    if nodes > room:
+    if most + job.spares > room:
+        spares = f" and {counted(job.spares, 'spare')}" if job.spares else ""
         raise BadInput(
-            f"nodes: {nodes} are wanted, partition {found.partition} gives {counted(room, 'node')}",
-            hint=f"--nodes {room}, or another partition",
+            f"nodes: {most}{spares} are wanted, "
+            f"partition {found.partition} gives {counted(room, 'node')}",
+            hint=f"--nodes {room - job.spares}, or another partition"
+            if room > job.spares
+            else "fewer spares, or another partition",
             job="nodes",
         )
 
@@ -282,30 +302,20 @@ def _setup(cluster: SlurmCluster) -> tuple[str, ...]:
     return (*loads, *cluster.setup)
 
 
-def _container(
-    cluster: SlurmCluster, device: str, folders: tuple[str, ...]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """As `SlurmPlacement.image`."""
-    if cluster.container is None:
-        return (), ()
-    own = dict.fromkeys(f"{folder}:{folder}" for folder in folders)
-    mounts = ",".join((*own, *cluster.container_mounts))
-    if cluster.container_with == "pyxis":
-        return (f"--container-image={cluster.container}", f"--container-mounts={mounts}"), ()
-    gpus = ("--nv",) if device == "cuda" else ()
-    return (), ("apptainer", "exec", *gpus, "--bind", mounts, cluster.container)
-
-
 def _origin(value: object, key: str) -> str:
     return f"cluster: {key}" if value not in (None, "auto") else "Slurm's"
 
 
-def _option(text: str) -> str:
+def _option(name: str, value: str) -> str:
+    return f"--{name}={value}" if value else f"--{name}"
+
+
+def _quoted(option: str) -> str:
     """An option as ``#SBATCH`` reads it: as a shell would, but for backslashes.
 
     Raises:
         BadInput: a line cannot hold it.
     """
-    if "\n" in text or "\\" in text:
-        raise BadInput(f"{text!r}: sbatch cannot be given a line break or a backslash")
-    return quote(text)
+    if "\n" in option or "\\" in option:
+        raise BadInput(f"{option!r}: sbatch cannot be given a line break or a backslash")
+    return quote(option)

@@ -9,7 +9,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
+from msgspec import Struct
 
 from clusterkit import project
 from clusterkit.backends.placing import own_ports
@@ -38,10 +38,13 @@ _GPUS = re.compile(
     r"(?:^|,)gpu(?::(?!no_consume:)([^:,()]+))?(?::no_consume)?:(\d+)", re.IGNORECASE
 )
 _GONE = re.compile(r"down|drain|fail|future|inval|unk|boot|power", re.IGNORECASE)
+FORM = "%P|%a|%l|%s|%v|%N|%T|%c|%m|%G"
+"""Of `sinfo`, a line a node: its partition with that one's state, time limit and most nodes; the
+version of the node's Slurm, the node's name, state, CPUs, memory and GPUs."""
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?\Z")
 
 
-class PartitionNode(msgspec.Struct, frozen=True, kw_only=True):
+class PartitionNode(Struct, frozen=True, kw_only=True):
     """A node as `sinfo` shows it."""
 
     name: str
@@ -53,6 +56,14 @@ class PartitionNode(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def usable(self) -> bool:
         return not _GONE.match(self.state)
+
+
+class Partition(Struct, frozen=True, kw_only=True):
+    """A partition as `sinfo` shows it."""
+
+    facts: SlurmFacts
+    state: str
+    nodes: tuple[PartitionNode, ...]
 
 
 def probe(cluster: SlurmCluster, transport: Transport, job: JobSpec | None) -> Facts:
@@ -78,16 +89,15 @@ def probe(cluster: SlurmCluster, transport: Transport, job: JobSpec | None) -> F
         port = transport.free_port(host) if cluster.port == "auto" else cluster.port
         return port, watch_port(cluster, host, port, transport)
 
-    # Each is a process at least, over SSH a round trip more, and Slurm's wait for its controller.
-    with ThreadPoolExecutor(4) as pool:
+    # Each may be a process, over SSH a round trip more, and Slurm's wait for its controller.
+    with ThreadPoolExecutor(3) as pool:
         asked = pool.submit(partition, cluster, transport)
-        version = pool.submit(ask_slurm, transport, host, "sinfo", "--version")
         looked, found_ports = pool.submit(look), pool.submit(ports)
         copied = job if cluster.ssh is not None and cluster.sync else None
         sent = project.snapshot(Path(copied.workdir or "."), copied.program) if copied else None
-        name, limits, nodes = asked.result()
+        seen = asked.result()
         report, (port, watch) = looked.result(), found_ports.result()
-    least = min((node for node in nodes), key=lambda node: (len(node.gpus), node.cpus))
+    least = min(seen.nodes, key=lambda node: (len(node.gpus), node.cpus))
     if cluster.gpus != "auto":
         gpus = tuple(Gpu(str(index), "GPU", 0) for index in range(cluster.gpus))
     else:
@@ -95,7 +105,6 @@ def probe(cluster: SlurmCluster, transport: Transport, job: JobSpec | None) -> F
     versions = report.versions if cluster.container is None else {}
     if cluster.container is None and "/" not in python:
         python = report.python  # which one it is may differ from node to node
-    most = limits.get("MaxNodes", "")
     return Facts(
         home=report.workdir,
         hosts=(
@@ -117,14 +126,7 @@ def probe(cluster: SlurmCluster, transport: Transport, job: JobSpec | None) -> F
         watch_port=watch,
         project=sent.facts() if sent else None,
         shipped=project.own_package().facts() if copied and "clusterkit" not in versions else None,
-        slurm=SlurmFacts(
-            ssh=cluster.ssh is not None,
-            version=version.result().strip().rpartition(" ")[2],
-            partition=name,
-            nodes=len(nodes),
-            minutes=minutes(limits.get("MaxTime", "")),
-            most_nodes=int(most) if most.isdigit() else None,
-        ),
+        slurm=seen.facts,
     )
 
 
@@ -143,8 +145,8 @@ def assumed(cluster: SlurmCluster, job: JobSpec) -> Facts:
         home=folder(cluster), hosts=(host,), port=port, port_origin="not asked whether it is free",
         interface=cluster.interface or "", watch_port=watch_port,
         slurm=SlurmFacts(
-            ssh=cluster.ssh is not None, version="", partition=cluster.partition or "the default",
-            nodes=job.node_range[1],
+            version="", partition=cluster.partition or "the default",
+            nodes=job.node_range[1] + job.spares,
         ),
     )  # fmt: skip
 
@@ -167,48 +169,45 @@ def python_of(job: JobSpec | None, cluster: SlurmCluster) -> tuple[str, str]:
     return interpreter(job, (cluster.python, "cluster: python"), (LOGIN_PYTHON, whose))
 
 
-def partition(
-    cluster: SlurmCluster, transport: Transport
-) -> tuple[str, dict[str, str], list[PartitionNode]]:
-    """Name, limits and nodes of the entry's partition.
+def partition(cluster: SlurmCluster, transport: Transport) -> Partition:
+    """The entry's partition, or Slurm's default.
 
     Raises:
         BadInput: there is no such partition.
         Unavailable: the controller does not answer.
     """
-    host = host_of(cluster)
-    shown = ask_slurm(transport, host, "scontrol", "--oneliner", "show", "partition")
-    found = {}
-    for line in shown.splitlines():
-        words = dict(word.split("=", 1) for word in line.split() if "=" in word)
-        found[words.get("PartitionName", "")] = words
-    name = cluster.partition or next(
-        (name for name, words in found.items() if words.get("Default") == "YES"), ""
-    )
-    limits = found.get(name.partition(",")[0])
-    if limits is None:
+    host, wanted = host_of(cluster), cluster.partition
+    chosen = [f"--partition={wanted}"] if wanted else []
+    listed = ask_slurm(transport, host, "sinfo", "-hN", *chosen, f"--format={FORM}")
+    rows = [row for line in listed.splitlines() if len(row := line.strip().split("|")) == 10]
+    mine = rows if wanted else [row for row in rows if row[0].endswith("*")]
+    if not mine:
+        names = set(ask_slurm(transport, host, "sinfo", "-h", "--format=%R").split())
+        if wanted in names:
+            raise Unavailable(f"Slurm: partition {wanted} has no nodes")
         raise BadInput(
-            f"partition: {name} is none of Slurm's" if name else "partition: Slurm has no default",
-            hint=f"one of {', '.join(sorted(found))}",
+            f"partition: {wanted} is none of Slurm's"
+            if wanted
+            else "partition: Slurm has no default",
+            hint=f"one of {', '.join(sorted(names))}",
             cluster="partition",
         )
-    form = "%N|%T|%c|%m|%G"
-    listed = ask_slurm(transport, host, "sinfo", "-hN", f"--partition={name}", f"--format={form}")
-    nodes = [node for line in listed.splitlines() if (node := _node(line)) is not None]
-    if not nodes:
-        raise Unavailable(f"Slurm: partition {name} has no nodes")
-    return name, limits, nodes
+    name, state, limit, sizes, *_ = mine[0]
+    most = sizes.rpartition("-")[2]
+    nodes = {row[5]: _node(*row[5:]) for row in mine}
+    facts = SlurmFacts(
+        version=next((row[4] for row in mine if row[4][:1].isdigit()), ""),
+        partition=wanted or name.rstrip("*"),
+        nodes=len(nodes),
+        minutes=minutes(limit),
+        most_nodes=int(most) if most.isdigit() else None,
+    )
+    return Partition(facts=facts, state=state, nodes=tuple(nodes.values()))
 
 
-def _node(line: str) -> PartitionNode | None:
-    fields = line.strip().split("|")
-    if len(fields) != 5:
-        return None
-    name, state, cpus, memory, gres = fields
-    gpus = [
-        (kind or "GPU", int(count)) for kind, count in _GPUS.findall(re.sub(r"\([^)]*\)", "", gres))
-    ]
-    kinds = [kind for kind, count in gpus for _ in range(count)]
+def _node(name: str, state: str, cpus: str, memory: str, gres: str) -> PartitionNode:
+    listed = _GPUS.findall(re.sub(r"\([^)]*\)", "", gres))
+    kinds = [kind or "GPU" for kind, count in listed for _ in range(int(count))]
     return PartitionNode(
         name=name,
         state=state,

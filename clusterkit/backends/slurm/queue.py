@@ -20,11 +20,14 @@ _FIND = (
 """Runs a command that may be one of those only that a login shell finds."""
 SLURM_SECONDS = 60.0
 """Commands wait for a controller that is away, some 10 s."""
-FORM = "%i|%T|%S|%V|%r"
-"""Of `squeue`: id, state, (expected) start, submission, reason. It has meant the same in every
+FORM = "%i|%T|%S|%r"
+"""Of `squeue`: id, state, (expected) start, reason. It has meant the same in every
 version; its JSON has not."""
 WARNED = "Slurm is about to end the job"
 """What the agents are told, and record, where Slurm says so before it does."""
+NODE_0_LOST = "node 0 was lost and did not come back"
+"""What the other agents record then (`clusterkit.agent.member.not_back`) in an allocation that goes
+on: the script that starts them has the job put back into the queue."""
 _PENDING = "PENDING CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT"
 _RUNNING = "RUNNING SUSPENDED STOPPED SIGNALING STAGE_OUT RESIZING COMPLETING"
 _FAILED = "FAILED TIMEOUT NODE_FAIL PREEMPTED BOOT_FAIL DEADLINE OUT_OF_MEMORY REVOKED"
@@ -75,7 +78,6 @@ class Job(Struct, frozen=True, kw_only=True):
     state: str
     """Slurm's own word."""
     start: str = ""
-    submitted: str = ""
     reason: str = ""
 
     @property
@@ -105,11 +107,11 @@ class Job(Struct, frozen=True, kw_only=True):
 
 def parse(text: str) -> list[Job]:
     """The jobs in an answer of `squeue`; lines of another form are passed over."""
-    rows = [line.strip().split("|", 4) for line in text.splitlines()]
+    rows = [line.strip().split("|", 3) for line in text.splitlines()]
     return [
-        Job(id=int(row[0]), state=row[1], start=row[2], submitted=row[3], reason=row[4])
+        Job(id=int(row[0]), state=row[1], start=row[2], reason=row[3])
         for row in rows
-        if len(row) == 5 and row[0].isdigit()
+        if len(row) == 4 and row[0].isdigit()
     ]
 
 

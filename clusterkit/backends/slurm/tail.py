@@ -42,7 +42,8 @@ class Tail:
         """Send what is new."""
         ours = f"attempts/{self.attempt}"
         begun_after = _read(f"{ours}/next")
-        self.whole(f"job-{self.attempt}", _read(f"job-{self.attempt}"))
+        for name in (f"job-{self.attempt}", *glob.glob("stop-*")):
+            self.whole(name, _read(name))
         for name in glob.glob("slurm-*.out"):
             self.grown(name)
         for node in sorted(glob.glob(f"{ours}/node-*")):

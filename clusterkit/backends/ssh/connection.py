@@ -85,9 +85,8 @@ def _connect(
         transport.banner_timeout = transport.handshake_timeout = transport.auth_timeout = timeout
         options = transport.get_security_options()
         options.ciphers = [name for name in CIPHERS if name in options.ciphers]
-        options.key_types = sorted(
-            options.key_types, key=lambda kind: _plain_type(kind) not in kinds
-        )
+        plain = {kind: "ssh-rsa" if "rsa-sha2" in kind else kind for kind in options.key_types}
+        options.key_types = sorted(plain, key=lambda kind: plain[kind] not in kinds)
         transport.start_client(timeout=timeout)
         check_key(target, transport.get_remote_server_key(), known)
         _authenticate(target, transport)
@@ -106,10 +105,6 @@ def hang_up(transport: paramiko.Transport) -> None:
             transport.sock.shutdown(socket.SHUT_RDWR)
     transport.close()
     transport.sock.close()  # returns when a ProxyCommand is gone; the thread may be about to do it
-
-
-def _plain_type(kind: str) -> str:
-    return "ssh-rsa" if kind.startswith("rsa-sha2") else kind
 
 
 def _socket(

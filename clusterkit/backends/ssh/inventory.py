@@ -7,6 +7,7 @@ and vaults, is read by ``ansible-inventory``, which takes 0.5 s.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -339,10 +340,9 @@ def _by_ansible(path: Path, group: str, where: str, what: str) -> list[Host]:
                 f"{path}: ansible-inventory did not end within {ANSIBLE_SECONDS:g} s",
                 hint=f"ansible-inventory -i {path} --list",
             ) from None
-    try:
+    listing = None
+    with contextlib.suppress(ValueError):
         listing = json.loads(done.stdout) if done.returncode == 0 else None
-    except ValueError:
-        listing = None
     if not isinstance(listing, dict):
         raise BadInput(
             f"{path}: ansible-inventory cannot read it: "

@@ -35,7 +35,9 @@ def slurm(
     entry = {"backend": "slurm", "cpus": 2, "stop_grace": 30}
     short = {**entry, "time": "2", "notice": 60}
     closed = {**entry, "partition": "down"}
-    clusters.write_text(json.dumps({"hpc": entry, "short": short, "closed": closed}))
+    wide = {**entry, "partition": "wide", "stop_grace": 1}
+    entries = {"hpc": entry, "short": short, "closed": closed, "wide": wide}
+    clusters.write_text(json.dumps(entries))
     monkeypatch.setenv("CLUSTERKIT_CLUSTERS", str(clusters))
     yield daemons_here
     with contextlib.suppress(FileNotFoundError):

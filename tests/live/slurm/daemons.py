@@ -19,7 +19,8 @@ from pathlib import Path
 
 from clusterkit import agent
 
-NODES = 2
+NODES = 3
+"""The last one is in partition ``wide`` alone."""
 CPUS = 4
 READY_SECONDS = 60.0
 _CONF = """\
@@ -52,8 +53,9 @@ SchedulerParameters=sched_min_interval=0,batch_sched_delay=0,bf_interval=5
 SchedulerTimeSlice=5
 OverTimeLimit=0
 NodeName=n[0-{last}] NodeHostname={host} NodeAddr=127.0.0.1 Port={slurmds} CPUs={cpus}
-PartitionName=main Nodes=ALL Default=YES MaxTime=30 PriorityTier=1 State=UP
-PartitionName=urgent Nodes=ALL MaxTime=30 PriorityTier=9 PreemptMode=OFF State=UP
+PartitionName=main Nodes=n[0-1] Default=YES MaxTime=30 PriorityTier=1 State=UP
+PartitionName=wide Nodes=ALL MaxTime=30 PriorityTier=1 State=UP
+PartitionName=urgent Nodes=n[0-1] MaxTime=30 PriorityTier=9 PreemptMode=OFF State=UP
 PartitionName=down Nodes=n0 State=DOWN
 """
 
@@ -95,7 +97,7 @@ class Slurm:
         self.start_controller()
         for node in range(NODES):
             self.start_node(node)
-        self.wait(lambda: self.states() == ["idle"] * NODES, "the nodes")
+        self.wait(lambda: self.states("wide") == ["idle"] * NODES, "the nodes")
 
     def start(self, name: str, *arguments: str, key: str = "") -> None:
         log = (self.folder / f"{key or name}.out").open("ab")
@@ -121,6 +123,19 @@ class Slurm:
             daemon.kill()
             daemon.wait()
 
+    def crash(self, node: int) -> None:
+        """End a node and all that runs on it at once; Slurm is told rather than left to notice."""
+        self.stop(f"n{node}", signal.SIGKILL)
+        steps = self._steps(f"SLURMD_NODENAME=n{node}")
+        # Children first: the one of an srun that sees that go ends its step on all nodes.
+        agent.send(steps[::-1], signal.SIGKILL)
+        self.run("scontrol", "update", f"nodename=n{node}", "state=down", "reason=a test")
+
+    def repair(self, node: int) -> None:
+        self.start_node(node)
+        self.run("scontrol", "update", f"nodename=n{node}", "state=resume")
+        self.wait(lambda: self.states("wide") == ["idle"] * NODES, "the repaired node")
+
     def run(self, *argv: str) -> str:
         """A command's output."""
         env = {**os.environ, **self.env}
@@ -129,9 +144,9 @@ class Slurm:
             raise RuntimeError(f"{argv}: {done.stderr}")
         return done.stdout
 
-    def states(self) -> list[str]:
+    def states(self, partition: str = "main") -> list[str]:
         with contextlib.suppress(RuntimeError):
-            return self.run("sinfo", "-h", "-N", "-p", "main", "-o", "%T").split()
+            return self.run("sinfo", "-h", "-N", "-p", partition, "-o", "%T").split()
         return []
 
     def jobs(self) -> list[str]:
@@ -160,19 +175,26 @@ class Slurm:
             self.stop(key)
         agent.send([*steps, *self._steps()], signal.SIGKILL)
 
-    def _steps(self) -> list[int]:
-        """Living slurmstepd of these nodes: they are nobody's children."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                with contextlib.suppress(OSError):
-                    if (
-                        b"SLURM_CONF=" + os.fsencode(self.env["SLURM_CONF"])
-                        in ((entry / "environ").read_bytes().split(b"\0"))
-                        and b"slurmstepd" in (entry / "cmdline").read_bytes()
-                    ):
-                        found += [int(entry.name), *agent.descendants(int(entry.name))]
+    def _steps(self, mark: str = "") -> list[int]:
+        """Living slurmstepd of these nodes, who are nobody's children, and all below them.
+
+        Args:
+            mark: only those below whom a process has this in its environment.
+        """
+        ours, found = os.fsencode(f"SLURM_CONF={self.env['SLURM_CONF']}"), []
+        for pid in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+            if ours in _words(pid, "environ") and "slurmstepd" in str(_words(pid, "cmdline")[0]):
+                step = [pid, *agent.descendants(pid)]
+                if any(os.fsencode(mark) in _words(each, "environ") for each in step):
+                    found += step
         return found
+
+
+def _words(pid: int, of: str) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/{of}").read_bytes().split(b"\0")
+    except OSError:
+        return [b""]
 
 
 def _free_ports(count: int) -> list[int]:

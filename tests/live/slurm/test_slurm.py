@@ -248,6 +248,75 @@ def test_a_node_whose_slurmd_is_killed_costs_an_attempt(slurm: Slurm, train: Tra
     beating(run, attempt=2)
 
 
+TWICE = """
+import os, pathlib, time
+rank = os.environ["RANK"]
+begun = pathlib.Path(os.environ["CLUSTERKIT_RUN_DIR"], "begun-" + rank)
+again = begun.exists()
+begun.touch()
+print("rank", rank, "on", os.environ["SLURMD_NODENAME"], flush=True)
+time.sleep(0 if again else 600)
+"""
+
+
+def crashed(slurm: Slurm, train: Train, tmp_path: Path, node: int, **job: object) -> api.Run:
+    """A run of three nodes that has lost one of them."""
+    (tmp_path / "twice.py").write_text(TWICE)
+    run = train(str(tmp_path / "twice.py"), cluster="wide", **job)
+    begun = 3 - int(job.get("spares", 0))
+    run.wait(60, until=lambda status: len(said(run)) == begun
+             and [node.state for node in status.nodes] == [State.RUNNING] * 3)  # fmt: skip
+    slurm.crash(node)
+    return run
+
+
+def said(run: api.Run) -> set[tuple[int, str]]:
+    return {(line.node, line.text) for line in run.logs() if line.text.startswith("rank ")}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("job", "third"),
+    [
+        ({"nodes": 2, "spares": 1}, set()),
+        ({"nodes": "2:3", "on_node_loss": "shrink"}, {(2, "rank 2 on n2")}),
+    ],
+    ids=["spares", "shrink"],
+)
+def test_a_node_that_is_lost_is_done_without_in_the_same_job(
+    slurm: Slurm, train: Train, tmp_path: Path, job: dict[str, object], third: set[tuple[int, str]]
+) -> None:
+    """Its rank goes to the third node, as to a spare or as one rank fewer is left."""
+    run = crashed(slurm, train, tmp_path, 1, **job)
+    try:
+        (number,) = slurm.jobs()
+        status = run.wait(60)
+    finally:
+        slurm.repair(1)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 1)
+    assert (run.path / "job-1").read_text().strip() == number
+    first = {(0, "rank 0 on n0"), (1, "rank 1 on n1")}
+    assert said(run) == {*first, (2, "rank 1 on n2"), *third}
+
+
+@pytest.mark.thorough
+def test_a_job_whose_first_node_is_lost_is_started_again(
+    slurm: Slurm, train: Train, tmp_path: Path
+) -> None:
+    """With the batch script: another node's agent asks for it."""
+    run = crashed(slurm, train, tmp_path, 0, nodes=2, spares=1)
+    try:
+        jobs = slurm.jobs()
+        run.wait(60, until=lambda status: any("two minutes" in (node.reason or "")
+                                              for node in status.nodes))  # fmt: skip
+    finally:
+        slurm.repair(0)
+    let_go(slurm, run)
+    assert slurm.jobs() == jobs
+    status = run.wait(60)
+    assert (status.state, status.attempt, status.restarts_left) == (State.SUCCEEDED, 2, 0)
+
+
 @pytest.mark.thorough
 def test_two_runs_at_once_do_not_disturb_each_other(slurm: Slurm, train: Train) -> None:
     one, other = train("tick.py", FOR_EVER), train("tick.py", FOR_EVER)

@@ -79,7 +79,11 @@ def test_a_clock_that_is_ten_minutes_off(lab4, examine):
 
 def test_a_link_of_two_megabits(lab4, examine):
     lab4.fault("slow", "h1", "2mbit")
-    found = only_fault(examine("mesh", "head-port"), "mesh", "h1")
+    for _ in range(10):
+        report = examine("mesh", "head-port")
+        if report.worst != "ok":
+            break  # otherwise hosts that were slow to answer, on a busy machine, did not measure
+    found = only_fault(report, "mesh", "h1")
     assert found.level == "warn"
     assert re.match(r"its link is slow: \d\.\d Mbit/s from h0, \d\.\d Mbit/s to h2", found.cause)
 
