@@ -61,7 +61,7 @@ def processor_times() -> list[int]:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """When the tests of each folder began and ended: the last one decides how long all took."""
+    """When the tests that one worker does began and ended: the last decide how long all took."""
     phases = [
         phase
         for each in terminalreporter.stats.values()
@@ -69,12 +69,12 @@ def pytest_terminal_summary(
         if isinstance(phase, pytest.TestReport)
     ]
     began = min((phase.start for phase in phases), default=0.0)
-    for folder in sorted({folder_of(phase.nodeid) for phase in phases}):
-        own = [phase for phase in phases if folder_of(phase.nodeid) == folder]
+    for scope in sorted({scope_of(phase.nodeid) for phase in phases}):
+        own = [phase for phase in phases if scope_of(phase.nodeid) == scope]
         first, last = min(phase.start for phase in own), max(phase.stop for phase in own)
         setup = sum(phase.duration for phase in own if phase.when != "call")
         terminalreporter.write_line(
-            f"{folder:24} from {first - began:5.0f} to {last - began:5.0f} s, {setup:4.0f} s of it "
+            f"{scope:29} from {first - began:5.0f} to {last - began:5.0f} s, {setup:4.0f} s of it "
             "set-up and teardown"
         )
     if BEGAN not in config.stash:  # without tests/live among its arguments
@@ -84,22 +84,26 @@ def pytest_terminal_summary(
     terminalreporter.write_line(f"processors: {idle:.0f} % idle, {disks:.0f} % waiting for disks")
 
 
-class ByFolder(LoadScopeScheduling):
-    """One worker has this machine's ports, one the SSH hosts, one the engine, one the cluster.
+class ByPlace(LoadScopeScheduling):
+    """One worker has the SSH hosts, one the engine, one the cluster, one Slurm's daemons.
 
-    Their tests wait more than they compute, so they do it beside each other.
+    Their tests wait more than they compute, so they do it beside each other. The modules of this
+    machine alone share nothing: they go to whoever has time.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return folder_of(nodeid)
+        return scope_of(nodeid)
 
 
-def folder_of(nodeid: str) -> str:
-    return posixpath.dirname(nodeid.partition("::")[0])
+def scope_of(nodeid: str) -> str:
+    """A module of this folder, or a folder below it."""
+    module = nodeid.partition("::")[0]
+    folder = posixpath.dirname(module)
+    return module if folder == "tests/live" else folder
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFolder | None:
-    return ByFolder(config, log) if config.getvalue("dist") == "loadscope" else None
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByPlace | None:
+    return ByPlace(config, log) if config.getvalue("dist") == "loadscope" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

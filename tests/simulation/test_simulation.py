@@ -74,7 +74,7 @@ def test_a_node_that_comes_again_takes_part_whenever_it_was_lost(kind, again):
             lost = (Fault(kind, node, step=step + node) for node in nodes)
             world, why = tried(replace(quiet, faults=(rank, *lost)))
             assert why is None
-            assert world.last == [0, 1, 2, 3]
+            assert [agent.node for agent in world.last] == [0, 1, 2, 3]
             assert world.rulings[0]["do"] == "exit"
             grown += world.grown
     assert (grown > steps // 3) == (again > WAIT + limits.PEER_GONE_SECONDS)

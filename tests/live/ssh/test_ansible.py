@@ -315,11 +315,11 @@ class Check:
 
 @dataclass(frozen=True)
 class Story:
-    """A run, and a second run where a test asks for one."""
+    """A run, and a second run."""
 
     site: Site
     first: Play
-    second: Play | None
+    second: Play
 
 
 def skip_without_lab() -> None:
@@ -417,19 +417,11 @@ def check(site: Site) -> Check:
 
 @pytest.fixture(scope="module")
 def story(site: Site, request: pytest.FixtureRequest) -> Story:
-    asked = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
-    if "check" in asked:
+    if any("check" in getattr(item, "fixturenames", ()) for item in request.session.items):
         request.getfixturevalue("check")  # its test may come later, and it must come first
     first = site.play()
     assert first.code == 0, first.said
-    return Story(site, first, site.play() if "second" in asked else None)
-
-
-@pytest.fixture
-def second(story: Story) -> Play:
-    """The second run, which comes before any other test changes something."""
-    assert story.second is not None
-    return story.second
+    return Story(site, first, site.play())
 
 
 @pytest.fixture
@@ -441,12 +433,11 @@ def read(story: Story) -> Callable[[str, str], str]:
 # ---------------------------------------------------------------- twice
 
 
-@WHEN_CHANGED
-def test_a_second_run_changes_nothing(story: Story, second: Play) -> None:
+def test_a_second_run_changes_nothing(story: Story) -> None:
     assert all(count > 20 for count in story.first.changes().values()), story.first.said
-    assert second.code == 0, second.said
-    assert second.changes() == {"h0": 0, "h1": 0}, second.said
-    assert all(counts["failed"] == 0 for counts in second.recap.values())
+    assert story.second.code == 0, story.second.said
+    assert story.second.changes() == {"h0": 0, "h1": 0}, story.second.said
+    assert all(counts["failed"] == 0 for counts in story.second.recap.values())
 
 
 @WHEN_CHANGED
@@ -557,11 +548,10 @@ def test_network_settings_are_written_and_set(story: Story) -> None:
         assert "mtu 1400" in lab.ssh(host, "ip", "link", "show", "eth0").stdout
 
 
-@WHEN_CHANGED
-def test_what_a_host_cannot_set_is_named_and_left_alone(story: Story, second: Play) -> None:
+def test_what_a_host_cannot_set_is_named_and_left_alone(story: Story) -> None:
     for host in NODES:
-        assert f"{host} keeps its own value of kernel.ostype, net.no.such" in second.flat()
-        assert f"{host} has no systemd" in second.flat()
+        assert f"{host} keeps its own value of kernel.ostype, net.no.such" in story.second.flat()
+        assert f"{host} has no systemd" in story.second.flat()
         limits = story.site.read(host, "/etc/security/limits.d/90-clusterkit.conf")
         assert "* - nofile 8192\nroot - nofile 8192\n" in limits
         allowed = story.site.lab.ssh(host, "prlimit", "--memlock=unlimited:unlimited", "true")
@@ -578,11 +568,10 @@ def test_the_clock_of_the_first_host_is_followed(story: Story) -> None:
     assert "local" not in second
 
 
-@WHEN_CHANGED
-def test_gpu_roles_act_only_where_there_is_a_gpu(story: Story, second: Play) -> None:
+def test_gpu_roles_act_only_where_there_is_a_gpu(story: Story) -> None:
     assert "h0: no NVIDIA GPU" in story.first.flat()
     assert "h1: no NVIDIA GPU" not in story.first.flat()
-    assert "h1 must be restarted before its GPUs can be used" in second.flat()
+    assert "h1 must be restarted before its GPUs can be used" in story.second.flat()
     for host, there in (("h0", False), ("h1", True)):
         assert (story.site.lab.root(host) / "usr/bin/nvidia-ctk").exists() is there
         sources = story.site.read(host, "/etc/apt/sources.list.d/debian.sources")
@@ -598,8 +587,7 @@ def test_dockers_settings_hold_everybodys(read: Callable[[str, str], str]) -> No
         assert ("nvidia" in settings.get("runtimes", {})) == (host == "h1")
 
 
-@WHEN_CHANGED
-def test_the_first_host_exports_and_the_others_mount(story: Story, second: Play) -> None:
+def test_the_first_host_exports_and_the_others_mount(story: Story) -> None:
     one, two = story.site.lab.hosts
     exports = story.site.read("h0", "/etc/exports.d/clusterkit.exports").splitlines()[1:]
     assert exports == [f'"/srv/clusterkit" {two.address}(rw,sync,no_subtree_check,root_squash)']
@@ -607,7 +595,7 @@ def test_the_first_host_exports_and_the_others_mount(story: Story, second: Play)
     assert [line for line in mounts if "/srv/clusterkit" in line] == [
         f"{one.address}:/srv/clusterkit /srv/clusterkit nfs rw,hard,vers=4.2,noatime,_netdev 0 0"
     ]
-    assert "/srv/clusterkit is in fstab and not mounted" in second.flat()
+    assert "/srv/clusterkit is in fstab and not mounted" in story.second.flat()
 
 
 def test_slurm_has_one_key_and_one_configuration(story: Story) -> None:
@@ -753,7 +741,6 @@ def test_a_python_that_is_too_old_is_refused(story: Story, later: dict[str, Play
     assert not (story.site.lab.root("h1") / "srv/new").exists()
 
 
-@WHEN_CHANGED
 def test_a_preflight_that_fails_fails_the_play(story: Story) -> None:
     play = story.site.play("--tags", "preflight", clusterkit_cluster="no-such-cluster")
     assert play.code == 2
