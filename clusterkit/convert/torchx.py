@@ -13,7 +13,13 @@ from clusterkit.convert.options import assigned, job_name
 from clusterkit.convert.sheet import LOGS, OURS, Sheet
 
 _COMPONENTS = ("dist.ddp", "dist.spmd")
-_SLURM = {"partition": "partition", "time": "time", "constraint": "constraint"}
+_KUBERNETES = ("namespace", "queue", "service_account", "priority_class")
+_SCHEDULERS = {
+    "slurm": ("slurm", ("partition", "time", "constraint")),
+    "kubernetes": ("kubernetes", _KUBERNETES),
+    "kubernetes_mcad": ("kubernetes", _KUBERNETES),
+}
+"""The backend of each, and those of its settings that its entry calls as TorchX does."""
 _RUN_VALUES = {"-s", "--scheduler", "-cfg", "--scheduler_args", "--workspace", "--parent_run_id"}
 _RUN_FLAGS = {"--dryrun", "--wait", "--log", "--tee_logs", "--stdin"}
 _COUNT = re.compile(r"(\d+)(?::(\d+))?x(\d+)\Z")
@@ -67,19 +73,16 @@ def _run_options(sheet: Sheet, rest: list[str]) -> list[str]:
         for setting in filter(None, settings.split(",")):
             sheet.drop(f"-cfg {setting}", "a run has a folder and logs of its own")
         return rest
-    backend = {"slurm": "slurm", "kubernetes": "kubernetes", "kubernetes_mcad": "kubernetes"}
-    if scheduler not in backend:
+    if scheduler not in _SCHEDULERS:
         sheet.refuse(f"-s {scheduler}", "clusterkit has no such backend")
         return rest
-    sheet.cluster["backend"] = sheet.cluster_name = backend[scheduler]
-    sheet.note(f"-s {scheduler}", f"cluster entry, backend: {backend[scheduler]}", "cluster")
-    keys = _SLURM if scheduler == "slurm" else {"namespace": "namespace", "queue": "queue",
-                                                "service_account": "service_account",
-                                                "priority_class": "priority_class"}  # fmt: skip
+    backend, keys = _SCHEDULERS[scheduler]
+    sheet.cluster["backend"] = sheet.cluster_name = backend
+    sheet.note(f"-s {scheduler}", f"cluster entry, backend: {backend}", "cluster")
     for setting in filter(None, settings.split(",")):
         name, _, value = setting.partition("=")
         if name in keys:
-            sheet.entry(f"-cfg {setting}", keys[name], value)
+            sheet.entry(f"-cfg {setting}", name, value)
         elif name == "nomem" or name == "job_dir":
             sheet.drop(f"-cfg {setting}", OURS)
         elif name == "mail-type" or name == "mail-user":

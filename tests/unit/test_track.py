@@ -269,6 +269,57 @@ def test_a_login_of_wandb_is_one(monkeypatch, tmp_path):
     assert track._has_key()
 
 
+def test_mlflow_s_run_is_found_again_and_gets_names_that_it_takes(folder, monkeypatch):
+    runs: list[SimpleNamespace] = []
+    sent: list[list[tuple[object, ...]]] = []
+    uris = set()
+
+    class Client:
+        def __init__(self, tracking_uri):
+            uris.add(tracking_uri)
+
+        def get_experiment_by_name(self, name):
+            return SimpleNamespace(experiment_id="7") if runs else None
+
+        def create_experiment(self, name):
+            assert name == "demo"
+            return "7"
+
+        def search_runs(self, experiments, ours):
+            assert (experiments, ours) == (["7"], f"tags.clusterkit = '{folder.run_id}'")
+            return runs
+
+        def create_run(self, experiment, tags, run_name):
+            assert (experiment, tags["clusterkit"], run_name) == ("7", *[folder.run_id] * 2)
+            runs.append(SimpleNamespace(info=SimpleNamespace(run_id="r1")))
+            return runs[0]
+
+        def log_batch(self, run, metrics):
+            assert run == "r1"
+            sent.append(metrics)
+
+        def set_terminated(self, run):
+            assert run == "r1"
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+    monkeypatch.setenv("CLUSTERKIT_HOME", "/runs")
+    entities = SimpleNamespace(Metric=lambda *each: each)
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    monkeypatch.setitem(sys.modules, "mlflow.tracking", SimpleNamespace(MlflowClient=Client))
+    at = 1000 * calendar.timegm((2026, 11, 21, 20, 1, 0)) + 500
+    report(folder, 1, {"step": 1, "loss": 1.0, "lr(max)": 2.0})
+    tracked(folder, by="mlflow")
+    many = {f"m{number}": number for number in range(30)}
+    report(folder, 1, *({"step": step, **many} for step in range(2, 42)), second=1)
+    tracked(folder, by="mlflow")
+    assert uris == {"sqlite:////runs/mlflow.db"}
+    assert sent[0] == [("loss", 1.0, at, 1), ("lr_max_", 2.0, at, 1)]
+    assert [len(batch) for batch in sent[1:]] == [1000, 200]
+    assert len(runs) == 1
+
+
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_supervisor_that_takes_over_goes_on_where_the_one_before_stopped(folder, library, name):
     told = library(name)
