@@ -18,9 +18,11 @@ newest lines, those that come and those that hold a word; it is given `LiveRun.l
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import statistics
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +36,6 @@ from clusterkit.plan import Plan
 from clusterkit.runs import Event, RunFolder, all_runs
 from clusterkit.series import MOST_METRICS, Series
 from clusterkit.status import NodeStatus, RunStatus, State
-from clusterkit.usage import Usage, Usages
 
 STATUS, EVENTS, RANKS, METRICS = "status", "events", "ranks", "metrics"
 """What `LiveRun.poll` has found new."""
@@ -53,6 +54,19 @@ _MISSING = re.compile(
 )
 _WAITING = re.compile(r"(ranks? [^;]*?) waits? in ")
 _SPAN = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+
+
+class Usage(NamedTuple):
+    """What a rank uses, as its agent sees it (`clusterkit.agent.usage`)."""
+
+    cpus: float | None
+    """That it has kept busy for the last seconds; None: it is not known yet."""
+    memory: int
+    """Bytes."""
+    gpu: int | None = None
+    """Percentage of the time that something ran on its GPU; None: it has none."""
+    gpu_memory: int | None = None
+    """Bytes of it that are taken."""
 
 
 class Reported:
@@ -140,9 +154,8 @@ class RankView:
 
     @property
     def usage(self) -> Usage | None:
-        """What its process uses; None: it does not run, or not on this machine."""
-        process = self._run.process(self.node, self.rank)
-        return None if process is None else self._run.usages.of(process)
+        """What its process uses; None: it does not run, or its agent has not told."""
+        return self._run.usages(self.node).get(str(self.rank))
 
     @property
     def last(self) -> LogLine | None:
@@ -184,9 +197,7 @@ class LiveRun:
         """By node."""
         self._events = GrowingFile(folder.file("events.jsonl"))
         self._logs: dict[int, GrowingFile] = {}
-        self._rank_files: dict[int, GrowingFile] = {}
-        self._processes: dict[tuple[int, int | None], dict[str, Any]] = {}
-        self.usages = Usages()
+        self._usages: dict[int, tuple[float, dict[str, Usage]]] = {}
         self._reporter: tuple[int, int] | None = None
         self._placed = 0  # ranks that the plan puts on each node; 0: it does not know
         self._polls = 0
@@ -263,18 +274,18 @@ class LiveRun:
         """The node's log of the attempt that is read now."""
         return self.folder.node_dir(self.attempt, node) / "log"
 
-    def process(self, node: int, rank: int | None) -> dict[str, Any] | None:
-        """Where a rank runs, as its agent recorded it."""
-        self.catch_up(node)
-        return None if self.status.state.final else self._processes.get((node, rank))
-
-    def _read_processes(self, node: int) -> None:
-        if (file := self._rank_files.get(node)) is None:
-            return
-        for line in file.read(_LOOK).splitlines():
-            with contextlib.suppress(msgspec.MsgspecError, KeyError):
-                one = msgspec.json.decode(line, type=dict[str, Any])
-                self._processes[node, one["rank"]] = one
+    def usages(self, node: int) -> dict[str, Usage]:
+        """What the ranks of a node use, by rank; asked each time, and read once a second."""
+        one = self.nodes.get(node)
+        if self.status.state.final or one is None or one.state is not State.RUNNING:
+            return {}
+        at, found = self._usages.get(node, (-math.inf, {}))
+        if time.monotonic() >= at + 1.0:
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                data = self.log_path(node).with_name("usage.json").read_bytes()
+                found = msgspec.json.decode(data, type=dict[str, Usage])
+            self._usages[node] = time.monotonic(), found
+        return found
 
     # -- logs --------------------------------------------------------------
 
@@ -282,7 +293,7 @@ class LiveRun:
         """Go on with the next attempt."""
         self.attempt, newest = attempt, self.newest
         self.ranks, self.launchers, self._logs = {}, {}, {}
-        self._rank_files, self._processes = {}, {}
+        self._usages = {}
         nodes = len(self.status.nodes) or (self.plan.nodes if self.plan else 1)
         self._open(attempt, nodes if attempt == newest else 1)
         self._placed = 0
@@ -296,13 +307,10 @@ class LiveRun:
         if attempt and attempt == self.attempt:
             for node in range(len(self._logs), nodes):
                 self._logs[node] = GrowingFile(self.log_path(node))
-                ranks = self.log_path(node).with_name("ranks.jsonl")
-                self._rank_files[node] = GrowingFile(ranks)
 
     def _read(self, node: int, news: set[str]) -> bool:
         """Take what a node's log has new; whether there is more."""
         self._read_at[node] = self._polls
-        self._read_processes(node)
         log = self._logs.get(node)
         if log is None:
             return False

@@ -88,7 +88,7 @@ class NodeView:
     alive: bool = False
     ended: bool = False
     files: dict[str, bytes] = field(default_factory=dict)
-    """``started.json``, ``exit.json``, ``agent.log``, as far as they came."""
+    """``started.json``, ``usage.json``, ``exit.json``, ``agent.log``, as far as they came."""
     clock: Callable[[], float] = awake
     heard_at: float | None = None
     """When the last frame came."""
@@ -142,7 +142,7 @@ class NodeView:
                 self.changes += 1
         elif name in _GROWING:
             self._append(name, payload)
-        elif name in ("started.json", "exit.json", "agent.log"):
+        elif name in ("started.json", "exit.json", "agent.log", "usage.json"):
             self.files[name] = payload
             self.changes += 1
             if self.folder is not None:

@@ -8,8 +8,8 @@ from msgspec import Struct
 
 from clusterkit.agent import warm as agents
 from clusterkit.agent.files import read_json, write_json
+from clusterkit.agent.usage import of_process
 from clusterkit.runs import home
-from clusterkit.usage import Usages
 
 
 class WarmServer(Struct, frozen=True, kw_only=True):
@@ -58,11 +58,10 @@ def turn_off() -> None:
 
 def state() -> Warm:
     idle = seconds()
-    usages = Usages()
     found = tuple(
         WarmServer(
             pid=each["pid"], program=each["program"], python=each["python"],
-            memory_mib=used.memory >> 20 if (used := usages.of(each)) else 0,
+            memory_mib=(of_process(each["pid"], each["start_ticks"]) or (0.0, 0))[1] >> 20,
             started_at=each["since"], used_at=each["used"],
         )
         for each in agents.servers(_folder())

@@ -84,7 +84,7 @@ class Nodes:
 
     def all_met(self, count):
         """Return when each has heard of node 0."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while not all((self.folder / f"met-{node}").exists() for node in range(count)):
             assert time.monotonic() < deadline
             time.sleep(0.01)

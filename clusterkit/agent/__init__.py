@@ -8,6 +8,7 @@ by the job's own Python, so that a node needs nothing installed. `__main__` has 
 
     started.json   process id, start time in clock ticks, boot id: who may be ended later
     ranks.jsonl    rank and process id of every rank, as they start
+    usage.json     what its ranks use now: CPUs, memory, GPU
     log            one line per line of output: ``TIME RANK TEXT``; RANK is ``-`` for the launcher
     exit.json      exit code, time, and why, once everything has ended
 

@@ -59,7 +59,7 @@ class Client(threading.Thread):
         self._order, self._hears, self._say, self._warn = order, hears, say, warn
         self.peer = Peer(node, terms.lost_after, terms.wait, clock.awake(), spare)
         self._server: Server | None = None
-        self._news: queue.SimpleQueue[tuple[str, Document]] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._messages: queue.SimpleQueue[Document] = queue.SimpleQueue()
         self._wake, self._waker = socket.socketpair()
 
@@ -67,15 +67,15 @@ class Client(threading.Thread):
 
     def ended(self, code: int, **how: Any) -> None:
         """This node's launcher has, as of `Peer.ended`."""
-        self._tell_thread("ended", code=code, **how)
+        self._tell_thread(lambda: self.peer.ended(code, clock.awake(), **how))
 
     def leave(self) -> None:
         """This node was asked to end, by nobody of the run."""
-        self._tell_thread("leave")
+        self._tell_thread(self.peer.leave)
 
     def late(self) -> None:
         """The run is over its time limit."""
-        self._tell_thread("late")
+        self._tell_thread(self.peer.late)
 
     def send(self, message: Document) -> None:
         """To the `watch` of node 0, if that can be reached; from there to those of all others."""
@@ -89,14 +89,14 @@ class Client(threading.Thread):
     def close(self) -> None:
         """Return when the others know what this node had to say, or after some seconds."""
         if self._terms.again:
-            self._tell_thread("close")
+            self._tell_thread(self.peer.close)
         self.join(limits.PEER_SECONDS)
         if self._server is not None and self._server.decided:
             # The others hear of it from this node.
             self._server.join(limits.PEER_SECONDS)
 
-    def _tell_thread(self, what: str, **how: Any) -> None:
-        self._news.put((what, how))
+    def _tell_thread(self, news: Callable[[], None]) -> None:
+        self._news.put(news)
         with contextlib.suppress(OSError):
             self._waker.send(b".")
 
@@ -166,17 +166,8 @@ class Client(threading.Thread):
 
     def _take_news(self) -> None:
         """What the main loop says; where nothing starts again, a node that has ended leaves."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                what, how = self._news.get_nowait()
-                if what == "ended":
-                    self.peer.ended(now=clock.awake(), **how)
-                elif what == "leave":
-                    self.peer.leave()
-                elif what == "late":
-                    self.peer.late()
-                else:
-                    self.peer.done = True
+        while not self._news.empty():
+            self._news.get()()
         # Node 0 stays until its own server has heard of it, as does a failure nobody was told of:
         # the first try may have come before node 0 listened.
         over = self.peer.code == 0 or (self.peer.code is not None and self.peer.met != "")

@@ -18,6 +18,10 @@ REPORT_SECONDS = 0.1  # between two looks for news
 HEARTBEAT_SECONDS = 2.0  # between two frames although there is no news
 REPORT_BYTES = 1 << 18  # of a file in one frame
 
+# What ranks use (`usage`)
+USAGE_SECONDS = 5.0  # between two looks
+USAGE_NODES = 50  # that tell the supervisor of it in one second, however many there are
+
 # Nodes that watch each other
 PEER_SECONDS = 2.0  # between two signs of life; for a connection; for last words
 PEER_GONE_SECONDS = 5.0  # that a node whose connection was closed has to connect again

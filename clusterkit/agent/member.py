@@ -143,10 +143,9 @@ class Members:
 
     def joining(self) -> list[int]:
         """Spares that can take a place that nobody has."""
-        found = [
-            node for node in self.spares
-            if node in self.said and self.said[node].ready and self.said[node].reached
-        ]  # fmt: skip
+        here = [(node, self.said[node]) for node in self.spares if node in self.said]
+        # One that had started alone may have ranks that are still ending.
+        found = [node for node, each in here if each.ready and each.reached and not each.running]
         return found[: self._places.count(None)]
 
     def join(self) -> str:

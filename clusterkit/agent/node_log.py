@@ -30,7 +30,7 @@ class NodeLog:
         self._begin(folder)
 
     def _begin(self, folder: Path) -> None:
-        self._ranks = folder / "ranks.jsonl"
+        self.folder, self._ranks = folder, folder / "ranks.jsonl"
         self.ranks: list[Document] = []  # identities of the ranks that have started
         self.rank_ends: list[Document] = []
         """How ranks failed that this agent is not the parent of, by their own words."""

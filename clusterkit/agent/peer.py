@@ -123,6 +123,10 @@ class Peer:
         """The run is over its time limit."""
         self._late = self.news = True
 
+    def close(self) -> None:
+        """Nothing more is said or heard."""
+        self.done = True
+
     def hears(self, message: Document, now: float) -> None:
         """Node 0 says how things stand."""
         coordinator, count = str(message["coordinator"]), int(message["count"])

@@ -50,6 +50,7 @@ def report(folder: Path, out: BinaryIO, *, log: int, ranks: int, follow: bool) -
         # In this order: when the node has ended, its log is whole.
         state, exit_json = node_state(folder)
         whole("started.json", read_from(folder / "started.json"))
+        whole("usage.json", read_from(folder / "usage.json"))
         news = [grown("log"), grown("ranks.jsonl")]
         if not state["alive"]:
             whole("agent.log", read_from(folder / "agent.log"))

@@ -21,6 +21,7 @@ from clusterkit.agent.hangs import Hangs, Steps, longest, steps_of
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.protocol import Document
 from clusterkit.agent.stragglers import Stragglers
+from clusterkit.agent.usage import Usage
 
 HANG = "hang: "  # how the reason begins of a node whose ranks were ended because of one
 _SPINS = os.path.exists("/dev/nvidiactl")  # a main thread that waits for a GPU never rests
@@ -53,6 +54,7 @@ class Watch(threading.Thread):
         self._look_before: host.Look | None = None  # since a rank of this node is a suspect
         self._node, self._folder, self._log, self._order = node, folder, log, order
         self._tagged = options.tagged
+        self._usage = Usage(log, self._ranks, options.nodes)
         self._began = 0.0  # when this round did
         self._places: list[int] = []  # on node 0: the next round's nodes, in the order of ranks
         self._news: queue.SimpleQueue[tuple[int, Document]] = queue.SimpleQueue()
@@ -69,6 +71,7 @@ class Watch(threading.Thread):
         """A round begins, the first one or another, of so many nodes, in which this one is that."""
         if not self.is_alive():
             self.start()
+            self._usage.start()
         self._news.put((node, {"begin": nodes}))
 
     def run(self) -> None:

@@ -426,11 +426,11 @@ def save(*_):
     print("saved", flush=True)
     sys.exit(0)
 signal.signal(signal.SIGTERM, save)
-smaller, world = pathlib.Path(__file__).with_name("smaller"), os.environ["WORLD_SIZE"]
+begun, world = pathlib.Path(os.environ["CLUSTERKIT_NODE_DIR"], "begun"), os.environ["WORLD_SIZE"]
 print("ready", os.environ["RANK"], world, flush=True)
-if world == "2":
-    smaller.touch()
-while world == "2" or not smaller.exists():
+again = world == "3" and begun.exists()
+begun.touch()
+while not again:
     time.sleep(0.05)
 """
 
@@ -449,11 +449,13 @@ def test_a_node_that_was_lost_joins_the_others_again(submit: Submit, tmp_path: P
     assert (status.state, status.attempt) == (State.SUCCEEDED, 1)
     assert [node.state for node in status.nodes] == [State.SUCCEEDED] * 3
     said = [(line.node, line.text) for line in run.logs() if line.text.startswith("ready")]
-    assert said[3:5] in ([(0, "ready 0 2"), (2, "ready 1 2")], [(2, "ready 1 2"), (0, "ready 0 2")])
-    assert sorted(said[5:]) == [(n, f"ready {n} 3") for n in range(3)]
-    text = [line.text for line in run.logs() if line.node == 0]
-    came = text.index("node 1 can join; the ranks save their work and end")
-    assert text[came:].index("saved") < text[came:].index("ready 0 3")
+    assert sorted(said[-3:]) == [(n, f"ready {n} 3") for n in range(3)]
+    # On a busy machine it may be back before the others have missed it.
+    if smaller := said[3:-3]:
+        assert sorted(smaller) == [(0, "ready 0 2"), (2, "ready 1 2")]
+        text = [line.text for line in run.logs() if line.node == 0]
+        came = text.index("node 1 can join; the ranks save their work and end")
+        assert text[came:].index("saved") < text[came:].index("ready 0 3")
     assert [event.text for event in run.events()] == [
         "node 1 was started again, to join the others"
     ]

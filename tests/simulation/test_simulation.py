@@ -74,7 +74,7 @@ def test_a_node_that_comes_again_takes_part_whenever_it_was_lost(kind, again):
             lost = (Fault(kind, node, step=step + node) for node in nodes)
             world, why = tried(replace(quiet, faults=(rank, *lost)))
             assert why is None
-            assert world.last == [0, 1, 2, 3]
+            assert [agent.node for agent in world.last] == [0, 1, 2, 3]
             assert world.rulings[0]["do"] == "exit"
             grown += world.grown
     assert (grown > steps // 3) == (again > WAIT + limits.PEER_GONE_SECONDS)
@@ -105,6 +105,11 @@ def test_a_node_that_comes_again_takes_part_whenever_it_was_lost(kind, again):
         # Nobody knew that there was one before the one that came again: others failed of its loss.
         Schedule(2778, 2, False, restarts=0, work=59.084, doubled=0.1, late=0.05, spares=2,
                  again=0.1, faults=(Fault("crash", 1, at=2.2058),)),
+        # A node joined whose ranks, which it had started alone, were still ending.
+        Schedule(30013461, 6, restarts=0, work=0.053, least=5,
+                 faults=(Fault("leap", 4, at=14.7935, seconds=25.134),
+                         Fault("leave", 1, step=1, seconds=19.434),
+                         Fault("to", 0, at=14.905, seconds=19.819))),
     ],
 )  # fmt: skip
 def test_what_was_found_is_mended(schedule):

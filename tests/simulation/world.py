@@ -35,7 +35,7 @@ class World:
         self.place = [None] * everyone  # by node, the agent that has it now
         self.agents = []
         self.back_at = {}  # nodes that somebody will replace
-        self.last = []  # nodes of the ranks that found each other last, in their order
+        self.last = []  # agents whose ranks found each other last, in their order
         self.own = True  # whether no spare ever had a rank
         self.grown = 0  # how often there were more of them than the last time
         self.by_step = {}
@@ -190,7 +190,7 @@ class World:
         if len(found) == ranks.nodes:
             if ranks.nodes < (self.schedule.least or self.schedule.nodes):
                 raise Broken(f"{ranks.nodes} nodes go on")
-            self.in_order([found[n].agent.node for n in sorted(found)])
+            self.in_order([found[n].agent for n in sorted(found)])
             group = Group(list(found.values()))
             for one in group.ranks:
                 one.group = group
@@ -198,20 +198,20 @@ class World:
         else:
             self.after(MEET, self.not_met, ranks)
 
-    def in_order(self, nodes):
-        """Nodes of the ranks before have the order that they had, and as many as before the ranks;
-        those of the beginning have theirs, where none came in another's place."""
-        before = self.last or list(range(self.schedule.nodes))
-        both = [[node for node in some if node in other]
-                for some, other in ((nodes, before), (before, nodes))]  # fmt: skip
-        same = len(nodes) == len(before) and not self.schedule.again
-        moved = same and any(nodes.index(node) != before.index(node) for node in both[0])
-        own = max(nodes) < self.schedule.nodes and self.own and nodes != sorted(nodes)
-        if both[0] != both[1] or moved or own:
-            raise Broken(f"the ranks are those of nodes {nodes}, after {before}")
+    def in_order(self, agents):
+        """Those that had ranks before have them in the same order, and where there are as many
+        ranks as before each its own; nodes of the beginning are in theirs, as long as no other one
+        came in a place of them."""
+        before, nodes = self.last, [agent.node for agent in agents]
+        both = [[one for one in some if one in other]
+                for some, other in ((agents, before), (before, agents))]  # fmt: skip
+        same = len(agents) == len(before) and not self.schedule.again
+        moved = same and any(agents.index(one) != before.index(one) for one in both[0])
         self.own &= max(nodes) < self.schedule.nodes
-        self.grown += bool(self.last) and len(nodes) > len(before)
-        self.last = nodes
+        if both[0] != both[1] or moved or (self.own and nodes != sorted(nodes)):
+            raise Broken(f"the ranks are those of nodes {nodes}, after {[a.node for a in before]}")
+        self.grown += bool(before) and len(agents) > len(before)
+        self.last = agents
 
     def no_two_rounds(self):
         """Of agents that follow the same coordinator, all ranks are of the same round; where the

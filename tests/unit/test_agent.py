@@ -156,7 +156,7 @@ IGNORE_INT = "signal.signal(signal.SIGINT, signal.SIG_IGN); "
 
 
 def wait_until(true):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.01)

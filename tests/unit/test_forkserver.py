@@ -61,7 +61,7 @@ class Agent:
 
     def end(self):
         """The exit code; nothing is left of it."""
-        self.process.communicate(timeout=60)
+        self.process.communicate(timeout=240)
         return self.process.returncode
 
     def lines(self):

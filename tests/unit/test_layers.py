@@ -22,6 +22,7 @@ agent.failure agent.member agent.retries
 agent.processes agent.signals agent.archive agent.connections agent.membership
 agent.stops agent.hangs agent.host agent.node_log agent.report agent.coordinator agent.peer
 agent.standing agent.stragglers agent.eager agent.preload agent.rank agent.program agent.standby
+agent.usage
 agent.forkserver
 agent.server
 agent.warm agent.watch
@@ -31,7 +32,7 @@ agent.launcher
 agent.node
 agent.__main__ agent
 errors
-files status marks series usage host_probe receiver
+files status marks series host_probe receiver
 shell transport logs yaml_text estimate.mesh
 mirror tracebacks yaml_file
 spec diagnose

@@ -1,17 +1,15 @@
 """A run's folder, read while it grows: what `top` and `web` show."""
 
-import json
 import time
 
 import msgspec
 import pytest
 
 from clusterkit import live, logs, run_state
-from clusterkit.live import EVENTS, METRICS, RANKS, STATUS, LiveRun, LiveRuns, standstill
+from clusterkit.live import EVENTS, METRICS, RANKS, STATUS, LiveRun, LiveRuns, Usage, standstill
 from clusterkit.runs import Event
 from clusterkit.series import MOST_METRICS, MOST_POINTS, Series
 from clusterkit.status import Failure, RunStatus, State
-from clusterkit.usage import Usages
 from tests.recorded import Recorded
 
 
@@ -159,31 +157,23 @@ def test_a_run_that_nobody_watches_says_so_until_somebody_has_asked(run, monkeyp
         assert seen.status.state is State.FAILED
 
 
-def test_what_a_rank_on_this_machine_uses_is_known_while_it_runs(run):
-    import os
-
-    from clusterkit.agent import identity
-
-    moments = [10.0]
+def test_what_ranks_use_is_what_their_agent_tells_while_they_run(run, monkeypatch):
+    now = [10.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[-1])
     seen = LiveRun(run.folder)
-    seen.usages = Usages(clock=lambda: moments[-1])
     seen.poll()
     view = seen.ranks[1, 2]
     assert view.usage is None
-    mine = {"rank": 2, **identity(os.getpid())}
-    ranks = seen.log_path(1).with_name("ranks.jsonl")
-    with ranks.open("ab") as file:
-        for one in ({**mine, "rank": 3, "boot_id": "elsewhere"}, mine):
-            file.write(json.dumps(one).encode() + b"\n")
-    seen.poll()
-    assert view.usage.memory > 1 << 20
-    assert (view.usage.cpus, seen.ranks[1, 3].usage) == (None, None)
-    moments.append(12.0)
-    assert view.usage.cpus >= 0.0
-    ranks.write_bytes(json.dumps({**mine, "start_ticks": 1}).encode() + b"\n")
-    late = LiveRun(run.folder)
-    late.poll()
-    assert late.ranks[1, 2].usage is None
+    told = seen.log_path(1).with_name("usage.json")
+    told.write_text('{"2": [null, 2048], "3": [1.5, 4096, 80, 8192]}')
+    assert view.usage is None  # it was looked at in this second
+    now.append(11.0)
+    assert (view.usage, seen.ranks[1, 3].usage) == (Usage(None, 2048), Usage(1.5, 4096, 80, 8192))
+    told.write_text("{")
+    now.append(12.0)
+    assert view.usage == Usage(None, 2048)
+    seen.status = msgspec.structs.replace(seen.status, state=State.SUCCEEDED)
+    assert view.usage is None
 
 
 def test_the_list_reads_what_has_changed_alone(tmp_path, monkeypatch):

@@ -728,6 +728,22 @@ def test_what_a_node_tells_of_its_ranks_is_taken_by_their_place_in_the_round():
     assert heard == [2, 1]
 
 
+def test_node_0_is_told_which_nodes_the_places_of_a_round_are():
+    table, heard = Table(3, spares=1).all_arrive(), []
+    without(table, 1)
+
+    class Listener:
+        def receive(self, seconds, hear):
+            table.membership.verdict = {"do": "exit"}
+            return True
+
+        def close(self):
+            pass
+
+    Server(Listener(), table.membership, lambda node, message: heard.append(message)).run()
+    assert heard == [{"places": [0, 3, 2]}]
+
+
 def gone_on():
     """Three nodes of four, which went on without node 2."""
     table = Table(nodes=4, restarts=1, least=2).all_arrive()

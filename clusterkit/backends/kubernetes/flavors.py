@@ -85,9 +85,9 @@ class PyTorchJob(Flavor):
     def render(self, shape: Shape) -> list[Object]:
         # With ExitCode a pod that ends with 128 or more is made anew; with Never one that was
         # deleted counts as failed.
-        policy = "OnFailure" if shape.elastic else "ExitCode" if shape.rejoin else "Never"
+        policy = "OnFailure" if shape.topology.elastic else "ExitCode" if shape.rejoin else "Never"
         worker = {
-            "replicas": shape.nodes,
+            "replicas": shape.topology.nodes,
             "restartPolicy": policy,
             "template": template(shape, "pytorch", rank=f"metadata.labels['{self.index}']"),
         }
@@ -120,7 +120,7 @@ class MPIJob(Flavor):
             sshd = ("sh", "-c", f"{shape.unpack}exec {sshd[0]}")
         worker = template(shape, "mpi", rank=None, role="worker", command=sshd, more=probe)
         spec = {
-            "slotsPerWorker": shape.nproc_per_node,
+            "slotsPerWorker": shape.topology.nproc_per_node,
             "sshAuthMountPath": SSH_KEYS,
             "launcherCreationPolicy": "WaitForWorkersReady",
             "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": 0},
@@ -128,7 +128,7 @@ class MPIJob(Flavor):
                 name: {"replicas": number, "restartPolicy": "Never", "template": pod}
                 for name, number, pod in (
                     ("Launcher", 1, launcher),
-                    ("Worker", shape.nodes, worker),
+                    ("Worker", shape.topology.nodes, worker),
                 )
             },
         }
@@ -152,8 +152,8 @@ class PlainJob(Flavor):
         rank = f"metadata.annotations['{self.index}']"
         spec = {
             "completionMode": "Indexed",
-            "completions": shape.nodes,
-            "parallelism": shape.nodes,
+            "completions": shape.topology.nodes,
+            "parallelism": shape.topology.nodes,
             # One that fails takes the others with it; whoever watches starts all of them again.
             **_replacing(shape, "train"),
             "template": template(shape, "train", rank=rank, subdomain=shape.name),
@@ -196,7 +196,9 @@ class JobSet(Flavor):
             # The agents start ranks again, in the pods that are there.
             "failurePolicy": {"maxRestarts": 0},
             "replicatedJobs": [
-                _replicated(shape, completions=shape.nodes, parallelism=shape.nodes)
+                _replicated(
+                    shape, completions=shape.topology.nodes, parallelism=shape.topology.nodes
+                )
             ],
         }
         return [self.job(shape, spec)]
@@ -223,7 +225,7 @@ class TrainJob(JobSet):
         job = _replicated(shape)
         labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
         job["template"]["metadata"] = {"labels": labels}
-        (kind,), nodes = self.besides, {"numNodes": shape.nodes}
+        (kind,), nodes = self.besides, {"numNodes": shape.topology.nodes}
         policy = {"mlPolicy": nodes, "template": {"spec": {"replicatedJobs": [job]}}}
         runtime = made(self.api, kind, metadata(shape, shape.name), spec=policy)
         named = {"apiGroup": self.group, "kind": kind, "name": shape.name}
@@ -308,7 +310,7 @@ def watcher(shape: Shape, flavor: Flavor, python: str) -> list[Object]:
     # A PyTorchJob's pods have names that are known before; a Job holds its own.
     removes: Object = {"verbs": ["delete", "patch"]}
     if flavor.kind == "PyTorchJob":
-        names = [flavor.node_name(shape, node) for node in range(shape.nodes)]
+        names = [flavor.node_name(shape, node) for node in range(shape.topology.nodes)]
         removes = {"resourceNames": names, "verbs": ["delete"]}
     pods = {"apiGroups": [""], "resources": ["pods"]}
     account = {"kind": "ServiceAccount", "name": name, "namespace": shape.namespace}

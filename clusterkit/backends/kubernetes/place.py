@@ -93,9 +93,7 @@ def place(
         cluster=cluster,
         image=cluster.image or (GPU_IMAGE if device == "cuda" else CPU_IMAGE),
         run_dir=run_dir,
-        min_nodes=least,
-        nodes=most,
-        nproc_per_node=nproc,
+        topology=topology,
         gpus=nproc if device == "cuda" else 0,
         labels={
             "app.kubernetes.io/managed-by": MANAGER,
@@ -345,7 +343,7 @@ class KubernetesPlacement(Placement):
         flavor = FLAVORS[native.flavor]
         objects = flavor.render(shape)
         mpi = self.starter == "mpirun"
-        waits = shape.nodes > 1 and self.forked is None
+        waits = self.topology.nodes > 1 and self.forked is None
         files = [self._file(posixpath.basename(each.path), each) for each in assembly.files]
         script = _pod_script(
             self.names if mpi else self.names[:1] if waits else (),

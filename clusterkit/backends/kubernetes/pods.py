@@ -13,7 +13,7 @@ from clusterkit.agent import PEER_TOKEN
 from clusterkit.backends.kubernetes.nodes import gpu_toleration
 from clusterkit.backends.kubernetes.text import Object, given, literal, quantity
 from clusterkit.cluster import KubernetesCluster
-from clusterkit.rendezvous import NODE_ADDRESS
+from clusterkit.rendezvous import NODE_ADDRESS, Topology
 from clusterkit.shell import quote
 
 RUN, ATTEMPT, ROLE = "clusterkit/run", "clusterkit/attempt", "clusterkit/role"
@@ -44,9 +44,7 @@ class Shape:
     image: str
     run_dir: str
     """The run's folder in the pods."""
-    min_nodes: int
-    nodes: int
-    nproc_per_node: int
+    topology: Topology
     gpus: int
     """GPUs of a pod."""
     labels: Mapping[str, str]
@@ -70,10 +68,6 @@ class Shape:
             f"mkdir -p {quote(project)}\n"
             f"tar -xzf {quote(archive)} -C {quote(project)} --no-same-owner || exit 73\n"
         )
-
-    @property
-    def elastic(self) -> bool:
-        return self.min_nodes != self.nodes
 
 
 def metadata(shape: Shape, name: str | None = None) -> Object:
@@ -114,7 +108,7 @@ def template(
     if node:
         env.append({"name": "NODE_RANK", **({"value": "0"} if rank is None else _field(rank))})
         env.append({"name": "CLUSTERKIT_ATTEMPT", **_field(f"metadata.labels['{ATTEMPT}']")})
-        if shape.elastic:
+        if shape.topology.elastic:
             env.append({"name": NODE_ADDRESS.name, **_field("status.podIP")})
     env += [
         {"name": "HOME", "value": TMP},
@@ -140,7 +134,7 @@ def template(
         **(more or {}),
     }
     spec: Object = {
-        "restartPolicy": "OnFailure" if shape.elastic else "Never",
+        "restartPolicy": "OnFailure" if shape.topology.elastic else "Never",
         "terminationGracePeriodSeconds": math.ceil(cluster.stop_grace) + STOP_EXTRA,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,

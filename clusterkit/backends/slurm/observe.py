@@ -275,7 +275,9 @@ class SlurmMonitor:
             self._silent = error.message
         self._asking, self._asked = None, asked
         runs = self._job is not None and self._job.means is State.RUNNING
-        steady = runs and self._silent is None and not asked.ended_by_slurm
+        # Without node 0 the job is about to end, or to wait again.
+        steady = runs and self._silent is None and asked.nodes[0].exit is None
+        steady = steady and not asked.ended_by_slurm
         self._ask_at = now + ASK_SECONDS[2 if steady else 1]
 
     def close(self) -> None:

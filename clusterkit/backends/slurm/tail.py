@@ -57,7 +57,7 @@ class Tail:
     def node(self, node: str) -> None:
         # In this order: when the node has ended, its log is whole.
         ended = _read(f"{node}/exit.json")
-        for name in ("started.json", "agent.log"):
+        for name in ("started.json", "agent.log", "usage.json"):
             self.whole(f"{node}/{name}", _read(f"{node}/{name}"))
         for name in ("log", "ranks.jsonl"):
             self.grown(f"{node}/{name}")

@@ -18,6 +18,7 @@ from clusterkit.live import (
     LiveRuns,
     RankView,
     Standstill,
+    Usage,
     standstill,
 )
 from clusterkit.logs import LogLine, page
@@ -26,7 +27,6 @@ from clusterkit.status import RunStatus
 from clusterkit.ui.top import paint
 from clusterkit.ui.top.paint import BOLD, DIM, HERE, STYLES, Line, Piece
 from clusterkit.ui.words import clock, duration, loss_text, waits_for
-from clusterkit.usage import Usage
 
 LOG_LINES = 1000
 """Of a rank's log that are kept to look back at."""
@@ -410,15 +410,17 @@ class RunBoard(Board):
         counts = f"{self.cursor + 1 if shown else 0} of {len(shown)}{filtered}"
         found = [paint.title("ranks", counts, width)]
         views = [self.live.ranks[key] for key in shown[window.start : window.stop]]
-        uses = [_usage_text(view.usage) for view in views]
-        here_too = any(use.strip() for use in uses)  # only of ranks on this machine
+        uses = [view.usage for view in views]
+        columns = "  CPUS   MEM" if any(uses) else ""
+        if any(use.gpu is not None for use in uses if use is not None):
+            columns += "  GPU    MEM"
         head = f" {'NODE':>4} {'RANK':>5} {'STATE':10} {'STEP':>8} {'S/STEP':>7} {'QUIET':>6}"
-        head += f"{' CPUS   MEM' if here_too else ''}  LAST"
+        head += f"{columns}  LAST"
         found.append(paint.fitted(((head, BOLD),), width))
         now = self.live.status.finished_at or time.time()
         for number, view, use in zip(window, views, uses, strict=True):
             here = HERE if number == self.cursor else ""
-            row = self._row(view, here, now, use if here_too else "")
+            row = self._row(view, here, now, f"{_usage_text(use):{len(columns)}}")
             found.append(paint.fitted(row, width))
         return found
 
@@ -465,11 +467,12 @@ class RunBoard(Board):
 
 
 def _usage_text(usage: Usage | None) -> str:
-    """CPUs and memory, in columns."""
+    """CPUs and memory, and the same of its GPU, in columns."""
     if usage is None:
-        return " " * 11
+        return ""
     cpus = "" if usage.cpus is None else f"{usage.cpus:.1f}"
-    return f"{cpus:>5}{paint.size_text(usage.memory):>6}"
+    gpu = "" if usage.gpu is None else f"{usage.gpu:>4}%{paint.size_text(usage.gpu_memory or 0):>7}"
+    return f"{cpus:>6}{paint.size_text(usage.memory):>6}{gpu}"
 
 
 def _brief(seconds: float) -> str:

@@ -534,7 +534,9 @@ def test_a_container_that_was_lost_is_started_again_and_joins(start: Start, engi
     assert (status.state, status.attempt) == (State.SUCCEEDED, 1)
     assert [each.state for each in status.nodes] == [State.SUCCEEDED] * 2
     said = [(line.node, line.text) for line in run.logs() if line.text.startswith("ready")]
-    assert sorted(said[:2]) == sorted(said[3:]) == [(0, "ready 2"), (1, "ready 2")]
+    assert sorted(said[:2]) == sorted(said[-2:]) == [(0, "ready 2"), (1, "ready 2")]
+    # On a busy machine it may be back before the other one has missed it.
+    assert said[2:-2] in ([], [(0, "ready 1")])
     assert run.events()[-1].text == "node 1 was started again, to join the others"
     assert left_over(engine) == []
 

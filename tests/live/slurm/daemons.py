@@ -132,8 +132,7 @@ class Slurm:
         self.run("scontrol", "update", f"nodename=n{node}", "state=down", "reason=a test")
 
     def repair(self, node: int) -> None:
-        self.start_node(node)
-        self.run("scontrol", "update", f"nodename=n{node}", "state=resume")
+        self.start_node(node)  # Slurm takes it back by itself (ReturnToService)
         self.wait(lambda: self.states("wide") == ["idle"] * NODES, "the repaired node")
 
     def run(self, *argv: str) -> str:

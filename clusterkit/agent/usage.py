@@ -1,0 +1,96 @@
+"""What a node's ranks use of CPUs, memory and GPUs: ``usage.json``, for `clusterkit top`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from clusterkit.agent import limits
+from clusterkit.agent.files import write_json
+from clusterkit.agent.node_log import NodeLog
+from clusterkit.agent.protocol import Document
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_COLUMNS = "index,uuid,utilization.gpu,memory.used"  # percent, MiB
+
+
+class Usage(threading.Thread):
+    """Writes it every USAGE_SECONDS, in larger runs more rarely.
+
+    A thread of its own, since a GPU that is ill keeps nvidia-smi waiting.
+
+    Args:
+        log: the node's, which knows the folder of the attempt that runs now.
+        ranks: gives the newest line of ``ranks.jsonl`` of each rank.
+        nodes: how many the run has.
+    """
+
+    def __init__(self, log: NodeLog, ranks: Callable[[], list[Document]], nodes: int) -> None:
+        super().__init__(daemon=True)
+        self._log, self._ranks = log, ranks
+        self._pause = max(limits.USAGE_SECONDS, nodes / limits.USAGE_NODES)
+        self._before: dict[int, tuple[float, float]] = {}
+
+    def run(self) -> None:
+        while True:
+            found = self.look()
+            with contextlib.suppress(OSError):  # a full disk
+                if found:
+                    write_json(self._log.folder / "usage.json", found)
+            time.sleep(self._pause if found else 1.0)
+
+    def look(self) -> Document:
+        """By rank: CPUs that were kept busy since the look before (None: there was none), bytes of
+        memory, and of its GPU, where it has one, the percentage of the time and bytes."""
+        ranks = sorted(self._ranks(), key=lambda each: int(each["rank"]))
+        gpus = own_gpus(_nvidia_smi()) if ranks and os.path.exists("/dev/nvidiactl") else []
+        before, self._before = self._before, {}
+        found: Document = {}
+        for place, each in enumerate(ranks):
+            if (seen := of_process(each["pid"], each["start_ticks"])) is None:
+                continue
+            now, (seconds, memory) = time.monotonic(), seen
+            last = before.get(each["pid"])
+            self._before[each["pid"]] = now, seconds
+            cpus = None if last is None else round((seconds - last[1]) / (now - last[0]), 2)
+            found[str(each["rank"])] = [cpus, memory, *(gpus[place] if place < len(gpus) else ())]
+        return found
+
+
+def of_process(pid: int, start_ticks: int) -> tuple[float, int] | None:
+    """Seconds of processor time and bytes of memory of a process; None: it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()  # from the third one on
+    if int(fields[19]) != start_ticks:
+        return None
+    return (int(fields[11]) + int(fields[12])) / _TICKS, int(fields[21]) * _PAGE
+
+
+def own_gpus(table: str) -> list[tuple[int, ...]]:
+    """Of what nvidia-smi lists, use and bytes of this node's GPUs, in the order of its ranks."""
+    every: dict[str, tuple[int, ...]] = {}
+    for line in table.splitlines():
+        index, uuid, *cells = (cell.strip() for cell in line.split(","))
+        every[index] = every[uuid] = ()
+        with contextlib.suppress(ValueError):  # [N/A], as of one that is divided by MIG
+            use, memory = map(int, cells)
+            every[index] = every[uuid] = use, memory << 20
+    share = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name for name in every if name.isdigit()] if share is None else share.split(",")
+    return [every.get(name, ()) for name in names]
+
+
+def _nvidia_smi() -> str:
+    words = ["nvidia-smi", f"--query-gpu={_COLUMNS}", "--format=csv,noheader,nounits"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(words, capture_output=True, text=True, timeout=10).stdout
+    return ""

@@ -1,0 +1,43 @@
+"""What ranks use of their node."""
+
+import json
+import os
+import types
+
+from clusterkit.agent import identity, usage
+from clusterkit.agent.usage import Usage, own_gpus
+
+TABLE = """\
+0, GPU-aa, 93, 61234
+1, GPU-bb, 0, 4
+2, GPU-cc, [N/A], [N/A]
+3, GPU-dd, 100, 81000
+"""
+
+
+def test_ranks_that_run_are_looked_at(tmp_path, monkeypatch):
+    mine = identity(os.getpid())
+    ranks = [{**mine, "rank": 3}, {**mine, "rank": 2}, {**mine, "rank": 4, "start_ticks": 1}]
+    monkeypatch.setattr(usage, "_nvidia_smi", lambda: TABLE)
+    monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidiactl")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,0,1")
+    watched = Usage(types.SimpleNamespace(folder=tmp_path), lambda: ranks, nodes=1)
+    found = watched.look()
+    assert [*found] == ["2", "3"]
+    assert found["2"][0] is None
+    assert found["2"][1] > 1 << 20
+    assert (found["2"][2:], found["3"][2:]) == ([100, 81000 << 20], [93, 61234 << 20])
+    assert watched.look()["2"][0] >= 0.0
+    json.dumps(found)
+
+
+def test_large_runs_tell_more_rarely():
+    assert [Usage(None, list, nodes)._pause for nodes in (1, 250, 1000)] == [5.0, 5.0, 20.0]
+
+
+def test_gpus_of_a_node_are_in_the_order_of_its_ranks(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert own_gpus(TABLE) == [(93, 61234 << 20), (0, 4 << 20), (), (100, 81000 << 20)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-dd,1")
+    assert own_gpus(TABLE) == [(100, 81000 << 20), (0, 4 << 20)]
+    assert own_gpus("") == [(), ()]
