@@ -2,6 +2,7 @@
 
 import json
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -222,7 +223,8 @@ def test_the_coordinator_decides_once_for_many_words(monkeypatch):
             pass
 
     class Membership:
-        members, count, news, decided = (), 0, True, False
+        members = SimpleNamespace(spares_came=True, said={})
+        count, news, decided = 0, True, False
 
         def turn(self, moment):
             turns.append(moment)
