@@ -1,7 +1,9 @@
 """The Slurm backend without a Slurm: what commands print, what states mean, the batch script."""
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 
 from clusterkit import backends, doctor, runs
 from clusterkit.agent.member import not_back
-from clusterkit.backends.slurm import observe, probe, queue
+from clusterkit.backends.slurm import observe, place, probe, queue
 from clusterkit.cluster import SlurmCluster, SlurmFacts
 from clusterkit.errors import BadInput, RunFolderError, RunNotFound, Unavailable
 from clusterkit.spec import JobSpec
@@ -235,11 +237,35 @@ def test_the_allocation_of_a_run_that_goes_on_without_a_node_does_so_too(plan, f
         (step,) = (line for line in script.splitlines() if line.startswith("srun "))
         assert f"--nodes={nodes} --ntasks={nodes} " in step
         assert " --no-kill " in step
-        assert f'if grep -q "{queue.NODE_0_LOST}" "$ended"; then' in script
+        assert f'grep -q "{queue.NODE_0_LOST}" "$ended"; then' in script
         assert then in script.partition("trap notice")[2].partition("code=0")[0]
     assert queue.NODE_0_LOST in not_back([0], 15.0)
     assert made.nodes == nodes
     assert backends.backend("slurm").only(made, 1).steps == ()  # no node is started alone
+
+
+@pytest.mark.parametrize(
+    ("later", "again"),
+    [((), False), (("{}",), False), (("lost",), True), (("{}", "lost"), True)],
+)
+def test_only_what_an_agent_of_this_start_says_of_node_0_counts(tmp_path, later, again):
+    """The job was started again as attempt 2; its agent may go on with the next ones."""
+    began = 1_000_000
+    for attempt, ended in enumerate(("lost", *later), start=1):
+        path = tmp_path / f"attempts/{attempt}/node-1/exit.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(queue.NODE_0_LOST if ended == "lost" else ended)
+        os.utime(path, (began + 100 * attempt - 150,) * 2)
+    pid = tmp_path / "attempts/2/node-1/pid"
+    pid.parent.mkdir(exist_ok=True, parents=True)
+    pid.touch()
+    os.utime(pid, (began, began))
+    done = subprocess.run(
+        ["/bin/sh", "-c", place._UNLESS_LOST.format(then="echo again"), tmp_path, "false"],
+        env={**os.environ, "NODE_RANK": "1", "CLUSTERKIT_ATTEMPT": "2"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (1, "again\n" * again, "")
 
 
 def test_agents_run_in_the_image_of_the_entry(plan):

@@ -171,6 +171,7 @@ def test_what_the_nodes_write_comes_here_once(handle, write):
     files = {
         "job-1": b"7\n", "slurm-7.out": b"srun says\n", "attempts/1/node-0/log": b"one\n" * 999,
         "attempts/1/node-1/log": b"", "attempts/1/node-1/ranks.jsonl": b"{}\n",
+        "attempts/1/node-1/usage.json": b"{}",
     }  # fmt: skip
     for name, data in files.items():
         write(name, data)

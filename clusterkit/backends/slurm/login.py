@@ -26,7 +26,7 @@ from clusterkit.transport import Stream, Transport
 _BOOT = "import sys;exec(compile(sys.stdin.read({}),'tail','exec'))"
 _NAME = re.compile(
     r"(job|stop)-\d+|slurm-\d+\.out"
-    r"|attempts/\d+/(next|node-\d+/(log|ranks\.jsonl|(started|exit)\.json|agent\.log))"
+    r"|attempts/\d+/(next|node-\d+/(log|ranks\.jsonl|(started|usage|exit)\.json|agent\.log))"
 )
 """Of files that are taken: nothing that a login node sends may lie elsewhere."""
 

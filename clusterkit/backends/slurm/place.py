@@ -96,9 +96,11 @@ _UNLESS_LOST = f"""\
 trap : TERM
 "$@"
 code=$?
-# The batch script was there, and can neither have the job started again nor end it.
+# The batch script was there, and can neither have the job started again nor end it. What an agent
+# says that ended before this one began (its file pid) is of an earlier start of the job.
 cd "$0" && ended=$(ls -t attempts/*/node-"$NODE_RANK"/exit.json | head -n 1)
-if grep -q "{NODE_0_LOST}" "$ended"; then {{then}}; fi
+if [ "$ended" -nt "attempts/$CLUSTERKIT_ATTEMPT/node-$NODE_RANK/pid" ] &&
+    grep -q "{NODE_0_LOST}" "$ended"; then {{then}}; fi
 exit "$code\""""
 _AGAIN = 'scontrol requeue "$SLURM_JOB_ID"'
 _END = 'echo node 0 was lost >"stop-$SLURM_JOB_ID"; scancel "$SLURM_JOB_ID"'
