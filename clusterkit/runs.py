@@ -388,7 +388,7 @@ class Rank0:
         """What was not given before, up to the newest attempt."""
         while True:
             logs = [*self._folder.node_dir(self._attempt, 0).parent.glob("node-*/log")]
-            # In an elastic run, or with spares, rank 0 may be on any node, and later on another one.
+            # In an elastic run, or with spares, rank 0 may be on any node, and later on another.
             # In others it stays on its node, and the other nodes' logs may have gigabytes. The
             # newest plan does not count spares that earlier attempts have used up.
             plan = self._plan
