@@ -62,8 +62,9 @@ def convert(document: Document, place: Place, data: Any, kind: type[Spec]) -> Sp
         BadInput: an unknown key, a wrong type, a value out of range.
     """
     if isinstance(data, dict):
-        # `env:` with nothing after it is as good as no `env`.
-        data = {key: value for key, value in data.items() if value is not None}
+        # `env:` with nothing after it is as good as no `env`; of an unknown key that is told.
+        known = fields_of(kind)
+        data = {key: value for key, value in data.items() if value is not None or key not in known}
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
@@ -120,7 +121,7 @@ def _type_error(
     if missing := re.match(r"Object missing required field `(.+)`", message):
         return document.error((*base, *place), f"{missing[1]} is missing")
     wanted_here = _type_at(kind, place)
-    if unknown := re.match(r"(?s)Object contains unknown field `(.+)`", message):
+    if unknown := re.match(r"(?s)Object contains unknown field `(.*)`", message):
         fields = _fields(wanted_here)
         near = did_you_mean(unknown[1], fields, 0.5)
         message = f"unknown key ({near})" if near else "unknown key"

@@ -380,16 +380,22 @@ class Rank0:
     """The marked lines of rank 0, of one attempt after the other, in bounded memory."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
+        self._folder, self._plan = folder, folder.maybe_json("plan.json", Plan)
         self._attempt = 1
         self._logs: dict[Path, GrowingFile] = {}
 
     def read(self, newest: int) -> Iterator[LogLine]:
         """What was not given before, up to the newest attempt."""
         while True:
-            # Under torchrun rank 0 may be on any node, and on another one after a restart.
-            for path in self._folder.node_dir(self._attempt, 0).parent.glob("node-*/log"):
-                self._logs.setdefault(path, GrowingFile(path))
+            logs = [*self._folder.node_dir(self._attempt, 0).parent.glob("node-*/log")]
+            # In an elastic run, or with spares, rank 0 may be on any node, and later on another.
+            # In others it stays on its node, and the other nodes' logs may have gigabytes. The
+            # newest plan does not count spares that earlier attempts have used up.
+            plan = self._plan
+            node = None if plan is None or len(logs) > plan.nodes else plan.node_of(0)
+            for path in logs:
+                if node is None or path.parent.name == f"node-{node}":
+                    self._logs.setdefault(path, GrowingFile(path))
             yield from heapq.merge(*map(self._lines, self._logs.values()), key=attrgetter("time"))
             if self._attempt >= newest:
                 return

@@ -79,7 +79,10 @@ def own_gpus(table: str) -> list[tuple[int, ...]]:
     """Of what nvidia-smi lists, use and bytes of this node's GPUs, in the order of its ranks."""
     every: dict[str, tuple[int, ...]] = {}
     for line in table.splitlines():
-        index, uuid, *cells = (cell.strip() for cell in line.split(","))
+        index, *cells = (cell.strip() for cell in line.split(","))
+        if len(cells) < 3:  # nvidia-smi says here, too, that it cannot reach the driver or a GPU
+            continue
+        uuid, *cells = cells
         every[index] = every[uuid] = ()
         with contextlib.suppress(ValueError):  # [N/A], as of one that is divided by MIG
             use, memory = map(int, cells)

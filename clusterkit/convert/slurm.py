@@ -200,6 +200,10 @@ class _Batch:
         while rest and (match := re.match(rf"({shell.NAME})=(.*)\Z", rest[0], re.DOTALL)):
             assigned(self.sheet, rest.pop(0), match[1], match[2])
         by_srun = bool(rest) and rest[0].rpartition("/")[2] == "srun"
+        if by_srun and not self.slurm:  # to be run within `salloc`, say
+            why = "how many nodes and tasks its job has is not said: begin the script with #SBATCH"
+            self.sheet.refuse(shown(rest[0]), f"{why} lines")
+            return
         if by_srun:
             step: Asked = {}
             rest = self.options(rest[1:], step, job=False)
@@ -228,16 +232,17 @@ class _Batch:
 
     def _ranks(self, words: Sequence[str], by_srun: bool) -> None:
         """What the tasks run."""
-        sheet, rest = self.sheet, list(words)
+        # As the batch script says it, not the launcher, whose `--nnodes` may be a range.
+        sheet, rest, tasks = self.sheet, list(words), self.tasks
         for name in ("SLURM_JOB_ID", "SLURM_JOBID"):
             rest = [word.replace(variable(name), "${clusterkit.run_id}") for word in rest]
         if not self.slurm or not by_srun:
             lines.convert(sheet, rest, ranks=1)
         else:
             launcher = bool(rest) and read_line(rest).tool is not None
-            if launcher and self.tasks > 1:
-                sheet.refuse(shown(rest[0]), f"srun starts it {self.tasks} times on each node")
-            ranks = None if launcher else self.tasks
+            if launcher and tasks > 1:
+                sheet.refuse(shown(rest[0]), f"srun starts it {tasks} times on each node")
+            ranks = None if launcher else tasks
             lines.convert(sheet, rest, ranks=ranks, inside="container" in sheet.cluster)
             if not launcher and rest:
                 sheet.yours("srun", "ranks read RANK, LOCAL_RANK and WORLD_SIZE, not SLURM_PROCID")
@@ -246,7 +251,7 @@ class _Batch:
                 _, written, sheet.at = self.asked[name]
                 ranks = sheet.job.get("gpus_per_node")
                 sheet.note(written, f"gpus_per_node: {ranks}" if not self.slurm
-                           or ranks == self.tasks else "one agent on each node starts its ranks",
+                           or ranks == tasks else "one agent on each node starts its ranks",
                            "job")  # fmt: skip
 
 

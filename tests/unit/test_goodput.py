@@ -1,8 +1,12 @@
 """Where a run's time went."""
 
+from clusterkit import runs
+from clusterkit.agent.node_log import NodeLog
 from clusterkit.goodput import account, with_goodput
+from clusterkit.logs import GrowingFile
 from clusterkit.runs import Rank0, RunFolder
 from clusterkit.status import AttemptStatus, RunStatus, State
+from tests.recorded import Recorded
 
 START = {"event": "start", "first_step": 0}
 
@@ -51,3 +55,17 @@ def test_attempts_say_how_far_they_came_and_what_was_lost(tmp_path):
     found = with_goodput(folder, said, began + 5)
     assert [(one.last_step, one.steps_lost) for one in found.attempts] == [(7, 2), (None, None)]
     assert (found.goodput.start, found.goodput.training) == (1.0, 1.0)
+
+
+def test_of_nodes_whose_ranks_stay_one_log_is_read(tmp_path, monkeypatch):
+    run = Recorded(tmp_path, nodes=3)
+    read = []
+    monkeypatch.setattr(runs, "GrowingFile", lambda path: read.append(path) or GrowingFile(path))
+    run.step(1)
+    assert [line.event["step"] for line in Rank0(run.folder).read(1)] == [1]
+    assert [path.parent.name for path in read] == ["node-0"]
+    # A spare of an attempt before, of which the newest plan knows nothing, was rank 0.
+    run.folder.node_dir(1, 3).mkdir()
+    NodeLog(run.folder.node_dir(1, 3)).lines("0", [b'@clusterkit {"event": "metrics", "step": 2}'])
+    assert [line.event["step"] for line in Rank0(run.folder).read(1)] == [1, 2]
+    run.close()

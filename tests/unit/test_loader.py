@@ -106,6 +106,8 @@ def test_anchors_and_merges_work():
 
 BAD_JOBS = {
     "unknown key": ("nodez: 2\n", r"job\.yaml:3: nodez: unknown key \(did you mean nodes\?\)"),
+    "unknown key without a value": ("nodez:\n", r"job\.yaml:3: nodez: unknown key"),
+    "key without a name": ("'': 2\n", r"job\.yaml:3: unknown key"),
     "unknown key below": ("batch:\n  globl: 1\n", r"job\.yaml:4: batch\.globl: unknown key"),
     "unknown checkpoint key": ("checkpoint: {evry: 3}\n", r"job\.yaml:3: checkpoint\.evry: unkn"),
     "text for a number": ("nodes: 1\nrestarts: many\n", r"job\.yaml:4: restarts: 'many' is text"),

@@ -6,7 +6,7 @@ import io
 import pytest
 from rich.cells import cell_len
 
-from clusterkit import api
+from clusterkit import api, logs
 from clusterkit.cli import following, main
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable
 from clusterkit.series import Series
@@ -148,6 +148,17 @@ def test_a_log_can_be_looked_back_at_while_it_grows(run):
     assert shown(board).splitlines()[5] == before
     board.press("end")
     assert "line 100" in shown(board)
+
+
+def test_lines_are_shown_once_though_too_much_came_to_read_all_of_it(run, monkeypatch):
+    run.says(1, "an only line")
+    board = board_of(run)
+    board.press("down")
+    board.poll()
+    monkeypatch.setattr(logs, "_NEWS", 1)
+    run.says(0, "another rank")
+    board.poll()
+    assert shown(board).partition("log of rank 1")[2].count("an only line") == 1
 
 
 def test_events_stand_in_place_of_the_log(run):

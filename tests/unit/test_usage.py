@@ -41,3 +41,5 @@ def test_gpus_of_a_node_are_in_the_order_of_its_ranks(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-dd,1")
     assert own_gpus(TABLE) == [(100, 81000 << 20), (0, 4 << 20)]
     assert own_gpus("") == [(), ()]
+    ill = "Failed to initialize NVML: Driver/library version mismatch\nNVML library: 535.1\n"
+    assert own_gpus(ill) == [(), ()]

@@ -30,6 +30,8 @@ from clusterkit.ui.words import clock, duration, loss_text, waits_for
 
 LOG_LINES = 1000
 """Of a rank's log that are kept to look back at."""
+_LOOK_BACK = 16 << 20
+"""Bytes in which they are looked for: the terminal waits meanwhile."""
 
 
 class Order(NamedTuple):
@@ -248,8 +250,10 @@ class RunBoard(Board):
         if chosen is not None and self.live.attempt:
             node, rank = chosen
             path = self.live.log_path(node)
-            found = page(path, self.only(rank), after=self._after, most=LOG_LINES)
+            found = page(path, self.only(rank), after=self._after, most=LOG_LINES, scan=_LOOK_BACK)
             self._after = found.after
+            if found.skipped:  # the last lines, of which some may have been shown
+                self._log.clear()
             new = found.parsed(node, self.live.attempt)
             self._log.extend(new)
             if self._back:
