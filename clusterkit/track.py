@@ -25,6 +25,7 @@ from clusterkit.logs import LogLine
 from clusterkit.runs import Rank0, RunFolder, home
 from clusterkit.series import MOST_METRICS
 from clusterkit.spec import JobSpec
+from clusterkit.status import RunStatus, State
 
 SECONDS = 1.0
 """Between two looks at the logs."""
@@ -52,8 +53,8 @@ class Tracker(ABC):
         """Let readers see all of it."""
 
     @abstractmethod
-    def close(self) -> None:
-        """There is no more."""
+    def close(self, state: State) -> None:
+        """There is no more: so the run has ended."""
 
 
 class TensorBoard(Tracker):
@@ -101,7 +102,7 @@ class TensorBoard(Tracker):
     def flush(self) -> None:
         self._file.flush()
 
-    def close(self) -> None:
+    def close(self, state: State) -> None:
         self._file.close()
 
 
@@ -134,8 +135,8 @@ class WandB(Tracker):
     def add(self, at: float, step: int, values: dict[str, float]) -> None:
         self._run.log({**values, "step": step, "_timestamp": at})
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, state: State) -> None:
+        self._run.finish(exit_code=int(state is not State.SUCCEEDED))
 
 
 def _has_key() -> bool:
@@ -185,8 +186,9 @@ class MLflow(Tracker):
             self._client.log_batch(self._run, metrics=self._waiting[start : start + self._MOST])
         self._waiting.clear()
 
-    def close(self) -> None:
-        self._client.set_terminated(self._run)
+    def close(self, state: State) -> None:
+        ends = {State.SUCCEEDED: "FINISHED", State.CANCELLED: "KILLED"}
+        self._client.set_terminated(self._run, ends.get(state, "FAILED"))
 
 
 class Trackio(Tracker):
@@ -210,7 +212,7 @@ class Trackio(Tracker):
     def add(self, at: float, step: int, values: dict[str, float]) -> None:
         self._run.log(values, step)
 
-    def close(self) -> None:
+    def close(self, state: State) -> None:
         self._run.finish()
 
 
@@ -277,7 +279,8 @@ def _track(
 ) -> None:
     kept = f"tracked-{name}.json"
     try:
-        with contextlib.closing(TRACKERS[name](folder, job)) as tracker:
+        tracker = TRACKERS[name](folder, job)
+        try:
             # What an earlier supervisor has written, in lines: they come in the same order again.
             written = 0 if tracker.anew else folder.maybe_json(kept, int) or 0
             lines, names = Rank0(folder), set[str]()
@@ -295,6 +298,9 @@ def _track(
                     if not tracker.anew:
                         folder.write_json(kept, written)
                 ended.wait(SECONDS)
+        finally:
+            status = folder.maybe_json("state.json", RunStatus)
+            tracker.close(State.UNKNOWN if status is None else status.state)
     except Exception as error:
         why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         note(f"track: {name}: {why}; no more of this run is written to it")

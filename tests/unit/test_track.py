@@ -19,7 +19,7 @@ from clusterkit import runs, supervise, track
 from clusterkit.runs import Event, RunFolder
 from clusterkit.series import MOST_METRICS
 from clusterkit.spec import JobSpec
-from clusterkit.status import State
+from clusterkit.status import RunStatus, State
 
 JOB = JobSpec(name="demo", program="train.py", track=("tensorboard",))
 
@@ -249,7 +249,9 @@ def test_wandb_is_given_every_value_at_its_step_and_time(folder, library, monkey
     ]
     (made,) = wandb.said("init")
     assert {("project", "demo"), ("id", folder.run_id), ("mode", "offline")} <= {*made[:-1]}
-    assert wandb.calls[-1] == ("finish",)
+    assert wandb.calls[-1] == ("finish", ("exit_code", 1))  # nothing says that it succeeded
+    about = {"run": folder.run_id, "job": "demo", "cluster": "local", "backend": "local"}
+    folder.write_json("state.json", RunStatus(**about, state=State.SUCCEEDED))
     # With a key it goes where the key's account is; the key itself is the library's business.
     monkeypatch.setenv("WANDB_API_KEY", "hunter2")
     tracked(folder, by="wandb")
@@ -298,8 +300,8 @@ def test_mlflow_s_run_is_found_again_and_gets_names_that_it_takes(folder, monkey
             assert run == "r1"
             sent.append(metrics)
 
-        def set_terminated(self, run):
-            assert run == "r1"
+        def set_terminated(self, run, status):
+            assert (run, status) == ("r1", "FAILED")
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
