@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote
 
+import yaml
+
 from clusterkit.backends.kubernetes.client import Refusal
 from clusterkit.backends.kubernetes.flavors import FLAVORS, choose
 from clusterkit.backends.kubernetes.nodes import best_node, gpus_of, selected, usable
@@ -36,12 +38,12 @@ def context_of(cluster: KubernetesCluster) -> tuple[str, str]:
     from kubernetes import config
 
     try:
-        found = config.list_kube_config_contexts(cluster.kubeconfig)  # type: ignore[no-untyped-call]
-    except config.ConfigException:  # in a pod there is none
+        contexts, active = config.list_kube_config_contexts(cluster.kubeconfig)  # type: ignore[no-untyped-call]
+        chosen = next((each for each in contexts if each["name"] == cluster.context), active)
+        own = chosen["context"].get("namespace")
+    except (config.ConfigException, yaml.YAMLError, OSError, ValueError, TypeError, KeyError):
+        # In a pod there is none; `client.connect` says what is wrong with one.
         return cluster.context or "", cluster.namespace or "default"
-    contexts, active = found
-    chosen = next((each for each in contexts if each["name"] == cluster.context), active)
-    own = chosen["context"].get("namespace")
     return str(chosen["name"]), str(cluster.namespace or own or "default")
 
 
@@ -202,10 +204,7 @@ def _check_namespace(server: Server, namespace: str) -> None:
 
 def _may_watch(cluster: KubernetesCluster, server: Server, namespace: str) -> bool:
     """Whether a run can have a watcher in the cluster."""
-    try:
-        return cluster.watcher is not False and not server.denied(namespace, TO_MAKE_WATCHER)
-    except Refusal:
-        return False
+    return cluster.watcher is not False and not server.denied(namespace, TO_MAKE_WATCHER)
 
 
 def _require(

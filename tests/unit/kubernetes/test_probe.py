@@ -10,8 +10,9 @@ import clusterkit
 from clusterkit import backends, bandwidth
 from clusterkit.backends.kubernetes.client import Forbidden, KubeTransport
 from clusterkit.backends.kubernetes.nodes import usable as may_be_used
+from clusterkit.backends.kubernetes.server import Server
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
-from clusterkit.errors import Unavailable
+from clusterkit.errors import BadInput, Unavailable
 
 CONTROL = {"key": "node-role.kubernetes.io/control-plane", "effect": "NoSchedule"}
 GPU = {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}
@@ -47,10 +48,24 @@ class Nodes(KubeTransport):
         self.nodes = nodes
 
     def request(self, to, method, path, *_):
-        assert (method, path) == ("GET", "/api/v1/nodes")
         if not self.nodes:
             raise Forbidden("no")
+        assert (method, path) == ("GET", "/api/v1/nodes")
         return json.dumps({"items": self.nodes})
+
+
+def test_a_kubeconfig_that_cannot_be_read_is_one_clear_error(tmp_path, no_gpus):
+    file = tmp_path / "kubeconfig"
+    file.write_text("{broken: [")
+    entry = KubernetesCluster(kubeconfig=str(file))
+    with pytest.raises(BadInput, match=r"kubeconfig: .*kubeconfig cannot be read"):
+        backends.backend("kubernetes").probe(entry, KubeTransport(), None)
+
+
+def test_who_may_not_even_ask_may_do_nothing():
+    server = Server.of(KubernetesCluster(), Nodes())
+    rights = [("create", "", "configmaps"), ("list", "", "pods")]
+    assert server.denied("team", rights) == rights
 
 
 def test_places_are_nodes_that_may_be_used():
