@@ -10,12 +10,12 @@ from functools import partial
 
 import msgspec
 
+from clusterkit import mirror
 from clusterkit.agent import PEER_TOKEN
 from clusterkit.backends.base import Observation
 from clusterkit.cluster import Facts
 from clusterkit.errors import ClusterkitError, RunFolderError
 from clusterkit.files import write_atomic
-from clusterkit.mirror import BACK_SECONDS
 from clusterkit.plan import Plan
 from clusterkit.runs import RunFolder, StepRecord
 from clusterkit.shell import Secret
@@ -118,7 +118,7 @@ class Returns:
         self._pause = plan.stop_grace + RETURN_SECONDS  # its own ranks have ended by then
         self._since: dict[int, float] = {}
         self._tries: dict[int, int] = {}
-        self.known_at = 0.0  # when it is known how those stand that were started last
+        self.known_at = 0.0  # when it is known how the one stands that was started last
 
     def begin(self) -> dict[str, Secret]:
         """By what the nodes of an attempt that is started now know each other, and those that
@@ -137,13 +137,16 @@ class Returns:
             submit: as of `Backend.submit`, of that node's plan.
         """
         # Its agent begins where the others' did, and follows them from there.
-        attempt = max(step.attempt for step in self._folder.records("steps.jsonl", StepRecord))
+        done = self._folder.records("steps.jsonl", StepRecord)
+        attempt = max((step.attempt for step in done), default=1)
         try:
             token = Secret(PEER_TOKEN, self._folder.read(TOKEN).decode())
             record = partial(self._folder.record, attempt)
             submit(attempt=attempt, secrets={**secrets, PEER_TOKEN: token}, record=record)
         except ClusterkitError as error:
             return f"node {node} could not be started again: {error.message}"
+        finally:  # it may have taken long
+            self.known_at = mirror.awake() + 2 * mirror.BACK_SECONDS
         return f"node {node} was started again, to join the others"
 
     def due(self, seen: Observation, now: float, followed: bool) -> list[int]:
@@ -164,7 +167,6 @@ class Returns:
         ]  # fmt: skip
         for node in due:
             self._tries[node] = self._tries.get(node, 0) + 1
-            self.known_at = now + 2 * BACK_SECONDS
             del self._since[node]
         return due
 

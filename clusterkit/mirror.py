@@ -99,8 +99,8 @@ class NodeView:
     unkept: str | None = None
     """Why not all that it has sent could be written here; None: it could."""
     changes: int = 0
-    """Grows with everything that is learned of the node, but neither with log lines nor with signs
-    of life alone."""
+    """Grows with everything that tells how the node is: not with log lines, signs of life and what
+    its ranks use."""
 
     @classmethod
     def of(cls, node: int, host: str, folder: Path) -> NodeView:
@@ -144,7 +144,7 @@ class NodeView:
             self._append(name, payload)
         elif name in ("started.json", "exit.json", "agent.log", "usage.json"):
             self.files[name] = payload
-            self.changes += 1
+            self.changes += name != "usage.json"
             if self.folder is not None:
                 write_atomic(self.folder / name, payload)
 
@@ -266,8 +266,8 @@ class Watch:
         closed = self._closed.is_set
         with keeping(view, lambda: not self._closed.wait(0.1) and time.monotonic() < deadline):
             while not closed() and (self._back or not view.ended):
-                if view.ended:
-                    self._closed.wait(BACK_SECONDS)
+                if view.ended and self._closed.wait(BACK_SECONDS):
+                    return
                 try:
                     with self._open(view) as stream:
                         self._streams[view.node] = stream

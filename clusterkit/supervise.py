@@ -237,18 +237,20 @@ class Supervisor:
             self.attempts = saved.attempts
             if saved.restarts_left is not None:
                 self.restarts_left = saved.restarts_left
-            if saved.state is State.PENDING and not self._carried_out(saved.attempt):
+            done = self._steps_done(saved.attempt)
+            if saved.state is State.PENDING and done < len(self.plan.steps):
                 # Its supervisor was killed meanwhile: nobody knows what runs.
                 self._cancel()
                 begun = False
+            self.followed = begun and not done
             self.attempt = saved.attempt + (not begun)
             self.running_since = saved.running_since if begun else None
         return begun
 
-    def _carried_out(self, attempt: int) -> bool:
-        """Whether all steps of the plan were."""
+    def _steps_done(self, attempt: int) -> int:
+        """How many steps of the plan were carried out; none for an attempt that agents began."""
         done = self.folder.records("steps.jsonl", StepRecord)
-        return sum(step.attempt == attempt for step in done) >= len(self.plan.steps)
+        return sum(step.attempt == attempt for step in done)
 
     # -- one attempt --------------------------------------------------------
 
@@ -297,7 +299,8 @@ class Supervisor:
             elif give_up is None:
                 for node in self.returns.due(seen, now, self.followed):
                     plan = self.backend.only(self.plan, node)
-                    if plan.steps:  # none: it cannot be started without the others
+                    # None: it cannot be started without the others.
+                    if plan.steps and not self._to_be_ended():  # a host may keep it waiting
                         start = partial(self.backend.submit, plan, self.transport)
                         self._event(self.returns.start(node, start, self.secrets))
             time.sleep(POLL_SECONDS)

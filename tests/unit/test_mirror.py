@@ -490,6 +490,31 @@ def test_a_node_that_comes_back_is_followed_again(node_dir, kept, watch, monkeyp
     wait_for(lambda: view.ended and (kept / "exit.json").exists())
 
 
+def test_a_watch_that_is_closed_looks_no_more_for_a_node_that_has_ended(
+    node_dir, watch, monkeypatch
+):
+    monkeypatch.setattr(mirror, "BACK_SECONDS", 3600.0)
+    opened = []
+
+    def open_stream(view):
+        opened.append(view.node)
+        return opener(node_dir, follow=True)(view)
+
+    begin(node_dir)
+    end(node_dir, 0)
+    made, view = watch(open_stream, back=True)
+    wait_for(lambda: view.ended)
+    made.close()
+    assert opened == [0]
+
+
+def test_what_ranks_use_is_no_news_of_how_their_node_is(kept):
+    kept.mkdir(parents=True, exist_ok=True)
+    view = NodeView(0, "h0", kept)
+    view.take({"file": "usage.json"}, b"{}")
+    assert (view.changes, (kept / "usage.json").read_bytes()) == (0, b"{}")
+
+
 def test_a_host_that_is_away_does_not_hold_the_others(tmp_path, node_dir, kept):
     begin(node_dir)
 

@@ -13,7 +13,7 @@ from clusterkit import agent
 from clusterkit.agent.record import Record, restarts_left
 from clusterkit.backends.nodes import judge_running
 from clusterkit.status import State
-from tests.agents import Nodes
+from tests.agents import RUN, Nodes
 
 
 @pytest.fixture
@@ -99,11 +99,22 @@ def test_the_same_exception_twice_in_a_row_ends_the_run(nodes):
     ])  # fmt: skip
 
 
+# A node whose limit is not over before it has heard of node 0, and which does not end before it has
+# told of that.
+LATE_ONCE_MET = RUN.replace(
+    "sys.exit(",
+    "import threading; from clusterkit.agent.node import Node; met = threading.Event(); "
+    "Peer.hears = lambda self, *said, hears=Peer.hears: (hears(self, *said), met.set()); "
+    "Node._late = lambda self, late=Node._late: (met.wait(200), late(self)); "
+    "limits.PEER_SECONDS = 200; sys.exit(",
+)
+
+
 @pytest.mark.parametrize("restarts", [0, 3])
 def test_all_nodes_end_at_the_time_limit_of_one(nodes, restarts):
-    nodes.start(0, 2, wait=0, restarts=restarts, limit=600)
-    nodes.start(1, 2, wait=0, restarts=restarts, limit=0.5)
-    assert [nodes.agents[node].wait(60) for node in (1, 0)] == [124, 143]
+    nodes.start(0, 2, wait=0, restarts=restarts, limit=600, lost_after=600)
+    nodes.start(1, 2, wait=0, restarts=restarts, limit=0, lost_after=600, run=LATE_ONCE_MET)
+    assert [nodes.agents[node].wait(240) for node in (1, 0)] == [124, 143]
     ends = [nodes.exit_of(node) for node in (1, 0)]
     assert [end["final"] for end in ends] == [True, True]
     assert ends[0]["reason"] == "it was stopped at its time_limit"

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -624,6 +625,16 @@ def test_a_node_that_the_others_went_on_without_is_not_waited_for(supervise_with
     assert events[-1].text == "1 of 2 elastic nodes failed"
 
 
+class Awake:
+    """A clock that goes on by 5 s at each look."""
+
+    now = 0.0
+
+    def __call__(self):
+        self.now += 5.0
+        return self.now
+
+
 def test_a_node_that_the_others_went_on_without_is_started_again(supervise_with, monkeypatch):
     job = "launcher: forkserver\nnodes: '1:3'\non_node_loss: shrink\n"
     given = []
@@ -635,14 +646,7 @@ def test_a_node_that_the_others_went_on_without_is_started_again(supervise_with,
             for step in plan.steps:
                 record(step, "started")
 
-    class Clock:
-        now = 0.0
-
-        def __call__(self):
-            self.now += 5.0
-            return self.now
-
-    monkeypatch.setattr(mirror, "awake", Clock())
+    monkeypatch.setattr(mirror, "awake", Awake())
     lost = observed(UP, State.UNKNOWN, UP)
     here = observed(UP, State.CANCELLED, UP)
     script = [[lost] * 10 + [here] * 9 + [observed(UP, UP, UP), observed(OK, OK, OK)]]
@@ -651,6 +655,43 @@ def test_a_node_that_the_others_went_on_without_is_started_again(supervise_with,
     assert [(nodes, attempt) for nodes, attempt, _ in given] == [([0, 1, 2], 1), ([1], 1)]
     assert given[0][2] == given[1][2]  # they know each other by it
     assert events[-1].text == "node 1 was started again, to join the others"
+
+
+def test_a_node_whose_start_took_long_is_ended_where_the_run_was_cancelled_meanwhile(
+    supervise_with, monkeypatch
+):
+    job = "launcher: forkserver\nnodes: '1:2'\non_node_loss: shrink\n"
+    clock, over = Awake(), observed(State.CANCELLED, State.CANCELLED)
+
+    class Slow(Scripted):
+        def submit(self, plan, transport, *, attempt=1, secrets=None, record=None):
+            for step in plan.steps:
+                record(step, "started")
+            if len(plan.steps) < self.all:
+                clock.now += 60.0
+                self.attempts[0] = [over, over, observed(State.CANCELLED, UP), over]
+                RunFolder(Path(plan.run_dir)).mark_cancelled()
+            else:
+                self.all = len(plan.steps)
+
+        all = 0
+
+    monkeypatch.setattr(mirror, "awake", clock)
+    monkeypatch.setattr(supervise, "CANCEL_SECONDS", 0.0)
+    script = [[observed(UP, State.CANCELLED)]]
+    backend, status, _ = supervise_with(script, job, kind=Slow)
+    assert status.state is State.CANCELLED
+    assert backend.cancelled >= 1
+
+
+def test_whoever_attaches_does_not_wait_for_a_node_that_was_lost_before(
+    supervise_with, monkeypatch
+):
+    job = "launcher: forkserver\nnodes: '1:2'\non_node_loss: shrink\nrestarts: 1\n"
+    monkeypatch.setattr(Scripted, "start_seconds", 0.0)
+    script = [observed(BAD, BAD), [observed(UP, State.PENDING)] * 3 + [observed(OK, State.PENDING)]]
+    backend, status, _ = supervise_with(script, job, adopt=saved(State.RUNNING, attempt=2))
+    assert (status.state, status.attempt, backend.cancelled) == (State.SUCCEEDED, 2, 0)
 
 
 def test_which_nodes_are_started_again_and_when(tmp_path):
