@@ -204,7 +204,15 @@ def _check_namespace(server: Server, namespace: str) -> None:
 
 def _may_watch(cluster: KubernetesCluster, server: Server, namespace: str) -> bool:
     """Whether a run can have a watcher in the cluster."""
-    return cluster.watcher is not False and not server.denied(namespace, TO_MAKE_WATCHER)
+    return cluster.watcher is not False and not _denied(TO_MAKE_WATCHER, server, namespace)
+
+
+def _denied(rights: Iterable[Right], server: Server, namespace: str) -> list[Right]:
+    """Those that the API server does not give us; all of them where we may not even ask."""
+    try:
+        return server.denied(namespace, rights)
+    except Refusal:
+        return list(rights)
 
 
 def _require(
@@ -215,6 +223,6 @@ def _require(
     Raises:
         Unavailable: names the first right that is missing.
     """
-    for verb, _, resource in server.denied(namespace, rights):
+    for verb, _, resource in _denied(rights, server, namespace):
         cause = f"{what}you may not {verb} {resource} in namespace {namespace}"
         raise Unavailable(cause, hint=hint)

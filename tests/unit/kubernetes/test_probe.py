@@ -8,6 +8,7 @@ import pytest
 
 import clusterkit
 from clusterkit import backends, bandwidth
+from clusterkit.backends.kubernetes import probe
 from clusterkit.backends.kubernetes.client import Forbidden, KubeTransport
 from clusterkit.backends.kubernetes.nodes import usable as may_be_used
 from clusterkit.backends.kubernetes.server import Server
@@ -64,8 +65,8 @@ def test_a_kubeconfig_that_cannot_be_read_is_one_clear_error(tmp_path, no_gpus):
 
 def test_who_may_not_even_ask_may_do_nothing():
     server = Server.of(KubernetesCluster(), Nodes())
-    rights = [("create", "", "configmaps"), ("list", "", "pods")]
-    assert server.denied("team", rights) == rights
+    with pytest.raises(Unavailable, match="you may not list pods in namespace team"):
+        probe._require([("list", "", "pods")], server, "team", hint="")
 
 
 def test_places_are_nodes_that_may_be_used():
