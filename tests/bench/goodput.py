@@ -119,6 +119,8 @@ class Side:
 
 
 def main() -> int:
+    # A shell's background job, and what it starts, ignores the SIGINT that ends the sides.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     parser = argparse.ArgumentParser(prog="python -m tests.bench.goodput", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--every", type=float, default=60.0, help="seconds between two kills")
