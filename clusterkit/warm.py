@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from clusterkit.agent import warm as agents
 from clusterkit.agent.files import read_json, write_json
-from clusterkit.agent.usage import of_process
+from clusterkit.agent.processes import load
 from clusterkit.runs import home
 
 
@@ -61,7 +61,7 @@ def state() -> Warm:
     found = tuple(
         WarmServer(
             pid=each["pid"], program=each["program"], python=each["python"],
-            memory_mib=(of_process(each["pid"], each["start_ticks"]) or (0.0, 0))[1] >> 20,
+            memory_mib=(load(each) or (0.0, 0))[1] >> 20,
             started_at=each["since"], used_at=each["used"],
         )
         for each in agents.servers(_folder())

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,7 +82,7 @@ def look(ranks: Mapping[int, int], folder: str, gpus: bool) -> Look:
             _number(_text(path), r"(\d+)")
             for path in Path("/sys/devices/system/cpu").glob("cpu*/thermal_throttle/core_*count")
         ),
-        now=(*_pressure(), *_clocks(), *(_gpus() if gpus else ())),
+        now=(*_pressure(), *_clocks(), *(throttled(nvidia_smi(_GPU, 5.0)) if gpus else ())),
     )
 
 
@@ -149,11 +149,12 @@ def _clocks() -> list[str]:
     return []
 
 
-def _gpus() -> list[str]:
+def nvidia_smi(columns: Sequence[str], seconds: float) -> str:
+    """A line of these columns for each GPU; nothing where it cannot say so within these seconds."""
+    words = ["nvidia-smi", f"--query-gpu={','.join(columns)}", "--format=csv,noheader,nounits"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        query = ["nvidia-smi", f"--query-gpu={','.join(_GPU)}", "--format=csv,noheader,nounits"]
-        return throttled(subprocess.run(query, capture_output=True, text=True, timeout=5).stdout)
-    return []
+        return subprocess.run(words, capture_output=True, text=True, timeout=seconds).stdout
+    return ""
 
 
 def throttled(table: str) -> list[str]:

@@ -14,6 +14,9 @@ from clusterkit.agent import limits
 from clusterkit.agent.files import read_json
 from clusterkit.agent.protocol import Document
 
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
 
 def start_ticks(pid: int) -> int | None:
     """When a living process started, in clock ticks since boot; None: gone, or a zombie.
@@ -70,6 +73,15 @@ def is_stopped(recorded: Document) -> bool | None:
     if stat is None or process_start(stat) != recorded.get("start_ticks"):
         return None
     return _fields(stat)[0] == b"T"
+
+
+def load(recorded: Document) -> tuple[float, int] | None:
+    """Seconds of processor time and bytes of memory of a recorded process; None: it has ended."""
+    stat = _stat(recorded["pid"])
+    if stat is None or process_start(stat) != recorded.get("start_ticks"):
+        return None
+    fields = _fields(stat)
+    return (int(fields[11]) + int(fields[12])) / _TICKS, int(fields[21]) * _PAGE
 
 
 def descendants(*roots: int) -> list[int]:

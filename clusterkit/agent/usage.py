@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from clusterkit.agent import limits
 from clusterkit.agent.files import write_json
+from clusterkit.agent.host import nvidia_smi
 from clusterkit.agent.node_log import NodeLog
+from clusterkit.agent.processes import load
 from clusterkit.agent.protocol import Document
 
-_TICKS = os.sysconf("SC_CLK_TCK")
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-_COLUMNS = "index,uuid,utilization.gpu,memory.used"  # percent, MiB
+_COLUMNS = ("index", "uuid", "utilization.gpu", "memory.used")  # percent, MiB
+_NVIDIA_SMI_SECONDS = 10.0
 
 
 class Usage(threading.Thread):
@@ -49,11 +48,12 @@ class Usage(threading.Thread):
         """By rank: CPUs that were kept busy since the look before (None: there was none), bytes of
         memory, and of its GPU, where it has one, the percentage of the time and bytes."""
         ranks = sorted(self._ranks(), key=lambda each: int(each["rank"]))
-        gpus = own_gpus(_nvidia_smi()) if ranks and os.path.exists("/dev/nvidiactl") else []
+        has_gpus = ranks and os.path.exists("/dev/nvidiactl")
+        gpus = own_gpus(nvidia_smi(_COLUMNS, _NVIDIA_SMI_SECONDS)) if has_gpus else []
         before, self._before = self._before, {}
         found: Document = {}
         for place, each in enumerate(ranks):
-            if (seen := of_process(each["pid"], each["start_ticks"])) is None:
+            if (seen := load(each)) is None:
                 continue
             now, (seconds, memory) = time.monotonic(), seen
             last = before.get(each["pid"])
@@ -61,18 +61,6 @@ class Usage(threading.Thread):
             cpus = None if last is None else round((seconds - last[1]) / (now - last[0]), 2)
             found[str(each["rank"])] = [cpus, memory, *(gpus[place] if place < len(gpus) else ())]
         return found
-
-
-def of_process(pid: int, start_ticks: int) -> tuple[float, int] | None:
-    """Seconds of processor time and bytes of memory of a process; None: it has ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return None
-    fields = stat.rpartition(")")[2].split()  # from the third one on
-    if int(fields[19]) != start_ticks:
-        return None
-    return (int(fields[11]) + int(fields[12])) / _TICKS, int(fields[21]) * _PAGE
 
 
 def own_gpus(table: str) -> list[tuple[int, ...]]:
@@ -90,10 +78,3 @@ def own_gpus(table: str) -> list[tuple[int, ...]]:
     share = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [name for name in every if name.isdigit()] if share is None else share.split(",")
     return [every.get(name, ()) for name in names]
-
-
-def _nvidia_smi() -> str:
-    words = ["nvidia-smi", f"--query-gpu={_COLUMNS}", "--format=csv,noheader,nounits"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(words, capture_output=True, text=True, timeout=10).stdout
-    return ""

@@ -18,7 +18,7 @@ TABLE = """\
 def test_ranks_that_run_are_looked_at(tmp_path, monkeypatch):
     mine = identity(os.getpid())
     ranks = [{**mine, "rank": 3}, {**mine, "rank": 2}, {**mine, "rank": 4, "start_ticks": 1}]
-    monkeypatch.setattr(usage, "_nvidia_smi", lambda: TABLE)
+    monkeypatch.setattr(usage, "nvidia_smi", lambda columns, seconds: TABLE)
     monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidiactl")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,0,1")
     watched = Usage(types.SimpleNamespace(folder=tmp_path), lambda: ranks, nodes=1)
