@@ -1,9 +1,11 @@
-"""``python -m tests.bench.goodput``: how much of the time is training while ranks are killed.
+"""``python -m tests.bench.goodput``: what of the time is training while ranks or nodes are lost.
 
-The same program with the same checkpoints under clusterkit and under `torchrun --max-restarts`, at
-the same time on the same machine; at the same moments the same rank of both is killed. Goodput is
+The same program with the same checkpoints under clusterkit and under torchrun, with torchrun's
+defaults and with its intervals tuned, at the same time on the same machine. A rank of each, or one
+of each one's two nodes, is killed as often; the sides take turns, so that none starts again beside
+another. Lost nodes are replaced by spares (more agents than `--nnodes` under torchrun). Goodput is
 what of the time went into steps that were not done again: steps reached x a step's median seconds
-/ seconds. A step waits more than it computes, so that the two do not slow each other down.
+/ seconds. A step waits more than it computes, so that the sides do not slow each other down.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import platform
 import random
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -24,11 +27,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from clusterkit import api
+from clusterkit.agent import processes
 from clusterkit.cli.common import table
 from clusterkit.runs import RunFolder
 from tests.bench.__main__ import BIN
 
 RANKS = 2
+RESTARTS = 1000
+"""torchrun needs some more than there are kills: gloo of torch 2.13 often meets the addresses of
+the round before ("connectFullMesh failed ... Connection refused")."""
+TUNED = {
+    "rank": ["--monitor-interval", "0.05", "--shutdown-timeout", "2"],
+    "node": ["--monitor-interval", "0.05", "--shutdown-timeout", "2",
+             "--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=2"],
+}  # fmt: skip
 PROGRAM = """
 import os, sys, time
 from pathlib import Path
@@ -64,23 +76,26 @@ while True:
 
 @dataclass
 class Side:
-    """One of the two, in a folder of its own."""
+    """One launcher, in a folder of its own."""
 
     name: str
     folder: Path
-    words: list[str]
+    commands: list[list[str]]
     env: dict[str, str]
+    above: int
+    """How many processes are above a rank's on its node: launcher, agent."""
     began: float = 0.0
     kills: list[float] = field(default_factory=list)
 
     def start(self) -> None:
         self.folder.mkdir()
         self.began = time.time()
-        with (self.folder / "said").open("wb") as said:
-            self.process = subprocess.Popen(
-                self.words, env={**os.environ, **self.env}, cwd=self.folder,
-                stdin=subprocess.DEVNULL, stdout=said, stderr=said,
-            )  # fmt: skip
+        with (self.folder / "said").open("ab") as said:
+            self.processes = [
+                subprocess.Popen(words, env={**os.environ, **self.env}, cwd=self.folder,
+                                 stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+                for words in self.commands
+            ]  # fmt: skip
 
     def steps(self) -> list[tuple[int, float, str]]:
         """Number, time, and the process of rank 0."""
@@ -88,17 +103,35 @@ class Side:
         lines = path.read_text().splitlines() if path.exists() else []
         return [(int(step), float(at), pid) for step, at, pid in map(str.split, lines)]
 
-    def kill(self, rank: int) -> None:
-        """SIGKILL to it, where it trains; a side that is just starting again is left alone."""
+    def kill(self, rank: int, *, node: bool) -> None:
+        """SIGKILL to a rank, or to all of a node; a side that is starting again is left alone."""
         steps, kill = self.steps(), self.kills[-1] if self.kills else 0.0
-        if steps and steps[-1][1] > kill:
-            with contextlib.suppress(OSError):
-                os.kill(int((self.folder / f"pid-{rank}").read_text()), signal.SIGKILL)
-                self.kills.append(time.time())
+        if not steps or steps[-1][1] <= kill:
+            return
+        with contextlib.suppress(OSError):
+            doomed = [self._pid(rank)]
+            if node:
+                agents = [self._agent(each) for each in reversed(range(RANKS))]
+                # The first torchrun holds the store, without which no other one goes on.
+                agent = next(pid for pid in agents if pid != self.processes[0].pid)
+                doomed = [agent, *processes.descendants(agent)]
+            processes.send(doomed, signal.SIGKILL)
+            self.kills.append(time.time())
+
+    def _pid(self, rank: int) -> int:
+        return int((self.folder / f"pid-{rank}").read_text())
+
+    def _agent(self, rank: int) -> int:
+        pid = self._pid(rank)
+        for _ in range(self.above):
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return pid
 
     def end(self) -> None:
-        self.process.send_signal(signal.SIGINT)
-        self.process.wait(60)
+        for process in self.processes:
+            process.send_signal(signal.SIGINT)
+        for process in self.processes:
+            process.wait(60)
 
     def row(self, until: float) -> list[str]:
         steps = [each for each in self.steps() if each[1] <= until]
@@ -127,11 +160,14 @@ def main() -> int:
     parser.add_argument("--step", type=float, default=0.1, help="seconds that a step waits")
     parser.add_argument("--checkpoint", type=int, default=20, help="steps between two checkpoints")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--lost", choices=("rank", "node"), default="rank")
     options = parser.parse_args()
     rng, kills = random.Random(options.seed), int(options.minutes * 60 / options.every) - 1
+    node = options.lost == "node"
     with tempfile.TemporaryDirectory() as place:
         program = Path(place, "train.py")
         program.write_text(PROGRAM)
+        home = Path(place, "home")
 
         def words(name: str) -> list[str]:
             return [
@@ -141,27 +177,42 @@ def main() -> int:
                 str(options.checkpoint),
             ]
 
-        submit = [str(BIN / "clusterkit"), "submit", "--gpus", str(RANKS), "--set", "device=cpu"]
-        for setting in (f"restarts={kills}", "threads_per_rank=1"):
-            submit += ["--set", setting]
-        torchrun = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(RANKS)]
-        torchrun += ["--max-restarts", str(kills)]
-        home = Path(place, "home")
+        def torchrun(name: str, *tuned: str) -> Side:
+            start = [str(BIN / "torchrun"), *tuned]
+            if node:
+                with socket.create_server(("127.0.0.1", 0)) as free:
+                    endpoint = f"localhost:{free.getsockname()[1]}"
+                start += ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
+                start += ["--rdzv-endpoint", endpoint, "--rdzv-id", "1"]
+            else:
+                start += ["--standalone", "--nproc-per-node", str(RANKS)]
+            start += ["--max-restarts", str(RESTARTS), *words(name)]
+            agents = [start] * (2 + kills if node else 1)
+            return Side(name, Path(place, name), agents, {"OMP_NUM_THREADS": "1"}, above=1)
+
+        submit = [str(BIN / "clusterkit"), "submit", "--set", "device=cpu"]
+        submit += ["--set", "threads_per_rank=1"]
+        if node:
+            submit += ["--nodes", "2", "--gpus", "1", "--set", f"spares={kills}"]
+        else:
+            submit += ["--gpus", str(RANKS), "--set", f"restarts={RESTARTS}"]
+        submit += ["--", "python", *words("clusterkit")]
         sides = [
-            Side("clusterkit", Path(place, "clusterkit"),
-                 [*submit, "--", "python", *words("clusterkit")], {"CLUSTERKIT_HOME": str(home)}),
-            Side("torchrun", Path(place, "torchrun"), [*torchrun, *words("torchrun")],
-                 {"OMP_NUM_THREADS": "1"}),
+            Side("clusterkit", Path(place, "clusterkit"), [submit],
+                 {"CLUSTERKIT_HOME": str(home)}, above=2),
+            torchrun("torchrun"),
+            torchrun("torchrun, tuned", *TUNED[options.lost]),
         ]  # fmt: skip
         try:
             for side in sides:
                 side.start()
             began = time.time()
             for number in range(1, kills + 1):
-                time.sleep(max(0.0, began + number * options.every - time.time()))
                 rank = rng.randrange(RANKS)
-                for side in sides:
-                    side.kill(rank)
+                for turn, side in enumerate(sides):
+                    at = began + (number + turn / len(sides) / 2) * options.every
+                    time.sleep(max(0.0, at - time.time()))
+                    side.kill(rank, node=node)
             time.sleep(max(0.0, began + options.minutes * 60 - time.time()))
             until = time.time()
         finally:
@@ -170,12 +221,14 @@ def main() -> int:
             for path in (home / "runs").glob("[a-z]*"):
                 api.Run(RunFolder(path)).cancel()
         rows = [side.row(until) for side in sides]
-    print(f"{platform.platform()}, {os.cpu_count()} cores, {options.minutes:g} min, a rank of "
-          f"{RANKS} killed every {options.every:g} s; load {os.getloadavg()[1]:.1f}\n")  # fmt: skip
+    print(f"{platform.platform()}, {os.cpu_count()} cores, {options.minutes:g} min, a "
+          f"{options.lost} of {RANKS} killed every {options.every:g} s; load "
+          f"{os.getloadavg()[1]:.1f}\n")  # fmt: skip
     header = ["side", "killed", "steps", "done again", "first step s", "back in s", "goodput",
               "since its first step"]  # fmt: skip
     print(table(rows, header))
-    print(f"\ngoodput of clusterkit / torchrun: {sides[0].goodput / sides[1].goodput:.3f}")
+    for side in sides[1:]:
+        print(f"\ngoodput of clusterkit / {side.name}: {sides[0].goodput / side.goodput:.3f}")
     return 0
 
 
