@@ -335,7 +335,7 @@ FAULTS = (
     Fault("host-freeze", "ssh", host("freeze"), State.FAILED, (1,), "node", "host h{node}",
           on_node_loss="fail"),
     Fault("host-back", "ssh", host("cut", "heal", seconds=12.0),
-          cause="host h{node}|node {node} does not answer"),
+          cause="host h{node}|node [01] does not answer"),
     Fault("host-blink", "ssh", host("cut", "heal"), attempts=(1,)),
     Fault("host-sshd", "ssh", host("restart-sshd"), attempts=(1,)),
     Fault("host-slow", "ssh", host("slow 1mbit"), attempts=(1,)),

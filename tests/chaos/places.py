@@ -171,13 +171,16 @@ class Allocation(Local):
 
 @contextlib.contextmanager
 def kubernetes() -> Iterator[Pods]:
+    """The cluster that `make kube-up` has made, image and all, or one of its own."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-kube-")))
+        ours = not cluster.KUBECONFIG.exists()
         stack.enter_context(cluster.up())
-        with engines.engine() as engine:
-            base = engines.base_image(engine)
-            image.made(engine, base)
-            cluster.load(engine, base)
+        if ours:
+            with engines.engine() as engine:
+                base = engines.base_image(engine)
+                image.made(engine, base)
+                cluster.load(engine, base)
         kube = stack.enter_context(cluster.own_namespace(folder, claim=True))
         kube.kubectl("wait", "pvc/runs", "--for=jsonpath={.status.phase}=Bound", "--timeout=60s")
         volume = kube.kubectl("get", "pvc/runs", "-o", "jsonpath={.spec.volumeName}")
