@@ -218,9 +218,10 @@ class World:
         run goes on without an agent, none are left."""
         rounds, servers = {}, {a.server.identity: a.server for a in self.agents if a.server}
         for agent in self.agents:
+            if agent.ranks is None or agent.ended is not None or agent is not self.place[agent.node]:
+                continue
             met, number = agent.peer.met, agent.peer._round
-            follows = met and number and agent.ended is None and agent is self.place[agent.node]
-            if agent.ranks is None or not follows:
+            if not (met and number):
                 continue
             if agent.node in servers[met].members.ranks:
                 rounds.setdefault(met, set()).add(number)
