@@ -102,7 +102,7 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
         places=Places(run_dir, workdir, host.python, python_origin=host.python_origin),
         device=device,
         threads=threads,
-        where=f"in containers of docker {engine.version}",
+        where=f"in containers of docker {engine.version}".rstrip(),
         hosts=(HOST,) * containers,
         names=names,
         cluster_env=cluster.env,
