@@ -266,7 +266,8 @@ class Case:
             all_told = all_told and fault.blames not in ("node", "lost")
             if losses and ((all_told and told != losses) or not told.items() <= losses.items()):
                 row.wrong.append(f"losses: {told}, not {losses}")
-            if fault.traced and end.state is State.SUCCEEDED and STEPS not in told:
+            all_there = fault.traced and fault.blames != "lost"  # a lost pod takes its log along
+            if all_there and end.state is State.SUCCEEDED and STEPS not in told:
                 row.wrong.append("the last step was not told")
             self._diagnosis(run, end)
             row.wrong += [f"left: {each}" for each in self.place.left(run)]
