@@ -91,9 +91,7 @@ def test_all_lines_of_a_cause_are_shown_once(traceback, shown):
 
 def test_a_failure_of_nobody_in_particular():
     failure = Failure(node=None, rank=None, exit_code=None, cause="no room")
-    assert words.failure_text(status(State.FAILED, failure=failure)) == (
-        "the run failed first: no room"
-    )
+    assert words.failure_text(status(State.FAILED, failure=failure)) == ("the run failed: no room")
     assert words.failure_text(status()) == ""
 
 
