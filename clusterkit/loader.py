@@ -144,10 +144,10 @@ def _type_error(
     ]
     if listed and any(isinstance(one, inspect.IntType) for one in members):
         listed.insert(0, "a whole number")
-    hint = choices(listed, value) if listed else None
+    meant = choices(listed, value) if listed else None
     if isinstance(value, str) and any(isinstance(one, inspect.VarTupleType) for one in members):
-        hint = json.dumps(value.split(), ensure_ascii=False)
-    return document.error((*base, *place), message, hint)
+        meant = json.dumps(value.split(), ensure_ascii=False)
+    return document.error((*base, *place), message, meant)
 
 
 def _type_at(kind: type[Spec], place: Place) -> inspect.Type:
