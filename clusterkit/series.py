@@ -6,7 +6,7 @@ Pure.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from typing import NamedTuple
 
 MOST_POINTS = 1 << 20
@@ -72,19 +72,11 @@ class Series:
         self.values = array("d", (values[each] for each in keep))
         self.replaced += 1
 
-    def thinned(
-        self, columns: int, first: int | None = None, last: int | None = None
-    ) -> list[Bucket]:
-        """At most ``columns`` buckets of equal numbers of points, none of whose peaks is lost.
-
-        Args:
-            first, last: only these steps.
-        """
-        begin = 0 if first is None else bisect_left(self.steps, first)
-        end = len(self.steps) if last is None else bisect_right(self.steps, last)
-        size = max(1, -(-(end - begin) // max(1, columns)))
+    def thinned(self, columns: int) -> list[Bucket]:
+        """At most ``columns`` buckets of equal numbers of points, none of whose peaks is lost."""
+        size = max(1, -(-len(self) // max(1, columns)))
         found = []
-        for start in range(begin, end, size):
-            part = self.values[start : min(start + size, end)]
+        for start in range(0, len(self), size):
+            part = self.values[start : start + size]
             found.append(Bucket(self.steps[start], min(part), max(part), part[-1]))
         return found

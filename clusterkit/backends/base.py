@@ -32,6 +32,12 @@ if TYPE_CHECKING:  # whoever only reads of a run starts without these
     from clusterkit.transport import Transport
 
 
+IMAGE_NOTE = (
+    "`image` in clusters.yaml names the {} image: one with torch and all that the program imports "
+    "(docs/containers.md, An image of your own)"
+)
+
+
 class Observation(Struct, frozen=True, kw_only=True):
     """What a backend sees of one attempt, without anyone's memory of it."""
 

@@ -198,20 +198,9 @@ class Site:
 
     # -- logs --------------------------------------------------------------
 
-    def log(
-        self,
-        run: str,
-        attempt: int | None,
-        node: int,
-        *,
-        rank: int | None,
-        search: str,
-        before: int | None,
-        after: int | None,
-    ) -> dict[str, Any]:
-        """Lines of a node; see `log_pages.page`."""
-        path = self._log(run, attempt, node)
-        return log_pages.page(path, rank, search, before, after)
+    def log(self, run: str, attempt: int | None, node: int, **which: Any) -> dict[str, Any]:
+        """Lines of a node; ``which``: as for `log_pages.page`."""
+        return log_pages.page(self._log(run, attempt, node), **which)
 
     def line(self, run: str, attempt: int | None, node: int, at: int) -> dict[str, str]:
         """All of one line."""

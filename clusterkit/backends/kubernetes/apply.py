@@ -30,7 +30,6 @@ from clusterkit.backends.kubernetes.lost_pods import MERGE_PATCH
 from clusterkit.backends.kubernetes.observe import (
     Removed,
     keep,
-    known,
     pods_of,
     put_removed,
     removed,
@@ -40,6 +39,7 @@ from clusterkit.backends.kubernetes.observe import (
 from clusterkit.backends.kubernetes.pods import ATTEMPT, STOP_EXTRA, USER, code_of
 from clusterkit.backends.kubernetes.server import AT_ONCE, RunObjects, objects_of
 from clusterkit.backends.kubernetes.text import Object, made
+from clusterkit.backends.nodes import known
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.plan import Plan
 from clusterkit.runs import MADE, RunHandle
