@@ -13,7 +13,7 @@ MOST_POINTS = 1 << 20
 """That a series keeps; beyond them it keeps the lowest and highest of every few."""
 MOST_METRICS = 64
 """Kinds of numbers that are kept of what a program reports, in the order in which they came."""
-_LARGEST_STEP = 1 << 62
+LARGEST_STEP = 1 << 62
 """Any program may report steps: this is what an array takes."""
 
 
@@ -44,7 +44,7 @@ class Series:
 
     def add(self, step: float, value: float) -> None:
         """One more point."""
-        if not abs(step) < _LARGEST_STEP:
+        if not abs(step) < LARGEST_STEP:
             return
         number, steps = int(step), self.steps
         if steps and number <= steps[-1]:

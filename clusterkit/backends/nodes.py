@@ -53,6 +53,11 @@ class Left(Struct, frozen=True, kw_only=True):
     log: bytes = b""
     """The end of ``agent.log``."""
 
+    @property
+    def host(self) -> str:
+        """What its machine calls itself; empty: it has not said."""
+        return str(_document(self.started or b"").get("host") or "")
+
     @classmethod
     def there(cls, folder: Path) -> Left:
         """In a node's folder on this machine."""
@@ -95,11 +100,12 @@ def judge_exit(node: int, host: str, data: bytes) -> NodeStatus:
         return NodeStatus(node=node, host=host, state=State.UNKNOWN, reason="exit.json is damaged")
     code, reason, at = ended["exit_code"], ended.get("reason"), ended.get("at")
     # One that was asked to stop and left with 0 has not done its work either.
+    stopped = reason == STOPPED or str(reason).startswith(STOPPED_BY_PEERS)
     ended_as = State.SUCCEEDED if code == 0 else State.FAILED
     return NodeStatus(
         node=node,
         host=host,
-        state=State.CANCELLED if _was_stopped(reason) else ended_as,
+        state=State.CANCELLED if stopped else ended_as,
         exit_code=code,
         reason=reason,
         ended_at=at if isinstance(at, float) else None,
@@ -116,10 +122,6 @@ def remarks(data: bytes | None) -> tuple[str, ...]:
 def stop_arguments(plan: Plan, reason: str) -> list[str]:
     """For the node agent's program: end everything of a run on a host."""
     return ["stop", plan.run_dir, "--grace", f"{plan.stop_grace:g}", "--reason", reason]
-
-
-def _was_stopped(reason: object) -> bool:
-    return isinstance(reason, str) and (reason == STOPPED or reason.startswith(STOPPED_BY_PEERS))
 
 
 def _endings(node: int, ended: Mapping[str, Any]) -> list[RankExit]:

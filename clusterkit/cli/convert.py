@@ -71,9 +71,6 @@ def command(
         click.echo(text, nl=False)
     if out is not None:
         write_atomic(Path(out), text.encode())
-        click.echo(f"job written to {out}; next: {shell.join(_next(found, out))}", err=True)
-
-
-def _next(found: convert.Converted, out: str) -> list[str]:
-    cluster = ["--cluster", next(iter(found.cluster))] if found.cluster else []
-    return ["clusterkit", "plan", out, *cluster]
+        cluster = ["--cluster", next(iter(found.cluster))] if found.cluster else []
+        following = shell.join(["clusterkit", "plan", out, *cluster])
+        click.echo(f"job written to {out}; next: {following}", err=True)

@@ -100,20 +100,15 @@ class Needs(Struct, frozen=True, kw_only=True):
         """What a job needs; without one, what most do."""
         if job is None:
             return cls()
+        # A program that trains needs it; one that only counts does not.
+        without_torch: Level = "ok" if job.command is not None else "warn"
         return cls(
             device=job.device,
             launcher=job.started_by,
-            without_torch=_without_torch(job),
+            without_torch="fail" if job.started_by in ("torchrun", "deepspeed") else without_torch,
             deepspeed=job.deepspeed is not None,
             elastic=job.elastic,
         )
-
-
-def _without_torch(job: JobSpec) -> Level:
-    if job.started_by in ("torchrun", "deepspeed"):
-        return "fail"
-    # A program that trains needs it; one that only counts does not.
-    return "ok" if job.command is not None else "warn"
 
 
 class HostSubject(Struct, frozen=True, kw_only=True):

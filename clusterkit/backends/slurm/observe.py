@@ -7,8 +7,6 @@ started, and why they were ended without a word.
 
 from __future__ import annotations
 
-import contextlib
-import json
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -160,9 +158,7 @@ class _Look:
     def node(self, number: int) -> NodeStatus:
         files, job = self.files.nodes[number], self.job
         alive = not self.over and files.exit is None
-        found = judge_node(
-            number, _host(files.started), msgspec.structs.replace(files, alive=alive)
-        )
+        found = judge_node(number, files.host, msgspec.structs.replace(files, alive=alive))
 
         def changed(state: State, reason: str | None) -> NodeStatus:
             return msgspec.structs.replace(found, state=state, reason=reason)
@@ -197,12 +193,6 @@ class _Look:
         if self.over and (job.ended_by_slurm or files.started is None):
             return changed(ended, job.ending)
         return found
-
-
-def _host(started: bytes | None) -> str:
-    with contextlib.suppress(ValueError, AttributeError):
-        return str(json.loads(started or b"{}").get("host") or "")
-    return ""
 
 
 def newest(handle: RunHandle, transport: Transport) -> Job | None:
