@@ -22,7 +22,7 @@ from clusterkit.cli.common import (
 )
 from clusterkit.doctor import Progress, every_check
 from clusterkit.doctor.base import Level
-from clusterkit.doctor.report import Style, ranges
+from clusterkit.doctor.report import ranges
 from clusterkit.errors import EXIT_FAILURE
 
 PATIENCE = 1.0
@@ -79,8 +79,9 @@ def command(
         print_json(report.document())
     else:
         width = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100
-        style: Style = lambda text, level: click.style(text, **_COLOURS[level])  # noqa: E731
-        click.echo(report.table(width=width, style=style))
+        click.echo(report.table(
+            width=width, style=lambda text, level: click.style(text, **_COLOURS[level])
+        ))  # fmt: skip
     return 0 if report.ok else EXIT_FAILURE
 
 
