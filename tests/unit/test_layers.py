@@ -38,6 +38,7 @@ mirror tracebacks yaml_file
 spec diagnose
 launcher_options
 cluster command
+addresses
 batch rendezvous loader schema
 plan request catalogue deepspeed_config
 program runs examples
@@ -69,7 +70,7 @@ doctor.checks
 doctor.hosts
 doctor
 backends.base
-backends backends.nodes backends.ports backends.placing backends.probing backends.addresses
+backends backends.nodes backends.ports backends.placing backends.probing
 backends.local backends.ssh backends.compose backends.kubernetes backends.slurm
 backends.ssh.config backends.ssh.filters backends.ssh.variables backends.compose.compose_file
 backends.compose.engine backends.slurm.queue backends.slurm.tail

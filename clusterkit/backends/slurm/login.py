@@ -13,9 +13,8 @@ from typing import Any
 
 import msgspec
 
-from clusterkit import backends, mirror
+from clusterkit import addresses, backends, mirror
 from clusterkit.agent.protocol import GROWING_FILES, WHOLE_FILES
-from clusterkit.backends import addresses
 from clusterkit.backends.slurm import tail
 from clusterkit.backends.slurm.queue import HERE, LOGIN_PYTHON
 from clusterkit.cluster import SlurmCluster, SshCluster
