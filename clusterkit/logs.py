@@ -223,7 +223,8 @@ def page(
 
     Args:
         rank: its lines alone; None: all.
-        search: only lines whose text holds this, whatever its case.
+        search: only lines whose text holds this, whatever its case; a blank finds JSON's
+            punctuation, too.
         most: how many at most, but for those after a place.
         scan: how many bytes are looked at.
     """
@@ -246,7 +247,9 @@ def _wanted(rank: int | None, search: str) -> _Wanted:
     """Finds the lines of a rank that hold a word among whole lines that begin at a place."""
     name = rb"(?:-|[0-9]+)" if rank is None else str(rank).encode()
     header = re.compile(rb"[0-9T:-]{19}\.[0-9]{6}Z " + name + rb" ")
-    word = re.compile(re.escape(search.encode()), re.IGNORECASE) if search else None
+    # Where a marked line is shown with blanks, it has JSON between the words.
+    pattern = re.escape(search.encode()).replace(rb"\ ", rb'[ ":,]+')
+    word = re.compile(pattern, re.IGNORECASE) if search else None
 
     def find(data: bytes, at: int) -> list[tuple[int, bytes]]:
         found: list[tuple[int, bytes]] = []

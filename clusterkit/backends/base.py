@@ -31,10 +31,12 @@ if TYPE_CHECKING:  # whoever only reads of a run starts without these
     from clusterkit.shell import Secret
     from clusterkit.transport import Transport
 
+OWN_IMAGE = "docs/containers.md, An image of your own"
+
 
 IMAGE_NOTE = (
     "`image` in clusters.yaml names the {} image: one with torch and all that the program imports "
-    "(docs/containers.md, An image of your own)"
+    f"({OWN_IMAGE})"
 )
 
 
