@@ -133,7 +133,8 @@ def observation(
             last_words[node] = (named.last_words or "").encode()
     # Of pods that others have taken the place of, the end is not the run's.
     blamed = causes(list(by_node(seen).values() if plan.rejoin else seen), by_us.ended)
-    return msgspec.structs.replace(observed(nodes, last_words), causes=blamed)
+    told = observed(nodes, last_words)
+    return msgspec.structs.replace(told, causes=(*blamed, *told.causes))
 
 
 def _went_on(handle: RunHandle, node: int) -> bytes | None:
