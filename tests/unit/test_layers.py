@@ -105,11 +105,11 @@ prometheus
 launch
 handout
 ui ui.words
-ui.plots ui.top ui.top.paint web.page web.log_pages
+ui.plots ui.waiting ui.top ui.top.paint web.page web.log_pages
 ui.top.board web.site
 web.server web
 api
-ui.follow ui.sending ui.top.app
+ui.follow ui.top.app
 cli cli.common
 cli.following
 cli.*
