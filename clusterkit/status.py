@@ -83,6 +83,11 @@ class Failure(Struct, frozen=True, kw_only=True):
         return node if self.rank is None else f"rank {self.rank} on {node}"
 
     @property
+    def blame(self) -> str:
+        """``rank 3 on node 1 failed first``, or ``the run failed``."""
+        return f"{self.who} failed{'' if self.node is None else ' first'}"
+
+    @property
     def summary(self) -> str:
         """The cause in one line; ``...`` stands for the rest of it."""
         first, _, rest = self.cause.partition("\n")

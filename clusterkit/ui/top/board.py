@@ -388,7 +388,7 @@ class RunBoard(Board):
                 found += paint.wrapped(f"slow: {node.slow}", width, 2, "yellow")
         if status.failure is not None and self._still is None:
             failure = status.failure
-            words = f"{failure.who} failed first: {failure.summary}"
+            words = f"{failure.blame}: {failure.summary}"
             found += paint.wrapped(words, width, 2, "bold red")
         if (reason := waits_for(status)) is not None:
             found += paint.wrapped(f"waits: {reason}", width, 1, "yellow")
