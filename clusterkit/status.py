@@ -44,6 +44,8 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     """What its ranks stand still for, or on node 0 those of all nodes; null while they go on."""
     slow: str | None = None
     """On node 0: which ranks the others wait for again and again; null while there are none."""
+    spare: bool = False
+    """Whether it has no ranks: it waits for a place, or would if it had come."""
 
 
 class RankExit(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Why an attempt that has ended did not succeed."""
+"""How an attempt has ended, and why it did not succeed; the record of a run's end."""
 
 from __future__ import annotations
 
@@ -8,12 +8,43 @@ from itertools import chain
 import msgspec
 
 from clusterkit.backends.base import Observation
-from clusterkit.runs import RunHandle
+from clusterkit.backends.nodes import overall
+from clusterkit.plan import Plan
+from clusterkit.runs import RunFolder, RunHandle
 from clusterkit.spec import JobSpec
-from clusterkit.status import Failure
+from clusterkit.status import Failure, RunStatus, State
 
 TAIL_LINES = 5000
 """Log lines per attempt that a diagnosis reads."""
+RESERVE = ".reserve"
+"""Of a run's folder: kept free for the last ``state.json``."""
+TOKEN = "token"
+"""Of a run's folder: by what its nodes know each other, where others may join."""
+
+
+def settled(plan: Plan, seen: Observation) -> Observation:
+    """An attempt by its nodes that have ranks: it goes on while one of them does, and then has
+    succeeded if enough of them have. Spares decide nothing, whether they came or not."""
+    places = plan.topology.get("nodes", plan.nodes)
+    nodes = tuple(
+        msgspec.structs.replace(node, spare=True)
+        if node.state is State.PENDING and node.node >= places
+        else node
+        for node in seen.nodes
+    )
+    ends = [node.state for node in nodes if not node.spare]
+    goes_on = seen.goes_on is not None or State.RUNNING in ends or State.RESTARTING in ends
+    goes_on |= seen.queued and State.UNKNOWN in ends
+    enough = not goes_on and ends.count(State.SUCCEEDED) >= plan.least
+    state = State.SUCCEEDED if enough else overall(set(ends))
+    return msgspec.structs.replace(seen, nodes=nodes, state=state)
+
+
+def record(folder: RunFolder, status: RunStatus) -> None:
+    """Write down how a run has ended; what is of use only until then goes."""
+    for name in (RESERVE, TOKEN):
+        folder.file(name).unlink(missing_ok=True)
+    folder.write_json("state.json", status)
 
 
 def over_time(job: JobSpec) -> Failure:

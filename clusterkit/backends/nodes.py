@@ -77,7 +77,7 @@ def judge_running(node: int, host: str, started: bytes | None) -> NodeStatus:
     return NodeStatus(
         node=node, host=host, state=State.RESTARTING if waits else State.RUNNING,
         reason=waits.get("why", spare), until=waits.get("until"), remarks=remarks(started),
-        hang=document.get("hang"), slow=document.get("slow"),
+        hang=document.get("hang"), slow=document.get("slow"), spare=spare is not None,
     )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 import json
 import threading
-from types import SimpleNamespace
 
 import pytest
 
@@ -223,8 +222,7 @@ def test_the_coordinator_decides_once_for_many_words(monkeypatch):
             pass
 
     class Membership:
-        members = SimpleNamespace(spares_came=True, said={})
-        count, news, decided = 0, True, False
+        members, count, news, decided = (), 0, True, False
 
         def turn(self, moment):
             turns.append(moment)
