@@ -3,16 +3,20 @@
 import json
 import threading
 
+import msgspec
 import pytest
 
 from clusterkit import mirror, run_state
 from clusterkit.agent import clock, coordinator, limits
+from clusterkit.backends.local.backend import LocalBackend
 from clusterkit.backends.ssh import observe
 from clusterkit.backends.ssh.backend import SshBackend
+from clusterkit.cluster import Facts
 from clusterkit.mirror import NodeView
 from clusterkit.plan import Plan
 from clusterkit.run_state import cancel
 from clusterkit.runs import RunFolder, RunHandle
+from clusterkit.spec import JobSpec
 from clusterkit.status import RunStatus, State
 from clusterkit.transport import Completed, LocalTransport
 
@@ -187,6 +191,28 @@ def test_the_log_of_one_rank_is_read_from_its_own_node(unstarted_run, by_hand, m
     )
     assert [(line.node, line.rank) for line in run.logs(rank=3)] == [(1, 3)]
     assert set(opened) == {1}
+
+
+def test_the_log_of_a_rank_is_read_where_a_spare_had_it_in_an_earlier_attempt(
+    unstarted_run, by_hand
+):
+    run = unstarted_run("launcher: forkserver\nnodes: 2\nspares: 1\nrestarts: 1\n")
+    hand, folder = by_hand(run), RunFolder(run.path)
+    stamp = "2026-11-21T20:11:5"
+    hand.node(1, log=f"{stamp}1.123456Z 1 of node 1\n", exit_code=1)
+    hand.node(2, log=f"{stamp}2.123456Z 1 of node 2\n", exit_code=1)
+    hand.node(1, 2, log=f"{stamp}3.123456Z 1 again\n", exit_code=0)
+    left = msgspec.structs.replace(folder.read_json("job.json", JobSpec), spares=0)
+    facts = folder.read_json("facts.json", Facts)
+    plan = LocalBackend().plan(left, folder.cluster(), facts, run.id)  # as the supervisor does
+    folder.save_plan(facts, plan)
+    said = {"run": run.id, "job": "demo", "cluster": "local", "backend": "local"}
+    folder.write_json("state.json", RunStatus(**said, state=State.SUCCEEDED, attempt=2))
+    for which in ({}, {"rank": 1}):
+        assert [(line.node, line.text) for line in run.logs(**which)] == [
+            (1, "of node 1"), (2, "of node 2"), (1, "again")
+        ]  # fmt: skip
+    assert [line.text for line in run.logs(node=2)] == ["of node 2"]
 
 
 @pytest.mark.parametrize(
