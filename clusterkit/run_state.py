@@ -102,15 +102,16 @@ def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunS
         )
         return _replace(saved or nothing, state=State.UNKNOWN, remark=error.message)
     base = saved or _submitted(submission)
-    seen = _observed(backend, handle, transport)
     job = folder.maybe_json("job.json", JobSpec)
     if base.restarts_left is None and job is not None:
         base = _replace(base, restarts_left=job.restarts)
-    while seen is not None and (seen.goes_on or 0) > handle.attempt:
+    while seen := backend.status(handle, transport):
+        seen = settled(handle.plan, seen)
+        if seen.goes_on is None or seen.goes_on <= handle.attempt:
+            break
         base = _replace(base, restarts_left=seen.left_of(base.restarts_left or 0))
-        handle = folder.handle(seen.goes_on or 0, handle.plan)
+        handle = folder.handle(seen.goes_on, handle.plan)
         base = _replace(base, attempt=handle.attempt, running_since=None)
-        seen = _observed(backend, handle, transport)
     if seen is None:
         return _replace(base, state=State.UNKNOWN, remark="nothing of it was found")
     if seen.state not in _GOING_ON:
@@ -119,11 +120,6 @@ def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunS
     if found.state.final and not startable and isinstance(backend, SupportsCleanup):
         _record_end(found, backend, handle, transport)
     return found
-
-
-def _observed(backend: Backend, handle: RunHandle, transport: Transport) -> Observation | None:
-    seen = backend.status(handle, transport)
-    return seen and settled(handle.plan, seen)
 
 
 def _sync(backend: Backend, handle: RunHandle, transport: Transport) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from itertools import chain
 
-import msgspec
+from msgspec.structs import replace
 
 from clusterkit.backends.base import Observation
 from clusterkit.backends.nodes import overall
@@ -27,17 +27,14 @@ def settled(plan: Plan, seen: Observation) -> Observation:
     succeeded if enough of them have. Spares decide nothing, whether they came or not."""
     places = plan.topology.get("nodes", plan.nodes)
     nodes = tuple(
-        msgspec.structs.replace(node, spare=True)
-        if node.state is State.PENDING and node.node >= places
-        else node
+        node if node.state is not State.PENDING or node.node < places else replace(node, spare=True)
         for node in seen.nodes
     )
     ends = [node.state for node in nodes if not node.spare]
-    goes_on = seen.goes_on is not None or State.RUNNING in ends or State.RESTARTING in ends
-    goes_on |= seen.queued and State.UNKNOWN in ends
-    enough = not goes_on and ends.count(State.SUCCEEDED) >= plan.least
-    state = State.SUCCEEDED if enough else overall(set(ends))
-    return msgspec.structs.replace(seen, nodes=nodes, state=state)
+    busy = {State.RUNNING, State.RESTARTING, *([State.UNKNOWN] if seen.queued else [])} & {*ends}
+    enough = ends.count(State.SUCCEEDED) >= plan.least and not (busy or seen.goes_on)
+    state = State.SUCCEEDED if enough else overall({*ends})
+    return replace(seen, nodes=nodes, state=state)
 
 
 def record(folder: RunFolder, status: RunStatus) -> None:
@@ -74,5 +71,5 @@ def diagnosis(handle: RunHandle, seen: Observation) -> Failure:
     )  # fmt: skip
     if plan.nodes < plan.topology.get("nodes", plan.nodes) and failure.rank is not None:
         # One launcher for all nodes (mpirun): its log does not tell them apart, the rank does.
-        failure = msgspec.structs.replace(failure, node=failure.rank // nproc)
+        failure = replace(failure, node=failure.rank // nproc)
     return failure
