@@ -26,6 +26,16 @@ class State(StrEnum):
 FINAL = frozenset({State.SUCCEEDED, State.FAILED, State.CANCELLED})
 
 
+def overall(states: set[State]) -> State:
+    """A run's state from its nodes' states."""
+    for state in (State.UNKNOWN, State.RESTARTING, State.RUNNING, State.FAILED, State.CANCELLED):
+        if state in states:
+            return state
+    if states == {State.SUCCEEDED}:
+        return State.SUCCEEDED
+    return State.RUNNING if State.SUCCEEDED in states else State.PENDING
+
+
 class NodeStatus(Struct, frozen=True, kw_only=True):
     """One node of the newest attempt."""
 

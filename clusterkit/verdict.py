@@ -8,11 +8,10 @@ from itertools import chain
 from msgspec.structs import replace
 
 from clusterkit.backends.base import Observation
-from clusterkit.backends.nodes import overall
 from clusterkit.plan import Plan
 from clusterkit.runs import RunFolder, RunHandle
 from clusterkit.spec import JobSpec
-from clusterkit.status import Failure, RunStatus, State
+from clusterkit.status import Failure, RunStatus, State, overall
 
 TAIL_LINES = 5000
 """Log lines per attempt that a diagnosis reads."""

@@ -11,7 +11,7 @@ from clusterkit.agent import STOPPED, STOPPED_BY_PEERS, goes_on
 from clusterkit.backends.base import Observation
 from clusterkit.plan import Plan
 from clusterkit.runs import RunHandle
-from clusterkit.status import NodeCause, NodeStatus, RankExit, State
+from clusterkit.status import NodeCause, NodeStatus, RankExit, State, overall
 
 _HINTS = {
     "SIGSTOP": "kill -CONT lets a stopped process go on",
@@ -23,16 +23,6 @@ _TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 def known(handle: RunHandle) -> bool:
     """Whether the run's folder on this machine is there."""
     return handle.folder.file("run.json").exists()
-
-
-def overall(states: set[State]) -> State:
-    """A run's state from its nodes' states."""
-    for state in (State.UNKNOWN, State.RESTARTING, State.RUNNING, State.FAILED, State.CANCELLED):
-        if state in states:
-            return state
-    if states == {State.SUCCEEDED}:
-        return State.SUCCEEDED
-    return State.RUNNING if State.SUCCEEDED in states else State.PENDING
 
 
 def judge_node(

@@ -19,7 +19,6 @@ from clusterkit import agent, backends, losses, mirror, run_state, runs, supervi
 from clusterkit.backends.base import Observation, SupportsCleanup
 from clusterkit.backends.local.backend import LocalBackend
 from clusterkit.backends.nodes import observed as from_files
-from clusterkit.backends.nodes import overall
 from clusterkit.backends.ports import moved_port
 from clusterkit.cluster import CLUSTER_TYPES, Facts, HostFacts
 from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
@@ -27,7 +26,7 @@ from clusterkit.plan import Plan
 from clusterkit.run_state import cancel, current, reconcile
 from clusterkit.runs import Event, RunFolder
 from clusterkit.spec import JobSpec
-from clusterkit.status import AttemptStatus, Failure, NodeStatus, RunStatus, State
+from clusterkit.status import AttemptStatus, Failure, NodeStatus, RunStatus, State, overall
 from clusterkit.supervise import Supervisor
 from clusterkit.transport import LocalTransport
 from tests.conftest import HELD
