@@ -172,7 +172,7 @@ FAULTS ?= 50
 SEED ?= 1
 ON ?= local
 .PHONY: chaos
-chaos: .venv/.dev ## Faults at random times against real runs: FAULTS=50 SEED=1 ON=local,ssh,compose; root
+chaos: .venv/.dev ## Faults at random times against real runs: FAULTS=50 SEED=1 ON=local,ssh,compose,kubernetes,slurm; root
 	@$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED) --on $(ON) $(if $(ONLY),--only $(ONLY))
 
 .PHONY: live

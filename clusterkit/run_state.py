@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _replace = msgspec.structs.replace
 _GOING_ON = (State.RUNNING, State.RESTARTING)
+_UNSEEN = {State.PENDING, State.UNKNOWN}
 LAST_WORD_SECONDS = 10.0
 """How long a supervisor has to record the end of a run whose nodes have ended."""
 
@@ -112,6 +113,9 @@ def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunS
         base = _replace(base, restarts_left=seen.left_of(base.restarts_left or 0))
         handle = folder.handle(seen.goes_on, handle.plan)
         base = _replace(base, attempt=handle.attempt, running_since=None)
+    if saved is None and (seen is None or {node.state for node in seen.nodes} <= _UNSEEN):
+        # Nothing is started before that is written; a host may not even have the run's folder.
+        seen = Observation(state=State.PENDING, nodes=())
     if seen is None:
         return _replace(base, state=State.UNKNOWN, remark="nothing of it was found")
     if seen.state not in _GOING_ON:

@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from clusterkit.cli.common import table
 from clusterkit.errors import ClusterkitError
 from tests.chaos.case import Case, Row
@@ -100,7 +102,7 @@ def main() -> int:
                 ):
                     rows.append(row)
                     print(f"{row.id}: {'; '.join(row.wrong) or 'right'}", file=sys.stderr)
-        except (ClusterkitError, NoEngine) as error:
+        except (ClusterkitError, NoEngine, pytest.skip.Exception) as error:
             print(f"{name}: left out: {error}", file=sys.stderr)
     wrong = [row for row in rows if row.wrong]
     if options.json:

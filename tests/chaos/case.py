@@ -21,7 +21,7 @@ from clusterkit.errors import ClusterkitError
 from clusterkit.runs import RunFolder
 from clusterkit.status import RunStatus, State
 from tests.chaos.faults import Fault
-from tests.chaos.places import Local
+from tests.chaos.places import Local, pod_name
 
 STEPS, NODES, NPROC, EVERY = 20, 2, 2, 4
 SOON = 90.0
@@ -29,7 +29,7 @@ SOON = 90.0
 MOMENTS = (
     "", *("runs/*", "runs/*/run.json", "runs/*/facts.json", "runs/*/plan.json"),
     *("runs/*/state.json", "runs/*/steps.jsonl", "runs/*/supervisor.json"),
-    *("runs/*/attempts/1/node-*/started.json", "runs/*/attempts/1/node-*/ranks.jsonl"),
+    *("runs/*/attempts/1/node-*/started.json", "runs/*/attempts/1/node-*/log"),
 )  # fmt: skip
 """Files that a submit brings about, in their order: an early fault comes just after one of them."""
 UNSTARTED = "clusterkit was killed before the run started"
@@ -122,10 +122,13 @@ class Case:
         return self.run.path / f"attempts/{attempt}/node-{node}/{name}"
 
     def rank_pid(self, rank: int, attempt: int = 1) -> int:
-        path = self.record(attempt, rank // NPROC, "ranks.jsonl")
-        lines = self.until(lambda: path.read_text().splitlines()[NPROC - 1 :] and path, "rank")
-        records = map(json.loads, lines.read_text().splitlines())
-        return next(int(each["pid"]) for each in records if each["rank"] == rank)
+        """As the rank says it, so in its own pod or container."""
+
+        def told() -> list[str]:
+            lines = [line for line in self.run.logs(rank=rank) if line.attempt >= attempt]
+            return [line.text for line in lines if line.text.startswith("ready ")]
+
+        return int(self.until(told, "rank")[-1].split()[1])
 
     def agent_pid(self, node: int) -> int:
         path = self.record(1, node, "started.json")
@@ -149,6 +152,7 @@ class Case:
     def names(self) -> dict[str, str]:
         return {
             "container": container_name(self.run.id, self.node), "rank": str(self.rank),
+            "pod": pod_name(self.run.id, self.node),
             "network": f"clusterkit-{self.run.id}_default", "node": str(self.node),
         }  # fmt: skip
 
@@ -159,7 +163,7 @@ class Case:
     def go(self) -> None:
         """Let the run come to its last step."""
         for run in self.runs():
-            self.place.sh(run, 0, f"touch {run.plan.run_dir}/go", check=False)
+            self.place.go(run, self.checkpoints_of(run))
 
     # ------------------------------------------------------------ the whole
 
@@ -183,11 +187,13 @@ class Case:
         return self.row
 
     @property
-    def checkpoints(self) -> str:
-        there = (
-            "checkpoints" if self.place.name == "local" else f"{self.run.plan.run_dir}/checkpoints"
-        )
-        return str(self.folder / there)
+    def own_checkpoints(self) -> bool:
+        """Whether they lie in the folder of the case, where a disk can be full."""
+        return self.place.name == "local" and self.fault.name != "twice"
+
+    def checkpoints_of(self, run: api.Run) -> str:
+        own = self.folder / "checkpoints"
+        return str(own) if self.own_checkpoints else self.place.checkpoints(run)
 
     def _prepare(self) -> None:
         for name in ("home", "tmp", "checkpoints"):
@@ -202,13 +208,13 @@ class Case:
             self.held.callback(subprocess.run, ["umount", "-l", where], check=True)
         (self.folder / "train.py").write_text(PROGRAM.read_text())
         mischief = f"{self.fault.mischief or 'none'}:{self.rank}:{self.step}"
-        own = self.place.name == "local" and self.fault.name != "twice"
         job = {
             "program": "train.py", "args": [str(STEPS), mischief], "nodes": NODES,
             "gpus_per_node": NPROC, "restarts": self.fault.restarts, "device": "cpu",
             "hang_timeout": self.fault.hang_timeout, "on_node_loss": self.fault.on_node_loss,
             "checkpoint": {
-                "every": EVERY, "dir": str(self.folder / "checkpoints") if own else "checkpoints"
+                "every": EVERY,
+                "dir": str(self.folder / "checkpoints") if self.own_checkpoints else "checkpoints",
             },
         }  # fmt: skip
         (self.folder / "job.yaml").write_text(json.dumps(job))
@@ -254,7 +260,8 @@ class Case:
             self._measure(run, end)
             told = {step["step"]: step["loss"] for step in run.metrics()}
             # What was in the pipe of an agent that is gone, its log has not.
-            all_told = fault.traced and end.state is State.SUCCEEDED and fault.blames != "node"
+            all_told = fault.traced and end.state is State.SUCCEEDED
+            all_told = all_told and fault.blames not in ("node", "lost")
             if losses and ((all_told and told != losses) or not told.items() <= losses.items()):
                 row.wrong.append(f"losses: {told}, not {losses}")
             if fault.traced and end.state is State.SUCCEEDED and STEPS not in told:
@@ -271,14 +278,15 @@ class Case:
         if failures:
             self.row.cause = f"{failures[0].who}: {failures[0].summary}"
         wanted = {"node": (self.node, None), "rank": (self.node, self.rank)}.get(fault.blames)
+        blames = fault.cause or wanted
         named = any(
             re.search(fault.cause.format(**names), each.cause)
             and wanted in (None, (each.node, each.rank))
             for each in failures
         )
-        if (fault.cause or fault.blames) and not named:
+        if blames and not named:
             self.row.wrong.append(f"diagnosis: {failures}, not {fault.blames} {wanted}")
-        if not (fault.cause or fault.blames) and failures and fault.attempts == (1,):
+        if not blames and failures and fault.attempts == (1,):
             self.row.wrong.append(f"diagnosis: {failures}")
         if fault.said:
             lines = [line.text for line in run.logs()] + [event.text for event in run.events()]
@@ -287,13 +295,13 @@ class Case:
 
     def _measure(self, run: api.Run, end: RunStatus) -> None:
         row, lines = self.row, list(run.logs())
-        told = [(line.attempt, line.time, line.event["step"]) for line in lines
-                if line.event and line.event["event"] == "metrics"]  # fmt: skip
-        first = {a: (t, s) for a, t, s in reversed(told)}
-        last = {a: s for a, _, s in told}
-        row.lost = sum(max(0, last.get(a - 1, 0) - s + 1) for a, (_, s) in first.items() if a > 1)
-        later = [t for a, (t, _) in first.items() if a > 1 and t > self.struck]
-        row.again = min(later) - self.struck if later else None
+        told = [(line.time, line.event) for line in lines if line.event]
+        steps = [event["step"] for _, event in told if event["event"] == "metrics"]
+        row.lost = len(steps) - len(set(steps))
+        rounds = [at for at, event in told if event["event"] == "start"]
+        later = [at for at, event in told if event["event"] == "metrics"
+                 and any(self.struck < begun <= at for begun in rounds[1:])]  # fmt: skip
+        row.again = later[0] - self.struck if later else None
         seen = [line.time for line in lines if line.rank is None]
         seen += [event.at for event in run.events()]
         seen += [end.finished_at] if end.finished_at and end.state is not State.SUCCEEDED else []

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 from clusterkit.agent import processes
 from clusterkit.status import State
+from tests.live.kubernetes import conftest as cluster
 
 if TYPE_CHECKING:
     from tests.chaos.case import Case
 
-ALL = "local ssh compose"
+ALL = "local ssh compose kubernetes slurm"
 STOPPED_SECONDS = 2.5
 """Longer than an agent takes to see it of a rank, shorter than a host may be silent for."""
 
@@ -33,7 +34,8 @@ class Fault:
         do: does it, once the run is at the step that was drawn.
         state: the run's end.
         attempts: how many it may take to that.
-        blames: whom a failure must name: ``rank``, ``node``, or nobody.
+        blames: whom a failure must name: ``rank``, ``node``, or nobody; ``lost``: nobody either, as
+            a node that is lost costs no attempt.
         cause: a pattern that the failure's cause matches; ``{rank}`` and the like are filled in.
         said: a pattern that a line of the log or an event matches.
         mischief: what the program does by itself at that step.
@@ -180,7 +182,7 @@ def full_and_killed(case: Case) -> None:
 def tear(case: Case) -> None:
     """The newest checkpoint loses its end, once no other will follow; then a rank is killed."""
     case.until_step(case.last_step - 1)
-    case.sh(0, f"f=$(ls {case.checkpoints}/step-* | tail -n 1); truncate -s 9 $f")
+    case.sh(0, f"f=$(ls {case.checkpoints_of(case.run)}/step-* | tail -n 1); truncate -s 9 $f")
     rank(signal.SIGKILL)(case)
 
 
@@ -214,6 +216,73 @@ def container(*words: str) -> Callable[[Case], None]:
     return do
 
 
+def pod(*words: str) -> Callable[[Case], None]:
+    def do(case: Case) -> None:
+        case.place.kube.kubectl(*(word.format(**case.names()) for word in words))
+
+    return do
+
+
+def pod_killed(case: Case) -> None:
+    """With its first process, as its node would do it."""
+    os.kill(case.place.agent_of(case.run, case.node), signal.SIGKILL)
+
+
+def node_of_cluster(how: str, remedy: str) -> Callable[[Case], None]:
+    """``crash`` or ``cut`` that of one of the pods."""
+
+    def do(case: Case) -> None:
+        (case.node,) = (each.node for each in case.run.status().nodes if each.host == "node-2")
+        case.held.callback(cluster.mend, remedy, case.place.kube)
+        cluster.cluster(how, "node-2")
+
+    return do
+
+
+def api_away(case: Case) -> None:
+    """While a rank is killed and all start again."""
+    pid = case.rank_pid(case.rank)
+    case.sh(case.node, f"(sleep 3; kill -9 {pid}) >/dev/null 2>&1 &")
+    try:
+        cluster.cluster("api", "down")
+        case.go()
+        time.sleep(8)
+    finally:
+        cluster.api_up()
+
+
+def scancel(case: Case) -> None:
+    case.place.slurm.run("scancel", f"--name={case.run.id}")
+
+
+def slurmctld(case: Case) -> None:
+    """Away while a rank is killed and all start again."""
+    slurm = case.place.slurm
+    slurm.stop("slurmctld")
+    try:
+        rank(signal.SIGKILL)(case)
+        case.until((case.run.path / "attempts" / "2").exists, "second attempt")
+    finally:
+        slurm.start_controller()
+        slurm.wait(slurm.states, "slurmctld")
+
+
+def slurm_node(crash: bool) -> Callable[[Case], None]:
+    """Its slurmd, or all that runs on it; Slurm starts the job again once it is back."""
+
+    def do(case: Case) -> None:
+        slurm = case.place.slurm
+        if crash:
+            slurm.crash(case.node)
+        else:
+            slurm.stop(f"n{case.node}", signal.SIGKILL)
+            slurm.wait(lambda: any(each.startswith("down") for each in slurm.states()), "loss")
+        slurm.start_node(case.node)
+        slurm.let_go(case.run)
+
+    return do
+
+
 # ---------------------------------------------------------------- what
 
 KILLED = "killed by SIGKILL from outside|out of memory \\(SIGKILL"
@@ -233,14 +302,15 @@ FAULTS = (
     Fault("exit", ALL, mischief="exit", blames="rank", cause="exited with 7: about to leave"),
     Fault("hang", ALL, mischief="hang", hang_timeout=3.0,
           cause="rank {rank} on node {node} is at train.py:[0-9]+ in misbehave"),
-    Fault("memory", "local compose", memory_limit, mischief="memory", blames="rank",
+    Fault("memory", "local compose kubernetes", memory_limit, mischief="memory", blames="rank",
           cause="memory"),
     Fault("torn", ALL, tear, blames="rank", cause=KILLED, said="skipped step-"),
     Fault("launcher-kill", ALL, fork_server, blames="node",
           cause="forks the ranks ended: SIGKILL"),
-    Fault("agent-kill", "local ssh", agent(signal.SIGKILL), blames="node", cause=SILENT),
-    Fault("agent-stop", "local compose", for_a_while(agent), attempts=(1,)),
-    Fault("agent-term", "local ssh", agent(signal.SIGTERM), blames="node", cause="stopped by"),
+    Fault("agent-kill", "local ssh slurm", agent(signal.SIGKILL), blames="node", cause=SILENT),
+    Fault("agent-stop", "local compose slurm", for_a_while(agent), attempts=(1,)),
+    Fault("agent-term", "local ssh slurm", agent(signal.SIGTERM), blames="node",
+          cause="stopped by"),
     Fault("node-kill", "local", whole_node, blames="node", cause=SILENT),
     Fault("supervisor-kill", ALL, supervisor(signal.SIGKILL), attempts=(1,)),
     Fault("supervisor-stop", ALL, for_a_while(supervisor), attempts=(1,)),
@@ -265,7 +335,7 @@ FAULTS = (
     Fault("host-freeze", "ssh", host("freeze"), State.FAILED, (1,), "node", "host h{node}",
           on_node_loss="fail"),
     Fault("host-back", "ssh", host("cut", "heal", seconds=12.0),
-          cause="host h{node}|node {node} does not answer"),
+          cause="host h{node}|node [01] does not answer"),
     Fault("host-blink", "ssh", host("cut", "heal"), attempts=(1,)),
     Fault("host-sshd", "ssh", host("restart-sshd"), attempts=(1,)),
     Fault("host-slow", "ssh", host("slow 1mbit"), attempts=(1,)),
@@ -280,4 +350,20 @@ FAULTS = (
     Fault("container-cut", "compose",
           container("network", "disconnect", "{network}", "{container}"), blames="node",
           cause="cut off"),
+    Fault("pod-delete", "kubernetes", pod("delete", "pod", "{pod}", "--wait=false"), attempts=(1,),
+          blames="lost"),
+    Fault("pod-force", "kubernetes", pod("delete", "pod", "{pod}", "--force", "--grace-period=0"),
+          attempts=(1,), blames="lost", said="node {node} was lost"),
+    Fault("pod-kill", "kubernetes", pod_killed, blames="node", cause="killed from outside"),
+    Fault("node-crash", "kubernetes", node_of_cluster("crash", "restore"), attempts=(1,),
+          blames="lost", said="node {node} was lost"),
+    Fault("node-cut", "kubernetes", node_of_cluster("cut", "join"), attempts=(1,), blames="lost",
+          said="node {node} was lost"),
+    Fault("api-away", "kubernetes", api_away, blames="rank", cause=KILLED),
+    Fault("scancel", "slurm", scancel, State.CANCELLED, (1,)),
+    Fault("slurmctld", "slurm", slurmctld, blames="rank", cause=KILLED),
+    # Slurm itself ends the job then, agents and all.
+    Fault("slurmd-kill", "slurm", slurm_node(crash=False), cause="slurmstepd|Slurm ended its job"),
+    Fault("slurm-node", "slurm", slurm_node(crash=True), blames="node",
+          cause="Slurm ended its job"),
 )  # fmt: skip

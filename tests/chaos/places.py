@@ -1,23 +1,32 @@
-"""Where runs are broken: this machine, hosts of the lab, containers."""
+"""Where runs are broken: this machine, hosts of the lab, containers, pods, nodes of a Slurm."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import posixpath
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from clusterkit import agent, api
 from clusterkit.backends.compose.compose_file import container_name
+from clusterkit.errors import Unavailable
 from tests.lab import Lab, machine
 from tests.live.compose import engine as engines
 from tests.live.compose import image
+from tests.live.kubernetes import conftest as cluster
+from tests.live.kubernetes.conftest import KUBECTL, Kube
+from tests.live.slurm import daemons
+from tests.live.slurm.daemons import Slurm
 
 
 @dataclass
@@ -42,6 +51,14 @@ class Local:
         if check and done.returncode:
             raise RuntimeError(f"node {node}: {script}: {done.stderr.strip()}")
         return done.stdout
+
+    def checkpoints(self, run: api.Run) -> str:
+        """Where a node sees them."""
+        return f"{run.plan.run_dir}/checkpoints"
+
+    def go(self, run: api.Run, folder: str) -> None:
+        """Let a run come to its last step, whose checkpoints lie in a folder."""
+        self.sh(run, 0, f"touch {posixpath.dirname(folder)}/go", check=False)
 
     def left(self, run: api.Run) -> list[str]:
         """What is left of a run that has ended."""
@@ -105,12 +122,88 @@ class Containers(Local):
         return [*super().left(run), *containers, *self.docker("network", "ls", *mine).split()]
 
 
+@dataclass
+class Pods(Local):
+    """Pods of the test cluster, with checkpoints on a volume of all of them."""
+
+    kube: Kube = field(kw_only=True)
+    volume: Path = field(kw_only=True)
+    """On this machine."""
+
+    def shell(self, run: api.Run, node: int) -> list[str]:
+        command = [*KUBECTL, "-n", self.kube.namespace, "exec", pod_name(run.id, node)]
+        return [*command, "--", "sh", "-c"]
+
+    def checkpoints(self, run: api.Run) -> str:
+        return f"{SHARED}/{run.id}/checkpoints"
+
+    def go(self, run: api.Run, folder: str) -> None:
+        there = self.volume / run.id  # the pod of node 0 may be away
+        there.mkdir(exist_ok=True)
+        there.chmod(0o777)
+        (there / "go").touch()
+
+    def agent_of(self, run: api.Run, node: int) -> int:
+        """Process id on this machine: in its pod nobody may send SIGKILL to the first process."""
+        mark = f"HOSTNAME={pod_name(run.id, node)}".encode()
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                ours = mark in (process / "environ").read_bytes().split(b"\0")
+                if ours and b"agent.pyz" in (process / "cmdline").read_bytes():
+                    return int(process.name)
+        raise LookupError(f"no agent of node {node}")
+
+    def left(self, run: api.Run) -> list[str]:
+        return [*super().left(run), *self.kube.there()]
+
+
+@dataclass
+class Allocation(Local):
+    """Two nodes of a Slurm on this machine."""
+
+    slurm: Slurm = field(kw_only=True)
+
+    def left(self, run: api.Run) -> list[str]:
+        with contextlib.suppress(RuntimeError):
+            self.slurm.wait(lambda: not self.slurm.jobs(), "the end of the jobs")
+        return [*super().left(run), *(f"job {job}" for job in self.slurm.jobs())]
+
+
+@contextlib.contextmanager
+def kubernetes() -> Iterator[Pods]:
+    """The cluster that `make kube-up` has made, image and all, or one of its own."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-kube-")))
+        ours = not cluster.KUBECONFIG.exists()
+        stack.enter_context(cluster.up())
+        if ours:
+            with engines.engine() as engine:
+                base = engines.base_image(engine)
+                image.made(engine, base)
+                cluster.load(engine, base)
+        kube = stack.enter_context(cluster.own_namespace(folder, claim=True))
+        kube.kubectl("wait", "pvc/runs", "--for=jsonpath={.status.phase}=Bound", "--timeout=60s")
+        volume = kube.kubectl("get", "pvc/runs", "-o", "jsonpath={.spec.volumeName}")
+        kube.entry(
+            code="copied", memory="128Mi", lost_after=5.0, patch=cluster.apart("train"),
+            volumes=[{"claim": "runs", "path": SHARED}], shared=SHARED,
+        )  # fmt: skip
+        entry = yaml.safe_load(kube.file.read_text())["k8s"]
+        where = cluster.STATE / "shared-volumes" / volume.removeprefix("shared-")
+        yield Pods(entry, name="kubernetes", parallel=False, kube=kube, volume=where)
+
+
+def pod_name(run: str, node: int) -> str:
+    """As the training operator names the pods of a PyTorchJob."""
+    return f"{run}-worker-{node}"
+
+
 @contextlib.contextmanager
 def place(name: str) -> Iterator[Local]:
     """One of them, while it is there.
 
     Raises:
-        ClusterkitError, engines.NoEngine: this machine cannot have it.
+        ClusterkitError, engines.NoEngine, pytest.skip.Exception: this machine cannot have it.
     """
     if name == "local":
         yield Local()
@@ -119,6 +212,16 @@ def place(name: str) -> Iterator[Local]:
             entry = {"backend": "ssh", "inventory": str(lab.inventory), "stop_grace": 2}
             entry |= {"lost_after": 6, "connect_timeout": 5, "python": sys.executable}
             yield Hosts(entry, name=name, parallel=False, lab=lab)
+    elif name == "slurm":
+        if why := daemons.missing():
+            raise Unavailable(why)
+        with daemons.slurm() as slurm:
+            os.environ.update(slurm.env)
+            entry = {"backend": "slurm", "cpus": 2, "stop_grace": 2, "lost_after": 6}
+            yield Allocation(entry, name=name, parallel=False, slurm=slurm)
+    elif name == "kubernetes":
+        with kubernetes() as pods:
+            yield pods
     else:
         with engines.engine() as engine:
             tag = image.made(engine, engines.base_image(engine))
@@ -129,4 +232,5 @@ def place(name: str) -> Iterator[Local]:
             yield Containers(entry, env, name=name, parallel=False)
 
 
-NAMES = ("local", "ssh", "compose")
+NAMES = ("local", "ssh", "compose", "kubernetes", "slurm")
+SHARED = "/shared"

@@ -5,7 +5,7 @@ ranks that step together, checkpoints, a loss to the last bit.
 
 Rank 0 listens at MASTER_PORT and adds up what all ranks send, once a step. So a rank that is lost
 is to the others an error of their connection, as under gloo. Before the last step all wait for a
-file ``go`` in the run's folder: whoever has something in mind for this run is in time for it.
+file ``go`` beside the checkpoints: whoever has something in mind for this run is in time for it.
 MISCHIEF, as ``exception:RANK:STEP``, is what a rank of the first attempt does; ``none``: nothing.
 """
 
@@ -114,9 +114,11 @@ def main() -> None:
     if RANK == 0:
         first, weight = load()
     first, weight = summed(files, first), summed(files, weight)
+    if RANK == 0:
+        say("start", first_step=first)
     for step in range(first + 1, steps + 1):
         if step == steps and RANK == 0:
-            while not Path(os.environ["CLUSTERKIT_RUN_DIR"], "go").exists():
+            while not (FOLDER.parent / "go").exists():
                 time.sleep(0.01)
         if (RANK, step, os.environ["CLUSTERKIT_ATTEMPT"]) == (int(rank), int(at), "1"):
             misbehave(how)

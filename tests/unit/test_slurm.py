@@ -388,6 +388,17 @@ def test_nodes_that_slurm_ended_are_not_judged_before_it_is_through(seen, who):
     assert states(ours)[1] == ["FAILED"] * 2
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+def test_of_a_job_that_slurm_starts_again_the_node_is_blamed_that_left_no_word(seen, lost):
+    """Slurm ends the agents of the others then, who say so."""
+    why = "stopped by SIGTERM from process 9 of user 0 (slurmstepd: [7.0])"
+    told = {"exit_code": 1, "at": 1.0, "reason": "stopped on request", "causes": [why]}
+    nodes = [{**RUNS, "exit": told}] * 2
+    nodes[lost] = RUNS
+    first = seen(job("PENDING", reason="BeginTime"), *nodes).causes[0]
+    assert (first.node, first.words) == (lost, "Slurm ended its job, and starts it again")
+
+
 def test_a_rank_that_failed_by_itself_keeps_its_own_reason(seen):
     assert states(seen(job("FAILED"), ENDED, CRASHED)) == ("FAILED", ["CANCELLED", "FAILED"], None)
 

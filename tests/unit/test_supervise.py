@@ -68,6 +68,21 @@ def test_a_run_whose_submit_was_killed_has_failed(folder, hand):
     assert status.failure.hint == "submit it again"
 
 
+@pytest.mark.parametrize("hosts", [0, 1])
+def test_a_run_whose_submit_was_killed_while_it_sent_files_has_failed(
+    folder, hand, run, monkeypatch, hosts
+):
+    """Some hosts, or all, have nothing of it. Who attaches would start it without its project."""
+    hand.unwatched()
+    lost = NodeStatus(node=0, host="h0", state=State.UNKNOWN, reason="nothing is left of the run")
+    seen = Observation(state=State.UNKNOWN, nodes=(lost,)) if hosts else None
+    monkeypatch.setattr(LocalBackend, "status", lambda *_: seen)
+    status = reconcile(folder)
+    assert status.state is State.FAILED
+    assert "killed before the run started" in status.failure.cause
+    assert not run.attach()
+
+
 def test_while_a_supervisor_lives_its_word_counts(folder, hand):
     hand.node(started=hand.alive())
     assert reconcile(folder).state is State.PENDING

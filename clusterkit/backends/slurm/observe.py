@@ -33,6 +33,8 @@ ASK_SECONDS = (1.0, 5.0, 30.0)
 while the job waits; while it runs."""
 _SIGNALLED = (143, -15, 137, -9)
 """Exit codes of what was ended by SIGTERM, or SIGKILL."""
+AGAIN = "Slurm ended its job, and starts it again"
+"""Why a node has no more to say: it was lost, or its agent killed."""
 LATE_SECONDS = 15.0
 """That a file server may take to show what a node wrote before its job ended."""
 
@@ -125,7 +127,7 @@ def observation(
     look = _Look(files, job, ours, silent, patient)
     nodes = tuple(look.node(node) for node in range(len(files.nodes)))
     found = observed(nodes, {node: each.exit or b"" for node, each in enumerate(files.nodes)})
-    by_slurm = [node for node in nodes if job is not None and node.reason == job.ending]
+    by_slurm = [node for node in nodes if job is not None and node.reason in (job.ending, AGAIN)]
     states = {node.state for node in by_slurm}
     if State.CANCELLED in states and not any(node.state is State.RUNNING for node in nodes):
         handle.folder.mark_cancelled()
@@ -201,7 +203,7 @@ class _Look:
         if job.means is State.UNKNOWN:
             return changed(State.UNKNOWN, f"Slurm reports job {job.id} as {job.state}")
         if self.again:
-            return changed(State.FAILED, "Slurm ended its job, and starts it again")
+            return changed(State.FAILED, AGAIN)
         if job.means is State.PENDING:
             return changed(State.PENDING, job.waiting)
         # Of a job that ended by itself, an agent that was lost says more.

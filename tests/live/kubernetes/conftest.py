@@ -6,6 +6,7 @@ it on"). It is used as it is: tests that break nodes or the API server are skipp
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -22,6 +23,7 @@ import yaml
 from clusterkit import agent, api
 from clusterkit.spec import JobSpec
 from tests.live.compose import image as images
+from tests.live.compose.engine import Engine
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = Path(os.environ.get("KUBE_CLUSTER") or ROOT.parent / "shared" / "kube" / "cluster")
@@ -94,8 +96,8 @@ class Kube:
         return {"cluster": "k8s", "clusters_file": self.file}
 
 
-@pytest.fixture(scope="session")
-def nodes() -> Iterator[None]:
+@contextlib.contextmanager
+def up() -> Iterator[None]:
     """The cluster; one that was not up before is down afterwards."""
     if GIVEN:
         yield
@@ -107,14 +109,21 @@ def nodes() -> Iterator[None]:
         if ours:
             STATE.mkdir(parents=True, exist_ok=True)
             agent.write_json(MADE_BY, agent.identity(os.getpid()))
-        up = subprocess.run([SCRIPT, "up"], capture_output=True, text=True)
-        if up.returncode and "missing:" in up.stderr:
-            pytest.skip(up.stderr.strip())
-        assert up.returncode == 0, up.stdout + up.stderr
+        done = subprocess.run([SCRIPT, "up"], capture_output=True, text=True)
+        if done.returncode and "missing:" in done.stderr:
+            pytest.skip(done.stderr.strip())
+        assert done.returncode == 0, done.stdout + done.stderr
         yield
     finally:
         if ours:
             cluster("down")
+
+
+@pytest.fixture(scope="session")
+def nodes() -> Iterator[None]:
+    """The cluster."""
+    with up():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -123,6 +132,11 @@ def running(nodes: None, request: pytest.FixtureRequest) -> None:
     if GIVEN:  # its owner puts it there
         return
     engine, base, _ = (request.getfixturevalue(name) for name in ("engine", "base", "image"))
+    load(engine, base)
+
+
+def load(engine: Engine, base: str) -> None:
+    """Put the engine's image on the nodes."""
     made = images.made_of(engine)
     loaded = STATE / "clusterkit-image"
     if not loaded.exists() or loaded.read_text() != made:
@@ -139,18 +153,41 @@ def left_behind() -> bool:
         return False
 
 
-@pytest.fixture
-def kube(running: None, tmp_path: Path) -> Iterator[Kube]:
-    """A namespace that enforces pod security "restricted"; empty when the test is over."""
-    found = Kube(f"test-{secrets.token_hex(3)}", tmp_path / "clusters.yaml")
+CLAIM = """
+apiVersion: v1
+kind: PersistentVolumeClaim
+metadata: {name: runs}
+spec: {accessModes: [ReadWriteMany], resources: {requests: {storage: 1Gi}}}
+"""
+
+
+@contextlib.contextmanager
+def own_namespace(folder: Path, *, claim: bool = False) -> Iterator[Kube]:
+    """A namespace that enforces pod security "restricted".
+
+    Args:
+        folder: of its cluster file.
+        claim: with a claim ``runs``; the cluster has 20 volumes, and uses none of them again.
+    """
+    found = Kube(f"test-{secrets.token_hex(3)}", folder / "clusters.yaml")
     found.kubectl("create", "namespace", found.namespace)
-    label = "pod-security.kubernetes.io/enforce=restricted"
-    found.kubectl("label", "namespace", found.namespace, label)
     try:
+        label = "pod-security.kubernetes.io/enforce=restricted"
+        found.kubectl("label", "namespace", found.namespace, label)
+        if claim:
+            (folder / "claim.yaml").write_text(CLAIM)
+            found.kubectl("apply", "-f", str(folder / "claim.yaml"))
         yield found
-        assert found.there() == set()
     finally:
         found.kubectl("delete", "namespace", found.namespace, "--wait=false")
+
+
+@pytest.fixture
+def kube(running: None, tmp_path: Path) -> Iterator[Kube]:
+    """A namespace; empty when the test is over."""
+    with own_namespace(tmp_path) as found:
+        yield found
+        assert found.there() == set()
 
 
 @pytest.fixture
@@ -215,8 +252,13 @@ def broken(kube: Kube) -> Iterator[Callable[[str], None]]:
 
     yield breaks
     for how in done:
-        cluster(undo[how], "node-2")
-        kube.kubectl("wait", "node/node-2", "--for=condition=Ready", "--timeout=120s")
+        mend(undo[how], kube)
+
+
+def mend(how: str, kube: Kube) -> None:
+    """``restore`` or ``join`` node-2."""
+    cluster(how, "node-2")
+    kube.kubectl("wait", "node/node-2", "--for=condition=Ready", "--timeout=120s")
 
 
 def apart(job: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from clusterkit.errors import BadInput, CapabilityError
 from clusterkit.spec import JobSpec
 from clusterkit.status import State
 from tests.conftest import noted
-from tests.live.kubernetes.conftest import KUBECONFIG, ROOT, api_up, cluster
+from tests.live.kubernetes.conftest import KUBECONFIG, ROOT, api_up, cluster, mend
 from tests.live.kubernetes.test_kubernetes import FOREVER, failed
 
 pytestmark = [pytest.mark.live, pytest.mark.thorough, pytest.mark.timeout(600)]
@@ -61,8 +61,7 @@ def test_a_node_that_is_gone_is_named_and_its_pods_are_removed(fault, remedy, su
         assert failure.cause == "node node-2 of the cluster does not answer"
         assert kube.kubectl("get", "pods", "-o", "name") == ""
     finally:
-        cluster(remedy, "node-2")
-        kube.kubectl("wait", "node/node-2", "--for=condition=Ready", "--timeout=120s")
+        mend(remedy, kube)
 
 
 # ---------------------------------------------------------------- operators

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 import time
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from clusterkit import api
 from clusterkit.spec import CheckpointSpec
 from clusterkit.status import State
 from tests.live import supervisors
-from tests.live.kubernetes.conftest import Kube, apart
+from tests.live.kubernetes.conftest import apart, own_namespace
 
 ROOT = Path(__file__).parents[3]
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
@@ -22,12 +21,6 @@ ARGS = (
     "--data", "jobs/data/reviews.csv", "--steps", str(STEPS), "--eval-every", "1000",
 )  # fmt: skip
 EVERY = ("checkpoint.every=5",)
-CLAIM = """
-apiVersion: v1
-kind: PersistentVolumeClaim
-metadata: {name: runs}
-spec: {accessModes: [ReadWriteMany], resources: {requests: {storage: 1Gi}}}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -54,15 +47,8 @@ def by_step(run):
 @pytest.fixture(scope="module")
 def namespace(running, tmp_path_factory):
     """One for all tests here: the cluster has few volumes, and does not use one again."""
-    folder = tmp_path_factory.mktemp("namespace")
-    found = Kube(f"test-{secrets.token_hex(3)}", folder / "clusters.yaml")
-    found.kubectl("create", "namespace", found.namespace)
-    label = "pod-security.kubernetes.io/enforce=restricted"
-    found.kubectl("label", "namespace", found.namespace, label)
-    (folder / "claim.yaml").write_text(CLAIM)
-    found.kubectl("apply", "-f", str(folder / "claim.yaml"))
-    yield found
-    found.kubectl("delete", "namespace", found.namespace, "--wait=false")
+    with own_namespace(tmp_path_factory.mktemp("namespace"), claim=True) as found:
+        yield found
 
 
 @pytest.fixture

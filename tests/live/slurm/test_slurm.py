@@ -132,15 +132,6 @@ def test_the_doctor_looks_at_the_partition_and_at_a_node(slurm: Slurm) -> None:
         assert not api.doctor(cluster=cluster, nodes=nodes, only=["partition"]).ok
 
 
-def let_go(slurm: Slurm, run: api.Run, seconds: float = 60) -> None:
-    """Slurm holds a job back for two minutes before it starts it again: not this one."""
-    waiting = run.wait(seconds, until=lambda status: any("two minutes" in (n.reason or "")
-                                                    for n in status.nodes))  # fmt: skip
-    assert waiting.state in (State.PENDING, State.RUNNING), waiting
-    job = slurm.run("squeue", "-h", f"--name={run.id}", "-o", "%i").strip()
-    slurm.run("scontrol", "update", f"jobid={job}", "StartTime=now")
-
-
 def test_a_job_that_is_told_of_its_end_goes_on_as_the_next_attempt(
     slurm: Slurm, train: Train
 ) -> None:
@@ -149,7 +140,7 @@ def test_a_job_that_is_told_of_its_end_goes_on_as_the_next_attempt(
     jobs = slurm.jobs()
     # What --signal=B:USR1 does.
     slurm.run("scancel", "--batch", "--signal=USR1", *jobs)
-    let_go(slurm, run)
+    slurm.let_go(run)
     beating(run, attempt=2)
     assert slurm.jobs() == jobs
     # The agent that is asked first tells the other, which may hear of it from there.
@@ -173,7 +164,7 @@ def test_a_run_that_slurm_ends_goes_on_from_its_checkpoint_at_the_same_step(
     if ended_by == "preemption":
         run.wait(120, until=lambda status: len(run.metrics()) > 5)
         slurm.run("sbatch", "-purgent", "-N2", "--exclusive", "-o/dev/null", "--wrap", "true")
-    let_go(slurm, run, 200)
+    slurm.let_go(run, 200)
     before = [each["step"] for each in run.metrics()]
     run.wait(120, until=lambda status: len(run.metrics()) > len(before) + 5)
     run.cancel()
@@ -189,7 +180,7 @@ def test_a_job_that_is_preempted_goes_on_when_the_nodes_are_free(
     run = train("tick.py", FOR_EVER)
     beating(run)
     slurm.run("sbatch", "-purgent", "-N2", "--exclusive", "-o/dev/null", "--wrap", "true")
-    let_go(slurm, run)
+    slurm.let_go(run)
     beating(run, attempt=2)
 
 
@@ -244,7 +235,7 @@ def test_a_node_whose_slurmd_is_killed_costs_an_attempt(slurm: Slurm, train: Tra
         slurm.wait(lambda: any(state.startswith("down") for state in slurm.states()), "its loss")
     finally:
         slurm.start_node(1)
-    let_go(slurm, run)
+    slurm.let_go(run)
     beating(run, attempt=2)
 
 
@@ -311,7 +302,7 @@ def test_a_job_whose_first_node_is_lost_is_started_again(
                                               for node in status.nodes))  # fmt: skip
     finally:
         slurm.repair(0)
-    let_go(slurm, run)
+    slurm.let_go(run)
     assert slurm.jobs() == jobs
     status = run.wait(60)
     assert (status.state, status.attempt, status.restarts_left) == (State.SUCCEEDED, 2, 0)
