@@ -18,11 +18,14 @@ import msgspec
 from clusterkit import shell
 from clusterkit.errors import BadInput, counted
 from clusterkit.launcher_options import (
+    AGAIN,
     BY_ENVIRONMENT,
     COMMAND,
+    MISSING,
     MODULE,
     MODULES,
     MPIRUN,
+    NO_VALUE,
     OURS,
     SCRIPTS,
     Tool,
@@ -37,7 +40,7 @@ _OPTION = re.compile(r"-[bBdEIOPqRsSu]+|-[WX].+")
 _LOCAL_RANK = re.compile(r"--local[_-]rank\b")
 SPAWN = re.compile(r"\b(mp|multiprocessing)\.spawn\(|multiprocessing(\.spawn)? import .*\bspawn\b")
 """Of the text of a program that starts its ranks itself."""
-_NO_KEY = (OURS, MODULE, COMMAND, BY_ENVIRONMENT)
+_NO_KEY = (OURS, AGAIN, MODULE, COMMAND, BY_ENVIRONMENT)
 
 
 class Used(NamedTuple):
@@ -122,39 +125,52 @@ def _python(words: Sequence[str]) -> Started:
     rest = list(words[1:])
     while rest[:1] == ["-u"]:
         rest = rest[1:]
+    # A launcher starts its ranks without the options that its own Python was given.
+    at = interpreter_options(rest) or 0
+    module = rest[at + 1] if rest[at : at + 1] == ["-m"] else ""
+    if (tool := MODULES.get(module)) is not None:
+        launcher = shell.join(["python", *rest[: at + 2]])
+        return _launched(launcher, tool, rest[at + 2 :], named)
     if rest[:1] == ["-m"] and len(rest) > 1:
-        if (tool := MODULES.get(rest[1])) is not None:
-            return _launched(f"python -m {rest[1]}", tool, rest[2:], named)
         return Started(module=rest[1], args=tuple(rest[2:]), python=named)
     if rest and not rest[0].startswith("-"):
         return Started(program=rest[0], args=tuple(rest[1:]), python=named)
     return Started(command=("python", *words[1:]), python=named)
 
 
-def _launched(launcher: str, tool: Tool, words: Sequence[str], python: str | None) -> Started:
-    rest = list(words)
-    options, kinds = [], set()
+def options(tool: Tool, words: Sequence[str], launcher: str) -> tuple[list[Used], list[str]]:
+    """A launcher's options, and the words behind them."""
+    rest, found = list(words), []
     while rest and rest[0].startswith("-") and len(rest[0]) > 1:
         word = rest.pop(0)
         if word == "--":
             break
-        name, equals, value = word.partition("=")
-        name = name[:2] + name[2:].replace("_", "-")
-        meaning = tool.flags.get(name)
-        written = word
-        if meaning is None and (meaning := tool.values.get(name, tool.pairs.get(name))):
-            count = (2 if name in tool.pairs else 1) - bool(equals)
-            value = value if equals else "=".join(rest[:count])
-            written = shell.join([word, *rest[:count]])
-            rest = rest[count:]
-        elif meaning is None:
-            meaning = f"!clusterkit does not know this option of {launcher}"
-            if not equals and rest and not rest[0].startswith("-") and not rest[0].endswith(".py"):
-                written = shell.join([word, rest.pop(0)])
-        if meaning in (MODULE, COMMAND, BY_ENVIRONMENT):
-            kinds.add(meaning)
-        options.append(Used(name, value, written, meaning))
-    if not rest:
+        name, value = tool.named(word)
+        takes = 1 if name in tool.values else 2 if name in tool.pairs else 0
+        meaning = {**tool.flags, **tool.optional, **tool.values, **tool.pairs}.get(name)
+        if meaning is None:
+            meaning = tool.unknown or f"!clusterkit does not know this option of {launcher}"
+            follows = rest and (tool.unknown or not rest[0].startswith("-"))
+            takes = 1 if follows and (tool.unknown or not rest[0].endswith(".py")) else 0
+        elif name in tool.flags and value is not None:
+            meaning = NO_VALUE
+        more = rest[: max(0, takes - (value is not None))]
+        rest = rest[len(more) :]
+        if takes > len(more) + (value is not None):
+            meaning = MISSING
+        value = value if value is not None else "=".join(more)
+        found.append(Used(name, value, shell.join([word, *more]), meaning))
+    last = {used.name: used for used in found}
+    for at, used in enumerate(found):
+        if used is not last[used.name] and used.name not in tool.repeated:
+            found[at] = used._replace(meaning=AGAIN)
+    return found, rest
+
+
+def _launched(launcher: str, tool: Tool, words: Sequence[str], python: str | None) -> Started:
+    found, rest = options(tool, words, launcher)
+    kinds = {used.meaning for used in found}
+    if not any(rest[:1]):
         raise BadInput(f"{launcher} starts no program", hint=f"{launcher} train.py --lr 0.1")
     by_argument = tool.local_rank if BY_ENVIRONMENT not in kinds else ""
     if tool is MPIRUN:
@@ -170,7 +186,7 @@ def _launched(launcher: str, tool: Tool, words: Sequence[str], python: str | Non
     else:
         inner = Started(program=rest[0], args=tuple(rest[1:]), local_rank=by_argument)
     return replace(
-        inner, python=inner.python or python, launcher=launcher, tool=tool, options=tuple(options)
+        inner, python=inner.python or python, launcher=launcher, tool=tool, options=tuple(found)
     )
 
 

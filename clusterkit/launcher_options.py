@@ -1,7 +1,8 @@
 """Options of the launchers that others have, and what each becomes in a job. Data.
 
 Sources: ``torch/distributed/run.py`` and ``launch.py`` 2.13, ``deepspeed/launcher/runner.py`` 0.19,
-``accelerate/commands/launch.py`` 1.15, Open MPI's mpirun(1) 4.1.
+``accelerate/commands/launch.py`` 1.15, Open MPI's mpirun(1) 4.1, sbatch(1) and srun(1) of Slurm
+24.11 with pyxis for ``--container-*``, TorchX 0.7.
 """
 
 from __future__ import annotations
@@ -15,8 +16,14 @@ OURS = "ours"
 """clusterkit decides what the option says."""
 MODULE, COMMAND, BY_ENVIRONMENT = "module", "command", "environment"
 """The program is a module, or any command; it gets no ``--local_rank``."""
+SPECIAL = "special"
+"""It means something only together with others, or what no table can say."""
+PASSED = "passed"
+"""It goes on to sbatch as it is."""
 HOSTS = "!the cluster entry names the hosts; --include and --exclude choose among them"
 LOGS = "!every rank's lines are kept: `clusterkit logs`"
+AGAIN = "-given again, and the last one counts"
+MISUSED = (AGAIN, NO_VALUE := "!it takes no value", MISSING := "!its value is missing")
 BINDING = "!ranks are placed by slot and not bound to cores"
 CONVERT = "!`clusterkit convert` makes a job file of it, which says the same in `env`"
 _NO_TPU = "!clusterkit runs on CPUs and GPUs"
@@ -27,16 +34,46 @@ class Tool:
     """How a launcher's options are read.
 
     An option means the job's key whose value it gives (``key=value``: it alone says so), one of the
-    words above, ``ranks`` (of all nodes together) or, behind ``!``, why it cannot be taken over.
+    words above, ``ranks`` (of all nodes together), a key of the cluster's entry (``entry.KEY``;
+    ``entry.KEY+``: one more item of it) or, behind a mark, words: ``!`` why it cannot be taken
+    over, ``-`` why it is not needed, ``?`` what is left to whoever converts.
     Underscores in an option are written as dashes here.
     """
 
-    launcher: Launcher
-    flags: Mapping[str, str]
+    launcher: Launcher | None
+    """What starts the ranks; None: it starts something that does."""
     values: Mapping[str, str]
+    flags: Mapping[str, str] = field(default_factory=dict)
     pairs: Mapping[str, str] = field(default_factory=dict)
+    optional: Mapping[str, str] = field(default_factory=dict)
+    """Options that have a value behind ``=``, or none."""
+    short: Mapping[str, str] = field(default_factory=dict)
+    """Short names of options that the tables have by their long ones."""
+    repeated: frozenset[str] = frozenset()
+    """Options that count each time that they are given; of the others the last one does."""
+    joined: bool = True
+    """A value may follow a short option at once: ``-t3``."""
+    abbreviated: bool = True
+    """``--nproc`` means the one long option that begins so."""
+    unknown: str = ""
+    """What an option means that no table has; it takes a value then."""
     local_rank: str = ""
     """How it hands its program the local rank as an argument, if it does."""
+
+    def named(self, word: str) -> tuple[str, str | None]:
+        """An option as the tables have it, and the value that stands in the same word."""
+        name, equals, text = word.partition("=")
+        value = text if equals else None
+        if name.startswith("--"):
+            name = name[:2] + name[2:].replace("_", "-")
+        elif self.joined and word[:2] in {**self.short, **self.values, **self.flags}:
+            name, value = word[:2], word[2:].removeprefix("=") or value
+        name = self.short.get(name, name)
+        known = {**self.flags, **self.values, **self.pairs, **self.optional}
+        if self.abbreviated and name not in known and name.startswith("--"):
+            near = [each for each in known if each.startswith(name)]
+            name = near[0] if len(near) == 1 else name
+        return name, value
 
 
 def _each(names: str, meaning: str) -> dict[str, str]:
@@ -76,10 +113,11 @@ DEEPSPEED = Tool(
     values=_each("--num-nodes", "nodes")
     | _each("--num-gpus --num-accelerators", "gpus_per_node")
     | _each("--master-port --master-addr --node-rank --launcher --ssh-port --log-level", OURS)
-    | _each("-H --hostfile -i --include -e --exclude", HOSTS)
+    | _each("--hostfile --include --exclude", HOSTS)
     | _each("--enable-each-rank-log", LOGS)
     | _each("--bind-core-list", BINDING)
     | _each("--launcher-args --venv-script --autotuning", "!"),
+    short={"-H": "--hostfile", "-i": "--include", "-e": "--exclude"},
     local_rank="--local_rank",
 )
 MPIRUN = Tool(
@@ -95,9 +133,15 @@ MPIRUN = Tool(
     | _each("-wdir --wdir -wd", "!--set workdir=FOLDER starts the ranks there"),
     pairs=_each("-mca --mca -gmca --gmca", "!--set env.OMPI_MCA_NAME=VALUE says the same")
     | _each("-genv", "!--set env.NAME=VALUE sets a variable of the ranks"),
+    repeated=frozenset(
+        {"-x", "-H", "-host", "--host", "-mca", "--mca", "-gmca", "--gmca", "-genv"}
+    ),
+    joined=False,
+    abbreviated=False,
 )
 ACCELERATE = Tool(
     launcher="torchrun",
+    abbreviated=False,
     flags=_each("--multi-gpu --same-network", OURS)
     | _each("--cpu", "device=cpu")
     | _each("-m --module", MODULE)
@@ -163,6 +207,92 @@ LAUNCH = replace(
     TORCHRUN,
     flags={**TORCHRUN.flags, "--use-env": BY_ENVIRONMENT},
     local_rank="--local-rank",
+)
+_BY_TORCHX = "-`clusterkit plan`, `submit` and `logs` do that"
+TORCHX_RUN = Tool(
+    launcher=None,
+    flags=_each("--dryrun --wait --log --tee-logs --stdin", _BY_TORCHX),
+    values=_each("-s -cfg", SPECIAL)
+    | _each("--workspace --parent-run-id", "-the project's folder is copied anyway"),
+    short={"--scheduler": "-s", "--scheduler-args": "-cfg"},
+)
+DIST_DDP = Tool(
+    launcher="torchrun",
+    values=_each("-j --image --name --env", SPECIAL)
+    | {"--script": "program", "--module": "module", "--max-retries": "restarts"}
+    | _each("--cpu --memMB --gpu -h --host", "?the cluster's entry says what a node gives")
+    | _each("--rdzv-port --rdzv-backend --rdzv-conf", OURS)
+    | _each("--tee --debug", LOGS),
+    short={"-m": "--module"},
+)
+_AGENTS = "-clusterkit starts one agent on each node, and ends them together"
+_ONE_SIZE = "!`memory` of the cluster's entry counts for a node: --mem"
+_STEP_FLAGS = (
+    _each("--label --unbuffered --quiet --verbose", LOGS)
+    | _each("--no-kill --kill-on-bad-exit --wait --parsable --overlap --exact", _AGENTS)
+    | _each("--get-user-env --spread-job --overcommit", _AGENTS)
+    | {"--export": SPECIAL, "--multi-prog": "!all ranks of a job run the same"}
+    | {"--pty": "!a run has no terminal"}
+)
+_STEP_VALUES = (
+    _each("--nodes --ntasks --ntasks-per-node --cpus-per-task", SPECIAL)
+    | _each("--gpus --gpus-per-node --gpus-per-task --gres", SPECIAL)
+    | _each("--output --error --open-mode --input", LOGS)
+    | _each("--jobid --job-id --cpu-bind --mpi --gpu-bind --mem-bind --accel-bind", _AGENTS)
+    | _each("--ntasks-per-gpu --ntasks-per-core --ntasks-per-socket --relative", _AGENTS)
+    | {"--array": "!submit the job once for each value: --set args=..."}
+    | {"--wrap": "!convert the command itself", "--clusters": "!a run stays on one cluster"}
+    | {"--cpus-per-gpu": "!`cpus` of the cluster's entry counts for a node"}
+    | _each("--mem-per-cpu --mem-per-gpu", _ONE_SIZE)
+    | _each("--container-image --container", "entry.container")
+    | {"--container-mounts": SPECIAL, "--chdir": SPECIAL}
+)
+_JOB_FLAGS = {
+    "--exclusive": SPECIAL,
+    "--requeue": "entry.requeue=true", "--no-requeue": "entry.requeue=false",
+    **_each("--oversubscribe --hold --contiguous --use-min-nodes --reboot --ignore-pbs", PASSED),
+    **_each("--gres-flags --propagate --test-only --usage --version --help --nice", PASSED),
+    **_each("--container-mount-home --no-container-mount-home --container-writable", PASSED),
+    **_each("--container-readonly --container-remap-root --no-container-remap-root", PASSED),
+    **_each("--container-entrypoint --no-container-entrypoint", PASSED),
+}  # fmt: skip
+_JOB_VALUES = {
+    "--job-name": SPECIAL, "--signal": SPECIAL, "--mem": "entry.memory",
+    **{f"--{key}": f"entry.{key}"
+       for key in ("account", "partition", "qos", "constraint", "reservation", "time")},
+    **_each("--acctg-freq --batch --bb --bbf --begin --cluster-constraint --comment", PASSED),
+    **_each("--container-id --core-spec --cores-per-socket --cpu-freq --deadline", PASSED),
+    **_each("--delay-boot --dependency --distribution --exclude --export-file --extra", PASSED),
+    **_each("--extra-node-info --gid --gpu-freq --gpus-per-socket --hint --licenses", PASSED),
+    **_each("--kill-on-invalid-dep --mail-type --mail-user --mcs-label --mincpus", PASSED),
+    **_each("--network --nodefile --nodelist --prefer --priority --profile --power", PASSED),
+    **_each("--resv-ports --segment --sockets-per-node --switches --thread-spec", PASSED),
+    **_each("--threads-per-core --threads --time-min --tmp --tres-bind --tres-per-task", PASSED),
+    **_each("--uid --wait-all-nodes --wckey --x11 --no-allocate", PASSED),
+}  # fmt: skip
+_TO_SBATCH = "!clusterkit's own srun has no such option: give it to sbatch"
+SBATCH = Tool(
+    launcher=None,
+    optional=_STEP_FLAGS | _JOB_FLAGS,
+    values=_STEP_VALUES | _JOB_VALUES,
+    unknown=PASSED,
+    short={
+        "-A": "--account", "-p": "--partition", "-q": "--qos", "-C": "--constraint", "-t": "--time",
+        "-J": "--job-name", "-N": "--nodes", "-n": "--ntasks", "-c": "--cpus-per-task",
+        "-o": "--output", "-e": "--error", "-D": "--chdir", "-G": "--gpus", "-w": "--nodelist",
+        "-x": "--exclude", "-d": "--dependency", "-a": "--array", "-L": "--licenses",
+        "-M": "--clusters", "-s": "--oversubscribe", "-k": "--no-kill", "-H": "--hold",
+        "-i": "--input", "-W": "--wait", "-Q": "--quiet", "-v": "--verbose", "-O": "--overcommit",
+        "-m": "--distribution", "-S": "--core-spec", "-B": "--extra-node-info", "-b": "--begin",
+        "-F": "--nodefile", "-l": "--label", "-u": "--unbuffered", "-K": "--kill-on-bad-exit",
+        "-r": "--relative", "-Z": "--no-allocate", "-T": "--threads",
+    },
+)  # fmt: skip
+SRUN = replace(
+    SBATCH,
+    optional=dict.fromkeys(_JOB_FLAGS, _TO_SBATCH) | _STEP_FLAGS,
+    values=dict.fromkeys(_JOB_VALUES, _TO_SBATCH) | _STEP_VALUES,
+    unknown=_TO_SBATCH,
 )
 SCRIPTS = {
     ("torchrun",): TORCHRUN,

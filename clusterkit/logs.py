@@ -204,7 +204,8 @@ def page(
 
     Args:
         rank: its lines alone; None: all.
-        search: only lines whose text holds this, whatever its case.
+        search: only lines whose text holds this, whatever its case; a blank finds JSON's
+            punctuation, too.
         most: how many at most, but for those after a place.
         scan: how many bytes are looked at.
     """
@@ -230,7 +231,9 @@ class _Wanted:
         name = rb"(?:-|[0-9]+)" if rank is None else str(rank).encode()
         self._head = re.compile(rb"[0-9T:-]{19}\.[0-9]{6}Z " + name + rb" ")
         self._any = rank is None
-        self._word = re.compile(re.escape(search.encode()), re.IGNORECASE) if search else None
+        # Where a marked line is shown with blanks, it has JSON between the words.
+        pattern = re.escape(search.encode()).replace(rb"\ ", rb'[ ":,]+')
+        self._word = re.compile(pattern, re.IGNORECASE) if search else None
 
     def of(self, data: bytes, begin: int) -> list[tuple[int, bytes]]:
         """Those among whole lines, with their places."""

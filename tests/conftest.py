@@ -27,6 +27,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # What a session has started, engines and clusters too, ends with it when it is asked to end.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 
+# Test files and clusterkit are compiled once, not by every worker and process.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # No timing assertions, and nothing left behind in the checkout.
 set_hypothesis_home_dir(Path(__file__).parents[1] / ".make" / "hypothesis")
 hypothesis.settings.register_profile("clusterkit", deadline=None, database=None)

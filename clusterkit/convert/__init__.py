@@ -16,9 +16,9 @@ from msgspec import Struct
 
 from clusterkit import loader, shell, yaml_text
 from clusterkit.cluster import CLUSTER_TYPES
-from clusterkit.convert import accelerate, clouds, compose, deepspeed, kubernetes, lines, slurm
+from clusterkit.convert import accelerate, clouds, compose, kubernetes, lines, slurm
 from clusterkit.convert.options import job_name
-from clusterkit.convert.sheet import Note, Read, Sheet, Tree
+from clusterkit.convert.sheet import Note, Read, Sheet, Tree, hosts_of
 from clusterkit.errors import BadInput, choices
 from clusterkit.spec import JobSpec, check_job
 from clusterkit.yaml_file import Document, parse_yaml
@@ -50,14 +50,7 @@ def _command(sheet: Sheet, text: str, words: Sequence[str]) -> None:
 
 
 def _hostfile(sheet: Sheet, text: str, words: Sequence[str]) -> None:
-    slots = deepspeed.hostfile(sheet, sheet.name, text)
-    sheet.cluster = {
-        "backend": "ssh",
-        "hosts": [{"name": name, "slots": count} for name, count in slots.items()],
-    }
-    sheet.cluster_name = "hosts"
-    for name, count in slots.items():
-        sheet.note(f"{name} slots={count}", f"cluster entry, hosts: {name}", "cluster")
+    sheet.ssh(sheet.name, hosts_of(sheet.name, text))
 
 
 def _plan(sheet: Sheet, text: str, words: Sequence[str]) -> None:
@@ -167,7 +160,7 @@ def _located(sheet: Sheet, where: Literal["job", "cluster"]) -> Iterator[None]:
         message = error.message.lstrip(": ")
         key = str(error.key[0]) if error.key else re.split(r"[:.\[]", message)[0]
         origin = sheet.origins.get((where, key), sheet.name)
-        raise BadInput(f"{origin}: {message}", error.hint) from None
+        raise BadInput(f"{origin}: {message}" if origin else message, error.hint) from None
 
 
 def recognised(text: str, name: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from clusterkit.command import Used
-from clusterkit.convert.deepspeed import hostfile
 from clusterkit.convert.options import by_meaning
 from clusterkit.convert.sheet import OURS, Sheet, Tree
 from clusterkit.launcher_options import ACCELERATE, CONVERT
@@ -249,7 +248,8 @@ def _setting(sheet: Sheet, name: str, text: str, what: str, nodes: int, deepspee
         else:
             sheet.drop(what, "it means nothing without use_deepspeed")
     elif name in ("deepspeed_hostfile", "mpirun_hostfile"):
-        _hosts(sheet, what, text)
+        if hosts := sheet.hostfile(what, text):
+            sheet.ssh(what, hosts)
     elif name in ("deepspeed_inclusion_filter", "deepspeed_exclusion_filter"):
         sheet.entry(what, "include" if "inclusion" in name else "exclude", text)
     elif name == "mpirun_ccl":
@@ -272,14 +272,6 @@ def _setting(sheet: Sheet, name: str, text: str, what: str, nodes: int, deepspee
         sheet.env(what, f"ACCELERATE_{name.upper()}", text)
     else:
         sheet.refuse(what, "clusterkit knows no such setting of accelerate")
-
-
-def _hosts(sheet: Sheet, what: str, path: str) -> None:
-    at = sheet.at
-    if (text := sheet.file(what, path)) is not None:
-        slots = hostfile(sheet, path, text)
-        sheet.at = at
-        sheet.ssh(what, slots)
 
 
 def _cased(name: str, text: str) -> str:

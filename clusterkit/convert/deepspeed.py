@@ -15,7 +15,7 @@ _LOCAL = ("localhost", "127.0.0.1")
 
 def option(sheet: Sheet, used: Used) -> None:
     """One option of the command."""
-    name = {"-H": "--hostfile", "-i": "--include", "-e": "--exclude"}.get(used.name, used.name)
+    name = used.name
     if name in ("--hostfile", "--include", "--exclude"):
         sheet.hosts[name] = used  # all are needed to say which hosts are left
     elif name in ("--num-nodes", "--num-gpus", "--num-accelerators"):
@@ -36,19 +36,14 @@ def finish(sheet: Sheet) -> None:
     hosts = sheet.hosts
     given = hosts.get("--hostfile")
     path = given.value if given else DEFAULT_HOSTFILE
-    text = sheet.read(path)
-    if given and text is None:
-        sheet.refuse(given.written, f"{path} cannot be read here")
-        return
-    if text is None:
+    if given is None and sheet.read(path) is None:
         _this_machine(sheet)
         return
-    slots = hostfile(sheet, path, text)
-    if sheet.refused:
-        return
     what = given.written if given else f"{path}, which deepspeed reads by itself"
-    sheet.ssh(what, slots)
-    chosen = _chosen(sheet, slots)
+    if not (found := sheet.hostfile(what, path)):
+        return
+    sheet.ssh(what, found)
+    chosen = _chosen(sheet, {host.name: host.slots or 1 for host in found})
     if sheet.refused:
         return
     if nodes := hosts.get("--num-nodes"):
@@ -84,28 +79,6 @@ def _this_machine(sheet: Sheet) -> None:
                 sheet.yours(used.written, f"export CUDA_VISIBLE_DEVICES={numbers} where you submit")
     if not hosts:
         sheet.key("no hostfile", "gpus_per_node", "auto")
-
-
-def hostfile(sheet: Sheet, path: str, text: str) -> dict[str, int]:
-    """``host slots=N`` on each line; what is wrong with a line is refused."""
-    found: dict[str, int] = {}
-    for number, raw in enumerate(text.splitlines(), 1):
-        line = raw.partition("#")[0].strip()
-        if not line:
-            continue
-        sheet.at = f"{path}:{number}"
-        match = re.fullmatch(r"(\S+)(?:\s+(?:slots|max_slots|max-slots)\s*=\s*(\d+))*", line)
-        count = re.search(r"\bslots\s*=\s*(\d+)", line)
-        if match is None:
-            sheet.refuse(line, "not `host slots=N`")
-        elif match[1] in found:
-            sheet.refuse(line, "the host is listed twice")
-        else:
-            found[match[1]] = int(count[1]) if count else 1
-    sheet.at = ""
-    if not found and not sheet.refused:
-        sheet.refuse(path, "no hosts")
-    return found
 
 
 def _chosen(sheet: Sheet, slots: dict[str, int]) -> dict[str, int]:

@@ -11,6 +11,9 @@ from clusterkit.errors import BadInput
 from clusterkit.files import read_file, why, write_atomic
 from clusterkit.yaml_file import read_yaml
 
+_MOST_BYTES = 8 << 20
+"""More than any script or manifest has; it takes seconds to read that much YAML."""
+
 
 def text_of(path: str | Path) -> str:
     """A file's text.
@@ -19,7 +22,7 @@ def text_of(path: str | Path) -> str:
         BadInput: it cannot be read, or is no text.
     """
     try:
-        return read_file(path, 64 << 20).decode("utf-8-sig")
+        return read_file(path, _MOST_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise BadInput(f"{path}: not a text file (byte {error.start} is not UTF-8)") from None
     except OSError as error:

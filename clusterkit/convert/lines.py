@@ -11,10 +11,20 @@ from clusterkit.command import Started, Used
 from clusterkit.convert import accelerate, deepspeed, mpirun, torchx
 from clusterkit.convert.options import assigned, by_meaning, job_name
 from clusterkit.convert.sheet import Sheet, unknown_in
-from clusterkit.launcher_options import ACCELERATE, DEEPSPEED, LAUNCH, MPIRUN, TORCHRUN, Tool
+from clusterkit.errors import BadInput
+from clusterkit.launcher_options import (
+    ACCELERATE,
+    DEEPSPEED,
+    LAUNCH,
+    MISUSED,
+    MPIRUN,
+    TORCHRUN,
+    Tool,
+)
 
 _ASSIGNMENT = re.compile(rf"({shell.NAME})=(.*)\Z", re.DOTALL)
 _PLAIN_WRAPPERS = frozenset({"exec", "nohup", "time"})
+_WRAPPERS = _PLAIN_WRAPPERS | {"env", "timeout"}
 _SHELLS = frozenset({"bash", "sh", "/bin/bash", "/bin/sh"})
 _LOCAL_RANK = re.compile(r"--local[_-]rank\b")
 
@@ -68,7 +78,8 @@ def convert(
     """
     words = _without_wrappers(sheet, list(words))
     if not words or not words[0]:
-        sheet.refuse("the command", "nothing is started")
+        if not sheet.refused:
+            sheet.refuse("the command", "nothing is started")
         return
     if unknown_in(words[0]):
         sheet.refuse(words[0], "which command that is, is not known here")
@@ -76,7 +87,11 @@ def convert(
     if words[0].rpartition("/")[2] == "torchx":
         torchx.command(sheet, words)
         return
-    started = command.read(words)
+    try:
+        started = command.read(words)
+    except BadInput as error:
+        where = f"{sheet.at}: " if sheet.at else ""
+        raise BadInput(f"{where}{error.message}", error.hint) from None
     launched(sheet, started, inside=inside, ranks=ranks)
 
 
@@ -91,7 +106,8 @@ def launched(
     else:
         name = next(name for name, of in _TOOLS if tool is of)
         for used in started.options:
-            _RULES[name](sheet, used)
+            rule = by_meaning if used.meaning in MISUSED else _RULES[name]
+            rule(sheet, used)
         sheet.key(started.launcher, "launcher", tool.launcher)
         if name in _FINISH:
             _FINISH[name](sheet)
@@ -150,17 +166,18 @@ def _without_wrappers(sheet: Sheet, words: list[str]) -> list[str]:
         if match := _ASSIGNMENT.match(words[0]):
             assigned(sheet, words[0], match[1], match[2])
             words = words[1:]
+        elif words[:2] == ["env", "-u"]:
+            sheet.drop(shell.join(words[:3]), "ranks have the variables of the job alone")
+            words = ["env", *words[3:]]
+        elif words[0] in _WRAPPERS and words[1:2] and words[1].startswith("-"):
+            sheet.refuse(shell.join(words[:2]), f"clusterkit knows no options of {words[0]}")
+            return []
         elif words[0] == "env":
             words = words[1:]
-            while words[:1] == ["-u"]:
-                sheet.drop(
-                    shell.join(["env", *words[:2]]), "ranks have the variables of the job alone"
-                )
-                words = words[2:]
         elif words[0] in _PLAIN_WRAPPERS:
             sheet.drop(words[0], "a run outlives the terminal")
             words = words[1:]
-        elif words[0] == "timeout" and len(words) > 2 and not words[1].startswith("-"):
+        elif words[0] == "timeout" and len(words) > 2:
             sheet.key(f"timeout {words[1]}", "time_limit", words[1])
             words = words[2:]
         elif words[:2] in (["uv", "run"], ["poetry", "run"], ["pipenv", "run"], ["pixi", "run"]):

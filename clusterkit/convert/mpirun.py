@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
+from clusterkit.addresses import host_from
+from clusterkit.cluster import Host
 from clusterkit.command import Used
-from clusterkit.convert.deepspeed import hostfile
 from clusterkit.convert.options import assigned, by_meaning
 from clusterkit.convert.sheet import Sheet
 
@@ -23,12 +26,10 @@ def option(sheet: Sheet, used: Used) -> None:
                 sheet.refuse(used.written, f"{each} is not HOST or HOST:SLOTS")
                 return
             found[host] = found.get(host, 0) + (int(count) if colon else 1)
-        _hosts(sheet, used, found)
+        hosts = [replace(host_from(name), slots=count) for name, count in found.items()]
+        _hosts(sheet, used, hosts)
     elif name in _FILES:
-        if (text := sheet.file(used.written, value)) is not None:
-            found = hostfile(sheet, value, text)
-            if not sheet.refused:
-                _hosts(sheet, used, found)
+        _hosts(sheet, used, sheet.hostfile(used.written, value))
     elif used.meaning == "ranks":
         sheet.hosts["ranks"] = used
     elif name == "-x":
@@ -56,12 +57,12 @@ def option(sheet: Sheet, used: Used) -> None:
         by_meaning(sheet, used)
 
 
-def _hosts(sheet: Sheet, used: Used, slots: dict[str, int]) -> None:
-    if list(slots) in (["localhost"], ["127.0.0.1"]):
+def _hosts(sheet: Sheet, used: Used, hosts: list[Host]) -> None:
+    sheet.slots = {host.name: host.slots or 1 for host in hosts}
+    if list(sheet.slots) in (["localhost"], ["127.0.0.1"]):
         sheet.drop(used.written, "this machine, as without it")
-    else:
-        sheet.ssh(used.written, slots)
-    sheet.slots = slots
+    elif hosts:
+        sheet.ssh(used.written, hosts)
 
 
 def finish(sheet: Sheet) -> None:

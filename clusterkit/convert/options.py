@@ -23,7 +23,7 @@ def by_meaning(sheet: Sheet, used: Used) -> None:
     value = constant if is_set else used.value
     if used.meaning == OURS:
         sheet.drop(used.written)
-    elif used.meaning in (MODULE, COMMAND):
+    elif used.meaning in (MODULE, COMMAND) and not used.value:
         sheet.note(used.written, f"the program is a {used.meaning}", "job")
     elif used.meaning == BY_ENVIRONMENT:
         sheet.drop(used.written, "LOCAL_RANK stands in the environment")
@@ -33,6 +33,14 @@ def by_meaning(sheet: Sheet, used: Used) -> None:
         sheet.refuse(used.written, "ranks are not bound to cores")
     elif used.meaning.startswith("!"):
         sheet.refuse(used.written, used.meaning[1:] or "clusterkit has no equivalent")
+    elif used.meaning.startswith("-"):
+        sheet.drop(used.written, used.meaning[1:])
+    elif used.meaning.startswith("?"):
+        sheet.yours(used.written, used.meaning[1:])
+    elif key.startswith("entry.") and key.endswith("+"):
+        sheet.more(used.written, key[6:-1], value)
+    elif key.startswith("entry."):
+        sheet.entry(used.written, key[6:], {"true": True, "false": False}.get(constant, value))
     elif key in ("nodes", "gpus_per_node", "threads_per_rank"):
         sheet.number(used.written, key, value)
     elif key == "restarts":

@@ -97,7 +97,7 @@ class Script:
                 self._command(command)
         except Unfinished as error:
             sheet.at = f"{sheet.name}:{error.line}"
-            sheet.refuse("script", "a quote or bracket that does not end")
+            sheet.refuse("script", "a quote, bracket or here-document that does not end")
         for name, (what, at) in self.pending.items():
             sheet.at = at
             if name in self.variables.used:
@@ -154,7 +154,12 @@ class Script:
                 return
             self.launched = f"line {command.line} starts another"
             for redirect in command.redirects:
-                sheet.drop(redirect, LOGS)
+                if "<" in redirect and not redirect.endswith("/dev/null"):
+                    sheet.refuse(redirect, "ranks have no standard input")
+                else:
+                    sheet.drop(redirect, LOGS)
+            for word in command.expanded:
+                sheet.refuse(word, "no shell reads the arguments: write what it makes of that")
             if command.after == "&":
                 sheet.drop("&", "the nodes run beside each other anyway")
             self.launch(sheet, words)

@@ -4,12 +4,14 @@ option what became of it. Pure."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from msgspec import Struct
+from msgspec.structs import asdict, replace
 
-from clusterkit import shell
+from clusterkit import addresses, shell
+from clusterkit.cluster import Host
 from clusterkit.command import Used
 from clusterkit.errors import BadInput, Place, dotted
 from clusterkit.yaml_file import Document
@@ -60,6 +62,22 @@ def unknown_in(text: str) -> str | None:
     return found[1] if found else None
 
 
+def hosts_of(path: str, text: str) -> list[Host]:
+    """What a hostfile names; a line without slots is one slot.
+
+    Raises:
+        BadInput: as `addresses.hostfile`; no hosts, a host without ranks.
+    """
+    lines = addresses.hostfile_lines(text)
+    hosts = addresses.hostfile(path, lines, mixed=True)
+    if not hosts:
+        raise BadInput(f"{path}: no hosts", hint="`host slots=N` on each line")
+    for (number, line), host in zip(lines, hosts, strict=True):
+        if host.slots == 0:
+            raise BadInput(f"{path}:{number}: {line}: no rank runs there", hint="take it out")
+    return [replace(host, slots=host.slots or 1) for host in hosts]
+
+
 class Sheet:
     """Collects a conversion; ``at`` says where the option that is being read stands."""
 
@@ -91,13 +109,15 @@ class Sheet:
 
     def env(self, what: str, name: str, value: str) -> None:
         """A variable of the ranks."""
-        if self._has_no_value(what, value):
+        if self._is_no_name(what, name) or self._has_no_value(what, value):
             return
         self.job.setdefault("env", {})[name] = value
         self.note(what, f"env.{name}: {_short(value)}", "job")
 
     def secret(self, what: str, name: str) -> None:
         """A variable that the submitter's environment gives."""
+        if self._is_no_name(what, name):
+            return
         secrets = self.job.setdefault("secrets", [])
         if name not in secrets:
             secrets.append(name)
@@ -147,6 +167,11 @@ class Sheet:
             self.refuse(what, _no_value(bad))
         return bad is not None
 
+    def _is_no_name(self, what: str, name: str) -> bool:
+        if bad := not shell.is_name(name):
+            self.refuse(what, f"{name!r} is not a valid name of an environment variable")
+        return bad
+
     def _place(self, what: str) -> str:
         return f"{self.at}: {what}" if self.at else what
 
@@ -167,15 +192,21 @@ class Sheet:
         except BadInput as error:
             raise BadInput(f"{self._place(what)}: {error.message}", "end the quote") from None
 
-    def ssh(self, what: str, slots: Mapping[str, int]) -> None:
-        """Hosts, ``user@`` in front of them or not, with the ranks that each takes."""
+    def ssh(self, what: str, hosts: Sequence[Host]) -> None:
+        """Hosts, with the ranks that each takes."""
         self.cluster["backend"] = "ssh"
         self.cluster_name = "hosts"
-        hosts = []
-        for name, count in slots.items():
-            user, at, host = name.rpartition("@")
-            hosts.append({"name": host, **({"user": user} if at else {}), "slots": count})
-        self.entry(what, "hosts", hosts, f"cluster entry, hosts: {', '.join(slots)}")
+        names = ", ".join(host.name for host in addresses.check_hosts(hosts, self._place(what)))
+        entry = [
+            {key: value for key, value in asdict(host).items() if value is not None}
+            for host in hosts
+        ]
+        self.entry(what, "hosts", entry, f"cluster entry, hosts: {names}")
+
+    def hostfile(self, what: str, path: str) -> list[Host]:
+        """A hostfile's hosts; one that is not there is refused."""
+        text = self.file(what, path)
+        return [] if text is None else hosts_of(path, text)
 
     def number(self, what: str, key: str, text: Any, least: int = 1) -> None:
         """A key of the job that takes a whole number."""

@@ -18,6 +18,10 @@ _NAME = re.compile(shell.NAME)
 _BRACED = re.compile(rf"({shell.NAME})(?::?[-=]((?:[^${{}}`])*))?\Z")
 _OPERATORS = ("&&", "||", ";;", "|&", ";", "|", "&", "\n")
 _FIELD = re.compile("(?:\ue000[^\ue001]*\ue001|\\S)+")
+_QUOTED = re.compile(r"\\.|'[^']*'|\"(?:[^\"\\]|\\.)*\"|\$\{[^}]*\}|\$.", re.DOTALL)
+_EXPANDED = re.compile(r"\A~|\*|\{[^{}]*(?:,|\.\.)[^{}]*\}")
+_ANSI = re.compile(r"\$'(?:[^'\\]|\\.)*'", re.DOTALL)
+"""Text with escapes, which are not read here."""
 _REDIRECT = re.compile(r"(\d*|&)(>>|>&|>\||>|<<<|<<-?|<&|<)(&?)")
 
 
@@ -29,6 +33,8 @@ class Command:
     words: list[str] = field(default_factory=list)
     raw: str = ""
     redirects: list[str] = field(default_factory=list)
+    expanded: list[str] = field(default_factory=list)
+    """Words of which a shell makes names of files, or several words."""
     before: str = ""
     """The operator in front of it."""
     after: str = ""
@@ -69,11 +75,17 @@ class _Reader:
     def __init__(self, text: str, variables: Mapping[str, str], first: int) -> None:
         self.text = text.replace("\r\n", "\n")
         self.variables = variables
-        self.first = first
         self.at = 0
+        self._counted = (0, first)
+        self._ends: list[tuple[str, bool]] = []
+        """Of here-documents that begin behind this line."""
 
     def line(self, at: int | None = None) -> int:
-        return self.first + self.text.count("\n", 0, self.at if at is None else at)
+        """The number of the line at a place; counted on from the last one, which came before."""
+        before, number = self._counted
+        at = max(before, self.at if at is None else at)
+        self._counted = (at, number + self.text.count("\n", before, at))
+        return self._counted[1]
 
     def command(self) -> Command | None:
         """The next one, which may be empty; None at the end."""
@@ -91,17 +103,41 @@ class _Reader:
                 start = self.at
                 self.at = match.end()
                 self._skip_blanks()
-                self._word()
+                end = self.at
+                word = self._word()
                 found.redirects.append(text[start : self.at].strip())
+                if match[2] in ("<<", "<<-"):
+                    plain = "".join(word) or text[end : self.at]
+                    self._ends.append((plain, match[2] == "<<-"))
             else:
+                start, name = self.at, bool(found.words)
                 found.words += self._word()
+                if name and _EXPANDED.search(_QUOTED.sub("", text[start : self.at])):
+                    found.expanded.append(text[start : self.at])
         found.raw = text[begin : self.at].strip()
         for operator in _OPERATORS:
             if text.startswith(operator, self.at):
                 found.after = operator
                 self.at += len(operator)
                 break
+        if self._ends and (found.after == "\n" or self.at >= len(text)):
+            found.raw += "\n" + self._here_documents()
         return found
+
+    def _here_documents(self) -> str:
+        """Their lines, which are no commands."""
+        begin = self.at
+        for word, tabs in self._ends:
+            line = None
+            while line != word:
+                if self.at >= len(self.text):
+                    raise Unfinished(self.line(begin))
+                end = self.text.find("\n", self.at) % (len(self.text) + 1)
+                line = self.text[self.at : end]
+                line = line.lstrip("\t") if tabs else line
+                self.at = end + 1
+        self._ends = []
+        return self.text[begin : self.at].rstrip("\n")
 
     def _skip_blanks(self) -> None:
         text = self.text
@@ -140,6 +176,11 @@ class _Reader:
             elif here == '"':
                 words[-1] += self._double()
                 quoted = True
+            elif text.startswith('$"', self.at):
+                self.at += 1  # a translation, which there is none of
+            elif ansi := _ANSI.match(text, self.at):
+                words[-1] += variable(ansi[0][1:])
+                quoted, self.at = True, ansi.end()
             elif here in "$`":
                 value = self._expansion()
                 assignment = re.match(rf"{shell.NAME}=", text[begin : self.at])

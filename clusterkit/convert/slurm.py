@@ -1,7 +1,4 @@
-"""A batch script of Slurm: its ``#SBATCH`` lines, what it sets up, and its ``srun`` line. Pure.
-
-Sources: sbatch(1) and srun(1) of Slurm 24.11; pyxis for ``--container-*``.
-"""
+"""A batch script of Slurm: its ``#SBATCH`` lines, what it sets up, and its ``srun`` line. Pure."""
 
 from __future__ import annotations
 
@@ -9,59 +6,20 @@ import re
 from collections.abc import Sequence
 
 from clusterkit import shell
+from clusterkit.command import Used, options
 from clusterkit.command import read as read_line
 from clusterkit.convert import lines
-from clusterkit.convert.options import assigned, job_name
+from clusterkit.convert.options import assigned, by_meaning, job_name
 from clusterkit.convert.script import Script, left
-from clusterkit.convert.sheet import LOGS, Sheet, shown, unknown_in, variable
+from clusterkit.convert.sheet import Sheet, shown, unknown_in, variable
 from clusterkit.convert.shell_text import Command
+from clusterkit.launcher_options import AGAIN, PASSED, SBATCH, SPECIAL, SRUN, Tool
 
 _DIRECTIVE = re.compile(r"#SBATCH\s+(.*)")
-_SHORT = {
-    "A": "account", "p": "partition", "q": "qos", "C": "constraint", "t": "time", "J": "job-name",
-    "N": "nodes", "n": "ntasks", "c": "cpus-per-task", "o": "output", "e": "error", "D": "chdir",
-    "G": "gpus", "w": "nodelist", "x": "exclude", "d": "dependency", "a": "array", "L": "licenses",
-    "M": "clusters", "s": "oversubscribe", "k": "no-kill", "H": "hold", "i": "input", "W": "wait",
-    "Q": "quiet", "v": "verbose", "O": "overcommit", "m": "distribution", "S": "core-spec",
-    "B": "extra-node-info", "b": "begin", "F": "nodefile", "l": "label", "u": "unbuffered",
-    "K": "kill-on-bad-exit", "r": "relative", "Z": "no-allocate", "T": "threads",
-}  # fmt: skip
-_FLAGS = frozenset(
-    {"exclusive", "requeue", "no-requeue", "oversubscribe", "no-kill", "hold", "wait", "quiet",
-     "verbose", "overcommit", "contiguous", "spread-job", "use-min-nodes", "reboot", "parsable",
-     "label", "unbuffered", "kill-on-bad-exit", "overlap", "exact", "pty", "multi-prog",
-     "container-mount-home", "no-container-mount-home", "container-writable",
-     "container-remap-root", "no-container-remap-root", "container-readonly",
-     "container-entrypoint", "no-container-entrypoint", "get-user-env", "ignore-pbs",
-     "gres-flags", "propagate", "export"}
-)  # fmt: skip
-"""Options that may stand without a value, or have it behind ``=`` alone."""
-_ENTRY = ("account", "partition", "qos", "constraint", "reservation", "time")
-_LOGS = frozenset(
-    {"output", "error", "open-mode", "input", "label", "unbuffered", "quiet", "verbose"}
-)
-_OURS = frozenset(
-    {"no-kill", "kill-on-bad-exit", "wait", "parsable", "overlap", "exact", "jobid", "job-id",
-     "cpu-bind", "mpi", "get-user-env", "spread-job", "gpu-bind", "mem-bind", "accel-bind",
-     "ntasks-per-gpu", "ntasks-per-core", "ntasks-per-socket", "relative", "overcommit"}
-)  # fmt: skip
-_REFUSED = {
-    "array": "submit the job once for each value: --set args=...",
-    "wrap": "convert the command itself",
-    "multi-prog": "all ranks of a job run the same",
-    "pty": "a run has no terminal",
-    "cpus-per-gpu": "`cpus` of the cluster's entry counts for a node",
-    "mem-per-cpu": "`memory` of the cluster's entry counts for a node: --mem",
-    "mem-per-gpu": "`memory` of the cluster's entry counts for a node: --mem",
-    "clusters": "a run stays on one cluster",
-}
 _GPUS = re.compile(r"\bgpu(?::[^:,]+)??(?::(\d+))?(?:,|$)")
+_BY_ITSELF = ("container-mounts", "export", "chdir", "job-name", "signal", "exclusive")
 Asked = dict[str, tuple[str, str, str]]
 """Options about nodes, tasks and GPUs: value, as written, place."""
-_ASKED = frozenset(
-    {"nodes", "ntasks", "ntasks-per-node", "gpus", "gpus-per-node", "gpus-per-task", "gres",
-     "cpus-per-task"}
-)  # fmt: skip
 
 
 def script(sheet: Sheet, text: str, words: Sequence[str]) -> None:
@@ -95,39 +53,33 @@ class _Batch:
         self.asked: Asked = {}
 
     def directives(self, text: str) -> None:
-        """The ``#SBATCH`` lines, which end with the first command."""
-        sheet = self.sheet
+        """The ``#SBATCH`` lines; Slurm reads none behind the first command."""
+        sheet, begun = self.sheet, False
         for number, line in enumerate(text.splitlines(), 1):
             if match := _DIRECTIVE.match(line):
                 sheet.at = f"{sheet.name}:{number}"
+                if begun:
+                    sheet.drop(line.strip(), "Slurm reads no #SBATCH line behind a command")
+                    continue
                 comment = re.split(r"\s#", match[1])[0].strip()
-                for word in self.options(sheet.words("#SBATCH", comment), self.asked, job=True):
+                for word in self.options(SBATCH, sheet.words("#SBATCH", comment), self.asked):
                     sheet.refuse(word, "not an option of sbatch")
-            elif line.strip() and not line.startswith("#"):
-                break
+            begun = begun or not re.match(r"\s*(#|$)", line)
 
-    def options(self, words: list[str], asked: Asked, *, job: bool) -> list[str]:
+    def options(self, tool: Tool, words: list[str], asked: Asked) -> list[str]:
         """Options of sbatch, or of srun; gives the words behind them."""
-        rest = list(words)
-        while rest and rest[0].startswith("-") and rest[0] != "-":
-            word = rest.pop(0)
-            if word == "--":
-                break
-            written = word
-            if word.startswith("--"):
-                name, equals, value = word[2:].partition("=")
-                takes = not equals and name not in _FLAGS
-            else:
-                name, value = _SHORT.get(word[1], word[1]), word[2:].removeprefix("=")
-                takes = not value and name not in _FLAGS
-            if takes and rest:
-                value = rest.pop(0)
-                written = f"{word} {value}"
-            name = name.replace("_", "-")
-            if name in _ASKED:
-                asked[name] = (value, written, self.sheet.at)
-            else:
-                _option(self.sheet, name, value, written, job)
+        found, rest = options(tool, words, "srun" if tool is SRUN else "sbatch")
+        for used in found:
+            name = used.name[2:]
+            if used.meaning != SPECIAL or name in _BY_ITSELF:
+                _option(self.sheet, name, used)
+                continue
+            again, here = asked.get(name), self.sheet.at
+            asked[name] = (used.value, used.written, here)
+            if again is not None:
+                self.sheet.at = again[2]
+                self.sheet.drop(again[1], AGAIN[1:])
+                self.sheet.at = here
         return rest
 
     @property
@@ -206,7 +158,7 @@ class _Batch:
             return
         if by_srun:
             step: Asked = {}
-            rest = self.options(rest[1:], step, job=False)
+            rest = self.options(SRUN, rest[1:], step)
             for name in step:
                 self._same(name, step)
         reader.start(rest, lambda sheet, words: self._ranks(words, by_srun))
@@ -255,16 +207,11 @@ class _Batch:
                            "job")  # fmt: skip
 
 
-def _option(sheet: Sheet, name: str, value: str, written: str, job: bool) -> None:
+def _option(sheet: Sheet, name: str, used: Used) -> None:
     """One that means something by itself."""
-    if name in _LOGS:
-        sheet.drop(written, LOGS)
-    elif name in _REFUSED:
-        sheet.refuse(written, _REFUSED[name])
-    elif name in _OURS:
-        sheet.drop(written, "clusterkit starts one agent on each node, and ends them together")
-    elif name in ("container-image", "container"):
-        sheet.entry(written, "container", value)
+    value, written = used.value, used.written
+    if used.meaning not in (SPECIAL, PASSED):
+        by_meaning(sheet, used)
     elif name == "container-mounts":
         for mount in value.split(","):
             sheet.more(written, "container_mounts", mount)
@@ -275,23 +222,14 @@ def _option(sheet: Sheet, name: str, value: str, written: str, job: bool) -> Non
             sheet.drop(written, "ranks start where the program is found")
         else:
             sheet.key(written, "workdir", value)
-    elif not job:
-        sheet.refuse(written, "clusterkit's own srun has no such option: give it to sbatch")
     elif name == "job-name":
         sheet.key(written, "name", job_name(value))
-    elif name in _ENTRY:
-        sheet.entry(written, name, value)
-    elif name == "mem":
-        sheet.entry(written, "memory", value)
-    elif name == "exclusive" and value == "":
-        sheet.entry(written, "exclusive", True)
-    elif name in ("requeue", "no-requeue"):
-        sheet.entry(written, "requeue", name == "requeue")
     elif name == "signal":
         _signal(sheet, value, written)
-    elif len(name) > 1:
-        option = f"--{name}={value}" if value else f"--{name}"
-        sheet.more(written, "options", option)
+    elif name == "exclusive" and value == "" and used.meaning == SPECIAL:
+        sheet.entry(written, name, True)
+    elif name:
+        sheet.more(written, "options", f"--{name}={value}" if value else f"--{name}")
     else:
         sheet.refuse(written, "sbatch has no such option")
 

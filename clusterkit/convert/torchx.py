@@ -9,8 +9,10 @@ import re
 from collections.abc import Sequence
 
 from clusterkit import shell
-from clusterkit.convert.options import assigned, job_name
-from clusterkit.convert.sheet import LOGS, OURS, Sheet
+from clusterkit.command import options
+from clusterkit.convert.options import assigned, by_meaning, job_name
+from clusterkit.convert.sheet import OURS, Sheet
+from clusterkit.launcher_options import DIST_DDP, SPECIAL, TORCHX_RUN
 
 _COMPONENTS = ("dist.ddp", "dist.spmd")
 _KUBERNETES = ("namespace", "queue", "service_account", "priority_class")
@@ -20,9 +22,7 @@ _SCHEDULERS = {
     "kubernetes_mcad": ("kubernetes", _KUBERNETES),
 }
 """The backend of each, and those of its settings that its entry calls as TorchX does."""
-_RUN_VALUES = {"-s", "--scheduler", "-cfg", "--scheduler_args", "--workspace", "--parent_run_id"}
-_RUN_FLAGS = {"--dryrun", "--wait", "--log", "--tee_logs", "--stdin"}
-_COUNT = re.compile(r"(\d+)(?::(\d+))?x(\d+)\Z")
+_COUNT = re.compile(r"(?:(\d+)(?::(\d+))?x)?(\d+)\Z")
 
 
 def command(sheet: Sheet, words: Sequence[str]) -> None:
@@ -49,28 +49,20 @@ def command(sheet: Sheet, words: Sequence[str]) -> None:
         sheet.job["args"] = args
 
 
-def _run_options(sheet: Sheet, rest: list[str]) -> list[str]:
-    scheduler, settings = "", ""
-    while rest and rest[0].startswith("-"):
-        name, equals, value = rest.pop(0).partition("=")
-        if name in _RUN_FLAGS:
-            sheet.drop(name, "`clusterkit plan`, `submit` and `logs` do that")
-            continue
-        if name not in _RUN_VALUES:
-            sheet.refuse(name, "clusterkit does not know this option of torchx run")
-            continue
-        if not equals and rest:
-            value = rest.pop(0)
-        if name in ("-s", "--scheduler"):
-            scheduler = value
-        elif name in ("-cfg", "--scheduler_args"):
-            settings = f"{settings},{value}".strip(",")
+def _run_options(sheet: Sheet, words: list[str]) -> list[str]:
+    found, rest = options(TORCHX_RUN, words, "torchx run")
+    scheduler, settings = "", []
+    for used in found:
+        if used.name == "-s":
+            scheduler = used.value
+        elif used.name == "-cfg":
+            settings += [each for each in used.value.split(",") if each]
         else:
-            sheet.drop(f"{name} {value}", "the project's folder is copied anyway")
+            by_meaning(sheet, used)
     if scheduler.startswith("local") or not scheduler:
         if scheduler:
             sheet.drop(f"-s {scheduler}", "this machine, as without it")
-        for setting in filter(None, settings.split(",")):
+        for setting in settings:
             sheet.drop(f"-cfg {setting}", "a run has a folder and logs of its own")
         return rest
     if scheduler not in _SCHEDULERS:
@@ -79,7 +71,7 @@ def _run_options(sheet: Sheet, rest: list[str]) -> list[str]:
     backend, keys = _SCHEDULERS[scheduler]
     sheet.cluster["backend"] = sheet.cluster_name = backend
     sheet.note(f"-s {scheduler}", f"cluster entry, backend: {backend}", "cluster")
-    for setting in filter(None, settings.split(",")):
+    for setting in settings:
         name, _, value = setting.partition("=")
         if name in keys:
             sheet.entry(f"-cfg {setting}", name, value)
@@ -94,48 +86,33 @@ def _run_options(sheet: Sheet, rest: list[str]) -> list[str]:
 
 def _component(sheet: Sheet, rest: list[str]) -> list[str]:
     """Options of dist.ddp; gives the program's arguments."""
-    while rest and rest[0].startswith("-"):
-        word = rest.pop(0)
-        if word == "--":
-            break
-        name, equals, value = word.partition("=")
-        if not equals and rest:
-            value = rest.pop(0)
-        written = word if equals else f"{word} {value}"
-        if name == "-j":
-            match = _COUNT.match(value)
-            if match is None and value.isdecimal():
-                sheet.key(written, "nodes", 1)
-                sheet.key(written, "gpus_per_node", int(value))
-            elif match is None:
-                sheet.refuse(written, "not NODESxRANKS or MIN:MAXxRANKS")
-            else:
-                nodes = f"{match[1]}:{match[2]}" if match[2] else int(match[1])
-                sheet.key(written, "nodes", nodes)
-                sheet.key(written, "gpus_per_node", int(match[3]))
-        elif name == "--script":
-            sheet.key(written, "program", value)
-        elif name in ("-m", "--module"):
-            sheet.key(written, "module", value)
+    found, args = options(DIST_DDP, rest, "dist.ddp")
+    for used in found:
+        name, value, written = used.name, used.value, used.written
+        if used.meaning != SPECIAL:
+            by_meaning(sheet, used)
+        elif name == "-j":
+            _shape(sheet, written, value)
         elif name == "--name":
             sheet.key(written, "name", job_name(value))
-        elif name == "--max_retries":
-            sheet.number(written, "restarts", value, least=0)
         elif name == "--env":
             for pair in re.split(r"[;,](?=[A-Za-z_]\w*=)", value):
                 variable, _, text = pair.partition("=")
                 assigned(sheet, written, variable, text)
-        elif name == "--image":
-            if sheet.cluster_name == "kubernetes":
-                sheet.entry(written, "image", value)
-            else:
-                sheet.yours(written, "the entry's image, where it has one")
-        elif name in ("--cpu", "--memMB", "--gpu", "-h", "--host"):
-            sheet.yours(written, "the cluster's entry says what a node gives")
-        elif name in ("--rdzv_port", "--rdzv_backend", "--rdzv_conf"):
-            sheet.drop(written)
-        elif name in ("--tee", "--debug"):
-            sheet.drop(written, LOGS)
+        elif sheet.cluster_name == "kubernetes":
+            sheet.entry(written, "image", value)
         else:
-            sheet.refuse(written, "clusterkit does not know this option of dist.ddp")
-    return rest
+            sheet.yours(written, "the entry's image, where it has one")
+    return args
+
+
+def _shape(sheet: Sheet, written: str, value: str) -> None:
+    """``[MIN:]NODESxRANKS``, or the ranks of one node."""
+    match = _COUNT.match(value)
+    if match is None:
+        sheet.refuse(written, "not NODESxRANKS or MIN:MAXxRANKS")
+        return
+    low, high, ranks = match.groups()
+    nodes = f"{low}:{high}" if high else int(low or 1)
+    sheet.key(written, "nodes", nodes)
+    sheet.key(written, "gpus_per_node", int(ranks))

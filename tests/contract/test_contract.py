@@ -215,41 +215,36 @@ def test_values_arrive_at_the_ranks_exactly_as_written(
     stage, demo, run_nodes, dump_dir, ugly_values
 ):
     words = [*ugly_values.values(), "--", "-x", "--nproc", "7"]
-    job = demo(args=tuple(words), env={"DUMP_DIR": str(dump_dir), **ugly_values})
-    assert run_nodes(stage, stage.plan(job)) == [0]
+    scripts_own = dict.fromkeys(
+        ["run_dir", "node_dir", "slot", "pipe", "IS_HOST", "name"], "user's"
+    )
+    of_cluster = {f"CLUSTER_{name}": value for name, value in ugly_values.items()}
+    job = demo(args=tuple(words), env={**ugly_values, **scripts_own})
+    cluster = stage.cluster(env={"DUMP_DIR": str(dump_dir), **of_cluster})
+    assert run_nodes(stage, stage.plan(job, cluster=cluster)) == [0]
     (seen,) = dumped(dump_dir).values()
-    assert {name: seen["env"].get(name) for name in ugly_values} == ugly_values
+    for written in (ugly_values, of_cluster, scripts_own):
+        assert {name: seen["env"].get(name) for name in written} == written
     assert seen["argv"] == words
 
 
-def test_values_of_the_cluster_entry_arrive_exactly_as_well(
-    stage, demo, run_nodes, dump_dir, ugly_values
+def test_folders_with_weird_names_and_a_very_long_job_name_work(
+    stage, demo, run_nodes, dump_dir, weird_tmp_path
 ):
-    cluster = stage.cluster(env={"DUMP_DIR": str(dump_dir), **ugly_values})
-    assert run_nodes(stage, stage.plan(demo(), cluster=cluster)) == [0]
-    (seen,) = dumped(dump_dir).values()
-    assert {name: seen["env"].get(name) for name in ugly_values} == ugly_values
-
-
-def test_variables_that_the_scripts_use_themselves_are_still_the_user_s(
-    stage, demo, run_nodes, dump_dir
-):
-    theirs = dict.fromkeys(["run_dir", "node_dir", "slot", "pipe", "IS_HOST", "name"], "theirs")
-    job = demo(env={"DUMP_DIR": str(dump_dir), **theirs})
-    assert run_nodes(stage, stage.plan(job)) == [0]
-    (seen,) = dumped(dump_dir).values()
-    assert {name: seen["env"].get(name) for name in theirs} == theirs
-
-
-def test_folders_with_weird_names_work(stage, demo, run_nodes, dump_dir, weird_tmp_path):
     program = weird_tmp_path / "my $program's.py"
     program.write_bytes((PROGRAMS / "dump.py").read_bytes())
-    job = demo(program=program.name, workdir=str(weird_tmp_path), env={"DUMP_DIR": str(dump_dir)})
-    plan = stage.plan(job, stage.facts_of(home=str(weird_tmp_path / "home")))
+    name = "n" * 200
+    job = demo(
+        name=name, program=program.name, workdir=str(weird_tmp_path),
+        env={"DUMP_DIR": str(dump_dir)},
+    )  # fmt: skip
+    home = str(weird_tmp_path / "home")
+    plan = stage.plan(job, stage.facts_of(home=home), runs.new_run_id(name))
     assert run_nodes(stage, plan) == [0]
     (seen,) = dumped(dump_dir).values()
     assert seen["cwd"] == str(weird_tmp_path)
     assert seen["env"]["CLUSTERKIT_RUN_DIR"] == plan.run_dir
+    assert seen["env"]["CLUSTERKIT_JOB"] == name
 
 
 def test_stale_variables_of_the_submitter_do_not_reach_the_ranks(stage, demo, run_nodes, dump_dir):
@@ -402,13 +397,6 @@ def test_any_job_name_gives_legal_names(stage, demo, name):
     assert all(len(part.encode()) <= 255 for file in plan.files for part in file.path.split("/"))
 
 
-def test_a_run_of_a_very_long_name_runs(stage, demo, run_nodes, dump_dir):
-    name = "n" * 200
-    job = demo(name=name, env={"DUMP_DIR": str(dump_dir)})
-    assert run_nodes(stage, stage.plan(job, run_id=runs.new_run_id(name))) == [0]
-    assert dumped(dump_dir)[0]["env"]["CLUSTERKIT_JOB"] == name
-
-
 # ---------------------------------------------------------------- 8, 14: submitting
 
 
@@ -531,9 +519,11 @@ def test_states_are_told_per_attempt(stage, handle):
     assert stage.backend.status(second, stage.transport).state is State.SUCCEEDED
 
 
-def test_a_real_run_is_seen_to_have_succeeded(stage, demo, run_nodes, dump_dir):
+def test_a_real_run_is_seen_to_have_succeeded_and_cancelling_it_changes_nothing(
+    stage, demo, run_nodes, dump_dir
+):
     job = demo(nodes=2, env={"DUMP_DIR": str(dump_dir)})
-    plan = stage.plan(job)
+    plan = stage.plan(job, cluster=stage.cluster(stop_grace=0.1))
     stage.begin(plan)
     run_nodes(stage, plan)
     seen = stage.backend.status(stage.handle(plan), stage.transport)
@@ -542,6 +532,9 @@ def test_a_real_run_is_seen_to_have_succeeded(stage, demo, run_nodes, dump_dir):
     # A line without a rank is the agent's, such as that another test has taken its watch port.
     lines = [(x.rank, x.text) for x in stage.lines(stage.handle(plan)) if x.rank is not None]
     assert sorted(lines) == [(0, "dumped 0"), (1, "dumped 1")]
+    for _ in range(2):
+        stage.backend.cancel(stage.handle(plan), stage.transport)
+    assert stage.backend.status(stage.handle(plan), stage.transport) == seen
 
 
 def test_a_real_run_that_fails_is_seen_with_its_exit_code(stage, demo, run_nodes):
@@ -559,17 +552,6 @@ def test_a_real_run_that_fails_is_seen_with_its_exit_code(stage, demo, run_nodes
 def test_cancelling_is_fine_to_repeat_and_on_a_run_that_never_was(stage, handle):
     stage.backend.cancel(handle, stage.transport)
     stage.backend.cancel(handle, stage.transport)
-
-
-def test_cancelling_a_run_that_has_ended_changes_nothing(stage, demo, run_nodes, dump_dir):
-    plan = stage.plan(demo(env={"DUMP_DIR": str(dump_dir)}), cluster=stage.cluster(stop_grace=0.1))
-    stage.begin(plan)
-    run_nodes(stage, plan)
-    before = stage.backend.status(stage.handle(plan), stage.transport)
-    for _ in range(2):
-        stage.backend.cancel(stage.handle(plan), stage.transport)
-    assert stage.backend.status(stage.handle(plan), stage.transport) == before
-    assert before.state is State.SUCCEEDED
 
 
 def test_a_cancel_that_fails_says_so(stage, demo, recording):

@@ -218,9 +218,11 @@ class World:
         run goes on without an agent, none are left."""
         rounds, servers = {}, {a.server.identity: a.server for a in self.agents if a.server}
         for agent in self.agents:
+            if agent.ranks is None:
+                continue
             met, number = agent.peer.met, agent.peer._round
-            follows = met and number and agent.ended is None and agent is self.place[agent.node]
-            if agent.ranks is None or not follows:
+            here = agent.ended is None and agent is self.place[agent.node]
+            if not (met and number and here):
                 continue
             if agent.node in servers[met].members.ranks:
                 rounds.setdefault(met, set()).add(number)

@@ -5,6 +5,7 @@ What it does to hosts is tested in tests/live/ssh/test_ansible.py.
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 from collections.abc import Iterator
@@ -94,6 +95,7 @@ def variables(text: str) -> set[str]:
     return {n.name for n in names if n.ctx == "load"} - {n.name for n in names if n.ctx == "store"}
 
 
+@functools.cache
 def used(name: str) -> set[str]:
     """The variables that a role reads, in its tasks, handlers, templates and defaults."""
     found: set[str] = set()

@@ -434,6 +434,26 @@ def test_each_refusal_is_one_sentence_with_a_remedy(
     assert not list(clusterkit_home.rglob("*.json"))
 
 
+@pytest.mark.parametrize(
+    ("entry", "remedy"),
+    [
+        ({}, "`image: NAME` in the cluster entry (docs/containers.md, An image of your own), or"),
+        ({"image": "mine:1"}, "docker pull mine:1, or docker build --tag mine:1 . (docs/"),
+    ],
+    ids=["none is named", "one is named"],
+)
+def test_who_has_no_image_and_no_checkout_is_told_how_to_make_one(
+    entry: dict[str, Any], remedy: str, tools: Path
+) -> None:
+    docker = Docker(image=(1, "[]\n", "Error: No such image"))
+    with pytest.raises(Unavailable) as error:
+        BACKEND.probe(ComposeCluster(**entry), docker, job())
+    assert error.value.hint is not None
+    assert error.value.hint.startswith(remedy)
+    page = Path(__file__).parents[2] / "docs" / "containers.md"
+    assert "\n## An image of your own\n" in page.read_text()
+
+
 def test_a_machine_without_docker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(Unavailable, match="needs docker, which is not installed"):

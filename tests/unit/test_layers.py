@@ -38,6 +38,7 @@ mirror tracebacks yaml_file
 spec diagnose
 launcher_options
 cluster command
+addresses
 batch rendezvous loader schema
 plan request catalogue deepspeed_config
 program runs examples
@@ -69,7 +70,7 @@ doctor.checks
 doctor.hosts
 doctor
 backends.base
-backends backends.nodes backends.ports backends.placing backends.probing backends.addresses
+backends backends.nodes backends.ports backends.placing backends.probing
 backends.local backends.ssh backends.compose backends.kubernetes backends.slurm
 backends.ssh.config backends.ssh.filters backends.ssh.variables backends.compose.compose_file
 backends.compose.engine backends.slurm.queue backends.slurm.tail
@@ -105,11 +106,11 @@ prometheus
 launch
 handout
 ui ui.words
-ui.plots ui.top ui.top.paint web.page web.log_pages
+ui.plots ui.waiting ui.top ui.top.paint web.page web.log_pages
 ui.top.board web.site
 web.server web
 api
-ui.follow ui.sending ui.top.app
+ui.follow ui.top.app
 cli cli.common
 cli.following
 cli.*

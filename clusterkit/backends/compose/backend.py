@@ -14,7 +14,13 @@ from pathlib import Path
 
 import msgspec
 
-from clusterkit.backends.base import Backend, Observation, SupportsCleanup, SupportsFile
+from clusterkit.backends.base import (
+    OWN_IMAGE,
+    Backend,
+    Observation,
+    SupportsCleanup,
+    SupportsFile,
+)
 from clusterkit.backends.compose.compose_file import parse_volume, size_bytes
 from clusterkit.backends.compose.containers import (
     ContainerMonitor,
@@ -43,7 +49,7 @@ class ComposeBackend(Backend, SupportsCleanup, SupportsFile):
     command = "docker"
     first_note = (
         "`image` in clusters.yaml names the nodes' image: one with torch and all that the program "
-        "imports (docs/containers.md, An image of your own)"
+        f"imports ({OWN_IMAGE})"
     )
 
     @classmethod

@@ -11,6 +11,7 @@ from ipaddress import IPv4Network
 import msgspec
 
 from clusterkit.assemble import Assembly, Placement, Places, Watching, require_packages
+from clusterkit.backends.base import OWN_IMAGE
 from clusterkit.backends.compose.compose_file import (
     OURS,
     Containers,
@@ -86,7 +87,7 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
     _check_room(cluster, containers)
     cores = math.floor(cluster.cpus) if cluster.cpus else host.cpus // most
     threads, threads_origin = threads_of(job, max(1, cores), nproc)
-    remedy = "install it in the image; `make image` makes one with everything"
+    remedy = f"install it in the image ({OWN_IMAGE})"
     require_packages(job, host, where=engine.image, hint=remedy)
     run_dir = posixpath.join(facts.home, "runs", run_id)
     workdir, program = _workdir(job, cluster, engine, run_dir)
@@ -102,7 +103,7 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
         places=Places(run_dir, workdir, host.python, python_origin=host.python_origin),
         device=device,
         threads=threads,
-        where=f"in containers of docker {engine.version}",
+        where=f"in containers of docker {engine.version}".rstrip(),
         hosts=(HOST,) * containers,
         names=names,
         cluster_env=cluster.env,

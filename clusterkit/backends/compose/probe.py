@@ -17,6 +17,7 @@ import msgspec
 
 import clusterkit
 from clusterkit import host_probe
+from clusterkit.backends.base import OWN_IMAGE
 from clusterkit.backends.compose.compose_file import parse_volume
 from clusterkit.backends.compose.engine import (
     ENGINE_SECONDS,
@@ -207,9 +208,10 @@ def _image(cluster: ComposeCluster, gpus: bool, docker: Docker) -> dict[str, Any
     missing = "no such image" in said.lower()
     raise Unavailable(
         f"image: the docker engine has no {names[0]}" if missing else f"image: {said}",
-        hint=f"docker pull {names[0]}, or leave `image` out and run `make image`"
+        hint=f"docker pull {names[0]}, or docker build --tag {names[0]} . ({OWN_IMAGE})"
         if cluster.image
-        else "`make image` builds it",
+        else f"`image: NAME` in the cluster entry ({OWN_IMAGE}), or in a checkout of clusterkit: "
+        "make image",
     )
 
 
@@ -294,7 +296,7 @@ def _unfit(
         (
             "exec format error",
             f"image: {image} was built for another kind of processor",
-            "`make image` builds one for this machine",
+            "build it on this machine, or for it: docker build --platform",
         ),
         (
             "",

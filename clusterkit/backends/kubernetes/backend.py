@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from clusterkit.backends.base import (
+    OWN_IMAGE,
     Backend,
     Monitor,
     Observation,
@@ -71,7 +72,7 @@ class KubernetesBackend(
     first_entry: ClassVar[dict[str, Any]] = {"code": "copied"}
     first_note = (
         "`image` in clusters.yaml names the pods' image: one with torch and all that the program "
-        "imports (docs/containers.md, An image of your own)"
+        f"imports ({OWN_IMAGE})"
     )
     unsupported: ClassVar[dict[str, str]] = {
         "on_node_loss=shrink": "a pod that is lost is replaced, or ends the run",

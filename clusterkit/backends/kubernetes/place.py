@@ -138,7 +138,7 @@ def place(
         ),
         device=device,
         threads=threads,
-        where=f"in pods of Kubernetes {kube.version}, kept by a {flavor.kind}",
+        where=f"in pods of {f'Kubernetes {kube.version}'.rstrip()}, kept by a {flavor.kind}",
         hosts=(HOST,) * most,
         names=names,
         cluster_env=cluster.env,

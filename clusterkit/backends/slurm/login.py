@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 
-from clusterkit import backends, mirror
-from clusterkit.backends import addresses
+from clusterkit import addresses, backends, mirror
 from clusterkit.backends.slurm import tail
 from clusterkit.backends.slurm.queue import HERE, LOGIN_PYTHON
 from clusterkit.cluster import SlurmCluster, SshCluster

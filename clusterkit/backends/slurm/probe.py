@@ -145,7 +145,7 @@ def assumed(cluster: SlurmCluster, job: JobSpec) -> Facts:
         home=folder(cluster), hosts=(host,), port=port, port_origin="not asked whether it is free",
         interface=cluster.interface or "", watch_port=watch_port,
         slurm=SlurmFacts(
-            version="", partition=cluster.partition or "the default",
+            version="", partition=cluster.partition or "(default)",
             nodes=job.node_range[1] + job.spares,
         ),
     )  # fmt: skip

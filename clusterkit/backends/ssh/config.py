@@ -22,7 +22,7 @@ import msgspec
 import paramiko
 
 from clusterkit import shell
-from clusterkit.backends.addresses import host_from
+from clusterkit.addresses import host_from
 from clusterkit.cluster import Host
 from clusterkit.errors import BadInput, Unavailable
 

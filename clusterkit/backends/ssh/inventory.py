@@ -15,15 +15,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from clusterkit.backends import addresses
+from clusterkit import addresses
+from clusterkit.addresses import check_hosts
 from clusterkit.backends.ssh.filters import BRACKETED, chosen
 from clusterkit.backends.ssh.variables import absolute, host_of
 from clusterkit.cluster import Host
@@ -38,7 +36,6 @@ ANSIBLE_SECONDS = 120.0
 """Longer than an inventory plugin needs to ask a cloud."""
 _FORMS = "`inventory` names an Ansible inventory or a DeepSpeed hostfile (`host slots=N`)"
 _RANGE = re.compile(r"\[([0-9]*):([0-9]+)(?::[0-9]+)?\]")
-_SLOTS = re.compile(r"(\S+)\s+slots\s*=\s*(\S+)(?:\s.*)?\Z")
 _INI_LINE = re.compile(r"\[[^\]]*\]\Z|\S+\s.*\b(ansible|clusterkit)_\w+\s*=")
 """A line of an INI inventory that no hostfile has: a group, variables of Ansible's or ours."""
 _ONLY_ANSIBLE = {
@@ -72,7 +69,7 @@ def read_hosts(path: Path, group: str) -> tuple[Host, ...]:
         if (lines := _hostfile_lines(text)) is None:
             hosts = _yaml(path, text, group)
         elif group == "all":
-            hosts = _hostfile(path, lines)
+            hosts = addresses.hostfile(str(path), lines)
         else:
             raise BadInput(f"{path}: a hostfile has no group {group!r}", hint="leave `group` out")
     except _NeedsAnsible as found:
@@ -81,30 +78,6 @@ def read_hosts(path: Path, group: str) -> tuple[Host, ...]:
         where = "" if group == "all" else f" in group {group}"
         raise BadInput(f"{path}: no hosts{where}", hint="add hosts below `hosts:`")
     return check_hosts(hosts, str(path))
-
-
-def check_hosts(hosts: Sequence[Host], where: str) -> tuple[Host, ...]:
-    """The hosts themselves.
-
-    Raises:
-        BadInput: a name that no host or no user has, the same name or the same address twice.
-    """
-    names: set[str] = set()
-    taken: dict[tuple[str, int, str | None], str] = {}
-    for host in hosts:
-        addresses.check(host, where)
-        if host.name in names:
-            raise BadInput(f"{where}: host {host.name} is listed twice")
-        names.add(host.name)
-        # Behind two jump hosts, two machines may well have one address.
-        key = ((host.address or host.name).lower(), host.port or 22, host.jump)
-        if key in taken:
-            raise BadInput(
-                f"{where}: hosts {taken[key]} and {host.name} have the same address {key[0]}",
-                hint="two nodes need two machines, or two SSH ports",
-            )
-        taken[key] = host.name
-    return tuple(hosts)
 
 
 # ---------------------------------------------------------------- hostfiles
@@ -134,11 +107,7 @@ def _text(path: Path) -> str:
 
 def _hostfile_lines(text: str) -> list[tuple[int, str]] | None:
     """Numbered lines without comments, if this looks like a hostfile."""
-    lines = [
-        (number, line)
-        for number, raw in enumerate(text.splitlines(), 1)
-        if (line := raw.partition("#")[0].strip())
-    ]
+    lines = addresses.hostfile_lines(text)
     words = [line.split() for _, line in lines]
     if not lines or words[0][0].startswith(("---", "{", "$ANSIBLE_VAULT;")):
         return None
@@ -147,29 +116,6 @@ def _hostfile_lines(text: str) -> list[tuple[int, str]] | None:
     with_slots = any(re.search(r"\sslots?\s*=", line, re.IGNORECASE) for _, line in lines)
     bare = all(len(found) == 1 and not found[0].endswith(":") for found in words)
     return lines if with_slots or bare else None
-
-
-def _hostfile(path: Path, lines: Sequence[tuple[int, str]]) -> list[Host]:
-    """``[user@]host[:port] slots=N`` on each line, or no slots on any."""
-    hosts = []
-    without = all(len(line.split()) == 1 for _, line in lines)
-    for number, line in lines:
-        match = _SLOTS.match(line)
-        if match is None and not without:
-            raise BadInput(
-                f"{path}:{number}: {line!r} is not `host slots=N`",
-                hint="slots on every line, or names alone on every line",
-            )
-        if match is not None and not re.fullmatch(r"[0-9]{1,6}", match[2]):
-            raise BadInput(
-                f"{path}:{number}: slots={match[2]}: not a number of ranks", hint="slots=8"
-            )
-        try:
-            host = addresses.host_from(match[1] if match else line)
-        except BadInput as error:
-            raise BadInput(f"{path}:{number}: {error.message}", error.hint) from None
-        hosts.append(msgspec.structs.replace(host, slots=int(match[2]) if match else None))
-    return hosts
 
 
 # ---------------------------------------------------------------- inventories

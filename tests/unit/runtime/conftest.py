@@ -54,13 +54,13 @@ class Launcher:
         program: Path = GPT,
         env: dict[str, str] | None = None,
         on_event: Callable[[dict[str, Any], list[Process]], None] | None = None,
-        warm: str | None = "",
+        warm: str | None = "programs",
         patience: float = 90,
     ) -> Result:
         """Run ``program`` on ``ranks`` ranks; ``on_event`` sees rank 0's events as they come.
 
-        ``warm``: what the process has imported whose forks they are, one of `FAMILIES`; by default
-        as much as serves. None: each imports all by itself. ``patience``: seconds for all of it.
+        ``warm``: what the process has imported whose forks they are, one of `FAMILIES`.
+        None: each imports all by itself. ``patience``: seconds for all of it.
         """
         self.count += 1
         outputs = [self.folder / f"{self.count}-{rank}.out" for rank in range(ranks)]
@@ -82,9 +82,10 @@ class Launcher:
             argv = [str(program), *map(str, args)]
             variables = environment() | (here if ranks > 1 else {}) | (env or {})
             if warm is not None:
-                source = self.warm(warm or ("deepspeed" if "deepspeed" in argv else "torch"))
                 end = self.folder / f"{self.count}-{rank}.end"
-                process: Process = source.start(argv, variables, outputs[rank], errors[rank], end)
+                process: Process = self.warm(warm).start(
+                    argv, variables, outputs[rank], errors[rank], end
+                )
             else:
                 with outputs[rank].open("wb") as out, errors[rank].open("wb") as err:
                     process = subprocess.Popen(

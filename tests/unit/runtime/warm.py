@@ -19,17 +19,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-SHARED = (
-    "torch.distributed.checkpoint.state_dict_saver",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
-)
 FAMILIES = {
     "bare": ("torch",),
-    "torch": SHARED,
-    "deepspeed": (
-        *SHARED,
+    "programs": (
+        "torch.distributed.checkpoint.state_dict_saver",
+        "torch.distributed.fsdp",
+        "torch.distributed.pipelining",
+        "torch.distributed.tensor.parallel",
         "deepspeed",
         "deepspeed.ops",
         "deepspeed.pipe",

@@ -1,0 +1,136 @@
+"""Machines as people write them: ``[user@]host[:port]``; IPv6 with a port stands in brackets.
+
+A hostfile has one on each line, with ``slots=N`` behind it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from clusterkit.cluster import Host
+from clusterkit.errors import BadInput
+
+_PLACE = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::([0-9]{1,9}))?")
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9])?\Z")
+_USER = re.compile(r"""[^\s\x00-\x1f'"`$;&<>|(){}\-][^\s\x00-\x1f'"`$;&<>|(){}]*\Z""")
+"""What OpenSSH's client takes; `me@corp.example` and `CORP\\me` are users of directories."""
+
+_SLOTS = re.compile(r"(\S+)(?:\s+max[-_]slots\s*=\s*[0-9]+)?\s+slots\s*=\s*(\S+)(?:\s.*)?\Z")
+
+
+def host_and_port(text: str) -> tuple[str, int | None]:
+    """``host:2222``, ``[2001:db8::1]`` and ``[2001:db8::1]:2222`` taken apart; `check` says whether
+    the name that is left can be a host's."""
+    found = _PLACE.fullmatch(text)
+    if found is None or (found[1] and not _is_address(found[1])):
+        return text, None  # an IPv6 address alone, a range of Ansible's, or no host
+    return found[1] or found[2], int(found[3]) if found[3] else None
+
+
+def host_from(text: str) -> Host:
+    """``[ssh://][user@]host[:port]`` as a host of that name.
+
+    Raises:
+        BadInput: a port that there is not.
+    """
+    user, at, place = text.removeprefix("ssh://").rpartition("@")
+    name, port = host_and_port(place)
+    if port is not None and not 0 < port < 1 << 16:
+        raise BadInput(f"{place!r}: not a port", hint="1 to 65535")
+    return Host(name=name, user=user if at else None, port=port)
+
+
+def check(host: Host, where: str) -> None:
+    """Refuse what would mean something else to a shell, or to `ssh`.
+
+    Raises:
+        BadInput: a name or an address that no host has, or that of no user.
+    """
+    for text in (host.name, host.address):
+        if text is not None and not (_NAME.match(text) or _is_address(text)):
+            raise BadInput(
+                f"{where}: host {host.name!r}: {text!r} is neither a host name nor an address",
+                hint="letters, digits, '-', '.', '_' and, in IPv6 addresses, ':'",
+            )
+    if host.user is not None and not _USER.match(host.user):
+        raise BadInput(
+            f"{where}: host {host.name}: user {host.user!r} is not the name of a user",
+            hint="no '-' in front, no blanks, quotes or other characters of the shell",
+        )
+
+
+def check_hosts(hosts: Sequence[Host], where: str) -> tuple[Host, ...]:
+    """The hosts themselves.
+
+    Raises:
+        BadInput: a name that no host or no user has, the same name or the same address twice.
+    """
+    names: set[str] = set()
+    taken: dict[tuple[str, int, str | None], str] = {}
+    for host in hosts:
+        check(host, where)
+        if host.name in names:
+            raise BadInput(f"{where}: host {host.name} is listed twice")
+        names.add(host.name)
+        # Behind two jump hosts, two machines may well have one address.
+        key = ((host.address or host.name).lower(), host.port or 22, host.jump)
+        if key in taken:
+            raise BadInput(
+                f"{where}: hosts {taken[key]} and {host.name} have the same address {key[0]}",
+                hint="two nodes need two machines, or two SSH ports",
+            )
+        taken[key] = host.name
+    return tuple(hosts)
+
+
+def hostfile_lines(text: str) -> list[tuple[int, str]]:
+    """A hostfile's lines with their numbers, without comments and empty ones."""
+    rows = enumerate(text.splitlines(), 1)
+    return [(number, line) for number, raw in rows if (line := raw.partition("#")[0].strip())]
+
+
+def hostfile(name: str, lines: Sequence[tuple[int, str]], *, mixed: bool = False) -> list[Host]:
+    """``[user@]host[:port] slots=N`` on each line, or no slots on any.
+
+    Args:
+        name: of the file, for its errors.
+        mixed: a line may go without slots where others have them, as Open MPI takes it.
+
+    Raises:
+        BadInput: another line, a port or a number of ranks that there is not, a host twice.
+    """
+    hosts: list[Host] = []
+    names: set[str] = set()
+    mixed = mixed or all(len(line.split()) == 1 for _, line in lines)
+    for number, line in lines:
+        match = _SLOTS.match(line)
+        if match is None and not (mixed and len(line.split()) == 1):
+            raise BadInput(
+                f"{name}:{number}: {line!r} is not `host slots=N`",
+                hint="slots on every line, or names alone on every line",
+            )
+        if match is not None and not re.fullmatch(r"[0-9]{1,6}", match[2]):
+            raise BadInput(
+                f"{name}:{number}: slots={match[2]}: not a number of ranks", hint="slots=8"
+            )
+        try:
+            host = host_from(match[1] if match else line)
+        except BadInput as error:
+            raise BadInput(f"{name}:{number}: {error.message}", error.hint) from None
+        if host.name in names:
+            raise BadInput(f"{name}:{number}: host {host.name} is listed twice")
+        names.add(host.name)
+        hosts.append(msgspec.structs.replace(host, slots=int(match[2]) if match else None))
+    return hosts
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
