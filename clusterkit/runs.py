@@ -37,8 +37,7 @@ from msgspec import Struct
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, Facts
 from clusterkit.errors import BadInput, RunFolderError, RunNotFound, listed
 from clusterkit.files import locked, write_atomic
-from clusterkit.logs import GrowingFile, LogLine, NodeLog, merged, parse_lines
-from clusterkit.marks import MARK
+from clusterkit.logs import GrowingFile, LogLine, NodeLog, marked, merged
 from clusterkit.plan import Plan, Step
 from clusterkit.shell import check_text
 
@@ -59,8 +58,6 @@ POLL_SECONDS = 0.1
 LAST = "last"
 """Instead of a run's id: the newest."""
 _CHUNK = 1 << 18
-_RANK_0 = f"Z 0 {MARK}".encode()
-_STAMP = len("2026-11-21T20:11:58.123456")
 _ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"
 
 
@@ -412,14 +409,8 @@ class Rank0:
             self._attempt, self._logs = self._attempt + 1, {}
 
     def _lines(self, log: GrowingFile) -> Iterator[LogLine]:
-        # Other lines, of which there may be millions, are passed over without being read.
         while data := log.read(_CHUNK):
-            at = 0
-            while (at := data.find(_RANK_0, at)) >= 0:
-                begin, end = data.rfind(b"\n", 0, at) + 1, data.find(b"\n", at)
-                if at - begin == _STAMP:
-                    yield from parse_lines(data[begin:end], 0, self._attempt)
-                at = end
+            yield from marked(data, 0, self._attempt, rank=0)
 
 
 _HOME_HINT = "set CLUSTERKIT_HOME to a folder that you may write to"

@@ -34,6 +34,12 @@ if TYPE_CHECKING:  # whoever only reads of a run starts without these
 OWN_IMAGE = "docs/containers.md, An image of your own"
 
 
+IMAGE_NOTE = (
+    "`image` in clusters.yaml names the {} image: one with torch and all that the program imports "
+    f"({OWN_IMAGE})"
+)
+
+
 class Observation(Struct, frozen=True, kw_only=True):
     """What a backend sees of one attempt, without anyone's memory of it."""
 

@@ -77,12 +77,10 @@ def command(
         print_json(report.document())
     else:
         width = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100
-        click.echo(report.table(width=width, style=_style))
+        click.echo(report.table(
+            width=width, style=lambda text, level: click.style(text, **_COLOURS[level])
+        ))  # fmt: skip
     return 0 if report.ok else EXIT_FAILURE
-
-
-def _style(text: str, level: Level) -> str:
-    return click.style(text, **_COLOURS[level])
 
 
 def _list(as_json: bool) -> None:

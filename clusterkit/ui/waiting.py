@@ -42,6 +42,8 @@ class Waiting:
             return f"{self._words}  {duration(now - self._begun)}"
         from rich.filesize import decimal
 
+        if done == whole:  # what the hosts do with it is not in bytes
+            return f"{self._words}  {decimal(whole)} sent  {duration(now - self._begun)}"
         text = f"{self._words}  {decimal(done)} of {decimal(whole)}"
         since, before = self._first
         if done <= before or now <= since:

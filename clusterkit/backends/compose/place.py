@@ -49,12 +49,13 @@ SYSTEM = frozenset({
 class ComposePlacement(Placement):
     """Nodes that one ``docker compose up`` starts."""
 
+    cluster: ComposeCluster
     containers: Containers
     folders: tuple[str, ...]
     """To be made on this machine."""
 
     def files(self, assembly: Assembly) -> tuple[PlanFile, ...]:
-        text = render(self, self.containers, assembly)
+        text = render(self, self.cluster, self.containers, assembly)
         file = PlanFile(self.places.file("compose.yaml"), text)
         mpi = mpi_files(self.places.run_dir) if self.starter == "mpirun" else ()
         return (*assembly.files, file, *mpi)
@@ -106,18 +107,14 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
         where=f"in containers of docker {engine.version}".rstrip(),
         hosts=(HOST,) * containers,
         names=names,
-        cluster_env=cluster.env,
+        cluster=cluster,
         network_env={
             **interface_env(facts.interface),
             **({"PYTHONPATH": f"{OURS}/python"} if mounted else {}),
             **(mpi_env(facts.interface) if job.started_by == "mpirun" else {}),
         },
         node_env=tuple({NODE_ADDRESS.name: name} if topology.elastic else {} for name in names),
-        stop_grace=cluster.stop_grace,
-        lost_after=cluster.lost_after,
-        watching=Watching(
-            names[0], facts.watch_port or own_ports(facts.port)[1], cluster.lost_after
-        ),
+        watching=Watching(names[0], facts.watch_port or own_ports(facts.port)[1]),
         notes=(
             Note("device", device, device_origin),
             Note("nproc_per_node", str(nproc), nproc_origin),
@@ -130,10 +127,7 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
         ),
         native=ComposeNative(engine.socket),
         containers=Containers(
-            cluster=cluster,
-            engine=engine,
-            gpus=host.gpus,
-            mounts=mounts_of(job, cluster, engine, run_dir),
+            engine=engine, gpus=host.gpus, mounts=mounts_of(job, cluster, engine, run_dir)
         ),
         folders=_folders(job, cluster, run_dir),
     )

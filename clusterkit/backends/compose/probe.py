@@ -29,9 +29,6 @@ from clusterkit.backends.placing import CPU_IMAGE, GPU_IMAGE, own_ports
 from clusterkit.backends.probing import (
     GPU_QUERY,
     NAMES_PYTHON,
-    PACKAGES,
-    TOOLS,
-    UNSEEN,
     HostReport,
     ask,
     assumed_gpus,
@@ -39,6 +36,7 @@ from clusterkit.backends.probing import (
     limited,
     parse_gpus,
     questions,
+    unseen,
 )
 from clusterkit.cluster import ComposeCluster, Engine, Facts, Gpu, HostFacts
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
@@ -97,13 +95,9 @@ def _facts(cluster: ComposeCluster, host: HostFacts, engine: Engine) -> Facts:
 def assumed(cluster: ComposeCluster, job: JobSpec) -> Facts:
     """Facts of an engine that nobody has looked at: what the entry and the job say."""
     gpus = assumed_gpus(cluster.gpus, job, job.node_range[1])
-    python, origin = interpreter(job, (cluster.python, "cluster: python"))
+    python = interpreter(job, (cluster.python, "cluster: python"))
     image = cluster.image or (GPU_IMAGE if gpus else CPU_IMAGE)
-    host = HostFacts(
-        host=HOST, address="node-0", cpus=os.cpu_count() or 1, memory_mib=0, gpus=gpus,
-        python=python, python_origin=origin,
-        versions=dict.fromkeys(PACKAGES, UNSEEN), tools=dict.fromkeys(TOOLS, UNSEEN),
-    )  # fmt: skip
+    host = unseen(HOST, "node-0", os.cpu_count() or 1, gpus, python)
     engine = Engine(
         socket="", version="", image=image, image_id=image, workdir="/opt/clusterkit",
         user=f"{os.getuid()}:{os.getgid()}", package=str(Path(clusterkit.__file__).parent),

@@ -141,17 +141,14 @@ def place(
         where=f"in pods of {f'Kubernetes {kube.version}'.rstrip()}, kept by a {flavor.kind}",
         hosts=(HOST,) * most,
         names=names,
-        cluster_env=cluster.env,
+        cluster=cluster,
         network_env={
             **interface_env(facts.interface),
             **(mpirun_interface(facts.interface) if mpi else {}),
         },
-        stop_grace=cluster.stop_grace,
-        lost_after=cluster.lost_after,
         watching=Watching(
             names[0],
             facts.watch_port or own_ports(facts.port)[1],
-            cluster.lost_after,
             REJOIN_SECONDS if rejoin else 0,
         ),
         container=True,
