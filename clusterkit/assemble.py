@@ -18,7 +18,7 @@ from clusterkit import shell
 from clusterkit.agent import PEER_TOKEN
 from clusterkit.agent.archive import ARCHIVE
 from clusterkit.batch import Batch
-from clusterkit.cluster import HostFacts
+from clusterkit.cluster import ClusterSpec, HostFacts
 from clusterkit.errors import BadInput, Unavailable, about, counted
 from clusterkit.plan import Native, Note, Plan, PlanFile, Step, Tree
 from clusterkit.program import deepspeed_config, interpreter_words, program_argv, solve_batch
@@ -71,16 +71,15 @@ class Watching:
 
     address: str | Var
     port: int
-    lost_after: float = 30.0
     rejoin: float = 0.0
     """Seconds that a lost node has to come back; 0: it ends the run."""
 
-    def arguments(self, nodes: int) -> list[Word]:
+    def arguments(self, nodes: int, lost_after: float) -> list[Word]:
         """For the node agent."""
         found: list[Word] = []
         if nodes > 1:
             found += ["--coordinator", Joined((self.address, f":{self.port}"))]
-            found += ["--lost-after", f"{self.lost_after:g}"]
+            found += ["--lost-after", f"{lost_after:g}"]
         return [*found, *(["--rejoin", f"{self.rejoin:g}"] if self.rejoin else [])]
 
 
@@ -117,14 +116,12 @@ class Placement:
     """By node rank, what the transport calls them, and then the spares; several may be on one."""
     names: tuple[str, ...]
     """By node rank, what launchers call them, for the hostfile."""
-    cluster_env: Mapping[str, str]
-    """Environment of the cluster entry; the job's own goes first."""
+    cluster: ClusterSpec
+    """The entry: its environment, after which the job's own goes, and its patience."""
     network_env: Mapping[str, str]
     """Which network interface to use; both go before it."""
     node_env: tuple[Mapping[str, str], ...] = ()
     """As `hosts`, what only that node gets."""
-    stop_grace: float
-    lost_after: float = 30.0
     watching: Watching | None = None
     """How the nodes watch each other; None: somebody else does."""
     container: bool = False
@@ -213,8 +210,8 @@ class Placement:
             port=self.endpoint.port,
             python=self.tree_python or self.places.python,
             shared=self.places.shared or "",
-            stop_grace=self.stop_grace,
-            lost_after=self.lost_after,
+            stop_grace=self.cluster.stop_grace,
+            lost_after=self.cluster.lost_after,
             restarts=self.restarts,
             rejoin=self.rejoin,
             replace_lost=self.replace_lost,
@@ -256,7 +253,7 @@ def assemble(placement: Placement) -> Assembly:
         run_env["CLUSTERKIT_DEEPSPEED_CONFIG"] = path
         if placement.device == "cpu":
             run_env["DS_ACCELERATOR"] = "cpu"
-    given = {**placement.cluster_env, **job.env}
+    given = {**placement.cluster.env, **job.env}
     if clash := sorted((OWNED | run_env.keys()) & given.keys()):
         with about("job" if clash[0] in job.env else "cluster", "env", clash[0]):
             raise BadInput(f"env.{clash[0]}: clusterkit sets it", f"take {clash[0]} out of env")
@@ -294,7 +291,7 @@ def assemble(placement: Placement) -> Assembly:
             python=places.python,
             hostfile=places.file("hostfile"),
             exports=[*env, *job.secrets],
-            stop_grace=placement.stop_grace,
+            stop_grace=placement.cluster.stop_grace,
             mpi_interface=placement.mpi_interface,
         )
         commands = [command, ["/bin/sh", places.file("rank.sh"), *program]]
@@ -305,9 +302,10 @@ def assemble(placement: Placement) -> Assembly:
         watch += ["--spares", str(job.spares)] if job.spares else []
         if watch:
             # Until then a node that is cut off has given node 0 up, and ended its ranks.
-            wait = placement.stop_grace + SHRINK_SECONDS
+            wait = placement.cluster.stop_grace + SHRINK_SECONDS
             watching = dataclasses.replace(watching, rejoin=wait)
-        watch = [*watching.arguments(placement.launchers), *watch]
+        lost_after = placement.cluster.lost_after
+        watch = [*watching.arguments(placement.launchers, lost_after), *watch]
     script = _node_script(placement, env, commands, [*how, *watch])
     node_sh = PlanFile(places.file("node.sh"), text=script, mode=0o755)
     secrets = (*job.secrets, PEER_TOKEN) if "--coordinator" in watch else job.secrets
@@ -365,7 +363,7 @@ def _node_script(
     agent: list[Word] = [
         places.python, "-I", places.file(ARCHIVE), "run", "--nproc", str(nproc),
         "--nodes", str(placement.launchers - placement.job.spares), "--workdir", places.workdir,
-        "--grace", f"{placement.stop_grace:g}",
+        "--grace", f"{placement.cluster.stop_grace:g}",
         *(["--restarts", str(placement.restarts)] if placement.restarts else []),
         *(["--hang-timeout", f"{hang:g}"] if hang is not None else []),
         *(["--retry-on", ",".join(map(str, placement.job.retry_on))] if placement.restarts and

@@ -64,11 +64,11 @@ class Options(Struct, frozen=True, kw_only=True):
 
     collectives: tuple[str, ...]
     sizes: tuple[int, ...]
-    dtype: str
-    iterations: int | None
-    warmup: int | None
-    pairwise: bool
-    sequential: bool
+    dtype: str = "float32"
+    iterations: int | None = None
+    warmup: int | None = None
+    pairwise: bool = False
+    sequential: bool = False
 
 
 class Node(Struct, frozen=True):
@@ -164,22 +164,20 @@ def choose(
     *,
     collectives: str | Sequence[str] | None = None,
     sizes: str | None = None,
-    dtype: str = "float32",
-    iterations: int | None = None,
-    warmup: int | None = None,
     pairwise: bool = False,
-    sequential: bool = False,
+    **others: Any,
 ) -> Options:
     """What to measure.
 
     Args:
         collectives: names, in a list or separated by commas; None: all of `FACTORS`.
         sizes: see `parse_sizes`; None: `SIZES`, or `PAIR_SIZES` between pairs.
+        pairwise: messages between all pairs of nodes instead of collectives.
+        others: of `Options`, as follows.
         dtype: type of the elements, one of `ITEMSIZES`.
         iterations: timed operations per measurement; None: 20, fewer of slow ones.
         warmup: operations before them, 2 at least (one connects, one tells how long they take);
             None: 5, fewer of slow ones.
-        pairwise: messages between all pairs of nodes instead of collectives.
         sequential: one pair at a time; otherwise disjoint pairs measure at once.
 
     Raises:
@@ -188,7 +186,7 @@ def choose(
     if pairwise and collectives:
         raise BadInput("collectives: pairs of nodes exchange messages, not collectives",
                        hint="leave out --collectives, or --pairwise")  # fmt: skip
-    if sequential and not pairwise:
+    if others.get("sequential") and not pairwise:
         raise BadInput("sequential: without --pairwise there are no pairs", hint="--pairwise")
     if isinstance(collectives, str):
         collectives = [name.strip() for name in collectives.split(",")]
@@ -197,19 +195,17 @@ def choose(
         raise BadInput("collectives: none given", hint=f"some of {', '.join(FACTORS)}")
     for name in names:
         _one_of("collectives", name, FACTORS)
-    _one_of("dtype", dtype, ITEMSIZES)
-    for key, number, least in (("iterations", iterations, 1), ("warmup", warmup, 2)):
-        if number is not None and number < least:
-            raise BadInput(f"{key}: {number}: at least {least}")
-    return Options(
+    options = Options(
         collectives=("sendrecv",) if pairwise else names,
         sizes=parse_sizes(sizes or (PAIR_SIZES if pairwise else SIZES)),
-        dtype=dtype,
-        iterations=iterations,
-        warmup=warmup,
         pairwise=pairwise,
-        sequential=sequential,
+        **others,
     )
+    _one_of("dtype", options.dtype, ITEMSIZES)
+    for key, least in (("iterations", 1), ("warmup", 2)):
+        if (number := getattr(options, key)) is not None and number < least:
+            raise BadInput(f"{key}: {number}: at least {least}")
+    return options
 
 
 def _one_of(key: str, word: str, known: Iterable[str]) -> None:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
@@ -53,6 +53,7 @@ class LocalCluster(Entry, frozen=True, kw_only=True):
     python: str | None = None
     """Interpreter of the ranks; by default the active environment's, otherwise the one that runs
     clusterkit."""
+    lost_after: ClassVar[float] = 30.0
     warm: Duration | None = None
     """How long what a run has imported stays in memory for the next one, such as `10m`; by default
     what `clusterkit warm on` says, or not at all."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from clusterkit.agent import AGAIN
 from clusterkit.agent.failure import ECHOES, shell_code
+from clusterkit.errors import listed
 from clusterkit.logs import LogLine
 from clusterkit.status import Failure, NodeCause, NodeStatus, RankExit, State
 from clusterkit.tracebacks import Output
@@ -33,7 +34,7 @@ _HINTS = (
      "smaller batch.micro (accumulation grows with it), a higher ZeRO stage, or offload"),
     (re.compile(r"DefaultCPUAllocator: can't allocate|MemoryError"),
      "smaller batch.micro, fewer ranks on this machine, or a smaller model"),
-    (re.compile(r"No module named '([\w.]+)'"),
+    (re.compile(r"No module named '?[\w.]+"),
      "install it for the interpreter of the ranks (`clusterkit plan` and facts.json name it)"),
     (re.compile(r"EADDRINUSE|[Aa]ddress already in use"),
      "another program, or an earlier one of yours, listens on that port"),
@@ -55,6 +56,9 @@ _HINTS = (
                 r"|appears not to match (sizes|strides) of the same param"
                 r"|[Mm]ismatched? (NCCL|CUDA|torch) version|incompatible NCCL version"),
      "ranks run different code or versions: `clusterkit doctor` compares the nodes' packages"),
+    (re.compile(r"exec: \S*/.*: not found"),
+     "that file is not there, or what its first line (#!) names is not"),
+    (re.compile(r"exec: .*Permission denied"), "chmod +x makes a file executable"),
     (re.compile(r"exec: .*not found"),
      "no such command on the ranks' PATH, where the folder of their Python stands first"),
 )  # fmt: skip
@@ -150,7 +154,7 @@ def diagnose(
     if exit_code is None and blamed.node < len(nodes):
         exit_code = nodes[blamed.node].exit_code
     cause, hint = _words(blamed, exit_code, oom_kills)
-    hint = hint or _missing_file(blamed, accused, len(nodes))
+    hint = hint or _missing_file(blamed, accused, nodes)
     return Failure(
         node=blamed.node, rank=blamed.rank, cause=cause, hint=hint,
         exit_code=None if exit_code is None else shell_code(exit_code),
@@ -256,15 +260,17 @@ def _hint(words: str) -> str | None:
     return next((hint for pattern, hint in _HINTS if pattern.search(words)), None)
 
 
-def _missing_file(blamed: _Suspect, accused: Sequence[_Suspect], nodes: int) -> str | None:
-    """That a file may be on other nodes only."""
-    lacks = [each.node for each in accused if _NO_FILE.search(each.words)]
-    if nodes == 1 or blamed.node not in lacks:
+def _missing_file(
+    blamed: _Suspect, accused: Sequence[_Suspect], nodes: Sequence[NodeStatus]
+) -> str | None:
+    """That a file may be on other nodes only; simulated nodes are one machine."""
+    lacks = {each.node for each in accused if _NO_FILE.search(each.words)}
+    if len({node.host for node in nodes}) == 1 or blamed.node not in lacks:
         return None
-    if len(set(lacks)) == nodes:
+    if len(lacks) == len(nodes):
         return "it is on none of the nodes"
-    some = ", ".join(map(str, sorted(set(lacks))))
-    return f"of {nodes} nodes only {some} says so: put it on every node, or where all see it"
+    some = listed((f"node {node}" for node in sorted(lacks)), len(lacks))
+    return f"of {len(nodes)} nodes only {some} says so: put it on every node, or where all see it"
 
 
 def _from_nodes(nodes: Sequence[NodeStatus], oom_kills: int) -> Failure:

@@ -15,6 +15,8 @@ from clusterkit.errors import BadInput, RunFolderError
 
 BIGGEST = 4 << 20
 """Bytes of the largest file that a person writes."""
+SOURCE_BYTES = 1 << 20
+"""Of a program's text that is read."""
 
 
 def read_file(path: Path | str, most: int = BIGGEST, *, whole: bool = True) -> bytes:
@@ -41,6 +43,13 @@ def read_file(path: Path | str, most: int = BIGGEST, *, whole: bool = True) -> b
     if whole and len(data) > most:
         raise OSError(errno.EFBIG, f"larger than {most >> 20} MiB", str(path))
     return data[:most]
+
+
+def source_of(path: Path) -> str:
+    """The beginning of a program's text; empty where it is no file."""
+    with contextlib.suppress(OSError):
+        return read_file(path, SOURCE_BYTES, whole=False).decode(errors="replace")
+    return ""
 
 
 def why(error: OSError) -> str:

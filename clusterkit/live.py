@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from clusterkit import run_state
-from clusterkit.logs import GrowingFile, LogLine, parse_lines
-from clusterkit.marks import MARK, is_number, parse_mark
+from clusterkit.logs import HEAD, GrowingFile, LogLine, marked, parse_lines
+from clusterkit.marks import MARK, is_number
 from clusterkit.plan import Plan
 from clusterkit.runs import Event, RunFolder, all_runs
 from clusterkit.series import MOST_METRICS, Series
@@ -48,7 +48,6 @@ _WINDOW = 20
 AT_ONCE = 16
 """Logs of other nodes that one `poll` reads, in turn."""
 _MARK = f" {MARK}".encode()
-_HEAD = re.compile(rb"[0-9T:-]{19}\.[0-9]{6}Z (-|[0-9]{1,9}) ")
 _MISSING = re.compile(
     r"(ranks? [^;]*?) ha(?:s|ve) not come to [^;]*?, which (ranks? .*?) waits? in"
 )
@@ -318,23 +317,15 @@ class LiveRun:
         if not data:
             return False
         if _MARK in data:
-            self._take_marks(node, data, news)
+            for line in marked(data, node):
+                event = line.event
+                if event is not None and self._counts(node, line.rank or 0, event):
+                    self.reported.take(event)
+                    news.add(METRICS)
         if self.attempt == self.newest:
             self._take_last(node, data)
             news.add(RANKS)
         return node == 0 and len(data) > BUDGET // 2 and log.more
-
-    def _take_marks(self, node: int, data: bytes, news: set[str]) -> None:
-        at = 0
-        while (at := data.find(_MARK, at)) >= 0:
-            begin, end = data.rfind(b"\n", 0, at) + 1, data.find(b"\n", at)
-            head = _HEAD.match(data, begin)
-            if head is not None and head.end() == at + 1 and head[1] != b"-":
-                event = parse_mark(data[at + 1 : end].decode(errors="replace"))
-                if event is not None and self._counts(node, int(head[1]), event):
-                    self.reported.take(event)
-                    news.add(METRICS)
-            at = end
 
     def _counts(self, node: int, rank: int, event: dict[str, Any]) -> bool:
         """Whether what a rank reports is what the run does."""
@@ -363,7 +354,7 @@ class LiveRun:
             every[b"-"] = data[data.rfind(b"\n", 0, at) + 1 : data.find(b"\n", at)]
             texts[b"-"] = every[b"-"]
         for name, line in every.items():
-            if _HEAD.match(line) is None:
+            if HEAD.match(line) is None:
                 continue
             if name == b"-":
                 view = self.launchers.setdefault(node, RankView(self, node, None))

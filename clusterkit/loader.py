@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -143,7 +144,10 @@ def _type_error(
     ]
     if listed and any(isinstance(one, inspect.IntType) for one in members):
         listed.insert(0, "a whole number")
-    return document.error((*base, *place), message, choices(listed, value) if listed else None)
+    meant = choices(listed, value) if listed else None
+    if isinstance(value, str) and any(isinstance(one, inspect.VarTupleType) for one in members):
+        meant = json.dumps(value.split(), ensure_ascii=False)
+    return document.error((*base, *place), message, meant)
 
 
 def _type_at(kind: type[Spec], place: Place) -> inspect.Type:
@@ -274,27 +278,33 @@ def locate_program(job: JobSpec, document: Document | None = None) -> JobSpec:
         BadInput: the program is nowhere, or is not Python.
     """
     bases = [current_folder()]
+    where = f"not in {bases[0]}"
     if document is not None:
         bases += Path(document.name).absolute().parents
+        where = f"neither in {bases[0]} nor in the job file's folder or above it"
     if job.workdir is not None:
         bases = [Path(job.workdir).expanduser().absolute()]
         if not bases[0].is_dir():
             raise BadInput(f"workdir: {job.workdir} is not a folder", job="workdir")
+        where = f"not in {bases[0]}"
     for base in bases:
         path = base / (job.program or "")
         if path.exists():
+            shell.check_text(f"the folder {os.fsencode(base)!r}", str(base))
             python = job.python
             if python is not None and "/" in python:
                 python = str(base / Path(python).expanduser())
             if job.program is not None:
                 check_program(path)
+            if job.command:
+                _check_command(job.command[0], base)
             return msgspec.structs.replace(job, workdir=str(base), python=python)
     assert job.program is not None
     program = Path(job.program)
     beside = names_in((bases[0] / program).parent)
     near = [str(program.with_name(name)) for name in beside if name.endswith(".py")]
     raise BadInput(
-        f"program: {program} is neither in {bases[0]} nor in the job file's folder or above it",
+        f"program: {program} is {where}",
         hint=did_you_mean(program, near) or None,
         job="program",
     )
@@ -320,6 +330,30 @@ def check_program(path: Path) -> None:
             f"program: {path} is not a Python file",
             hint=f"command: [{path}] runs any other kind of program",
             job="program",
+        )
+
+
+def _check_command(first: str, folder: Path) -> None:
+    """Refuse a script of the project that the kernel will not start: its shell says ``not found``.
+
+    Raises:
+        BadInput: it is not executable, or its first line ends as on Windows.
+    """
+    path = folder / first
+    if "/" not in first or not path.is_file():
+        return
+    if not os.access(path, os.X_OK):
+        raise BadInput(
+            f"command: {first} is not executable",
+            hint=f"chmod +x {shell.quote(first)}",
+            job="command",
+        )
+    line = read_file(path, 4096, whole=False).partition(b"\n")[0]
+    if line.startswith(b"#!") and line.endswith(b"\r"):
+        raise BadInput(
+            f"command: {first} has Windows line ends (CRLF), which its #! line cannot have",
+            hint=f"sed -i 's/\\r$//' {shell.quote(first)}",
+            job="command",
         )
 
 

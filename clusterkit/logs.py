@@ -31,6 +31,8 @@ PAGE_SCAN = 256 << 20
 """Bytes that are looked at for one page: a word that stands nowhere holds nobody up for long."""
 _NEWS = 4 << 20
 """Bytes after a place; whoever is further behind than that begins at the end again."""
+_Wanted = Callable[[bytes, int], list[tuple[int, bytes]]]
+"""Which of some lines, that begin at a place of a log; with their places."""
 # 2026-11-21T20:11:58.123456Z 3 text
 _LINE = re.compile(r"^(?:([0-9T:-]{19})\.([0-9]{6})Z (-|[0-9]{1,9}) )?(.*)$", re.MULTILINE)
 _TORCH_PREFIX = re.compile(r"\A\[rank\d+\]:(?: |\Z)")
@@ -49,6 +51,23 @@ class LogLine(Struct, frozen=True, gc=False):
     def event(self) -> dict[str, Any] | None:
         """The JSON object of a marked line; None for any other line."""
         return parse_mark(self.text) if self.text.startswith(MARK) else None
+
+
+HEAD = re.compile(rb"[0-9T:-]{19}\.[0-9]{6}Z (-|[0-9]{1,9}) ")
+"""Before the text of a line in a node's log; holds who said it."""
+
+
+def marked(data: bytes, node: int, attempt: int = 1, rank: int | None = None) -> Iterator[LogLine]:
+    """The marked lines of ranks, or of one, among whole lines. The others, of which there may be
+    millions, are passed over without being read."""
+    mark = (" " if rank is None else f" {rank} ").encode()
+    at = 0
+    while (at := data.find(mark + MARK.encode(), at)) >= 0:
+        begin, end = data.rfind(b"\n", 0, at) + 1, data.find(b"\n", at)
+        head = HEAD.match(data, begin)
+        if head is not None and head.end() == at + len(mark) and head[1] != b"-":
+            yield from parse_lines(data[begin:end], node, attempt)
+        at = end
 
 
 def parse_lines(data: bytes, node: int, attempt: int = 1) -> Iterator[LogLine]:
@@ -204,18 +223,19 @@ def page(
 
     Args:
         rank: its lines alone; None: all.
-        search: only lines whose text holds this, whatever its case.
+        search: only lines whose text holds this, whatever its case; a blank finds JSON's
+            punctuation, too.
         most: how many at most, but for those after a place.
         scan: how many bytes are looked at.
     """
     try:
         size = path.stat().st_size
         with path.open("rb", buffering=0) as file:
-            wanted = _Wanted(rank, search)
+            wanted = _wanted(rank, search)
             if after is not None and after <= size <= after + _NEWS:
                 data = os.pread(file.fileno(), size - after, after)
                 data = data[: data.rfind(b"\n") + 1]
-                return Page(wanted.of(data, after), 0, after + len(data))
+                return Page(wanted(data, after), 0, after + len(data))
             end = size if before is None else min(before, size)
             found = _older(file.fileno(), end, wanted, most, scan)
     except OSError:  # its node has not started, or writes elsewhere
@@ -223,28 +243,27 @@ def page(
     return msgspec.structs.replace(found, skipped=after is not None and size > 0)
 
 
-class _Wanted:
-    """Lines of a rank, that hold a word."""
+def _wanted(rank: int | None, search: str) -> _Wanted:
+    """Finds the lines of a rank that hold a word among whole lines that begin at a place."""
+    name = rb"(?:-|[0-9]+)" if rank is None else str(rank).encode()
+    header = re.compile(rb"[0-9T:-]{19}\.[0-9]{6}Z " + name + rb" ")
+    # Where a marked line is shown with blanks, it has JSON between the words.
+    pattern = re.escape(search.encode()).replace(rb"\ ", rb'[ ":,]+')
+    word = re.compile(pattern, re.IGNORECASE) if search else None
 
-    def __init__(self, rank: int | None, search: str) -> None:
-        name = rb"(?:-|[0-9]+)" if rank is None else str(rank).encode()
-        self._head = re.compile(rb"[0-9T:-]{19}\.[0-9]{6}Z " + name + rb" ")
-        self._any = rank is None
-        self._word = re.compile(re.escape(search.encode()), re.IGNORECASE) if search else None
-
-    def of(self, data: bytes, begin: int) -> list[tuple[int, bytes]]:
-        """Those among whole lines, with their places."""
-        if not data or (self._word is not None and self._word.search(data) is None):
-            return []
-        found, at = [], 0
+    def find(data: bytes, at: int) -> list[tuple[int, bytes]]:
+        found: list[tuple[int, bytes]] = []
+        if not data or (word is not None and word.search(data) is None):
+            return found
         for text in data.removesuffix(b"\n").split(b"\n"):
-            head = self._head.match(text)
-            if (head or self._any) and (
-                self._word is None or self._word.search(text, head.end() if head else 0)
-            ):
-                found.append((begin + at, text))
+            head = header.match(text)
+            inside = word is None or word.search(text, head.end() if head else 0)
+            if (head or rank is None) and inside:
+                found.append((at, text))
             at += len(text) + 1
         return found
+
+    return find
 
 
 def _older(file: int, end: int, wanted: _Wanted, most: int, scan: float) -> Page:
@@ -261,7 +280,7 @@ def _older(file: int, end: int, wanted: _Wanted, most: int, scan: float) -> Page
             continue
         after = begin + last if after is None else after
         data, place, chunk = data[first:last], begin + first if first < last else begin, _CHUNK
-        lines = wanted.of(data, place) + lines
+        lines = wanted(data, place) + lines
     if len(lines) > most:
         lines = lines[-most:]
         place = lines[0][0]

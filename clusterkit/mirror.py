@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterkit.agent import Awake
+from clusterkit.agent.protocol import GROWING_FILES, WHOLE_FILES
 from clusterkit.errors import ClusterkitError, SubmitFailed
 from clusterkit.files import locked, size_of, write_atomic
 from clusterkit.transport import Stream
@@ -34,7 +35,6 @@ LOCK_SECONDS = 30.0
 longer than `status` waits for a host."""
 SWITCH_SECONDS = 5e-5
 """For each host, of the interval in which a thread that runs lets others run."""
-_GROWING = ("log", "ranks.jsonl")
 _LARGEST = 1 << 24
 """Far more than `agent.report.report` puts into a frame."""
 awake = Awake()
@@ -88,7 +88,7 @@ class NodeView:
     alive: bool = False
     ended: bool = False
     files: dict[str, bytes] = field(default_factory=dict)
-    """``started.json``, ``usage.json``, ``exit.json``, ``agent.log``, as far as they came."""
+    """`WHOLE_FILES`, as far as they came."""
     clock: Callable[[], float] = awake
     heard_at: float | None = None
     """When the last frame came."""
@@ -121,7 +121,7 @@ class NodeView:
         """Bytes of the growing files that are here already; -1: not wanted."""
         if self.folder is None:
             return {"log": -1, "ranks.jsonl": len(self.files.get("ranks.jsonl", b""))}
-        return {name: size_of(self.folder / name) for name in _GROWING}
+        return {name: size_of(self.folder / name) for name in GROWING_FILES}
 
     def take(self, header: dict[str, Any], payload: bytes) -> None:
         """Take one frame in.
@@ -140,9 +140,9 @@ class NodeView:
                     self._came_back()
                 self.begun, self.alive, self.ended = state
                 self.changes += 1
-        elif name in _GROWING:
+        elif name in GROWING_FILES:
             self._append(name, payload)
-        elif name in ("started.json", "exit.json", "agent.log", "usage.json"):
+        elif name in WHOLE_FILES:
             self.files[name] = payload
             self.changes += name != "usage.json"
             if self.folder is not None:
@@ -219,7 +219,7 @@ def pull(view: NodeView, stream: Stream, stop: Callable[[], bool] = lambda: Fals
             return
         for header, payload in frames.feed(data):
             try:
-                if problem is None or header.get("file") not in _GROWING:
+                if problem is None or header.get("file") not in GROWING_FILES:
                     view.take(header, payload)
             except ClusterkitError as error:
                 # A full disk here must not hide how the node is: that frame is still to come.

@@ -12,12 +12,9 @@ import msgspec
 
 from clusterkit import command, loader
 from clusterkit.errors import BadInput
-from clusterkit.files import read_file
+from clusterkit.files import source_of
 from clusterkit.spec import Job, JobSpec, check_job
 from clusterkit.yaml_file import Document
-
-SOURCE_BYTES = 1 << 20
-"""Of a program's source text that is read."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,8 @@ def read(
         check_job(spec)
         if spec.workdir is None or document is not None:
             spec = loader.locate_program(spec, document)
-        remark = command.check_source(taken, _source(spec))
+        text = source_of(Path(spec.workdir or "", spec.program)) if spec.program else ""
+        remark = command.check_source(taken, text)
     remarks = tuple(said for said in (taken.note, remark) if said is not None)
     return Request(spec, document, flags, remarks)
 
@@ -102,12 +100,3 @@ def _as_number(nodes: int | str) -> int | str:
     """``--nodes 2`` as `nodes: 2`, so that one plan comes of both."""
     text = str(nodes)
     return int(text) if text.isascii() and text.isdecimal() else nodes
-
-
-def _source(job: JobSpec) -> str:
-    """The beginning of a program's text; empty where it is no file."""
-    with contextlib.suppress(OSError):
-        if job.program is not None:
-            path = Path(job.workdir or "", job.program)
-            return read_file(path, SOURCE_BYTES, whole=False).decode(errors="replace")
-    return ""

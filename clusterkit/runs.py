@@ -37,8 +37,7 @@ from msgspec import Struct
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, Facts
 from clusterkit.errors import BadInput, RunFolderError, RunNotFound, listed
 from clusterkit.files import locked, write_atomic
-from clusterkit.logs import GrowingFile, LogLine, NodeLog, merged, parse_lines
-from clusterkit.marks import MARK
+from clusterkit.logs import GrowingFile, LogLine, NodeLog, marked, merged
 from clusterkit.plan import Plan, Step
 from clusterkit.shell import check_text
 
@@ -59,8 +58,6 @@ POLL_SECONDS = 0.1
 LAST = "last"
 """Instead of a run's id: the newest."""
 _CHUNK = 1 << 18
-_RANK_0 = f"Z 0 {MARK}".encode()
-_STAMP = len("2026-11-21T20:11:58.123456")
 _ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"
 
 
@@ -345,6 +342,22 @@ class RunFolder:
         """What one node wrote in one attempt."""
         return Path(node_dir(str(self.path), attempt, node))
 
+    def nodes_of(self, attempt: int, plan: Plan | None, rank: int | None = None) -> Sequence[int]:
+        """The nodes of an attempt, or of them those whose logs may hold a rank's lines.
+
+        Args:
+            plan: the newest; it does not count spares that earlier attempts have used up.
+        """
+        folders = self.file(f"attempts/{attempt}").glob("node-*")
+        begun = [int(name) + 1 for path in folders if (name := path.name[5:]).isdigit()]
+        nodes = range(max([plan.nodes if plan else 0, *begun]))
+        if plan is None or rank is None or len(nodes) > plan.nodes:
+            return nodes
+        # In an elastic run, or with spares, a rank may be on any node, and later on another. In
+        # others it stays on its node, and the other nodes' logs may have gigabytes.
+        node = plan.node_of(rank)
+        return nodes if node is None else (node,)
+
     def log(
         self, attempt: int, nodes: Iterable[int], follow: Callable[[], bool] | None = None
     ) -> Iterator[list[LogLine]]:
@@ -387,29 +400,17 @@ class Rank0:
     def read(self, newest: int) -> Iterator[LogLine]:
         """What was not given before, up to the newest attempt."""
         while True:
-            logs = [*self._folder.node_dir(self._attempt, 0).parent.glob("node-*/log")]
-            # In an elastic run, or with spares, rank 0 may be on any node, and later on another.
-            # In others it stays on its node, and the other nodes' logs may have gigabytes. The
-            # newest plan does not count spares that earlier attempts have used up.
-            plan = self._plan
-            node = None if plan is None or len(logs) > plan.nodes else plan.node_of(0)
-            for path in logs:
-                if node is None or path.parent.name == f"node-{node}":
-                    self._logs.setdefault(path, GrowingFile(path))
+            for node in self._folder.nodes_of(self._attempt, self._plan, 0):
+                path = self._folder.node_dir(self._attempt, node) / "log"
+                self._logs.setdefault(path, GrowingFile(path))
             yield from heapq.merge(*map(self._lines, self._logs.values()), key=attrgetter("time"))
             if self._attempt >= newest:
                 return
             self._attempt, self._logs = self._attempt + 1, {}
 
     def _lines(self, log: GrowingFile) -> Iterator[LogLine]:
-        # Other lines, of which there may be millions, are passed over without being read.
         while data := log.read(_CHUNK):
-            at = 0
-            while (at := data.find(_RANK_0, at)) >= 0:
-                begin, end = data.rfind(b"\n", 0, at) + 1, data.find(b"\n", at)
-                if at - begin == _STAMP:
-                    yield from parse_lines(data[begin:end], 0, self._attempt)
-                at = end
+            yield from marked(data, 0, self._attempt, rank=0)
 
 
 _HOME_HINT = "set CLUSTERKIT_HOME to a folder that you may write to"

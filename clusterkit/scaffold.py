@@ -20,14 +20,12 @@ from clusterkit import backends, catalogue, loader
 from clusterkit.cluster import CLUSTER_TYPES, HostFacts, LocalCluster
 from clusterkit.command import SPAWN
 from clusterkit.errors import BadInput, Unavailable, choices, listed
-from clusterkit.files import read_file, write_new
+from clusterkit.files import source_of, write_new
 from clusterkit.spec import parse_nodes
 from clusterkit.yaml_text import documents
 
 JOB_FILE = "job.yaml"
 HOST_FILE = "hostfile"
-SOURCE_BYTES = 1 << 20
-"""Of a program's text that is read."""
 MOST_SCRIPTS = 200
 """Python files that are looked at to find the program."""
 _TORCH = re.compile(
@@ -92,11 +90,11 @@ def look(path: str) -> Script:
     except BadInput as error:
         # There is no job file yet that could have a key.
         raise BadInput(error.message.removeprefix("program: "), error.hint) from None
-    own = _text(Path(path))
+    own = source_of(Path(path))
     texts, packages = own, set[str]()
     for module, names in catalogue.followed(Path(path)):
         packages |= names
-        texts += _text(module)
+        texts += source_of(module)
     library = next((name for name in _LIBRARIES if name in packages), "")
     if not library and "transformers" in packages and re.search(r"\bTrainer\(", texts):
         library = "transformers.Trainer"
@@ -117,7 +115,7 @@ def scripts() -> list[Script]:
         name = path.relative_to(here)
         hidden = name.parts[0].startswith(".") or name.parts[0] in (*_ENVIRONMENTS, "tests")
         with contextlib.suppress(BadInput):
-            if not hidden and _RUNNABLE.search(_text(path)):
+            if not hidden and _RUNNABLE.search(source_of(path)):
                 found.append(look(str(name)))
 
     def rank(script: Script) -> tuple[bool, bool, bool, int, str]:
@@ -322,12 +320,6 @@ def _name(script: Script) -> str:
 
 
 # ---------------------------------------------------------------- a program's text
-
-
-def _text(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return read_file(path, SOURCE_BYTES, whole=False).decode(errors="replace")
-    return ""
 
 
 def _needs(text: str) -> Iterator[str]:

@@ -6,14 +6,14 @@ Pure.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from typing import NamedTuple
 
 MOST_POINTS = 1 << 20
 """That a series keeps; beyond them it keeps the lowest and highest of every few."""
 MOST_METRICS = 64
 """Kinds of numbers that are kept of what a program reports, in the order in which they came."""
-_LARGEST_STEP = 1 << 62
+LARGEST_STEP = 1 << 62
 """Any program may report steps: this is what an array takes."""
 
 
@@ -44,7 +44,7 @@ class Series:
 
     def add(self, step: float, value: float) -> None:
         """One more point."""
-        if not abs(step) < _LARGEST_STEP:
+        if not abs(step) < LARGEST_STEP:
             return
         number, steps = int(step), self.steps
         if steps and number <= steps[-1]:
@@ -72,19 +72,11 @@ class Series:
         self.values = array("d", (values[each] for each in keep))
         self.replaced += 1
 
-    def thinned(
-        self, columns: int, first: int | None = None, last: int | None = None
-    ) -> list[Bucket]:
-        """At most ``columns`` buckets of equal numbers of points, none of whose peaks is lost.
-
-        Args:
-            first, last: only these steps.
-        """
-        begin = 0 if first is None else bisect_left(self.steps, first)
-        end = len(self.steps) if last is None else bisect_right(self.steps, last)
-        size = max(1, -(-(end - begin) // max(1, columns)))
+    def thinned(self, columns: int) -> list[Bucket]:
+        """At most ``columns`` buckets of equal numbers of points, none of whose peaks is lost."""
+        size = max(1, -(-len(self) // max(1, columns)))
         found = []
-        for start in range(begin, end, size):
-            part = self.values[start : min(start + size, end)]
+        for start in range(0, len(self), size):
+            part = self.values[start : start + size]
             found.append(Bucket(self.steps[start], min(part), max(part), part[-1]))
         return found

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from clusterkit.errors import BadInput
 from clusterkit.logs import LogLine
 from clusterkit.runs import Rank0, RunFolder, home
-from clusterkit.series import MOST_METRICS
+from clusterkit.series import LARGEST_STEP, MOST_METRICS
 from clusterkit.spec import JobSpec
 from clusterkit.status import RunStatus, State
 
@@ -31,7 +31,6 @@ SECONDS = 1.0
 """Between two looks at the logs."""
 END_SECONDS = 30.0
 """How long what a run wrote last may take to write, after its end."""
-_MOST_STEPS = 1 << 62
 
 
 class Tracker(ABC):
@@ -316,7 +315,7 @@ def _metrics(line: LogLine, names: set[str]) -> tuple[int, dict[str, float]] | N
     if event is None or event["event"] != "metrics":
         return None
     step = _float(event.pop("step", None))
-    if step is None or not abs(step) < _MOST_STEPS:
+    if step is None or not abs(step) < LARGEST_STEP:
         return None
     values = {}
     for name, said in event.items():

@@ -210,7 +210,9 @@ def _syntax_error(error: yaml.YAMLError, text: str, name: str) -> BadInput:
     for number in (mark.line, mark.line - 1):
         if _COMMENT.search("".join(lines[number : number + 1])):
             return _no_comment(f"{name}:{number + 1}")
-    return BadInput(f"{where}: not YAML: {problem}", f"near {line.strip()[:60]!r}")
+    problem = problem.replace("'<stream end>'", "the end of the file")
+    near = f"near {line.strip()[:60]!r}" if line.strip() else None
+    return BadInput(f"{where}: not YAML: {problem}", near)
 
 
 def names_in(folder: Path) -> list[str]:

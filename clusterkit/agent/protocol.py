@@ -7,6 +7,9 @@ from typing import Any
 
 Document = dict[str, Any]  # A JSON object: a message between nodes, or a file of a node
 
+GROWING_FILES = ("log", "ranks.jsonl")
+WHOLE_FILES = ("started.json", "agent.log", "usage.json", "exit.json")
+"""Of a node's folder, what readers on other machines get; the last one last."""
 RANK_HEADER = b"@clusterkit-rank"
 """Begins a pipe's line that names the rank and process id of whoever writes from there on."""
 RANK_ENDED = b"@clusterkit-rank-ended"

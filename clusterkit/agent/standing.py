@@ -23,6 +23,8 @@ from clusterkit.agent.processes import is_alive, is_stopped
 from clusterkit.agent.protocol import TRACE_FILE, TRACE_SIGNAL, WORKER_SOCKET, Document
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
+"""How faulthandler writes what is not ASCII in a file's name."""
 _LIBRARY = re.compile(r"^<|/(site|dist)-packages/|/lib(64)?/python3")
 _BUSY = re.compile(
     r"torch/serialization\.py|/distributed/checkpoint/|/safetensors/"
@@ -137,6 +139,7 @@ def recorded(dump: Document, now: float) -> Document:
 
 def placed(trace: str, folder: str) -> Document:
     """``at``, ``busy``, ``doing`` of what faulthandler writes; its last thread is the main one."""
+    trace = _ESCAPED.sub(lambda code: chr(int(code[code.lastindex or 0], 16)), trace)
     frames = _FRAME.findall(trace.rpartition("(most recent call first):")[2])
     own = [frame for frame in frames if not _LIBRARY.search(frame[0])]
     if not frames:

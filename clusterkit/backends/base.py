@@ -31,6 +31,14 @@ if TYPE_CHECKING:  # whoever only reads of a run starts without these
     from clusterkit.shell import Secret
     from clusterkit.transport import Transport
 
+OWN_IMAGE = "docs/containers.md, An image of your own"
+
+
+IMAGE_NOTE = (
+    "`image` in clusters.yaml names the {} image: one with torch and all that the program imports "
+    f"({OWN_IMAGE})"
+)
+
 
 class Observation(Struct, frozen=True, kw_only=True):
     """What a backend sees of one attempt, without anyone's memory of it."""

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
 from clusterkit.agent import STOPPED, STOPPED_BY_PEERS, goes_on
+from clusterkit.agent.report import node_state, read_from
 from clusterkit.backends.base import Observation
 from clusterkit.plan import Plan
 from clusterkit.runs import RunHandle
-from clusterkit.status import NodeCause, NodeStatus, RankExit, State
+from clusterkit.status import NodeCause, NodeStatus, RankExit, State, overall
 
 _HINTS = {
     "SIGSTOP": "kill -CONT lets a stopped process go on",
@@ -25,48 +29,46 @@ def known(handle: RunHandle) -> bool:
     return handle.folder.file("run.json").exists()
 
 
-def overall(states: set[State]) -> State:
-    """A run's state from its nodes' states."""
-    for state in (State.UNKNOWN, State.RESTARTING, State.RUNNING, State.FAILED, State.CANCELLED):
-        if state in states:
-            return state
-    if states == {State.SUCCEEDED}:
-        return State.SUCCEEDED
-    return State.RUNNING if State.SUCCEEDED in states else State.PENDING
+class Left(Struct, frozen=True, kw_only=True):
+    """What a node's agent has left behind."""
+
+    begun: bool = False
+    """Whether it has recorded its process."""
+    alive: bool = False
+    """Whether that process runs."""
+    started: bytes | None = None
+    """Contents of ``started.json``; None: there is none."""
+    exit: bytes | None = None
+    """Contents of ``exit.json``; None: there is none."""
+    log: bytes = b""
+    """The end of ``agent.log``."""
+
+    @property
+    def host(self) -> str:
+        """What its machine calls itself; empty: it has not said."""
+        return str(_document(self.started or b"").get("host") or "")
+
+    @classmethod
+    def there(cls, folder: Path) -> Left:
+        """In a node's folder on this machine."""
+        state, ended = node_state(folder)
+        log = read_from(folder / "agent.log") or b""
+        started = read_from(folder / "started.json")
+        return cls(begun=state["begun"], alive=state["alive"], started=started, exit=ended, log=log)
 
 
-def judge_node(
-    node: int,
-    host: str,
-    *,
-    begun: bool,
-    alive: bool,
-    exit_json: bytes | None,
-    complaint: bytes,
-    started: bytes | None = None,
-) -> NodeStatus:
-    """A node's state from what its agent left behind.
-
-    Args:
-        begun: it has recorded its process.
-        alive: that process runs.
-        exit_json: contents of ``exit.json``; None: there is none.
-        complaint: contents of ``agent.log``.
-        started: contents of ``started.json``; None: there is none.
-    """
-    if alive and goes_on(exit_json) is None:
-        return judge_running(node, host, started)
-    if exit_json is not None:
-        return judge_exit(node, host, exit_json)
-    if not begun:
+def judge_node(node: int, host: str, left: Left) -> NodeStatus:
+    """A node's state from what its agent left behind."""
+    if left.alive and goes_on(left.exit) is None:
+        return judge_running(node, host, left.started)
+    if left.exit is not None:
+        return judge_exit(node, host, left.exit)
+    if not left.begun:
         return NodeStatus(node=node, host=host, state=State.PENDING)
-    last = complaint.decode(errors="replace").strip().rpartition("\n")[2]
+    last = left.log.decode(errors="replace").strip().rpartition("\n")[2]
+    reason = f"its agent ended without reporting an exit code{f': {last}' if last else ''}"
     return NodeStatus(
-        node=node,
-        host=host,
-        state=State.FAILED,
-        reason=f"its agent ended without reporting an exit code{f': {last}' if last else ''}",
-        remarks=remarks(started),
+        node=node, host=host, state=State.FAILED, reason=reason, remarks=remarks(left.started)
     )
 
 
@@ -77,7 +79,7 @@ def judge_running(node: int, host: str, started: bytes | None) -> NodeStatus:
     return NodeStatus(
         node=node, host=host, state=State.RESTARTING if waits else State.RUNNING,
         reason=waits.get("why", spare), until=waits.get("until"), remarks=remarks(started),
-        hang=document.get("hang"), slow=document.get("slow"),
+        hang=document.get("hang"), slow=document.get("slow"), spare=spare is not None,
     )  # fmt: skip
 
 
@@ -88,11 +90,12 @@ def judge_exit(node: int, host: str, data: bytes) -> NodeStatus:
         return NodeStatus(node=node, host=host, state=State.UNKNOWN, reason="exit.json is damaged")
     code, reason, at = ended["exit_code"], ended.get("reason"), ended.get("at")
     # One that was asked to stop and left with 0 has not done its work either.
+    stopped = reason == STOPPED or str(reason).startswith(STOPPED_BY_PEERS)
     ended_as = State.SUCCEEDED if code == 0 else State.FAILED
     return NodeStatus(
         node=node,
         host=host,
-        state=State.CANCELLED if _was_stopped(reason) else ended_as,
+        state=State.CANCELLED if stopped else ended_as,
         exit_code=code,
         reason=reason,
         ended_at=at if isinstance(at, float) else None,
@@ -109,10 +112,6 @@ def remarks(data: bytes | None) -> tuple[str, ...]:
 def stop_arguments(plan: Plan, reason: str) -> list[str]:
     """For the node agent's program: end everything of a run on a host."""
     return ["stop", plan.run_dir, "--grace", f"{plan.stop_grace:g}", "--reason", reason]
-
-
-def _was_stopped(reason: object) -> bool:
-    return isinstance(reason, str) and (reason == STOPPED or reason.startswith(STOPPED_BY_PEERS))
 
 
 def _endings(node: int, ended: Mapping[str, Any]) -> list[RankExit]:

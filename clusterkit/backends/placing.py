@@ -16,7 +16,7 @@ from clusterkit.plan import Tree
 from clusterkit.spec import JobSpec
 
 GPU_IMAGE, CPU_IMAGE = "clusterkit:gpu", "clusterkit:cpu"
-"""What `make image` makes."""
+"""What `make image` makes, in a checkout of clusterkit."""
 
 
 def device_of(job: JobSpec, hosts: Sequence[HostFacts]) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
@@ -72,14 +73,41 @@ class HostReport(Struct, frozen=True, kw_only=True):
         )  # fmt: skip
 
 
+def unseen(host: str, address: str, cpus: int, gpus: tuple[Gpu, ...],
+           python: tuple[str, str]) -> HostFacts:  # fmt: skip
+    """Facts of what nobody could look at; ``python``: the interpreter, and where it comes from."""
+    return HostFacts(
+        host=host, address=address, cpus=cpus, memory_mib=0, gpus=gpus, python=python[0],
+        python_origin=python[1], versions=dict.fromkeys(PACKAGES, UNSEEN),
+        tools=dict.fromkeys(TOOLS, UNSEEN),
+    )  # fmt: skip
+
+
 def questions(workdir: str) -> dict[str, object]:
     """What `clusterkit.host_probe` is asked."""
     return {"workdir": workdir, "packages": PACKAGES, "tools": TOOLS, "gpu_query": GPU_QUERY}
 
 
-def own_report(workdir: str) -> HostReport:
-    """The report of this very Python."""
-    return msgspec.convert(host_probe.document(questions(workdir)), HostReport)
+def on_this_machine(python: str) -> str:
+    """The path of an interpreter that this machine has.
+
+    Raises:
+        Unavailable: it has none.
+    """
+    if (found := shutil.which(python)) is None:
+        raise Unavailable(
+            f"python: {python} does not exist, or cannot be executed", hint=NAMES_PYTHON
+        )
+    return os.path.abspath(found)
+
+
+def looked_at(
+    transport: Transport, host: str, python: str, *, own: bool, where: str, workdir: str
+) -> HostReport:
+    """The report of a Python; ``own``: of this machine, where it may be this very one."""
+    if own and python == sys.executable:
+        return msgspec.convert(host_probe.document(questions(workdir)), HostReport)
+    return ask(transport, host, [python], python=python, where=where, workdir=workdir)
 
 
 def ask(

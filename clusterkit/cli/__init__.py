@@ -95,7 +95,7 @@ def _say_error(message: str, hint: str | None) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of the ``clusterkit`` command; ends the process."""
-    arguments = sys.argv[1:] if argv is None else argv
+    arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     extra: dict[str, Any] = {"color": False} if os.environ.get("NO_COLOR") else {}
     try:
         code = cli.main(arguments, prog_name="clusterkit", standalone_mode=False, **extra)

@@ -14,6 +14,7 @@ from clusterkit.cli.common import cluster_options, host_options, json_option, pr
 from clusterkit.errors import EXIT_FAILURE, counted
 from clusterkit.slow_links import figure
 from clusterkit.status import RunStatus
+from clusterkit.ui.waiting import waiting
 
 PLAIN_LINES = 20
 """How many progress lines there are where there is no terminal to redraw."""
@@ -63,7 +64,14 @@ def command(output: Path | None, as_json: bool, **options: Any) -> int:
         from clusterkit.ui import plots
 
         plots.check_output(output)
-    report = api.bench(watch=_watch, **options)
+    with contextlib.ExitStack() as until:
+        until.enter_context(waiting(f"looking at cluster {options['cluster']}"))
+
+        def watch(run: api.Run) -> RunStatus:
+            until.close()
+            return _watch(run)
+
+        report = api.bench(watch=watch, **options)
     if as_json:
         print_json(report)
     elif report.pairs is None:
@@ -112,7 +120,13 @@ def _watch(run: api.Run) -> RunStatus:
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
     """A function of number, total and words: a bar in a terminal, otherwise some of the lines."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+    )
 
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
@@ -122,6 +136,7 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
         SpinnerColumn(),
         BarColumn(),
         TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
     with Progress(*columns, console=console, transient=True) as bar:

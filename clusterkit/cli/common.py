@@ -25,19 +25,34 @@ COMMAND = "clusterkit.command"
 """Key in ``ctx.meta`` for the words after ``--``."""
 
 
-class PlanCommand(click.Command):
+class WordsCommand(click.Command):
+    """A command that takes words after ``--`` as they are, whatever options they have."""
+
+    words = "COMMAND..."
+    """What they are, for ``--help``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--" in args:
+            split = args.index("--")
+            args, ctx.meta[COMMAND] = args[:split], args[split + 1 :]
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), f"[-- {self.words}]"]
+
+
+class PlanCommand(WordsCommand):
     """A command that takes a job file, and words after ``--``: see `job_of`."""
+
+    words = "ARGS...|COMMAND..."
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         from clusterkit import shell
         from clusterkit.command import instead_of_a_job
 
-        after: list[str] = []
-        if "--" in args:
-            split = args.index("--")
-            args, after = args[:split], args[split + 1 :]
-            ctx.meta[COMMAND] = after
-        own, others = self._divided(ctx, args)
+        split = args.index("--") if "--" in args else len(args)
+        after = args[split + 1 :]
+        own, others = self._divided(ctx, args[:split])
         if others and (words := instead_of_a_job([*others, *after])) is not None:
             raise BadInput(
                 f"{others[0]} is not a job file: a command stands after --",
@@ -68,9 +83,6 @@ class PlanCommand(click.Command):
             if rest and takes.get(word, False) and not equals:
                 own.append(rest.pop(0))
         return own, others
-
-    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        return [*super().collect_usage_pieces(ctx), "[-- ARGS...|COMMAND...]"]
 
 
 def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:

@@ -8,30 +8,16 @@ from pathlib import Path
 import click
 
 from clusterkit import api, convert, shell
-from clusterkit.cli.common import COMMAND, json_option, print_json
+from clusterkit.cli.common import COMMAND, WordsCommand, json_option, print_json
 from clusterkit.convert.files import add_cluster
 from clusterkit.errors import BadInput
 from clusterkit.files import write_atomic
 from clusterkit.ui.words import shown_on
 
 
-class _Convert(click.Command):
-    """Words after ``--`` are a command line, whatever options it has."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if "--" in args:
-            split = args.index("--")
-            ctx.meta[COMMAND] = args[split + 1 :]
-            args = args[:split]
-        return super().parse_args(ctx, args)
-
-    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        return [*super().collect_usage_pieces(ctx), "[-- COMMAND...]"]
-
-
 @click.command(
     "convert",
-    cls=_Convert,
+    cls=WordsCommand,
     epilog="Examples: clusterkit convert train.sbatch -o job.yaml;  "
     "clusterkit convert -- torchrun --nproc-per-node 8 train.py --lr 1",
 )
@@ -85,9 +71,6 @@ def command(
         click.echo(text, nl=False)
     if out is not None:
         write_atomic(Path(out), text.encode())
-        click.echo(f"job written to {out}; next: {shell.join(_next(found, out))}", err=True)
-
-
-def _next(found: convert.Converted, out: str) -> list[str]:
-    cluster = ["--cluster", next(iter(found.cluster))] if found.cluster else []
-    return ["clusterkit", "plan", out, *cluster]
+        cluster = ["--cluster", next(iter(found.cluster))] if found.cluster else []
+        following = shell.join(["clusterkit", "plan", out, *cluster])
+        click.echo(f"job written to {out}; next: {following}", err=True)

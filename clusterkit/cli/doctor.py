@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,9 +23,8 @@ from clusterkit.doctor import Progress, every_check
 from clusterkit.doctor.base import Level
 from clusterkit.doctor.report import ranges
 from clusterkit.errors import EXIT_FAILURE
+from clusterkit.ui.waiting import waiting
 
-PATIENCE = 1.0
-"""Seconds after which stderr says what is waited for."""
 _COLOURS: dict[Level, dict[str, Any]] = {
     "ok": {"fg": "green"},
     "warn": {"fg": "yellow"},
@@ -79,12 +77,10 @@ def command(
         print_json(report.document())
     else:
         width = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100
-        click.echo(report.table(width=width, style=_style))
+        click.echo(report.table(
+            width=width, style=lambda text, level: click.style(text, **_COLOURS[level])
+        ))  # fmt: skip
     return 0 if report.ok else EXIT_FAILURE
-
-
-def _style(text: str, level: Level) -> str:
-    return click.style(text, **_COLOURS[level])
 
 
 def _list(as_json: bool) -> None:
@@ -110,31 +106,11 @@ def _doing(phase: int, waiting: Sequence[str], visited: Sequence[str]) -> str:
 @contextlib.contextmanager
 def _progress() -> Iterator[Progress]:
     """Tell on stderr whom is waited for, when it takes longer than a second."""
-    words = ["looking"]
     visited: dict[int, Sequence[str]] = {}
-    done = threading.Event()
+    with waiting("looking", plain=True) as told:
 
-    def progress(phase: int, waiting: Sequence[str]) -> None:
-        # A phase begins with all its hosts.
-        words[0] = _doing(phase, waiting, visited.setdefault(phase, waiting))
+        def progress(phase: int, waiting: Sequence[str]) -> None:
+            # A phase begins with all its hosts.
+            told.say(_doing(phase, waiting, visited.setdefault(phase, waiting)))
 
-    def tell() -> None:
-        if done.wait(PATIENCE):
-            return
-        from rich.console import Console
-
-        console = Console(stderr=True, highlight=False)
-        if not console.is_terminal:
-            click.echo(words[0], err=True)
-            return
-        with console.status(words[0]) as status:
-            while not done.wait(0.1):
-                status.update(words[0][: max(20, console.width - 4)])
-
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
-    try:
         yield progress
-    finally:
-        done.set()
-        teller.join()

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 import time
+from collections.abc import Callable
 
 import click
 
@@ -13,6 +14,7 @@ from clusterkit import api
 from clusterkit.cli.common import print_json
 from clusterkit.errors import EXIT_FAILURE, EXIT_INTERRUPTED, BadInput, Unavailable
 from clusterkit.status import RunStatus, State
+from clusterkit.ui.waiting import waiting
 from clusterkit.ui.words import failure_text, waits_for
 
 QUEUE_SECONDS = 3.0
@@ -24,7 +26,11 @@ def follow(run: api.Run, as_json: bool, *, detach: bool = False) -> int:
     try:
         from clusterkit.ui import follow  # a moment in which Ctrl-C may come, too
 
-        status = run.wait(until=_Started()) if detach else follow.follow(run)
+        if detach:
+            with waiting("starting") as told:
+                status = run.wait(until=_Started(told.say))
+        else:
+            status = follow.follow(run)
     except KeyboardInterrupt:
         status = _interrupted(run)
     if as_json:
@@ -42,13 +48,15 @@ def follow(run: api.Run, as_json: bool, *, detach: bool = False) -> int:
 class _Started:
     """Whether every node of a run runs, or it is known for some seconds why not."""
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
         self._since: float | None = None
+        self._say = say
 
     def __call__(self, status: RunStatus) -> bool:
-        if waits_for(status) is None:
+        if (reason := waits_for(status)) is None:
             self._since = None
             return bool(status.nodes) and all(n.state is not State.PENDING for n in status.nodes)
+        self._say(f"waits: {reason}")
         self._since = self._since or time.monotonic()
         return time.monotonic() > self._since + QUEUE_SECONDS
 

@@ -9,6 +9,7 @@ import click
 
 from clusterkit import api
 from clusterkit.cli.common import STATE_COLOURS, cluster_options, json_option, print_json, table
+from clusterkit.ui.waiting import waiting
 
 
 @click.command(
@@ -29,7 +30,8 @@ def command(cluster: str | None, clusters_file: str | None, as_json: bool) -> No
     if cluster is None:
         found: list[Any] = list(api.runs())
     else:
-        found = list(api.runs_of(cluster, clusters_file=clusters_file))
+        with waiting(f"asking cluster {cluster}"):
+            found = list(api.runs_of(cluster, clusters_file=clusters_file))
     if as_json:
         print_json(found)
         return

@@ -11,6 +11,7 @@ import click
 from clusterkit import api, backends
 from clusterkit.cli.common import PlanCommand, job_of, json_option, plan_options, prepare_options
 from clusterkit.files import write_atomic
+from clusterkit.ui.waiting import waiting
 
 
 @click.command(
@@ -45,6 +46,7 @@ def command(
     a manifest, a compose file, a script that uses ssh. Without --cluster nothing is probed then;
     what is assumed stands in comments.
     """
+    looking = waiting(f"looking at cluster {options['cluster']}")
     if form is not None:
         if out is not None or as_json:
             raise click.UsageError("--as prints one file: it goes without --out and --json.", ctx)
@@ -52,11 +54,12 @@ def command(
         if not given:
             options["cluster"] = None
         del options["doctor"]
-        click.echo(
-            api.plan_as(form=form, **job_of(ctx, job), **prepare_options(**options)), nl=False
-        )
+        with looking:
+            text = api.plan_as(form=form, **job_of(ctx, job), **prepare_options(**options))
+        click.echo(text, nl=False)
         return
-    plan = api.plan(**job_of(ctx, job), **prepare_options(**options))
+    with looking:
+        plan = api.plan(**job_of(ctx, job), **prepare_options(**options))
     if out is not None:
         for file in plan.files:
             below = os.path.relpath(file.path, plan.run_dir)

@@ -6,6 +6,7 @@ import click
 
 from clusterkit import api
 from clusterkit.cli.common import runs_argument
+from clusterkit.ui.waiting import waiting
 
 
 @click.command("rm", epilog="Example: clusterkit rm last")
@@ -20,5 +21,6 @@ def command(runs: tuple[str, ...], force: bool) -> None:
     """
     chosen = [api.get(name) for name in runs]
     for run in chosen:
-        run.delete(force=force)
+        with waiting(f"removing {run.id}"):
+            run.delete(force=force)
         click.echo(run.id)

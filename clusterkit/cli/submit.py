@@ -10,7 +10,7 @@ import click
 from clusterkit import api
 from clusterkit.cli.common import PlanCommand, job_of, json_option, plan_options, prepare_options
 from clusterkit.cli.following import check_terminal, follow, watch
-from clusterkit.ui.sending import sending
+from clusterkit.ui.waiting import waiting
 
 
 @click.command(
@@ -39,14 +39,15 @@ def command(
         if detach:
             raise click.UsageError("--top follows the run, --detach does not.", ctx)
         check_terminal()
-    ready = api.prepare(**job_of(ctx, job), **prepare_options(**options))
+    with waiting(f"looking at cluster {options['cluster']}"):
+        ready = api.prepare(**job_of(ctx, job), **prepare_options(**options))
     for note in ready.plan.notes:
         if not note.name:
             click.echo(f"note: {note}", err=True)
     if outer := os.environ.get("CLUSTERKIT_RUN_ID"):
         click.echo(f"note: inside run {outer}: this one ends with it", err=True)
-    with sending(ready) as progress:
-        run = api.launch(ready, progress)
+    with waiting("copying the project" if ready.plan.trees else "starting") as told:
+        run = api.launch(ready, told.sent)
     if not as_json:
         click.echo(run.id)
     return watch(run, as_json) if top else follow(run, as_json, detach=detach)

@@ -9,6 +9,7 @@ import click
 
 from clusterkit import api
 from clusterkit.cli.common import complete_run
+from clusterkit.ui.waiting import waiting
 
 
 @click.command("web", epilog="Example: clusterkit web last; clusterkit web last -o report.html")
@@ -27,7 +28,9 @@ def command(runs: tuple[str, ...], host: str, port: int, output: str | None) -> 
     laptop, `ssh -L 8000:127.0.0.1:PORT HOST` brings a server of another machine here.
     """
     if output is not None:
-        click.echo(api.report(runs or ("last",), Path(output)))
+        with waiting(f"writing {output}"):
+            written = api.report(runs or ("last",), Path(output))
+        click.echo(written)
         return
     if not _is_loopback(host):
         click.echo(f"note: whoever reaches {host} may ask, and nothing is encrypted", err=True)

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from clusterkit.doctor.base import Finding, HostSubject, Machine, Needs, Rule, Subject
-from clusterkit.doctor.check import Check
+from clusterkit.doctor.base import Finding, Rule, Subject
 from clusterkit.doctor.report import Progress, Report, refusal
 from clusterkit.errors import BadInput, did_you_mean
 
@@ -19,19 +18,8 @@ if TYPE_CHECKING:
     from clusterkit.transport import Transport
 
 __all__ = [
-    "Check",
-    "Finding",
-    "HostSubject",
-    "Machine",
-    "Needs",
-    "Progress",
-    "Report",
-    "Subject",
-    "chosen",
-    "every_check",
-    "examine",
-    "refusal",
-]
+    "Finding", "Progress", "Report", "Subject", "chosen", "every_check", "examine", "refusal",
+]  # fmt: skip
 
 WAYS = {
     "hosts": "clusterkit.doctor.hosts",

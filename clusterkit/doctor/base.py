@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from msgspec import Struct
 
@@ -44,20 +45,26 @@ class Subject(Protocol):
         """Port that is listened on meanwhile, if it is a certain one."""
 
 
-class Rule(Protocol):
-    """What every check has, whatever it looks at; see `Check`."""
+@dataclass(frozen=True)
+class Rule:
+    """One thing that has to be right, whatever it is looked for in.
+
+    Attributes:
+        judge: says of what was seen whether it is. Its name is the check's, as ``--only`` takes it,
+            and its docstring the purpose: what has to be right.
+        quick: whether a submit makes sure of it as well: below 50 ms where all is well.
+    """
+
+    judge: Callable[..., Any]
+    quick: bool = False
 
     @property
-    def name(self) -> str: ...
-    @property
-    def purpose(self) -> str: ...
-    @property
-    def quick(self) -> bool: ...
+    def name(self) -> str:
+        return self.judge.__name__.strip("_").replace("_", "-")
 
-
-def described(judge: Callable[..., object]) -> tuple[str, str]:
-    """A check's name and purpose: the name and the docstring of the function that judges."""
-    return judge.__name__.replace("_", "-"), " ".join((judge.__doc__ or "").split())
+    @property
+    def purpose(self) -> str:
+        return " ".join((self.judge.__doc__ or "").split())
 
 
 class Machine(Struct, frozen=True, kw_only=True):
@@ -93,20 +100,15 @@ class Needs(Struct, frozen=True, kw_only=True):
         """What a job needs; without one, what most do."""
         if job is None:
             return cls()
+        # A program that trains needs it; one that only counts does not.
+        without_torch: Level = "ok" if job.command is not None else "warn"
         return cls(
             device=job.device,
             launcher=job.started_by,
-            without_torch=_without_torch(job),
+            without_torch="fail" if job.started_by in ("torchrun", "deepspeed") else without_torch,
             deepspeed=job.deepspeed is not None,
             elastic=job.elastic,
         )
-
-
-def _without_torch(job: JobSpec) -> Level:
-    if job.started_by in ("torchrun", "deepspeed"):
-        return "fail"
-    # A program that trains needs it; one that only counts does not.
-    return "ok" if job.command is not None else "warn"
 
 
 class HostSubject(Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ import msgspec
 
 from clusterkit.doctor import driver
 from clusterkit.doctor.check import Answer, Output, Script
-from clusterkit.host_probe import PORTS, free_port, refusal, versions
+from clusterkit.host_probe import PORTS, addresses, free_port, refusal, versions
 
 # Tried in turn until one does its work: where the interpreter of the ranks does not run, any
 # other still finds out what is right and wrong with the rest of the host.
@@ -72,7 +72,7 @@ def command(
 def driver_text() -> str:
     """The driver, and what others ask hosts as well."""
     text = Path(driver.__file__).read_text(encoding="utf-8") + f"\nPORTS = {PORTS}\n"
-    functions = (versions, refusal, free_port)
+    functions = (versions, refusal, free_port, addresses)
     text += "\n".join(inspect.getsource(each) for each in functions)
     names = ", ".join(f"{each.__name__}={each.__name__}" for each in functions)
     return f"{text}\nHELPERS.update({names})\n"

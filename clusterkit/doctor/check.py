@@ -16,7 +16,7 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
-from clusterkit.doctor.base import HostSubject, Machine, Verdict, described, fail, warn
+from clusterkit.doctor.base import HostSubject, Machine, Rule, Verdict, fail, warn
 from clusterkit.doctor.words import shortened
 from clusterkit.errors import ClusterkitError
 
@@ -185,30 +185,24 @@ Judge = Callable[[Answers], Iterator[Verdict]]
 
 
 @dataclass(frozen=True)
-class Check:
+class Check(Rule):
     """One thing that has to be right on every host.
 
     Attributes:
-        name: as ``--only`` takes it.
-        purpose: one line: what has to be right.
         judge: pure; is given the hosts that answered. About a host that it does not concern it
             says nothing; an ``ok`` beside a fault of the same host does not count.
         scripts: what it needs from the hosts.
-        quick: cheap enough for every submit: below 50 ms where all is well.
         silent_too: judges hosts that did not answer as well.
         pointless: the reason why the check says nothing of this subject, or None.
     """
 
-    name: str
-    purpose: str
     judge: Judge
-    scripts: tuple[Script[Any], ...] = ()
     quick: bool = True
+    scripts: tuple[Script[Any], ...] = ()
     silent_too: bool = False
     pointless: Callable[[HostSubject], str | None] = lambda subject: None
 
 
 def check(*scripts: Script[Any], **options: Any) -> Callable[[Judge], Check]:
-    """Make a `Check` of the function that judges: its docstring is the purpose. The check's other
-    attributes are options."""
-    return lambda judge: Check(*described(judge), judge, scripts, **options)
+    """Make a `Check` of the function that judges; the check's other attributes are options."""
+    return lambda judge: Check(judge, scripts=scripts, **options)

@@ -17,6 +17,7 @@ from clusterkit.errors import counted
 from clusterkit.live import Reported
 from clusterkit.logs import LogLine
 from clusterkit.status import RunStatus, State
+from clusterkit.ui.waiting import waiting
 from clusterkit.ui.words import (
     duration,
     failure_text,
@@ -131,10 +132,13 @@ def follow(run: api.Run, console: Console | None = None) -> RunStatus:
         nonlocal told
         if (reason := waits_for(status)) is not None and reason != told:
             told = reason
-            _say(console, f"waits: {reason}")
+            waits.say(f"waits: {reason}")
+            if not console.is_terminal:
+                _say(console, f"waits: {reason}")
         return status.state is not State.PENDING
 
-    run.wait(until=begun)
+    with waiting("starting") as waits:
+        run.wait(until=begun)
     lines = run.logs(follow=True, note=lambda event: _say(console, f"note: {event.text}"))
     if console.is_terminal:
         _live(view, lines, console)

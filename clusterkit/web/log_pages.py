@@ -21,15 +21,9 @@ SHOWN = 4000
 """Characters that are shown of a line at first; `line` gives all of it."""
 
 
-def page(
-    path: Path,
-    rank: int | None = None,
-    search: str = "",
-    before: int | None = None,
-    after: int | None = None,
-) -> dict[str, Any]:
-    """`clusterkit.logs.page`, its lines as they are shown."""
-    found = logs.page(path, rank, search, before, after, most=LINES)
+def page(path: Path, **which: Any) -> dict[str, Any]:
+    """`clusterkit.logs.page` of which lines, as they are shown."""
+    found = logs.page(path, **which, most=LINES)
     return {**msgspec.structs.asdict(found), "lines": _shown(found.lines)}
 
 

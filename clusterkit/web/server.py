@@ -229,29 +229,16 @@ class _Handler(BaseHTTPRequestHandler):
         samples = prometheus.text(self.server.site.reported(ids))
         self._send(samples.encode(), prometheus.CONTENT_TYPE)
 
-    def _runs(self) -> None:
-        self._json(self.server.site.runs())
-
-    def _run(self, run: str) -> None:
-        self._json(self.server.site.run(run))
-
-    def _plan(self, run: str) -> None:
-        self._json(self.server.site.plan(run))
-
-    def _cancel(self, run: str) -> None:
-        self._json(self.server.site.cancel(run))
-
     def _series(self, run: str) -> None:
         low, high = self._number("from", float), self._number("to", float)
         names, most = self._query.get("name", []), self._number("points", int) or MOST_POINTS
         self._json(self.server.site.series(run, names, most, low, high))
 
     def _log(self, run: str) -> None:
-        self._json(self.server.site.log(
-            run, self._number("attempt", int), self._number("node", int) or 0,
-            rank=self._number("rank", int), search=self._query.get("search", [""])[-1],
-            before=self._number("before", int), after=self._number("after", int),
-        ))  # fmt: skip
+        attempt, node = self._number("attempt", int), self._number("node", int) or 0
+        which: dict[str, Any] = {key: self._number(key, int) for key in ("rank", "before", "after")}
+        which["search"] = self._query.get("search", [""])[-1]
+        self._json(self.server.site.log(run, attempt, node, **which))
 
     def _line(self, run: str) -> None:
         attempt, node = self._number("attempt", int), self._number("node", int) or 0
@@ -323,6 +310,11 @@ def _json(document: object) -> bytes:
     return msgspec.json.encode(document)
 
 
+def _as_json(question: Callable[..., object]) -> Callable[..., None]:
+    """A route to what a function of the site gives, which the path says all about."""
+    return lambda handler, *given: handler._json(question(handler.server.site, *given))
+
+
 _RUN = r"/api/runs/([a-z0-9][a-z0-9-]{0,62})"
 _ROUTES: list[tuple[str, re.Pattern[str], Callable[..., None]]] = [
     (method, re.compile(pattern), answer)
@@ -331,12 +323,12 @@ _ROUTES: list[tuple[str, re.Pattern[str], Callable[..., None]]] = [
         ("GET", "/report.html", _Handler._report),
         ("GET", "/metrics", _Handler._prometheus),
         ("GET", "/api/news", _Handler._news),
-        ("GET", "/api/runs", _Handler._runs),
-        ("GET", _RUN, _Handler._run),
-        ("GET", f"{_RUN}/plan", _Handler._plan),
+        ("GET", "/api/runs", _as_json(Site.runs)),
+        ("GET", _RUN, _as_json(Site.run)),
+        ("GET", f"{_RUN}/plan", _as_json(Site.plan)),
         ("GET", f"{_RUN}/series", _Handler._series),
         ("GET", f"{_RUN}/log", _Handler._log),
         ("GET", f"{_RUN}/line", _Handler._line),
-        ("POST", f"{_RUN}/cancel", _Handler._cancel),
+        ("POST", f"{_RUN}/cancel", _as_json(Site.cancel)),
     )
 ]

@@ -111,7 +111,10 @@ class Site:
             status, reported, plan = live.status, live.reported, live.plan
             document: dict[str, Any] = msgspec.to_builtins(status)
             stands = standstill(status)
-            views = [*live.launchers.values(), *live.ranks.values()]
+            views = sorted(
+                [*live.launchers.values(), *live.ranks.values()],
+                key=lambda view: (view.node, -1 if view.rank is None else view.rank),
+            )
             document |= {
                 "final": status.state.final,
                 "now": time.time(),
@@ -125,7 +128,7 @@ class Site:
                 "metrics": [
                     {"name": name, "last": series.last} for name, series in reported.series.items()
                 ],
-                "ranks": [_rank(live, view) for view in sorted(views, key=_order)],
+                "ranks": [_rank(live, view) for view in views],
                 "events": [msgspec.to_builtins(event) for event in live.events],
                 "standstill": stands and {
                     "text": stands.text,
@@ -198,20 +201,9 @@ class Site:
 
     # -- logs --------------------------------------------------------------
 
-    def log(
-        self,
-        run: str,
-        attempt: int | None,
-        node: int,
-        *,
-        rank: int | None,
-        search: str,
-        before: int | None,
-        after: int | None,
-    ) -> dict[str, Any]:
-        """Lines of a node; see `log_pages.page`."""
-        path = self._log(run, attempt, node)
-        return log_pages.page(path, rank, search, before, after)
+    def log(self, run: str, attempt: int | None, node: int, **which: Any) -> dict[str, Any]:
+        """Lines of a node; ``which``: as for `log_pages.page`."""
+        return log_pages.page(self._log(run, attempt, node), **which)
 
     def line(self, run: str, attempt: int | None, node: int, at: int) -> dict[str, str]:
         """All of one line."""
@@ -300,10 +292,6 @@ def write_report(names: Sequence[str], output: Path) -> Path:
     """Write what the page shows of these runs as one file that needs no server."""
     write_atomic(output, page.whole(Site().report(names), time.time()))
     return output
-
-
-def _order(view: RankView) -> tuple[int, int]:
-    return view.node, -1 if view.rank is None else view.rank
 
 
 def _rank(live: LiveRun, view: RankView) -> dict[str, Any]:

@@ -236,6 +236,8 @@ class Case:
         if 1 not in self.fault.attempts:  # then it is not to be too late for this one
             again = self.run.path / "attempts" / "2"
             self.until(lambda: again.exists() or self.run.status().state.final, "end")
+        elif self.fault.blames == "lost":
+            self.until(lambda: self._said(self.run), self.fault.said)
         self.go()
 
     def _judge(self, losses: dict[int, float]) -> None:
@@ -264,7 +266,8 @@ class Case:
             all_told = all_told and fault.blames not in ("node", "lost")
             if losses and ((all_told and told != losses) or not told.items() <= losses.items()):
                 row.wrong.append(f"losses: {told}, not {losses}")
-            if fault.traced and end.state is State.SUCCEEDED and STEPS not in told:
+            all_there = fault.traced and fault.blames != "lost"  # a lost pod takes its log along
+            if all_there and end.state is State.SUCCEEDED and STEPS not in told:
                 row.wrong.append("the last step was not told")
             self._diagnosis(run, end)
             row.wrong += [f"left: {each}" for each in self.place.left(run)]
@@ -288,10 +291,13 @@ class Case:
             self.row.wrong.append(f"diagnosis: {failures}, not {fault.blames} {wanted}")
         if not blames and failures and fault.attempts == (1,):
             self.row.wrong.append(f"diagnosis: {failures}")
-        if fault.said:
-            lines = [line.text for line in run.logs()] + [event.text for event in run.events()]
-            if not any(re.search(fault.said.format(**names), line) for line in lines):
-                self.row.wrong.append(f"nobody said {fault.said!r}")
+        if fault.said and not self._said(run):
+            self.row.wrong.append(f"nobody said {fault.said!r}")
+
+    def _said(self, run: api.Run) -> bool:
+        lines = [line.text for line in run.logs()] + [event.text for event in run.events()]
+        wanted = self.fault.said.format(**self.names())
+        return any(re.search(wanted, line) for line in lines)
 
     def _measure(self, run: api.Run, end: RunStatus) -> None:
         row, lines = self.row, list(run.logs())

@@ -245,10 +245,12 @@ def api_away(case: Case) -> None:
     case.sh(case.node, f"(sleep 3; kill -9 {pid}) >/dev/null 2>&1 &")
     try:
         cluster.cluster("api", "down")
+        time.sleep(6)  # nobody can be asked meanwhile
         case.go()
-        time.sleep(8)
     finally:
         cluster.api_up()
+        words = ("wait", "node", "--all", "--for=condition=Ready", "--timeout=120s")
+        case.place.kube.kubectl(*words)
 
 
 def scancel(case: Case) -> None:
@@ -351,14 +353,15 @@ FAULTS = (
           container("network", "disconnect", "{network}", "{container}"), blames="node",
           cause="cut off"),
     Fault("pod-delete", "kubernetes", pod("delete", "pod", "{pod}", "--wait=false"), attempts=(1,),
-          blames="lost"),
+          blames="lost", said="node {node} (was lost|is back)"),
     Fault("pod-force", "kubernetes", pod("delete", "pod", "{pod}", "--force", "--grace-period=0"),
-          attempts=(1,), blames="lost", said="node {node} was lost"),
-    Fault("pod-kill", "kubernetes", pod_killed, blames="node", cause="killed from outside"),
+          attempts=(1,), blames="lost", said="node {node} (was lost|is back)"),
+    Fault("pod-kill", "kubernetes", pod_killed, attempts=(1,), blames="lost",
+          said="node {node} (was lost|is back)"),
     Fault("node-crash", "kubernetes", node_of_cluster("crash", "restore"), attempts=(1,),
-          blames="lost", said="node {node} was lost"),
+          blames="lost", said="node {node} (was lost|is back)"),
     Fault("node-cut", "kubernetes", node_of_cluster("cut", "join"), attempts=(1,), blames="lost",
-          said="node {node} was lost"),
+          said="node {node} (was lost|is back)"),
     Fault("api-away", "kubernetes", api_away, blames="rank", cause=KILLED),
     Fault("scancel", "slurm", scancel, State.CANCELLED, (1,)),
     Fault("slurmctld", "slurm", slurmctld, blames="rank", cause=KILLED),

@@ -19,6 +19,7 @@ from clusterkit.assemble import (
     require_packages,
 )
 from clusterkit.batch import Batch
+from clusterkit.cluster import LocalCluster
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.program import deepspeed_config, program_argv, solve_batch
 from clusterkit.rendezvous import Endpoint, Topology
@@ -47,9 +48,8 @@ def assembled(spec, topology=ONE, **options):
                     "where": "here",
                     "hosts": ("h",) * topology.nodes,
                     "names": ("h",) * topology.nodes,
-                    "cluster_env": {},
+                    "cluster": LocalCluster(),
                     "network_env": {"GLOO_SOCKET_IFNAME": "lo"},
-                    "stop_grace": 10.0,
                 }
                 | options
             )
@@ -74,7 +74,9 @@ def test_the_job_goes_before_the_cluster_and_the_cluster_before_the_defaults():
     env = exported(
         assembled(
             job(env={"A": "job", "OMP_NUM_THREADS": "7"}),
-            cluster_env={"A": "cluster", "B": "cluster", "GLOO_SOCKET_IFNAME": "eth0"},
+            cluster=LocalCluster(
+                env={"A": "cluster", "B": "cluster", "GLOO_SOCKET_IFNAME": "eth0"}
+            ),
         )
     )
     assert (env["A"], env["B"]) == ("job", "cluster")
@@ -88,7 +90,7 @@ def test_the_job_goes_before_the_cluster_and_the_cluster_before_the_defaults():
 def test_nobody_else_may_set_a_variable_of_the_rendezvous(name, where):
     spec = job(env={name: "1"} if where == "job" else {})
     with pytest.raises(BadInput, match=rf"env\.{name}: clusterkit sets it"):
-        assembled(spec, cluster_env={name: "1"} if where == "cluster" else {})
+        assembled(spec, cluster=LocalCluster(env={name: "1"} if where == "cluster" else {}))
 
 
 @pytest.mark.parametrize("name", ["CLUSTERKIT_RUN_DIR", "CLUSTERKIT_ATTEMPT", "CLUSTERKIT_PIPE"])
@@ -434,8 +436,8 @@ def test_the_first_host_may_be_known_on_the_nodes_alone(launcher, topology, tmp_
     placement = Placement(
         job=job(launcher=launcher), topology=topology, endpoint=Endpoint(head, 29501, "r1"),
         places=Places(str(run_dir), "/work", str(dump)), device="cpu", threads=1, where="there",
-        hosts=("h",) * 2, names=("node-0", "node-1"), cluster_env={}, network_env={},
-        stop_grace=10.0, watching=Watching(head, 29502, 30.0),
+        hosts=("h",) * 2, names=("node-0", "node-1"), cluster=LocalCluster(), network_env={},
+        watching=Watching(head, 29502),
     )  # fmt: skip
     plan = placement.plan("some")
     assert plan.address == "$FIRST_HOST"

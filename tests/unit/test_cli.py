@@ -107,6 +107,11 @@ def test_every_verb_that_answers_a_question_has_json(verb):
     assert "--json" in [flag for option in cli_command(verb).params for flag in option.opts]
 
 
+def test_no_verb_is_told_how_to_go_on(cli):
+    assert cli() == cli("--help")
+    assert cli().code == 0
+
+
 def test_a_mistyped_verb_is_told_the_nearest(cli):
     done = cli("sumbit")
     assert done.code == 2

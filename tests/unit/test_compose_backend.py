@@ -27,6 +27,7 @@ from clusterkit.backends.compose.containers import (
     inspect,
     judge,
 )
+from clusterkit.backends.nodes import Left
 from clusterkit.cluster import ComposeCluster, Engine, Gpu
 from clusterkit.diagnose import diagnose
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
@@ -434,6 +435,26 @@ def test_each_refusal_is_one_sentence_with_a_remedy(
     assert not list(clusterkit_home.rglob("*.json"))
 
 
+@pytest.mark.parametrize(
+    ("entry", "remedy"),
+    [
+        ({}, "`image: NAME` in the cluster entry (docs/containers.md, An image of your own), or"),
+        ({"image": "mine:1"}, "docker pull mine:1, or docker build --tag mine:1 . (docs/"),
+    ],
+    ids=["none is named", "one is named"],
+)
+def test_who_has_no_image_and_no_checkout_is_told_how_to_make_one(
+    entry: dict[str, Any], remedy: str, tools: Path
+) -> None:
+    docker = Docker(image=(1, "[]\n", "Error: No such image"))
+    with pytest.raises(Unavailable) as error:
+        BACKEND.probe(ComposeCluster(**entry), docker, job())
+    assert error.value.hint is not None
+    assert error.value.hint.startswith(remedy)
+    page = Path(__file__).parents[2] / "docs" / "containers.md"
+    assert "\n## An image of your own\n" in page.read_text()
+
+
 def test_a_machine_without_docker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(Unavailable, match="needs docker, which is not installed"):
@@ -528,7 +549,7 @@ def test_states_of_a_node(
     begun: bool, exit_json: bytes | None, live: Container | None, kept: Container | None,
     state: str, reason: str | None,
 ) -> None:  # fmt: skip
-    found = judge(3, begun=begun, exit_json=exit_json, live=live, kept=kept)
+    found = judge(3, Left(begun=begun, exit=exit_json), live=live, kept=kept)
     assert found.state is State[state], found
     assert (found.node, found.host) == (3, "node-3")
     assert (found.reason is None) if reason is None else reason in (found.reason or "")
@@ -536,19 +557,19 @@ def test_states_of_a_node(
 
 def test_every_word_of_the_table_means_a_state() -> None:
     for word, state in STATES.items():
-        found = judge(0, begun=True, exit_json=None, live=Container(state=word), kept=None)
+        found = judge(0, Left(begun=True), live=Container(state=word), kept=None)
         assert found.state is state
 
 
 def test_an_engine_that_does_not_answer_leaves_what_is_not_known() -> None:
     silent = {"live": None, "kept": None, "silent": "it does not answer"}
-    assert judge(0, begun=True, exit_json=None, **silent).state is State.UNKNOWN
-    assert judge(0, begun=True, exit_json=said(0), **silent).state is State.SUCCEEDED
+    assert judge(0, Left(begun=True), **silent).state is State.UNKNOWN
+    assert judge(0, Left(begun=True, exit=said(0)), **silent).state is State.SUCCEEDED
 
 
 def test_what_lasts_too_long_has_failed() -> None:
     for live in (Container(state="paused"), Container(state="running", connected=False)):
-        found = judge(0, begun=True, exit_json=None, live=live, kept=None, patient=False)
+        found = judge(0, Left(begun=True), live=live, kept=None, patient=False)
         assert found.state is State.FAILED
 
 

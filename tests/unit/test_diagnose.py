@@ -24,9 +24,8 @@ RuntimeError: [/pytorch/third_party/gloo/pair.cc:547] Connection closed by peer 
 
 
 def node(number, code=1, state=State.FAILED, **more):
-    return NodeStatus(
-        node=number, host="h", state=state, exit_code=code, **({"ended_at": 10.0} | more)
-    )
+    given = {"host": "h", "ended_at": 10.0} | more
+    return NodeStatus(node=number, state=state, exit_code=code, **given)
 
 
 def said(node, rank, at, text, prefix=""):
@@ -276,6 +275,9 @@ def test_a_signal_is_named(code, words):
         ("RuntimeError: No CUDA GPUs are available", "no GPU on this node"),
         ("RuntimeError: CUDA error: no CUDA-capable device is detected", "no GPU on this node"),
         ("/r/files/rank.sh: 12: exec: frobnicate: not found", "no such command"),
+        ("/r/files/rank.sh: 12: exec: ./my run.sh: not found", "its first line (#!) names"),
+        ("/r/files/rank.sh: 12: exec: /x/run.sh: Permission denied", "chmod +x"),
+        ("/venv/bin/python: No module named my.train", "install it"),
         ("Explained: the loss is nan at step 12", "learning rate"),
         (
             "RuntimeError: Function 'MulBackward0' returned nan values in its 0th output.",
@@ -314,7 +316,7 @@ def test_a_known_cause_has_a_remedy(last, hint):
 @pytest.mark.parametrize(
     ("lacking", "hint"),
     [
-        ([1], "of 2 nodes only 1 says so: put it on every node, or where all see it"),
+        ([1], "of 2 nodes only node 1 says so: put it on every node, or where all see it"),
         ([0, 1], "it is on none of the nodes"),
     ],
 )
@@ -322,10 +324,10 @@ def test_a_file_that_is_on_one_node_only(lacking, hint):
     text = "FileNotFoundError: [Errno 2] No such file or directory: '/data/train.bin'"
     trace = f"Traceback (most recent call last):\n  File x\n{text}"
     lines = in_order(*(said(n, n, 1.0 + n, trace if n in lacking else PEER_GONE) for n in (0, 1)))
-    found = diagnose([node(0), node(1)], lines)
+    found = diagnose([node(0, host="a"), node(1, host="b")], lines)
     assert (found.node, found.cause, found.hint) == (lacking[0], text, hint)
-    alone = diagnose([node(0)], said(0, 0, 1.0, trace))
-    assert alone.hint is None
+    one_machine = diagnose([node(0), node(1)], lines)
+    assert one_machine.hint is None
 
 
 def test_an_exit_code_of_its_own_wins_over_an_echo_though_its_end_was_seen_after_the_order():

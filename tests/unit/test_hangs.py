@@ -267,6 +267,12 @@ def test_a_rank_is_where_its_own_code_is(file: str, function: str, busy: bool) -
     assert placed("", "/") == {"at": None}
 
 
+def test_a_place_is_named_in_its_own_letters() -> None:
+    frame = '  File "/h/m\\xfc \\u6f22/\\U0001f600.py", line 4 in f\n'
+    trace = f"Thread 1 (most recent call first):\n{frame}"
+    assert placed(trace, "/h/mü 漢")["at"] == "😀.py:4 in f()"
+
+
 def test_steps_are_as_long_as_the_program_says_or_as_its_lines_are_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -226,7 +226,7 @@ def test_without_nvidia_smi_there_are_no_gpus(monkeypatch):
 def test_it_runs_as_text_without_a_file_of_its_own():
     module = types.ModuleType("host_probe")
     exec(compile(TEXT, "<stdin>", "exec"), module.__dict__)
-    assert module.interfaces()
+    assert module.addresses()
 
 
 @pytest.mark.parametrize("taken", [False, True])

@@ -97,7 +97,8 @@ backends.kubernetes.pod_log backends.kubernetes.apply
 backends.kubernetes.place backends.kubernetes.monitor
 backends.slurm.remote_runs
 backends.*.backend
-verdict losses scaffold notify track
+verdict
+losses scaffold notify track
 supervise
 run_state
 run live
@@ -105,11 +106,11 @@ prometheus
 launch
 handout
 ui ui.words
-ui.plots ui.top ui.top.paint web.page web.log_pages
+ui.plots ui.waiting ui.top ui.top.paint web.page web.log_pages
 ui.top.board web.site
 web.server web
 api
-ui.follow ui.sending ui.top.app
+ui.follow ui.top.app
 cli cli.common
 cli.following
 cli.*

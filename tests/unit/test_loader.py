@@ -322,7 +322,7 @@ def test_a_program_is_sought_here_and_then_from_the_job_file_upwards(cwd, monkey
 
 def test_an_explicit_workdir_is_the_only_place_that_is_searched(cwd, write_job):
     (cwd / "elsewhere").mkdir()
-    with pytest.raises(BadInput, match=r"train\.py is neither in"):
+    with pytest.raises(BadInput, match=rf"train\.py is not in {cwd}/elsewhere$"):
         load_job(write_job("workdir: elsewhere\n"))
 
 
@@ -411,8 +411,49 @@ def test_an_empty_command_is_refused():
 
 
 def test_a_command_whose_program_is_missing_is_refused(cwd):
-    with pytest.raises(BadInput, match=r"program: nope\.py is neither in"):
+    with pytest.raises(BadInput, match=rf"program: nope\.py is not in {cwd}$"):
         locate_program(job_from_command(["python", "nope.py"]))
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "message", "hint"),
+    [
+        ("#!/bin/sh\n", 0o644, "is not executable", "chmod +x ./run.sh"),
+        ("#!/bin/sh\r\necho\r\n", 0o755, "has Windows line ends", "sed -i 's/\\r$//' ./run.sh"),
+    ],
+)
+def test_a_script_that_the_kernel_does_not_start_is_refused(cwd, content, mode, message, hint):
+    script = cwd / "run.sh"
+    script.write_text(content)
+    script.chmod(mode)
+    with pytest.raises(BadInput, match=rf"command: \./run\.sh {message}") as error:
+        locate_program(job_from_command(["./run.sh"]))
+    assert error.value.hint == hint
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    assert locate_program(job_from_command(["./run.sh"])).workdir == str(cwd)
+
+
+def test_a_folder_whose_name_is_not_utf8_is_refused(cwd, monkeypatch):
+    folder = cwd / os.fsdecode(b"b\xfcd")
+    folder.mkdir()
+    (folder / "train.py").touch()
+    monkeypatch.chdir(folder)
+    with pytest.raises(BadInput, match=r"xfcd': character \d+ is not valid UTF-8"):
+        locate_program(job_from_command(["python", "train.py"]))
+
+
+@pytest.mark.parametrize("key", ["args", "command"])
+def test_a_line_where_words_are_wanted_is_told_as_a_list(write_job, key):
+    with pytest.raises(BadInput, match=rf"{key}: '--lr 0\.1' is text, not a list") as error:
+        load_job(write_job(f"name: x\n{key}: --lr 0.1\n", base=False))
+    assert error.value.hint == '["--lr", "0.1"]'
+
+
+def test_yaml_that_ends_too_soon_has_no_empty_hint(write_job):
+    with pytest.raises(BadInput, match=r"job\.yaml:3: .*but got the end of the file$") as error:
+        load_job(write_job("name: x\nargs: [--lr\n", base=False))
+    assert error.value.hint is None
 
 
 @pytest.mark.parametrize(
@@ -607,8 +648,8 @@ CHANGES = st.lists(st.sampled_from(KEYS), max_size=3, unique=True).flatmap(
 )
 UNSAYABLE = (
     r"the smaller number comes first|is set in env as well|above 0, and finite"
-    r"|\.0 is a number, not a whole number|is neither in|is not a folder|not a Python file"
-    r"|is a folder|deepspeed"
+    r"|\.0 is a number, not a whole number|is neither in|is not in /|is not a folder"
+    r"|not a Python file|is a folder|deepspeed"
 )
 """What the loader alone can know: sums, files, two keys that hold the same, 1.0 beside 1."""
 

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from clusterkit import backends, doctor, mirror, runs
+from clusterkit.agent.protocol import GROWING_FILES, WHOLE_FILES
 from clusterkit.backends.slurm import login, observe, probe, queue, tail
 from clusterkit.backends.ssh.config import HostUnreachable
 from clusterkit.cluster import Project, SlurmCluster, SlurmFacts
@@ -202,7 +203,7 @@ def test_a_slow_file_server_does_not_make_the_login_node_look_silent(
 
     monkeypatch.setattr(tail, "_read", slow)
     monkeypatch.setattr(tail, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    sending = tail.Tail(1, {})
+    sending = tail.Tail(1, {}, [*WHOLE_FILES], [*GROWING_FILES])
     sending.round()
     signs = [
         header["begun"]

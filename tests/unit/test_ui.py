@@ -2,6 +2,8 @@
 
 import io
 import re
+import sys
+import time
 
 import pytest
 from rich.console import Console
@@ -10,7 +12,7 @@ from clusterkit.errors import BadInput, RunFolderError, Unavailable
 from clusterkit.logs import LogLine
 from clusterkit.runs import Event
 from clusterkit.status import Failure, NodeStatus, RunStatus, State
-from clusterkit.ui import follow, plots, words
+from clusterkit.ui import follow, plots, waiting, words
 from clusterkit.ui.follow import View
 
 
@@ -91,9 +93,7 @@ def test_all_lines_of_a_cause_are_shown_once(traceback, shown):
 
 def test_a_failure_of_nobody_in_particular():
     failure = Failure(node=None, rank=None, exit_code=None, cause="no room")
-    assert words.failure_text(status(State.FAILED, failure=failure)) == (
-        "the run failed first: no room"
-    )
+    assert words.failure_text(status(State.FAILED, failure=failure)) == ("the run failed: no room")
     assert words.failure_text(status()) == ""
 
 
@@ -246,6 +246,62 @@ def test_a_program_s_brackets_are_not_taken_for_markup():
     console, out = recording_console()
     follow._plain(View(), [line("[bold]tensor[0] [/red]")], console)
     assert out.getvalue() == "n0 r0 [bold]tensor[0] [/red]\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def terminal(monkeypatch):
+    """One in stderr's place; pytest takes it away again where a fixture made it."""
+    made = Terminal()
+    monkeypatch.setattr(sys, "stderr", made)
+    monkeypatch.setenv("TERM", "xterm")
+    return made
+
+
+def shows(stderr, words):
+    deadline = time.monotonic() + 30
+    while not re.search(words, stderr.getvalue()):
+        assert time.monotonic() < deadline, stderr.getvalue()
+        time.sleep(0.01)
+
+
+def test_what_is_waited_for_is_shown_with_the_time_that_it_has_taken(monkeypatch):
+    stderr = terminal(monkeypatch)
+    monkeypatch.setattr(waiting, "PATIENCE", 0.0)
+    with waiting.waiting("looking at cluster [lab]") as told:
+        shows(stderr, r"looking at cluster \[lab\]  \d+ s")
+        told.say("waits: job 7: other jobs go first")
+        shows(stderr, r"waits: job 7: other jobs go first  \d+ s")
+        told.sent("h0", 0, 2_000_000)
+        shows(stderr, "0 bytes of 2.0 MB")
+
+
+def test_what_takes_no_second_is_not_told_of(monkeypatch):
+    stderr = terminal(monkeypatch)
+    monkeypatch.setattr(waiting, "PATIENCE", 60.0)
+    with waiting.waiting("looking"):
+        pass
+    assert stderr.getvalue() == ""
+
+
+def test_of_bytes_the_rate_and_the_time_left_are_told_once_they_are_known(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: now)
+    told = waiting.Waiting("copying the project")
+    now = 160.0
+    assert str(told) == "copying the project  1 min 00 s"
+    told.sent("h0", 1_000_000, 5_000_000)
+    told.sent("h1", 0, 5_000_000)
+    assert str(told) == "copying the project  1.0 MB of 10.0 MB"
+    now = 162.0
+    told.sent("h0", 3_000_000, 5_000_000)
+    assert str(told) == "copying the project  3.0 MB of 10.0 MB  1.0 MB/s  7 s left"
+    told.sent("h0", 5_000_000, 5_000_000)
+    told.sent("h1", 5_000_000, 5_000_000)
+    assert str(told) == "copying the project  10.0 MB sent  1 min 02 s"
 
 
 def test_a_terminal_gets_a_progress_bar():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from clusterkit.backends.base import Backend, Observation, SupportsCleanup, SupportsFile
+from clusterkit.backends.base import IMAGE_NOTE, Backend, Observation, SupportsCleanup, SupportsFile
 from clusterkit.backends.compose.compose_file import parse_volume, size_bytes
 from clusterkit.backends.compose.containers import (
     ContainerMonitor,
@@ -41,10 +41,7 @@ class ComposeBackend(Backend, SupportsCleanup, SupportsFile):
     name = "compose"
     summary = "containers of a docker engine on this machine, one node each"
     command = "docker"
-    first_note = (
-        "`image` in clusters.yaml names the nodes' image: one with torch and all that the program "
-        "imports (docs/containers.md, An image of your own)"
-    )
+    first_note = IMAGE_NOTE.format("nodes'")
 
     @classmethod
     def resolved(

@@ -41,16 +41,17 @@ def container_name(run_id: str, node: int) -> str:
 class Containers:
     """What a run's containers are made of, and what they see of this machine."""
 
-    cluster: ComposeCluster
     engine: Engine
     gpus: tuple[Gpu, ...]
     """All of the machine's that the run divides."""
     mounts: list[dict[str, Any]]
 
 
-def render(placement: Placement, containers: Containers, assembly: Assembly) -> str:
+def render(
+    placement: Placement, cluster: ComposeCluster, containers: Containers, assembly: Assembly
+) -> str:
     """The compose file: what all nodes share stands in it once."""
-    cluster, engine, topology = containers.cluster, containers.engine, placement.topology
+    engine, topology = containers.engine, placement.topology
     run_id, run_dir = placement.endpoint.run_id, placement.places.run_dir
     uid, _, gid = engine.user.partition(":")
     # Without a value: taken from the environment of `docker compose up`, to the letter.

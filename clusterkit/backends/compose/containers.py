@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import msgspec
 
 from clusterkit.agent import STOPPED, goes_on
-from clusterkit.agent.report import node_state, read_from
+from clusterkit.agent.report import node_state
 from clusterkit.backends.base import Observation
 from clusterkit.backends.compose.compose_file import ATTEMPT, LABEL, STOP_EXTRA, container_name
 from clusterkit.backends.compose.engine import ENGINE_SECONDS, HOST, Docker
-from clusterkit.backends.nodes import judge_exit, judge_running, known, observed, remarks
+from clusterkit.backends.nodes import Left, judge_exit, judge_running, known, observed, remarks
 from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.plan import ComposeNative, Plan
 from clusterkit.runs import RunHandle
@@ -170,23 +170,18 @@ def _said(plan: Plan, node: int, transport: Transport) -> str:
 
 def judge(
     node: int,
+    left: Left,
     *,
-    begun: bool,
-    exit_json: bytes | None,
     live: Container | None,
     kept: Container | None,
-    started: bytes | None = None,
     silent: str | None = None,
     patient: bool = True,
 ) -> NodeStatus:
     """A node's state from what its agent left and what the engine says.
 
     Args:
-        begun: its agent has recorded its process.
-        exit_json: contents of ``exit.json``; None: there is none.
         live: its container, as it is; None: there is none.
         kept: its container as it was before clusterkit stopped it; None: it has not.
-        started: contents of ``started.json``; None: there is none.
         silent: why the engine does not answer; None: it does.
         patient: whether what was done to its container may still be undone.
     """
@@ -195,14 +190,14 @@ def judge(
     def status(state: State, reason: str | None = None, code: int | None = None) -> NodeStatus:
         return NodeStatus(
             node=node, host=host, state=state, reason=reason, exit_code=code,
-            remarks=remarks(exit_json or started),
+            remarks=remarks(left.exit or left.started),
         )  # fmt: skip
 
-    if exit_json is not None:
-        over = goes_on(exit_json) is not None
+    if left.exit is not None:
+        over = goes_on(left.exit) is not None
         if live is not None and live.state == "running" and kept is None and not over:
             return status(State.RUNNING)  # its agent has ended, its container is about to
-        ended = judge_exit(node, host, exit_json)
+        ended = judge_exit(node, host, left.exit)
         before = kept or live
         if ended.state is State.CANCELLED and before is not None:
             # It was asked to end; by whom, and because of what?
@@ -221,7 +216,7 @@ def judge(
             return status(State.FAILED, reason)
         return status(State.CANCELLED, "killed: it did not stop when asked to")
     if live is None:
-        if begun:
+        if left.begun:
             return status(State.FAILED, "its container is gone: it was removed from outside")
         return status(State.PENDING)
     state = STATES.get(live.state, State.UNKNOWN)
@@ -231,9 +226,9 @@ def judge(
         return status(state, live.ending(), live.exit_code)
     if (trouble := live.trouble()) is not None and not patient:
         return status(State.FAILED, trouble)
-    if state is State.RUNNING and begun and trouble is None:
-        return judge_running(node, host, started)
-    return status(state if begun else State.PENDING, trouble)
+    if state is State.RUNNING and left.begun and trouble is None:
+        return judge_running(node, host, left.started)
+    return status(state if left.begun else State.PENDING, trouble)
 
 
 def observation(
@@ -252,24 +247,17 @@ def observation(
     kept = handle.folder.maybe_json(_snapshot(handle), dict[int, Container]) or {}
     nodes, ended, causes = [], {}, []
     for node in range(handle.plan.nodes):
-        folder = handle.folder.node_dir(handle.attempt, node)
-        state, exit_json = node_state(folder)
+        left = Left.there(handle.folder.node_dir(handle.attempt, node))
         found = judge(
-            node,
-            begun=state["begun"],
-            exit_json=exit_json,
-            live=live.get(node),
-            kept=kept.get(node),
-            started=read_from(folder / "started.json"),
-            silent=silent,
+            node, left, live=live.get(node), kept=kept.get(node), silent=silent,
             patient=node not in lost,
-        )
+        )  # fmt: skip
         nodes.append(found)
-        own = None if exit_json is None else judge_exit(node, found.host, exit_json)
+        own = None if left.exit is None else judge_exit(node, found.host, left.exit)
         if found.state is State.FAILED and found.reason and found != own:
             # Its own word for it, if there is one, is only that it was asked to end.
             causes.append(NodeCause(node=node, words=found.reason, exit_code=found.exit_code or 1))
-        ended[node] = exit_json or b""
+        ended[node] = left.exit or b""
     seen = observed(nodes, ended)
     done_to_containers = _causes(handle.plan, {**live, **kept})
     return msgspec.structs.replace(seen, causes=(*done_to_containers, *causes, *seen.causes))

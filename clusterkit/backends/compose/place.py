@@ -11,6 +11,7 @@ from ipaddress import IPv4Network
 import msgspec
 
 from clusterkit.assemble import Assembly, Placement, Places, Watching, require_packages
+from clusterkit.backends.base import OWN_IMAGE
 from clusterkit.backends.compose.compose_file import (
     OURS,
     Containers,
@@ -48,12 +49,13 @@ SYSTEM = frozenset({
 class ComposePlacement(Placement):
     """Nodes that one ``docker compose up`` starts."""
 
+    cluster: ComposeCluster
     containers: Containers
     folders: tuple[str, ...]
     """To be made on this machine."""
 
     def files(self, assembly: Assembly) -> tuple[PlanFile, ...]:
-        text = render(self, self.containers, assembly)
+        text = render(self, self.cluster, self.containers, assembly)
         file = PlanFile(self.places.file("compose.yaml"), text)
         mpi = mpi_files(self.places.run_dir) if self.starter == "mpirun" else ()
         return (*assembly.files, file, *mpi)
@@ -86,7 +88,7 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
     _check_room(cluster, containers)
     cores = math.floor(cluster.cpus) if cluster.cpus else host.cpus // most
     threads, threads_origin = threads_of(job, max(1, cores), nproc)
-    remedy = "install it in the image; `make image` makes one with everything"
+    remedy = f"install it in the image ({OWN_IMAGE})"
     require_packages(job, host, where=engine.image, hint=remedy)
     run_dir = posixpath.join(facts.home, "runs", run_id)
     workdir, program = _workdir(job, cluster, engine, run_dir)
@@ -102,21 +104,17 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
         places=Places(run_dir, workdir, host.python, python_origin=host.python_origin),
         device=device,
         threads=threads,
-        where=f"in containers of docker {engine.version}",
+        where=f"in containers of docker {engine.version}".rstrip(),
         hosts=(HOST,) * containers,
         names=names,
-        cluster_env=cluster.env,
+        cluster=cluster,
         network_env={
             **interface_env(facts.interface),
             **({"PYTHONPATH": f"{OURS}/python"} if mounted else {}),
             **(mpi_env(facts.interface) if job.started_by == "mpirun" else {}),
         },
         node_env=tuple({NODE_ADDRESS.name: name} if topology.elastic else {} for name in names),
-        stop_grace=cluster.stop_grace,
-        lost_after=cluster.lost_after,
-        watching=Watching(
-            names[0], facts.watch_port or own_ports(facts.port)[1], cluster.lost_after
-        ),
+        watching=Watching(names[0], facts.watch_port or own_ports(facts.port)[1]),
         notes=(
             Note("device", device, device_origin),
             Note("nproc_per_node", str(nproc), nproc_origin),
@@ -129,10 +127,7 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
         ),
         native=ComposeNative(engine.socket),
         containers=Containers(
-            cluster=cluster,
-            engine=engine,
-            gpus=host.gpus,
-            mounts=mounts_of(job, cluster, engine, run_dir),
+            engine=engine, gpus=host.gpus, mounts=mounts_of(job, cluster, engine, run_dir)
         ),
         folders=_folders(job, cluster, run_dir),
     )

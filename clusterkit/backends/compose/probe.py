@@ -17,6 +17,7 @@ import msgspec
 
 import clusterkit
 from clusterkit import host_probe
+from clusterkit.backends.base import OWN_IMAGE
 from clusterkit.backends.compose.compose_file import parse_volume
 from clusterkit.backends.compose.engine import (
     ENGINE_SECONDS,
@@ -28,9 +29,6 @@ from clusterkit.backends.placing import CPU_IMAGE, GPU_IMAGE, own_ports
 from clusterkit.backends.probing import (
     GPU_QUERY,
     NAMES_PYTHON,
-    PACKAGES,
-    TOOLS,
-    UNSEEN,
     HostReport,
     ask,
     assumed_gpus,
@@ -38,6 +36,7 @@ from clusterkit.backends.probing import (
     limited,
     parse_gpus,
     questions,
+    unseen,
 )
 from clusterkit.cluster import ComposeCluster, Engine, Facts, Gpu, HostFacts
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
@@ -96,13 +95,9 @@ def _facts(cluster: ComposeCluster, host: HostFacts, engine: Engine) -> Facts:
 def assumed(cluster: ComposeCluster, job: JobSpec) -> Facts:
     """Facts of an engine that nobody has looked at: what the entry and the job say."""
     gpus = assumed_gpus(cluster.gpus, job, job.node_range[1])
-    python, origin = interpreter(job, (cluster.python, "cluster: python"))
+    python = interpreter(job, (cluster.python, "cluster: python"))
     image = cluster.image or (GPU_IMAGE if gpus else CPU_IMAGE)
-    host = HostFacts(
-        host=HOST, address="node-0", cpus=os.cpu_count() or 1, memory_mib=0, gpus=gpus,
-        python=python, python_origin=origin,
-        versions=dict.fromkeys(PACKAGES, UNSEEN), tools=dict.fromkeys(TOOLS, UNSEEN),
-    )  # fmt: skip
+    host = unseen(HOST, "node-0", os.cpu_count() or 1, gpus, python)
     engine = Engine(
         socket="", version="", image=image, image_id=image, workdir="/opt/clusterkit",
         user=f"{os.getuid()}:{os.getgid()}", package=str(Path(clusterkit.__file__).parent),
@@ -207,9 +202,10 @@ def _image(cluster: ComposeCluster, gpus: bool, docker: Docker) -> dict[str, Any
     missing = "no such image" in said.lower()
     raise Unavailable(
         f"image: the docker engine has no {names[0]}" if missing else f"image: {said}",
-        hint=f"docker pull {names[0]}, or leave `image` out and run `make image`"
+        hint=f"docker pull {names[0]}, or docker build --tag {names[0]} . ({OWN_IMAGE})"
         if cluster.image
-        else "`make image` builds it",
+        else f"`image: NAME` in the cluster entry ({OWN_IMAGE}), or in a checkout of clusterkit: "
+        "make image",
     )
 
 
@@ -294,7 +290,7 @@ def _unfit(
         (
             "exec format error",
             f"image: {image} was built for another kind of processor",
-            "`make image` builds one for this machine",
+            "build it on this machine, or for it: docker build --platform",
         ),
         (
             "",

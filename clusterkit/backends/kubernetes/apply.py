@@ -30,7 +30,6 @@ from clusterkit.backends.kubernetes.lost_pods import MERGE_PATCH
 from clusterkit.backends.kubernetes.observe import (
     Removed,
     keep,
-    known,
     pods_of,
     put_removed,
     removed,
@@ -40,6 +39,7 @@ from clusterkit.backends.kubernetes.observe import (
 from clusterkit.backends.kubernetes.pods import ATTEMPT, STOP_EXTRA, USER, code_of
 from clusterkit.backends.kubernetes.server import AT_ONCE, RunObjects, objects_of
 from clusterkit.backends.kubernetes.text import Object, made
+from clusterkit.backends.nodes import known
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.plan import Plan
 from clusterkit.runs import MADE, RunHandle
@@ -86,7 +86,8 @@ def apply(to: RunObjects, folder: Path, env: Mapping[str, str]) -> None:
             # Before anything is sent: whatever has one of the names is not of this run. (The role
             # need not allow to read the others.)
             named = [each for each in objects if each["kind"] in (*_OWNERS, "ConfigMap")]
-            for each, there in zip(named, pool.map(partial(_found, to), named), strict=True):
+            taken = pool.map(lambda each: to.find(_path(to, each), (NotFound, Forbidden)), named)
+            for each, there in zip(named, taken, strict=True):
                 if there is not None:
                     raise _another_run(each, there, to.namespace)
             made_before.touch()
@@ -99,11 +100,6 @@ def apply(to: RunObjects, folder: Path, env: Mapping[str, str]) -> None:
         body = {"metadata": {"ownerReferences": [reference]}}
         paths = [_path(to, each) for each in rest]
         list(pool.map(lambda path: to.request("PATCH", path, body, MERGE_PATCH), paths))
-
-
-def _found(to: RunObjects, each: Object) -> Object | None:
-    """What has the object's name by now, as far as we may look."""
-    return to.find(_path(to, each), (NotFound, Forbidden))
 
 
 def _another_run(each: Object, there: Object, namespace: str) -> BadInput:

@@ -7,7 +7,6 @@ import math
 import os
 import posixpath
 import tempfile
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from clusterkit.backends.base import (
+    IMAGE_NOTE,
     Backend,
     Monitor,
     Observation,
@@ -34,7 +34,6 @@ from clusterkit.backends.kubernetes.monitor import PodMonitor
 from clusterkit.backends.kubernetes.observe import (
     all_nodes_had_pods,
     ended_elsewhere,
-    known,
     observation,
     pods_of,
     snapshot,
@@ -45,6 +44,7 @@ from clusterkit.backends.kubernetes.probe import context_of, facts_of, places
 from clusterkit.backends.kubernetes.remote_runs import kept, listing, reached
 from clusterkit.backends.kubernetes.server import RunObjects, Server, objects_of
 from clusterkit.backends.kubernetes.text import Object
+from clusterkit.backends.nodes import known
 from clusterkit.backends.probing import assumed_gpus
 from clusterkit.cluster import Facts, KubernetesCluster, KubernetesFacts
 from clusterkit.errors import BadInput, ClusterkitError
@@ -56,8 +56,6 @@ from clusterkit.yaml_text import documents
 
 if TYPE_CHECKING:
     from clusterkit.doctor.base import Subject
-    from clusterkit.execute import Record
-    from clusterkit.shell import Secret
 
 
 class KubernetesBackend(
@@ -69,10 +67,7 @@ class KubernetesBackend(
     summary = "pods of a Kubernetes cluster, one node each"
     command = "kubectl"
     first_entry: ClassVar[dict[str, Any]] = {"code": "copied"}
-    first_note = (
-        "`image` in clusters.yaml names the pods' image: one with torch and all that the program "
-        "imports (docs/containers.md, An image of your own)"
-    )
+    first_note = IMAGE_NOTE.format("pods'")
     unsupported: ClassVar[dict[str, str]] = {
         "on_node_loss=shrink": "a pod that is lost is replaced, or ends the run",
         "spares": "a pod that is lost is replaced by another one",
@@ -140,20 +135,12 @@ class KubernetesBackend(
 
     # -- carrying out ---------------------------------------------------------
 
-    def submit(
-        self,
-        plan: Plan,
-        transport: Transport,
-        *,
-        attempt: int = 1,
-        secrets: Mapping[str, Secret] | None = None,
-        record: Record | None = None,
-    ) -> None:
+    def submit(self, plan: Plan, transport: Transport, **more: Any) -> None:
         assert isinstance(transport, KubeTransport)
         *_, command = plan.steps
         folder = next(Path(file.path).parent for file in plan.files)
         transport.carried_out[command.argv] = partial(apply, RunObjects(plan, transport), folder)
-        super().submit(plan, transport, attempt=attempt, secrets=secrets, record=record)
+        super().submit(plan, transport, **more)
 
     def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
         if not known(handle):

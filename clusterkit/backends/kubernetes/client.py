@@ -17,7 +17,7 @@ import yaml
 from clusterkit.backends.kubernetes.lost_pods import JSON
 from clusterkit.backends.kubernetes.text import as_yaml
 from clusterkit.errors import BadInput, SubmitFailed, Unavailable
-from clusterkit.transport import Completed, LocalTransport
+from clusterkit.transport import Completed, Environment, LocalTransport
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient
@@ -85,16 +85,10 @@ class KubeTransport(LocalTransport):
         self._lock = threading.Lock()
 
     def run(
-        self,
-        host: str,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        timeout: float | None = None,
-        stdin: bytes = b"",
+        self, host: str, argv: Sequence[str], *, env: Environment = None, **more: Any
     ) -> Completed:
         if (ours := self.carried_out.get(tuple(argv))) is None:
-            return super().run(host, argv, env=env, timeout=timeout, stdin=stdin)
+            return super().run(host, argv, env=env, **more)
         try:
             ours(env or {})
         except Refusal as error:

@@ -17,7 +17,6 @@ from clusterkit.backends.kubernetes.judge import Pod, cause_from_events, unexpla
 from clusterkit.backends.kubernetes.observe import (
     all_nodes_had_pods,
     keep,
-    known,
     observation,
     read_pods,
     snapshot,
@@ -26,6 +25,7 @@ from clusterkit.backends.kubernetes.observe import (
 )
 from clusterkit.backends.kubernetes.pod_log import AGAIN_SECONDS, LOG_SECONDS, PodLog
 from clusterkit.backends.kubernetes.server import RunObjects
+from clusterkit.backends.nodes import known
 from clusterkit.errors import ClusterkitError
 from clusterkit.runs import RunHandle
 from clusterkit.status import State

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from clusterkit.agent import goes_on
+from clusterkit.agent.report import read_from
 from clusterkit.backends.base import Observation
 from clusterkit.backends.kubernetes.judge import (
     Pod,
@@ -133,7 +134,8 @@ def observation(
             last_words[node] = (named.last_words or "").encode()
     # Of pods that others have taken the place of, the end is not the run's.
     blamed = causes(list(by_node(seen).values() if plan.rejoin else seen), by_us.ended)
-    return msgspec.structs.replace(observed(nodes, last_words), causes=blamed)
+    told = observed(nodes, last_words)
+    return msgspec.structs.replace(told, causes=(*blamed, *told.causes))
 
 
 def _went_on(handle: RunHandle, node: int) -> bytes | None:
@@ -144,9 +146,7 @@ def _went_on(handle: RunHandle, node: int) -> bytes | None:
 
 def _file(handle: RunHandle, node: int, name: str) -> bytes | None:
     """What a node's agent has told of itself, by its log."""
-    with contextlib.suppress(OSError):
-        return (handle.folder.node_dir(handle.attempt, node) / name).read_bytes()
-    return None
+    return read_from(handle.folder.node_dir(handle.attempt, node) / name)
 
 
 def _lost(pod: Pod, lost: bool) -> Pod:
@@ -218,11 +218,6 @@ class Removed(msgspec.Struct, frozen=True):
     """Those of them whose nodes of the cluster did not answer."""
     complete: bool = False
     """Whether nothing is there any more that could make others."""
-
-
-def known(handle: RunHandle) -> bool:
-    """Whether the run's folder is there; one that is gone does not come back."""
-    return handle.folder.file("run.json").exists()
 
 
 def snapshot(handle: RunHandle) -> dict[str, Pod]:

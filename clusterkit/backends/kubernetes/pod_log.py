@@ -19,6 +19,7 @@ from clusterkit.backends.kubernetes.judge import Pod, read_pod
 from clusterkit.backends.kubernetes.server import AT_ONCE, RunObjects
 from clusterkit.errors import ClusterkitError
 from clusterkit.files import write_atomic
+from clusterkit.logs import HEAD
 from clusterkit.mirror import NodeView, keeping
 from clusterkit.runs import RunFolder, RunHandle
 from clusterkit.transport import Transport
@@ -28,7 +29,6 @@ AGAIN_SECONDS = 1.0
 LOG_SECONDS = 15.0
 """How long the log of a pod that has ended may take to come whole."""
 _STAMPED = re.compile(rb"([0-9T:.-]{19,29})Z (.*)\Z", re.DOTALL)
-_OURS = re.compile(rb"[0-9T:-]{19}\.[0-9]{6}Z (-|[0-9]{1,9}) ")
 _FILE = re.compile(
     rb"[0-9T:.-]{26}Z - " + NODE_FILE + rb" (started|exit)\.json (.*)\n\Z", re.DOTALL
 )
@@ -80,7 +80,7 @@ class NodeLines:
         self._attempt = max([pod.attempt, *numbers])
         for number in reversed([each for each in numbers if each >= pod.attempt]):
             tail = _tail(folder.node_dir(number, pod.node) / "log")
-            if self.since is None and tail and _OURS.match(tail[-1]):
+            if self.since is None and tail and HEAD.match(tail[-1]):
                 self.since = f"{tail[-1][:19].decode()}Z"
             if self.since is not None:
                 # The server takes whole seconds, and stamps a line when it reads it, which on a
@@ -138,7 +138,7 @@ class NodeLines:
         if match is None:
             return b""
         text = match[2]
-        if not _OURS.match(text):
+        if not HEAD.match(text):
             # Not the agent's: what the pod said before it, or of it.
             second, _, fraction = match[1].decode().partition(".")
             text = f"{second}.{fraction[:6]:0<6}Z - ".encode() + text

@@ -21,8 +21,8 @@ from clusterkit.backends.kubernetes.nodes import best_node, gpus_of, selected, u
 from clusterkit.backends.kubernetes.rights import ROLE_HINT, TO_MAKE_WATCHER, Right
 from clusterkit.backends.kubernetes.server import AT_ONCE, Server
 from clusterkit.backends.placing import own_ports
-from clusterkit.backends.probing import PACKAGES, TOOLS, UNSEEN, interpreter
-from clusterkit.cluster import Facts, Gpu, HostFacts, KubernetesCluster, KubernetesFacts, Project
+from clusterkit.backends.probing import interpreter, unseen
+from clusterkit.cluster import Facts, Gpu, KubernetesCluster, KubernetesFacts, Project
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.project import snapshot, words
 from clusterkit.runs import home
@@ -120,22 +120,10 @@ def facts_of(
         BadInput: the project is too large.
     """
     port, watch_port = own_ports(cluster.port)
-    python, origin = interpreter(job, (cluster.python, "cluster: python"))
+    python = interpreter(job, (cluster.python, "cluster: python"))
     return Facts(
         home=str(home()),
-        hosts=(
-            HostFacts(
-                host="pods",
-                address="node-0",
-                cpus=max(1, math.floor(cluster.cpus or 1)),
-                memory_mib=0,
-                gpus=gpus,
-                python=python,
-                python_origin=origin,
-                versions=dict.fromkeys(PACKAGES, UNSEEN),
-                tools=dict.fromkeys(TOOLS, UNSEEN),
-            ),
-        ),
+        hosts=(unseen("pods", "node-0", max(1, math.floor(cluster.cpus or 1)), gpus, python),),
         port=port,
         port_origin="every pod has its own" if cluster.port == "auto" else "cluster: port",
         interface=cluster.interface,

@@ -11,11 +11,10 @@ import msgspec
 
 from clusterkit import warm as warmth
 from clusterkit.agent import archive
-from clusterkit.agent.report import node_state, read_from
 from clusterkit.assemble import Placement, Places, Watching, require_packages
 from clusterkit.backends.base import Backend, Observation, SupportsDoctor
 from clusterkit.backends.local.probe import ADDRESS, HOST
-from clusterkit.backends.nodes import judge_node, known, observed, stop_arguments
+from clusterkit.backends.nodes import Left, judge_node, known, observed, stop_arguments
 from clusterkit.backends.placing import (
     device_of,
     divided_gpus,
@@ -111,12 +110,11 @@ class LocalBackend(Backend, SupportsDoctor):
             names=tuple(f"node-{node}" for node in range(nodes))
             if job.started_by == "deepspeed"
             else (host.host,) * nodes,
-            cluster_env=cluster.env,
+            cluster=cluster,
             network_env=interface_env(facts.interface),
             node_env=tuple(
                 gpu_share(host.gpus, device, n * nproc, nproc) for n in range(all_nodes)
             ),
-            stop_grace=cluster.stop_grace,
             warm=warm,
             watching=Watching(host.address, facts.watch_port) if facts.watch_port else None,
             notes=(
@@ -140,20 +138,11 @@ class LocalBackend(Backend, SupportsDoctor):
             return None
         nodes, ended = [], {}
         for node in range(handle.plan.nodes):
-            folder = handle.folder.node_dir(handle.attempt, node)
-            state, exit_json = node_state(folder)
-            found = judge_node(
-                node,
-                HOST,
-                begun=state["begun"],
-                alive=state["alive"],
-                exit_json=exit_json,
-                complaint=read_from(folder / "agent.log") or b"",
-                started=read_from(folder / "started.json"),
-            )
+            left = Left.there(handle.folder.node_dir(handle.attempt, node))
+            found = judge_node(node, HOST, left)
             nodes.append(found)
             if found.state in (State.FAILED, State.CANCELLED):
-                ended[node] = exit_json or b""
+                ended[node] = left.exit or b""
         return observed(nodes, ended)
 
     def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:

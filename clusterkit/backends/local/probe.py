@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
-
 from clusterkit.backends.ports import watch_port
-from clusterkit.backends.probing import (
-    NAMES_PYTHON,
-    ask,
-    limited,
-    own_interpreter,
-    own_report,
-)
+from clusterkit.backends.probing import limited, looked_at, on_this_machine, own_interpreter
 from clusterkit.cluster import Facts, LocalCluster
-from clusterkit.errors import PortTaken, Unavailable
+from clusterkit.errors import PortTaken
 from clusterkit.runs import home
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
@@ -27,18 +17,11 @@ ADDRESS = "127.0.0.1"
 def probe(cluster: LocalCluster, transport: Transport, job: JobSpec | None) -> Facts:
     """As `clusterkit.backends.base.Backend.probe`."""
     name, origin = own_interpreter(job, cluster.python)
-    if (found := shutil.which(name)) is None:
-        raise Unavailable(
-            f"python: {name} does not exist, or cannot be executed", hint=NAMES_PYTHON
-        )
-    python = os.path.abspath(found)
+    python = on_this_machine(name)
     port = transport.free_port(HOST, None if cluster.port == "auto" else cluster.port)
     if cluster.port not in ("auto", port):
         raise PortTaken(int(cluster.port), ADDRESS)
-    if python == sys.executable:
-        report = own_report(str(home()))
-    else:
-        report = ask(transport, HOST, [python], python=python, where=HOST, workdir=str(home()))
+    report = looked_at(transport, HOST, python, own=True, where=HOST, workdir=str(home()))
     gpus = limited(report.visible_gpus(), cluster.gpus)
     host = report.facts(HOST, ADDRESS, gpus=gpus, python=python, python_origin=origin)
     return Facts(

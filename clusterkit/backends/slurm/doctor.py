@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 from msgspec import Struct
@@ -11,7 +11,7 @@ from clusterkit.backends.slurm.place import place
 from clusterkit.backends.slurm.probe import folder, host_of, partition, probe, python_of
 from clusterkit.backends.slurm.queue import SLURM_SECONDS, run
 from clusterkit.cluster import SlurmCluster
-from clusterkit.doctor.base import Finding, Level, described
+from clusterkit.doctor.base import Finding, Level, Rule
 from clusterkit.doctor.report import Progress, Report
 from clusterkit.doctor.words import shortened
 from clusterkit.errors import ClusterkitError, counted
@@ -44,15 +44,6 @@ class SlurmSubject(Struct, frozen=True, kw_only=True):
     entry: SlurmCluster
     job: JobSpec
     port: None = None
-
-
-class SlurmCheck(Struct, frozen=True):
-    """One thing that has to be right."""
-
-    name: str
-    purpose: str
-    judge: Callable[[SlurmSubject, Transport], Verdict]
-    quick: bool = False
 
 
 def _folder_for_runs(subject: SlurmSubject, transport: Transport, then: str = "") -> list[str]:
@@ -128,14 +119,11 @@ def _compute(subject: SlurmSubject, transport: Transport) -> Verdict:
     return "ok", f"seen on {said}", None
 
 
-CHECKS = tuple(
-    SlurmCheck(judge.__name__.strip("_"), described(judge)[1], judge)
-    for judge in (_partition, _admission, _folder, _compute)
-)
+CHECKS = tuple(map(Rule, (_partition, _admission, _folder, _compute)))
 
 
 def look(
-    subject: SlurmSubject, transport: Transport, checks: Sequence[SlurmCheck], progress: Progress
+    subject: SlurmSubject, transport: Transport, checks: Sequence[Rule], progress: Progress
 ) -> Report:
     """Ask, and judge what was answered. Nothing in the cluster is changed."""
     findings = []

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from clusterkit import addresses, backends, mirror
+from clusterkit.agent.protocol import GROWING_FILES, WHOLE_FILES
 from clusterkit.backends.slurm import tail
 from clusterkit.backends.slurm.queue import HERE, LOGIN_PYTHON
 from clusterkit.cluster import SlurmCluster, SshCluster
@@ -25,7 +26,7 @@ from clusterkit.transport import Stream, Transport
 _BOOT = "import sys;exec(compile(sys.stdin.read({}),'tail','exec'))"
 _NAME = re.compile(
     r"(job|stop)-\d+|slurm-\d+\.out"
-    r"|attempts/\d+/(next|node-\d+/(log|ranks\.jsonl|(started|usage|exit)\.json|agent\.log))"
+    rf"|attempts/\d+/(next|node-\d+/({'|'.join(map(re.escape, (*GROWING_FILES, *WHOLE_FILES)))}))"
 )
 """Of files that are taken: nothing that a login node sends may lie elsewhere."""
 
@@ -129,11 +130,13 @@ def behind(watch: mirror.Watch | None) -> str | None:
 
 def _report(handle: RunHandle, transport: Transport, *, follow: bool) -> Stream:
     plan, here = handle.plan, handle.folder.path
-    growing = [*here.glob("slurm-*.out"), *here.glob(f"attempts/{handle.attempt}/node-*/log"),
-               *here.glob(f"attempts/{handle.attempt}/node-*/ranks.jsonl")]  # fmt: skip
+    nodes = here.glob(f"attempts/{handle.attempt}/node-*")
+    growing = [path for node in nodes for name in GROWING_FILES if (path := node / name).exists()]
+    growing += here.glob("slurm-*.out")
     asked = {
         "folder": plan.run_dir, "attempt": handle.attempt, "follow": follow,
         "sizes": {str(path.relative_to(here)): size_of(path) for path in growing},
+        "whole": WHOLE_FILES, "growing": GROWING_FILES,
     }  # fmt: skip
     text = (resources.files("clusterkit.backends.slurm") / "tail.py").read_text()
     argv = [plan.python, "-I", "-S", "-X", "utf8", "-c", _BOOT.format(len(text))]

@@ -7,8 +7,6 @@ started, and why they were ended without a word.
 
 from __future__ import annotations
 
-import contextlib
-import json
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -18,7 +16,7 @@ from msgspec import Struct
 from clusterkit import mirror
 from clusterkit.agent.report import read_from
 from clusterkit.backends.base import Observation
-from clusterkit.backends.nodes import judge_node, known, observed
+from clusterkit.backends.nodes import Left, judge_node, known, observed
 from clusterkit.backends.slurm import login
 from clusterkit.backends.slurm.queue import NODE_0_LOST, WARNED, Job, jobs_of
 from clusterkit.errors import Unavailable
@@ -39,18 +37,10 @@ LATE_SECONDS = 15.0
 """That a file server may take to show what a node wrote before its job ended."""
 
 
-class Files(Struct, frozen=True):
-    """What one node has written."""
-
-    started: bytes | None
-    exit: bytes | None
-    log: bytes
-
-
 class Snapshot(Struct, frozen=True):
     """What the run's folder holds of an attempt."""
 
-    nodes: tuple[Files, ...]
+    nodes: tuple[Left, ...]
     submitted: bytes | None
     """Id of the job, once there is one."""
     next: bytes | None
@@ -81,7 +71,9 @@ def read(handle: RunHandle) -> Snapshot | None:
         ours = folder.node_dir(attempt, node)
         ended = read_from(ours / "exit.json")
         log = b"" if ended else read_from(ours / "agent.log") or b""
-        nodes.append(Files(read_from(ours / "started.json"), ended, log[-4096:]))
+        started = read_from(ours / "started.json")
+        begun = started is not None
+        nodes.append(Left(begun=begun, started=started, exit=ended, log=log[-4096:]))
     after = read_from(folder.file(f"attempts/{attempt}/next"))
     return Snapshot(tuple(nodes), read_from(folder.file(f"job-{attempt}")), after)
 
@@ -167,15 +159,8 @@ class _Look:
 
     def node(self, number: int) -> NodeStatus:
         files, job = self.files.nodes[number], self.job
-        found = judge_node(
-            number,
-            _host(files.started),
-            begun=files.started is not None,
-            alive=not self.over and files.exit is None,
-            exit_json=files.exit,
-            complaint=files.log,
-            started=files.started,
-        )
+        alive = not self.over and files.exit is None
+        found = judge_node(number, files.host, msgspec.structs.replace(files, alive=alive))
 
         def changed(state: State, reason: str | None) -> NodeStatus:
             return msgspec.structs.replace(found, state=state, reason=reason)
@@ -210,12 +195,6 @@ class _Look:
         if self.over and (job.ended_by_slurm or files.started is None):
             return changed(ended, job.ending)
         return found
-
-
-def _host(started: bytes | None) -> str:
-    with contextlib.suppress(ValueError, AttributeError):
-        return str(json.loads(started or b"{}").get("host") or "")
-    return ""
 
 
 def newest(handle: RunHandle, transport: Transport) -> Job | None:

@@ -110,7 +110,7 @@ _END = 'echo node 0 was lost >"stop-$SLURM_JOB_ID"; scancel "$SLURM_JOB_ID"'
 class SlurmPlacement(Placement):
     """Nodes that one ``sbatch`` starts."""
 
-    entry: SlurmCluster
+    cluster: SlurmCluster
     options: Mapping[str, str]
     """Of the batch script, besides the entry's own; empty: such an option has no value."""
 
@@ -132,14 +132,14 @@ class SlurmPlacement(Placement):
         return (Step(kind="run", host=self.hosts[0], argv=argv, secrets=assembly.secrets),)
 
     def _script(self, assembly: Assembly) -> str:
-        entry, run_dir = self.entry, self.places.run_dir
+        entry, run_dir = self.cluster, self.places.run_dir
         output = posixpath.join(run_dir, "slurm-").replace("%", "%%") + "%j.out"
         options = [_option(name, value) for name, value in self.options.items()]
         options += [*entry.options, f"--output={output}", f"--chdir={run_dir}"]
         for_srun, before = self._image()
         stop = (
             *for_srun, *before, self.places.python, "-I", self.places.file(ARCHIVE), "stop",
-            run_dir, "--grace", f"{self.stop_grace:g}",
+            run_dir, "--grace", f"{entry.stop_grace:g}",
         )  # fmt: skip
         srun = [_option(name, self.options[name]) for name in _OF_STEPS if name in self.options]
         # The agents end each other; srun is not to end those of other nodes before they have.
@@ -167,7 +167,7 @@ class SlurmPlacement(Placement):
 
     def _image(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """What starts a command in the entry's image: options of ``srun``, and words before it."""
-        entry, places = self.entry, self.places
+        entry, places = self.cluster, self.places
         if entry.container is None:
             return (), ()
         folders = (places.run_dir, places.workdir, *(tree.path for tree in self.trees))
@@ -231,11 +231,9 @@ def place(job: JobSpec, cluster: SlurmCluster, facts: Facts, run_id: str) -> Slu
         where=f"in partition {found.partition} of Slurm {found.version}".rstrip(),
         hosts=(host.host,) * nodes,
         names=tuple(f"node-{node}" for node in range(nodes)),
-        cluster_env=cluster.env,
+        cluster=cluster,
         network_env=interface_env(cluster.interface) | ({"PYTHONPATH": shipped} if own else {}),
-        stop_grace=cluster.stop_grace,
-        lost_after=cluster.lost_after,
-        watching=Watching(HEAD, watch_port, cluster.lost_after),
+        watching=Watching(HEAD, watch_port),
         trees=trees,
         notes=(
             Note("device", device, device_origin),
@@ -247,7 +245,6 @@ def place(job: JobSpec, cluster: SlurmCluster, facts: Facts, run_id: str) -> Slu
             Note("master_port", str(facts.port), facts.port_origin),
             Note("threads_per_rank", str(threads), threads_origin),
         ),
-        entry=cluster,
         options={name: value for name, value in options.items() if value is not None},
         tree_python=LOGIN_PYTHON if cluster.container is not None else None,
     )

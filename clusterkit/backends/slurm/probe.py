@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,16 +12,13 @@ from clusterkit import project
 from clusterkit.backends.placing import own_ports
 from clusterkit.backends.ports import watch_port
 from clusterkit.backends.probing import (
-    NAMES_PYTHON,
-    PACKAGES,
-    TOOLS,
-    UNSEEN,
     HostReport,
-    ask,
     assumed_gpus,
     interpreter,
+    looked_at,
+    on_this_machine,
     own_interpreter,
-    own_report,
+    unseen,
 )
 from clusterkit.backends.slurm.queue import HERE, LOGIN_PYTHON
 from clusterkit.backends.slurm.queue import ask as ask_slurm
@@ -71,19 +65,12 @@ def probe(cluster: SlurmCluster, transport: Transport, job: JobSpec | None) -> F
     host = host_of(cluster)
     python, origin = python_of(job, cluster)
     if cluster.ssh is None and cluster.container is None:
-        if (found := shutil.which(python)) is None:
-            raise Unavailable(
-                f"python: {python} does not exist, or cannot be executed", hint=NAMES_PYTHON
-            )
-        python = os.path.abspath(found)
+        python = on_this_machine(python)
     there = python if cluster.container is None else LOGIN_PYTHON
 
     def look() -> HostReport:
-        if host == HERE and there == sys.executable:
-            return own_report(folder(cluster))
-        return ask(
-            transport, host, [there], python=there, where="login node", workdir=folder(cluster)
-        )
+        own, workdir = host == HERE, folder(cluster)
+        return looked_at(transport, host, there, own=own, where="login node", workdir=workdir)
 
     def ports() -> tuple[int, int]:
         port = transport.free_port(host) if cluster.port == "auto" else cluster.port
@@ -132,20 +119,15 @@ def probe(cluster: SlurmCluster, transport: Transport, job: JobSpec | None) -> F
 
 def assumed(cluster: SlurmCluster, job: JobSpec) -> Facts:
     """Facts of a partition that nobody has looked at: what the entry and the job say."""
-    python, origin = python_of(job, cluster)
     gpus = assumed_gpus(cluster.gpus, job)
     cpus = cluster.cpus if cluster.cpus != "auto" else max(1, len(gpus))
     port, watch_port = own_ports(cluster.port)
-    host = HostFacts(
-        host=host_of(cluster), address="", cpus=cpus,
-        memory_mib=0, gpus=gpus, python=python, python_origin=origin,
-        versions=dict.fromkeys(PACKAGES, UNSEEN), tools=dict.fromkeys(TOOLS, UNSEEN),
-    )  # fmt: skip
+    host = unseen(host_of(cluster), "", cpus, gpus, python_of(job, cluster))
     return Facts(
         home=folder(cluster), hosts=(host,), port=port, port_origin="not asked whether it is free",
         interface=cluster.interface or "", watch_port=watch_port,
         slurm=SlurmFacts(
-            version="", partition=cluster.partition or "the default",
+            version="", partition=cluster.partition or "(default)",
             nodes=job.node_range[1] + job.spares,
         ),
     )  # fmt: skip

@@ -2,7 +2,8 @@
 the login node (the other one is `clusterkit.backends.slurm.login`).
 
 Standard library only: its text is sent to the login node and run there by the ranks' Python. Its
-input is ``{"folder": .., "attempt": .., "follow": .., "sizes": {NAME: BYTES}}``; its output are
+input is ``{"folder": .., "attempt": .., "follow": .., "sizes": {NAME: BYTES}, "whole": [NAME],
+"growing": [NAME]}``, of which the last two are those of a node's folder; its output are
 frames, as of `clusterkit.agent.report`, whose files have paths below the run's folder. One without
 a file says whether the first round is over; it closes a round that had news, and is a sign of life.
 """
@@ -27,8 +28,11 @@ GONE = 2
 class Tail:
     """Remembers what it has sent."""
 
-    def __init__(self, attempt: int, sizes: dict[str, int]) -> None:
-        self.attempt = attempt
+    def __init__(
+        self, attempt: int, sizes: dict[str, int], whole: list[str], growing: list[str]
+    ) -> None:
+        self.attempt, self.growing = attempt, growing
+        *self.first, self.last = whole
         self.sizes = sizes
         """Bytes of growing files that the reader has."""
         self.sent: dict[str, bytes] = {}
@@ -56,12 +60,12 @@ class Tail:
 
     def node(self, node: str) -> None:
         # In this order: when the node has ended, its log is whole.
-        ended = _read(f"{node}/exit.json")
-        for name in ("started.json", "agent.log", "usage.json"):
+        ended = _read(f"{node}/{self.last}")
+        for name in self.first:
             self.whole(f"{node}/{name}", _read(f"{node}/{name}"))
-        for name in ("log", "ranks.jsonl"):
+        for name in self.growing:
             self.grown(f"{node}/{name}")
-        self.whole(f"{node}/exit.json", ended)
+        self.whole(f"{node}/{self.last}", ended)
         if ended is not None:
             self.ended.add(node)
 
@@ -105,7 +109,7 @@ def main() -> int:
     except OSError as error:
         print(error.strerror, file=sys.stderr)
         return GONE
-    tail = Tail(asked["attempt"], asked["sizes"])
+    tail = Tail(asked["attempt"], asked["sizes"], asked["whole"], asked["growing"])
     while True:
         tail.round()
         if not asked["follow"]:

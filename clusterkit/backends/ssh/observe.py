@@ -8,7 +8,7 @@ import msgspec
 
 from clusterkit.agent import archive
 from clusterkit.backends.base import Observation
-from clusterkit.backends.nodes import judge_node, observed
+from clusterkit.backends.nodes import Left, judge_node, observed
 from clusterkit.mirror import NodeView, Watch
 from clusterkit.runs import RunHandle, node_dir
 from clusterkit.status import NodeStatus, State
@@ -61,15 +61,11 @@ def _judge(view: NodeView, patience: float, cut_off: bool) -> NodeStatus:
         return status(State.RUNNING if view.begun else State.PENDING, said)
     if not view.known:
         return status(State.UNKNOWN, f"nothing is left of the run on host {view.host}")
-    found = judge_node(
-        view.node,
-        view.host,
-        begun=view.begun,
-        alive=view.alive and not (finished and silence is not None),
-        exit_json=view.files.get("exit.json"),
-        complaint=view.files.get("agent.log", b""),
-        started=view.files.get("started.json"),
-    )
+    alive = view.alive and not (finished and silence is not None)
+    found = judge_node(view.node, view.host, Left(
+        begun=view.begun, alive=alive, started=view.files.get("started.json"),
+        exit=view.files.get("exit.json"), log=view.files.get("agent.log", b""),
+    ))  # fmt: skip
     if view.unkept is not None:
         remark = f"its log here is incomplete: {view.unkept}"
         found = msgspec.structs.replace(found, remarks=(*found.remarks, remark))

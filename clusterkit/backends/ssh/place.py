@@ -56,7 +56,7 @@ def place(job: JobSpec, cluster: SshCluster, facts: Facts, run_id: str) -> Place
         where=f"on {listed([host.host for host in hosts], 4)}",
         hosts=tuple(host.host for host in hosts),
         names=tuple(host.address for host in hosts),
-        cluster_env=cluster.env,
+        cluster=cluster,
         network_env=network_env | (_own({"PYTHONPATH": shipped}, job, cluster) if shipped else {}),
         node_env=tuple(
             {
@@ -66,11 +66,7 @@ def place(job: JobSpec, cluster: SshCluster, facts: Facts, run_id: str) -> Place
             }
             for host in hosts
         ),
-        stop_grace=cluster.stop_grace,
-        lost_after=cluster.lost_after,
-        watching=Watching(head.address, facts.watch_port, cluster.lost_after)
-        if facts.watch_port
-        else None,
+        watching=Watching(head.address, facts.watch_port) if facts.watch_port else None,
         trees=trees,
         notes=(
             Note("device", device, device_origin),

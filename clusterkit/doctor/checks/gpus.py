@@ -277,7 +277,11 @@ def gpus(answers: Answers) -> Iterator[Verdict]:
             yield from faults
         yield from _logged(host, nvidia)
     most = max(healthy.values(), default=0)
-    kinds = {host: _kind(nvidia) for host, nvidia in seen.items() if nvidia.gpus}
+    kinds = {
+        host: ", ".join(dict.fromkeys(gpu["name"] for gpu in nvidia.gpus))
+        for host, nvidia in seen.items()
+        if nvidia.gpus
+    }
     usual = common(kinds.values(), "")
     for host, nvidia in seen.items():
         there = healthy[host]
@@ -296,10 +300,6 @@ def gpus(answers: Answers) -> Iterator[Verdict]:
         else:
             unread = "" if nvidia.log else "; Xid errors: not allowed to read the kernel's log"
             yield ok(host, f"{there} x {kinds[host]}{unread}")
-
-
-def _kind(nvidia: Nvidia) -> str:
-    return ", ".join(dict.fromkeys(gpu["name"] for gpu in nvidia.gpus))
 
 
 def _faults(host: str, gpu: Mapping[str, str]) -> Iterator[Verdict]:

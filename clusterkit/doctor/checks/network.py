@@ -20,9 +20,9 @@ from clusterkit.doctor.driver import text_of, user_of
 from clusterkit.doctor.meeting import SLOW
 from clusterkit.doctor.words import Process, common, end_processes, parsed_address
 from clusterkit.errors import listed
-from clusterkit.host_probe import free_port, refusal
+from clusterkit.host_probe import addresses, free_port, refusal
 
-_SHOWN = 6
+_SHOWN, _OPENED = 6, 8
 
 
 class Interface(Struct):
@@ -41,10 +41,6 @@ Routes = dict[str, str | None]
 
 @script("interfaces", dict[str, Interface], safe=True)
 def collect_interfaces(given: dict[str, Any]) -> Any:
-    import array
-    import fcntl
-    import struct
-
     def read(name: str, entry: str) -> str:
         return text_of(f"/sys/class/net/{name}/{entry}").strip()
 
@@ -61,16 +57,9 @@ def collect_interfaces(given: dict[str, Any]) -> Any:
             "speed": int(speed) if speed.isdigit() else None,
             "addresses": [],
         }
-    # SIOCGIFCONF: every IPv4 address with its interface, 40 bytes each.
-    room = array.array("B", bytes(40 * 1024))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("iL", len(room), room.buffer_info()[0])
-        size = struct.unpack("iL", fcntl.ioctl(probe.fileno(), 0x8912, request))[0]
-    data = room.tobytes()[:size]
-    for start in range(0, size, 40):
-        name = data[start : start + 16].partition(b"\0")[0].decode().partition(":")[0]
+    for name, address in addresses():
         if name in interfaces:
-            interfaces[name]["addresses"].append(socket.inet_ntoa(data[start + 20 : start + 24]))
+            interfaces[name]["addresses"].append(address)
     for line in text_of("/proc/net/if_inet6").splitlines():
         words = line.split()
         if words[-1] in interfaces:
@@ -260,13 +249,13 @@ def _met(answers: Answers) -> dict[str, Met]:
     return {}
 
 
-def _open_firewall(hosts: Sequence[str], subject: HostSubject, most: int = 8) -> str:
+def _open_firewall(hosts: Sequence[str], subject: HostSubject) -> str:
     """The command that lets hosts in; ranks talk on ports that nobody knows beforehand."""
     addresses = [machine.at for machine in subject.hosts if machine.name in hosts]
-    more = f"  # and {len(addresses) - most} more" if len(addresses) > most else ""
+    more = f"  # and {len(addresses) - _OPENED} more" if len(addresses) > _OPENED else ""
     if len(addresses) == 1:
         return f"sudo ufw allow from {addresses[0]}"
-    return f"for a in {' '.join(addresses[:most])}; do sudo ufw allow from $a; done{more}"
+    return f"for a in {' '.join(addresses[:_OPENED])}; do sudo ufw allow from $a; done{more}"
 
 
 @check(MEET)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from clusterkit.doctor.base import Finding, Rule
 from clusterkit.doctor.kubernetes.base import (
     CLUSTER,
     UNEXPECTED,
-    KubeCheck,
     KubeSubject,
     Seen,
     nodes_of,
@@ -22,7 +22,7 @@ __all__ = ["CHECKS", "look"]
 
 
 def look(
-    subject: KubeSubject, transport: Transport, checks: Sequence[KubeCheck], progress: Progress
+    subject: KubeSubject, transport: Transport, checks: Sequence[Rule], progress: Progress
 ) -> Report:
     """Ask the API server, and judge what it answered. Nothing in the cluster is changed.
 
@@ -32,7 +32,12 @@ def look(
     progress(1, ("the API server",))
     seen = Seen(subject, transport)
     with ThreadPoolExecutor(len(checks) or 1) as pool:
-        findings = list(pool.map(lambda check: check.judge(seen, subject), checks))
+        verdicts = pool.map(lambda check: check.judge(seen, subject), checks)
+        findings = [
+            Finding(check.name, *verdict)
+            for check, judged in zip(checks, verdicts, strict=True)
+            for verdict in judged
+        ]
     progress(1, ())
     try:
         nodes = [node["metadata"]["name"] for node in nodes_of(seen, subject)]
@@ -43,6 +48,6 @@ def look(
         cluster=subject.cluster,
         hosts=(CLUSTER, *nodes),
         checks=tuple(check.name for check in checks),
-        findings=tuple(finding for found in findings for finding in found),
+        findings=tuple(findings),
         everything=everything,
     )

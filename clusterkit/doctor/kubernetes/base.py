@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any, ClassVar, Literal
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from clusterkit import shell
 from clusterkit.backends.kubernetes.client import Context, Refusal
@@ -31,7 +30,7 @@ from clusterkit.backends.kubernetes.probe import context_of, facts_of, survey
 from clusterkit.backends.kubernetes.server import AT_ONCE, Server, flags, path_to
 from clusterkit.backends.kubernetes.text import Object, made
 from clusterkit.cluster import Facts, KubernetesCluster
-from clusterkit.doctor.base import Finding, described
+from clusterkit.doctor.base import Rule, Verdict
 from clusterkit.doctor.words import shortened
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable
 from clusterkit.spec import JobSpec
@@ -79,7 +78,7 @@ class Reply(Struct, frozen=True):
     def items(self) -> list[Any]:
         return self.document.get("items") or []
 
-    def unknown(self, what: str) -> Finding:
+    def unknown(self, what: str) -> Verdict:
         """Nothing can be said, and why."""
         if self.reason == "Forbidden":
             return skip(f"unknown: you may not look at {what}")
@@ -233,33 +232,14 @@ def outcome_of(reply: Reply) -> Outcome:
 # ---------------------------------------------------------------- checks
 
 
-@dataclass(frozen=True)
-class KubeCheck:
-    """One thing that has to be right; `check` makes it.
-
-    Attributes:
-        name: as ``--only`` takes it.
-        purpose: one line: what has to be right.
-        quick: whether a submit makes sure of it as well.
-    """
-
-    name: str
-    purpose: str
-    judge: Callable[[Seen, KubeSubject], list[Finding]]
-    quick: bool = False
-
-
-Judge = Callable[[Seen, KubeSubject], Finding | list[Finding]]
-
-
+Judge = Callable[[Seen, KubeSubject], Verdict | list[Verdict]]
 UNPLANNED = "the job cannot be planned for this cluster"
 
 
 def check(
     path: str = "", *, of: str = "", quick: bool = False, planned: bool = False
-) -> Callable[[Judge], KubeCheck]:
-    """Make a check of a function whose findings are those of `ok`, `warn`, `fail` and `skip`. Its
-    docstring is the check's purpose.
+) -> Callable[[Judge], Rule]:
+    """Make a check of a function whose verdicts are those of `ok`, `warn`, `fail` and `skip`.
 
     Args:
         path: what it is about. Where that may not be looked at, ``of`` is what is unknown, and the
@@ -267,9 +247,10 @@ def check(
         planned: nothing can be said as long as there is no plan; `plan` says why there is none.
     """
 
-    def decorate(function: Judge) -> KubeCheck:
-        def judge(seen: Seen, subject: KubeSubject) -> list[Finding]:
-            found: Finding | list[Finding]
+    def decorate(function: Judge) -> Rule:
+        @wraps(function)
+        def judge(seen: Seen, subject: KubeSubject) -> list[Verdict]:
+            found: Verdict | list[Verdict]
             try:
                 if path and (reply := seen.reply(path)).reason:
                     found = reply.unknown(of)
@@ -279,29 +260,27 @@ def check(
                     found = function(seen, subject)
             except UNEXPECTED as error:
                 found = warn(shortened(unexpected(error)))
-            several = found if isinstance(found, list) else [found]
-            return [replace(each, check=name) for each in several]
+            return found if isinstance(found, list) else [found]
 
-        name, purpose = described(function)
-        return KubeCheck(name, purpose, judge, quick)
+        return Rule(judge, quick)
 
     return decorate
 
 
-def ok(cause: str, *, host: str = CLUSTER) -> Finding:
-    return Finding("", host, "ok", cause)
+def ok(cause: str, *, host: str = CLUSTER) -> Verdict:
+    return Verdict(host, "ok", cause)
 
 
-def skip(cause: str, *, host: str = CLUSTER) -> Finding:
-    return Finding("", host, "skip", cause)
+def skip(cause: str, *, host: str = CLUSTER) -> Verdict:
+    return Verdict(host, "skip", cause)
 
 
-def warn(cause: str, remedy: str | None = None, *, host: str = CLUSTER) -> Finding:
-    return Finding("", host, "warn", cause, remedy)
+def warn(cause: str, remedy: str | None = None, *, host: str = CLUSTER) -> Verdict:
+    return Verdict(host, "warn", cause, remedy)
 
 
-def fail(cause: str, remedy: str | None = None, *, host: str = CLUSTER) -> Finding:
-    return Finding("", host, "fail", cause, remedy)
+def fail(cause: str, remedy: str | None = None, *, host: str = CLUSTER) -> Verdict:
+    return Verdict(host, "fail", cause, remedy)
 
 
 # ---------------------------------------------------------------- what the objects ask for

@@ -71,6 +71,8 @@ class Board:
     def press(self, key: str, character: str | None = None) -> Order | None:
         """One key, by Textual's name for it, and what it types."""
         self.said = ""
+        if key == "ctrl+j":  # Enter, as a terminal gives it that Textual had not taken over yet
+            key = "enter"
         if self.question is not None:
             order = self.question[1]
             self.question = None
@@ -348,8 +350,9 @@ class RunBoard(Board):
     def _head(self) -> list[Line]:
         live, status = self.live, self.live.status
         spent = (status.finished_at or time.time()) - (status.started_at or time.time())
-        ranks = f", {len(live.ranks)} ranks" if live.ranks else ""
-        where = f"{status.cluster}: {len(status.nodes) or '-'} nodes{ranks}"
+        ranks = f", {counted(len(live.ranks), 'rank')}" if live.ranks else ""
+        nodes = counted(len(status.nodes), "node") if status.nodes else "- nodes"
+        where = f"{status.cluster}: {nodes}{ranks}"
         parts = [where, duration(max(0.0, spent))]
         if status.attempt > 1:
             parts.append(f"attempt {status.attempt}")
@@ -385,7 +388,7 @@ class RunBoard(Board):
                 found += paint.wrapped(f"slow: {node.slow}", width, 2, "yellow")
         if status.failure is not None and self._still is None:
             failure = status.failure
-            words = f"{failure.who} failed first: {failure.summary}"
+            words = f"{failure.blame}: {failure.summary}"
             found += paint.wrapped(words, width, 2, "bold red")
         if (reason := waits_for(status)) is not None:
             found += paint.wrapped(f"waits: {reason}", width, 1, "yellow")

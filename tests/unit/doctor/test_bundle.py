@@ -347,7 +347,7 @@ def test_a_script_needs_nothing_that_stands_beside_it(script):
 
     missing = set(globals_of(function)) - set(dir(builtins))
     # Annotations of inner functions are never read.
-    assert missing <= {"Any", "versions", "refusal", "free_port", *driver.HELPERS}
+    assert missing <= {"Any", "versions", "refusal", "free_port", "addresses", *driver.HELPERS}
 
 
 def test_the_meeting_is_sent_with_its_whole_module():

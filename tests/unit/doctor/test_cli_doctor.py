@@ -1,5 +1,7 @@
 """clusterkit doctor: its table, its JSON, its exit codes."""
 
+import threading
+
 import pytest
 
 from clusterkit import api, doctor
@@ -142,25 +144,17 @@ def test_the_list_names_every_check_and_looks_at_nothing(cli, monkeypatch):
 
 
 def test_what_is_waited_for_is_told_after_a_second(cli, monkeypatch):
-    import threading
+    from clusterkit.ui import waiting
 
-    from clusterkit.cli import doctor as verb
-
-    told = threading.Event()
-    monkeypatch.setattr(verb, "PATIENCE", 0.0)
-    real = verb.click.echo
-
-    def echo(message=None, **options):
-        real(message, **options)
-        if options.get("err"):
-            told.set()
+    monkeypatch.setattr(waiting, "PATIENCE", 0.0)
 
     def slow(job=None, *, progress, **options):
         progress(1, ["h3", "h4", "h5"])
-        assert told.wait(30)
+        for thread in threading.enumerate():
+            if thread.name == "waiting":  # until it has told
+                thread.join(30)
         return FAULTS
 
-    monkeypatch.setattr(verb.click, "echo", echo)
     monkeypatch.setattr(api, "doctor", slow)
     # Either before or after the first word of progress.
     assert cli("doctor").err in ("looking at h3-h5\n", "looking\n")

@@ -295,9 +295,9 @@ def test_a_log_is_brought_once_however_often_it_is_collected(server, transport, 
     assert log_of(handle) == [LINE]
 
 
-def next_attempt(number, code=7):
+def next_attempt(number, code=7, **more):
     """What an agent prints when it begins another attempt."""
-    ended = {"exit_code": code, "reason": None, "at": 1.0, "processes": [], "next": number}
+    ended = {"exit_code": code, "reason": None, "at": 1.0, "processes": [], "next": number, **more}
     return f"2026-11-22T04:00:01.000000Z - {NODE_FILE.decode()} exit.json {json.dumps(ended)}"
 
 
@@ -334,6 +334,12 @@ def test_a_pod_that_takes_another_s_place_goes_on_with_the_run_s_attempt(transpo
     server.log = [f"{later} - waiting", f"{later}{next_attempt(2)[27:]}", f"{later} 0 back"]
     BACKEND.sync(again, transport)
     assert (texts(again, 1), texts(again, 2)) == (["hello"], ["again", "waiting", "back"])
+
+
+def test_what_an_agent_knows_of_an_end_is_a_cause(transport, server, run_of):
+    server.log += [next_attempt(2, causes=["hang: no progress for 6 s"])]
+    (cause,) = BACKEND.status(run_of(restarts=2), transport).causes
+    assert (cause.node, cause.words) == (0, "hang: no progress for 6 s")
 
 
 def test_status_says_which_attempt_goes_on_in_the_pods(transport, again):

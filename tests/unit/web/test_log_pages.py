@@ -85,6 +85,14 @@ def test_a_rank_and_a_word_are_found_wherever_they_stand(log, monkeypatch):
     assert texts(page(path, search=".*")) == []
 
 
+def test_what_a_marked_line_is_shown_as_is_found(log):
+    marks = ['{"event": "metrics", "step": 108, "loss": 2.25}',
+             '{"event":"metrics","step":109,"loss":2.5}']  # fmt: skip
+    path = log([(0, f"@clusterkit {mark}") for mark in marks] + [(0, "step_108")])
+    assert texts(page(path, search="Step 108")) == ["step 108  loss 2.25"]
+    assert texts(page(path, search="step 109  loss 2")) == ["step 109  loss 2.5"]
+
+
 def test_a_word_that_stands_nowhere_holds_nobody_up(log, monkeypatch):
     monkeypatch.setattr(logs, "_CHUNK", 1000)
     path = log([(0, "found")] + [(0, "text")] * 1000)

@@ -11,7 +11,7 @@ from typing import Any
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.rights import ROLE, Right, needed, to_watch
 from clusterkit.backends.kubernetes.text import made
-from clusterkit.doctor.base import Finding
+from clusterkit.doctor.base import Verdict
 from clusterkit.doctor.kubernetes.base import (
     GROUPS,
     NAMESPACE,
@@ -36,7 +36,7 @@ LEAST = 27
 
 
 @check(quick=True)
-def api_server(seen: Seen, subject: KubeSubject) -> Finding:
+def api_server(seen: Seen, subject: KubeSubject) -> Verdict:
     """The API server answers, and its version is one that clusterkit knows."""
     reply = seen.reply(VERSION)
     if reply.reason:
@@ -72,7 +72,7 @@ def _age(built: str, now: float) -> str:
 
 
 @check(quick=True)
-def namespace(seen: Seen, subject: KubeSubject) -> Finding:
+def namespace(seen: Seen, subject: KubeSubject) -> Verdict:
     """The namespace is there."""
     reply, name = seen.reply(NAMESPACE), seen.namespace
     if reply.reason == "NotFound":
@@ -86,7 +86,7 @@ def namespace(seen: Seen, subject: KubeSubject) -> Finding:
 
 
 @check(GROUPS, quick=True, of="the API groups")
-def kind(seen: Seen, subject: KubeSubject) -> Finding:
+def kind(seen: Seen, subject: KubeSubject) -> Verdict:
     """The cluster serves the kind of job that is to keep the pods, in the version that is used."""
     name = seen.flavor
     if name is None and subject.entry.flavor == "auto":
@@ -123,7 +123,7 @@ _ONLY_IN = re.compile(r"--?namespace(?:=(\S*))?\Z")
 
 
 @check()
-def operator(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
+def operator(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
     """Whoever makes pods of the job is alive, and watches this namespace."""
     if seen.flavor is None:
         return skip("there is no kind of job to act on")
@@ -145,7 +145,7 @@ def operator(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
     return bad or ok(", ".join(one.cause for one in findings))
 
 
-def _alive(found: list[Any], namespace: str, subject: KubeSubject) -> Finding:
+def _alive(found: list[Any], namespace: str, subject: KubeSubject) -> Verdict:
     """Whether one of several deployments acts on jobs of the namespace."""
     others = []
     for each in found:
@@ -193,7 +193,7 @@ SERVERS = (
 
 
 @check(SERVERS, of="the name servers in kube-system")
-def dns(seen: Seen, subject: KubeSubject) -> Finding:
+def dns(seen: Seen, subject: KubeSubject) -> Verdict:
     """The cluster's name servers are ready."""
     reply = seen.reply(SERVERS)
     ready = {
@@ -221,7 +221,7 @@ _WHO = "/apis/authentication.k8s.io/v1/selfsubjectreviews"
 
 
 @check(quick=True)
-def rights(seen: Seen, subject: KubeSubject) -> Finding:
+def rights(seen: Seen, subject: KubeSubject) -> Verdict:
     """We may do all that a run needs; `k8s/rbac.yaml` is a role with just that."""
     asked = made("authentication.k8s.io/v1", "SelfSubjectReview")
     status = seen.reply(_WHO, asked).document.get("status") or {}

@@ -8,7 +8,7 @@ from typing import Any
 from clusterkit.backends.kubernetes.server import path_to
 from clusterkit.backends.kubernetes.text import made
 from clusterkit.cluster import Claim
-from clusterkit.doctor.base import Finding
+from clusterkit.doctor.base import Verdict
 from clusterkit.doctor.kubernetes.base import (
     NAMESPACE,
     UNPLANNED,
@@ -31,7 +31,7 @@ from clusterkit.errors import counted
 
 
 @check(quick=True)
-def plan(seen: Seen, subject: KubeSubject) -> Finding:
+def plan(seen: Seen, subject: KubeSubject) -> Verdict:
     """The job fits the cluster's entry and can be planned for it."""
     if seen.problem is not None:
         return fail(seen.problem.message, seen.problem.hint)
@@ -48,7 +48,7 @@ _NOT_TRIED = "not tried: you may not create them yourself"
 
 
 @check(planned=True)
-def admission(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
+def admission(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
     """The API server would take the job and its pods: pod security, quotas, schema, webhooks,
     classes, accounts."""
     space = seen.reply(NAMESPACE)
@@ -96,13 +96,13 @@ def admission(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
 
 
 @check(QUOTAS, of="quotas", planned=True)
-def quota(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
+def quota(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
     """The namespace's quotas leave room for the job."""
     names = ", ".join(each["metadata"]["name"] for each in seen.reply(QUOTAS).items)
     return _exceeded(seen, subject) or ok(f"room in {names}" if names else "there is none")
 
 
-def _exceeded(seen: Seen, subject: KubeSubject) -> list[Finding]:
+def _exceeded(seen: Seen, subject: KubeSubject) -> list[Verdict]:
     """Of what there is not enough for all pods together."""
     wanted, findings = _wanted(seen, subject), []
     for each in seen.reply(QUOTAS).items:
@@ -159,7 +159,7 @@ RANGES = "/api/v1/namespaces/{namespace}/limitranges"
 
 
 @check(RANGES, of="limit ranges")
-def limit_range(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
+def limit_range(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
     """A pod of the job is within what the namespace allows one to have."""
     reply = seen.reply(RANGES)
     if not reply.items:
@@ -222,7 +222,7 @@ _SEVERAL = {"ReadWriteMany", "ReadOnlyMany"}
 
 
 @check()
-def volumes(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
+def volumes(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
     """The claims of the cluster entry are bound, and all pods can write to them."""
     if not subject.entry.volumes:
         return skip("the cluster entry names none")
@@ -231,7 +231,7 @@ def volumes(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
     return bad or ok("; ".join(each.cause for each in findings))
 
 
-def _claim(volume: Claim, seen: Seen, subject: KubeSubject) -> Finding:
+def _claim(volume: Claim, seen: Seen, subject: KubeSubject) -> Verdict:
     name = f"claim {volume.claim}"
     reply = seen.reply(path_to("v1", seen.namespace, "PersistentVolumeClaim", volume.claim))
     describe = subject.kubectl("-n", seen.namespace, "describe", "pvc", volume.claim)
@@ -273,7 +273,7 @@ def _class(seen: Seen, name: str | None) -> dict[str, Any] | None:
 
 
 @check()
-def pull_secrets(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
+def pull_secrets(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
     """The secrets with the registry's credentials are there."""
     names = subject.entry.image_pull_secrets
     if not names:

@@ -9,7 +9,7 @@ from typing import Any
 from clusterkit.backends.kubernetes.lost_pods import conditions_of
 from clusterkit.backends.kubernetes.nodes import gpu_count, is_ready, repelling, usable
 from clusterkit.backends.kubernetes.text import Object
-from clusterkit.doctor.base import Finding
+from clusterkit.doctor.base import Verdict
 from clusterkit.doctor.kubernetes.base import (
     NODES,
     PODS,
@@ -33,7 +33,7 @@ _PRESSURE = {"MemoryPressure": "memory", "DiskPressure": "disk", "PIDPressure": 
 
 
 @check(NODES, of="nodes")
-def nodes(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
+def nodes(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
     """There are nodes that take pods of the job, and they are well."""
     there = nodes_of(seen, subject)
     if not there:
@@ -50,7 +50,7 @@ def nodes(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
     return findings
 
 
-def _of(node: Any, subject: KubeSubject) -> Finding:
+def _of(node: Any, subject: KubeSubject) -> Verdict:
     name = node["metadata"]["name"]
     conditions = conditions_of(node)
     if not is_ready(node):
@@ -86,7 +86,7 @@ _WAITS = "Pods wait until a node has as many, which is right where a pool is sca
 
 
 @check(NODES, of="nodes, so not at their GPUs", planned=True)
-def gpus(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
+def gpus(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
     """A device plugin offers GPUs, and there are nodes with as many as a pod of the job needs."""
     resource = subject.entry.gpu_resource
     there = _taking(seen, subject)
@@ -128,7 +128,7 @@ Amounts = dict[str, Decimal]
 
 
 @check(NODES, of="nodes, so not at the room there", planned=True)
-def room(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
+def room(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
     """The nodes have room for all pods of the job, with what each asks for."""
     pods = [
         requests(seen.spec_of(role, template))
@@ -172,7 +172,7 @@ def _no_room(left: int, pods: int) -> str:
     return f"there is no room for {left} of the job's {pods} pods"
 
 
-def _lacking(pod: Amounts, there: Mapping[str, Amounts], where: str = "") -> list[Finding]:
+def _lacking(pod: Amounts, there: Mapping[str, Amounts], where: str = "") -> list[Verdict]:
     """Of each node on which a pod does not fit, what it would lack."""
     missing = {name: _missing(pod, has) for name, has in there.items()}
     return [skip(f"{what}{where}", host=name) for name, what in missing.items() if what]
@@ -217,7 +217,7 @@ LISTED = 50
 
 
 @check(NODES, of="nodes, so not at their images", planned=True)
-def image(seen: Seen, subject: KubeSubject) -> Finding | list[Finding]:
+def image(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
     """The nodes have the image; where they do not, that it can be pulled is only seen then."""
     (name,) = {
         container["image"]
