@@ -71,12 +71,13 @@ class Tool:
         name = self.short.get(name, name)
         known = {**self.flags, **self.values, **self.pairs, **self.optional}
         if self.abbreviated and name not in known and name.startswith("--"):
-            near = [each for each in known if each.startswith(name)]
+            near = [option for option in known if option.startswith(name)]
             name = near[0] if len(near) == 1 else name
         return name, value
 
 
-def _each(names: str, meaning: str) -> dict[str, str]:
+def each(names: str, meaning: str) -> dict[str, str]:
+    """A table in which all of these mean the same."""
     return dict.fromkeys(names.split(), meaning)
 
 
@@ -86,53 +87,53 @@ def _prefixed(prefix: str, names: str) -> dict[str, str]:
 
 TORCHRUN = Tool(
     launcher="torchrun",
-    flags=_each("--standalone", OURS)
-    | _each("-m --module", MODULE)
-    | _each("--no-python", COMMAND)
-    | _each("--run-path --virtual-local-rank", "!"),
-    values=_each("--nnodes", "nodes")
-    | _each("--nproc-per-node", "gpus_per_node")
-    | _each("--max-restarts", "restarts")
-    | _each("--rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --local-addr", OURS)
-    | _each("--node-rank --master-addr --master-port --monitor-interval --role", OURS)
-    | _each("--start-method", OURS)
-    | _each("--shutdown-timeout", "!`stop_grace` of the cluster entry is that time")
-    | _each("--log-dir -r --redirects -t --tee --logs-specs --local-ranks-filter", LOGS)
-    | _each("--duplicate-stdout-filters --duplicate-stderr-filters --event-log-handler", LOGS)
-    | _each("--numa-binding", BINDING)
-    | _each("--signals-to-handle", "!"),
+    flags=each("--standalone", OURS)
+    | each("-m --module", MODULE)
+    | each("--no-python", COMMAND)
+    | each("--run-path --virtual-local-rank", "!"),
+    values=each("--nnodes", "nodes")
+    | each("--nproc-per-node", "gpus_per_node")
+    | each("--max-restarts", "restarts")
+    | each("--rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --local-addr", OURS)
+    | each("--node-rank --master-addr --master-port --monitor-interval --role", OURS)
+    | each("--start-method", OURS)
+    | each("--shutdown-timeout", "!`stop_grace` of the cluster entry is that time")
+    | each("--log-dir -r --redirects -t --tee --logs-specs --local-ranks-filter", LOGS)
+    | each("--duplicate-stdout-filters --duplicate-stderr-filters --event-log-handler", LOGS)
+    | each("--numa-binding", BINDING)
+    | each("--signals-to-handle", "!"),
 )
 DEEPSPEED = Tool(
     launcher="deepspeed",
-    flags=_each("--no-ssh --no-ssh-check --force-multi -q --quiet", OURS)
-    | _each("--module", MODULE)
-    | _each("--no-python", COMMAND)
-    | _each("--no-local-rank", BY_ENVIRONMENT)
-    | _each("--bind-cores-to-rank", BINDING)
-    | _each("--save-pid", "!"),
-    values=_each("--num-nodes", "nodes")
-    | _each("--num-gpus --num-accelerators", "gpus_per_node")
-    | _each("--master-port --master-addr --node-rank --launcher --ssh-port --log-level", OURS)
-    | _each("--hostfile --include --exclude", HOSTS)
-    | _each("--enable-each-rank-log", LOGS)
-    | _each("--bind-core-list", BINDING)
-    | _each("--launcher-args --venv-script --autotuning", "!"),
+    flags=each("--no-ssh --no-ssh-check --force-multi -q --quiet", OURS)
+    | each("--module", MODULE)
+    | each("--no-python", COMMAND)
+    | each("--no-local-rank", BY_ENVIRONMENT)
+    | each("--bind-cores-to-rank", BINDING)
+    | each("--save-pid", "!"),
+    values=each("--num-nodes", "nodes")
+    | each("--num-gpus --num-accelerators", "gpus_per_node")
+    | each("--master-port --master-addr --node-rank --launcher --ssh-port --log-level", OURS)
+    | each("--hostfile --include --exclude", HOSTS)
+    | each("--enable-each-rank-log", LOGS)
+    | each("--bind-core-list", BINDING)
+    | each("--launcher-args --venv-script --autotuning", "!"),
     short={"-H": "--hostfile", "-i": "--include", "-e": "--exclude"},
     local_rank="--local_rank",
 )
 MPIRUN = Tool(
     launcher="mpirun",
-    flags=_each("--allow-run-as-root --oversubscribe --tag-output -q --quiet", OURS)
-    | _each("-pernode --pernode", "gpus_per_node=1")
-    | _each("--report-bindings --display-map --display-allocation --timestamp-output -v", LOGS),
-    values=_each("-np --np -n --n -c", "ranks")
-    | _each("-N -npernode --npernode -ppn", "gpus_per_node")
-    | _each("-H -host --host -hostfile --hostfile -machinefile --machinefile", HOSTS)
-    | _each("--map-by -map-by --bind-to -bind-to --rank-by", BINDING)
-    | _each("-x", "!--set env.NAME=VALUE sets a variable of the ranks")
-    | _each("-wdir --wdir -wd", "!--set workdir=FOLDER starts the ranks there"),
-    pairs=_each("-mca --mca -gmca --gmca", "!--set env.OMPI_MCA_NAME=VALUE says the same")
-    | _each("-genv", "!--set env.NAME=VALUE sets a variable of the ranks"),
+    flags=each("--allow-run-as-root --oversubscribe --tag-output -q --quiet", OURS)
+    | each("-pernode --pernode", "gpus_per_node=1")
+    | each("--report-bindings --display-map --display-allocation --timestamp-output -v", LOGS),
+    values=each("-np --np -n --n -c", "ranks")
+    | each("-N -npernode --npernode -ppn", "gpus_per_node")
+    | each("-H -host --host -hostfile --hostfile -machinefile --machinefile", HOSTS)
+    | each("--map-by -map-by --bind-to -bind-to --rank-by", BINDING)
+    | each("-x", "!--set env.NAME=VALUE sets a variable of the ranks")
+    | each("-wdir --wdir -wd", "!--set workdir=FOLDER starts the ranks there"),
+    pairs=each("-mca --mca -gmca --gmca", "!--set env.OMPI_MCA_NAME=VALUE says the same")
+    | each("-genv", "!--set env.NAME=VALUE sets a variable of the ranks"),
     repeated=frozenset(
         {"-x", "-H", "-host", "--host", "-mca", "--mca", "-gmca", "--gmca", "-genv"}
     ),
@@ -142,32 +143,32 @@ MPIRUN = Tool(
 ACCELERATE = Tool(
     launcher="torchrun",
     abbreviated=False,
-    flags=_each("--multi-gpu --same-network", OURS)
-    | _each("--cpu", "device=cpu")
-    | _each("-m --module", MODULE)
-    | _each("--no-python", COMMAND)
-    | _each("--use-deepspeed", "!launcher: deepspeed, and a `deepspeed` section in a job file")
-    | _each("-q --quiet", OURS)
-    | _each("--debug --use-fsdp --use-megatron-lm --use-parallelism-config", CONVERT)
-    | _each("--enable-cpu-affinity --dynamo-use-fullgraph --dynamo-use-dynamic", CONVERT)
-    | _each("--dynamo-use-regional-compilation --fp8-use-autocast-during-eval", CONVERT)
-    | _each("--tpu --tpu-cluster --no-tpu-cluster --tpu-use-sudo --downcast-bf16", _NO_TPU),
-    values=_each("--num-processes", "ranks")
-    | _each("--num-machines", "nodes")
-    | _each("--num-cpu-threads-per-process", "threads_per_rank")
-    | _each("--max-restarts", "restarts")
-    | _each("--mixed-precision", "env.ACCELERATE_MIXED_PRECISION")
-    | _each("--gradient-accumulation-steps", "!without DeepSpeed accelerate pays no heed to it")
-    | _each("--machine-rank --main-process-ip --main-process-port --monitor-interval", OURS)
-    | _each("--rdzv-backend --rdzv-conf --role", OURS)
-    | _each("--log-dir -t --tee", LOGS)
-    | _each("--config-file", "!what stands in it is not read: give its values as options")
-    | _each("--vm --env --main-training-function", _NO_TPU)
-    | _each("--aws-access-key-id --aws-secret-access-key", "!clusterkit does not rent machines")
-    | _each("--gpu-ids --mpirun-hostfile --zero-stage --zero3-init-flag", CONVERT)
-    | _each("--zero3-save-16bit-model --gradient-clipping", CONVERT)
-    | _each("--offload-optimizer-device --offload-param-device", CONVERT)
-    | _each("--offload-optimizer-nvme-path --offload-param-nvme-path", CONVERT)
+    flags=each("--multi-gpu --same-network", OURS)
+    | each("--cpu", "device=cpu")
+    | each("-m --module", MODULE)
+    | each("--no-python", COMMAND)
+    | each("--use-deepspeed", "!launcher: deepspeed, and a `deepspeed` section in a job file")
+    | each("-q --quiet", OURS)
+    | each("--debug --use-fsdp --use-megatron-lm --use-parallelism-config", CONVERT)
+    | each("--enable-cpu-affinity --dynamo-use-fullgraph --dynamo-use-dynamic", CONVERT)
+    | each("--dynamo-use-regional-compilation --fp8-use-autocast-during-eval", CONVERT)
+    | each("--tpu --tpu-cluster --no-tpu-cluster --tpu-use-sudo --downcast-bf16", _NO_TPU),
+    values=each("--num-processes", "ranks")
+    | each("--num-machines", "nodes")
+    | each("--num-cpu-threads-per-process", "threads_per_rank")
+    | each("--max-restarts", "restarts")
+    | each("--mixed-precision", "env.ACCELERATE_MIXED_PRECISION")
+    | each("--gradient-accumulation-steps", "!without DeepSpeed accelerate pays no heed to it")
+    | each("--machine-rank --main-process-ip --main-process-port --monitor-interval", OURS)
+    | each("--rdzv-backend --rdzv-conf --role", OURS)
+    | each("--log-dir -t --tee", LOGS)
+    | each("--config-file", "!what stands in it is not read: give its values as options")
+    | each("--vm --env --main-training-function", _NO_TPU)
+    | each("--aws-access-key-id --aws-secret-access-key", "!clusterkit does not rent machines")
+    | each("--gpu-ids --mpirun-hostfile --zero-stage --zero3-init-flag", CONVERT)
+    | each("--zero3-save-16bit-model --gradient-clipping", CONVERT)
+    | each("--offload-optimizer-device --offload-param-device", CONVERT)
+    | each("--offload-optimizer-nvme-path --offload-param-nvme-path", CONVERT)
     | _prefixed("dynamo", "backend mode")
     | _prefixed(
         "deepspeed",
@@ -211,64 +212,64 @@ LAUNCH = replace(
 _BY_TORCHX = "-`clusterkit plan`, `submit` and `logs` do that"
 TORCHX_RUN = Tool(
     launcher=None,
-    flags=_each("--dryrun --wait --log --tee-logs --stdin", _BY_TORCHX),
-    values=_each("-s -cfg", SPECIAL)
-    | _each("--workspace --parent-run-id", "-the project's folder is copied anyway"),
+    flags=each("--dryrun --wait --log --tee-logs --stdin", _BY_TORCHX),
+    values=each("-s -cfg", SPECIAL)
+    | each("--workspace --parent-run-id", "-the project's folder is copied anyway"),
     short={"--scheduler": "-s", "--scheduler-args": "-cfg"},
 )
 DIST_DDP = Tool(
     launcher="torchrun",
-    values=_each("-j --image --name --env", SPECIAL)
+    values=each("-j --image --name --env", SPECIAL)
     | {"--script": "program", "--module": "module", "--max-retries": "restarts"}
-    | _each("--cpu --memMB --gpu -h --host", "?the cluster's entry says what a node gives")
-    | _each("--rdzv-port --rdzv-backend --rdzv-conf", OURS)
-    | _each("--tee --debug", LOGS),
+    | each("--cpu --memMB --gpu -h --host", "?the cluster's entry says what a node gives")
+    | each("--rdzv-port --rdzv-backend --rdzv-conf", OURS)
+    | each("--tee --debug", LOGS),
     short={"-m": "--module"},
 )
 _AGENTS = "-clusterkit starts one agent on each node, and ends them together"
 _ONE_SIZE = "!`memory` of the cluster's entry counts for a node: --mem"
 _STEP_FLAGS = (
-    _each("--label --unbuffered --quiet --verbose", LOGS)
-    | _each("--no-kill --kill-on-bad-exit --wait --parsable --overlap --exact", _AGENTS)
-    | _each("--get-user-env --spread-job --overcommit", _AGENTS)
+    each("--label --unbuffered --quiet --verbose", LOGS)
+    | each("--no-kill --kill-on-bad-exit --wait --parsable --overlap --exact", _AGENTS)
+    | each("--get-user-env --spread-job --overcommit", _AGENTS)
     | {"--export": SPECIAL, "--multi-prog": "!all ranks of a job run the same"}
     | {"--pty": "!a run has no terminal"}
 )
 _STEP_VALUES = (
-    _each("--nodes --ntasks --ntasks-per-node --cpus-per-task", SPECIAL)
-    | _each("--gpus --gpus-per-node --gpus-per-task --gres", SPECIAL)
-    | _each("--output --error --open-mode --input", LOGS)
-    | _each("--jobid --job-id --cpu-bind --mpi --gpu-bind --mem-bind --accel-bind", _AGENTS)
-    | _each("--ntasks-per-gpu --ntasks-per-core --ntasks-per-socket --relative", _AGENTS)
+    each("--nodes --ntasks --ntasks-per-node --cpus-per-task", SPECIAL)
+    | each("--gpus --gpus-per-node --gpus-per-task --gres", SPECIAL)
+    | each("--output --error --open-mode --input", LOGS)
+    | each("--jobid --job-id --cpu-bind --mpi --gpu-bind --mem-bind --accel-bind", _AGENTS)
+    | each("--ntasks-per-gpu --ntasks-per-core --ntasks-per-socket --relative", _AGENTS)
     | {"--array": "!submit the job once for each value: --set args=..."}
     | {"--wrap": "!convert the command itself", "--clusters": "!a run stays on one cluster"}
     | {"--cpus-per-gpu": "!`cpus` of the cluster's entry counts for a node"}
-    | _each("--mem-per-cpu --mem-per-gpu", _ONE_SIZE)
-    | _each("--container-image --container", "entry.container")
+    | each("--mem-per-cpu --mem-per-gpu", _ONE_SIZE)
+    | each("--container-image --container", "entry.container")
     | {"--container-mounts": SPECIAL, "--chdir": SPECIAL}
 )
 _JOB_FLAGS = {
     "--exclusive": SPECIAL,
     "--requeue": "entry.requeue=true", "--no-requeue": "entry.requeue=false",
-    **_each("--oversubscribe --hold --contiguous --use-min-nodes --reboot --ignore-pbs", PASSED),
-    **_each("--gres-flags --propagate --test-only --usage --version --help --nice", PASSED),
-    **_each("--container-mount-home --no-container-mount-home --container-writable", PASSED),
-    **_each("--container-readonly --container-remap-root --no-container-remap-root", PASSED),
-    **_each("--container-entrypoint --no-container-entrypoint", PASSED),
+    **each("--oversubscribe --hold --contiguous --use-min-nodes --reboot --ignore-pbs", PASSED),
+    **each("--gres-flags --propagate --test-only --usage --version --help --nice", PASSED),
+    **each("--container-mount-home --no-container-mount-home --container-writable", PASSED),
+    **each("--container-readonly --container-remap-root --no-container-remap-root", PASSED),
+    **each("--container-entrypoint --no-container-entrypoint", PASSED),
 }  # fmt: skip
 _JOB_VALUES = {
     "--job-name": SPECIAL, "--signal": SPECIAL, "--mem": "entry.memory",
     **{f"--{key}": f"entry.{key}"
        for key in ("account", "partition", "qos", "constraint", "reservation", "time")},
-    **_each("--acctg-freq --batch --bb --bbf --begin --cluster-constraint --comment", PASSED),
-    **_each("--container-id --core-spec --cores-per-socket --cpu-freq --deadline", PASSED),
-    **_each("--delay-boot --dependency --distribution --exclude --export-file --extra", PASSED),
-    **_each("--extra-node-info --gid --gpu-freq --gpus-per-socket --hint --licenses", PASSED),
-    **_each("--kill-on-invalid-dep --mail-type --mail-user --mcs-label --mincpus", PASSED),
-    **_each("--network --nodefile --nodelist --prefer --priority --profile --power", PASSED),
-    **_each("--resv-ports --segment --sockets-per-node --switches --thread-spec", PASSED),
-    **_each("--threads-per-core --threads --time-min --tmp --tres-bind --tres-per-task", PASSED),
-    **_each("--uid --wait-all-nodes --wckey --x11 --no-allocate", PASSED),
+    **each("--acctg-freq --batch --bb --bbf --begin --cluster-constraint --comment", PASSED),
+    **each("--container-id --core-spec --cores-per-socket --cpu-freq --deadline", PASSED),
+    **each("--delay-boot --dependency --distribution --exclude --export-file --extra", PASSED),
+    **each("--extra-node-info --gid --gpu-freq --gpus-per-socket --hint --licenses", PASSED),
+    **each("--kill-on-invalid-dep --mail-type --mail-user --mcs-label --mincpus", PASSED),
+    **each("--network --nodefile --nodelist --prefer --priority --profile --power", PASSED),
+    **each("--resv-ports --segment --sockets-per-node --switches --thread-spec", PASSED),
+    **each("--threads-per-core --threads --time-min --tmp --tres-bind --tres-per-task", PASSED),
+    **each("--uid --wait-all-nodes --wckey --x11 --no-allocate", PASSED),
 }  # fmt: skip
 _TO_SBATCH = "!clusterkit's own srun has no such option: give it to sbatch"
 SBATCH = Tool(

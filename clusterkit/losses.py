@@ -22,6 +22,7 @@ from clusterkit.shell import Secret
 from clusterkit.spec import JobSpec
 from clusterkit.status import NodeStatus, State
 from clusterkit.transport import Transport
+from clusterkit.verdict import TOKEN
 
 LOST_SECONDS = 600.0
 """How long lost nodes are waited for."""
@@ -29,8 +30,6 @@ SOON_SECONDS = 60.0
 SOON_LOSSES = 3
 """So many times in a row nodes may be lost within SOON_SECONDS of the start."""
 AGAIN_SECONDS = 5.0
-TOKEN = "token"
-"""Of a run's folder: by what its nodes know each other, where others may join."""
 RETURN_SECONDS = 10.0
 """How long a node has been missing from a run that goes on without it, beyond its ranks' grace,
 before it is started once more; twice as long the next time."""
@@ -118,7 +117,7 @@ class Returns:
         self._pause = plan.stop_grace + RETURN_SECONDS  # its own ranks have ended by then
         self._since: dict[int, float] = {}
         self._tries: dict[int, int] = {}
-        self.known_at = 0.0  # when it is known how the one stands that was started last
+        self._known_at = 0.0  # when it is known how the one stands that was started last
 
     def begin(self) -> dict[str, Secret]:
         """By what the nodes of an attempt that is started now know each other, and those that
@@ -146,8 +145,15 @@ class Returns:
         except ClusterkitError as error:
             return f"node {node} could not be started again: {error.message}"
         finally:  # it may have taken long
-            self.known_at = mirror.awake() + 2 * mirror.BACK_SECONDS
+            self._known_at = mirror.awake() + 2 * mirror.BACK_SECONDS
         return f"node {node} was started again, to join the others"
+
+    def hidden(self, seen: Observation, now: float, followed: bool) -> bool:
+        """Whether an agent may run of which nothing is to be seen: it follows the others only once
+        it has met node 0, and over SSH is told of with a delay. Arguments as of `due`."""
+        away = [node for node in seen.nodes if node.state is State.PENDING]
+        started = [node for node in away if node.spare or node.node in self._tries or not followed]
+        return bool(started) or now < self._known_at
 
     def due(self, seen: Observation, now: float, followed: bool) -> list[int]:
         """The nodes to start now.

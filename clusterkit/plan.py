@@ -142,6 +142,11 @@ class Plan(Struct, frozen=True, kw_only=True):
     job: JobSpec | None = None
     """The job itself, with its program found, so that `clusterkit convert` gives it back."""
 
+    @property
+    def least(self) -> int:
+        """How many of its nodes have to succeed; of one launcher for all (mpirun), that one."""
+        return min(self.nodes, self.topology.get("min_nodes", self.nodes))
+
     def node_of(self, rank: int) -> int | None:
         """The node whose log has a rank's lines; None where only the run itself tells."""
         shape = self.topology

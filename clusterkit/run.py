@@ -6,7 +6,7 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -141,17 +141,16 @@ class Run:
             BadInput: the run has no such node or rank.
         """
         plan = self.plan
-        if node is not None and not 0 <= node < plan.nodes:
+        # A spare that was used up is in no later plan.
+        begun = self._folder.file("attempts").glob(f"*/node-{node}")
+        if node is not None and not (0 <= node < plan.nodes or any(begun)):
             raise BadInput(f"node {node}: run {self.id} has nodes 0 to {plan.nodes - 1}")
         if rank is not None and not 0 <= rank < plan.world_size:
             raise BadInput(f"rank {rank}: run {self.id} has ranks 0 to {plan.world_size - 1}")
-        if node is None and rank is not None:
-            node = plan.node_of(rank)  # the others' logs hold nothing of it
-        nodes = range(plan.nodes) if node is None else (node,)
-        return self._batches(nodes, rank, follow, note)
+        return self._batches(node, rank, follow, note)
 
     def _batches(
-        self, nodes: Sequence[int], rank: int | None, follow: bool, note: Callable[[Event], None]
+        self, node: int | None, rank: int | None, follow: bool, note: Callable[[Event], None]
     ) -> Iterator[list[LogLine]]:
         with run_state.Connections() as connections:
             # Where nobody watches over the run, this brings what only its hosts have.
@@ -164,6 +163,7 @@ class Run:
                 return not status.state.final and not lost and status.attempt == attempt
 
             for attempt in itertools.count(1):
+                nodes = self._folder.nodes_of(attempt, self.plan, rank) if node is None else (node,)
                 for batch in self._folder.log(attempt, nodes, goes_on if follow else None):
                     yield batch if rank is None else [x for x in batch if x.rank == rank]
                 for event in self.events():

@@ -26,7 +26,7 @@ from clusterkit.plan import Plan
 from clusterkit.runs import LEFTOVERS, POLL_SECONDS, RunFolder, RunHandle, Submission
 from clusterkit.spec import JobSpec
 from clusterkit.status import Failure, RunStatus, State
-from clusterkit.verdict import diagnosis
+from clusterkit.verdict import diagnosis, record, settled
 
 if TYPE_CHECKING:
     from clusterkit.transport import Transport
@@ -103,15 +103,16 @@ def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunS
         )
         return _replace(saved or nothing, state=State.UNKNOWN, remark=error.message)
     base = saved or _submitted(submission)
-    seen = backend.status(handle, transport)
     job = folder.maybe_json("job.json", JobSpec)
     if base.restarts_left is None and job is not None:
         base = _replace(base, restarts_left=job.restarts)
-    while seen is not None and (seen.goes_on or 0) > handle.attempt:
+    while seen := backend.status(handle, transport):
+        seen = settled(handle.plan, seen)
+        if seen.goes_on is None or seen.goes_on <= handle.attempt:
+            break
         base = _replace(base, restarts_left=seen.left_of(base.restarts_left or 0))
-        handle = folder.handle(seen.goes_on or 0, handle.plan)
+        handle = folder.handle(seen.goes_on, handle.plan)
         base = _replace(base, attempt=handle.attempt, running_since=None)
-        seen = backend.status(handle, transport)
     if saved is None and (seen is None or {node.state for node in seen.nodes} <= _UNSEEN):
         # Nothing is started before that is written; a host may not even have the run's folder.
         seen = Observation(state=State.PENDING, nodes=())
@@ -138,7 +139,7 @@ def _record_end(
     with contextlib.suppress(ClusterkitError):
         if isinstance(backend, SupportsCleanup):
             backend.clean_up(handle, transport)
-        handle.folder.write_json("state.json", found)
+        record(handle.folder, found)
 
 
 def unfinished(folder: RunFolder, connections: Connections | None = None) -> bool:
@@ -154,6 +155,9 @@ def _judged(base: RunStatus, handle: RunHandle, seen: Observation) -> tuple[RunS
     base = _replace(base, restarts_left=restarts)
     begun = any(node.state is not State.PENDING for node in seen.nodes)
     attach = f"`clusterkit attach {folder.run_id}`"
+    finished = max((node.ended_at or 0.0 for node in seen.nodes), default=0.0) or None
+    if seen.state is State.SUCCEEDED:
+        return _replace(base, state=State.SUCCEEDED, exit_code=0, finished_at=finished), False
     if seen.state in _GOING_ON or seen.queued:
         remark = (
             f"its supervisor is gone: {_alone(handle, restarts)}; {attach} watches over "
@@ -162,12 +166,9 @@ def _judged(base: RunStatus, handle: RunHandle, seen: Observation) -> tuple[RunS
         return _replace(base, state=seen.state, remark=remark), False
     if folder.is_cancelled():
         return _replace(base, state=State.CANCELLED, exit_code=EXIT_INTERRUPTED), False
-    finished = max((node.ended_at or 0.0 for node in seen.nodes), default=0.0) or None
     again = restarts > 0 and not (seen.final or seen.late)
     left = counted(restarts, "restart")
     remark = f"it was not restarted ({left} left): {attach} does"
-    if seen.state is State.SUCCEEDED:
-        return _replace(base, state=State.SUCCEEDED, exit_code=0, finished_at=finished), False
     if not begun:
         again = folder.file("state.json").exists()
         remark = f"it was not started: {attach} does"
@@ -239,7 +240,7 @@ def cancel(folder: RunFolder) -> RunStatus:
         after = _replace(reconcile(folder, connections), remark=remark)
         if after.state.final and folder.maybe_json("state.json", RunStatus) != after:
             # Nobody else is there to record it.
-            folder.write_json("state.json", after)
+            record(folder, after)
         return after
 
 

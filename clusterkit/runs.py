@@ -342,6 +342,22 @@ class RunFolder:
         """What one node wrote in one attempt."""
         return Path(node_dir(str(self.path), attempt, node))
 
+    def nodes_of(self, attempt: int, plan: Plan | None, rank: int | None = None) -> Sequence[int]:
+        """The nodes of an attempt, or of them those whose logs may hold a rank's lines.
+
+        Args:
+            plan: the newest; it does not count spares that earlier attempts have used up.
+        """
+        folders = self.file(f"attempts/{attempt}").glob("node-*")
+        begun = [int(name) + 1 for path in folders if (name := path.name[5:]).isdigit()]
+        nodes = range(max([plan.nodes if plan else 0, *begun]))
+        if plan is None or rank is None or len(nodes) > plan.nodes:
+            return nodes
+        # In an elastic run, or with spares, a rank may be on any node, and later on another. In
+        # others it stays on its node, and the other nodes' logs may have gigabytes.
+        node = plan.node_of(rank)
+        return nodes if node is None else (node,)
+
     def log(
         self, attempt: int, nodes: Iterable[int], follow: Callable[[], bool] | None = None
     ) -> Iterator[list[LogLine]]:
@@ -384,15 +400,9 @@ class Rank0:
     def read(self, newest: int) -> Iterator[LogLine]:
         """What was not given before, up to the newest attempt."""
         while True:
-            logs = [*self._folder.node_dir(self._attempt, 0).parent.glob("node-*/log")]
-            # In an elastic run, or with spares, rank 0 may be on any node, and later on another.
-            # In others it stays on its node, and the other nodes' logs may have gigabytes. The
-            # newest plan does not count spares that earlier attempts have used up.
-            plan = self._plan
-            node = None if plan is None or len(logs) > plan.nodes else plan.node_of(0)
-            for path in logs:
-                if node is None or path.parent.name == f"node-{node}":
-                    self._logs.setdefault(path, GrowingFile(path))
+            for node in self._folder.nodes_of(self._attempt, self._plan, 0):
+                path = self._folder.node_dir(self._attempt, node) / "log"
+                self._logs.setdefault(path, GrowingFile(path))
             yield from heapq.merge(*map(self._lines, self._logs.values()), key=attrgetter("time"))
             if self._attempt >= newest:
                 return

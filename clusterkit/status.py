@@ -26,6 +26,16 @@ class State(StrEnum):
 FINAL = frozenset({State.SUCCEEDED, State.FAILED, State.CANCELLED})
 
 
+def overall(states: set[State]) -> State:
+    """A run's state from its nodes' states."""
+    for state in (State.UNKNOWN, State.RESTARTING, State.RUNNING, State.FAILED, State.CANCELLED):
+        if state in states:
+            return state
+    if states == {State.SUCCEEDED}:
+        return State.SUCCEEDED
+    return State.RUNNING if State.SUCCEEDED in states else State.PENDING
+
+
 class NodeStatus(Struct, frozen=True, kw_only=True):
     """One node of the newest attempt."""
 
@@ -44,6 +54,8 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     """What its ranks stand still for, or on node 0 those of all nodes; null while they go on."""
     slow: str | None = None
     """On node 0: which ranks the others wait for again and again; null while there are none."""
+    spare: bool = False
+    """Whether it has no ranks: it waits for a place, or would if it had come."""
 
 
 class RankExit(Struct, frozen=True):

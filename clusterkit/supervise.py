@@ -38,7 +38,7 @@ from clusterkit.errors import (
     counted,
     listed,
 )
-from clusterkit.losses import LOST_SECONDS, TOKEN, Losses, Returns, names
+from clusterkit.losses import LOST_SECONDS, Losses, Returns, names
 from clusterkit.notify import notify
 from clusterkit.runs import (
     LEFTOVERS,
@@ -54,10 +54,10 @@ from clusterkit.spec import JobSpec
 from clusterkit.status import AttemptStatus, Failure, NodeStatus, RunStatus, State
 from clusterkit.track import tracking
 from clusterkit.transport import Transport
-from clusterkit.verdict import diagnosis
+from clusterkit.verdict import RESERVE, diagnosis, record, settled
 
 PEERS_SECONDS = 2.0
-"""How long the other nodes have to fail by themselves, so that the first failure is seen."""
+"""How long the other nodes have to end by themselves, so that the first failure is seen."""
 PROBED_SECONDS = 20.0
 """How long facts are fresh: a port that was free when probed is taken to be free."""
 CANCEL_SECONDS = 5.0
@@ -67,9 +67,8 @@ START_SECONDS = 60.0
 """How long a supervisor may take to start; one that ends meanwhile is noticed at once."""
 STARTED = b"started\n"
 """What a supervisor answers to whoever started it."""
-RESERVE = ".reserve"
 RESERVE_BYTES = 1 << 16
-"""Kept free for the last ``state.json``, so that a full disk does not hide how a run ended."""
+"""So that a full disk does not hide how a run ended."""
 
 
 class Supervisor:
@@ -255,43 +254,50 @@ class Supervisor:
     # -- one attempt --------------------------------------------------------
 
     def _watch(self, handle: RunHandle) -> Observation:
-        """Until every node has ended; a failed node takes the others down, unless elastic."""
+        """Until every node has ended: a failed one takes the others down, unless elastic, and those
+        that have ranks the spares."""
         with contextlib.closing(self.backend.watch(handle, self.transport)) as monitor:
             return self._until_ended(monitor)
 
     def _until_ended(self, monitor: Monitor) -> Observation:
-        needed = self.plan.topology.get("min_nodes", self.plan.nodes)
-        if self.plan.nodes < self.plan.topology.get("nodes", self.plan.nodes):
-            needed = self.plan.nodes  # one launcher for all nodes (mpirun)
+        needed, places = self.plan.least, self.plan.topology.get("nodes", self.plan.nodes)
         started = mirror.awake()
         give_up: float | None = None
         again = 0.0
         while True:
-            seen = monitor.status()
-            if seen is None:
+            found = monitor.status()
+            if found is None:
                 raise RunFolderError(f"the folder of run {self.folder.run_id} is gone")
+            seen = settled(self.plan, found)
             self._note_progress(seen, needed)
             now = mirror.awake()
             states = [node.state for node in seen.nodes]
+            succeeded = seen.state is State.SUCCEEDED
+            waiting = [n.node for n in seen.nodes if n.state is State.PENDING and not n.spare]
             # One that its agent did not begin may not have been begun anywhere.
-            enough = states.count(State.PENDING) <= len(states) - needed
-            ended = self.followed and (again or enough)
-            late = now > started + self.backend.start_seconds and not ended
-            if State.PENDING in states and late:
-                silent = states.index(State.PENDING)
+            enough = len(waiting) <= len(states) - needed
+            if succeeded or (self.followed and (again or enough)):
+                waiting = []
+            if waiting and now > started + self.backend.start_seconds:
                 raise ClusterkitError(
-                    f"node {silent} did not report within {self.backend.start_seconds:g} s",
+                    f"node {waiting[0]} did not report within {self.backend.start_seconds:g} s",
                     hint=f"see the logs in {self.folder.path}/attempts/{self.attempt}",
                 )
-            going_on = {State.RUNNING, State.RESTARTING, *(() if ended else (State.PENDING,))}
-            gone = {State.FAILED, State.CANCELLED}
+            going_on, gone = {State.RUNNING, State.RESTARTING}, {State.FAILED, State.CANCELLED}
             (going_on if seen.queued else gone).add(State.UNKNOWN)
-            if not going_on & set(states) and now >= self.returns.known_at:
-                return self._ended(seen, needed)
+            busy = waiting or going_on & set(states)
+            over = succeeded or all(node.spare or node.state.final for node in seen.nodes)
+            hidden = not again and self.returns.hidden(seen, now, self.followed)
+            if not (busy or hidden) or (over and seen.goes_on is not None):
+                failed = places - states.count(State.SUCCEEDED)
+                if succeeded and failed > 0:
+                    self._event(f"{failed} of {places} elastic nodes failed")
+                return seen
             if self._to_be_ended():
                 give_up = now
             lost = sum(state in gone for state in states)
-            if give_up is None and seen.goes_on is None and len(states) - lost < needed:
+            alone = over or not busy or len(states) - lost < needed
+            if give_up is None and seen.goes_on is None and alone:
                 give_up = now + PEERS_SECONDS
             if give_up is not None and now >= max(give_up, again):
                 self._cancel()
@@ -304,13 +310,6 @@ class Supervisor:
                         start = partial(self.backend.submit, plan, self.transport)
                         self._event(self.returns.start(node, start, self.secrets))
             time.sleep(POLL_SECONDS)
-
-    def _ended(self, seen: Observation, needed: int) -> Observation:
-        succeeded = sum(node.state is State.SUCCEEDED for node in seen.nodes)
-        if succeeded >= needed and seen.state is not State.SUCCEEDED:
-            self._event(f"{len(seen.nodes) - succeeded} of {len(seen.nodes)} elastic nodes failed")
-            return msgspec.structs.replace(seen, state=State.SUCCEEDED)
-        return seen
 
     def _note_progress(self, seen: Observation, needed: int) -> None:
         begun = sum(node.state is not State.PENDING for node in seen.nodes)
@@ -387,9 +386,7 @@ class Supervisor:
         status = msgspec.structs.replace(
             self._status(state, failure), exit_code=code, finished_at=time.time()
         )
-        for name in (RESERVE, TOKEN):
-            self.folder.file(name).unlink(missing_ok=True)
-        self.folder.write_json("state.json", status)
+        record(self.folder, status)
         notify(self.cluster.notify, status, self._event)
 
     def _status(self, state: State, failure: Failure | None) -> RunStatus:

@@ -1,19 +1,46 @@
-"""Why an attempt that has ended did not succeed."""
+"""How an attempt has ended, and why it did not succeed; the record of a run's end."""
 
 from __future__ import annotations
 
 from collections import deque
 from itertools import chain
 
-import msgspec
+from msgspec.structs import replace
 
 from clusterkit.backends.base import Observation
-from clusterkit.runs import RunHandle
+from clusterkit.plan import Plan
+from clusterkit.runs import RunFolder, RunHandle
 from clusterkit.spec import JobSpec
-from clusterkit.status import Failure
+from clusterkit.status import Failure, RunStatus, State, overall
 
 TAIL_LINES = 5000
 """Log lines per attempt that a diagnosis reads."""
+RESERVE = ".reserve"
+"""Of a run's folder: kept free for the last ``state.json``."""
+TOKEN = "token"
+"""Of a run's folder: by what its nodes know each other, where others may join."""
+
+
+def settled(plan: Plan, seen: Observation) -> Observation:
+    """An attempt by its nodes that have ranks: it goes on while one of them does, and then has
+    succeeded if enough of them have. Spares decide nothing, whether they came or not."""
+    places = plan.topology.get("nodes", plan.nodes)
+    nodes = tuple(
+        node if node.state is not State.PENDING or node.node < places else replace(node, spare=True)
+        for node in seen.nodes
+    )
+    ends = [node.state for node in nodes if not node.spare]
+    busy = {State.RUNNING, State.RESTARTING, *([State.UNKNOWN] if seen.queued else [])} & {*ends}
+    enough = ends.count(State.SUCCEEDED) >= plan.least and not (busy or seen.goes_on)
+    state = State.SUCCEEDED if enough else overall({*ends})
+    return replace(seen, nodes=nodes, state=state)
+
+
+def record(folder: RunFolder, status: RunStatus) -> None:
+    """Write down how a run has ended; what is of use only until then goes."""
+    for name in (RESERVE, TOKEN):
+        folder.file(name).unlink(missing_ok=True)
+    folder.write_json("state.json", status)
 
 
 def over_time(job: JobSpec) -> Failure:
@@ -43,5 +70,5 @@ def diagnosis(handle: RunHandle, seen: Observation) -> Failure:
     )  # fmt: skip
     if plan.nodes < plan.topology.get("nodes", plan.nodes) and failure.rank is not None:
         # One launcher for all nodes (mpirun): its log does not tell them apart, the rank does.
-        failure = msgspec.structs.replace(failure, node=failure.rank // nproc)
+        failure = replace(failure, node=failure.rank // nproc)
     return failure

@@ -92,9 +92,8 @@ class Client(threading.Thread):
             self._tell_thread(self.peer.close)
         self.join(limits.PEER_SECONDS)
         if self._server is not None and self._server.decided:
-            # The others hear of it from this node; a spare may only just be starting.
-            late = self._server.awaits_spare
-            self._server.join(limits.SPARE_SECONDS if late else limits.PEER_SECONDS)
+            # The others hear of it from this node.
+            self._server.join(limits.PEER_SECONDS)
 
     def _tell_thread(self, news: Callable[[], None]) -> None:
         self._news.put(news)

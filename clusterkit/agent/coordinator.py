@@ -19,8 +19,7 @@ from clusterkit.agent.protocol import Document
 
 
 class Server(threading.Thread):
-    """Runs on node 0 until the run's end is decided, and known to every node that is there and to
-    every spare.
+    """Runs on node 0 until the run's end is decided and every node that is there knows it.
 
     ``watch`` takes what other nodes have for this one's `watch`.
     """
@@ -41,20 +40,12 @@ class Server(threading.Thread):
         """Whether the run is over."""
         return self._membership.decided
 
-    @property
-    def awaits_spare(self) -> bool:
-        """Whether one has not come yet: no other node can tell it that the run is over."""
-        return not self._membership.members.spares_came
-
     def run(self) -> None:
         membership = self._membership
         with contextlib.closing(self._listener):
             beat = due = look = 0.0
             news = False
-            said = membership.members.said
-            while (
-                not self.decided or self.awaits_spare or any(said[n].present for n in self._lines)
-            ):
+            while not self.decided or any(membership.members.said[n].present for n in self._lines):
                 wait = max(0.0, due - clock.awake()) if news else limits.PEER_AGAIN_SECONDS
                 news = self._listener.receive(wait, self._hear) or news
                 while not self.messages.empty():

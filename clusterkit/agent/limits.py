@@ -25,7 +25,6 @@ USAGE_NODES = 50  # that tell the supervisor of it in one second, however many t
 # Nodes that watch each other
 PEER_SECONDS = 2.0  # between two signs of life; for a connection; for last words
 PEER_GONE_SECONDS = 5.0  # that a node whose connection was closed has to connect again
-SPARE_SECONDS = 5.0  # that a run which is over waits for a spare that has not come
 PEER_MEET_SECONDS = 120.0  # that node 0 may take to be there
 TURN_SECONDS = 0.05  # at least, between two decisions of node 0 about what is due
 PEER_AGAIN_SECONDS = 0.5  # before a node 0 that is not there is sought again

@@ -107,11 +107,6 @@ class Members:
         """The nodes that have never said anything."""
         return sorted(self.ranks.keys() - self.said.keys())
 
-    @property
-    def spares_came(self) -> bool:
-        """Whether every spare has said something."""
-        return all(node in self.said for node in self.spares)
-
     def missing(self) -> list[int]:
         """The nodes that are lost, or never came."""
         here = {node for node, member in self.said.items() if member.present}

@@ -15,7 +15,7 @@ from clusterkit.agent.report import node_state, read_from
 from clusterkit.backends.base import Observation
 from clusterkit.plan import Plan
 from clusterkit.runs import RunHandle
-from clusterkit.status import NodeCause, NodeStatus, RankExit, State
+from clusterkit.status import NodeCause, NodeStatus, RankExit, State, overall
 
 _HINTS = {
     "SIGSTOP": "kill -CONT lets a stopped process go on",
@@ -27,16 +27,6 @@ _TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 def known(handle: RunHandle) -> bool:
     """Whether the run's folder on this machine is there."""
     return handle.folder.file("run.json").exists()
-
-
-def overall(states: set[State]) -> State:
-    """A run's state from its nodes' states."""
-    for state in (State.UNKNOWN, State.RESTARTING, State.RUNNING, State.FAILED, State.CANCELLED):
-        if state in states:
-            return state
-    if states == {State.SUCCEEDED}:
-        return State.SUCCEEDED
-    return State.RUNNING if State.SUCCEEDED in states else State.PENDING
 
 
 class Left(Struct, frozen=True, kw_only=True):
@@ -89,7 +79,7 @@ def judge_running(node: int, host: str, started: bytes | None) -> NodeStatus:
     return NodeStatus(
         node=node, host=host, state=State.RESTARTING if waits else State.RUNNING,
         reason=waits.get("why", spare), until=waits.get("until"), remarks=remarks(started),
-        hang=document.get("hang"), slow=document.get("slow"),
+        hang=document.get("hang"), slow=document.get("slow"), spare=spare is not None,
     )  # fmt: skip
 
 

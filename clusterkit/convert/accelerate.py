@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from clusterkit.command import Used
-from clusterkit.convert.options import by_meaning
-from clusterkit.convert.sheet import OURS, Sheet, Tree
-from clusterkit.launcher_options import ACCELERATE, CONVERT
+from clusterkit.convert.options import by_meaning, meant
+from clusterkit.convert.sheet import Sheet, Tree
+from clusterkit.launcher_options import ACCELERATE, CONVERT, OURS, each
 from clusterkit.yaml_file import parse_yaml
 
 _TYPES = {
@@ -24,10 +24,14 @@ _SECTIONS = {
     "parallelism_config": "parallelism_config_", "mpirun_config": "mpirun_",
 }  # fmt: skip
 _PREFIXES = ("fsdp_", "megatron_lm_", "parallelism_config_", "fp8_", "dynamo_")
-_OURS = frozenset(
-    {"machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "rdzv_conf",
-     "same_network", "main_training_function", "deepspeed_multinode_launcher", "multi_gpu"}
-)  # fmt: skip
+_MEANINGS = each(
+    "machine_rank main_process_ip main_process_port rdzv_backend rdzv_conf same_network "
+    "main_training_function deepspeed_multinode_launcher multi_gpu", OURS,
+) | {
+    "mixed_precision": "env.ACCELERATE_MIXED_PRECISION",
+    "mpirun_ccl": "-ranks meet as torchrun's do",
+    "deepspeed_inclusion_filter": "entry.include", "deepspeed_exclusion_filter": "entry.exclude",
+}  # fmt: skip
 # What `accelerate launch` sets where nothing is said, and Accelerator itself would not.
 _FSDP_DEFAULTS = {
     "fsdp_version": "1", "fsdp_sharding_strategy": "FULL_SHARD",
@@ -222,8 +226,8 @@ def _setting(sheet: Sheet, name: str, text: str, what: str, nodes: int, deepspee
                 sheet.refuse(what, f"{ranks} ranks cannot be divided among {nodes} nodes")
             else:
                 sheet.key(what, "gpus_per_node", ranks // nodes)
-    elif name in _OURS:
-        sheet.drop(what, OURS)
+    elif name in _MEANINGS:
+        meant(sheet, what, _MEANINGS[name], text)
     elif name == "use_cpu":
         if yes:
             sheet.key(what, "device", "cpu")
@@ -234,8 +238,6 @@ def _setting(sheet: Sheet, name: str, text: str, what: str, nodes: int, deepspee
             sheet.drop(what, "all that are visible, as without it")
         else:
             sheet.yours(what, f"export CUDA_VISIBLE_DEVICES={text} where you submit")
-    elif name == "mixed_precision":
-        sheet.env(what, "ACCELERATE_MIXED_PRECISION", text)
     elif name in ("debug", "enable_cpu_affinity"):
         variable = "ACCELERATE_DEBUG_MODE" if name == "debug" else "ACCELERATE_CPU_AFFINITY"
         if yes:
@@ -244,16 +246,13 @@ def _setting(sheet: Sheet, name: str, text: str, what: str, nodes: int, deepspee
             sheet.drop(what, "as without it")
     elif name in _DEEPSPEED:
         if deepspeed:
-            sheet.env(what, f"ACCELERATE_{_DEEPSPEED[name]}", _cased(name, text))
+            value = text.lower() if name in _LOWER else text
+            sheet.env(what, f"ACCELERATE_{_DEEPSPEED[name]}", value)
         else:
             sheet.drop(what, "it means nothing without use_deepspeed")
     elif name in ("deepspeed_hostfile", "mpirun_hostfile"):
         if hosts := sheet.hostfile(what, text):
             sheet.ssh(what, hosts)
-    elif name in ("deepspeed_inclusion_filter", "deepspeed_exclusion_filter"):
-        sheet.entry(what, "include" if "inclusion" in name else "exclude", text)
-    elif name == "mpirun_ccl":
-        sheet.drop(what, "ranks meet as torchrun's do")
     elif name == "dynamo_backend":
         sheet.env(what, "ACCELERATE_DYNAMO_BACKEND", text.upper())
     elif name.startswith("dynamo_"):
@@ -272,10 +271,6 @@ def _setting(sheet: Sheet, name: str, text: str, what: str, nodes: int, deepspee
         sheet.env(what, f"ACCELERATE_{name.upper()}", text)
     else:
         sheet.refuse(what, "clusterkit knows no such setting of accelerate")
-
-
-def _cased(name: str, text: str) -> str:
-    return text.lower() if name in _LOWER else text
 
 
 def _true(setting: tuple[str, str] | None) -> bool:

@@ -11,22 +11,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clusterkit.convert import lines
-from clusterkit.convert.options import assigned, job_name
+from clusterkit.convert.options import assigned, job_name, meant, variables
 from clusterkit.convert.script import Script, left
 from clusterkit.convert.sheet import Sheet, Tree
 from clusterkit.errors import counted
+from clusterkit.launcher_options import each
 from clusterkit.yaml_file import parse_yaml
 
-_RENT = "a cluster entry names machines that you have"
-_SKY_RENTS = frozenset(
-    {"cloud", "infra", "region", "zone", "instance_type", "use_spot", "disk_size", "disk_tier",
-     "network_tier", "image_id", "labels", "autostop", "accelerator_args", "any_of", "ordered",
-     "cpus", "memory", "job_recovery", "spot_recovery", "priority", "local_disk"}
+_RENT = "?a cluster entry names machines that you have"
+_LISTENS = "-nothing is asked of a run from outside"
+_SKY_RESOURCES = {"ports": _LISTENS} | each(
+    "cloud infra region zone instance_type use_spot disk_size disk_tier network_tier image_id "
+    "labels autostop accelerator_args any_of ordered cpus memory job_recovery spot_recovery "
+    "priority local_disk", _RENT,
 )  # fmt: skip
-_DSTACK_RENTS = frozenset(
-    {"backends", "regions", "availability_zones", "instance_types", "instances", "spot_policy",
-     "max_price", "creation_policy", "idle_duration", "fleets", "reservation", "tags", "priority",
-     "utilization_policy", "schedule", "startup_order", "stop_criteria"}
+_DSTACK_RESOURCES = each("cpu memory disk shm_size", _RENT)
+_DSTACK = (
+    each("python image docker nvcc user privileged home_dir shell entrypoint registry_auth volumes "
+         "files repos repo", "?the machines, or the entry's image, have it")
+    | each("ports inactivity_duration stop_duration single_branch", _LISTENS)
+    | each("availability_zones backends creation_policy fleets idle_duration instance_types "
+           "instances max_price priority regions reservation schedule spot_policy startup_order "
+           "stop_criteria tags utilization_policy", _RENT)
 )  # fmt: skip
 
 
@@ -36,28 +42,21 @@ def skypilot(sheet: Sheet, text: str, words: Sequence[str]) -> None:
     tree.expect({"run": str, "setup": str})
     _name(sheet, tree)
     nodes = _nodes(sheet, tree, "num_nodes")
+    unknown = "!clusterkit knows no such key of SkyPilot"
     gpus = None
     for key, value in tree.each("resources"):
         what = f"resources.{key}: {value}"
         if key == "accelerators":
-            gpus = _count(value)
-            sheet.yours(what, f"the machines need {counted(gpus, 'GPU')} each" if gpus else _RENT)
-        elif key == "ports":
-            sheet.drop(what, "nothing is asked of a run from outside")
-        elif key in _SKY_RENTS:
-            sheet.yours(what, _RENT)
+            gpus = _gpus(sheet, what, value)
         else:
-            sheet.refuse(what, "clusterkit knows no such key of SkyPilot")
-    variables = {"SKYPILOT_NUM_NODES": str(nodes)}
+            meant(sheet, what, _SKY_RESOURCES.get(key, unknown), value)
+    known = {"SKYPILOT_NUM_NODES": str(nodes)}
     if gpus:
-        variables["SKYPILOT_NUM_GPUS_PER_NODE"] = str(gpus)
-    for field in ("envs", "secrets"):
-        for name, value in tree.each(field):
-            if field == "secrets" or value is None:
-                sheet.secret(f"{field}.{name}", name)
-            else:
-                variables[name] = str(value)
-                assigned(sheet, f"{field}.{name}", name, str(value))
+        known["SKYPILOT_NUM_GPUS_PER_NODE"] = str(gpus)
+    for name, value in tree.each("envs"):
+        _variable(sheet, f"envs.{name}", name, value, known)
+    for name, _ in tree.each("secrets"):
+        sheet.secret(f"secrets.{name}", name)
     _folder(sheet, tree, "workdir")
     for target, source in tree.each("file_mounts"):
         sheet.yours(f"file_mounts.{target}: {_short(source)}", "put it on the machines")
@@ -65,8 +64,8 @@ def skypilot(sheet: Sheet, text: str, words: Sequence[str]) -> None:
         if tree.get(key) is not None:
             sheet.refuse(key, "clusterkit has no equivalent")
     _once(sheet, tree, "setup")
-    _script(sheet, tree, variables, "run", str(tree.get("run") or ""))
-    tree.rest("clusterkit knows no such key of SkyPilot")
+    _script(sheet, tree, known, "run", str(tree.get("run") or ""))
+    tree.rest(unknown[1:])
 
 
 def dstack(sheet: Sheet, text: str, words: Sequence[str]) -> None:
@@ -79,24 +78,23 @@ def dstack(sheet: Sheet, text: str, words: Sequence[str]) -> None:
         return
     _name(sheet, tree)
     nodes = _nodes(sheet, tree, "nodes")
+    unknown = "!clusterkit knows no such key of dstack"
     gpus = None
     for key, value in tree.each("resources"):
         what = f"resources.{key}: {_short(value)}"
         if key == "gpu":
-            gpus = _count(value.get("count", 1) if isinstance(value, dict) else value)
-            sheet.yours(what, f"the machines need {counted(gpus, 'GPU')} each" if gpus else _RENT)
-        elif key in ("cpu", "memory", "disk", "shm_size"):
-            sheet.yours(what, _RENT)
+            count = value.get("count", 1) if isinstance(value, dict) else value
+            gpus = _gpus(sheet, what, count)
         else:
-            sheet.refuse(what, "clusterkit knows no such key of dstack")
-    variables = {"DSTACK_NODES_NUM": str(nodes)}
+            meant(sheet, what, _DSTACK_RESOURCES.get(key, unknown), value)
+    known = {"DSTACK_NODES_NUM": str(nodes)}
     if gpus:
-        variables |= {"DSTACK_GPUS_PER_NODE": str(gpus), "DSTACK_GPUS_NUM": str(gpus * nodes)}
-    _dstack_env(sheet, tree, variables)
-    for key in ("python", "image", "docker", "nvcc", "user", "privileged", "home_dir", "shell",
-                "entrypoint", "registry_auth", "volumes", "files", "repos", "repo"):  # fmt: skip
+        known |= {"DSTACK_GPUS_PER_NODE": str(gpus), "DSTACK_GPUS_NUM": str(gpus * nodes)}
+    for name, value in variables(tree.get("env")):
+        _variable(sheet, f"env.{name}", name, value, known)
+    for key, meaning in _DSTACK.items():
         if (value := tree.get(key)) is not None:
-            sheet.yours(f"{key}: {_short(value)}", "the machines, or the entry's image, have it")
+            meant(sheet, f"{key}: {_short(value)}", meaning, value)
     _folder(sheet, tree, "working_dir")
     if (limit := tree.get("max_duration")) is not None:
         if str(limit) in ("off", "False"):
@@ -109,28 +107,16 @@ def dstack(sheet: Sheet, text: str, words: Sequence[str]) -> None:
             sheet.key("retry", "restarts", 3, said)
         else:
             sheet.drop("retry: false", "as without it")
-    for key in ("ports", "inactivity_duration", "stop_duration", "single_branch"):
-        if tree.get(key) is not None:
-            sheet.drop(key, "nothing is asked of a run from outside")
-    for key in sorted(_DSTACK_RENTS):
-        if (value := tree.get(key)) is not None:
-            sheet.yours(f"{key}: {_short(value)}", _RENT)
     commands = tree.get("commands") or []
-    _script(sheet, tree, variables, "commands", "\n".join(map(str, commands)), listed=True)
-    tree.rest("clusterkit knows no such key of dstack")
+    _script(sheet, tree, known, "commands", "\n".join(map(str, commands)), listed=True)
+    tree.rest(unknown[1:])
 
 
-def _dstack_env(sheet: Sheet, tree: Tree, variables: dict[str, str]) -> None:
-    env: Any = tree.get("env") or []
-    listed = not isinstance(env, dict)
-    pairs = [str(each).partition("=")[::2] for each in env] if listed else list(env.items())
-    bare = [each for each in env if "=" not in str(each)] if listed else []
-    for name, value in pairs:
-        if name in bare or value is None:
-            sheet.secret(f"env.{name}", name)
-        else:
-            variables[name] = str(value)
-            assigned(sheet, f"env.{name}", name, str(value))
+def _variable(sheet: Sheet, what: str, name: str, value: Any, known: dict[str, str]) -> None:
+    """A variable of the ranks, which their commands may name."""
+    if value is not None:
+        known[name] = value = str(value)
+    assigned(sheet, what, name, value)
 
 
 def _nodes(sheet: Sheet, tree: Tree, key: str) -> int:
@@ -159,16 +145,22 @@ def _once(sheet: Sheet, tree: Tree, key: str) -> None:
 
 
 def _script(
-    sheet: Sheet, tree: Tree, variables: Mapping[str, str], key: str, text: str,
+    sheet: Sheet, tree: Tree, known: Mapping[str, str], key: str, text: str,
     *, listed: bool = False,
 ) -> None:  # fmt: skip
     """The commands of every node."""
     line = int((re.search(r":(\d+)$", tree.document.where((key,))) or ["", "1"])[1])
     # The text of a block begins in the next line.
-    script = Script(sheet, variables, lines.convert, left("run it once on every machine"))
+    script = Script(sheet, known, lines.convert, left("run it once on every machine"))
     script.read(text, line + (1 if listed or "\n" in text else 0))
     if not script.launched and not sheet.refused:
         sheet.refuse(key, "no line starts ranks: torchrun, accelerate launch, python, ...")
+
+
+def _gpus(sheet: Sheet, what: str, value: Any) -> int | None:
+    gpus = _count(value)
+    meant(sheet, what, f"?the machines need {counted(gpus, 'GPU')} each" if gpus else _RENT, value)
+    return gpus
 
 
 def _count(value: Any) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from clusterkit.convert import lines
 from clusterkit.convert.kubernetes import run_in_image
-from clusterkit.convert.options import assigned, job_name
+from clusterkit.convert.options import assigned, job_name, meant, variables
 from clusterkit.convert.sheet import OURS, Sheet, Tree
 from clusterkit.errors import dotted
 from clusterkit.yaml_file import parse_yaml
@@ -22,6 +22,10 @@ _OWN = frozenset(
      "healthcheck", "restart", "stdin_open", "tty", "init", "stop_grace_period"}
 )  # fmt: skip
 """Of one node, or what clusterkit does its own way."""
+_KEYS = {
+    "image": "entry.image", "mem_limit": "entry.memory", "cpus": "entry.cpus",
+    "build": "?docker build it first, and name it as the entry's `image`",
+}  # fmt: skip
 _RANK = re.compile(r"^--(node|machine)[-_]rank(=.*)?$")
 _RANK_VARIABLES = frozenset({"NODE_RANK", "RANK", "GROUP_RANK"})
 
@@ -104,19 +108,8 @@ def _plain(sheet: Sheet, value: Any, key: str) -> Any:
                 found.append(word)
         return found
     if key == "environment":
-        return {name: text for name, text in _pairs(value) if name not in _RANK_VARIABLES}
+        return {name: text for name, text in variables(value) if name not in _RANK_VARIABLES}
     return value
-
-
-def _pairs(value: Any) -> list[tuple[str, str | None]]:
-    """Variables as a mapping or as ``NAME=VALUE``; None: the value of whoever starts it."""
-    if isinstance(value, dict):
-        return [(name, None if text is None else str(text)) for name, text in value.items()]
-    found: list[tuple[str, str | None]] = []
-    for each in value or ():
-        name, equals, text = str(each).partition("=")
-        found.append((name, text if equals else None))
-    return found
 
 
 def _service(sheet: Sheet, tree: Tree, *place: str) -> None:
@@ -177,22 +170,16 @@ def _volume(sheet: Sheet, volume: Any, what: str) -> str | None:
 
 def _key(sheet: Sheet, key: str, value: Any) -> None:
     what = f"{key}: {value}"
-    if key == "image":
-        sheet.entry(what, "image", value)
-    elif key == "build":
-        sheet.yours("build", "docker build it first, and name it as the entry's `image`")
+    if key in _KEYS:
+        meant(sheet, what if key != "build" else key, _KEYS[key], value)
     elif key == "environment":
-        for name, text in _pairs(value):
-            if text is None:
-                sheet.secret(f"environment.{name}", name)
-            elif "${" in text:
+        for name, text in variables(value):
+            if "${" in (text or ""):
                 sheet.refuse(f"environment.{name}: {text}", "write its value instead")
             else:
                 assigned(sheet, f"environment.{name}", name, text)
     elif key == "shm_size":
         sheet.entry(what, "shm_size", str(value))
-    elif key in ("mem_limit", "cpus"):
-        sheet.entry(what, "memory" if key == "mem_limit" else "cpus", value)
     elif key == "ulimits":
         limits = {name: each.get("soft") if isinstance(each, dict) else each
                   for name, each in (value or {}).items()}  # fmt: skip

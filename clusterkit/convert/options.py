@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from clusterkit.command import Used
 from clusterkit.convert.sheet import LOGS, Sheet
@@ -19,36 +20,41 @@ _DEVICES = frozenset({"CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VIS
 
 def by_meaning(sheet: Sheet, used: Used) -> None:
     """An option as the table of its launcher has it."""
-    key, is_set, constant = used.meaning.partition("=")
-    value = constant if is_set else used.value
-    if used.meaning == OURS:
-        sheet.drop(used.written)
-    elif used.meaning in (MODULE, COMMAND) and not used.value:
-        sheet.note(used.written, f"the program is a {used.meaning}", "job")
-    elif used.meaning == BY_ENVIRONMENT:
-        sheet.drop(used.written, "LOCAL_RANK stands in the environment")
-    elif used.meaning == OF_LOGS:
-        sheet.drop(used.written, LOGS)
-    elif used.meaning == BINDING:
-        sheet.refuse(used.written, "ranks are not bound to cores")
-    elif used.meaning.startswith("!"):
-        sheet.refuse(used.written, used.meaning[1:] or "clusterkit has no equivalent")
-    elif used.meaning.startswith("-"):
-        sheet.drop(used.written, used.meaning[1:])
-    elif used.meaning.startswith("?"):
-        sheet.yours(used.written, used.meaning[1:])
+    meant(sheet, used.written, used.meaning, used.value)
+
+
+def meant(sheet: Sheet, what: str, meaning: str, value: Any) -> None:
+    """A value that means what a table says, in the words of `clusterkit.launcher_options.Tool`."""
+    key, is_set, constant = meaning.partition("=")
+    value = constant if is_set else value
+    if meaning == OURS:
+        sheet.drop(what)
+    elif meaning in (MODULE, COMMAND) and not value:
+        sheet.note(what, f"the program is a {meaning}", "job")
+    elif meaning == BY_ENVIRONMENT:
+        sheet.drop(what, "LOCAL_RANK stands in the environment")
+    elif meaning == OF_LOGS:
+        sheet.drop(what, LOGS)
+    elif meaning == BINDING:
+        sheet.refuse(what, "ranks are not bound to cores")
+    elif meaning.startswith("!"):
+        sheet.refuse(what, meaning[1:] or "clusterkit has no equivalent")
+    elif meaning.startswith("-"):
+        sheet.drop(what, meaning[1:])
+    elif meaning.startswith("?"):
+        sheet.yours(what, meaning[1:])
     elif key.startswith("entry.") and key.endswith("+"):
-        sheet.more(used.written, key[6:-1], value)
+        sheet.more(what, key[6:-1], value)
     elif key.startswith("entry."):
-        sheet.entry(used.written, key[6:], {"true": True, "false": False}.get(constant, value))
+        sheet.entry(what, key[6:], {"true": True, "false": False}.get(constant, value))
     elif key in ("nodes", "gpus_per_node", "threads_per_rank"):
-        sheet.number(used.written, key, value)
+        sheet.number(what, key, value)
     elif key == "restarts":
-        sheet.number(used.written, key, value, least=0)
+        sheet.number(what, key, value, least=0)
     elif key.startswith("env."):
-        sheet.env(used.written, key[4:], value)
+        sheet.env(what, key[4:], value)
     else:
-        sheet.key(used.written, key, value)
+        sheet.key(what, key, value)
 
 
 def job_name(text: str) -> str:
@@ -56,9 +62,11 @@ def job_name(text: str) -> str:
     return re.sub(r"[^\w. -]+", "-", text).strip("-. ")[:40] or "job"
 
 
-def assigned(sheet: Sheet, what: str, name: str, value: str) -> None:
-    """A variable that was set for the ranks."""
-    if name in RENDEZVOUS:
+def assigned(sheet: Sheet, what: str, name: str, value: str | None) -> None:
+    """A variable that was set for the ranks; None: whoever starts it has the value."""
+    if value is None:
+        sheet.secret(what, name)
+    elif name in RENDEZVOUS:
         sheet.drop(what)
     elif name == "OMP_NUM_THREADS":
         sheet.number(what, "threads_per_rank", value)
@@ -66,3 +74,11 @@ def assigned(sheet: Sheet, what: str, name: str, value: str) -> None:
         sheet.yours(what, f"set {name} where you submit: this machine's visible GPUs are used")
     else:
         sheet.env(what, name, value)
+
+
+def variables(value: Any) -> list[tuple[str, str | None]]:
+    """Variables as a mapping or a list of ``NAME=VALUE``; None: whoever starts it has the value."""
+    if isinstance(value, dict):
+        return [(name, None if text is None else str(text)) for name, text in value.items()]
+    parts = [str(each).partition("=") for each in value or ()]
+    return [(name, text if equals else None) for name, equals, text in parts]

@@ -304,10 +304,7 @@ class Agent:
         if not self.peer.done and waited < limits.PEER_SECONDS:
             return
         last = self.server is not None and self.server.decided and not self.server_closed
-        most = limits.PEER_SECONDS * (1 + (not self.peer.done))
-        if last and not self.server.members.spares_came:
-            most = limits.SPARE_SECONDS
-        if last and waited < most:
+        if last and waited < limits.PEER_SECONDS * (1 + (not self.peer.done)):
             return
         self.exit(143 if self.left else self.code or 0)
 
@@ -325,8 +322,7 @@ class Agent:
     @property
     def server_closed(self):
         server = self.server
-        tells = any(server.members.said[node].present for node in self.lines)
-        return server.decided and server.members.spares_came and not tells
+        return server.decided and not any(server.members.said[node].present for node in self.lines)
 
     def server_turn(self):
         server, self.due = self.server, False

@@ -97,7 +97,8 @@ backends.kubernetes.pod_log backends.kubernetes.apply
 backends.kubernetes.place backends.kubernetes.monitor
 backends.slurm.remote_runs
 backends.*.backend
-verdict losses scaffold notify track
+verdict
+losses scaffold notify track
 supervise
 run_state
 run live

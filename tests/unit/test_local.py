@@ -12,13 +12,13 @@ from clusterkit import backends
 from clusterkit.agent.processes import process_start
 from clusterkit.backends.base import Backend, check_capabilities
 from clusterkit.backends.local.backend import LocalBackend
-from clusterkit.backends.nodes import judge_exit, overall
+from clusterkit.backends.nodes import judge_exit
 from clusterkit.backends.probing import parse_gpus
 from clusterkit.cluster import Gpu, LocalCluster
 from clusterkit.errors import BadInput, CapabilityError, PortTaken, Unavailable
 from clusterkit.runs import RunFolder, RunHandle
 from clusterkit.spec import JobSpec
-from clusterkit.status import State
+from clusterkit.status import State, overall
 from clusterkit.transport import LocalTransport
 from tests.conftest import noted
 

@@ -2,18 +2,21 @@
 
 import json
 import threading
-from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from clusterkit import mirror, run_state
 from clusterkit.agent import clock, coordinator, limits
+from clusterkit.backends.local.backend import LocalBackend
 from clusterkit.backends.ssh import observe
 from clusterkit.backends.ssh.backend import SshBackend
+from clusterkit.cluster import Facts
 from clusterkit.mirror import NodeView
 from clusterkit.plan import Plan
 from clusterkit.run_state import cancel
 from clusterkit.runs import RunFolder, RunHandle
+from clusterkit.spec import JobSpec
 from clusterkit.status import RunStatus, State
 from clusterkit.transport import Completed, LocalTransport
 
@@ -190,6 +193,28 @@ def test_the_log_of_one_rank_is_read_from_its_own_node(unstarted_run, by_hand, m
     assert set(opened) == {1}
 
 
+def test_the_log_of_a_rank_is_read_where_a_spare_had_it_in_an_earlier_attempt(
+    unstarted_run, by_hand
+):
+    run = unstarted_run("launcher: forkserver\nnodes: 2\nspares: 1\nrestarts: 1\n")
+    hand, folder = by_hand(run), RunFolder(run.path)
+    stamp = "2026-11-21T20:11:5"
+    hand.node(1, log=f"{stamp}1.123456Z 1 of node 1\n", exit_code=1)
+    hand.node(2, log=f"{stamp}2.123456Z 1 of node 2\n", exit_code=1)
+    hand.node(1, 2, log=f"{stamp}3.123456Z 1 again\n", exit_code=0)
+    left = msgspec.structs.replace(folder.read_json("job.json", JobSpec), spares=0)
+    facts = folder.read_json("facts.json", Facts)
+    plan = LocalBackend().plan(left, folder.cluster(), facts, run.id)  # as the supervisor does
+    folder.save_plan(facts, plan)
+    said = {"run": run.id, "job": "demo", "cluster": "local", "backend": "local"}
+    folder.write_json("state.json", RunStatus(**said, state=State.SUCCEEDED, attempt=2))
+    for which in ({}, {"rank": 1}):
+        assert [(line.node, line.text) for line in run.logs(**which)] == [
+            (1, "of node 1"), (2, "of node 2"), (1, "again")
+        ]  # fmt: skip
+    assert [line.text for line in run.logs(node=2)] == ["of node 2"]
+
+
 @pytest.mark.parametrize(
     ("topology", "nodes", "expected"),
     [
@@ -223,8 +248,7 @@ def test_the_coordinator_decides_once_for_many_words(monkeypatch):
             pass
 
     class Membership:
-        members = SimpleNamespace(spares_came=True, said={})
-        count, news, decided = 0, True, False
+        members, count, news, decided = (), 0, True, False
 
         def turn(self, moment):
             turns.append(moment)

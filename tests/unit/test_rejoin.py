@@ -221,19 +221,3 @@ def test_a_spare_of_a_run_that_fails_was_stopped(nodes):
     assert nodes.agents[1].wait(60) == 7
     nodes.agents[2].wait(60)
     assert nodes.exit_of(2)["reason"] == "stopped: node 1 failed"
-
-
-@pytest.mark.parametrize("code", [0, 7])
-def test_a_spare_that_comes_when_the_ranks_have_ended_is_told(nodes, code):
-    run = RUN.replace("limits.RANKS_GRACE", "limits.SPARE_SECONDS = 60; limits.RANKS_GRACE")
-    for node in (0, 1):
-        nodes.start(node, wait=60.0, spares=1, run=run)
-    nodes.running(0, 1)
-    nodes.all_met(2)
-    nodes.end(1, code)
-    if not code:
-        nodes.end(0, 0)
-    assert nodes.agents[1].wait(60) == code
-    nodes.start(2, wait=60.0, spares=1)
-    assert [nodes.agents[node].wait(60) for node in (0, 2)] == ([1, 1] if code else [0, 0])
-    assert nodes.exit_of(2)["reason"] == ("stopped: node 1 failed" if code else None)

@@ -19,7 +19,6 @@ from clusterkit import agent, backends, losses, mirror, run_state, runs, supervi
 from clusterkit.backends.base import Observation, SupportsCleanup
 from clusterkit.backends.local.backend import LocalBackend
 from clusterkit.backends.nodes import observed as from_files
-from clusterkit.backends.nodes import overall
 from clusterkit.backends.ports import moved_port
 from clusterkit.cluster import CLUSTER_TYPES, Facts, HostFacts
 from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
@@ -27,7 +26,7 @@ from clusterkit.plan import Plan
 from clusterkit.run_state import cancel, current, reconcile
 from clusterkit.runs import Event, RunFolder
 from clusterkit.spec import JobSpec
-from clusterkit.status import AttemptStatus, Failure, NodeStatus, RunStatus, State
+from clusterkit.status import AttemptStatus, Failure, NodeStatus, RunStatus, State, overall
 from clusterkit.supervise import Supervisor
 from clusterkit.transport import LocalTransport
 from tests.conftest import HELD
@@ -709,6 +708,84 @@ def test_whoever_attaches_does_not_wait_for_a_node_that_was_lost_before(
     assert (status.state, status.attempt, backend.cancelled) == (State.SUCCEEDED, 2, 0)
 
 
+@pytest.fixture
+def beside_a_spare(unstarted_run, by_hand, monkeypatch):
+    """A run whose two nodes with ranks have ended so, and whose third node stands so; gives it, and
+    for what it was ended since."""
+
+    def make(code, spare, job="nodes: 2\nspares: 1\n"):
+        run = unstarted_run(f"launcher: forkserver\n{job}")
+        hand, ended = by_hand(run), []
+        for node in (0, 1):
+            hand.node(node, started=hand.dead(), exit_code=code)
+        if spare is not None:
+            hand.node(2, started=hand.alive() | {"spare": True} | spare)
+
+        def cancel(self, handle, transport, reason="cancelled"):
+            ended.append(reason)
+            hand.node(2, started=hand.dead(), exit_code=0, reason=f"stopped: {reason}")
+
+        monkeypatch.setattr(LocalBackend, "cancel", cancel)
+        return run, hand, ended
+
+    return make
+
+
+@pytest.mark.parametrize(("code", "state"), [(0, State.SUCCEEDED), (7, State.FAILED)])
+@pytest.mark.parametrize(
+    "spare",
+    [{}, {"waits": {"why": "node 0 was lost; waiting for it", "until": 1e10}}, None],
+    ids=["seeks node 0", "waits for it", "has not come"],
+)
+@pytest.mark.parametrize("job", ["nodes: 2\nspares: 1\n", "nodes: '1:2'\nspares: 1\n"])
+def test_the_nodes_that_have_ranks_decide_how_a_run_ends(
+    beside_a_spare, monkeypatch, code, state, spare, job
+):
+    if "1:2" in job:
+        job += "on_node_loss: shrink\n"
+    run, hand, ended = beside_a_spare(code, spare, job)
+
+    class Bounded(Awake):
+        def __call__(self):
+            assert self.now < 10_000, "it waits"
+            return super().__call__()
+
+    monkeypatch.setattr(mirror, "awake", Bounded())
+    monkeypatch.setattr(supervise, "POLL_SECONDS", 0.0)
+    supervise.Supervisor(hand.folder)._attempts()
+    status = hand.folder.read_json("state.json", RunStatus)
+    assert (status.state, status.exit_code) == (state, code)
+    assert ended == ["another node has ended"]
+    assert run.events() == []
+
+
+@pytest.mark.parametrize(("code", "state"), [(0, State.SUCCEEDED), (7, State.FAILED)])
+@pytest.mark.parametrize("spare", [{}, None])
+def test_a_spare_changes_nothing_about_the_end_of_a_run_that_nobody_watches(
+    beside_a_spare, code, state, spare
+):
+    run, hand, _ = beside_a_spare(code, spare)
+    hand.unwatched()
+    assert (run.status().state, run.status().exit_code) == (state, code)
+    why = "stopped: node 0 cannot be reached: Connection refused"
+    hand.node(2, started=hand.dead(), exit_code=0, reason=why)
+    assert (run.status().state, run.status().exit_code) == (state, code)
+
+
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_a_run_that_went_on_without_a_node_has_succeeded_whether_anybody_watches_or_not(
+    unstarted_run, by_hand, attempt
+):
+    run = unstarted_run("launcher: forkserver\nnodes: '1:2'\non_node_loss: shrink\n")
+    hand = by_hand(run)
+    hand.node(1, started=hand.dead())
+    if attempt > 1:
+        hand.node(0, started=hand.dead(), exit_code=1, next=2)
+    hand.node(0, attempt, started=hand.dead(), exit_code=0)
+    hand.unwatched()
+    assert (run.status().state, run.status().attempt) == (State.SUCCEEDED, attempt)
+
+
 def test_which_nodes_are_started_again_and_when(tmp_path):
     job = JobSpec(name="a", program="a.py", nodes="1:3", on_node_loss="shrink")
     plan = Plan(run_id="r", run_dir="/r", backend="b", summary="", nodes=3, world_size=3,
@@ -989,6 +1066,32 @@ def test_attach_does_nothing_for_a_run_that_was_given_up(failed_alone):
     assert run.status() == status
     assert not run.attach()
     assert started == []
+
+
+def test_what_is_of_use_only_until_the_end_of_a_run_goes_with_it(failed_alone):
+    run, _ = failed_alone
+    for name in (".reserve", "token"):
+        (run.path / name).write_text("x")
+    assert run.cancel().state is State.FAILED
+    assert not [path.name for path in run.path.iterdir() if path.name in (".reserve", "token")]
+
+
+def test_the_same_of_one_that_is_cancelled_while_nobody_watches(
+    unstarted_run, by_hand, monkeypatch
+):
+    run = unstarted_run()
+    hand = by_hand(run)
+    hand.node(started=hand.alive())
+    hand.unwatched()
+    for name in (".reserve", "token"):
+        (run.path / name).write_text("x")
+
+    def cancel(self, handle, transport, reason="cancelled"):
+        hand.node(started=hand.dead(), exit_code=143, reason="stopped on request")
+
+    monkeypatch.setattr(LocalBackend, "cancel", cancel)
+    assert run.cancel().state is State.CANCELLED
+    assert not [path.name for path in run.path.iterdir() if path.name in (".reserve", "token")]
 
 
 def test_a_service_keeps_what_attach_could_still_use(failed_alone, monkeypatch):
