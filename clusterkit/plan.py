@@ -143,8 +143,13 @@ class Plan(Struct, frozen=True, kw_only=True):
     """The job itself, with its program found, so that `clusterkit convert` gives it back."""
 
     @property
+    def places(self) -> int:
+        """How many of its nodes have ranks; of one launcher for all (mpirun), that one."""
+        return min(self.nodes, self.topology.get("nodes", self.nodes))
+
+    @property
     def least(self) -> int:
-        """How many of its nodes have to succeed; of one launcher for all (mpirun), that one."""
+        """How many of them have to succeed."""
         return min(self.nodes, self.topology.get("min_nodes", self.nodes))
 
     def node_of(self, rank: int) -> int | None:

@@ -260,7 +260,7 @@ class Supervisor:
             return self._until_ended(monitor)
 
     def _until_ended(self, monitor: Monitor) -> Observation:
-        needed, places = self.plan.least, self.plan.topology.get("nodes", self.plan.nodes)
+        needed, places = self.plan.least, self.plan.places
         started = mirror.awake()
         give_up: float | None = None
         again = 0.0
@@ -287,7 +287,7 @@ class Supervisor:
             (going_on if seen.queued else gone).add(State.UNKNOWN)
             busy = waiting or going_on & set(states)
             over = succeeded or all(node.spare or node.state.final for node in seen.nodes)
-            hidden = not again and self.returns.hidden(seen, now, self.followed)
+            hidden = not (again or seen.goes_on) and self.returns.hidden(seen, now, self.followed)
             if not (busy or hidden) or (over and seen.goes_on is not None):
                 failed = places - states.count(State.SUCCEEDED)
                 if succeeded and failed > 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from itertools import chain
 
@@ -24,9 +25,10 @@ TOKEN = "token"
 def settled(plan: Plan, seen: Observation) -> Observation:
     """An attempt by its nodes that have ranks: it goes on while one of them does, and then has
     succeeded if enough of them have. Spares decide nothing, whether they came or not."""
-    places = plan.topology.get("nodes", plan.nodes)
     nodes = tuple(
-        node if node.state is not State.PENDING or node.node < places else replace(node, spare=True)
+        replace(node, spare=True)
+        if node.state is State.PENDING and node.node >= plan.places
+        else node
         for node in seen.nodes
     )
     ends = [node.state for node in nodes if not node.spare]
@@ -39,7 +41,8 @@ def settled(plan: Plan, seen: Observation) -> Observation:
 def record(folder: RunFolder, status: RunStatus) -> None:
     """Write down how a run has ended; what is of use only until then goes."""
     for name in (RESERVE, TOKEN):
-        folder.file(name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            folder.file(name).unlink()
     folder.write_json("state.json", status)
 
 

@@ -631,22 +631,45 @@ def test_an_elastic_run_goes_on_without_the_nodes_it_can_do_without(supervise_wi
     assert [event.text for event in events] == ["1 of 2 elastic nodes failed"]
 
 
-def test_a_node_that_the_others_went_on_without_is_not_waited_for(supervise_with):
-    job = "launcher: forkserver\nnodes: '1:2'\non_node_loss: shrink\nrestarts: 1\n"
-    first = went_on(2, BAD, State.UNKNOWN, left=0)
-    _, status, events = supervise_with([first, observed(OK, State.PENDING)], job)
-    assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
-    assert events[-1].text == "1 of 2 elastic nodes failed"
-
-
 class Awake:
     """A clock that goes on by 5 s at each look."""
 
     now = 0.0
 
     def __call__(self):
+        assert self.now < 10_000, "it waits"
         self.now += 5.0
         return self.now
+
+
+def test_one_launcher_that_succeeds_for_all_nodes_has_left_none_behind(supervise_with):
+    def adopt(supervisor):  # as mpirun's plans are
+        shape = {"min_nodes": 2, "nodes": 2, "nproc_per_node": 1}
+        supervisor.plan = msgspec.structs.replace(supervisor.plan, nodes=1, topology=shape)
+
+    _, status, events = supervise_with([observed(OK)], adopt=adopt)
+    assert status.state is State.SUCCEEDED
+    assert events == []
+
+
+@pytest.mark.parametrize(
+    "job", ["nodes: 2\nspares: 1\n", "nodes: '1:2'\nspares: 1\non_node_loss: shrink\n"]
+)
+def test_the_others_are_followed_whether_a_spare_came_or_not(supervise_with, monkeypatch, job):
+    monkeypatch.setattr(mirror, "awake", Awake())
+    first = went_on(2, BAD, State.UNKNOWN, State.PENDING, left=0)
+    script = [[observed(UP, State.UNKNOWN, State.PENDING), first], observed(OK, OK, State.PENDING)]
+    job = f"launcher: forkserver\nrestarts: 1\n{job}"
+    _, status, _ = supervise_with(script, job)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
+
+
+def test_a_node_that_the_others_went_on_without_is_not_waited_for(supervise_with):
+    job = "launcher: forkserver\nnodes: '1:2'\non_node_loss: shrink\nrestarts: 1\n"
+    first = went_on(2, BAD, State.UNKNOWN, left=0)
+    _, status, events = supervise_with([first, observed(OK, State.PENDING)], job)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
+    assert events[-1].text == "1 of 2 elastic nodes failed"
 
 
 def test_a_node_that_the_others_went_on_without_is_started_again(supervise_with, monkeypatch):
@@ -745,12 +768,7 @@ def test_the_nodes_that_have_ranks_decide_how_a_run_ends(
         job += "on_node_loss: shrink\n"
     run, hand, ended = beside_a_spare(code, spare, job)
 
-    class Bounded(Awake):
-        def __call__(self):
-            assert self.now < 10_000, "it waits"
-            return super().__call__()
-
-    monkeypatch.setattr(mirror, "awake", Bounded())
+    monkeypatch.setattr(mirror, "awake", Awake())
     monkeypatch.setattr(supervise, "POLL_SECONDS", 0.0)
     supervise.Supervisor(hand.folder)._attempts()
     status = hand.folder.read_json("state.json", RunStatus)
@@ -1074,6 +1092,18 @@ def test_what_is_of_use_only_until_the_end_of_a_run_goes_with_it(failed_alone):
         (run.path / name).write_text("x")
     assert run.cancel().state is State.FAILED
     assert not [path.name for path in run.path.iterdir() if path.name in (".reserve", "token")]
+
+
+def test_the_end_of_a_run_whose_folder_cannot_be_changed_is_told(folder, hand, monkeypatch):
+    def refuse(path, missing_ok=False):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    hand.unwatched()
+    hand.node(started=hand.dead(), exit_code=0)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(backends, "backend", lambda name: Kept([observed(OK)]))
+    assert reconcile(folder).state is State.SUCCEEDED
+    assert cancel(folder).state is State.SUCCEEDED
 
 
 def test_the_same_of_one_that_is_cancelled_while_nobody_watches(
