@@ -104,12 +104,15 @@ class NodeView:
 
     @classmethod
     def of(cls, node: int, host: str, folder: Path) -> NodeView:
-        """A view of a node whose end is known if its folder here holds ``exit.json``."""
+        """A view of a node as its folder here tells of it: one that had begun is taken to run until
+        its host says otherwise."""
         view = cls(node, host, folder)
+        for name in ("started.json", "exit.json"):
+            with contextlib.suppress(OSError):
+                view.files[name] = (folder / name).read_bytes()
         # That file comes last: the host need not be asked again.
-        with contextlib.suppress(OSError):
-            view.files["exit.json"] = (folder / "exit.json").read_bytes()
-            view.begun = view.ended = True
+        view.begun, view.ended = bool(view.files), "exit.json" in view.files
+        view.alive = view.begun and not view.ended
         return view
 
     def silent_for(self) -> float | None:
@@ -274,7 +277,7 @@ class Watch:
                         pull(view, stream, closed)
                         if not view.ended and not closed():
                             code = stream.exit_code(QUIET_SECONDS)
-                            view.known = code != 2 or view.begun
+                            view.known = code != 2 or view.heard_at is not None
                             said = stream.stderr.strip()[-300:]
                             raise SubmitFailed(
                                 f"host {view.host}: reporting ended with {code}: {said}"

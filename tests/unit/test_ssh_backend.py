@@ -24,6 +24,7 @@ from clusterkit.runs import RunFolder, RunHandle, node_dir
 from clusterkit.spec import CheckpointSpec, JobSpec
 from clusterkit.status import RunStatus, State
 from clusterkit.transport import LocalTransport
+from clusterkit.verdict import settled
 from tests.conftest import noted
 
 SSH = SshBackend()
@@ -958,6 +959,24 @@ def test_a_node_that_has_ended_stays_so_when_its_host_goes_away():
     files = {"exit.json": b'{"exit_code": 0, "at": 1.0, "reason": null}'}
     ended = view(0, alive=False, ended=True, silent=99, files=files)
     assert judged(ended, view(1))[0][0] is State.SUCCEEDED
+
+
+def test_a_node_that_had_begun_is_taken_to_run_until_its_host_has_answered(tmp_path):
+    """Else whoever attaches would end it, where others succeeded: it may be saving its work."""
+    made = plan(facts(), nodes="1:2", launcher="torchrun")
+    handle = RunHandle(RunFolder(tmp_path), made)
+    ended = b'{"exit_code": 0, "at": 1.0, "reason": null}'
+    for node, files in enumerate(({"exit.json": ended}, {"started.json": b'{"host": "h1"}'})):
+        handle.folder.node_dir(1, node).mkdir(parents=True)
+        for name, content in files.items():
+            (handle.folder.node_dir(1, node) / name).write_bytes(content)
+    views = observe.views(handle)
+    seen = settled(made, observe.observation(handle, views, 30.0))
+    assert [node.state for node in seen.nodes] == [State.SUCCEEDED, State.RUNNING]
+    assert seen.state is State.RUNNING
+    views[1].take({"begun": True, "alive": False, "ended": True}, b"")
+    seen = settled(made, observe.observation(handle, views, 30.0))
+    assert [node.state for node in seen.nodes] == [State.SUCCEEDED, State.FAILED]
 
 
 def test_hosts_where_nothing_is_known_of_the_run():
