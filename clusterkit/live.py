@@ -116,6 +116,11 @@ class Reported:
         found = self.series.get(key)
         return statistics.median(found.values[-_WINDOW:]) if found else None
 
+    def time_left(self) -> float | None:
+        """Seconds to the last step, as long as the newest; None: the program does not say."""
+        pace = self.speed("step_seconds")
+        return pace * max(0, self.steps - self.step) if pace is not None and self.steps else None
+
 
 class RankView:
     """One rank, or what a node's launcher says (``rank`` None): asking it reads what is new."""

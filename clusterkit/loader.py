@@ -395,7 +395,8 @@ def read_cluster(name: str, path: str | os.PathLike[str] | None = None) -> Loade
         where = f" in {found}" if found else f"; there is no {CLUSTERS_FILE} here or above"
         raise BadInput(
             f"cluster {name!r} is unknown{where}",
-            choices(sorted({"local", *clusters}), name, "known"),
+            choices(sorted({"local", *clusters}), name, "known")
+            + ("" if found else f"; clusterkit init writes a {CLUSTERS_FILE}"),
         )
     assert document is not None
     entry = {} if clusters[name] is None else clusters[name]

@@ -247,8 +247,10 @@ def _wanted(rank: int | None, search: str) -> _Wanted:
     """Finds the lines of a rank that hold a word among whole lines that begin at a place."""
     name = rb"(?:-|[0-9]+)" if rank is None else str(rank).encode()
     header = re.compile(rb"[0-9T:-]{19}\.[0-9]{6}Z " + name + rb" ")
-    # Where a marked line is shown with blanks, it has JSON between the words.
-    pattern = re.escape(search.encode()).replace(rb"\ ", rb'[ ":,]+')
+    # Where a marked line is shown with blanks, it has JSON between the words. One pattern for all
+    # blanks in a row: several would be tried in every way that there is.
+    words = re.split(rb'[":,]* [ ":,]*', search.encode())
+    pattern = rb'[ ":,]+'.join(map(re.escape, words))
     word = re.compile(pattern, re.IGNORECASE) if search else None
 
     def find(data: bytes, at: int) -> list[tuple[int, bytes]]:

@@ -15,7 +15,7 @@ from clusterkit.cli.common import print_json
 from clusterkit.errors import EXIT_FAILURE, EXIT_INTERRUPTED, BadInput, Unavailable
 from clusterkit.status import RunStatus, State
 from clusterkit.ui.waiting import waiting
-from clusterkit.ui.words import failure_text, waits_for
+from clusterkit.ui.words import failure_text, start_text, waits_for
 
 QUEUE_SECONDS = 3.0
 """How long nodes wait before it is said that they do."""
@@ -27,7 +27,7 @@ def follow(run: api.Run, as_json: bool, *, detach: bool = False) -> int:
         from clusterkit.ui import follow  # a moment in which Ctrl-C may come, too
 
         if detach:
-            with waiting("starting") as told:
+            with waiting(start_text()) as told:
                 status = run.wait(until=_Started(told.say))
         else:
             status = follow.follow(run)
@@ -53,10 +53,11 @@ class _Started:
         self._say = say
 
     def __call__(self, status: RunStatus) -> bool:
-        if (reason := waits_for(status)) is None:
+        reason = waits_for(status)
+        self._say(start_text(reason))
+        if reason is None:
             self._since = None
             return bool(status.nodes) and all(n.state is not State.PENDING for n in status.nodes)
-        self._say(f"waits: {reason}")
         self._since = self._since or time.monotonic()
         return time.monotonic() > self._since + QUEUE_SECONDS
 

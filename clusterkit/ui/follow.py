@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.table import Column
 from rich.text import Text
 
@@ -25,6 +25,7 @@ from clusterkit.ui.words import (
     printable,
     remark_lines,
     source,
+    start_text,
     waits_for,
 )
 
@@ -130,14 +131,14 @@ def follow(run: api.Run, console: Console | None = None) -> RunStatus:
 
     def begun(status: RunStatus) -> bool:
         nonlocal told
-        if (reason := waits_for(status)) is not None and reason != told:
+        reason = waits_for(status)
+        waits.say(start_text(reason))
+        if reason is not None and reason != told and not console.is_terminal:
             told = reason
-            waits.say(f"waits: {reason}")
-            if not console.is_terminal:
-                _say(console, f"waits: {reason}")
+            _say(console, start_text(reason))
         return status.state is not State.PENDING
 
-    with waiting("starting") as waits:
+    with waiting(start_text()) as waits:
         run.wait(until=begun)
     lines = run.logs(follow=True, note=lambda event: _say(console, f"note: {event.text}"))
     if console.is_terminal:
@@ -155,12 +156,13 @@ def follow(run: api.Run, console: Console | None = None) -> RunStatus:
     return status
 
 
-class _Clock(TimeRemainingColumn):
-    """The time left, or where a program does not say how many steps there are, the time so far."""
+class _Clock(ProgressColumn):
+    """The time left, or where that is not known, the time so far."""
 
     def render(self, task: Task) -> Text:
-        if task.total:
-            return super().render(task)
+        left = task.fields["left"]
+        if (left := task.time_remaining if left is None else left) is not None:
+            return Text(f"{duration(left)} left", style="progress.remaining")
         return Text(duration(task.elapsed or 0.0), style="progress.elapsed")
 
 
@@ -170,13 +172,13 @@ def _live(view: View, lines: Iterable[LogLine], console: Console) -> None:
     count = TextColumn("{task.fields[count]}", markup=False)
     columns = (SpinnerColumn(), BarColumn(20), count, _Clock(), words)
     with Progress(*columns, console=console, transient=True, expand=True) as bar:
-        task = bar.add_task("starting", total=None, count="")
+        task = bar.add_task("starting", total=None, count="", left=None)
         for line in lines:
             for shown in view.feed(line):
                 _show(console, shown)
             bar.update(
                 task, completed=view.step, total=view.steps, count=view.count(),
-                description=view.describe() or "starting",
+                left=view.time_left(), description=view.describe() or "starting",
             )  # fmt: skip
 
 
@@ -190,8 +192,9 @@ def _plain(view: View, lines: Iterable[LogLine], console: Console) -> None:
         if losses and view.step != due and view.steps:
             every = max(1, view.steps // PLAIN_LINES)
             if view.step // every > due // every or view.step == view.steps:
-                done = max(1, view.step - view.first_step)
-                left = (time.monotonic() - since) / done * (view.steps - view.step)
+                if (left := view.time_left()) is None:
+                    done = max(1, view.step - view.first_step)
+                    left = (time.monotonic() - since) / done * (view.steps - view.step)
                 done_of = f"step {view.step}/{view.steps}"
                 _say(console, f"{done_of}  {view.describe()}  {duration(left)} left")
                 due = view.step

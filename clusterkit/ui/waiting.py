@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from clusterkit.ui.words import duration
+from clusterkit.ui.words import duration, printable
 
 PATIENCE = 1.0
 """Seconds after which a wait is told of."""
@@ -18,7 +18,8 @@ class Waiting:
     """Words for what is being done, and how much of it is done."""
 
     def __init__(self, words: str) -> None:
-        self._words, self._begun = words, time.monotonic()
+        self.say(words)
+        self._begun = time.monotonic()
         self._sent: dict[tuple[str, int], int] = {}
         self._first: tuple[float, int] | None = None
         """When bytes were counted first, and how many there were."""
@@ -26,7 +27,7 @@ class Waiting:
 
     def say(self, words: str) -> None:
         """Something else is waited for."""
-        self._words = words
+        self.words = printable(" ".join(words.split()), colours=False)
 
     def sent(self, host: str, done: int, whole: int) -> None:
         """As `clusterkit.api.Progress`: bytes sent to a host so far, and to send."""
@@ -34,17 +35,18 @@ class Waiting:
             self._sent[host, whole] = done
             self._first = self._first or (time.monotonic(), done)
 
-    def __str__(self) -> str:
+    def so_far(self) -> str:
+        """How long already, or bytes, rate and time left."""
         now = time.monotonic()
         with self._lock:
             done, whole = sum(self._sent.values()), sum(whole for _, whole in self._sent)
         if self._first is None or not whole:
-            return f"{self._words}  {duration(now - self._begun)}"
+            return duration(now - self._begun)
         from rich.filesize import decimal
 
         if done == whole:  # what the hosts do with it is not in bytes
-            return f"{self._words}  {decimal(whole)} sent  {duration(now - self._begun)}"
-        text = f"{self._words}  {decimal(done)} of {decimal(whole)}"
+            return f"{decimal(whole)} sent  {duration(now - self._begun)}"
+        text = f"{decimal(done)} of {decimal(whole)}"
         since, before = self._first
         if done <= before or now <= since:
             return text
@@ -65,17 +67,20 @@ def waiting(words: str, *, plain: bool = False) -> Iterator[Waiting]:
     def tell() -> None:
         if done.wait(PATIENCE):
             return
+        # FORCE_COLOR makes a terminal of any file for rich; closed, it is None.
+        if sys.stderr is None or not sys.stderr.isatty():
+            if plain and sys.stderr is not None:
+                print(told.words, file=sys.stderr)
+            return
         from rich.console import Console
         from rich.text import Text
 
         console = Console(stderr=True, highlight=False)
-        if not console.is_terminal:
-            if plain:
-                print(told._words, file=sys.stderr)
-            return
         with console.status("") as status:
             while True:
-                status.update(Text(str(told)[: max(20, console.width - 4)]))
+                words, rest = Text(told.words), f"  {told.so_far()}"
+                words.truncate(max(20, console.width - 3 - len(rest)), overflow="ellipsis")
+                status.update(words.append(rest))
                 if done.wait(0.1):
                     return
 

@@ -86,6 +86,11 @@ def waits_for(status: RunStatus) -> str | None:
     return next((node.reason for node in waiting if node.reason), None)
 
 
+def start_text(reason: str | None = None) -> str:
+    """What a run does until its nodes have started, or why they have not."""
+    return "starting" if reason is None else f"waits: {reason}"
+
+
 def goodput_text(goodput: Goodput) -> str:
     """``93 % of the time was training; the rest: 12 s start, 30 s restart``."""
     names = {"waiting": "waiting", "start": "start", "restart": "restart",

@@ -537,7 +537,7 @@ def test_without_a_file_only_local_is_known(cwd):
     assert load_cluster("local") == LocalCluster()
     with pytest.raises(BadInput, match=r"there is no clusters\.yaml here or above") as error:
         load_cluster("lab")
-    assert error.value.hint == "known: local"
+    assert error.value.hint == "known: local; clusterkit init writes a clusters.yaml"
 
 
 def test_the_built_in_local_can_be_overridden_and_needs_no_backend_key(cwd):

@@ -109,6 +109,15 @@ def test_without_colours_the_cursor_is_still_seen(run, monkeypatch, no_color):
     paint.style_of.cache_clear()
 
 
+def test_a_list_of_runs_has_no_log_to_search_so_a_slash_filters_it(run):
+    board = RunsBoard()
+    board.poll()
+    for key in ("slash", "x", "q", "enter"):
+        assert board.press(key, key) is None
+    assert board.filter == "xq"
+    assert "no run matches" in shown(board)
+
+
 def test_a_filter_leaves_the_ranks_that_match(run):
     board = board_of(run)
     assert board.press("f", "f") is None

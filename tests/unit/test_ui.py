@@ -3,11 +3,13 @@
 import io
 import re
 import sys
+import threading
 import time
 
 import pytest
 from rich.console import Console
 
+from clusterkit.cli import following
 from clusterkit.errors import BadInput, RunFolderError, Unavailable
 from clusterkit.logs import LogLine
 from clusterkit.runs import Event
@@ -242,6 +244,45 @@ def test_without_a_terminal_progress_is_some_twenty_lines():
     assert shown[-1].startswith("step 200/200  loss 0.0050")
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_a_lost_node_cost_is_no_part_of_the_time_left(terminal, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(follow.time, "monotonic", lambda: now)
+    console, out = recording_console(terminal)
+
+    def lines():
+        nonlocal now
+        for first, last in ((0, 50), (40, 60)):
+            yield mark(event="start", steps=200, first_step=first)
+            for step in range(first + 1, last + 1):
+                now += 0.1
+                yield mark(event="metrics", step=step, loss=1.0, step_seconds=0.1)
+            now += 600.0
+
+    (follow._live if terminal else follow._plain)(View(), lines(), console)
+    left = re.findall(r"(?:[0-9]+ min )?[0-9]+ s left", out.getvalue())
+    assert left[-1] == "14 s left"
+    assert "min" not in " ".join(left)
+
+
+def test_a_program_that_does_not_say_how_long_a_step_takes_has_the_time_since_the_first(
+    monkeypatch,
+):
+    now = 100.0
+    monkeypatch.setattr(follow.time, "monotonic", lambda: now)
+    console, out = recording_console()
+
+    def lines():
+        nonlocal now
+        yield mark(event="start", steps=20)
+        for step in range(1, 6):
+            now += 2.0
+            yield mark(event="metrics", step=step, loss=1.0)
+
+    follow._plain(View(), lines(), console)
+    assert out.getvalue().splitlines()[-1] == "step 5/20  loss 1.0000  30 s left"
+
+
 def test_a_program_s_brackets_are_not_taken_for_markup():
     console, out = recording_console()
     follow._plain(View(), [line("[bold]tensor[0] [/red]")], console)
@@ -279,6 +320,31 @@ def test_what_is_waited_for_is_shown_with_the_time_that_it_has_taken(monkeypatch
         shows(stderr, "0 bytes of 2.0 MB")
 
 
+def test_what_is_waited_for_fits_a_line_with_its_time_and_does_nothing_else(monkeypatch):
+    stderr = terminal(monkeypatch)
+    monkeypatch.setattr(waiting, "PATIENCE", 0.0)
+    monkeypatch.setenv("COLUMNS", "60")
+    with waiting.waiting("waits: \x1b[31mno\x1b[2J room\nanywhere, " + "for long " * 20):
+        shows(stderr, r"waits: no room.*anywhere, for .*\u2026  \d+ s")
+    assert "\x1b[31m" not in stderr.getvalue()
+    assert "\x1b[2J" not in stderr.getvalue()
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_without_a_terminal_a_wait_draws_nothing(closed, monkeypatch, capsys):
+    stderr = None if closed else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(waiting, "PATIENCE", 0.0)
+    if not closed:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    with waiting.waiting("looking", plain=True):
+        for thread in threading.enumerate():
+            if thread.name == "waiting":  # until it has told
+                thread.join(30)
+    assert capsys.readouterr().out == ""
+    assert stderr is None or stderr.getvalue() == "looking\n"
+
+
 def test_what_takes_no_second_is_not_told_of(monkeypatch):
     stderr = terminal(monkeypatch)
     monkeypatch.setattr(waiting, "PATIENCE", 60.0)
@@ -292,16 +358,16 @@ def test_of_bytes_the_rate_and_the_time_left_are_told_once_they_are_known(monkey
     monkeypatch.setattr(waiting.time, "monotonic", lambda: now)
     told = waiting.Waiting("copying the project")
     now = 160.0
-    assert str(told) == "copying the project  1 min 00 s"
+    assert told.so_far() == "1 min 00 s"
     told.sent("h0", 1_000_000, 5_000_000)
     told.sent("h1", 0, 5_000_000)
-    assert str(told) == "copying the project  1.0 MB of 10.0 MB"
+    assert told.so_far() == "1.0 MB of 10.0 MB"
     now = 162.0
     told.sent("h0", 3_000_000, 5_000_000)
-    assert str(told) == "copying the project  3.0 MB of 10.0 MB  1.0 MB/s  7 s left"
+    assert told.so_far() == "3.0 MB of 10.0 MB  1.0 MB/s  7 s left"
     told.sent("h0", 5_000_000, 5_000_000)
     told.sent("h1", 5_000_000, 5_000_000)
-    assert str(told) == "copying the project  10.0 MB sent  1 min 02 s"
+    assert told.so_far() == "10.0 MB sent  1 min 02 s"
 
 
 def test_a_terminal_gets_a_progress_bar():
@@ -377,6 +443,25 @@ def test_why_nodes_wait_is_told_once():
     follow.follow(Waiting([], status()), console)
     told = [text for text in out.getvalue().splitlines() if "waits" in text]
     assert told == ["waits: other jobs go first", "waits: nodes are in use"]
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_why_nodes_wait_is_shown_as_long_as_they_do(detach, monkeypatch):
+    stderr = terminal(monkeypatch)
+    monkeypatch.setattr(waiting, "PATIENCE", 0.0)
+
+    class Waiting(Ended):
+        id = "r1"
+
+        def wait(self, until):
+            for reason, shown in (("nodes are in use", "waits: nodes are"), (None, "starting")):
+                stderr.truncate(0)
+                node = NodeStatus(node=0, host="", state=State.PENDING, reason=reason)
+                until(status(state=State.PENDING, nodes=(node,)))
+                shows(stderr, shown)
+            return self._state
+
+    following.follow(Waiting([], status()), as_json=False, detach=detach)
 
 
 def test_a_traceback_is_shown_once_and_from_the_failure():

@@ -178,7 +178,7 @@ class RunsBoard(Board):
         if key == "escape":
             self.filter = ""
             return None
-        return super().command(key)
+        return super().command("f" if key == "slash" else key)  # there is no log to search
 
     def lines(self, width: int, height: int) -> list[Line]:
         shown = self._shown()
@@ -370,8 +370,9 @@ class RunBoard(Board):
             words.append(f"{speed:,.0f} tokens/s")
         if (pace := told.speed("step_seconds")) is not None:
             words.append(f"{pace:.3g} s a step")
-            if told.steps and not status.state.final and self._still is None:
-                words.append(f"{duration(pace * max(0, told.steps - told.step))} left")
+        left = None if status.state.final or self._still is not None else told.time_left()
+        if left is not None:
+            words.append(f"{duration(left)} left")
         if (memory := told.value("peak_memory")) is not None:
             words.append(f"peak {paint.size_text(memory)}")
         if (mfu := told.value("mfu")) is not None:

@@ -93,6 +93,13 @@ def test_what_a_marked_line_is_shown_as_is_found(log):
     assert texts(page(path, search="step 109  loss 2")) == ["step 109  loss 2.5"]
 
 
+@pytest.mark.parametrize("blanks", [" " * 12, " : , : , : ,"])
+def test_blanks_that_are_looked_for_take_no_time(log, blanks):
+    path = log([(0, f"a{' ' * 60}z"), (0, "loss:  3")])
+    assert texts(page(path, search=f"a{blanks}y")) == []
+    assert texts(page(path, search="loss  3")) == ["loss:  3"]
+
+
 def test_a_word_that_stands_nowhere_holds_nobody_up(log, monkeypatch):
     monkeypatch.setattr(logs, "_CHUNK", 1000)
     path = log([(0, "found")] + [(0, "text")] * 1000)
