@@ -19,7 +19,7 @@ _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9])?\Z")
 _USER = re.compile(r"""[^\s\x00-\x1f'"`$;&<>|(){}\-][^\s\x00-\x1f'"`$;&<>|(){}]*\Z""")
 """What OpenSSH's client takes; `me@corp.example` and `CORP\\me` are users of directories."""
 
-_SLOTS = re.compile(r"(\S+)(?:\s+max[-_]slots\s*=\s*[0-9]+)?\s+slots\s*=\s*(\S+)(?:\s.*)?\Z")
+_SLOTS = re.compile(r"(\S+)(?:\s+max[-_]slots\s*=\s*[0-9]+)?(?:\s+slots\s*=\s*(\S+)(?:\s.*)?)?\Z")
 
 
 def host_and_port(text: str) -> tuple[str, int | None]:
@@ -108,23 +108,23 @@ def hostfile(name: str, lines: Sequence[tuple[int, str]], *, mixed: bool = False
     mixed = mixed or all(len(line.split()) == 1 for _, line in lines)
     for number, line in lines:
         match = _SLOTS.match(line)
-        if match is None and not (mixed and len(line.split()) == 1):
+        if match is None or not (match[2] or mixed):
             raise BadInput(
                 f"{name}:{number}: {line!r} is not `host slots=N`",
                 hint="slots on every line, or names alone on every line",
             )
-        if match is not None and not re.fullmatch(r"[0-9]{1,6}", match[2]):
+        if match[2] and not re.fullmatch(r"[0-9]{1,6}", match[2]):
             raise BadInput(
                 f"{name}:{number}: slots={match[2]}: not a number of ranks", hint="slots=8"
             )
         try:
-            host = host_from(match[1] if match else line)
+            host = host_from(match[1])
         except BadInput as error:
             raise BadInput(f"{name}:{number}: {error.message}", error.hint) from None
         if host.name in names:
             raise BadInput(f"{name}:{number}: host {host.name} is listed twice")
         names.add(host.name)
-        hosts.append(msgspec.structs.replace(host, slots=int(match[2]) if match else None))
+        hosts.append(msgspec.structs.replace(host, slots=int(match[2]) if match[2] else None))
     return hosts
 
 

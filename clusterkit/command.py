@@ -40,7 +40,7 @@ _OPTION = re.compile(r"-[bBdEIOPqRsSu]+|-[WX].+")
 _LOCAL_RANK = re.compile(r"--local[_-]rank\b")
 SPAWN = re.compile(r"\b(mp|multiprocessing)\.spawn\(|multiprocessing(\.spawn)? import .*\bspawn\b")
 """Of the text of a program that starts its ranks itself."""
-_NO_KEY = (OURS, AGAIN, MODULE, COMMAND, BY_ENVIRONMENT)
+_NO_KEY = (OURS, MODULE, COMMAND, BY_ENVIRONMENT)
 
 
 class Used(NamedTuple):
@@ -126,11 +126,9 @@ def _python(words: Sequence[str]) -> Started:
     while rest[:1] == ["-u"]:
         rest = rest[1:]
     # A launcher starts its ranks without the options that its own Python was given.
-    at = interpreter_options(rest) or 0
-    module = rest[at + 1] if rest[at : at + 1] == ["-m"] else ""
-    if (tool := MODULES.get(module)) is not None:
-        launcher = shell.join(["python", *rest[: at + 2]])
-        return _launched(launcher, tool, rest[at + 2 :], named)
+    at = (interpreter_options(rest) or 0) + 2
+    if rest[at - 2 : at - 1] == ["-m"] and (tool := MODULES.get("".join(rest[at - 1 : at]))):
+        return _launched(shell.join(["python", *rest[:at]]), tool, rest[at:], named)
     if rest[:1] == ["-m"] and len(rest) > 1:
         return Started(module=rest[1], args=tuple(rest[2:]), python=named)
     if rest and not rest[0].startswith("-"):
@@ -147,7 +145,7 @@ def options(tool: Tool, words: Sequence[str], launcher: str) -> tuple[list[Used]
             break
         name, value = tool.named(word)
         takes = 1 if name in tool.values else 2 if name in tool.pairs else 0
-        meaning = {**tool.flags, **tool.optional, **tool.values, **tool.pairs}.get(name)
+        meaning = tool.known.get(name)
         if meaning is None:
             meaning = tool.unknown or f"!clusterkit does not know this option of {launcher}"
             follows = rest and (tool.unknown or not rest[0].startswith("-"))
@@ -272,7 +270,7 @@ def _values(started: Started, job: JobSpec) -> dict[str, tuple[Any, str]]:
     found: dict[str, tuple[Any, str]] = {}
     for used in started.options:
         key, is_set, constant = used.meaning.partition("=")
-        if key in _NO_KEY or key.startswith("!"):
+        if key in _NO_KEY or key.startswith(("!", "-")):
             continue
         value, written = constant if is_set else used.value, used.written
         whole = key in ("gpus_per_node", "threads_per_rank", "restarts", "ranks")

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from clusterkit.spec import Launcher
 
 OURS = "ours"
 """clusterkit decides what the option says."""
-MODULE, COMMAND, BY_ENVIRONMENT = "module", "command", "environment"
+MODULE, COMMAND, BY_ENVIRONMENT = "a module", "a command", "environment"
 """The program is a module, or any command; it gets no ``--local_rank``."""
 SPECIAL = "special"
 """It means something only together with others, or what no table can say."""
@@ -60,18 +61,22 @@ class Tool:
     local_rank: str = ""
     """How it hands its program the local rank as an argument, if it does."""
 
+    @cached_property
+    def known(self) -> Mapping[str, str]:
+        """What every option means."""
+        return {**self.flags, **self.optional, **self.values, **self.pairs}
+
     def named(self, word: str) -> tuple[str, str | None]:
         """An option as the tables have it, and the value that stands in the same word."""
         name, equals, text = word.partition("=")
         value = text if equals else None
         if name.startswith("--"):
             name = name[:2] + name[2:].replace("_", "-")
-        elif self.joined and word[:2] in {**self.short, **self.values, **self.flags}:
+        elif self.joined and (word[:2] in self.short or word[:2] in self.known):
             name, value = word[:2], word[2:].removeprefix("=") or value
         name = self.short.get(name, name)
-        known = {**self.flags, **self.values, **self.pairs, **self.optional}
-        if self.abbreviated and name not in known and name.startswith("--"):
-            near = [option for option in known if option.startswith(name)]
+        if self.abbreviated and name not in self.known and name.startswith("--"):
+            near = [option for option in self.known if option.startswith(name)]
             name = near[0] if len(near) == 1 else name
         return name, value
 

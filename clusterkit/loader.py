@@ -146,7 +146,11 @@ def _type_error(
         listed.insert(0, "a whole number")
     meant = choices(listed, value) if listed else None
     if isinstance(value, str) and any(isinstance(one, inspect.VarTupleType) for one in members):
-        meant = json.dumps(value.split(), ensure_ascii=False)
+        try:
+            words = shell.split(value)
+        except BadInput:  # a quote alone is an apostrophe
+            words = value.split()
+        meant = json.dumps(words, ensure_ascii=False)
     return document.error((*base, *place), message, meant)
 
 
@@ -340,7 +344,7 @@ def _check_command(first: str, folder: Path) -> None:
         BadInput: it is not executable, or its first line ends as on Windows.
     """
     path = folder / first
-    if "/" not in first or not path.is_file():
+    if "/" not in first or first.startswith("/") or not path.is_file():
         return
     if not os.access(path, os.X_OK):
         raise BadInput(
@@ -348,7 +352,9 @@ def _check_command(first: str, folder: Path) -> None:
             hint=f"chmod +x {shell.quote(first)}",
             job="command",
         )
-    line = read_file(path, 4096, whole=False).partition(b"\n")[0]
+    # A program may be executable and not readable.
+    head = read_file(path, 4096, whole=False) if os.access(path, os.R_OK) else b""
+    line = head.partition(b"\n")[0]
     if line.startswith(b"#!") and line.endswith(b"\r"):
         raise BadInput(
             f"command: {first} has Windows line ends (CRLF), which its #! line cannot have",

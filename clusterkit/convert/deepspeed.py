@@ -7,7 +7,6 @@ import re
 from clusterkit.command import Used
 from clusterkit.convert.options import by_meaning
 from clusterkit.convert.sheet import Sheet
-from clusterkit.errors import BadInput
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 _LOCAL = ("localhost", "127.0.0.1")
@@ -99,6 +98,6 @@ def _chosen(sheet: Sheet, slots: dict[str, int]) -> dict[str, int]:
             for host, count in slots.items()
         }
         slots = {host: count for host, count in left.items() if count > 0}
-    if not slots:
-        raise BadInput("--include and --exclude leave no host")
+        if not slots:
+            sheet.refuse(used.written, "leaves no host")
     return slots

@@ -29,8 +29,8 @@ def meant(sheet: Sheet, what: str, meaning: str, value: Any) -> None:
     value = constant if is_set else value
     if meaning == OURS:
         sheet.drop(what)
-    elif meaning in (MODULE, COMMAND) and not value:
-        sheet.note(what, f"the program is a {meaning}", "job")
+    elif meaning in (MODULE, COMMAND):
+        sheet.note(what, f"the program is {meaning}", "job")
     elif meaning == BY_ENVIRONMENT:
         sheet.drop(what, "LOCAL_RANK stands in the environment")
     elif meaning == OF_LOGS:

@@ -19,7 +19,7 @@ _BRACED = re.compile(rf"({shell.NAME})(?::?[-=]((?:[^${{}}`])*))?\Z")
 _OPERATORS = ("&&", "||", ";;", "|&", ";", "|", "&", "\n")
 _FIELD = re.compile("(?:\ue000[^\ue001]*\ue001|\\S)+")
 _QUOTED = re.compile(r"\\.|'[^']*'|\"(?:[^\"\\]|\\.)*\"|\$\{[^}]*\}|\$.", re.DOTALL)
-_EXPANDED = re.compile(r"\A~|\*|\{[^{}]*(?:,|\.\.)[^{}]*\}")
+_EXPANDED = re.compile(r"\A~|\*|\{(?=[^{}]*\})[^{}]*?(?:,|\.\.)")
 _ANSI = re.compile(r"\$'(?:[^'\\]|\\.)*'", re.DOTALL)
 """Text with escapes, which are not read here."""
 _REDIRECT = re.compile(r"(\d*|&)(>>|>&|>\||>|<<<|<<-?|<&|<)(&?)")
@@ -131,7 +131,7 @@ class _Reader:
             line = None
             while line != word:
                 if self.at >= len(self.text):
-                    raise Unfinished(self.line(begin))
+                    raise Unfinished(self.line(begin - 1))
                 end = self.text.find("\n", self.at) % (len(self.text) + 1)
                 line = self.text[self.at : end]
                 line = line.lstrip("\t") if tabs else line

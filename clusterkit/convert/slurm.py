@@ -70,7 +70,7 @@ class _Batch:
         """Options of sbatch, or of srun; gives the words behind them."""
         found, rest = options(tool, words, "srun" if tool is SRUN else "sbatch")
         for used in found:
-            name = used.name[2:]
+            name = used.name.removeprefix("--")
             if used.meaning != SPECIAL or name in _BY_ITSELF:
                 _option(self.sheet, name, used)
                 continue
@@ -226,9 +226,9 @@ def _option(sheet: Sheet, name: str, used: Used) -> None:
         sheet.key(written, "name", job_name(value))
     elif name == "signal":
         _signal(sheet, value, written)
-    elif name == "exclusive" and value == "" and used.meaning == SPECIAL:
+    elif name == "exclusive" and value == "":
         sheet.entry(written, name, True)
-    elif name:
+    elif name[:1].isalpha():
         sheet.more(written, "options", f"--{name}={value}" if value else f"--{name}")
     else:
         sheet.refuse(written, "sbatch has no such option")

@@ -84,6 +84,11 @@ def test_options_of_python_end_where_its_program_begins(words, options):
     assert interpreter_options(words.split()) == options
 
 
+@pytest.mark.parametrize("line", ["python -m", "python -u -m", "python -W ignore -m"])
+def test_a_python_without_a_module_says_so_itself(line):
+    assert taken(line).job.command == tuple(line.split())
+
+
 def test_what_is_taken_over_is_said():
     assert taken("torchrun --standalone --nproc_per_node=2 train.py").note == (
         "torchrun in the command is taken over: launcher torchrun, "

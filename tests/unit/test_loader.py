@@ -434,6 +434,22 @@ def test_a_script_that_the_kernel_does_not_start_is_refused(cwd, content, mode, 
     assert locate_program(job_from_command(["./run.sh"])).workdir == str(cwd)
 
 
+def test_a_command_that_nobody_may_read_and_one_of_the_nodes_are_left_to_the_kernel(
+    cwd, monkeypatch
+):
+    (cwd / "tool").touch(0o111)
+    (cwd / "data").touch(0o644)
+    may = os.access
+
+    def unreadable(path, *_, **__):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "access", lambda path, how: how != os.R_OK and may(path, how))
+    monkeypatch.setattr("clusterkit.loader.read_file", unreadable)
+    for word in ("./tool", f"{cwd}/data"):
+        assert locate_program(job_from_command([word])).command == (word,)
+
+
 def test_a_folder_whose_name_is_not_utf8_is_refused(cwd, monkeypatch):
     folder = cwd / os.fsdecode(b"b\xfcd")
     folder.mkdir()
@@ -448,6 +464,13 @@ def test_a_line_where_words_are_wanted_is_told_as_a_list(write_job, key):
     with pytest.raises(BadInput, match=rf"{key}: '--lr 0\.1' is text, not a list") as error:
         load_job(write_job(f"name: x\n{key}: --lr 0.1\n", base=False))
     assert error.value.hint == '["--lr", "0.1"]'
+
+
+def test_words_in_quotes_are_told_as_one(write_job):
+    for args, words in (("--tag 'a b'", '["--tag", "a b"]'), ("it's", '["it\'s"]')):
+        with pytest.raises(BadInput) as error:
+            load_job(write_job(f"args: {args}\n"))
+        assert error.value.hint == words
 
 
 def test_yaml_that_ends_too_soon_has_no_empty_hint(write_job):
