@@ -212,9 +212,10 @@ def _start(
         complete: what is to be done, or written, between the two.
         adopt: the run has been started already; it is not ended if this fails.
     """
-    with ready:
-        folder = RunFolder.create(ready.plan.run_id, ready.backend.home(ready.facts))
-        try:
+    folder, started = None, False
+    try:
+        with ready:
+            folder = RunFolder.create(ready.plan.run_id, ready.backend.home(ready.facts))
             lock = folder.hold()
             assert lock is not None  # the folder is new
             with lock:
@@ -236,11 +237,13 @@ def _start(
                     supervise.spawn(folder, lock, adopt=True)
                 else:
                     supervise.launch(folder, lock, ready.transport)
-        except BaseException:
-            if not adopt:
-                run_state.abandon(folder)
+            started = True
+    except BaseException:  # also Ctrl-C while the connections are closed: it runs by then
+        if folder is not None and not adopt:
+            run_state.abandon(folder)
+        if folder is not None and not started:
             shutil.rmtree(folder.path, ignore_errors=True)
-            raise
+        raise
     return Run(folder)
 
 

@@ -32,7 +32,7 @@ def follow(run: api.Run, as_json: bool, *, detach: bool = False) -> int:
         else:
             status = follow.follow(run)
     except KeyboardInterrupt:
-        status = _interrupted(run)
+        status = interrupted(run)
     if as_json:
         print_json(status)
     if detach and not status.state.final:
@@ -62,7 +62,7 @@ class _Started:
         return time.monotonic() > self._since + QUEUE_SECONDS
 
 
-def _interrupted(run: api.Run) -> RunStatus:
+def interrupted(run: api.Run) -> RunStatus:
     """Ctrl-C: ask, where somebody can answer; otherwise, or when it comes again, cancel."""
     if sys.stdin and sys.stdin.isatty() and sys.stderr.isatty():
         try:

@@ -9,7 +9,7 @@ import click
 
 from clusterkit import api
 from clusterkit.cli.common import PlanCommand, job_of, json_option, plan_options, prepare_options
-from clusterkit.cli.following import check_terminal, follow, watch
+from clusterkit.cli.following import check_terminal, follow, interrupted, watch
 from clusterkit.ui.waiting import waiting
 
 
@@ -46,8 +46,15 @@ def command(
             click.echo(f"note: {note}", err=True)
     if outer := os.environ.get("CLUSTERKIT_RUN_ID"):
         click.echo(f"note: inside run {outer}: this one ends with it", err=True)
-    with waiting("copying the project" if ready.plan.trees else "starting") as told:
-        run = api.launch(ready, told.sent)
-    if not as_json:
-        click.echo(run.id)
+    run = None
+    try:
+        with waiting("copying the project" if ready.plan.trees else "starting") as told:
+            run = api.launch(ready, told.sent)
+        if not as_json:
+            click.echo(run.id)
+    except KeyboardInterrupt:
+        if run is None:
+            raise
+        interrupted(run)
+        return 0
     return watch(run, as_json) if top else follow(run, as_json, detach=detach)

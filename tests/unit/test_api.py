@@ -141,6 +141,19 @@ def test_ctrl_c_between_the_start_of_the_nodes_and_that_of_the_supervisor_ends_t
     assert os.listdir(clusterkit_home / "runs") == []
 
 
+def test_ctrl_c_while_the_connections_of_a_started_run_are_closed_cancels_it(cwd, monkeypatch):
+    def interrupted(transport):
+        raise KeyboardInterrupt
+
+    ready = api.prepare(["sleep", "600"], settings=["launcher=python"])
+    monkeypatch.setattr(type(ready.transport), "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        api.launch(ready)
+    (status,) = api.runs()
+    assert status.state == "CANCELLED"
+    assert agent.processes_of(str(api.get(status.run).path)) == []
+
+
 def test_nodes_that_do_not_start_are_how_the_run_ended(write_job, monkeypatch):
     def refused(*_, **__):
         raise SubmitFailed("no process", hint="look")

@@ -12,7 +12,7 @@ import click
 import msgspec
 import pytest
 
-from clusterkit import launch, supervise, ui
+from clusterkit import api, launch, supervise, ui
 from clusterkit.cli import VERBS, common, following
 from clusterkit.cli import cli as group
 from clusterkit.cli.common import table
@@ -575,6 +575,18 @@ def test_ctrl_c_in_the_moment_before_a_run_is_shown_cancels_it(monkeypatch):
         following.follow(run, as_json=False)
     assert run.cancelled
     assert getattr(left.value, "code", None) == 130
+
+
+def test_ctrl_c_while_a_new_run_s_id_is_printed_cancels_it(cli, cwd, monkeypatch):
+    echo = click.echo
+
+    def interrupted(*words, **options):
+        monkeypatch.setattr(click, "echo", echo)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(click, "echo", interrupted)
+    assert cli("submit", "--detach", "--", "sleep", "600").code == 130
+    assert [status.state for status in api.runs()] == ["CANCELLED"]
 
 
 def test_logs_of_one_rank_raw(cli, ended):
