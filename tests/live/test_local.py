@@ -269,6 +269,7 @@ def test_accelerate_on_the_cpu_makes_one_world(
         "from accelerate import Accelerator\n"
         "state = Accelerator()\n"
         "print('world', state.num_processes, state.device)\n"
+        "state.wait_for_everyone()\n"  # else one may have left before the other has connected
         "state.end_training()\n"
     )
     words = ["accelerate", "launch", "--num_processes", "2", "who.py"]
