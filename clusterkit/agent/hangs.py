@@ -1,6 +1,6 @@
 """Whether ranks hang, which ones, and what to do: records of ranks and a clock in, words out.
 
-A rank's record (`standing.record`) is a JSON object:
+A rank's record (`rank_state.record`) is a JSON object:
 
 * ``rank``; ``at``: where its Python is, ``train.py:44 in load()``, or None
 * ``state``: ``stopped``, ``ended``, or empty; ``busy``: whether it writes a checkpoint or evaluates

@@ -39,7 +39,7 @@ STRANGERS = 64  # connections that may be open and have not said it yet
 LINE_BYTES = 4096  # the longest line between nodes
 UNSENT_BYTES = 1 << 16  # that may wait for a node that does not read, before it is closed
 
-# Ranks that stand still (`hangs`, `standing`)
+# Ranks that stand still (`hangs`, `rank_state`)
 STILL_LOOK_SECONDS = 1.0  # between two looks at which ranks have moved
 STILL_SECONDS, STILL_STEPS = 5.0, 5  # after the longer of these a standstill is told of
 STILL_FIRST_SECONDS = 30.0  # the same before the first step, in a checkpoint, in an evaluation

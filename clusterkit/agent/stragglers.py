@@ -1,8 +1,8 @@
 """Which ranks are slower than the others: when each came to collectives in, words out.
 
 All ranks of synchronous training take the same time for a step, because all wait for the slowest.
-What tells that one is when it comes to each collective: last, again and again. Torch records it in
-every rank (`standing.arrived`). Node 0 asks the agents every ARRIVALS_SECONDS; ranks send nothing.
+The slowest rank is the last to enter each collective. Torch records in every rank when it does
+(`rank_state.arrivals`). Node 0 asks the agents every ARRIVALS_SECONDS; ranks send nothing.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from clusterkit.agent import clock, host, limits, standing
+from clusterkit.agent import clock, host, limits, rank_state
 from clusterkit.agent.hangs import Hangs, Steps, longest, steps_of
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.protocol import Document
@@ -144,7 +144,7 @@ class Watch(threading.Thread):
     def _report(self, message: Document) -> None:
         """Tell when this node's ranks came to collectives, and what there is to know of them."""
         ranks, until = self._ranks(), message["until"]
-        records = [standing.arrived(rank, self._folder, until) for rank in ranks]
+        records = [rank_state.arrivals(rank, self._folder, until) for rank in ranks]
         knows, before = "", self._look_before
         if before is not None:
             self._look_before = self._host(list(before.waited))
@@ -179,7 +179,7 @@ class Watch(threading.Thread):
         return [] if self._tagged else list(newest.values())
 
     def _answer(self, number: int) -> None:
-        self._tell([standing.record(rank, self._folder) for rank in self._ranks()], number)
+        self._tell([rank_state.record(rank, self._folder) for rank in self._ranks()], number)
 
     def _tell(self, ranks: list[Document], number: int = 0) -> None:
         at = limits.RANKS_A_LINE
@@ -196,7 +196,7 @@ class Watch(threading.Thread):
         seen = self._moved
         self._moved = {}
         for rank in self._ranks():
-            state = standing.moves(rank["pid"])
+            state = rank_state.context_switches(rank["pid"])
             before = seen.get(rank["pid"])
             self._moved[rank["pid"]] = before if before and before[0] == state else (state, now)
         still = max((now - since for _, since in self._moved.values()), default=0.0)
@@ -207,7 +207,7 @@ class Watch(threading.Thread):
             self._ask(now)
 
     def _ask(self, now: float) -> None:
-        ranks = [standing.record(rank, self._folder, place=False) for rank in self._ranks()]
+        ranks = [rank_state.record(rank, self._folder, place=False) for rank in self._ranks()]
         worst = longest(ranks)
         if worst > limits.STILL_SECONDS / 2:
             self._standing = True

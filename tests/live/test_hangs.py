@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +24,12 @@ def said(run: api.Run, beginning: str) -> str:
     pytest.fail(f"it did not say {beginning!r}: {run.status()}")
 
 
-def test_a_rank_that_hangs_is_named_and_all_start_again(submit: Submit) -> None:
+def test_a_rank_that_hangs_is_named_and_all_start_again(
+    submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     run = submit("hang.py", "native", nodes=2, gpus=1, restarts=1, hang_timeout=6)
     named = "rank 1 on node 1 has not come to all_reduce #31, which rank 0 on node 0 waits in; "
     text = said(run, STILL)
@@ -34,6 +40,7 @@ def test_a_rank_that_hangs_is_named_and_all_start_again(submit: Submit) -> None:
     assert failure is not None
     assert failure.cause.startswith("hang: no progress for ")
     assert named in failure.cause
+    assert not list(temporary.glob("torch-*"))
 
 
 @pytest.mark.thorough

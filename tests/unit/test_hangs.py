@@ -10,8 +10,8 @@ import pytest
 from clusterkit.agent import clock
 from clusterkit.agent.failure import Words
 from clusterkit.agent.hangs import WORLD, Hangs, Steps, compare, steps_of
+from clusterkit.agent.rank_state import from_flight_recorder, from_traceback
 from clusterkit.agent.record import Record
-from clusterkit.agent.standing import placed, recorded
 from clusterkit.backends.nodes import judge_running
 from clusterkit.status import NodeStatus, RunStatus, State
 from clusterkit.ui.words import remark_lines
@@ -230,11 +230,11 @@ def test_a_flight_recording_tells_what_was_entered_and_what_is_pending() -> None
     entries = [entry(number, 10.0 + number / 2) for number in range(1, 9)]
     entries.append(entry(3, 14.0, "gloo:broadcast", group=("7", "undefined")))
     entries.append(entry(9, 14.5, retired=False))
-    assert recorded({"entries": entries}, 20.5) == {
+    assert from_flight_recorder({"entries": entries}, 20.5) == {
         "last": {"7": 3, WORLD: 9}, "waits": [(WORLD, 9, "all_reduce", 6.0, 0.5)],
     }  # fmt: skip
     first = {"entries": [entry(1, 14.5, "gloo:barrier", retired=False)]}
-    assert recorded(first, 15.0)["waits"] == [(WORLD, 1, "barrier", 0.5, 0.0)]
+    assert from_flight_recorder(first, 15.0)["waits"] == [(WORLD, 1, "barrier", 0.5, 0.0)]
 
 
 TRACE = """Current thread 0x00007f4e0effd6c0 (most recent call first):
@@ -261,16 +261,16 @@ Thread 0x00007f4e347c1b80 (most recent call first):
 )  # fmt: skip
 def test_a_rank_is_where_its_own_code_is(file: str, function: str, busy: bool) -> None:
     trace = TRACE.format(file, function)
-    found = placed(trace, "/home/me/job")
+    found = from_traceback(trace, "/home/me/job")
     assert (found["at"], found["busy"]) == ("train.py:44 in load()", busy)
-    assert placed(trace, "/elsewhere")["at"] == "job/train.py:44 in load()"
-    assert placed("", "/") == {"at": None}
+    assert from_traceback(trace, "/elsewhere")["at"] == "job/train.py:44 in load()"
+    assert from_traceback("", "/") == {"at": None}
 
 
 def test_a_place_is_named_in_its_own_letters() -> None:
     frame = '  File "/h/m\\xfc \\u6f22/\\U0001f600.py", line 4 in f\n'
     trace = f"Thread 1 (most recent call first):\n{frame}"
-    assert placed(trace, "/h/mü 漢")["at"] == "😀.py:4 in f()"
+    assert from_traceback(trace, "/h/mü 漢")["at"] == "😀.py:4 in f()"
 
 
 def test_steps_are_as_long_as_the_program_says_or_as_its_lines_are_apart(

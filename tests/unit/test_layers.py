@@ -21,7 +21,7 @@ agent.clock agent.files
 agent.failure agent.member agent.retries
 agent.processes agent.signals agent.archive agent.connections agent.membership
 agent.stops agent.hangs agent.host agent.node_log agent.report agent.coordinator agent.peer
-agent.standing agent.stragglers agent.eager agent.preload agent.rank agent.program agent.standby
+agent.rank_state agent.stragglers agent.eager agent.preload agent.rank agent.program agent.standby
 agent.usage
 agent.forkserver
 agent.server

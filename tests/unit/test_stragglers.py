@@ -11,8 +11,8 @@ import pytest
 from clusterkit.agent import host, limits
 from clusterkit.agent.hangs import WORLD
 from clusterkit.agent.host import Look, throttled
+from clusterkit.agent.rank_state import arrival_times
 from clusterkit.agent.record import Record
-from clusterkit.agent.standing import came
 from clusterkit.agent.stragglers import Clock, Stragglers
 from clusterkit.backends.nodes import judge_running
 from clusterkit.status import RunStatus, State
@@ -20,7 +20,7 @@ from clusterkit.ui.words import remark_lines
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data/arrivals.json").read_text())
 """Reports of real DDP runs with gloo (8 linear layers, several buckets, 0.07 to 0.2 s a step) on 2
-CPUs at a load of 20, as `standing.arrived` gives them. ``slow``: rank 1 sleeps 0.05 s in each step;
+CPUs at a load of 20, by `rank_state.arrivals`. ``slow``: rank 1 sleeps 0.05 s in each step;
 ``checkpoint``: rank 0 sleeps 0.8 s in each 40th."""
 
 
@@ -163,15 +163,17 @@ def test_all_ranks_tell_of_the_same_collectives() -> None:
     until: dict[str, int] = {}
     dump = {"entries": [entry(k, 900 + k) for k in range(1, 101)] + [entry(9, 1000, p2p=True),
             entry(5, 1000, "mesh_tp")]}  # fmt: skip
-    first = came(dump, 1001.0, until)
+    first = arrival_times(dump, 1001.0, until)
     assert until == {WORLD: 100}
     # Those of the last 15 s.
     assert first == {"group": WORLD, "first": 86, "since": 986.0, "steps": [0] + [10_000] * 14}
-    ahead = came({"entries": [entry(k, 900 + k) for k in range(1, 111)]}, 1001.0, until)
+    ahead = arrival_times({"entries": [entry(k, 900 + k) for k in range(1, 111)]}, 1001.0, until)
     assert ahead["first"] + len(ahead["steps"]) - 1 == 100
-    behind = came({"entries": [entry(k, 10 * k) for k in range(1, 99)]}, 1001.0, until)
+    behind = arrival_times({"entries": [entry(k, 10 * k) for k in range(1, 99)]}, 1001.0, until)
     assert (behind["first"], len(behind["steps"])) == (91, 8)  # slow steps, fewer but enough
-    fast = came({"entries": [entry(k, 1000 + k / 1e3) for k in range(1, 101)]}, 1001.0, until)
+    fast = arrival_times(
+        {"entries": [entry(k, 1000 + k / 1e3) for k in range(1, 101)]}, 1001.0, until
+    )
     assert (fast["first"], len(fast["steps"])) == (37, 64)
 
 

@@ -1,8 +1,9 @@
-"""How a rank of this node stands: asked of torch in it, of its Python and of the kernel.
+"""The state of a rank on this node: its collectives, and the line of code it runs.
 
-What a record holds says `hangs`. Torch answers from threads of its own (`rank` starts them), so a
-rank need not come to anything for it. Where the interpreter does not answer, code outside of it
-does, on a signal.
+The sources are torch's worker server and flight recorder (`rank` starts both), faulthandler and
+/proc. The worker server has its own threads, so it answers while the main thread is blocked. Its
+tracebacks need the interpreter's lock; without it faulthandler writes them from a signal handler.
+`hangs` documents the fields of a record.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from clusterkit.agent.protocol import TRACE_FILE, TRACE_SIGNAL, WORKER_SOCKET, D
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
-"""How faulthandler writes what is not ASCII in a file's name."""
+"""How faulthandler escapes characters beyond ASCII."""
 _LIBRARY = re.compile(r"^<|/(site|dist)-packages/|/lib(64)?/python3")
 _BUSY = re.compile(
     r"torch/serialization\.py|/distributed/checkpoint/|/safetensors/"
     r"| (\w+_)?(save|checkpoint|eval|evaluate|evaluation|valid|validate|validation)(_\w+)?$"
 )
-"""Frames of a checkpoint that is written or read, and of an evaluation."""
-_KEPT = 8  # process groups of which a record tells the newest collective
+"""Frames of saving or loading a checkpoint, and of an evaluation."""
+_GROUPS_MOST = 8  # process groups in a record
 
 
-def moves(pid: int) -> bytes:
-    """What changes when the main thread of a process runs."""
+def context_switches(pid: int) -> bytes:
+    """Return the context switch counters of a process's main thread: they change while it runs."""
     with contextlib.suppress(OSError):
         _, _, switches = Path(f"/proc/{pid}/status").read_bytes().partition(b"\nvoluntary_ctxt")
         return switches
@@ -43,8 +44,13 @@ def moves(pid: int) -> bytes:
 
 
 def record(rank: Document, folder: Path, *, place: bool = True) -> Document:
-    """One rank's record; ``rank`` is its line of ``ranks.jsonl``. Without its ``place`` it comes
-    at once, whatever its interpreter does."""
+    """Return a rank's record.
+
+    Args:
+        rank: its line of ``ranks.jsonl``.
+        folder: the node's.
+        place: whether to include its line of code, which blocks while the interpreter is blocked.
+    """
     found: Document = {"rank": rank["rank"]}
     if not is_alive(rank):
         return {**found, "state": "ended"}
@@ -52,7 +58,7 @@ def record(rank: Document, folder: Path, *, place: bool = True) -> Document:
         return {**found, "state": "stopped"}
     path = folder / WORKER_SOCKET.format(RANK=rank["rank"])
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        found.update(recorded(json.loads(_ask(path, "fr_trace_json")), time.time()))
+        found.update(from_flight_recorder(json.loads(_ask(path, "fr_trace_json")), time.time()))
     if not place:
         return found
     trace = b""
@@ -61,28 +67,29 @@ def record(rank: Document, folder: Path, *, place: bool = True) -> Document:
     if b"File" not in trace:
         with contextlib.suppress(OSError):
             trace = _by_signal(int(rank["pid"]))
-    return {**found, **placed(trace.decode(errors="replace"), os.getcwd())}
+    return {**found, **from_traceback(trace.decode(errors="replace"), os.getcwd())}
 
 
-def arrived(rank: Document, folder: Path, until: dict[str, int]) -> Document:
-    """When one rank came to its newest collectives, as of `came`; nothing if it does not say."""
+def arrivals(rank: Document, folder: Path, until: dict[str, int]) -> Document:
+    """Return when a rank entered its newest collectives (see `arrival_times`), if it answers."""
     found: Document = {"rank": rank["rank"]}
     path = folder / WORKER_SOCKET.format(RANK=rank["rank"])
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        found.update(came(json.loads(_ask(path, "fr_trace_json")), time.time(), until))
+        found.update(arrival_times(json.loads(_ask(path, "fr_trace_json")), time.time(), until))
     return found
 
 
-def came(dump: Document, now: float, until: dict[str, int]) -> Document:
-    """When a rank came to the newest collectives of the group that it came to most.
+def arrival_times(dump: Document, now: float, until: dict[str, int]) -> Document:
+    """Return when a rank entered the newest collectives of its busiest process group.
 
-    ``group``; ``first``: the number of the first; ``since``: when that was, Unix time; ``steps``:
-    tenths of milliseconds from the one before to each, 0 for the first.
+    ``group``; ``first``: the number of the first collective; ``since``: when the rank entered it,
+    Unix time; ``steps``: tenths of milliseconds since the previous collective, 0 for the first.
 
     Args:
+        dump: of torch's flight recorder.
         now: Unix time.
-        until: by group, the newest collective that counts; takes this rank's where it has none, so
-            that all ranks tell of the same ones.
+        until: the newest collective to report, by group. A group without one gets this rank's
+            newest, so that all ranks report the same collectives.
     """
     groups: dict[str, dict[int, int]] = {}
     for entry in dump["entries"]:
@@ -110,8 +117,8 @@ def _group(entry: Document) -> str:
     return f"{backend} {group}" if backend and backend not in ("gloo", "nccl") else group
 
 
-def recorded(dump: Document, now: float) -> Document:
-    """``last`` and ``waits`` of what torch's flight recorder holds. ``now``: Unix time."""
+def from_flight_recorder(dump: Document, now: float) -> Document:
+    """Return ``last`` and ``waits`` of a record. ``now``: Unix time."""
     last: dict[str, int] = {}
     began: dict[tuple[str, str, str], list[float]] = {}
     pending = []
@@ -131,14 +138,18 @@ def recorded(dump: Document, now: float) -> Document:
         before = [later - earlier for earlier, later in itertools.pairwise(like[:count])]
         every = median(before) if len(before) > 1 else 0.0
         waits.append((group, number, name, round(max(0.0, now - like[count - 1]), 1), every))
-    newest = dict(list(last.items())[-_KEPT:])
+    newest = dict(list(last.items())[-_GROUPS_MOST:])
     wanted = (WORLD, *(wait[0] for wait in waits))
     newest.update((group, last[group]) for group in wanted if group in last)
     return {"last": newest, "waits": waits}
 
 
-def placed(trace: str, folder: str) -> Document:
-    """``at``, ``busy``, ``doing`` of what faulthandler writes; its last thread is the main one."""
+def from_traceback(trace: str, folder: str) -> Document:
+    """Return ``at``, ``busy``, ``doing`` of a record: of the last thread, which is the main one.
+
+    Args:
+        folder: files in it are named relative to it.
+    """
     trace = _ESCAPED.sub(lambda code: chr(int(code[code.lastindex or 0], 16)), trace)
     frames = _FRAME.findall(trace.rpartition("(most recent call first):")[2])
     own = [frame for frame in frames if not _LIBRARY.search(frame[0])]
@@ -153,23 +164,23 @@ def placed(trace: str, folder: str) -> Document:
     busy = any(
         _BUSY.search(f"{file} {function}")
         for file, _, function in frames
-        if not file.endswith("torch/utils/checkpoint.py")  # that is of every step
+        if not file.endswith("torch/utils/checkpoint.py")  # activation checkpointing
     )
     doing = zlib.crc32(repr([(file, function) for file, _, function in frames]).encode())
     return {"at": f"{file[-80:]}:{line}{inside[:60]}", "busy": busy, "doing": doing}
 
 
 def _ask(path: Path, what: str) -> bytes:
-    """What torch's worker server in a rank answers.
+    """Return the answer of a rank's worker server.
 
     Raises:
-        OSError: it does not.
+        OSError: it does not answer within ANSWER_SECONDS.
     """
     folder = os.open(path.parent, os.O_PATH)
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(limits.ANSWER_SECONDS)
-            # A socket's name may have 107 bytes.
+            # The path of a Unix socket has at most 107 bytes.
             connection.connect(f"/proc/self/fd/{folder}/{path.name}")
             request = f"POST /handler/{what} HTTP/1.0\r\nHost: rank\r\nContent-Length: 0\r\n\r\n"
             connection.sendall(request.encode())
@@ -182,28 +193,33 @@ def _ask(path: Path, what: str) -> bytes:
 
 
 def _by_signal(pid: int) -> bytes:
-    """What faulthandler writes into the file that `rank` has opened for that.
+    """The tracebacks that faulthandler writes into the file that `rank` opens for them.
 
-    A process that has none, because it became another program, would die of the signal.
+    Returns nothing for a process without that file: it became another program, and the signal would
+    end it.
 
     Raises:
-        OSError: it is gone.
+        OSError: the process has ended.
     """
+    opened = {}
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        if os.readlink(link).startswith(f"/memfd:{TRACE_FILE} "):
-            break
-    else:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            opened[os.readlink(link)] = link
+    for name in opened:
+        if "/torch-dump_traceback" in name:
+            # torch removes it once the interpreter answers. A rank that is killed would leave it.
+            Path(name).unlink(missing_ok=True)
+    file = next((opened[name] for name in opened if name.startswith(f"/memfd:{TRACE_FILE} ")), None)
+    if file is None:
         return b""
-    file = os.open(link, os.O_RDWR)
-    try:
-        os.ftruncate(file, 0)
+    with open(file, "r+b", buffering=0) as trace:
+        trace.truncate(0)
         os.kill(pid, TRACE_SIGNAL)
         size, deadline = 0, time.monotonic() + limits.ANSWER_SECONDS
         while time.monotonic() < deadline:
             time.sleep(limits.ANSWER_SECONDS / 20)
-            if size and os.fstat(file).st_size == size:
+            if size and os.fstat(trace.fileno()).st_size == size:
                 break
-            size = os.fstat(file).st_size
-        return os.pread(file, size, 0)
-    finally:
-        os.close(file)
+            size = os.fstat(trace.fileno()).st_size
+        trace.seek(0)
+        return trace.read(size)
