@@ -1,4 +1,4 @@
-"""Nodes that a run lost, not for a rank that failed: which, waiting for them, starting them."""
+"""Lost nodes: detects them, waits for them, and starts them again."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from clusterkit.transport import Transport
 from clusterkit.verdict import TOKEN
 
 LOST_SECONDS = 600.0
-"""How long lost nodes are waited for."""
+"""How long to wait for lost nodes."""
 SOON_SECONDS = 60.0
 SOON_LOSSES = 3
-"""So many times in a row nodes may be lost within SOON_SECONDS of the start."""
+"""How often in a row nodes may be lost within SOON_SECONDS of the start."""
 AGAIN_SECONDS = 5.0
 RETURN_SECONDS = 10.0
-"""How long a node has been missing from a run that goes on without it, beyond its ranks' grace,
-before it is started once more; twice as long the next time."""
+"""How long a node is missing from a run that goes on without it, beyond ``stop_grace``, before it
+is started again. Doubles with each try."""
 
 
 class Losses:
-    """What a run's supervisor does about lost nodes: see `JobSpec.on_node_loss`."""
+    """Decides what follows the loss of nodes in an attempt; see `JobSpec.on_node_loss`."""
 
     def __init__(self, job: JobSpec, plan: Plan) -> None:
         self.plan, self._ends = plan, job.on_node_loss == "fail"
@@ -44,16 +44,16 @@ class Losses:
         self._left = SOON_LOSSES
 
     def end(self, seen: Observation) -> bool:
-        """Whether the run ends because of those of an attempt that has ended."""
+        """Return whether nodes that this attempt lost end the run."""
         return self._ends and bool(_lost(seen))
 
     def of(self, seen: Observation, began: float | None) -> list[NodeStatus]:
-        """The nodes that are waited for: those that do not answer, and those whose agent is gone
-        without a word.
+        """Return the nodes to wait for: those that do not answer, and those whose agent ended
+        without reporting an exit code.
 
         Args:
             seen: an attempt that has ended.
-            began: when its nodes had started.
+            began: when its nodes had started, Unix time.
         """
         if not self._again or self._ends or seen.final or seen.late:
             return []
@@ -63,7 +63,7 @@ class Losses:
         return lost if self._left >= 0 else []
 
     def waiting(self, seen: Observation, lost: Sequence[NodeStatus]) -> tuple[NodeStatus, ...]:
-        """The nodes' status meanwhile."""
+        """Return the nodes' status while the run waits."""
         why, until = f"waiting for {names(lost)}", time.time() + LOST_SECONDS
         return tuple(
             msgspec.structs.replace(node, state=State.RESTARTING, reason=why, until=until)
@@ -77,10 +77,10 @@ class Losses:
         ended: Callable[[], bool],
         seconds: float,
     ) -> bool:
-        """Wait so long until the hosts of these nodes answer; whether they do.
+        """Wait at most ``seconds`` until the hosts of these nodes answer. Return whether they do.
 
         Args:
-            ended: whether there is nothing more to wait for.
+            ended: whether to stop waiting.
         """
         until = time.time() + seconds
         while not ended():
@@ -97,8 +97,8 @@ class Losses:
     def others(
         self, lost: Sequence[NodeStatus], job: JobSpec, facts: Facts
     ) -> tuple[Facts, int] | None:
-        """Facts of the hosts that can go on without those of these nodes, and how many of them are
-        spares; None: they are too few, or the job does not ask for it."""
+        """Return facts without the hosts of these nodes, and how many of the others are spares.
+        None if they are too few, or the job has neither spares nor a range of nodes."""
         gone = {self.plan.hosts[node.node] for node in lost}
         left = tuple(host for host in facts.hosts if host.host not in gone)
         least, most = job.node_range
@@ -109,19 +109,18 @@ class Losses:
 
 
 class Returns:
-    """Which nodes that a running attempt does without are started once more, to join the others:
-    those that are there, but have ended, or were not there when the agents began the attempt."""
+    """Decides which nodes that a running attempt lost are started again, to join the others."""
 
     def __init__(self, folder: RunFolder, job: JobSpec, plan: Plan) -> None:
         self._folder, self._wanted = folder, job.shrinks or job.spares > 0
-        self._pause = plan.stop_grace + RETURN_SECONDS  # its own ranks have ended by then
+        self._pause = plan.stop_grace + RETURN_SECONDS  # the lost node's own ranks have ended then
         self._since: dict[int, float] = {}
         self._tries: dict[int, int] = {}
-        self._known_at = 0.0  # when it is known how the one stands that was started last
+        self._known_at = 0.0  # when the node that was started last has reported its state
 
     def begin(self) -> dict[str, Secret]:
-        """By what the nodes of an attempt that is started now know each other, and those that
-        join; nothing where none can."""
+        """Return the secret of a new attempt's nodes, which those that join it need; nothing where
+        none can join."""
         if not self._wanted:
             return {}
         token = tokens.token_hex(16)
@@ -130,12 +129,12 @@ class Returns:
         return {PEER_TOKEN: Secret(PEER_TOKEN, token)}
 
     def start(self, node: int, submit: Callable[..., None], secrets: Mapping[str, Secret]) -> str:
-        """Start that node; what came of it.
+        """Start a node. Return the text of the event.
 
         Args:
-            submit: as of `Backend.submit`, of that node's plan.
+            submit: `Backend.submit` with that node's plan.
         """
-        # Its agent begins where the others' did, and follows them from there.
+        # Its agent starts in the attempt in which the others started, and follows them from there.
         done = self._folder.records("steps.jsonl", StepRecord)
         attempt = max((step.attempt for step in done), default=1)
         try:
@@ -144,23 +143,23 @@ class Returns:
             submit(attempt=attempt, secrets={**secrets, PEER_TOKEN: token}, record=record)
         except ClusterkitError as error:
             return f"node {node} could not be started again: {error.message}"
-        finally:  # it may have taken long
+        finally:  # the submit may have taken long
             self._known_at = mirror.awake() + 2 * mirror.BACK_SECONDS
         return f"node {node} was started again, to join the others"
 
     def hidden(self, seen: Observation, now: float, followed: bool) -> bool:
-        """Whether an agent may run of which nothing is to be seen: it follows the others only once
-        it has met node 0, and over SSH is told of with a delay. Arguments as of `due`."""
+        """Return whether an agent may run that has not reported yet: it follows the others once it
+        has met node 0, and over SSH its files arrive late. For the arguments see `due`."""
         away = [node for node in seen.nodes if node.state is State.PENDING]
         started = [node for node in away if node.spare or node.node in self._tries or not followed]
         return bool(started) or now < self._known_at
 
     def due(self, seen: Observation, now: float, followed: bool) -> list[int]:
-        """The nodes to start now.
+        """Return the nodes to start now.
 
         Args:
-            now: by a clock that only grows.
-            followed: whether the agents began the attempt: who is not in it was lost before.
+            now: seconds of a monotonic clock.
+            followed: whether agents started the attempt. A node missing from it was lost before.
         """
         going_on = seen.nodes[0].state is State.RUNNING and not (seen.final or seen.late)
         states = {State.FAILED, State.CANCELLED, *([State.PENDING] if followed else [])}

@@ -26,7 +26,7 @@ from clusterkit.plan import Plan
 from clusterkit.runs import LEFTOVERS, POLL_SECONDS, RunFolder, RunHandle, Submission
 from clusterkit.spec import JobSpec
 from clusterkit.status import Failure, RunStatus, State
-from clusterkit.verdict import diagnosis, record, settled
+from clusterkit.verdict import diagnosis, record, without_spares
 
 if TYPE_CHECKING:
     from clusterkit.transport import Transport
@@ -107,7 +107,7 @@ def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunS
     if base.restarts_left is None and job is not None:
         base = _replace(base, restarts_left=job.restarts)
     while seen := backend.status(handle, transport):
-        seen = settled(handle.plan, seen)
+        seen = without_spares(handle.plan, seen)
         if seen.goes_on is None or seen.goes_on <= handle.attempt:
             break
         base = _replace(base, restarts_left=seen.left_of(base.restarts_left or 0))

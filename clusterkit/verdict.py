@@ -1,4 +1,4 @@
-"""How an attempt has ended, and why it did not succeed; the record of a run's end."""
+"""The verdict on an attempt: whether it succeeded, and if not, why. Records how a run ends."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from clusterkit.spec import JobSpec
 from clusterkit.status import Failure, RunStatus, State, overall
 
 TAIL_LINES = 5000
-"""Log lines per attempt that a diagnosis reads."""
+"""How many log lines of an attempt a diagnosis reads."""
 RESERVE = ".reserve"
-"""Of a run's folder: kept free for the last ``state.json``."""
+"""File in a run's folder that reserves the disk space of the last ``state.json``."""
 TOKEN = "token"
-"""Of a run's folder: by what its nodes know each other, where others may join."""
+"""File in a run's folder: the secret that a node needs to join a running attempt."""
 
 
-def settled(plan: Plan, seen: Observation) -> Observation:
-    """An attempt by its nodes that have ranks: it goes on while one of them does, and then has
-    succeeded if enough of them have. Spares decide nothing, whether they came or not."""
+def without_spares(plan: Plan, seen: Observation) -> Observation:
+    """Return the observation with the state of the nodes that have ranks, and spares marked.
+
+    The attempt runs while one of these nodes does; it succeeds if ``plan.least`` of them do.
+    """
     nodes = tuple(
         replace(node, spare=True)
         if node.state is State.PENDING and node.node >= plan.places
@@ -39,7 +41,7 @@ def settled(plan: Plan, seen: Observation) -> Observation:
 
 
 def record(folder: RunFolder, status: RunStatus) -> None:
-    """Write down how a run has ended; what is of use only until then goes."""
+    """Write the final ``state.json``, and remove the files that only a running run needs."""
     for name in (RESERVE, TOKEN):
         with contextlib.suppress(OSError):
             folder.file(name).unlink()
@@ -47,8 +49,8 @@ def record(folder: RunFolder, status: RunStatus) -> None:
 
 
 def over_time(job: JobSpec) -> Failure:
-    """Why a run failed that was ended at its time limit."""
-    from clusterkit.agent import LATE, LATE_EXIT  # as `diagnose` below
+    """Return the failure of a run that reached its time limit."""
+    from clusterkit.agent import LATE, LATE_EXIT  # deferred like `diagnose` below
 
     return Failure(
         exit_code=LATE_EXIT,
@@ -58,8 +60,8 @@ def over_time(job: JobSpec) -> Failure:
 
 
 def diagnosis(handle: RunHandle, seen: Observation) -> Failure:
-    """Why an attempt that has ended did not succeed."""
-    from clusterkit.diagnose import diagnose  # of no use to a run that succeeds
+    """Return why an attempt that has ended did not succeed."""
+    from clusterkit.diagnose import diagnose  # a run that succeeds does without this import
 
     if seen.late:
         return over_time(handle.folder.read_json("job.json", JobSpec))
@@ -72,6 +74,6 @@ def diagnosis(handle: RunHandle, seen: Observation) -> Failure:
         oom_kills=seen.oom_kills, causes=seen.causes,
     )  # fmt: skip
     if plan.nodes < plan.topology.get("nodes", plan.nodes) and failure.rank is not None:
-        # One launcher for all nodes (mpirun): its log does not tell them apart, the rank does.
+        # One launcher for all nodes (mpirun): only the rank says which node it was.
         failure = replace(failure, node=failure.rank // nproc)
     return failure

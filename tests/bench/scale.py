@@ -43,6 +43,7 @@ from clusterkit.cluster import (
 from clusterkit.runs import RunFolder, Submission, new_run_id
 from clusterkit.spec import JobSpec
 from clusterkit.status import RunStatus, State
+from clusterkit.supervisor import Supervisor
 from tests.bench.fake_hosts import FakeTransport
 
 SIZES = (10, 100, 1000)
@@ -165,7 +166,7 @@ def supervised(address: str, folder: RunFolder) -> Iterator[int]:
     lock = folder.hold()
     assert lock is not None
     _with_fakes(address)
-    supervise.Supervisor(folder).start()  # as submit does; the process takes it up
+    Supervisor(folder).start()  # as submit does; the process takes it up
     read, write = os.pipe()
     files = (lock.fileno(), write)
     words = ("tests.bench.scale", "--supervisor", address, str(folder.path), *map(str, files))

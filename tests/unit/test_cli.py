@@ -133,7 +133,7 @@ def test_the_version_is_told(cli):
 HEAVY = {
     "torch", "rich", "yaml", "matplotlib", "hypothesis", "subprocess", "concurrent.futures",
     "tempfile", "secrets", "importlib.resources", "importlib.metadata", "clusterkit.launch",
-    "clusterkit.supervise", "clusterkit.transport", "clusterkit.assemble", "clusterkit.command",
+    "clusterkit.supervisor", "clusterkit.transport", "clusterkit.assemble", "clusterkit.command",
     "clusterkit.agent",
 }  # fmt: skip
 

@@ -99,6 +99,7 @@ backends.slurm.remote_runs
 backends.*.backend
 verdict
 losses scaffold notify track
+supervisor
 supervise
 run_state
 run live

@@ -9,10 +9,11 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from clusterkit import loader, notify, supervise
+from clusterkit import loader, notify
 from clusterkit.cluster import NotifySpec
 from clusterkit.runs import Event, RunFolder
 from clusterkit.status import Failure, RunStatus, State
+from clusterkit.supervisor import Supervisor
 
 
 def status(state: State, failure: Failure | None = None) -> RunStatus:
@@ -126,7 +127,7 @@ def test_a_supervisor_tells_of_the_end_and_records_it(cwd, unstarted_run, tmp_pa
     )
     run = unstarted_run()
     folder = RunFolder(run.path)
-    supervise.Supervisor(folder)._finish(State.FAILED, Failure(exit_code=7, cause="bad"))
+    Supervisor(folder)._finish(State.FAILED, Failure(exit_code=7, cause="bad"))
     assert json.loads((tmp_path / "told").read_text())["status"]["exit_code"] == 7
     assert folder.read_json("state.json", RunStatus).state is State.FAILED
     texts = [event.text for event in folder.records("events.jsonl", Event)]

@@ -24,7 +24,7 @@ from clusterkit.runs import RunFolder, RunHandle, node_dir
 from clusterkit.spec import CheckpointSpec, JobSpec
 from clusterkit.status import RunStatus, State
 from clusterkit.transport import LocalTransport
-from clusterkit.verdict import settled
+from clusterkit.verdict import without_spares
 from tests.conftest import noted
 
 SSH = SshBackend()
@@ -971,11 +971,11 @@ def test_a_node_that_had_begun_is_taken_to_run_until_its_host_has_answered(tmp_p
         for name, content in files.items():
             (handle.folder.node_dir(1, node) / name).write_bytes(content)
     views = observe.views(handle)
-    seen = settled(made, observe.observation(handle, views, 30.0))
+    seen = without_spares(made, observe.observation(handle, views, 30.0))
     assert [node.state for node in seen.nodes] == [State.SUCCEEDED, State.RUNNING]
     assert seen.state is State.RUNNING
     views[1].take({"begun": True, "alive": False, "ended": True}, b"")
-    seen = settled(made, observe.observation(handle, views, 30.0))
+    seen = without_spares(made, observe.observation(handle, views, 30.0))
     assert [node.state for node in seen.nodes] == [State.SUCCEEDED, State.FAILED]
 
 

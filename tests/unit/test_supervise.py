@@ -27,7 +27,7 @@ from clusterkit.run_state import cancel, current, reconcile
 from clusterkit.runs import Event, RunFolder
 from clusterkit.spec import JobSpec
 from clusterkit.status import AttemptStatus, Failure, NodeStatus, RunStatus, State, overall
-from clusterkit.supervise import Supervisor
+from clusterkit.supervisor import PORT_TRIES, Supervisor
 from clusterkit.transport import LocalTransport
 from tests.conftest import HELD
 
@@ -415,8 +415,8 @@ def supervise_with(unstarted_run, monkeypatch):
         run = unstarted_run(text, **options)
         backend = kind(attempts)
         monkeypatch.setattr(backends, "backend", lambda name: backend)
-        monkeypatch.setattr(supervise, "POLL_SECONDS", 0.0)
-        monkeypatch.setattr(supervise, "PEERS_SECONDS", 0.0)
+        monkeypatch.setattr("clusterkit.supervisor.POLL_SECONDS", 0.0)
+        monkeypatch.setattr("clusterkit.supervisor.PEERS_SECONDS", 0.0)
         supervisor = Supervisor(RunFolder(run.path))
         if adopt is not None:
             adopt(supervisor)
@@ -714,7 +714,7 @@ def test_a_node_whose_start_took_long_is_ended_where_the_run_was_cancelled_meanw
         all = 0
 
     monkeypatch.setattr(mirror, "awake", clock)
-    monkeypatch.setattr(supervise, "CANCEL_SECONDS", 0.0)
+    monkeypatch.setattr("clusterkit.supervisor.CANCEL_SECONDS", 0.0)
     script = [[observed(UP, State.CANCELLED)]]
     backend, status, _ = supervise_with(script, job, kind=Slow)
     assert status.state is State.CANCELLED
@@ -769,8 +769,8 @@ def test_the_nodes_that_have_ranks_decide_how_a_run_ends(
     run, hand, ended = beside_a_spare(code, spare, job)
 
     monkeypatch.setattr(mirror, "awake", Awake())
-    monkeypatch.setattr(supervise, "POLL_SECONDS", 0.0)
-    supervise.Supervisor(hand.folder)._attempts()
+    monkeypatch.setattr("clusterkit.supervisor.POLL_SECONDS", 0.0)
+    Supervisor(hand.folder)._attempts()
     status = hand.folder.read_json("state.json", RunStatus)
     assert (status.state, status.exit_code) == (state, code)
     assert ended == ["another node has ended"]
@@ -849,7 +849,7 @@ def test_a_port_that_is_always_taken_is_given_up_at_last(supervise_with):
     taken = observed(BAD, reason="port: PORT (errno: 98 - Address already in use).")
     backend, status, _ = supervise_with([taken] * 9)
     assert status.state is State.FAILED
-    assert len(backend.submitted) == 1 + supervise.PORT_TRIES
+    assert len(backend.submitted) == 1 + PORT_TRIES
 
 
 def test_a_port_of_the_program_s_own_that_is_taken_is_its_own_failure(supervise_with):
@@ -938,7 +938,7 @@ def test_the_identity_of_a_process_survives_json(folder):
 def test_a_cancel_that_comes_after_the_end_does_not_rewrite_it(unstarted_run, monkeypatch):
     run = unstarted_run()
     folder = RunFolder(run.path)
-    supervisor = supervise.Supervisor(folder)
+    supervisor = Supervisor(folder)
     ended = NodeStatus(node=0, host="localhost", state=State.SUCCEEDED, exit_code=0)
 
     def status(handle, transport):

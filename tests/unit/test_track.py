@@ -15,11 +15,12 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from clusterkit import runs, supervise, track
+from clusterkit import runs, track
 from clusterkit.runs import Event, RunFolder
 from clusterkit.series import MOST_METRICS
 from clusterkit.spec import JobSpec
 from clusterkit.status import RunStatus, State
+from clusterkit.supervisor import Supervisor
 
 JOB = JobSpec(name="demo", program="train.py", track=("tensorboard",))
 
@@ -170,8 +171,8 @@ def test_an_end_is_not_waited_for_without_limit(folder, monkeypatch):
 
 def test_a_supervisor_writes_it_to_the_end(cwd, unstarted_run, monkeypatch):
     run = unstarted_run("track: [tensorboard]\n")
-    supervisor = supervise.Supervisor(RunFolder(run.path))
-    monkeypatch.setattr(supervise.signal, "signal", lambda *_: None)
+    supervisor = Supervisor(RunFolder(run.path))
+    monkeypatch.setattr("clusterkit.supervisor.signal.signal", lambda *_: None)
 
     def attempts(adopt):
         report(supervisor.folder, 1, {"step": 1, "loss": 1.0})
