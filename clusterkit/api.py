@@ -20,42 +20,45 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from clusterkit import backends, run_state
-from clusterkit import runs as store
+from clusterkit import backends
 from clusterkit.backends.base import SupportsDoctor, SupportsRemoteRuns
 from clusterkit.errors import EXIT_FAILURE, BadInput, CapabilityError, RunFailed
-from clusterkit.run import Run as Run
-from clusterkit.runs import Submission
+from clusterkit.run import run_state
+from clusterkit.run import runs as store
+from clusterkit.run.run import Run as Run
+from clusterkit.run.runs import Submission
+from clusterkit.run.status import RunStatus, State
 from clusterkit.spec import Job as Job
 from clusterkit.spec import JobSpec, parse_duration, parse_nodes
-from clusterkit.status import RunStatus, State
 
 if TYPE_CHECKING:
-    from clusterkit import bandwidth
     from clusterkit import doctor as doctors
     from clusterkit import warm as warmth
-    from clusterkit.catalogue import CatalogueEntry
+    from clusterkit.bench import bandwidth
     from clusterkit.cluster import Facts
     from clusterkit.convert import Converted
     from clusterkit.estimate import Estimate
-    from clusterkit.examples import example as example
-    from clusterkit.examples import examples as examples
-    from clusterkit.handout import plan_as as plan_as
-    from clusterkit.launch import Prepared as Prepared
-    from clusterkit.launch import Progress as Progress
-    from clusterkit.launch import launch as launch
-    from clusterkit.launch import prepare as prepare
-    from clusterkit.launch import resolved_cluster as resolved_cluster
-    from clusterkit.logs import LogLine
+    from clusterkit.jobfile.catalogue import CatalogueEntry
+    from clusterkit.jobfile.examples import example as example
+    from clusterkit.jobfile.examples import examples as examples
+    from clusterkit.jobfile.scaffold import init as init
+    from clusterkit.output.logs import LogLine
     from clusterkit.plan import Plan
-    from clusterkit.scaffold import init as init
+    from clusterkit.run.handout import plan_as as plan_as
+    from clusterkit.run.launch import Prepared as Prepared
+    from clusterkit.run.launch import Progress as Progress
+    from clusterkit.run.launch import launch as launch
+    from clusterkit.run.launch import prepare as prepare
+    from clusterkit.run.launch import resolved_cluster as resolved_cluster
     from clusterkit.web.server import Server
 
 _LAZY = {
-    **dict.fromkeys(("Prepared", "Progress", "launch", "prepare", "resolved_cluster"), "launch"),
-    **dict.fromkeys(("example", "examples"), "examples"),
-    "init": "scaffold",
-    "plan_as": "handout",
+    **dict.fromkeys(
+        ("Prepared", "Progress", "launch", "prepare", "resolved_cluster"), "run.launch"
+    ),
+    **dict.fromkeys(("example", "examples"), "jobfile.examples"),
+    "init": "jobfile.scaffold",
+    "plan_as": "run.handout",
 }
 
 
@@ -83,7 +86,7 @@ def plan(job: Job, **options: Any) -> Plan:
     """Exactly what `submit` would do, as data; options as for `prepare`."""
     if options.get("run_id") is None:
         options["run_id"] = lambda name: f"{store.slug(name)}-plan"
-    from clusterkit.launch import prepare
+    from clusterkit.run.launch import prepare
 
     with prepare(job, **options) as ready:
         return ready.plan
@@ -97,7 +100,7 @@ def submit(job: Job, **options: Any) -> Run:
     Raises:
         ClusterkitError: nothing was started and nothing is left behind.
     """
-    from clusterkit.launch import launch, prepare
+    from clusterkit.run.launch import launch, prepare
 
     return launch(prepare(job, **options))
 
@@ -124,7 +127,7 @@ def runs_of(
     Raises:
         Unavailable: the cluster does not answer.
     """
-    from clusterkit.launch import resolved_cluster
+    from clusterkit.run.launch import resolved_cluster
 
     entry = resolved_cluster(cluster, clusters_file)
     backend = backends.backend(entry.backend)
@@ -168,8 +171,8 @@ def metrics(run: str | Run) -> list[dict[str, Any]]:
 
 def prometheus(run: str | Run) -> str:
     """A run's state, and the newest value of each metric, in the text format of Prometheus."""
-    from clusterkit import prometheus as text_format
-    from clusterkit.live import LiveRun
+    from clusterkit.output import prometheus as text_format
+    from clusterkit.output.live import LiveRun
 
     found = get(run)
     live = LiveRun(found._folder)
@@ -200,7 +203,7 @@ def attach(
     if cluster is not None and isinstance(run, str):
         known = store.RUN_ID.match(run) and (store.home() / "runs" / run).is_dir()
         if not known:
-            from clusterkit.launch import take_up
+            from clusterkit.run.launch import take_up
 
             return take_up(run, cluster, clusters_file)
     found = get(run)
@@ -276,14 +279,14 @@ def bench(
         nodes: how many; by default every host of the cluster.
         gpus, cluster, clusters_file, include, exclude: as for `prepare`.
         watch: waits for the run's end; whoever interrupts it cancels the run.
-        choices: what to measure, as for `clusterkit.bandwidth.choose`.
+        choices: what to measure, as for `clusterkit.bench.bandwidth.choose`.
 
     Raises:
         RunFailed: the run did not succeed; the exit code is the run's own.
         ClusterkitError: it cannot be measured, or not all of it was.
     """
-    from clusterkit import bandwidth
-    from clusterkit.launch import launch, prepare, resolved_cluster
+    from clusterkit.bench import bandwidth
+    from clusterkit.run.launch import launch, prepare, resolved_cluster
     from clusterkit.ui.words import failure_text
 
     options = bandwidth.choose(**choices)
@@ -349,8 +352,8 @@ def estimate(
         ClusterkitError: the model is not known, or cannot be divided like this.
     """
     from clusterkit import estimate as estimates
-    from clusterkit import request
-    from clusterkit.launch import resolved_cluster
+    from clusterkit.jobfile import request
+    from clusterkit.run.launch import resolved_cluster
 
     asked = estimates.check(estimates.Question(**question))
     spec = None
@@ -395,8 +398,8 @@ def doctor(
         ClusterkitError: no such cluster, job or check. A host that does not answer is a finding.
     """
     from clusterkit import doctor as doctors
-    from clusterkit import request
-    from clusterkit.launch import resolved_cluster
+    from clusterkit.jobfile import request
+    from clusterkit.run.launch import resolved_cluster
 
     spec = None
     if job is not None:
@@ -422,7 +425,7 @@ def jobs() -> list[CatalogueEntry]:
     Raises:
         BadInput: there is no such folder.
     """
-    from clusterkit import catalogue
+    from clusterkit.jobfile import catalogue
 
     return catalogue.entries(catalogue.find_folder())
 
@@ -458,8 +461,8 @@ def notify(cluster: str = "local", clusters_file: str | os.PathLike[str] | None 
     Raises:
         BadInput, NotifyFailed: it names nobody; it was not taken.
     """
-    from clusterkit import notify as notifications
-    from clusterkit.launch import resolved_cluster
+    from clusterkit.run import notify as notifications
+    from clusterkit.run.launch import resolved_cluster
 
     spec = resolved_cluster(cluster, clusters_file).notify
     if spec is None:
@@ -492,6 +495,6 @@ def warm(
 
 def schema() -> dict[str, Any]:
     """JSON schema of job files, for editors."""
-    from clusterkit.schema import json_schema
+    from clusterkit.jobfile.schema import json_schema
 
     return json_schema()

@@ -9,8 +9,8 @@ from typing import Any
 
 from clusterkit import batch as batches
 from clusterkit.batch import Batch
-from clusterkit.command import PYTHONS, interpreter_options
 from clusterkit.errors import BadInput
+from clusterkit.jobfile.command import PYTHONS, interpreter_options
 from clusterkit.plan import Note
 from clusterkit.rendezvous import Topology
 from clusterkit.shell import Word

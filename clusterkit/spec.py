@@ -1,7 +1,7 @@
 """What to run: `JobSpec`, the contents of one job file. Frozen and validated; no I/O.
 
-The docstring under each field is its documentation: `clusterkit.schema` reads it for the JSON
-schema and for docs/job-file.md.
+The docstring under each field is its documentation: `clusterkit.jobfile.schema` reads it for the
+JSON schema and for docs/job-file.md.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from clusterkit import runs
-from clusterkit.logs import parse_lines
+from clusterkit.output.logs import parse_lines
+from clusterkit.run import runs
 
 RUN = (
     "import os, sys; from clusterkit.agent import __main__, limits; "

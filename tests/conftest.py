@@ -15,10 +15,11 @@ import hypothesis
 import pytest
 from hypothesis.configuration import set_hypothesis_home_dir
 
-from clusterkit import agent, api, runs, supervise
+from clusterkit import agent, api
 from clusterkit.cluster import Facts, Gpu, HostFacts
 from clusterkit.plan import Plan
-from clusterkit.runs import RunFolder
+from clusterkit.run import runs, supervise
+from clusterkit.run.runs import RunFolder
 from clusterkit.transport import Transport
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

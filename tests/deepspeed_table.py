@@ -1,4 +1,4 @@
-"""Makes ``clusterkit/deepspeed_keys.json`` of the DeepSpeed that is installed.
+"""Makes ``clusterkit/jobfile/deepspeed_keys.json`` of the DeepSpeed that is installed.
 
 python -m tests.deepspeed_table
 """
@@ -72,7 +72,7 @@ PLAIN: dict[str, Any] = {
 
 
 def keys_of(model: Any) -> dict[str, Any]:
-    """Key to what may stand there, in the words of `clusterkit.deepspeed_config`."""
+    """Key to what may stand there, in the words of `clusterkit.jobfile.deepspeed_config`."""
     found: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         bounds = "".join(

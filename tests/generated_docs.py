@@ -22,7 +22,7 @@ import click
 import msgspec
 from msgspec import inspect as types
 
-from clusterkit import backends, catalogue, schema
+from clusterkit import backends
 from clusterkit.cli import VERBS, cli
 from clusterkit.cluster import (
     Claim,
@@ -35,6 +35,7 @@ from clusterkit.cluster import (
     SshCluster,
 )
 from clusterkit.doctor import every_check
+from clusterkit.jobfile import catalogue, schema
 from clusterkit.spec import BatchSpec, CheckpointSpec, JobSpec
 
 ROOT = Path(__file__).parents[1]

@@ -6,8 +6,8 @@ import msgspec
 
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.plan import Plan
-from clusterkit.runs import RunFolder, Submission
-from clusterkit.status import NodeStatus, RunStatus, State
+from clusterkit.run.runs import RunFolder, Submission
+from clusterkit.run.status import NodeStatus, RunStatus, State
 
 
 class Recorded:

@@ -1,7 +1,7 @@
 """What the ranks of a node say, while they run, of how far they came and what they fail of.
 
 Only enough to tell whether a failure is that of the last round: for people, see
-`clusterkit.diagnose`.
+`clusterkit.output.diagnose`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a node's folder holds, for a reader on another machine (`clusterkit.mirror`)."""
+"""What a node's folder holds, for a reader on another machine (`clusterkit.output.mirror`)."""
 
 from __future__ import annotations
 

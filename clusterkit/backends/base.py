@@ -20,9 +20,9 @@ from msgspec import Struct
 from clusterkit.cluster import ClusterSpec, Facts
 from clusterkit.errors import BadInput, CapabilityError
 from clusterkit.plan import Plan
-from clusterkit.runs import RunHandle
+from clusterkit.run.runs import RunHandle
+from clusterkit.run.status import NodeCause, NodeStatus, RankExit, State
 from clusterkit.spec import JobSpec
-from clusterkit.status import NodeCause, NodeStatus, RankExit, State
 
 if TYPE_CHECKING:  # whoever only reads of a run starts without these
     from clusterkit.assemble import Placement

@@ -14,8 +14,8 @@ from clusterkit.agent import STOPPED, STOPPED_BY_PEERS, goes_on
 from clusterkit.agent.report import node_state, read_from
 from clusterkit.backends.base import Observation
 from clusterkit.plan import Plan
-from clusterkit.runs import RunHandle
-from clusterkit.status import NodeCause, NodeStatus, RankExit, State, overall
+from clusterkit.run.runs import RunHandle
+from clusterkit.run.status import NodeCause, NodeStatus, RankExit, State, overall
 
 _HINTS = {
     "SIGSTOP": "kill -CONT lets a stopped process go on",

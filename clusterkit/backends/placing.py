@@ -9,11 +9,11 @@ from typing import Literal
 
 import msgspec
 
-from clusterkit import project
 from clusterkit.cluster import Facts, Gpu, HostFacts, Project
 from clusterkit.errors import BadInput, counted
 from clusterkit.plan import Tree
 from clusterkit.spec import JobSpec
+from clusterkit.sync import project
 
 GPU_IMAGE, CPU_IMAGE = "clusterkit:gpu", "clusterkit:cpu"
 """What `make image` makes, in a checkout of clusterkit."""

@@ -9,11 +9,12 @@ from typing import Any
 
 import click
 
-from clusterkit import api, bandwidth
+from clusterkit import api
+from clusterkit.bench import bandwidth
+from clusterkit.bench.slow_links import figure
 from clusterkit.cli.common import cluster_options, host_options, json_option, print_json, table
 from clusterkit.errors import EXIT_FAILURE, counted
-from clusterkit.slow_links import figure
-from clusterkit.status import RunStatus
+from clusterkit.run.status import RunStatus
 from clusterkit.ui.waiting import waiting
 
 PLAIN_LINES = 20

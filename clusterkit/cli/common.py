@@ -17,7 +17,7 @@ import msgspec
 from clusterkit.errors import BadInput
 
 if TYPE_CHECKING:
-    from clusterkit.catalogue import CatalogueEntry
+    from clusterkit.jobfile.catalogue import CatalogueEntry
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -48,7 +48,7 @@ class PlanCommand(WordsCommand):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         from clusterkit import shell
-        from clusterkit.command import instead_of_a_job
+        from clusterkit.jobfile.command import instead_of_a_job
 
         split = args.index("--") if "--" in args else len(args)
         after = args[split + 1 :]
@@ -87,7 +87,7 @@ class PlanCommand(WordsCommand):
 
 def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """Run ids that begin so."""
-    from clusterkit import runs
+    from clusterkit.run import runs
 
     names = [folder.run_id for folder in runs.all_runs()]
     return [name for name in [*names, runs.LAST] if name.startswith(incomplete)]
@@ -95,7 +95,7 @@ def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) ->
 
 def complete_cluster(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """Cluster names that begin so."""
-    from clusterkit import loader
+    from clusterkit.jobfile import loader
 
     return [name for name in loader.cluster_names() if name.startswith(incomplete)]
 

@@ -9,7 +9,7 @@ from clusterkit.cli.common import catalogue_table, json_option, print_json
 
 
 def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    from clusterkit import examples
+    from clusterkit.jobfile import examples
 
     return [name for name in examples.names() if name.startswith(incomplete)]
 

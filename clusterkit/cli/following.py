@@ -13,7 +13,7 @@ import click
 from clusterkit import api
 from clusterkit.cli.common import print_json
 from clusterkit.errors import EXIT_FAILURE, EXIT_INTERRUPTED, BadInput, Unavailable
-from clusterkit.status import RunStatus, State
+from clusterkit.run.status import RunStatus, State
 from clusterkit.ui.waiting import waiting
 from clusterkit.ui.words import failure_text, start_text, waits_for
 
@@ -96,7 +96,7 @@ def check_terminal() -> None:
 
 def show(run: str | None) -> None:
     """`clusterkit top`, until somebody leaves it; ``run`` None: of all runs."""
-    from clusterkit import runs
+    from clusterkit.run import runs
     from clusterkit.ui.top.board import RunBoard, RunsBoard
     from clusterkit.ui.top.paint import ansi
 

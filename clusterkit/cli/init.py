@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import click
 
-from clusterkit import backends, loader, scaffold, shell
+from clusterkit import backends, shell
 from clusterkit.cli.common import complete_cluster, json_option, print_json
+from clusterkit.jobfile import loader, scaffold
 
 
 def _complete_where(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:

@@ -8,10 +8,11 @@ from collections.abc import Iterable
 import click
 import msgspec
 
-from clusterkit import api, tracebacks
+from clusterkit import api
 from clusterkit.cli.common import json_option, run_argument
-from clusterkit.logs import LogLine
-from clusterkit.runs import Event
+from clusterkit.output import tracebacks
+from clusterkit.output.logs import LogLine
+from clusterkit.run.runs import Event
 from clusterkit.ui.words import log_text, shown_on
 
 

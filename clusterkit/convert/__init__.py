@@ -14,12 +14,13 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from clusterkit import loader, shell, yaml_text
+from clusterkit import shell, yaml_text
 from clusterkit.cluster import CLUSTER_TYPES
 from clusterkit.convert import accelerate, clouds, compose, kubernetes, lines, slurm
 from clusterkit.convert.options import job_name
 from clusterkit.convert.sheet import Note, Read, Sheet, Tree, hosts_of
 from clusterkit.errors import BadInput, choices
+from clusterkit.jobfile import loader
 from clusterkit.spec import JobSpec, check_job
 from clusterkit.yaml_file import Document, parse_yaml
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from clusterkit.command import Used
 from clusterkit.convert.options import by_meaning, meant
 from clusterkit.convert.sheet import Sheet, Tree
-from clusterkit.launcher_options import ACCELERATE, CONVERT, OURS, each
+from clusterkit.jobfile.command import Used
+from clusterkit.jobfile.launcher_options import ACCELERATE, CONVERT, OURS, each
 from clusterkit.yaml_file import parse_yaml
 
 _TYPES = {

@@ -15,7 +15,7 @@ from clusterkit.convert.options import assigned, job_name, meant, variables
 from clusterkit.convert.script import Script, left
 from clusterkit.convert.sheet import Sheet, Tree
 from clusterkit.errors import counted
-from clusterkit.launcher_options import each
+from clusterkit.jobfile.launcher_options import each
 from clusterkit.yaml_file import parse_yaml
 
 _RENT = "?a cluster entry names machines that you have"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from clusterkit.command import Used
 from clusterkit.convert.options import by_meaning
 from clusterkit.convert.sheet import Sheet
+from clusterkit.jobfile.command import Used
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 _LOCAL = ("localhost", "127.0.0.1")

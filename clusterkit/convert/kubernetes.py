@@ -10,12 +10,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from clusterkit.command import read as read_line
 from clusterkit.convert import lines
 from clusterkit.convert.options import assigned, job_name
 from clusterkit.convert.script import Script, left
 from clusterkit.convert.sheet import OURS, Sheet, Tree
-from clusterkit.launcher_options import TORCHRUN
+from clusterkit.jobfile.command import read as read_line
+from clusterkit.jobfile.launcher_options import TORCHRUN
 from clusterkit.yaml_file import parse_yaml
 
 _QUEUE = "kueue.x-k8s.io/queue-name"

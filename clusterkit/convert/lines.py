@@ -6,13 +6,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from clusterkit import command, shell
-from clusterkit.command import Started, Used
+from clusterkit import shell
 from clusterkit.convert import accelerate, deepspeed, mpirun, torchx
 from clusterkit.convert.options import assigned, by_meaning, job_name
 from clusterkit.convert.sheet import Sheet, unknown_in
 from clusterkit.errors import BadInput
-from clusterkit.launcher_options import (
+from clusterkit.jobfile import command
+from clusterkit.jobfile.command import Started, Used
+from clusterkit.jobfile.launcher_options import (
     ACCELERATE,
     DEEPSPEED,
     LAUNCH,

@@ -6,9 +6,9 @@ from msgspec.structs import replace
 
 from clusterkit.addresses import host_from
 from clusterkit.cluster import Host
-from clusterkit.command import Used
 from clusterkit.convert.options import assigned, by_meaning
 from clusterkit.convert.sheet import Sheet
+from clusterkit.jobfile.command import Used
 
 _HOSTS = ("-H", "-host", "--host")
 _FILES = ("-hostfile", "--hostfile", "-machinefile", "--machinefile")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from clusterkit.command import Used
 from clusterkit.convert.sheet import LOGS, Sheet
-from clusterkit.launcher_options import BINDING, BY_ENVIRONMENT, COMMAND, MODULE, OURS
-from clusterkit.launcher_options import LOGS as OF_LOGS
+from clusterkit.jobfile.command import Used
+from clusterkit.jobfile.launcher_options import BINDING, BY_ENVIRONMENT, COMMAND, MODULE, OURS
+from clusterkit.jobfile.launcher_options import LOGS as OF_LOGS
 
 RENDEZVOUS = frozenset(
     {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
@@ -24,7 +24,7 @@ def by_meaning(sheet: Sheet, used: Used) -> None:
 
 
 def meant(sheet: Sheet, what: str, meaning: str, value: Any) -> None:
-    """A value that means what a table says, in the words of `clusterkit.launcher_options.Tool`."""
+    """Record a value by its meaning, as `clusterkit.jobfile.launcher_options.Tool` writes it."""
     key, is_set, constant = meaning.partition("=")
     value = constant if is_set else value
     if meaning == OURS:

@@ -11,7 +11,7 @@ from clusterkit.convert import lines
 from clusterkit.convert.options import RENDEZVOUS, assigned
 from clusterkit.convert.sheet import LOGS, Sheet, shown, unknown_in, variable
 from clusterkit.convert.shell_text import Command, Unfinished, commands
-from clusterkit.launcher_options import SCRIPTS
+from clusterkit.jobfile.launcher_options import SCRIPTS
 
 _ASSIGNMENT = re.compile(rf"({shell.NAME})(\+?=)(.*)\Z", re.DOTALL)
 _TELLS = frozenset(

@@ -12,8 +12,8 @@ from msgspec.structs import asdict, replace
 
 from clusterkit import addresses, shell
 from clusterkit.cluster import Host
-from clusterkit.command import Used
 from clusterkit.errors import BadInput, Place, dotted
+from clusterkit.jobfile.command import Used
 from clusterkit.yaml_file import Document
 
 Fate = Literal["job", "cluster", "dropped", "yours"]

@@ -6,14 +6,14 @@ import re
 from collections.abc import Sequence
 
 from clusterkit import shell
-from clusterkit.command import Used, options
-from clusterkit.command import read as read_line
 from clusterkit.convert import lines
 from clusterkit.convert.options import assigned, by_meaning, job_name
 from clusterkit.convert.script import Script, left
 from clusterkit.convert.sheet import Sheet, shown, unknown_in, variable
 from clusterkit.convert.shell_text import Command
-from clusterkit.launcher_options import AGAIN, PASSED, SBATCH, SPECIAL, SRUN, Tool
+from clusterkit.jobfile.command import Used, options
+from clusterkit.jobfile.command import read as read_line
+from clusterkit.jobfile.launcher_options import AGAIN, PASSED, SBATCH, SPECIAL, SRUN, Tool
 
 _DIRECTIVE = re.compile(r"#SBATCH\s+(.*)")
 _GPUS = re.compile(r"\bgpu(?::[^:,]+)??(?::(\d+))?(?:,|$)")

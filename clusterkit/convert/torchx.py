@@ -9,10 +9,10 @@ import re
 from collections.abc import Sequence
 
 from clusterkit import shell
-from clusterkit.command import options
 from clusterkit.convert.options import assigned, by_meaning, job_name
 from clusterkit.convert.sheet import OURS, Sheet
-from clusterkit.launcher_options import DIST_DDP, SPECIAL, TORCHX_RUN
+from clusterkit.jobfile.command import options
+from clusterkit.jobfile.launcher_options import DIST_DDP, SPECIAL, TORCHX_RUN
 
 _COMPONENTS = ("dist.ddp", "dist.spmd")
 _KUBERNETES = ("namespace", "queue", "service_account", "priority_class")

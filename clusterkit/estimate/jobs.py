@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 from clusterkit.batch import DEEPSPEED_KEYS, solve
-from clusterkit.deepspeed_config import precision
 from clusterkit.errors import BadInput, counted
 from clusterkit.estimate import mesh as meshes
 from clusterkit.estimate import models
 from clusterkit.estimate.mesh import Mesh
 from clusterkit.estimate.published import PRESETS
 from clusterkit.estimate.setup import ZERO, Model, Precision, Setup, Zero
+from clusterkit.jobfile.deepspeed_config import precision
 from clusterkit.spec import JobSpec
 
 _DEFAULT_GLOBAL_BATCH = 32

@@ -5,7 +5,7 @@ installed. `clusterkit bench` starts it like any program; by hand it is
 
     torchrun --nproc-per-node 2 bandwidth.py --collectives all_reduce --sizes 1024,65536
 
-It reports bare measurements; `clusterkit.bandwidth` makes bandwidths and a judgement of them:
+It reports bare measurements; `clusterkit.bench.bandwidth` makes bandwidths and a judgement of them:
 
     bench_setup    once: ranks, nodes, backend, how many measurements follow
     bench_doing    before a measurement: what is measured now

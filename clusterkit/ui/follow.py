@@ -11,12 +11,13 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Column
 from rich.text import Text
 
-from clusterkit import api, tracebacks
+from clusterkit import api
 from clusterkit.agent import EVEN, GOES_ON, SLOW, STILL
 from clusterkit.errors import counted
-from clusterkit.live import Reported
-from clusterkit.logs import LogLine
-from clusterkit.status import RunStatus, State
+from clusterkit.output import tracebacks
+from clusterkit.output.live import Reported
+from clusterkit.output.logs import LogLine
+from clusterkit.run.status import RunStatus, State
 from clusterkit.ui.waiting import waiting
 from clusterkit.ui.words import (
     duration,

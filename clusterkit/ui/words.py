@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TextIO
 
-from clusterkit.logs import LogLine, readable
-from clusterkit.status import Goodput, RunStatus, State
+from clusterkit.output.logs import LogLine, readable
+from clusterkit.run.status import Goodput, RunStatus, State
 
 _SEQUENCE = re.compile(
     r"(\x1b\[[0-9;:]*m)"  # colours

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from clusterkit import logs
-from clusterkit.logs import LONGEST_LINE, LogLine, parse_lines, readable
+from clusterkit.output import logs
+from clusterkit.output.logs import LONGEST_LINE, LogLine, parse_lines, readable
 from clusterkit.ui.words import printable
 
 LINES = 400
@@ -22,7 +22,7 @@ SHOWN = 4000
 
 
 def page(path: Path, **which: Any) -> dict[str, Any]:
-    """`clusterkit.logs.page` of which lines, as they are shown."""
+    """`clusterkit.output.logs.page` of which lines, as they are shown."""
     found = logs.page(path, **which, most=LINES)
     return {**msgspec.structs.asdict(found), "lines": _shown(found.lines)}
 

@@ -35,8 +35,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
-from clusterkit import prometheus
 from clusterkit.errors import ClusterkitError, RunNotFound, Unavailable
+from clusterkit.output import prometheus
 from clusterkit.web import page
 from clusterkit.web.site import MOST_POINTS, News, Site
 

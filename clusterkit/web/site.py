@@ -18,12 +18,12 @@ from typing import Any
 
 import msgspec
 
-from clusterkit import run_state, runs
 from clusterkit.errors import RunFolderError, RunNotFound
 from clusterkit.files import write_atomic
-from clusterkit.live import LiveRun, LiveRuns, RankView, standstill
-from clusterkit.prometheus import Reported, reported
-from clusterkit.series import Series
+from clusterkit.output.live import LiveRun, LiveRuns, RankView, standstill
+from clusterkit.output.prometheus import Reported, reported
+from clusterkit.output.series import Series
+from clusterkit.run import run_state, runs
 from clusterkit.ui.words import printable, remark_lines
 from clusterkit.web import log_pages, page
 

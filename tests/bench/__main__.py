@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterkit import api, backends, loader
+from clusterkit import api, backends
 from clusterkit.cli.common import table
 from clusterkit.cluster import Facts, HostFacts, LocalCluster
-from clusterkit.marks import parse_mark
+from clusterkit.jobfile import loader
+from clusterkit.output.marks import parse_mark
 
 BIN = Path(sys.executable).parent
 # Our modules would be compiled anew in every command, as on no machine of a user.

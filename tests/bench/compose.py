@@ -15,10 +15,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from clusterkit import api, execute, runs
+from clusterkit import api, execute
 from clusterkit.cli.common import table
 from clusterkit.errors import ClusterkitError
-from clusterkit.runs import RunFolder
+from clusterkit.run import runs
+from clusterkit.run.runs import RunFolder
 from clusterkit.transport import LocalTransport
 from tests.bench.__main__ import BIN, SECONDS, Program, Row, compare
 

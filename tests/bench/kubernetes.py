@@ -25,11 +25,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from clusterkit import api, execute, runs
+from clusterkit import api, execute
 from clusterkit.backends.kubernetes.client import Context, KubeTransport
 from clusterkit.cli.common import table
 from clusterkit.errors import ClusterkitError, RunNotFound
-from clusterkit.marks import parse_mark
+from clusterkit.output.marks import parse_mark
+from clusterkit.run import runs
 from clusterkit.spec import JobSpec
 from clusterkit.transport import LocalTransport
 from tests.bench.__main__ import BIN, SECONDS, Program, Row

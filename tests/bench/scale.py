@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 import clusterkit
-from clusterkit import backends, supervise
+from clusterkit import backends
 from clusterkit.agent.client import Client
 from clusterkit.agent.files import allow_open_files
 from clusterkit.agent.member import Terms
@@ -40,10 +40,11 @@ from clusterkit.cluster import (
     KubernetesFacts,
     SlurmFacts,
 )
-from clusterkit.runs import RunFolder, Submission, new_run_id
+from clusterkit.run import supervise
+from clusterkit.run.runs import RunFolder, Submission, new_run_id
+from clusterkit.run.status import RunStatus, State
+from clusterkit.run.supervisor import Supervisor
 from clusterkit.spec import JobSpec
-from clusterkit.status import RunStatus, State
-from clusterkit.supervisor import Supervisor
 from tests.bench.fake_hosts import FakeTransport
 
 SIZES = (10, 100, 1000)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from clusterkit import api
 from clusterkit.cli.common import table
-from clusterkit.status import State
+from clusterkit.run.status import State
 from tests.bench.__main__ import BIN, SECONDS, Row, compare
 
 PROGRAM = """

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterkit.agent import processes
-from clusterkit.status import State
+from clusterkit.run.status import State
 from tests.live.kubernetes import conftest as cluster
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import yaml
 
-from clusterkit import backends, runs
+from clusterkit import backends
 from clusterkit.backends.base import Backend
 from clusterkit.backends.kubernetes.client import Context, InternalError, KubeTransport
 from clusterkit.cluster import (
@@ -29,8 +29,9 @@ from clusterkit.cluster import (
     KubernetesFacts,
     SlurmFacts,
 )
-from clusterkit.logs import LogLine
+from clusterkit.output.logs import LogLine
 from clusterkit.plan import Plan, Step
+from clusterkit.run import runs
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Completed, LocalTransport, Put, Transport
 

@@ -17,15 +17,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from clusterkit import backends, loader, runs
+from clusterkit import backends
 from clusterkit.agent import PEER_TOKEN
 from clusterkit.backends.base import Backend, Observation, check_capabilities
 from clusterkit.cluster import CLUSTER_TYPES
 from clusterkit.errors import BadInput, CapabilityError, SubmitFailed, Unavailable
+from clusterkit.jobfile import loader
 from clusterkit.plan import Plan
+from clusterkit.run import runs
+from clusterkit.run.status import State
 from clusterkit.shell import Secret
 from clusterkit.spec import BatchSpec, CheckpointSpec, JobSpec
-from clusterkit.status import State
 from clusterkit.transport import Transport
 
 ROOT = Path(__file__).resolve().parents[2]

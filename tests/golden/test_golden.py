@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from clusterkit import backends, loader
+from clusterkit import backends
 from clusterkit.cluster import (
     CLUSTER_TYPES,
     Claim,
@@ -24,6 +24,7 @@ from clusterkit.cluster import (
     Project,
     SlurmFacts,
 )
+from clusterkit.jobfile import loader
 
 HERE = Path(__file__).resolve().parent
 EXPECTED = HERE / "expected"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterkit import api
-from clusterkit.status import State
+from clusterkit.run.status import State
 
 LEFT_OUT = ("ACCELERATE_USE_CPU", "ACCELERATE_DYNAMO_")
 """Variables of accelerate that mean nothing new: every rank without a GPU has the first, here under

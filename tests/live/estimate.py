@@ -24,8 +24,8 @@ from clusterkit import api
 from clusterkit.cli.common import table
 from clusterkit.estimate import jobs
 from clusterkit.estimate.memory import Memory, predict
+from clusterkit.run.status import State
 from clusterkit.spec import JobSpec
-from clusterkit.status import State
 
 ROOT = Path(__file__).parents[2]
 GPT = ROOT / "jobs" / "train" / "gpt" / "train.py"

@@ -17,10 +17,11 @@ from pathlib import Path
 
 import msgspec
 
-from clusterkit import api, loader
+from clusterkit import api
 from clusterkit.cli.common import table
+from clusterkit.jobfile import loader
+from clusterkit.run.status import State
 from clusterkit.spec import BatchSpec, CheckpointSpec
-from clusterkit.status import State
 
 STEPS, HALF = 20, 10
 TOLERANCE = 2e-6

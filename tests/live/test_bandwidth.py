@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from clusterkit import agent, api, bandwidth
-from clusterkit.status import State
+from clusterkit import agent, api
+from clusterkit.bench import bandwidth
+from clusterkit.run.status import State
 
 SOON = 120.0
 """Seconds after which a test says that something hangs."""

@@ -10,7 +10,7 @@ import pytest
 
 from clusterkit import api
 from clusterkit.agent import EVEN, GOES_ON, SLOW, STILL
-from clusterkit.status import State
+from clusterkit.run.status import State
 
 pytestmark = pytest.mark.live
 Submit = Callable[..., api.Run]

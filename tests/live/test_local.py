@@ -22,12 +22,13 @@ from typing import IO
 import msgspec
 import pytest
 
-from clusterkit import agent, api, backends, loader
+from clusterkit import agent, api, backends
 from clusterkit.cluster import LocalCluster
 from clusterkit.errors import PortTaken
-from clusterkit.runs import RunFolder
+from clusterkit.jobfile import loader
+from clusterkit.run.runs import RunFolder
+from clusterkit.run.status import State
 from clusterkit.spec import BatchSpec, JobSpec
-from clusterkit.status import State
 from clusterkit.transport import LocalTransport
 from tests.conftest import noted
 from tests.live import supervisors
@@ -752,10 +753,10 @@ def test_ctrl_c_without_a_terminal_cancels(clusterkit: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "phase",
-    ["clusterkit.loader.job_from_command", "clusterkit.loader.read_cluster",
+    ["clusterkit.jobfile.loader.job_from_command", "clusterkit.jobfile.loader.read_cluster",
      "clusterkit.backends.local.backend.LocalBackend.probe",
      "clusterkit.backends.local.backend.LocalBackend.plan",
-     "clusterkit.runs.RunFolder.save_plan", "clusterkit.supervise.spawn"],
+     "clusterkit.run.runs.RunFolder.save_plan", "clusterkit.run.supervise.spawn"],
 )  # fmt: skip
 def test_ctrl_c_before_the_start_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, own_home: Path, phase: str
@@ -772,7 +773,7 @@ def test_ctrl_c_before_the_start_leaves_nothing(
 def test_ctrl_c_while_the_supervisor_starts_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, own_home: Path
 ) -> None:
-    from clusterkit import supervise
+    from clusterkit.run import supervise
 
     spawn = supervise.spawn
     folders = []

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from clusterkit import agent, api
-from clusterkit.status import State
+from clusterkit.run.status import State
 
 ROOT = Path(__file__).parents[2]
 TRAIN = ROOT / "jobs" / "train"

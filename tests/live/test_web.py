@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from clusterkit import api
-from clusterkit.runs import Event, RunFolder
-from clusterkit.status import NodeStatus, RunStatus, State
+from clusterkit.run.runs import Event, RunFolder
+from clusterkit.run.status import NodeStatus, RunStatus, State
 from tests import browser
 
 pytestmark = [

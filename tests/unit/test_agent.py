@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from clusterkit import agent, runs
+from clusterkit import agent
 from clusterkit.agent import limits, processes
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.protocol import LAUNCHER_WAITED
 from clusterkit.agent.streams import Lines, Stream
 from clusterkit.backends.nodes import Left, judge_node
-from clusterkit.logs import parse_lines
+from clusterkit.output.logs import parse_lines
+from clusterkit.run import runs
 
 RUN = (
     "import sys; from clusterkit.agent import __main__, limits; limits.RANKS_GRACE = 0.0; "

@@ -9,12 +9,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from clusterkit import agent, api, backends, request, supervise
+from clusterkit import agent, api, backends
 from clusterkit.cluster import Project
 from clusterkit.errors import BadInput, RunFolderError, RunNotFound, SubmitFailed
-from clusterkit.runs import Event, RunFolder
+from clusterkit.jobfile import request
+from clusterkit.run import supervise
+from clusterkit.run.runs import Event, RunFolder
+from clusterkit.run.status import Failure, NodeStatus, RunStatus, State
 from clusterkit.spec import JobSpec
-from clusterkit.status import Failure, NodeStatus, RunStatus, State
 from clusterkit.transport import LocalTransport
 
 pytestmark = pytest.mark.usefixtures("no_gpus")

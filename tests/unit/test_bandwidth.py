@@ -14,13 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterkit import api, bandwidth, supervise
-from clusterkit.bandwidth import FACTORS, ITEMSIZES, choose, parse_sizes
+from clusterkit import api
+from clusterkit.bench import bandwidth
+from clusterkit.bench.bandwidth import FACTORS, ITEMSIZES, choose, parse_sizes
+from clusterkit.bench.slow_links import figure, judge
 from clusterkit.cluster import Facts
 from clusterkit.errors import BadInput, ClusterkitError, RunFailed, RunFolderError, Unavailable
-from clusterkit.runs import RunFolder
-from clusterkit.slow_links import figure, judge
-from clusterkit.status import Failure, NodeStatus, RunStatus, State
+from clusterkit.run import supervise
+from clusterkit.run.runs import RunFolder
+from clusterkit.run.status import Failure, NodeStatus, RunStatus, State
 from clusterkit.ui import plots
 
 # ---------------------------------------------------------------- formulas

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from clusterkit import api, catalogue
+from clusterkit import api
 from clusterkit.errors import BadInput
+from clusterkit.jobfile import catalogue
 from clusterkit.spec import JobSpec
 
 ROOT = Path(__file__).parents[2]

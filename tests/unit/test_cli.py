@@ -12,12 +12,13 @@ import click
 import msgspec
 import pytest
 
-from clusterkit import api, launch, supervise, ui
+from clusterkit import api, ui
 from clusterkit.cli import VERBS, common, following
 from clusterkit.cli import cli as group
 from clusterkit.cli.common import table
-from clusterkit.runs import Event, RunFolder
-from clusterkit.status import Failure, NodeStatus, RunStatus, State
+from clusterkit.run import launch, supervise
+from clusterkit.run.runs import Event, RunFolder
+from clusterkit.run.status import Failure, NodeStatus, RunStatus, State
 from clusterkit.ui import plots
 
 STAMP = "2026-11-21T20:11:58.12345"
@@ -132,9 +133,9 @@ def test_the_version_is_told(cli):
 
 HEAVY = {
     "torch", "rich", "yaml", "matplotlib", "hypothesis", "subprocess", "concurrent.futures",
-    "tempfile", "secrets", "importlib.resources", "importlib.metadata", "clusterkit.launch",
-    "clusterkit.supervisor", "clusterkit.transport", "clusterkit.assemble", "clusterkit.command",
-    "clusterkit.agent",
+    "tempfile", "secrets", "importlib.resources", "importlib.metadata", "clusterkit.run.launch",
+    "clusterkit.run.supervisor", "clusterkit.transport", "clusterkit.assemble",
+    "clusterkit.jobfile.command", "clusterkit.agent",
 }  # fmt: skip
 
 
@@ -142,8 +143,8 @@ HEAVY = {
     ("verb", "light"),
     [
         (["--help"], {"msgspec", "clusterkit.api"}),
-        (["ls"], {"clusterkit.tracebacks"}),
-        (["status", "last"], {"clusterkit.tracebacks"}),
+        (["ls"], {"clusterkit.output.tracebacks"}),
+        (["status", "last"], {"clusterkit.output.tracebacks"}),
         (["logs", "last"], set()),
     ],
 )

@@ -4,14 +4,14 @@ import shlex
 
 import pytest
 
-from clusterkit.command import (
+from clusterkit.errors import BadInput
+from clusterkit.jobfile.command import (
     check_source,
     instead_of_a_job,
     interpreter_options,
     read,
     take_over,
 )
-from clusterkit.errors import BadInput
 from clusterkit.spec import JobSpec
 
 TRAIN = {"program": "train.py", "args": ("--lr", "1")}

@@ -29,12 +29,12 @@ from clusterkit.backends.compose.containers import (
 )
 from clusterkit.backends.nodes import Left
 from clusterkit.cluster import ComposeCluster, Engine, Gpu
-from clusterkit.diagnose import diagnose
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
-from clusterkit.logs import LogLine
-from clusterkit.runs import RunFolder, RunHandle, node_dir
+from clusterkit.output.diagnose import diagnose
+from clusterkit.output.logs import LogLine
+from clusterkit.run.runs import RunFolder, RunHandle, node_dir
+from clusterkit.run.status import NodeCause, NodeStatus, RankExit, State
 from clusterkit.spec import CheckpointSpec, JobSpec
-from clusterkit.status import NodeCause, NodeStatus, RankExit, State
 from clusterkit.transport import Completed, LocalTransport
 from tests.conftest import UGLY
 

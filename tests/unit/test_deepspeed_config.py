@@ -6,9 +6,11 @@ import sys
 
 import pytest
 
-from clusterkit import api, deepspeed_config, deepspeed_probe, loader, runs
-from clusterkit.deepspeed_config import VERSION
+from clusterkit import api
 from clusterkit.errors import BadInput
+from clusterkit.jobfile import deepspeed_config, deepspeed_probe, loader
+from clusterkit.jobfile.deepspeed_config import VERSION
+from clusterkit.run import runs
 from clusterkit.transport import Completed
 from tests import deepspeed_table
 

@@ -7,9 +7,9 @@ import pytest
 
 from clusterkit.agent.failure import shell_code
 from clusterkit.backends.nodes import observed
-from clusterkit.diagnose import PORT_TAKEN, diagnose
-from clusterkit.logs import LogLine
-from clusterkit.status import NodeStatus, RankExit, State
+from clusterkit.output.diagnose import PORT_TAKEN, diagnose
+from clusterkit.output.logs import LogLine
+from clusterkit.run.status import NodeStatus, RankExit, State
 
 VALUE_ERROR = """\
 Traceback (most recent call last):

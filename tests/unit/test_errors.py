@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from clusterkit import errors, loader
+from clusterkit import errors
 from clusterkit.cluster import CLUSTER_TYPES
 from clusterkit.errors import BadInput, ClusterkitError, PortTaken, RunNotFound, Unavailable
+from clusterkit.jobfile import loader
 from clusterkit.spec import JobSpec
 
 

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterkit import estimate as estimates
-from clusterkit import loader
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.estimate import jobs, models, published
 from clusterkit.estimate.memory import largest_micro, layer_activations, predict
 from clusterkit.estimate.mesh import Mesh
 from clusterkit.estimate.setup import Model, Setup, Zero
 from clusterkit.estimate.units import gib, parse_count, parse_size
+from clusterkit.jobfile import loader
 from clusterkit.spec import BatchSpec, JobSpec
 
 ROOT = Path(__file__).resolve().parents[2]

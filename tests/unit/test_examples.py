@@ -10,7 +10,8 @@ import msgspec
 import pytest
 from setuptools import Distribution
 
-from clusterkit import catalogue, examples, loader, project
+from clusterkit.jobfile import catalogue, examples, loader
+from clusterkit.sync import project
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from clusterkit import runs
 from clusterkit.agent.launcher import Launcher
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.processes import descendants
-from clusterkit.logs import parse_lines
+from clusterkit.output.logs import parse_lines
+from clusterkit.run import runs
 
 RUN = (
     "import sys; from clusterkit.agent import __main__, limits; limits.RANKS_GRACE = 0.0; "

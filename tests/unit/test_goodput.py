@@ -1,11 +1,11 @@
 """Where a run's time went."""
 
-from clusterkit import runs
 from clusterkit.agent.node_log import NodeLog
-from clusterkit.goodput import account, with_goodput
-from clusterkit.logs import GrowingFile
-from clusterkit.runs import Rank0, RunFolder
-from clusterkit.status import AttemptStatus, RunStatus, State
+from clusterkit.output.logs import GrowingFile
+from clusterkit.run import runs
+from clusterkit.run.goodput import account, with_goodput
+from clusterkit.run.runs import Rank0, RunFolder
+from clusterkit.run.status import AttemptStatus, RunStatus, State
 from tests.recorded import Recorded
 
 START = {"event": "start", "first_step": 0}

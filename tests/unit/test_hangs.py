@@ -13,7 +13,7 @@ from clusterkit.agent.hangs import WORLD, Hangs, Steps, compare, steps_of
 from clusterkit.agent.rank_state import from_flight_recorder, from_traceback
 from clusterkit.agent.record import Record
 from clusterkit.backends.nodes import judge_running
-from clusterkit.status import NodeStatus, RunStatus, State
+from clusterkit.run.status import NodeStatus, RunStatus, State
 from clusterkit.ui.words import remark_lines
 
 LOAD, STEP = "train.py:44 in load()", "train.py:51 in step()"

@@ -31,18 +31,18 @@ agent.streams agent.client agent.spawn agent.fork
 agent.launcher
 agent.node
 agent.__main__ agent
-errors
-files status marks series host_probe receiver
-shell transport logs yaml_text estimate.mesh
-mirror tracebacks yaml_file
-spec diagnose
-launcher_options
-cluster command
+errors bench jobfile output run sync
+files run.status output.marks output.series host_probe sync.receiver
+shell transport output.logs yaml_text estimate.mesh
+output.mirror output.tracebacks yaml_file
+spec output.diagnose
+jobfile.launcher_options
+cluster jobfile.command
 addresses
-batch rendezvous loader schema
-plan request catalogue deepspeed_config
-program runs examples
-warm goodput
+batch rendezvous jobfile.loader jobfile.schema
+plan jobfile.request jobfile.catalogue jobfile.deepspeed_config
+program run.runs jobfile.examples
+warm run.goodput
 convert.sheet convert.files
 convert.options
 convert.deepspeed
@@ -52,15 +52,15 @@ convert.script
 convert.slurm convert.kubernetes convert.clouds
 convert.compose
 convert
-deepspeed_probe estimate.units estimate.setup estimate.published
+jobfile.deepspeed_probe estimate.units estimate.setup estimate.published
 estimate.memory
 estimate.models estimate.advice
 estimate.jobs
 estimate
-relay
-project
-assemble execute slow_links
-bandwidth
+sync.relay
+sync.project
+assemble execute bench.slow_links
+bench.bandwidth
 doctor.driver doctor.meeting doctor.base doctor.words
 doctor.check doctor.report
 doctor.bundle
@@ -97,15 +97,15 @@ backends.kubernetes.pod_log backends.kubernetes.apply
 backends.kubernetes.place backends.kubernetes.monitor
 backends.slurm.remote_runs
 backends.*.backend
-verdict
-losses scaffold notify track
-supervisor
-supervise
-run_state
-run live
-prometheus
-launch
-handout
+run.verdict
+run.losses jobfile.scaffold run.notify output.track
+run.supervisor
+run.supervise
+run.run_state
+run.run output.live
+output.prometheus
+run.launch
+run.handout
 ui ui.words
 ui.plots ui.waiting ui.top ui.top.paint web.page web.log_pages
 ui.top.board web.site
@@ -208,7 +208,8 @@ def test_the_runtime_needs_little_of_the_orchestrator():
 
 AGENT = {name for name in MODULES if name.startswith("clusterkit.agent")}
 SENT = {
-    f"clusterkit.{name}" for name in ("host_probe", "receiver", "backends.kubernetes.lost_pods")
+    f"clusterkit.{name}"
+    for name in ("host_probe", "sync.receiver", "backends.kubernetes.lost_pods")
 }
 
 

@@ -5,11 +5,21 @@ import time
 import msgspec
 import pytest
 
-from clusterkit import live, logs, run_state
-from clusterkit.live import EVENTS, METRICS, RANKS, STATUS, LiveRun, LiveRuns, Usage, standstill
-from clusterkit.runs import Event
-from clusterkit.series import MOST_METRICS, MOST_POINTS, Series
-from clusterkit.status import Failure, RunStatus, State
+from clusterkit.output import live, logs
+from clusterkit.output.live import (
+    EVENTS,
+    METRICS,
+    RANKS,
+    STATUS,
+    LiveRun,
+    LiveRuns,
+    Usage,
+    standstill,
+)
+from clusterkit.output.series import MOST_METRICS, MOST_POINTS, Series
+from clusterkit.run import run_state
+from clusterkit.run.runs import Event
+from clusterkit.run.status import Failure, RunStatus, State
 from tests.recorded import Recorded
 
 
@@ -220,7 +230,7 @@ def test_no_peak_is_lost_where_there_are_fewer_columns_than_points():
 
 
 def test_a_series_forgets_no_peak_when_it_grows_too_long(monkeypatch):
-    monkeypatch.setattr("clusterkit.series.MOST_POINTS", 64)
+    monkeypatch.setattr("clusterkit.output.series.MOST_POINTS", 64)
     series = Series()
     for step in range(1000):
         series.add(step, -5.0 if step == 333 else 9.0 if step == 334 else step / 1000)

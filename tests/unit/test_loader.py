@@ -11,18 +11,18 @@ import pytest
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
-from clusterkit import loader
 from clusterkit.backends.ssh import inventory
 from clusterkit.cli.common import prepare_options
 from clusterkit.cluster import CLUSTER_TYPES, Entry, LocalCluster
 from clusterkit.errors import BadInput
-from clusterkit.loader import (
+from clusterkit.jobfile import loader
+from clusterkit.jobfile.loader import (
     job_from_command,
     load_job,
     locate_program,
     read_cluster,
 )
-from clusterkit.schema import json_schema
+from clusterkit.jobfile.schema import json_schema
 from clusterkit.spec import JobSpec, Spec
 from clusterkit.yaml_file import parse_yaml
 
@@ -445,7 +445,7 @@ def test_a_command_that_nobody_may_read_and_one_of_the_nodes_are_left_to_the_ker
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(os, "access", lambda path, how: how != os.R_OK and may(path, how))
-    monkeypatch.setattr("clusterkit.loader.read_file", unreadable)
+    monkeypatch.setattr("clusterkit.jobfile.loader.read_file", unreadable)
     for word in ("./tool", f"{cwd}/data"):
         assert locate_program(job_from_command([word])).command == (word,)
 

@@ -16,9 +16,9 @@ from clusterkit.backends.nodes import judge_exit
 from clusterkit.backends.probing import parse_gpus
 from clusterkit.cluster import Gpu, LocalCluster
 from clusterkit.errors import BadInput, CapabilityError, PortTaken, Unavailable
-from clusterkit.runs import RunFolder, RunHandle
+from clusterkit.run.runs import RunFolder, RunHandle
+from clusterkit.run.status import State, overall
 from clusterkit.spec import JobSpec
-from clusterkit.status import State, overall
 from clusterkit.transport import LocalTransport
 from tests.conftest import noted
 

@@ -6,18 +6,19 @@ import threading
 import msgspec
 import pytest
 
-from clusterkit import mirror, run_state
 from clusterkit.agent import clock, coordinator, limits
 from clusterkit.backends.local.backend import LocalBackend
 from clusterkit.backends.ssh import observe
 from clusterkit.backends.ssh.backend import SshBackend
 from clusterkit.cluster import Facts
-from clusterkit.mirror import NodeView
+from clusterkit.output import mirror
+from clusterkit.output.mirror import NodeView
 from clusterkit.plan import Plan
-from clusterkit.run_state import cancel
-from clusterkit.runs import RunFolder, RunHandle
+from clusterkit.run import run_state
+from clusterkit.run.run_state import cancel
+from clusterkit.run.runs import RunFolder, RunHandle
+from clusterkit.run.status import RunStatus, State
 from clusterkit.spec import JobSpec
-from clusterkit.status import RunStatus, State
 from clusterkit.transport import Completed, LocalTransport
 
 NODES = 200

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from clusterkit import agent, mirror
+from clusterkit import agent
 from clusterkit.agent import limits, report
 from clusterkit.backends.ssh import observe
 from clusterkit.errors import RunFolderError, SubmitFailed, Unavailable
-from clusterkit.mirror import Frames, NodeView, Watch, keeping, pull
+from clusterkit.output import mirror
+from clusterkit.output.mirror import Frames, NodeView, Watch, keeping, pull
 from clusterkit.transport import LocalTransport
 
 LOCAL = LocalTransport()

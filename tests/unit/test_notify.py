@@ -9,11 +9,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from clusterkit import loader, notify
 from clusterkit.cluster import NotifySpec
-from clusterkit.runs import Event, RunFolder
-from clusterkit.status import Failure, RunStatus, State
-from clusterkit.supervisor import Supervisor
+from clusterkit.jobfile import loader
+from clusterkit.run import notify
+from clusterkit.run.runs import Event, RunFolder
+from clusterkit.run.status import Failure, RunStatus, State
+from clusterkit.run.supervisor import Supervisor
 
 
 def status(state: State, failure: Failure | None = None) -> RunStatus:

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import pytest
 
-from clusterkit import project, receiver
 from clusterkit.errors import BadInput, RunFolderError, SubmitFailed
 from clusterkit.plan import Tree
-from clusterkit.project import own_package, send, snapshot
+from clusterkit.sync import project, receiver
+from clusterkit.sync.project import own_package, send, snapshot
 from clusterkit.transport import LocalTransport
 
 LOCAL = LocalTransport()
@@ -1103,7 +1103,7 @@ def test_the_own_package_can_be_imported_where_it_arrives(tmp_path):
     )  # fmt: skip
     assert done.stdout.strip() == str(path / "clusterkit" / "__init__.py"), done.stderr
     assert not [name for name in paths(found) if name.endswith(".pyc")]
-    assert "clusterkit/deepspeed_keys.json" in paths(found)
+    assert "clusterkit/jobfile/deepspeed_keys.json" in paths(found)
 
 
 def test_two_thousand_files_need_no_second_reading(tmp_path):

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from clusterkit import project, relay
 from clusterkit.plan import Tree
-from clusterkit.project import Snapshot, send, snapshot
-from clusterkit.relay import Relay
+from clusterkit.sync import project, relay
+from clusterkit.sync.project import Snapshot, send, snapshot
+from clusterkit.sync.relay import Relay
 from clusterkit.transport import LocalTransport
 from tests.unit.test_project import contents, expected
 

@@ -12,7 +12,7 @@ import pytest
 from clusterkit import agent
 from clusterkit.agent.record import Record, restarts_left
 from clusterkit.backends.nodes import judge_running
-from clusterkit.status import State
+from clusterkit.run.status import State
 from tests.agents import RUN, Nodes
 
 

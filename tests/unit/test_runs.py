@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterkit import runs
 from clusterkit.errors import BadInput, RunFolderError, RunNotFound
-from clusterkit.runs import Event, RunFolder
+from clusterkit.run import runs
+from clusterkit.run.runs import Event, RunFolder
 
 
 def event(text, at=1.0):

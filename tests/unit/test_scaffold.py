@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from clusterkit import api, loader, scaffold
+from clusterkit import api
 from clusterkit.cluster import SshCluster
 from clusterkit.errors import BadInput
-from clusterkit.scaffold import Machine
+from clusterkit.jobfile import loader, scaffold
+from clusterkit.jobfile.scaffold import Machine
 
 DDP = """import argparse, torch
 import torch.distributed as dist

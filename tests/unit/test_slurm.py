@@ -10,13 +10,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from clusterkit import backends, doctor, runs
+from clusterkit import backends, doctor
 from clusterkit.agent.member import not_back
 from clusterkit.backends.slurm import observe, place, probe, queue
 from clusterkit.cluster import SlurmCluster, SlurmFacts
 from clusterkit.errors import BadInput, RunFolderError, RunNotFound, Unavailable
+from clusterkit.run import runs
+from clusterkit.run.status import State
 from clusterkit.spec import JobSpec
-from clusterkit.status import State
 from clusterkit.transport import Completed, LocalTransport
 
 MAIN = "main*|up|2-00:00:00|1-4|22.05.8|"

@@ -9,14 +9,16 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from clusterkit import backends, doctor, mirror, runs
+from clusterkit import backends, doctor
 from clusterkit.agent.protocol import GROWING_FILES, WHOLE_FILES
 from clusterkit.backends.slurm import login, observe, probe, queue, tail
 from clusterkit.backends.ssh.config import HostUnreachable
 from clusterkit.cluster import Project, SlurmCluster, SlurmFacts
 from clusterkit.errors import BadInput, SubmitFailed
+from clusterkit.output import mirror
+from clusterkit.run import runs
+from clusterkit.run.status import State
 from clusterkit.spec import JobSpec
-from clusterkit.status import State
 from clusterkit.transport import Completed, LocalTransport
 
 NAME = "alice@login:2222"

@@ -31,7 +31,7 @@ from clusterkit.backends.ssh.known_hosts import HostKeyProblem, KnownHosts
 from clusterkit.backends.ssh.transport import SshTransport
 from clusterkit.cluster import Host
 from clusterkit.errors import BadInput, SubmitFailed, Unavailable
-from clusterkit.status import State
+from clusterkit.run.status import State
 from clusterkit.transport import PORTS, Put, Transport, fan_out, in_order
 
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin:/sbin")

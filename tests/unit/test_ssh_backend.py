@@ -13,18 +13,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from clusterkit import api, backends, mirror, project
+from clusterkit import api, backends
 from clusterkit.backends import placing
 from clusterkit.backends.ssh import inventory, observe
 from clusterkit.backends.ssh.backend import SshBackend
 from clusterkit.cluster import Facts, Gpu, Host, HostFacts, Project, SshCluster
 from clusterkit.errors import BadInput, PortTaken, Unavailable
-from clusterkit.mirror import NodeView
-from clusterkit.runs import RunFolder, RunHandle, node_dir
+from clusterkit.output import mirror
+from clusterkit.output.mirror import NodeView
+from clusterkit.run.runs import RunFolder, RunHandle, node_dir
+from clusterkit.run.status import RunStatus, State
+from clusterkit.run.verdict import without_spares
 from clusterkit.spec import CheckpointSpec, JobSpec
-from clusterkit.status import RunStatus, State
+from clusterkit.sync import project
 from clusterkit.transport import LocalTransport
-from clusterkit.verdict import without_spares
 from tests.conftest import noted
 
 SSH = SshBackend()

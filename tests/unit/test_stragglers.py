@@ -15,7 +15,7 @@ from clusterkit.agent.rank_state import arrival_times
 from clusterkit.agent.record import Record
 from clusterkit.agent.stragglers import Clock, Stragglers
 from clusterkit.backends.nodes import judge_running
-from clusterkit.status import RunStatus, State
+from clusterkit.run.status import RunStatus, State
 from clusterkit.ui.words import remark_lines
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data/arrivals.json").read_text())

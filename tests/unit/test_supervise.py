@@ -15,19 +15,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from clusterkit import agent, backends, losses, mirror, run_state, runs, supervise
+from clusterkit import agent, backends
 from clusterkit.backends.base import Observation, SupportsCleanup
 from clusterkit.backends.local.backend import LocalBackend
 from clusterkit.backends.nodes import observed as from_files
 from clusterkit.backends.ports import moved_port
 from clusterkit.cluster import CLUSTER_TYPES, Facts, HostFacts
 from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
+from clusterkit.output import mirror
 from clusterkit.plan import Plan
-from clusterkit.run_state import cancel, current, reconcile
-from clusterkit.runs import Event, RunFolder
+from clusterkit.run import losses, run_state, runs, supervise
+from clusterkit.run.run_state import cancel, current, reconcile
+from clusterkit.run.runs import Event, RunFolder
+from clusterkit.run.status import AttemptStatus, Failure, NodeStatus, RunStatus, State, overall
+from clusterkit.run.supervisor import PORT_TRIES, Supervisor
 from clusterkit.spec import JobSpec
-from clusterkit.status import AttemptStatus, Failure, NodeStatus, RunStatus, State, overall
-from clusterkit.supervisor import PORT_TRIES, Supervisor
 from clusterkit.transport import LocalTransport
 from tests.conftest import HELD
 
@@ -415,8 +417,8 @@ def supervise_with(unstarted_run, monkeypatch):
         run = unstarted_run(text, **options)
         backend = kind(attempts)
         monkeypatch.setattr(backends, "backend", lambda name: backend)
-        monkeypatch.setattr("clusterkit.supervisor.POLL_SECONDS", 0.0)
-        monkeypatch.setattr("clusterkit.supervisor.PEERS_SECONDS", 0.0)
+        monkeypatch.setattr("clusterkit.run.supervisor.POLL_SECONDS", 0.0)
+        monkeypatch.setattr("clusterkit.run.supervisor.PEERS_SECONDS", 0.0)
         supervisor = Supervisor(RunFolder(run.path))
         if adopt is not None:
             adopt(supervisor)
@@ -714,7 +716,7 @@ def test_a_node_whose_start_took_long_is_ended_where_the_run_was_cancelled_meanw
         all = 0
 
     monkeypatch.setattr(mirror, "awake", clock)
-    monkeypatch.setattr("clusterkit.supervisor.CANCEL_SECONDS", 0.0)
+    monkeypatch.setattr("clusterkit.run.supervisor.CANCEL_SECONDS", 0.0)
     script = [[observed(UP, State.CANCELLED)]]
     backend, status, _ = supervise_with(script, job, kind=Slow)
     assert status.state is State.CANCELLED
@@ -769,7 +771,7 @@ def test_the_nodes_that_have_ranks_decide_how_a_run_ends(
     run, hand, ended = beside_a_spare(code, spare, job)
 
     monkeypatch.setattr(mirror, "awake", Awake())
-    monkeypatch.setattr("clusterkit.supervisor.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("clusterkit.run.supervisor.POLL_SECONDS", 0.0)
     Supervisor(hand.folder)._attempts()
     status = hand.folder.read_json("state.json", RunStatus)
     assert (status.state, status.exit_code) == (state, code)

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from clusterkit import tracebacks
-from clusterkit.diagnose import diagnose
-from clusterkit.logs import LogLine
-from clusterkit.status import NodeStatus, RankExit, State
+from clusterkit.output import tracebacks
+from clusterkit.output.diagnose import diagnose
+from clusterkit.output.logs import LogLine
+from clusterkit.run.status import NodeStatus, RankExit, State
 
 RANK = 0
 

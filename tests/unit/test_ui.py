@@ -11,9 +11,9 @@ from rich.console import Console
 
 from clusterkit.cli import following
 from clusterkit.errors import BadInput, RunFolderError, Unavailable
-from clusterkit.logs import LogLine
-from clusterkit.runs import Event
-from clusterkit.status import Failure, NodeStatus, RunStatus, State
+from clusterkit.output.logs import LogLine
+from clusterkit.run.runs import Event
+from clusterkit.run.status import Failure, NodeStatus, RunStatus, State
 from clusterkit.ui import follow, plots, waiting, words
 from clusterkit.ui.follow import View
 

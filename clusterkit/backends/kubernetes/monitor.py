@@ -27,8 +27,8 @@ from clusterkit.backends.kubernetes.pod_log import AGAIN_SECONDS, LOG_SECONDS, P
 from clusterkit.backends.kubernetes.server import RunObjects
 from clusterkit.backends.nodes import known
 from clusterkit.errors import ClusterkitError
-from clusterkit.runs import RunHandle
-from clusterkit.status import State
+from clusterkit.run.runs import RunHandle
+from clusterkit.run.status import State
 from clusterkit.transport import Transport
 
 WATCH_SECONDS = 280

@@ -29,8 +29,8 @@ from clusterkit.backends.kubernetes.server import RunObjects
 from clusterkit.backends.nodes import judge_exit, judge_running, observed
 from clusterkit.errors import ClusterkitError
 from clusterkit.plan import Plan
-from clusterkit.runs import RunHandle
-from clusterkit.status import NodeStatus, State
+from clusterkit.run.runs import RunHandle
+from clusterkit.run.status import NodeStatus, State
 from clusterkit.transport import Transport
 
 ELSEWHERE = (

@@ -38,11 +38,11 @@ from clusterkit.backends.placing import (
 from clusterkit.cluster import Facts, HostFacts, KubernetesCluster, KubernetesFacts
 from clusterkit.errors import BadInput, counted
 from clusterkit.plan import KubernetesNative, Note, PlanFile, Step, Tree
-from clusterkit.project import words
 from clusterkit.rendezvous import Endpoint, Topology, mpirun_interface
-from clusterkit.runs import slug
+from clusterkit.run.runs import slug
 from clusterkit.shell import quote
 from clusterkit.spec import JobSpec
+from clusterkit.sync.project import words
 from clusterkit.yaml_text import documents
 
 REJOIN_SECONDS = 900.0

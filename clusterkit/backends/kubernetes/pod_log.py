@@ -19,9 +19,9 @@ from clusterkit.backends.kubernetes.judge import Pod, read_pod
 from clusterkit.backends.kubernetes.server import AT_ONCE, RunObjects
 from clusterkit.errors import ClusterkitError
 from clusterkit.files import write_atomic
-from clusterkit.logs import HEAD
-from clusterkit.mirror import NodeView, keeping
-from clusterkit.runs import RunFolder, RunHandle
+from clusterkit.output.logs import HEAD
+from clusterkit.output.mirror import NodeView, keeping
+from clusterkit.run.runs import RunFolder, RunHandle
 from clusterkit.transport import Transport
 
 AGAIN_SECONDS = 1.0

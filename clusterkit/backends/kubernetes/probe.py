@@ -24,9 +24,9 @@ from clusterkit.backends.placing import own_ports
 from clusterkit.backends.probing import interpreter, unseen
 from clusterkit.cluster import Facts, Gpu, KubernetesCluster, KubernetesFacts, Project
 from clusterkit.errors import BadInput, Unavailable
-from clusterkit.project import snapshot, words
-from clusterkit.runs import home
+from clusterkit.run.runs import home
 from clusterkit.spec import JobSpec
+from clusterkit.sync.project import snapshot, words
 from clusterkit.transport import Transport
 
 MOST_BYTES = 1_040_000

@@ -22,8 +22,8 @@ from clusterkit.backends.kubernetes.server import Server, path_to
 from clusterkit.backends.kubernetes.text import Object, object_name
 from clusterkit.cluster import Facts, KubernetesCluster
 from clusterkit.errors import RunFolderError, RunNotFound, Unavailable
+from clusterkit.run.status import State
 from clusterkit.spec import JobSpec
-from clusterkit.status import State
 
 RECORD = "record.json"
 """Of the run's files, the one that says what its plan was made of."""

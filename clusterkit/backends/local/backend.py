@@ -28,9 +28,9 @@ from clusterkit.cluster import Facts, LocalCluster
 from clusterkit.errors import BadInput, Unavailable, about, counted
 from clusterkit.plan import Note
 from clusterkit.rendezvous import Endpoint, Topology
-from clusterkit.runs import RunHandle, home
+from clusterkit.run.runs import RunHandle, home
+from clusterkit.run.status import State
 from clusterkit.spec import JobSpec, parse_duration
-from clusterkit.status import State
 from clusterkit.transport import Transport
 
 if TYPE_CHECKING:

@@ -30,9 +30,9 @@ from clusterkit.backends.slurm.queue import HERE, SLURM_SECONDS, Job, jobs_of, r
 from clusterkit.cluster import Facts, SlurmCluster
 from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.plan import Plan, unpacking
-from clusterkit.runs import RunHandle, home
+from clusterkit.run.runs import RunHandle, home
+from clusterkit.run.status import State
 from clusterkit.spec import JobSpec
-from clusterkit.status import State
 from clusterkit.transport import LocalTransport, Transport
 from clusterkit.yaml_text import comment
 

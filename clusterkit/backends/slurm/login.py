@@ -13,14 +13,15 @@ from typing import Any
 
 import msgspec
 
-from clusterkit import addresses, backends, mirror
+from clusterkit import addresses, backends
 from clusterkit.agent.protocol import GROWING_FILES, WHOLE_FILES
 from clusterkit.backends.slurm import tail
 from clusterkit.backends.slurm.queue import HERE, LOGIN_PYTHON
 from clusterkit.cluster import SlurmCluster, SshCluster
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed
 from clusterkit.files import size_of, write_atomic
-from clusterkit.runs import RunHandle
+from clusterkit.output import mirror
+from clusterkit.run.runs import RunHandle
 from clusterkit.transport import Stream, Transport
 
 _BOOT = "import sys;exec(compile(sys.stdin.read({}),'tail','exec'))"

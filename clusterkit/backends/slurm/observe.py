@@ -13,15 +13,15 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import Struct
 
-from clusterkit import mirror
 from clusterkit.agent.report import read_from
 from clusterkit.backends.base import Observation
 from clusterkit.backends.nodes import Left, judge_node, known, observed
 from clusterkit.backends.slurm import login
 from clusterkit.backends.slurm.queue import NODE_0_LOST, WARNED, Job, jobs_of
 from clusterkit.errors import Unavailable
-from clusterkit.runs import RunHandle
-from clusterkit.status import NodeCause, NodeStatus, State
+from clusterkit.output import mirror
+from clusterkit.run.runs import RunHandle
+from clusterkit.run.status import NodeCause, NodeStatus, State
 from clusterkit.transport import Transport
 
 LOOK_SECONDS = 0.5

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from clusterkit import project
 from clusterkit.backends.placing import own_ports
 from clusterkit.backends.ports import watch_port
 from clusterkit.backends.probing import (
@@ -24,8 +23,9 @@ from clusterkit.backends.slurm.queue import HERE, LOGIN_PYTHON
 from clusterkit.backends.slurm.queue import ask as ask_slurm
 from clusterkit.cluster import Facts, Gpu, HostFacts, SlurmCluster, SlurmFacts
 from clusterkit.errors import BadInput, Unavailable
-from clusterkit.runs import home
+from clusterkit.run.runs import home
 from clusterkit.spec import JobSpec
+from clusterkit.sync import project
 from clusterkit.transport import Transport
 
 _GPUS = re.compile(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 
 from clusterkit.errors import ClusterkitError, Unavailable
-from clusterkit.status import State
+from clusterkit.run.status import State
 from clusterkit.transport import Completed, Environment, Transport
 
 HERE = "localhost"

@@ -13,8 +13,8 @@ from clusterkit.backends.slurm.probe import host_of
 from clusterkit.backends.slurm.queue import STATES, ask
 from clusterkit.cluster import SlurmCluster
 from clusterkit.errors import RunFolderError, RunNotFound
+from clusterkit.run.status import State
 from clusterkit.shell import quote
-from clusterkit.status import State
 from clusterkit.transport import Transport
 
 FORM = "%i|%T|%u|%D|%V|%e|%j|%Z"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clusterkit import execute, mirror
+from clusterkit import execute
 from clusterkit.agent import archive
 from clusterkit.backends.base import (
     Backend,
@@ -21,8 +21,9 @@ from clusterkit.backends.ports import ports_taken
 from clusterkit.backends.ssh.observe import SshMonitor, observation, report, views
 from clusterkit.cluster import Facts, SshCluster
 from clusterkit.errors import ClusterkitError, Unavailable
+from clusterkit.output import mirror
 from clusterkit.plan import Plan
-from clusterkit.runs import RunHandle, home
+from clusterkit.run.runs import RunHandle, home
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport, fan_out
 

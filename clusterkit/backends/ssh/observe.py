@@ -9,9 +9,9 @@ import msgspec
 from clusterkit.agent import archive
 from clusterkit.backends.base import Observation
 from clusterkit.backends.nodes import Left, judge_node, observed
-from clusterkit.mirror import NodeView, Watch
-from clusterkit.runs import RunHandle, node_dir
-from clusterkit.status import NodeStatus, State
+from clusterkit.output.mirror import NodeView, Watch
+from clusterkit.run.runs import RunHandle, node_dir
+from clusterkit.run.status import NodeStatus, State
 from clusterkit.transport import Stream, Transport
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import msgspec
 
-from clusterkit import project
 from clusterkit.backends.ports import watch_port
 from clusterkit.backends.probing import HostReport, ask, interpreter
 from clusterkit.backends.ssh import inventory
 from clusterkit.cluster import Facts, Host, HostFacts, SshCluster
 from clusterkit.errors import BadInput, PortTaken, about, counted, listed
 from clusterkit.spec import JobSpec
+from clusterkit.sync import project
 from clusterkit.transport import Transport, fan_out, in_order
 
 

@@ -17,8 +17,10 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
-from clusterkit import api, logs, runs
+from clusterkit import api
 from clusterkit.errors import ClusterkitError
+from clusterkit.output import logs
+from clusterkit.run import runs
 from clusterkit.ui.top.board import LOG_LINES, Board, Order, RunBoard, RunsBoard
 from clusterkit.ui.top.paint import Line, style_of
 

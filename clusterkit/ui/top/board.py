@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from clusterkit.errors import counted
-from clusterkit.live import (
+from clusterkit.output.live import (
     STATUS,
     LiveRun,
     LiveRuns,
@@ -21,9 +21,9 @@ from clusterkit.live import (
     Usage,
     standstill,
 )
-from clusterkit.logs import LogLine, page
-from clusterkit.runs import Event, RunFolder
-from clusterkit.status import RunStatus
+from clusterkit.output.logs import LogLine, page
+from clusterkit.run.runs import Event, RunFolder
+from clusterkit.run.status import RunStatus
 from clusterkit.ui.top import paint
 from clusterkit.ui.top.paint import BOLD, DIM, HERE, STYLES, Line, Piece
 from clusterkit.ui.words import clock, duration, loss_text, waits_for

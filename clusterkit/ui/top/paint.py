@@ -10,8 +10,8 @@ from rich.cells import cell_len, set_cell_size
 from rich.color import ColorSystem
 from rich.style import Style
 
-from clusterkit.logs import LogLine
-from clusterkit.series import Series
+from clusterkit.output.logs import LogLine
+from clusterkit.output.series import Series
 from clusterkit.ui.words import clock, printable
 
 Piece = tuple[str, str]
@@ -88,7 +88,7 @@ def title(text: str, more: str, width: int) -> Line:
 
 def log_line(line: LogLine, *, whole_node: bool) -> Line:
     """One line of a log; of a whole node's also whose it is."""
-    from clusterkit.logs import readable
+    from clusterkit.output.logs import readable
 
     who = f" {'-' if line.rank is None else f'r{line.rank}'}" if whole_node else ""
     event = line.event

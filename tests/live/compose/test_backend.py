@@ -20,10 +20,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from clusterkit import agent, api, loader
+from clusterkit import agent, api
 from clusterkit.backends.compose.compose_file import container_name
+from clusterkit.jobfile import loader
+from clusterkit.run.status import RunStatus, State
 from clusterkit.spec import CheckpointSpec, JobSpec
-from clusterkit.status import RunStatus, State
 from tests.live import supervisors
 
 ROOT = Path(__file__).parents[3]

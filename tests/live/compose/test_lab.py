@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from clusterkit import api, loader
-from clusterkit.status import State
+from clusterkit import api
+from clusterkit.jobfile import loader
+from clusterkit.run.status import State
 from tests.live import parity
 from tests.live.compose.engine import Engine
 from tests.live.compose.image import ROOT

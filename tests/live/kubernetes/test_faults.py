@@ -12,8 +12,8 @@ import yaml
 
 from clusterkit import api
 from clusterkit.errors import BadInput, CapabilityError
+from clusterkit.run.status import State
 from clusterkit.spec import JobSpec
-from clusterkit.status import State
 from tests.conftest import noted
 from tests.live.kubernetes.conftest import KUBECONFIG, ROOT, api_up, cluster, mend
 from tests.live.kubernetes.test_kubernetes import FOREVER, failed

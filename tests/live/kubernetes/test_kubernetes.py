@@ -14,7 +14,7 @@ import yaml
 
 from clusterkit import api
 from clusterkit.errors import BadInput, Unavailable
-from clusterkit.status import State
+from clusterkit.run.status import State
 from tests.conftest import UGLY
 from tests.live import supervisors
 from tests.live.kubernetes.conftest import KUBECONFIG, api_up, cluster

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from clusterkit import api
+from clusterkit.run.status import State
 from clusterkit.spec import CheckpointSpec
-from clusterkit.status import State
 from tests.live import supervisors
 from tests.live.kubernetes.conftest import apart, own_namespace
 

@@ -13,7 +13,7 @@ import pytest
 from clusterkit import api
 from clusterkit.backends.kubernetes.pods import USER
 from clusterkit.errors import BadInput, RunNotFound, Unavailable
-from clusterkit.status import State
+from clusterkit.run.status import State
 from tests.live import supervisors
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]

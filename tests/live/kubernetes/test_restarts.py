@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from clusterkit.status import State
+from clusterkit.run.status import State
 from tests.live import supervisors
 from tests.live.kubernetes.conftest import apart
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from clusterkit import api
+from clusterkit.run.status import State
 from clusterkit.spec import JobSpec
-from clusterkit.status import State
 from tests.live import supervisors
 from tests.live.kubernetes.conftest import KUBECONFIG, KUBECTL, cluster
 from tests.live.kubernetes.counting import Counting

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from clusterkit import agent, api
-from clusterkit.status import State
+from clusterkit.run.status import State
 
 NODES = 3
 """The last one is in partition ``wide`` alone."""

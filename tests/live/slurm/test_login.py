@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from clusterkit import agent, api
-from clusterkit.status import State
+from clusterkit.run.status import State
 from tests.live.slurm.daemons import Slurm, _free_ports
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from clusterkit import api
-from clusterkit.status import State
+from clusterkit.run.status import State
 from tests import tested
 from tests.lab import CHECKOUT, Lab
 from tests.live.slurm import daemons

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from clusterkit import agent, api
-from clusterkit.status import RunStatus, State
+from clusterkit.run.status import RunStatus, State
 from tests.live import parity
 from tests.live.parity import Case
 from tests.live.slurm.daemons import Slurm

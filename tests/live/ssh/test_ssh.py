@@ -22,7 +22,7 @@ from clusterkit.backends.ssh import transport as ssh
 from clusterkit.backends.ssh.config import HostUnreachable
 from clusterkit.backends.ssh.known_hosts import HostKeyProblem
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
-from clusterkit.status import RunStatus, State
+from clusterkit.run.status import RunStatus, State
 from tests.conftest import noted
 from tests.lab import Lab
 from tests.live import supervisors

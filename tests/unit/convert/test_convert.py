@@ -11,9 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from clusterkit import backends, loader, shell
+from clusterkit import backends, shell
 from clusterkit.convert import convert
 from clusterkit.errors import BadInput
+from clusterkit.jobfile import loader
 from clusterkit.spec import JobSpec, check_job
 from clusterkit.yaml_file import Document, parse_yaml
 from tests.golden import test_golden as golden

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterkit.launcher_options import ACCELERATE, DEEPSPEED, LAUNCH, TORCHRUN
+from clusterkit.jobfile.launcher_options import ACCELERATE, DEEPSPEED, LAUNCH, TORCHRUN
 
 
 def options(package, file):

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import nn
 
-from clusterkit import loader
-from clusterkit.marks import parse_mark
+from clusterkit.jobfile import loader
+from clusterkit.output.marks import parse_mark
 from tests.unit.jobs.conftest import PROGRAMS, ROOT
 from tests.unit.runtime.conftest import environment
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from clusterkit import loader
 from clusterkit.backends.kubernetes.entry import check_entry, check_patch
 from clusterkit.backends.kubernetes.pods import resources
 from clusterkit.errors import BadInput
+from clusterkit.jobfile import loader
 
 
 @pytest.mark.parametrize(

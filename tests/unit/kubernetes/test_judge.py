@@ -16,7 +16,7 @@ from clusterkit.backends.kubernetes.judge import (
     read_pod,
     unexplained,
 )
-from clusterkit.status import State
+from clusterkit.run.status import State
 
 INDEX = "training.kubeflow.org/replica-index"
 AT = "2026-11-22T04:00:00Z"

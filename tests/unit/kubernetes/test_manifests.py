@@ -11,13 +11,14 @@ import msgspec
 import pytest
 import yaml
 
-from clusterkit import __version__, backends, loader
+from clusterkit import __version__, backends
 from clusterkit.assemble import deepspeed_config
 from clusterkit.backends.kubernetes.flavors import SSH_KEYS
 from clusterkit.backends.kubernetes.pods import MANAGER, ROLE
 from clusterkit.backends.kubernetes.rights import BESIDES, WATCHING, jobs_rules
 from clusterkit.backends.kubernetes.rights import ROLE as SUBMITTER
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
+from clusterkit.jobfile import loader
 from tests.unit.kubernetes.test_schema import documents_of, templates
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -29,9 +29,9 @@ from clusterkit.backends.kubernetes.observe import (
 from clusterkit.backends.kubernetes.server import RunObjects
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
 from clusterkit.errors import Unavailable
-from clusterkit.runs import MADE, RunFolder, RunHandle
+from clusterkit.run.runs import MADE, RunFolder, RunHandle
+from clusterkit.run.status import State
 from clusterkit.spec import JobSpec
-from clusterkit.status import State
 
 BACKEND = backends.backend("kubernetes")
 LABELS = {

@@ -22,8 +22,8 @@ from clusterkit.backends.kubernetes.remote_runs import (
 from clusterkit.backends.kubernetes.server import Server
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
 from clusterkit.errors import CapabilityError, RunFolderError, RunNotFound, Unavailable
+from clusterkit.run.status import State
 from clusterkit.spec import JobSpec
-from clusterkit.status import State
 from tests.unit.doctor.test_kubernetes import documents, seen_of, subject_of
 
 

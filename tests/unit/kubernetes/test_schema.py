@@ -12,11 +12,12 @@ import pytest
 import yaml
 from kubernetes import client
 
-from clusterkit import backends, loader, shell
+from clusterkit import backends, shell
 from clusterkit.backends.kubernetes.client import APPLY_PATCH, Context, KubeTransport, NotFound
 from clusterkit.backends.kubernetes.entry import check_entry
 from clusterkit.cluster import Claim, KubernetesCluster, KubernetesFacts, Project
 from clusterkit.errors import BadInput
+from clusterkit.jobfile import loader
 from tests.conftest import noted
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterkit import bandwidth as orchestrator
+from clusterkit.bench import bandwidth as orchestrator
 from clusterkit.runtime import bandwidth
 from clusterkit.runtime.bandwidth import COLLECTIVES, DTYPES, Options, World
 

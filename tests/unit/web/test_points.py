@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterkit.series import Series
+from clusterkit.output.series import Series
 from clusterkit.web.site import points
 
 

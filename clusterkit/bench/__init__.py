@@ -1,0 +1,1 @@
+"""The job of `clusterkit bench`, and what its measurements mean."""

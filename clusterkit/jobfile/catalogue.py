@@ -1,0 +1,154 @@
+"""The job files of a project, and what each needs, without running anything.
+
+What a program imports is read from its text, never by importing it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from msgspec import Struct
+
+from clusterkit.errors import BadInput, counted
+from clusterkit.jobfile import loader
+from clusterkit.spec import JobSpec
+
+FOLDER = "jobs"
+
+
+class CatalogueEntry(Struct, frozen=True):
+    """One job file; if it cannot be read, ``error`` says why and the needs are empty.
+
+    Attributes:
+        path: as a person here would write it.
+        nodes: ``2``, or ``1:4``.
+        ranks: how many ranks can run it, in words.
+        device: GPUs, CPU, or either.
+        packages: what its program and launcher import, beside Python's own library and clusterkit.
+    """
+
+    name: str
+    path: str
+    description: str = ""
+    nodes: str = ""
+    ranks: str = ""
+    device: str = ""
+    packages: tuple[str, ...] = ()
+    error: str | None = None
+
+
+def find_folder() -> Path:
+    """The nearest ``jobs`` folder that holds a job file, from here upwards.
+
+    Raises:
+        BadInput: there is none.
+    """
+    here = loader.current_folder()
+    for base in (here, *here.parents):
+        if job_files(base / FOLDER):
+            return base / FOLDER
+    raise BadInput(
+        f"there is no folder {FOLDER}/ with job files in {here} or above",
+        hint="clusterkit init writes a job file, clusterkit examples lists some to copy",
+    )
+
+
+def entries(folder: Path) -> list[CatalogueEntry]:
+    """Every job file of a folder, sorted by name."""
+    return [_entry(path) for path in sorted(job_files(folder), key=lambda path: path.stem)]
+
+
+def packages(job: JobSpec) -> tuple[str, ...]:
+    """What a job's launcher, config and program import, by the names of the modules, sorted.
+
+    DeepSpeed counts only where the launcher or the job's config asks for it: programs import it
+    on demand. A program that is started by a command or as a module is not looked into.
+    """
+    wanted = {"torch"} if job.started_by == "torchrun" else set()
+    if job.program is not None:
+        program = Path(job.workdir or "") / job.program
+        wanted |= {name for _, names in followed(program) for name in names}
+    wanted.discard("deepspeed")
+    if job.started_by == "deepspeed" or job.deepspeed is not None:
+        wanted |= {"torch", "deepspeed"}
+    return tuple(sorted(wanted))
+
+
+def job_files(folder: Path) -> list[Path]:
+    """The job files of a folder."""
+    return [path for path in folder.glob("*.y*ml") if path.suffix in (".yaml", ".yml")]
+
+
+def _entry(path: Path) -> CatalogueEntry:
+    here = loader.current_folder()
+    shown = path.relative_to(here) if path.is_relative_to(here) else path
+    try:
+        job = loader.load_job(shown)
+    except BadInput as error:
+        return CatalogueEntry(name=path.stem, path=str(shown), error=error.message)
+    return CatalogueEntry(
+        name=job.name,
+        path=str(shown),
+        description=job.description,
+        nodes=str(job.nodes),
+        ranks=_ranks(job),
+        device={"auto": "GPUs or CPU", "cuda": "GPUs", "cpu": "CPU"}[job.device],
+        packages=packages(job),
+    )
+
+
+def _ranks(job: JobSpec) -> str:
+    batch = job.batch
+    if batch is not None and batch.global_size is not None:
+        shared = batch.global_size // ((batch.micro or 1) * (batch.accumulation or 1))
+        return f"a divisor of {shared}"
+    low, high = job.node_range
+    if job.gpus_per_node == "auto":
+        return "any number"
+    if low == high:
+        return counted(low * job.gpus_per_node, "rank")
+    return f"{low * job.gpus_per_node} to {high * job.gpus_per_node} ranks"
+
+
+def followed(program: Path) -> Iterator[tuple[Path, set[str]]]:
+    """A program and each module beside it that it imports; the names of what else these import."""
+    looked: set[Path] = set()
+    queue = [program]
+    while queue:
+        path = queue.pop()
+        if path in looked:
+            continue
+        looked.add(path)
+        found: set[str] = set()
+        for name in _imported_names(path):
+            beside = program.parent / f"{name}.py"
+            if beside.is_file():
+                queue.append(beside)
+            elif (program.parent / name).is_dir():
+                queue += (program.parent / name).rglob("*.py")
+            elif name not in sys.stdlib_module_names and name != "clusterkit":
+                found.add(name)
+        yield path, found
+
+
+def _imported_names(path: Path) -> frozenset[str]:
+    try:
+        return _names_in(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return frozenset()  # the job will say so when it runs
+
+
+@functools.cache  # many job files have one program
+def _names_in(text: bytes) -> frozenset[str]:
+    tree = ast.parse(text)
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return frozenset(names)

@@ -1,0 +1,356 @@
+"""What a command line starts: a program, by which Python, and under which launcher. Pure.
+
+``torchrun --nproc_per_node=2 train.py`` as a command would start torchrun once per rank, each a
+world of its own. `take_over` makes a job of it that clusterkit starts with that launcher itself.
+What stands inside ``bash -c`` is not read.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import msgspec
+
+from clusterkit import shell
+from clusterkit.errors import BadInput, counted
+from clusterkit.jobfile.launcher_options import (
+    AGAIN,
+    BY_ENVIRONMENT,
+    COMMAND,
+    MISSING,
+    MODULE,
+    MODULES,
+    MPIRUN,
+    NO_VALUE,
+    OURS,
+    SCRIPTS,
+    Tool,
+)
+from clusterkit.spec import JobSpec
+
+_PYTHON = re.compile(r"python[\d.]*\Z")
+PYTHONS = ("python", "python3")
+"""As the first word of a command: the interpreter of the ranks, whichever that is."""
+# Options of Python that take no further word; those that make it do something else stand out.
+_OPTION = re.compile(r"-[bBdEIOPqRsSu]+|-[WX].+")
+_LOCAL_RANK = re.compile(r"--local[_-]rank\b")
+SPAWN = re.compile(r"\b(mp|multiprocessing)\.spawn\(|multiprocessing(\.spawn)? import .*\bspawn\b")
+"""Of the text of a program that starts its ranks itself."""
+_NO_KEY = (OURS, MODULE, COMMAND, BY_ENVIRONMENT)
+
+
+class Used(NamedTuple):
+    """An option that a launcher was given."""
+
+    name: str
+    """With dashes, not underscores."""
+    value: str
+    """Empty for a flag."""
+    written: str
+    meaning: str
+    """As `clusterkit.jobfile.launcher_options.Tool` has it."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """What a command line starts: one of ``program``, ``module`` and ``command``.
+
+    ``python`` is the interpreter that the line names, None where it says ``python`` or nothing.
+    """
+
+    program: str | None = None
+    module: str | None = None
+    command: tuple[str, ...] | None = None
+    args: tuple[str, ...] = ()
+    python: str | None = None
+    launcher: str = ""
+    """The words that name a launcher, ``python -m torch.distributed.run`` for one."""
+    tool: Tool | None = None
+    options: tuple[Used, ...] = ()
+    """The launcher's."""
+    local_rank: str = ""
+    """The argument by which its program learns its local rank, such as ``--local_rank``."""
+
+    @property
+    def name(self) -> str:
+        """For a job that has no name of its own."""
+        if self.module is not None:
+            return self.module.rpartition(".")[2]
+        return posixpath.splitext(posixpath.basename(self.program or (self.command or ("",))[0]))[0]
+
+    def words(self) -> list[str]:
+        """The line without a launcher."""
+        python = self.python or "python"
+        if self.module is not None:
+            return [python, "-m", self.module, *self.args]
+        if self.program is not None:
+            return [python, self.program, *self.args]
+        return [*(self.command or ()), *self.args]
+
+
+def read(words: Sequence[str]) -> Started:
+    """What a command line starts."""
+    first = posixpath.basename(words[0])
+    if _PYTHON.match(first):
+        return _python(words)
+    for name, tool in SCRIPTS.items():
+        if (first, *words[1 : len(name)]) == name:
+            # The script of an environment runs on its Python.
+            folder = posixpath.dirname(words[0])
+            python = posixpath.join(folder, "python3") if folder and tool is not MPIRUN else None
+            return _launched(" ".join(name), tool, words[len(name) :], python)
+    return Started(command=tuple(words))
+
+
+def interpreter_options(words: Sequence[str]) -> int | None:
+    """How many words after ``python`` are its options; None: no program or module follows."""
+    at = 0
+    while at < len(words):
+        if words[at] in ("-W", "-X"):
+            at += 2
+        elif _OPTION.fullmatch(words[at]):
+            at += 1
+        else:
+            module = words[at] == "-m" and at + 1 < len(words)
+            return at if module or not words[at].startswith("-") else None
+    return None
+
+
+def _python(words: Sequence[str]) -> Started:
+    named = None if words[0] in PYTHONS else words[0]
+    rest = list(words[1:])
+    while rest[:1] == ["-u"]:
+        rest = rest[1:]
+    # A launcher starts its ranks without the options that its own Python was given.
+    at = (interpreter_options(rest) or 0) + 2
+    if rest[at - 2 : at - 1] == ["-m"] and (tool := MODULES.get("".join(rest[at - 1 : at]))):
+        return _launched(shell.join(["python", *rest[:at]]), tool, rest[at:], named)
+    if rest[:1] == ["-m"] and len(rest) > 1:
+        return Started(module=rest[1], args=tuple(rest[2:]), python=named)
+    if rest and not rest[0].startswith("-"):
+        return Started(program=rest[0], args=tuple(rest[1:]), python=named)
+    return Started(command=("python", *words[1:]), python=named)
+
+
+def options(tool: Tool, words: Sequence[str], launcher: str) -> tuple[list[Used], list[str]]:
+    """A launcher's options, and the words behind them."""
+    rest, found = list(words), []
+    while rest and rest[0].startswith("-") and len(rest[0]) > 1:
+        word = rest.pop(0)
+        if word == "--":
+            break
+        name, value = tool.named(word)
+        takes = 1 if name in tool.values else 2 if name in tool.pairs else 0
+        meaning = tool.known.get(name)
+        if meaning is None:
+            meaning = tool.unknown or f"!clusterkit does not know this option of {launcher}"
+            follows = rest and (tool.unknown or not rest[0].startswith("-"))
+            takes = 1 if follows and (tool.unknown or not rest[0].endswith(".py")) else 0
+        elif name in tool.flags and value is not None:
+            meaning = NO_VALUE
+        more = rest[: max(0, takes - (value is not None))]
+        rest = rest[len(more) :]
+        if takes > len(more) + (value is not None):
+            meaning = MISSING
+        value = value if value is not None else "=".join(more)
+        found.append(Used(name, value, shell.join([word, *more]), meaning))
+    last = {used.name: used for used in found}
+    for at, used in enumerate(found):
+        if used is not last[used.name] and used.name not in tool.repeated:
+            found[at] = used._replace(meaning=AGAIN)
+    return found, rest
+
+
+def _launched(launcher: str, tool: Tool, words: Sequence[str], python: str | None) -> Started:
+    found, rest = options(tool, words, launcher)
+    kinds = {used.meaning for used in found}
+    if not any(rest[:1]):
+        raise BadInput(f"{launcher} starts no program", hint=f"{launcher} train.py --lr 0.1")
+    by_argument = tool.local_rank if BY_ENVIRONMENT not in kinds else ""
+    if tool is MPIRUN:
+        if ":" in rest:
+            raise BadInput(f"{launcher} starts several programs: all ranks of a job run the same")
+        inner = read(rest)
+        if inner.tool is not None:
+            raise BadInput(f"{launcher} starts {inner.launcher}: only one of them starts ranks")
+    elif COMMAND in kinds:
+        inner = Started(command=tuple(rest))
+    elif MODULE in kinds:
+        inner = Started(module=rest[0], args=tuple(rest[1:]), local_rank=by_argument)
+    else:
+        inner = Started(program=rest[0], args=tuple(rest[1:]), local_rank=by_argument)
+    return replace(
+        inner, python=inner.python or python, launcher=launcher, tool=tool, options=tuple(found)
+    )
+
+
+# ---------------------------------------------------------------- as a job
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A job whose command has been read."""
+
+    job: JobSpec
+    note: str | None = None
+    """What was taken over from a launcher's options."""
+    local_rank: str = ""
+    """As in `Started`."""
+    instead: str = ""
+    """What to type where the program needs that argument."""
+
+
+def take_over(job: JobSpec, given: Mapping[str, str], typed: Sequence[str] | None = None) -> Taken:
+    """The job with the interpreter that its command names, and with the launcher that it starts.
+
+    Args:
+        given: keys of the job that somebody gave a value, and how: ``--gpus 4``.
+        typed: options of the command line in front of ``--``; None for a job file.
+
+    Raises:
+        BadInput: an option of the launcher cannot be taken over, or says something else than the
+            job; the hint is the line to type instead.
+    """
+    words = job.command
+    if not words:
+        return Taken(job)
+    started = read(words)
+    if started.python is not None:
+        if job.python not in (None, started.python):
+            raise BadInput(
+                f"python: {job.python}, but the command names {started.python}",
+                hint="leave one of the two out",
+                job="python",
+            )
+        job = msgspec.structs.replace(job, python=started.python, command=("python", *words[1:]))
+    if (tool := started.tool) is None:
+        return Taken(job)
+    started = replace(started, args=(*started.args, *job.args))
+    keys = {"launcher": (tool.launcher, started.launcher), **_values(started, job)}
+    for used in started.options:
+        if used.meaning.startswith("!"):
+            raise BadInput(
+                f"command: {started.launcher} {used.written} cannot be taken over: "
+                f"{used.meaning[1:] or 'clusterkit has no equivalent'}",
+                hint=_instead(started.words(), keys, given, typed),
+                job="command",
+            )
+    for key, (value, written) in keys.items():
+        if key in given and str(getattr(job, key)) != str(value):
+            raise BadInput(
+                f"{given[key]}, but the command says {written}",
+                hint="leave one of the two out",
+                job=key if given[key].startswith(f"{key}:") else (),
+            )
+    env = {key[4:]: value for key, (value, _) in keys.items() if key.startswith("env.")}
+    fields: dict[str, Any] = {key: value for key, (value, _) in keys.items() if "." not in key}
+    taken = msgspec.structs.replace(
+        job, program=started.program, module=started.module, command=started.command,
+        args=started.args, env=env | job.env, **fields,
+    )  # fmt: skip
+    said = [f"launcher {tool.launcher}"]
+    said += [f"{key} {value} ({written})" for key, (value, written) in [*keys.items()][1:]]
+    ours = [used.written for used in started.options if used.meaning == OURS]
+    left = f"; left to clusterkit: {' '.join(ours)}" if ours else ""
+    note = f"{started.launcher} in the command is taken over: {', '.join(said)}{left}"
+    if not (started.local_rank and started.program):
+        return Taken(taken, note)
+    program = shell.join([started.python or "python", started.program])
+    script = f'exec {program} {started.local_rank}="$LOCAL_RANK" "$@"'
+    by_shell = ["sh", "-c", script, "sh", *started.args]
+    return Taken(taken, note, started.local_rank, _instead(by_shell, keys, given, typed))
+
+
+def _values(started: Started, job: JobSpec) -> dict[str, tuple[Any, str]]:
+    """Job keys that the launcher's options give, with their values."""
+    found: dict[str, tuple[Any, str]] = {}
+    for used in started.options:
+        key, is_set, constant = used.meaning.partition("=")
+        if key in _NO_KEY or key.startswith(("!", "-")):
+            continue
+        value, written = constant if is_set else used.value, used.written
+        whole = key in ("gpus_per_node", "threads_per_rank", "restarts", "ranks")
+        if key == "gpus_per_node" and value in ("auto", "gpu", "-1"):
+            found[key] = ("auto", written)
+        elif value.isdecimal() and (whole or key == "nodes"):
+            found[key] = (int(value), written)
+        elif whole:
+            raise BadInput(
+                f"command: {started.launcher} {written}: {value or 'nothing'} is not a number",
+                hint="--gpus N says how many ranks a node has",
+                job="command",
+            )
+        else:
+            found[key] = (value, written)
+    if "ranks" in found:
+        ranks, written = found.pop("ranks")
+        nodes = found["nodes"][0] if "nodes" in found else job.nodes
+        if not str(nodes).isdecimal() or not int(nodes) or ranks % int(nodes):
+            raise BadInput(
+                f"command: {started.launcher} {written}: {counted(ranks, 'rank')} cannot be "
+                f"divided among {nodes} nodes",
+                hint="--gpus N says how many ranks a node has",
+                job="command",
+            )
+        found["gpus_per_node"] = (ranks // int(nodes), written)
+    return found
+
+
+def _instead(
+    words: Sequence[str],
+    keys: Mapping[str, tuple[Any, str]],
+    given: Mapping[str, str],
+    typed: Sequence[str] | None,
+) -> str:
+    """What to type, or to write into the job file, in place of the launcher's line."""
+    wanted = {key: value for key, (value, _) in keys.items() if key not in given}
+    if wanted.get("launcher") == "torchrun":
+        del wanted["launcher"]  # the default does as well
+    if typed is None:
+        keys_wanted = [f"{key}: {value}" for key, value in wanted.items()]
+        return "; ".join([*keys_wanted, f"command: {list(words)}"])
+    options = list(typed)
+    for key, value in wanted.items():
+        short = {"nodes": "--nodes", "gpus_per_node": "--gpus"}.get(key)
+        options += [short, str(value)] if short else ["--set", f"{key}={value}"]
+    return shell.join(["clusterkit", "submit", *options, "--", *words])
+
+
+def check_source(taken: Taken, source: str) -> str | None:
+    """A remark on a program's source text: that it starts its ranks itself.
+
+    Raises:
+        BadInput: it takes its local rank from an argument that only its launcher gives.
+    """
+    job = taken.job
+    if taken.local_rank and _LOCAL_RANK.search(source):
+        raise BadInput(
+            f"command: {job.program} takes {taken.local_rank}, which its launcher gives it; here "
+            "LOCAL_RANK stands in the environment instead",
+            hint=taken.instead,
+            job="command",
+        )
+    once = job.launcher in ("forkserver", "python") or job.gpus_per_node == 1
+    if not once and SPAWN.search(source):
+        return (
+            f"{job.program} starts its ranks itself (mp.spawn), but {job.started_by} starts it "
+            "once per rank: they would wait for each other for ever. launcher: forkserver with "
+            "gpus_per_node: 1 starts it once on each node; jobs/ddp-spawn.yaml is an example"
+        )
+    return None
+
+
+def instead_of_a_job(words: Sequence[str]) -> list[str] | None:
+    """The command that was meant where a job file should stand: ``train.py --lr 1``; or None."""
+    first = posixpath.basename(words[0])
+    suffix = posixpath.splitext(first)[1]
+    if suffix == ".py":
+        return ["python", *words]
+    if suffix == ".sh":
+        return ["bash", *words]
+    started = read(words)
+    return list(words) if started.tool is not None or _PYTHON.match(first) else None

@@ -1,0 +1,446 @@
+"""Job and cluster files to specs. Every error names the file, the line, the key and the remedy."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import inspect
+
+from clusterkit import shell
+from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, LocalCluster
+from clusterkit.errors import BadInput, Place, choices, did_you_mean
+from clusterkit.files import read_file, why
+from clusterkit.jobfile import command
+from clusterkit.spec import JobSpec, check_environment, check_job
+from clusterkit.yaml_file import Document, is_text, names_in, parse_yaml, read_yaml
+
+Spec = TypeVar("Spec", bound=msgspec.Struct)
+CLUSTERS_FILE = "clusters.yaml"
+
+
+@contextmanager
+def locating(
+    job: Document | None, cluster: LoadedCluster | None = None, flags: Mapping[str, str] = {}
+) -> Iterator[None]:
+    """Within, an error about a key of the job or of the cluster's entry gets its place in front.
+
+    Args:
+        job: the job's file, if it has one.
+        cluster: the entry, once it has been read.
+        flags: keys that a flag has overridden, and the flag.
+    """
+    try:
+        yield
+    except BadInput as error:
+        if error.key and error.where is None:
+            key = str(error.key[0])
+            if key in flags:
+                error.locate(flags[key], flags[key] + error.message.removeprefix(key))
+            elif error.source == "job" and job is not None:
+                where = job.where(error.key)
+                error.locate(where, f"{where}: {error.message}")
+            elif error.source == "cluster" and cluster is not None and cluster.document is not None:
+                where = cluster.document.where((cluster.name, *error.key))
+                error.locate(where, f"{where}: {cluster.name}.{error.message}")
+        raise
+
+
+# ---------------------------------------------------------------- specs
+
+
+def convert(document: Document, place: Place, data: Any, kind: type[Spec]) -> Spec:
+    """``data``, which stands at ``place``, as a spec.
+
+    Raises:
+        BadInput: an unknown key, a wrong type, a value out of range.
+    """
+    if isinstance(data, dict):
+        # `env:` with nothing after it is as good as no `env`; of an unknown key that is told.
+        known = fields_of(kind)
+        data = {key: value for key, value in data.items() if value is not None or key not in known}
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        raise _type_error(document, place, data, kind, error) from None
+    except UnicodeEncodeError as error:
+        half = str(error.object)[error.start : error.end].encode("unicode-escape").decode()
+        raise document.error(
+            place, f"{half} is half of a surrogate pair, which text cannot hold"
+        ) from None
+
+
+def fields_of(kind: type[msgspec.Struct]) -> dict[str, inspect.Type]:
+    """The keys of a struct, and what each takes."""
+    return _fields(inspect.type_info(kind))
+
+
+def _fields(kind: inspect.Type) -> dict[str, inspect.Type]:
+    structs = [each for each in _alternatives(kind) if isinstance(each, inspect.StructType)]
+    return {field.encode_name: field.type for struct in structs for field in struct.fields}
+
+
+def _alternatives(kind: inspect.Type) -> Iterator[inspect.Type]:
+    if isinstance(kind, inspect.Metadata):
+        yield from _alternatives(kind.type)
+    elif isinstance(kind, inspect.UnionType):
+        yield from (each for member in kind.types for each in _alternatives(member))
+    else:
+        yield kind
+
+
+_AT = re.compile(r"(?s)(.*?)(?: - at `\$(.*)`)?\Z")
+_SEGMENT = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
+_NAMES = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false",
+          "array": "a list", "object": "a mapping", "null": "nothing"}  # fmt: skip
+
+
+def _type_error(
+    document: Document, base: Place, data: Any, kind: type[Spec], error: msgspec.ValidationError
+) -> BadInput:
+    """What msgspec says, with its place in the file, the value and the choices."""
+    match = _AT.match(str(error))
+    assert match is not None
+    message = match[1]
+    place: Place = ()
+    value = data
+    for segment in _SEGMENT.finditer(match[2] or ""):
+        part: str | int = segment[1] or (0 if segment[2] == "..." else int(segment[2]))
+        if segment[2] == "...":
+            # msgspec does not say which key of a mapping; the first of a wrong type it is.
+            wrong = [key for key, item in value.items() if not isinstance(item, str)]
+            part = wrong[0] if wrong else next(iter(value), "")
+        place = (*place, part)
+        value = value[part] if part != "" else value
+    if missing := re.match(r"Object missing required field `(.+)`", message):
+        return document.error((*base, *place), f"{missing[1]} is missing")
+    wanted_here = _type_at(kind, place)
+    if unknown := re.match(r"(?s)Object contains unknown field `(.*)`", message):
+        fields = _fields(wanted_here)
+        near = did_you_mean(unknown[1], fields, 0.5)
+        message = f"unknown key ({near})" if near else "unknown key"
+        hint = f"allowed: {', '.join(fields)}"
+        return document.error((*base, *place, unknown[1]), message, hint)
+    shown = "nothing" if value is None else repr(value)[:80]
+    if "Expected" in message and "got" in message:
+        wanted, got = re.findall(r"`([^`]+)`", message)[:2]
+        names = [_NAMES.get(name.strip(), name.strip()) for name in wanted.split("|")]
+        wanted = " or ".join(name for name in names if name != "nothing") or "nothing"
+        message = f"{shown} is {_NAMES.get(got, got)}, not {wanted}"
+        if got.startswith(("int", "float")) and value == got:
+            message = f"{shown}: {wanted}"
+    else:
+        message = f"{shown}: {message[0].lower()}{message[1:]}"
+    members = list(_alternatives(wanted_here))
+    listed = [
+        str(each) for one in members if isinstance(one, inspect.LiteralType) for each in one.values
+    ]
+    if listed and any(isinstance(one, inspect.IntType) for one in members):
+        listed.insert(0, "a whole number")
+    meant = choices(listed, value) if listed else None
+    if isinstance(value, str) and any(isinstance(one, inspect.VarTupleType) for one in members):
+        try:
+            words = shell.split(value)
+        except BadInput:  # a quote alone is an apostrophe
+            words = value.split()
+        meant = json.dumps(words, ensure_ascii=False)
+    return document.error((*base, *place), message, meant)
+
+
+def _type_at(kind: type[Spec], place: Place) -> inspect.Type:
+    """What a place takes; anything below a mapping whose keys are free."""
+    found: inspect.Type = inspect.type_info(kind)
+    for part in place:
+        items = [
+            each.item_type
+            for each in _alternatives(found)
+            if isinstance(part, int) and isinstance(each, inspect.VarTupleType)
+        ]
+        found = items[0] if items else _fields(found).get(str(part), inspect.AnyType())
+    return found
+
+
+# ---------------------------------------------------------------- jobs
+
+
+def load_job(path: str | Path, settings: Sequence[str] = ()) -> JobSpec:
+    """The job of `read_job` with its program found."""
+    job, document = read_job(path, settings)
+    with locating(document):
+        check_job(job)
+        return locate_program(job, document)
+
+
+def read_job(path: str | Path, settings: Sequence[str] = ()) -> tuple[JobSpec, Document]:
+    """A job file as a `JobSpec`, with ``key=value`` settings applied, and where its keys stand.
+
+    Whether its keys fit together is left to `check_job`: flags may change it first.
+
+    Args:
+        path: the job file.
+        settings: ``key=value``, with dots for keys below (``batch.micro=4``); the value is YAML.
+
+    Raises:
+        BadInput: anything wrong with the file or a setting.
+    """
+    path = Path(path)
+    if (words := command.instead_of_a_job([str(path)])) is not None:
+        raise BadInput(
+            f"{path} is a program, not a job file",
+            hint=shell.join(["clusterkit", "submit", "--", *words]),
+        )
+    document = read_yaml(path)
+    if not isinstance(document.data, dict):
+        raise BadInput(f"{path}: a job file is a mapping of keys like `name:` and `program:`")
+    if document.data.get("name") is None:
+        document.data["name"] = path.stem
+    document.include("deepspeed", path.parent)
+    for setting in settings:
+        apply_setting(document, setting)
+    document.include("deepspeed", path.parent)
+    return convert(document, (), document.data, JobSpec), document
+
+
+def apply_setting(document: Document, setting: str) -> None:
+    """Put one ``--set key=value`` into a job's data."""
+    key, equals, text = setting.partition("=")
+    if not equals or not key.strip():
+        raise BadInput(f"--set {setting!r}: not of the form key=value", hint="--set batch.micro=4")
+    parts = key.strip().split(".")
+    if is_text(tuple(parts), 0):
+        value: Any = text
+    elif not text:
+        value = None
+    else:
+        try:
+            value = parse_yaml(text, "--set", base=tuple(parts)).data
+        except BadInput as error:
+            raise BadInput(f"--set {setting!r}: the value is not YAML", error.message) from None
+    target = document.data
+    for depth, part in enumerate(parts[:-1]):
+        target = target.setdefault(part, {})
+        if not isinstance(target, dict):
+            raise BadInput(f"--set {setting!r}: {'.'.join(parts[: depth + 1])} is not a mapping")
+    target[parts[-1]] = value
+
+
+def job_from_command(argv: Sequence[str], **fields: Any) -> JobSpec:
+    """A job from a command line such as ``python my_script.py --flag``.
+
+    ``python FILE.py ...`` and ``python -m MODULE ...`` become a program or a module; anything
+    else is a command, a launcher's too (`clusterkit.jobfile.command.take_over`).
+
+    Raises:
+        BadInput: the command is empty, or no command.
+    """
+    if not argv:
+        raise BadInput("no command after --", "clusterkit submit -- python train.py --steps 10")
+    if argv[0].endswith(".py") and shutil.which(argv[0]) is None:
+        raise BadInput(
+            f"{argv[0]} is a Python file, not a command",
+            hint=shell.join(["clusterkit", "submit", "--", "python", *argv]),
+        )
+    started = command.read(argv)
+    name = re.sub(r"[^\w. -]+", "-", started.name).lstrip("-. ")[:40] or "command"
+    job = JobSpec(name=name, command=tuple(argv), **fields)
+    if started.tool is None:
+        job = msgspec.structs.replace(
+            job, program=started.program, module=started.module, command=started.command,
+            args=started.args, python=started.python,
+        )  # fmt: skip
+    check_job(job)
+    return job
+
+
+def current_folder() -> Path:
+    """The current folder.
+
+    Raises:
+        BadInput: it has been removed.
+    """
+    try:
+        return Path.cwd()
+    except OSError:
+        gone = "the current folder no longer exists"
+        raise BadInput(gone, "cd to a folder that exists") from None
+
+
+def locate_program(job: JobSpec, document: Document | None = None) -> JobSpec:
+    """The job with its working folder filled in: the first that holds the program, of this one and
+    those above the job's file.
+
+    A relative path of its interpreter counts from there.
+
+    Raises:
+        BadInput: the program is nowhere, or is not Python.
+    """
+    bases = [current_folder()]
+    where = f"not in {bases[0]}"
+    if document is not None:
+        bases += Path(document.name).absolute().parents
+        where = f"neither in {bases[0]} nor in the job file's folder or above it"
+    if job.workdir is not None:
+        bases = [Path(job.workdir).expanduser().absolute()]
+        if not bases[0].is_dir():
+            raise BadInput(f"workdir: {job.workdir} is not a folder", job="workdir")
+        where = f"not in {bases[0]}"
+    for base in bases:
+        path = base / (job.program or "")
+        if path.exists():
+            shell.check_text(f"the folder {os.fsencode(base)!r}", str(base))
+            python = job.python
+            if python is not None and "/" in python:
+                python = str(base / Path(python).expanduser())
+            if job.program is not None:
+                check_program(path)
+            if job.command:
+                _check_command(job.command[0], base)
+            return msgspec.structs.replace(job, workdir=str(base), python=python)
+    assert job.program is not None
+    program = Path(job.program)
+    beside = names_in((bases[0] / program).parent)
+    near = [str(program.with_name(name)) for name in beside if name.endswith(".py")]
+    raise BadInput(
+        f"program: {program} is {where}",
+        hint=did_you_mean(program, near) or None,
+        job="program",
+    )
+
+
+def check_program(path: Path) -> None:
+    """Refuse what Python cannot run as a program.
+
+    Raises:
+        BadInput: a folder, unreadable, or not Python by its name and first bytes.
+    """
+    try:
+        head = read_file(path, 4096, whole=False)
+    except IsADirectoryError:
+        raise BadInput(
+            f"program: {path} is a folder", "name the file, or use `module:`", job="program"
+        ) from None
+    except OSError as error:
+        raise BadInput(f"program: {path}: {why(error)}", job="program") from None
+    shebang = head.split(b"\n", 1)[0] if head.startswith(b"#!") else b""
+    if b"\0" in head or (path.suffix not in (".py", ".pyw") and b"python" not in shebang):
+        raise BadInput(
+            f"program: {path} is not a Python file",
+            hint=f"command: [{path}] runs any other kind of program",
+            job="program",
+        )
+
+
+def _check_command(first: str, folder: Path) -> None:
+    """Refuse a script of the project that the kernel will not start: its shell says ``not found``.
+
+    Raises:
+        BadInput: it is not executable, or its first line ends as on Windows.
+    """
+    path = folder / first
+    if "/" not in first or first.startswith("/") or not path.is_file():
+        return
+    if not os.access(path, os.X_OK):
+        raise BadInput(
+            f"command: {first} is not executable",
+            hint=f"chmod +x {shell.quote(first)}",
+            job="command",
+        )
+    # A program may be executable and not readable.
+    head = read_file(path, 4096, whole=False) if os.access(path, os.R_OK) else b""
+    line = head.partition(b"\n")[0]
+    if line.startswith(b"#!") and line.endswith(b"\r"):
+        raise BadInput(
+            f"command: {first} has Windows line ends (CRLF), which its #! line cannot have",
+            hint=f"sed -i 's/\\r$//' {shell.quote(first)}",
+            job="command",
+        )
+
+
+# ---------------------------------------------------------------- clusters
+
+
+@dataclass(frozen=True)
+class LoadedCluster:
+    """A cluster's entry, the folder that paths in it start from, and the file it came from."""
+
+    name: str
+    cluster: ClusterSpec
+    folder: Path
+    document: Document | None = None
+
+
+def read_cluster(name: str, path: str | os.PathLike[str] | None = None) -> LoadedCluster:
+    """One entry of the cluster file; ``local`` is there without one.
+
+    Args:
+        name: the entry.
+        path: the file; by default ``$CLUSTERKIT_CLUSTERS``, or ``clusters.yaml`` here or in a
+            folder above.
+
+    Raises:
+        BadInput: no such entry, no such file, anything wrong with the entry.
+    """
+    found = Path(path) if path is not None else find_clusters_file()
+    clusters: dict[str, Any] = {}
+    document = None
+    if found is not None:
+        document = read_yaml(found, depth=1)
+        if not isinstance(document.data, dict):
+            raise BadInput(f"{found}: a cluster file is a mapping of names to entries")
+        clusters = document.data
+    if name not in clusters:
+        if name == "local":
+            return LoadedCluster(name, LocalCluster(), current_folder())
+        where = f" in {found}" if found else f"; there is no {CLUSTERS_FILE} here or above"
+        raise BadInput(
+            f"cluster {name!r} is unknown{where}",
+            choices(sorted({"local", *clusters}), name, "known")
+            + ("" if found else f"; clusterkit init writes a {CLUSTERS_FILE}"),
+        )
+    assert document is not None
+    entry = {} if clusters[name] is None else clusters[name]
+    if not isinstance(entry, dict):
+        raise document.error((name,), "an entry is a mapping like {backend: local}")
+    backend = entry.get("backend", "local" if name == "local" else None)
+    if not isinstance(backend, str) or backend not in CLUSTER_TYPES:
+        message = "backend is missing" if backend is None else f"{backend!r} is not a backend"
+        raise document.error((name, "backend"), message, choices(sorted(CLUSTER_TYPES), backend))
+    cluster = convert(document, (name,), entry, CLUSTER_TYPES[backend])
+    assert found is not None
+    loaded = LoadedCluster(name, cluster, found.absolute().parent, document)
+    with locating(None, loaded):
+        check_environment(cluster.env, "cluster")
+        if cluster.notify is not None and bool(cluster.notify.command) == bool(
+            cluster.notify.url_from
+        ):
+            raise BadInput(
+                "notify: one of `command` and `url_from`",
+                "url_from: SLACK_WEBHOOK",
+                cluster="notify",
+            )
+    return loaded
+
+
+def find_clusters_file() -> Path | None:
+    """``$CLUSTERKIT_CLUSTERS``, or the nearest ``clusters.yaml`` from here upwards, or None."""
+    named = os.environ.get("CLUSTERKIT_CLUSTERS")
+    if named:
+        return Path(named)
+    here = current_folder()
+    candidates = (folder / CLUSTERS_FILE for folder in (here, *here.parents))
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def cluster_names() -> list[str]:
+    """Names that ``--cluster`` takes here."""
+    found = find_clusters_file()
+    data = read_yaml(found, depth=1).data if found is not None else {}
+    return sorted({"local", *(data if isinstance(data, dict) else {})})

@@ -1,0 +1,1 @@
+"""What ranks print and report: kept, merged, read, shown to other tools."""

@@ -1,0 +1,295 @@
+"""Who failed first, on which node, why, and what to do: read from exit codes and log lines.
+
+When one rank dies, its peers die of it a moment later with errors of their own. The first
+failure is therefore the earliest among those that are not an echo (see `ECHOES`); only
+when all are echoes is the earliest of them blamed.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from clusterkit.agent import AGAIN
+from clusterkit.agent.failure import ECHOES, shell_code
+from clusterkit.errors import listed
+from clusterkit.output.logs import LogLine
+from clusterkit.output.tracebacks import Output
+from clusterkit.run.status import Failure, NodeCause, NodeStatus, RankExit, State
+
+# "failed (exitcode: -9) local_rank: 0 (pid: 123) of binary: sh", torch 2.13, multiprocessing/api.py
+_TORCHRUN = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
+# "mpirun noticed that process rank 1 with PID 12 on node x exited on signal 9", Open MPI 4.1
+_MPIRUN = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)")
+# "[...] exits with return code = 7", deepspeed 0.19, launcher/launch.py
+_DEEPSPEED = re.compile(r"exits with return code = (-?\d+)")
+_OF_ITS_OWN = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+"""Signals by which a program ends itself."""
+_NEVER_PRIMARY = frozenset({-signal.SIGTERM, 128 + signal.SIGTERM})
+
+_HINTS = (
+    (re.compile(r"CUDA out of memory|OutOfMemoryError"),
+     "smaller batch.micro (accumulation grows with it), a higher ZeRO stage, or offload"),
+    (re.compile(r"DefaultCPUAllocator: can't allocate|MemoryError"),
+     "smaller batch.micro, fewer ranks on this machine, or a smaller model"),
+    (re.compile(r"No module named '?[\w.]+"),
+     "install it for the interpreter of the ranks (`clusterkit plan` and facts.json name it)"),
+    (re.compile(r"EADDRINUSE|[Aa]ddress already in use"),
+     "another program, or an earlier one of yours, listens on that port"),
+    (re.compile(r"No space left on device"), "make room on that disk"),
+    (re.compile(r"Timed out waiting \d+ms|Watchdog caught collective"),
+     "a rank waited for peers that did not come: look for the one that is behind (logs --rank)"),
+    (re.compile(r"Error building extension|Ninja is required"),
+     "DeepSpeed compiles here: install a C++ compiler and ninja"),
+    (re.compile(r"Found no NVIDIA driver|No CUDA GPUs are available|no CUDA-capable device"),
+     "no GPU on this node, or none that its ranks may use, but the program asks for CUDA"),
+    (re.compile(r"not compiled with CUDA enabled|compiled without CUDA support"),
+     "no GPU on this node, or its torch is one for CPUs, but the program asks for CUDA"),
+    (re.compile(r"loss is (nan|-?inf)|returned nan values in its|non-?finite", re.I),
+     "lower the learning rate or clip gradients, and resume from a checkpoint before that step"),
+    (re.compile(r"PytorchStreamReader failed|inline_container|archive is corrupted|Ran out of input"
+                r"|SafetensorError|pickle data was truncated|checkpoint .* cannot be read"),
+     "a file is torn or no checkpoint: resume from an earlier one, and remove it"),
+    (re.compile(r"DDP expects same model across all ranks|[Mm]ismatch between collectives"
+                r"|appears not to match (sizes|strides) of the same param"
+                r"|[Mm]ismatched? (NCCL|CUDA|torch) version|incompatible NCCL version"),
+     "ranks run different code or versions: `clusterkit doctor` compares the nodes' packages"),
+    (re.compile(r"exec: \S*/.*: not found"),
+     "that file is not there, or what its first line (#!) names is not"),
+    (re.compile(r"exec: .*Permission denied"), "chmod +x makes a file executable"),
+    (re.compile(r"exec: .*not found"),
+     "no such command on the ranks' PATH, where the folder of their Python stands first"),
+)  # fmt: skip
+
+_SIGNALS: dict[int, tuple[str, str | None]] = {
+    signal.SIGKILL: (
+        "killed by SIGKILL from outside (kill -9): the kernel counted no out-of-memory kill",
+        "in a container or a batch system, look for its memory limit"),
+    signal.SIGSEGV: (
+        "crashed (SIGSEGV) in native code", "env: {PYTHONFAULTHANDLER: '1'} shows where"),
+    signal.SIGABRT: (
+        "aborted (SIGABRT) in native code",
+        "if training had ended: end ranks with a barrier and os._exit, as world.py does"),
+}  # fmt: skip
+
+_NO_FILE = re.compile(r"FileNotFoundError|No such file or directory|NotADirectoryError")
+
+_Source = tuple[int, int | None]
+"""Node and rank."""
+
+PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
+
+
+@dataclass
+class _Suspect:
+    """What is known of one rank (rank None: a launcher) that may have failed first."""
+
+    node: int
+    rank: int | None
+    time: float
+    exit_code: int | None = None
+    asked: bool = True
+    """Whether its agent may have asked it to end before it did."""
+    output: Output = field(default_factory=Output)
+
+    @property
+    def words(self) -> str:
+        """The message of its exception; without one a word of the program's own before it went."""
+        return self.output.message or self.output.last_words()
+
+    @property
+    def echo(self) -> bool:
+        if self.output.traceback and not self.output.message:
+            return True  # its node's log was cut off before it said of what
+        # Further lines of a message may quote what a peer, or a server of data, has said.
+        said = self.words.partition("\n")[0] if self.output.traceback else self.words
+        return bool(ECHOES.search(said)) or (self.asked and self.exit_code in _NEVER_PRIMARY)
+
+
+def diagnose(
+    nodes: Sequence[NodeStatus],
+    lines: Iterable[LogLine],
+    *,
+    rank_exits: Iterable[RankExit] = (),
+    nproc_per_node: int = 1,
+    oom_kills: int = 0,
+    causes: Sequence[NodeCause] = (),
+) -> Failure:
+    """The first failure of an attempt that did not succeed.
+
+    Args:
+        nodes: how each node ended.
+        lines: log lines of all nodes, in order of time; the last few thousand are enough.
+        rank_exits: how ranks ended, where that is known.
+        nproc_per_node: ranks per node, to number the local ranks that torchrun reports.
+        oom_kills: processes that the kernel killed for want of memory meanwhile.
+        causes: why nodes or their ranks were killed, where the backend knows.
+    """
+    failures = [end for end in rank_exits if end.exit_code]
+    suspects, outputs = _suspects(lines, nproc_per_node, {end.node for end in failures})
+    for end in failures:
+        named = _Suspect(end.node, end.rank, end.at)
+        suspect = suspects.setdefault((end.node, end.rank), named)
+        suspect.exit_code, suspect.asked = end.exit_code, end.asked
+    for key, suspect in suspects.items():
+        suspect.output = outputs.get(key, suspect.output)
+    accused = [s for s in suspects.values() if s.exit_code or s.output.traceback]
+    blamed = _blame(accused)
+    # A node on a host that no longer answers has failed as well.
+    failed = [node for node in nodes if node.state in (State.FAILED, State.UNKNOWN)]
+    # A node whose launcher or agent was killed says nothing; its peers' echoes do.
+    silent = [node for node in failed if node.node not in {s.node for s in accused}]
+    known = _known_cause(blamed, causes, nproc_per_node)
+    if known is not None:
+        ours = blamed is not None and not blamed.echo
+        return Failure(
+            node=known.node, rank=blamed.rank if ours and blamed else None,
+            exit_code=known.exit_code, cause=known.words, hint=known.hint,
+        )  # fmt: skip
+    if blamed is None or (blamed.echo and silent):
+        return _from_nodes(silent or failed or list(nodes), oom_kills)
+    exit_code = blamed.exit_code
+    if exit_code is None and blamed.node < len(nodes):
+        exit_code = nodes[blamed.node].exit_code
+    cause, hint = _words(blamed, exit_code, oom_kills)
+    hint = hint or _missing_file(blamed, accused, nodes)
+    return Failure(
+        node=blamed.node, rank=blamed.rank, cause=cause, hint=hint,
+        exit_code=None if exit_code is None else shell_code(exit_code),
+        traceback=blamed.output.traceback_text(),
+    )  # fmt: skip
+
+
+def _known_cause(
+    blamed: _Suspect | None, causes: Sequence[NodeCause], nproc: int
+) -> NodeCause | None:
+    """What the backend knows of the one that is blamed, or of another if only echoes are."""
+    if blamed is None or blamed.echo:
+        return causes[0] if causes else None
+    if shell_code(blamed.exit_code or 0) != 128 + signal.SIGKILL:
+        return None
+    # mpirun's first node speaks for all ranks.
+    node = blamed.node if blamed.rank is None else blamed.rank // nproc
+    return next((cause for cause in causes if cause.node == node), None)
+
+
+def _suspects(
+    lines: Iterable[LogLine], nproc: int, known: Container[int]
+) -> tuple[dict[_Source, _Suspect], dict[_Source, Output]]:
+    """Whoever has a traceback or is named by a launcher; and what everyone wrote last.
+
+    Of the nodes in ``known`` it is known which rank failed.
+    """
+    suspects: dict[_Source, _Suspect] = {}
+    outputs: dict[_Source, Output] = {}
+    for line in lines:
+        key = (line.node, line.rank)
+        if line.rank is None:
+            if line.text.endswith(AGAIN):
+                # Lost nodes have come back: what its ranks said before ended nothing.
+                for each in (suspects, outputs):
+                    for old in [key for key in each if key[0] == line.node]:
+                        del each[old]
+            _read_launcher(line, nproc, suspects, known)
+            continue
+        output = outputs.setdefault(key, Output())
+        output.read(line)
+        if output.traceback:
+            suspect = suspects.setdefault(key, _Suspect(line.node, line.rank, output.began))
+            suspect.time = output.began
+    return suspects, outputs
+
+
+def _read_launcher(
+    line: LogLine, nproc: int, suspects: dict[_Source, _Suspect], known: Container[int]
+) -> None:
+    def suspect(rank: int | None) -> _Suspect:
+        return suspects.setdefault((line.node, rank), _Suspect(line.node, rank, line.time))
+
+    if match := _TORCHRUN.search(line.text):
+        suspect(line.node * nproc + int(match[2])).exit_code = int(match[1])
+    elif match := _MPIRUN.search(line.text):
+        suspect(int(match[1])).exit_code = -int(match[2])
+    elif (match := _DEEPSPEED.search(line.text)) and line.node not in known:
+        # It does not say which rank: the one whose traceback came first, if any.
+        here = [s for s in suspects.values() if s.node == line.node and s.rank is not None]
+        first = min(here, key=lambda s: s.time, default=None) or suspect(None)
+        first.exit_code = int(match[1])
+
+
+def _blame(suspects: Sequence[_Suspect]) -> _Suspect | None:
+    real = [suspect for suspect in suspects if not suspect.echo]
+    # A traceback without an exit code may be one that its rank survived.
+    ended = [suspect for suspect in real if suspect.exit_code]
+    return min(ended or real or suspects, key=lambda suspect: suspect.time, default=None)
+
+
+def _words(suspect: _Suspect, exit_code: int | None, oom_kills: int) -> tuple[str, str | None]:
+    output, said = suspect.output, suspect.words
+    if output.message and not output.fatal:
+        return said, _hint(said)
+    code = exit_code or 0
+    if number := _signal_number(code):
+        words, hint = _signal_words(number, oom_kills)
+        if output.fatal:
+            return words, None  # its traceback says where
+        if number in _OF_ITS_OWN and (said := output.error_line()):
+            return f"{words}: {said}", _hint(said)
+        return words, hint
+    return f"exited with {code}{f': {said}' if said else ''}", _hint(said)
+
+
+def _signal_number(code: int) -> int:
+    """The signal that an exit code stands for, -N or 128 + N; 0 for none."""
+    return -code if code < 0 else code - 128 if 128 < code < 160 else 0
+
+
+def _signal_words(number: int, oom_kills: int) -> tuple[str, str | None]:
+    name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
+    if number == signal.SIGKILL and oom_kills:
+        return (
+            "killed by the kernel: out of memory (SIGKILL; the kernel counted such a kill)",
+            "smaller batch.micro, fewer ranks per node, or a machine with more memory",
+        )
+    return _SIGNALS.get(number, (f"ended by {name}", None))
+
+
+def _hint(words: str) -> str | None:
+    return next((hint for pattern, hint in _HINTS if pattern.search(words)), None)
+
+
+def _missing_file(
+    blamed: _Suspect, accused: Sequence[_Suspect], nodes: Sequence[NodeStatus]
+) -> str | None:
+    """That a file may be on other nodes only; simulated nodes are one machine."""
+    lacks = {each.node for each in accused if _NO_FILE.search(each.words)}
+    if len({node.host for node in nodes}) == 1 or blamed.node not in lacks:
+        return None
+    if len(lacks) == len(nodes):
+        return "it is on none of the nodes"
+    some = listed((f"node {node}" for node in sorted(lacks)), len(lacks))
+    return f"of {len(nodes)} nodes only {some} says so: put it on every node, or where all see it"
+
+
+def _from_nodes(nodes: Sequence[NodeStatus], oom_kills: int) -> Failure:
+    """A failure of which no rank says anything."""
+    ended = [node for node in nodes if node.exit_code or node.reason]
+    first = min(ended, key=lambda node: node.ended_at or 0.0, default=None)
+    if first is None:
+        return Failure(
+            node=None, rank=None, exit_code=1, cause="the run ended, and no node reported why"
+        )
+    code = first.exit_code if first.exit_code is not None else 1
+    cause, hint = first.reason, None
+    if cause is None and (number := _signal_number(code)):
+        words, hint = _signal_words(number, oom_kills)
+        cause = f"its launcher {'was ' if words.startswith('killed') else ''}{words}"
+    if first.state is State.UNKNOWN:
+        hint = f"is {first.host} up, and its network? --exclude {first.host} does without it"
+    return Failure(
+        node=first.node, rank=None, exit_code=code,
+        cause=cause or f"its launcher exited with {code}",
+        hint=hint or "`clusterkit logs` with the run's id shows its last output",
+    )  # fmt: skip

@@ -1,0 +1,241 @@
+"""What a rank's output says of its end: its last traceback, or else its last words.
+
+Nothing in the output says where the message of an exception ends. Where torch puts ``[rank3]: ``
+before every line of a traceback, it ends with them. Elsewhere it is what follows without a
+pause, up to a line that is known not to belong to it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+import msgspec
+
+from clusterkit.output.logs import LogLine, without_rank
+
+MESSAGE_LINES = 40
+MESSAGE_CHARACTERS = 4096
+TRACEBACK_LINES = 400
+PAUSE_SECONDS = 1.0
+"""What comes later than this after a line was not written in one go with it."""
+
+_BEGINS = re.compile(
+    r"\s*(\+ Exception Group )?Traceback \(most recent call last\):"
+    r'|  File ".*", line \d+$'  # of a SyntaxError in the program itself
+    r"|Fatal Python error: "  # faulthandler, and an interpreter that cannot go on
+)
+_FATAL = "Fatal Python error: "
+_CHAINS = (
+    "During handling of the above exception",
+    "The above exception was the direct cause",
+)
+# What stands left of a line in the traceback of an ExceptionGroup, and between its parts.
+_GUTTER = re.compile(r"\s+(\|( |$)|\+[-+])")
+_UNRAISABLE = "Exception ignored in"
+_ADVICE = (
+    r"Set the environment variable HYDRA_FULL_ERROR=1|note: run with `RUST_BACKTRACE"
+    r"|Try '.*' for help"
+)
+_NOT_OF_A_MESSAGE = re.compile(
+    rf"{_ADVICE}|{_UNRAISABLE}"
+    r"|-{70,}$"  # mpirun's banner
+    r"|\S+\.py:\d+: \w*Warning: "
+    r"|(\[rank\d+\]:)?\[[WEI]\d{4} |[WEI]\d{4} \d\d:|\[\d{4}-\d\d-\d\d "  # of a logger
+)
+_ADVICE_LINE = re.compile(_ADVICE)
+_BORDER = re.compile(r"^[│┃|] ?|\s*[│┃|]$")
+_RULER = re.compile(r"[\W_]{4,}|[╭┌┏].*[╮┐┓]")
+_NAMES_AN_ERROR = re.compile(
+    r"[\w.]*[A-Z]\w*(Error|Exception|Exit|Interrupt)(: |:?$)"
+    r"|([a-z_]\w*\.)+[A-Z]\w*: "
+    r"|([Ff]atal )?[Ee]rror: |FATAL: "
+    r"|\S+( \S+)?: error: "  # argparse, compilers
+    r"|terminate called |.*: Assertion .* failed"
+)
+# What torchrun says when a rank failed, and when it was asked to end: of itself it says nothing.
+_REPORT = re.compile(r"torch\.distributed\.elastic\.\S*(ChildFailedError|SignalException)\b")
+
+
+class Output:
+    """The output of one rank, which `read` takes line by line.
+
+    ``traceback`` holds its newest traceback, with those that led to it; ``began`` is when its
+    first line came. One that the interpreter ignored (in a ``__del__``) does not count.
+    """
+
+    def __init__(self) -> None:
+        self.traceback: list[str] = []
+        self.began = 0.0
+        self._message: list[str] = []
+        self._part = ""  # of a traceback: "frames", "message", "chain"; "" outside of one
+        self._prefixed = self._grouped = self._ignored = False
+        self._tail: deque[tuple[float, str]] = deque(maxlen=MESSAGE_LINES)
+
+    def read(self, line: LogLine) -> None:
+        """Take the next line."""
+        if line.event is not None:
+            self._part = ""
+            self._tail.clear()
+            return
+        text = without_rank(line.text)
+        prefixed = text != line.text
+        paused = bool(self._tail) and line.time - self._tail[-1][0] > PAUSE_SECONDS
+        self._tail.append((line.time, text))
+        if self._part == "message" and ((text and not prefixed) if self._prefixed else paused):
+            self._part = ""
+        if self._part and self._grouped and _GUTTER.match(text):
+            self._read_group(text)
+        elif self._part == "frames" and not self._grouped:
+            self._read_on(text, text)
+        elif _BEGINS.match(text) and not (self._part and text.startswith("  File")):
+            self._begin(line.time, text, prefixed)
+        elif self._part and text.startswith(_CHAINS):
+            self.traceback.append(text)
+            self._part = "chain"
+        elif self._part == "message" and not _NOT_OF_A_MESSAGE.match(text):
+            self._read_on(text, text)
+        elif self._part and not text:
+            self.traceback.append(text)
+        else:
+            self._part = ""
+        self._ignored = text.startswith(_UNRAISABLE)
+
+    def _begin(self, time: float, text: str, prefixed: bool) -> None:
+        if self._ignored:
+            self._part = ""
+            return
+        if self._part != "chain":
+            # The program survived what it printed before.
+            self.traceback, self.began = [], time
+        self._prefixed, self._grouped = prefixed, "Exception Group" in text
+        self._message = [text] if text.startswith(_FATAL) else []
+        self._part = "message" if self._message else "frames"
+        self.traceback.append(text)
+
+    def _read_group(self, text: str) -> None:
+        plain = _GUTTER.sub("", text, count=1)
+        if text.lstrip().startswith("+") or plain.startswith(("Traceback", *_CHAINS)):
+            self._part = "frames"  # of the next exception of the group
+            self.traceback.append(text)
+        else:
+            self._read_on(text, plain)
+
+    def _read_on(self, raw: str, text: str) -> None:
+        """A frame's line or a message's; ``text`` is without what an ExceptionGroup puts before."""
+        self.traceback.append(raw)
+        if self._part == "message" or (text and not text[0].isspace()):
+            self._part = "message"
+            self._message.append(text)
+
+    @property
+    def message(self) -> str:
+        """The exception's name and message to its end, cut in the middle if it is very long."""
+        return _bounded(_trimmed(self._message), MESSAGE_LINES)
+
+    @property
+    def fatal(self) -> bool:
+        """Whether the traceback is that of a crash, and no exception's."""
+        return bool(self._message) and self._message[0].startswith(_FATAL)
+
+    def traceback_text(self) -> str | None:
+        """The traceback as it was printed, without lines of it in the middle if it is endless."""
+        return _bounded(_trimmed(self.traceback), TRACEBACK_LINES) or None
+
+    def error_line(self) -> str:
+        """The last line that names an error, and what follows it; empty if none does.
+
+        Only what the rank wrote last and in one go counts.
+        """
+        lines = list(self._tail)
+        pauses = [n for n, (a, b) in enumerate(pairwise(lines), 1) if b[0] - a[0] > PAUSE_SECONDS]
+        texts = [text for _, text in lines[pauses[-1] if pauses else 0 :]]
+        named = [number for number, text in enumerate(texts) if _NAMES_AN_ERROR.match(text)]
+        if not named:
+            return ""
+        after = texts[named[-1] :]
+        end = next((n for n, text in enumerate(after) if _is_no_word(text) and text), len(after))
+        return _bounded(_trimmed(after[:end]), MESSAGE_LINES)
+
+    def last_words(self) -> str:
+        """`error_line`, or the last line that says anything, with what it is a part of.
+
+        That is the text between two rulers, or the line above those that are indented.
+        """
+        if error := self.error_line():
+            return error
+        texts = [text for _, text in self._tail]
+        ruled = False
+        while texts and _is_no_word(texts[-1]):
+            ruled = _is_ruler(texts.pop()) or ruled
+        rulers = [number for number, text in enumerate(texts) if _is_ruler(text)]
+        if ruled and rulers:
+            found = [_BORDER.sub("", text) for text in texts[rulers[-1] + 1 :]]
+        else:
+            heads = [number for number, text in enumerate(texts) if not text[:1].isspace() and text]
+            found = texts[heads[-1] if heads else 0 :]
+        return _bounded(_trimmed(found), MESSAGE_LINES)
+
+
+def begins(text: str) -> bool:
+    """Whether a line is the first of a traceback."""
+    return _BEGINS.match(without_rank(text)) is not None
+
+
+def folded(batches: Iterable[list[LogLine]]) -> Iterator[list[LogLine]]:
+    """The same lines, but torchrun's report of a failure, a traceback of its own, as one line.
+
+    A launcher's traceback of another kind may be the failure itself, and stays.
+    """
+    held: dict[int, list[LogLine]] = {}
+    for batch in batches:
+        yield [shown for line in batch for shown in _unless_report(line, held)]
+    yield from held.values()
+
+
+def _unless_report(line: LogLine, held: dict[int, list[LogLine]]) -> list[LogLine]:
+    """What can be shown once ``line`` has come; ``held`` keeps each node's begun traceback."""
+    if line.rank is not None or (line.node not in held and not begins(line.text)):
+        return [line]
+    block = held.setdefault(line.node, [])
+    block.append(line)
+    report = next((one for one in block if _REPORT.match(one.text)), None)
+    if report is None:
+        # Frames begin with blanks; a line that does not ends another kind of traceback.
+        more = line is block[0] or line.text[:1].isspace()
+        return [] if more else held.pop(line.node)
+    if "ChildFailedError" in report.text and sum(o.text.startswith("=====") for o in block) < 2:
+        return []
+    what = report.text.rpartition(".")[2].strip().rstrip(":")
+    text = f"torchrun's own traceback ({what}): {len(block)} lines; logs --raw shows them"
+    return [msgspec.structs.replace(held.pop(line.node)[0], text=text)]
+
+
+def _is_no_word(text: str) -> bool:
+    return not text.strip() or _is_ruler(text) or _ADVICE_LINE.match(text) is not None
+
+
+def _is_ruler(text: str) -> bool:
+    return _RULER.fullmatch(text.strip()) is not None
+
+
+def _trimmed(lines: Sequence[str]) -> list[str]:
+    """Without empty lines at either end."""
+    full = [number for number, text in enumerate(lines) if text.strip()]
+    return list(lines[full[0] : full[-1] + 1]) if full else []
+
+
+def _bounded(lines: list[str], most: int) -> str:
+    """Lines as one text; of a very long one the beginning and the end, with a note between."""
+    if len(lines) > most:
+        half = most // 2
+        lines[half:-half] = [f"... {len(lines) - 2 * half} lines left out, the log has them ..."]
+    text = "\n".join(lines)
+    characters = most * MESSAGE_CHARACTERS // MESSAGE_LINES
+    if len(text) > characters:
+        half = characters // 2
+        left = len(text) - 2 * half
+        text = f"{text[:half]} ... {left} characters left out, the log has them ... {text[-half:]}"
+    return text

@@ -1,0 +1,75 @@
+"""`clusterkit plan --as`: a job as one file, for somebody who has to hand one in.
+
+It holds what the backend's plan holds; nothing is rendered here. Without a cluster nothing is
+probed: what only a cluster can say is assumed, and the file says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import msgspec
+
+from clusterkit import backends
+from clusterkit.backends.base import SupportsFile, check_capabilities
+from clusterkit.cluster import CLUSTER_TYPES, Facts
+from clusterkit.errors import BadInput
+from clusterkit.jobfile import request
+from clusterkit.run import runs as store
+from clusterkit.run.launch import resolved_cluster
+from clusterkit.spec import Job
+
+
+def plan_as(
+    job: Job,
+    form: str,
+    *,
+    cluster: str | None = None,
+    clusters_file: str | os.PathLike[str] | None = None,
+    include: str | None = None,
+    exclude: str | None = None,
+    facts: Facts | None = None,
+    run_id: str | None = None,
+    **asked: Any,
+) -> str:
+    """The job in one of the `clusterkit.backends.FORMS`.
+
+    Args:
+        cluster: an entry of that kind, which is probed; None: nothing is.
+        run_id: names what the file makes; by default as the job is called.
+        asked: as for `clusterkit.jobfile.request.read`.
+
+    Raises:
+        ClusterkitError: the job does not fit, or the entry is of another kind.
+    """
+    name, keys = backends.FORMS[form]
+    backend = backends.backend(name)
+    assert isinstance(backend, SupportsFile)
+    wanted = request.read(job, cluster=cluster or "local", **asked)
+    with wanted.locating():
+        spec = wanted.job
+        check_capabilities(type(backend), spec, map(backends.backend_type, backends.NAMES))
+    if cluster is None:
+        entry = CLUSTER_TYPES[name]()
+    else:
+        entry = resolved_cluster(cluster, clusters_file, include=include, exclude=exclude)
+        if entry.backend != name:
+            raise BadInput(
+                f"--as {form} needs a cluster of backend {name}, and {cluster} is {entry.backend}",
+                hint="leave --cluster out: then nothing is probed",
+            )
+    entry = msgspec.structs.replace(entry, **keys)
+    head = []
+    if facts is None and cluster is None:
+        facts = backend.unprobed(entry, spec)
+        head.append("No cluster was looked at: GPUs, cores, Python and port are assumed.")
+    elif facts is None:
+        with contextlib.closing(backends.transport_for(entry)) as transport:
+            facts = backend.probe(entry, transport, spec)
+    run_id = store.check_run_id(run_id or store.slug(spec.name))
+    plan = backend.plan(spec, entry, facts, run_id)
+    notes = [str(note) for note in plan.notes]
+    head = [f"{spec.name}: {plan.summary}", *head, *notes, *wanted.remarks]
+    return backend.one_file(plan, entry, head)

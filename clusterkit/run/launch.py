@@ -1,0 +1,355 @@
+"""From a job to a run: preparing and launching one, taking up one of another machine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+import clusterkit
+from clusterkit import backends
+from clusterkit.backends.base import Backend, SupportsRemoteRuns, check_capabilities
+from clusterkit.cluster import ClusterSpec, Facts
+from clusterkit.errors import BadInput, CapabilityError, ClusterkitError, RunFolderError
+from clusterkit.jobfile import loader, request
+from clusterkit.output.track import check_trackers
+from clusterkit.plan import Note, Plan
+from clusterkit.run import run_state, supervise
+from clusterkit.run import runs as store
+from clusterkit.run.run import Run, check_secrets
+from clusterkit.run.runs import Event, RunFolder, Submission
+from clusterkit.run.status import RunStatus, State
+from clusterkit.spec import Job, JobSpec
+from clusterkit.transport import Transport, fan_out, in_order
+
+if TYPE_CHECKING:
+    from clusterkit import doctor as doctors
+
+Progress = Callable[[str, int, int], None]
+"""Told of a host, bytes sent to it, bytes to send."""
+
+
+@dataclass(frozen=True, repr=False)
+class Prepared(contextlib.AbstractContextManager["Prepared"]):
+    """A job, a cluster and the plan they make; as a context manager, it closes its connections."""
+
+    job: JobSpec
+    cluster_name: str
+    cluster: ClusterSpec
+    facts: Facts
+    backend: Backend
+    plan: Plan
+    transport: Transport
+
+    def __repr__(self) -> str:
+        return f"<Prepared {self.job.name} for {self.cluster_name}: {self.plan.summary}>"
+
+    def __exit__(self, *_: object) -> None:
+        self.transport.close()
+
+
+def prepare(
+    job: Job,
+    *,
+    cluster: str = "local",
+    clusters_file: str | os.PathLike[str] | None = None,
+    nodes: int | str | None = None,
+    gpus: int | None = None,
+    settings: Sequence[str] = (),
+    more_args: Sequence[str] = (),
+    include: str | None = None,
+    exclude: str | None = None,
+    facts: Facts | None = None,
+    doctor: bool = True,
+    run_id: str | Callable[[str], str] | None = None,
+) -> Prepared:
+    """Read the job and the cluster, probe the cluster, make the plan; nothing is written.
+
+    Args:
+        job: see `clusterkit.spec.Job`.
+        cluster: an entry of the cluster file; ``local`` needs none.
+        clusters_file: instead of the one that is found from here upwards.
+        nodes: instead of the job's ``nodes``: ``2`` or ``"2:4"``.
+        gpus: instead of the job's ``gpus_per_node``.
+        settings: further ``key=value`` changes to the job file.
+        more_args: further arguments of the program, after the job's own.
+        include: only these hosts and GPUs of the cluster: ``host1@host2:0,1``.
+        exclude: all hosts and GPUs but these.
+        facts: instead of probing.
+        doctor: examine the hosts first, where the nodes are other machines.
+        run_id: instead of a new one; or what makes one of the job's name.
+
+    Raises:
+        ClusterkitError: anything that would keep the job from starting.
+    """
+    asked = request.read(job, settings, nodes, gpus, more_args, cluster)
+    spec = asked.job
+    with asked.locating():
+        check_secrets(spec)
+        check_trackers(spec)
+    loaded = _cluster(cluster, clusters_file, include, exclude)
+    entry = loaded.cluster
+    kind = backends.backend_type(entry.backend)
+    check_capabilities(kind, spec, map(backends.backend_type, backends.NAMES))
+    backend = kind()
+    with contextlib.ExitStack() as undo, asked.locating(loaded):
+        transport = undo.enter_context(contextlib.closing(backends.transport_for(entry)))
+        if probed := facts is None:
+
+            def probe() -> Facts:
+                return backend.probe(entry, transport, spec)
+
+            subject = backend.preflight(cluster, entry, spec) if doctor else None
+            facts = probe() if subject is None else _probed(subject, transport, probe)
+        if not facts.hosts:
+            raise BadInput("facts: no host is named", hint="use the facts.json of a run")
+        if callable(run_id):
+            run_id = run_id(spec.name)
+        run_id = store.check_run_id(run_id) if run_id else store.new_run_id(spec.name)
+        plan = backend.plan(spec, entry, facts, run_id)
+        notes = list(plan.notes)
+        if spec.deepspeed is not None:
+            from clusterkit.jobfile import deepspeed_probe
+
+            # Ranks that the transport starts have the hosts' own Python: it can be asked.
+            here = any(step.kind == "start" for step in plan.steps)
+            where = transport if probed and here else None
+            notes += deepspeed_probe.examine(spec, plan, facts, where, {**entry.env, **spec.env})
+        warnings = [*asked.remarks, facts.project.remark if facts.project is not None else None]
+        if any(host.gpus for host in facts.hosts):
+            from clusterkit import estimate as estimates
+
+            warnings.append(estimates.warning(spec, facts))
+        notes += [Note("", warning, "") for warning in warnings if warning]
+        plan = msgspec.structs.replace(plan, notes=tuple(notes))
+        undo.pop_all()
+        return Prepared(spec, cluster, entry, facts, backend, plan, transport)
+
+
+def _probed(subject: doctors.Subject, transport: Transport, probe: Callable[[], Facts]) -> Facts:
+    """What ``probe`` finds; at the same time the quick checks look whether the hosts are fit.
+
+    Raises:
+        ClusterkitError: they are not.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    from clusterkit import doctor as preflight
+
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(preflight.examine, subject, transport, quick=True)
+        if subject.port is not None:
+            looking.exception()  # both try to listen on the fixed port: one after the other
+        facts = problem = None
+        try:
+            facts = probe()
+        except ClusterkitError as error:
+            problem = error
+        refusal = preflight.refusal(looking.result())
+    if refusal is not None and not isinstance(problem, BadInput):
+        raise refusal
+    if facts is None:
+        assert problem is not None
+        raise problem
+    return facts
+
+
+def resolved_cluster(
+    name: str,
+    clusters_file: str | os.PathLike[str] | None = None,
+    *,
+    include: str | None = None,
+    exclude: str | None = None,
+) -> ClusterSpec:
+    """A cluster's entry with its hosts read from the inventory.
+
+    Raises:
+        ClusterkitError: no such entry, an inventory that cannot be used.
+    """
+    return _cluster(name, clusters_file, include, exclude).cluster
+
+
+def _cluster(
+    name: str,
+    clusters_file: str | os.PathLike[str] | None,
+    include: str | None,
+    exclude: str | None,
+) -> loader.LoadedCluster:
+    """As `resolved_cluster`, with the file that the entry stands in."""
+    loaded = loader.read_cluster(name, clusters_file)
+    kind = backends.backend_type(loaded.cluster.backend)
+    flags = {"include": "--include", "exclude": "--exclude"} if include or exclude else {}
+    with loader.locating(None, loaded, flags):
+        cluster = kind.resolved(loaded.cluster, loaded.folder, include, exclude)
+    return dataclasses.replace(loaded, cluster=cluster)
+
+
+def launch(ready: Prepared, progress: Progress | None = None) -> Run:
+    """Write the run folder, send the project, start the run's supervisor; closes ``ready``.
+
+    Args:
+        progress: told of a host, the bytes sent to it and the bytes to send.
+    """
+    return _start(ready, lambda folder: send_trees(ready, progress), time.time())
+
+
+def _start(
+    ready: Prepared,
+    complete: Callable[[RunFolder], None],
+    created_at: float,
+    *,
+    adopt: bool = False,
+) -> Run:
+    """A run with a folder and a supervisor.
+
+    Args:
+        complete: what is to be done, or written, between the two.
+        adopt: the run has been started already; it is not ended if this fails.
+    """
+    folder, started = None, False
+    try:
+        with ready:
+            folder = RunFolder.create(ready.plan.run_id, ready.backend.home(ready.facts))
+            lock = folder.hold()
+            assert lock is not None  # the folder is new
+            with lock:
+                folder.write_json("job.json", ready.job)
+                entry = {"backend": ready.backend.name} | msgspec.to_builtins(ready.cluster)
+                folder.write_json("cluster.json", entry)
+                folder.save_plan(ready.facts, ready.plan)
+                submission = Submission(
+                    run=folder.run_id,
+                    job=ready.job.name,
+                    cluster=ready.cluster_name,
+                    backend=ready.backend.name,
+                    created_at=created_at,
+                    clusterkit=clusterkit.__version__,
+                )
+                folder.write_json("run.json", submission)
+                complete(folder)
+                if adopt:
+                    supervise.spawn(folder, lock, adopt=True)
+                else:
+                    supervise.launch(folder, lock, ready.transport)
+            started = True
+    except BaseException:  # also Ctrl-C while the connections are closed: it runs by then
+        if folder is not None and not adopt:
+            run_state.abandon(folder)
+        if folder is not None and not started:
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+    return Run(folder)
+
+
+def send_trees(ready: Prepared, progress: Progress | None = None) -> None:
+    """Bring the plan's folders to all its hosts, at once.
+
+    Raises:
+        ClusterkitError: a host does not take them, or they have changed since they were probed.
+    """
+    plan = ready.plan
+    if not plan.trees:
+        return
+    from clusterkit import execute
+    from clusterkit.sync import project, relay
+
+    snapshots = {}
+    for tree in plan.trees:
+        shipped = ready.facts.shipped is not None and tree.digest == ready.facts.shipped.digest
+        found = (
+            project.own_package()
+            if shipped
+            else project.snapshot(Path(ready.job.workdir or "."), ready.job.program)
+        )
+        if found.digest != tree.digest:
+            raise BadInput(
+                f"{tree.source} has changed since the run was planned",
+                hint="submit again; a file that changes all the time cannot be part of the project",
+            )
+        snapshots[tree.path] = found
+
+    hosts = execute.everyone(plan)
+    with contextlib.ExitStack() as stack:
+        relays: dict[str, relay.Relay] = {}
+        if len(hosts) > relay.HOSTS:
+            addresses = {host.host: host.address for host in ready.facts.hosts}
+            relays = {tree.path: stack.enter_context(relay.Relay(addresses)) for tree in plan.trees}
+
+        def send(host: str) -> None:
+            for tree in plan.trees:
+                project.send(
+                    snapshots[tree.path], tree, host, plan.python, ready.transport,
+                    progress or (lambda *_: None), relays.get(tree.path),
+                )  # fmt: skip
+
+        in_order(fan_out(hosts, send))
+
+
+def take_up(run: str, cluster: str, clusters_file: str | os.PathLike[str] | None = None) -> Run:
+    """Give a run of another machine a folder here, and a supervisor that watches over it.
+
+    Args:
+        run: its id, the beginning of its id, or ``last`` for the newest in the cluster.
+
+    Raises:
+        CapabilityError: such clusters remember nothing.
+        RunNotFound: the cluster knows of no such run.
+        BadInput: a secret that a restart needs is not in the environment.
+    """
+    from clusterkit import execute
+
+    entry = resolved_cluster(cluster, clusters_file)
+    backend = backends.backend(entry.backend)
+    if not isinstance(backend, SupportsRemoteRuns):
+        raise CapabilityError(
+            f"backend {backend.name}: its clusters keep no record of a run's job",
+            hint="attach on the machine and with the CLUSTERKIT_HOME that submitted it",
+        )
+    with contextlib.closing(backends.transport_for(entry)) as transport:
+        found = backend.recover(run, entry, transport)
+        if (store.home() / "runs" / found.run).is_dir():
+            known = Run(store.find(found.run))
+            known.attach()
+            return known
+        check_secrets(found.job, f"a restart of run {found.run} needs it: ")
+        plan = backend.plan(found.job, found.cluster, found.facts, found.run)
+
+        def complete(folder: RunFolder) -> None:
+            execute.write_files(plan, transport)
+            if found.project is not None:
+                _unpack(found.project, Path(plan.trees[0].path))
+            status = RunStatus(
+                run=found.run, job=found.job.name, cluster=cluster, backend=backend.name,
+                state=State.RUNNING, attempt=found.attempt, started_at=found.created_at,
+            )  # fmt: skip
+            folder.write_json("state.json", status)
+            folder.write(store.MADE, "")
+            text = f"taken up on this machine, in attempt {found.attempt}"
+            folder.append("events.jsonl", Event(at=time.time(), attempt=found.attempt, text=text))
+
+        ready = Prepared(found.job, cluster, found.cluster, found.facts, backend, plan, transport)
+        return _start(ready, complete, found.created_at, adopt=True)
+
+
+def _unpack(packed: bytes, path: Path) -> None:
+    """A tar.gz as a folder; nothing of it can lie outside.
+
+    Raises:
+        RunFolderError: it is damaged, or there is no room.
+    """
+    import io
+    import tarfile
+
+    try:
+        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+            archive.extractall(path, filter="data")
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise RunFolderError(f"the project of the run cannot be unpacked: {error}") from error

@@ -1,0 +1,233 @@
+"""One submitted run: its status, logs, metrics and end, from any process."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from clusterkit.errors import BadInput, ClusterkitError, RunFolderError
+from clusterkit.output.logs import LogLine
+from clusterkit.plan import Plan
+from clusterkit.run import run_state
+from clusterkit.run.runs import POLL_SECONDS, Event, RunFolder
+from clusterkit.run.status import RunStatus, State
+from clusterkit.spec import JobSpec
+
+
+def check_secrets(spec: JobSpec, why: str = "") -> None:
+    """Refuse a job whose secrets are not in the environment."""
+    missing = [name for name in spec.secrets if name not in os.environ]
+    if missing:
+        raise BadInput(
+            f"secrets: {missing[0]} is not set in your environment",
+            hint=f"{why}export {missing[0]}=...",
+            job="secrets",
+        )
+
+
+class Run:
+    """One submitted run, found again by its id from any process."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+
+    def __repr__(self) -> str:
+        return f"<Run {self.id}>"
+
+    @property
+    def id(self) -> str:
+        return self._folder.run_id
+
+    @property
+    def path(self) -> Path:
+        """The run's folder."""
+        return self._folder.path
+
+    @property
+    def plan(self) -> Plan:
+        """What was carried out."""
+        return self._folder.plan()
+
+    def status(self) -> RunStatus:
+        """How it stands now."""
+        return run_state.reconcile(self._folder)
+
+    def accounted(self, status: RunStatus) -> RunStatus:
+        """A status of this run with ``goodput``, and steps in ``attempts``: reads its logs."""
+        from clusterkit.run.goodput import with_goodput  # of no use to who only waits
+
+        return with_goodput(self._folder, status, time.time())
+
+    def events(self) -> list[Event]:
+        """What the supervisor did beyond the plan: another port, a restart."""
+        return self._folder.records("events.jsonl", Event)
+
+    def wait(
+        self, timeout: float | None = None, *, until: Callable[[RunStatus], bool] | None = None
+    ) -> RunStatus:
+        """The status once the run has ended, or once ``until`` holds of it.
+
+        Raises:
+            TimeoutError: not within ``timeout`` seconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with run_state.Connections() as connections:
+            while True:
+                status = run_state.reconcile(self._folder, connections)
+                if status.state.final or (until is not None and until(status)):
+                    return status
+                if status.state is State.UNKNOWN and not self._lives():
+                    return status  # it will not get any better
+                if deadline is not None and time.monotonic() > deadline:
+                    raise TimeoutError(f"run {self.id} is {status.state} after {timeout:g} s")
+                time.sleep(POLL_SECONDS / 2)
+
+    @property
+    def watched(self) -> bool:
+        """Whether its supervisor lives."""
+        return self._folder.is_held()
+
+    def _lives(self) -> bool:
+        """Whether any process of it runs on this machine, whatever its folder says."""
+        from clusterkit import agent
+
+        return self.watched or bool(agent.processes_of(str(self.path)))
+
+    def wait_started(self, timeout: float = 60.0) -> RunStatus:
+        """The status once every node runs (or the run has ended)."""
+        return self.wait(
+            timeout,
+            until=lambda status: (
+                bool(status.nodes) and all(node.state is not State.PENDING for node in status.nodes)
+            ),
+        )
+
+    def logs(
+        self,
+        *,
+        rank: int | None = None,
+        node: int | None = None,
+        follow: bool = False,
+        note: Callable[[Event], None] = lambda event: None,
+    ) -> Iterator[LogLine]:
+        """Lines of all attempts, in order of time within each; with ``follow`` until the run ends.
+
+        Args:
+            note: gets the events of an attempt after its last line.
+
+        Raises:
+            BadInput: the run has no such node or rank.
+        """
+        return itertools.chain.from_iterable(
+            self.log_batches(rank=rank, node=node, follow=follow, note=note)
+        )
+
+    def log_batches(
+        self,
+        *,
+        rank: int | None = None,
+        node: int | None = None,
+        follow: bool = False,
+        note: Callable[[Event], None] = lambda event: None,
+    ) -> Iterator[list[LogLine]]:
+        """`logs`, some thousand lines at a time: for those who have a use for more than one.
+
+        Raises:
+            BadInput: the run has no such node or rank.
+        """
+        plan = self.plan
+        # A spare that was used up is in no later plan.
+        begun = self._folder.file("attempts").glob(f"*/node-{node}")
+        if node is not None and not (0 <= node < plan.nodes or any(begun)):
+            raise BadInput(f"node {node}: run {self.id} has nodes 0 to {plan.nodes - 1}")
+        if rank is not None and not 0 <= rank < plan.world_size:
+            raise BadInput(f"rank {rank}: run {self.id} has ranks 0 to {plan.world_size - 1}")
+        return self._batches(node, rank, follow, note)
+
+    def _batches(
+        self, node: int | None, rank: int | None, follow: bool, note: Callable[[Event], None]
+    ) -> Iterator[list[LogLine]]:
+        with run_state.Connections() as connections:
+            # Where nobody watches over the run, this brings what only its hosts have.
+            status = run_state.reconcile(self._folder, connections)
+
+            def goes_on() -> bool:
+                nonlocal status
+                status = run_state.reconcile(self._folder, connections)
+                lost = status.state is State.UNKNOWN and not self._lives()
+                return not status.state.final and not lost and status.attempt == attempt
+
+            for attempt in itertools.count(1):
+                nodes = self._folder.nodes_of(attempt, self.plan, rank) if node is None else (node,)
+                for batch in self._folder.log(attempt, nodes, goes_on if follow else None):
+                    yield batch if rank is None else [x for x in batch if x.rank == rank]
+                for event in self.events():
+                    if event.attempt == attempt:
+                        note(event)
+                if status.attempt <= attempt:
+                    return
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """What rank 0 reported: a dict per step with ``step``, ``loss``, ``tokens_per_second``.
+
+        A restarted run repeats the steps since its checkpoint; both tellings are given.
+        """
+        found = [mark for mark in self.marks() if mark["event"] == "metrics"]
+        return [{key: mark[key] for key in mark if key != "event"} for mark in found]
+
+    def marks(self) -> list[dict[str, Any]]:
+        """Every marked line's object (`clusterkit.output.marks`), metrics among them."""
+        return [event for line in self.logs() if (event := line.event) is not None]
+
+    def attach(self) -> bool:
+        """Start another supervisor for a run whose own was killed, with its machine or alone. If
+        the run has failed meanwhile, its restarts are used.
+
+        Returns:
+            False: somebody watches over it already, or nothing of it is left to do.
+
+        Raises:
+            BadInput: a secret that a restart needs is not in the environment.
+        """
+        if not run_state.unfinished(self._folder):
+            return False
+        check_secrets(self._folder.read_json("job.json", JobSpec))
+        if (lock := self._folder.hold()) is None:
+            return False
+        from clusterkit.run import supervise
+
+        with lock:
+            supervise.spawn(self._folder, lock, adopt=True)
+        return True
+
+    def cancel(self) -> RunStatus:
+        """End it, with everything it started; fine to repeat."""
+        return run_state.cancel(self._folder)
+
+    def delete(self, *, force: bool = False) -> None:
+        """Remove the run's folder, here and on its hosts: logs, metrics, checkpoints in it.
+
+        Args:
+            force: here also where a host does not answer.
+
+        Raises:
+            BadInput: the run has not ended.
+            Unavailable: a host does not answer; the folder here stays.
+        """
+        status = self.status()
+        if not status.state.final and (status.state is not State.UNKNOWN or self._lives()):
+            raise BadInput(f"run {self.id} is {status.state}", hint=f"clusterkit cancel {self.id}")
+        try:
+            run_state.forget(self._folder)
+        except ClusterkitError:
+            if not force:
+                raise
+        try:
+            shutil.rmtree(self._folder.path)
+        except OSError as error:
+            raise RunFolderError(f"cannot remove {error.filename}: {error.strerror}") from error

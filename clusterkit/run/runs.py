@@ -1,0 +1,489 @@
+"""The run folder: the truth about one run, in files that outlive every process.
+
+$CLUSTERKIT_HOME/runs/RUN/
+    run.json        who, when, which job, cluster and backend
+    job.json        the job as it was submitted, with flags applied; a job file itself
+    cluster.json facts.json plan.json plan.txt
+    files/          what the plan wrote: scripts, configs
+    steps.jsonl     every step carried out, and how it went
+    events.jsonl    what the supervisor saw and did, in sentences
+    supervisor.json process that watches the run
+    supervisor.lock locked as long as that process lives
+    state.json      state, attempt, failure; final once the run has ended
+    cancelled       there once someone has asked to cancel
+    leftovers       there while a host that did not answer may still run some of it
+    attempts/K/node-N/   log, exit code and process ids of one node in attempt K
+    checkpoints/    unless the job says elsewhere
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import os
+import posixpath
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from typing import IO, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, Facts
+from clusterkit.errors import BadInput, RunFolderError, RunNotFound, listed
+from clusterkit.files import locked, write_atomic
+from clusterkit.output.logs import GrowingFile, LogLine, NodeLog, marked, merged
+from clusterkit.plan import Plan, Step
+from clusterkit.shell import check_text
+
+Document = TypeVar("Document")
+RUN_ID = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?\Z")
+RUN_ID_MAX = 63
+_MADE = re.compile(r"-\d{10}-")
+"""In the ids that `new_run_id` makes."""
+_LOCK = "supervisor.lock"
+_LOCK_TRIES = 20
+MADE = "made"
+"""File of a run's folder: what a cluster keeps under the run's id is of this run, and not of one
+of the same id that somebody submitted elsewhere."""
+LEFTOVERS = "leftovers"
+"""File that is there while something of the run could not be ended, and says where."""
+POLL_SECONDS = 0.1
+"""Pause of whoever looks at a run's files again and again."""
+LAST = "last"
+"""Instead of a run's id: the newest."""
+_CHUNK = 1 << 18
+_ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"
+
+
+class Submission(Struct, frozen=True, kw_only=True):
+    """Contents of ``run.json``."""
+
+    run: str
+    job: str
+    cluster: str
+    backend: str
+    created_at: float
+    clusterkit: str
+
+
+class Event(Struct, frozen=True, kw_only=True):
+    """One line of ``events.jsonl``."""
+
+    at: float
+    attempt: int
+    text: str
+
+
+class StepRecord(Struct, frozen=True, kw_only=True):
+    """One line of ``steps.jsonl``; secrets are not part of a step."""
+
+    at: float
+    attempt: int
+    kind: str
+    host: str
+    node: int | None
+    argv: tuple[str, ...]
+    outcome: str
+
+
+@dataclass(frozen=True)
+class RunHandle:
+    """One attempt of a run, made by `RunFolder.handle`: what backends are given of it."""
+
+    folder: RunFolder
+    """On this machine, wherever the nodes write."""
+    plan: Plan
+    attempt: int = 1
+
+
+def node_dir(run_dir: str, attempt: int, node: int) -> str:
+    """Folder of one node in one attempt; ``node.sh`` makes it."""
+    return posixpath.join(run_dir, "attempts", str(attempt), f"node-{node}")
+
+
+def home() -> Path:
+    """``$CLUSTERKIT_HOME``, or ``~/.clusterkit``."""
+    named = os.environ.get("CLUSTERKIT_HOME") or "~/.clusterkit"
+    try:
+        path = Path(named).expanduser().absolute()
+    except (RuntimeError, OSError) as error:
+        raise BadInput(f"CLUSTERKIT_HOME: {named}: {error}", hint=_HOME_HINT) from None
+    check_text("CLUSTERKIT_HOME", str(path))
+    return path
+
+
+def new_run_id(job_name: str) -> str:
+    """``name-MMDDhhmmss-xxxx``: legal as a DNS label, 40 characters at most."""
+    import secrets
+
+    return f"{slug(job_name)}-{time.strftime('%m%d%H%M%S')}-" + "".join(
+        secrets.choice(_ALPHABET) for _ in range(4)
+    )
+
+
+def slug(name: str) -> str:
+    """The first 24 characters of a name that a DNS label takes; ``job`` when there are none."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower())[:24].strip("-") or "job"
+
+
+def check_run_id(run_id: str) -> str:
+    """``run_id`` itself.
+
+    Raises:
+        BadInput: not a DNS label, or the word that means the newest run.
+    """
+    if run_id == LAST:
+        raise BadInput(f"run id {run_id!r}: it means the newest run", hint="choose another")
+    if not RUN_ID.match(run_id) or len(run_id) > RUN_ID_MAX:
+        raise BadInput(
+            f"run id {run_id!r} is not valid",
+            hint=f"lower-case letters, digits and '-', {RUN_ID_MAX} characters at most",
+        )
+    return run_id
+
+
+class RunFolder:
+    """One run's folder; the only place that knows its file names."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.run_id = path.name
+
+    @classmethod
+    def create(cls, run_id: str, base: Path | None = None) -> RunFolder:
+        """A new, empty folder: for its owner alone, unless CLUSTERKIT_RUN_MODE says otherwise.
+
+        Raises:
+            BadInput: the run exists already, or CLUSTERKIT_RUN_MODE is no such mode.
+            RunFolderError: it cannot be made.
+        """
+        path = (base or home()) / "runs" / check_run_id(run_id)
+        mode = os.environ.get("CLUSTERKIT_RUN_MODE") or "700"
+        if not re.fullmatch("0*7[0-7]{2}", mode):
+            raise BadInput(
+                f"CLUSTERKIT_RUN_MODE: {mode}: not the mode of a folder that you can use",
+                hint="750 lets your group read new runs, 755 everybody",
+            )
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=int(mode, 8))
+            return cls(path)
+        except KeyboardInterrupt:
+            with contextlib.suppress(OSError):
+                path.rmdir()  # nobody else knows of it yet
+            raise
+        except FileExistsError:
+            if path.is_dir():
+                raise BadInput(
+                    f"run {run_id} exists already", hint=f"clusterkit status {run_id}"
+                ) from None
+            raise RunFolderError(f"{path.parent} is not a folder", hint=_HOME_HINT) from None
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot make {path}: {error.strerror}", hint=_HOME_HINT
+            ) from error
+
+    # -- files -------------------------------------------------------------
+
+    def file(self, name: str) -> Path:
+        return self.path / name
+
+    def write(self, name: str, data: bytes | str) -> None:
+        """Write one file, whole or not at all.
+
+        Raises:
+            RunFolderError: no space, no permission.
+        """
+        if not self.path.is_dir():
+            raise RunFolderError(f"the folder of run {self.run_id} is gone")
+        write_atomic(self.path / name, data.encode() if isinstance(data, str) else data)
+
+    def write_json(self, name: str, document: object) -> None:
+        self.write(name, msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+
+    def read(self, name: str) -> bytes:
+        """One file's contents.
+
+        Raises:
+            RunFolderError: the file is not there or not readable.
+        """
+        try:
+            return (self.path / name).read_bytes()
+        except OSError as error:
+            raise RunFolderError(
+                f"run {self.run_id}: {name} is missing or unreadable ({error.strerror})",
+                hint=f"the folder {self.path} is damaged; what is left of it can be read by hand",
+            ) from error
+
+    def read_json(self, name: str, kind: type[Document]) -> Document:
+        """One JSON file as ``kind``.
+
+        Raises:
+            RunFolderError: it is missing, not JSON, or of another shape.
+        """
+        try:
+            return msgspec.json.decode(self.read(name), type=kind)
+        except msgspec.MsgspecError as error:
+            raise RunFolderError(
+                f"run {self.run_id}: {name} is damaged ({error})",
+                hint=f"look into {self.path} by hand",
+            ) from error
+
+    def maybe_json(self, name: str, kind: type[Document]) -> Document | None:
+        """`read_json`, or None when the file is missing or damaged."""
+        try:
+            return self.read_json(name, kind)
+        except RunFolderError:
+            return None
+
+    def append(self, name: str, record: object) -> None:
+        """One more line of a ``.jsonl`` file; lost, not fatal, when the disk is full."""
+        with contextlib.suppress(OSError), (self.path / name).open("ab") as file:
+            file.write(msgspec.json.encode(record) + b"\n")
+
+    def record(self, attempt: int, step: Step, outcome: str) -> None:
+        """One more line of ``steps.jsonl``."""
+        done = StepRecord(
+            at=time.time(), attempt=attempt, kind=step.kind, host=step.host, node=step.node,
+            argv=step.argv, outcome=outcome,
+        )  # fmt: skip
+        self.append("steps.jsonl", done)
+
+    def records(self, name: str, kind: type[Document]) -> list[Document]:
+        """The lines of a ``.jsonl`` file; torn ones are left out."""
+        found: list[Document] = []
+        with contextlib.suppress(OSError):
+            for line in (self.path / name).read_bytes().splitlines():
+                with contextlib.suppress(msgspec.MsgspecError):
+                    found.append(msgspec.json.decode(line, type=kind))
+        return found
+
+    # -- what the run was made of ------------------------------------------
+
+    def plan(self) -> Plan:
+        """The run's plan.
+
+        Raises:
+            RunFolderError: missing or damaged.
+        """
+        return self.read_json("plan.json", Plan)
+
+    def save_plan(self, facts: Facts, plan: Plan) -> None:
+        """Write facts and plan, as JSON and for people."""
+        self.write_json("facts.json", facts)
+        self.write("plan.json", plan.to_json())
+        self.write("plan.txt", plan.to_text())
+
+    def cluster(self) -> ClusterSpec:
+        """The run's cluster entry.
+
+        Raises:
+            RunFolderError: missing or damaged.
+        """
+        entry = self.read_json("cluster.json", dict)
+        kind = CLUSTER_TYPES.get(str(entry.get("backend", "local")))
+        if kind is None:
+            raise RunFolderError(f"run {self.run_id}: cluster.json names an unknown backend")
+        return self.read_json("cluster.json", kind)
+
+    def handle(self, attempt: int = 1, plan: Plan | None = None) -> RunHandle:
+        """One attempt, for a backend.
+
+        Args:
+            plan: the run's, of a caller that has read it.
+
+        Raises:
+            RunFolderError: the plan is missing or damaged.
+        """
+        return RunHandle(self, plan or self.plan(), attempt)
+
+    # -- whose it is -------------------------------------------------------
+
+    def hold(self) -> IO[bytes] | None:
+        """Take the lock of whoever looks after the run; None: another process has it.
+
+        The lock is free again once the file is closed, here and in every process that inherited
+        it: a process that was killed holds nothing.
+
+        Raises:
+            RunFolderError: it cannot be made.
+        """
+        try:
+            with contextlib.ExitStack() as undo:
+                file = undo.enter_context((self.path / _LOCK).open("ab"))
+                for _ in range(_LOCK_TRIES):  # `is_held` has it for an instant
+                    if locked(file):
+                        undo.pop_all()
+                        return file
+                    time.sleep(0.01)
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot lock {self.path / _LOCK}: {error.strerror}", hint=_HOME_HINT
+            ) from error
+        return None
+
+    def is_held(self) -> bool:
+        """Whether a process, on this machine or (over NFS) another, looks after the run."""
+        try:
+            with (self.path / _LOCK).open("rb") as file:
+                return not locked(file, shared=True)
+        except OSError:
+            return False
+
+    # -- nodes -------------------------------------------------------------
+
+    def node_dir(self, attempt: int, node: int) -> Path:
+        """What one node wrote in one attempt."""
+        return Path(node_dir(str(self.path), attempt, node))
+
+    def nodes_of(self, attempt: int, plan: Plan | None, rank: int | None = None) -> Sequence[int]:
+        """The nodes of an attempt, or of them those whose logs may hold a rank's lines.
+
+        Args:
+            plan: the newest; it does not count spares that earlier attempts have used up.
+        """
+        folders = self.file(f"attempts/{attempt}").glob("node-*")
+        begun = [int(name) + 1 for path in folders if (name := path.name[5:]).isdigit()]
+        nodes = range(max([plan.nodes if plan else 0, *begun]))
+        if plan is None or rank is None or len(nodes) > plan.nodes:
+            return nodes
+        # In an elastic run, or with spares, a rank may be on any node, and later on another. In
+        # others it stays on its node, and the other nodes' logs may have gigabytes.
+        node = plan.node_of(rank)
+        return nodes if node is None else (node,)
+
+    def log(
+        self, attempt: int, nodes: Iterable[int], follow: Callable[[], bool] | None = None
+    ) -> Iterator[list[LogLine]]:
+        """Yield one attempt's lines of these nodes, ordered by `clusterkit.output.logs.merged`."""
+
+        def read(node: int, offset: int, limit: int) -> bytes | None:
+            try:
+                with (self.node_dir(attempt, node) / "log").open("rb") as file:
+                    file.seek(offset)
+                    return file.read(limit)
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                return None
+
+        return merged([NodeLog(node, attempt, partial(read, node)) for node in nodes], follow)
+
+    # -- cancel ------------------------------------------------------------
+
+    def leftover_words(self, message: str) -> str:
+        """What a person should know where not all of the run could be ended."""
+        return (
+            f"parts of it may still run: {message}; `clusterkit cancel {self.run_id}` tries again"
+        )
+
+    def mark_cancelled(self) -> None:
+        """Record, for every process that may look, that this run is to end."""
+        self.write("cancelled", f"{time.time()}\n")
+
+    def is_cancelled(self) -> bool:
+        return (self.path / "cancelled").exists()
+
+
+class Rank0:
+    """The marked lines of rank 0, of one attempt after the other, in bounded memory."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder, self._plan = folder, folder.maybe_json("plan.json", Plan)
+        self._attempt = 1
+        self._logs: dict[Path, GrowingFile] = {}
+
+    def read(self, newest: int) -> Iterator[LogLine]:
+        """What was not given before, up to the newest attempt."""
+        while True:
+            for node in self._folder.nodes_of(self._attempt, self._plan, 0):
+                path = self._folder.node_dir(self._attempt, node) / "log"
+                self._logs.setdefault(path, GrowingFile(path))
+            yield from heapq.merge(*map(self._lines, self._logs.values()), key=attrgetter("time"))
+            if self._attempt >= newest:
+                return
+            self._attempt, self._logs = self._attempt + 1, {}
+
+    def _lines(self, log: GrowingFile) -> Iterator[LogLine]:
+        while data := log.read(_CHUNK):
+            yield from marked(data, 0, self._attempt, rank=0)
+
+
+_HOME_HINT = "set CLUSTERKIT_HOME to a folder that you may write to"
+
+
+def all_runs() -> Iterator[RunFolder]:
+    """Every run folder, newest first; a plan that somebody wrote there is no run."""
+    base = home() / "runs"
+    try:
+        folders = [entry for entry in os.scandir(base) if entry.is_dir() and not _is_plan(entry)]
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RunFolderError(f"cannot read {base}: {error.strerror}", hint=_HOME_HINT) from error
+    folders.sort(key=lambda entry: _created(Path(entry.path)), reverse=True)
+    for entry in folders:
+        yield RunFolder(Path(entry.path))
+
+
+def _is_plan(folder: os.DirEntry[str]) -> bool:
+    """Whether it holds what `plan --out` writes, and neither of the files that a run has beside."""
+    ours = (os.path.exists(f"{folder.path}/{name}") for name in ("run.json", "job.json"))
+    return not any(ours) and os.path.exists(f"{folder.path}/plan.txt")
+
+
+def _created(path: Path) -> float:
+    # run.json is written once, when the run is made.
+    try:
+        return (path / "run.json").stat().st_mtime
+    except OSError:
+        return path.stat().st_mtime if path.exists() else 0.0
+
+
+def find(name: str) -> RunFolder:
+    """The run with this id, the only one that begins so, or the newest for ``last``.
+
+    Raises:
+        RunNotFound: none, or several; the message lists candidates.
+    """
+    exact = home() / "runs" / name
+    # os.path: False, not an error, for a folder of somebody else's; all_runs() says it then.
+    if RUN_ID.match(name) and os.path.isdir(exact):
+        return RunFolder(exact)
+    runs = list(all_runs())
+    ids = [run.run_id for run in runs]
+    where = f"under {home() / 'runs'}"
+    if _MADE.search(name) and not any(each.startswith(name) for each in ids):
+        raise RunNotFound(
+            f"run {name!r} is unknown {where}",
+            hint=f"another machine's, on Kubernetes: clusterkit attach {name} --cluster CLUSTER",
+        )
+    chosen = resolve(name, ids, where)
+    return next(run for run in runs if run.run_id == chosen)
+
+
+def resolve(name: str, ids: Sequence[str], where: str) -> str:
+    """Of these ids, newest first: this one, the only one that begins so, or the first for
+    ``last``. Pure.
+
+    Raises:
+        RunNotFound: none, or several; the message lists candidates.
+    """
+    if name in ids:
+        return name
+    if name == LAST and ids:
+        return ids[0]
+    matching = [each for each in ids if each.startswith(name)] if name else []
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        shown = listed(matching, 5)
+        raise RunNotFound(f"run {name!r} is ambiguous: {shown}", hint="give more of its id")
+    raise RunNotFound(
+        f"run {name!r} is unknown {where}",
+        hint=f"the newest are {', '.join(ids[:3])}" if ids else "there are no runs",
+    )

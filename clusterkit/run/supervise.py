@@ -1,0 +1,105 @@
+"""Starts a run: its nodes, and the process that supervises them.
+
+The process that submits starts the nodes (`launch`): it has the connections and all imports. The
+supervisor's process is ``python -m clusterkit.run.supervise`` (`spawn`), detached from the
+terminal. It holds the lock of the run's folder, so there is at most one; all others only read the
+folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO
+
+from clusterkit.errors import ClusterkitError, SubmitFailed
+from clusterkit.run.runs import RunFolder
+from clusterkit.run.supervisor import Supervisor
+from clusterkit.run.verdict import RESERVE
+from clusterkit.transport import Transport
+
+START_SECONDS = 60.0
+"""How long a supervisor may take to start. One that exits meanwhile is detected at once."""
+STARTED = b"started\n"
+"""A supervisor's answer to the process that started it."""
+RESERVE_BYTES = 1 << 16
+"""Freed to record the end of a run on a full disk."""
+
+
+def launch(folder: RunFolder, lock: IO[bytes], transport: Transport) -> None:
+    """Start a new run's nodes, then its supervisor. If the nodes do not start, the run has failed.
+
+    Args:
+        lock: see `spawn`.
+
+    Raises:
+        RunFolderError, SubmitFailed: see `spawn`.
+    """
+    folder.write(RESERVE, bytes(RESERVE_BYTES))
+    if Supervisor(folder, transport).start():
+        spawn(folder, lock)
+
+
+def spawn(folder: RunFolder, lock: IO[bytes], *, adopt: bool = False) -> None:
+    """Start the supervisor, detached from this process and from the terminal.
+
+    Args:
+        lock: the result of `RunFolder.hold`; the supervisor keeps it while it lives.
+        adopt: take over a run whose supervisor is gone.
+
+    Raises:
+        RunFolderError: the disk is full.
+        SubmitFailed: the supervisor does not start; the message holds its output.
+    """
+    if not folder.file(RESERVE).exists():
+        folder.write(RESERVE, bytes(RESERVE_BYTES))
+    read, write = os.pipe()
+    with open(read, "rb", buffering=0) as answer:
+        with open(write, "wb"), folder.file("supervisor.log").open("ab") as log:
+            files = (lock.fileno(), write)
+            argv = [sys.executable, "-P", "-m", "clusterkit.run.supervise", str(folder.path)]
+            argv += [*map(str, files), *(["--adopt"] if adopt else [])]
+            # The shell exits at once, so the supervisor is a child of init and leaves no zombie.
+            subprocess.run(
+                ["/bin/sh", "-c", '"$@" &', "sh", *argv], start_new_session=True, pass_fds=files,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True,
+            )  # fmt: skip
+        said = b""
+        while select.select([answer], [], [], START_SECONDS)[0] and (data := answer.read(4096)):
+            said += data
+    if said == STARTED:
+        return
+    log_text = folder.read("supervisor.log").decode(errors="replace").strip()
+    words, _, hint = said.decode().partition("\n")
+    raise SubmitFailed(
+        f"the run's supervisor did not start: {words or log_text or 'no output'}", hint=hint or None
+    )
+
+
+def main(argv: list[str]) -> None:
+    """Run ``RUN_DIR LOCK ANSWER [--adopt]``.
+
+    LOCK is the file descriptor of the run folder's lock, ANSWER that of a pipe, which takes
+    `STARTED`, or why this process cannot supervise the run.
+    """
+    path, lock, answer = argv[:3]
+    os.set_inheritable(int(lock), False)
+    # The process that reads the pipe may have been killed.
+    with contextlib.suppress(BrokenPipeError), open(int(answer), "wb", buffering=0) as pipe:
+        os.set_inheritable(int(answer), False)
+        try:
+            supervisor = Supervisor(RunFolder(Path(path)))
+            supervisor.begin()
+        except ClusterkitError as error:
+            pipe.write(f"{error.message}\n{error.hint or ''}".encode())
+            raise
+        pipe.write(STARTED)
+    supervisor.main(adopt="--adopt" in argv)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""The project on its way to the hosts."""
