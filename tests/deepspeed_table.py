@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-TABLE = ROOT / "clusterkit" / "deepspeed_keys.json"
+TABLE = ROOT / "clusterkit" / "jobfile" / "deepspeed_keys.json"
 
 _DTYPE = "bf16|fp16|fp32"
 PLAIN: dict[str, Any] = {
